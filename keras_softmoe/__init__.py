@@ -1,0 +1,47 @@
+"""Vision mixtures of experts for Keras 3, on TensorFlow, JAX and PyTorch.
+
+`import keras_softmoe as ksm` loads Keras and the rooms `ops`, `routers` and `layers`,
+nothing more. The other rooms need KerasHub and TensorFlow, scikit-learn or matplotlib,
+and are imported when first used: `ksm.models` is enough, no second import is needed.
+
+Keras finds a class by its registered name, so the module of the class has to be
+imported before something saved is loaded. The layers are registered by
+`import keras_softmoe`, the models by `import keras_softmoe.models`: import that first
+if you call `keras_hub.models.ImageClassifier.from_preset` on a preset of ours. Where
+KerasHub was imported before this package, `import keras_softmoe` alone does it.
+"""
+
+import importlib
+import sys
+
+from keras_softmoe import layers as layers
+from keras_softmoe import ops as ops
+from keras_softmoe import routers as routers
+
+__version__ = "0.1.0"
+
+_LAZY_ROOMS = (
+    "converters",
+    "datasets",
+    "evaluation",
+    "models",
+    "presets",
+    "visualization",
+)
+
+__all__ = ["__version__", "layers", "ops", "routers", *_LAZY_ROOMS]
+
+
+def __getattr__(name):
+    if name in _LAZY_ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return list(__all__)
+
+
+# With KerasHub loaded the models cost nothing more, and its `from_preset` finds them.
+if "keras_hub" in sys.modules:
+    importlib.import_module(f"{__name__}.models")

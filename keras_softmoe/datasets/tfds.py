@@ -1,0 +1,145 @@
+"""Image classification data sets of TensorFlow Datasets, ready for `model.fit`."""
+
+import keras
+
+from keras_softmoe.datasets.checks import check_whole_numbers
+
+
+def from_tfds(
+    name,
+    split,
+    image_size,
+    batch_size,
+    shuffle=False,
+    seed=None,
+    shuffle_buffer=10_000,
+    crop_to_aspect_ratio=False,
+    drop_remainder=False,
+    data_dir=None,
+    download=True,
+):
+    """Loads an image classification data set as batches of images and labels.
+
+    The result is a `tf.data.Dataset`, which `fit`, `evaluate` and `predict` take on
+    every Keras backend. Give `fit` `shuffle=False`: it warns that it leaves the order
+    of such a data set alone.
+
+    Args:
+        name: str, name of the data set, e.g. `"cifar10"` or `"oxford_iiit_pet:4.*.*"`.
+        split: str, e.g. `"train[:90%]"`, or a list or tuple of them.
+        image_size: int, side of the square images in pixels. Larger images are
+            shrunk with anti-aliasing.
+        batch_size: int, images per batch.
+        shuffle: bool, whether to shuffle files and images, anew in every epoch.
+        seed: optional int, makes the shuffling repeatable.
+        shuffle_buffer: int, how many images at their original size the shuffling
+            keeps in memory.
+        crop_to_aspect_ratio: bool, whether to cut the middle square out of the image
+            rather than squeeze it.
+        drop_remainder: bool, whether to leave out a last, smaller batch.
+        data_dir: optional path of a directory, where TensorFlow Datasets keeps its
+            data.
+        download: bool, whether to fetch and prepare data that are not there yet.
+
+    Returns:
+        A `tf.data.Dataset` of (images, labels), or a list of them in the order of
+        `split`. Images: uint8 of shape (batch, image_size, image_size, 3) in 0..255;
+        grey images get three equal channels, an alpha channel is dropped. Labels:
+        int32 of shape (batch,).
+
+    Raises:
+        ImportError: If TensorFlow Datasets is missing (the extra `datasets`).
+        ValueError: If a number is out of range, a split is unknown, or the data set
+            does not offer (image, label) pairs.
+
+    Example:
+
+    ```python
+    train, test = from_tfds("cifar10", ["train", "test"], 32, 128, shuffle=True)
+    model.fit(train, validation_data=test, shuffle=False)
+    ```
+    """
+    check_whole_numbers(
+        1, image_size=image_size, batch_size=batch_size, shuffle_buffer=shuffle_buffer
+    )
+    if not isinstance(split, str | list | tuple) or not split:
+        raise ValueError(
+            "`split` must be a string such as 'train[:90%]', or a list of them. "
+            f"Received: split={split!r}."
+        )
+    try:
+        import tensorflow as tf
+        import tensorflow_datasets as tfds
+    except ImportError as error:
+        raise ImportError(
+            "from_tfds() needs TensorFlow and TensorFlow Datasets; one of them is not "
+            "installed. Install the extras `datasets` and `tensorflow`: "
+            "`pip install 'keras-softmoe[datasets,tensorflow]'`."
+        ) from error
+
+    builder = tfds.builder(name, data_dir=data_dir)
+    _check_image_and_label(name, builder.info, tfds.features)
+    if download:
+        builder.download_and_prepare()
+    parts = [split] if isinstance(split, str) else list(split)
+    for part in parts:
+        _check_split(name, part, builder.info.splits)
+
+    resize = keras.layers.Resizing(
+        image_size,
+        image_size,
+        crop_to_aspect_ratio=crop_to_aspect_ratio,
+        antialias=True,
+        data_format="channels_last",
+        dtype="float32",
+    )
+    image_key, _ = builder.info.supervised_keys
+    channels = builder.info.features[image_key].shape[-1]
+
+    def prepare(image, label):
+        image = tf.image.grayscale_to_rgb(image) if channels == 1 else image[..., :3]
+        image = tf.round(resize(image))
+        return tf.saturate_cast(image, tf.uint8), tf.cast(label, tf.int32)
+
+    def load(part):
+        dataset = builder.as_dataset(
+            split=part,
+            as_supervised=True,
+            shuffle_files=shuffle,
+            read_config=tfds.ReadConfig(shuffle_seed=seed),
+        )
+        if shuffle:
+            dataset = dataset.shuffle(shuffle_buffer, seed=seed)
+        dataset = dataset.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
+        dataset = dataset.batch(batch_size, drop_remainder=drop_remainder)
+        return dataset.prefetch(tf.data.AUTOTUNE)
+
+    datasets = [load(part) for part in parts]
+    return datasets[0] if isinstance(split, str) else datasets
+
+
+def _check_image_and_label(name, info, features):
+    keys = info.supervised_keys
+    kinds = [info.features[key] for key in keys] if keys and len(keys) == 2 else []
+    wanted = (features.Image, features.ClassLabel)
+    if len(kinds) != 2 or not all(map(isinstance, kinds, wanted)):
+        raise ValueError(
+            f"The data set must offer supervised (image, label) pairs. Received: "
+            f"name={name!r}, whose supervised keys are {keys} among the features "
+            f"{list(info.features)}. Load it with `tfds.load` and pick the two "
+            "yourself."
+        )
+
+
+def _check_split(name, part, splits):
+    """Raises for a split that is not there; slices are understood as TFDS does."""
+    # A data set that is not prepared knows no splits; TFDS then raises by itself.
+    if not splits:
+        return
+    try:
+        splits[part]
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"`split` must name parts of the data set {name!r}: {sorted(splits)}, or "
+            f"slices of them such as 'train[:90%]'. Received: split={part!r}."
+        ) from error

@@ -1,0 +1,10 @@
+"""How good a frozen model's features are, and what its routers do."""
+
+from keras_softmoe.evaluation.few_shot import FewShotResult as FewShotResult
+from keras_softmoe.evaluation.few_shot import ShotResult as ShotResult
+from keras_softmoe.evaluation.few_shot import few_shot_probe as few_shot_probe
+from keras_softmoe.evaluation.ridge import L2_GRID as L2_GRID
+from keras_softmoe.evaluation.ridge import RidgeProbe as RidgeProbe
+from keras_softmoe.evaluation.ridge import best_l2 as best_l2
+from keras_softmoe.evaluation.ridge import ridge_probe as ridge_probe
+from keras_softmoe.evaluation.ridge import sample_support as sample_support

@@ -1,0 +1,111 @@
+"""Multi-head attention, with the query and key normalization that ViTs use."""
+
+import keras
+from keras import ops
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class Attention(keras.layers.Layer):
+    """Multi-head attention of queries over tokens.
+
+    Unlike `keras.layers.MultiHeadAttention` it can normalize queries and keys.
+
+    Args:
+        num_heads: int, number of heads. Must divide the width.
+        use_qk_norm: bool, whether queries and keys go through a layer normalization
+            (scale only, shared by the heads) before their product.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Call arguments:
+        queries: `(B, Q, D)` float tensor.
+        tokens: `(B, S, D)` float tensor.
+
+    Returns: `(B, Q, D)` tensor.
+
+    Raises:
+        ValueError: if `num_heads` does not divide the width.
+
+    Source: Dosovitskiy et al. 2021, appendix A; the normalization: Dehghani et al.
+    2023 (ViT-22B), section 2.
+    """
+
+    def __init__(self, num_heads, use_qk_norm=False, **kwargs):
+        super().__init__(**kwargs)
+        self.num_heads = num_heads
+        self.use_qk_norm = use_qk_norm
+
+    def build(self, queries_shape, tokens_shape):
+        width = queries_shape[-1]
+        check_num_heads(self.num_heads, width)
+        head_dim = width // self.num_heads
+        # Glorot's fans are those of the (D, D) matrices that the kernels fold.
+        project = {
+            name: keras.layers.EinsumDense(
+                "bsd,dhk->bshk",
+                output_shape=(None, self.num_heads, head_dim),
+                bias_axes="hk",
+                kernel_initializer=_glorot([0], [1, 2]),
+                dtype=self.dtype_policy,
+                name=name,
+            )
+            for name in ("query", "key", "value")
+        }
+        self.query, self.key, self.value = project.values()
+        self.query.build(queries_shape)
+        self.key.build(tokens_shape)
+        self.value.build(tokens_shape)
+        self.attention_output = keras.layers.EinsumDense(
+            "bshk,hkd->bsd",
+            output_shape=(None, width),
+            bias_axes="d",
+            kernel_initializer=_glorot([0, 1], [2]),
+            dtype=self.dtype_policy,
+            name="attention_output",
+        )
+        heads_shape = (None, None, self.num_heads, head_dim)
+        self.attention_output.build(heads_shape)
+        if self.use_qk_norm:
+            self.query_norm = layer_norm(self.dtype_policy, "query_norm", center=False)
+            self.query_norm.build(heads_shape)
+            self.key_norm = layer_norm(self.dtype_policy, "key_norm", center=False)
+            self.key_norm.build(heads_shape)
+
+    def call(self, queries, tokens):
+        # (B, Q, heads, head_dim) and twice (B, S, heads, head_dim)
+        query, key = self.query(queries), self.key(tokens)
+        value = self.value(tokens)
+        if self.use_qk_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return self.attention_output(ops.dot_product_attention(query, key, value))
+
+    def compute_output_shape(self, queries_shape, tokens_shape):
+        return queries_shape
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_heads": self.num_heads,
+            "use_qk_norm": self.use_qk_norm,
+        }
+
+
+def layer_norm(dtype, name, center=True):
+    """Layer normalization with the epsilon of the papers' code."""
+    return keras.layers.LayerNormalization(
+        epsilon=1e-6, center=center, dtype=dtype, name=name
+    )
+
+
+def check_num_heads(num_heads, width):
+    """Raise unless `num_heads` is positive and divides `width`."""
+    if num_heads < 1 or width % num_heads:
+        raise ValueError(
+            "The heads share the width equally, so `num_heads` must divide it. "
+            f"Received: num_heads={num_heads}, width={width}."
+        )
+
+
+def _glorot(input_axes, output_axes):
+    return keras.initializers.VarianceScaling(
+        1.0, "fan_avg", "uniform", input_axes=input_axes, output_axes=output_axes
+    )

@@ -1,0 +1,198 @@
+"""From images to tokens."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_softmoe.ops.position import resample_position_grid, sincos_2d_table
+
+POSITION_EMBEDDINGS = ("learned", "sincos2d", "none")
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class PatchEmbedding(keras.layers.Layer):
+    """Cuts images into patches and projects each to a token.
+
+    Args:
+        patch_size: `(height, width)` of a patch in pixels.
+        hidden_dim: int, width `D` of a token.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Maps `(B, height, width, channels)` images to `(B, S, D)` tokens, row by row.
+
+    Source: Dosovitskiy et al. 2021, section 3.1.
+    """
+
+    def __init__(self, patch_size, hidden_dim, **kwargs):
+        super().__init__(**kwargs)
+        self.patch_size = tuple(patch_size)
+        self.hidden_dim = hidden_dim
+        self.projection = keras.layers.Conv2D(
+            hidden_dim,
+            kernel_size=self.patch_size,
+            strides=self.patch_size,
+            padding="valid",
+            data_format="channels_last",
+            kernel_initializer="lecun_normal",
+            dtype=self.dtype_policy,
+            name="projection",
+        )
+
+    def build(self, images_shape):
+        self.projection.build(images_shape)
+
+    def call(self, images):
+        # (B, rows, columns, D)
+        grid = self.projection(images)
+        _, rows, columns, width = grid.shape
+        return ops.reshape(grid, (-1, rows * columns, width))
+
+    def compute_output_shape(self, images_shape):
+        batch, rows, columns, width = self.projection.compute_output_shape(images_shape)
+        return (batch, rows * columns, width)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "patch_size": self.patch_size,
+            "hidden_dim": self.hidden_dim,
+        }
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class ClassToken(keras.layers.Layer):
+    """Puts a learned token in front of the others.
+
+    Maps `(B, S, D)` to `(B, S + 1, D)`.
+
+    Source: Dosovitskiy et al. 2021, section 3.1.
+    """
+
+    def build(self, tokens_shape):
+        self.class_token = self.add_weight(
+            shape=(1, 1, tokens_shape[-1]), initializer="zeros", name="class_token"
+        )
+
+    def call(self, tokens):
+        token = ops.cast(self.class_token, tokens.dtype)
+        # Broadcast without asking for the batch size, which may be unknown.
+        token = token + ops.zeros_like(tokens[:, :1])
+        return ops.concatenate([token, tokens], axis=1)
+
+    def compute_output_shape(self, tokens_shape):
+        batch, num_tokens, width = tokens_shape
+        return (batch, num_tokens + 1, width)
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class PositionEmbedding(keras.layers.Layer):
+    """Adds to each token where in the image it comes from.
+
+    Weights that were saved for another grid of patches are resampled when they are
+    loaded (bilinear, corners aligned), which is how a model moves to another
+    resolution.
+
+    Args:
+        grid: `(rows, columns)` of patches.
+        kind: `"learned"` (one vector for each token, class token included) or
+            `"sincos2d"` (fixed, for patches only).
+        has_class_token: bool, whether the first token is a class token.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Maps `(B, S, D)` to `(B, S, D)`.
+
+    Raises:
+        ValueError: if the number of tokens does not fit the grid, or saved weights
+            have another width.
+
+    Source: V-MoE, section 4.4 (resolution); Soft MoE, released code (`sincos2d`).
+    """
+
+    def __init__(self, grid, kind="learned", has_class_token=False, **kwargs):
+        super().__init__(**kwargs)
+        if kind not in POSITION_EMBEDDINGS[:2]:
+            raise ValueError(
+                "Unknown position embedding. Accepted: 'learned', 'sincos2d'. "
+                f"Received: kind={kind!r}."
+            )
+        self.grid = tuple(grid)
+        self.kind = kind
+        self.has_class_token = has_class_token
+
+    def build(self, tokens_shape):
+        _, num_tokens, width = tokens_shape
+        rows, columns = self.grid
+        if num_tokens != rows * columns + self.has_class_token:
+            raise ValueError(
+                f"A grid of {rows} x {columns} patches has not {num_tokens} tokens. "
+                f"Received: tokens_shape={tokens_shape}, grid={self.grid}, "
+                f"has_class_token={self.has_class_token}."
+            )
+        if self.kind == "sincos2d":
+            table = sincos_2d_table(rows, columns, width)
+            # (1, S, D), zero for the class token
+            self._table = np.pad(table, ((int(self.has_class_token), 0), (0, 0)))[None]
+        else:
+            self.embedding = self.add_weight(
+                shape=(1, num_tokens, width),
+                initializer=keras.initializers.RandomNormal(stddev=0.02),
+                name="embedding",
+            )
+
+    def call(self, tokens):
+        table = self._table if self.kind == "sincos2d" else self.embedding
+        return tokens + ops.cast(table, tokens.dtype)
+
+    def compute_output_shape(self, tokens_shape):
+        return tokens_shape
+
+    def save_own_variables(self, store):
+        super().save_own_variables(store)
+        if self.kind == "learned":
+            # The number of tokens alone does not tell 2 x 8 from 4 x 4 patches.
+            store["grid"] = np.asarray(self.grid, "int32")
+
+    def load_own_variables(self, store):
+        if self.kind == "sincos2d":
+            return
+        table = np.asarray(store["0"])
+        self.embedding.assign(self.resample(table, tuple(np.asarray(store["grid"]))))
+
+    def resample(self, table, grid=None):
+        """Fit a `(1, S', D)` table for another grid of patches to this layer's grid.
+
+        Args:
+            table: `(1, S', D)` array of learned position embeddings, with a row for
+                the class token if this layer has one.
+            grid: `(rows, columns)` of the table. A square if `None`.
+
+        Returns:
+            `(1, S, D)` array or tensor.
+        """
+        first = int(self.has_class_token)
+        if grid is None:
+            side = round((table.shape[1] - first) ** 0.5)
+            grid = (side, side)
+        num_tokens, width = grid[0] * grid[1] + first, self.embedding.shape[-1]
+        if table.shape != (1, num_tokens, width):
+            raise ValueError(
+                "These position embeddings do not fit the model. Expected shape "
+                f"{(1, num_tokens, width)} for a grid of {grid[0]} x {grid[1]} patches"
+                f"{' and a class token' if first else ''}. Received: "
+                f"shape={table.shape}."
+            )
+        if tuple(grid) == self.grid:
+            return table
+        patches = np.reshape(table[:, first:], (*grid, width))
+        patches = ops.reshape(resample_position_grid(patches, *self.grid), (-1, width))
+        return ops.concatenate(
+            [ops.convert_to_tensor(table[:, :first]), patches[None]], axis=1
+        )
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "grid": self.grid,
+            "kind": self.kind,
+            "has_class_token": self.has_class_token,
+        }

@@ -1,0 +1,133 @@
+"""The Transformer encoder block, dense or with a mixture of experts."""
+
+import keras
+
+from keras_softmoe.layers.attention import Attention, layer_norm
+from keras_softmoe.layers.feedforward import MLP
+from keras_softmoe.layers.moe import MoE, check_tokens_shape
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class EncoderBlock(keras.layers.Layer):
+    """Pre-norm Transformer block: attention, then an MLP or a mixture of experts.
+
+    Args:
+        num_heads: int, number of attention heads.
+        mlp_dim: int, hidden width of the MLP or of each expert.
+        router: `None` for a dense block, or a router from `keras_softmoe.routers` (a
+            template, see `MoE`).
+        use_qk_norm: bool, whether queries and keys are normalized.
+        dropout_rate: float, dropout after attention and after the MLP or experts.
+        group_images: int, see `MoE`.
+        dispatcher: see `MoE`.
+        equal_experts: bool, see `MoE`.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Call arguments:
+        inputs: `(B, S, D)` float tensor.
+        return_decision: bool, whether to return the router's `Decision` as well
+            (`None` for a dense block).
+
+    Returns: `(B, S, D)` tensor, or that and the `Decision`.
+
+    Raises:
+        ValueError: if `num_heads` does not divide the width, or the input has not
+            rank 3.
+
+    Source: V-MoE, section 2.1 and figure 1.
+
+    Example:
+
+    >>> router = ksm.routers.SoftRouter(num_experts=16)
+    >>> block = ksm.layers.EncoderBlock(num_heads=4, mlp_dim=128, router=router)
+    >>> block(np.random.normal(size=(2, 16, 32))).shape
+    (2, 16, 32)
+    """
+
+    def __init__(
+        self,
+        num_heads,
+        mlp_dim,
+        router=None,
+        use_qk_norm=False,
+        dropout_rate=0.0,
+        group_images=1,
+        dispatcher="auto",
+        equal_experts=False,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.num_heads = num_heads
+        self.mlp_dim = mlp_dim
+        self.use_qk_norm = use_qk_norm
+        self.dropout_rate = dropout_rate
+        self.group_images = group_images
+        self.dispatcher = dispatcher
+        self.equal_experts = equal_experts
+        dtype = self.dtype_policy
+        self.attention_norm = layer_norm(dtype, "attention_norm")
+        self.attention = Attention(
+            num_heads, use_qk_norm=use_qk_norm, dtype=dtype, name="attention"
+        )
+        self.mlp_norm = layer_norm(dtype, "mlp_norm")
+        self.mlp = self.moe = None
+        if router is None:
+            self.mlp = MLP(mlp_dim, dtype=dtype, name="mlp")
+        else:
+            self.moe = MoE(
+                router,
+                mlp_dim,
+                group_images=group_images,
+                dispatcher=dispatcher,
+                equal_experts=equal_experts,
+                dtype=dtype,
+                name="moe",
+            )
+        if dropout_rate:
+            self.dropout = keras.layers.Dropout(dropout_rate, dtype=dtype)
+
+    def build(self, inputs_shape):
+        check_tokens_shape(inputs_shape)
+        self.attention_norm.build(inputs_shape)
+        self.attention.build(inputs_shape, inputs_shape)
+        self.mlp_norm.build(inputs_shape)
+        (self.moe or self.mlp).build(inputs_shape)
+
+    def call(self, inputs, return_decision=False):
+        tokens = self.attention_norm(inputs)
+        x = inputs + self._drop(self.attention(tokens, tokens))
+        tokens = self.mlp_norm(x)
+        decision = None
+        if self.moe is None:
+            outputs = self.mlp(tokens)
+        elif return_decision:
+            outputs, decision = self.moe(tokens, return_decision=True)
+        else:
+            outputs = self.moe(tokens)
+        outputs = x + self._drop(outputs)
+        return (outputs, decision) if return_decision else outputs
+
+    def _drop(self, x):
+        return self.dropout(x) if self.dropout_rate else x
+
+    def compute_output_shape(self, inputs_shape):
+        return inputs_shape
+
+    def get_config(self):
+        router = self.moe and keras.saving.serialize_keras_object(self.moe.router)
+        return {
+            **super().get_config(),
+            "num_heads": self.num_heads,
+            "mlp_dim": self.mlp_dim,
+            "router": router,
+            "use_qk_norm": self.use_qk_norm,
+            "dropout_rate": self.dropout_rate,
+            "group_images": self.group_images,
+            "dispatcher": self.dispatcher,
+            "equal_experts": self.equal_experts,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        router = keras.saving.deserialize_keras_object(config["router"])
+        return cls(**{**config, "router": router})

@@ -1,0 +1,164 @@
+"""Two dense layers with a GELU between: once, or once per expert."""
+
+import keras
+from keras import ops
+
+
+def gelu(x):
+    """GELU in the tanh approximation, which the papers' code uses everywhere."""
+    return ops.gelu(x, approximate=True)
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class MLP(keras.layers.Layer):
+    """The feed-forward part of a dense encoder block.
+
+    Args:
+        mlp_dim: int, hidden width.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Maps `(..., D)` to `(..., D)`.
+
+    Source: V-MoE, section 2.1.
+    """
+
+    def __init__(self, mlp_dim, **kwargs):
+        super().__init__(**kwargs)
+        self.mlp_dim = mlp_dim
+
+    def build(self, inputs_shape):
+        self.intermediate_dense = keras.layers.Dense(
+            self.mlp_dim,
+            bias_initializer=_small_bias(),
+            dtype=self.dtype_policy,
+            name="intermediate_dense",
+        )
+        self.intermediate_dense.build(inputs_shape)
+        self.output_dense = keras.layers.Dense(
+            inputs_shape[-1],
+            bias_initializer=_small_bias(),
+            dtype=self.dtype_policy,
+            name="output_dense",
+        )
+        self.output_dense.build((*inputs_shape[:-1], self.mlp_dim))
+
+    def call(self, inputs):
+        return self.output_dense(gelu(self.intermediate_dense(inputs)))
+
+    def compute_output_shape(self, inputs_shape):
+        return inputs_shape
+
+    def get_config(self):
+        return {**super().get_config(), "mlp_dim": self.mlp_dim}
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class Experts(keras.layers.Layer):
+    """A bank of MLPs, one per expert, each applied to its own slots.
+
+    Both layers are `keras.layers.EinsumDense`, so `quantize("int8")` and
+    `enable_lora` work on the whole bank (a LoRA update shares its second factor among
+    the experts of a bank).
+
+    Args:
+        num_experts: int, number `E` of experts.
+        mlp_dim: int, hidden width `H` of an expert.
+        equal_experts: bool. If `True` all experts start with the same weights, as the
+            released V-MoE models did, and part ways by what they are fed; if `False`
+            each draws its own.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Maps slots `(G, E, C, D)` to outputs `(G, E, C, D)`.
+
+    Raises:
+        ValueError: if the input is not of rank 4 with `num_experts` as second axis.
+
+    Source: V-MoE, section 2.2.
+
+    Example:
+
+    >>> experts = ksm.layers.Experts(num_experts=4, mlp_dim=64)
+    >>> experts(np.zeros((2, 4, 3, 16))).shape
+    (2, 4, 3, 16)
+    """
+
+    def __init__(self, num_experts, mlp_dim, equal_experts=False, **kwargs):
+        super().__init__(**kwargs)
+        self.num_experts = num_experts
+        self.mlp_dim = mlp_dim
+        self.equal_experts = equal_experts
+
+    def build(self, slots_shape):
+        if len(slots_shape) != 4 or slots_shape[1] != self.num_experts:
+            raise ValueError(
+                "Experts expect slots of shape (groups, experts, slots, width) with "
+                f"{self.num_experts} experts. Received: slots_shape={slots_shape}."
+            )
+        _, num_experts, capacity, width = slots_shape
+        self.intermediate_dense = self._bank(
+            "gecd,edh->gech", (num_experts, capacity, self.mlp_dim), "eh"
+        )
+        self.intermediate_dense.build(slots_shape)
+        self.output_dense = self._bank(
+            "gech,ehd->gecd", (num_experts, capacity, width), "ed"
+        )
+        self.output_dense.build((*slots_shape[:-1], self.mlp_dim))
+
+    def _bank(self, equation, output_shape, bias_axes):
+        # Without the axes the initializer would take the experts for a receptive
+        # field and start each of them too small by the root of their number.
+        kernel_initializer = keras.initializers.VarianceScaling(
+            1.0, "fan_avg", "uniform", input_axes=[1], output_axes=[2]
+        )
+        if self.equal_experts:
+            kernel_initializer = EqualExperts(kernel_initializer)
+        return keras.layers.EinsumDense(
+            equation,
+            output_shape=output_shape,
+            bias_axes=bias_axes,
+            kernel_initializer=kernel_initializer,
+            bias_initializer=_small_bias(),
+            dtype=self.dtype_policy,
+            name="intermediate_dense" if bias_axes == "eh" else "output_dense",
+        )
+
+    def call(self, slots):
+        return self.output_dense(gelu(self.intermediate_dense(slots)))
+
+    def compute_output_shape(self, slots_shape):
+        return slots_shape
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_experts": self.num_experts,
+            "mlp_dim": self.mlp_dim,
+            "equal_experts": self.equal_experts,
+        }
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class EqualExperts(keras.initializers.Initializer):
+    """Draws one expert's weights and gives them to all.
+
+    Args:
+        initializer: `keras.initializers.Initializer` for a `(1, ...)` bank.
+    """
+
+    def __init__(self, initializer):
+        self.initializer = keras.initializers.get(initializer)
+
+    def __call__(self, shape, dtype=None):
+        one = self.initializer((1, *shape[1:]), dtype=dtype)
+        return ops.repeat(one, shape[0], axis=0)
+
+    def get_config(self):
+        return {"initializer": keras.saving.serialize_keras_object(self.initializer)}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(keras.saving.deserialize_keras_object(config["initializer"]))
+
+
+def _small_bias():
+    return keras.initializers.RandomNormal(stddev=1e-6)

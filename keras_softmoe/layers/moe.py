@@ -1,0 +1,244 @@
+"""The mixture-of-experts layer: router, dispatch, experts, combine."""
+
+import keras
+from keras import ops
+
+from keras_softmoe.layers.feedforward import Experts
+from keras_softmoe.ops.routing import SlotRouting, combine, dispatch, to_dense
+from keras_softmoe.routers.router import Router
+from keras_softmoe.routers.soft import SoftRouter
+
+DISPATCHERS = ("auto", "gather", "einsum")
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class MoE(keras.layers.Layer):
+    """Mixture of expert MLPs with any router, in place of a Transformer's MLP.
+
+    Images are cut into groups, the router decides for each group, tokens travel to
+    the experts' slots, and the experts' outputs travel back. A token that no expert
+    takes comes back as zeros, so in a residual block it passes unchanged.
+
+    Args:
+        router: a router from `keras_softmoe.routers`. It is a template: the layer
+            makes its own with the same configuration.
+        mlp_dim: int, hidden width of an expert.
+        group_images: int, images whose tokens are routed together. A batch that it
+            does not divide is filled up with padding, which takes no slot.
+        dispatcher: how tokens reach the slots of a sparse router. `"gather"` copies
+            rows, `"einsum"` multiplies with one-hot weights (the one to use when
+            experts are sharded over devices), `"auto"` takes the one that was measured
+            to be faster: `"einsum"` for groups of at most 128 tokens, `"gather"` for
+            larger ones. Soft routers mix all tokens, which is always a product.
+        equal_experts: bool, whether all experts start with the same weights.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Call arguments:
+        inputs: `(B, S, D)` float tensor.
+        return_decision: bool, whether to return the router's `Decision` as well.
+
+    Returns: `(B, S, D)` tensor, or that and the `Decision`, whose groups are
+        `ceil(B / group_images)` of `group_images * S` tokens.
+
+    Raises:
+        ValueError: if an argument is not among the accepted values, or the input has
+            not rank 3.
+
+    Source: V-MoE, section 2.2; Soft MoE, section 2.1; router study, section 2.
+
+    Example:
+
+    >>> router = ksm.routers.SoftmaxTokenChoiceRouter(num_experts=8, priority="max")
+    >>> layer = ksm.layers.MoE(router, mlp_dim=128, group_images=4)
+    >>> layer(np.random.normal(size=(6, 16, 32))).shape
+    (6, 16, 32)
+    """
+
+    def __init__(
+        self,
+        router,
+        mlp_dim,
+        group_images=1,
+        dispatcher="auto",
+        equal_experts=False,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        if not isinstance(router, Router):
+            raise ValueError(
+                "`router` must be a router from `keras_softmoe.routers`, for example "
+                f"`SoftRouter(num_experts=8)`. Received: router={router!r}."
+            )
+        if group_images < 1:
+            raise ValueError(
+                "A group consists of at least one image. `group_images` must be a "
+                f"positive integer. Received: group_images={group_images}."
+            )
+        if dispatcher not in DISPATCHERS:
+            raise ValueError(
+                f"Unknown `dispatcher`. Accepted: {', '.join(map(repr, DISPATCHERS))}. "
+                f"Received: dispatcher={dispatcher!r}."
+            )
+        self.router = router.clone(name="router")
+        self.mlp_dim = mlp_dim
+        self.group_images = group_images
+        self.dispatcher = dispatcher
+        self.equal_experts = equal_experts
+        self.experts = Experts(
+            router.num_experts,
+            mlp_dim,
+            equal_experts=equal_experts,
+            dtype=self.dtype_policy,
+            name="experts",
+        )
+
+    def build(self, inputs_shape):
+        check_tokens_shape(inputs_shape)
+        width = inputs_shape[-1]
+        self.router.build((None, None, width))
+        self.experts.build((None, self.router.num_experts, None, width))
+
+    def call(self, inputs, return_decision=False):
+        tokens, valid = self._group(inputs)
+        decision = self.router(tokens, valid=valid)
+        routing = decision.routing
+        num_tokens = tokens.shape[1]
+        if isinstance(routing, SlotRouting) and self._multiplies(num_tokens):
+            routing = to_dense(routing, num_tokens)
+        slots = dispatch(tokens, routing)
+        outputs = combine(self.experts(slots), routing, num_tokens)
+        outputs = self._ungroup(outputs, inputs)
+        return (outputs, decision) if return_decision else outputs
+
+    def _multiplies(self, num_tokens):
+        if self.dispatcher == "auto":
+            return num_tokens <= 128
+        return self.dispatcher == "einsum"
+
+    def _group(self, inputs):
+        """`(B, S, D)` images to `(G, S, D)` groups and the mask of real tokens."""
+        if self.group_images == 1:
+            return inputs, None
+        batch, (num_tokens, width) = ops.shape(inputs)[0], inputs.shape[1:]
+        padding = -batch % self.group_images
+        tokens_of_group = self.group_images * num_tokens
+        valid = None
+        if not isinstance(padding, int) or padding > 0:
+            padded = batch + padding
+            # The batch may be known only when the graph runs, and so the padding:
+            # append as many empty images as could be needed, keep those that are.
+            empty = ops.zeros((self.group_images - 1, num_tokens, width), inputs.dtype)
+            inputs = ops.concatenate([inputs, empty], axis=0)[:padded]
+            valid = ops.less(ops.arange(padded), batch)
+            valid = ops.repeat(ops.expand_dims(valid, -1), num_tokens, axis=-1)
+            valid = ops.reshape(valid, (-1, tokens_of_group))
+        return ops.reshape(inputs, (-1, tokens_of_group, width)), valid
+
+    def _ungroup(self, outputs, inputs):
+        if self.group_images == 1:
+            return outputs
+        outputs = ops.reshape(outputs, (-1, *inputs.shape[1:]))
+        return outputs[: ops.shape(inputs)[0]]
+
+    def compute_output_spec(self, inputs, return_decision=False):
+        # Written by hand because groups do not divide the batch sizes that Keras
+        # would try.
+        if return_decision:
+            raise ValueError(
+                "`return_decision=True` works on tensors, not while a functional model "
+                "is put together. Call the layer on data."
+            )
+        return keras.KerasTensor(inputs.shape, dtype=self.compute_dtype)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "router": keras.saving.serialize_keras_object(self.router),
+            "mlp_dim": self.mlp_dim,
+            "group_images": self.group_images,
+            "dispatcher": self.dispatcher,
+            "equal_experts": self.equal_experts,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        router = keras.saving.deserialize_keras_object(config["router"])
+        return cls(**{**config, "router": router})
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class SoftMoE(keras.layers.Layer):
+    """Soft mixture of expert MLPs: a drop-in for a Transformer's MLP.
+
+    Short for `MoE(SoftRouter(num_experts, slots_per_expert), mlp_dim)`. With as many
+    slots (`num_experts * slots_per_expert`) as tokens it costs as much as the dense
+    MLP; one slot per expert is usually best (section 3.5).
+
+    Args:
+        num_experts: int, number of experts.
+        mlp_dim: int, hidden width of an expert.
+        slots_per_expert: int, slots of each expert.
+        equal_experts: bool, whether all experts start with the same weights.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Call arguments:
+        inputs: `(B, S, D)` float tensor.
+        return_decision: bool, whether to return the router's `Decision` as well.
+
+    Returns: `(B, S, D)` tensor, or that and the `Decision`.
+
+    Raises:
+        ValueError: if an argument is not positive, or the input has not rank 3.
+
+    Source: Soft MoE, section 2 (algorithm 1).
+
+    Example:
+
+    >>> layer = ksm.layers.SoftMoE(num_experts=16, mlp_dim=128)
+    >>> layer(np.random.normal(size=(2, 16, 32))).shape
+    (2, 16, 32)
+    """
+
+    def __init__(
+        self, num_experts, mlp_dim, slots_per_expert=1, equal_experts=False, **kwargs
+    ):
+        super().__init__(**kwargs)
+        self.num_experts = num_experts
+        self.mlp_dim = mlp_dim
+        self.slots_per_expert = slots_per_expert
+        self.equal_experts = equal_experts
+        self.moe = MoE(
+            SoftRouter(num_experts, slots_per_expert),
+            mlp_dim,
+            equal_experts=equal_experts,
+            dtype=self.dtype_policy,
+            name="moe",
+        )
+
+    def build(self, inputs_shape):
+        self.moe.build(inputs_shape)
+
+    def call(self, inputs, return_decision=False):
+        return self.moe(inputs, return_decision=return_decision)
+
+    def compute_output_spec(self, inputs, return_decision=False):
+        return self.moe.compute_output_spec(inputs, return_decision)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_experts": self.num_experts,
+            "mlp_dim": self.mlp_dim,
+            "slots_per_expert": self.slots_per_expert,
+            "equal_experts": self.equal_experts,
+        }
+
+
+def check_tokens_shape(shape):
+    """Raise unless `shape` is `(batch, tokens, width)` with known tokens and width."""
+    if len(shape) != 3 or shape[1] is None or shape[2] is None:
+        raise ValueError(
+            "Routing needs tokens of shape (batch, tokens, width), the last two known "
+            f"beforehand. Received: shape={tuple(shape)}. Reshape images or feature "
+            "maps to a sequence first."
+        )

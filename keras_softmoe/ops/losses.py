@@ -1,0 +1,127 @@
+"""Losses that keep experts in balance. Each returns one value per group, `(G,)`.
+
+Tokens whose `valid` is `False` are padding and count nowhere.
+"""
+
+from keras import ops
+
+
+def importance_loss(probs, valid=None):
+    """Squared coefficient of variation of the experts' importance.
+
+    An expert's importance is the sum of its probabilities over the tokens.
+
+    Args:
+        probs: `(G, S, E)` float tensor, each token's probabilities over experts,
+            without noise.
+        valid: optional `(G, S)` bool tensor, `False` for padding.
+
+    Returns:
+        `(G,)` tensor, 0 where all experts are equally important.
+
+    Source: V-MoE, appendix A ("importance loss").
+
+    Example:
+
+    >>> ksm.ops.importance_loss(np.full((2, 16, 4), 0.25, "float32"))
+    [0., 0.]
+    """
+    return _squared_variation(ops.sum(_zero_padding(probs, valid), axis=1))
+
+
+def load_loss(logits, noisy_logits, num_selected_experts, noise_std, valid=None):
+    """Squared coefficient of variation of the experts' expected load.
+
+    An expert's load is the mean probability, over the tokens, that it would be
+    among the token's choices if its noise were drawn again.
+
+    Args:
+        logits: `(G, S, E)` float tensor, without noise.
+        noisy_logits: `(G, S, E)` float tensor, the same with the noise that was
+            used to choose experts.
+        num_selected_experts: int, the number `K` of experts that a token chooses.
+        noise_std: float, the standard deviation of that noise, as it was added to
+            the logits.
+        valid: optional `(G, S)` bool tensor, `False` for padding.
+
+    Returns:
+        `(G,)` tensor, 0 where all experts have the same load.
+
+    Raises:
+        ValueError: if `noise_std` is not positive.
+
+    Source: V-MoE, appendix A ("load loss").
+    """
+    if not noise_std > 0:
+        raise ValueError(
+            "The load loss is defined through the noise on the logits. `noise_std` "
+            f"must be positive. Received: noise_std={noise_std}. Without noise, "
+            "leave this loss out."
+        )
+    # (G, S, 1), what a logit has to reach to be chosen
+    threshold = ops.top_k(noisy_logits, num_selected_experts)[0][..., -1:]
+    chance = _normal_cdf((logits - threshold) / noise_std)
+    return _squared_variation(ops.sum(_zero_padding(chance, valid), axis=1))
+
+
+def gshard_loss(probs, valid=None):
+    """Product of the experts' share of first choices and their mean probability.
+
+    The share of first choices has no gradient; the mean probability has.
+
+    Args:
+        probs: `(G, S, E)` float tensor, each token's probabilities over experts.
+        valid: optional `(G, S)` bool tensor, `False` for padding.
+
+    Returns:
+        `(G,)` tensor, 1 where both are uniform.
+
+    Source: Lepikhin et al. 2020 (GShard), section 2.2; router study, appendix A.
+    """
+    num_experts = probs.shape[-1]
+    experts = ops.arange(num_experts, dtype="int32")
+    first = ops.cast(ops.argmax(probs, axis=-1), "int32")
+    is_first = ops.cast(ops.equal(ops.expand_dims(first, -1), experts), probs.dtype)
+    share = ops.stop_gradient(_mean_over_tokens(is_first, valid))
+    probability = _mean_over_tokens(probs, valid)
+    return num_experts * ops.sum(share * probability, axis=-1)
+
+
+def z_loss(logits, valid=None):
+    """Mean squared log-partition of the router: keeps logits small.
+
+    Args:
+        logits: `(G, S, E)` float tensor.
+        valid: optional `(G, S)` bool tensor, `False` for padding.
+
+    Returns:
+        `(G,)` tensor, the mean over tokens of `logsumexp(logits) ** 2`.
+
+    Source: Zoph et al. 2022 (ST-MoE), section 3; LIMoE, appendices.
+    """
+    squared = ops.square(ops.logsumexp(logits, axis=-1, keepdims=True))
+    return _mean_over_tokens(squared, valid)[:, 0]
+
+
+def _zero_padding(values, valid):
+    if valid is None:
+        return values
+    return ops.where(ops.expand_dims(valid, -1), values, 0.0)
+
+
+def _mean_over_tokens(values, valid):
+    """Mean of `(G, S, N)` values over the real tokens, `(G, N)`."""
+    if valid is None:
+        return ops.mean(values, axis=1)
+    count = ops.sum(ops.cast(valid, values.dtype), axis=1)
+    return ops.sum(_zero_padding(values, valid), axis=1) / ops.expand_dims(count, -1)
+
+
+def _squared_variation(values):
+    """Squared coefficient of variation over the last axis: (std / mean) ** 2."""
+    mean = ops.mean(values, axis=-1)
+    return ops.var(values, axis=-1) / ops.square(mean)
+
+
+def _normal_cdf(x):
+    return 0.5 * (1.0 + ops.erf(x / 2**0.5))

@@ -1,0 +1,74 @@
+"""Where a patch lies in the image."""
+
+import numpy as np
+from keras import ops
+
+
+def sincos_2d_table(height, width, hidden_dim, temperature=10000.0):
+    """Fixed two-dimensional sine and cosine position embeddings.
+
+    For the patch in row `y` and column `x` and frequencies
+    `w_i = temperature ** (-i / (hidden_dim / 4 - 1))` the row of the table is
+    `[sin(x w), cos(x w), sin(y w), cos(y w)]`.
+
+    Args:
+        height: int, rows of patches.
+        width: int, columns of patches.
+        hidden_dim: int, width of the embedding: a multiple of 4, at least 8.
+        temperature: float, the largest wavelength is about `2 pi temperature`
+            patches.
+
+    Returns:
+        `(height * width, hidden_dim)` float32 NumPy array, row by row.
+
+    Raises:
+        ValueError: if `hidden_dim` does not fit four equal parts.
+
+    Source: the fixed embeddings of Soft MoE's released code; Beyer et al. 2022
+    (Better plain ViT baselines for ImageNet-1k).
+    """
+    if hidden_dim % 4 or hidden_dim < 8:
+        raise ValueError(
+            "Two-dimensional sine-cosine embeddings consist of four equal parts of at "
+            "least two entries. `hidden_dim` must be a multiple of 4 and at least 8. "
+            f"Received: hidden_dim={hidden_dim}. Use another `hidden_dim` or "
+            "`position_embedding='learned'`."
+        )
+    y, x = np.mgrid[:height, :width].reshape(2, -1, 1)
+    frequencies = temperature ** -np.linspace(0.0, 1.0, hidden_dim // 4)
+    parts = [f(p * frequencies) for p in (x, y) for f in (np.sin, np.cos)]
+    return np.concatenate(parts, axis=1).astype("float32")
+
+
+def resample_position_grid(grid, height, width):
+    """Resize a grid of position embeddings, bilinearly and with aligned corners.
+
+    Corner patches keep their embeddings: entry `i` of the new axis is read at
+    `i * (old - 1) / (new - 1)` of the old one. An axis of length one is repeated.
+
+    Args:
+        grid: `(h, w, D)` float tensor or array.
+        height: int, new number of rows.
+        width: int, new number of columns.
+
+    Returns:
+        `(height, width, D)` tensor.
+
+    Source: V-MoE, section 4.4, after Dosovitskiy et al. 2021, section 3.2.
+    """
+    grid = ops.convert_to_tensor(grid)
+    rows = _interpolation(grid.shape[0], height)
+    columns = _interpolation(grid.shape[1], width)
+    return ops.einsum(
+        "hi,wj,ijd->hwd",
+        ops.cast(rows, grid.dtype),
+        ops.cast(columns, grid.dtype),
+        grid,
+    )
+
+
+def _interpolation(old, new):
+    """`(new, old)` matrix of linear interpolation weights, corners aligned."""
+    source = np.linspace(0.0, old - 1.0, new)
+    distance = np.abs(source[:, None] - np.arange(old))
+    return np.maximum(1.0 - distance, 0.0)

@@ -1,0 +1,152 @@
+"""Where tokens go and how they come back: two views of one routing.
+
+Axis legend, the same in every file of the library:
+
+- `G`: groups of tokens that are routed together (one or several images)
+- `S`: tokens in a group
+- `D`: width of a token
+- `E`: experts
+- `C`: slots of an expert (its capacity)
+- `K`: experts that a token chooses
+- `H`: hidden width of an expert
+- `B`: images
+
+A *slot* is a seat at an expert. A sparse router puts at most one token in each
+slot, so a table of token indices describes it completely (`SlotRouting`). A soft
+router puts a mixture of all tokens in each slot, which takes a weight for every
+pair of token and slot (`DenseRouting`). `to_dense` turns the first into the
+second and so defines what the first means.
+"""
+
+from typing import Any, NamedTuple
+
+from keras import ops
+
+
+class SlotRouting(NamedTuple):
+    """Which token sits in which slot (the sparse view).
+
+    Attributes:
+        token: `(G, E, C)` int32, index of the token in the slot, in `[0, S)`.
+            0 where the slot is empty.
+        filled: `(G, E, C)` bool, whether a token sits in the slot.
+        gate: `(G, E, C)` float, weight of the slot's output in the output of its
+            token. 0 where the slot is empty.
+    """
+
+    token: Any
+    filled: Any
+    gate: Any
+
+
+class DenseRouting(NamedTuple):
+    """A weight for every pair of token and slot (the dense view).
+
+    Attributes:
+        dispatch: `(G, S, E, C)` float, weight of the token in the slot's input.
+        combine: `(G, S, E, C)` float, weight of the slot's output in the token's
+            output.
+    """
+
+    dispatch: Any
+    combine: Any
+
+
+def to_dense(routing, num_tokens):
+    """Write a routing as dispatch and combine weights.
+
+    This is the definition of a `SlotRouting`: the dispatch weight is 1 where the
+    token sits in the slot and 0 elsewhere; the combine weight is the slot's gate
+    there.
+
+    Args:
+        routing: `SlotRouting` or `DenseRouting` (returned as it is).
+        num_tokens: int, the number `S` of tokens in a group.
+
+    Returns:
+        `DenseRouting` with `(G, S, E, C)` tensors in the dtype of the gates.
+
+    Example:
+
+    >>> token, filled = ksm.ops.identity(1, num_tokens=4, num_experts=2)
+    >>> gate = keras.ops.cast(filled, "float32")
+    >>> dense = ksm.ops.to_dense(ksm.ops.SlotRouting(token, filled, gate), 4)
+    >>> dense.dispatch.shape
+    (1, 4, 2, 2)
+    """
+    if isinstance(routing, DenseRouting):
+        return routing
+    tokens = ops.reshape(ops.arange(num_tokens, dtype="int32"), (1, num_tokens, 1, 1))
+    # (G, S, E, C)
+    seated = ops.logical_and(
+        ops.equal(ops.expand_dims(routing.token, 1), tokens),
+        ops.expand_dims(routing.filled, 1),
+    )
+    dispatch = ops.cast(seated, routing.gate.dtype)
+    return DenseRouting(dispatch, dispatch * ops.expand_dims(routing.gate, 1))
+
+
+def dispatch(tokens, routing):
+    """Fill the experts' slots with tokens.
+
+    Args:
+        tokens: `(G, S, D)` float tensor.
+        routing: `SlotRouting` (each slot receives its token, empty slots receive
+            zeros) or `DenseRouting` (each slot receives the weighted sum of all
+            tokens, Soft MoE equation 1).
+
+    Returns:
+        `(G, E, C, D)` tensor of slot inputs, in the dtype of `tokens`.
+    """
+    if isinstance(routing, DenseRouting):
+        _, _, num_experts, capacity = routing.dispatch.shape
+        # (G, S, E * C)
+        weights = _merge_slots(ops.cast(routing.dispatch, tokens.dtype))
+        # (G, E * C, D)
+        slots = ops.einsum("gsp,gsd->gpd", weights, tokens)
+        return ops.reshape(slots, (-1, num_experts, capacity, tokens.shape[-1]))
+    rows = ops.reshape(tokens, (-1, tokens.shape[-1]))
+    # (G, E, C, D)
+    slots = ops.take(rows, _row_of_slot(routing, tokens.shape[1]), axis=0)
+    return slots * ops.expand_dims(ops.cast(routing.filled, slots.dtype), -1)
+
+
+def combine(outputs, routing, num_tokens):
+    """Bring the experts' outputs back to the tokens.
+
+    Args:
+        outputs: `(G, E, C, D)` float tensor, the experts' outputs slot by slot.
+        routing: `SlotRouting` or `DenseRouting`.
+        num_tokens: int, the number `S` of tokens in a group.
+
+    Returns:
+        `(G, S, D)` tensor in the dtype of `outputs`: for each token the sum of the
+        slot outputs weighted by their gates (Soft MoE equation 2). A token that
+        sits in no slot gets zeros.
+    """
+    _, num_experts, capacity, width = outputs.shape
+    if isinstance(routing, DenseRouting):
+        weights = _merge_slots(ops.cast(routing.combine, outputs.dtype))
+        outputs = ops.reshape(outputs, (-1, num_experts * capacity, width))
+        return ops.einsum("gsp,gpd->gsd", weights, outputs)
+    gate = ops.expand_dims(ops.cast(routing.gate, outputs.dtype), -1)
+    rows = ops.segment_sum(
+        ops.reshape(outputs * gate, (-1, width)),
+        ops.reshape(_row_of_slot(routing, num_tokens), (-1,)),
+        num_segments=ops.shape(outputs)[0] * num_tokens,
+    )
+    return ops.reshape(rows, (-1, num_tokens, width))
+
+
+def _merge_slots(weights):
+    """Reshape `(G, S, E, C)` weights to `(G, S, E * C)`."""
+    _, num_tokens, num_experts, capacity = weights.shape
+    return ops.reshape(weights, (-1, num_tokens, num_experts * capacity))
+
+
+def _row_of_slot(routing, num_tokens):
+    """Row of each slot's token in the `(G * S, D)` matrix of all tokens."""
+    groups = ops.arange(ops.shape(routing.token)[0], dtype="int32")
+    # (G, 1, 1)
+    first_row = ops.reshape(groups * num_tokens, (-1, 1, 1))
+    return routing.token + first_row

@@ -1,0 +1,166 @@
+"""Transport plans: matchings of tokens and experts with balanced marginals.
+
+A plan is a `(G, S, E)` tensor of non-negative weights. Every token sends out 1 and
+every expert receives `S / E`, so no expert can be everybody's favourite. Padding
+(`valid` is `False`) sends out nothing, and the experts share the rest.
+"""
+
+from keras import ops
+
+# Stands for minus infinity where a true one would turn into NaN (inf - inf).
+_NEVER = -1e30
+
+
+def sinkhorn_plan(logits, num_iterations=20, valid=None):
+    """Entropy-regularized transport plan, by Sinkhorn's iterations.
+
+    The plan `P` maximizes `<P, logits> + entropy(P)` over all plans. Each iteration
+    scales the columns (experts) to their marginals and then the rows (tokens), so
+    the token marginals hold exactly and the expert marginals in the limit. The
+    scalings are kept as logarithms: logits of any size are safe.
+
+    Args:
+        logits: `(G, S, E)` float tensor.
+        num_iterations: int, number of column-and-row scalings.
+        valid: optional `(G, S)` bool tensor, `False` for padding.
+
+    Returns:
+        `(G, S, E)` tensor, the plan. It is differentiable through the iterations.
+
+    Raises:
+        ValueError: if `num_iterations` is under one.
+
+    Source: router study, section 2 ("Sinkhorn Token Choice").
+    """
+    _check_num_iterations(num_iterations)
+    logits = ops.convert_to_tensor(logits)
+    tokens = _num_tokens(logits, valid)
+    # (G, 1, 1)
+    log_column = ops.log(tokens / logits.shape[-1])
+    if valid is not None:
+        logits = ops.where(ops.expand_dims(valid, -1), logits, _NEVER)
+    # (G, S, 1)
+    log_row_scale = ops.zeros_like(logits[..., :1])
+    for _ in range(num_iterations):
+        # (G, 1, E)
+        log_column_scale = log_column - ops.logsumexp(
+            logits + log_row_scale, axis=1, keepdims=True
+        )
+        log_row_scale = -ops.logsumexp(logits + log_column_scale, axis=2, keepdims=True)
+        if valid is not None:
+            # Rows of padding have nothing to send: undo their scaling.
+            log_row_scale = ops.where(ops.expand_dims(valid, -1), log_row_scale, 0.0)
+    return ops.exp(logits + log_row_scale + log_column_scale)
+
+
+def sparse_transport_plan(
+    scores,
+    capacity,
+    num_iterations=20,
+    learning_rate=0.01,
+    tolerance=1e-3,
+    valid=None,
+):
+    """Transport plan in which an expert receives at most `capacity` tokens.
+
+    The plan `P` minimizes `-<P, scores> + |P|^2 / 2` over all plans with at most
+    `capacity` non-zeros in each column (expert). The semi-dual in one variable per
+    token is minimized by Adam steps from zero. Given the dual variables, each
+    column is a projection on the simplex, so the expert marginals hold exactly and
+    the token marginals approximately.
+
+    Args:
+        scores: `(G, S, E)` float tensor, usually the softmax probabilities.
+        capacity: int, the largest number of non-zeros in a column. `S` (or more)
+            leaves the plan unconstrained.
+        num_iterations: int, the largest number of Adam steps.
+        learning_rate: float, Adam's step size.
+        tolerance: float. A group whose gradient (the error of its token marginals)
+            has at most this Euclidean norm takes no further steps.
+        valid: optional `(G, S)` bool tensor, `False` for padding.
+
+    Returns:
+        `(G, S, E)` tensor, the plan. No gradient flows through it.
+
+    Raises:
+        ValueError: if `capacity` or `num_iterations` is under one.
+
+    Source: router study, section 2 ("Sparsity-constrained Expert Choice").
+    """
+    _check_num_iterations(num_iterations)
+    if capacity < 1:
+        raise ValueError(
+            "A column needs at least one non-zero. `capacity` must be a positive "
+            f"integer. Received: capacity={capacity}."
+        )
+    scores = ops.stop_gradient(ops.convert_to_tensor(scores))
+    capacity = min(capacity, scores.shape[1])
+    # (G, 1, 1)
+    column = _num_tokens(scores, valid) / scores.shape[-1]
+    # (G, E, S), (G, 1, S)
+    scores = ops.transpose(scores, (0, 2, 1))
+    row = ops.ones_like(scores[:, :1])
+    if valid is not None:
+        valid = ops.expand_dims(valid, 1)
+        scores = ops.where(valid, scores, _NEVER)
+        row = ops.where(valid, row, 0.0)
+
+    def plan_of(dual):
+        return column * _project(ops.divide(dual + scores, column), capacity)
+
+    def adam_step(step, state):
+        dual, first, second, running = state
+        gradient = ops.sum(plan_of(dual), axis=1, keepdims=True) - row
+        first = 0.9 * first + 0.1 * gradient
+        second = 0.999 * second + 0.001 * ops.square(gradient)
+        count = ops.cast(step + 1, dual.dtype)
+        first_unbiased = first / (1.0 - ops.power(0.9, count))
+        second_unbiased = second / (1.0 - ops.power(0.999, count))
+        update = first_unbiased / (ops.sqrt(second_unbiased) + 1e-8)
+        dual = dual - learning_rate * running * update
+        norm = ops.sqrt(ops.sum(ops.square(gradient), axis=-1, keepdims=True))
+        running = running * ops.cast(norm > tolerance, dual.dtype)
+        return dual, first, second, running
+
+    zeros = ops.zeros_like(row)
+    start = (zeros, zeros, zeros, ops.ones_like(row[..., :1]))
+    dual = ops.fori_loop(0, num_iterations, adam_step, start)[0]
+    return ops.stop_gradient(ops.transpose(plan_of(dual), (0, 2, 1)))
+
+
+def _project(points, k):
+    """Nearest points on the simplex (last axis) with at most `k` non-zeros.
+
+    Ties for the last non-zero go to the lower index.
+    """
+    # (..., k), descending
+    largest = ops.top_k(points, k)[0]
+    counts = ops.arange(1, k + 1, dtype=points.dtype)
+    # The simplex threshold is the largest of these candidates.
+    threshold = ops.max(
+        (ops.cumsum(largest, axis=-1) - 1.0) / counts, axis=-1, keepdims=True
+    )
+    last = largest[..., -1:]
+    above = points > last
+    tied = ops.cast(ops.equal(points, last), "int32")
+    room = k - ops.sum(ops.cast(above, "int32"), axis=-1, keepdims=True)
+    kept = ops.logical_or(
+        above, ops.logical_and(tied > 0, ops.cumsum(tied, axis=-1) <= room)
+    )
+    return ops.where(kept, ops.relu(points - threshold), 0.0)
+
+
+def _num_tokens(scores, valid):
+    """Number of tokens in each group that are not padding, `(G, 1, 1)` float."""
+    if valid is None:
+        return ops.full_like(scores[:, :1, :1], scores.shape[1])
+    count = ops.sum(ops.cast(valid, scores.dtype), axis=1)
+    return ops.reshape(count, (-1, 1, 1))
+
+
+def _check_num_iterations(num_iterations):
+    if num_iterations < 1:
+        raise ValueError(
+            "A plan takes at least one iteration. `num_iterations` must be a positive "
+            f"integer. Received: num_iterations={num_iterations}."
+        )

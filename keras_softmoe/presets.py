@@ -1,0 +1,224 @@
+"""The catalogue of presets: names, where they are kept, and what they are.
+
+A preset is a directory in KerasHub's format: `config.json` (architecture),
+`metadata.json`, and, where they exist, `model.weights.h5`, `task.json`,
+`task.weights.h5`, `preprocessor.json`, `image_converter.json` and a `README.md` (the
+model card). In ours, `metadata.json` also tells the `kind`:
+
+- `"trained"`: real weights, trained with the script that is named in its card.
+- `"architecture"`: the weights were never released. Load with `load_weights=False`.
+"""
+
+import contextlib
+import difflib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+CONFIG_FILE = "config.json"
+METADATA_FILE = "metadata.json"
+WEIGHTS_FILES = ("model.weights.h5", "model.weights.json")
+
+# Handles that KerasHub resolves itself.
+_REMOTE = ("hf://", "kaggle://", "modelscope://")
+
+
+class Preset(NamedTuple):
+    """One entry of the catalogue.
+
+    Attributes:
+        name: str, what `from_preset` takes.
+        kind: `"trained"` or `"architecture"`.
+        description: str, one sentence.
+        source: str, paper and section, or the training script.
+        licence: str, of the weights.
+        parameters: int, parameters of the backbone.
+        path: `pathlib.Path` of the directory.
+    """
+
+    name: str
+    kind: str
+    description: str
+    source: str
+    licence: str
+    parameters: int
+    path: Path
+
+
+def names():
+    """Names of all presets, sorted.
+
+    Returns:
+        list of str.
+
+    Example:
+
+    >>> "vit_base_patch16_224" in ksm.presets.names()
+    True
+    """
+    return sorted(path.parent.name for path in _root().glob(f"*/{CONFIG_FILE}"))
+
+
+def describe(name):
+    """What a preset is.
+
+    Args:
+        name: str, one of `names()`.
+
+    Returns:
+        `Preset`.
+
+    Raises:
+        ValueError: if the name is unknown; the message offers the nearest ones.
+    """
+    path = _directory(name)
+    metadata = json.loads((path / METADATA_FILE).read_text(encoding="utf-8"))
+    return Preset(
+        name=name,
+        kind=metadata["kind"],
+        description=metadata["description"],
+        source=metadata["source"],
+        licence=metadata["licence"],
+        parameters=metadata["parameter_count"],
+        path=path,
+    )
+
+
+def resolve(preset, load_weights=True):
+    """Find the directory of a preset and check that it can be loaded.
+
+    Args:
+        preset: str or path: a name of the catalogue, a directory, or a handle that
+            KerasHub resolves (`hf://...`, `kaggle://...`).
+        load_weights: bool, whether weights are wanted.
+
+    Returns:
+        str, a directory or the handle.
+
+    Raises:
+        ValueError: if the name is unknown, the directory is not a preset of this
+            library, or weights are wanted that do not exist.
+    """
+    if str(preset).startswith(_REMOTE):
+        return str(preset)
+    path = Path(preset)
+    # A directory of the user's goes first, as for KerasHub.
+    if not path.is_dir():
+        path = _directory(str(preset))
+    _check_config(path)
+    if load_weights and not any((path / file).is_file() for file in WEIGHTS_FILES):
+        if _kind(path) == "architecture":
+            raise ValueError(
+                f"The preset {path.name!r} describes an architecture whose weights "
+                "were never released. Received: load_weights=True. Use "
+                "`from_preset(..., load_weights=False)` and train it, or choose a "
+                "preset with weights: "
+                f"{', '.join(n for n in names() if _kind(_root() / n) == 'trained')}."
+            )
+        raise ValueError(
+            f"The preset directory '{path}' has no weights: expected one of "
+            f"{', '.join(WEIGHTS_FILES)}. Copy the missing file there, save the "
+            "preset again, or pass `load_weights=False`."
+        )
+    return str(path)
+
+
+@contextlib.contextmanager
+def explained(directory):
+    """Turn what goes wrong while a preset is read into an error that says so."""
+    try:
+        yield
+    except (OSError, EOFError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"The preset in '{directory}' cannot be read: a file is damaged, "
+            "truncated, or belongs to another model. Restore it or save the preset "
+            f"again. Reason: {type(error).__name__}: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def replaced_directory(directory):
+    """Write a directory aside and put it in place when all of it is written.
+
+    Files that are already there and are not written again are kept. If writing
+    fails, the directory stays as it was.
+
+    Args:
+        directory: str or path, created if it does not exist.
+
+    Yields:
+        str, an empty directory to write to.
+    """
+    directory = Path(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        dir=directory.parent, prefix=f".{directory.name}."
+    ) as aside:
+        new, old = Path(aside, "new"), Path(aside, "old")
+        new.mkdir()
+        yield str(new)
+        if directory.exists():
+            _copy_missing(directory, new)
+            directory.rename(old)
+        try:
+            new.rename(directory)
+        except OSError:
+            if old.exists():
+                old.rename(directory)
+            raise
+
+
+def _copy_missing(source, target):
+    for path in source.rglob("*"):
+        copy = target / path.relative_to(source)
+        if path.is_file() and not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, copy)
+
+
+def _root():
+    package = Path(__file__).parent
+    # In a wheel the presets lie inside the package, in a checkout beside it.
+    inside = package / "_presets"
+    return inside if inside.is_dir() else package.parent / "presets"
+
+
+def _directory(name):
+    path = _root() / name
+    # A name is one path component: nothing outside the catalogue.
+    if name not in names():
+        near = difflib.get_close_matches(name, names(), n=3, cutoff=0.3)
+        raise ValueError(
+            f"Unknown preset {name!r}. "
+            + (f"Did you mean {' or '.join(map(repr, near))}? " if near else "")
+            + "See `keras_softmoe.presets.names()`, or pass the path of an existing "
+            f"preset directory. Received: preset={name!r}."
+        )
+    return path
+
+
+def _check_config(path):
+    file = path / CONFIG_FILE
+    if not file.is_file():
+        raise ValueError(
+            f"The directory '{path}' is not a preset: it has no {CONFIG_FILE}. Save "
+            "one with `model.save_to_preset(directory)`."
+        )
+    with explained(path):
+        config = json.loads(file.read_text(encoding="utf-8"))
+    name = config.get("registered_name") if isinstance(config, dict) else None
+    if not str(name).startswith("keras_softmoe>"):
+        raise ValueError(
+            f"The preset in '{path}' is not one of keras_softmoe: its {CONFIG_FILE} "
+            f"was made for {name!r}. Load it with the library it belongs to."
+        )
+
+
+def _kind(path):
+    file = path / METADATA_FILE
+    if not file.is_file():
+        return None
+    with explained(path):
+        return json.loads(file.read_text(encoding="utf-8")).get("kind")

@@ -1,0 +1,81 @@
+"""The one interface of all routers: tokens -> `Decision`."""
+
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops
+
+from keras_softmoe.ops.routing import SlotRouting, combine
+
+
+class Decision(NamedTuple):
+    """What a router decided for each group of tokens.
+
+    Attributes:
+        routing: `SlotRouting` or `DenseRouting`, all a MoE layer needs.
+        summary: dict of tensors that describe the decision. Every router has
+            `"auxiliary_loss"` `(G,)`, the weighted sum of its balancing losses.
+            Routers that seat single tokens have `"load"` `(G, E)`, the number of
+            filled slots of each expert, and `"dropped"` `(G, S)` bool, the tokens
+            that no expert takes (padding is not counted as dropped). Routers that
+            learn have `"logits"`; sparse ones also `"probabilities"` and
+            `"selection"` `(G, S, E)`, the scores that choose the seats.
+    """
+
+    routing: Any
+    summary: dict
+
+
+class Router(keras.layers.Layer):
+    """Base class of all routers.
+
+    A subclass implements `call(tokens, valid=None, training=False) -> Decision`,
+    where `tokens` is `(G, S, D)` and `valid` an optional `(G, S)` bool tensor that
+    is `False` for padding.
+
+    Routers compute in float32 under any dtype policy: a choice among experts that
+    flips with a rounding error flips the output with it.
+
+    Args:
+        num_experts: int, number of experts.
+        **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
+
+    Raises:
+        ValueError: if `num_experts` is under one.
+    """
+
+    def __init__(self, num_experts, **kwargs):
+        if num_experts < 1:
+            raise ValueError(
+                "A router needs at least one expert. `num_experts` must be a positive "
+                f"integer. Received: num_experts={num_experts}."
+            )
+        kwargs["dtype"] = "float32"
+        super().__init__(**kwargs)
+        self.num_experts = num_experts
+
+    def call(self, tokens, valid=None, training=False):
+        raise TypeError(
+            f"`{type(self).__name__}` is abstract: it routes nothing. Use one of the "
+            "routers in `keras_softmoe.routers`, or implement `call`."
+        )
+
+    def clone(self, name):
+        """A new router with the same configuration and its own weights."""
+        return type(self).from_config({**self.get_config(), "name": name})
+
+    def get_config(self):
+        return {**super().get_config(), "num_experts": self.num_experts}
+
+
+def seating_summary(token, filled, num_tokens, valid=None):
+    """`load` and `dropped` of a seating, as `Decision.summary` describes them."""
+    seats = ops.cast(filled, "float32")
+    # (G, S): in how many slots each token sits
+    taken = combine(
+        ops.expand_dims(seats, -1), SlotRouting(token, filled, seats), num_tokens
+    )[..., 0]
+    dropped = ops.equal(taken, 0.0)
+    if valid is not None:
+        dropped = ops.logical_and(dropped, valid)
+    return {"load": ops.sum(seats, axis=-1), "dropped": dropped}

@@ -1,0 +1,151 @@
+"""What all learned sparse routers share."""
+
+import keras
+from keras import ops
+
+from keras_softmoe.ops.capacity import expert_capacity
+from keras_softmoe.ops.losses import z_loss
+from keras_softmoe.ops.routing import SlotRouting
+from keras_softmoe.routers.router import Decision, Router, seating_summary
+
+
+class SparseRouter(Router):
+    """Base class of the routers that learn a score for each token and expert.
+
+    The steps are the same for all: logits `X W`, noise in training, selection scores,
+    seats, gates, losses. Subclasses fill in the ones that differ: `selection_scores`,
+    `seat` and, where they have any, `balancing_losses`.
+
+    Args:
+        num_experts: int, number of experts.
+        capacity_factor: float, slots per choice.
+        rounding: `"ceil"` or `"round"`, see `ops.expert_capacity`.
+        multiple_of: int or `None`, see `ops.expert_capacity`.
+        noise_std: float. In training, normal noise of standard deviation
+            `noise_std / num_experts` is added to the logits.
+        z_loss_weight: float, weight of the z-loss.
+        combine: `"softmax"` or `"plan"`: whether gates are softmax probabilities or
+            the selection scores.
+        **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
+
+    Weights: `kernel` `(D, E)`.
+    """
+
+    # Whether the gates feel the noise, or only the choice of seats does.
+    noisy_gates = True
+
+    def __init__(
+        self,
+        num_experts,
+        capacity_factor,
+        rounding,
+        multiple_of,
+        noise_std=0.0,
+        z_loss_weight=0.0,
+        combine="softmax",
+        **kwargs,
+    ):
+        if combine not in ("softmax", "plan"):
+            raise ValueError(
+                "Unknown `combine`. Accepted: 'softmax', 'plan'. "
+                f"Received: combine={combine!r}."
+            )
+        if not capacity_factor > 0:
+            raise ValueError(
+                "Experts without slots process nothing. `capacity_factor` must be "
+                f"positive. Received: capacity_factor={capacity_factor}."
+            )
+        super().__init__(num_experts, **kwargs)
+        self.capacity_factor = capacity_factor
+        self.rounding = rounding
+        self.multiple_of = multiple_of
+        self.noise_std = noise_std
+        self.z_loss_weight = z_loss_weight
+        self.combine = combine
+        if noise_std:
+            self.seed_generator = keras.random.SeedGenerator()
+
+    def build(self, tokens_shape):
+        self.kernel = self.add_weight(
+            shape=(tokens_shape[-1], self.num_experts),
+            initializer="lecun_normal",
+            name="kernel",
+        )
+
+    def call(self, tokens, valid=None, training=False):
+        num_tokens = tokens.shape[1]
+        # (G, S, E)
+        logits = noisy_logits = ops.matmul(tokens, self.kernel)
+        if training and self.noise_std:
+            noise = keras.random.normal(ops.shape(logits), seed=self.seed_generator)
+            noisy_logits = logits + (self.noise_std / self.num_experts) * noise
+        probabilities = ops.softmax(noisy_logits, axis=-1)
+
+        selection = self.selection_scores(noisy_logits, probabilities, valid)
+        token, filled = self.seat(selection, valid)
+        if self.combine == "plan":
+            scores = selection
+        elif self.noisy_gates or noisy_logits is logits:
+            scores = probabilities
+        else:
+            scores = ops.softmax(logits, axis=-1)
+        routing = SlotRouting(token, filled, _gates(scores, token, filled))
+
+        losses = self.balancing_losses(logits, noisy_logits, probabilities, valid)
+        if self.z_loss_weight:
+            losses.append(self.z_loss_weight * z_loss(logits, valid))
+        if losses:
+            auxiliary_loss = sum(losses[1:], start=losses[0])
+            if training:
+                self.add_loss(ops.mean(auxiliary_loss))
+        else:
+            auxiliary_loss = ops.zeros_like(logits[:, 0, 0])
+        summary = {
+            "logits": logits,
+            "probabilities": probabilities,
+            "selection": selection,
+            "auxiliary_loss": auxiliary_loss,
+            **seating_summary(token, filled, num_tokens, valid),
+        }
+        return Decision(routing, summary)
+
+    def selection_scores(self, logits, probabilities, valid):
+        """The `(G, S, E)` scores that choose the seats."""
+        return probabilities
+
+    def seat(self, selection, valid):
+        """`token` and `filled` of a `SlotRouting`, from the selection scores."""
+        raise TypeError(
+            f"`{type(self).__name__}` is abstract: it seats nothing. Use one of the "
+            "routers in `keras_softmoe.routers`, or implement `seat`."
+        )
+
+    def balancing_losses(self, logits, noisy_logits, probabilities, valid):
+        """Weighted losses, a list of `(G,)` tensors."""
+        return []
+
+    def capacity(self, num_choices):
+        """Slots per expert for `num_choices` choices in a group, as a Python int."""
+        return expert_capacity(
+            num_choices,
+            self.num_experts,
+            self.capacity_factor,
+            rounding=self.rounding,
+            multiple_of=self.multiple_of,
+        )
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "capacity_factor": self.capacity_factor,
+            "rounding": self.rounding,
+            "multiple_of": self.multiple_of,
+            "z_loss_weight": self.z_loss_weight,
+        }
+
+
+def _gates(scores, token, filled):
+    """Look up the score of each slot's token at its expert; 0 where empty."""
+    # (G, E, S)
+    by_expert = ops.transpose(scores, (0, 2, 1))
+    return ops.where(filled, ops.take_along_axis(by_expert, token, axis=-1), 0.0)

@@ -1,0 +1,70 @@
+"""Shared fixtures: reproducible tests and reference numbers."""
+
+import os
+
+import hypothesis
+import keras
+import numpy as np
+import pytest
+
+from tests.references import Reference
+
+hypothesis.settings.register_profile(
+    "reproducible",
+    derandomize=True,
+    deadline=None,
+    max_examples=15,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+hypothesis.settings.load_profile("reproducible")
+
+
+@pytest.fixture(autouse=True)
+def reproducible():
+    """Same seed before every test, float32 policy again after it."""
+    keras.utils.set_random_seed(0)
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture
+def set_noise(monkeypatch):
+    """Callable that makes `keras.random.normal` return saved N(0, 1) samples.
+
+    Takes one array per draw, in order. Returns the list of arrays not yet drawn.
+    """
+
+    def install(*samples):
+        remaining = list(samples)
+
+        def normal(shape, mean=0.0, stddev=1.0, dtype=None, seed=None):
+            sample = np.reshape(remaining.pop(0), tuple(shape))
+            return keras.ops.convert_to_tensor(
+                mean + stddev * sample, dtype or "float32"
+            )
+
+        monkeypatch.setattr(keras.random, "normal", normal)
+        return remaining
+
+    return install
+
+
+@pytest.fixture(scope="session")
+def reference():
+    """Callable from a file name (without `.npz`) to its `Reference`.
+
+    The files are looked for in the directory that the variable KSM_REFERENCE names.
+    Without the variable the test is skipped; a missing file is a failure.
+    """
+    directory = os.environ.get("KSM_REFERENCE")
+
+    def load(name):
+        if not directory:
+            pytest.skip("KSM_REFERENCE does not name the directory of reference files")
+        path = os.path.join(directory, f"{name}.npz")
+        if not os.path.exists(path):
+            pytest.fail(f"KSM_REFERENCE is set, but there is no file {path}")
+        return Reference(path)
+
+    return load

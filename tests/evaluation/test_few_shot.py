@@ -1,0 +1,313 @@
+"""The few-shot probe: step by step, honest, on any backbone, with bad input."""
+
+import math
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_softmoe.evaluation import (
+    L2_GRID,
+    few_shot_probe,
+    ridge_probe,
+    sample_support,
+)
+
+
+def blobs(counts, dim=6, seed=0, spread=1.0):
+    """Features around one random centre per class, `counts[c]` of class c."""
+    rng = np.random.default_rng(seed)
+    centres = np.random.default_rng(99).normal(size=(len(counts), dim))
+    y = rng.permutation(np.repeat(np.arange(len(counts)), counts))
+    return centres[y] + spread * rng.normal(size=(len(y), dim)), y
+
+
+def splits(images=False):
+    """Train and test pairs: 5 classes of unequal size, 6 features."""
+    pairs = blobs([12, 15, 20, 12, 14]), blobs([9, 8, 7, 6, 5], seed=1)
+    if images:
+        return [(x.reshape(-1, 3, 2, 1).astype("float32"), y) for x, y in pairs]
+    return [(x.astype("float32"), y) for x, y in pairs]
+
+
+def flattening_model(dtype="float32"):
+    """A backbone whose pooled output is the flattened image."""
+    inputs = keras.Input((3, 2, 1), dtype=dtype)
+    pooled = keras.layers.Flatten(dtype=dtype)(inputs)
+    return keras.Model(inputs, {"sequence_output": inputs, "pooled_output": pooled})
+
+
+def uncalled(images):
+    raise AssertionError("features were computed")
+
+
+# === The probe ===
+
+
+@pytest.mark.parametrize("l2", ["train", "test", 8.0])
+def test_few_shot_probe_step_by_step(l2):
+    # So noisy that support images, if they had a say in the choice, would vote for
+    # a penalty eight times smaller at 9 shots.
+    x, y = blobs([12, 15, 20, 12, 14], dim=20, spread=5.0)
+    x_test, y_test = blobs([9, 8, 7, 6, 5], dim=20, spread=5.0, seed=1)
+    seeds = (3, 0, 11)
+    result = few_shot_probe(
+        None, (x, y), (x_test, y_test), shots=(9, 1), seeds=seeds, l2=l2, verbose=0
+    )
+    assert list(result) == [9, 1]
+    for shots in result:
+        chosen_on, tested = [], []
+        for seed in seeds:
+            draw = sample_support(y, shots, seed)
+            probe = ridge_probe(x[draw], y[draw], 5)
+            rest = np.setdiff1d(np.arange(len(y)), draw)
+            chosen_on.append(probe.accuracy(x[rest], y[rest], L2_GRID))
+            tested.append(probe.accuracy(x_test, y_test, L2_GRID))
+        if l2 == "test":
+            chosen_on = tested
+        mean = np.mean(chosen_on, axis=0)
+        # The largest of the penalties that share the highest accuracy.
+        index = max(np.flatnonzero(mean == mean.max()))
+        if l2 == 8.0:
+            index = L2_GRID.index(8.0)
+        accuracies = np.array(tested)[:, index]
+        assert result[shots].shots == shots
+        assert result[shots].l2 == L2_GRID[index]
+        np.testing.assert_allclose(result[shots].accuracies, accuracies)
+        np.testing.assert_allclose(result[shots].mean, sum(accuracies) / 3)
+        variance = sum((accuracies - sum(accuracies) / 3) ** 2) / 2
+        np.testing.assert_allclose(result[shots].std, variance**0.5)
+
+
+def test_only_the_papers_practice_looks_at_the_test_labels():
+    train, (x_test, y_test) = splits()
+    wrong = (y_test + 1) % 5
+
+    def penalties(labels, l2):
+        result = few_shot_probe(None, train, (x_test, labels), l2=l2, verbose=0)
+        return [result[shots].l2 for shots in result]
+
+    assert penalties(y_test, "train") == penalties(wrong, "train")
+    assert penalties(y_test, "test") != penalties(wrong, "test")
+
+
+def test_seeds_as_a_number_are_the_first_ones():
+    train, test = splits()
+    first = few_shot_probe(None, train, test, seeds=2, verbose=0)
+    assert first == few_shot_probe(None, train, test, seeds=[0, 1], verbose=0)
+    assert first != few_shot_probe(None, train, test, seeds=[1, 2], verbose=0)
+
+
+class Task(keras_hub.models.Task):
+    """The least of a KerasHub task: a backbone, a preprocessor and a head."""
+
+    def __init__(self, backbone, preprocessor):
+        self.backbone = backbone
+        self.preprocessor = preprocessor
+        outputs = keras.layers.Dense(3)(backbone.output["pooled_output"])
+        super().__init__(inputs=backbone.input, outputs=outputs)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 1000])
+@pytest.mark.parametrize("kind", ["dict", "array", "callable", "layer", "task"])
+def test_backbones(kind, batch_size):
+    train, test = splits(images=True)
+    model = flattening_model()
+    backbone = {
+        "dict": model,
+        "array": keras.Model(model.input, model.output["pooled_output"]),
+        "callable": lambda images: keras.ops.reshape(images, (len(images), 6)),
+        "layer": keras.layers.Flatten(),
+        "task": Task(model, None),
+    }[kind]
+    assert few_shot_probe(
+        backbone, train, test, batch_size=batch_size, verbose=0
+    ) == few_shot_probe(None, train, test, verbose=0)
+
+
+@pytest.mark.parametrize("kind", ["task", "backbone", "pixels"])
+def test_preprocessor(kind):
+    train, test = splits(images=True)
+    train, test = (
+        (np.clip(40 * x + 128, 0, 255).astype("uint8"), y) for x, y in (train, test)
+    )
+    converter = keras_hub.layers.ImageConverter(scale=1 / 127.5, offset=-1.0)
+    seen = []
+
+    def look(images):
+        # The task's own preprocessor must see the images as they were given.
+        seen.append(images.dtype)
+        return converter(images)
+
+    model, preprocessor = flattening_model(), look
+    if kind == "task":
+        model = Task(model, keras_hub.models.ImageClassifierPreprocessor(converter))
+        preprocessor = None
+    if kind == "pixels":
+        model = None
+    result = few_shot_probe(model, train, test, preprocessor=preprocessor, verbose=0)
+    scaled = [(x / np.float32(127.5) - 1, y) for x, y in (train, test)]
+    assert result == few_shot_probe(None, *scaled, verbose=0)
+    assert set(seen) <= {np.dtype("uint8")}
+
+
+def test_bfloat16_features():
+    train, test = splits(images=True)
+    rounded = [
+        (keras.ops.convert_to_numpy(keras.ops.cast(x, "bfloat16")), y)
+        for x, y in (train, test)
+    ]
+    expected = few_shot_probe(None, *rounded, verbose=0)
+    model = flattening_model("bfloat16")
+    assert few_shot_probe(model, train, test, verbose=0) == expected
+    output = model(keras.ops.convert_to_tensor(train[0]))["pooled_output"]
+    assert keras.backend.standardize_dtype(output.dtype) == "bfloat16"
+
+
+def test_features_are_computed_once():
+    train, test = splits(images=True)
+    sizes = []
+
+    def backbone(images):
+        sizes.append(len(images))
+        return images.reshape(len(images), -1)
+
+    few_shot_probe(backbone, train, test, batch_size=30, verbose=0)
+    assert sizes == [30, 30, 13, 30, 5]
+
+
+def test_progress_and_table(capsys):
+    train, test = splits(images=True)
+    result = few_shot_probe(flattening_model(), train, test, shots=(1, 5), verbose=0)
+    assert capsys.readouterr().out == ""
+    few_shot_probe(flattening_model(), train, test, shots=(1, 5), verbose=1)
+    assert "108/108" in capsys.readouterr().out
+    lines = str(result).splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["1", "5"]
+    assert f"{result[5].mean:.3f} ± {result[5].std:.3f}" in lines[2]
+    assert "over 3 support" in lines[3] and "outside the support" in lines[3]
+    with pytest.raises(KeyError, match=r"7.*shots=\(1, 5\)"):
+        result[7]
+
+
+def test_one_draw_has_no_spread():
+    result = few_shot_probe(None, *splits(), seeds=[4], l2="test", verbose=0)
+    assert math.isnan(result[5].std)
+    assert "±" not in str(result).splitlines()[1] and "nan" not in str(result)
+    assert "optimistic" in str(result)
+
+
+def test_every_image_in_the_support():
+    # Nothing is left to choose the penalty on, so it has to be given.
+    (x, y), test = splits()
+    few = sample_support(y, 5, seed=0)
+    with pytest.raises(ValueError, match=r"one more.*class 0 with 5.*fix `l2`"):
+        few_shot_probe(None, (x[few], y[few]), test, shots=(5,), verbose=0)
+    result = few_shot_probe(
+        None, (x[few], y[few]), test, shots=(5,), l2=64.0, verbose=0
+    )
+    # The support is then the same set in every draw.
+    assert result[5].std < 1e-12 and result[5].l2 == 64.0
+
+
+# === Bad input ===
+
+
+def with_nan(x):
+    x = x.copy()
+    x[70, 1, 1, 0] = np.nan
+    return x
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda x, y: (with_nan(x), y), r"must be finite.*first in row 70"),
+        (lambda x, y: (x / 0.0, y), r"must be finite.*first in row 0"),
+        (lambda x, y: (x[:-1], y), r"Received: 72 images and 73 labels"),
+        (lambda x, y: (x[..., 0], y), r"images \(N, H, W, C\).*shape=\(73, 3, 2\)"),
+        (lambda x, y: (x[:0], y[:0]), r"none of the axes empty.*shape=\(0, 3, 2, 1\)"),
+        (lambda x, y: (x.astype(str), y), r"must hold numbers"),
+        (lambda x, y: (x, np.eye(5)[y]), r"shape=\(73, 5\).*argmax"),
+        (lambda x, y: (x, y[:, None]), r"shape=\(73, 1\).*y\[:, 0\]"),
+        (lambda x, y: (x, y.astype(float)), r"dtype=float64.*astype\(int\)"),
+        (lambda x, y: (x, y - 1), r"0\.\.num_classes-1.*from -1 to 3"),
+        (lambda x, y: (x, y * 2), r"5 distinct labels from 0 to 8.*return_inverse"),
+        (lambda x, y: (x, y * 0), r"at least two classes"),
+        (lambda x, y: (x, np.minimum(y, 3)), r"test labels \[4\], which `train` lacks"),
+        (lambda x, y: (x[y.argsort()][5:], np.sort(y)[5:]), r"class 0 with 7 image"),
+        (lambda x, y: (np.repeat(x, 2, axis=1), y), r"must agree in every axis"),
+        (lambda x, y: x, r"must be a pair.*ndarray"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_bad_train_is_found_before_any_work(change, message):
+    train, test = splits(images=True)
+    with pytest.raises(ValueError, match=message):
+        few_shot_probe(uncalled, change(*train), test, verbose=0)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda x, y: (x / 0.0, y), r"x of `test` must be finite"),
+        (lambda x, y: (x, y + 1), r"test labels \[5\]"),
+        (lambda x, y: (x, y - 1), r"test labels \[-1\]"),
+        (lambda x, y: (x[:0], y[:0]), r"x of `test`.*none of the axes empty"),
+        (lambda x, y: (x, y[:3]), r"`test` must hold one label per image"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_bad_test_is_found_before_any_work(change, message):
+    train, test = splits(images=True)
+    with pytest.raises(ValueError, match=message):
+        few_shot_probe(uncalled, train, change(*test), verbose=0)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"shots": 5}, r"`shots` must be distinct integers.*Received: shots=5"),
+        ({"shots": ()}, r"shots=\(\)"),
+        ({"shots": (0, 1)}, r"at least 1.*shots=\(0, 1\)"),
+        ({"shots": (1, 5, 5)}, r"distinct.*shots=\(1, 5, 5\)"),
+        ({"shots": (1.0,)}, r"shots=\(1.0,\)"),
+        ({"shots": (1, 13)}, r"shots=13.*class 0 with 12 image"),
+        ({"seeds": 0}, r"`seeds` must be a positive integer.*seeds=0"),
+        ({"seeds": [1, 1]}, r"`seeds` must be distinct.*\[1, 1\]"),
+        ({"seeds": [-1]}, r"at least 0"),
+        ({"seeds": True}, r"seeds=True"),
+        ({"batch_size": 0}, r"batch_size=0"),
+        ({"l2": "best"}, r"l2='best'"),
+        ({"l2": 0.0}, r"l2=0\.0"),
+        ({"l2": math.nan}, r"l2=nan"),
+        ({"preprocessor": "imagenet"}, r"preprocessor='imagenet'"),
+        ({"backbone": "soft_moe"}, r"backbone='soft_moe'.*from_preset"),
+    ],
+)
+def test_bad_arguments_are_found_before_any_work(arguments, message):
+    train, test = splits(images=True)
+    arguments = {"backbone": uncalled, "verbose": 0, **arguments}
+    with pytest.raises(ValueError, match=message):
+        few_shot_probe(train=train, test=test, **arguments)
+
+
+def test_integer_images_need_a_preprocessor():
+    train, test = ((np.zeros(x.shape, "uint8"), y) for x, y in splits(images=True))
+    with pytest.raises(ValueError, match=r"scaled images.*dtype=uint8.*preprocessor="):
+        few_shot_probe(flattening_model(), train, test, verbose=0)
+
+
+@pytest.mark.parametrize(
+    "backbone, message",
+    [
+        (lambda x: x, r"one feature vector per image.*shape=\(64, 3, 2, 1\)"),
+        (lambda x: x[:1, 0, 0], r"shape=\(1, 1\) for 64 images"),
+        (lambda x: {"tokens": x}, r"keys=\['tokens'\]"),
+        (lambda x: x[:, 0, 0] * np.nan, r"features of `train` must be finite.*row 0"),
+    ],
+)
+def test_bad_features(backbone, message):
+    with pytest.raises(ValueError, match=message):
+        few_shot_probe(backbone, *splits(images=True), verbose=0)

@@ -1,0 +1,105 @@
+"""Gradients on whichever backend Keras runs, as NumPy arrays."""
+
+import keras
+import numpy as np
+
+from tests.references import to_numpy
+
+
+def value_and_gradients(fn, arrays):
+    """Value of `fn(*tensors)`, a scalar, and its gradient for every array.
+
+    An array that the value does not depend on gets a gradient of zeros.
+    """
+    arrays = [np.asarray(a, "float32") for a in arrays]
+    backend = keras.backend.backend()
+    if backend == "jax":
+        import jax
+
+        value, gradients = jax.value_and_grad(
+            lambda tensors: fn(*tensors), allow_int=True
+        )([jax.numpy.asarray(a) for a in arrays])
+    elif backend == "tensorflow":
+        import tensorflow as tf
+
+        tensors = [tf.convert_to_tensor(a) for a in arrays]
+        with tf.GradientTape() as tape:
+            tape.watch(tensors)
+            value = fn(*tensors)
+        gradients = tape.gradient(
+            value, tensors, unconnected_gradients=tf.UnconnectedGradients.ZERO
+        )
+    else:
+        import torch
+
+        tensors = [torch.tensor(a, requires_grad=True) for a in arrays]
+        value = fn(*tensors)
+        gradients = _torch_gradients(value, tensors)
+        value = value.detach()
+    return float(to_numpy(value)), [to_numpy(g) for g in gradients]
+
+
+def layer_gradients(layer, inputs, loss_fn, **call_kwargs):
+    """Loss, gradient for the inputs, and gradients for the trainable weights.
+
+    Args:
+        layer: A built layer or model.
+        inputs: Array, its only positional input.
+        loss_fn: Callable from the outputs and the list of the losses that the layer
+            added to a scalar.
+        **call_kwargs: Passed to the call, for example `training=True`.
+
+    Returns:
+        Tuple of float, array of the shape of `inputs`, and dict from variable path
+        to array.
+    """
+    weights = [np.asarray(to_numpy(v.value)) for v in layer.trainable_variables]
+    state = [v.value for v in layer.non_trainable_variables]
+
+    def loss(x, *values):
+        if keras.backend.backend() == "jax":
+            outputs, _, losses = layer.stateless_call(
+                list(values), state, x, return_losses=True, **call_kwargs
+            )
+            return loss_fn(outputs, losses)
+        return loss_fn(layer(x, **call_kwargs), layer.losses)
+
+    if keras.backend.backend() == "jax":
+        value, gradients = value_and_gradients(loss, [inputs, *weights])
+    else:
+        value, gradients = _eager_gradients(layer, inputs, loss)
+    paths = [v.path for v in layer.trainable_variables]
+    return value, gradients[0], dict(zip(paths, gradients[1:], strict=True))
+
+
+def _eager_gradients(layer, inputs, loss):
+    variables = [v.value for v in layer.trainable_variables]
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        x = tf.convert_to_tensor(inputs)
+        with tf.GradientTape() as tape:
+            tape.watch([x, *variables])
+            value = loss(x)
+        gradients = tape.gradient(
+            value, [x, *variables], unconnected_gradients=tf.UnconnectedGradients.ZERO
+        )
+        return float(value), [to_numpy(tf.convert_to_tensor(g)) for g in gradients]
+    import torch
+
+    x = torch.tensor(inputs, requires_grad=True)
+    value = loss(x)
+    gradients = _torch_gradients(value, [x, *variables])
+    return float(value.detach()), [to_numpy(g) for g in gradients]
+
+
+def _torch_gradients(value, sources):
+    import torch
+
+    if not value.requires_grad:
+        return [torch.zeros_like(s).detach() for s in sources]
+    gradients = torch.autograd.grad(value, sources, allow_unused=True)
+    return [
+        torch.zeros_like(s).detach() if g is None else g
+        for s, g in zip(sources, gradients, strict=True)
+    ]

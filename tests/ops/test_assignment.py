@@ -1,0 +1,138 @@
+"""Which token sits in which slot: the library against the literal queue."""
+
+import hypothesis.strategies as st
+import keras
+import numpy as np
+import pytest
+from hypothesis import given
+
+from keras_softmoe import ops
+from tests import cases, twins
+from tests.references import to_numpy
+
+CAPACITIES = [1, 3]
+
+
+def assert_same_slots(actual, expected):
+    token, filled = map(to_numpy, actual)
+    expected_token, expected_filled = expected
+    assert token.dtype == np.int32 and filled.dtype == np.bool_
+    np.testing.assert_array_equal(filled, expected_filled)
+    # An empty slot holds token 0, so the whole array is defined.
+    np.testing.assert_array_equal(token, expected_token)
+
+
+@given(
+    scores=cases.scores(),
+    num_selected_experts=st.sampled_from([1, 2, 3]),
+    capacity=st.sampled_from(CAPACITIES),
+    priority=st.sampled_from(["position", "max"]),
+    seed=cases.seeds,
+)
+def test_token_choice_is_the_queue(
+    scores, num_selected_experts, capacity, priority, seed
+):
+    num_selected_experts = min(num_selected_experts, scores.shape[-1])
+    valid = cases.padding(scores.shape[:2], seed)
+    actual = ops.token_choice(
+        scores, num_selected_experts, capacity, priority=priority, valid=valid
+    )
+    expected = twins.token_choice(
+        scores, num_selected_experts, capacity, priority, valid
+    )
+    assert_same_slots(actual, expected)
+
+
+@given(scores=cases.scores(), capacity=st.sampled_from(CAPACITIES), seed=cases.seeds)
+def test_expert_choice_takes_the_best_tokens(scores, capacity, seed):
+    capacity = min(capacity, scores.shape[1])
+    valid = cases.padding(scores.shape[:2], seed)
+    actual = ops.expert_choice(scores, capacity, valid=valid)
+    assert_same_slots(actual, twins.expert_choice(scores, capacity, valid))
+
+
+@given(
+    scores=cases.scores(shapes=[(2, 8, 4)]),
+    num_selected_experts=st.sampled_from([1, 2, 4]),
+    capacity=st.sampled_from(CAPACITIES),
+    seed=cases.seeds,
+)
+def test_token_choice_invariants(scores, num_selected_experts, capacity, seed):
+    valid = cases.padding(scores.shape[:2], seed)
+    token, filled = map(
+        to_numpy,
+        ops.token_choice(
+            scores, num_selected_experts, capacity, priority="max", valid=valid
+        ),
+    )
+    dispatch, _ = twins.to_dense(token, filled, np.ones(token.shape), scores.shape[1])
+    # A token is never twice with one expert, and has at most K slots in all.
+    assert dispatch.sum(-1).max() <= 1
+    slots_of_token = dispatch.sum((2, 3))
+    assert slots_of_token.max() <= num_selected_experts
+    if valid is not None:
+        assert np.all(slots_of_token[~valid] == 0)
+    # Slots fill from the first one on.
+    assert np.all(filled[..., 1:] <= filled[..., :-1])
+
+
+@pytest.mark.parametrize("priority", ["position", "max"])
+def test_enough_capacity_drops_no_choice(priority):
+    scores = cases.array("normal", (2, 8, 4), 0)
+    _, filled = ops.token_choice(scores, 2, 8, priority=priority)
+    assert to_numpy(filled).sum() == 2 * 8 * 2
+
+
+def test_batch_priority_keeps_the_confident_tokens():
+    # All three tokens want expert 0, which has one slot: the most certain one, token
+    # 2, gets it by priority, and token 0 by position.
+    scores = np.array([[[0.6, 0.4], [0.7, 0.3], [0.9, 0.1]]], "float32")
+    token, filled = ops.token_choice(scores, 1, 1, priority="max")
+    assert to_numpy(token)[0, :, 0].tolist() == [2, 0]
+    assert to_numpy(filled)[0, :, 0].tolist() == [True, False]
+    token, _ = ops.token_choice(scores, 1, 1, priority="position")
+    assert to_numpy(token)[0, 0, 0] == 0
+
+
+def test_first_choices_come_before_second_choices():
+    # Expert 0 is the second choice of tokens 0 and 1, and the first one of token 2:
+    # token 2 is served before them.
+    scores = np.array([[[0.4, 0.6], [0.4, 0.6], [0.6, 0.4]]], "float32")
+    token, filled = ops.token_choice(scores, 2, 2)
+    assert to_numpy(token)[0, 0].tolist() == [2, 0]
+    assert np.all(to_numpy(filled))
+
+
+@pytest.mark.parametrize("assign", ["token_choice", "expert_choice"])
+def test_bfloat16_scores(assign):
+    # Rounding makes ties; they are broken as in float32.
+    rounded = keras.ops.cast(cases.array("normal", (2, 8, 4), 3), "bfloat16")
+    if assign == "token_choice":
+        actual = ops.token_choice(rounded, 2, 4, priority="max")
+        expected = twins.token_choice(to_numpy(rounded), 2, 4, "max")
+    else:
+        actual = ops.expert_choice(rounded, 4)
+        expected = twins.expert_choice(to_numpy(rounded), 4)
+    assert_same_slots(actual, expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 6, 1), (2, 8, 4), (1, 6, 3)])
+def test_identity_is_round_robin(shape):
+    assert_same_slots(ops.identity(*shape), twins.identity(*shape))
+
+
+@pytest.mark.parametrize(
+    "call, received",
+    [
+        (lambda s: ops.token_choice(s, 5, 2), "5"),
+        (lambda s: ops.token_choice(s, 0, 2), "0"),
+        (lambda s: ops.token_choice(s, 1, 0), "0"),
+        (lambda s: ops.token_choice(s, 1, 2, priority="best"), "best"),
+        (lambda s: ops.expert_choice(s, 9), "9"),
+        (lambda s: ops.expert_choice(s, 0), "0"),
+        (lambda s: ops.identity(1, 7, 4), "7"),
+    ],
+)
+def test_bad_arguments_are_named(call, received):
+    with pytest.raises(ValueError, match=f"Received: .*{received}"):
+        call(np.zeros((1, 8, 4), "float32"))

@@ -1,0 +1,111 @@
+"""Balancing losses: one value per group, against the twins."""
+
+import hypothesis.strategies as st
+import keras
+import numpy as np
+import pytest
+from hypothesis import given
+
+from keras_softmoe import ops
+from tests import cases, twins
+from tests.gradients import value_and_gradients
+from tests.references import to_numpy
+
+
+def assert_close(actual, expected, tolerance=2e-5):
+    actual = to_numpy(actual)
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@given(logits=cases.scores(), seed=cases.seeds)
+def test_losses_of_probabilities(logits, seed):
+    probs = twins.softmax(logits).astype("float32")
+    valid = cases.padding(logits.shape[:2], seed)
+    for name in ("importance_loss", "gshard_loss"):
+        actual = getattr(ops, name)(probs, valid=valid)
+        assert_close(actual, getattr(twins, name)(probs, valid))
+
+
+@given(logits=cases.scores(), seed=cases.seeds)
+def test_z_loss(logits, seed):
+    valid = cases.padding(logits.shape[:2], seed)
+    assert_close(ops.z_loss(logits, valid=valid), twins.z_loss(logits, valid))
+
+
+@given(
+    logits=cases.scores(flavours=["normal", "ties", "equal", "zero"]),
+    num_selected_experts=st.sampled_from([1, 2]),
+    noise_std=st.sampled_from([0.25, 1.0]),
+    seed=cases.seeds,
+)
+def test_load_loss(logits, num_selected_experts, noise_std, seed):
+    num_selected_experts = min(num_selected_experts, logits.shape[-1])
+    noise = cases.array("normal", logits.shape, seed)
+    noisy = logits + np.float32(noise_std) * noise
+    valid = cases.padding(logits.shape[:2], seed)
+    actual = ops.load_loss(
+        *map(keras.ops.convert_to_tensor, (logits, noisy)),
+        num_selected_experts,
+        noise_std,
+        valid=valid,
+    )
+    expected = twins.load_loss(logits, noisy, num_selected_experts, noise_std, valid)
+    assert_close(actual, expected)
+
+
+def test_balanced_and_collapsed():
+    # Two experts, each with half of every token: sums are equal, so no variation; the
+    # fraction of first choices is (1, 0) by the tie rule, times (1/2, 1/2), averaged
+    # over the experts and times 4: 1.
+    even = np.full((1, 6, 2), 0.5, "float32")
+    assert_close(ops.importance_loss(even), np.array([0.0]))
+    assert_close(ops.gshard_loss(even), np.array([1.0]))
+    # All on one expert: sums (6, 0), mean 3, standard deviation 3.
+    collapsed = np.tile(np.array([1.0, 0.0], "float32"), (1, 6, 1))
+    assert_close(ops.importance_loss(collapsed), np.array([1.0]))
+    assert_close(ops.gshard_loss(collapsed), np.array([2.0]))
+    # logsumexp(0, 0) = log 2.
+    assert_close(ops.z_loss(np.zeros((1, 6, 2), "float32")), np.log([2.0]) ** 2)
+
+
+@pytest.mark.parametrize("name", ["importance_loss", "gshard_loss"])
+def test_bfloat16_probabilities(name):
+    probs = twins.softmax(cases.array("normal", (2, 8, 4), 0))
+    rounded = keras.ops.convert_to_tensor(probs, "bfloat16")
+    # A loss is computed in float32 from whatever it is given.
+    assert_close(
+        keras.ops.cast(getattr(ops, name)(rounded), "float32"),
+        getattr(twins, name)(to_numpy(rounded)),
+        tolerance=1e-2,
+    )
+
+
+@pytest.mark.parametrize("flavour", ["normal", "zero", "huge"])
+def test_gradients_are_finite(flavour):
+    logits = cases.array(flavour, (2, 8, 4), 0)
+
+    def fn(logits):
+        probs = keras.ops.softmax(logits)
+        losses = [
+            ops.importance_loss(probs),
+            ops.gshard_loss(probs),
+            ops.z_loss(logits) * 1e-6,
+            ops.load_loss(logits, logits + 0.1, 2, 0.5),
+        ]
+        return sum(keras.ops.sum(loss) for loss in losses)
+
+    value, (gradient,) = value_and_gradients(fn, [logits])
+    assert np.isfinite(value)
+    assert np.all(np.isfinite(gradient))
+
+
+def test_gshard_gradient_leaves_the_fraction_alone():
+    # E^2 * mean_e(f_e * mean_s p_se): the derivative for p_se is E f_e / S.
+    probs = twins.softmax(cases.array("normal", (1, 8, 4), 0)).astype("float32")
+    _, (gradient,) = value_and_gradients(
+        lambda p: keras.ops.sum(ops.gshard_loss(p)), [probs]
+    )
+    fraction = (probs.argmax(-1)[..., None] == np.arange(4)).mean(1, keepdims=True)
+    expected = np.repeat(4 * fraction / 8, 8, axis=1)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,88 @@
+"""Transport plans: marginals, sparsity, and the twins' numbers."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from keras_softmoe import ops
+from tests import cases, twins
+from tests.references import to_numpy
+
+
+@given(
+    logits=cases.scores(),
+    num_iterations=st.sampled_from([1, 20]),
+    seed=cases.seeds,
+)
+def test_sinkhorn_plan(logits, num_iterations, seed):
+    valid = cases.padding(logits.shape[:2], seed)
+    plan = to_numpy(ops.sinkhorn_plan(logits, num_iterations, valid=valid))
+    assert plan.dtype == np.float32
+    expected = twins.sinkhorn_plan(logits, num_iterations, valid)
+    # Float32 resolves logits of 1e4 to 1e-3, and a plan is their exponential.
+    tolerance = 1e-2 if np.abs(logits).max() > 1e3 else 2e-5
+    np.testing.assert_allclose(plan, expected, rtol=tolerance, atol=tolerance)
+    # Rows are scaled last: every token hands out exactly its mass of 1.
+    rows = np.ones(logits.shape[:2]) if valid is None else valid
+    np.testing.assert_allclose(plan.sum(-1), rows, rtol=tolerance, atol=tolerance)
+
+
+def test_sinkhorn_columns_converge():
+    logits = cases.array("normal", (2, 8, 4), 0)
+    plan = to_numpy(ops.sinkhorn_plan(logits, 200))
+    np.testing.assert_allclose(plan.sum(1), 8 / 4, rtol=1e-5)
+
+
+@settings(max_examples=8)
+@given(
+    shape=st.sampled_from([(2, 1, 3), (1, 3, 5), (2, 8, 4), (2, 6, 1)]),
+    capacity=st.sampled_from([1, 3]),
+    seed=cases.seeds,
+)
+def test_sparse_plan(shape, capacity, seed):
+    # Not probabilities: their rows may meet the marginals before the first step, and
+    # Adam would turn the rounding error left of the gradient into a step of full size.
+    scores = np.random.default_rng(seed).random(shape).astype("float32")
+    valid = cases.padding(shape[:2], seed)
+    plan = ops.sparse_transport_plan(scores, min(capacity, shape[1]), valid=valid)
+    expected = twins.sparse_transport_plan(scores, capacity, valid=valid)
+    np.testing.assert_allclose(to_numpy(plan), expected, rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=10)
+@given(scores=cases.scores(), capacity=st.sampled_from([1, 3]), seed=cases.seeds)
+def test_sparse_plan_invariants(scores, capacity, seed):
+    capacity = min(capacity, scores.shape[1])
+    valid = cases.padding(scores.shape[:2], seed)
+    plan = to_numpy(ops.sparse_transport_plan(scores, capacity, valid=valid))
+    assert plan.dtype == np.float32
+    assert np.all(plan >= 0)
+    assert np.all((plan > 0).sum(1) <= capacity)
+    kept = np.ones(scores.shape[:2], bool) if valid is None else valid
+    assert np.all(plan[~kept] == 0)
+    # Columns are exact, whatever the solver did: every expert carries its share.
+    mass = kept.sum(1) / scores.shape[-1]
+    tolerance = 1e-2 if np.abs(scores).max() > 1e3 else 1e-5
+    np.testing.assert_allclose(
+        plan.sum(1), np.repeat(mass[:, None], scores.shape[-1], 1), rtol=tolerance
+    )
+
+
+def test_sparse_plan_converges_to_the_marginals():
+    scores = np.random.default_rng(0).random((2, 8, 4)).astype("float32")
+    plan = ops.sparse_transport_plan(scores, 8, num_iterations=1000, learning_rate=0.05)
+    np.testing.assert_allclose(to_numpy(plan).sum(-1), 1.0, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s: ops.sinkhorn_plan(s, 0),
+        lambda s: ops.sparse_transport_plan(s, 0),
+        lambda s: ops.sparse_transport_plan(s, 2, num_iterations=0),
+    ],
+)
+def test_bad_arguments_are_named(call):
+    with pytest.raises(ValueError, match="Received"):
+        call(np.zeros((1, 8, 4), "float32"))

@@ -1,0 +1,34 @@
+"""The routers that seat single tokens, as templates for the tests."""
+
+from keras_softmoe import routers
+
+# No noise unless a test asks for it, and no rounding of the capacity to a multiple.
+PLAIN = {"multiple_of": 1, "noise_std": 0.0}
+
+# Name -> callable from the number of experts (and overrides) to a router.
+SPARSE = {
+    "softmax_token_choice": lambda e, **kwargs: routers.SoftmaxTokenChoiceRouter(
+        e, **{"num_selected_experts": min(2, e), "priority": "max", **PLAIN, **kwargs}
+    ),
+    "sinkhorn_token_choice": lambda e, **kwargs: routers.SinkhornTokenChoiceRouter(
+        e, **{**PLAIN, **kwargs}
+    ),
+    "softmax_expert_choice": lambda e, **kwargs: routers.SoftmaxExpertChoiceRouter(
+        e, **{**PLAIN, **kwargs}
+    ),
+    "sinkhorn_expert_choice": lambda e, **kwargs: routers.SinkhornExpertChoiceRouter(
+        e, **{**PLAIN, **kwargs}
+    ),
+    "sparse_transport": lambda e, **kwargs: routers.SparseTransportExpertChoiceRouter(
+        e, **{"multiple_of": 1, **kwargs}
+    ),
+}
+TOKEN_CHOICE = ["softmax_token_choice", "sinkhorn_token_choice"]
+PLANS = ["sinkhorn_token_choice", "sinkhorn_expert_choice", "sparse_transport"]
+
+
+def build(name, num_experts, width, **kwargs):
+    """A built router."""
+    router = SPARSE[name](num_experts, **kwargs)
+    router.build((None, None, width))
+    return router

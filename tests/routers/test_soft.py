@@ -1,0 +1,200 @@
+"""The soft router and its ablations, against the twin."""
+
+import hypothesis.strategies as st
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from keras_softmoe import ops, routers
+from tests import cases, twins
+from tests.gradients import layer_gradients
+from tests.references import to_numpy
+
+WIDTH = 4
+# (G, S, E, C)
+SHAPES = [(1, 1, 1, 1), (1, 3, 5, 2), (2, 8, 4, 1)]
+VARIANTS = [(d, c) for d in ("soft", "uniform") for c in ("soft", "uniform")]
+
+
+def build(shape, **kwargs):
+    router = routers.SoftRouter(shape[2], slots_per_expert=shape[3], **kwargs)
+    router.build((None, None, WIDTH))
+    for weight in router.weights:
+        # Not the initial 1, so that forgetting the scale shows.
+        if weight.name == "scale":
+            weight.assign(1.7)
+    return router
+
+
+def call(router, tokens, valid=None, **kwargs):
+    if valid is not None:
+        valid = keras.ops.convert_to_tensor(valid)
+    decision = router(keras.ops.convert_to_tensor(tokens), valid=valid, **kwargs)
+    return [to_numpy(w) for w in decision.routing]
+
+
+def twin(router, tokens, valid=None, noise=0.0):
+    shape = (tokens.shape[-1], router.num_experts, router.slots_per_expert)
+    weights = {w.name: to_numpy(w.value) for w in router.weights}
+    return twins.soft_router(
+        tokens,
+        # A router that is uniform on both sides has no weights to look at.
+        weights.get("mu", np.zeros(shape)),
+        weights.get("scale", 1.0),
+        router.dispatch,
+        router.combine,
+        router.normalize,
+        noise=noise,
+        valid=valid,
+    )
+
+
+@pytest.mark.parametrize("dispatch, combine", VARIANTS)
+@pytest.mark.parametrize("normalize", [True, False])
+@settings(max_examples=4)
+@given(
+    shape=st.sampled_from(SHAPES),
+    flavour=st.sampled_from(cases.FLAVOURS),
+    seed=cases.seeds,
+)
+def test_soft_router_is_its_twin(dispatch, combine, normalize, shape, flavour, seed):
+    tokens = cases.array(flavour, (*shape[:2], WIDTH), seed)
+    valid = cases.padding(shape[:2], seed)
+    router = build(shape, dispatch=dispatch, combine=combine, normalize=normalize)
+    actual = call(router, tokens, valid)
+    kept = np.ones(shape[:2], bool) if valid is None else valid
+    # Without normalization the logits are of the size of the tokens: float32 resolves
+    # 1e4 to 1e-3.
+    tolerance = 2e-2 if flavour == "huge" and not normalize else 2e-5
+    for weights, expected in zip(actual, twin(router, tokens, valid), strict=True):
+        assert weights.shape == shape and weights.dtype == np.float32
+        np.testing.assert_allclose(
+            weights[kept], expected[kept], rtol=tolerance, atol=tolerance
+        )
+    # Dispatch weights sum to one over the tokens, combine weights over the slots.
+    np.testing.assert_allclose(actual[0].sum(1), 1.0, rtol=1e-5)
+    np.testing.assert_allclose(actual[1][kept].sum((-2, -1)), 1.0, rtol=1e-5)
+    assert np.all(actual[0][~kept] == 0)
+
+
+def test_epsilon_is_added_to_the_squared_norm():
+    # Norms of 1e-3 have squares as small as the epsilon: x / (|x| + eps) would give
+    # logits larger by the root of two.
+    router = build((1, 3, 2, 1))
+    tokens = cases.array("normal", (1, 3, WIDTH), 0) * 5e-4
+    router.mu.assign(to_numpy(router.mu.value) * 1e-3)
+    decision = router(tokens)
+    mu = twins.l2_normalize(to_numpy(router.mu.value), 0)
+    expected = 1.7 * np.einsum("gsd,dec->gsec", twins.l2_normalize(tokens, -1), mu)
+    np.testing.assert_allclose(
+        to_numpy(decision.summary["logits"]), expected, rtol=2e-5, atol=1e-7
+    )
+
+
+def test_raw_tokens_are_mixed():
+    shape = SHAPES[2]
+    tokens = 20.0 * cases.array("normal", (*shape[:2], WIDTH), 0)
+    router = build(shape)
+    slots = ops.dispatch(tokens, router(tokens).routing)
+    expected = twins.dispatch_tokens(tokens, twin(router, tokens)[0])
+    np.testing.assert_allclose(to_numpy(slots), expected, rtol=2e-5, atol=2e-4)
+
+
+def test_permutation_equivariance():
+    shape = SHAPES[2]
+    tokens = cases.array("normal", (*shape[:2], WIDTH), 0)
+    order = np.random.default_rng(0).permutation(shape[1])
+    router = build(shape)
+    for weights, permuted in zip(
+        call(router, tokens), call(router, tokens[:, order]), strict=True
+    ):
+        np.testing.assert_allclose(permuted, weights[:, order], rtol=1e-5, atol=1e-7)
+
+
+def test_groups_do_not_see_each_other():
+    shape = SHAPES[2]
+    tokens = cases.array("normal", (*shape[:2], WIDTH), 0)
+    router = build(shape)
+    together, alone = call(router, tokens), call(router, tokens[:1])
+    for weights, expected in zip(together, alone, strict=True):
+        np.testing.assert_allclose(weights[:1], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_padding_has_no_say():
+    tokens = cases.array("normal", (2, 8, WIDTH), 0)
+    valid = cases.padding((2, 8), 1)
+    other = np.where(valid[..., None], tokens, 100.0).astype("float32")
+    router = build(SHAPES[2])
+    for weights, expected in zip(
+        call(router, other, valid), call(router, tokens, valid), strict=True
+    ):
+        np.testing.assert_allclose(weights[valid], expected[valid], rtol=1e-5)
+
+
+def test_initial_dispatch_is_spread_out():
+    # Of 196 tokens at width 512; a router without normalization would put nearly all
+    # of a slot's weight on one token.
+    tokens = np.random.default_rng(0).normal(size=(2, 196, 512)).astype("float32")
+    dispatch = to_numpy(routers.SoftRouter(128)(tokens).routing.dispatch)
+    assert dispatch.max(1).mean() < 0.02
+
+
+def test_noise(set_noise):
+    shape = SHAPES[2]
+    tokens = cases.array("normal", (*shape[:2], WIDTH), 0)
+    noise = cases.array("normal", shape, 7)
+    router = build(shape, noise_std=0.5)
+    undrawn = set_noise(noise)
+    quiet = call(router, tokens, training=False)
+    assert len(undrawn) == 1
+    noisy = call(router, tokens, training=True)
+    for actual, expected in zip(quiet, twin(router, tokens), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
+    # Not divided by the number of experts.
+    expected = twin(router, tokens, noise=0.5 * noise)
+    for actual, weights in zip(noisy, expected, strict=True):
+        np.testing.assert_allclose(actual, weights, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("flavour", ["normal", "equal", "zero", "huge"])
+def test_gradients_are_finite(flavour):
+    router = build(SHAPES[2])
+    tokens = cases.array(flavour, (2, 8, WIDTH), 0)
+
+    def loss(decision, _):
+        return keras.ops.sum(decision.routing.dispatch**2) + keras.ops.sum(
+            decision.routing.combine**2
+        )
+
+    value, for_tokens, for_weights = layer_gradients(router, tokens, loss)
+    assert np.isfinite(value)
+    for gradient in (for_tokens, *for_weights.values()):
+        assert np.all(np.isfinite(gradient))
+    if flavour == "normal":
+        assert all(np.abs(g).max() > 0 for g in for_weights.values())
+
+
+def test_float32_under_mixed_bfloat16():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    tokens = cases.array("normal", (2, 8, WIDTH), 0)
+    tokens = keras.ops.convert_to_tensor(tokens, "bfloat16")
+    router = build(SHAPES[2])
+    routing = router(tokens).routing
+    for actual, expected in zip(routing, twin(router, to_numpy(tokens)), strict=True):
+        assert keras.backend.standardize_dtype(actual.dtype) == "float32"
+        np.testing.assert_allclose(to_numpy(actual), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "kwargs, received",
+    [
+        ({"num_experts": 0}, "0"),
+        ({"num_experts": 4, "slots_per_expert": 0}, "0"),
+        ({"num_experts": 4, "dispatch": "hard"}, "hard"),
+        ({"num_experts": 4, "combine": "hard"}, "hard"),
+    ],
+)
+def test_bad_arguments_are_named(kwargs, received):
+    with pytest.raises(ValueError, match=f"Received: .*{received}"):
+        routers.SoftRouter(**kwargs)

@@ -1,0 +1,342 @@
+"""Routers that seat single tokens: against the twins, and what holds for all."""
+
+import hypothesis.strategies as st
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from keras_softmoe import routers
+from tests import cases, twins
+from tests.gradients import layer_gradients
+from tests.references import to_numpy
+from tests.routers.sparse_routers import PLANS, SPARSE, TOKEN_CHOICE, build
+
+WIDTH = 4
+FINITE_FLAVOURS = ["normal", "equal", "zero"]
+# (G, S, E): more experts than tokens; one expert; an ordinary one.
+SHAPES = [(1, 3, 5), (2, 4, 1), (2, 8, 4)]
+
+
+def as_numpy(decision):
+    routing = [to_numpy(x) for x in decision.routing]
+    return routing, {k: to_numpy(v) for k, v in decision.summary.items()}
+
+
+def call(router, tokens, valid=None, **kwargs):
+    if valid is not None:
+        valid = keras.ops.convert_to_tensor(valid)
+    tokens = keras.ops.convert_to_tensor(tokens)
+    return as_numpy(router(tokens, valid=valid, **kwargs))
+
+
+def capacity_of(router, num_tokens):
+    choices = num_tokens * getattr(router, "num_selected_experts", 1)
+    return twins.expert_capacity(
+        choices, router.num_experts, router.capacity_factor, multiple_of=1
+    )
+
+
+def selection_twin(name, logits, capacity, valid):
+    if name.startswith("sinkhorn"):
+        return twins.sinkhorn_plan(logits, 20, valid)
+    if name == "sparse_transport":
+        return twins.sparse_transport_plan(twins.softmax(logits), capacity, valid=valid)
+    return twins.softmax(logits)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@settings(max_examples=5)
+@given(shape=st.sampled_from(SHAPES), seed=cases.seeds)
+def test_router_is_its_twin(name, shape, seed):
+    num_groups, num_tokens, num_experts = shape
+    tokens = cases.array("normal", (num_groups, num_tokens, WIDTH), seed)
+    valid = cases.padding(shape[:2], seed)
+    router = build(name, num_experts, WIDTH)
+    (token, filled, gate), summary = call(router, tokens, valid)
+
+    kept = np.ones(shape[:2], bool) if valid is None else valid
+    logits = np.float64(tokens) @ np.float64(to_numpy(router.kernel.value))
+    np.testing.assert_allclose(summary["logits"], logits, rtol=2e-5, atol=2e-5)
+    probabilities = twins.softmax(logits)
+    np.testing.assert_allclose(
+        summary["probabilities"][kept], probabilities[kept], rtol=2e-5, atol=2e-5
+    )
+    capacity = capacity_of(router, num_tokens)
+    if name != "sparse_transport":
+        # (The solver's steps amplify rounding; its numbers are tested in tests/ops.)
+        expected = selection_twin(name, logits, capacity, valid)
+        np.testing.assert_allclose(
+            summary["selection"][kept], expected[kept], rtol=2e-5, atol=2e-5
+        )
+
+    # The seats follow exactly from the scores that the router itself reports.
+    if name in TOKEN_CHOICE:
+        seats = twins.token_choice(
+            summary["selection"],
+            router.num_selected_experts,
+            capacity,
+            router.priority,
+            valid,
+        )
+    else:
+        seats = twins.expert_choice(summary["selection"], capacity, valid)
+    np.testing.assert_array_equal(filled, seats[1])
+    np.testing.assert_array_equal(token, seats[0])
+    np.testing.assert_allclose(
+        gate, twins.gates(probabilities, token, filled), rtol=2e-5, atol=2e-5
+    )
+
+    dispatch, _ = twins.to_dense(token, filled, gate, num_tokens)
+    np.testing.assert_array_equal(summary["load"], filled.sum(-1))
+    np.testing.assert_array_equal(
+        summary["dropped"], (dispatch.sum((2, 3)) == 0) & kept
+    )
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("flavour", [*cases.FLAVOURS, "bfloat16"])
+def test_invariants(name, flavour):
+    shape = (2, 8, 4)
+    rounded = flavour == "bfloat16"
+    tokens = cases.array("normal" if rounded else flavour, (*shape[:2], WIDTH), 1)
+    tokens = keras.ops.convert_to_tensor(tokens, "bfloat16" if rounded else None)
+    valid = cases.padding(shape[:2], 1)
+    router = build(name, shape[2], WIDTH)
+    (token, filled, gate), summary = as_numpy(
+        router(tokens, valid=keras.ops.convert_to_tensor(valid))
+    )
+
+    assert token.min() >= 0 and token.max() < shape[1]
+    for value in (gate, *summary.values()):
+        assert np.all(np.isfinite(value))
+    assert np.all(gate[~filled] == 0) and np.all((gate >= 0) & (gate <= 1 + 1e-6))
+    dispatch, _ = twins.to_dense(token, filled, gate, shape[1])
+    slots = dispatch.sum(-1)
+    assert slots.max() <= 1, "a token twice with one expert"
+    assert np.all(slots[~valid] == 0), "a padded token in a slot"
+    if name in TOKEN_CHOICE:
+        assert slots.sum(-1).max() <= router.num_selected_experts
+    else:
+        enough = np.minimum(valid.sum(1), token.shape[2])[:, None]
+        np.testing.assert_array_equal(filled.sum(-1), np.repeat(enough, shape[2], 1))
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_padding_has_no_say(name):
+    # What stands in the padded tokens changes nothing, the losses included.
+    valid = cases.padding((2, 8), 1)
+    tokens = cases.array("normal", (2, 8, WIDTH), 0)
+    other = np.where(valid[..., None], tokens, 100.0).astype("float32")
+    weights = {"z_loss_weight": 1.0}
+    if name in TOKEN_CHOICE:
+        weights.update(importance_loss_weight=1.0, gshard_loss_weight=1.0)
+    router = build(name, 4, WIDTH, **weights)
+    routing, summary = call(router, tokens, valid)
+    other_routing, other_summary = call(router, other, valid)
+    for actual, expected in zip(other_routing, routing, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
+    for key in ("auxiliary_loss", "load", "dropped"):
+        np.testing.assert_allclose(other_summary[key], summary[key], rtol=1e-5)
+
+    # And an all-true mask is the same as none.
+    _, everything = call(router, tokens, np.ones((2, 8), bool))
+    _, unmasked = call(router, tokens)
+    for key in unmasked:
+        np.testing.assert_allclose(everything[key], unmasked[key], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_auxiliary_loss_is_the_weighted_sum(name):
+    tokens = cases.array("normal", (2, 8, WIDTH), 0)
+    weights = {"z_loss_weight": 0.5}
+    if name in TOKEN_CHOICE:
+        weights.update(
+            importance_loss_weight=0.3, load_loss_weight=0.2, gshard_loss_weight=0.1
+        )
+    router = build(name, 4, WIDTH, **weights)
+    _, summary = call(router, tokens)
+    probabilities = twins.softmax(summary["logits"])
+    expected = 0.5 * twins.z_loss(summary["logits"])
+    if name in TOKEN_CHOICE:
+        # No load loss without noise.
+        expected += 0.3 * twins.importance_loss(probabilities)
+        expected += 0.1 * twins.gshard_loss(probabilities)
+    np.testing.assert_allclose(summary["auxiliary_loss"], expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", [*SPARSE, "identity"])
+def test_losses_are_added_in_training_only(name):
+    tokens = cases.array("normal", (2, 8, WIDTH), 0)
+    if name == "identity":
+        router, expected = routers.IdentityRouter(4), 0
+    else:
+        router, expected = build(name, 4, WIDTH, z_loss_weight=1.0), 1
+    router(tokens, training=False)
+    assert len(router.losses) == 0
+    _, summary = call(router, tokens, training=True)
+    assert len(router.losses) == expected
+    if expected:
+        np.testing.assert_allclose(
+            to_numpy(router.losses[0]), summary["auxiliary_loss"].mean(), rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("name", [n for n in SPARSE if n != "sparse_transport"])
+def test_noise(name, set_noise):
+    tokens = cases.array("normal", (2, 8, WIDTH), 0)
+    noise = cases.array("normal", (2, 8, 4), 7)
+    weights = {"load_loss_weight": 1.0} if name in TOKEN_CHOICE else {}
+    if name in TOKEN_CHOICE:
+        weights["importance_loss_weight"] = 0.5
+    router = build(name, 4, WIDTH, noise_std=2.0, **weights)
+    undrawn = set_noise(noise)
+    _, quiet = call(router, tokens, training=False)
+    assert len(undrawn) == 1
+    (token, filled, gate), noisy = call(router, tokens, training=True)
+    assert not undrawn
+
+    clean_logits = np.float64(quiet["logits"])
+    # The standard deviation is given for all experts together: 2 / 4 for each.
+    noisy_logits = clean_logits + 0.5 * noise
+    selection = selection_twin(name, noisy_logits, token.shape[-1], None)
+    np.testing.assert_allclose(noisy["selection"], selection, rtol=2e-5, atol=2e-5)
+    # Sinkhorn token choice combines with the probabilities without noise, as released.
+    combine = clean_logits if name == "sinkhorn_token_choice" else noisy_logits
+    np.testing.assert_allclose(
+        gate, twins.gates(twins.softmax(combine), token, filled), rtol=2e-5, atol=2e-5
+    )
+    if name in TOKEN_CHOICE:
+        expected = 0.5 * twins.importance_loss(twins.softmax(clean_logits))
+        expected += twins.load_loss(
+            clean_logits, noisy_logits, router.num_selected_experts, 0.5
+        )
+        np.testing.assert_allclose(noisy["auxiliary_loss"], expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plan_combine(name):
+    tokens = cases.array("normal", (2, 8, WIDTH), 0)
+    router = build(name, 4, WIDTH, combine="plan")
+    (token, filled, gate), summary = call(router, tokens)
+    expected = twins.gates(summary["selection"], token, filled)
+    np.testing.assert_allclose(gate, expected, rtol=1e-6)
+
+
+def test_sparse_plan_is_a_constant_to_the_gradient():
+    tokens = cases.array("normal", (2, 8, WIDTH), 0)
+    router = build("sparse_transport", 4, WIDTH, combine="plan")
+    _, _, gradients = layer_gradients(
+        router, tokens, lambda d, _: keras.ops.sum(d.routing.gate)
+    )
+    (gradient,) = gradients.values()
+    assert np.all(gradient == 0)
+
+
+@pytest.mark.parametrize("name", ["sinkhorn_token_choice", "sinkhorn_expert_choice"])
+def test_sinkhorn_plan_has_the_gradient_of_its_iterations(name):
+    tokens = cases.array("normal", (2, 8, WIDTH), 0)
+    router = build(name, 4, WIDTH, combine="plan")
+    (token, filled, gate), _ = call(router, tokens)
+    cotangent = cases.array("normal", gate.shape, 1)
+    _, _, gradients = layer_gradients(
+        router,
+        tokens,
+        lambda d, _: keras.ops.sum(keras.ops.multiply(d.routing.gate, cotangent)),
+    )
+    (gradient,) = gradients.values()
+
+    def value(kernel):
+        plan = twins.sinkhorn_plan(np.float64(tokens) @ kernel)
+        return (twins.gates(plan, token, filled) * cotangent).sum()
+
+    kernel = np.float64(to_numpy(router.kernel.value))
+    for direction in np.random.default_rng(0).normal(size=(3, *kernel.shape)):
+        step = 1e-5 * direction
+        difference = (value(kernel + step) - value(kernel - step)) / 2e-5
+        np.testing.assert_allclose((gradient * direction).sum(), difference, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("flavour", FINITE_FLAVOURS)
+def test_gradients_are_finite(name, flavour):
+    tokens = cases.array(flavour, (2, 8, WIDTH), 0)
+    weights = {"z_loss_weight": 1.0}
+    if name in TOKEN_CHOICE:
+        weights.update(importance_loss_weight=1.0, gshard_loss_weight=1.0)
+    router = build(name, 4, WIDTH, **weights)
+
+    def loss(decision, losses):
+        return keras.ops.sum(decision.routing.gate**2) + sum(losses)
+
+    value, for_tokens, for_weights = layer_gradients(
+        router, tokens, loss, training=True
+    )
+    assert np.isfinite(value)
+    for gradient in (for_tokens, *for_weights.values()):
+        assert np.all(np.isfinite(gradient))
+    if flavour == "normal":
+        assert all(np.abs(g).max() > 0 for g in for_weights.values())
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_float32_under_mixed_bfloat16(name):
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    tokens = keras.ops.convert_to_tensor(
+        cases.array("normal", (2, 8, WIDTH), 0), "bfloat16"
+    )
+    router = build(name, 4, WIDTH)
+    decision = router(tokens)
+    summary = decision.summary
+    floats = [decision.routing.gate, summary["logits"], summary["selection"]]
+    for value in (*floats, summary["auxiliary_loss"], router.kernel):
+        assert keras.backend.standardize_dtype(value.dtype) == "float32"
+    # Not merely cast at the end: the numbers are those of a float32 product.
+    logits = np.float64(to_numpy(tokens)) @ np.float64(to_numpy(router.kernel.value))
+    np.testing.assert_allclose(to_numpy(summary["logits"]), logits, atol=1e-5)
+
+
+def test_identity():
+    tokens = cases.array("normal", (2, 8, WIDTH), 0)
+    router = routers.IdentityRouter(4)
+    (token, filled, gate), summary = call(router, tokens)
+    expected_token, expected_filled = twins.identity(2, 8, 4)
+    np.testing.assert_array_equal(token, expected_token)
+    np.testing.assert_array_equal(filled, expected_filled)
+    np.testing.assert_array_equal(gate, np.ones((2, 4, 2)))
+    np.testing.assert_array_equal(summary["load"], np.full((2, 4), 2))
+    assert not router.weights
+
+    valid = cases.padding((2, 8), 1)
+    (token, filled, gate), _ = call(router, tokens, valid)
+    dispatch, _ = twins.to_dense(token, filled, gate, 8)
+    np.testing.assert_array_equal(dispatch.sum((2, 3)), valid)
+    assert np.all(gate == filled)
+
+
+def test_an_expert_takes_at_most_all_tokens():
+    router = build("softmax_expert_choice", 4, WIDTH, capacity_factor=8.0)
+    (_, filled, _), _ = call(router, cases.array("normal", (2, 8, WIDTH), 0))
+    assert filled.shape == (2, 4, 8) and np.all(filled)
+
+
+@pytest.mark.parametrize(
+    "make, received",
+    [
+        (lambda: routers.SoftmaxTokenChoiceRouter(0), "num_experts=0"),
+        (lambda: routers.SoftmaxExpertChoiceRouter(0), "num_experts=0"),
+        (lambda: routers.SoftmaxTokenChoiceRouter(4, num_selected_experts=5), "5"),
+        (lambda: routers.SoftmaxTokenChoiceRouter(4, priority="best"), "best"),
+        (lambda: routers.SinkhornTokenChoiceRouter(4, combine="both"), "both"),
+        (lambda: routers.IdentityRouter(3)(np.zeros((1, 8, 4), "float32")), "8"),
+        (
+            lambda: routers.SoftmaxExpertChoiceRouter(4, 0.01, rounding="round")(
+                np.zeros((1, 8, 4), "float32")
+            ),
+            "0.01",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(make, received):
+    with pytest.raises(ValueError, match=f"Received: .*{received}"):
+        make()

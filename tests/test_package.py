@@ -1,0 +1,119 @@
+"""The package as a whole: names, version, lazy rooms, and what a wheel carries."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import keras_softmoe
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def run(arguments, cwd=ROOT, **environment):
+    """Standard output of a Python that runs apart from this one."""
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_version():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", keras_softmoe.__version__)
+
+
+def test_every_room_is_public():
+    rooms = {
+        path.stem
+        for path in (ROOT / "keras_softmoe").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert rooms - {"__init__"} == set(keras_softmoe.__all__) - {"__version__"}
+    assert set(keras_softmoe.__all__) <= set(dir(keras_softmoe))
+
+
+@pytest.mark.parametrize("room", sorted(keras_softmoe.__all__))
+def test_every_public_name_is_there(room):
+    assert getattr(keras_softmoe, room) is not None
+
+
+def test_unknown_name():
+    with pytest.raises(AttributeError, match="'keras_softmoe'.*'nothing'"):
+        _ = keras_softmoe.nothing
+
+
+def test_kerashub_finds_the_models():
+    script = (
+        "import keras, keras_hub, keras_softmoe\n"
+        "name = 'keras_softmoe>ViTMoEBackbone'\n"
+        "print(keras.saving.get_registered_object(name).__name__)\n"
+    )
+    assert run(["-c", script]).splitlines()[-1] == "ViTMoEBackbone"
+
+
+PRESET_FILES = {"README.md", "assets/vocabulary.txt", "config.json", "model.weights.h5"}
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """Directory with an unpacked wheel and source archive, holding one preset."""
+    tree = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(ROOT / name, tree)
+    shutil.copytree(ROOT / "keras_softmoe", tree / "keras_softmoe")
+    for name in PRESET_FILES | {"train.py", "../train_all.py"}:
+        path = tree / "presets" / "small" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"this is {name}")
+
+    run(["-m", "hatchling", "build", "-d", "dist"], cwd=tree)
+    (wheel,) = (tree / "dist").glob("*.whl")
+    (archive,) = (tree / "dist").glob("*.tar.gz")
+    shutil.unpack_archive(wheel, tree / "dist" / "wheel", "zip")
+    shutil.unpack_archive(archive, tree / "dist")
+    return tree / "dist"
+
+
+def files_below(directory):
+    return {
+        path.relative_to(directory).as_posix()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_wheel_carries_the_package_and_its_presets(distributions):
+    wheel = distributions / "wheel"
+    version = keras_softmoe.__version__
+    assert {path.name for path in wheel.iterdir()} == {
+        "keras_softmoe",
+        f"keras_softmoe-{version}.dist-info",
+    }
+    assert files_below(wheel / "keras_softmoe" / "_presets") == {
+        f"small/{name}" for name in PRESET_FILES
+    }
+
+
+def test_source_archive_carries_the_presets_and_their_scripts(distributions):
+    archive = distributions / f"keras_softmoe-{keras_softmoe.__version__}"
+    assert files_below(archive / "presets") == {
+        "train_all.py",
+        "small/train.py",
+        *(f"small/{name}" for name in PRESET_FILES),
+    }
+
+
+def test_wheel_works_outside_the_checkout(distributions, tmp_path):
+    site = distributions / "wheel"
+    script = "import keras_softmoe as ksm; ksm.layers.SoftMoE; print(ksm.__file__)"
+    output = run(["-c", script], cwd=tmp_path, PYTHONPATH=str(site))
+    assert output.splitlines()[-1] == str(site / "keras_softmoe" / "__init__.py")
