@@ -8,3 +8,6 @@ from keras_softmoe.evaluation.ridge import RidgeProbe as RidgeProbe
 from keras_softmoe.evaluation.ridge import best_l2 as best_l2
 from keras_softmoe.evaluation.ridge import ridge_probe as ridge_probe
 from keras_softmoe.evaluation.ridge import sample_support as sample_support
+from keras_softmoe.evaluation.routing import RoutingMaps as RoutingMaps
+from keras_softmoe.evaluation.routing import main_experts as main_experts
+from keras_softmoe.evaluation.routing import routing_maps as routing_maps

@@ -278,7 +278,8 @@ def _check_moe_layers(moe_layers, router, num_layers):
     wrong = [index for index in moe_layers if index not in range(num_layers)]
     if wrong or len(set(moe_layers)) < len(moe_layers):
         raise ValueError(
-            f"`moe_layers` counts blocks from 0 to {num_layers - 1}, each at most once. "
+            f"`moe_layers` counts blocks from 0 to {num_layers - 1}, each at most "
+            "once. "
             f"Received: moe_layers={moe_layers}, num_layers={num_layers}."
         )
     if bool(moe_layers) != (router is not None):

@@ -31,9 +31,7 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class ViTMoEImageClassifierPreprocessor(
-    keras_hub.models.ImageClassifierPreprocessor
-):
+class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreprocessor):
     """Prepares images (and passes labels through) for `ViTMoEImageClassifier`.
 
     Args:

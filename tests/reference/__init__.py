@@ -25,7 +25,4 @@ INEXPRESSIBLE = {
     (r"j_posembed_resize", r"expand_tile_.*"): (
         "repeating a dense MLP for every expert is upcycling, not resampling"
     ),
-    (r"j_posembed_resize", r"zoom_3d/.*"): (
-        "resampling of a whole table (1, tokens, width) along its tokens"
-    ),
 }

@@ -47,16 +47,15 @@ def check_dense(reference, case, routing):
         reference.check(f"{case}combine_weights", combine)
 
 
-def check_statistics(reference, case, routing, selection, tolerance=2e-5):
-    """Statistics of expert choice, wherever they are saved below `case`metrics.
+def check_statistics(reference, prefix, routing, selection, tolerance=2e-5):
+    """Statistics of expert choice, those that are saved below `prefix`.
 
     The selected gates are the `selection` scores (G, S, E) of the seated tokens.
     """
     token, filled, _ = map(to_numpy, routing)
     gate = twins.gates(to_numpy(selection), token, filled)
     num_groups, num_experts, _ = token.shape
-    num_tokens = reference.given(f"{case}dispatch_weights").shape[-3]
-    dispatch, _ = twins.to_dense(token, filled, gate, num_tokens)
+    dispatch, _ = twins.to_dense(token, filled, gate, selection.shape[1])
     # (G, S): experts that process each token
     counts = dispatch.sum((2, 3)).astype("int32")
     gates = np.where(filled, gate, np.nan).reshape(num_groups, -1)
@@ -71,7 +70,7 @@ def check_statistics(reference, case, routing, selection, tolerance=2e-5):
         },
     }
     for name, value in statistics.items():
-        key = f"{case}metrics/{name}"
+        key = f"{prefix}{name}"
         if key in reference:
             # Saved without an axis of groups where there is only one group.
             value = value.reshape(reference.given(key).shape)
@@ -90,8 +89,3 @@ def check_auxiliary_loss(reference, key, actual):
 def finish(reference, prefix=""):
     reference.leave(INEXPRESSIBLE)
     reference.finish(prefix)
-
-
-def cases_of(reference):
-    """First parts of the names of all arrays that belong to a case."""
-    return {k.split("/")[0] for k in reference.keys if "/" in k} - {"params"}

@@ -1,0 +1,134 @@
+"""The one test that every layer and every router has to pass."""
+
+import inspect
+import json
+
+import keras
+import numpy as np
+
+from tests.references import to_numpy
+
+# One size for all calls, because a backend compiles anew for every shape. It is odd, so
+# that a group of two images is half padding.
+BATCH = 3
+
+
+def normal(shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+def dtype_of(x):
+    return keras.backend.standardize_dtype(x.dtype)
+
+
+def randomize(layer, seed=0):
+    """Give every weight a value at which forgetting it would show."""
+    rng = np.random.default_rng(seed)
+    for weight in layer.weights:
+        if "seed_generator" not in weight.path:
+            # Around one for scales, around zero for all others.
+            center = 1.0 if weight.path.endswith(("gamma", "/scale")) else 0.0
+            weight.assign(center + 0.3 * rng.normal(size=weight.shape))
+
+
+def revive(layer):
+    """The layer once more from its configuration, which is plain JSON."""
+    config = json.loads(json.dumps(keras.saving.serialize_keras_object(layer)))
+    return keras.saving.deserialize_keras_object(config)
+
+
+def check_layer(make, shape, output_shape, num_weights, num_seeds=0, num_losses=0):
+    """Weights, configuration, shapes, dtypes and one compiled training step.
+
+    Args:
+        make: Callable from `dtype` to a new layer.
+        shape: Shape of one input, without the batch.
+        output_shape: Shape of one output, without the batch.
+        num_weights: Number of trainable weights.
+        num_seeds: Number of seed generators.
+        num_losses: Number of losses that a training call adds.
+    """
+    check_weights(make, shape, num_weights, num_seeds, num_losses)
+    check_configuration(make, shape)
+    check_shapes(make, shape, output_shape)
+    check_mixed_precision(make, shape)
+    check_training_step(make, shape, output_shape)
+
+
+def check_weights(make, shape, num_weights, num_seeds, num_losses):
+    layer = make()
+    assert not layer.weights
+    layer.build((None, *shape))
+    assert len(layer.trainable_weights) == num_weights
+    # What is not trained is the states of random generators, nothing else.
+    assert not layer.non_trainable_weights
+    assert len(layer.non_trainable_variables) == num_seeds
+    paths = [weight.path for weight in layer.weights]
+    assert len(set(paths)) == len(paths)
+    layer(normal((BATCH, *shape)))
+    assert not layer.losses
+    layer(normal((BATCH, *shape)), training=True)
+    assert len(layer.losses) == num_losses
+
+
+def check_configuration(make, shape):
+    layer = make()
+    arguments = inspect.signature(type(layer).__init__).parameters
+    named = {a for a in arguments if a not in ("self", "kwargs")}
+    assert set(layer.get_config()) == named | {"name", "trainable", "dtype"}
+    revived = revive(layer)
+    assert type(revived) is type(layer)
+    serialize = keras.saving.serialize_keras_object
+    assert serialize(revived) == serialize(layer)
+    for each in (layer, revived):
+        each.build((None, *shape))
+    randomize(layer)
+    revived.set_weights(layer.get_weights())
+    inputs = normal((BATCH, *shape))
+    np.testing.assert_allclose(
+        to_numpy(revived(inputs)), to_numpy(layer(inputs)), rtol=1e-6
+    )
+
+
+def check_shapes(make, shape, output_shape):
+    layer = make()
+    symbolic = layer(keras.Input(shape))
+    assert symbolic.shape == (None, *output_shape)
+    real = layer(normal((BATCH, *shape)))
+    assert tuple(real.shape) == (BATCH, *output_shape)
+    assert dtype_of(real) == dtype_of(symbolic) == "float32"
+
+
+def check_mixed_precision(make, shape):
+    layer = make(dtype="mixed_bfloat16")
+    assert dtype_of(layer(keras.Input(shape))) == "bfloat16"
+    inputs = normal((BATCH, *shape))
+    outputs = layer(inputs)
+    assert dtype_of(outputs) == "bfloat16"
+    assert {dtype_of(weight) for weight in layer.trainable_weights} <= {"float32"}
+    for child in layer._flatten_layers(include_self=False):
+        in_router = "router" in child.path.split("/")
+        assert child.compute_dtype == ("float32" if in_router else "bfloat16"), child
+    # The layer is the same function in low precision: half the bits of the mantissa
+    # of bfloat16 are right, or a token went to another expert, which is rare.
+    exact = make()
+    exact.build(inputs.shape)
+    exact.set_weights(layer.get_weights())
+    error = np.abs(to_numpy(outputs) - to_numpy(exact(inputs)))
+    assert np.median(error) < 0.05
+
+
+def check_training_step(make, shape, output_shape):
+    layer = make()
+    model = keras.Sequential([keras.Input(shape), layer])
+    randomize(layer)
+    model.compile(keras.optimizers.SGD(1.0), "mse")
+    before = layer.get_weights()
+    loss = model.train_on_batch(
+        normal((BATCH, *shape)), normal((BATCH, *output_shape), 1)
+    )
+    assert np.isfinite(loss)
+    for weight, old in zip(layer.weights, before, strict=True):
+        # Softmax does not feel what is added to all keys.
+        if weight.trainable and not weight.path.endswith("key/bias"):
+            assert np.abs(to_numpy(weight) - old).max() > 1e-7, weight.path

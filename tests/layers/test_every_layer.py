@@ -1,0 +1,193 @@
+"""Each layer alone: the shared layer test."""
+
+import pytest
+
+from keras_softmoe import layers, routers
+from tests.layers.common import check_layer, revive
+
+TOKENS = (6, 8)
+NOISY = {
+    "noise_std": 1.0,
+    "z_loss_weight": 0.1,
+    "multiple_of": None,
+    "capacity_factor": 2.0,
+}
+# Name -> router, its number of weights, of seed generators and of added losses.
+ROUTERS = {
+    "soft": (routers.SoftRouter(3, slots_per_expert=2), 2, 0, 0),
+    "soft_noisy": (routers.SoftRouter(3, noise_std=1.0), 2, 1, 0),
+    "soft_not_normalized": (routers.SoftRouter(3, normalize=False), 1, 0, 0),
+    "uniform_soft": (routers.SoftRouter(3, dispatch="uniform"), 2, 0, 0),
+    "soft_uniform": (routers.SoftRouter(3, combine="uniform"), 2, 0, 0),
+    "uniform": (routers.SoftRouter(3, dispatch="uniform", combine="uniform"), 0, 0, 0),
+    "identity": (routers.IdentityRouter(3), 0, 0, 0),
+    "softmax_token_choice": (
+        routers.SoftmaxTokenChoiceRouter(3, num_selected_experts=2, **NOISY),
+        1,
+        1,
+        1,
+    ),
+    "sinkhorn_token_choice": (
+        routers.SinkhornTokenChoiceRouter(3, priority="max", **NOISY),
+        1,
+        1,
+        1,
+    ),
+    "softmax_expert_choice": (routers.SoftmaxExpertChoiceRouter(3, **NOISY), 1, 1, 1),
+    "sinkhorn_expert_choice": (
+        routers.SinkhornExpertChoiceRouter(3, combine="plan", **NOISY),
+        1,
+        1,
+        1,
+    ),
+    "sparse_transport": (
+        routers.SparseTransportExpertChoiceRouter(3, multiple_of=None),
+        1,
+        0,
+        0,
+    ),
+}
+# Two layers of kernel and bias.
+EXPERT_WEIGHTS = MLP_WEIGHTS = 4
+# Query, key, value and output with biases, two normalizations with scale and offset.
+BLOCK_WEIGHTS = 8 + 4
+
+
+@pytest.mark.parametrize(
+    "name, group_images",
+    [
+        *((name, 1) for name in ROUTERS),
+        ("soft", 2),
+        ("identity", 2),
+        ("softmax_token_choice", 2),
+    ],
+)
+def test_moe(name, group_images):
+    router, num_weights, num_seeds, num_losses = ROUTERS[name]
+
+    def make(**kwargs):
+        return layers.MoE(router, mlp_dim=5, group_images=group_images, **kwargs)
+
+    num_weights += EXPERT_WEIGHTS
+    check_layer(make, TOKENS, TOKENS, num_weights, num_seeds, num_losses)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_router_is_a_template(name):
+    router = ROUTERS[name][0]
+    first, second = layers.MoE(router, 5), layers.MoE(router, 5)
+    for layer in (first, second):
+        layer.build((None, *TOKENS))
+        own = layer.router.get_config()
+        assert own.pop("name") == "router"
+        template = router.get_config()
+        template.pop("name")
+        assert own == template
+    assert first.router is not second.router
+    assert not router.built
+    ids = {id(w) for w in first.weights} & {id(w) for w in second.weights}
+    assert not ids
+
+
+def test_router_configuration_is_kept_by_the_layer():
+    router = routers.SinkhornTokenChoiceRouter(
+        4, 2, 1.5, "max", "round", 2, 0.5, 0.1, 0.2, 0.3, 0.4, 7, "plan"
+    )
+    config = revive(layers.MoE(router, 5)).router.get_config()
+    expected = {
+        "num_experts": 4,
+        "num_selected_experts": 2,
+        "capacity_factor": 1.5,
+        "priority": "max",
+        "rounding": "round",
+        "multiple_of": 2,
+        "noise_std": 0.5,
+        "importance_loss_weight": 0.1,
+        "load_loss_weight": 0.2,
+        "gshard_loss_weight": 0.3,
+        "z_loss_weight": 0.4,
+        "num_iterations": 7,
+        "combine": "plan",
+    }
+    assert {key: config[key] for key in expected} == expected
+
+
+def test_soft_moe():
+    def make(**kwargs):
+        return layers.SoftMoE(3, mlp_dim=5, slots_per_expert=2, **kwargs)
+
+    check_layer(make, TOKENS, TOKENS, 2 + EXPERT_WEIGHTS)
+
+
+def test_experts():
+    def make(**kwargs):
+        return layers.Experts(3, mlp_dim=5, **kwargs)
+
+    check_layer(make, (3, 2, 8), (3, 2, 8), EXPERT_WEIGHTS)
+
+
+def test_mlp():
+    def make(**kwargs):
+        return layers.MLP(5, **kwargs)
+
+    check_layer(make, TOKENS, TOKENS, MLP_WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    "name, group_images", [("soft", 1), ("softmax_token_choice", 2)]
+)
+def test_moe_encoder_block(name, group_images):
+    router, num_weights, num_seeds, num_losses = ROUTERS[name]
+
+    def make(**kwargs):
+        return layers.EncoderBlock(
+            2, 5, router=router, group_images=group_images, **kwargs
+        )
+
+    num_weights += BLOCK_WEIGHTS + EXPERT_WEIGHTS
+    check_layer(make, TOKENS, TOKENS, num_weights, num_seeds, num_losses)
+
+
+@pytest.mark.parametrize("use_qk_norm, dropout_rate", [(False, 0.0), (True, 0.1)])
+def test_dense_encoder_block(use_qk_norm, dropout_rate):
+    def make(**kwargs):
+        return layers.EncoderBlock(
+            2, 5, use_qk_norm=use_qk_norm, dropout_rate=dropout_rate, **kwargs
+        )
+
+    num_weights = BLOCK_WEIGHTS + MLP_WEIGHTS + 2 * use_qk_norm
+    check_layer(make, TOKENS, TOKENS, num_weights, num_seeds=int(dropout_rate > 0))
+
+
+@pytest.mark.parametrize("use_qk_norm", [False, True])
+def test_attention_pooling(use_qk_norm):
+    def make(**kwargs):
+        return layers.AttentionPooling(2, 5, use_qk_norm=use_qk_norm, **kwargs)
+
+    # Probe, attention, normalization, MLP
+    num_weights = 1 + 8 + 2 + MLP_WEIGHTS + 2 * use_qk_norm
+    check_layer(make, TOKENS, (8,), num_weights)
+
+
+def test_patch_embedding():
+    def make(**kwargs):
+        return layers.PatchEmbedding((2, 4), 8, **kwargs)
+
+    check_layer(make, (4, 8, 3), (4, 8), 2)
+
+
+def test_class_token():
+    def make(**kwargs):
+        return layers.ClassToken(**kwargs)
+
+    check_layer(make, TOKENS, (7, 8), 1)
+
+
+@pytest.mark.parametrize("kind", ["learned", "sincos2d"])
+@pytest.mark.parametrize("has_class_token", [False, True])
+def test_position_embedding(kind, has_class_token):
+    def make(**kwargs):
+        return layers.PositionEmbedding((2, 3), kind, has_class_token, **kwargs)
+
+    shape = (6 + has_class_token, 8)
+    check_layer(make, shape, shape, int(kind == "learned"))

@@ -1,0 +1,73 @@
+"""No file and no case of the reference numbers is passed over."""
+
+import os
+import pathlib
+import re
+
+import pytest
+
+from tests.reference import INEXPRESSIBLE
+from tests.reference import test_reference_layers as layers
+from tests.reference import test_reference_models as models
+from tests.reference import test_reference_ops as ops
+from tests.reference import test_reference_routers as routers
+
+# File -> cases, where its arrays belong to cases. The tests of the other files compare
+# all arrays at once.
+CASES = {
+    "bc_ties": ops.TIES,
+    "j_posembed_resize": [*ops.ZOOMS, *ops.OTHER_TOKENS, *ops.GRIDS],
+    "bc_layer_even": ["tc_einsum", "tc_indices", "ec_einsum"],
+    "bc_layer_odd": ["tc_einsum", "tc_indices", "ec_einsum"],
+    **{
+        name: [
+            *routers.TOKEN_CHOICE_CASES,
+            *routers.NOISY_TOKEN_CHOICE,
+            "metrics_det_k1",
+            "metrics_det_k2",
+        ]
+        for name in routers.TOKEN_CHOICE_FILES
+    },
+    **{
+        name: [*routers.EXPERT_CHOICE_CASES, routers.NOISY_EXPERT_CHOICE]
+        for name in routers.EXPERT_CHOICE_FILES
+    },
+    **{
+        f"{prefix}_{size}": cases
+        for prefix, cases in routers.TRANSPORT.items()
+        for size in routers.SIZES
+    },
+}
+WHOLE_FILES = ["i_capacity", *layers.SOFT_FILES, *models.MODELS]
+SHARED_ARRAYS = {"inputs", "gates", "logits", "softmax", "cotangent"}
+
+
+def excused(name, key):
+    return any(
+        re.fullmatch(file, name) and re.fullmatch(pattern, key)
+        for file, pattern in INEXPRESSIBLE
+    )
+
+
+def test_every_file_is_named(reference):
+    reference("i_capacity")
+    directory = pathlib.Path(os.environ["KSM_REFERENCE"])
+    files = {p.stem for p in directory.glob("*.npz")}
+    ours = {name for name in files if name.split("_")[0] in "a b c d bc e i j".split()}
+    assert ours == {*CASES, *WHOLE_FILES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_is_named(reference, name):
+    arrays = reference(name)
+    expressible = [k for k in arrays.keys if not excused(name, k)]
+    assert {k.split("/")[0] for k in expressible if "/" in k} - {"params"} == set(
+        CASES[name]
+    )
+    assert {k for k in expressible if "/" not in k} <= SHARED_ARRAYS
+
+
+@pytest.mark.parametrize("file, key", INEXPRESSIBLE)
+def test_every_excuse_is_used(reference, file, key):
+    names = [n for n in [*CASES, *WHOLE_FILES] if re.fullmatch(file, n)]
+    assert any(re.fullmatch(key, k) for n in names for k in reference(n).keys)
