@@ -169,7 +169,9 @@ def test_expert_choice(reference, name, case):
 
 def check_expert_choice(reference, case, tokens, decision):
     check_dense(reference, case, decision.routing)
-    check_statistics(reference, case, decision.routing, decision.summary["selection"])
+    check_statistics(
+        reference, f"{case}metrics/", decision.routing, decision.summary["selection"]
+    )
     check_auxiliary_loss(
         reference, f"{case}metrics/auxiliary_loss", decision.summary["auxiliary_loss"]
     )
