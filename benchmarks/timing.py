@@ -121,13 +121,13 @@ def interleave(steps, rounds, progress=lambda: None):
 
 
 def machine():
-    """What the numbers depend on: cores, devices, backend, versions, dtype."""
+    """What the numbers depend on: cores, device, backend, versions, dtype."""
     backend = keras.backend.backend()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     return {
         "platform": platform.platform(),
         "cores": cores or os.cpu_count(),
-        "devices": keras.distribution.list_devices(),
+        "device": str(keras.ops.zeros(()).device),
         "backend": f"{backend} {__import__(backend).__version__}",
         "keras": keras.__version__,
         "dtype": keras.config.dtype_policy().name,

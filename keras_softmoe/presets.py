@@ -19,7 +19,10 @@ from typing import NamedTuple
 
 CONFIG_FILE = "config.json"
 METADATA_FILE = "metadata.json"
+TASK_FILE = "task.json"
+TASK_WEIGHTS_FILE = "task.weights.h5"
 WEIGHTS_FILES = ("model.weights.h5", "model.weights.json")
+_MODEL_WEIGHTS = "model*.weights.*"
 
 # Handles that KerasHub resolves itself.
 _REMOTE = ("hf://", "kaggle://", "modelscope://")
@@ -71,19 +74,21 @@ def describe(name):
         `Preset`.
 
     Raises:
-        ValueError: if the name is unknown; the message offers the nearest ones.
+        ValueError: if the name is unknown (the message offers the nearest ones) or its
+            metadata is damaged.
     """
     path = _directory(name)
-    metadata = json.loads((path / METADATA_FILE).read_text(encoding="utf-8"))
-    return Preset(
-        name=name,
-        kind=metadata["kind"],
-        description=metadata["description"],
-        source=metadata["source"],
-        licence=metadata["licence"],
-        parameters=metadata["parameter_count"],
-        path=path,
-    )
+    with explained(path):
+        metadata = json.loads((path / METADATA_FILE).read_text(encoding="utf-8"))
+        return Preset(
+            name=name,
+            kind=metadata["kind"],
+            description=metadata["description"],
+            source=metadata["source"],
+            licence=metadata["licence"],
+            parameters=metadata["parameter_count"],
+            path=path,
+        )
 
 
 def resolve(preset, load_weights=True):
@@ -125,6 +130,33 @@ def resolve(preset, load_weights=True):
     return str(path)
 
 
+def check_task(preset, load_weights=True):
+    """Raise unless a preset holds a whole task: a backbone and its head.
+
+    Args:
+        preset: as in `resolve`. A handle that KerasHub resolves passes.
+        load_weights: bool, whether weights are wanted.
+
+    Raises:
+        ValueError: if the preset holds a backbone only, or no weights for the head.
+    """
+    if str(preset).startswith(_REMOTE):
+        return
+    path = Path(resolve(preset, load_weights))
+    if not (path / TASK_FILE).is_file():
+        raise ValueError(
+            f"The preset in '{path}' is a backbone without a head: it has no "
+            f"{TASK_FILE}. Say what the new head is for: "
+            "`from_preset(..., num_classes=10)`."
+        )
+    if load_weights and not (path / TASK_WEIGHTS_FILE).is_file():
+        raise ValueError(
+            f"The preset in '{path}' has no weights for its head: {TASK_WEIGHTS_FILE} "
+            "is missing. Copy the file there, save the preset again, or start from a "
+            "new head: `from_preset(..., num_classes=10)`."
+        )
+
+
 @contextlib.contextmanager
 def explained(directory):
     """Turn what goes wrong while a preset is read into an error that says so."""
@@ -136,6 +168,9 @@ def explained(directory):
             "truncated, or belongs to another model. Restore it or save the preset "
             f"again. Reason: {type(error).__name__}: {error}"
         ) from error
+    except ValueError as error:
+        error.add_note(f"This happened while the preset in '{directory}' was read.")
+        raise
 
 
 @contextlib.contextmanager
@@ -171,8 +206,12 @@ def replaced_directory(directory):
 
 
 def _copy_missing(source, target):
+    # In one file or in several: weights of the other kind would be older ones.
+    has_weights = any(target.glob(_MODEL_WEIGHTS))
     for path in source.rglob("*"):
         copy = target / path.relative_to(source)
+        if has_weights and path.match(_MODEL_WEIGHTS):
+            continue
         if path.is_file() and not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, copy)

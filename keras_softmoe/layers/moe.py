@@ -142,7 +142,10 @@ class MoE(keras.layers.Layer):
 
     def compute_output_spec(self, inputs, return_decision=False):
         # Written by hand because groups do not divide the batch sizes that Keras
-        # would try.
+        # would try. The router still says here, before work starts, what it cannot do.
+        num_tokens, width = inputs.shape[1:]
+        group = keras.KerasTensor((1, self.group_images * num_tokens, width))
+        self.router.compute_output_spec(group)
         if return_decision:
             raise ValueError(
                 "`return_decision=True` works on tensors, not while a functional model "

@@ -46,7 +46,8 @@ class ViTMoEBackbone(PresetMixin, keras_hub.models.Backbone):
         dispatcher: how tokens reach their slots, see `layers.MoE`.
         equal_experts: bool, whether all experts of a block start with the same weights.
         dtype: dtype or policy of all layers but the routers, which stay in float32.
-        **kwargs: `name` and `trainable`, as in `keras.Model`.
+        name: str or `None`, name of the model.
+        trainable: bool, whether the weights are trained.
 
     Returns, when called on `(B, height, width, channels)` images: dict of
         `"sequence_output"` `(B, S, D)`, the normalized tokens (class token first), and
@@ -90,7 +91,8 @@ class ViTMoEBackbone(PresetMixin, keras_hub.models.Backbone):
         dispatcher="auto",
         equal_experts=False,
         dtype=None,
-        **kwargs,
+        name=None,
+        trainable=True,
     ):
         patch_size = _pair(patch_size)
         moe_layers = tuple(sorted(moe_layers))
@@ -161,7 +163,8 @@ class ViTMoEBackbone(PresetMixin, keras_hub.models.Backbone):
             inputs=images,
             outputs={"sequence_output": sequence, "pooled_output": x},
             dtype=dtype,
-            **kwargs,
+            name=name,
+            trainable=trainable,
         )
 
         # === Config ===
@@ -201,11 +204,15 @@ class ViTMoEBackbone(PresetMixin, keras_hub.models.Backbone):
         Returns:
             dict from the index of each MoE block to its `routers.Decision`.
 
+        Raises:
+            ValueError: if the images have another shape than the model's.
+
         Example:
 
         >>> decisions = backbone.route(images)
         >>> decisions[3].routing.dispatch  # (B, S, E, C) in a soft router's block
         """
+        check_images(images, self.image_shape)
         x = ops.convert_to_tensor(images, self.input.dtype)
         names = [layer.name for layer in self.layers]
         for layer in self.layers[1 : names.index("block_0")]:
@@ -216,6 +223,10 @@ class ViTMoEBackbone(PresetMixin, keras_hub.models.Backbone):
             if decision is not None:
                 decisions[index] = decision
         return decisions
+
+    def predict(self, x, *args, **kwargs):
+        check_images(x, self.image_shape)
+        return super().predict(x, *args, **kwargs)
 
     def default_lora_layer_names(self):
         """Layers that `enable_lora` adapts: attention, MLPs and expert banks."""
@@ -248,8 +259,32 @@ class ViTMoEBackbone(PresetMixin, keras_hub.models.Backbone):
 
     @classmethod
     def from_config(cls, config):
-        router = keras.saving.deserialize_keras_object(config["router"])
+        router = config["router"]
+        if isinstance(router, dict):
+            router = keras.saving.deserialize_keras_object(router)
         return super().from_config({**config, "router": router})
+
+
+def check_images(images, image_shape):
+    """Raise unless a batch of images has the shape that a model takes.
+
+    Keras finds out as well, but on JAX in the middle of a step, when it has taken the
+    weights out of the model and does not put them back. What has no shape (a dataset)
+    and dimensions that are not known yet pass.
+    """
+    shape = getattr(images, "shape", None)
+    if shape is None or getattr(shape, "rank", 0) is None:
+        return
+    expected = (None, *image_shape)
+    if len(shape) != 4 or any(
+        None not in sizes and sizes[0] != sizes[1]
+        for sizes in zip(shape, expected, strict=True)
+    ):
+        raise ValueError(
+            "The model takes images of shape (batch, height, width, channels) = "
+            f"{expected}. Received: images of shape {tuple(shape)}. Resize them, "
+            "repeat a grey channel, or put a single image into a batch of one."
+        )
 
 
 def _pair(size):

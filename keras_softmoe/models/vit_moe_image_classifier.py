@@ -5,7 +5,7 @@ import keras_hub
 
 from keras_softmoe import presets
 from keras_softmoe.models.from_preset import PresetMixin
-from keras_softmoe.models.vit_moe_backbone import ViTMoEBackbone
+from keras_softmoe.models.vit_moe_backbone import ViTMoEBackbone, check_images
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -49,8 +49,16 @@ class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreproce
             return super().from_preset(directory, **kwargs)
 
 
+class ImageClassifier(PresetMixin, keras_hub.models.ImageClassifier):
+    """KerasHub's class with our presets.
+
+    Its name stays KerasHub's, which writes the name of a task's first base into the
+    preset as the kind of task.
+    """
+
+
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class ViTMoEImageClassifier(PresetMixin, keras_hub.models.ImageClassifier):
+class ViTMoEImageClassifier(ImageClassifier):
     """Image classifier on a `ViTMoEBackbone`.
 
     Pixels from 0 to 255 go in, logits come out. `fit`, `evaluate` and `predict`
@@ -64,7 +72,9 @@ class ViTMoEImageClassifier(PresetMixin, keras_hub.models.ImageClassifier):
         activation: `None` (logits), str or callable, of the last layer.
         dropout: float, dropout before the last layer.
         head_dtype: dtype or policy of the head. That of the backbone if `None`.
-        **kwargs: as in `keras_hub.models.Task`.
+        compile: bool, whether to compile at once with the defaults of
+            `keras_hub.models.ImageClassifier.compile`.
+        name: str or `None`, name of the model.
 
     Returns, when called on `(B, height, width, channels)` images in `[-1, 1]`:
         `(B, num_classes)` logits (or activations).
@@ -97,18 +107,26 @@ class ViTMoEImageClassifier(PresetMixin, keras_hub.models.ImageClassifier):
         activation=None,
         dropout=0.0,
         head_dtype=None,
-        **kwargs,
+        compile=True,
+        name=None,
     ):
         if num_classes < 1:
             raise ValueError(
                 "A classifier needs at least one class. `num_classes` must be a "
                 f"positive integer. Received: num_classes={num_classes}."
             )
-        head_dtype = head_dtype or backbone.dtype_policy
+        # === Config ===
+        # First of all, because compiling asks for the activation.
+        self.num_classes = num_classes
+        self.activation = activation
+        self.dropout = dropout
+        self.head_dtype = head_dtype
 
         # === Layers ===
+        head_dtype = head_dtype or backbone.dtype_policy
         self.backbone = backbone
         self.preprocessor = preprocessor
+        _fit_converter(preprocessor, backbone.image_shape[:2])
         self.output_dropout = keras.layers.Dropout(
             dropout, dtype=head_dtype, name="output_dropout"
         )
@@ -126,20 +144,35 @@ class ViTMoEImageClassifier(PresetMixin, keras_hub.models.ImageClassifier):
         x = self.output_dropout(x)
         outputs = self.output_dense(x)
         # KerasHub's own classifier would build its pooling: skip it.
-        keras_hub.models.Task.__init__(self, inputs=inputs, outputs=outputs, **kwargs)
+        keras_hub.models.Task.__init__(
+            self, inputs=inputs, outputs=outputs, compile=compile, name=name
+        )
 
-        # === Config ===
-        self.num_classes = num_classes
-        self.activation = activation
-        self.dropout = dropout
-        _fit_converter(preprocessor, backbone.image_shape[:2])
+    @classmethod
+    def from_preset(cls, preset, load_weights=True, **kwargs):
+        if "num_classes" not in kwargs:
+            presets.check_task(preset, load_weights)
+        return super().from_preset(preset, load_weights, **kwargs)
+
+    def preprocess_samples(self, x, y=None, sample_weight=None):
+        data = super().preprocess_samples(x, y, sample_weight)
+        images, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        check_images(images, self.backbone.image_shape)
+        return data
 
     def get_config(self):
+        head_dtype = self.head_dtype
+        if self.output_dense.quantization_mode:
+            head_dtype = self.output_dense.dtype_policy
+        if head_dtype is not None:
+            head_dtype = keras.dtype_policies.get(head_dtype)
+            head_dtype = keras.dtype_policies.serialize(head_dtype)
         return {
             **keras_hub.models.Task.get_config(self),
             "num_classes": self.num_classes,
             "activation": self.activation,
             "dropout": self.dropout,
+            "head_dtype": head_dtype,
         }
 
 

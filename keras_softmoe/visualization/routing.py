@@ -156,17 +156,18 @@ def _most_different_slots(dispatch, count):
     taken = dispatch.reshape(-1, num_slots).T
     length = np.linalg.norm(taken, axis=1)
     direction = taken / np.maximum(length, 1e-12)[:, None]
-    # Other experts first, empty slots last.
-    likeness = np.where(length > 0, -length / length.max(), 8.0)
+    # Largest cosine with a chosen slot; before there is one, the longest goes first.
+    likeness = -length
+    # Slots of experts that are not shown yet go first, empty ones last.
+    handicap = np.where(length > 0, 0.0, 1e6)
     chosen = []
     while len(chosen) < min(count, num_slots):
-        slot = int(likeness.argmin())
+        slot = int((likeness + handicap).argmin())
+        cosine = direction @ direction[slot]
+        likeness = np.maximum(likeness, cosine) if chosen else cosine
         expert = slot // slots_per_expert
-        if not chosen:
-            likeness = np.where(length > 0, 0.0, 8.0)
-        likeness = np.maximum(likeness, direction @ direction[slot])
-        likeness[expert * slots_per_expert : (expert + 1) * slots_per_expert] += 2.0
-        likeness[slot] = np.inf
+        handicap[expert * slots_per_expert : (expert + 1) * slots_per_expert] += 2.0
+        handicap[slot] = np.inf
         chosen.append(slot)
     return [divmod(slot, slots_per_expert) for slot in sorted(chosen)]
 

@@ -9,6 +9,14 @@ from tests.reference import INEXPRESSIBLE
 from tests.references import to_numpy
 
 
+def build(router, reference):
+    """The router with the saved kernel, and the saved tokens."""
+    tokens = reference.given("inputs")
+    router.build((None, None, tokens.shape[-1]))
+    router.kernel.assign(reference.given("params/dense/kernel"))
+    return router, keras.ops.convert_to_tensor(tokens)
+
+
 class AffineProbe(keras.layers.Layer):
     """A router whose experts all compute 2 x + 1, as in the reference numbers."""
 

@@ -11,6 +11,7 @@ from tests.reference import test_reference_layers as layers
 from tests.reference import test_reference_models as models
 from tests.reference import test_reference_ops as ops
 from tests.reference import test_reference_routers as routers
+from tests.reference import test_reference_transport as transport
 
 # File -> cases, where its arrays belong to cases. The tests of the other files compare
 # all arrays at once.
@@ -34,8 +35,8 @@ CASES = {
     },
     **{
         f"{prefix}_{size}": cases
-        for prefix, cases in routers.TRANSPORT.items()
-        for size in routers.SIZES
+        for prefix, cases in transport.TRANSPORT.items()
+        for size in transport.SIZES
     },
 }
 WHOLE_FILES = ["i_capacity", *layers.SOFT_FILES, *models.MODELS]

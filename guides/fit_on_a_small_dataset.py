@@ -1,0 +1,219 @@
+"""
+Title: Fit on a small dataset
+Author: keras_softmoe authors
+Date created: 2026/11/20
+Last modified: 2026/11/20
+Description: Train a Soft MoE on your own images, from scratch and from a preset.
+Accelerator: None
+"""
+
+# ruff: noqa: E402
+
+"""
+## Introduction
+
+Soft MoE replaces the MLP in some blocks of a Vision Transformer by a set of experts.
+Each expert works on a few *slots*, and each slot is a weighted average of all patches
+of the image. Nothing is dropped and nothing needs balancing, so such a model trains
+like any other Keras model. This guide does it with little data, in five steps:
+
+1. build a model and `fit` it from scratch;
+2. start from a preset instead;
+3. augment the images, with Keras' own layers and with KerasCV's;
+4. save the result and load it back;
+5. put the `SoftMoE` layer into a Keras model of your own.
+
+## Setup
+"""
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "jax")  # or "tensorflow", or "torch"
+
+import keras
+import numpy as np
+import tensorflow as tf  # for its input pipelines, under any backend
+
+import keras_softmoe as ksm
+
+keras.utils.set_random_seed(0)
+
+# The tests run this guide with fewer images.
+SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"
+NUM_TRAIN, NUM_TEST, EPOCHS = (32, 32, 1) if SHORT else (901, 896, 8)
+BATCH_SIZE = 16 if SHORT else 32
+
+"""
+## Data
+
+All you need are two arrays: images of shape `(N, height, width, 3)` with pixels from 0
+to 255, and integer labels of shape `(N,)`. Here, half of scikit-learn's handwritten
+digits; `ksm.datasets.from_tfds` reads other data sets.
+
+They become a `tf.data.Dataset`, which works under every backend and shuffles anew in
+each epoch.
+"""
+
+x_train, y_train = ksm.datasets.digits(image_size=32, split="train")
+x_test, y_test = ksm.datasets.digits(image_size=32, split="test")
+x_train, y_train = x_train[:NUM_TRAIN], y_train[:NUM_TRAIN]
+x_test, y_test = x_test[:NUM_TEST], y_test[:NUM_TEST]
+num_classes = 10
+print("train:", x_train.shape, x_train.dtype, "test:", x_test.shape)
+
+train = tf.data.Dataset.from_tensor_slices((x_train, y_train))
+train = train.shuffle(len(x_train)).batch(BATCH_SIZE)
+test = tf.data.Dataset.from_tensor_slices((x_test, y_test)).batch(BATCH_SIZE)
+
+"""
+## From scratch
+
+A classifier consists of a backbone and a preprocessor, which resizes the images and
+scales their pixels. The router decides what kind of mixture it is: another one from
+`ksm.routers`, or no `moe_layers` at all, and the rest stays as it is.
+
+With 16 experts of 4 slots there are as many slots as patches (64), so that this model
+costs about as much as a dense one of the same size.
+
+Two arguments of `fit` and `compile` deserve a word. The data set shuffles by itself,
+which `shuffle=False` tells Keras. And the loss gets logits: the classifier has no
+softmax at its end.
+"""
+
+backbone = ksm.models.ViTMoEBackbone(
+    image_shape=(32, 32, 3),
+    patch_size=4,
+    num_layers=2 if SHORT else 4,
+    num_heads=4,
+    hidden_dim=64,
+    mlp_dim=128,
+    moe_layers=(1,) if SHORT else (2, 3),
+    router=ksm.routers.SoftRouter(num_experts=16, slots_per_expert=4),
+    pooling="gap",
+)
+scratch = ksm.models.ViTMoEImageClassifier(
+    backbone,
+    num_classes=num_classes,
+    preprocessor=ksm.models.ViTMoEImageClassifierPreprocessor(
+        ksm.models.ViTMoEImageConverter(image_size=(32, 32))
+    ),
+)
+scratch.compile(
+    optimizer=keras.optimizers.AdamW(1e-3, weight_decay=0.01),
+    loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    metrics=["accuracy"],
+)
+scratch.fit(train, epochs=EPOCHS, shuffle=False, verbose=2)
+print(f"from scratch: accuracy {scratch.evaluate(test, verbose=0)[1]:.3f}")
+
+"""
+## From a preset, with augmented images
+
+`from_preset` builds the architecture, loads the weights, and puts a new head on top.
+This preset was trained on drawn letters and signs.
+
+Little data wants augmentation. Keras has `RandAugment`, `MixUp` and `CutMix` as layers;
+mapped over the data set, they run on the processor beside the training. The last two
+mix labels as well as images, and hence want one-hot labels and the loss that goes with
+them. Augment before the preprocessor, while pixels are from 0 to 255.
+"""
+
+rand_augment = keras.layers.RandAugment(value_range=(0, 255), num_ops=1, factor=0.2)
+mix_up = keras.layers.MixUp(alpha=0.2)
+cut_mix = keras.layers.CutMix(factor=0.3)
+
+
+def one_hot(images, labels):
+    return tf.cast(images, "float32"), tf.one_hot(labels, num_classes)
+
+
+def augment(images, labels):
+    batch = {"images": rand_augment(images), "labels": labels}
+    batch = cut_mix(mix_up(batch))
+    return batch["images"], batch["labels"]
+
+
+preset = "soft_moe_tiny_patch4_16e_32_glyphs"
+classifier = ksm.models.ViTMoEImageClassifier.from_preset(
+    preset, num_classes=num_classes
+)
+classifier.compile(
+    optimizer=keras.optimizers.AdamW(5e-4, weight_decay=0.01),
+    loss=keras.losses.CategoricalCrossentropy(from_logits=True),
+    metrics=["accuracy"],
+)
+augmented = train.map(one_hot).map(augment).prefetch(2)
+classifier.fit(augmented, epochs=EPOCHS, shuffle=False, verbose=2)
+accuracy = classifier.evaluate(test.map(one_hot), verbose=0)[1]
+print(f"from the preset: accuracy {accuracy:.3f}")
+
+"""
+The training accuracy is measured on mixed images, and may well stay under the one on
+the test images.
+
+## Augmentation from KerasCV
+
+KerasCV's layers work in the same place, under every backend. Development has moved on
+to Keras and KerasHub, but some layers exist only there, such as `FourierMix`, which
+mixes two images under a random smooth mask. Install the extra:
+`pip install 'keras-softmoe[cv]'`.
+"""
+
+try:
+    import keras_cv
+except ImportError:
+    print("KerasCV is not installed: this section is left out")
+else:
+    fourier_mix = keras_cv.layers.FourierMix(alpha=0.5)
+
+    def augment_with_keras_cv(images, labels):
+        batch = fourier_mix({"images": images, "labels": labels})
+        return batch["images"], batch["labels"]
+
+    mixed = train.map(one_hot).map(augment_with_keras_cv)
+    classifier.fit(mixed, epochs=1, shuffle=False, verbose=2)
+    accuracy = classifier.evaluate(test.map(one_hot), verbose=0)[1]
+    print(f"one more epoch, mixed by KerasCV: accuracy {accuracy:.3f}")
+
+"""
+## Save and load
+
+A preset directory holds the configuration, the weights and the preprocessing. It loads
+on every backend, here or on another machine, and `keras_hub.upload_preset` can publish
+it.
+"""
+
+classifier.save_to_preset("my_digits")
+loaded = ksm.models.ViTMoEImageClassifier.from_preset("my_digits")
+before = classifier.predict(x_test[:8], verbose=0)
+after = loaded.predict(x_test[:8], verbose=0)
+print(f"largest difference after loading: {np.abs(before - after).max():.1e}")
+
+"""
+## The layer in a model of your own
+
+`SoftMoE` maps `(batch, tokens, width)` to the same shape, so it can replace the MLP of
+any Transformer block. Here is a small convolutional network with one such layer behind
+it. With as many slots (`num_experts` times `slots_per_expert`) as tokens it costs as
+much as the MLP.
+"""
+
+inputs = keras.Input((32, 32, 3))
+x = keras.layers.Rescaling(1 / 127.5, offset=-1)(inputs)
+x = keras.layers.Conv2D(32, 3, strides=2, padding="same", activation="gelu")(x)
+x = keras.layers.Conv2D(64, 3, strides=2, padding="same", activation="gelu")(x)
+x = keras.layers.Reshape((64, 64))(x)
+y = keras.layers.LayerNormalization()(x)
+y = ksm.layers.SoftMoE(num_experts=16, slots_per_expert=4, mlp_dim=128)(y)
+x = keras.layers.Add()([x, y])
+x = keras.layers.GlobalAveragePooling1D()(keras.layers.LayerNormalization()(x))
+outputs = keras.layers.Dense(num_classes)(x)
+
+model = keras.Model(inputs, outputs)
+model.compile(
+    optimizer=keras.optimizers.AdamW(2e-3),
+    loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    metrics=["accuracy"],
+)
+model.fit(train, epochs=EPOCHS, shuffle=False, verbose=2)
+print(f"a network with SoftMoE: accuracy {model.evaluate(test, verbose=0)[1]:.3f}")

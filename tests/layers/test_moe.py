@@ -1,0 +1,231 @@
+"""Groups, padding, batch sizes, dispatchers and errors of the MoE layer."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_softmoe import layers, ops, routers
+from tests import twins
+from tests.layers.common import normal, randomize
+from tests.references import to_numpy
+
+NUM_TOKENS, WIDTH, NUM_EXPERTS, MLP_DIM = 4, 8, 4, 6
+SHAPE = (NUM_TOKENS, WIDTH)
+# So tight that tokens are dropped, and that padding would take others' slots.
+TIGHT = {"capacity_factor": 0.5, "multiple_of": None}
+ROUTERS = {
+    "soft": routers.SoftRouter(NUM_EXPERTS, slots_per_expert=2),
+    "identity": routers.IdentityRouter(NUM_EXPERTS),
+    "token_choice": routers.SoftmaxTokenChoiceRouter(
+        NUM_EXPERTS, num_selected_experts=2, noise_std=0.0, priority="max", **TIGHT
+    ),
+    "expert_choice": routers.SoftmaxExpertChoiceRouter(NUM_EXPERTS, **TIGHT),
+}
+
+
+def build(router, seed=0, **kwargs):
+    layer = layers.MoE(router, MLP_DIM, **kwargs)
+    layer.build((None, *SHAPE))
+    randomize(layer, seed)
+    return layer
+
+
+def expert_weights(layer):
+    """Kernel (E, D, H), bias (E, H), kernel (E, H, D), bias (E, D)."""
+    banks = layer.experts.intermediate_dense, layer.experts.output_dense
+    return [to_numpy(w) for bank in banks for w in (bank.kernel, bank.bias)]
+
+
+# === Groups and padding ===
+
+
+@pytest.mark.parametrize("name", ["identity", "token_choice", "expert_choice"])
+def test_padding_takes_no_slot(name):
+    # Three images in groups of two. Whatever is in the padding, the last image comes
+    # out as if its group were padded with tokens that no expert may take.
+    layer = build(ROUTERS[name], group_images=2)
+    inputs = normal((3, *SHAPE))
+    outputs, decision = layer(inputs, return_decision=True)
+    token, filled, gate = (to_numpy(x) for x in decision.routing)
+    assert token.shape[0] == 2
+    assert filled[1].any()
+    # Real tokens are the first four of the second group.
+    assert (token[1][filled[1]] < NUM_TOKENS).all()
+    assert not gate[1][~filled[1]].any()
+    dropped = to_numpy(decision.summary["dropped"])
+    assert dropped.shape == (2, 2 * NUM_TOKENS)
+    assert not dropped[1, NUM_TOKENS:].any()
+
+    # The last group's seats again, from the four real tokens alone.
+    real = inputs[2:]
+    capacity = token.shape[-1]
+    if name == "identity":
+        expected_token, _ = twins.identity(1, 2 * NUM_TOKENS, NUM_EXPERTS)
+        expected_filled = expected_token < NUM_TOKENS
+        expected_gate = expected_filled.astype("float64")
+    else:
+        probabilities = twins.softmax(real @ to_numpy(layer.router.kernel))
+        choose = {
+            "token_choice": lambda: twins.token_choice(
+                probabilities, 2, capacity, "max"
+            ),
+            "expert_choice": lambda: twins.expert_choice(probabilities, capacity),
+        }[name]
+        expected_token, expected_filled = choose()
+        expected_gate = twins.gates(probabilities, expected_token, expected_filled)
+    np.testing.assert_array_equal(filled[1:], expected_filled)
+    np.testing.assert_array_equal(
+        token[1:][filled[1:]], expected_token[expected_filled]
+    )
+    np.testing.assert_allclose(gate[1:], expected_gate, rtol=1e-5, atol=1e-6)
+    weights = twins.to_dense(
+        expected_token * expected_filled, expected_filled, expected_gate, NUM_TOKENS
+    )
+    expected = twins.moe(real, *weights, expert_weights(layer))
+    np.testing.assert_allclose(to_numpy(outputs)[2:], expected, rtol=2e-5, atol=2e-5)
+
+
+def test_padding_under_a_soft_router():
+    # The last image's slots are mixed from its own tokens only.
+    grouped = build(ROUTERS["soft"], group_images=2)
+    single = build(ROUTERS["soft"])
+    single.set_weights(grouped.get_weights())
+    inputs = normal((3, *SHAPE))
+    outputs, decision = grouped(inputs, return_decision=True)
+    dispatch = to_numpy(decision.routing.dispatch)
+    np.testing.assert_allclose(dispatch[1, NUM_TOKENS:], 0.0, atol=1e-12)
+    np.testing.assert_allclose(dispatch.sum(1), 1.0, rtol=1e-5)
+    np.testing.assert_allclose(
+        to_numpy(outputs)[2:], to_numpy(single(inputs[2:])), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_padding_counts_in_no_loss():
+    router = routers.SoftmaxTokenChoiceRouter(
+        NUM_EXPERTS, noise_std=0.0, importance_loss_weight=1.0, z_loss_weight=1.0
+    )
+    grouped, single = build(router, group_images=2), build(router)
+    single.set_weights(grouped.get_weights())
+    inputs = normal((1, *SHAPE))
+    for layer in (grouped, single):
+        layer(inputs, training=True)
+    np.testing.assert_allclose(*(to_numpy(x.losses[0]) for x in (grouped, single)))
+    assert to_numpy(single.losses[0]) > 0.01
+
+
+@pytest.mark.parametrize(
+    "name, dispatcher",
+    [("soft", "auto"), ("token_choice", "gather"), ("expert_choice", "einsum")],
+)
+def test_batch_sizes_in_a_compiled_model(name, dispatcher):
+    layer = build(ROUTERS[name], group_images=4, dispatcher=dispatcher)
+    model = keras.Sequential([keras.Input(SHAPE), layer])
+    inputs = normal((33, *SHAPE))
+    expected = to_numpy(layer(inputs))
+    # 33 images in batches of 7 and 32: a batch of 5, a batch of one.
+    for batch_size in (1, 7, 32):
+        actual = model.predict(inputs, batch_size=batch_size, verbose=0)
+        assert actual.shape == inputs.shape
+        # The full groups of the first batch are those of the whole.
+        whole = batch_size // 4 * 4
+        np.testing.assert_allclose(
+            actual[:whole], expected[:whole], rtol=1e-5, atol=1e-5
+        )
+
+
+def test_groups_of_images_compete_for_slots():
+    # One slot per expert and image alone; routed together, an image may take more.
+    router = routers.SoftmaxExpertChoiceRouter(2, capacity_factor=0.5, multiple_of=None)
+    layer = build(router, group_images=2)
+    layer.router.kernel.assign(np.eye(WIDTH)[:, :2])
+    inputs = np.zeros((2, *SHAPE), "float32")
+    # The first image has the two best tokens for both experts.
+    inputs[0, :2, 0] = 5.0
+    inputs[0, 2:, 1] = 5.0
+    _, decision = layer(inputs, return_decision=True)
+    token = to_numpy(decision.routing.token)
+    assert token.shape == (1, 2, 2)
+    assert token[0].tolist() == [[0, 1], [2, 3]]
+
+
+# === Outputs ===
+
+
+def test_dropped_token_comes_back_as_zeros():
+    layer = build(ROUTERS["token_choice"])
+    outputs, decision = layer(normal((3, *SHAPE)), return_decision=True)
+    dropped = to_numpy(decision.summary["dropped"])
+    assert dropped.any() and not dropped.all()
+    outputs = to_numpy(outputs)
+    assert not outputs[dropped].any()
+    assert (np.abs(outputs[~dropped]).max(-1) > 0).all()
+
+
+@pytest.mark.parametrize("num_tokens, multiplies", [(128, True), (129, False)])
+def test_auto_dispatcher(num_tokens, multiplies, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "keras_softmoe.layers.moe.to_dense",
+        lambda *args: calls.append(1) or ops.to_dense(*args),
+    )
+    router = routers.SoftmaxExpertChoiceRouter(2, capacity_factor=0.1)
+    layer = layers.MoE(router, 2)
+    layer(normal((1, num_tokens, 2)))
+    assert bool(calls) == multiplies
+
+
+def test_decision_of_a_symbolic_call():
+    layer = build(ROUTERS["soft"])
+    with pytest.raises(ValueError, match="works on tensors.*Call the layer on data"):
+        layer(keras.Input(SHAPE), return_decision=True)
+
+
+# === Bad input ===
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"router": "soft"}, "(?s)from `keras_softmoe.routers`.*router='soft'"),
+        ({"router": None}, "(?s)from `keras_softmoe.routers`.*router=None"),
+        ({"group_images": 0}, "at least one image.*group_images=0"),
+        ({"dispatcher": "sort"}, "'auto', 'gather', 'einsum'.*dispatcher='sort'"),
+    ],
+)
+def test_bad_argument(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        layers.MoE(**{"router": ROUTERS["soft"], "mlp_dim": MLP_DIM, **arguments})
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (2, 3, 3, 8), (2, None, 8), (2, 4, None)])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: layers.MoE(ROUTERS["soft"], MLP_DIM),
+        lambda: layers.SoftMoE(2, MLP_DIM),
+        lambda: layers.EncoderBlock(2, MLP_DIM, ROUTERS["soft"]),
+    ],
+)
+def test_wrong_rank(layer, shape):
+    with pytest.raises(ValueError, match=r"\(batch, tokens, width\).*shape=\(2,"):
+        layer().build(shape)
+
+
+def test_more_choices_than_experts():
+    with pytest.raises(ValueError, match="between 1 and 4.*num_selected_experts=5"):
+        routers.SoftmaxTokenChoiceRouter(4, num_selected_experts=5)
+
+
+def test_less_than_one_slot():
+    router = routers.SoftmaxExpertChoiceRouter(
+        16, capacity_factor=0.1, rounding="round"
+    )
+    layer = layers.MoE(router, MLP_DIM)
+    with pytest.raises(ValueError, match="less than one slot"):
+        layer(normal((2, *SHAPE)))
+
+
+def test_identity_with_another_number_of_slots():
+    layer = layers.MoE(routers.IdentityRouter(3), MLP_DIM)
+    with pytest.raises(ValueError, match="(?s)num_tokens=4.*num_experts=3"):
+        layer(normal((2, *SHAPE)))

@@ -1,0 +1,79 @@
+"""A preset gives the same logits on every backend, whichever one saved it."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from keras_softmoe import models, presets, routers
+from tests.models import tiny
+
+ROOT = pathlib.Path(__file__).parents[2]
+BACKENDS = ("jax", "tensorflow", "torch")
+TRAINED = [n for n in presets.names() if presets.describe(n).kind == "trained"]
+# Names of the presets that the test saves.
+SAVED = {
+    "soft": {"pooling": "map", "use_qk_norm": True},
+    "token_choice": {"router": tiny.SPARSE, "group_images": 2},
+    "expert_choice": {
+        "router": routers.SinkhornExpertChoiceRouter(4, multiple_of=None),
+        "pooling": "gap",
+        "position_embedding": "sincos2d",
+    },
+    "dense": {**tiny.DENSE, "representation_dim": 6},
+}
+
+SCRIPT = """
+import sys, numpy as np
+from tests.models.test_backends import logits
+output, *names = sys.argv[1:]
+np.savez(output, **{name: logits(name) for name in names})
+"""
+
+
+def logits(preset):
+    """Logits of five images of the preset's own size."""
+    model = models.ViTMoEImageClassifier.from_preset(preset)
+    x = tiny.pixels(5, model.backbone.image_shape)
+    return np.asarray(model.predict(x, batch_size=5, verbose=0), "float32")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Directory of the presets, and the logits that the saved models gave."""
+    directory = tmp_path_factory.mktemp("presets")
+    expected = {}
+    for name, overrides in SAVED.items():
+        model = tiny.classifier(**overrides)
+        model.save_to_preset(str(directory / name))
+        expected[name] = tiny.predict(model, tiny.pixels(5))
+    return directory, expected
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_same_logits(saved, backend, tmp_path):
+    directory, expected = saved
+    paths = {str(directory / name): value for name, value in expected.items()}
+    paths |= {name: logits(name) for name in TRAINED}
+    if backend == keras.backend.backend():
+        actual = {path: logits(path) for path in paths}
+    else:
+        output = tmp_path / "logits.npz"
+        process = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(output), *paths],
+            cwd=ROOT,
+            env={**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"},
+            capture_output=True,
+            text=True,
+        )
+        assert process.returncode == 0, process.stderr
+        actual = np.load(output)
+    for path, value in paths.items():
+        assert value.std() > 0.01, path
+        np.testing.assert_allclose(
+            actual[path], value, rtol=1e-4, atol=1e-4, err_msg=path
+        )

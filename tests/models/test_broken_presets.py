@@ -1,0 +1,226 @@
+"""Presets that cannot be loaded say why; a failed save leaves the old one alone."""
+
+import json
+import shutil
+
+import keras
+import numpy as np
+import pytest
+
+from keras_softmoe import models, presets, routers
+from tests.models import tiny
+
+pytestmark = tiny.LOADING_WRONG_WEIGHTS
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    path = tmp_path_factory.mktemp("presets") / "good"
+    tiny.classifier().save_to_preset(str(path))
+    return path
+
+
+@pytest.fixture
+def preset(good, tmp_path):
+    """A preset directory to damage."""
+    return shutil.copytree(good, tmp_path / "preset")
+
+
+def load_backbone(path, **kwargs):
+    return models.ViTMoEBackbone.from_preset(str(path), **kwargs)
+
+
+def load_classifier(path, **kwargs):
+    return models.ViTMoEImageClassifier.from_preset(str(path), **kwargs)
+
+
+BOTH = pytest.mark.parametrize("load", [load_backbone, load_classifier])
+
+
+def explanation(error):
+    return "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
+
+
+# === Files ===
+
+
+@BOTH
+def test_missing_configuration(preset, load):
+    (preset / "config.json").unlink()
+    with pytest.raises(ValueError, match="not a preset: it has no config.json"):
+        load(preset)
+
+
+@BOTH
+@pytest.mark.parametrize("content", ["", '{"registered_name": "keras_soft', "[1, 2]"])
+def test_damaged_configuration(preset, load, content):
+    (preset / "config.json").write_text(content)
+    with pytest.raises(ValueError, match="cannot be read|not one of keras_softmoe"):
+        load(preset)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "config",
+    [
+        # A model of KerasHub, one of the Transformers library
+        {"registered_name": "keras_hub>ViTBackbone", "config": {}},
+        {"model_type": "vit", "architectures": ["ViTModel"]},
+    ],
+)
+def test_configuration_of_another_library(preset, load, config):
+    (preset / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="not one of keras_softmoe.*made for"):
+        load(preset)
+
+
+@BOTH
+def test_missing_weights(preset, load):
+    (preset / "model.weights.h5").unlink()
+    with pytest.raises(ValueError, match="no weights: expected.*model.weights.h5"):
+        load(preset)
+    assert load(preset, load_weights=False)
+
+
+@BOTH
+@pytest.mark.parametrize("damage", ["truncated", "empty", "random"])
+def test_damaged_weights(preset, load, damage):
+    file = preset / "model.weights.h5"
+    content = {
+        "truncated": file.read_bytes()[:5000],
+        "empty": b"",
+        "random": np.random.default_rng(0).bytes(5000),
+    }[damage]
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="(?s)preset.*cannot be read.*damaged"):
+        load(preset)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["wider", "sparse", "dense", "foreign"])
+def test_weights_of_another_model(preset, load, kind, tmp_path):
+    other = {
+        "wider": lambda: tiny.backbone(hidden_dim=16),
+        "sparse": lambda: tiny.backbone(router=routers.SoftmaxExpertChoiceRouter(4)),
+        "dense": lambda: tiny.backbone(**tiny.DENSE),
+        "foreign": lambda: keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]),
+    }[kind]()
+    (preset / "model.weights.h5").unlink()
+    other.save_weights(preset / "model.weights.h5")
+    with pytest.raises(ValueError) as error:
+        load(preset)
+    message = explanation(error)
+    assert "could not be loaded" in message
+    assert f"while the preset in '{preset}' was read" in message
+
+
+def test_missing_shard(tmp_path):
+    path = tmp_path / "sharded"
+    tiny.backbone().save_to_preset(str(path), max_shard_size=6e-6)
+    next(path.glob("model_*.weights.h5")).unlink()
+    with pytest.raises(ValueError, match="(?s)cannot be read.*weights.h5"):
+        load_backbone(path)
+
+
+def test_missing_head(preset):
+    (preset / "task.weights.h5").unlink()
+    with pytest.raises(ValueError, match="(?s)head: task.weights.h5 is missing"):
+        load_classifier(preset)
+    assert load_classifier(preset, num_classes=5).num_classes == 5
+    (preset / "task.json").unlink()
+    with pytest.raises(ValueError, match="(?s)without a head.*num_classes="):
+        load_classifier(preset)
+
+
+@pytest.mark.parametrize("file", ["task.weights.h5", "task.json"])
+def test_truncated_head(preset, file):
+    content = (preset / file).read_bytes()
+    (preset / file).write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match="(?s)preset.*cannot be read.*truncated"):
+        load_classifier(preset)
+    assert load_backbone(preset)
+
+
+def test_head_of_another_model(preset, tmp_path):
+    other = models.ViTMoEImageClassifier(tiny.backbone(), 5)
+    (preset / "task.weights.h5").unlink()
+    other.save_task_weights(preset / "task.weights.h5")
+    with pytest.raises(ValueError, match="could not be loaded|must match") as error:
+        load_classifier(preset)
+    assert f"while the preset in '{preset}' was read" in explanation(error)
+
+
+@pytest.mark.parametrize(
+    "cls", [models.ViTMoEImageClassifierPreprocessor, models.ViTMoEImageConverter]
+)
+def test_preprocessing(preset, cls):
+    for file in ("preprocessor.json", "image_converter.json"):
+        (preset / file).write_text('{"module": "ker')
+    with pytest.raises(ValueError, match="(?s)preset.*cannot be read.*truncated"):
+        cls.from_preset(str(preset))
+
+
+def test_wrong_override(preset):
+    with pytest.raises(ValueError, match="divide height and width") as error:
+        load_backbone(preset, image_shape=(9, 8, 3))
+    assert f"while the preset in '{preset}' was read" in explanation(error)
+    for load in (load_backbone, load_classifier):
+        with pytest.raises(TypeError, match="num_blocks"):
+            load(preset, num_blocks=3)
+
+
+# === Names ===
+
+
+@BOTH
+def test_unknown_name(load, monkeypatch, good):
+    monkeypatch.setattr(presets, "_root", lambda: good.parent)
+    with pytest.raises(ValueError, match="Unknown preset 'goof'.*'good'.*names"):
+        load("goof")
+    # A name does not lead out of the catalogue.
+    with pytest.raises(ValueError, match=r"Unknown preset '\.\./presets/good'"):
+        load("../presets/good")
+
+
+@BOTH
+def test_architecture_without_weights(load, preset, monkeypatch):
+    monkeypatch.setattr(presets, "_root", lambda: preset.parent)
+    (preset / "model.weights.h5").unlink()
+    (preset / "metadata.json").write_text('{"kind": "architecture"}')
+    with pytest.raises(ValueError, match="never released.*load_weights=False"):
+        load("preset")
+    assert load("preset", load_weights=False)
+
+
+# === Saving ===
+
+
+def contents(directory):
+    return {
+        path.relative_to(directory): path.is_file() and path.read_bytes()
+        for path in directory.rglob("*")
+    }
+
+
+@pytest.mark.parametrize("step", ["save_weights", "save_task_weights", "preprocessor"])
+def test_failed_save(preset, monkeypatch, step):
+    before = contents(preset.parent)
+    model = tiny.classifier(num_layers=3)
+
+    def fail(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    if step == "preprocessor":
+        monkeypatch.setattr(type(model.preprocessor), "save_to_preset", fail)
+    else:
+        owner = type(model.backbone) if step == "save_weights" else type(model)
+        monkeypatch.setattr(owner, step, fail)
+    with pytest.raises(OSError, match="No space left"):
+        model.save_to_preset(str(preset))
+    assert contents(preset.parent) == before
+    with pytest.raises(OSError, match="No space left"):
+        model.save_to_preset(str(preset.parent / "new"))
+    assert contents(preset.parent) == before
+    monkeypatch.undo()
+    model.save_to_preset(str(preset))
+    assert load_classifier(preset).backbone.num_layers == 3

@@ -1,0 +1,202 @@
+"""The classifier: training, prediction, files, errors."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_softmoe import models, routers
+from tests.layers.common import dtype_of
+from tests.models import tiny
+from tests.references import to_numpy
+
+NUM_IMAGES = 50
+pytestmark = [tiny.FITTING, tiny.LOADING]
+
+
+@pytest.mark.parametrize("group_images", [1, 4])
+def test_fit_evaluate_predict_in_any_batch_size(group_images):
+    router = tiny.SOFT if group_images == 1 else tiny.SPARSE
+    model = tiny.classifier(router=router, group_images=group_images)
+    x, y = tiny.pixels(NUM_IMAGES), tiny.labels(NUM_IMAGES)
+    predictions, losses = [], []
+    # 50 is 7 times 7 and a batch of one, 32 and 18, or 12 groups of four and a half.
+    for batch_size in (1, 7, 32):
+        predictions.append(tiny.predict(model, x, batch_size=batch_size))
+        loss, _ = model.evaluate(x, y, batch_size=batch_size, verbose=0)
+        losses.append(loss)
+    assert predictions[0].shape == (NUM_IMAGES, tiny.NUM_CLASSES)
+    if group_images == 1:
+        # A soft router looks at one image at a time.
+        for one in predictions[1:]:
+            np.testing.assert_allclose(one, predictions[0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(losses, losses[0], rtol=1e-4)
+    for batch_size in (7, 32):
+        before = model.get_weights()
+        history = model.fit(x, y, batch_size=batch_size, epochs=2, verbose=0)
+        assert np.isfinite(history.history["loss"]).all()
+        for weight, old in zip(model.weights, before, strict=True):
+            # Softmax does not feel what is added to all keys.
+            if not weight.path.endswith("key/bias"):
+                assert np.abs(to_numpy(weight) - old).max() > 0, weight.path
+
+
+def test_fit_learns():
+    model = tiny.classifier(pooling="gap")
+    # The class is the colour.
+    y = tiny.labels(NUM_IMAGES)
+    x = tiny.pixels(NUM_IMAGES)
+    x[np.arange(NUM_IMAGES), :, :, y] = 255.0
+    model.compile(
+        keras.optimizers.Adam(0.01),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    model.fit(x, y, batch_size=25, epochs=15, verbose=0)
+    _, accuracy = model.evaluate(x, y, verbose=0)
+    assert accuracy > 0.9
+
+
+def test_auxiliary_loss_is_trained_but_not_evaluated():
+    x, y = tiny.pixels(4), tiny.labels(4)
+    fitted, evaluated = [], []
+    for weight in (0.0, 1.0):
+        router = routers.SoftmaxTokenChoiceRouter(
+            4, noise_std=0.0, importance_loss_weight=weight
+        )
+        model = tiny.classifier(router=router)
+        model.compile(keras.optimizers.SGD(0.0))
+        fitted.append(model.fit(x, y, verbose=0).history["loss"][0])
+        evaluated.append(model.evaluate(x, y, verbose=0)[0])
+    np.testing.assert_allclose(*evaluated, rtol=1e-5)
+    decision = model.backbone.route(tiny.images(4))[1]
+    auxiliary = to_numpy(decision.summary["auxiliary_loss"]).mean()
+    assert auxiliary > 0.01
+    np.testing.assert_allclose(fitted[1] - fitted[0], auxiliary, rtol=1e-3)
+
+
+def test_pixels_are_rescaled_and_resized():
+    model = tiny.classifier()
+    x = tiny.pixels(2)
+    expected = to_numpy(model(tiny.images(2)))
+    np.testing.assert_allclose(tiny.predict(model, x), expected, rtol=1e-4, atol=1e-5)
+    # Every pixel four times: resizing gives the same image.
+    large = x.repeat(2, axis=1).repeat(2, axis=2)
+    np.testing.assert_allclose(
+        tiny.predict(model, large), expected, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_without_preprocessor():
+    model = tiny.classifier({"preprocessor": None})
+    expected = to_numpy(model(tiny.images(2)))
+    actual = tiny.predict(model, tiny.images(2))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_any_callable_preprocesses():
+    model = tiny.classifier({"preprocessor": lambda x: x / 127.5 - 1.0})
+    expected = to_numpy(model(tiny.images(2)))
+    actual = tiny.predict(model, tiny.pixels(2))
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_head():
+    model = tiny.classifier()
+    pooled = to_numpy(model.backbone(tiny.images(2))["pooled_output"])
+    kernel, bias = (to_numpy(w) for w in model.output_dense.weights)
+    np.testing.assert_allclose(
+        to_numpy(model(tiny.images(2))), pooled @ kernel + bias, rtol=1e-4, atol=1e-5
+    )
+    fresh = models.ViTMoEImageClassifier(tiny.backbone(), 4)
+    assert not np.any(to_numpy(fresh(tiny.images(2))))
+
+
+@pytest.mark.parametrize("activation, from_logits", [(None, True), ("softmax", False)])
+def test_default_loss_fits_the_activation(activation, from_logits):
+    model = tiny.classifier({"activation": activation})
+    assert model.loss.from_logits == from_logits
+
+
+def test_mixed_precision():
+    model = tiny.classifier(dtype="mixed_bfloat16")
+    assert dtype_of(model(tiny.images(2))) == "bfloat16"
+    model.fit(tiny.pixels(8), tiny.labels(8), batch_size=8, verbose=0)
+    assert np.isfinite(tiny.predict(model, tiny.pixels(2)).astype("float32")).all()
+    precise = tiny.classifier({"head_dtype": "float32"}, dtype="mixed_bfloat16")
+    assert dtype_of(precise(tiny.images(2))) == "float32"
+
+
+@pytest.mark.parametrize("kind", ["soft", "sparse", "dense"])
+def test_keras_file(tmp_path, kind):
+    overrides = {
+        "soft": {"pooling": "map", "use_qk_norm": True},
+        "sparse": {"router": tiny.SPARSE, "group_images": 2},
+        "dense": {**tiny.DENSE, "position_embedding": "sincos2d"},
+    }[kind]
+    model = tiny.classifier({"dropout": 0.1, "activation": "softmax"}, **overrides)
+    expected = tiny.predict(model, tiny.pixels(3))
+    path = tmp_path / "model.keras"
+    model.save(path)
+    revived = keras.saving.load_model(path)
+    assert type(revived) is models.ViTMoEImageClassifier
+    assert type(revived.backbone) is models.ViTMoEBackbone
+    np.testing.assert_allclose(
+        tiny.predict(revived, tiny.pixels(3)), expected, rtol=1e-6, atol=1e-6
+    )
+
+
+def test_keras_file_of_a_backbone(tmp_path):
+    model = tiny.backbone(dtype="mixed_bfloat16")
+    path = tmp_path / "model.keras"
+    model.save(path)
+    revived = keras.saving.load_model(path)
+    assert revived.get_config() == model.get_config()
+    for one, other in zip(revived.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_configuration_round_trip():
+    head = {"activation": "softmax", "dropout": 0.25, "head_dtype": "float32"}
+    model = tiny.classifier(head, dtype="mixed_bfloat16")
+    revived = models.ViTMoEImageClassifier.from_config(model.get_config())
+    assert revived.get_config() == model.get_config()
+    assert revived.output_dense.compute_dtype == "float32"
+    assert revived.output_dropout.rate == 0.25
+
+
+# === Bad input ===
+
+
+@pytest.mark.parametrize("preprocessor", [None, "resizes", "rescales"])
+@pytest.mark.parametrize("shape", [(2, 8, 8, 1), (2, 8, 8, 4), (2, 8, 8), (8, 8, 3)])
+def test_wrong_images(shape, preprocessor):
+    head = {"preprocessor": tiny.preprocessor() if preprocessor else None}
+    if preprocessor == "rescales":
+        head["preprocessor"].image_converter.image_size = None
+    model = tiny.classifier(head)
+    expected = to_numpy(model(tiny.images(2)))
+    x, y = np.zeros(shape, "float32"), tiny.labels(shape[0])
+    for call in (
+        lambda: tiny.predict(model, x),
+        lambda: model.fit(x, y, verbose=0),
+        lambda: model.evaluate(x, y, verbose=0),
+    ):
+        with pytest.raises(
+            ValueError, match=r"(?s)\(None, 8, 8, 3\).*Received: images"
+        ):
+            call()
+    # The model still works.
+    np.testing.assert_allclose(to_numpy(model(tiny.images(2))), expected, rtol=1e-5)
+
+
+def test_wrong_size_without_resizing():
+    model = tiny.classifier({"preprocessor": None})
+    with pytest.raises(ValueError, match=r"\(None, 8, 8, 3\).*shape \(2, 12, 8, 3\)"):
+        tiny.predict(model, np.zeros((2, 12, 8, 3), "float32"))
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="at least one class.*num_classes=0"):
+        models.ViTMoEImageClassifier(tiny.backbone(), 0)
+    with pytest.raises(TypeError, match="num_labels"):
+        models.ViTMoEImageClassifier(tiny.backbone(), 3, num_labels=3)

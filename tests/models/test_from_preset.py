@@ -1,0 +1,234 @@
+"""Presets: what is saved is what is loaded, and what may be changed on the way."""
+
+import json
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_softmoe import models, ops, presets, routers
+from tests.layers.common import randomize
+from tests.models import tiny
+from tests.references import to_numpy
+
+pytestmark = tiny.FITTING
+FILES = {
+    "config.json",
+    "image_converter.json",
+    "metadata.json",
+    "model.weights.h5",
+    "preprocessor.json",
+    "task.json",
+    "task.weights.h5",
+}
+
+
+def save(model, tmp_path, name="preset"):
+    path = tmp_path / name
+    model.save_to_preset(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["soft", "sparse", "dense"])
+def test_predictions_survive(tmp_path, kind):
+    overrides = {
+        "soft": {"pooling": "map", "use_qk_norm": True, "representation_dim": 5},
+        "sparse": {"router": tiny.SPARSE, "group_images": 2, "pooling": "gap"},
+        "dense": {**tiny.DENSE, "position_embedding": "sincos2d"},
+    }[kind]
+    model = tiny.classifier(**overrides)
+    path = save(model, tmp_path)
+    assert {file.name for file in (tmp_path / "preset").iterdir()} == FILES
+    x = tiny.pixels(3)
+    expected = tiny.predict(model, x)
+    for cls in (models.ViTMoEImageClassifier, keras_hub.models.ImageClassifier):
+        revived = cls.from_preset(path)
+        assert type(revived) is models.ViTMoEImageClassifier
+        np.testing.assert_allclose(
+            tiny.predict(revived, x), expected, rtol=1e-6, atol=1e-6
+        )
+    expected = tiny.predict(model.backbone, tiny.images(3))["pooled_output"]
+    for cls in (models.ViTMoEBackbone, keras_hub.models.Backbone):
+        revived = cls.from_preset(path)
+        assert type(revived) is models.ViTMoEBackbone
+        assert revived.get_config() == model.backbone.get_config()
+        actual = tiny.predict(revived, tiny.images(3))["pooled_output"]
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_metadata(tmp_path):
+    save(tiny.classifier(), tmp_path)
+    metadata = json.loads((tmp_path / "preset" / "metadata.json").read_text())
+    assert metadata["parameter_count"] == tiny.backbone().count_params()
+    assert metadata["tasks"] == ["ImageClassifier"]
+
+
+def test_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(presets, "_root", lambda: tmp_path)
+    model = tiny.classifier()
+    save(model, tmp_path, "tiny_preset")
+    revived = models.ViTMoEImageClassifier.from_preset("tiny_preset")
+    np.testing.assert_allclose(
+        tiny.predict(revived, tiny.pixels(2)),
+        tiny.predict(model, tiny.pixels(2)),
+        rtol=1e-6,
+        atol=1e-6,
+    )
+    preprocessor = models.ViTMoEImageClassifierPreprocessor.from_preset("tiny_preset")
+    converter = models.ViTMoEImageConverter.from_preset("tiny_preset")
+    for each in (preprocessor.image_converter, converter):
+        assert (each.image_size, each.offset) == ((8, 8), -1.0)
+        np.testing.assert_allclose(each.scale, 2 / 255)
+
+
+def test_without_weights(tmp_path):
+    path = save(tiny.classifier(), tmp_path)
+    model = models.ViTMoEImageClassifier.from_preset(path, load_weights=False)
+    assert model.backbone.get_config() == tiny.backbone().get_config()
+    # The head starts from zeros.
+    assert not tiny.predict(model, tiny.pixels(2)).any()
+    backbone = models.ViTMoEBackbone.from_preset(path, load_weights=False)
+    kernels = [
+        to_numpy(m.get_layer("patch_embedding").projection.kernel)
+        for m in (backbone, tiny.backbone())
+    ]
+    assert not np.allclose(*kernels)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16"])
+def test_other_dtype(tmp_path, dtype):
+    model = tiny.classifier()
+    revived = models.ViTMoEImageClassifier.from_preset(
+        save(model, tmp_path), dtype=dtype
+    )
+    assert revived.dtype_policy.name == revived.backbone.dtype_policy.name == dtype
+    assert revived.output_dense.compute_dtype == "bfloat16"
+    assert revived.backbone.router.dtype_policy.name == "float32"
+    actual = tiny.predict(revived, tiny.pixels(4)).astype("float32")
+    expected = tiny.predict(model, tiny.pixels(4))
+    assert np.median(np.abs(actual - expected)) < 0.05 * expected.std()
+
+
+def test_other_number_of_classes(tmp_path):
+    model = tiny.classifier()
+    revived = models.ViTMoEImageClassifier.from_preset(
+        save(model, tmp_path), num_classes=7
+    )
+    assert tiny.predict(revived, tiny.pixels(2)).shape == (2, 7)
+    x = tiny.images(2)
+    np.testing.assert_allclose(
+        to_numpy(revived.backbone(x)["pooled_output"]),
+        to_numpy(model.backbone(x)["pooled_output"]),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("pooling", ["token", "gap"])
+@pytest.mark.parametrize("image_shape", [(12, 16, 3), (4, 8, 3)])
+def test_other_resolution(tmp_path, pooling, image_shape):
+    model = tiny.classifier(pooling=pooling)
+    path = save(model, tmp_path)
+    table = to_numpy(model.backbone.get_layer("position_embedding").embedding)[0]
+    patches = table[-4:].reshape(2, 2, 8)
+    rows, columns = image_shape[0] // 4, image_shape[1] // 4
+    patches = to_numpy(ops.resample_position_grid(patches, rows, columns))
+    expected = np.concatenate([table[:-4], patches.reshape(-1, 8)])[None]
+    for cls in (models.ViTMoEImageClassifier, keras_hub.models.ImageClassifier):
+        revived = cls.from_preset(path, image_shape=image_shape)
+        embedding = revived.backbone.get_layer("position_embedding").embedding
+        np.testing.assert_allclose(to_numpy(embedding), expected, rtol=1e-5, atol=1e-6)
+        assert revived.backbone.image_shape == image_shape
+        # The converter follows: images of the old size still go in.
+        assert revived.preprocessor.image_size == image_shape[:2]
+        assert tiny.predict(revived, tiny.pixels(2)).shape == (2, 3)
+    # And from there: the grid that was saved last counts.
+    again = save(revived, tmp_path, "again")
+    other = models.ViTMoEBackbone.from_preset(again)
+    np.testing.assert_allclose(
+        to_numpy(other.get_layer("position_embedding").embedding), expected, rtol=1e-6
+    )
+
+
+def test_other_resolution_without_learned_positions(tmp_path):
+    model = tiny.backbone(position_embedding="sincos2d")
+    path = save(model, tmp_path)
+    larger = models.ViTMoEBackbone.from_preset(path, image_shape=(12, 12, 3))
+    same = tiny.backbone(position_embedding="sincos2d", image_shape=(12, 12, 3))
+    same.set_weights(model.get_weights())
+    x = tiny.images(2, (12, 12, 3))
+    np.testing.assert_allclose(
+        to_numpy(larger(x)["pooled_output"]),
+        to_numpy(same(x)["pooled_output"]),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+def test_other_routing(tmp_path):
+    # The number of choices and the capacity may change at inference (V-MoE, 4.2).
+    path = save(tiny.backbone(router=tiny.SPARSE), tmp_path)
+    config = {**tiny.SPARSE.get_config(), "num_selected_experts": 2}
+    router = routers.SoftmaxTokenChoiceRouter.from_config(config)
+    model = models.ViTMoEBackbone.from_preset(path, router=router, group_images=2)
+    assert model.router.num_selected_experts == 2
+    assert model.group_images == 2
+    load = to_numpy(model.route(tiny.images(2))[1].summary["load"])
+    # 10 tokens x 2 choices x 0.75 / 4 experts, rounded up: 4 slots each
+    assert load.shape == (1, 4) and load.max() <= 4
+
+
+def test_classifier_on_a_saved_backbone(tmp_path):
+    model = tiny.backbone()
+    path = save(model, tmp_path)
+    with pytest.raises(ValueError, match="without a head.*task.json.*num_classes="):
+        models.ViTMoEImageClassifier.from_preset(path)
+    classifier = models.ViTMoEImageClassifier.from_preset(
+        path, num_classes=4, preprocessor=None
+    )
+    for one, other in zip(
+        classifier.backbone.get_weights(), model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_fine_tuning_and_saving_over(tmp_path):
+    path = save(tiny.classifier(), tmp_path)
+    (tmp_path / "preset" / "README.md").write_text("the card")
+    model = keras_hub.models.ImageClassifier.from_preset(path, num_classes=4)
+    model.fit(tiny.pixels(8), np.arange(8) % 4, batch_size=4, verbose=0)
+    save(model, tmp_path)
+    revived = models.ViTMoEImageClassifier.from_preset(path)
+    np.testing.assert_allclose(
+        tiny.predict(revived, tiny.pixels(3)),
+        tiny.predict(model, tiny.pixels(3)),
+        rtol=1e-6,
+        atol=1e-6,
+    )
+    # What others put there stays, and nothing is left of the writing.
+    assert (tmp_path / "preset" / "README.md").read_text() == "the card"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["preset"]
+
+
+def test_several_files_of_weights(tmp_path):
+    path = tmp_path / "preset"
+    # Over a preset whose weights are in one file, and back.
+    tiny.backbone().save_to_preset(str(path))
+    for seed, max_shard_size, num_files in ((1, 6e-6, 3), (2, 10, 1)):
+        model = tiny.backbone()
+        randomize(model, seed)
+        # In GB: some 6 kB a file
+        model.save_to_preset(str(path), max_shard_size=max_shard_size)
+        assert min(len(list(path.glob("model*.weights.h5"))), 3) == num_files
+        revived = models.ViTMoEBackbone.from_preset(str(path))
+        for one, other in zip(revived.get_weights(), model.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_global_policy_at_loading(tmp_path):
+    path = save(tiny.backbone(), tmp_path)
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    model = models.ViTMoEBackbone.from_preset(path, dtype="float32")
+    assert model.dtype_policy.name == "float32"
+    assert model.blocks[1].moe.experts.compute_dtype == "float32"

@@ -1,0 +1,97 @@
+"""What the presets that ship with weights are worth, measured on real digits."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import keras_softmoe as ksm
+
+ROOT = Path(__file__).resolve().parent.parent
+SOFT = "soft_moe_tiny_patch4_16e_32_glyphs"
+TRAINED = [
+    name for name in ksm.presets.names() if ksm.presets.describe(name).kind == "trained"
+]
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return ksm.datasets.digits(split="train"), ksm.datasets.digits(split="test")
+
+
+def test_four_twins_are_shipped():
+    assert len(TRAINED) == 4
+    assert SOFT in TRAINED
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_preset_is_small_and_has_a_card(name):
+    path = ksm.presets.describe(name).path
+    size = sum(file.stat().st_size for file in path.iterdir())
+    assert size < 10e6
+    card = (path / "README.md").read_text(encoding="utf-8")
+    for part in ("Data", "seed", "minutes", "±", "raw pixels", "Licence"):
+        assert part in card
+
+
+def test_readme_tables_match_the_metadata():
+    spec = importlib.util.spec_from_file_location(
+        "write_tables", ROOT / "presets" / "write_tables.py"
+    )
+    write_tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(write_tables)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert write_tables.with_tables(text) == text
+
+
+def test_soft_features_beat_raw_pixels(digits):
+    classifier = ksm.models.ViTMoEImageClassifier.from_preset(SOFT)
+    settings = {"shots": (1, 5, 10), "seeds": 10, "verbose": 0}
+    model = ksm.evaluation.few_shot_probe(classifier, *digits, **settings)
+    pixels = ksm.evaluation.few_shot_probe(None, *digits, **settings)
+    for shots in settings["shots"]:
+        # Both are measured on the same draws.
+        difference = np.subtract(model[shots].accuracies, pixels[shots].accuracies)
+        error = difference.std(ddof=1) / np.sqrt(len(difference))
+        assert difference.mean() > 2 * error, (shots, difference.mean(), error)
+
+
+def test_few_shot_accuracy_is_that_of_the_card(digits):
+    classifier = ksm.models.ViTMoEImageClassifier.from_preset(SOFT)
+    result = ksm.evaluation.few_shot_probe(
+        classifier, *digits, shots=(5,), seeds=10, verbose=0
+    )
+    file = ksm.presets.describe(SOFT).path / "metadata.json"
+    card = json.loads(file.read_text(encoding="utf-8"))["metrics"]["few_shot"]["model"]
+    np.testing.assert_allclose(result[5].accuracies, card["5"][:10], atol=0.005)
+
+
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
+def test_int8_keeps_the_accuracy_on_digits(digits):
+    (images, labels), (test_images, test_labels) = digits
+    classifier = ksm.models.ViTMoEImageClassifier.from_preset(SOFT, num_classes=10)
+    with_probe_as_head(classifier, images, labels)
+    before = accuracy(classifier, test_images, test_labels)
+    classifier.quantize("int8")
+    assert classifier.backbone.blocks[-1].moe.experts.output_dense.quantization_mode
+    after = accuracy(classifier, test_images, test_labels)
+    assert before > 0.9
+    assert abs(before - after) <= 0.01
+
+
+def with_probe_as_head(classifier, images, labels):
+    """Set the classifier's last layer to a ridge regression on its features."""
+    inputs = keras.ops.convert_to_numpy(classifier.preprocessor(images))
+    features = classifier.backbone.predict(inputs, verbose=0)["pooled_output"]
+    centre = features.mean(0)
+    x, y = features - centre, 2.0 * np.eye(10)[labels] - 1.0
+    kernel = np.linalg.solve(x.T @ x + 0.1 * np.eye(x.shape[1]), x.T @ y)
+    classifier.output_dense.set_weights([kernel, -centre @ kernel])
+
+
+def accuracy(classifier, images, labels):
+    logits = classifier.predict(images, verbose=0)
+    return float(np.mean(logits.argmax(-1) == labels))
