@@ -136,7 +136,7 @@ def probe(preset):
 results = {name: probe(preset) for name, preset in PRESETS.items()}
 results["raw pixels"] = probe(None)
 
-print(f"{'':<14}" + "".join(f"{f'{s} shots':<16}" for s in SHOTS))
+print(f"{'':<14}" + "".join(f"{f'{s}-shot':<16}" for s in SHOTS))
 for name, result in results.items():
     cells = (f"{result[s].mean:.3f} ± {result[s].std:.3f}" for s in SHOTS)
     print(f"{name:<14}" + "".join(f"{cell:<16}" for cell in cells))

@@ -158,6 +158,22 @@ def check_task(preset, load_weights=True):
 
 
 @contextlib.contextmanager
+def opened(preset, load_weights=True):
+    """Find a preset, and explain what goes wrong while it is read.
+
+    Args:
+        preset: as in `resolve`.
+        load_weights: bool, whether weights are wanted.
+
+    Yields:
+        str, as `resolve` returns it.
+    """
+    directory = resolve(preset, load_weights)
+    with explained(directory):
+        yield directory
+
+
+@contextlib.contextmanager
 def explained(directory):
     """Turn what goes wrong while a preset is read into an error that says so."""
     try:

@@ -53,27 +53,26 @@ def layer_gradients(layer, inputs, loss_fn, **call_kwargs):
         Tuple of float, array of the shape of `inputs`, and dict from variable path
         to array.
     """
-    weights = [np.asarray(to_numpy(v.value)) for v in layer.trainable_variables]
-    state = [v.value for v in layer.non_trainable_variables]
+    variables = layer.trainable_variables
 
     def loss(x, *values):
-        if keras.backend.backend() == "jax":
-            outputs, _, losses = layer.stateless_call(
-                list(values), state, x, return_losses=True, **call_kwargs
-            )
-            return loss_fn(outputs, losses)
-        return loss_fn(layer(x, **call_kwargs), layer.losses)
+        # Only JAX hands over values: the other backends watch the variables.
+        with keras.StatelessScope(
+            state_mapping=list(zip(variables, values, strict=False)),
+            collect_losses=True,
+        ):
+            return loss_fn(layer(x, **call_kwargs), layer.losses)
 
     if keras.backend.backend() == "jax":
+        weights = [to_numpy(v.value) for v in variables]
         value, gradients = value_and_gradients(loss, [inputs, *weights])
     else:
-        value, gradients = _eager_gradients(layer, inputs, loss)
-    paths = [v.path for v in layer.trainable_variables]
+        value, gradients = _eager_gradients([v.value for v in variables], inputs, loss)
+    paths = [v.path for v in variables]
     return value, gradients[0], dict(zip(paths, gradients[1:], strict=True))
 
 
-def _eager_gradients(layer, inputs, loss):
-    variables = [v.value for v in layer.trainable_variables]
+def _eager_gradients(variables, inputs, loss):
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 

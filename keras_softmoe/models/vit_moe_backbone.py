@@ -4,6 +4,7 @@ import keras
 import keras_hub
 from keras import ops
 
+from keras_softmoe import presets
 from keras_softmoe.layers.attention import check_num_heads, layer_norm
 from keras_softmoe.layers.embedding import (
     POSITION_EMBEDDINGS,
@@ -13,11 +14,10 @@ from keras_softmoe.layers.embedding import (
 )
 from keras_softmoe.layers.encoder_block import EncoderBlock
 from keras_softmoe.layers.pooling import POOLINGS, AttentionPooling
-from keras_softmoe.models.from_preset import PresetMixin
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class ViTMoEBackbone(PresetMixin, keras_hub.models.Backbone):
+class ViTMoEBackbone(keras_hub.models.Backbone):
     """Vision Transformer in which some blocks are mixtures of experts.
 
     With `moe_layers=()` it is a dense ViT. Images are expected in `[-1, 1]`, which is
@@ -223,6 +223,43 @@ class ViTMoEBackbone(PresetMixin, keras_hub.models.Backbone):
             if decision is not None:
                 decisions[index] = decision
         return decisions
+
+    @classmethod
+    def from_preset(cls, preset, load_weights=True, **kwargs):
+        """Load a backbone from a preset.
+
+        Args:
+            preset: str: a name from `keras_softmoe.presets.names()`, the path of a
+                preset directory, or a KerasHub handle (`"hf://user/model"`).
+            load_weights: bool, whether to load weights or start from random ones.
+            **kwargs: arguments of the class to change. With another `image_shape` the
+                position embeddings are resampled.
+
+        Returns:
+            `ViTMoEBackbone`.
+
+        Raises:
+            ValueError: if the name is unknown (the message offers the nearest), the
+                preset has no weights, or a file is missing, damaged or foreign.
+
+        Example:
+
+        >>> name = "soft_moe_small_patch16_128e_224"
+        >>> backbone = ksm.models.ViTMoEBackbone.from_preset(name, load_weights=False)
+        """
+        with presets.opened(preset, load_weights) as directory:
+            return super().from_preset(directory, load_weights=load_weights, **kwargs)
+
+    def save_to_preset(self, preset_dir, max_shard_size=10):
+        """Save as a preset directory. If that fails, an existing one stays intact.
+
+        Args:
+            preset_dir: str, the directory.
+            max_shard_size: int or float, the size in GB over which weights are split
+                into several files, or `None`.
+        """
+        with presets.replaced_directory(preset_dir) as directory:
+            super().save_to_preset(directory, max_shard_size=max_shard_size)
 
     def predict(self, x, *args, **kwargs):
         check_images(x, self.image_shape)

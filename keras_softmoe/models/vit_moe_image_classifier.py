@@ -2,9 +2,9 @@
 
 import keras
 import keras_hub
+import numpy as np
 
 from keras_softmoe import presets
-from keras_softmoe.models.from_preset import PresetMixin
 from keras_softmoe.models.vit_moe_backbone import ViTMoEBackbone, check_images
 
 
@@ -25,8 +25,7 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
 
     @classmethod
     def from_preset(cls, preset, **kwargs):
-        directory = presets.resolve(preset, load_weights=False)
-        with presets.explained(directory):
+        with presets.opened(preset, load_weights=False) as directory:
             return super().from_preset(directory, **kwargs)
 
 
@@ -44,21 +43,12 @@ class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreproce
 
     @classmethod
     def from_preset(cls, preset, **kwargs):
-        directory = presets.resolve(preset, load_weights=False)
-        with presets.explained(directory):
+        with presets.opened(preset, load_weights=False) as directory:
             return super().from_preset(directory, **kwargs)
 
 
-class ImageClassifier(PresetMixin, keras_hub.models.ImageClassifier):
-    """KerasHub's class with our presets.
-
-    Its name stays KerasHub's, which writes the name of a task's first base into the
-    preset as the kind of task.
-    """
-
-
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class ViTMoEImageClassifier(ImageClassifier):
+class ViTMoEImageClassifier(keras_hub.models.ImageClassifier):
     """Image classifier on a `ViTMoEBackbone`.
 
     Pixels from 0 to 255 go in, logits come out. `fit`, `evaluate` and `predict`
@@ -150,9 +140,102 @@ class ViTMoEImageClassifier(ImageClassifier):
 
     @classmethod
     def from_preset(cls, preset, load_weights=True, **kwargs):
+        """Load a classifier from a preset.
+
+        Args:
+            preset: str: a name from `keras_softmoe.presets.names()`, the path of a
+                preset directory, or a KerasHub handle (`"hf://user/model"`).
+            load_weights: bool, whether to load weights or start from random ones.
+            **kwargs: what to change: `num_classes` (for a new head), `image_shape`
+                (position embeddings are resampled), `dtype`, and the arguments of the
+                class.
+
+        Returns:
+            `ViTMoEImageClassifier`.
+
+        Raises:
+            ValueError: if the name is unknown (the message offers the nearest), the
+                preset has no weights, or a file is missing, damaged or foreign.
+
+        Example:
+
+        >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
+        >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name, num_classes=10)
+        """
         if "num_classes" not in kwargs:
             presets.check_task(preset, load_weights)
-        return super().from_preset(preset, load_weights, **kwargs)
+        with presets.opened(preset, load_weights) as directory:
+            return super().from_preset(directory, load_weights=load_weights, **kwargs)
+
+    def save_to_preset(self, preset_dir, max_shard_size=10):
+        """Save as a preset directory. If that fails, an existing one stays intact.
+
+        Args:
+            preset_dir: str, the directory.
+            max_shard_size: int or float, the size in GB over which weights are split
+                into several files, or `None`.
+        """
+        with presets.replaced_directory(preset_dir) as directory:
+            super().save_to_preset(directory, max_shard_size=max_shard_size)
+
+    def fit(
+        self,
+        x=None,
+        y=None,
+        batch_size=None,
+        sample_weight=None,
+        validation_data=None,
+        validation_split=None,
+        shuffle=True,
+        **kwargs,
+    ):
+        """Train, as `keras.Model.fit` does.
+
+        Arrays are shuffled before each epoch, which KerasHub's tasks leave out.
+
+        Args:
+            x: `(N, height, width, channels)` images from 0 to 255, or a `tf.data` or
+                grain dataset of batches `(x, y)`.
+            y: `(N,)` int labels, `None` with a dataset.
+            batch_size: int, 32 if `None`.
+            sample_weight: optional `(N,)` array.
+            validation_data: optional `(x, y)` or dataset.
+            validation_split: optional float, the share at the end of the arrays that
+                is kept for validation.
+            shuffle: bool, whether arrays are shuffled before each epoch.
+            **kwargs: as in `keras.Model.fit`.
+
+        Returns:
+            `keras.callbacks.History`.
+
+        Raises:
+            ValueError: if images and labels differ in number, or the images have
+                another shape than the model's and nothing resizes them.
+        """
+        if y is not None and shuffle:
+            arrays = [np.asarray(a) for a in (x, y, sample_weight) if a is not None]
+            if len({len(array) for array in arrays}) > 1:
+                raise ValueError(
+                    "Images, labels and sample weights must be equally many. Received: "
+                    f"{', '.join(str(len(array)) for array in arrays)}."
+                )
+            if validation_split and validation_data is None:
+                cut = int(len(arrays[0]) * (1.0 - validation_split))
+                validation_data = tuple(array[cut:] for array in arrays)
+                arrays = [array[:cut] for array in arrays]
+            x, y, sample_weight = _shuffled(arrays, batch_size or 32), None, None
+            batch_size = validation_split = None
+            # Keras would warn that it cannot shuffle a dataset.
+            kwargs["shuffle"] = False
+        return super().fit(
+            x,
+            y,
+            batch_size=batch_size,
+            sample_weight=sample_weight,
+            validation_data=validation_data,
+            validation_split=validation_split,
+            **kwargs,
+        )
 
     def preprocess_samples(self, x, y=None, sample_weight=None):
         data = super().preprocess_samples(x, y, sample_weight)
@@ -174,6 +257,15 @@ class ViTMoEImageClassifier(ImageClassifier):
             "dropout": self.dropout,
             "head_dtype": head_dtype,
         }
+
+
+def _shuffled(arrays, batch_size):
+    """`tf.data` batches of rows, in another order every time they are iterated."""
+    # KerasHub has imported TensorFlow already.
+    import tensorflow as tf
+
+    rows = tf.data.Dataset.from_tensor_slices(tuple(arrays))
+    return rows.shuffle(len(arrays[0])).batch(batch_size)
 
 
 def _fit_converter(preprocessor, image_size):

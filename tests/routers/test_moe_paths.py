@@ -129,3 +129,21 @@ def test_experts_follow_the_policy():
     assert all(
         keras.backend.standardize_dtype(w.dtype) == "float32" for w in decision.routing
     )
+
+
+def test_training_reaches_the_router():
+    # `stateless_call`, of which training loops on JAX are made, calls the layer without
+    # the context through which Keras passes `training` on.
+    layer = build("softmax_token_choice")
+    *_, losses = layer.stateless_call(
+        [v.value for v in layer.trainable_variables],
+        [v.value for v in layer.non_trainable_variables],
+        images(),
+        training=True,
+        return_losses=True,
+    )
+    assert len(losses) == 1
+    layer(images(), training=True)
+    assert len(layer.losses) == 1
+    layer(images(), training=False)
+    assert len(layer.losses) == 0
