@@ -22,6 +22,8 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
 
     def __init__(self, image_size=None, scale=1.0 / 127.5, offset=-1.0, **kwargs):
         super().__init__(image_size=image_size, scale=scale, offset=offset, **kwargs)
+        # It has no weights, but `quantize` refuses a model with an unbuilt layer.
+        self.resizing.built = True
 
     @classmethod
     def from_preset(cls, preset, **kwargs):
@@ -177,6 +179,14 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier):
         """
         with presets.replaced_directory(preset_dir) as directory:
             super().save_to_preset(directory, max_shard_size=max_shard_size)
+
+    def save_task_weights(self, filepath):
+        # KerasHub would save the state of the optimizer as well, twice the size of the
+        # model, and skip it with a warning when it loads.
+        backbone_layers = self.backbone._flatten_layers()
+        keras.saving.save_weights(
+            self, filepath, objects_to_skip=[*backbone_layers, self.optimizer]
+        )
 
     def fit(
         self,

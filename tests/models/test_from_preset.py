@@ -81,28 +81,28 @@ def test_by_name(tmp_path, monkeypatch):
 
 
 def test_without_weights(tmp_path):
-    path = save(tiny.classifier(), tmp_path)
+    saved = tiny.classifier()
+    path = save(saved, tmp_path)
     model = models.ViTMoEImageClassifier.from_preset(path, load_weights=False)
-    assert model.backbone.get_config() == tiny.backbone().get_config()
-    # The head starts from zeros.
-    assert not tiny.predict(model, tiny.pixels(2)).any()
+    assert model.get_config() == saved.get_config()
+    # The head starts from zeros, the patch embedding from other numbers than saved.
+    assert not to_numpy(model.output_dense.kernel).any()
     backbone = models.ViTMoEBackbone.from_preset(path, load_weights=False)
     kernels = [
         to_numpy(m.get_layer("patch_embedding").projection.kernel)
-        for m in (backbone, tiny.backbone())
+        for m in (backbone, saved.backbone)
     ]
     assert not np.allclose(*kernels)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16"])
-def test_other_dtype(tmp_path, dtype):
+def test_other_dtype(tmp_path):
     model = tiny.classifier()
-    revived = models.ViTMoEImageClassifier.from_preset(
-        save(model, tmp_path), dtype=dtype
-    )
-    assert revived.dtype_policy.name == revived.backbone.dtype_policy.name == dtype
-    assert revived.output_dense.compute_dtype == "bfloat16"
-    assert revived.backbone.router.dtype_policy.name == "float32"
+    path = save(model, tmp_path)
+    for dtype in ("bfloat16", "mixed_bfloat16"):
+        revived = models.ViTMoEImageClassifier.from_preset(path, dtype=dtype)
+        assert revived.dtype_policy.name == revived.backbone.dtype_policy.name == dtype
+        assert revived.output_dense.compute_dtype == "bfloat16"
+        assert revived.backbone.router.dtype_policy.name == "float32"
     actual = tiny.predict(revived, tiny.pixels(4)).astype("float32")
     expected = tiny.predict(model, tiny.pixels(4))
     assert np.median(np.abs(actual - expected)) < 0.05 * expected.std()
@@ -193,12 +193,13 @@ def test_several_files_of_weights(tmp_path):
     path = tmp_path / "preset"
     # Over a preset whose weights are in one file, and back.
     tiny.backbone().save_to_preset(str(path))
-    for seed, max_shard_size, num_files in ((1, 6e-6, 3), (2, 10, 1)):
+    for seed, max_shard_size in ((1, 6e-6), (2, 10)):
         model = tiny.backbone()
         randomize(model, seed)
         # In GB: some 6 kB a file
         model.save_to_preset(str(path), max_shard_size=max_shard_size)
-        assert min(len(list(path.glob("model*.weights.h5"))), 3) == num_files
+        several = len(list(path.glob("model*.weights.h5"))) > 1
+        assert several == (max_shard_size < 1)
         revived = models.ViTMoEBackbone.from_preset(str(path))
         assert_equal_weights(revived, model)
 
