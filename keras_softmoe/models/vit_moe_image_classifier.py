@@ -248,7 +248,9 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier):
         )
 
     def preprocess_samples(self, x, y=None, sample_weight=None):
-        data = super().preprocess_samples(x, y, sample_weight)
+        # Not `super()`: inside a `tf.data` pipeline AutoGraph would look for its class
+        # among the callers and may find another one.
+        data = keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
         images, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         check_images(images, self.backbone.image_shape)
         return data
