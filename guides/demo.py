@@ -4,8 +4,8 @@ Run it with `make demo`, or with any Keras backend:
 
     KERAS_BACKEND=torch python guides/demo.py
 
-A Soft MoE that was trained on drawn letters and signs, and has never seen a digit or a
-photograph of handwriting, meets 1,797 handwritten digits. It needs no network.
+A Soft MoE that was trained on drawn letters and signs, and has never seen a digit,
+meets 1,797 handwritten ones. No network is needed.
 """
 
 import os
@@ -95,9 +95,7 @@ def fine_tune(classifier, train):
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
-    classifier.fit(
-        *train, epochs=EPOCHS, batch_size=BATCH_SIZE, verbose=2, shuffle=False
-    )
+    classifier.fit(*train, epochs=EPOCHS, batch_size=BATCH_SIZE, verbose=2)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")  # or "tensorflow", or "torch"
 
 import keras
 import numpy as np
-import tensorflow as tf  # for its input pipelines, under any backend
+import tensorflow as tf  # for input pipelines, under any backend
 
 import keras_softmoe as ksm
 
@@ -49,9 +49,6 @@ BATCH_SIZE = 16 if SHORT else 32
 All you need are two arrays: images of shape `(N, height, width, 3)` with pixels from 0
 to 255, and integer labels of shape `(N,)`. Here, half of scikit-learn's handwritten
 digits; `ksm.datasets.from_tfds` reads other data sets.
-
-They become a `tf.data.Dataset`, which works under every backend and shuffles anew in
-each epoch.
 """
 
 x_train, y_train = ksm.datasets.digits(image_size=32, split="train")
@@ -60,10 +57,6 @@ x_train, y_train = x_train[:NUM_TRAIN], y_train[:NUM_TRAIN]
 x_test, y_test = x_test[:NUM_TEST], y_test[:NUM_TEST]
 num_classes = 10
 print("train:", x_train.shape, x_train.dtype, "test:", x_test.shape)
-
-train = tf.data.Dataset.from_tensor_slices((x_train, y_train))
-train = train.shuffle(len(x_train)).batch(BATCH_SIZE)
-test = tf.data.Dataset.from_tensor_slices((x_test, y_test)).batch(BATCH_SIZE)
 
 """
 ## From scratch
@@ -75,9 +68,7 @@ scales their pixels. The router decides what kind of mixture it is: another one 
 With 16 experts of 4 slots there are as many slots as patches (64), so that this model
 costs about as much as a dense one of the same size.
 
-Two arguments of `fit` and `compile` deserve a word. The data set shuffles by itself,
-which `shuffle=False` tells Keras. And the loss gets logits: the classifier has no
-softmax at its end.
+The classifier has no softmax at its end: tell the loss that it gets logits.
 """
 
 backbone = ksm.models.ViTMoEBackbone(
@@ -103,8 +94,9 @@ scratch.compile(
     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     metrics=["accuracy"],
 )
-scratch.fit(train, epochs=EPOCHS, shuffle=False, verbose=2)
-print(f"from scratch: accuracy {scratch.evaluate(test, verbose=0)[1]:.3f}")
+scratch.fit(x_train, y_train, batch_size=BATCH_SIZE, epochs=EPOCHS, verbose=2)
+accuracy = scratch.evaluate(x_test, y_test, batch_size=BATCH_SIZE, verbose=0)[1]
+print(f"from scratch: accuracy {accuracy:.3f}")
 
 """
 ## From a preset, with augmented images
@@ -112,10 +104,14 @@ print(f"from scratch: accuracy {scratch.evaluate(test, verbose=0)[1]:.3f}")
 `from_preset` builds the architecture, loads the weights, and puts a new head on top.
 This preset was trained on drawn letters and signs.
 
-Little data wants augmentation. Keras has `RandAugment`, `MixUp` and `CutMix` as layers;
-mapped over the data set, they run on the processor beside the training. The last two
-mix labels as well as images, and hence want one-hot labels and the loss that goes with
-them. Augment before the preprocessor, while pixels are from 0 to 255.
+Little data wants augmentation. Keras has `RandAugment`, `MixUp` and `CutMix` as layers.
+Mapped over a `tf.data.Dataset`, which works under every backend, they run on the
+processor beside the training. The last two mix labels as well as images, and hence want
+one-hot labels and the loss that goes with them. Augment before the preprocessor, while
+pixels are from 0 to 255.
+
+The data set shuffles by itself, anew in each epoch; `shuffle=False` tells Keras that it
+need not.
 """
 
 rand_augment = keras.layers.RandAugment(value_range=(0, 255), num_ops=1, factor=0.2)
@@ -123,15 +119,16 @@ mix_up = keras.layers.MixUp(alpha=0.2)
 cut_mix = keras.layers.CutMix(factor=0.3)
 
 
-def one_hot(images, labels):
-    return tf.cast(images, "float32"), tf.one_hot(labels, num_classes)
-
-
 def augment(images, labels):
     batch = {"images": rand_augment(images), "labels": labels}
     batch = cut_mix(mix_up(batch))
     return batch["images"], batch["labels"]
 
+
+labels = keras.utils.to_categorical(y_train, num_classes)
+train = tf.data.Dataset.from_tensor_slices((x_train.astype("float32"), labels))
+train = train.shuffle(len(labels)).batch(BATCH_SIZE)
+test_labels = keras.utils.to_categorical(y_test, num_classes)
 
 preset = "soft_moe_tiny_patch4_16e_32_glyphs"
 classifier = ksm.models.ViTMoEImageClassifier.from_preset(
@@ -142,9 +139,9 @@ classifier.compile(
     loss=keras.losses.CategoricalCrossentropy(from_logits=True),
     metrics=["accuracy"],
 )
-augmented = train.map(one_hot).map(augment).prefetch(2)
+augmented = train.map(augment).prefetch(2)
 classifier.fit(augmented, epochs=EPOCHS, shuffle=False, verbose=2)
-accuracy = classifier.evaluate(test.map(one_hot), verbose=0)[1]
+accuracy = classifier.evaluate(x_test, test_labels, batch_size=BATCH_SIZE, verbose=0)[1]
 print(f"from the preset: accuracy {accuracy:.3f}")
 
 """
@@ -170,10 +167,9 @@ else:
         batch = fourier_mix({"images": images, "labels": labels})
         return batch["images"], batch["labels"]
 
-    mixed = train.map(one_hot).map(augment_with_keras_cv)
-    classifier.fit(mixed, epochs=1, shuffle=False, verbose=2)
-    accuracy = classifier.evaluate(test.map(one_hot), verbose=0)[1]
-    print(f"one more epoch, mixed by KerasCV: accuracy {accuracy:.3f}")
+    mixed = train.map(augment_with_keras_cv)
+    history = classifier.fit(mixed, epochs=1, shuffle=False, verbose=2).history
+    print(f"one more epoch, mixed by KerasCV: loss {history['loss'][0]:.3f}")
 
 """
 ## Save and load
@@ -215,5 +211,6 @@ model.compile(
     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     metrics=["accuracy"],
 )
-model.fit(train, epochs=EPOCHS, shuffle=False, verbose=2)
-print(f"a network with SoftMoE: accuracy {model.evaluate(test, verbose=0)[1]:.3f}")
+model.fit(x_train, y_train, batch_size=BATCH_SIZE, epochs=EPOCHS, verbose=2)
+accuracy = model.evaluate(x_test, y_test, batch_size=BATCH_SIZE, verbose=0)[1]
+print(f"a network with SoftMoE: accuracy {accuracy:.3f}")

@@ -136,13 +136,12 @@ def to_vmoe_params(model):
 
 
 def _named_variables(model):
-    """Their name -> our variable, for all weights that are not random states."""
+    """Their name -> our variable, for all weights."""
     named, unknown = {}, []
     for variable in model.weights:
         name = _translate(variable.path)
         if name is None:
-            if "seed_generator" not in variable.path:
-                unknown.append(variable.path)
+            unknown.append(variable.path)
         else:
             named[name] = variable
     if unknown:

@@ -115,18 +115,17 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier):
         self.head_dtype = head_dtype
 
         # === Layers ===
-        head_dtype = head_dtype or backbone.dtype_policy
         self.backbone = backbone
         self.preprocessor = preprocessor
         _fit_converter(preprocessor, backbone.image_shape[:2])
         self.output_dropout = keras.layers.Dropout(
-            dropout, dtype=head_dtype, name="output_dropout"
+            dropout, dtype=backbone.dtype_policy, name="output_dropout"
         )
         self.output_dense = keras.layers.Dense(
             num_classes,
             activation=activation,
             kernel_initializer="zeros",
-            dtype=head_dtype,
+            dtype=head_dtype or backbone.dtype_policy,
             name="predictions",
         )
 
@@ -180,13 +179,17 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier):
         with presets.replaced_directory(preset_dir) as directory:
             super().save_to_preset(directory, max_shard_size=max_shard_size)
 
+    # KerasHub's two methods take the state of the optimizer for weights of the head. It
+    # is twice the size of the model, and what it was saved for is lost anyway.
+
     def save_task_weights(self, filepath):
-        # KerasHub would save the state of the optimizer as well, twice the size of the
-        # model, and skip it with a warning when it loads.
-        backbone_layers = self.backbone._flatten_layers()
-        keras.saving.save_weights(
-            self, filepath, objects_to_skip=[*backbone_layers, self.optimizer]
-        )
+        keras.saving.save_weights(self, filepath, objects_to_skip=self._but_the_head())
+
+    def load_task_weights(self, filepath):
+        keras.saving.load_weights(self, filepath, objects_to_skip=self._but_the_head())
+
+    def _but_the_head(self):
+        return [*self.backbone._flatten_layers(), self.optimizer]
 
     def fit(
         self,

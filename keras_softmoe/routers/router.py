@@ -68,6 +68,16 @@ class Router(keras.layers.Layer):
         return {**super().get_config(), "num_experts": self.num_experts}
 
 
+def softmax(logits, axis=-1):
+    """Softmax that also takes an axis of size one.
+
+    Keras warns that this gives ones. With a single expert, slot or token it is meant.
+    """
+    if logits.shape[axis] == 1:
+        return ops.ones_like(logits)
+    return ops.softmax(logits, axis=axis)
+
+
 def seating_summary(token, filled, num_tokens, valid=None):
     """`load` and `dropped` of a seating, as `Decision.summary` describes them."""
     seats = ops.cast(filled, "float32")

@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.ops.routing import DenseRouting
-from keras_softmoe.routers.router import Decision, Router
+from keras_softmoe.routers.router import Decision, Router, softmax
 
 # Added to squared norms, as in the released code. The paper's listing adds the same
 # number to the norm itself, which has no gradient at an all-zero token (padding).
@@ -147,13 +147,13 @@ class SoftRouter(Router):
             logits = self._uniform_logits(tokens)
         if valid is not None:
             logits = ops.where(ops.expand_dims(valid, -1), logits, _NEVER)
-        return ops.softmax(logits, axis=1)
+        return softmax(logits, axis=1)
 
     def _combine_weights(self, tokens, logits):
         """`(G, S, E * C)`, sums to one over the slots."""
         if self.combine == "uniform":
             logits = self._uniform_logits(tokens)
-        return ops.softmax(logits, axis=-1)
+        return softmax(logits, axis=-1)
 
     def _uniform_logits(self, tokens):
         num_slots = self.num_experts * self.slots_per_expert

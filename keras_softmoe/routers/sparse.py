@@ -6,7 +6,7 @@ from keras import ops
 from keras_softmoe.ops.capacity import expert_capacity
 from keras_softmoe.ops.losses import z_loss
 from keras_softmoe.ops.routing import SlotRouting
-from keras_softmoe.routers.router import Decision, Router, seating_summary
+from keras_softmoe.routers.router import Decision, Router, seating_summary, softmax
 
 
 class SparseRouter(Router):
@@ -79,7 +79,7 @@ class SparseRouter(Router):
         if training and self.noise_std:
             noise = keras.random.normal(ops.shape(logits), seed=self.seed_generator)
             noisy_logits = logits + (self.noise_std / self.num_experts) * noise
-        probabilities = ops.softmax(noisy_logits, axis=-1)
+        probabilities = softmax(noisy_logits, axis=-1)
 
         selection = self.selection_scores(noisy_logits, probabilities, valid)
         token, filled = self.seat(selection, valid)
@@ -88,7 +88,7 @@ class SparseRouter(Router):
         elif self.noisy_gates or noisy_logits is logits:
             scores = probabilities
         else:
-            scores = ops.softmax(logits, axis=-1)
+            scores = softmax(logits, axis=-1)
         routing = SlotRouting(token, filled, _gates(scores, token, filled))
 
         losses = self.balancing_losses(logits, noisy_logits, probabilities, valid)

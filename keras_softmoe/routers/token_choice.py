@@ -10,6 +10,7 @@ from keras_softmoe.ops.assignment import (
 )
 from keras_softmoe.ops.losses import gshard_loss, importance_loss, load_loss
 from keras_softmoe.ops.transport import sinkhorn_plan
+from keras_softmoe.routers.router import softmax
 from keras_softmoe.routers.sparse import SparseRouter
 
 
@@ -63,7 +64,7 @@ class TokenChoiceRouter(SparseRouter):
     def balancing_losses(self, logits, noisy_logits, probabilities, valid):
         losses = []
         if self.importance_loss_weight:
-            loss = importance_loss(ops.softmax(logits, axis=-1), valid)
+            loss = importance_loss(softmax(logits, axis=-1), valid)
             losses.append(self.importance_loss_weight * loss)
         # The load loss is about the noise: without any there is none.
         if self.load_loss_weight and noisy_logits is not logits:

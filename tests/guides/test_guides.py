@@ -28,6 +28,9 @@ def run(guide, folder):
             "KERAS_BACKEND": keras.backend.backend(),
             "KSM_GUIDE_SHORT": "1",
             "MPLBACKEND": "agg",
+            # Few steps: to compile fast is worth more than to run fast.
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} "
+            "--xla_backend_optimization_level=0",
         },
         capture_output=True,
         text=True,
