@@ -65,31 +65,33 @@ class Products(keras.layers.Layer):
 
     def __init__(self, shapes):
         super().__init__()
+        rng = np.random.default_rng(0)
+
         # Results of unit size: no product meets infinities or subnormal numbers.
+        def initializer(shape, dtype):
+            return rng.standard_normal(shape, dtype) / shape[-1] ** 0.25
+
         self.operands = [
-            tuple(
-                self.add_weight(shape, keras.initializers.RandomNormal(stddev=scale))
-                for shape, scale in ((left, 1.0), (right, left[-1] ** -0.5))
-            )
-            for left, right in shapes
+            [self.add_weight(shape, initializer) for shape in pair] for pair in shapes
         ]
 
     def call(self, inputs):
         return [ops.matmul(left, right) for left, right in self.operands]
 
 
-def product_shapes(layer, inputs):
+def product_shapes(layer, images, tokens, width):
     """Operand shapes of a MoE layer's matrix products, in the order of the layer."""
-    images, tokens, width = inputs.shape
-    _, decision = layer(inputs, return_decision=True)
-    num_experts, capacity = decision.routing[0].shape[-2:]
-    groups = decision.routing[0].shape[0]
+    groups = images // layer.group_images
+    # A symbolic call: shapes, but no work.
+    group = keras.KerasTensor((groups, images * tokens // groups, width))
+    routing = layer.router(group).routing
+    num_experts, capacity = routing[0].shape[-2:]
     slots, mlp_dim = num_experts * capacity, layer.mlp_dim
     experts = [
         ((num_experts, groups * capacity, width), (num_experts, width, mlp_dim)),
         ((num_experts, groups * capacity, mlp_dim), (num_experts, mlp_dim, width)),
     ]
-    if not isinstance(decision.routing, DenseRouting):
+    if not isinstance(routing, DenseRouting):
         return experts
     logits = ((images * tokens, width), (width, slots))
     dispatch = ((groups, slots, tokens), (groups, tokens, width))
@@ -104,13 +106,15 @@ def multiply_adds(shapes):
 
 def competitors(router, shapes, dispatcher):
     """The MoE layer, its equal in the dense world, and its products; and the inputs."""
-    inputs = np.random.default_rng(0).normal(size=shapes[:3]).astype("float32")
+    input_shape = (shapes.images, shapes.tokens, shapes.width)
     group_images = 1 if isinstance(router, _routers.SoftRouter) else GROUP_IMAGES
     moe = ksm.layers.MoE(router, shapes.mlp_dim, group_images, dispatcher)
-    products = product_shapes(moe, inputs)
-    mlp_dim = multiply_adds(products) / (2 * prod(shapes[:3]))
+    moe.build(input_shape)
+    products = product_shapes(moe, *input_shape)
+    mlp_dim = multiply_adds(products) / (2 * prod(input_shape))
     dense = ksm.layers.MLP(max(1, round(mlp_dim)))
-    dense.build(inputs.shape)
+    dense.build(input_shape)
+    inputs = np.random.default_rng(0).standard_normal(input_shape, "float32")
     return {"layer": moe, "dense": dense, "products": Products(products)}, inputs
 
 

@@ -68,6 +68,9 @@ class ClassToken(keras.layers.Layer):
     Source: Dosovitskiy et al. 2021, section 3.1.
     """
 
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+
     def build(self, tokens_shape):
         self.class_token = self.add_weight(
             shape=(1, 1, tokens_shape[-1]), initializer="zeros", name="class_token"

@@ -84,7 +84,9 @@ class EncoderBlock(keras.layers.Layer):
                 name="moe",
             )
         if dropout_rate:
-            self.dropout = keras.layers.Dropout(dropout_rate, dtype=dtype)
+            self.dropout = keras.layers.Dropout(
+                dropout_rate, dtype=dtype, name="dropout"
+            )
 
     def build(self, inputs_shape):
         check_tokens_shape(inputs_shape)
@@ -92,23 +94,27 @@ class EncoderBlock(keras.layers.Layer):
         self.attention.build(inputs_shape, inputs_shape)
         self.mlp_norm.build(inputs_shape)
         (self.moe or self.mlp).build(inputs_shape)
+        if self.dropout_rate:
+            self.dropout.build(inputs_shape)
 
-    def call(self, inputs, return_decision=False):
+    def call(self, inputs, training=None, return_decision=False):
         tokens = self.attention_norm(inputs)
-        x = inputs + self._drop(self.attention(tokens, tokens))
+        x = inputs + self._drop(self.attention(tokens, tokens), training)
         tokens = self.mlp_norm(x)
         decision = None
         if self.moe is None:
             outputs = self.mlp(tokens)
         elif return_decision:
-            outputs, decision = self.moe(tokens, return_decision=True)
+            outputs, decision = self.moe(
+                tokens, training=training, return_decision=True
+            )
         else:
-            outputs = self.moe(tokens)
-        outputs = x + self._drop(outputs)
+            outputs = self.moe(tokens, training=training)
+        outputs = x + self._drop(outputs, training)
         return (outputs, decision) if return_decision else outputs
 
-    def _drop(self, x):
-        return self.dropout(x) if self.dropout_rate else x
+    def _drop(self, x, training):
+        return self.dropout(x, training=training) if self.dropout_rate else x
 
     def compute_output_shape(self, inputs_shape):
         return inputs_shape

@@ -150,7 +150,9 @@ class EqualExperts(keras.initializers.Initializer):
 
     def __call__(self, shape, dtype=None):
         one = self.initializer((1, *shape[1:]), dtype=dtype)
-        return ops.repeat(one, shape[0], axis=0)
+        # Not `repeat`: on PyTorch its result shares memory, which no optimizer can
+        # update in place.
+        return ops.zeros(shape, dtype=dtype) + one
 
     def get_config(self):
         return {"initializer": keras.saving.serialize_keras_object(self.initializer)}

@@ -96,13 +96,16 @@ class MoE(keras.layers.Layer):
 
     def build(self, inputs_shape):
         check_tokens_shape(inputs_shape)
-        width = inputs_shape[-1]
-        self.router.build((None, None, width))
+        _, num_tokens, width = inputs_shape
+        group_shape = (1, self.group_images * num_tokens, width)
+        self.router.build(group_shape)
+        # What it cannot route it says now, before work starts.
+        self.router.compute_output_spec(keras.KerasTensor(group_shape))
         self.experts.build((None, self.router.num_experts, None, width))
 
-    def call(self, inputs, return_decision=False):
+    def call(self, inputs, training=None, return_decision=False):
         tokens, valid = self._group(inputs)
-        decision = self.router(tokens, valid=valid)
+        decision = self.router(tokens, valid=valid, training=training)
         routing = decision.routing
         num_tokens = tokens.shape[1]
         if isinstance(routing, SlotRouting) and self._multiplies(num_tokens):
@@ -142,12 +145,9 @@ class MoE(keras.layers.Layer):
         outputs = ops.reshape(outputs, (-1, *inputs.shape[1:]))
         return outputs[: ops.shape(inputs)[0]]
 
-    def compute_output_spec(self, inputs, return_decision=False):
+    def compute_output_spec(self, inputs, training=None, return_decision=False):
         # Written by hand because groups do not divide the batch sizes that Keras
-        # would try. The router still says here, before work starts, what it cannot do.
-        num_tokens, width = inputs.shape[1:]
-        group = keras.KerasTensor((1, self.group_images * num_tokens, width))
-        self.router.compute_output_spec(group)
+        # would try.
         if return_decision:
             raise ValueError(
                 "`return_decision=True` works on tensors, not while a functional model "
@@ -223,11 +223,11 @@ class SoftMoE(keras.layers.Layer):
     def build(self, inputs_shape):
         self.moe.build(inputs_shape)
 
-    def call(self, inputs, return_decision=False):
-        return self.moe(inputs, return_decision=return_decision)
+    def call(self, inputs, training=None, return_decision=False):
+        return self.moe(inputs, training=training, return_decision=return_decision)
 
-    def compute_output_spec(self, inputs, return_decision=False):
-        return self.moe.compute_output_spec(inputs, return_decision)
+    def compute_output_spec(self, inputs, training=None, return_decision=False):
+        return self.moe.compute_output_spec(inputs, training, return_decision)
 
     def get_config(self):
         return {

@@ -42,6 +42,12 @@ def expert_capacity(
             "Unknown `rounding`. Accepted: 'ceil', 'round'. "
             f"Received: rounding={rounding!r}."
         )
+    if num_tokens < 1 or num_experts < 1 or (multiple_of or 0) < 0:
+        raise ValueError(
+            "Tokens and experts are counted from 1, and `multiple_of` is a positive "
+            f"integer or `None`. Received: num_tokens={num_tokens}, "
+            f"num_experts={num_experts}, multiple_of={multiple_of}."
+        )
     # This order of operations matters: it decides on which side of a half or of a
     # whole number the ratio falls.
     capacity = roundings[rounding](num_tokens * capacity_factor / num_experts)

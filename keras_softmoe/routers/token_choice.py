@@ -33,8 +33,6 @@ class TokenChoiceRouter(SparseRouter):
         combine="softmax",
         **kwargs,
     ):
-        check_num_selected_experts(num_selected_experts, num_experts)
-        check_priority(priority)
         super().__init__(
             num_experts,
             capacity_factor,
@@ -45,6 +43,8 @@ class TokenChoiceRouter(SparseRouter):
             combine=combine,
             **kwargs,
         )
+        check_num_selected_experts(num_selected_experts, num_experts)
+        check_priority(priority)
         self.num_selected_experts = num_selected_experts
         self.priority = priority
         self.importance_loss_weight = importance_loss_weight

@@ -183,6 +183,7 @@ def test_class_token():
     check_layer(make, TOKENS, (7, 8), 1)
 
 
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
 @pytest.mark.parametrize("kind", ["learned", "sincos2d"])
 @pytest.mark.parametrize("has_class_token", [False, True])
 def test_position_embedding(kind, has_class_token):
