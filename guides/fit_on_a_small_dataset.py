@@ -125,10 +125,11 @@ def augment(images, labels):
     return batch["images"], batch["labels"]
 
 
-labels = keras.utils.to_categorical(y_train, num_classes)
-train = tf.data.Dataset.from_tensor_slices((x_train.astype("float32"), labels))
-train = train.shuffle(len(labels)).batch(BATCH_SIZE)
-test_labels = keras.utils.to_categorical(y_test, num_classes)
+one_hot = np.eye(num_classes, dtype="float32")
+train = tf.data.Dataset.from_tensor_slices(
+    (x_train.astype("float32"), one_hot[y_train])
+)
+train = train.shuffle(len(x_train)).batch(BATCH_SIZE)
 
 preset = "soft_moe_tiny_patch4_16e_32_glyphs"
 classifier = ksm.models.ViTMoEImageClassifier.from_preset(
@@ -141,7 +142,9 @@ classifier.compile(
 )
 augmented = train.map(augment).prefetch(2)
 classifier.fit(augmented, epochs=EPOCHS, shuffle=False, verbose=2)
-accuracy = classifier.evaluate(x_test, test_labels, batch_size=BATCH_SIZE, verbose=0)[1]
+_, accuracy = classifier.evaluate(
+    x_test, one_hot[y_test], batch_size=BATCH_SIZE, verbose=0
+)
 print(f"from the preset: accuracy {accuracy:.3f}")
 
 """
