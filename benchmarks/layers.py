@@ -67,7 +67,7 @@ class Products(keras.layers.Layer):
         super().__init__()
         rng = np.random.default_rng(0)
 
-        # Results of unit size: no product meets infinities or subnormal numbers.
+        # Results near one: no product meets infinities or subnormal numbers.
         def initializer(shape, dtype):
             return rng.standard_normal(shape, dtype) / shape[-1] ** 0.25
 
