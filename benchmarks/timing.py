@@ -39,7 +39,7 @@ def _jax_step(layer, inputs, backward, jit_compile):
     num_weights = len(layer.trainable_variables)
 
     def call(x, values):
-        # Not `layer.stateless_call`: that one does not pass `training` on to sublayers.
+        # Not `stateless_call`, which hands `training` even to a `call` without it.
         scope = keras.StatelessScope(zip(variables, values, strict=True), True)
         with scope:
             outputs = layer(x, training=backward)

@@ -61,11 +61,16 @@ def test_kerashub_finds_the_models():
 
 
 PRESET_FILES = {"README.md", "assets/vocabulary.txt", "config.json", "model.weights.h5"}
+TRAINED = "vit_tiny_patch4_32_glyphs"
+EXPECTED_FILES = {
+    *(f"small/{name}" for name in PRESET_FILES),
+    *(f"{TRAINED}/{path.name}" for path in (ROOT / "presets" / TRAINED).iterdir()),
+}
 
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory):
-    """Directory with an unpacked wheel and source archive, holding one preset."""
+    """Directory with an unpacked wheel and source archive, holding two presets."""
     tree = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
         shutil.copy(ROOT / name, tree)
@@ -74,6 +79,8 @@ def distributions(tmp_path_factory):
         path = tree / "presets" / "small" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"this is {name}")
+
+    shutil.copytree(ROOT / "presets" / TRAINED, tree / "presets" / TRAINED)
 
     run(["-m", "hatchling", "build", "-d", "dist"], cwd=tree)
     (wheel,) = (tree / "dist").glob("*.whl")
@@ -98,9 +105,7 @@ def test_wheel_carries_the_package_and_its_presets(distributions):
         "keras_softmoe",
         f"keras_softmoe-{version}.dist-info",
     }
-    assert files_below(wheel / "keras_softmoe" / "_presets") == {
-        f"small/{name}" for name in PRESET_FILES
-    }
+    assert files_below(wheel / "keras_softmoe" / "_presets") == EXPECTED_FILES
 
 
 def test_source_archive_carries_the_presets_and_their_scripts(distributions):
@@ -108,12 +113,18 @@ def test_source_archive_carries_the_presets_and_their_scripts(distributions):
     assert files_below(archive / "presets") == {
         "train_all.py",
         "small/train.py",
-        *(f"small/{name}" for name in PRESET_FILES),
+        *EXPECTED_FILES,
     }
 
 
 def test_wheel_works_outside_the_checkout(distributions, tmp_path):
     site = distributions / "wheel"
-    script = "import keras_softmoe as ksm; ksm.layers.SoftMoE; print(ksm.__file__)"
+    script = f"""
+import keras_softmoe as ksm
+
+classifier = ksm.models.ViTMoEImageClassifier.from_preset({TRAINED!r})
+print(classifier.num_classes, ksm.presets.describe({TRAINED!r}).path)
+"""
     output = run(["-c", script], cwd=tmp_path, PYTHONPATH=str(site))
-    assert output.splitlines()[-1] == str(site / "keras_softmoe" / "__init__.py")
+    path = site / "keras_softmoe" / "_presets" / TRAINED
+    assert output.splitlines()[-1] == f"179 {path}"
