@@ -94,17 +94,18 @@ class Experts(keras.layers.Layer):
                 "Experts expect slots of shape (groups, experts, slots, width) with "
                 f"{self.num_experts} experts. Received: slots_shape={slots_shape}."
             )
-        _, num_experts, capacity, width = slots_shape
+        num_experts, width = slots_shape[1], slots_shape[-1]
+        # n counts the slots of an expert in all groups, G * C.
         self.intermediate_dense = self._bank(
-            "gecd,edh->gech", (num_experts, capacity, self.mlp_dim), "eh"
+            "end,edh->enh", (None, self.mlp_dim), "eh", "intermediate_dense"
         )
-        self.intermediate_dense.build(slots_shape)
+        self.intermediate_dense.build((num_experts, None, width))
         self.output_dense = self._bank(
-            "gech,ehd->gecd", (num_experts, capacity, width), "ed"
+            "enh,ehd->end", (None, width), "ed", "output_dense"
         )
-        self.output_dense.build((*slots_shape[:-1], self.mlp_dim))
+        self.output_dense.build((num_experts, None, self.mlp_dim))
 
-    def _bank(self, equation, output_shape, bias_axes):
+    def _bank(self, equation, output_shape, bias_axes, name):
         # Without the axes the initializer would take the experts for a receptive
         # field and start each of them too small by the root of their number.
         kernel_initializer = keras.initializers.VarianceScaling(
@@ -119,11 +120,19 @@ class Experts(keras.layers.Layer):
             kernel_initializer=kernel_initializer,
             bias_initializer=_small_bias(),
             dtype=self.dtype_policy,
-            name="intermediate_dense" if bias_axes == "eh" else "output_dense",
+            name=name,
         )
 
     def call(self, slots):
-        return self.output_dense(gelu(self.intermediate_dense(slots)))
+        _, num_experts, capacity, width = slots.shape
+        # Experts first makes each bank one batched product. With the groups first,
+        # compilers would transpose the hidden activations, several times as many.
+        # (E, G * C, D)
+        x = ops.transpose(slots, (1, 0, 2, 3))
+        x = ops.reshape(x, (num_experts, -1, width))
+        x = self.output_dense(gelu(self.intermediate_dense(x)))
+        x = ops.reshape(x, (num_experts, -1, capacity, width))
+        return ops.transpose(x, (1, 0, 2, 3))
 
     def compute_output_shape(self, slots_shape):
         return slots_shape

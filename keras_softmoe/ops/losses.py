@@ -59,7 +59,9 @@ def load_loss(logits, noisy_logits, num_selected_experts, noise_std, valid=None)
             "leave this loss out."
         )
     # (G, S, 1), what a logit has to reach to be chosen
-    threshold = ops.top_k(noisy_logits, num_selected_experts)[0][..., -1:]
+    largest = ops.top_k(noisy_logits, num_selected_experts)[0]
+    # Not `largest[..., -1:]`: XLA would replace `top_k` and the slice by a full sort.
+    threshold = ops.min(largest, axis=-1, keepdims=True)
     chance = _normal_cdf((logits - threshold) / noise_std)
     return _squared_variation(ops.sum(_zero_padding(chance, valid), axis=1))
 

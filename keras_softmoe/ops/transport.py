@@ -140,7 +140,8 @@ def _project(points, k):
     threshold = ops.max(
         (ops.cumsum(largest, axis=-1) - 1.0) / counts, axis=-1, keepdims=True
     )
-    last = largest[..., -1:]
+    # Not `largest[..., -1:]`: XLA would replace `top_k` and the slice by a full sort.
+    last = ops.min(largest, axis=-1, keepdims=True)
     above = points > last
     tied = ops.cast(ops.equal(points, last), "int32")
     room = k - ops.sum(ops.cast(above, "int32"), axis=-1, keepdims=True)

@@ -65,7 +65,13 @@ class Router(keras.layers.Layer):
         return type(self).from_config({**self.get_config(), "name": name})
 
     def get_config(self):
-        return {**super().get_config(), "num_experts": self.num_experts}
+        # Without the dtype, which is always float32: Keras would import TensorFlow to
+        # write it down, for every layer that clones its router.
+        return {
+            "name": self.name,
+            "trainable": self.trainable,
+            "num_experts": self.num_experts,
+        }
 
 
 def softmax(logits, axis=-1):
