@@ -197,7 +197,8 @@ def sparse_transport_plan(
 ):
     """Plan with at most C non-zeros a column, by Adam on the semi-dual.
 
-    The step whose gradient is within the tolerance is the last one taken.
+    The step whose gradient is within the tolerance is the last one taken; if that
+    is the first one, it is not taken either.
     """
 
     def plan_of_group(a):
@@ -215,12 +216,15 @@ def sparse_transport_plan(
         mean, square = np.zeros(num_tokens), np.zeros(num_tokens)
         for step in range(1, num_iterations + 1):
             gradient = plan(alpha).sum(1) - 1.0
+            solved = np.linalg.norm(gradient) <= tolerance
+            if solved and step == 1:
+                break
             mean = 0.9 * mean + 0.1 * gradient
             square = 0.999 * square + 0.001 * gradient**2
             mean_hat = mean / (1 - 0.9**step)
             square_hat = square / (1 - 0.999**step)
             alpha = alpha - learning_rate * mean_hat / (np.sqrt(square_hat) + 1e-8)
-            if np.linalg.norm(gradient) <= tolerance:
+            if solved:
                 break
         return plan(alpha)
 

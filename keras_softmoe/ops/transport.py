@@ -76,7 +76,8 @@ def sparse_transport_plan(
         num_iterations: int, the largest number of Adam steps.
         learning_rate: float, Adam's step size.
         tolerance: float. A group whose gradient (the error of its token marginals)
-            has at most this Euclidean norm takes no further steps.
+            has at most this Euclidean norm takes no further steps after that one,
+            and none at all where this already holds at zero.
         valid: optional `(G, S)` bool tensor, `False` for padding.
 
     Returns:
@@ -108,9 +109,16 @@ def sparse_transport_plan(
     def plan_of(dual):
         return column * _project(ops.divide(dual + scores, column), capacity)
 
+    def gradient_at(dual):
+        return ops.sum(plan_of(dual), axis=1, keepdims=True) - row
+
+    def unsolved(gradient):
+        norm = ops.sqrt(ops.sum(ops.square(gradient), axis=-1, keepdims=True))
+        return ops.cast(norm > tolerance, gradient.dtype)
+
     def adam_step(step, state):
         dual, first, second, running = state
-        gradient = ops.sum(plan_of(dual), axis=1, keepdims=True) - row
+        gradient = gradient_at(dual)
         first = 0.9 * first + 0.1 * gradient
         second = 0.999 * second + 0.001 * ops.square(gradient)
         count = ops.cast(step + 1, dual.dtype)
@@ -118,12 +126,12 @@ def sparse_transport_plan(
         second_unbiased = second / (1.0 - ops.power(0.999, count))
         update = first_unbiased / (ops.sqrt(second_unbiased) + 1e-8)
         dual = dual - learning_rate * running * update
-        norm = ops.sqrt(ops.sum(ops.square(gradient), axis=-1, keepdims=True))
-        running = running * ops.cast(norm > tolerance, dual.dtype)
-        return dual, first, second, running
+        return dual, first, second, running * unsolved(gradient)
 
+    # Where zero is a solution no step is taken: Adam would make a full one, even of
+    # the rounding error that is left of the gradient.
     zeros = ops.zeros_like(row)
-    start = (zeros, zeros, zeros, ops.ones_like(row[..., :1]))
+    start = (zeros, zeros, zeros, unsolved(gradient_at(zeros)))
     dual = ops.fori_loop(0, num_iterations, adam_step, start)[0]
     return ops.stop_gradient(ops.transpose(plan_of(dual), (0, 2, 1)))
 

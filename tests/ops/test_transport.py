@@ -41,8 +41,6 @@ def test_sinkhorn_columns_converge():
     seed=cases.seeds,
 )
 def test_sparse_plan(shape, capacity, seed):
-    # Not probabilities: their rows may meet the marginals before the first step, and
-    # Adam would turn the rounding error left of the gradient into a step of full size.
     scores = np.random.default_rng(seed).random(shape).astype("float32")
     valid = cases.padding(shape[:2], seed)
     plan = ops.sparse_transport_plan(scores, min(capacity, shape[1]), valid=valid)
@@ -67,6 +65,18 @@ def test_sparse_plan_invariants(scores, capacity, seed):
     np.testing.assert_allclose(
         plan.sum(1), np.repeat(mass[:, None], scores.shape[-1], 1), rtol=tolerance
     )
+
+
+@pytest.mark.parametrize("num_experts", [3, 5])
+def test_sparse_plan_takes_no_step_from_a_solution(num_experts):
+    # Probabilities meet the token marginals at dual zero, capacity S, up to rounding:
+    # and Adam makes a full step of any gradient.
+    scores = np.random.default_rng(0).normal(0, 0.1, (2, 64, num_experts))
+    scores = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    plan = ops.sparse_transport_plan(
+        scores.astype("float32"), 64, num_iterations=1, learning_rate=0.05
+    )
+    np.testing.assert_allclose(to_numpy(plan).sum(-1), 1.0, atol=1e-5)
 
 
 def test_sparse_plan_converges_to_the_marginals():
