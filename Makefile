@@ -9,8 +9,13 @@ PYTHON ?= python3
 # The tested release. Where a CPU-only build of it is on offer pip takes that one, while
 # an unpinned `torch` brings several GB of CUDA libraries that no test uses.
 TORCH ?= torch==2.13.0
-# Test suites that run at the same time.
+# Test suites that run at the same time, each on one thread: the threads of PyTorch and
+# TensorFlow wait actively, and beside another suite that costs up to ten times as much.
 JOBS ?= 2
+# Tests run thousands of small programs once each. XLA compiles them nearly twice as
+# fast without its optimizations. A release that does not know these flags gets none.
+QUICK_XLA ?= --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false \
+    --xla_cpu_parallel_codegen_split_count=1
 
 VENV := .venv/bin
 INSTALLED := .venv/.installed
@@ -20,6 +25,9 @@ LOGS := $(BACKENDS:%=build/%.log)
 
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+$(SUITES): export OMP_NUM_THREADS ?= 1
+$(SUITES): export TF_NUM_INTRAOP_THREADS ?= 1
+$(SUITES): export TF_NUM_INTEROP_THREADS ?= 1
 
 .PHONY: install demo test lint $(SUITES) bench format clean
 
@@ -47,6 +55,9 @@ test: lint
 lint: install
 	$(VENV)/ruff format --check .
 	$(VENV)/ruff check .
+
+test-jax: export XLA_FLAGS ?= $(shell XLA_FLAGS="$(QUICK_XLA)" $(VENV)/python -c \
+    "import jax; jax.numpy.ones(1) + 1" 2> /dev/null && echo "$(QUICK_XLA)")
 
 # An own KERAS_HOME: the user's Keras settings and caches are neither read nor written.
 $(SUITES): test-%: install
