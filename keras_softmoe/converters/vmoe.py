@@ -7,8 +7,11 @@ how its shape differs.
 
 import re
 
+import keras
 import numpy as np
 from keras import ops
+
+from keras_softmoe.converters.checkpoint import Checkpoint
 
 # Our variable (a pattern over the end of its path) -> their name. A word in braces is
 # translated. Values never change, and shapes only for the biases of expert banks.
@@ -72,12 +75,14 @@ _WORDS = {
 }
 
 
-def load_vmoe_params(model, params):
+def load_vmoe_params(model, params, verbose=0):
     """Load parameters that carry the names of the V-MoE and Soft MoE code.
 
     Args:
         model: a built backbone or classifier of this library.
-        params: dict from flat name to array. A leading `params/` is ignored.
+        params: dict from flat name to array, or a `Checkpoint`, whose arrays are read
+            one at a time. A leading `params/` is ignored.
+        verbose: 0 or 1, whether to show a progress bar.
 
     Raises:
         ValueError: if a variable of the model finds no array, an array no variable, or
@@ -88,33 +93,48 @@ def load_vmoe_params(model, params):
 
     >>> ksm.converters.load_vmoe_params(backbone, dict(np.load("params.npz")))
     """
-    params = {name.removeprefix("params/"): value for name, value in params.items()}
-    named = _named_variables(model)
+    keys = {key.removeprefix("params/"): key for key in params}
+    if isinstance(params, Checkpoint):
+        shapes = {name: params.shapes[key] for name, key in keys.items()}
+    else:
+        shapes = {name: np.shape(params[key]) for name, key in keys.items()}
+    named = named_variables(model)
+    _check_fit(named, shapes)
+    progress = keras.utils.Progbar(len(named), verbose=verbose, unit_name="array")
+    for name, variable in named.items():
+        array = np.asarray(params[keys[name]])
+        if array.dtype.name == "bfloat16":
+            # Not every backend takes NumPy arrays of it.
+            array = array.astype("float32")
+        variable.assign(np.reshape(array, variable.shape))
+        progress.add(1)
+
+
+def _check_fit(named, shapes):
+    """Raise unless the variables and the arrays of these shapes match."""
     problems = [
         f"missing: {name} (for {variable.path}, shape {tuple(variable.shape)})"
         for name, variable in named.items()
-        if name not in params
+        if name not in shapes
     ]
     problems += [
-        f"unused: {name}, shape {np.shape(params[name])}"
-        for name in params
+        f"unused: {name}, shape {shape}"
+        for name, shape in shapes.items()
         if name not in named
     ]
     problems += [
-        f"shape: {name} is {np.shape(params[name])}, {variable.path} takes "
+        f"shape: {name} is {shapes[name]}, {variable.path} takes "
         f"{_array_shape(variable)}"
         for name, variable in named.items()
-        if name in params and np.shape(params[name]) != _array_shape(variable)
+        if name in shapes and shapes[name] != _array_shape(variable)
     ]
     if problems:
         raise ValueError(
             "These parameters do not fit the model. Build the model with the settings "
             "they were trained with, or pass the matching part of them. Received "
-            f"{len(params)} arrays for {len(named)} variables:\n  "
+            f"{len(shapes)} arrays for {len(named)} variables:\n  "
             + "\n  ".join(sorted(problems))
         )
-    for name, variable in named.items():
-        variable.assign(np.reshape(np.asarray(params[name]), variable.shape))
 
 
 def to_vmoe_params(model):
@@ -131,12 +151,12 @@ def to_vmoe_params(model):
     """
     return {
         name: np.reshape(ops.convert_to_numpy(variable), _array_shape(variable))
-        for name, variable in _named_variables(model).items()
+        for name, variable in named_variables(model).items()
     }
 
 
-def _named_variables(model):
-    """Their name -> our variable, for all weights."""
+def named_variables(model):
+    """Dict from V-MoE's name to our variable, for all weights of a model."""
     named, unknown = {}, []
     for variable in model.weights:
         name = _translate(variable.path)
