@@ -10,6 +10,12 @@ import numpy as np
 
 PRESETS = Path(__file__).resolve().parent
 README = PRESETS.parent / "README.md"
+NAMES = """\
+A name tells family, size, patch, placement of the experts (the second half of the
+blocks, if nothing else is said), experts, experts per token (`k1`) or slots per expert
+(`2s`), and image size. `small` is 512 wide with 8 blocks in the `vmoe` families and 384
+wide with 12 blocks in all others. GFLOP are per image; `ksm.evaluation.cost(name)`
+counts them, also at another `image_shape` or `capacity_factor`."""
 
 
 def main():
@@ -60,13 +66,24 @@ def trained_table(found):
 
 
 def architecture_table(found):
-    rows = ["| preset | parameters | what |", "|---|---|---|"]
+    """A folded table for each paper, and one for the dense twins of all."""
+    groups = {}
     for name, metadata in found.items():
-        rows.append(
-            f"| `{name}` | {metadata['parameter_count'] / 1e6:,.0f} M "
-            f"| {metadata['description']} |"
-        )
-    return "\n".join(rows) + "\n"
+        paper = metadata["source"].split(",")[0]
+        group = paper if metadata.get("dense_twin") else "Dense twins"
+        groups.setdefault(group, {})[name] = metadata
+    parts = [NAMES]
+    for group in sorted(groups, key=lambda group: (group == "Dense twins", group)):
+        rows = ["| preset | parameters | GFLOP | in the paper |", "|---|---|---|---|"]
+        for name, metadata in groups[group].items():
+            row = metadata.get("published", {}).get("row", metadata["source"])
+            rows.append(
+                f"| `{name}` | {metadata['parameter_count'] / 1e6:,.0f} M "
+                f"| {metadata['gflop_per_image']:,.1f} | {row} |"
+            )
+        summary = f"<summary>{group}: {len(groups[group])} presets</summary>"
+        parts += [f"<details>\n{summary}", "\n".join(rows), "</details>"]
+    return "\n\n".join(parts) + "\n"
 
 
 def spread(values):

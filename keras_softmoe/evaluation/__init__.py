@@ -1,8 +1,11 @@
 """How good a frozen model's features are, and what its routers do."""
 
+from keras_softmoe.evaluation.cost import Cost as Cost
+from keras_softmoe.evaluation.cost import cost as cost
 from keras_softmoe.evaluation.few_shot import FewShotResult as FewShotResult
 from keras_softmoe.evaluation.few_shot import ShotResult as ShotResult
 from keras_softmoe.evaluation.few_shot import few_shot_probe as few_shot_probe
+from keras_softmoe.evaluation.metrics import PrecisionAt1 as PrecisionAt1
 from keras_softmoe.evaluation.ridge import L2_GRID as L2_GRID
 from keras_softmoe.evaluation.ridge import RidgeProbe as RidgeProbe
 from keras_softmoe.evaluation.ridge import best_l2 as best_l2

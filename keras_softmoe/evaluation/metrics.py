@@ -1,0 +1,86 @@
+"""Metrics that Keras lacks."""
+
+import keras
+from keras import ops
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class PrecisionAt1(keras.metrics.Mean):
+    """How often the most probable class is one of the image's labels.
+
+    The upstream metric of the papers, whose images have several labels each. With one
+    label per image it is the accuracy.
+
+    Images without any label are left out of the mean: no prediction could be right,
+    and the empty images that fill up a last batch are such. Equal predictions count as
+    the class with the lower index.
+
+    Args:
+        name: str, name of the metric.
+        dtype: dtype of its result and of what it sums up. That of Keras if `None`.
+
+    Call arguments:
+        y_true: `(B, num_classes)` labels, positive where the class is a label of the
+            image (multi-hot).
+        y_pred: `(B, num_classes)` logits or probabilities.
+        sample_weight: optional weights of the images, `(B,)`, `(B, 1)` or a number.
+
+    Returns: a float in [0, 1]; 0 before the first image with a label.
+
+    Raises:
+        ValueError: if labels and predictions have not the same shape
+            `(B, num_classes)`.
+
+    Source: V-MoE, appendix B.6. The paper does not say what becomes of images without
+    labels.
+
+    Example:
+
+    >>> metric = ksm.evaluation.PrecisionAt1()
+    >>> labels = [[1, 0, 1], [0, 1, 0]]
+    >>> metric(labels, [[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])
+    0.5
+    >>> model.compile(loss="binary_crossentropy", metrics=[metric])
+    """
+
+    def __init__(self, name="precision_at_1", dtype=None):
+        super().__init__(name=name, dtype=dtype)
+        # Callbacks ask for it when they have to find out which way is better.
+        self._direction = "up"
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        y_true, y_pred = ops.convert_to_tensor(y_true), ops.convert_to_tensor(y_pred)
+        if len(y_pred.shape) != 2 or not _may_equal(y_true.shape, y_pred.shape):
+            raise ValueError(
+                "Labels and predictions must have the same shape (B, num_classes). "
+                f"Received: y_true with shape={tuple(y_true.shape)}, y_pred with "
+                f"shape={tuple(y_pred.shape)}. Turn integer labels into multi-hot ones "
+                "with `keras.ops.one_hot(labels, num_classes)`."
+            )
+        is_label = ops.cast(ops.greater(y_true, 0), self.dtype)
+        best = ops.expand_dims(ops.argmax(y_pred, axis=-1), -1)
+        hits = ops.take_along_axis(is_label, best, axis=-1)[:, 0]
+        weights = ops.max(is_label, axis=-1)
+        if sample_weight is not None:
+            weights = weights * _one_per_image(ops.cast(sample_weight, self.dtype))
+        super().update_state(hits, weights)
+
+    def get_config(self):
+        return {"name": self.name, "dtype": self.dtype}
+
+
+def _one_per_image(sample_weight):
+    shape = sample_weight.shape
+    if len(shape) > 2 or (len(shape) == 2 and shape[1] != 1):
+        raise ValueError(
+            "`sample_weight` must have one number per image, shape (B,) or (B, 1). "
+            f"Received: sample_weight with shape={tuple(shape)}."
+        )
+    return sample_weight[:, 0] if len(shape) == 2 else sample_weight
+
+
+def _may_equal(shape, other):
+    return len(shape) == len(other) and all(
+        None in sizes or sizes[0] == sizes[1]
+        for sizes in zip(shape, other, strict=True)
+    )

@@ -1,0 +1,82 @@
+"""Counts the multiply-adds of the matrix products that a model really does.
+
+Each backend is asked in its own way: JAX for the traced program, TensorFlow for the
+graph, PyTorch for what runs.
+"""
+
+import math
+
+import keras
+
+
+def multiply_adds(model, images):
+    """Multiply-adds of one call of `model` on `images`."""
+    count = {"jax": _jax, "tensorflow": _tensorflow, "torch": _torch}
+    return count[keras.backend.backend()](model, images)
+
+
+def _jax(model, images):
+    import jax
+
+    program = jax.make_jaxpr(lambda x: model(x, training=False))(images)
+    return sum(_jax_equations(program.jaxpr))
+
+
+def _jax_equations(jaxpr):
+    for equation in jaxpr.eqns:
+        outputs = math.prod(equation.outvars[0].aval.shape)
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            yield outputs * math.prod(shape[axis] for axis in contracted)
+        elif equation.primitive.name == "conv_general_dilated":
+            kernel = equation.invars[1].aval.shape
+            spec = equation.params["dimension_numbers"].rhs_spec
+            yield outputs * math.prod(kernel) // kernel[spec[0]]
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from _jax_equations(inner)
+
+
+def _torch(model, images):
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counter = FlopCounterMode(display=False)
+    # Fused attention on the CPU is not counted; its products are the same.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        model(images, training=False)
+    return counter.get_total_flops() // 2
+
+
+def _tensorflow(model, images):
+    import tensorflow as tf
+
+    run = tf.function(lambda x: model(x, training=False), autograph=False)
+    graph = run.get_concrete_function(tf.TensorSpec(images.shape)).graph
+    for function in graph.as_graph_def().library.function:
+        # Loops and branches, whose products would be counted once or not at all
+        assert not any(_is_product(node.op) for node in function.node_def)
+    operations = [o for o in graph.get_operations() if _is_product(o.type)]
+    return sum(map(_tensorflow_operation, operations))
+
+
+def _is_product(kind):
+    return "MatMul" in kind or "Einsum" in kind or kind.startswith("Conv")
+
+
+def _tensorflow_operation(operation):
+    first, second = (tensor.shape for tensor in operation.inputs)
+    outputs = math.prod(operation.outputs[0].shape)
+    if operation.type == "Conv2D":
+        return outputs * math.prod(second[:3])
+    if operation.type == "Einsum":
+        terms = operation.get_attr("equation").decode().split("->")[0].split(",")
+        sizes = dict(zip(terms[0], first, strict=True))
+        sizes |= dict(zip(terms[1], second, strict=True))
+        return math.prod(sizes.values())
+    flag = "transpose_a" if operation.type == "MatMul" else "adj_x"
+    return outputs * first[-2 if operation.get_attr(flag) else -1]
