@@ -92,29 +92,52 @@ def expert_capacity(num_tokens, num_experts, factor, rounding="ceil", multiple_o
     return capacity
 
 
-def token_choice(scores, num_selected_experts, capacity, priority, valid=None):
-    """Token and filled (G, E, C): the literal queue of V-MoE, sections 2 and 4.
+def token_choice(
+    scores, num_selected_experts, capacity, priority, valid=None, keep_fraction=1.0
+):
+    """Token and filled (G, E, C): the literal queue of V-MoE, appendix C.1.
 
-    Tokens queue up by index, or by their largest score (stable). All first choices
-    are served, then all second ones; a choice that finds its expert full is dropped.
+    All first choices are served in the order of the tokens, then all second ones; or,
+    for "pair", all choices by their score. A choice that finds its expert full is
+    dropped.
     """
-    scores = np.asarray(scores, "float64")
+    scores = np.asarray(scores)
     num_groups, _, num_experts = scores.shape
     token = np.zeros((num_groups, num_experts, capacity), "int32")
     filled = np.zeros((num_groups, num_experts, capacity), bool)
     for g in range(num_groups):
-        queue = list(kept_tokens(scores, valid, g))
-        if priority == "max":
-            # sorted() is stable: equal scores keep the lower index first.
-            queue = sorted(queue, key=lambda s: -scores[g, s].max())
+        # sorted() is stable: equal scores keep the lower index first.
+        chosen = {
+            s: sorted(range(num_experts), key=lambda e: -scores[g, s, e])
+            for s in kept_tokens(scores, valid, g)
+        }
+        tokens = list(chosen)
+        if priority in ("max", "pair"):
+            ranked = sorted(tokens, key=lambda s: -scores[g, s].max())
+        elif priority == "sum":
+            # In float32, as sums in float64 would break ties.
+            total = {
+                s: scores[g, s, chosen[s][:num_selected_experts]].sum(dtype="float32")
+                for s in tokens
+            }
+            ranked = sorted(tokens, key=lambda s: -total[s])
+        else:
+            ranked = tokens
+        if keep_fraction < 1:
+            ranked = ranked[: max(1, round(keep_fraction * len(tokens)))]
+        queue = [(k, s) for k in range(num_selected_experts) for s in ranked]
+        if priority == "pair":
+            queue = sorted(queue, key=lambda pair: (pair[0], pair[1]))
+            queue = sorted(
+                queue, key=lambda pair: -scores[g, pair[1], chosen[pair[1]][pair[0]]]
+            )
         used = [0] * num_experts
-        for k in range(num_selected_experts):
-            for s in queue:
-                e = sorted(range(num_experts), key=lambda e: -scores[g, s, e])[k]
-                if used[e] < capacity:
-                    token[g, e, used[e]] = s
-                    filled[g, e, used[e]] = True
-                used[e] += 1
+        for k, s in queue:
+            e = chosen[s][k]
+            if used[e] < capacity:
+                token[g, e, used[e]] = s
+                filled[g, e, used[e]] = True
+            used[e] += 1
     return token, filled
 
 

@@ -84,7 +84,8 @@ def routing_maps(model, images, layer=None, preprocessor=None):
     routing = model.route(images)[layer].routing
     # Tokens of an image, then of a group.
     num_tokens = model.output["sequence_output"].shape[1]
-    dense = to_dense(routing, num_tokens * model.group_images)
+    group_images = model.group_images or len(images)
+    dense = to_dense(routing, num_tokens * group_images)
     dispatch, combine = (
         _to_patches(weights, num_tokens, model.patch_grid)[: len(images)]
         for weights in dense

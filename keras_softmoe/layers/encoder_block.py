@@ -18,9 +18,11 @@ class EncoderBlock(keras.layers.Layer):
             template, see `MoE`).
         use_qk_norm: bool, whether queries and keys are normalized.
         dropout_rate: float, dropout after attention and after the MLP or experts.
-        group_images: int, see `MoE`.
+        group_images: int or `None`, see `MoE`.
         dispatcher: see `MoE`.
         equal_experts: bool, see `MoE`.
+        expert_dropout_rate: float, see `MoE`.
+        dispatch_dtype: see `MoE`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
@@ -54,6 +56,8 @@ class EncoderBlock(keras.layers.Layer):
         group_images=1,
         dispatcher="auto",
         equal_experts=False,
+        expert_dropout_rate=0.0,
+        dispatch_dtype=None,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -64,6 +68,8 @@ class EncoderBlock(keras.layers.Layer):
         self.group_images = group_images
         self.dispatcher = dispatcher
         self.equal_experts = equal_experts
+        self.expert_dropout_rate = expert_dropout_rate
+        self.dispatch_dtype = dispatch_dtype
         dtype = self.dtype_policy
         self.attention_norm = layer_norm(dtype, "attention_norm")
         self.attention = Attention(
@@ -80,6 +86,8 @@ class EncoderBlock(keras.layers.Layer):
                 group_images=group_images,
                 dispatcher=dispatcher,
                 equal_experts=equal_experts,
+                expert_dropout_rate=expert_dropout_rate,
+                dispatch_dtype=dispatch_dtype,
                 dtype=dtype,
                 name="moe",
             )
@@ -131,6 +139,8 @@ class EncoderBlock(keras.layers.Layer):
             "group_images": self.group_images,
             "dispatcher": self.dispatcher,
             "equal_experts": self.equal_experts,
+            "expert_dropout_rate": self.expert_dropout_rate,
+            "dispatch_dtype": self.dispatch_dtype,
         }
 
     @classmethod

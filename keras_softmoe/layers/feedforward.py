@@ -66,6 +66,7 @@ class Experts(keras.layers.Layer):
         equal_experts: bool. If `True` all experts start with the same weights, as the
             released V-MoE models did, and part ways by what they are fed; if `False`
             each draws its own.
+        dropout_rate: float, dropout between the two layers ("expert dropout").
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps slots `(G, E, C, D)` to outputs `(G, E, C, D)`.
@@ -73,7 +74,8 @@ class Experts(keras.layers.Layer):
     Raises:
         ValueError: if the input is not of rank 4 with `num_experts` as second axis.
 
-    Source: V-MoE, section 2.2.
+    Source: V-MoE, section 2.2; for expert dropout, its fine-tuning settings (table 7)
+    and Fedus et al. 2021 (Switch Transformer), section 2.4.
 
     Example:
 
@@ -82,11 +84,17 @@ class Experts(keras.layers.Layer):
     (2, 4, 3, 16)
     """
 
-    def __init__(self, num_experts, mlp_dim, equal_experts=False, **kwargs):
+    def __init__(
+        self, num_experts, mlp_dim, equal_experts=False, dropout_rate=0.0, **kwargs
+    ):
         super().__init__(**kwargs)
         self.num_experts = num_experts
         self.mlp_dim = mlp_dim
         self.equal_experts = equal_experts
+        self.dropout_rate = dropout_rate
+        self.dropout = keras.layers.Dropout(
+            dropout_rate, dtype=self.dtype_policy, name="dropout"
+        )
 
     def build(self, slots_shape):
         if len(slots_shape) != 4 or slots_shape[1] != self.num_experts:
@@ -104,6 +112,7 @@ class Experts(keras.layers.Layer):
             "enh,ehd->end", (None, width), "ed", "output_dense"
         )
         self.output_dense.build((num_experts, None, self.mlp_dim))
+        self.dropout.build((num_experts, None, self.mlp_dim))
 
     def _bank(self, equation, output_shape, bias_axes, name):
         # Without the axes the initializer would take the experts for a receptive
@@ -123,14 +132,15 @@ class Experts(keras.layers.Layer):
             name=name,
         )
 
-    def call(self, slots):
+    def call(self, slots, training=None):
         _, num_experts, capacity, width = slots.shape
         # Experts first makes each bank one batched product. With the groups first,
         # compilers would transpose the hidden activations, several times as many.
         # (E, G * C, D)
         x = ops.transpose(slots, (1, 0, 2, 3))
         x = ops.reshape(x, (num_experts, -1, width))
-        x = self.output_dense(gelu(self.intermediate_dense(x)))
+        x = self.dropout(gelu(self.intermediate_dense(x)), training=training)
+        x = self.output_dense(x)
         x = ops.reshape(x, (num_experts, -1, capacity, width))
         return ops.transpose(x, (1, 0, 2, 3))
 
@@ -143,6 +153,7 @@ class Experts(keras.layers.Layer):
             "num_experts": self.num_experts,
             "mlp_dim": self.mlp_dim,
             "equal_experts": self.equal_experts,
+            "dropout_rate": self.dropout_rate,
         }
 
 

@@ -24,7 +24,8 @@ class MoE(keras.layers.Layer):
             makes its own with the same configuration.
         mlp_dim: int, hidden width of an expert.
         group_images: int, images whose tokens are routed together. A batch that it
-            does not divide is filled up with padding, which takes no slot.
+            does not divide is filled up with padding, which takes no slot. `None`: the
+            whole batch, if its size is known when the call is traced.
         dispatcher: how tokens reach the slots of a sparse router. `"gather"` copies
             rows, `"einsum"` multiplies with one-hot weights (the one to use when
             experts are sharded over devices), `"auto"` takes the one that was measured
@@ -33,6 +34,10 @@ class MoE(keras.layers.Layer):
             2 to 6 times at 512 and 3 to 8 times at 1,024, on three backends.) Soft
             routers mix all tokens, which is always a product.
         equal_experts: bool, whether all experts start with the same weights.
+        expert_dropout_rate: float, dropout inside the experts.
+        dispatch_dtype: `None` or `"bfloat16"`: the dtype to which tokens are rounded on
+            the way to the experts, and the experts' outputs on the way back. The
+            released V-MoE and Soft MoE code does so whatever the dtype of the rest.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
@@ -63,6 +68,8 @@ class MoE(keras.layers.Layer):
         group_images=1,
         dispatcher="auto",
         equal_experts=False,
+        expert_dropout_rate=0.0,
+        dispatch_dtype=None,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -71,25 +78,34 @@ class MoE(keras.layers.Layer):
                 "`router` must be a router from `keras_softmoe.routers`, for example "
                 f"`SoftRouter(num_experts=8)`. Received: router={router!r}."
             )
-        if group_images < 1:
+        if group_images is not None and group_images < 1:
             raise ValueError(
                 "A group consists of at least one image. `group_images` must be a "
-                f"positive integer. Received: group_images={group_images}."
+                "positive integer, or `None` for the whole batch. "
+                f"Received: group_images={group_images}."
             )
         if dispatcher not in DISPATCHERS:
             raise ValueError(
                 f"Unknown `dispatcher`. Accepted: {', '.join(map(repr, DISPATCHERS))}. "
                 f"Received: dispatcher={dispatcher!r}."
             )
+        if dispatch_dtype not in (None, "bfloat16"):
+            raise ValueError(
+                "Unknown `dispatch_dtype`. Accepted: None, 'bfloat16'. "
+                f"Received: dispatch_dtype={dispatch_dtype!r}."
+            )
         self.router = router.clone(name="router")
         self.mlp_dim = mlp_dim
         self.group_images = group_images
         self.dispatcher = dispatcher
         self.equal_experts = equal_experts
+        self.expert_dropout_rate = expert_dropout_rate
+        self.dispatch_dtype = dispatch_dtype
         self.experts = Experts(
             router.num_experts,
             mlp_dim,
             equal_experts=equal_experts,
+            dropout_rate=expert_dropout_rate,
             dtype=self.dtype_policy,
             name="experts",
         )
@@ -97,10 +113,11 @@ class MoE(keras.layers.Layer):
     def build(self, inputs_shape):
         check_tokens_shape(inputs_shape)
         _, num_tokens, width = inputs_shape
-        group_shape = (1, self.group_images * num_tokens, width)
+        group_shape = (1, (self.group_images or 1) * num_tokens, width)
         self.router.build(group_shape)
-        # What it cannot route it says now, before work starts.
-        self.router.compute_output_spec(keras.KerasTensor(group_shape))
+        if self.group_images is not None:
+            # What it cannot route it says now, before work starts.
+            self.router.compute_output_spec(keras.KerasTensor(group_shape))
         self.experts.build((None, self.router.num_experts, None, width))
 
     def call(self, inputs, training=None, return_decision=False):
@@ -110,8 +127,9 @@ class MoE(keras.layers.Layer):
         num_tokens = tokens.shape[1]
         if isinstance(routing, SlotRouting) and self._multiplies(num_tokens):
             routing = to_dense(routing, num_tokens)
-        slots = dispatch(tokens, routing)
-        outputs = combine(self.experts(slots), routing, num_tokens)
+        slots = dispatch(self._rounded(tokens), routing)
+        slots = self._rounded(self.experts(slots, training=training))
+        outputs = combine(slots, routing, num_tokens)
         outputs = self._ungroup(outputs, inputs)
         return (outputs, decision) if return_decision else outputs
 
@@ -124,6 +142,8 @@ class MoE(keras.layers.Layer):
         """`(B, S, D)` images to `(G, S, D)` groups and the mask of real tokens."""
         if self.group_images == 1:
             return inputs, None
+        if self.group_images is None:
+            return self._group_whole_batch(inputs), None
         batch, (num_tokens, width) = ops.shape(inputs)[0], inputs.shape[1:]
         padding = -batch % self.group_images
         tokens_of_group = self.group_images * num_tokens
@@ -138,6 +158,29 @@ class MoE(keras.layers.Layer):
             valid = ops.repeat(ops.expand_dims(valid, -1), num_tokens, axis=-1)
             valid = ops.reshape(valid, (-1, tokens_of_group))
         return ops.reshape(inputs, (-1, tokens_of_group, width)), valid
+
+    def _group_whole_batch(self, inputs):
+        batch, num_tokens, width = inputs.shape
+        if batch is None:
+            raise ValueError(
+                "`group_images=None` routes the whole batch as one group, and the size "
+                f"of a batch is not known while {keras.backend.backend()} traces a "
+                "function for batches of any size. Set `group_images` to the batch "
+                "size (smaller batches are padded), or feed a dataset made with "
+                "`.batch(batch_size, drop_remainder=True)`."
+            )
+        return ops.reshape(inputs, (1, batch * num_tokens, width))
+
+    def _rounded(self, x):
+        if self.dispatch_dtype is None:
+            return x
+        if keras.backend.backend() == "jax":
+            # Two casts in a row are a promise that XLA need not keep: it may go on
+            # with the excess precision.
+            from jax import lax
+
+            return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        return ops.cast(ops.cast(x, self.dispatch_dtype), x.dtype)
 
     def _ungroup(self, outputs, inputs):
         if self.group_images == 1:
@@ -163,6 +206,8 @@ class MoE(keras.layers.Layer):
             "group_images": self.group_images,
             "dispatcher": self.dispatcher,
             "equal_experts": self.equal_experts,
+            "expert_dropout_rate": self.expert_dropout_rate,
+            "dispatch_dtype": self.dispatch_dtype,
         }
 
     @classmethod

@@ -14,10 +14,18 @@ from keras_softmoe.layers.embedding import (
 )
 from keras_softmoe.layers.encoder_block import EncoderBlock
 from keras_softmoe.layers.pooling import POOLINGS, AttentionPooling
+from keras_softmoe.models.arguments import (
+    check_choice,
+    check_images,
+    pair,
+    patch_grid,
+    router_of_block,
+)
+from keras_softmoe.models.live_routing import LiveRouting, pop_live_settings
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class ViTMoEBackbone(keras_hub.models.Backbone):
+class ViTMoEBackbone(keras_hub.models.Backbone, LiveRouting):
     """Vision Transformer in which some blocks are mixtures of experts.
 
     With `moe_layers=()` it is a dense ViT. Images are expected in `[-1, 1]`, which is
@@ -33,7 +41,8 @@ class ViTMoEBackbone(keras_hub.models.Backbone):
         moe_layers: tuple of int, the blocks (counted from 0) whose MLP is a mixture of
             experts.
         router: the router of those blocks, a template: each block makes its own with
-            the same configuration. Required exactly if there are any.
+            the same configuration. Or a list of routers, one for each of those blocks.
+            Required exactly if there are any.
         pooling: what `pooled_output` is made of: `"token"` (a class token), `"first"`
             (the first patch), `"gap"` (the mean of all tokens) or `"map"` (multi-head
             attention pooling).
@@ -42,9 +51,13 @@ class ViTMoEBackbone(keras_hub.models.Backbone):
         representation_dim: int or `None`. If given, `pooled_output` goes through one
             more dense layer of that width with a tanh (the "pre-logits").
         dropout_rate: float, dropout in the encoder blocks.
-        group_images: int, images whose tokens are routed together, see `layers.MoE`.
+        group_images: int or `None`, images whose tokens are routed together, see
+            `layers.MoE`.
         dispatcher: how tokens reach their slots, see `layers.MoE`.
         equal_experts: bool, whether all experts of a block start with the same weights.
+        expert_dropout_rate: float, dropout inside the experts.
+        dispatch_dtype: `None` or `"bfloat16"`, the dtype of tokens on their way to the
+            experts and back, see `layers.MoE`.
         dtype: dtype or policy of all layers but the routers, which stay in float32.
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.
@@ -90,17 +103,19 @@ class ViTMoEBackbone(keras_hub.models.Backbone):
         group_images=1,
         dispatcher="auto",
         equal_experts=False,
+        expert_dropout_rate=0.0,
+        dispatch_dtype=None,
         dtype=None,
         name=None,
         trainable=True,
     ):
-        patch_size = _pair(patch_size)
+        patch_size = pair(patch_size)
         moe_layers = tuple(sorted(moe_layers))
-        grid = _patch_grid(image_shape, patch_size)
+        grid = patch_grid(image_shape, patch_size)
         check_num_heads(num_heads, hidden_dim)
-        _check_moe_layers(moe_layers, router, num_layers)
-        _check_choice("pooling", pooling, POOLINGS)
-        _check_choice("position_embedding", position_embedding, POSITION_EMBEDDINGS)
+        routers = router_of_block(moe_layers, router, num_layers)
+        check_choice("pooling", pooling, POOLINGS)
+        check_choice("position_embedding", position_embedding, POSITION_EMBEDDINGS)
 
         # === Layers ===
         patch_embedding = PatchEmbedding(
@@ -110,12 +125,14 @@ class ViTMoEBackbone(keras_hub.models.Backbone):
             EncoderBlock(
                 num_heads,
                 mlp_dim,
-                router=router if index in moe_layers else None,
+                router=routers.get(index),
                 use_qk_norm=use_qk_norm,
                 dropout_rate=dropout_rate,
                 group_images=group_images,
                 dispatcher=dispatcher,
                 equal_experts=equal_experts,
+                expert_dropout_rate=expert_dropout_rate,
+                dispatch_dtype=dispatch_dtype,
                 dtype=dtype,
                 name=f"block_{index}",
             )
@@ -183,6 +200,8 @@ class ViTMoEBackbone(keras_hub.models.Backbone):
         self.group_images = group_images
         self.dispatcher = dispatcher
         self.equal_experts = equal_experts
+        self.expert_dropout_rate = expert_dropout_rate
+        self.dispatch_dtype = dispatch_dtype
         self.patch_grid = grid
 
     @property
@@ -191,9 +210,15 @@ class ViTMoEBackbone(keras_hub.models.Backbone):
         return [self.get_layer(f"block_{index}") for index in range(self.num_layers)]
 
     @property
+    def routers(self):
+        """Dict from the index of each MoE block to its router."""
+        blocks = self.blocks
+        return {index: blocks[index].moe.router for index in self.moe_layers}
+
+    @property
     def router(self):
         """The router of the first MoE block, `None` in a dense model."""
-        return self.blocks[self.moe_layers[0]].moe.router if self.moe_layers else None
+        return next(iter(self.routers.values()), None)
 
     def route(self, images):
         """What the routers decide for a batch of images.
@@ -232,8 +257,9 @@ class ViTMoEBackbone(keras_hub.models.Backbone):
             preset: str: a name from `keras_softmoe.presets.names()`, the path of a
                 preset directory, or a KerasHub handle (`"hf://user/model"`).
             load_weights: bool, whether to load weights or start from random ones.
-            **kwargs: arguments of the class to change. With another `image_shape` the
-                position embeddings are resampled.
+            **kwargs: arguments of the class to change (with another `image_shape` the
+                position embeddings are resampled), and settings of the routers, see
+                `set_routing`.
 
         Returns:
             `ViTMoEBackbone`.
@@ -247,8 +273,13 @@ class ViTMoEBackbone(keras_hub.models.Backbone):
         >>> name = "soft_moe_small_patch16_128e_224"
         >>> backbone = ksm.models.ViTMoEBackbone.from_preset(name, load_weights=False)
         """
+        settings = pop_live_settings(kwargs)
         with presets.opened(preset, load_weights) as directory:
-            return super().from_preset(directory, load_weights=load_weights, **kwargs)
+            backbone = super().from_preset(
+                directory, load_weights=load_weights, **kwargs
+            )
+        backbone.set_routing(**settings)
+        return backbone
 
     def save_to_preset(self, preset_dir, max_shard_size=10):
         """Save as a preset directory. If that fails, an existing one stays intact.
@@ -260,6 +291,21 @@ class ViTMoEBackbone(keras_hub.models.Backbone):
         """
         with presets.replaced_directory(preset_dir) as directory:
             super().save_to_preset(directory, max_shard_size=max_shard_size)
+
+    # Keras asks for these before each `fit`, `evaluate` and `predict`. (Not `super()`:
+    # AutoGraph would look for its class among the callers.)
+
+    def make_train_function(self, force=False):
+        force = force or self.rerouted("train")
+        return keras_hub.models.Backbone.make_train_function(self, force)
+
+    def make_test_function(self, force=False):
+        force = force or self.rerouted("test")
+        return keras_hub.models.Backbone.make_test_function(self, force)
+
+    def make_predict_function(self, force=False):
+        force = force or self.rerouted("predict")
+        return keras_hub.models.Backbone.make_predict_function(self, force)
 
     def predict(self, x, *args, **kwargs):
         check_images(x, self.image_shape)
@@ -274,6 +320,12 @@ class ViTMoEBackbone(keras_hub.models.Backbone):
         ]
 
     def get_config(self):
+        routers = [
+            keras.saving.serialize_keras_object(router)
+            for router in self.routers.values()
+        ]
+        if all(router == routers[0] for router in routers):
+            routers = routers[0] if routers else None
         return {
             **super().get_config(),
             "image_shape": self.image_shape,
@@ -283,7 +335,7 @@ class ViTMoEBackbone(keras_hub.models.Backbone):
             "hidden_dim": self.hidden_dim,
             "mlp_dim": self.mlp_dim,
             "moe_layers": self.moe_layers,
-            "router": keras.saving.serialize_keras_object(self.router),
+            "router": routers,
             "pooling": self.pooling,
             "position_embedding": self.position_embedding,
             "use_qk_norm": self.use_qk_norm,
@@ -292,79 +344,13 @@ class ViTMoEBackbone(keras_hub.models.Backbone):
             "group_images": self.group_images,
             "dispatcher": self.dispatcher,
             "equal_experts": self.equal_experts,
+            "expert_dropout_rate": self.expert_dropout_rate,
+            "dispatch_dtype": self.dispatch_dtype,
         }
 
     @classmethod
     def from_config(cls, config):
         router = config["router"]
-        if isinstance(router, dict):
+        if isinstance(router, dict | list | tuple):
             router = keras.saving.deserialize_keras_object(router)
         return super().from_config({**config, "router": router})
-
-
-def check_images(images, image_shape):
-    """Raise unless a batch of images has the shape that a model takes.
-
-    Keras finds out as well, but on JAX in the middle of a step, when it has taken the
-    weights out of the model and does not put them back. What has no shape (a dataset)
-    and dimensions that are not known yet pass.
-    """
-    shape = getattr(images, "shape", None)
-    if shape is None or getattr(shape, "rank", 0) is None:
-        return
-    expected = (None, *image_shape)
-    if len(shape) != 4 or any(
-        None not in sizes and sizes[0] != sizes[1]
-        for sizes in zip(shape, expected, strict=True)
-    ):
-        raise ValueError(
-            "The model takes images of shape (batch, height, width, channels) = "
-            f"{expected}. Received: images of shape {tuple(shape)}. Resize them, "
-            "repeat a grey channel, or put a single image into a batch of one."
-        )
-
-
-def _pair(size):
-    return (size, size) if isinstance(size, int) else tuple(size)
-
-
-def _patch_grid(image_shape, patch_size):
-    """`(rows, columns)` of patches."""
-    if len(image_shape) != 3 or None in tuple(image_shape):
-        raise ValueError(
-            "`image_shape` must be (height, width, channels), all known. "
-            f"Received: image_shape={image_shape}."
-        )
-    height, width, _ = image_shape
-    if height % patch_size[0] or width % patch_size[1]:
-        raise ValueError(
-            "The patches must cover the image exactly: the patch size has to divide "
-            "height and width. Received: "
-            f"image_shape={tuple(image_shape)}, patch_size={patch_size}. Resize the "
-            "images or choose another patch size."
-        )
-    return height // patch_size[0], width // patch_size[1]
-
-
-def _check_moe_layers(moe_layers, router, num_layers):
-    wrong = [index for index in moe_layers if index not in range(num_layers)]
-    if wrong or len(set(moe_layers)) < len(moe_layers):
-        raise ValueError(
-            f"`moe_layers` counts blocks from 0 to {num_layers - 1}, each at most "
-            "once. "
-            f"Received: moe_layers={moe_layers}, num_layers={num_layers}."
-        )
-    if bool(moe_layers) != (router is not None):
-        raise ValueError(
-            "`moe_layers` and `router` go together: give both for mixtures of experts, "
-            f"neither for a dense model. Received: moe_layers={moe_layers}, "
-            f"router={router!r}."
-        )
-
-
-def _check_choice(argument, value, accepted):
-    if value not in accepted:
-        raise ValueError(
-            f"Unknown `{argument}`. Accepted: {', '.join(map(repr, accepted))}. "
-            f"Received: {argument}={value!r}."
-        )

@@ -1,11 +1,15 @@
 """Image classification: converter, preprocessor and task."""
 
+import inspect
+
 import keras
 import keras_hub
 import numpy as np
 
 from keras_softmoe import presets
-from keras_softmoe.models.vit_moe_backbone import ViTMoEBackbone, check_images
+from keras_softmoe.models.arguments import check_images
+from keras_softmoe.models.live_routing import LiveRouting, pop_live_settings
+from keras_softmoe.models.vit_moe_backbone import ViTMoEBackbone
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -50,7 +54,7 @@ class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreproce
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class ViTMoEImageClassifier(keras_hub.models.ImageClassifier):
+class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
     """Image classifier on a `ViTMoEBackbone`.
 
     Pixels from 0 to 255 go in, logits come out. `fit`, `evaluate` and `predict`
@@ -148,8 +152,9 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier):
                 preset directory, or a KerasHub handle (`"hf://user/model"`).
             load_weights: bool, whether to load weights or start from random ones.
             **kwargs: what to change: `num_classes` (for a new head), `image_shape`
-                (position embeddings are resampled), `dtype`, and the arguments of the
-                class.
+                (position embeddings are resampled), `dtype`, other arguments of this
+                class and of the backbone, and settings of the routers, see
+                `set_routing`.
 
         Returns:
             `ViTMoEImageClassifier`.
@@ -165,8 +170,27 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier):
         """
         if "num_classes" not in kwargs:
             presets.check_task(preset, load_weights)
+        settings = pop_live_settings(kwargs)
         with presets.opened(preset, load_weights) as directory:
-            return super().from_preset(directory, load_weights=load_weights, **kwargs)
+            backbone_kwargs = _pop_backbone_arguments(cls, kwargs)
+            if backbone_kwargs:
+                # KerasHub hands on no others than these two.
+                for name in ("dtype", "image_shape"):
+                    if name in kwargs:
+                        backbone_kwargs[name] = kwargs[name]
+                kwargs["backbone"] = cls.backbone_cls.from_preset(
+                    directory, load_weights=load_weights, **backbone_kwargs
+                )
+            classifier = super().from_preset(
+                directory, load_weights=load_weights, **kwargs
+            )
+        classifier.set_routing(**settings)
+        return classifier
+
+    @property
+    def routers(self):
+        """Dict from the index of each MoE block to its router."""
+        return self.backbone.routers
 
     def save_to_preset(self, preset_dir, max_shard_size=10):
         """Save as a preset directory. If that fails, an existing one stays intact.
@@ -239,7 +263,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier):
             x, y, sample_weight = _shuffled(arrays, batch_size or 32), None, None
             batch_size = validation_split = None
             # Keras would warn that it cannot shuffle a dataset.
-            kwargs["shuffle"] = False
+            shuffle = False
         return super().fit(
             x,
             y,
@@ -247,8 +271,24 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier):
             sample_weight=sample_weight,
             validation_data=validation_data,
             validation_split=validation_split,
+            shuffle=shuffle,
             **kwargs,
         )
+
+    # Keras asks for these before each `fit`, `evaluate` and `predict`. (Not `super()`:
+    # AutoGraph would look for its class among the callers.)
+
+    def make_train_function(self, force=False):
+        force = force or self.rerouted("train")
+        return keras_hub.models.ImageClassifier.make_train_function(self, force)
+
+    def make_test_function(self, force=False):
+        force = force or self.rerouted("test")
+        return keras_hub.models.ImageClassifier.make_test_function(self, force)
+
+    def make_predict_function(self, force=False):
+        force = force or self.rerouted("predict")
+        return keras_hub.models.ImageClassifier.make_predict_function(self, force)
 
     def preprocess_samples(self, x, y=None, sample_weight=None):
         # Not `super()`: inside a `tf.data` pipeline AutoGraph would look for its class
@@ -272,6 +312,17 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier):
             "dropout": self.dropout,
             "head_dtype": head_dtype,
         }
+
+
+def _pop_backbone_arguments(cls, arguments):
+    """Take what only the backbone's constructor accepts out of some arguments."""
+    own = {*inspect.signature(cls).parameters, "dtype", "image_shape"}
+    theirs = inspect.signature(cls.backbone_cls).parameters
+    return {
+        name: arguments.pop(name)
+        for name in list(arguments)
+        if name in theirs and name not in own
+    }
 
 
 def _shuffled(arrays, batch_size):

@@ -9,11 +9,17 @@ backend.
 import keras
 from keras import ops
 
-PRIORITIES = ("position", "max")
+PRIORITIES = ("position", "max", "sum", "pair", "random")
 
 
 def token_choice(
-    scores, num_selected_experts, capacity, priority="position", valid=None
+    scores,
+    num_selected_experts,
+    capacity,
+    priority="position",
+    keep_fraction=1.0,
+    valid=None,
+    seed=None,
 ):
     """Every token chooses its best experts, as long as they have free slots.
 
@@ -25,20 +31,31 @@ def token_choice(
         scores: `(G, S, E)` float tensor, how well token and expert suit each other.
         num_selected_experts: int, the number `K` of experts that a token chooses.
         capacity: int, the number `C` of slots of an expert. May exceed `S`.
-        priority: who is seated first. `"position"`: tokens in their order
-            (the vanilla algorithm). `"max"`: tokens by their largest score,
-            descending (batch prioritized routing).
+        priority: who is seated first.
+
+            - `"position"`: tokens in their order (the vanilla algorithm).
+            - `"max"`: tokens by their largest score, descending (batch prioritized
+              routing).
+            - `"sum"`: tokens by the sum of their `K` largest scores, descending.
+            - `"pair"`: pairs of token and chosen expert by their score, descending.
+              Here a second choice may come before another token's first.
+            - `"random"`: tokens in a random order.
+        keep_fraction: float in `(0, 1]`. Under 1, only this fraction of a group's
+            tokens (rounded, at least one) chooses at all, those with the highest
+            priority; the rest is skipped. `"pair"` ranks whole tokens like `"max"`.
         valid: optional `(G, S)` bool tensor. Tokens with `False` are padding and
             take no slot.
+        seed: int or `keras.random.SeedGenerator`, for the priority `"random"`.
 
     Returns:
         `token` `(G, E, C)` int32 and `filled` `(G, E, C)` bool.
 
     Raises:
         ValueError: if `num_selected_experts` is not in `[1, E]`, `capacity` is
-            under one, or `priority` is unknown.
+            under one, `priority` is unknown, or `keep_fraction` is not in `(0, 1]`.
 
-    Source: V-MoE, sections 2.3 and 4.1 (algorithms 1 and 2).
+    Source: V-MoE, section 4.1 and appendix C.1 (algorithms 1 to 3; "sum" and "pair"
+    are described below algorithm 2).
 
     Example:
 
@@ -51,21 +68,26 @@ def token_choice(
     _, num_tokens, num_experts = scores.shape
     check_num_selected_experts(num_selected_experts, num_experts)
     check_priority(priority)
+    check_keep_fraction(keep_fraction)
     _check_capacity(capacity)
     num_choices = num_selected_experts * num_tokens
 
     # (G, S, K), best expert first
-    chosen = _top_indices(scores, num_selected_experts)
+    chosen = top_indices(scores, num_selected_experts)
+    rank = order = None
+    if priority != "position":
+        chosen_scores = ops.take_along_axis(scores, chosen, axis=-1)
+        rank = _rank_tokens(chosen_scores, priority, seed)
+        order = _queue_order(chosen_scores, rank, priority)
+    if keep_fraction < 1.0:
+        valid = _best_tokens(chosen, rank, keep_fraction, valid)
     if valid is not None:
-        # Expert E does not exist: padding queues there and is never seated.
+        # Expert E does not exist: who is not valid queues there and is never seated.
         chosen = ops.where(ops.expand_dims(valid, -1), chosen, num_experts)
-    order = None
-    if priority == "max":
-        # (G, S), the most confident token first
-        order = _top_indices(ops.max(scores, axis=-1), num_tokens)
-        chosen = ops.take_along_axis(chosen, ops.expand_dims(order, -1), axis=1)
-    # (G, K * S): the queue, all first choices before all second choices
-    chosen = ops.reshape(ops.transpose(chosen, (0, 2, 1)), (-1, num_choices))
+    # (G, K * S), the queue
+    chosen = _by_choice(chosen)
+    if order is not None:
+        chosen = ops.take_along_axis(chosen, order, axis=1)
 
     # Sorting by (expert, place in the queue) brings each expert's choices together
     # in the order in which they are seated. The keys are unique, so the result
@@ -83,11 +105,13 @@ def token_choice(
     filled = slots < ops.expand_dims(count, -1)
     place = ops.where(filled, ops.expand_dims(start, -1) + slots, 0)
     place = ops.reshape(place, (-1, num_experts * capacity))
-    # (G, E * C), position of the token in the order of priority
-    token = ops.cast(ops.take_along_axis(queue, place, axis=1), "int32") % num_tokens
+    # (G, E * C), the choice that got the slot
+    choice = ops.take_along_axis(queue, place, axis=1)
     if order is not None:
-        token = ops.take_along_axis(order, token, axis=1)
-    token = ops.reshape(token, (-1, num_experts, capacity))
+        choice = ops.take_along_axis(order, choice, axis=1)
+    token = ops.reshape(
+        ops.cast(choice, "int32") % num_tokens, (-1, num_experts, capacity)
+    )
     return ops.where(filled, token, 0), filled
 
 
@@ -128,7 +152,7 @@ def expert_choice(scores, capacity, valid=None):
         valid = ops.expand_dims(valid, 1)
         scores = ops.where(valid, scores, -float("inf"))
     # (G, E, C)
-    token = _top_indices(scores, capacity)
+    token = top_indices(scores, capacity)
     if valid is None:
         return token, ops.ones_like(token, dtype="bool")
     # Scores can be -inf themselves, so ask the mask who is real.
@@ -199,7 +223,64 @@ def _check_capacity(capacity):
         )
 
 
-def _top_indices(scores, k):
+def check_keep_fraction(keep_fraction):
+    """Raise unless `0 < keep_fraction <= 1`."""
+    if not 0.0 < keep_fraction <= 1.0:
+        raise ValueError(
+            "`keep_fraction` is the part of the tokens that may choose: over 0 and at "
+            f"most 1. Received: keep_fraction={keep_fraction}. 1 keeps all tokens."
+        )
+
+
+def _by_choice(values):
+    """`(G, S, K)` to `(G, K * S)`: all first choices, then all second ones, ..."""
+    _, num_tokens, num_choices = values.shape
+    values = ops.transpose(values, (0, 2, 1))
+    return ops.reshape(values, (-1, num_choices * num_tokens))
+
+
+def _rank_tokens(chosen_scores, priority, seed):
+    """`(G, S)` numbers that are larger for tokens of higher priority."""
+    if priority == "random":
+        return keras.random.uniform(ops.shape(chosen_scores)[:2], seed=seed)
+    if priority == "sum":
+        return ops.sum(chosen_scores, axis=-1)
+    # Choices come best first.
+    return chosen_scores[..., 0]
+
+
+def _queue_order(chosen_scores, rank, priority):
+    """`(G, K * S)`: for each place in the queue a choice, as `_by_choice` counts."""
+    _, num_tokens, num_choices = chosen_scores.shape
+    if priority == "pair":
+        return top_indices(_by_choice(chosen_scores), num_choices * num_tokens)
+    # (G, 1, S), the same order of tokens among all first choices, all second, ...
+    order = ops.expand_dims(top_indices(rank, num_tokens), 1)
+    # (K, 1)
+    start = ops.expand_dims(ops.arange(num_choices, dtype="int32") * num_tokens, -1)
+    return ops.reshape(start + order, (-1, num_choices * num_tokens))
+
+
+def _best_tokens(chosen, rank, keep_fraction, valid):
+    """`(G, S)` bool: the fraction of the real tokens with the highest ranks."""
+    num_tokens = chosen.shape[1]
+    if rank is None:
+        falling = ops.arange(num_tokens, 0, -1, dtype="float32")
+        rank = ops.broadcast_to(falling, ops.shape(chosen)[:2])
+    # One rounding, Python's, for any number of real tokens.
+    kept_of = [max(1, round(keep_fraction * n)) for n in range(num_tokens + 1)]
+    num_kept = kept_of[-1]
+    if valid is not None:
+        rank = ops.where(valid, rank, -float("inf"))
+        count = ops.sum(ops.cast(valid, "int32"), axis=-1, keepdims=True)
+        num_kept = ops.take(ops.array(kept_of, dtype="int32"), count)
+    # (G, S), how many tokens come before
+    before = ops.cast(ops.argsort(top_indices(rank, num_tokens), axis=-1), "int32")
+    best = before < num_kept
+    return best if valid is None else ops.logical_and(best, valid)
+
+
+def top_indices(scores, k):
     """Indices of the `k` largest entries of the last axis, ties to the lower index.
 
     `top_k` promises that order on JAX and TensorFlow. PyTorch's does not, its

@@ -58,6 +58,7 @@ def load_loss(logits, noisy_logits, num_selected_experts, noise_std, valid=None)
             f"must be positive. Received: noise_std={noise_std}. Without noise, "
             "leave this loss out."
         )
+    logits, noisy_logits = map(ops.convert_to_tensor, (logits, noisy_logits))
     # (G, S, 1), what a logit has to reach to be chosen
     largest = ops.top_k(noisy_logits, num_selected_experts)[0]
     # Not `largest[..., -1:]`: XLA would replace `top_k` and the slice by a full sort.

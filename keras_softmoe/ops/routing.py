@@ -98,6 +98,7 @@ def dispatch(tokens, routing):
     Returns:
         `(G, E, C, D)` tensor of slot inputs, in the dtype of `tokens`.
     """
+    tokens = ops.convert_to_tensor(tokens)
     if isinstance(routing, DenseRouting):
         _, _, num_experts, capacity = routing.dispatch.shape
         # (G, S, E * C)
@@ -124,6 +125,7 @@ def combine(outputs, routing, num_tokens):
         slot outputs weighted by their gates (Soft MoE equation 2). A token that
         sits in no slot gets zeros.
     """
+    outputs = ops.convert_to_tensor(outputs)
     _, num_experts, capacity, width = outputs.shape
     if isinstance(routing, DenseRouting):
         weights = _merge_slots(ops.cast(routing.combine, outputs.dtype))

@@ -11,13 +11,12 @@ from keras_softmoe.routers.sparse import SparseRouter
 class ExpertChoiceRouter(SparseRouter):
     """Base class of the routers in which every expert chooses its best tokens."""
 
-    def seat(self, selection, valid):
-        capacity = self._choices(selection.shape[1])
-        return expert_choice(selection, capacity, valid)
-
-    def _choices(self, num_tokens):
+    def capacity(self, num_tokens, training=False):
         # An expert cannot choose more tokens than there are, whatever the factor.
-        return min(self.capacity(num_tokens), num_tokens)
+        return min(super().capacity(num_tokens, training), num_tokens)
+
+    def seat(self, selection, capacity, valid):
+        return expert_choice(selection, capacity, valid)
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -37,6 +36,10 @@ class SoftmaxExpertChoiceRouter(ExpertChoiceRouter):
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits.
         z_loss_weight: float, weight of `ops.z_loss`.
+        eval_capacity_factor: float or `None`, `capacity_factor` outside training;
+            `None` for the same.
+        random_logits: bool, whether the logits are normal noise instead (V-MoE,
+            appendix E.1: what routing at random does to a trained model).
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
     Weights: `kernel` `(D, E)`.
@@ -64,6 +67,8 @@ class SoftmaxExpertChoiceRouter(ExpertChoiceRouter):
         multiple_of=4,
         noise_std=0.0,
         z_loss_weight=0.0,
+        eval_capacity_factor=None,
+        random_logits=False,
         **kwargs,
     ):
         super().__init__(
@@ -71,8 +76,10 @@ class SoftmaxExpertChoiceRouter(ExpertChoiceRouter):
             capacity_factor,
             rounding,
             multiple_of,
+            eval_capacity_factor=eval_capacity_factor,
             noise_std=noise_std,
             z_loss_weight=z_loss_weight,
+            random_logits=random_logits,
             **kwargs,
         )
 
@@ -99,6 +106,10 @@ class SinkhornExpertChoiceRouter(ExpertChoiceRouter):
         num_iterations: int, number of Sinkhorn iterations.
         combine: `"softmax"` (gates are probabilities, the plan has no gradient) or
             `"plan"` (gates are entries of the plan, which then has a gradient).
+        eval_capacity_factor: float or `None`, `capacity_factor` outside training;
+            `None` for the same.
+        random_logits: bool, whether the logits are normal noise instead (V-MoE,
+            appendix E.1: what routing at random does to a trained model).
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
     Weights: `kernel` `(D, E)`.
@@ -128,6 +139,8 @@ class SinkhornExpertChoiceRouter(ExpertChoiceRouter):
         z_loss_weight=0.0,
         num_iterations=20,
         combine="softmax",
+        eval_capacity_factor=None,
+        random_logits=False,
         **kwargs,
     ):
         super().__init__(
@@ -135,14 +148,16 @@ class SinkhornExpertChoiceRouter(ExpertChoiceRouter):
             capacity_factor,
             rounding,
             multiple_of,
+            eval_capacity_factor=eval_capacity_factor,
             noise_std=noise_std,
             z_loss_weight=z_loss_weight,
             combine=combine,
+            random_logits=random_logits,
             **kwargs,
         )
         self.num_iterations = num_iterations
 
-    def selection_scores(self, logits, probabilities, valid):
+    def selection_scores(self, logits, probabilities, capacity, valid):
         if self.combine == "softmax":
             logits = ops.stop_gradient(logits)
         return sinkhorn_plan(logits, self.num_iterations, valid)
@@ -174,6 +189,10 @@ class SparseTransportExpertChoiceRouter(ExpertChoiceRouter):
         learning_rate: float, step size of the solver.
         combine: `"softmax"` (gates are probabilities) or `"plan"` (gates are entries of
             the plan: then the router does not learn).
+        eval_capacity_factor: float or `None`, `capacity_factor` outside training;
+            `None` for the same.
+        random_logits: bool, whether the logits are normal noise instead (V-MoE,
+            appendix E.1: what routing at random does to a trained model).
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
     Weights: `kernel` `(D, E)`.
@@ -204,6 +223,8 @@ class SparseTransportExpertChoiceRouter(ExpertChoiceRouter):
         num_iterations=20,
         learning_rate=0.01,
         combine="softmax",
+        eval_capacity_factor=None,
+        random_logits=False,
         **kwargs,
     ):
         super().__init__(
@@ -211,17 +232,19 @@ class SparseTransportExpertChoiceRouter(ExpertChoiceRouter):
             capacity_factor,
             rounding,
             multiple_of,
+            eval_capacity_factor=eval_capacity_factor,
             z_loss_weight=z_loss_weight,
             combine=combine,
+            random_logits=random_logits,
             **kwargs,
         )
         self.num_iterations = num_iterations
         self.learning_rate = learning_rate
 
-    def selection_scores(self, logits, probabilities, valid):
+    def selection_scores(self, logits, probabilities, capacity, valid):
         return sparse_transport_plan(
             probabilities,
-            self._choices(probabilities.shape[1]),
+            capacity,
             num_iterations=self.num_iterations,
             learning_rate=self.learning_rate,
             valid=valid,

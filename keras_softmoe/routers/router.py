@@ -44,6 +44,9 @@ class Router(keras.layers.Layer):
         ValueError: if `num_experts` is under one.
     """
 
+    # Arguments of the constructor that may change later.
+    live_settings = ()
+
     def __init__(self, num_experts, **kwargs):
         if num_experts < 1:
             raise ValueError(
@@ -63,6 +66,41 @@ class Router(keras.layers.Layer):
     def clone(self, name):
         """A new router with the same configuration and its own weights."""
         return type(self).from_config({**self.get_config(), "name": name})
+
+    def with_settings(self, **settings):
+        """A new router with some settings changed and its own weights.
+
+        Raises:
+            ValueError: if this router has no such live setting, or a value is not
+                accepted.
+        """
+        unknown = [name for name in settings if name not in self.live_settings]
+        if unknown:
+            accepted = ", ".join(self.live_settings) or "none"
+            raise ValueError(
+                f"`{type(self).__name__}` has no such setting that may change. "
+                f"Accepted: {accepted}. Received: {', '.join(unknown)}."
+            )
+        # Not `from_config`, which turns every error into a TypeError.
+        return type(self)(**{**self.get_config(), **settings})
+
+    def update(self, **settings):
+        """Change live settings. A function compiled before still has the old ones.
+
+        The models of this library notice and compile anew, see
+        `ViTMoEBackbone.set_routing`; after a change in your own model, call its
+        `compile` again.
+
+        Args:
+            **settings: names from `live_settings` and their new values.
+
+        Raises:
+            ValueError: if this router has no such live setting, or a value is not
+                accepted. The router is then unchanged.
+        """
+        changed = self.with_settings(**settings)
+        for name in settings:
+            setattr(self, name, getattr(changed, name))
 
     def get_config(self):
         # Without the dtype, which is always float32: Keras would import TensorFlow to

@@ -4,9 +4,11 @@ import keras
 from keras import ops
 
 from keras_softmoe.ops.assignment import (
+    check_keep_fraction,
     check_num_selected_experts,
     check_priority,
     token_choice,
+    top_indices,
 )
 from keras_softmoe.ops.losses import gshard_loss, importance_loss, load_loss
 from keras_softmoe.ops.transport import sinkhorn_plan
@@ -17,6 +19,14 @@ from keras_softmoe.routers.sparse import SparseRouter
 class TokenChoiceRouter(SparseRouter):
     """Base class of the routers in which every token chooses its best experts."""
 
+    live_settings = (
+        *SparseRouter.live_settings,
+        "num_selected_experts",
+        "priority",
+        "keep_fraction",
+        "normalize_gates",
+    )
+
     def __init__(
         self,
         num_experts,
@@ -25,41 +35,45 @@ class TokenChoiceRouter(SparseRouter):
         priority,
         rounding,
         multiple_of,
-        noise_std,
+        keep_fraction,
+        normalize_gates,
         importance_loss_weight,
         load_loss_weight,
         gshard_loss_weight,
-        z_loss_weight,
-        combine="softmax",
         **kwargs,
     ):
-        super().__init__(
-            num_experts,
-            capacity_factor,
-            rounding,
-            multiple_of,
-            noise_std=noise_std,
-            z_loss_weight=z_loss_weight,
-            combine=combine,
-            **kwargs,
-        )
+        super().__init__(num_experts, capacity_factor, rounding, multiple_of, **kwargs)
         check_num_selected_experts(num_selected_experts, num_experts)
         check_priority(priority)
+        check_keep_fraction(keep_fraction)
         self.num_selected_experts = num_selected_experts
         self.priority = priority
+        self.keep_fraction = keep_fraction
+        self.normalize_gates = normalize_gates
         self.importance_loss_weight = importance_loss_weight
         self.load_loss_weight = load_loss_weight
         self.gshard_loss_weight = gshard_loss_weight
 
-    def seat(self, selection, valid):
-        num_choices = selection.shape[1] * self.num_selected_experts
+    def choices_per_token(self):
+        return self.num_selected_experts
+
+    def seat(self, selection, capacity, valid):
         return token_choice(
             selection,
             self.num_selected_experts,
-            self.capacity(num_choices),
+            capacity,
             priority=self.priority,
+            keep_fraction=self.keep_fraction,
             valid=valid,
+            seed=self.seed_generator,
         )
+
+    def weigh(self, scores, selection):
+        if not self.normalize_gates:
+            return scores
+        chosen = top_indices(selection, self.num_selected_experts)
+        chosen_scores = ops.take_along_axis(scores, chosen, axis=-1)
+        return scores / ops.sum(chosen_scores, axis=-1, keepdims=True)
 
     def balancing_losses(self, logits, noisy_logits, probabilities, valid):
         losses = []
@@ -86,6 +100,8 @@ class TokenChoiceRouter(SparseRouter):
             **super().get_config(),
             "num_selected_experts": self.num_selected_experts,
             "priority": self.priority,
+            "keep_fraction": self.keep_fraction,
+            "normalize_gates": self.normalize_gates,
             "noise_std": self.noise_std,
             "importance_loss_weight": self.importance_loss_weight,
             "load_loss_weight": self.load_loss_weight,
@@ -97,16 +113,17 @@ class TokenChoiceRouter(SparseRouter):
 class SoftmaxTokenChoiceRouter(TokenChoiceRouter):
     """V-MoE's router: every token chooses its `K` most probable experts.
 
-    The gates are the softmax probabilities of the choices, not renormalized after
-    the choice. A token whose experts are all full gets nothing from the layer.
+    The gates are the softmax probabilities of the choices, by default not normalized
+    after the choice. A token whose experts are all full gets nothing from the layer.
 
     Args:
         num_experts: int, number of experts.
         num_selected_experts: int, the number `K` of experts that a token chooses.
         capacity_factor: float, slots per choice: under 1 some choices are dropped
             even if they spread evenly.
-        priority: `"position"` (tokens are seated in their order) or `"max"` (batch
-            prioritized routing: tokens with the largest probability first).
+        priority: `"position"` (tokens are seated in their order), `"max"` (batch
+            prioritized routing: tokens with the largest probability first), `"sum"`,
+            `"pair"` or `"random"`, see `ops.token_choice`.
         rounding: `"ceil"` or `"round"`, see `ops.expert_capacity`.
         multiple_of: int or `None`, see `ops.expert_capacity`.
         noise_std: float. In training, normal noise of standard deviation
@@ -116,6 +133,16 @@ class SoftmaxTokenChoiceRouter(TokenChoiceRouter):
             training and with noise.
         gshard_loss_weight: float, weight of `ops.gshard_loss`.
         z_loss_weight: float, weight of `ops.z_loss`.
+        eval_capacity_factor: float or `None`, `capacity_factor` outside training;
+            `None` for the same.
+        keep_fraction: float in `(0, 1]`. Under 1, tokens of low priority are skipped
+            (V-MoE, algorithm 3), see `ops.token_choice`.
+        normalize_gates: bool, whether the gates of a token's choices are divided by
+            their sum. For a softmax that is the same as taking the softmax over the
+            chosen logits only, "softmax(TOP-K)" in V-MoE's table 3; with one choice
+            the router then gets no gradient.
+        random_logits: bool, whether the logits are normal noise instead (V-MoE,
+            appendix E.1: what routing at random does to a trained model).
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
     Weights: `kernel` `(D, E)`.
@@ -151,6 +178,10 @@ class SoftmaxTokenChoiceRouter(TokenChoiceRouter):
         load_loss_weight=0.005,
         gshard_loss_weight=0.0,
         z_loss_weight=0.0,
+        eval_capacity_factor=None,
+        keep_fraction=1.0,
+        normalize_gates=False,
+        random_logits=False,
         **kwargs,
     ):
         super().__init__(
@@ -160,11 +191,15 @@ class SoftmaxTokenChoiceRouter(TokenChoiceRouter):
             priority,
             rounding,
             multiple_of,
-            noise_std,
+            keep_fraction,
+            normalize_gates,
             importance_loss_weight,
             load_loss_weight,
             gshard_loss_weight,
-            z_loss_weight,
+            eval_capacity_factor=eval_capacity_factor,
+            noise_std=noise_std,
+            z_loss_weight=z_loss_weight,
+            random_logits=random_logits,
             **kwargs,
         )
 
@@ -182,8 +217,8 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
         num_experts: int, number of experts.
         num_selected_experts: int, the number `K` of experts that a token chooses.
         capacity_factor: float, slots per choice.
-        priority: `"position"` or `"max"` (tokens with the largest entry in the plan
-            first).
+        priority: `"position"`, `"max"` (tokens with the largest entry in the plan
+            first), `"sum"`, `"pair"` or `"random"`, see `ops.token_choice`.
         rounding: `"ceil"` or `"round"`, see `ops.expert_capacity`.
         multiple_of: int or `None`, see `ops.expert_capacity`.
         noise_std: float. In training, normal noise of standard deviation
@@ -195,6 +230,16 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
         num_iterations: int, number of Sinkhorn iterations.
         combine: `"softmax"` (gates are probabilities, the plan has no gradient) or
             `"plan"` (gates are entries of the plan, which then has a gradient).
+        eval_capacity_factor: float or `None`, `capacity_factor` outside training;
+            `None` for the same.
+        keep_fraction: float in `(0, 1]`. Under 1, tokens of low priority are skipped
+            (V-MoE, algorithm 3), see `ops.token_choice`.
+        normalize_gates: bool, whether the gates of a token's choices are divided by
+            their sum. For a softmax that is the same as taking the softmax over the
+            chosen logits only, "softmax(TOP-K)" in V-MoE's table 3; with one choice
+            the router then gets no gradient.
+        random_logits: bool, whether the logits are normal noise instead (V-MoE,
+            appendix E.1: what routing at random does to a trained model).
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
     Weights: `kernel` `(D, E)`.
@@ -231,6 +276,10 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
         z_loss_weight=0.0,
         num_iterations=20,
         combine="softmax",
+        eval_capacity_factor=None,
+        keep_fraction=1.0,
+        normalize_gates=False,
+        random_logits=False,
         **kwargs,
     ):
         super().__init__(
@@ -240,17 +289,21 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
             priority,
             rounding,
             multiple_of,
-            noise_std,
+            keep_fraction,
+            normalize_gates,
             importance_loss_weight,
             load_loss_weight,
             gshard_loss_weight,
-            z_loss_weight,
+            eval_capacity_factor=eval_capacity_factor,
+            noise_std=noise_std,
+            z_loss_weight=z_loss_weight,
             combine=combine,
+            random_logits=random_logits,
             **kwargs,
         )
         self.num_iterations = num_iterations
 
-    def selection_scores(self, logits, probabilities, valid):
+    def selection_scores(self, logits, probabilities, capacity, valid):
         if self.combine == "softmax":
             logits = ops.stop_gradient(logits)
         return sinkhorn_plan(logits, self.num_iterations, valid)

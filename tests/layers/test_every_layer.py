@@ -49,7 +49,7 @@ ROUTERS = {
     "sparse_transport": (
         routers.SparseTransportExpertChoiceRouter(3, multiple_of=None),
         1,
-        0,
+        1,
         0,
     ),
 }
@@ -105,7 +105,23 @@ def test_router_is_a_template(name):
 
 def test_router_configuration_is_kept_by_the_layer():
     router = routers.SinkhornTokenChoiceRouter(
-        4, 2, 1.5, "max", "round", 2, 0.5, 0.1, 0.2, 0.3, 0.4, 7, "plan"
+        4,
+        2,
+        1.5,
+        "max",
+        "round",
+        2,
+        0.5,
+        0.1,
+        0.2,
+        0.3,
+        0.4,
+        7,
+        "plan",
+        3.0,
+        0.5,
+        True,
+        True,
     )
     config = revive(layers.MoE(router, 5)).router.get_config()
     expected = {
@@ -122,6 +138,10 @@ def test_router_configuration_is_kept_by_the_layer():
         "z_loss_weight": 0.4,
         "num_iterations": 7,
         "combine": "plan",
+        "eval_capacity_factor": 3.0,
+        "keep_fraction": 0.5,
+        "normalize_gates": True,
+        "random_logits": True,
     }
     assert {key: config[key] for key in expected} == expected
 

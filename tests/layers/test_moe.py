@@ -229,3 +229,70 @@ def test_identity_with_another_number_of_slots():
     layer = layers.MoE(routers.IdentityRouter(3), MLP_DIM)
     with pytest.raises(ValueError, match="(?s)num_tokens=4.*num_experts=3"):
         layer(normal((2, *SHAPE)))
+
+
+# === The whole batch, rounding, expert dropout ===
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_whole_batch_is_one_group(name):
+    inputs = normal((3, *SHAPE))
+    layer = build(ROUTERS[name], group_images=None)
+    outputs, decision = layer(inputs, return_decision=True)
+    if name != "soft":
+        assert decision.routing.token.shape[0] == 1
+    expected = build(ROUTERS[name], group_images=3)(inputs)
+    np.testing.assert_allclose(to_numpy(outputs), to_numpy(expected), rtol=1e-6)
+
+
+def test_whole_batch_in_a_compiled_model():
+    inputs = normal((3, *SHAPE))
+    layer = build(ROUTERS["token_choice"], group_images=None)
+    x = keras.Input(SHAPE)
+    model = keras.Model(x, layer(x))
+    if keras.backend.backend() == "tensorflow":
+        # Traced once, for batches of any size.
+        with pytest.raises(ValueError, match="drop_remainder=True"):
+            model.predict(inputs, verbose=0)
+        return
+    for batch in (inputs, inputs[:1]):
+        expected = build(ROUTERS["token_choice"], group_images=len(batch))(batch)
+        actual = model.predict(batch, verbose=0)
+        np.testing.assert_allclose(actual, to_numpy(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dispatcher", ["gather", "einsum"])
+def test_tokens_are_rounded_on_their_way(dispatcher):
+    inputs = normal((2, *SHAPE))
+    layer = build(
+        ROUTERS["token_choice"], dispatcher=dispatcher, dispatch_dtype="bfloat16"
+    )
+    exact = build(ROUTERS["token_choice"], dispatcher=dispatcher)
+    outputs, (routing, _) = layer(inputs, return_decision=True)
+    _, (exact_routing, _) = exact(inputs, return_decision=True)
+    for actual, expected in zip(routing, exact_routing, strict=True):
+        np.testing.assert_array_equal(to_numpy(actual), to_numpy(expected))
+
+    def rounded(x):
+        return to_numpy(keras.ops.cast(x, "bfloat16"))
+
+    slots = layer.experts(ops.dispatch(rounded(inputs), exact_routing))
+    expected = ops.combine(rounded(slots), exact_routing, NUM_TOKENS)
+    np.testing.assert_allclose(to_numpy(outputs), to_numpy(expected), atol=1e-6)
+    assert np.abs(to_numpy(outputs) - to_numpy(exact(inputs))).max() > 1e-4
+
+
+def test_expert_dropout_is_inside_the_experts():
+    inputs = normal((2, *SHAPE))
+    layer = build(ROUTERS["token_choice"], expert_dropout_rate=0.5)
+    plain = build(ROUTERS["token_choice"])
+    np.testing.assert_array_equal(to_numpy(layer(inputs)), to_numpy(plain(inputs)))
+    kept = to_numpy(layer(inputs, training=True))
+    assert np.abs(kept - to_numpy(plain(inputs, training=True))).max() > 1e-3
+    # With everything dropped, the bias of the second bank is left.
+    kernel, bias = layer.experts.intermediate_dense.weights
+    kernel.assign(keras.ops.zeros_like(kernel))
+    bias.assign(keras.ops.zeros_like(bias))
+    np.testing.assert_array_equal(
+        to_numpy(layer(inputs, training=True)), to_numpy(layer(inputs))
+    )

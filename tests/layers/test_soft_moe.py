@@ -50,7 +50,9 @@ def test_slots_mix_the_tokens_themselves():
     randomize(layer)
     tokens = normal((2, 5, 8))
     seen = []
-    layer.moe.experts.call = lambda slots: seen.append(to_numpy(slots)) or slots
+    layer.moe.experts.call = lambda slots, training: (
+        seen.append(to_numpy(slots)) or slots
+    )
     layer(tokens)
     layer(10 * tokens)
     np.testing.assert_allclose(seen[1], 10 * seen[0], rtol=1e-4, atol=1e-4)

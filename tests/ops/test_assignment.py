@@ -4,9 +4,10 @@ import hypothesis.strategies as st
 import keras
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from keras_softmoe import ops
+from keras_softmoe.ops.assignment import PRIORITIES
 from tests import cases, twins
 from tests.references import to_numpy
 
@@ -26,9 +27,10 @@ def assert_same_slots(actual, expected):
     scores=cases.scores(),
     num_selected_experts=st.sampled_from([1, 2, 3]),
     capacity=st.sampled_from(CAPACITIES),
-    priority=st.sampled_from(["position", "max"]),
+    priority=st.sampled_from(["position", "max", "sum", "pair"]),
     seed=cases.seeds,
 )
+@settings(max_examples=40)
 def test_token_choice_is_the_queue(
     scores, num_selected_experts, capacity, priority, seed
 ):
@@ -41,6 +43,44 @@ def test_token_choice_is_the_queue(
         scores, num_selected_experts, capacity, priority, valid
     )
     assert_same_slots(actual, expected)
+
+
+@given(
+    scores=cases.scores(shapes=[(2, 8, 4)]),
+    priority=st.sampled_from(["position", "max", "sum", "pair"]),
+    keep_fraction=st.sampled_from([0.01, 0.3, 0.5, 0.99]),
+    seed=cases.seeds,
+)
+def test_skipped_tokens_choose_nothing(scores, priority, keep_fraction, seed):
+    valid = cases.padding(scores.shape[:2], seed)
+    actual = ops.token_choice(
+        scores, 2, 3, priority=priority, keep_fraction=keep_fraction, valid=valid
+    )
+    expected = twins.token_choice(scores, 2, 3, priority, valid, keep_fraction)
+    assert_same_slots(actual, expected)
+
+
+def test_pairs_of_the_papers_example():
+    # V-MoE, appendix C.1: two tokens whose choices weigh (0.7, 0.2) and (0.5, 0.4).
+    # Both second choices go to expert 2, which has one slot.
+    scores = np.array([[[0.7, 0.0, 0.2], [0.0, 0.5, 0.4]]], "float32")
+    token, _ = ops.token_choice(scores, 2, 1, priority="pair")
+    assert to_numpy(token)[0, 2, 0] == 1
+    token, _ = ops.token_choice(scores, 2, 1, priority="max")
+    assert to_numpy(token)[0, 2, 0] == 0
+
+
+def test_random_priority_is_fair_and_follows_its_seed():
+    # Four equal tokens, one slot: each gets it about once in four times.
+    scores = np.ones((400, 4, 1), "float32")
+    token, filled = ops.token_choice(scores, 1, 1, priority="random", seed=0)
+    assert np.all(to_numpy(filled))
+    share = np.bincount(to_numpy(token).ravel(), minlength=4) / 400
+    assert np.all(np.abs(share - 0.25) < 0.08)
+    again, _ = ops.token_choice(scores, 1, 1, priority="random", seed=0)
+    np.testing.assert_array_equal(to_numpy(token), to_numpy(again))
+    other, _ = ops.token_choice(scores, 1, 1, priority="random", seed=1)
+    assert np.any(to_numpy(token) != to_numpy(other))
 
 
 @given(scores=cases.scores(), capacity=st.sampled_from(CAPACITIES), seed=cases.seeds)
@@ -76,11 +116,27 @@ def test_token_choice_invariants(scores, num_selected_experts, capacity, seed):
     assert np.all(filled[..., 1:] <= filled[..., :-1])
 
 
-@pytest.mark.parametrize("priority", ["position", "max"])
+@pytest.mark.parametrize("priority", PRIORITIES)
 def test_enough_capacity_drops_no_choice(priority):
     scores = cases.array("normal", (2, 8, 4), 0)
     _, filled = ops.token_choice(scores, 2, 8, priority=priority)
     assert to_numpy(filled).sum() == 2 * 8 * 2
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+def test_priorities_agree_where_everybody_finds_a_seat(priority):
+    # Every expert is the first choice of 2 tokens and the second of 2 others.
+    scores = np.zeros((1, 8, 4), "float32")
+    for s in range(8):
+        scores[0, s, s % 4] = 0.6 + 0.01 * s
+        scores[0, s, (s + 1) % 4] = 0.3 - 0.01 * s
+    capacity = ops.expert_capacity(8 * 2, 4, 1.05, multiple_of=None)
+    token, filled = map(
+        to_numpy, ops.token_choice(scores, 2, capacity, priority=priority)
+    )
+    expected = {e: {s for s in range(8) if (e - s) % 4 < 2} for e in range(4)}
+    for e in range(4):
+        assert set(token[0, e][filled[0, e]]) == expected[e]
 
 
 def test_batch_priority_keeps_the_confident_tokens():
@@ -128,6 +184,8 @@ def test_identity_is_round_robin(shape):
         (lambda s: ops.token_choice(s, 0, 2), "0"),
         (lambda s: ops.token_choice(s, 1, 0), "0"),
         (lambda s: ops.token_choice(s, 1, 2, priority="best"), "best"),
+        (lambda s: ops.token_choice(s, 1, 2, keep_fraction=0.0), "0.0"),
+        (lambda s: ops.token_choice(s, 1, 2, keep_fraction=1.5), "1.5"),
         (lambda s: ops.expert_choice(s, 9), "9"),
         (lambda s: ops.expert_choice(s, 0), "0"),
         (lambda s: ops.identity(1, 7, 4), "7"),

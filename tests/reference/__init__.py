@@ -6,12 +6,6 @@ why the public API cannot express it; `Reference.finish` fails on the rest.
 
 # (pattern of the file name, pattern of the array name) -> reason
 INEXPRESSIBLE = {
-    (r"[ae]_soft_.*", r"(outputs|logits)_bf16"): (
-        "rounding tokens and expert outputs to bfloat16 around a float32 layer"
-    ),
-    (r"bc_layer_.*", r"(tc|ec)_einsum_bf16/.*"): (
-        "rounding tokens and expert outputs to bfloat16 around a float32 layer"
-    ),
     (r"[ae]_soft_.*", r"metrics/.*_similarity_(min|max|mean)"): (
         "cosine similarities of routing weights: no such statistic is offered"
     ),

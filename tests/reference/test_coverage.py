@@ -18,8 +18,8 @@ from tests.reference import test_reference_transport as transport
 CASES = {
     "bc_ties": ops.TIES,
     "j_posembed_resize": [*ops.ZOOMS, *ops.OTHER_TOKENS, *ops.GRIDS],
-    "bc_layer_even": ["tc_einsum", "tc_indices", "ec_einsum"],
-    "bc_layer_odd": ["tc_einsum", "tc_indices", "ec_einsum"],
+    "bc_layer_even": layers.SPARSE_CASES,
+    "bc_layer_odd": layers.SPARSE_CASES,
     **{
         name: [
             *routers.TOKEN_CHOICE_CASES,

@@ -24,6 +24,13 @@ SOFT_FILES = [
         "tiny_norms",
     )
 ]
+SPARSE_CASES = [
+    "tc_einsum",
+    "tc_indices",
+    "ec_einsum",
+    "tc_einsum_bf16",
+    "ec_einsum_bf16",
+]
 EXPERT_WEIGHTS = [
     f"Mlp/Dense_{i}/{weight}" for i in (0, 1) for weight in ("kernel", "bias")
 ]
@@ -80,6 +87,11 @@ def test_soft_layer(reference, name, set_noise):
     reference.check("combine_weights", routing.combine)
     reference.check("slot_inputs_f32", ops.dispatch(tokens, routing))
     reference.check("outputs_f32", to_numpy(outputs).reshape(inputs.shape))
+    if "noise_raw" in reference:
+        set_noise(reference.given("noise_raw"))
+    layer.dispatch_dtype = "bfloat16"
+    outputs = layer(tokens, training=not config["deterministic"])
+    reference.check("outputs_bf16", to_numpy(outputs).reshape(inputs.shape))
     check_auxiliary_loss(reference, "metrics/auxiliary_loss", summary["auxiliary_loss"])
     check_weight_means(reference, "metrics/", routing)
     finish(reference)
@@ -120,7 +132,7 @@ def sparse_router(case, config):
 
 
 @pytest.mark.parametrize("dispatcher", ["gather", "einsum"])
-@pytest.mark.parametrize("case", ["tc_einsum", "tc_indices", "ec_einsum"])
+@pytest.mark.parametrize("case", SPARSE_CASES)
 @pytest.mark.parametrize("name", ["bc_layer_even", "bc_layer_odd"])
 def test_sparse_layer(reference, name, case, dispatcher):
     reference = reference(name)
@@ -128,7 +140,10 @@ def test_sparse_layer(reference, name, case, dispatcher):
     inputs = reference.given("inputs")
     tokens = in_groups(inputs, config["group_size"])
     layer = layers.MoE(
-        sparse_router(case, config), config["mlp_dim"], dispatcher=dispatcher
+        sparse_router(case, config),
+        config["mlp_dim"],
+        dispatcher=dispatcher,
+        dispatch_dtype="bfloat16" if case.endswith("bf16") else None,
     )
     layer.build(tokens.shape)
     params = reference.given_under("params/")

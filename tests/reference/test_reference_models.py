@@ -168,6 +168,10 @@ def test_model(reference, name):
     logits = features["pooled_output"] if model is backbone else model(images)
     reference.check("logits", logits, TOLERANCE)
     check_route(reference, backbone.route(images))
+    if "logits_bf16" in reference:
+        for index in backbone.moe_layers:
+            backbone.blocks[index].moe.dispatch_dtype = "bfloat16"
+        reference.check("logits_bf16", model(images), TOLERANCE)
     reference.given_under("noisy/")
     reference.given_under("grads/")
     reference.leave({(r".*_grads", "loss"): "compared beside the gradients"})

@@ -1,0 +1,80 @@
+"""Checks of what models are built from and fed with."""
+
+
+def check_images(images, image_shape):
+    """Raise unless a batch of images has the shape that a model takes.
+
+    Keras finds out as well, but on JAX in the middle of a step, when it has taken the
+    weights out of the model and does not put them back. What has no shape (a dataset)
+    and dimensions that are not known yet pass.
+    """
+    shape = getattr(images, "shape", None)
+    if shape is None or getattr(shape, "rank", 0) is None:
+        return
+    expected = (None, *image_shape)
+    if len(shape) != 4 or any(
+        None not in sizes and sizes[0] != sizes[1]
+        for sizes in zip(shape, expected, strict=True)
+    ):
+        raise ValueError(
+            "The model takes images of shape (batch, height, width, channels) = "
+            f"{expected}. Received: images of shape {tuple(shape)}. Resize them, "
+            "repeat a grey channel, or put a single image into a batch of one."
+        )
+
+
+def pair(size):
+    """`(height, width)` of a size that may be given as one number."""
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def patch_grid(image_shape, patch_size):
+    """`(rows, columns)` of patches."""
+    if len(image_shape) != 3 or None in tuple(image_shape):
+        raise ValueError(
+            "`image_shape` must be (height, width, channels), all known. "
+            f"Received: image_shape={image_shape}."
+        )
+    height, width, _ = image_shape
+    if height % patch_size[0] or width % patch_size[1]:
+        raise ValueError(
+            "The patches must cover the image exactly: the patch size has to divide "
+            "height and width. Received: "
+            f"image_shape={tuple(image_shape)}, patch_size={patch_size}. Resize the "
+            "images or choose another patch size."
+        )
+    return height // patch_size[0], width // patch_size[1]
+
+
+def router_of_block(moe_layers, router, num_layers):
+    """Dict from the index of each MoE block to its (template of a) router."""
+    wrong = [index for index in moe_layers if index not in range(num_layers)]
+    if wrong or len(set(moe_layers)) < len(moe_layers):
+        raise ValueError(
+            f"`moe_layers` counts blocks from 0 to {num_layers - 1}, each at most "
+            "once. "
+            f"Received: moe_layers={moe_layers}, num_layers={num_layers}."
+        )
+    if not isinstance(router, list | tuple):
+        if bool(moe_layers) != (router is not None):
+            raise ValueError(
+                "`moe_layers` and `router` go together: give both for mixtures of "
+                "experts, neither for a dense model. Received: "
+                f"moe_layers={moe_layers}, router={router!r}."
+            )
+        return dict.fromkeys(moe_layers, router)
+    if len(router) != len(moe_layers):
+        raise ValueError(
+            "A list of routers has one for each MoE block. Received: "
+            f"{len(router)} routers for moe_layers={moe_layers}."
+        )
+    return dict(zip(moe_layers, router, strict=True))
+
+
+def check_choice(argument, value, accepted):
+    """Raise unless the value of an argument is among the accepted ones."""
+    if value not in accepted:
+        raise ValueError(
+            f"Unknown `{argument}`. Accepted: {', '.join(map(repr, accepted))}. "
+            f"Received: {argument}={value!r}."
+        )

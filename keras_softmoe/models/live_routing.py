@@ -1,0 +1,79 @@
+"""Settings of routers that may change while a model lives."""
+
+from keras_softmoe.routers.token_choice import TokenChoiceRouter
+
+# What `from_preset` takes beside the arguments of the classes.
+LIVE_SETTINGS = TokenChoiceRouter.live_settings
+
+
+class LiveRouting:
+    """Mixin of models whose compiled functions follow their routers.
+
+    A compiled `predict`, `fit` or `evaluate` has the settings of its routers built
+    in. Before each call the model compares, and compiles anew after a change. A model
+    of another class around ours does not: compile it again.
+
+    A subclass has `routers`, a dict from the index of a block to its router, and asks
+    `rerouted` in its `make_train_function` and the like. (KerasHub takes the first base
+    of a task for the kind of task, so the mixin comes last and cannot override them.)
+    """
+
+    def set_routing(self, layers=None, **settings):
+        """Change settings of the routers, for the next `predict`, `fit` or `evaluate`.
+
+        Args:
+            layers: the MoE blocks to change, counted as in `moe_layers`. `None`: all.
+            **settings: what to change: `capacity_factor`, `eval_capacity_factor` and
+                `random_logits` of all sparse routers; `num_selected_experts`,
+                `priority`, `keep_fraction` and `normalize_gates` of those in which
+                tokens choose.
+
+        Raises:
+            ValueError: if a block has no router, a router has no such setting, or a
+                value is not accepted. The model is then unchanged.
+
+        Source: V-MoE, sections 2.4 and 4 and appendix E.4: `K` and `C` may differ from
+        those in training, "layer-wise" too (appendix E.3).
+
+        Example:
+
+        >>> model.set_routing(priority="max", capacity_factor=0.5)
+        >>> model.set_routing(layers=[3], num_selected_experts=1)
+        """
+        routers = self.routers
+        layers = list(routers) if layers is None else list(layers)
+        wrong = [index for index in layers if index not in routers]
+        if wrong:
+            raise ValueError(
+                "`layers` names blocks without a router. The MoE blocks are "
+                f"{sorted(routers)}. Received: layers={layers}."
+            )
+        if settings and not routers:
+            raise ValueError(
+                "A dense model has no routers to set. Received: "
+                f"{', '.join(settings)}. Leave these settings out."
+            )
+        for index in layers:
+            routers[index].with_settings(**settings)
+        for index in layers:
+            routers[index].update(**settings)
+
+    def rerouted(self, function):
+        """Whether the routers have changed since this was asked for a function.
+
+        Args:
+            function: `"train"`, `"test"` or `"predict"`.
+
+        Returns:
+            bool. `True` too if it was never asked.
+        """
+        now = {index: router.get_config() for index, router in self.routers.items()}
+        before = self.__dict__.setdefault("_compiled_routing", {})
+        changed = before.get(function) != now
+        before[function] = now
+        return changed
+
+
+def pop_live_settings(arguments):
+    """Take the settings of routers out of the arguments of `from_preset`."""
+    return {name: arguments.pop(name) for name in LIVE_SETTINGS if name in arguments}
