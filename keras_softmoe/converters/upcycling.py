@@ -20,8 +20,9 @@ def upcycle(dense, moe_layers, router, group_images=1, dispatcher="auto"):
       drop nothing takes `capacity_factor=num_experts / num_selected_experts`, which
       leaves room for every token at every expert. With other gates a token gets its
       MLP's output times the sum of its gates, with less room possibly nothing.
-    - Expert choice: no. How many experts take a token, and with which weights, is up
-      to them, and a token that none takes gets nothing.
+    - Expert choice: only with `capacity_factor=num_experts`, where every expert takes
+      all tokens. Otherwise it is up to the experts how many of them take a token, and
+      a token that none takes gets nothing.
     - Soft routing: no, whatever the weights. An expert sees averages of tokens, and
       the MLP of an average is not the average of MLPs: its GELU is not linear.
 
@@ -36,7 +37,7 @@ def upcycle(dense, moe_layers, router, group_images=1, dispatcher="auto"):
         dispatcher: how tokens reach their slots, see `layers.MoE`.
 
     Returns:
-        A model of the same class, not compiled if it is a backbone.
+        A model of the same class.
 
     Raises:
         ValueError: if `dense` has experts already, or `moe_layers` and `router` do not

@@ -180,8 +180,8 @@ def too_many_slices(files):
 
 
 def too_fine_a_grid(files):
-    shape = (8,) * 5
-    boxes = writer.boxes_of(shape, (tuple(range(1, 8)),) * 5)
+    shape = (8, 8, 8, 8, 3)
+    boxes = writer.boxes_of(shape, [range(1, size) for size in shape])
     files.leaf(shape=shape, boxes=boxes, places=[0] * len(boxes))
 
 
@@ -347,7 +347,7 @@ SPOILERS = {
     slice_of_another_rank: "is not one of 'head'",
     slice_with_a_step: "Expected NoneType",
     too_many_slices: "Over 65536 slices",
-    too_fine_a_grid: "in 32768 pieces along 5 axes",
+    too_fine_a_grid: "in 12288 pieces along 5 axes",
     data_file_out_of_range: "'head' lies in data file 2, of 2",
     negative_data_file: "'head' lies in data file -1",
     fewer_places_than_slices: "Expected an array of 2, found 1",
