@@ -6,19 +6,25 @@ A preset is a directory in KerasHub's format: `config.json` (architecture),
 model card). In ours, `metadata.json` also tells the `kind`:
 
 - `"trained"`: real weights, trained with the script that is named in its card.
+- `"convertible"`: weights released by others. They are downloaded and converted when
+  they are first asked for, and kept in the cache of Keras.
 - `"architecture"`: the weights were never released. Load with `load_weights=False`.
 """
 
 import contextlib
 import difflib
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from keras_softmoe import converters
+
 CONFIG_FILE = "config.json"
 METADATA_FILE = "metadata.json"
+PREPROCESSOR_FILE = "preprocessor.json"
 TASK_FILE = "task.json"
 TASK_WEIGHTS_FILE = "task.weights.h5"
 WEIGHTS_FILES = ("model.weights.h5", "model.weights.json")
@@ -33,12 +39,15 @@ class Preset(NamedTuple):
 
     Attributes:
         name: str, what `from_preset` takes.
-        kind: `"trained"` or `"architecture"`.
+        kind: `"trained"`, `"convertible"` or `"architecture"`.
         description: str, one sentence.
         source: str, paper and section, or the training script.
         licence: str, of the weights.
         parameters: int, parameters of the backbone.
         path: `pathlib.Path` of the directory.
+        checkpoint: str or `None`, where a convertible preset's weights come from.
+        accuracy: dict from data set to the published accuracy, from 0 to 1. Empty if
+            none was published; what it was measured on is in the card.
     """
 
     name: str
@@ -48,6 +57,8 @@ class Preset(NamedTuple):
     licence: str
     parameters: int
     path: Path
+    checkpoint: str | None = None
+    accuracy: dict = {}
 
 
 def names():
@@ -88,6 +99,8 @@ def describe(name):
             licence=metadata["licence"],
             parameters=metadata["parameter_count"],
             path=path,
+            checkpoint=metadata.get("checkpoint"),
+            accuracy=metadata.get("accuracy", {}),
         )
 
 
@@ -100,11 +113,12 @@ def resolve(preset, load_weights=True):
         load_weights: bool, whether weights are wanted.
 
     Returns:
-        str, a directory or the handle.
+        str, a directory or the handle. For a convertible preset with weights that is
+        a directory of the cache, where it is put first if it is not there yet.
 
     Raises:
         ValueError: if the name is unknown, the directory is not a preset of this
-            library, or weights are wanted that do not exist.
+            library, or weights are wanted that do not exist or cannot be fetched.
     """
     if str(preset).startswith(_REMOTE):
         return str(preset)
@@ -114,6 +128,8 @@ def resolve(preset, load_weights=True):
         path = _directory(str(preset))
     _check_config(path)
     if load_weights and not any((path / file).is_file() for file in WEIGHTS_FILES):
+        if _kind(path) == "convertible":
+            return convert(path.name)
         if _kind(path) == "architecture":
             raise ValueError(
                 f"The preset {path.name!r} describes an architecture whose weights "
@@ -155,6 +171,93 @@ def check_task(preset, load_weights=True):
             "is missing. Copy the file there, save the preset again, or start from a "
             "new head: `from_preset(..., num_classes=10)`."
         )
+
+
+def convert(name, prefix=None, verbose=1):
+    """Convert a released checkpoint to the preset of this name, once.
+
+    `from_preset` does it when the preset is first loaded, downloading the checkpoint
+    from where it was released. Where that is out of reach, fetch the files elsewhere
+    and call this with the `prefix` of the copies; `from_preset` then finds the preset.
+
+    Presets are kept in `keras_softmoe/` below the directory of Keras: the one that the
+    variable `KERAS_HOME` names, or `~/.keras`. Delete a directory there to have it
+    made anew.
+
+    Args:
+        name: str, the name of a convertible preset.
+        prefix: str or path, the common part of the checkpoint's files, before
+            `.index`. `None`: download them.
+        verbose: 0 or 1, whether to show progress.
+
+    Returns:
+        str, the preset's directory in the cache. If it is there already, nothing else
+        is done.
+
+    Raises:
+        ValueError: if the preset is none that is converted, the checkpoint cannot be
+            fetched (the message says what to do by hand), or it is damaged or another
+            model's.
+
+    Example:
+
+    >>> name = "vmoe_small_patch32_last2_8e_384_imagenet_light"
+    >>> prefix = "downloads/vmoe_s32_last2_ilsvrc2012_randaug_light1_ft_ilsvrc2012"
+    >>> ksm.presets.convert(name, prefix)
+    >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name)
+    """
+    preset = describe(name)
+    if preset.kind != "convertible":
+        convertible = [n for n in names() if _kind(_root() / n) == "convertible"]
+        raise ValueError(
+            f"The preset {name!r} is not converted from a checkpoint: its kind is "
+            f"{preset.kind!r}. Convertible are: {', '.join(convertible)}."
+        )
+    target = _cache() / name
+    # It is put there as a whole, or not at all.
+    if target.is_dir():
+        return str(target)
+    if prefix is not None:
+        return _convert(preset, prefix, target, verbose)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download.") as folder:
+        try:
+            prefix = converters.download_checkpoint(preset.checkpoint, folder, verbose)
+        except (OSError, converters.CheckpointError) as error:
+            url, file = preset.checkpoint, preset.checkpoint.rpartition("/")[2]
+            raise ValueError(
+                f"The weights of the preset {name!r} come from a released checkpoint, "
+                "which could not be fetched. Where there is a network, fetch these "
+                f"files: {url}.index and all of {url}.data-00000-of-... (the last "
+                f"number is how many there are), for example with `gcloud storage cp "
+                f'"{url}.index" "{url}.data-*" FOLDER`. Then convert them, once: '
+                f'`keras_softmoe.presets.convert("{name}", prefix="FOLDER/{file}")`. '
+                f"Reason: {error}"
+            ) from error
+        return _convert(preset, prefix, target, verbose)
+
+
+def _convert(preset, prefix, target, verbose):
+    with explained(preset.path):
+        backbone, task, preprocessor = (
+            json.loads((preset.path / file).read_text(encoding="utf-8"))
+            for file in (CONFIG_FILE, TASK_FILE, PREPROCESSOR_FILE)
+        )
+    checkpoint = converters.read_checkpoint(prefix)
+    config = {**backbone["config"], "num_classes": task["config"]["num_classes"]}
+    try:
+        converters.convert_as_configured(
+            checkpoint, target, config, preprocessor, verbose
+        )
+    except ValueError as error:
+        error.add_note(f"The checkpoint of {preset.name!r} is {preset.checkpoint}.")
+        raise
+    return str(target)
+
+
+def _cache():
+    home = os.environ.get("KERAS_HOME") or Path("~", ".keras").expanduser()
+    return Path(home, "keras_softmoe")
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ def test_describe_with_damaged_metadata(catalogue, content):
 def test_real_catalogue():
     for name in presets.names():
         preset = presets.describe(name)
-        assert preset.kind in ("trained", "architecture")
+        assert preset.kind in ("trained", "convertible", "architecture")
         assert preset.parameters > 0
         assert preset.description and preset.source and preset.licence
         has_weights = any((preset.path / f).is_file() for f in presets.WEIGHTS_FILES)

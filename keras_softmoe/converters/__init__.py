@@ -3,7 +3,13 @@
 from keras_softmoe.converters.checkpoint import Checkpoint as Checkpoint
 from keras_softmoe.converters.checkpoint import read_checkpoint as read_checkpoint
 from keras_softmoe.converters.convert import (
+    convert_as_configured as convert_as_configured,
+)
+from keras_softmoe.converters.convert import (
     convert_vmoe_checkpoint as convert_vmoe_checkpoint,
+)
+from keras_softmoe.converters.download import (
+    download_checkpoint as download_checkpoint,
 )
 from keras_softmoe.converters.stream import CheckpointError as CheckpointError
 from keras_softmoe.converters.upcycling import upcycle as upcycle

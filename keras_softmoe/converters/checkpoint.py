@@ -10,6 +10,7 @@ import numpy as np
 from keras_softmoe.converters.checkpoint_index import (
     NDARRAY,
     SLICE_ND,
+    data_path,
     read_box,
     read_dtype,
     read_index,
@@ -127,7 +128,6 @@ def read_checkpoint(prefix):
     """
     prefix = os.fspath(prefix)
     entries, shard_count = read_index(prefix)
-    paths = [f"{prefix}.data-{i:05d}-of-{shard_count:05d}" for i in range(shard_count)]
     # Data file -> number of the array -> the boxes that the index says are in it
     promised = collections.defaultdict(lambda: collections.defaultdict(set))
     for number, entry in enumerate(entries):
@@ -135,10 +135,11 @@ def read_checkpoint(prefix):
             promised[shard][number].add(box)
     places = [{} for _ in entries]
     for shard, boxes in sorted(promised.items()):
-        with opened(paths[shard]) as (file, size):
-            stream = Stream(file, size, paths[shard])
+        path = data_path(prefix, shard, shard_count)
+        with opened(path) as (file, size):
+            stream = Stream(file, size, path)
             for number, box, offset in _find_chunks(stream, entries, boxes):
-                places[number][box] = (paths[shard], offset)
+                places[number][box] = (path, offset)
     return Checkpoint(
         {entry.name: _lazy(entry, places[i]) for i, entry in enumerate(entries)}
     )

@@ -112,6 +112,11 @@ def read_index(prefix):
     return entries, shard_count
 
 
+def data_path(prefix, shard, shard_count):
+    """Path of a data file, by its number."""
+    return f"{prefix}.data-{shard:05d}-of-{shard_count:05d}"
+
+
 def read_box(stream):
     """Read the payload of a slice: `(start, stop)` for each axis."""
     box = []

@@ -14,6 +14,8 @@ from keras_softmoe.converters.checkpoint import Checkpoint, read_checkpoint
 from keras_softmoe.converters.vit import read_vit_checkpoint
 from keras_softmoe.converters.vmoe import load_vmoe_params
 
+_PACKAGE = __name__.partition(".")[0]
+
 
 def convert_vmoe_checkpoint(
     prefix,
@@ -108,12 +110,12 @@ def convert_vmoe_checkpoint(
                 "dispatch_dtype": dispatch_dtype,
             }
         if preprocessor is None:
-            preprocessor = registered("ViTMoEImageClassifierPreprocessor")(
-                registered("ViTMoEImageConverter")(image_size=image_shape[:2])
+            preprocessor = _registered("ViTMoEImageClassifierPreprocessor")(
+                _registered("ViTMoEImageConverter")(image_size=image_shape[:2])
             )
-        model = registered("ViTMoEBackbone")(**arguments)
+        model = _registered("ViTMoEBackbone")(**arguments)
         if architecture.num_classes is not None:
-            model = registered("ViTMoEImageClassifier")(
+            model = _registered("ViTMoEImageClassifier")(
                 model, architecture.num_classes, preprocessor=preprocessor
             )
         load_vmoe_params(model, checkpoint, verbose=verbose)
@@ -124,19 +126,72 @@ def convert_vmoe_checkpoint(
     return str(preset_dir)
 
 
-def registered(class_name):
-    """A class of this library, by the name under which it is registered with Keras.
+def convert_as_configured(checkpoint, preset_dir, config, preprocessor, verbose=1):
+    """Convert a checkpoint whose model is known beforehand.
 
     Args:
-        class_name: str.
+        checkpoint: `Checkpoint`.
+        preset_dir: str or path of the directory to write, see
+            `convert_vmoe_checkpoint`.
+        config: dict, the configuration of the backbone as a preset has it, and
+            `"num_classes"`. Whether there are pre-logits is left to the checkpoint.
+        preprocessor: dict, the serialized preprocessor.
+        verbose: 0 or 1, whether to show a progress bar.
+
+    Raises:
+        ValueError: if the checkpoint is another model's.
+    """
+    found = read_architecture(checkpoint.shapes)._asdict()
+    router = keras.saving.deserialize_keras_object(config["router"])
+    expected = {**config, "num_experts": router.num_experts}
+    differing = [
+        f"{key} is {value}, not {expected[key]}"
+        for key, value in found.items()
+        if key in expected and key != "representation_dim"
+        # In JSON all sequences are lists.
+        if (list(value) if isinstance(value, tuple) else value) != expected[key]
+    ]
+    if differing:
+        raise ValueError(
+            f"The checkpoint is that of another model: {'; '.join(differing)}."
+        )
+    convert_vmoe_checkpoint(
+        checkpoint,
+        preset_dir,
+        image_shape=config["image_shape"],
+        router=router,
+        group_images=config["group_images"],
+        dispatch_dtype=config["dispatch_dtype"],
+        preprocessor=_revive(preprocessor),
+        verbose=verbose,
+    )
+
+
+def _revive(config):
+    """Make an object of this library from its serialized form.
+
+    Keras finds a class by the name that it is registered under when its module is
+    imported, and imports only modules of its own packages for that. Ours are imported
+    here.
+
+    Args:
+        config: dict, as `keras.saving.serialize_keras_object` makes it.
 
     Returns:
-        The class.
+        The object.
     """
-    package = __name__.partition(".")[0]
-    # Classes are registered when their module is imported.
-    importlib.import_module(f"{package}.models")
-    return keras.saving.get_registered_object(f"{package}>{class_name}")
+    _import_models()
+    return keras.saving.deserialize_keras_object(config)
+
+
+def _registered(class_name):
+    """A class of this library, by the name under which Keras has it registered."""
+    _import_models()
+    return keras.saving.get_registered_object(f"{_PACKAGE}>{class_name}")
+
+
+def _import_models():
+    importlib.import_module(f"{_PACKAGE}.models")
 
 
 def _parameters(prefix):
