@@ -14,3 +14,13 @@ from keras_softmoe.evaluation.ridge import sample_support as sample_support
 from keras_softmoe.evaluation.routing import RoutingMaps as RoutingMaps
 from keras_softmoe.evaluation.routing import main_experts as main_experts
 from keras_softmoe.evaluation.routing import routing_maps as routing_maps
+from keras_softmoe.evaluation.statistics import (
+    RoutingStatistics as RoutingStatistics,
+)
+from keras_softmoe.evaluation.statistics import (
+    routing_statistics as routing_statistics,
+)
+from keras_softmoe.evaluation.sweeps import RouterAblation as RouterAblation
+from keras_softmoe.evaluation.sweeps import SweepRow as SweepRow
+from keras_softmoe.evaluation.sweeps import random_routers as random_routers
+from keras_softmoe.evaluation.sweeps import routing_sweep as routing_sweep

@@ -63,24 +63,9 @@ def routing_maps(model, images, layer=None, preprocessor=None):
     >>> maps.dispatch.shape
     (4, 8, 8, 16, 4)
     """
-    if isinstance(getattr(model, "backbone", None), keras.Model):
-        preprocessor = preprocessor or model.preprocessor
-        model = model.backbone
+    model, preprocessor = backbone_of(model, preprocessor)
     layer = _check_layer(model, layer)
-    if preprocessor is not None:
-        images = preprocessor(images)
-    elif "int" in keras.backend.standardize_dtype(images.dtype):
-        raise ValueError(
-            "Integer images need a preprocessor that scales them to [-1, 1]. "
-            f"Received: images of dtype={images.dtype}, preprocessor=None. Pass the "
-            "preset's `ViTMoEImageConverter`, or the task in place of its backbone."
-        )
-    images = ops.convert_to_numpy(images).astype("float32")
-    if images.shape[1:] != model.image_shape or not len(images):
-        raise ValueError(
-            f"The model takes batches of {model.image_shape} images. Received: images "
-            f"of shape={images.shape}. Add the batch axis, or resize them first."
-        )
+    images = prepared(model, images, preprocessor)
     routing = model.route(images)[layer].routing
     # Tokens of an image, then of a group.
     num_tokens = model.output["sequence_output"].shape[1]
@@ -115,6 +100,37 @@ def main_experts(maps):
     return np.where(dropped, -1, weight.argmax(axis=-1))
 
 
+def backbone_of(model, preprocessor=None):
+    """The backbone of a task (or the model itself) and the preprocessor to use."""
+    if isinstance(getattr(model, "backbone", None), keras.Model):
+        return model.backbone, preprocessor or model.preprocessor
+    return model, preprocessor
+
+
+def prepared(backbone, images, preprocessor):
+    """Images as the backbone takes them, a float32 array.
+
+    Raises:
+        ValueError: if they are not a batch that the model takes.
+    """
+    if preprocessor is not None:
+        images = preprocessor(images)
+    elif "int" in keras.backend.standardize_dtype(images.dtype):
+        raise ValueError(
+            "Integer images need a preprocessor that scales them to [-1, 1]. "
+            f"Received: images of dtype={images.dtype}, preprocessor=None. Pass the "
+            "preset's `ViTMoEImageConverter`, or the task in place of its backbone."
+        )
+    images = ops.convert_to_numpy(images).astype("float32")
+    if images.shape[1:] != backbone.image_shape or not len(images):
+        raise ValueError(
+            f"The model takes batches of {backbone.image_shape} images. Received: "
+            f"images of shape={images.shape}. Add the batch axis, or resize them "
+            "first."
+        )
+    return images
+
+
 def _to_patches(weights, num_tokens, grid):
     """`(G, tokens of a group, E, C)` to `(images, rows, columns, E, C)`."""
     weights = ops.convert_to_numpy(weights)
@@ -124,7 +140,8 @@ def _to_patches(weights, num_tokens, grid):
     return weights[:, first:].reshape(-1, *grid, *slots)
 
 
-def _check_layer(backbone, layer):
+def check_has_routers(backbone):
+    """Raise unless the model has MoE blocks."""
     moe_layers = getattr(backbone, "moe_layers", ())
     if not moe_layers:
         raise ValueError(
@@ -132,6 +149,11 @@ def _check_layer(backbone, layer):
             f"or a task that has one. Received: {type(backbone).__name__} with "
             f"moe_layers={moe_layers}."
         )
+
+
+def _check_layer(backbone, layer):
+    check_has_routers(backbone)
+    moe_layers = backbone.moe_layers
     if layer is None:
         return moe_layers[0]
     if layer not in moe_layers:
