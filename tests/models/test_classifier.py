@@ -13,7 +13,7 @@ NUM_IMAGES = 50
 pytestmark = [tiny.FITTING, tiny.LOADING]
 
 
-@pytest.mark.parametrize("group_images", [1, 4])
+@pytest.mark.parametrize("group_images", [1, 8])
 def test_fit_evaluate_predict_in_any_batch_size(group_images):
     router = tiny.SOFT if group_images == 1 else tiny.SPARSE
     model = tiny.classifier(
@@ -21,7 +21,7 @@ def test_fit_evaluate_predict_in_any_batch_size(group_images):
     )
     x, y = tiny.pixels(NUM_IMAGES), tiny.labels(NUM_IMAGES)
     predictions, losses = [], []
-    # 50 is 7 times 7 and a batch of one, 32 and 18, or 12 groups of four and a half.
+    # 50 is 7 times 7 and a batch of one, 32 and 18, and 6 groups of eight and a quarter.
     for batch_size in (1, 7, 32):
         predictions.append(tiny.predict(model, x, batch_size=batch_size))
         assert predictions[-1].shape == (NUM_IMAGES, tiny.NUM_CLASSES)
@@ -40,6 +40,18 @@ def test_fit_evaluate_predict_in_any_batch_size(group_images):
             # Softmax does not feel what is added to all keys.
             if not weight.path.endswith("key/bias"):
                 assert np.abs(to_numpy(weight) - old).max() > 0, weight.path
+
+
+@pytest.mark.parametrize("group_images", [1, 2])
+def test_images_compete_only_inside_their_group(group_images):
+    model = tiny.classifier(router=tiny.SPARSE, group_images=group_images)
+    x = tiny.pixels(4)
+    together = tiny.predict(model, x, batch_size=4)
+    alone = tiny.predict(model, x, batch_size=1)
+    in_pairs = tiny.predict(model, x, batch_size=2)
+    np.testing.assert_allclose(in_pairs, together, rtol=1e-5, atol=1e-6)
+    same = np.allclose(alone, together, rtol=1e-5, atol=1e-6)
+    assert same == (group_images == 1)
 
 
 def test_fit_learns():

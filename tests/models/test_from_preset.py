@@ -143,6 +143,23 @@ def test_other_resolution(tmp_path, pooling, image_shape):
     )
 
 
+def test_fine_tuning_at_another_resolution(tmp_path):
+    path = save(tiny.classifier(router=tiny.SPARSE, pooling="gap"), tmp_path)
+    model = models.ViTMoEImageClassifier.from_preset(
+        path, num_classes=2, image_shape=(12, 12, 3)
+    )
+    weights = [
+        model.backbone.get_layer("position_embedding").embedding,
+        model.output_dense.kernel,
+    ]
+    before = [to_numpy(weight) for weight in weights]
+    # Two steps: the new head starts from zeros and passes nothing on in the first.
+    model.fit(tiny.pixels(4), tiny.labels(4) % 2, batch_size=4, epochs=2, verbose=0)
+    for weight, old in zip(weights, before, strict=True):
+        change = np.abs(to_numpy(weight) - old).max()
+        assert np.isfinite(change) and change > 0
+
+
 def test_other_resolution_without_learned_positions(tmp_path):
     model = tiny.backbone(position_embedding="sincos2d")
     path = save(model, tmp_path)
