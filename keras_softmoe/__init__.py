@@ -26,6 +26,7 @@ _LAZY_ROOMS = (
     "evaluation",
     "models",
     "presets",
+    "training",
     "visualization",
 )
 

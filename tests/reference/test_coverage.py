@@ -11,6 +11,7 @@ from tests.reference import test_reference_layers as layers
 from tests.reference import test_reference_models as models
 from tests.reference import test_reference_ops as ops
 from tests.reference import test_reference_routers as routers
+from tests.reference import test_reference_training as training
 from tests.reference import test_reference_transport as transport
 
 # File -> cases, where its arrays belong to cases. The tests of the other files compare
@@ -38,8 +39,15 @@ CASES = {
         for prefix, cases in transport.TRANSPORT.items()
         for size in transport.SIZES
     },
+    "l_optimizers": [*training.OPTIMIZERS, *training.GRADIENTS],
 }
-WHOLE_FILES = ["i_capacity", *layers.SOFT_FILES, *models.MODELS]
+WHOLE_FILES = [
+    "i_capacity",
+    "h_schedules",
+    *layers.SOFT_FILES,
+    *models.MODELS,
+    *training.TRAINED,
+]
 SHARED_ARRAYS = {"inputs", "gates", "logits", "softmax", "cotangent"}
 
 
@@ -54,7 +62,8 @@ def test_every_file_is_named(reference):
     reference("i_capacity")
     directory = pathlib.Path(os.environ["KSM_REFERENCE"])
     files = {p.stem for p in directory.glob("*.npz")}
-    ours = {name for name in files if name.split("_")[0] in "a b c d bc e i j".split()}
+    letters = "a b c d bc e h i j l".split()
+    ours = {name for name in files if name.split("_")[0] in letters}
     assert ours == {*CASES, *WHOLE_FILES}
 
 

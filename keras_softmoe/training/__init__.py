@@ -1,0 +1,27 @@
+"""Schedules, optimizers and recipes of the papers' trainings."""
+
+from keras_softmoe.training.losses import SigmoidCrossentropy as SigmoidCrossentropy
+from keras_softmoe.training.optimizers import SGD as SGD
+from keras_softmoe.training.optimizers import Adam as Adam
+from keras_softmoe.training.pipeline import AUGMENTATIONS as AUGMENTATIONS
+from keras_softmoe.training.pipeline import Augmentation as Augmentation
+from keras_softmoe.training.pretraining_recipes import (
+    imagenet_from_scratch as imagenet_from_scratch,
+)
+from keras_softmoe.training.pretraining_recipes import (
+    soft_moe_pretraining as soft_moe_pretraining,
+)
+from keras_softmoe.training.pretraining_recipes import (
+    vmoe_pretraining as vmoe_pretraining,
+)
+from keras_softmoe.training.recipe import Recipe as Recipe
+from keras_softmoe.training.schedules import WarmupCosineDecay as WarmupCosineDecay
+from keras_softmoe.training.schedules import (
+    WarmupExponentialDecay as WarmupExponentialDecay,
+)
+from keras_softmoe.training.schedules import (
+    WarmupPolynomialDecay as WarmupPolynomialDecay,
+)
+from keras_softmoe.training.schedules import WarmupRsqrtDecay as WarmupRsqrtDecay
+from keras_softmoe.training.transfer_recipes import finetuning as finetuning
+from keras_softmoe.training.transfer_recipes import vtab as vtab

@@ -1,0 +1,51 @@
+"""The loss with which the papers pretrain."""
+
+import keras
+from keras import ops
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class SigmoidCrossentropy(keras.losses.Loss):
+    """Binary cross-entropy of every class, summed over the classes.
+
+    Takes labels that are one-hot, multi-hot (an image with several true classes) or
+    mixed. `keras.losses.BinaryCrossentropy` takes the *mean* over the classes instead,
+    which is `num_classes` times smaller: beside it the routers' balancing losses weigh
+    that much more than in the papers, and a limit on the gradient that much less.
+
+    A head whose logits are 0 has the loss `num_classes * log(2)`,
+    nearly all of it because no class is likely. The released code therefore starts the
+    bias of the head at `-log(num_classes)`.
+
+    Args:
+        reduction: how the images of a batch are combined, see `keras.losses.Loss`.
+        name: str, name of the loss.
+        dtype: dtype in which it is computed, see `keras.losses.Loss`.
+
+    Call arguments:
+        y_true: `(B, num_classes)` tensor, labels from 0 to 1.
+        y_pred: `(B, num_classes)` tensor, logits.
+
+    Returns: `()` tensor, the mean over the images.
+
+    Source: V-MoE's and Soft MoE's released code ("sigmoid_xent"); the papers do not
+    name their loss.
+
+    Example:
+
+    >>> classifier.compile("adam", loss=ksm.training.SigmoidCrossentropy())
+    """
+
+    def __init__(
+        self,
+        reduction="sum_over_batch_size",
+        name="sigmoid_crossentropy",
+        dtype=None,
+    ):
+        super().__init__(reduction=reduction, name=name, dtype=dtype)
+
+    def call(self, y_true, y_pred):
+        y_pred = ops.convert_to_tensor(y_pred)
+        y_true = ops.cast(y_true, y_pred.dtype)
+        mean = ops.binary_crossentropy(y_true, y_pred, from_logits=True)
+        return ops.sum(mean, axis=-1)

@@ -1,0 +1,267 @@
+"""Adam and SGD: rules by variable, order of operations, averages, saving."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_softmoe import training
+from tests.references import to_numpy
+
+SCHEDULE = training.WarmupPolynomialDecay(0.1, 8, 2)
+BOTH = pytest.mark.parametrize("cls", [training.Adam, training.SGD])
+
+
+def make_variables(dtype="float32"):
+    rng = np.random.default_rng(0)
+    made = []
+    for scope, name, shape in (
+        ("block", "kernel", (3, 2)),
+        ("block", "bias", (2,)),
+        ("predictions", "kernel", (2, 4)),
+    ):
+        with keras.name_scope(scope):
+            value = rng.normal(size=shape)
+            made.append(keras.Variable(value, name=name, dtype=dtype))
+    return made
+
+
+def make_gradients(variables, steps):
+    rng = np.random.default_rng(1)
+    return [[rng.normal(size=v.shape) for v in variables] for _ in range(steps)]
+
+
+def apply(optimizer, variables, gradients):
+    """Values of the variables after each step."""
+    history = []
+    for step in gradients:
+        tensors = [
+            keras.ops.convert_to_tensor(g, v.dtype)
+            for g, v in zip(step, variables, strict=True)
+        ]
+        optimizer.apply(tensors, variables)
+        history.append([to_numpy(v.value).astype("float64") for v in variables])
+    return history
+
+
+def assert_equal(actual, expected, rtol=2e-5):
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6)
+
+
+def adam_twin(values, gradients, rates, decays, epsilon=1e-8):
+    """The Adam paper's algorithm 1, then decay and learning rate."""
+    first = [np.zeros_like(v) for v in values]
+    second = [np.zeros_like(v) for v in values]
+    for step, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), 1):
+        for i, g in enumerate(gradient):
+            first[i] = 0.9 * first[i] + 0.1 * g
+            second[i] = 0.999 * second[i] + 0.001 * g**2
+            root = np.sqrt(second[i] / (1 - 0.999**step))
+            update = first[i] / (1 - 0.9**step) / (root + epsilon)
+            values[i] = values[i] - rate * (update + decays[i] * values[i])
+    return values
+
+
+def sgd_twin(values, gradients, rates, decays, momentum=0.9, nesterov=False):
+    moments = [np.zeros_like(v) for v in values]
+    for gradient, rate in zip(gradients, rates, strict=True):
+        for i, g in enumerate(gradient):
+            moments[i] = momentum * moments[i] + g
+            update = g + momentum * moments[i] if nesterov else moments[i]
+            values[i] = values[i] - rate * (update + decays[i] * values[i])
+    return values
+
+
+RULES = [("predictions/kernel", 3.0), ("kernel$", 0.3)]
+DECAYS = [0.3, 0.0, 3.0]
+
+
+def rates_of(steps):
+    return to_numpy(SCHEDULE(np.arange(steps)))
+
+
+def initial(variables):
+    return [to_numpy(v.value).astype("float64") for v in variables]
+
+
+def test_adam():
+    variables = make_variables()
+    gradients = make_gradients(variables, 5)
+    # As small as epsilon, where it matters what epsilon is added to.
+    gradients = [[1e-7 * a, b, c] for a, b, c in gradients]
+    expected = adam_twin(initial(variables), gradients, rates_of(5), DECAYS)
+    optimizer = training.Adam(SCHEDULE, weight_decay_rules=RULES)
+    assert_equal(apply(optimizer, variables, gradients)[-1], expected)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd(nesterov):
+    variables = make_variables()
+    gradients = make_gradients(variables, 5)
+    expected = sgd_twin(
+        initial(variables), gradients, rates_of(5), DECAYS, nesterov=nesterov
+    )
+    optimizer = training.SGD(
+        SCHEDULE, momentum=0.9, nesterov=nesterov, weight_decay_rules=RULES
+    )
+    assert_equal(apply(optimizer, variables, gradients)[-1], expected)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_at_a_constant_rate_is_that_of_keras(momentum):
+    results = []
+    for cls in (training.SGD, keras.optimizers.SGD):
+        variables = make_variables()
+        optimizer = cls(0.1, momentum=momentum, weight_decay=0.2, clipnorm=1.0)
+        results.append(apply(optimizer, variables, make_gradients(variables, 4))[-1])
+    assert_equal(*results)
+
+
+@BOTH
+def test_first_matching_rule_decides(cls):
+    variables = make_variables()
+    start = initial(variables)
+    optimizer = cls(0.1, weight_decay_rules=RULES)
+    zeros = [[np.zeros(v.shape) for v in variables]] * 2
+    end = apply(optimizer, variables, zeros)[-1]
+    expected = [(1 - 0.1 * d) ** 2 * v for d, v in zip(DECAYS, start, strict=True)]
+    assert_equal(end, expected)
+    np.testing.assert_array_equal(end[1], start[1])
+
+
+@BOTH
+def test_gradients_are_scaled_before_they_are_clipped(cls):
+    variables = make_variables()
+    (gradients,) = make_gradients(variables, 1)
+    scaled = [5.0 * gradients[0], gradients[1], 0.5 * gradients[2]]
+    arguments = {"learning_rate": 0.1, "global_clipnorm": 1.0}
+    rules = [("block/kernel", 5.0), ("kernel", 0.5)]
+    actual = apply(cls(gradient_scale_rules=rules, **arguments), variables, [gradients])
+    variables = make_variables()
+    expected = apply(cls(**arguments), variables, [scaled])
+    assert_equal(actual[-1], expected[-1])
+
+
+@BOTH
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.999999, 1.0])
+def test_average_is_debiased(cls, momentum):
+    variables = make_variables()
+    optimizer = cls(0.1, use_ema=True, ema_momentum=momentum)
+    history = apply(optimizer, variables, make_gradients(variables, 4))
+    weights = np.array([momentum**age for age in (3, 2, 1, 0)])
+    weights /= weights.sum()
+    expected = [
+        np.tensordot(weights, np.stack(v), 1) for v in zip(*history, strict=True)
+    ]
+    optimizer.finalize_variable_values(variables)
+    assert_equal(initial(variables), expected)
+
+
+@BOTH
+def test_accumulated_gradients(cls):
+    arguments = {
+        "learning_rate": 0.1,
+        "weight_decay_rules": RULES,
+        "use_ema": True,
+        "ema_momentum": 0.5,
+    }
+    variables = make_variables()
+    gradients = make_gradients(variables, 4)
+    accumulating = cls(gradient_accumulation_steps=2, **arguments)
+    apply(accumulating, variables, gradients)
+    twins = make_variables()
+    means = [
+        [(a + b) / 2 for a, b in zip(gradients[i], gradients[i + 1], strict=True)]
+        for i in (0, 2)
+    ]
+    plain = cls(**arguments)
+    apply(plain, twins, means)
+    assert_equal(initial(variables), initial(twins))
+    accumulating.finalize_variable_values(variables)
+    plain.finalize_variable_values(twins)
+    assert_equal(initial(variables), initial(twins))
+
+
+@BOTH
+def test_bfloat16_variables(cls):
+    results = []
+    for dtype in ("float32", "bfloat16"):
+        variables = make_variables(dtype)
+        optimizer = cls(0.05, weight_decay_rules=RULES)
+        results.append(apply(optimizer, variables, make_gradients(variables, 3))[-1])
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, atol=0.05)
+
+
+def make_model(cls, **arguments):
+    inputs = keras.Input((4,))
+    x = keras.layers.Dense(3, activation="tanh", name="block")(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(2, name="predictions")(x))
+    model.compile(cls(SCHEDULE, weight_decay_rules=RULES, **arguments), "mse")
+    return model
+
+
+def fit(model, epochs=1):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(4, 4)), rng.normal(size=(4, 2))
+    model.fit(x, y, batch_size=4, epochs=epochs, verbose=0)
+
+
+def weights(model):
+    return [to_numpy(v.value) for v in model.trainable_variables]
+
+
+@BOTH
+def test_training_goes_on_after_saving(cls, tmp_path):
+    model = make_model(cls, global_clipnorm=1.0, gradient_scale_rules=[("bias", 2.0)])
+    fit(model, epochs=3)
+    model.save(tmp_path / "model.keras")
+    restored = keras.saving.load_model(tmp_path / "model.keras")
+    assert restored.optimizer.get_config() == model.optimizer.get_config()
+    fit(model, epochs=2)
+    fit(restored, epochs=2)
+    assert_equal(weights(restored), weights(model))
+
+
+@BOTH
+def test_mixed_precision(cls):
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    model = make_model(cls, use_ema=True)
+    before = weights(model)
+    fit(model, epochs=3)
+    assert {v.dtype for v in model.trainable_variables} == {"float32"}
+    for a, b in zip(weights(model), before, strict=True):
+        assert np.isfinite(a).all()
+        assert (a != b).any()
+
+
+@BOTH
+def test_what_is_not_trained_does_not_decay(cls):
+    model = make_model(cls)
+    model.get_layer("block").enable_lora(1)
+    model.get_layer("predictions").trainable = False
+    frozen = [v for v in model.variables if not v.trainable]
+    before = initial(frozen)
+    trained = weights(model)
+    fit(model, epochs=3)
+    for a, b in zip(initial(frozen), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert any((a != b).any() for a, b in zip(weights(model), trained, strict=True))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"weight_decay_rules": ["kernel"]},
+        {"weight_decay_rules": [("kernel", "much")]},
+        {"weight_decay_rules": [("kernel", -0.1)]},
+        {"weight_decay_rules": [("kernel", float("inf"))]},
+        {"weight_decay_rules": [("(", 0.1)]},
+        {"gradient_scale_rules": [("kernel", 1.0, 2.0)]},
+        {"weight_decay_rules": RULES, "weight_decay": 0.1},
+    ],
+)
+def test_bad_arguments_are_named(cls, arguments):
+    with pytest.raises(ValueError, match="Received"):
+        cls(0.1, **arguments)

@@ -1,0 +1,139 @@
+"""Every recipe trains a small Soft MoE on real digits, and decays what it should."""
+
+import dataclasses
+import re
+
+import keras
+import numpy as np
+import pytest
+
+from keras_softmoe import datasets, training
+from tests.models import tiny
+from tests.references import to_numpy
+
+NUM_CLASSES = 10
+STEPS = 30
+# A higher rate than the papers', because there are so few steps; no warmup, so that the
+# first step already decays.
+SHORT = {
+    "num_classes": NUM_CLASSES,
+    "steps": STEPS,
+    "image_size": 8,
+    "batch_size": 32,
+    "warmup_steps": 0,
+    "steps_per_epoch": 10,
+}
+# Recipe -> its rate at step 0, and how much of a variable decays, by its path.
+RECIPES = {
+    "vmoe_pretraining": (
+        training.vmoe_pretraining(peak_learning_rate=0.01, **SHORT),
+        0.01,
+        [("", 0.1)],
+    ),
+    "soft_moe_pretraining": (
+        training.soft_moe_pretraining(
+            peak_learning_rate=0.01, cooldown_steps=5, **SHORT
+        ),
+        0.01,
+        [(r"router/scale$", 0.03), (r"kernel$", 0.03)],
+    ),
+    "imagenet_from_scratch": (
+        training.imagenet_from_scratch(peak_learning_rate=0.01, **SHORT),
+        0.01,
+        [(r"kernel$", 0.1)],
+    ),
+    "finetuning": (
+        training.finetuning(
+            peak_learning_rate=0.1, average_momentum=0.9, clip_norm=10.0, **SHORT
+        ),
+        0.1,
+        [],
+    ),
+    "vtab": (training.vtab(peak_learning_rate=0.1, **SHORT), 0.1, []),
+}
+
+
+@pytest.fixture(scope="module")
+def digits():
+    images, labels = datasets.digits(8, split="train")
+    return images[:256], labels[:256]
+
+
+def make_classifier():
+    from keras_softmoe import models
+
+    return models.ViTMoEImageClassifier(
+        tiny.backbone(), NUM_CLASSES, preprocessor=tiny.preprocessor()
+    )
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe(name, digits):
+    recipe, rate, decays = RECIPES[name]
+    model = make_classifier()
+    recipe.compile(model)
+    data = recipe.training_data(digits)
+    start = {v.path: to_numpy(v.value) for v in model.backbone.trainable_variables}
+    # The head starts from zeros, so that in the first step the backbone has no gradient
+    # and only decays.
+    model.fit(data, steps_per_epoch=1, shuffle=False, verbose=0)
+    for variable in model.backbone.trainable_variables:
+        path = variable.path
+        decay = next((d for p, d in decays if re.search(p, path)), 0.0)
+        expected = start[path] * (1.0 - rate * decay)
+        np.testing.assert_allclose(
+            to_numpy(variable.value), expected, rtol=1e-6, atol=1e-8, err_msg=path
+        )
+    history = model.fit(data, verbose=0, **recipe.fit_arguments).history
+    assert len(history["loss"]) == 3
+    assert history["loss"][-1] < history["loss"][0]
+    assert int(to_numpy(model.optimizer.iterations.value)) == 1 + STEPS
+    assert model.optimizer is not recipe.optimizer
+
+
+def test_evaluation_data(digits):
+    recipe, *_ = RECIPES["finetuning"]
+    model = make_classifier()
+    recipe.compile(model)
+    images, labels = digits
+    data = recipe.evaluation_data((images[:40], labels[:40]))
+    loss, accuracy = model.evaluate(data, verbose=0)
+    # A head of zeros: every class is as likely.
+    np.testing.assert_allclose(loss, np.log(NUM_CLASSES), rtol=1e-5)
+    np.testing.assert_allclose(accuracy, np.mean(labels[:40] == 0), rtol=1e-6)
+
+
+def test_the_papers_numbers():
+    recipe = training.vmoe_pretraining(18_291, steps=521_000)
+    assert recipe.optimizer.weight_decay == 0.1
+    assert recipe.fit_arguments["steps_per_epoch"] == 521_000
+    recipe = training.vtab(5)
+    assert (recipe.steps, recipe.image_size, recipe.batch_size) == (1250, 384, 512)
+    schedule = recipe.optimizer.get_config()["learning_rate"]["config"]
+    assert schedule["warmup_steps"] == 250
+    assert recipe.augmentation == training.Augmentation(crop=False, flip=False)
+    recipe = training.soft_moe_pretraining(29_593)
+    assert recipe.optimizer.weight_decay_rules[0] == ("predictions/kernel$", 3.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: training.finetuning(10, steps=0),
+        lambda: training.finetuning(0),
+        lambda: training.finetuning(10, steps=100, steps_per_epoch=30),
+        lambda: training.vmoe_pretraining(10, steps=100),
+        lambda: training.imagenet_from_scratch("gentle"),
+        lambda: training.vtab(10, augmentation=None),
+    ],
+)
+def test_bad_arguments_are_named(make):
+    with pytest.raises(ValueError, match="Received"):
+        make()
+
+
+def test_the_model_must_have_as_many_classes():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+    recipe = dataclasses.replace(training.finetuning(4), num_classes=5)
+    with pytest.raises(ValueError, match="Received.*num_classes=5"):
+        recipe.compile(model)

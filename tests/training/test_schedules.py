@@ -1,0 +1,120 @@
+"""Learning-rate schedules: values, ends, arguments, and use inside a training step."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_softmoe import training
+from tests.references import to_numpy
+
+SCHEDULES = {
+    "linear": training.WarmupPolynomialDecay(0.8, 10, 4, 0.2),
+    "root": training.WarmupPolynomialDecay(0.8, 10, 4, power=0.5),
+    "cosine": training.WarmupCosineDecay(0.8, 10, 4, 0.2),
+    "exponential": training.WarmupExponentialDecay(0.8, 2, 0.5, 4),
+    "rsqrt": training.WarmupRsqrtDecay(0.8, 10, 3, 4),
+    "cooldown": training.WarmupRsqrtDecay(0.8, 10, 3, 4, 3),
+}
+EVERY = pytest.mark.parametrize("name", SCHEDULES)
+WARMUP = [0.0, 0.2, 0.4, 0.6]
+SQRT2 = 2**0.5
+# Values from step 4 on, worked out by hand.
+AFTER_WARMUP = {
+    "linear": [0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.2],
+    "root": [0.8 * (1 - t / 6) ** 0.5 for t in range(6)] + [0.0, 0.0],
+    "cosine": [0.5 + 0.3 * np.cos(np.pi * t / 6) for t in range(6)] + [0.2, 0.2],
+    "exponential": [0.8, 0.8 / SQRT2, 0.4, 0.4 / SQRT2, 0.2, 0.2 / SQRT2, 0.1],
+    "rsqrt": [0.8 / (1 + t / 3) ** 0.5 for t in range(3)] + [0.8 / SQRT2],
+    "cooldown": [0.8 / (1 + t / 3) ** 0.5 for t in range(3)]
+    + [0.8 / SQRT2 * left for left in (1.0, 2 / 3, 1 / 3, 0.0, 0.0, 0.0)],
+}
+
+
+def values(schedule, steps):
+    return to_numpy(schedule(np.asarray(steps)))
+
+
+@EVERY
+def test_values(name):
+    expected = WARMUP + AFTER_WARMUP[name]
+    actual = values(SCHEDULES[name], range(len(expected)))
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7)
+    assert actual.dtype == np.float32
+
+
+@EVERY
+def test_configuration(name):
+    schedule = SCHEDULES[name]
+    copy = keras.optimizers.schedules.deserialize(
+        keras.optimizers.schedules.serialize(schedule)
+    )
+    assert type(copy) is type(schedule)
+    assert copy.get_config() == schedule.get_config()
+    np.testing.assert_array_equal(values(copy, range(12)), values(schedule, range(12)))
+
+
+@EVERY
+def test_training_follows_it(name):
+    schedule = SCHEDULES[name]
+    # The loss is the weight itself: every step subtracts the learning rate from it.
+    model = keras.Sequential([keras.layers.Dense(1, use_bias=False)])
+    model.compile(keras.optimizers.SGD(schedule), lambda y_true, y_pred: y_pred)
+    ones = np.ones((12, 1), "float32")
+    model.build((None, 1))
+    start = to_numpy(model.layers[0].kernel).item()
+    model.fit(ones, ones, batch_size=1, shuffle=False, verbose=0)
+    moved = start - to_numpy(model.layers[0].kernel).item()
+    np.testing.assert_allclose(moved, values(schedule, range(12)).sum(), rtol=1e-5)
+
+
+def test_without_warmup_it_starts_at_the_peak():
+    assert values(training.WarmupCosineDecay(0.3, 10), 0) == np.float32(0.3)
+
+
+def test_cooldown_stops_at_zero():
+    # The released code goes on along the line, to -0.4 / sqrt(2) here.
+    assert values(SCHEDULES["cooldown"], [9, 10, 11, 1000]).min() == 0.0
+
+
+def test_no_cooldown_no_end():
+    far = values(SCHEDULES["rsqrt"], [10, 1000])
+    np.testing.assert_allclose(far, [0.8 / 3**0.5, 0.8 / 333**0.5], rtol=1e-6)
+
+
+def test_cosine_is_that_of_keras():
+    ours = training.WarmupCosineDecay(0.003, 100, 12, 1e-5)
+    theirs = keras.optimizers.schedules.CosineDecay(
+        0.0, 88, alpha=1e-5 / 0.003, warmup_target=0.003, warmup_steps=12
+    )
+    steps = [0, 1, 11, 12, 13, 50, 99, 100, 120]
+    expected = [float(to_numpy(theirs(step))) for step in steps]
+    np.testing.assert_allclose(values(ours, steps), expected, rtol=1e-4, atol=1e-9)
+
+
+def test_a_long_training():
+    schedule = training.WarmupRsqrtDecay(1e-3, 10_000_000, 1e4, 10_000, 500_000)
+    steps = [9_499_999, 9_500_001, 9_999_999, 10_000_000]
+    top = 1e-3 / (1 + 949) ** 0.5
+    expected = [top, top * (1 - 2e-6), top * 2e-6, 0.0]
+    np.testing.assert_allclose(values(schedule, steps), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: training.WarmupPolynomialDecay(-1.0, 10),
+        lambda: training.WarmupPolynomialDecay(float("nan"), 10),
+        lambda: training.WarmupPolynomialDecay(1.0, 10, warmup_steps=10),
+        lambda: training.WarmupPolynomialDecay(1.0, 10, warmup_steps=-1),
+        lambda: training.WarmupPolynomialDecay(1.0, 10, power=-1.0),
+        lambda: training.WarmupCosineDecay(1.0, 0),
+        lambda: training.WarmupCosineDecay(1.0, 10, end_learning_rate=-0.1),
+        lambda: training.WarmupExponentialDecay(1.0, 0, 0.5),
+        lambda: training.WarmupExponentialDecay(1.0, 10, -0.5),
+        lambda: training.WarmupRsqrtDecay(1.0, 10, 0),
+        lambda: training.WarmupRsqrtDecay(1.0, 10, 1, 6, 5),
+    ],
+)
+def test_bad_arguments_are_named(make):
+    with pytest.raises(ValueError, match="Received"):
+        make()
