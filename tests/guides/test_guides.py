@@ -14,7 +14,9 @@ LAST_WORDS = {
     "demo.py": "Done in",
     "few_shot_probing.py": "expert choice against raw pixels at 2 shots:",
     "fit_on_a_small_dataset.py": "a network with SoftMoE: accuracy",
+    "released_vmoe_checkpoints.py": "fine-tuned: loss",
     "switching_backends.py": "torch against jax: largest difference of a logit",
+    "upcycling.py": "from ViT to V-MoE: logits change by up to",
 }
 
 
@@ -72,3 +74,28 @@ def test_switching_backends(tmp_path):
     for line in compared:
         assert float(line.split("logit ")[1].split(",")[0]) < 1e-4
         assert line.endswith("same class for 100% of the images")
+
+
+def test_released_vmoe_checkpoints(tmp_path):
+    lines = run("released_vmoe_checkpoints.py", tmp_path).splitlines()
+    assert LAST_WORDS["released_vmoe_checkpoints.py"] in lines[-1]
+    assert sum("gs://vmoe_checkpoints/" in line for line in lines) == 5
+    assert sum(line.startswith("refused:") for line in lines) == 1
+    (loaded,) = (line for line in lines if line.startswith("largest difference"))
+    assert float(loaded.split(":")[1]) < 1e-5
+
+
+def test_upcycling(tmp_path):
+    lines = run("upcycling.py", tmp_path).splitlines()
+    assert LAST_WORDS["upcycling.py"] in lines[-1]
+    (kept,) = (line for line in lines if line.startswith("largest difference"))
+    assert float(kept.split(":")[1]) < 1e-4
+    changes = {
+        line.split(":")[0]: float(line.split()[-1])
+        for line in lines
+        if "logits change by up to" in line
+    }
+    same = {"identity", "token choice, all experts", "from ViT to V-MoE"}
+    assert same < set(changes) and len(changes) == 6
+    for name, change in changes.items():
+        assert change < 1e-4 if name in same else change > 1e-2, name

@@ -1,0 +1,183 @@
+"""
+Title: Upcycling
+Author: keras_softmoe authors
+Date created: 2026/11/20
+Last modified: 2026/11/20
+Description: Turn a trained dense Vision Transformer into a mixture of experts.
+Accelerator: None
+"""
+
+# ruff: noqa: E402
+
+"""
+## Introduction
+
+Training a mixture of experts from scratch is expensive. *Sparse upcycling* (Komatsuzaki
+et al. 2023) starts from a dense model that exists: in some blocks the MLP is copied
+into every expert, a new router is put in front, and training goes on. The copies part
+as they see different tokens.
+
+This guide
+
+1. upcycles a dense preset, with a router that leaves its outputs as they were;
+2. shows which routers do that, and why others cannot;
+3. goes on training, beside the dense model;
+4. does the same to a checkpoint of an original Vision Transformer.
+
+## Setup
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("KERAS_BACKEND", "jax")  # or "tensorflow", or "torch"
+
+import keras
+import numpy as np
+
+import keras_softmoe as ksm
+
+keras.utils.set_random_seed(0)
+
+# The tests run this guide with fewer images.
+SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"
+NUM_TRAIN, NUM_TEST, EPOCHS = (32, 32, 1) if SHORT else (901, 896, 5)
+
+x_train, y_train = ksm.datasets.digits(image_size=32, split="train")
+x_test, y_test = ksm.datasets.digits(image_size=32, split="test")
+x_train, y_train = x_train[:NUM_TRAIN], y_train[:NUM_TRAIN]
+x_test, y_test = x_test[:NUM_TEST], y_test[:NUM_TEST]
+
+"""
+## A dense model becomes sparse
+
+The dense preset was trained on drawn letters and signs; its head is for those. Two of
+its six blocks get experts. Everything is copied but the routers, which are new.
+
+What comes out depends on the router alone, since all experts of a block are equal at
+first. Here each token chooses 2 of 8 experts. Two settings see to it that it gets the
+output of the one MLP, unchanged:
+
+- `normalize_gates=True`: its two weights sum to one;
+- `capacity_factor=8 / 2`: every expert has room for every token, so none is turned
+  away.
+"""
+
+dense = ksm.models.ViTMoEImageClassifier.from_preset("vit_tiny_patch4_32_glyphs")
+router = ksm.routers.SoftmaxTokenChoiceRouter(
+    num_experts=8, num_selected_experts=2, capacity_factor=4.0, normalize_gates=True
+)
+sparse = ksm.converters.upcycle(dense, moe_layers=(3, 5), router=router)
+print(f"dense:  {dense.count_params():,} parameters")
+print(f"sparse: {sparse.count_params():,} parameters")
+
+before = dense.predict(x_test[:8], verbose=0)
+after = sparse.predict(x_test[:8], verbose=0)
+print(f"largest difference of a logit: {np.abs(after - before).max():.1e}")
+
+"""
+## Which routers keep the outputs
+
+- With the **identity** router every token visits one expert, with weight one: exactly
+  the same.
+- **Token choice** without normalized gates scales the MLP's output by the sum of a
+  token's gates, which is under one unless it chooses all experts.
+- With **fewer slots** than choices some tokens get nothing.
+- A **soft** router feeds its experts with averages of tokens. The MLP of an average is
+  not the average of MLPs (the GELU is not linear), so no weights can repair it.
+
+Where outputs change, training has to bring the quality back.
+"""
+
+routers = {
+    "identity": ksm.routers.IdentityRouter(8),
+    "token choice, all experts": ksm.routers.SoftmaxTokenChoiceRouter(
+        8, num_selected_experts=8, capacity_factor=1.0
+    ),
+    "token choice, gates as they are": ksm.routers.SoftmaxTokenChoiceRouter(
+        8, num_selected_experts=2, capacity_factor=4.0
+    ),
+    "token choice, few slots": ksm.routers.SoftmaxTokenChoiceRouter(
+        8, num_selected_experts=2, capacity_factor=0.5, normalize_gates=True
+    ),
+    "soft": ksm.routers.SoftRouter(8, slots_per_expert=8),
+}
+for name, other in routers.items():
+    model = ksm.converters.upcycle(dense, moe_layers=(3, 5), router=other)
+    logits = model.predict(x_test[:8], verbose=0)
+    print(f"{name}: logits change by up to {np.abs(logits - before).max():.1e}")
+
+"""
+## Go on training
+
+Both models learn digits, for as many steps and at the same rate, from the same weights
+and with heads that start from zero. A preset directory carries the upcycled model over
+to a new head, like any other model.
+
+Room for every choice costs four times the MLP's work. With the experts trained, most of
+it can go: `set_routing` lowers the capacity of the live model.
+"""
+
+folder = Path(tempfile.mkdtemp())
+sparse.save_to_preset(str(folder / "upcycled"))
+results = {}
+for name, preset in (
+    ("dense", "vit_tiny_patch4_32_glyphs"),
+    ("upcycled", str(folder / "upcycled")),
+):
+    keras.utils.set_random_seed(0)
+    model = ksm.models.ViTMoEImageClassifier.from_preset(preset, num_classes=10)
+    model.compile(optimizer=keras.optimizers.AdamW(5e-4, weight_decay=0.01))
+    model.fit(x_train, y_train, batch_size=32, epochs=EPOCHS, verbose=2)
+    results[name] = model.evaluate(x_test, y_test, verbose=0)[1]
+model.set_routing(capacity_factor=1.05)
+results["upcycled, capacity factor 1.05"] = model.evaluate(x_test, y_test, verbose=0)[1]
+for name, accuracy in results.items():
+    print(f"{name}: accuracy {accuracy:.3f}")
+
+"""
+Digits are easy and 901 of them are few, so do not expect one to beat the other here.
+Komatsuzaki et al. report gains for Vision Transformers on ImageNet after some more
+epochs of pretraining.
+
+## From an original Vision Transformer
+
+The checkpoints of the original Vision Transformers are `.npz` files
+(`gs://vit_models/imagenet21k/ViT-B_16.npz`, for example). `convert_vmoe_checkpoint`
+takes their path, or URL, in place of a sharded checkpoint's prefix. The result is a
+dense preset, to be upcycled like any other.
+
+Without a network, we write such a file ourselves: the dense model under the names that
+the ViT repository gives to its parameters, in the older of its two numberings.
+"""
+
+OLDER_NAMES = {
+    "Encoder/": "Transformer/",
+    "/SelfAttention/": "/MultiHeadDotProductAttention_1/",
+    "/LayerNorm_1/": "/LayerNorm_2/",
+    "/Mlp/": "/MlpBlock_3/",
+}
+arrays = {}
+for name, array in ksm.converters.to_vmoe_params(dense).items():
+    for ours, theirs in OLDER_NAMES.items():
+        name = name.replace(ours, theirs)
+    arrays[name] = array
+np.savez(folder / "vit.npz", **arrays)
+
+checkpoint = ksm.converters.read_vit_checkpoint(folder / "vit.npz")
+print(checkpoint)
+
+ksm.converters.convert_vmoe_checkpoint(
+    folder / "vit.npz",
+    folder / "vit",
+    # An original ViT has learned positions and a class token, and needs none of these.
+    image_shape=(32, 32, 3),
+    pooling="gap",
+    position_embedding="sincos2d",
+    verbose=0,
+)
+converted = ksm.models.ViTMoEImageClassifier.from_preset(str(folder / "vit"))
+vmoe = ksm.converters.upcycle(converted, moe_layers=(3, 5), router=router)
+logits = vmoe.predict(x_test[:8], verbose=0)
+print(f"from ViT to V-MoE: logits change by up to {np.abs(logits - before).max():.1e}")
