@@ -22,8 +22,8 @@ def digits():
     return ksm.datasets.digits(split="train"), ksm.datasets.digits(split="test")
 
 
-def test_four_twins_are_shipped():
-    assert len(TRAINED) == 4
+def test_four_twins_and_one_with_two_choices_are_shipped():
+    assert len(TRAINED) == 5
     assert SOFT in TRAINED
 
 
