@@ -10,9 +10,9 @@ never saw, few-shot and fine-tuned, and a card is written beside its weights.
     python presets/train_glyph_presets.py                            # the four
     python presets/train_glyph_presets.py --only token_choice_k2     # one
 
-Needs the extras of one backend and `datasets`, `viz`. The four take less than an hour on two
-cores with `KERAS_BACKEND=jax`. After an interruption the same command goes on where it
-stopped: finished models are kept in `presets/` and only measured (delete a directory to
+Needs the extras of one backend and `datasets`, `viz`. The four take less than an hour
+on two cores with `KERAS_BACKEND=jax`. After an interruption the same command goes on
+where it stopped: finished models are kept in `presets/` and only measured (delete a directory to
 train it anew), the running one is saved after each epoch in `build/training/`.
 """
 
