@@ -1,5 +1,6 @@
 """Sparse upcycling: a dense model becomes a mixture of experts."""
 
+import numpy as np
 from keras import ops
 
 from keras_softmoe.converters.vmoe import named_variables
@@ -73,14 +74,10 @@ def upcycle(dense, moe_layers, router, group_images=1, dispatcher="auto"):
         if "/Moe/Router/" in name:
             continue
         source = sources[name.replace("/Moe/Mlp/", "/Mlp/")]
+        # A copy, because on JAX two models that share memory delete it for each other.
+        value = np.array(ops.convert_to_numpy(source))
         if "/Moe/Mlp/" in name:
-            variable.assign(_for_each_expert(source, variable))
-        else:
-            variable.assign(source)
+            # (E, D, H), or (E, 1, H)
+            value = value.reshape(-1, value.shape[-1])
+        variable.assign(np.broadcast_to(value, variable.shape))
     return sparse
-
-
-def _for_each_expert(source, variable):
-    """The weight of an MLP in the shape of a bank: `(E, D, H)`, or `(E, 1, H)`."""
-    value = ops.reshape(ops.convert_to_tensor(source), (-1, variable.shape[-1]))
-    return ops.broadcast_to(ops.cast(value, variable.dtype), variable.shape)

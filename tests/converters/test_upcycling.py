@@ -101,6 +101,14 @@ def test_the_dense_model_stays_as_it_is(dense):
         np.testing.assert_array_equal(weight, old)
 
 
+def test_the_two_models_share_no_memory(dense, expected):
+    # On JAX, `predict` gives up the memory of the weights that it is called with.
+    sparse = upcycled(dense, SAME["identity"])
+    for model in (dense, sparse, dense):
+        outputs = tiny.predict(model, IMAGES)["pooled_output"]
+        np.testing.assert_allclose(outputs, expected, atol=2e-5)
+
+
 def test_experts_may_part(dense):
     # On PyTorch a bank that shares the memory of one MLP could not.
     bank = upcycled(dense, SAME["identity"]).blocks[1].moe.experts.output_dense.kernel
