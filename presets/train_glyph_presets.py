@@ -12,8 +12,9 @@ never saw, few-shot and fine-tuned, and a card is written beside its weights.
 
 Needs the extras of one backend and `datasets`, `viz`. The four take less than an hour
 on two cores with `KERAS_BACKEND=jax`. After an interruption the same command goes on
-where it stopped: finished models are kept in `presets/` and only measured (delete a directory to
-train it anew), the running one is saved after each epoch in `build/training/`.
+where it stopped: finished models are kept in `presets/` and only measured (delete a
+directory to train it anew), the running one is saved after each epoch in
+`build/training/`.
 """
 
 import argparse
@@ -306,7 +307,8 @@ def write_card(directory, twin, metrics):
 ```python
 import keras_softmoe as ksm
 
-classifier = ksm.models.ViTMoEImageClassifier.from_preset("{directory.name}")
+name = "{directory.name}"
+classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)
 ```
 
 **Data.** {training["images"]:,} synthetic images of 179 letters and signs, rendered

@@ -295,7 +295,10 @@ classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)
 gcloud storage cp "{about["checkpoint"]}.index" "{about["checkpoint"]}.data-*" FOLDER
 ```""",
         f"""```python
-ksm.presets.convert("{released.name}", prefix="FOLDER/{released.checkpoint}")
+ksm.presets.convert(
+    "{released.name}",
+    prefix="FOLDER/{released.checkpoint}",
+)
 ```""",
         table(("", ""), rows),
         accuracy,
