@@ -71,7 +71,8 @@ def test_few_shot_accuracy_is_that_of_the_card(digits):
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
 def test_int8_keeps_the_accuracy_on_digits(digits):
-    (images, labels), (test_images, test_labels) = digits
+    # Half of each: enough to see one point.
+    (images, labels), (test_images, test_labels) = ((x[::2], y[::2]) for x, y in digits)
     classifier = ksm.models.ViTMoEImageClassifier.from_preset(SOFT, num_classes=10)
     with_probe_as_head(classifier, images, labels)
     before = accuracy(classifier, test_images, test_labels)

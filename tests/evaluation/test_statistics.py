@@ -1,5 +1,6 @@
 """Statistics of routing, against sums over the decisions themselves."""
 
+import keras
 import numpy as np
 import pytest
 
@@ -33,25 +34,26 @@ def statistics_of(router, labels=None, group_images=2):
 
 
 def decisions(backbone, images):
-    """Dispatch and combine (images, tokens, E, C), batch by batch."""
+    """Dispatch, combine (images, tokens, E, C) and probabilities, batch by batch."""
     parts = []
     for batch in (images[:4], images[4:]):
-        dense = ops.to_dense(backbone.route(batch)[1].routing, 2 * NUM_TOKENS)
+        routing, summary = backbone.route(batch)[1]
+        arrays = [*ops.to_dense(routing, 2 * NUM_TOKENS)]
+        arrays.append(summary.get("probabilities", keras.ops.sum(arrays[1], -1)))
         parts.append(
             [
                 to_numpy(x).reshape(-1, NUM_TOKENS, *x.shape[2:])[: len(batch)]
-                for x in dense
+                for x in arrays
             ]
         )
-    dispatch, combine = (np.concatenate(x) for x in zip(*parts, strict=True))
-    return dispatch, combine
+    return [np.concatenate(x) for x in zip(*parts, strict=True)]
 
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_counts(name):
     labels = np.array([0, 2, 2, 0, 0])
     backbone, images, statistics = statistics_of(ROUTERS[name], labels)
-    dispatch, combine = decisions(backbone, images)
+    dispatch, combine, given = decisions(backbone, images)
     weights = combine.sum(-1)
 
     expected = np.mean(dispatch.sum((2, 3)) == 0)
@@ -73,28 +75,13 @@ def test_counts(name):
     np.testing.assert_allclose(
         statistics.weight_by_class, by_class, rtol=1e-5, atol=1e-7
     )
+    assert (statistics.dropped > 0) == (name in ("token_choice", "expert_choice"))
     assert statistics.choice_histogram.shape == (2, 50)
     np.testing.assert_array_equal(
         statistics.choice_histogram.sum(1), NUM_IMAGES * NUM_TOKENS
     )
-
-
-def test_dropping_is_seen():
-    _, _, statistics = statistics_of(TOKEN_CHOICE)
-    assert statistics.dropped > 0
-    assert statistics.weight_by_class is None
-    roomy = TOKEN_CHOICE.with_settings(capacity_factor=4.0)
-    _, _, statistics = statistics_of(roomy)
-    assert statistics.dropped == 0
-    np.testing.assert_allclose(statistics.load.sum(), 2 * NUM_TOKENS)
-
-
-def test_histogram_of_choices():
-    router = TOKEN_CHOICE.with_settings(num_selected_experts=3)
-    backbone, images, statistics = statistics_of(router, group_images=1)
-    probabilities = to_numpy(backbone.route(images)[1].summary["probabilities"])
-    largest = -np.sort(-probabilities, axis=-1)
-    for k in range(3):
+    largest = -np.sort(-given, axis=-1)
+    for k in range(2):
         expected, _ = np.histogram(largest[..., k], 50, (0, 1))
         # A number beside the edge of a bin may fall on either side.
         assert np.abs(statistics.choice_histogram[k] - expected).sum() <= 2

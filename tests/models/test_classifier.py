@@ -21,7 +21,7 @@ def test_fit_evaluate_predict_in_any_batch_size(group_images):
     )
     x, y = tiny.pixels(NUM_IMAGES), tiny.labels(NUM_IMAGES)
     predictions, losses = [], []
-    # 50 is 7 times 7 and a batch of one, 32 and 18, and 6 groups of eight and a quarter.
+    # 50 is 7 times 7 and one more, 32 and 18, and 6 groups of eight and a quarter.
     for batch_size in (1, 7, 32):
         predictions.append(tiny.predict(model, x, batch_size=batch_size))
         assert predictions[-1].shape == (NUM_IMAGES, tiny.NUM_CLASSES)
