@@ -61,8 +61,9 @@ class _ByVariable:
             )
 
     def _update_model_variables_moving_average(self, trainable_variables):
-        # Keras starts its average from the variables after the first step, which then
-        # weigh `ema_momentum ** steps`. Here all steps weigh what the momentum says.
+        # Keras starts its average from the variables after the first step. With the
+        # momentum of V-MoE-15B they are still 97 % of it after 30,000 steps; here all
+        # steps weigh what the momentum says.
         if not self.use_ema:
             return
         every = self.gradient_accumulation_steps or 1

@@ -18,7 +18,8 @@ from keras_softmoe.training.pipeline import (
 class Recipe:
     """What it takes to train a classifier, made by functions such as `finetuning`.
 
-    Every part can be changed with `dataclasses.replace`.
+    Every part can be changed with `dataclasses.replace`; but the schedule belongs to the
+    optimizer, so give other `steps` to the function.
 
     Attributes:
         num_classes: int, number of classes.
@@ -116,7 +117,8 @@ class Recipe:
 
         Returns:
             `tf.data.Dataset` of `(batch_size, image_size, image_size, 3)` float32
-            images, 0 to 255, and `(batch_size, num_classes)` float32 labels.
+            images, 0 to 255 (what a classifier with a preprocessor takes), and
+            `(batch_size, num_classes)` float32 labels.
 
         Raises:
             ValueError: if the data have another form.

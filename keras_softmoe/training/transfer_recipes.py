@@ -37,16 +37,15 @@ def finetuning(
     decay, gradients clipped. It applies dropout of 0.1 to the experts and keeps the
     balancing losses (section 3.5):
 
-    >>> backbone = ksm.models.ViTMoEBackbone.from_preset(
-    ...     name, image_shape=(384, 384, 3), expert_dropout_rate=0.1
+    >>> classifier = ksm.models.ViTMoEImageClassifier.from_preset(
+    ...     name, num_classes=10, image_shape=(384, 384, 3), expert_dropout_rate=0.1
     ... )
-    >>> classifier = ksm.models.ViTMoEImageClassifier(backbone, num_classes=10)
 
     It does not state batch, warmup, limit of the norm and end of the schedule: 1,024,
-    500, 10 and 1e-5 are those of the released code, which has no dropout and a capacity
-    of 1.5. (The Vision Transformer took 512 images and a limit of 1.) Short trainings
-    warm up for a fifth of their steps, as CIFAR-10 in the released code nearly does.
-    Training images are cropped at random and flipped, others squeezed into the square.
+    500, 10 and 1e-5 are those of the released code, which has no dropout and
+    `capacity_factor=1.5`. (The Vision Transformer took 512 images and a limit of 1.)
+    Chosen here: short trainings warm up for a fifth of their steps. Training images are
+    cropped at random and flipped, others squeezed into the square.
 
     Args:
         num_classes: int, number of classes.
