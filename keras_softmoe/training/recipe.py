@@ -18,8 +18,8 @@ from keras_softmoe.training.pipeline import (
 class Recipe:
     """What it takes to train a classifier, made by functions such as `finetuning`.
 
-    Every part can be changed with `dataclasses.replace`; but the schedule belongs to the
-    optimizer, so give other `steps` to the function.
+    Every part can be changed with `dataclasses.replace`. The schedule belongs to the
+    optimizer: give other `steps` to the function.
 
     Attributes:
         num_classes: int, number of classes.
