@@ -80,12 +80,12 @@ def routing_sweep(classifier, test, seeds=1, batch_size=64, verbose=1, **grid):
         for values in itertools.product(*grid.values())
     ]
     images, labels = _check_test(test)
-    with _settings_kept(classifier):
+    with settings_kept(classifier):
         for settings in combinations:
             classifier.set_routing(**settings)
     rows = []
     bar = _bar(len(combinations), verbose)
-    with _settings_kept(classifier):
+    with settings_kept(classifier):
         for done, settings in enumerate(combinations, start=1):
             classifier.set_routing(**settings)
             accuracies = _accuracies(classifier, images, labels, seeds, batch_size)
@@ -129,7 +129,7 @@ def random_routers(classifier, test, seeds=1, batch_size=64, verbose=1):
     runs += [layers[: count + 1] for count in range(len(layers))]
     results = []
     bar = _bar(1 + len(runs), verbose)
-    with _settings_kept(classifier):
+    with settings_kept(classifier):
         classifier.set_routing(random_logits=False)
         learned = _accuracies(classifier, images, labels, seeds, batch_size)
         bar.update(1)
@@ -156,17 +156,17 @@ def _accuracies(classifier, images, labels, seeds, batch_size):
 
 
 @contextlib.contextmanager
-def _settings_kept(classifier):
+def settings_kept(model):
     """Put the live settings of all routers back at the end."""
     before = {
         layer: {name: getattr(router, name) for name in router.live_settings}
-        for layer, router in classifier.routers.items()
+        for layer, router in model.routers.items()
     }
     try:
         yield
     finally:
         for layer, settings in before.items():
-            classifier.set_routing(layers=[layer], **settings)
+            model.set_routing(layers=[layer], **settings)
 
 
 def _check_test(test):

@@ -3,14 +3,18 @@
 import numpy as np
 
 from keras_softmoe.evaluation.routing import main_experts, routing_maps
+from keras_softmoe.visualization.drawing import (
+    DROPPED,
+    draw_map,
+    draw_picture,
+    import_matplotlib,
+    picture_figure,
+)
 
-# Side of a picture in inches.
-_SIDE = 1.35
 # Brightness of the pictures that lie under a map.
 _DIMMED = 0.6
 # Up to this many patches in a row, the number of its expert is written on a patch.
 _MOST_NUMBERS = 16
-_DROPPED = "#d9d9d9"
 
 
 def plot_slots(model, images, layer=None, slots=6, preprocessor=None):
@@ -43,7 +47,7 @@ def plot_slots(model, images, layer=None, slots=6, preprocessor=None):
     >>> figure = ksm.visualization.plot_slots(classifier, images[:4])
     >>> figure.savefig("slots.png")
     """
-    matplotlib = _import_matplotlib()
+    matplotlib = import_matplotlib()
     maps = routing_maps(model, images, layer, preprocessor)
     chosen = _chosen_slots(maps.dispatch, slots)
     num_patches = maps.dispatch[0, ..., 0, 0].size
@@ -55,16 +59,16 @@ def plot_slots(model, images, layer=None, slots=6, preprocessor=None):
     colors = _see_through(matplotlib)
 
     rows, columns = len(maps.images), 1 + len(chosen)
-    figure = _figure(matplotlib, rows, columns, extra_width=0.9)
+    figure = picture_figure(matplotlib, rows, columns, extra_width=0.9)
     axes = figure.subplots(rows, columns, squeeze=False)
     axes[0, 0].set_title("image", fontsize=9)
     for ax, (expert, slot) in zip(axes[0, 1:], chosen, strict=True):
         ax.set_title(f"expert {expert}, slot {slot}", fontsize=9)
     for row, image in enumerate(maps.images):
-        _draw_picture(axes[row, 0], image)
+        draw_picture(axes[row, 0], image)
         for ax, share in zip(axes[row, 1:], shares[:, row], strict=True):
-            _draw_picture(ax, image, _DIMMED)
-            _draw_map(ax, image, share, cmap=colors, norm=scale)
+            draw_picture(ax, image, _DIMMED)
+            draw_map(ax, image, share, cmap=colors, norm=scale)
     bar = figure.colorbar(
         matplotlib.cm.ScalarMappable(scale, colors),
         ax=axes,
@@ -106,7 +110,7 @@ def plot_experts(model, images, layer=None, preprocessor=None):
     >>> figure = ksm.visualization.plot_experts(classifier, images[:6])
     >>> figure.savefig("experts.png")
     """
-    matplotlib = _import_matplotlib()
+    matplotlib = import_matplotlib()
     maps = routing_maps(model, images, layer, preprocessor)
     # (B, rows, columns)
     experts = main_experts(maps)
@@ -114,10 +118,10 @@ def plot_experts(model, images, layer=None, preprocessor=None):
     colors = _expert_colors(matplotlib, num_experts)
 
     columns = len(experts)
-    figure = _figure(matplotlib, 2, columns, extra_width=3.0)
+    figure = picture_figure(matplotlib, 2, columns, extra_width=3.0)
     grid = figure.add_gridspec(2, columns + 1, width_ratios=[1] * columns + [1.9])
     for column, image in enumerate(maps.images):
-        _draw_picture(figure.add_subplot(grid[0, column]), image)
+        draw_picture(figure.add_subplot(grid[0, column]), image)
         ax = figure.add_subplot(grid[1, column])
         _draw_experts(matplotlib, ax, image, experts[column], colors)
     counts = np.bincount(experts.ravel() + 1, minlength=num_experts + 1)
@@ -175,46 +179,10 @@ def _most_different_slots(dispatch, count):
 # === Drawing ===
 
 
-def _import_matplotlib():
-    try:
-        import matplotlib.cm
-        import matplotlib.colors
-        import matplotlib.figure
-        import matplotlib.patches
-    except ImportError as error:
-        raise ImportError(
-            "Figures are drawn with matplotlib, which is not installed. Install the "
-            "extra `viz`: `pip install 'keras-softmoe[viz]'`."
-        ) from error
-    return matplotlib
-
-
-def _figure(matplotlib, rows, columns, extra_width):
-    """A figure with room for square pictures. It opens no window."""
-    size = (columns * _SIDE + extra_width, rows * _SIDE + 0.75)
-    return matplotlib.figure.Figure(size, dpi=150, layout="constrained")
-
-
-def _draw_picture(ax, image, brightness=1.0):
-    """An image in `[-1, 1]`, in colour if it has three channels, else in grey."""
-    pixels = np.clip((image + 1) / 2, 0, 1)
-    if pixels.shape[-1] != 3:
-        pixels = np.repeat(pixels.mean(axis=-1, keepdims=True), 3, axis=-1)
-    _draw_map(ax, image, pixels * brightness)
-
-
-def _draw_map(ax, image, values, **kwargs):
-    """An array of any resolution, stretched over the image."""
-    height, width, _ = image.shape
-    # Constants first: inverted y axis, in pixels.
-    ax.imshow(values, extent=(0, width, height, 0), interpolation="nearest", **kwargs)
-    ax.set(xticks=[], yticks=[])
-
-
 def _draw_experts(matplotlib, ax, image, experts, colors):
     pixels = colors[experts]
-    pixels[experts < 0] = matplotlib.colors.to_rgb(_DROPPED)
-    _draw_map(ax, image, pixels)
+    pixels[experts < 0] = matplotlib.colors.to_rgb(DROPPED)
+    draw_map(ax, image, pixels)
     rows, columns = experts.shape
     height, width = image.shape[0] / rows, image.shape[1] / columns
     for (row, column), expert in np.ndenumerate(experts):
@@ -244,7 +212,7 @@ def _draw_counts(ax, counts, colors):
     labelled = names[:: -(-len(names) // 20)]
     if dropped:
         bottom = len(counts) + 0.5
-        ax.barh(bottom, dropped, color=_DROPPED, hatch="////", ec="grey", lw=0.4)
+        ax.barh(bottom, dropped, color=DROPPED, hatch="////", ec="grey", lw=0.4)
         ax.set_yticks([*labelled, bottom], [*labelled, "dropped"], fontsize=8)
     else:
         ax.set_yticks(labelled, labelled, fontsize=8)

@@ -1,11 +1,12 @@
 """Figures show the numbers that they claim to show."""
 
-import io
+import inspect
 import sys
 
 import numpy as np
 import pytest
 
+from keras_softmoe import visualization
 from keras_softmoe.evaluation import main_experts, routing_maps
 from keras_softmoe.models import ViTMoEBackbone
 from keras_softmoe.routers import (
@@ -16,6 +17,7 @@ from keras_softmoe.routers import (
 )
 from keras_softmoe.visualization import plot_experts, plot_slots
 from keras_softmoe.visualization.routing import _most_different_slots
+from tests.visualization.reading import png
 
 ROUTERS = {
     "soft": lambda: SoftRouter(4, slots_per_expert=2),
@@ -37,12 +39,6 @@ def make_backbone(router, channels=3):
 def make_images(count=2, channels=3):
     rng = np.random.default_rng(0)
     return rng.uniform(-1, 1, (count, 8, 16, channels)).astype("float32")
-
-
-def png(figure):
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=40)
-    return buffer.getvalue()
 
 
 @pytest.mark.parametrize("plot", [plot_slots, plot_experts])
@@ -143,6 +139,13 @@ def test_without_matplotlib(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("matplotlib")]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for plot in (plot_slots, plot_experts):
+    plots = [x for name, x in vars(visualization).items() if name.startswith("plot_")]
+    assert len(plots) >= 10
+    for plot in plots:
+        arguments = [
+            None
+            for parameter in inspect.signature(plot).parameters.values()
+            if parameter.default is parameter.empty
+        ]
         with pytest.raises(ImportError, match="extra `viz`"):
-            plot(None, None)
+            plot(*arguments)

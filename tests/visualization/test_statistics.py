@@ -1,0 +1,317 @@
+"""Figures of routing statistics show the numbers that they are given."""
+
+import numpy as np
+import pytest
+
+from keras_softmoe import evaluation, routers
+from keras_softmoe.evaluation import RoutingStatistics
+from keras_softmoe.visualization import (
+    plot_choice_weights,
+    plot_dropped_tokens,
+    plot_experts_by_class,
+    plot_experts_by_position,
+    plot_experts_per_image,
+)
+from tests.models import tiny
+from tests.visualization.reading import legend_names, png, tick_names
+
+BY_BLOCK = [
+    plot_choice_weights,
+    plot_experts_by_class,
+    plot_experts_by_position,
+    plot_experts_per_image,
+]
+
+
+def make_block(seed=0, num_experts=3, num_tokens=5, num_classes=4, num_choices=2):
+    rng = np.random.default_rng(seed)
+    return RoutingStatistics(
+        dropped=rng.uniform(),
+        load=rng.uniform(size=num_experts),
+        experts_per_image=rng.integers(0, num_experts + 1, size=20),
+        weight_by_position=rng.uniform(size=(num_tokens, num_experts)),
+        weight_by_class=rng.uniform(size=(num_classes, num_experts)),
+        choice_histogram=rng.integers(1, 9, size=(num_choices, 50)),
+    )
+
+
+def statistics(layers=(1, 3), **kwargs):
+    return {layer: make_block(layer, **kwargs) for layer in layers}
+
+
+def panels(figure):
+    """Dict from the block to its axes, without those of colour bars."""
+    titled = [ax for ax in figure.axes if ax.get_title().startswith("block")]
+    return {int(ax.get_title().removeprefix("block ")): ax for ax in titled}
+
+
+def picture(ax):
+    (image,) = ax.get_images()
+    return image
+
+
+@pytest.mark.parametrize("plot", BY_BLOCK)
+def test_blocks_are_chosen(plot):
+    given = statistics(range(6))
+    # More than fit side by side.
+    figure = plot(given)
+    assert list(panels(figure)) == list(range(6))
+    assert png(figure).startswith(b"\x89PNG")
+    assert list(panels(plot(given, layers=(4, 2)))) == [4, 2]
+    for layers in ((), (6,)):
+        with pytest.raises(ValueError, match=r"blocks \[0, 1, .*Received: layers="):
+            plot(given, layers=layers)
+
+
+@pytest.mark.parametrize("plot", BY_BLOCK)
+@pytest.mark.parametrize("given", [{}, make_block(), {8: statistics()}])
+def test_other_things_than_statistics(plot, given):
+    with pytest.raises(ValueError, match="Received: statistics of type"):
+        plot(given)
+
+
+# === Classes ===
+
+
+def test_experts_by_class_in_the_order_of_the_numbers():
+    given = statistics()
+    # A class without images.
+    given[3].weight_by_class[1] = np.nan
+    shown = panels(plot_experts_by_class(given, class_names="abcd", sort=False))
+    kept = {1: [0, 1, 2, 3], 3: [0, 2, 3]}
+    for layer, ax in shown.items():
+        image, weights = picture(ax), given[layer].weight_by_class[kept[layer]]
+        np.testing.assert_array_equal(image.get_array(), weights)
+        assert image.norm.vmin == 0
+        np.testing.assert_allclose(image.norm.vmax, np.quantile(weights, 0.995))
+        assert tick_names(ax.xaxis) == ["0", "1", "2"]
+        assert tick_names(ax.yaxis) == [*np.array(list("abcd"))[kept[layer]]]
+
+
+def test_experts_by_class_in_stairs():
+    weights = np.array(
+        [
+            [0.9, 0.1, 0.0],  # least of all expert 0's; for expert 1 it is the most
+            [1.0, 0.0, 0.3],  # expert 2's, weakly
+            [1.0, 0.0, 0.5],  # expert 2's
+            [1.1, 0.0, 0.0],  # expert 0's
+        ]
+    )
+    block = make_block()._replace(weight_by_class=weights)
+    ax = panels(plot_experts_by_class({1: block}))[1]
+    # Largest excess over the expert's mean: 0.1, 0.075, 0.3.
+    assert tick_names(ax.xaxis) == ["2", "0", "1"]
+    assert tick_names(ax.yaxis) == ["2", "1", "3", "0"]
+    expected = weights[[2, 1, 3, 0]][:, [2, 0, 1]]
+    np.testing.assert_array_equal(picture(ax).get_array(), expected)
+
+
+def test_a_few_large_weights_are_off_the_scale():
+    block = make_block(num_classes=400, num_tokens=100)
+    block.weight_by_class[7, 1] = 100.0
+    block.weight_by_position[3, 2] = 100.0
+    for plot, quantile in (
+        (plot_experts_by_class, 0.995),
+        (plot_experts_by_position, 0.98),
+    ):
+        shown = picture(panels(plot({1: block}, sort=False))[1])
+        values = np.ma.compressed(np.ma.masked_invalid(shown.get_array()))
+        np.testing.assert_allclose(shown.norm.vmax, np.quantile(values, quantile))
+        assert shown.norm.vmax < values.max() == 100.0
+        assert shown.colorbar.extend == "max"
+
+
+def test_many_classes_have_some_names():
+    block = make_block(num_experts=32, num_classes=1000)
+    ax = panels(plot_experts_by_class({1: block}, sort=False))[1]
+    assert tick_names(ax.yaxis) == [str(index) for index in range(0, 1000, 50)]
+    assert tick_names(ax.xaxis) == [str(index) for index in range(0, 32, 2)]
+
+
+def test_classes_that_are_not_known():
+    with pytest.raises(ValueError, match="labels.*Received: weight_by_class=None"):
+        plot_experts_by_class({1: make_block()._replace(weight_by_class=None)})
+    with pytest.raises(ValueError, match="each of the 4 classes. Received: 3 names"):
+        plot_experts_by_class(statistics(), class_names="abc")
+
+
+# === Positions ===
+
+
+def mosaic_tiles(ax, shape):
+    """Dict from the expert to the map beneath its number."""
+    mosaic = picture(ax).get_array().filled(np.nan)
+    tiles = {}
+    for text in ax.texts:
+        column, row = (int(np.floor(x + 1)) for x in text.get_position())
+        tiles[int(text.get_text())] = mosaic[
+            row : row + shape[0], column : column + shape[1]
+        ]
+    assert np.isfinite(mosaic).sum() == len(tiles) * np.prod(shape)
+    return tiles
+
+
+@pytest.mark.parametrize(
+    "num_tokens, patch_grid, shape",
+    [
+        (16, None, (4, 4)),
+        (17, None, (4, 4)),
+        (9, (2, 4), (2, 4)),
+        (8, (4, 2), (4, 2)),
+        (1, None, (1, 1)),
+    ],
+)
+def test_experts_by_position(num_tokens, patch_grid, shape):
+    given = statistics(num_tokens=num_tokens, num_experts=7)
+    figure = plot_experts_by_position(given, patch_grid=patch_grid)
+    for layer, ax in panels(figure).items():
+        tiles = mosaic_tiles(ax, shape)
+        # Without the class token.
+        patches = given[layer].weight_by_position[-np.prod(shape) :]
+        for expert, tile in tiles.items():
+            np.testing.assert_array_equal(tile, patches[:, expert].reshape(shape))
+        assert list(tiles) == np.argsort(-patches.std(0), kind="stable").tolist()
+        assert picture(ax).norm.vmin == 0
+    unsorted = panels(plot_experts_by_position(given, None, patch_grid, sort=False))
+    assert list(mosaic_tiles(unsorted[1], shape)) == list(range(7))
+
+
+@pytest.mark.parametrize(
+    "num_tokens, patch_grid", [(8, None), (8, (3, 3)), (8, (2, 3))]
+)
+def test_positions_that_form_no_grid(num_tokens, patch_grid):
+    with pytest.raises(ValueError, match="The 8 tokens.*Received: patch_grid="):
+        plot_experts_by_position(statistics(num_tokens=num_tokens), None, patch_grid)
+
+
+@pytest.mark.parametrize("num_experts", [16, 32, 64])
+def test_maps_fill_their_rows(num_experts):
+    given = statistics(num_experts=num_experts, num_tokens=64)
+    ax = panels(plot_experts_by_position(given))[1]
+    corners = np.array([text.get_position() for text in ax.texts])
+    across, down = (len(np.unique(axis)) for axis in corners.T)
+    assert across * down == num_experts
+    assert max(across, down) <= 2 * min(across, down)
+
+
+def test_an_expert_without_work_is_drawn():
+    weights = np.zeros((4, 3))
+    block = make_block()._replace(weight_by_position=weights, weight_by_class=weights)
+    for plot in (plot_experts_by_class, plot_experts_by_position):
+        image = picture(panels(plot({1: block}))[1])
+        assert image.get_array().max() == 0
+        assert image.norm.vmax > 0
+
+
+# === Distributions ===
+
+
+@pytest.mark.parametrize("num_choices", [1, 2, 5])
+def test_choice_weights(num_choices):
+    given = statistics(num_choices=num_choices)
+    names = ["largest", "2nd largest", "3rd largest", "4th largest", "5th largest"]
+    figure = plot_choice_weights(given)
+    for layer, ax in panels(figure).items():
+        steps = [patch for patch in ax.patches if not patch.get_fill()]
+        assert [patch.get_label() for patch in steps] == names[:num_choices]
+        for counts, patch in zip(given[layer].choice_histogram, steps, strict=True):
+            shares, edges, _ = patch.get_data()
+            np.testing.assert_allclose(shares, counts / counts.sum())
+            np.testing.assert_allclose(edges, np.arange(51) / 50)
+            assert ax.get_ylim()[0] == 0
+            assert ax.get_ylim()[1] > shares.max()
+        (least,) = ax.lines
+        np.testing.assert_allclose(least.get_xdata(), 1 / 3)
+    legend = legend_names(panels(figure)[1].get_legend())
+    assert legend == [*names[:num_choices], "1/E"]
+
+
+def test_experts_per_image():
+    given = statistics()
+    for layer, ax in panels(plot_experts_per_image(given)).items():
+        used = given[layer].experts_per_image
+        (bars,) = ax.containers
+        np.testing.assert_allclose(
+            [bar.get_height() for bar in bars],
+            [np.mean(used == count) for count in range(4)],
+        )
+        (mean,) = ax.lines
+        np.testing.assert_allclose(mean.get_xdata(), used.mean())
+        (name,) = legend_names(ax.get_legend())
+        assert name == f"mean {used.mean():.1f} of 3"
+
+
+# === Dropped tokens ===
+
+
+def test_dropped_tokens():
+    given = {count: statistics(num_experts=count) for count in (16, 4)}
+    figure = plot_dropped_tokens(given)
+    (ax,) = figure.axes
+    for line, layer in zip(ax.lines, (1, 3), strict=True):
+        expected = [[count, given[count][layer].dropped] for count in (4, 16)]
+        np.testing.assert_allclose(line.get_xydata(), expected)
+    assert tick_names(ax.xaxis) == ["4", "16"]
+    (legend,) = figure.legends
+    assert legend_names(legend) == ["block 1", "block 3"]
+    assert png(figure).startswith(b"\x89PNG")
+
+
+def test_dropped_tokens_side_by_side():
+    largest = statistics((3,), num_experts=8)
+    largest[3] = largest[3]._replace(dropped=1.0)
+    given = {
+        "tokens choose": {4: statistics(num_experts=4), 8: statistics(num_experts=8)},
+        # One block fewer.
+        "experts choose": {8: largest},
+    }
+    figure = plot_dropped_tokens(given)
+    assert [ax.get_title() for ax in figure.axes] == list(given)
+    first, second = figure.axes
+    assert first.get_ylim() == second.get_ylim()
+    assert first.get_ylim()[1] > 1.0
+    assert [len(line.get_xdata()) for line in first.lines] == [2, 2]
+    assert [len(line.get_xdata()) for line in second.lines] == [0, 1]
+    # A block has the same colour everywhere.
+    assert first.lines[1].get_color() == second.lines[1].get_color()
+    assert legend_names(figure.legends[0]) == ["block 1", "block 3"]
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({}, "Received: {}"),
+        (None, "Received: None"),
+        ({"tokens choose": {}}, "Received: {}"),
+        ({8: {}}, "statistics of type dict"),
+        (statistics(), "statistics of type RoutingStatistics"),
+        ({8: statistics()}, "Received: 8 for a model with 3 experts in block 1"),
+    ],
+)
+def test_dropped_tokens_of_other_things(given, message):
+    with pytest.raises(ValueError, match=message):
+        plot_dropped_tokens(given)
+
+
+# === A model ===
+
+
+def test_a_model_from_end_to_end():
+    router = routers.SoftmaxTokenChoiceRouter(
+        4, num_selected_experts=2, capacity_factor=0.5, multiple_of=None
+    )
+    model = tiny.classifier(moe_layers=(0, 1), router=router)
+    given = evaluation.routing_statistics(
+        model, tiny.pixels(6), tiny.labels(6), verbose=0
+    )
+    for plot in BY_BLOCK:
+        figure = plot(given)
+        assert list(panels(figure)) == [0, 1]
+        assert png(figure).startswith(b"\x89PNG")
+    ax = panels(plot_experts_by_position(given))[0]
+    assert list(mosaic_tiles(ax, model.backbone.patch_grid)) != []
+    drawn = [
+        line.get_ydata()[0] for line in plot_dropped_tokens({4: given}).axes[0].lines
+    ]
+    assert drawn == [given[0].dropped, given[1].dropped]
+    assert min(drawn) > 0
