@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from keras_softmoe.evaluation.statistics import RoutingStatistics
+
 DROPPED = "#d9d9d9"
 # Okabe and Ito's colours, told apart by colour-blind people too. The yellow is left
 # out: it does not show on white.
@@ -152,20 +154,13 @@ def block_panels(matplotlib, layers, width, height, **kwargs):
 
 def check_statistics(statistics):
     """Raise unless this is what `evaluation.routing_statistics` returns."""
-    if (
-        not isinstance(statistics, dict)
-        or not statistics
-        or not all(hasattr(value, "choice_histogram") for value in statistics.values())
-    ):
+    blocks = statistics.values() if isinstance(statistics, dict) else ()
+    if not blocks or not all(isinstance(b, RoutingStatistics) for b in blocks):
+        types = sorted({type(block).__name__ for block in blocks})
         raise ValueError(
             "`statistics` must be the dict from blocks to `RoutingStatistics` that "
             "`evaluation.routing_statistics` returns, not empty. Received: "
-            f"statistics of type {type(statistics).__name__}"
-            + (
-                f" with the keys {list(statistics)}."
-                if isinstance(statistics, dict)
-                else "."
-            )
+            f"statistics of type {type(statistics).__name__}, of {types}."
         )
 
 
