@@ -23,7 +23,7 @@ def main():
 
 
 def with_tables(text):
-    """The README's text with both tables made anew."""
+    """The README's text with its tables made anew."""
     found = {
         file.parent.name: json.loads(file.read_text(encoding="utf-8"))
         for file in sorted(PRESETS.glob("*/metadata.json"))
@@ -31,6 +31,9 @@ def with_tables(text):
     tables = {
         "trained presets": trained_table(
             {name: m for name, m in found.items() if m["kind"] == "trained"}
+        ),
+        "convertible presets": convertible_table(
+            {name: m for name, m in found.items() if m["kind"] == "convertible"}
         ),
         "architectures": architecture_table(
             {name: m for name, m in found.items() if m["kind"] == "architecture"}
@@ -62,6 +65,22 @@ def trained_table(found):
         rows.append(f"| {' | '.join(cells)} |")
     cells = ["raw pixels", "", "", *map(spread, pixels.values()), ""]
     rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def convertible_table(found):
+    rows = [
+        "| preset | parameters | published accuracy on ImageNet |",
+        "|---|---|---|",
+    ]
+    for name, metadata in found.items():
+        accuracy = metadata["accuracy"].get("ImageNet, validation images")
+        cells = [
+            f"[`{name}`](presets/{name})",
+            f"{metadata['parameter_count'] / 1e6:,.0f} M",
+            f"{100 * accuracy:.1f} %" if accuracy else "not found",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
 

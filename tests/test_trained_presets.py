@@ -71,15 +71,15 @@ def test_few_shot_accuracy_is_that_of_the_card(digits):
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
 def test_int8_keeps_the_accuracy_on_digits(digits):
-    # Half of each: enough to see one point.
-    (images, labels), (test_images, test_labels) = ((x[::2], y[::2]) for x, y in digits)
+    # A quarter of each: enough to see one point.
+    (images, labels), (test_images, test_labels) = ((x[::4], y[::4]) for x, y in digits)
     classifier = ksm.models.ViTMoEImageClassifier.from_preset(SOFT, num_classes=10)
     with_probe_as_head(classifier, images, labels)
     before = accuracy(classifier, test_images, test_labels)
     classifier.quantize("int8")
     assert classifier.backbone.blocks[-1].moe.experts.output_dense.quantization_mode
     after = accuracy(classifier, test_images, test_labels)
-    assert before > 0.9
+    assert before > 0.85
     assert abs(before - after) <= 0.01
 
 
