@@ -1,0 +1,96 @@
+"""Settings of the routers that seat single tokens, some of which may change later."""
+
+import numpy as np
+import pytest
+
+from keras_softmoe import routers
+from tests import cases, twins
+from tests.routers.sparse_routers import SPARSE, TOKEN_CHOICE, build
+from tests.routers.test_sparse import WIDTH, call
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_capacity_outside_training(name):
+    tokens = cases.array("normal", (2, 8, WIDTH), 0)
+    router = build(name, 4, WIDTH, capacity_factor=0.5, eval_capacity_factor=1.5)
+    choices = getattr(router, "num_selected_experts", 1)
+    for training, factor in ((True, 0.5), (False, 1.5)):
+        (token, _, _), _ = call(router, tokens, training=training)
+        assert token.shape[-1] == np.ceil(8 * choices * factor / 4)
+
+
+@pytest.mark.parametrize("name", TOKEN_CHOICE)
+def test_normalized_gates(name):
+    tokens = cases.array("normal", (2, 8, WIDTH), 0)
+    router = build(
+        name, 4, WIDTH, num_selected_experts=2, normalize_gates=True, capacity_factor=4
+    )
+    (token, filled, gate), summary = call(router, tokens)
+    # The softmax over the chosen logits only: softmax(TOP-K), V-MoE table 3.
+    order = np.argsort(-summary["selection"], axis=-1, kind="stable")[..., :2]
+    chosen = np.full(summary["logits"].shape, -np.inf)
+    np.put_along_axis(
+        chosen, order, np.take_along_axis(summary["logits"], order, -1), -1
+    )
+    expected = twins.gates(twins.softmax(chosen), token, filled)
+    np.testing.assert_allclose(gate, expected, rtol=2e-5)
+    _, combine = twins.to_dense(token, filled, gate, 8)
+    np.testing.assert_allclose(combine.sum((2, 3)), 1.0, rtol=1e-5)
+
+
+def test_skipping_reaches_the_router():
+    tokens = cases.array("normal", (2, 8, WIDTH), 0)
+    router = build(
+        "softmax_token_choice", 4, WIDTH, capacity_factor=4.0, keep_fraction=0.5
+    )
+    _, summary = call(router, tokens)
+    # Half of the tokens, those with the largest probabilities, and no other.
+    largest = summary["probabilities"].max(-1)
+    expected = largest < np.sort(largest, -1)[:, 4:5]
+    np.testing.assert_array_equal(summary["dropped"], expected)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_random_logits_look_at_no_token(name, set_noise):
+    noise = cases.array("normal", (2, 8, 4), 3)
+    router = build(name, 4, WIDTH, random_logits=True)
+    undrawn = set_noise(noise, noise)
+    _, one = call(router, cases.array("normal", (2, 8, WIDTH), 0))
+    (token, filled, gate), other = call(router, cases.array("normal", (2, 8, WIDTH), 1))
+    assert not undrawn
+    np.testing.assert_allclose(one["logits"], noise, rtol=1e-6)
+    np.testing.assert_array_equal(one["logits"], other["logits"])
+    expected = twins.gates(twins.softmax(noise), token, filled)
+    np.testing.assert_allclose(gate, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_live_settings_change_the_next_call(name):
+    tokens = cases.array("normal", (2, 8, WIDTH), 0)
+    settings = {"capacity_factor": 0.5}
+    if name in TOKEN_CHOICE:
+        settings.update(num_selected_experts=1, priority="sum", keep_fraction=0.75)
+    router = build(name, 4, WIDTH)
+    router.update(**settings)
+    fresh = build(name, 4, WIDTH, **settings)
+    fresh.kernel.assign(router.kernel)
+    assert {**router.get_config(), "name": ""} == {**fresh.get_config(), "name": ""}
+    for actual, expected in zip(
+        call(router, tokens)[0], call(fresh, tokens)[0], strict=True
+    ):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_a_refused_setting_changes_nothing():
+    router = build("softmax_token_choice", 4, WIDTH)
+    before = router.get_config()
+    for wrong, received in (
+        ({"capacity_factor": 2.0, "num_selected_experts": 9}, "9"),
+        ({"priority": "best"}, "best"),
+        ({"num_experts": 8}, "num_experts"),
+    ):
+        with pytest.raises(ValueError, match=f"Received: .*{received}"):
+            router.update(**wrong)
+        assert router.get_config() == before
+    with pytest.raises(ValueError, match="Received: capacity_factor"):
+        routers.SoftRouter(4).update(capacity_factor=2.0)
