@@ -1,6 +1,11 @@
 """The routers that seat single tokens, as templates for the tests."""
 
+import keras
+
 from keras_softmoe import routers
+from tests.references import to_numpy
+
+WIDTH = 4
 
 # No noise unless a test asks for it, and no rounding of the capacity to a multiple.
 PLAIN = {"multiple_of": 1, "noise_std": 0.0}
@@ -32,3 +37,17 @@ def build(name, num_experts, width, **kwargs):
     router = SPARSE[name](num_experts, **kwargs)
     router.build((None, None, width))
     return router
+
+
+def as_numpy(decision):
+    """Routing and summary of a decision, as NumPy arrays."""
+    routing = [to_numpy(x) for x in decision.routing]
+    return routing, {k: to_numpy(v) for k, v in decision.summary.items()}
+
+
+def call(router, tokens, valid=None, **kwargs):
+    """What the router decides for NumPy tokens, as NumPy arrays."""
+    if valid is not None:
+        valid = keras.ops.convert_to_tensor(valid)
+    tokens = keras.ops.convert_to_tensor(tokens)
+    return as_numpy(router(tokens, valid=valid, **kwargs))

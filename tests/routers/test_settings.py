@@ -5,8 +5,7 @@ import pytest
 
 from keras_softmoe import routers
 from tests import cases, twins
-from tests.routers.sparse_routers import SPARSE, TOKEN_CHOICE, build
-from tests.routers.test_sparse import WIDTH, call
+from tests.routers.sparse_routers import SPARSE, TOKEN_CHOICE, WIDTH, build, call
 
 
 @pytest.mark.parametrize("name", SPARSE)

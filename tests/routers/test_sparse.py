@@ -10,24 +10,19 @@ from keras_softmoe import routers
 from tests import cases, twins
 from tests.gradients import layer_gradients
 from tests.references import to_numpy
-from tests.routers.sparse_routers import PLANS, SPARSE, TOKEN_CHOICE, build
+from tests.routers.sparse_routers import (
+    PLANS,
+    SPARSE,
+    TOKEN_CHOICE,
+    WIDTH,
+    as_numpy,
+    build,
+    call,
+)
 
-WIDTH = 4
 FINITE_FLAVOURS = ["normal", "equal", "zero"]
 # (G, S, E): more experts than tokens; one expert; an ordinary one.
 SHAPES = [(1, 3, 5), (2, 4, 1), (2, 8, 4)]
-
-
-def as_numpy(decision):
-    routing = [to_numpy(x) for x in decision.routing]
-    return routing, {k: to_numpy(v) for k, v in decision.summary.items()}
-
-
-def call(router, tokens, valid=None, **kwargs):
-    if valid is not None:
-        valid = keras.ops.convert_to_tensor(valid)
-    tokens = keras.ops.convert_to_tensor(tokens)
-    return as_numpy(router(tokens, valid=valid, **kwargs))
 
 
 def capacity_of(router, num_tokens):
