@@ -17,8 +17,8 @@ def token_choice(
     num_selected_experts,
     capacity,
     priority="position",
-    keep_fraction=1.0,
     valid=None,
+    keep_fraction=1.0,
     seed=None,
 ):
     """Every token chooses its best experts, as long as they have free slots.
@@ -40,11 +40,11 @@ def token_choice(
             - `"pair"`: pairs of token and chosen expert by their score, descending.
               Here a second choice may come before another token's first.
             - `"random"`: tokens in a random order.
+        valid: optional `(G, S)` bool tensor. Tokens with `False` are padding and
+            take no slot.
         keep_fraction: float in `(0, 1]`. Under 1, only this fraction of a group's
             tokens (rounded, at least one) chooses at all, those with the highest
             priority; the rest is skipped. `"pair"` ranks whole tokens like `"max"`.
-        valid: optional `(G, S)` bool tensor. Tokens with `False` are padding and
-            take no slot.
         seed: int or `keras.random.SeedGenerator`, for the priority `"random"`.
 
     Returns:
