@@ -4,6 +4,19 @@ from keras_softmoe.ops.assignment import expert_choice as expert_choice
 from keras_softmoe.ops.assignment import identity as identity
 from keras_softmoe.ops.assignment import token_choice as token_choice
 from keras_softmoe.ops.capacity import expert_capacity as expert_capacity
+from keras_softmoe.ops.contrastive import (
+    sigmoid_contrastive_loss as sigmoid_contrastive_loss,
+)
+from keras_softmoe.ops.contrastive import (
+    softmax_contrastive_loss as softmax_contrastive_loss,
+)
+from keras_softmoe.ops.entropy import global_entropy_loss as global_entropy_loss
+from keras_softmoe.ops.entropy import local_entropy_loss as local_entropy_loss
+from keras_softmoe.ops.entropy import merged_entropy_loss as merged_entropy_loss
+from keras_softmoe.ops.entropy import (
+    mutual_information_loss as mutual_information_loss,
+)
+from keras_softmoe.ops.entropy import target_entropy_loss as target_entropy_loss
 from keras_softmoe.ops.losses import gshard_loss as gshard_loss
 from keras_softmoe.ops.losses import importance_loss as importance_loss
 from keras_softmoe.ops.losses import load_loss as load_loss

@@ -85,8 +85,8 @@ def gshard_loss(probs, valid=None):
     experts = ops.arange(num_experts, dtype="int32")
     first = ops.cast(ops.argmax(probs, axis=-1), "int32")
     is_first = ops.cast(ops.equal(ops.expand_dims(first, -1), experts), probs.dtype)
-    share = ops.stop_gradient(_mean_over_tokens(is_first, valid))
-    probability = _mean_over_tokens(probs, valid)
+    share = ops.stop_gradient(mean_over_tokens(is_first, valid))
+    probability = mean_over_tokens(probs, valid)
     return num_experts * ops.sum(share * probability, axis=-1)
 
 
@@ -103,7 +103,7 @@ def z_loss(logits, valid=None):
     Source: Zoph et al. 2022 (ST-MoE), section 3; LIMoE, appendices.
     """
     squared = ops.square(ops.logsumexp(logits, axis=-1, keepdims=True))
-    return _mean_over_tokens(squared, valid)[:, 0]
+    return mean_over_tokens(squared, valid)[:, 0]
 
 
 def _zero_padding(values, valid):
@@ -112,7 +112,7 @@ def _zero_padding(values, valid):
     return ops.where(ops.expand_dims(valid, -1), values, 0.0)
 
 
-def _mean_over_tokens(values, valid):
+def mean_over_tokens(values, valid):
     """Mean of `(G, S, N)` values over the real tokens, `(G, N)`."""
     if valid is None:
         return ops.mean(values, axis=1)

@@ -1,0 +1,67 @@
+"""Contrastive losses of image and text embeddings. Each returns one value per pair."""
+
+import keras
+from keras import ops
+
+
+def softmax_contrastive_loss(logits):
+    """Cross-entropy of finding the caption of an image and the image of a caption.
+
+    Args:
+        logits: `(B, B)` float tensor, scaled similarities of images (rows) and captions
+            (columns); pairs lie on the diagonal.
+
+    Returns:
+        `(B,)` tensor: for pair `i` the mean of the cross-entropies of row `i` and of
+        column `i`. The training loss is its mean.
+
+    Raises:
+        ValueError: if there are not as many images as captions, or just one pair, which
+            has nothing to be told from.
+
+    Source: LIMoE, section 2.1; Radford et al. 2021 (CLIP), section 2.3.
+
+    Example:
+
+    >>> ksm.ops.softmax_contrastive_loss(np.zeros((4, 4), "float32"))
+    [1.3863, 1.3863, 1.3863, 1.3863]
+    """
+    logits = _checked(logits)
+    pairs = ops.diagonal(logits)
+    rows = ops.logsumexp(logits, axis=1) - pairs
+    columns = ops.logsumexp(logits, axis=0) - pairs
+    return 0.5 * (rows + columns)
+
+
+def sigmoid_contrastive_loss(logits):
+    """Binary cross-entropy of whether image and caption belong together.
+
+    Args:
+        logits: `(B, B)` float tensor, scaled (and shifted) similarities of images
+            (rows) and captions (columns); pairs lie on the diagonal.
+
+    Returns:
+        `(B,)` tensor: for image `i` the sum over all captions. The training loss is its
+        mean.
+
+    Raises:
+        ValueError: as `softmax_contrastive_loss`.
+
+    Source: Zhai et al. 2023 (SigLIP), section 3.2.
+    """
+    logits = _checked(logits)
+    belongs = ops.eye(logits.shape[0], dtype=logits.dtype)
+    return -ops.sum(ops.log_sigmoid((2.0 * belongs - 1.0) * logits), axis=1)
+
+
+def _checked(logits):
+    logits = ops.convert_to_tensor(logits)
+    if "float" not in keras.backend.standardize_dtype(logits.dtype):
+        logits = ops.cast(logits, "float32")
+    shape = tuple(logits.shape)
+    if len(shape) != 2 or shape[0] != shape[1] or shape[0] == 1:
+        raise ValueError(
+            "A contrastive loss compares B images with their B captions, two pairs or "
+            f"more: logits of shape (B, B). Received: logits of shape {shape}."
+        )
+    return logits

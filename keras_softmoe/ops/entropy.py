@@ -1,0 +1,172 @@
+"""LIMoE's losses on the entropy of routing. Each returns one value per group, `(G,)`.
+
+They are made for the tokens of one modality. `valid` picks those out of a group, and
+leaves padding out.
+"""
+
+import math
+
+from keras import ops
+
+from keras_softmoe.ops.assignment import check_num_selected_experts
+from keras_softmoe.ops.losses import mean_over_tokens
+
+# Keeps the logarithm and its derivative finite at zero, where x log x is zero.
+_TINY = 1e-30
+
+
+def local_entropy_loss(probs, valid=None):
+    """Mean entropy of the tokens' probabilities: pulls tokens to few experts.
+
+    Args:
+        probs: `(G, S, E)` float tensor, each token's probabilities over experts.
+        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+
+    Returns:
+        `(G,)` tensor in nats, 0 where every token is sure of one expert, `log(E)`
+        where none prefers any.
+
+    Source: LIMoE, section 2.2.2 ("local entropy").
+
+    Example:
+
+    >>> ksm.ops.local_entropy_loss(np.full((2, 16, 4), 0.25, "float32"))
+    [1.3863, 1.3863]
+    """
+    return mean_over_tokens(_entropy(probs, keepdims=True), valid)[:, 0]
+
+
+def target_entropy_loss(probs, num_selected_experts, valid=None):
+    """Squared distance of the mean local entropy from that of `K` equal choices.
+
+    Args:
+        probs: `(G, S, E)` float tensor, each token's probabilities over experts.
+        num_selected_experts: int, the number `K` of experts that a token chooses.
+        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+
+    Returns:
+        `(G,)` tensor: `(log(K) - local_entropy_loss(probs)) ** 2`.
+
+    Raises:
+        ValueError: if `num_selected_experts` is not in `[1, E]`.
+
+    Source: LIMoE, appendix E.1 ("target entropy").
+    """
+    check_num_selected_experts(num_selected_experts, probs.shape[-1])
+    target = math.log(num_selected_experts)
+    return ops.square(target - local_entropy_loss(probs, valid))
+
+
+def merged_entropy_loss(probs, num_selected_experts, valid=None):
+    """Mean entropy of "among the `K` most probable experts or not".
+
+    It asks for all weight on `K` experts and does not care how they share it.
+
+    Args:
+        probs: `(G, S, E)` float tensor, each token's probabilities over experts.
+        num_selected_experts: int, the number `K` of experts that a token chooses.
+        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+
+    Returns:
+        `(G,)` tensor in nats, 0 if `K = E`.
+
+    Raises:
+        ValueError: if `num_selected_experts` is not in `[1, E]`.
+
+    Source: LIMoE, appendix E.1 ("merged entropy").
+    """
+    probs = ops.convert_to_tensor(probs)
+    num_experts = probs.shape[-1]
+    check_num_selected_experts(num_selected_experts, num_experts)
+    # Both sums from the probabilities: one minus the other would lose a small one.
+    ranked = ops.top_k(probs, num_experts)[0]
+    chosen = ops.sum(ranked[..., :num_selected_experts], axis=-1)
+    others = ops.sum(ranked[..., num_selected_experts:], axis=-1)
+    entropy = _entropy(ops.stack([chosen, others], axis=-1), keepdims=True)
+    return mean_over_tokens(entropy, valid)[:, 0]
+
+
+def global_entropy_loss(probs, threshold, valid=None):
+    """How far the entropy of the mean probabilities stays below a threshold.
+
+    It spreads a modality over experts: at least `exp(threshold)` of them have to be
+    used to satisfy it (more, if unevenly), and from there on it is zero.
+
+    Args:
+        probs: `(G, S, E)` float tensor, each token's probabilities over experts.
+        threshold: float in nats, at most `log(E)`: the logarithm of the soft minimum
+            of experts.
+        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+
+    Returns:
+        `(G,)` tensor: `max(0, threshold - entropy)`.
+
+    Raises:
+        ValueError: if the threshold is negative or over `log(E)`, which no
+            probabilities reach.
+
+    Source: LIMoE, section 2.2.2 ("global entropy") and appendix B.2.
+
+    Example:
+
+    >>> probs = np.full((1, 16, 4), 0.25, "float32")
+    >>> ksm.ops.global_entropy_loss(probs, threshold=np.log(3))
+    [0.]
+    """
+    num_experts = probs.shape[-1]
+    largest = math.log(num_experts)
+    # Some slack for `log` in single precision.
+    if not 0.0 <= threshold <= largest + 1e-6:
+        raise ValueError(
+            "The entropy of a choice among experts lies between 0 and their logarithm: "
+            f"`threshold` must be between 0 and log({num_experts}) = {largest:.4f}. "
+            f"Received: threshold={threshold}. To ask for S experts, pass log(S)."
+        )
+    entropy = _entropy(mean_over_tokens(probs, valid))
+    return ops.relu(threshold - entropy)
+
+
+def mutual_information_loss(probs_by_modality, valid_by_modality=None):
+    """Minus the mutual information of experts and modalities.
+
+    Lowest, `-log(M)`, where `M` modalities share no expert (and there are enough of
+    them), and 0 where all are routed alike.
+
+    Args:
+        probs_by_modality: list of `(G, S_m, E)` float tensors, the probabilities over
+            experts of the tokens of each modality. Their numbers may differ.
+        valid_by_modality: optional list of `(G, S_m)` bool tensors or `None`, `True`
+            for the tokens that count.
+
+    Returns:
+        `(G,)` tensor in nats.
+
+    Raises:
+        ValueError: if there are no modalities, or as many masks as modalities are not
+            given.
+
+    Source: LIMoE, appendix B.1 ("mutual-information loss").
+    """
+    valid_by_modality = valid_by_modality or [None] * len(probs_by_modality)
+    if not probs_by_modality or len(valid_by_modality) != len(probs_by_modality):
+        raise ValueError(
+            "Mutual information takes the probabilities of each modality, and one mask "
+            f"for each if any. Received: {len(probs_by_modality)} modalities, "
+            f"{len(valid_by_modality)} masks."
+        )
+    # (M, G, E)
+    marginals = ops.stack(
+        [
+            mean_over_tokens(probs, valid)
+            for probs, valid in zip(probs_by_modality, valid_by_modality, strict=True)
+        ]
+    )
+    return ops.mean(_entropy(marginals), axis=0) - _entropy(ops.mean(marginals, axis=0))
+
+
+def _entropy(probs, keepdims=False):
+    """Entropy over the last axis, in nats."""
+    probs = ops.convert_to_tensor(probs)
+    return -ops.sum(
+        probs * ops.log(ops.maximum(probs, _TINY)), axis=-1, keepdims=keepdims
+    )
