@@ -1,7 +1,8 @@
 """Every guide, and the demo, runs from its first line to its last.
 
-Each guide runs in the suite of one backend: what it calls is tested on all three, and a
-guide costs as much as dozens of those tests. The demo, the main job, runs on each.
+Each guide runs on one backend, mostly PyTorch, which compiles nothing: what it calls is
+tested on all three, and a guide costs as much as dozens of those tests. The demo, the
+main job, runs on each.
 """
 
 import os
@@ -98,8 +99,8 @@ def check_vmoe_at_low_capacity(lines, folder):
 CHECKS = {
     "demo.py": (check_demo, ("jax", "tensorflow", "torch")),
     "few_shot_probing.py": (check_few_shot_probing, ("torch",)),
-    "fit_on_a_small_dataset.py": (check_fit_on_a_small_dataset, ("tensorflow",)),
-    "released_vmoe_checkpoints.py": (check_released_vmoe_checkpoints, ("tensorflow",)),
+    "fit_on_a_small_dataset.py": (check_fit_on_a_small_dataset, ("torch",)),
+    "released_vmoe_checkpoints.py": (check_released_vmoe_checkpoints, ("torch",)),
     "switching_backends.py": (check_switching_backends, ("jax",)),
     "upcycling.py": (check_upcycling, ("torch",)),
     "vmoe_at_low_capacity.py": (check_vmoe_at_low_capacity, ("torch",)),
