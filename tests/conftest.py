@@ -1,5 +1,6 @@
 """Shared fixtures: reproducible tests and reference numbers."""
 
+import gc
 import os
 
 import hypothesis
@@ -26,6 +27,18 @@ def reproducible():
     keras.utils.set_random_seed(0)
     yield
     keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_garbage_collection():
+    """What a module leaves behind (traces, mostly) is not searched again and again.
+
+    On JAX it grows to gigabytes, and Keras collects garbage once for each layer that it
+    quantizes.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
