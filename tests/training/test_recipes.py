@@ -84,9 +84,11 @@ def test_recipe(name, digits):
         np.testing.assert_allclose(
             to_numpy(variable.value), expected, rtol=1e-6, atol=1e-8, err_msg=path
         )
-    history = model.fit(data, verbose=0, **recipe.fit_arguments).history
+    # So few steps show progress only on images that stay as they are.
+    plain = dataclasses.replace(recipe, augmentation="none").training_data(digits)
+    history = model.fit(plain, verbose=0, **recipe.fit_arguments).history
     assert len(history["loss"]) == 3
-    assert history["loss"][-1] < history["loss"][0]
+    assert history["loss"][-1] < 0.9 * history["loss"][0]
     assert int(to_numpy(model.optimizer.iterations.value)) == 1 + STEPS
     assert model.optimizer is not recipe.optimizer
 
