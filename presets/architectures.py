@@ -105,7 +105,10 @@ def _vmoe(model, placement, num_experts, k, published):
     }
     if num_experts == 8:
         rest["source"] = "V-MoE, released code"
-        rest["note"] = "The architecture of released checkpoints, without weights."
+        rest["note"] = (
+            "With 8 experts, as the released checkpoints have. Those are presets of "
+            "their own (`imagenet` in the name)."
+        )
     if placement is None:
         title = "Dense twin of V-MoE-15B" if is_15b else f"ViT-{model} of V-MoE"
         return Architecture(twin, title, "", config=config, **rest)
