@@ -193,8 +193,8 @@ def opened(path):
     except failures as error:
         raise CheckpointError(
             f"The file '{path}' cannot be read ({type(error).__name__}: {error}). A "
-            "checkpoint is PREFIX.index and all of PREFIX.data-00000-of-..., in one "
-            "place."
+            "sharded checkpoint is PREFIX.index and all of PREFIX.data-00000-of-..., "
+            "in one place."
         ) from error
 
 

@@ -22,7 +22,8 @@ class LiveRouting:
         """Change settings of the routers, for the next `predict`, `fit` or `evaluate`.
 
         Args:
-            layers: the MoE blocks to change, counted as in `moe_layers`. `None`: all.
+            layers: int or sequence of int, the MoE blocks to change, counted as in
+                `moe_layers`. `None`: all.
             **settings: what to change: `capacity_factor`, `eval_capacity_factor` and
                 `random_logits` of all sparse routers; `num_selected_experts`,
                 `priority`, `keep_fraction` and `normalize_gates` of those in which
@@ -41,7 +42,9 @@ class LiveRouting:
         >>> model.set_routing(layers=[3], num_selected_experts=1)
         """
         routers = self.routers
-        layers = list(routers) if layers is None else list(layers)
+        if layers is None:
+            layers = routers
+        layers = [layers] if isinstance(layers, int) else list(layers)
         wrong = [index for index in layers if index not in routers]
         if wrong:
             raise ValueError(

@@ -11,6 +11,12 @@ from keras_softmoe.models.arguments import check_images
 from keras_softmoe.models.live_routing import LiveRouting, pop_live_settings
 from keras_softmoe.models.vit_moe_backbone import ViTMoEBackbone
 
+_CROSSENTROPIES = {
+    "binary_crossentropy": keras.losses.BinaryCrossentropy,
+    "categorical_crossentropy": keras.losses.CategoricalCrossentropy,
+    "sparse_categorical_crossentropy": keras.losses.SparseCategoricalCrossentropy,
+}
+
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
@@ -142,6 +148,28 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
         keras_hub.models.Task.__init__(
             self, inputs=inputs, outputs=outputs, compile=compile, name=name
         )
+
+    def compile(self, optimizer="auto", loss="auto", *, metrics="auto", **kwargs):
+        """Configure training, as `keras_hub.models.ImageClassifier.compile` does.
+
+        A cross-entropy given by its name is that of the logits, unless the model has
+        an activation. (Keras would take the logits for probabilities, and the loss
+        would soon be NaN.)
+
+        Args:
+            optimizer: `"auto"`, a name or a `keras.optimizers.Optimizer`.
+            loss: `"auto"` (the cross-entropy of int labels), a name or a
+                `keras.losses.Loss`.
+            metrics: `"auto"` (accuracy) or as in `keras.Model.compile`.
+            **kwargs: as in `keras.Model.compile`.
+        """
+        if (
+            self.activation is None
+            and isinstance(loss, str)
+            and loss in _CROSSENTROPIES
+        ):
+            loss = _CROSSENTROPIES[loss](from_logits=True)
+        super().compile(optimizer=optimizer, loss=loss, metrics=metrics, **kwargs)
 
     @classmethod
     def from_preset(cls, preset, load_weights=True, **kwargs):

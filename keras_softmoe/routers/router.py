@@ -76,10 +76,11 @@ class Router(keras.layers.Layer):
         """
         unknown = [name for name in settings if name not in self.live_settings]
         if unknown:
-            accepted = ", ".join(self.live_settings) or "none"
+            accepted = ", ".join(self.live_settings)
             raise ValueError(
                 f"`{type(self).__name__}` has no such setting that may change. "
-                f"Accepted: {accepted}. Received: {', '.join(unknown)}."
+                f"Accepted: {accepted or 'none, as it chooses nothing; leave them out'}"
+                f". Received: {', '.join(unknown)}."
             )
         # Not `from_config`, which turns every error into a TypeError.
         return type(self)(**{**self.get_config(), **settings})

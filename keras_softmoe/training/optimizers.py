@@ -139,7 +139,7 @@ class Adam(_ByVariable, keras.optimizers.Optimizer):
     ...     weight_decay_rules=[("predictions/kernel", 3.0), ("kernel$", 0.03)],
     ...     global_clipnorm=1.0,
     ... )
-    >>> classifier.compile(optimizer, "sparse_categorical_crossentropy")
+    >>> classifier.compile(optimizer)
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class SGD(_ByVariable, keras.optimizers.SGD):
     ...     ksm.training.WarmupCosineDecay(0.003, 10_000, warmup_steps=500),
     ...     momentum=0.9, global_clipnorm=10.0,
     ... )
-    >>> classifier.compile(optimizer, "sparse_categorical_crossentropy")
+    >>> classifier.compile(optimizer)
     """
 
     def __init__(

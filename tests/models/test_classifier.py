@@ -210,3 +210,23 @@ def test_wrong_arguments():
         models.ViTMoEImageClassifier(tiny.backbone(), 0)
     with pytest.raises(TypeError, match="num_labels"):
         models.ViTMoEImageClassifier(tiny.backbone(), 3, num_labels=3)
+
+
+@pytest.mark.parametrize(
+    "loss", ["sparse_categorical_crossentropy", "categorical_crossentropy"]
+)
+def test_a_crossentropy_by_name_is_that_of_the_logits(loss):
+    model = tiny.classifier()
+    model.compile("adam", loss, metrics=[])
+    x, y = tiny.pixels(4), tiny.labels(4)
+    logits = tiny.predict(model, x).astype("float64")
+    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = -logits[np.arange(4), y].mean()
+    if loss == "categorical_crossentropy":
+        y = np.eye(tiny.NUM_CLASSES)[y]
+    np.testing.assert_allclose(model.evaluate(x, y, verbose=0), expected, rtol=1e-4)
+    # Where the model gives probabilities, the name means what it says.
+    model = tiny.classifier(head={"activation": "softmax"})
+    model.compile("adam", loss, metrics=[])
+    assert np.isfinite(model.evaluate(x, y, verbose=0))
+    assert model.loss == loss

@@ -88,7 +88,7 @@ def test_training_and_evaluation_obey():
 def test_chosen_layers_only():
     model = tiny.classifier(**MOE)
     x = tiny.pixels(4)
-    model.set_routing(layers=[1], num_selected_experts=1, priority="pair")
+    model.set_routing(layers=1, num_selected_experts=1, priority="pair")
     assert [r.num_selected_experts for r in model.routers.values()] == [2, 1]
     expected = tiny.predict(model, x)
 
