@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import ops
-from tests import twins
+from tests import limoe_twins
 from tests.gradients import value_and_gradients
 from tests.references import to_numpy
 
@@ -20,14 +20,14 @@ def logits(scale=1.0):
 @pytest.mark.parametrize("scale", [0.0, 1.0, 10.0])
 def test_twins(name, scale):
     actual = to_numpy(getattr(ops, name)(logits(scale)))
-    expected = getattr(twins, name)(logits(scale))
+    expected = getattr(limoe_twins, name)(logits(scale))
     assert actual.shape == (5,)
     np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients(name):
-    ours, twin = getattr(ops, name), getattr(twins, name)
+    ours, twin = getattr(ops, name), getattr(limoe_twins, name)
     _, (gradient,) = value_and_gradients(lambda x: keras.ops.sum(ours(x)), [logits()])
     for direction in np.random.default_rng(1).normal(size=(3, 5, 5)):
         step = 1e-6 * direction

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from keras_softmoe import ops
-from tests import cases, twins
+from tests import cases, limoe_twins, twins
 from tests.gradients import value_and_gradients
 from tests.references import to_numpy
 
@@ -41,7 +41,7 @@ def test_twins(logits, num_selected_experts, share, seed):
         ("global_entropy_loss", (threshold,)),
     ):
         actual = getattr(ops, name)(probs, *arguments, valid=valid)
-        assert_close(actual, getattr(twins, name)(probs, *arguments, valid))
+        assert_close(actual, getattr(limoe_twins, name)(probs, *arguments, valid))
 
 
 @given(flavour=st.sampled_from(["normal", "equal", "huge"]), seed=cases.seeds)
@@ -53,7 +53,7 @@ def test_mutual_information(flavour, seed):
     ]
     valid = [cases.padding(p.shape[:2], seed) for p in probs]
     actual = ops.mutual_information_loss(probs, valid)
-    assert_close(actual, twins.mutual_information_loss(probs, valid))
+    assert_close(actual, limoe_twins.mutual_information_loss(probs, valid))
     assert np.all(to_numpy(actual) <= 1e-6)
     assert np.all(to_numpy(actual) >= -np.log(2) - 1e-6)
 
@@ -81,22 +81,24 @@ def test_values_by_hand():
 
 
 LOSSES = {
-    "local": (ops.local_entropy_loss, twins.local_entropy_loss),
+    "local": (ops.local_entropy_loss, limoe_twins.local_entropy_loss),
     "target": (
         lambda p: ops.target_entropy_loss(p, 2),
-        lambda p: twins.target_entropy_loss(p, 2),
+        lambda p: limoe_twins.target_entropy_loss(p, 2),
     ),
     "merged": (
         lambda p: ops.merged_entropy_loss(p, 2),
-        lambda p: twins.merged_entropy_loss(p, 2),
+        lambda p: limoe_twins.merged_entropy_loss(p, 2),
     ),
     "global": (
         lambda p: ops.global_entropy_loss(p, 1.38),
-        lambda p: twins.global_entropy_loss(p, 1.38),
+        lambda p: limoe_twins.global_entropy_loss(p, 1.38),
     ),
     "mutual information": (
         lambda p: ops.mutual_information_loss([p[:, :5], p[:, 5:]]),
-        lambda p: twins.mutual_information_loss([p[:, :5], p[:, 5:]], [None, None]),
+        lambda p: limoe_twins.mutual_information_loss(
+            [p[:, :5], p[:, 5:]], [None, None]
+        ),
     ),
 }
 
