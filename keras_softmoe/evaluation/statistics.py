@@ -81,12 +81,12 @@ def routing_statistics(
                 "Each image has one label. Received: "
                 f"{len(images)} images, {len(labels)} labels."
             )
+    num_tokens = backbone.output["sequence_output"].shape[1]
     totals = {layer: _Total(labels) for layer in backbone.moe_layers}
     bar = keras.utils.Progbar(len(images), verbose=verbose, unit_name="image")
     for start in range(0, len(images), batch_size):
         rows = slice(start, start + batch_size)
         batch = prepared(backbone, images[rows], preprocessor)
-        num_tokens = backbone.output["sequence_output"].shape[1]
         for layer, decision in backbone.route(batch).items():
             choices = getattr(backbone.routers[layer], "num_selected_experts", 2)
             values = _by_image(decision, len(batch), num_tokens, backbone.group_images)

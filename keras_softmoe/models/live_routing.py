@@ -56,6 +56,10 @@ class LiveRouting:
                 "A dense model has no routers to set. Received: "
                 f"{', '.join(settings)}. Leave these settings out."
             )
+        if not settings:
+            # `from_preset` mostly has none: spare it the making of routers.
+            return
+        # All of them first, so that a refused value leaves no router changed.
         for index in layers:
             routers[index].with_settings(**settings)
         for index in layers:
