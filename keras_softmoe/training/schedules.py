@@ -81,7 +81,10 @@ class _WarmupDecayTo(WarmupSchedule):
 
     def remaining(self, done):
         """Share of the way down that is left when the share `done` of time is over."""
-        raise NotImplementedError
+        raise TypeError(
+            f"`{type(self).__name__}` is abstract: it knows no way down. Use one of the "
+            "schedules in `keras_softmoe.training`, or implement `remaining`."
+        )
 
     def get_config(self):
         return {
