@@ -82,8 +82,8 @@ class _WarmupDecayTo(WarmupSchedule):
     def remaining(self, done):
         """Share of the way down that is left when the share `done` of time is over."""
         raise TypeError(
-            f"`{type(self).__name__}` is abstract: it knows no way down. Use one of the "
-            "schedules in `keras_softmoe.training`, or implement `remaining`."
+            f"`{type(self).__name__}` is abstract: it knows no way down. Use one of "
+            "the schedules in `keras_softmoe.training`, or implement `remaining`."
         )
 
     def get_config(self):
