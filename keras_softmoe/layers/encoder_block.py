@@ -4,7 +4,8 @@ import keras
 
 from keras_softmoe.layers.attention import Attention, layer_norm
 from keras_softmoe.layers.feedforward import MLP
-from keras_softmoe.layers.moe import MoE, check_tokens_shape
+from keras_softmoe.layers.modalities import add, check_tokens_shape, each
+from keras_softmoe.layers.moe import MoE
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -26,17 +27,19 @@ class EncoderBlock(keras.layers.Layer):
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
-        inputs: `(B, S, D)` float tensor.
+        inputs: `(B, S, D)` float tensor; or a dict from modalities (`"image"`,
+            `"text"`) to such tensors. Attention and a dense MLP see each of them
+            apart; experts are given all of them together.
         return_decision: bool, whether to return the router's `Decision` as well
             (`None` for a dense block).
 
-    Returns: `(B, S, D)` tensor, or that and the `Decision`.
+    Returns: `(B, S, D)` tensor (or a dict like the input), or that and the `Decision`.
 
     Raises:
         ValueError: if `num_heads` does not divide the width, or the input has not
             rank 3.
 
-    Source: V-MoE, section 2.1 and figure 1.
+    Source: V-MoE, section 2.1 and figure 1; several modalities: LIMoE, section 2.
 
     Example:
 
@@ -98,28 +101,37 @@ class EncoderBlock(keras.layers.Layer):
 
     def build(self, inputs_shape):
         check_tokens_shape(inputs_shape)
-        self.attention_norm.build(inputs_shape)
-        self.attention.build(inputs_shape, inputs_shape)
-        self.mlp_norm.build(inputs_shape)
-        (self.moe or self.mlp).build(inputs_shape)
+        # Modalities differ in the number of tokens, which only the experts look at.
+        is_dict = isinstance(inputs_shape, dict)
+        shape = next(iter(inputs_shape.values())) if is_dict else inputs_shape
+        self.attention_norm.build(shape)
+        self.attention.build(shape, shape)
+        self.mlp_norm.build(shape)
+        if self.moe is None:
+            self.mlp.build(shape)
+        else:
+            self.moe.build(inputs_shape)
         if self.dropout_rate:
-            self.dropout.build(inputs_shape)
+            self.dropout.build(shape)
 
     def call(self, inputs, training=None, return_decision=False):
-        tokens = self.attention_norm(inputs)
-        x = inputs + self._drop(self.attention(tokens, tokens), training)
-        tokens = self.mlp_norm(x)
+        x = add(inputs, each(lambda x: self._attend(x, training), inputs))
+        tokens = each(self.mlp_norm, x)
         decision = None
         if self.moe is None:
-            outputs = self.mlp(tokens)
+            outputs = each(self.mlp, tokens)
         elif return_decision:
             outputs, decision = self.moe(
                 tokens, training=training, return_decision=True
             )
         else:
             outputs = self.moe(tokens, training=training)
-        outputs = x + self._drop(outputs, training)
+        outputs = add(x, each(lambda x: self._drop(x, training), outputs))
         return (outputs, decision) if return_decision else outputs
+
+    def _attend(self, x, training):
+        tokens = self.attention_norm(x)
+        return self._drop(self.attention(tokens, tokens), training)
 
     def _drop(self, x, training):
         return self.dropout(x, training=training) if self.dropout_rate else x

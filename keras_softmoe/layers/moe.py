@@ -4,6 +4,13 @@ import keras
 from keras import ops
 
 from keras_softmoe.layers.feedforward import Experts
+from keras_softmoe.layers.modalities import (
+    check_tokens_shape,
+    join,
+    joined_shape,
+    layout,
+    split,
+)
 from keras_softmoe.ops.routing import SlotRouting, combine, dispatch, to_dense
 from keras_softmoe.routers.router import Router
 from keras_softmoe.routers.soft import SoftRouter
@@ -41,17 +48,21 @@ class MoE(keras.layers.Layer):
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
-        inputs: `(B, S, D)` float tensor.
+        inputs: `(B, S, D)` float tensor; or a dict from modalities (`"image"`,
+            `"text"`) to such tensors, which are routed together: `S` is then the sum
+            of their tokens, first those of the modality that comes first in the
+            alphabet.
         return_decision: bool, whether to return the router's `Decision` as well.
 
-    Returns: `(B, S, D)` tensor, or that and the `Decision`, whose groups are
-        `ceil(B / group_images)` of `group_images * S` tokens.
+    Returns: `(B, S, D)` tensor (or a dict like the input), or that and the `Decision`,
+        whose groups are `ceil(B / group_images)` of `group_images * S` tokens.
 
     Raises:
         ValueError: if an argument is not among the accepted values, or the input has
             not rank 3.
 
-    Source: V-MoE, section 2.2; Soft MoE, section 2.1; router study, section 2.
+    Source: V-MoE, section 2.2; Soft MoE, section 2.1; router study, section 2; several
+    modalities: LIMoE, section 2.
 
     Example:
 
@@ -112,17 +123,23 @@ class MoE(keras.layers.Layer):
 
     def build(self, inputs_shape):
         check_tokens_shape(inputs_shape)
-        _, num_tokens, width = inputs_shape
+        modalities = layout(inputs_shape)
+        _, num_tokens, width = joined_shape(inputs_shape)
         group_shape = (1, (self.group_images or 1) * num_tokens, width)
         self.router.build(group_shape)
         if self.group_images is not None:
             # What it cannot route it says now, before work starts.
-            self.router.compute_output_spec(keras.KerasTensor(group_shape))
+            self.router.compute_output_spec(
+                keras.KerasTensor(group_shape), **self._told(modalities)
+            )
         self.experts.build((None, self.router.num_experts, None, width))
 
     def call(self, inputs, training=None, return_decision=False):
-        tokens, valid = self._group(inputs)
-        decision = self.router(tokens, valid=valid, training=training)
+        x = join(inputs)
+        tokens, valid = self._group(x)
+        decision = self.router(
+            tokens, valid=valid, training=training, **self._told(layout(inputs))
+        )
         routing = decision.routing
         num_tokens = tokens.shape[1]
         if isinstance(routing, SlotRouting) and self._multiplies(num_tokens):
@@ -130,8 +147,11 @@ class MoE(keras.layers.Layer):
         slots = dispatch(self._rounded(tokens), routing)
         slots = self._rounded(self.experts(slots, training=training))
         outputs = combine(slots, routing, num_tokens)
-        outputs = self._ungroup(outputs, inputs)
+        outputs = split(self._ungroup(outputs, x), inputs)
         return (outputs, decision) if return_decision else outputs
+
+    def _told(self, modalities):
+        return {"modalities": modalities} if self.router.knows_modalities else {}
 
     def _multiplies(self, num_tokens):
         if self.dispatcher == "auto":
@@ -196,7 +216,9 @@ class MoE(keras.layers.Layer):
                 "`return_decision=True` works on tensors, not while a functional model "
                 "is put together. Call the layer on data."
             )
-        return keras.KerasTensor(inputs.shape, dtype=self.compute_dtype)
+        return keras.tree.map_structure(
+            lambda x: keras.KerasTensor(x.shape, dtype=self.compute_dtype), inputs
+        )
 
     def get_config(self):
         return {
@@ -282,13 +304,3 @@ class SoftMoE(keras.layers.Layer):
             "slots_per_expert": self.slots_per_expert,
             "equal_experts": self.equal_experts,
         }
-
-
-def check_tokens_shape(shape):
-    """Raise unless `shape` is `(batch, tokens, width)` with known tokens and width."""
-    if len(shape) != 3 or shape[1] is None or shape[2] is None:
-        raise ValueError(
-            "Routing needs tokens of shape (batch, tokens, width), the last two known "
-            f"beforehand. Received: shape={tuple(shape)}. Reshape images or feature "
-            "maps to a sequence first."
-        )

@@ -40,6 +40,7 @@ def token_choice(
             - `"pair"`: pairs of token and chosen expert by their score, descending.
               Here a second choice may come before another token's first.
             - `"random"`: tokens in a random order.
+            - a `(G, S)` tensor: tokens by these numbers, descending.
         valid: optional `(G, S)` bool tensor. Tokens with `False` are padding and
             take no slot.
         keep_fraction: float in `(0, 1]`. Under 1, only this fraction of a group's
@@ -67,7 +68,8 @@ def token_choice(
     scores = ops.convert_to_tensor(scores)
     _, num_tokens, num_experts = scores.shape
     check_num_selected_experts(num_selected_experts, num_experts)
-    check_priority(priority)
+    if isinstance(priority, str):
+        check_priority(priority)
     check_keep_fraction(keep_fraction)
     _check_capacity(capacity)
     num_choices = num_selected_experts * num_tokens
@@ -75,10 +77,16 @@ def token_choice(
     # (G, S, K), best expert first
     chosen = top_indices(scores, num_selected_experts)
     rank = order = None
-    if priority != "position":
+    if not isinstance(priority, str):
+        rank = ops.convert_to_tensor(priority)
+        order = _queue_order(rank, num_selected_experts)
+    elif priority != "position":
         chosen_scores = ops.take_along_axis(scores, chosen, axis=-1)
         rank = _rank_tokens(chosen_scores, priority, seed)
-        order = _queue_order(chosen_scores, rank, priority)
+        if priority == "pair":
+            order = top_indices(_by_choice(chosen_scores), num_choices)
+        else:
+            order = _queue_order(rank, num_selected_experts)
     if keep_fraction < 1.0:
         valid = _best_tokens(chosen, rank, keep_fraction, valid)
     if valid is not None:
@@ -249,11 +257,9 @@ def _rank_tokens(chosen_scores, priority, seed):
     return chosen_scores[..., 0]
 
 
-def _queue_order(chosen_scores, rank, priority):
+def _queue_order(rank, num_choices):
     """`(G, K * S)`: for each place in the queue a choice, as `_by_choice` counts."""
-    _, num_tokens, num_choices = chosen_scores.shape
-    if priority == "pair":
-        return top_indices(_by_choice(chosen_scores), num_choices * num_tokens)
+    num_tokens = rank.shape[1]
     # (G, 1, S), the same order of tokens among all first choices, all second, ...
     order = ops.expand_dims(top_indices(rank, num_tokens), 1)
     # (K, 1)

@@ -47,6 +47,11 @@ class Router(keras.layers.Layer):
     # Arguments of the constructor that may change later.
     live_settings = ()
 
+    # Whether `call` also takes `modalities`: pairs of a modality's name and the number
+    # of its tokens, in the order in which they follow each other, again and again, in a
+    # group. `MoE` tells them to a router that wants to know.
+    knows_modalities = False
+
     def __init__(self, num_experts, **kwargs):
         if num_experts < 1:
             raise ValueError(

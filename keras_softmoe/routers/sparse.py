@@ -92,11 +92,8 @@ class SparseRouter(Router):
         # (G, S, E)
         logits = ops.matmul(tokens, self.kernel)
         if self.random_logits:
-            logits = keras.random.normal(ops.shape(logits), seed=self.seed_generator)
-        noisy_logits = logits
-        if training and self.noise_std:
-            noise = keras.random.normal(ops.shape(logits), seed=self.seed_generator)
-            noisy_logits = logits + (self.noise_std / self.num_experts) * noise
+            logits = self.noise_like(logits)
+        noisy_logits = self.add_noise(logits, training)
         probabilities = softmax(noisy_logits, axis=-1)
 
         selection = self.selection_scores(noisy_logits, probabilities, capacity, valid)
@@ -108,7 +105,7 @@ class SparseRouter(Router):
         else:
             scores = softmax(logits, axis=-1)
         scores = self.weigh(scores, selection)
-        routing = SlotRouting(token, filled, _gates(scores, token, filled))
+        routing = SlotRouting(token, filled, gates(scores, token, filled))
 
         losses = self.balancing_losses(logits, noisy_logits, probabilities, valid)
         if self.z_loss_weight:
@@ -128,11 +125,25 @@ class SparseRouter(Router):
         }
         return Decision(routing, summary)
 
+    def add_noise(self, logits, training):
+        """The logits with the noise of training; the same tensor if there is none."""
+        if not training or not self.noise_std:
+            return logits
+        return logits + (self.noise_std / self.num_experts) * self.noise_like(logits)
+
+    def noise_like(self, logits):
+        """Standard normal noise."""
+        return keras.random.normal(ops.shape(logits), seed=self.seed_generator)
+
     def capacity(self, num_tokens, training=False):
         """Slots per expert for a group of `num_tokens` tokens, as a Python int."""
         capacity_factor = self.capacity_factor
         if not training and self.eval_capacity_factor is not None:
             capacity_factor = self.eval_capacity_factor
+        return self.slots(num_tokens, capacity_factor)
+
+    def slots(self, num_tokens, capacity_factor):
+        """Slots per expert for a group of `num_tokens` tokens and a given factor."""
         return expert_capacity(
             num_tokens * self.choices_per_token(),
             self.num_experts,
@@ -176,7 +187,7 @@ class SparseRouter(Router):
         }
 
 
-def _gates(scores, token, filled):
+def gates(scores, token, filled):
     """Look up the score of each slot's token at its expert; 0 where empty."""
     # (G, E, S)
     by_expert = ops.transpose(scores, (0, 2, 1))
