@@ -6,6 +6,8 @@ from keras_softmoe.evaluation.few_shot import FewShotResult as FewShotResult
 from keras_softmoe.evaluation.few_shot import ShotResult as ShotResult
 from keras_softmoe.evaluation.few_shot import few_shot_probe as few_shot_probe
 from keras_softmoe.evaluation.metrics import PrecisionAt1 as PrecisionAt1
+from keras_softmoe.evaluation.retrieval import Retrieval as Retrieval
+from keras_softmoe.evaluation.retrieval import retrieval as retrieval
 from keras_softmoe.evaluation.ridge import L2_GRID as L2_GRID
 from keras_softmoe.evaluation.ridge import RidgeProbe as RidgeProbe
 from keras_softmoe.evaluation.ridge import best_l2 as best_l2
