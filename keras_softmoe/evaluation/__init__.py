@@ -26,3 +26,7 @@ from keras_softmoe.evaluation.sweeps import RouterAblation as RouterAblation
 from keras_softmoe.evaluation.sweeps import SweepRow as SweepRow
 from keras_softmoe.evaluation.sweeps import random_routers as random_routers
 from keras_softmoe.evaluation.sweeps import routing_sweep as routing_sweep
+from keras_softmoe.evaluation.zero_shot import ZeroShot as ZeroShot
+from keras_softmoe.evaluation.zero_shot import class_embeddings as class_embeddings
+from keras_softmoe.evaluation.zero_shot import classify as classify
+from keras_softmoe.evaluation.zero_shot import zero_shot as zero_shot

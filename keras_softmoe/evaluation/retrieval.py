@@ -64,8 +64,8 @@ def retrieval(
             numbers, there is one image only, captions and images do not match, or an
             argument is not among the accepted values.
 
-    Source: LIMoE, appendix C.1 (recall@1 on COCO, which has five captions per image).
-    The papers do not speak of ties.
+    Source: LIMoE, tables 4 and 7 (recall@1 on COCO, whose images have five captions
+    or more). The paper does not speak of ties.
 
     Example:
 
