@@ -1,4 +1,4 @@
-"""From images to tokens."""
+"""From images and text to tokens."""
 
 import keras
 import numpy as np
@@ -198,4 +198,76 @@ class PositionEmbedding(keras.layers.Layer):
             "grid": self.grid,
             "kind": self.kind,
             "has_class_token": self.has_class_token,
+        }
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class TokenEmbedding(keras.layers.Layer):
+    """Looks up the tokens of a text and adds where in the text they stand.
+
+    Args:
+        vocabulary_size: int, number of different tokens.
+        sequence_length: int `S`, tokens of a text.
+        hidden_dim: int, width `D` of a token.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Maps `(B, S)` ids to `(B, S, D)` tokens. Padding is a token like any other.
+
+    Raises:
+        ValueError: if the texts have another length.
+
+    Source: LIMoE, section 2; how the weights start: the two-tower models of Soft MoE's
+    released code.
+    """
+
+    def __init__(self, vocabulary_size, sequence_length, hidden_dim, **kwargs):
+        super().__init__(**kwargs)
+        for name, value in (
+            ("vocabulary_size", vocabulary_size),
+            ("sequence_length", sequence_length),
+            ("hidden_dim", hidden_dim),
+        ):
+            if value < 1:
+                raise ValueError(
+                    f"`{name}` must be a positive integer. Received: {name}={value}."
+                )
+        self.vocabulary_size = vocabulary_size
+        self.sequence_length = sequence_length
+        self.hidden_dim = hidden_dim
+        self.token_embedding = keras.layers.Embedding(
+            vocabulary_size,
+            hidden_dim,
+            embeddings_initializer=keras.initializers.RandomNormal(
+                stddev=hidden_dim**-0.5
+            ),
+            dtype=self.dtype_policy,
+            name="token_embedding",
+        )
+
+    def build(self, token_ids_shape):
+        if token_ids_shape[-1] != self.sequence_length:
+            raise ValueError(
+                f"The texts must have {self.sequence_length} tokens. Received: "
+                f"token_ids_shape={token_ids_shape}."
+            )
+        self.token_embedding.build(token_ids_shape)
+        self.position_embedding = self.add_weight(
+            shape=(1, self.sequence_length, self.hidden_dim),
+            initializer=keras.initializers.RandomNormal(stddev=0.02),
+            name="position_embedding",
+        )
+
+    def call(self, token_ids):
+        tokens = self.token_embedding(token_ids)
+        return tokens + ops.cast(self.position_embedding, tokens.dtype)
+
+    def compute_output_shape(self, token_ids_shape):
+        return (*token_ids_shape, self.hidden_dim)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "vocabulary_size": self.vocabulary_size,
+            "sequence_length": self.sequence_length,
+            "hidden_dim": self.hidden_dim,
         }

@@ -1,4 +1,4 @@
-"""From tokens to one vector per image."""
+"""From tokens to one vector per image or text."""
 
 import keras
 from keras import ops
@@ -7,6 +7,26 @@ from keras_softmoe.layers.attention import Attention, layer_norm
 from keras_softmoe.layers.feedforward import MLP
 
 POOLINGS = ("token", "first", "gap", "map")
+# Of what has no class token.
+TEXT_POOLINGS = ("last", "first", "gap", "gmp", "map")
+
+
+def pool(tokens, pooling, attention_pooling=None):
+    """`(B, S, D)` tokens to `(B, D)`.
+
+    Args:
+        tokens: `(B, S, D)` tensor.
+        pooling: `"token"` or `"first"` (the first), `"last"`, `"gap"` (their mean),
+            `"gmp"` (their maximum) or `"map"` (attention).
+        attention_pooling: `AttentionPooling` layer for `"map"`.
+    """
+    if pooling == "map":
+        return attention_pooling(tokens)
+    if pooling == "gap":
+        return ops.mean(tokens, axis=1)
+    if pooling == "gmp":
+        return ops.max(tokens, axis=1)
+    return tokens[:, -1] if pooling == "last" else tokens[:, 0]
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")

@@ -1,5 +1,6 @@
 """Models: backbones, tasks and their preprocessing, on KerasHub's classes."""
 
+from keras_softmoe.models.limoe_backbone import LIMoEBackbone as LIMoEBackbone
 from keras_softmoe.models.placement import every_n as every_n
 from keras_softmoe.models.placement import last_n as last_n
 from keras_softmoe.models.placement import second_half as second_half

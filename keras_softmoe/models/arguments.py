@@ -23,6 +23,36 @@ def check_images(images, image_shape):
         )
 
 
+def check_token_ids(token_ids, sequence_length):
+    """Raise unless a batch of texts has the length that a model takes."""
+    shape = getattr(token_ids, "shape", None)
+    if shape is None or getattr(shape, "rank", 0) is None:
+        return
+    if len(shape) != 2 or shape[1] not in (None, sequence_length):
+        raise ValueError(
+            "The model takes token ids of shape (batch, sequence length) = "
+            f"{(None, sequence_length)}. Received: token ids of shape {tuple(shape)}. "
+            "Pad or cut the texts, as the preset's preprocessor does."
+        )
+
+
+def check_pairs(backbone, images, token_ids):
+    """Raise unless images, texts or both are batches that a model takes."""
+    if images is None and token_ids is None:
+        raise ValueError(
+            "There is nothing to encode: pass images, token ids or both. Received: "
+            "images=None, token_ids=None."
+        )
+    check_images(images, backbone.image_shape)
+    check_token_ids(token_ids, backbone.sequence_length)
+    counts = {len(x) for x in (images, token_ids) if x is not None}
+    if len(counts) > 1:
+        raise ValueError(
+            "Images and texts come in pairs, so there must be equally many. Received: "
+            f"{len(images)} images, {len(token_ids)} texts."
+        )
+
+
 def pair(size):
     """`(height, width)` of a size that may be given as one number."""
     return (size, size) if isinstance(size, int) else tuple(size)

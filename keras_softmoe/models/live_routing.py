@@ -1,9 +1,14 @@
 """Settings of routers that may change while a model lives."""
 
+import functools
+
+from keras_softmoe.routers.limoe import LIMoERouter
 from keras_softmoe.routers.token_choice import TokenChoiceRouter
 
 # What `from_preset` takes beside the arguments of the classes.
-LIVE_SETTINGS = TokenChoiceRouter.live_settings
+LIVE_SETTINGS = tuple(
+    dict.fromkeys((*TokenChoiceRouter.live_settings, *LIMoERouter.live_settings))
+)
 
 
 class LiveRouting:
@@ -13,9 +18,9 @@ class LiveRouting:
     in. Before each call the model compares, and compiles anew after a change. A model
     of another class around ours does not: compile it again.
 
-    A subclass has `routers`, a dict from the index of a block to its router, and asks
-    `rerouted` in its `make_train_function` and the like. (KerasHub takes the first base
-    of a task for the kind of task, so the mixin comes last and cannot override them.)
+    A subclass has `routers`, a dict from the index of a block to its router, and is
+    decorated with `follows_routers`. (KerasHub takes the first base of a task for the
+    kind of task, so the mixin comes last and cannot override Keras' methods itself.)
     """
 
     def set_routing(self, layers=None, **settings):
@@ -25,9 +30,10 @@ class LiveRouting:
             layers: int or sequence of int, the MoE blocks to change, counted as in
                 `moe_layers`. `None`: all.
             **settings: what to change: `capacity_factor`, `eval_capacity_factor` and
-                `random_logits` of all sparse routers; `num_selected_experts`,
-                `priority`, `keep_fraction` and `normalize_gates` of those in which
-                tokens choose.
+                `random_logits` of all sparse routers; `num_selected_experts` and
+                `priority` of those in which tokens choose, of all but LIMoE's also
+                `keep_fraction` and `normalize_gates`;
+                `single_modality_capacity_factor` of LIMoE's.
 
         Raises:
             ValueError: if a block has no router, a router has no such setting, or a
@@ -79,6 +85,23 @@ class LiveRouting:
         changed = before.get(function) != now
         before[function] = now
         return changed
+
+
+def follows_routers(cls):
+    """Class decorator: the model compiles anew what its routers have outdated."""
+    for function in ("train", "test", "predict"):
+        name = f"make_{function}_function"
+        setattr(cls, name, _following(getattr(cls, name), function))
+    return cls
+
+
+def _following(make_function, function):
+    # Keras asks for these functions before each `fit`, `evaluate` and `predict`.
+    @functools.wraps(make_function)
+    def make(self, force=False):
+        return make_function(self, force or self.rerouted(function))
+
+    return make
 
 
 def pop_live_settings(arguments):

@@ -1,10 +1,8 @@
 """Vision Transformers with mixtures of experts: V-MoE, Soft MoE and dense twins."""
 
 import keras
-import keras_hub
 from keras import ops
 
-from keras_softmoe import presets
 from keras_softmoe.layers.attention import check_num_heads, layer_norm
 from keras_softmoe.layers.embedding import (
     POSITION_EMBEDDINGS,
@@ -13,7 +11,7 @@ from keras_softmoe.layers.embedding import (
     PositionEmbedding,
 )
 from keras_softmoe.layers.encoder_block import EncoderBlock
-from keras_softmoe.layers.pooling import POOLINGS, AttentionPooling
+from keras_softmoe.layers.pooling import POOLINGS, AttentionPooling, pool
 from keras_softmoe.models.arguments import (
     check_choice,
     check_images,
@@ -21,11 +19,11 @@ from keras_softmoe.models.arguments import (
     patch_grid,
     router_of_block,
 )
-from keras_softmoe.models.live_routing import LiveRouting, pop_live_settings
+from keras_softmoe.models.backbone import MoEBackbone
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class ViTMoEBackbone(keras_hub.models.Backbone, LiveRouting):
+class ViTMoEBackbone(MoEBackbone):
     """Vision Transformer in which some blocks are mixtures of experts.
 
     With `moe_layers=()` it is a dense ViT. Images are expected in `[-1, 1]`, which is
@@ -156,18 +154,16 @@ class ViTMoEBackbone(keras_hub.models.Backbone, LiveRouting):
         for block in blocks:
             x = block(x)
         x = sequence = encoder_norm(x)
+        attention_pooling = None
         if pooling == "map":
-            x = AttentionPooling(
+            attention_pooling = AttentionPooling(
                 num_heads,
                 mlp_dim,
                 use_qk_norm=use_qk_norm,
                 dtype=dtype,
                 name="attention_pooling",
-            )(x)
-        elif pooling == "gap":
-            x = ops.mean(x, axis=1)
-        else:
-            x = x[:, 0]
+            )
+        x = pool(x, pooling, attention_pooling)
         if representation_dim is not None:
             x = keras.layers.Dense(
                 representation_dim,
@@ -204,22 +200,6 @@ class ViTMoEBackbone(keras_hub.models.Backbone, LiveRouting):
         self.dispatch_dtype = dispatch_dtype
         self.patch_grid = grid
 
-    @property
-    def blocks(self):
-        """The encoder blocks, a list of `layers.EncoderBlock`."""
-        return [self.get_layer(f"block_{index}") for index in range(self.num_layers)]
-
-    @property
-    def routers(self):
-        """Dict from the index of each MoE block to its router."""
-        blocks = self.blocks
-        return {index: blocks[index].moe.router for index in self.moe_layers}
-
-    @property
-    def router(self):
-        """The router of the first MoE block, `None` in a dense model."""
-        return next(iter(self.routers.values()), None)
-
     def route(self, images):
         """What the routers decide for a batch of images.
 
@@ -249,83 +229,11 @@ class ViTMoEBackbone(keras_hub.models.Backbone, LiveRouting):
                 decisions[index] = decision
         return decisions
 
-    @classmethod
-    def from_preset(cls, preset, load_weights=True, **kwargs):
-        """Load a backbone from a preset.
-
-        Args:
-            preset: str: a name from `keras_softmoe.presets.names()`, the path of a
-                preset directory, or a KerasHub handle (`"hf://user/model"`).
-            load_weights: bool, whether to load weights or start from random ones.
-            **kwargs: arguments of the class to change (with another `image_shape` the
-                position embeddings are resampled), and settings of the routers, see
-                `set_routing`.
-
-        Returns:
-            `ViTMoEBackbone`.
-
-        Raises:
-            ValueError: if the name is unknown (the message offers the nearest), the
-                preset has no weights, or a file is missing, damaged or foreign.
-
-        Example:
-
-        >>> name = "soft_moe_small_patch16_128e_224"
-        >>> backbone = ksm.models.ViTMoEBackbone.from_preset(name, load_weights=False)
-        """
-        settings = pop_live_settings(kwargs)
-        with presets.opened(preset, load_weights) as directory:
-            backbone = super().from_preset(
-                directory, load_weights=load_weights, **kwargs
-            )
-        backbone.set_routing(**settings)
-        return backbone
-
-    def save_to_preset(self, preset_dir, max_shard_size=10):
-        """Save as a preset directory. If that fails, an existing one stays intact.
-
-        Args:
-            preset_dir: str, the directory.
-            max_shard_size: int or float, the size in GB over which weights are split
-                into several files, or `None`.
-        """
-        with presets.replaced_directory(preset_dir) as directory:
-            super().save_to_preset(directory, max_shard_size=max_shard_size)
-
-    # Keras asks for these before each `fit`, `evaluate` and `predict`. (Not `super()`:
-    # AutoGraph would look for its class among the callers.)
-
-    def make_train_function(self, force=False):
-        force = force or self.rerouted("train")
-        return keras_hub.models.Backbone.make_train_function(self, force)
-
-    def make_test_function(self, force=False):
-        force = force or self.rerouted("test")
-        return keras_hub.models.Backbone.make_test_function(self, force)
-
-    def make_predict_function(self, force=False):
-        force = force or self.rerouted("predict")
-        return keras_hub.models.Backbone.make_predict_function(self, force)
-
     def predict(self, x, *args, **kwargs):
         check_images(x, self.image_shape)
         return super().predict(x, *args, **kwargs)
 
-    def default_lora_layer_names(self):
-        """Layers that `enable_lora` adapts: attention, MLPs and expert banks."""
-        return [
-            *super().default_lora_layer_names(),
-            "intermediate_dense",
-            "output_dense",
-        ]
-
     def get_config(self):
-        routers = [
-            keras.saving.serialize_keras_object(router)
-            for router in self.routers.values()
-        ]
-        if all(router == routers[0] for router in routers):
-            routers = routers[0] if routers else None
         return {
             **super().get_config(),
             "image_shape": self.image_shape,
@@ -335,7 +243,7 @@ class ViTMoEBackbone(keras_hub.models.Backbone, LiveRouting):
             "hidden_dim": self.hidden_dim,
             "mlp_dim": self.mlp_dim,
             "moe_layers": self.moe_layers,
-            "router": routers,
+            "router": self.serialized_routers(),
             "pooling": self.pooling,
             "position_embedding": self.position_embedding,
             "use_qk_norm": self.use_qk_norm,
@@ -347,10 +255,3 @@ class ViTMoEBackbone(keras_hub.models.Backbone, LiveRouting):
             "expert_dropout_rate": self.expert_dropout_rate,
             "dispatch_dtype": self.dispatch_dtype,
         }
-
-    @classmethod
-    def from_config(cls, config):
-        router = config["router"]
-        if isinstance(router, dict | list | tuple):
-            router = keras.saving.deserialize_keras_object(router)
-        return super().from_config({**config, "router": router})

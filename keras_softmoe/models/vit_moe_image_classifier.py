@@ -8,7 +8,11 @@ import numpy as np
 
 from keras_softmoe import presets
 from keras_softmoe.models.arguments import check_images
-from keras_softmoe.models.live_routing import LiveRouting, pop_live_settings
+from keras_softmoe.models.live_routing import (
+    LiveRouting,
+    follows_routers,
+    pop_live_settings,
+)
 from keras_softmoe.models.vit_moe_backbone import ViTMoEBackbone
 
 _CROSSENTROPIES = {
@@ -60,6 +64,7 @@ class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreproce
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
+@follows_routers
 class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
     """Image classifier on a `ViTMoEBackbone`.
 
@@ -302,21 +307,6 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
             shuffle=shuffle,
             **kwargs,
         )
-
-    # Keras asks for these before each `fit`, `evaluate` and `predict`. (Not `super()`:
-    # AutoGraph would look for its class among the callers.)
-
-    def make_train_function(self, force=False):
-        force = force or self.rerouted("train")
-        return keras_hub.models.ImageClassifier.make_train_function(self, force)
-
-    def make_test_function(self, force=False):
-        force = force or self.rerouted("test")
-        return keras_hub.models.ImageClassifier.make_test_function(self, force)
-
-    def make_predict_function(self, force=False):
-        force = force or self.rerouted("predict")
-        return keras_hub.models.ImageClassifier.make_predict_function(self, force)
 
     def preprocess_samples(self, x, y=None, sample_weight=None):
         # Not `super()`: inside a `tf.data` pipeline AutoGraph would look for its class

@@ -50,7 +50,8 @@ def sigmoid_contrastive_loss(logits):
     Source: Zhai et al. 2023 (SigLIP), section 3.2.
     """
     logits = _checked(logits)
-    belongs = ops.eye(logits.shape[0], dtype=logits.dtype)
+    rows = ops.arange(ops.shape(logits)[0])
+    belongs = ops.cast(ops.equal(ops.expand_dims(rows, -1), rows), logits.dtype)
     return -ops.sum(ops.log_sigmoid((2.0 * belongs - 1.0) * logits), axis=1)
 
 
@@ -59,6 +60,7 @@ def _checked(logits):
     if "float" not in keras.backend.standardize_dtype(logits.dtype):
         logits = ops.cast(logits, "float32")
     shape = tuple(logits.shape)
+    # TensorFlow may know the number of pairs only when the graph runs.
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] == 1:
         raise ValueError(
             "A contrastive loss compares B images with their B captions, two pairs or "

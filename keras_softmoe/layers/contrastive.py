@@ -1,0 +1,64 @@
+"""The learned numbers between embeddings and a contrastive loss."""
+
+import math
+
+import keras
+from keras import ops
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class ContrastiveScale(keras.layers.Layer):
+    """Learned scale (inverse temperature) and, if wanted, bias of similarities.
+
+    Both are single numbers. They are given out once for each row, so that they can be
+    outputs of a model like any other.
+
+    Args:
+        scale: float, initial scale. What is learned is its logarithm.
+        bias: float or `None`, initial bias; `None` for none.
+        **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
+
+    Maps `(B, D)` embeddings, of which only the number counts, to a dict of
+    `"logit_scale"` `(B,)` and, with a bias, `"logit_bias"` `(B,)`.
+
+    Raises:
+        ValueError: if the scale is not positive.
+
+    Source: LIMoE, appendix A (scale); Zhai et al. 2023 (SigLIP), section 3.2 (bias).
+    """
+
+    def __init__(self, scale=10.0, bias=None, **kwargs):
+        if not scale > 0:
+            raise ValueError(
+                "Similarities are scaled by a positive number. Received: "
+                f"scale={scale}."
+            )
+        # Half precision would round its logarithm.
+        super().__init__(**{**kwargs, "dtype": "float32"})
+        self.scale = scale
+        self.bias = bias
+
+    def build(self, embeddings_shape):
+        self.log_scale = self.add_weight(
+            shape=(),
+            initializer=keras.initializers.Constant(math.log(self.scale)),
+            name="log_scale",
+        )
+        if self.bias is not None:
+            self.logit_bias = self.add_weight(
+                shape=(),
+                initializer=keras.initializers.Constant(self.bias),
+                name="logit_bias",
+            )
+
+    def call(self, embeddings):
+        zeros = ops.zeros_like(embeddings[:, 0])
+        outputs = {"logit_scale": zeros + ops.exp(self.log_scale)}
+        if self.bias is not None:
+            outputs["logit_bias"] = zeros + self.logit_bias
+        return outputs
+
+    def get_config(self):
+        config = super().get_config()
+        del config["dtype"]
+        return {**config, "scale": self.scale, "bias": self.bias}

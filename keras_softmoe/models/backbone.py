@@ -1,0 +1,104 @@
+"""What the backbones share: routers, presets, live settings."""
+
+import keras
+import keras_hub
+
+from keras_softmoe import presets
+from keras_softmoe.models.live_routing import (
+    LiveRouting,
+    follows_routers,
+    pop_live_settings,
+)
+
+
+@follows_routers
+class MoEBackbone(keras_hub.models.Backbone, LiveRouting):
+    """Base class of backbones whose encoder blocks may be mixtures of experts.
+
+    A subclass has `num_layers`, `moe_layers` and, called `block_0`, `block_1`, ..., its
+    `layers.EncoderBlock`s.
+    """
+
+    @property
+    def blocks(self):
+        """The encoder blocks, a list of `layers.EncoderBlock`."""
+        return [self.get_layer(f"block_{index}") for index in range(self.num_layers)]
+
+    @property
+    def routers(self):
+        """Dict from the index of each MoE block to its router."""
+        blocks = self.blocks
+        return {index: blocks[index].moe.router for index in self.moe_layers}
+
+    @property
+    def router(self):
+        """The router of the first MoE block, `None` in a dense model."""
+        return next(iter(self.routers.values()), None)
+
+    @classmethod
+    def from_preset(cls, preset, load_weights=True, **kwargs):
+        """Load a backbone from a preset.
+
+        Args:
+            preset: str: a name from `keras_softmoe.presets.names()`, the path of a
+                preset directory, or a KerasHub handle (`"hf://user/model"`).
+            load_weights: bool, whether to load weights or start from random ones.
+            **kwargs: arguments of the class to change (with another `image_shape` the
+                position embeddings are resampled), and settings of the routers, see
+                `set_routing`.
+
+        Returns:
+            A model of this class.
+
+        Raises:
+            ValueError: if the name is unknown (the message offers the nearest), the
+                preset has no weights, or a file is missing, damaged or foreign.
+
+        Example:
+
+        >>> name = "soft_moe_small_patch16_128e_224"
+        >>> backbone = ksm.models.ViTMoEBackbone.from_preset(name, load_weights=False)
+        """
+        settings = pop_live_settings(kwargs)
+        with presets.opened(preset, load_weights) as directory:
+            backbone = super().from_preset(
+                directory, load_weights=load_weights, **kwargs
+            )
+        backbone.set_routing(**settings)
+        return backbone
+
+    def save_to_preset(self, preset_dir, max_shard_size=10):
+        """Save as a preset directory. If that fails, an existing one stays intact.
+
+        Args:
+            preset_dir: str, the directory.
+            max_shard_size: int or float, the size in GB over which weights are split
+                into several files, or `None`.
+        """
+        with presets.replaced_directory(preset_dir) as directory:
+            super().save_to_preset(directory, max_shard_size=max_shard_size)
+
+    def default_lora_layer_names(self):
+        """Layers that `enable_lora` adapts: attention, MLPs and expert banks."""
+        return [
+            *super().default_lora_layer_names(),
+            "intermediate_dense",
+            "output_dense",
+        ]
+
+    def serialized_routers(self):
+        """For `get_config`: one router if all blocks have equal ones, else a list."""
+        routers = [
+            keras.saving.serialize_keras_object(router)
+            for router in self.routers.values()
+        ]
+        if all(router == routers[0] for router in routers):
+            return routers[0] if routers else None
+        return routers
+
+    @classmethod
+    def from_config(cls, config):
+        router = config["router"]
+        if isinstance(router, dict | list | tuple):
+            router = keras.saving.deserialize_keras_object(router)
+        return super().from_config({**config, "router": router})
