@@ -59,7 +59,7 @@ def digits(image_size=32, split="all", seed=0):
     small, labels = load_digits(return_X_y=True)
     labels = labels.astype("int32")
     if split != "all":
-        chosen = np.flatnonzero(_training_half(labels, seed) == (split == "train"))
+        chosen = np.flatnonzero(training_half(labels, seed) == (split == "train"))
         small, labels = small[chosen], labels[chosen]
     # (number, 8, 8) -> (number, image_size, image_size)
     enlarge = bilinear_matrix(image_size, _SIDE)
@@ -68,7 +68,7 @@ def digits(image_size=32, split="all", seed=0):
     return np.repeat(images[..., None], 3, axis=-1), labels
 
 
-def _training_half(labels, seed):
+def training_half(labels, seed):
     """Boolean (number,), True for half of each class (the larger, if odd)."""
     rng = np.random.default_rng(seed)
     half = np.zeros(len(labels), bool)

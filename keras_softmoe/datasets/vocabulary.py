@@ -1,0 +1,92 @@
+"""SentencePiece vocabularies small enough to ship with a small model."""
+
+import io
+import string
+
+import numpy as np
+
+from keras_softmoe.datasets.checks import check_whole_numbers
+
+# What anybody may type into a caption, once in lower case.
+_CHARACTERS = string.ascii_lowercase + string.digits + string.punctuation
+
+
+def train_vocabulary(captions, vocabulary_size=400):
+    """Trains a SentencePiece vocabulary on captions.
+
+    The special pieces are those of T5's vocabulary: padding 0, end of text 1, unknown
+    2, no beginning of text. Text is put into lower case and into one Unicode form
+    (`nmt_nfkc_cf`). All lower-case ASCII letters, digits and punctuation are pieces,
+    so that any English text can be encoded, and the others are merged from the
+    captions by byte-pair encoding. (The unigram models that are SentencePiece's default
+    build no piece for a word that resembles no other, so few pieces of a small set of
+    captions are whole words.) The same captions in the same order give the same bytes.
+
+    Args:
+        captions: list, tuple or one-dimensional array of str.
+        vocabulary_size: int, number of pieces, special ones included. 400 holds every
+            word of `captioned_shapes` and `captioned_digits`.
+
+    Returns:
+        The model as bytes, what `keras_hub.tokenizers.SentencePieceTokenizer` takes as
+        `proto`.
+
+    Raises:
+        ValueError: If `captions` are no texts, or the captions cannot be divided into
+            so few or so many pieces.
+
+    Source:
+        C. Raffel et al., "Exploring the Limits of Transfer Learning with a Unified
+        Text-to-Text Transformer", 2020, for the special pieces.
+
+    Example:
+
+    ```python
+    proto = train_vocabulary(captioned_shapes(20_000).captions)
+    tokenizer = keras_hub.tokenizers.SentencePieceTokenizer(proto, sequence_length=16)
+    tokenizer(["a red circle"])
+    ```
+    """
+    check_whole_numbers(1, vocabulary_size=vocabulary_size)
+    captions = _checked(captions)
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(captions),
+            model_writer=model,
+            vocab_size=vocabulary_size,
+            model_type="bpe",
+            normalization_rule_name="nmt_nfkc_cf",
+            character_coverage=1.0,
+            required_chars=_CHARACTERS,
+            pad_id=0,
+            eos_id=1,
+            unk_id=2,
+            bos_id=-1,
+            # More threads add up in another order. Level 2: errors alone.
+            num_threads=1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            "SentencePiece cannot make a vocabulary of this size from these captions. "
+            f"Received: vocabulary_size={vocabulary_size}, {len(captions)} captions. "
+            f"Choose another size, or add captions. SentencePiece says: {error}"
+        ) from error
+    return model.getvalue()
+
+
+def _checked(captions):
+    """List of the captions as str."""
+    known = isinstance(captions, (list, tuple, np.ndarray))
+    texts = list(captions) if known and np.ndim(captions) == 1 else []
+    others = [text for text in texts if not isinstance(text, str)]
+    if not texts or others:
+        found = f"{others[0]!r} among them" if others else repr(captions)[:60]
+        raise ValueError(
+            "`captions` must be a list, tuple or one-dimensional array of str, with at "
+            f"least one. Received: captions={found}. Pass texts, one for each image."
+        )
+    return [str(text) for text in texts]

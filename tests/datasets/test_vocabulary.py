@@ -1,0 +1,91 @@
+import functools
+
+import keras
+import numpy as np
+import pytest
+import sentencepiece
+
+from keras_softmoe.datasets import captioned_digits, captioned_shapes, train_vocabulary
+
+
+@functools.cache
+def captions():
+    shapes = captioned_shapes(2000, image_size=16, combinations="all", verbose=0)
+    return [*shapes.captions, *captioned_digits(8).captions]
+
+
+@functools.cache
+def proto():
+    return train_vocabulary(captions())
+
+
+def test_special_pieces_are_those_of_t5():
+    model = sentencepiece.SentencePieceProcessor(model_proto=proto())
+    assert model.vocab_size() == 400
+    assert (model.pad_id(), model.eos_id(), model.unk_id()) == (0, 1, 2)
+    assert model.bos_id() == -1
+
+
+def test_every_word_is_one_piece_and_no_caption_is_cut():
+    model = sentencepiece.SentencePieceProcessor(model_proto=proto())
+    words = {word for caption in captions() for word in caption.split()}
+    words = {word.removesuffix(",") for word in words}
+    assert {
+        word: len(ids) for word in words if len(ids := model.encode(word)) > 1
+    } == {}
+    # Another set than the one that was learned from.
+    others = captioned_shapes(2000, 16, seed=7, combinations="all", verbose=0)
+    lengths = [len(ids) for ids in model.encode([*captions(), *others.captions])]
+    assert max(lengths) <= 16
+
+
+def test_keras_hub_tokenizer_pads_with_zero():
+    import keras_hub
+
+    tokenizer = keras_hub.tokenizers.SentencePieceTokenizer(proto(), sequence_length=16)
+    model = sentencepiece.SentencePieceProcessor(model_proto=proto())
+    texts = [str(caption) for caption in captions()[:2000]]
+    ids = keras.ops.convert_to_numpy(tokenizer(texts))
+    expected = [(row + [0] * 16)[:16] for row in model.encode(texts)]
+    np.testing.assert_array_equal(ids, expected)
+    # Padding is at the end only: no piece of a text is 0.
+    np.testing.assert_array_equal(np.sort(ids == 0, axis=1), ids == 0)
+
+
+def test_any_english_text_can_be_encoded():
+    model = sentencepiece.SentencePieceProcessor(model_proto=proto())
+    text = 'A quick "Brown" fox, (jumping) over 1,234,567,890 lazy dogs - isn\'t it?!'
+    assert model.unk_id() not in model.encode(text)
+    assert model.decode(model.encode(text)) == text.lower()
+    assert model.encode("A Red CIRCLE") == model.encode("a red circle")
+    assert model.unk_id() in model.encode("круг")
+
+
+def test_same_captions_give_the_same_bytes():
+    assert train_vocabulary(np.array(captions())) == proto()
+    assert train_vocabulary(tuple(captions()), 300) != proto()
+
+
+def test_nothing_is_printed(capfd):
+    train_vocabulary(captions(), 200)
+    with pytest.raises(ValueError):
+        train_vocabulary(captions(), 20)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("bad", ["a red circle", [], None, ["a", b"b"], [["a"]], 3])
+def test_captions_must_be_texts(bad):
+    with pytest.raises(ValueError, match="`captions` must be a list.* Received: "):
+        train_vocabulary(bad)
+
+
+@pytest.mark.parametrize("size, says", [(20, "smaller than"), (5000, "too high")])
+def test_impossible_sizes(size, says):
+    with pytest.raises(ValueError, match=f"vocabulary_size={size}, .*{says}"):
+        train_vocabulary(captions(), size)
+
+
+@pytest.mark.parametrize("size", [0, 300.0, "large"])
+def test_size_must_be_a_whole_number(size):
+    with pytest.raises(ValueError, match="Received: vocabulary_size="):
+        train_vocabulary(captions(), size)
