@@ -50,7 +50,7 @@ class LiveRouting:
         routers = self.routers
         if layers is None:
             layers = routers
-        layers = [layers] if isinstance(layers, int) else list(layers)
+        layers = [layers] if isinstance(layers, int | str) else list(layers)
         wrong = [index for index in layers if index not in routers]
         if wrong:
             raise ValueError(

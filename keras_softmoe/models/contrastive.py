@@ -1,0 +1,507 @@
+"""Contrastive learning of images and captions: what the tasks share."""
+
+import keras
+import keras_hub
+import numpy as np
+from keras import ops
+
+from keras_softmoe import presets
+from keras_softmoe.models.arguments import check_choice, check_pairs
+from keras_softmoe.models.contrastive_preprocessor import (
+    LIMoEPreprocessor,
+    TwoTowerPreprocessor,
+    checked_captions,
+)
+from keras_softmoe.models.limoe_backbone import LIMoEBackbone
+from keras_softmoe.models.live_routing import (
+    LiveRouting,
+    follows_routers,
+    pop_live_settings,
+)
+from keras_softmoe.models.two_tower_backbone import TwoTowerBackbone
+from keras_softmoe.ops.contrastive import (
+    sigmoid_contrastive_loss,
+    softmax_contrastive_loss,
+)
+
+LOSSES = {"softmax": softmax_contrastive_loss, "sigmoid": sigmoid_contrastive_loss}
+
+
+@follows_routers
+class ContrastiveTask(keras_hub.models.Task, LiveRouting):
+    """Base class: learns to tell which image and which caption belong together.
+
+    Args:
+        backbone: a model from `"images"` and `"token_ids"` to `"image_embedding"`,
+            `"text_embedding"`, `"logit_scale"` and perhaps `"logit_bias"`.
+        preprocessor: `None` or a `ContrastivePreprocessor`. If its image converter
+            resizes, it is set to the size that the backbone takes.
+        compile: bool, whether to compile at once with the defaults of `compile`.
+        name: str or `None`, name of the model.
+    """
+
+    def __init__(self, backbone, preprocessor=None, compile=True, name=None):
+        # === Layers ===
+        self.backbone = backbone
+        self.preprocessor = preprocessor
+        _fit_preprocessor(preprocessor, backbone)
+
+        # === Functional Model ===
+        outputs = backbone(backbone.input)
+        names = ("image_embedding", "text_embedding", "logit_scale", "logit_bias")
+        super().__init__(
+            inputs=backbone.input,
+            outputs={name: outputs[name] for name in names if name in outputs},
+            compile=compile,
+            name=name,
+        )
+
+    # === Training ===
+
+    def compile(self, optimizer="auto", loss="auto", metrics="auto", **kwargs):
+        """Configure training.
+
+        Args:
+            optimizer: `"auto"` (`AdamW` at 3e-4), a name or a
+                `keras.optimizers.Optimizer`.
+            loss: `"softmax"` (`ops.softmax_contrastive_loss`), `"sigmoid"`
+                (`ops.sigmoid_contrastive_loss`) or `"auto"`: the sigmoid loss if the
+                backbone has a `logit_bias`, else the softmax loss.
+            metrics: `"auto"`: `image_to_text_accuracy` and `text_to_image_accuracy`,
+                how often the pair is the most similar of its batch. `None` for none.
+            **kwargs: as in `keras.Model.compile`.
+
+        Raises:
+            ValueError: if loss or metrics are others.
+        """
+        if optimizer == "auto":
+            optimizer = keras.optimizers.AdamW(3e-4)
+        if loss in ("auto", None):
+            has_bias = "logit_bias" in self.backbone.output
+            loss = "sigmoid" if has_bias else "softmax"
+        check_choice("loss", loss, tuple(LOSSES))
+        check_choice("metrics", metrics, ("auto", None))
+        super().compile(optimizer=optimizer, **kwargs)
+        self._loss_name = loss
+        self._accuracies = []
+        if metrics == "auto":
+            self._accuracies = [
+                keras.metrics.Mean(name="image_to_text_accuracy"),
+                keras.metrics.Mean(name="text_to_image_accuracy"),
+            ]
+
+    def get_compile_config(self):
+        config = super().get_compile_config()
+        metrics = "auto" if self._accuracies else None
+        return {**config, "loss": self._loss_name, "metrics": metrics}
+
+    @property
+    def metrics(self):
+        return [*super().metrics, *getattr(self, "_accuracies", [])]
+
+    def logits(self, outputs):
+        """Scaled (and shifted) similarities of all images and captions of a batch.
+
+        Args:
+            outputs: dict, what the model returns for `B` pairs.
+
+        Returns:
+            `(B, B)` tensor, images in rows, captions in columns.
+        """
+        similarity = ops.matmul(
+            outputs["image_embedding"], ops.transpose(outputs["text_embedding"])
+        )
+        logits = ops.expand_dims(outputs["logit_scale"], -1) * similarity
+        if "logit_bias" in outputs:
+            logits = logits + ops.expand_dims(outputs["logit_bias"], -1)
+        return logits
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        """Mean contrastive loss; in training, plus the balancing losses of routers."""
+        loss = ops.mean(LOSSES[self._loss_name](self.logits(y_pred)))
+        if training:
+            loss = sum((ops.sum(extra) for extra in self.losses), start=loss)
+        return loss
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        if self._accuracies:
+            logits = self.logits(y_pred)
+            pair = ops.arange(ops.shape(logits)[0])
+            for metric, axis in zip(self._accuracies, (1, 0), strict=True):
+                found = ops.cast(ops.argmax(logits, axis=axis), pair.dtype)
+                metric.update_state(ops.cast(ops.equal(found, pair), "float32"))
+        return self.get_metrics_result()
+
+    def fit(
+        self,
+        x=None,
+        y=None,
+        batch_size=None,
+        validation_data=None,
+        shuffle=True,
+        **kwargs,
+    ):
+        """Train on pairs of image and caption.
+
+        Each batch is its own task, so arrays are shuffled before each epoch, and pairs
+        that do not fill the last batch sit this epoch out.
+
+        Args:
+            x: `(N, height, width, channels)` images from 0 to 255, or a `tf.data`
+                dataset of batches `(images, captions)`. Without a preprocessor: what
+                the backbone takes.
+            y: `N` captions, list or array of str. `None` with a dataset.
+            batch_size: int, 32 if `None` (or `N` if that is less).
+            validation_data: optional `(images, captions)` or dataset.
+            shuffle: bool, whether arrays are shuffled before each epoch.
+            **kwargs: as in `keras.Model.fit`.
+
+        Returns:
+            `keras.callbacks.History`.
+
+        Raises:
+            ValueError: if images and captions differ in number, there is only one pair,
+                or captions are not what the preprocessor takes. Nothing is then
+                trained.
+        """
+        if y is not None:
+            x, y = self._batches(x, y, batch_size, shuffle, "fit"), None
+            batch_size = None
+        if isinstance(validation_data, tuple) and len(validation_data) == 2:
+            validation_data = self._batches(*validation_data, batch_size, False, "fit")
+        return super().fit(
+            x,
+            y,
+            batch_size=batch_size,
+            validation_data=validation_data,
+            shuffle=False,
+            **kwargs,
+        )
+
+    def evaluate(self, x=None, y=None, batch_size=None, **kwargs):
+        """Loss (without balancing losses) and accuracies on pairs.
+
+        All depend on the batch size, since a caption is compared with those of its
+        batch; `evaluation.retrieval` compares it with all. Pairs that do not fill the
+        last batch are left out.
+
+        Args:
+            x: as in `fit`.
+            y: as in `fit`.
+            batch_size: int, 32 if `None` (or `N` if that is less).
+            **kwargs: as in `keras.Model.evaluate`.
+
+        Returns:
+            As `keras.Model.evaluate`.
+
+        Raises:
+            ValueError: as `fit`.
+        """
+        if y is not None:
+            x, y = self._batches(x, y, batch_size, False, "evaluate"), None
+            batch_size = None
+        return super().evaluate(x, y, batch_size=batch_size, **kwargs)
+
+    def _batches(self, images, captions, batch_size, shuffle, method):
+        """`tf.data` batches of images and token ids, all of them full."""
+        # KerasHub has imported TensorFlow already.
+        import tensorflow as tf
+
+        images = np.asarray(images)
+        token_ids = self._token_ids(captions)
+        if len(images) != len(token_ids) or len(images) < 2:
+            raise ValueError(
+                f"`{method}` takes pairs, two or more: as many images as captions. "
+                f"Received: {len(images)} images, {len(token_ids)} captions."
+            )
+        batch_size = min(batch_size or 32, len(images))
+        if batch_size < 2:
+            raise ValueError(
+                "A pair is told from others of its batch, so there must be others. "
+                f"Received: batch_size={batch_size}."
+            )
+        pairs = tf.data.Dataset.from_tensor_slices((images, token_ids))
+        if shuffle:
+            pairs = pairs.shuffle(len(images))
+        return pairs.batch(batch_size, drop_remainder=True)
+
+    def preprocess_samples(self, x, y=None, sample_weight=None):
+        # Not `super()`: inside a `tf.data` pipeline AutoGraph would look for its class
+        # among the callers and may find another one.
+        data = keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        if isinstance(x, tuple) or "images" not in x:
+            raise ValueError(
+                "A model without preprocessor takes a dict of 'images' and "
+                f"'token_ids'. Received: {type(x).__name__}. Give the task a "
+                "`preprocessor`."
+            )
+        check_pairs(self.backbone, x["images"], x["token_ids"])
+        return (x,)
+
+    # === Encoding ===
+
+    def encode_image(self, images, batch_size=64, verbose=0):
+        """Embeddings of images alone.
+
+        Args:
+            images: `(N, height, width, channels)` array, from 0 to 255 (without a
+                preprocessor: in `[-1, 1]`).
+            batch_size: int, images per forward pass.
+            verbose: 0 or 1, whether to show a progress bar.
+
+        Returns:
+            `(N, width)` float32 array, rows of length one.
+
+        Raises:
+            ValueError: if these are no images of the model's shape.
+
+        Source: LIMoE, appendix D.1: experts have more room, since images alone do not
+        use all of them (`single_modality_capacity_factor` of the router).
+
+        Example:
+
+        >>> model.encode_image(images) @ model.encode_text(captions).T
+        """
+        convert = getattr(self.preprocessor, "convert", lambda images: images)
+        encoder = self.backbone.image_encoder
+        return self._encode(encoder, images, convert, "image", batch_size, verbose)
+
+    def encode_text(self, captions, batch_size=64, verbose=0):
+        """Embeddings of captions alone.
+
+        Args:
+            captions: list or array of `N` str, or `(N, sequence_length)` token ids.
+            batch_size: int, captions per forward pass.
+            verbose: 0 or 1, whether to show a progress bar.
+
+        Returns:
+            `(N, width)` float32 array, rows of length one.
+
+        Raises:
+            ValueError: if captions are not what the preprocessor takes.
+
+        Source: as `encode_image`.
+        """
+        token_ids = self._token_ids(captions)
+        encoder = self.backbone.text_encoder
+        return self._encode(
+            encoder, token_ids, lambda ids: ids, "text", batch_size, verbose
+        )
+
+    def _encode(self, encoder, inputs, convert, modality, batch_size, verbose):
+        if not len(inputs):
+            raise ValueError(f"There is nothing to encode. Received: {inputs!r}.")
+        bar = keras.utils.Progbar(len(inputs), verbose=verbose, unit_name=modality)
+        embeddings = []
+        for start in range(0, len(inputs), batch_size):
+            batch = convert(inputs[start : start + batch_size])
+            halves = {"image": None, "text": None} | {modality: batch}
+            check_pairs(self.backbone, halves["image"], halves["text"])
+            found = encoder.predict_on_batch(batch)
+            embeddings.append(found[f"{modality}_embedding"])
+            bar.update(min(start + batch_size, len(inputs)))
+        return np.concatenate(embeddings)
+
+    def _token_ids(self, captions):
+        if "int" in str(getattr(captions, "dtype", "")):
+            return np.asarray(captions, "int32")
+        if self.preprocessor is None:
+            raise ValueError(
+                "Without a preprocessor there is no tokenizer: pass token ids, "
+                f"(N, {self.backbone.sequence_length}) ints, or give the task a "
+                "`preprocessor`. Received: captions of type "
+                f"{type(captions).__name__}."
+            )
+        return self.preprocessor.tokenize(checked_captions(captions))
+
+    def class_embeddings(self, class_names, templates=("{}",)):
+        """Embeddings of classes from their names, averaged over templates.
+
+        Args:
+            class_names: `C` strings, all different.
+            templates: strings, each with `{}` where the name goes.
+
+        Returns:
+            `(C, width)` float32 array, rows of length one.
+
+        Raises:
+            ValueError: if names repeat, or a template has no `{}`.
+
+        Source: LIMoE, appendix D.2, which follows Radford et al. 2021 (CLIP), section
+        3.1.4.
+        """
+        class_names = checked_captions(class_names)
+        templates = checked_captions(templates)
+        repeated = {name for name in class_names if class_names.count(name) > 1}
+        if repeated:
+            raise ValueError(
+                "Each class has a name of its own. Received: class_names with "
+                f"{sorted(repeated)} more than once."
+            )
+        without = [template for template in templates if "{}" not in template]
+        if without:
+            raise ValueError(
+                "The name of the class goes where a template has '{}', as in "
+                f"'a photo of a {{}}'. Received: templates with {without[0]!r}."
+            )
+        texts = [text.replace("{}", name) for text in templates for name in class_names]
+        found = self.encode_text(texts).reshape(len(templates), len(class_names), -1)
+        mean = found.mean(axis=0, dtype="float64")
+        return (mean / np.linalg.norm(mean, axis=-1, keepdims=True)).astype("float32")
+
+    def zero_shot(
+        self, images, class_names, templates=("{}",), batch_size=64, verbose=0
+    ):
+        """Scores of classes that are told by their names alone.
+
+        Args:
+            images: as in `encode_image`.
+            class_names: `C` strings, all different.
+            templates: strings, each with `{}` where the name goes.
+            batch_size: int, images per forward pass.
+            verbose: 0 or 1, whether to show a progress bar.
+
+        Returns:
+            `(N, C)` float32 array, the cosine of each image and class; `argmax(-1)`
+            are the predicted classes. `evaluation.zero_shot` also counts how many are
+            right.
+
+        Raises:
+            ValueError: as `class_embeddings` and `encode_image`.
+
+        Source: as `class_embeddings`.
+
+        Example:
+
+        >>> scores = model.zero_shot(images, ["red circle", "blue star"], ["a {}"])
+        >>> scores.argmax(-1)
+        """
+        classes = self.class_embeddings(class_names, templates)
+        return self.encode_image(images, batch_size, verbose) @ classes.T
+
+    # === Presets ===
+
+    @classmethod
+    def from_preset(cls, preset, load_weights=True, **kwargs):
+        """Load a model, with its tokenizer, from a preset.
+
+        Args:
+            preset: str: a name from `keras_softmoe.presets.names()`, the path of a
+                preset directory, or a KerasHub handle (`"hf://user/model"`).
+            load_weights: bool, whether to load weights or start from random ones.
+            **kwargs: what to change: `image_shape` (position embeddings are resampled),
+                `dtype`, and settings of the routers, see `set_routing`.
+
+        Returns:
+            A model of this class.
+
+        Raises:
+            ValueError: if the name is unknown (the message offers the nearest), the
+                preset has no weights, or a file is missing, damaged or foreign.
+
+        Example:
+
+        >>> name = "limoe_tiny_patch8_8e_32_shapes"
+        >>> model = ksm.models.LIMoEContrastive.from_preset(name)
+        """
+        settings = pop_live_settings(kwargs)
+        with presets.opened(preset, load_weights) as directory:
+            model = super().from_preset(directory, load_weights=load_weights, **kwargs)
+        model.set_routing(**settings)
+        return model
+
+    def save_to_preset(self, preset_dir, max_shard_size=10):
+        """Save as a preset directory. If that fails, an existing one stays intact.
+
+        Args:
+            preset_dir: str, the directory.
+            max_shard_size: int or float, the size in GB over which weights are split
+                into several files, or `None`.
+        """
+        with presets.replaced_directory(preset_dir) as directory:
+            super().save_to_preset(directory, max_shard_size=max_shard_size)
+
+    @property
+    def routers(self):
+        """Dict from each MoE block to its router."""
+        return self.backbone.routers
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class LIMoEContrastive(ContrastiveTask):
+    """Contrastive learning with one sparse tower for images and captions.
+
+    Pixels from 0 to 255 and captions go in, embeddings come out. Both halves of a batch
+    pass through the tower in one call, in training and in `evaluate`; `encode_image`
+    and `encode_text` take one half.
+
+    Args:
+        backbone: `LIMoEBackbone`.
+        preprocessor: `None` or a `LIMoEPreprocessor`. If its image converter resizes,
+            it is set to the size that the backbone takes.
+        compile: bool, whether to compile at once with the defaults of `compile`.
+        name: str or `None`, name of the model.
+
+    Returns, when called on a dict of `"images"` in `[-1, 1]` and `"token_ids"`: dict of
+        `"image_embedding"` and `"text_embedding"` `(B, width)`, rows of length one, and
+        `"logit_scale"` `(B,)` and, if there is one, `"logit_bias"` `(B,)`.
+
+    Raises:
+        ValueError: if texts of the preprocessor and the backbone differ in length.
+
+    Source: LIMoE, section 2.
+
+    Example:
+
+    >>> model = ksm.models.LIMoEContrastive(backbone, preprocessor)
+    >>> model.fit(images, captions, batch_size=128, epochs=10)
+    >>> model.zero_shot(images, ["red circle", "blue star"], ["a {}"]).argmax(-1)
+    """
+
+    backbone_cls = LIMoEBackbone
+    preprocessor_cls = LIMoEPreprocessor
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class TwoTowerContrastive(ContrastiveTask):
+    """Contrastive learning with a tower for images and one for captions.
+
+    Args:
+        backbone: `TwoTowerBackbone`.
+        preprocessor: `None` or a `TwoTowerPreprocessor`, as in `LIMoEContrastive`.
+        compile: bool, whether to compile at once with the defaults of `compile`.
+        name: str or `None`, name of the model.
+
+    Returns: as `LIMoEContrastive`.
+
+    Raises:
+        ValueError: if texts of the preprocessor and the backbone differ in length.
+
+    Source: Soft MoE, section 4.
+    """
+
+    backbone_cls = TwoTowerBackbone
+    preprocessor_cls = TwoTowerPreprocessor
+
+
+def _fit_preprocessor(preprocessor, backbone):
+    """Make images the size that the backbone takes, and compare the texts' length."""
+    converter = getattr(preprocessor, "image_converter", None)
+    if getattr(converter, "image_size", None) is not None:
+        converter.image_size = backbone.image_shape[:2]
+    length = getattr(preprocessor, "sequence_length", backbone.sequence_length)
+    if length != backbone.sequence_length:
+        raise ValueError(
+            "Preprocessor and backbone must agree on the length of a text. Received: "
+            f"sequence_length={length} and {backbone.sequence_length}."
+        )
+    tokenizer = getattr(preprocessor, "tokenizer", None)
+    rows = getattr(backbone, "text_backbone", backbone).vocabulary_size
+    if tokenizer is not None and tokenizer.vocabulary_size() > rows:
+        raise ValueError(
+            "The tokenizer has pieces that the backbone does not know. Received: "
+            f"{tokenizer.vocabulary_size()} pieces for vocabulary_size={rows}."
+        )
