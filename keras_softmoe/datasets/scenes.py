@@ -56,9 +56,10 @@ MOST_THINGS = 3
 
 # Radii (of the circle around a shape, nearly). A lone thing has more room; among
 # several, large ones must still fit three times.
-_LONE_RADII = np.array([[0.12, 0.15], [0.22, 0.27]])
+_LONE_RADII = np.array([[0.12, 0.15], [0.20, 0.25]])
 _SHARED_RADII = np.array([[0.11, 0.135], [0.16, 0.18]])
-# Corners of a square or a triangle reach this many radii.
+# No shape reaches further than one radius along an axis, but the corners of a square
+# or a triangle reach this many.
 _REACH = 1.15
 # Between things, and between a thing and the frame, at least.
 _GAP = 0.02
@@ -173,9 +174,9 @@ def arrange(scenes, rng):
 
 def _lone_middles(places, radius, rng):
     """(N, 1, 2), in a row and column of three."""
-    room = 0.5 - _GAP - _REACH * radius[:, :1]
+    room = 0.5 - _GAP - radius[:, :1]
     towards = np.stack([places % 3 - 1, places // 3 - 1], axis=-1)
-    depth = rng.uniform(0.8, 1.0, (len(places), 2))
+    depth = rng.uniform(0.85, 1.0, (len(places), 2))
     aside = rng.uniform(-0.05, 0.05, (len(places), 2))
     return (0.5 + np.where(towards == 0, aside, towards * depth * room))[:, None]
 
@@ -183,18 +184,19 @@ def _lone_middles(places, radius, rng):
 def _pair_middles(relations, radius, rng):
     """(N, MOST_THINGS, 2), first and second thing along the axis of their relation."""
     number = len(relations)
-    reach = _REACH * radius[:, :2]
-    total = reach.sum(axis=1)
+    radius = radius[:, :2]
+    total = radius.sum(axis=1)
     # Along the axis: from the one that is further left or up to the other.
-    distance = rng.uniform(total + _GAP, np.minimum(1 - 2 * _GAP - total, total + 0.2))
+    least = _REACH * total + _GAP
+    distance = rng.uniform(least, np.minimum(1 - 2 * _GAP - total, least + 0.2))
     near = np.where(relations % 2 == 0, 0, 1)
-    near_reach = np.take_along_axis(reach, near[:, None], axis=1)[:, 0]
-    begin = rng.uniform(_GAP, 1 - _GAP - total - distance) + near_reach
+    begin = rng.uniform(_GAP, 1 - _GAP - total - distance)
+    begin = begin + np.take_along_axis(radius, near[:, None], axis=1)[:, 0]
     along = np.stack([begin, begin + distance], axis=1)
     along = np.take_along_axis(along, np.stack([near, 1 - near], axis=1), axis=1)
 
     # Across it: on one line, nearly.
-    margin = reach.max(axis=1) + _GAP
+    margin = radius.max(axis=1) + _GAP
     across = rng.uniform(margin, 1 - margin)[:, None]
     across = across + rng.uniform(-0.06, 0.06, (number, 2))
     across = np.clip(across, margin[:, None], 1 - margin[:, None])
@@ -212,13 +214,13 @@ def _pair_middles(relations, radius, rng):
 def _group_middles(counts, radius, rng):
     """(N, MOST_THINGS, 2), evenly around a point, with some sway."""
     number = len(counts)
-    reach = _REACH * radius[:, 0]
+    radius = radius[:, 0]
     # So far from the point that swaying neighbours do not touch...
     chord = 2 * np.sin(np.pi / counts - np.where(counts > 2, _SWAY, 0))
-    least = (2 * reach + _GAP) / chord
+    least = (2 * _REACH * radius + _GAP) / chord
     # ...and no further than the frame allows.
-    room = 0.5 - _GAP / 2 - reach
-    distance = rng.uniform(least, np.maximum(least, 0.9 * room))
+    room = 0.5 - _GAP - radius
+    distance = rng.uniform(least, room)
     point = 0.5 + rng.uniform(-1, 1, (number, 2)) * (room - distance)[:, None]
 
     angle = rng.uniform(0, 2 * np.pi, number)[:, None]
