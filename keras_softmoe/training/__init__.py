@@ -23,5 +23,7 @@ from keras_softmoe.training.schedules import (
     WarmupPolynomialDecay as WarmupPolynomialDecay,
 )
 from keras_softmoe.training.schedules import WarmupRsqrtDecay as WarmupRsqrtDecay
+from keras_softmoe.training.soups import Soup as Soup
+from keras_softmoe.training.soups import greedy_soup as greedy_soup
 from keras_softmoe.training.transfer_recipes import finetuning as finetuning
 from keras_softmoe.training.transfer_recipes import vtab as vtab

@@ -1,0 +1,204 @@
+"""Averages of checkpoints that are better than the best of them."""
+
+import math
+import numbers
+import os
+from typing import NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+_SUFFIXES = (".weights.h5", ".weights.json", ".keras")
+
+
+class Soup(NamedTuple):
+    """What a soup is made of.
+
+    Attributes:
+        chosen: tuple of ints, indices of the checkpoints in the order in which they
+            were added. One that was added twice counts twice in the average.
+        scores: tuple of floats, the score after each addition; the last one is the
+            soup's.
+        alone: tuple of floats, the score of each checkpoint by itself.
+    """
+
+    chosen: tuple
+    scores: tuple
+    alone: tuple
+
+
+def greedy_soup(model, checkpoints, score, max_size=8, verbose=1):
+    """Average checkpoints of a model, chosen greedily.
+
+    The soup starts with the checkpoint of the highest score. Then, again and again,
+    each checkpoint is tried as one more part of the average, also those that are in it
+    already, and the one that raises the score most is added; until none raises it, or
+    the soup has `max_size` parts. Of equal scores the earlier checkpoint wins. That
+    asks for the score up to `len(checkpoints) * max_size` times, so take a score that
+    is quick and, since it is selected for, not the one that you report.
+
+    At the end the model holds the soup. All its weights are averaged, in float64: also
+    moving statistics. The state of the optimizer stays as it was. If anything is
+    raised on the way, the model has its weights back as they were before.
+
+    Beside the model, memory holds one copy of its weights and one in float64, however
+    many files of checkpoints there are.
+
+    Args:
+        model: a built `keras.Model`.
+        checkpoints: list of files that `model.save_weights` or `model.save` wrote
+            (`.weights.h5`, `.weights.json`, `.keras`), or of lists of arrays like
+            `model.get_weights()`. All from models of this architecture; usually from
+            one training.
+        score: callable from the model to a float, better if higher, such as the
+            accuracy on images that were held out.
+        max_size: int, parts of the soup at most. LIMoE-H/14's has eight.
+        verbose: 0 for silence, 1 for a progress bar.
+
+    Returns:
+        `Soup`.
+
+    Raises:
+        ValueError: if there are no checkpoints, one is not a file or does not fit the
+            model, a score is not a number, or the weights cannot be averaged.
+
+    Source: LIMoE, appendix A.3 ("Checkpoint souping"), after Wortsman et al. 2022
+    (model soups), section 2. Whether LIMoE tries all checkpoints for each place or one
+    after the other is not said.
+
+    Example:
+
+    >>> def score(model):
+    ...     return model.evaluate(x_val, y_val, verbose=0)[1]
+    >>> files = sorted(pathlib.Path("run").glob("*.weights.h5"))
+    >>> ksm.training.greedy_soup(model, files, score)
+    Soup(chosen=(4, 2, 4), scores=(0.81, 0.824, 0.826), alone=(0.75, ..., 0.81))
+    """
+    if not isinstance(max_size, numbers.Integral) or max_size < 1:
+        raise ValueError(
+            "A soup has one part or more: `max_size` must be a positive integer. "
+            f"Received: max_size={max_size!r}."
+        )
+    _check_model(model)
+    checkpoints = _check_checkpoints(model, checkpoints)
+    before = model.get_weights()
+    try:
+        return _cook(model, checkpoints, score, max_size, verbose)
+    except BaseException:
+        model.set_weights(before)
+        raise
+
+
+def _cook(model, checkpoints, score, max_size, verbose):
+    bar = keras.utils.Progbar(
+        None, verbose=verbose, stateful_metrics=["parts", "score"], unit_name="score"
+    )
+    total = [np.zeros(weight.shape) for weight in model.weights]
+    chosen, scores, alone, asked = [], [], (), 0
+    while len(chosen) < max_size:
+        found = []
+        for index, checkpoint in enumerate(checkpoints):
+            _load(model, checkpoint)
+            _assign_mean(model, total, len(chosen) + 1)
+            found.append(_as_number(score(model), index))
+            best = max(found) if not chosen else max(*found, scores[-1])
+            asked += 1
+            bar.update(asked, [("parts", len(chosen) + 1), ("score", best)])
+        alone = alone or tuple(found)
+        index = int(np.argmax(found))
+        if chosen and found[index] <= scores[-1]:
+            break
+        chosen.append(index)
+        scores.append(found[index])
+        # Read again rather than kept: there may be many.
+        _load(model, checkpoints[index])
+        for part, weight in zip(total, model.weights, strict=True):
+            part += ops.convert_to_numpy(weight)
+    for part, weight in zip(total, model.weights, strict=True):
+        weight.assign(part / len(chosen))
+    bar.update(asked, finalize=True)
+    return Soup(tuple(chosen), tuple(scores), alone)
+
+
+def _load(model, checkpoint):
+    if not isinstance(checkpoint, str):
+        model.set_weights(checkpoint)
+        return
+    optimizer = getattr(model, "optimizer", None)
+    model.load_weights(checkpoint, objects_to_skip=[optimizer] if optimizer else [])
+
+
+def _assign_mean(model, total, size):
+    """The mean of the parts so far and of what the model holds, put into the model."""
+    # Averaging with nothing would only round-trip the weights.
+    if size > 1:
+        for part, weight in zip(total, model.weights, strict=True):
+            weight.assign((part + ops.convert_to_numpy(weight)) / size)
+
+
+# === Checks ===
+
+
+def _check_model(model):
+    wrong = [w.path for w in model.weights if "float" not in w.dtype]
+    if not model.weights or wrong:
+        raise ValueError(
+            "`model` must be built, and all its weights must be floats to be averaged. "
+            f"Received: {len(model.weights)} weights, not floats: {wrong[:5]}. Build "
+            "it by a call; quantize it afterwards."
+        )
+
+
+def _check_checkpoints(model, checkpoints):
+    """Files as strings, arrays as they are."""
+    is_one = isinstance(checkpoints, str | os.PathLike)
+    if is_one or not np.iterable(checkpoints):
+        raise ValueError(
+            "`checkpoints` must be a list of files or of lists of arrays. "
+            f"Received: checkpoints={checkpoints!r}."
+        )
+    checkpoints = list(checkpoints)
+    if not checkpoints:
+        raise ValueError(
+            "A soup needs a checkpoint or more. Received: checkpoints=[]. Save some "
+            "with `keras.callbacks.ModelCheckpoint(..., save_weights_only=True)`."
+        )
+    shapes = [tuple(weight.shape) for weight in model.weights]
+    return [_check_checkpoint(c, shapes) for c in checkpoints]
+
+
+def _check_checkpoint(checkpoint, shapes):
+    if isinstance(checkpoint, str | os.PathLike):
+        path = os.fspath(checkpoint)
+        if not path.endswith(_SUFFIXES) or not os.path.isfile(path):
+            raise ValueError(
+                f"A checkpoint must be an existing file ({', '.join(_SUFFIXES)}). "
+                f"Received: {path!r}. Write one with `model.save_weights(path)`."
+            )
+        return path
+    found = [np.shape(array) for array in checkpoint]
+    if found != shapes:
+        pairs = zip(found, shapes, strict=False)
+        first = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        where = f"; {first[0]} where the model has {first[1]}" if first else ""
+        raise ValueError(
+            "A checkpoint must be a file or hold an array for each weight of the "
+            f"model, in the order of `model.get_weights()`. Received: {len(found)} "
+            f"arrays for {len(shapes)} weights{where}."
+        )
+    return checkpoint
+
+
+def _as_number(value, index):
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isnan(number):
+        raise ValueError(
+            "`score` must return one number. "
+            f"Received: {value!r} with checkpoint {index}. Of several metrics return "
+            "one (`model.evaluate(...)[1]`); leave a checkpoint out that diverged."
+        )
+    return number
