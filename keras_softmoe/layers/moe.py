@@ -123,15 +123,13 @@ class MoE(keras.layers.Layer):
 
     def build(self, inputs_shape):
         check_tokens_shape(inputs_shape)
-        modalities = layout(inputs_shape)
         _, num_tokens, width = joined_shape(inputs_shape)
         group_shape = (1, (self.group_images or 1) * num_tokens, width)
         self.router.build(group_shape)
-        if self.group_images is not None:
-            # What it cannot route it says now, before work starts.
-            self.router.compute_output_spec(
-                keras.KerasTensor(group_shape), **self._told(modalities)
-            )
+        # What it cannot route it says now, before work starts. (On JAX Keras cannot
+        # trace a call that is told names.)
+        if self.group_images is not None and not self.router.knows_modalities:
+            self.router.compute_output_spec(keras.KerasTensor(group_shape))
         self.experts.build((None, self.router.num_experts, None, width))
 
     def call(self, inputs, training=None, return_decision=False):
