@@ -119,15 +119,14 @@ def allowed_classes(combinations):
 
 
 def sample_scenes(number, combinations, rng):
-    """`Scenes` of `number` scenes: a half lone things, the rest groups and pairs.
+    """`Scenes` of `number` scenes: half of them lone things, then pairs, then groups.
 
-    No pairs where only the held-out combinations are wanted.
+    Of held-out combinations there are no pairs.
     """
     classes = allowed_classes(combinations)
-    kind = rng.random(number)
-    group = kind >= (0.5 if combinations != "held_out" else 0.7)
-    pair = group & (kind >= (0.7 if combinations != "held_out" else 1.0))
-    group &= ~pair
+    shares = (0.7, 1.0) if combinations == "held_out" else (0.5, 0.7)
+    kind = np.digitize(rng.random(number), shares)
+    group, pair = kind == 1, kind == 2
 
     def index(names):
         return rng.integers(len(names), size=number)
