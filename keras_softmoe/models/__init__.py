@@ -18,6 +18,7 @@ from keras_softmoe.models.limoe_backbone import LIMoEBackbone as LIMoEBackbone
 from keras_softmoe.models.placement import every_n as every_n
 from keras_softmoe.models.placement import last_n as last_n
 from keras_softmoe.models.placement import second_half as second_half
+from keras_softmoe.models.pruning import prune_experts as prune_experts
 from keras_softmoe.models.text_moe_backbone import TextMoEBackbone as TextMoEBackbone
 from keras_softmoe.models.two_tower_backbone import TwoTowerBackbone as TwoTowerBackbone
 from keras_softmoe.models.vit_moe_backbone import ViTMoEBackbone as ViTMoEBackbone
