@@ -1,7 +1,7 @@
-"""Counts the multiply-adds of the matrix products that a model really does.
+"""Counts what a model really holds and multiplies.
 
-Each backend is asked in its own way: JAX for the traced program, TensorFlow for the
-graph, PyTorch for what runs.
+For the products each backend is asked in its own way: JAX for the traced program,
+TensorFlow for the graph, PyTorch for what runs.
 """
 
 import math
@@ -9,16 +9,26 @@ import math
 import keras
 
 
-def multiply_adds(model, images):
-    """Multiply-adds of one call of `model` on `images`."""
+def count(model):
+    """Parameters and bytes of the weights that are there."""
+    itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}
+    sizes = [(math.prod(weight.shape), weight.dtype) for weight in model.weights]
+    return (
+        sum(size for size, _ in sizes),
+        sum(size * itemsize[dtype] for size, dtype in sizes),
+    )
+
+
+def multiply_adds(model, inputs):
+    """Multiply-adds of one call of `model` on an array, or a dict of arrays."""
     count = {"jax": _jax, "tensorflow": _tensorflow, "torch": _torch}
-    return count[keras.backend.backend()](model, images)
+    return count[keras.backend.backend()](model, inputs)
 
 
-def _jax(model, images):
+def _jax(model, inputs):
     import jax
 
-    program = jax.make_jaxpr(lambda x: model(x, training=False))(images)
+    program = jax.make_jaxpr(lambda x: model(x, training=False))(inputs)
     return sum(_jax_equations(program.jaxpr))
 
 
@@ -40,7 +50,7 @@ def _jax_equations(jaxpr):
                     yield from _jax_equations(inner)
 
 
-def _torch(model, images):
+def _torch(model, inputs):
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -48,15 +58,16 @@ def _torch(model, images):
     counter = FlopCounterMode(display=False)
     # Fused attention on the CPU is not counted; its products are the same.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
-        model(images, training=False)
+        model(inputs, training=False)
     return counter.get_total_flops() // 2
 
 
-def _tensorflow(model, images):
+def _tensorflow(model, inputs):
     import tensorflow as tf
 
     run = tf.function(lambda x: model(x, training=False), autograph=False)
-    graph = run.get_concrete_function(tf.TensorSpec(images.shape)).graph
+    specs = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), inputs)
+    graph = run.get_concrete_function(specs).graph
     for function in graph.as_graph_def().library.function:
         # Loops and branches, whose products would be counted once or not at all
         assert not any(_is_product(node.op) for node in function.node_def)

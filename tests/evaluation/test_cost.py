@@ -12,7 +12,8 @@ import pytest
 
 from keras_softmoe import models, presets, routers
 from keras_softmoe.evaluation import cost
-from tests.evaluation.products import multiply_adds
+from keras_softmoe.evaluation.configuration import DEFAULTS, REQUIRED
+from tests.evaluation.products import count, multiply_adds
 from tests.models import tiny
 
 ROUND = {"rounding": "round", "multiple_of": None}
@@ -72,16 +73,6 @@ MODELS = {
         "router": routers.SparseTransportExpertChoiceRouter(4, num_iterations=2)
     },
 }
-
-
-def count(model):
-    """Parameters and bytes of the weights that are there."""
-    sizes = [(np.prod(w.shape, dtype=int), w.dtype) for w in model.weights]
-    itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}
-    return (
-        sum(int(size) for size, _ in sizes),
-        sum(int(size) * itemsize[dtype] for size, dtype in sizes),
-    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -153,15 +144,16 @@ def test_settings_of_routers():
     assert cost(model, group_images=None) == cost(model, group_images=1)
 
 
-def test_defaults_are_those_of_the_backbone():
-    from keras_softmoe.evaluation.cost import DEFAULTS, REQUIRED
-
-    parameters = dict(inspect.signature(models.ViTMoEBackbone.__init__).parameters)
+@pytest.mark.parametrize("name", REQUIRED)
+def test_defaults_are_those_of_the_backbone(name):
+    backbone = keras.saving.get_registered_object(name)
+    parameters = dict(inspect.signature(backbone.__init__).parameters)
     del parameters["self"]
     empty = inspect.Parameter.empty
-    assert REQUIRED == tuple(n for n, p in parameters.items() if p.default is empty)
+    required = tuple(n for n, p in parameters.items() if p.default is empty)
+    assert REQUIRED[name] == required
     # Does a new argument change the cost? Then count it, and add it here either way.
-    assert DEFAULTS == {
+    assert DEFAULTS[name] == {
         n: p.default for n, p in parameters.items() if p.default is not empty
     }
 
