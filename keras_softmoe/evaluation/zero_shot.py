@@ -1,14 +1,10 @@
 """Zero-shot classification: classes are told by their names alone."""
 
-from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
 
 from keras_softmoe.evaluation.retrieval import check_embeddings
-
-# Texts that are encoded in one call: a bound on memory, far above a batch.
-_TEXTS_PER_CALL = 8192
 
 
 class ZeroShot(NamedTuple):
@@ -72,7 +68,7 @@ def zero_shot(
     >>> found.accuracy, found.predictions
     (0.75, array([0, 0, 1, 0]))
     """
-    names = _check_names(class_names)
+    names = _classes().check_names(class_names)
     if labels is not None:
         labels = _check_labels(labels, len(images), len(names))
     classes = class_embeddings(model, names, templates)
@@ -97,22 +93,7 @@ def class_embeddings(model, class_names, templates):
 
     Source: as `zero_shot`.
     """
-    names, templates = _check_names(class_names), _check_templates(templates)
-    total = 0.0
-    step = max(1, _TEXTS_PER_CALL // len(names))
-    for start in range(0, len(templates), step):
-        part = templates[start : start + step]
-        texts = [text.replace("{}", name) for text in part for name in names]
-        found = check_embeddings("model.encode_text(texts)", model.encode_text(texts))
-        if len(found) != len(texts):
-            raise ValueError(
-                "`encode_text` must return one embedding for each text. "
-                f"Received: shape={found.shape} for {len(texts)} texts."
-            )
-        # (templates, C, D)
-        found = _unit(found).reshape(len(part), len(names), -1)
-        total = total + found.sum(axis=0)
-    return _unit(total).astype("float32")
+    return _classes().class_embeddings(model.encode_text, class_names, templates)
 
 
 def classify(image_embeddings, class_embeddings, labels=None):
@@ -143,7 +124,8 @@ def classify(image_embeddings, class_embeddings, labels=None):
     num_classes = len(classes)
     if labels is not None:
         labels = _check_labels(labels, len(images), num_classes)
-    scores = (_unit(images) @ _unit(classes).T).astype("float32")
+    unit = _classes().unit
+    scores = (unit(images) @ unit(classes).T).astype("float32")
     predictions = scores.argmax(axis=1)
     if labels is None:
         return ZeroShot(predictions, scores)
@@ -153,53 +135,6 @@ def classify(image_embeddings, class_embeddings, labels=None):
     of_class = np.full(num_classes, np.nan)
     np.divide(right, counts, out=of_class, where=counts > 0)
     return ZeroShot(predictions, scores, float(hits.mean()), of_class)
-
-
-def _unit(embeddings):
-    """Rows of length 1, in float64; a row of zeros stays one."""
-    embeddings = embeddings.astype("float64")
-    length = np.linalg.norm(embeddings, axis=-1, keepdims=True)
-    return embeddings / np.where(length > 0, length, 1.0)
-
-
-# === Checks ===
-
-
-def _check_names(class_names):
-    names = _strings("class_names", class_names, 'class_names=["cat", "dog"]')
-    if len(set(names)) < len(names):
-        repeated = [name for name, count in Counter(names).items() if count > 1]
-        raise ValueError(
-            "Classes of the same name cannot be told apart. Received: class_names with "
-            f"{', '.join(map(repr, repeated[:5]))} more than once. Tell them apart in "
-            'words ("crane bird", "construction crane"), or merge them.'
-        )
-    return names
-
-
-def _check_templates(templates):
-    templates = _strings("templates", templates, 'templates=["a photo of a {}."]')
-    without = [text for text in templates if "{}" not in text]
-    if without:
-        raise ValueError(
-            "Each template needs {} where the name of the class goes. Received: "
-            f"templates with {without[0]!r}. Write, for example, 'a photo of a {{}}.'."
-        )
-    return templates
-
-
-def _strings(name, values, example):
-    is_one = isinstance(values, str) or not np.iterable(values)
-    values = [values] if is_one else list(values)
-    wrong = [v for v in values if not isinstance(v, str) or not v.strip()]
-    if is_one or wrong or not values:
-        found = repr(wrong[0] if wrong else values[0]) if values else "none"
-        raise ValueError(
-            f"`{name}` must be a list of strings, one or more, none of them empty. "
-            f"Received: {name} {'=' if is_one else 'with'} {found}. Pass, for example, "
-            f"{example}."
-        )
-    return [str(value) for value in values]
 
 
 def _check_labels(labels, num_images, num_classes):
@@ -219,3 +154,10 @@ def _check_labels(labels, num_images, num_classes):
             "names of these classes, or leave out their images."
         )
     return labels.astype("int64")
+
+
+def _classes():
+    # On first use, since `models` imports KerasHub.
+    from keras_softmoe.models import class_embeddings
+
+    return class_embeddings

@@ -45,11 +45,12 @@ def check_pairs(backbone, images, token_ids):
         )
     check_images(images, backbone.image_shape)
     check_token_ids(token_ids, backbone.sequence_length)
-    counts = {len(x) for x in (images, token_ids) if x is not None}
-    if len(counts) > 1:
+    shapes = [getattr(x, "shape", None) for x in (images, token_ids)]
+    counts = [shape[0] if shape is not None else None for shape in shapes]
+    if None not in counts and counts[0] != counts[1]:
         raise ValueError(
             "Images and texts come in pairs, so there must be equally many. Received: "
-            f"{len(images)} images, {len(token_ids)} texts."
+            f"{counts[0]} images, {counts[1]} texts."
         )
 
 

@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_softmoe import presets
 from keras_softmoe.models.arguments import check_choice, check_pairs
+from keras_softmoe.models.class_embeddings import class_embeddings
 from keras_softmoe.models.contrastive_preprocessor import (
     LIMoEPreprocessor,
     TwoTowerPreprocessor,
@@ -150,9 +151,10 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
 
         Args:
             x: `(N, height, width, channels)` images from 0 to 255, or a `tf.data`
-                dataset of batches `(images, captions)`. Without a preprocessor: what
-                the backbone takes.
-            y: `N` captions, list or array of str. `None` with a dataset.
+                dataset of batches `(images, captions)`. Without a preprocessor images
+                are in `[-1, 1]` and captions are token ids.
+            y: `N` captions, list or array of str, or `(N, S)` int token ids. `None`
+                with a dataset.
             batch_size: int, 32 if `None` (or `N` if that is less).
             validation_data: optional `(images, captions)` or dataset.
             shuffle: bool, whether arrays are shuffled before each epoch.
@@ -166,16 +168,9 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
                 or captions are not what the preprocessor takes. Nothing is then
                 trained.
         """
-        if y is not None:
-            x, y = self._batches(x, y, batch_size, shuffle, "fit"), None
-            batch_size = None
-        if isinstance(validation_data, tuple) and len(validation_data) == 2:
-            validation_data = self._batches(*validation_data, batch_size, False, "fit")
         return super().fit(
-            x,
-            y,
-            batch_size=batch_size,
-            validation_data=validation_data,
+            self._batches(x, y, batch_size, shuffle, "fit"),
+            validation_data=self._validation(validation_data, batch_size),
             shuffle=False,
             **kwargs,
         )
@@ -199,13 +194,22 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
         Raises:
             ValueError: as `fit`.
         """
-        if y is not None:
-            x, y = self._batches(x, y, batch_size, False, "evaluate"), None
-            batch_size = None
-        return super().evaluate(x, y, batch_size=batch_size, **kwargs)
+        x = self._batches(x, y, batch_size, False, "evaluate")
+        return super().evaluate(x, **kwargs)
 
-    def _batches(self, images, captions, batch_size, shuffle, method):
+    def _validation(self, data, batch_size):
+        if isinstance(data, tuple):
+            return self._batches(*data, batch_size, False, "fit")
+        return data
+
+    def _batches(self, x, y, batch_size, shuffle, method):
         """`tf.data` batches of images and token ids, all of them full."""
+        if isinstance(x, dict):
+            images, captions = x["images"], x.get("captions", x.get("token_ids"))
+        elif y is None:
+            return x
+        else:
+            images, captions = x, y
         # KerasHub has imported TensorFlow already.
         import tensorflow as tf
 
@@ -230,14 +234,10 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
     def preprocess_samples(self, x, y=None, sample_weight=None):
         # Not `super()`: inside a `tf.data` pipeline AutoGraph would look for its class
         # among the callers and may find another one.
-        data = keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        if isinstance(x, tuple) or "images" not in x:
-            raise ValueError(
-                "A model without preprocessor takes a dict of 'images' and "
-                f"'token_ids'. Received: {type(x).__name__}. Give the task a "
-                "`preprocessor`."
-            )
+        if self.preprocessor is not None:
+            x = keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
+        elif y is not None:
+            x = {"images": x, "token_ids": y}
         check_pairs(self.backbone, x["images"], x["token_ids"])
         return (x,)
 
@@ -333,24 +333,7 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
         Source: LIMoE, appendix D.2, which follows Radford et al. 2021 (CLIP), section
         3.1.4.
         """
-        class_names = checked_captions(class_names)
-        templates = checked_captions(templates)
-        repeated = {name for name in class_names if class_names.count(name) > 1}
-        if repeated:
-            raise ValueError(
-                "Each class has a name of its own. Received: class_names with "
-                f"{sorted(repeated)} more than once."
-            )
-        without = [template for template in templates if "{}" not in template]
-        if without:
-            raise ValueError(
-                "The name of the class goes where a template has '{}', as in "
-                f"'a photo of a {{}}'. Received: templates with {without[0]!r}."
-            )
-        texts = [text.replace("{}", name) for text in templates for name in class_names]
-        found = self.encode_text(texts).reshape(len(templates), len(class_names), -1)
-        mean = found.mean(axis=0, dtype="float64")
-        return (mean / np.linalg.norm(mean, axis=-1, keepdims=True)).astype("float32")
+        return class_embeddings(self.encode_text, class_names, templates)
 
     def zero_shot(
         self, images, class_names, templates=("{}",), batch_size=64, verbose=0

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from keras import ops
 
+import keras_softmoe.models.class_embeddings as module
 from keras_softmoe.evaluation import ZeroShot, class_embeddings, classify, zero_shot
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -51,10 +52,9 @@ def test_class_embeddings():
 
 
 def test_many_texts_are_encoded_in_parts(monkeypatch):
-    module = zero_shot.__globals__
     whole = class_embeddings(Letters(), NAMES, ["{}", "a {}", "b{}", "{}{}", "c {}"])
     for limit, calls in ((6, [6, 6, 3]), (2, [3] * 5)):
-        monkeypatch.setitem(module, "_TEXTS_PER_CALL", limit)
+        monkeypatch.setattr(module, "_TEXTS_PER_CALL", limit)
         model = Letters()
         parts = class_embeddings(model, NAMES, ["{}", "a {}", "b{}", "{}{}", "c {}"])
         assert [len(texts) for texts in model.texts] == calls
