@@ -84,12 +84,10 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
         check_choice("metrics", metrics, ("auto", None))
         super().compile(optimizer=optimizer, **kwargs)
         self._loss_name = loss
-        self._accuracies = []
-        if metrics == "auto":
-            self._accuracies = [
-                keras.metrics.Mean(name="image_to_text_accuracy"),
-                keras.metrics.Mean(name="text_to_image_accuracy"),
-            ]
+        names = ("image_to_text_accuracy", "text_to_image_accuracy")
+        accuracies = [keras.metrics.Mean(name=name) for name in names]
+        # Beside Keras' bookkeeping, which would add them to those of an earlier call.
+        self.__dict__["_accuracies"] = accuracies if metrics == "auto" else []
 
     def get_compile_config(self):
         config = super().get_compile_config()
@@ -483,7 +481,9 @@ def _fit_preprocessor(preprocessor, backbone):
         )
     tokenizer = getattr(preprocessor, "tokenizer", None)
     rows = getattr(backbone, "text_backbone", backbone).vocabulary_size
-    if tokenizer is not None and tokenizer.vocabulary_size() > rows:
+    # While a file is read the tokenizer has no vocabulary yet.
+    has_vocabulary = getattr(tokenizer, "proto", None) is not None
+    if has_vocabulary and tokenizer.vocabulary_size() > rows:
         raise ValueError(
             "The tokenizer has pieces that the backbone does not know. Received: "
             f"{tokenizer.vocabulary_size()} pieces for vocabulary_size={rows}."
