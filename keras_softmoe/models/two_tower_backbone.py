@@ -80,15 +80,13 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
         _check_widths(towers, dims)
         if freeze_image:
             image_backbone.trainable = False
+            towers["image"] = _InferenceMode(image_backbone, name="frozen_image")
 
         # === Functional Model ===
         def encode(inputs):
             outputs = {}
             for modality, value in inputs.items():
-                frozen = freeze_image and modality == "image"
-                # Not trainable alone would leave noise and dropout on.
-                kwargs = {"training": False} if frozen else {}
-                x = towers[modality](value, **kwargs)["pooled_output"]
+                x = towers[modality](value)["pooled_output"]
                 if modality in projection:
                     x = projection[modality](x)
                 outputs[f"{modality}_embedding"] = normalized(x)
@@ -158,6 +156,25 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
             for name in ("image_backbone", "text_backbone")
         }
         return cls(**{**config, **towers})
+
+
+class _InferenceMode(keras.layers.Layer):
+    """Calls a model without noise, dropout and losses, whatever trains around it.
+
+    Freezing alone leaves them on, and `training=False` in the call of a layer is
+    overruled by the functional model that the layer is a part of.
+    """
+
+    def __init__(self, model, **kwargs):
+        super().__init__(trainable=False, autocast=False, **kwargs)
+        self.model = model
+        self.built = True
+
+    def call(self, inputs):
+        return self.model(inputs, training=False)
+
+    def compute_output_spec(self, inputs):
+        return self.model.compute_output_spec(inputs)
 
 
 def _check_widths(towers, dims):
