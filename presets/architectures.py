@@ -56,11 +56,12 @@ class Architecture(NamedTuple):
         title: str, what the paper calls it.
         what: str, its experts and where they are; empty for a dense model.
         source: str, paper and section or table.
-        config: dict, arguments of `ViTMoEBackbone`.
+        config: dict, arguments of the backbone.
         twin: str, name of the preset of its dense twin, or `None`.
         published: dict, what the paper says about it, or `None`.
         settings: list of dicts, settings that the paper trained it with, or `None`.
         note: str, what else to know, or `None`.
+        backbone: class of the backbone.
     """
 
     name: str
@@ -72,10 +73,11 @@ class Architecture(NamedTuple):
     published: dict | None = None
     settings: list | None = None
     note: str | None = None
+    backbone: type = models.ViTMoEBackbone
 
 
-def architectures():
-    """All of them, a list of `Architecture`."""
+def image_architectures():
+    """Those that take images alone, a list of `Architecture`."""
     return [*vmoe(), *soft_moe(), *soft_moe_baselines(), *router_study()]
 
 
@@ -287,17 +289,17 @@ def _study(family, model, router, settings, mark=""):
 # === Parts ===
 
 
-def preset_name(family, sizes, model, *marks):
+def preset_name(family, sizes, model, *marks, image_size=IMAGE_SIZE):
     letter, patch = model.split("/")
     parts = [family, sizes[letter][0], f"patch{patch}", *filter(None, marks)]
-    return "_".join([*parts, str(IMAGE_SIZE)])
+    return "_".join([*parts, str(image_size)])
 
 
-def vit(sizes, model):
+def vit(sizes, model, image_size=IMAGE_SIZE):
     letter, patch = model.split("/")
     _, hidden_dim, num_layers, num_heads, mlp_dim = sizes[letter]
     return {
-        "image_shape": (IMAGE_SIZE, IMAGE_SIZE, 3),
+        "image_shape": (image_size, image_size, 3),
         "patch_size": int(patch),
         "num_layers": num_layers,
         "num_heads": num_heads,

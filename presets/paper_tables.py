@@ -120,3 +120,20 @@ TOKEN_CHOICE = {
 
 # Router study, section 3.1: 32 experts in every second block, K or capacity 1 and 2.
 STUDY = ("B/32", "B/16", "L/16")
+
+# LIMoE tables 4 and 5: by model, accuracy on ImageNet (zero-shot, 10-shot) and recall@1
+# on COCO (image of a caption, caption of an image), of the dense one-tower model and of
+# LIMoE; soft minimum of experts (table 5's thresholds are their logarithms) for text
+# and images. H/14 has no dense twin in the paper.
+LIMOE = {
+    "S/32": ((44.4, 33.8, 18.2, 30.4), (57.9, 48.1, 25.0, 38.9), (12, 17)),
+    "S/16": ((50.3, 40.4, 22.7, 35.8), (64.5, 56.3, 29.2, 43.7), (9, 20)),
+    "B/32": ((58.8, 48.7, 27.4, 42.5), (67.5, 60.4, 31.0, 45.7), (12, 17)),
+    "B/16": ((64.3, 55.3, 31.7, 46.8), (73.7, 68.2, 36.2, 51.3), (9, 20)),
+    "L/32": ((68.1, 60.7, 34.6, 51.2), (74.6, 69.7, 37.2, 54.5), (20, 1)),
+    "L/16": ((73.5, 67.6, 38.3, 54.3), (78.6, 74.7, 39.6, 55.7), (28, 8)),
+    "H/14": (None, (84.1, 81.4, 39.8, 51.1), (4, 25)),
+}
+# Appendix A.3, where blocks are counted from 1: 32 is among them, of 32 blocks. The
+# figures of appendix G count from 0: what they call layers 6, 14 and 31 are 7, 15, 32.
+LIMOE_H14_BLOCKS = (3, 7, 11, 15, 18, 21, 24, 26, 28, 30, 31, 32)

@@ -4,16 +4,19 @@
 
 Their weights were never released (or, for the dense twins, are not ours to ship), so
 a preset holds the configuration alone: `from_preset(name, load_weights=False)`. Which
-ones there are says `architectures.py`. Nothing is built, so the largest costs as
-little as the smallest.
+ones there are say `architectures.py` and `limoe_architectures.py`. Nothing is built, so
+the largest costs as little as the smallest.
 """
 
+import functools
 import json
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import keras
-from architectures import IMAGE_SIZE, architectures
+from architectures import image_architectures
+from limoe_architectures import limoe
 
 from keras_softmoe import evaluation, models, presets
 
@@ -21,25 +24,85 @@ PRESETS = Path(__file__).resolve().parent
 LICENCE = "Apache-2.0"
 
 
+class Kind(NamedTuple):
+    """What differs with the class of the backbone.
+
+    Attributes:
+        task: str, of which KerasHub finds it to be a backbone.
+        unit: str, what operations are counted for.
+        code: str, how a model is made.
+    """
+
+    task: str
+    unit: str
+    code: str
+
+
+KINDS = {
+    models.ViTMoEBackbone: Kind(
+        "ImageClassifier",
+        "image",
+        """\
+model = ksm.models.ViTMoEImageClassifier.from_preset(
+    name, load_weights=False, num_classes=1000
+)""",
+    ),
+    models.LIMoEBackbone: Kind(
+        "ContrastiveTask",
+        "pair of image and caption",
+        """\
+# T5's vocabulary, which is not in the preset
+tokenizer = ksm.models.LIMoETokenizer("spiece.model")
+converter = ksm.models.LIMoEImageConverter.from_preset(name)
+model = ksm.models.LIMoEContrastive.from_preset(
+    name,
+    load_weights=False,
+    preprocessor=ksm.models.LIMoEPreprocessor(tokenizer, converter),
+)""",
+    ),
+}
+
+# What the papers report of a model that was trained
+RESULTS = {
+    "imagenet_zero_shot": ("ImageNet in the paper, zero-shot", "{} %"),
+    "imagenet_10_shot": ("ImageNet in the paper, 10 shots", "{} %"),
+    "coco_text_to_image": ("COCO in the paper, text to image, recall@1", "{} %"),
+    "coco_image_to_text": ("COCO in the paper, image to text, recall@1", "{} %"),
+    "text_experts": ("experts for text, soft minimum in training", "{}"),
+    "image_experts": ("experts for images, soft minimum in training", "{}"),
+}
+
+
 def main():
-    shared = preprocessing()
     for architecture in architectures():
         directory = PRESETS / architecture.name
         directory.mkdir(exist_ok=True)
-        for name, text in (shared | files(architecture)).items():
+        for name, text in (preprocessing(architecture) | files(architecture)).items():
             save(directory / name, text)
     print(f"{len(architectures())} presets")
 
 
-def preprocessing():
-    """The files of the preprocessor, which is the same for all."""
-    converter = models.ViTMoEImageConverter(
-        image_size=(IMAGE_SIZE, IMAGE_SIZE), name="image_converter"
-    )
+def architectures():
+    """All of them, a list of `Architecture`."""
+    return [*image_architectures(), *limoe()]
+
+
+def preprocessing(architecture):
+    """The files of the preprocessor."""
+    size = architecture.config["image_shape"][:2]
+    return _preprocessing(architecture.backbone, size)
+
+
+@functools.cache
+def _preprocessing(backbone, image_size):
+    if backbone is models.LIMoEBackbone:
+        # A preprocessor for captions has a vocabulary, which the user brings.
+        saved = models.LIMoEImageConverter(image_size, name="image_converter")
+    else:
+        converter = models.ViTMoEImageConverter(image_size, name="image_converter")
+        saved = models.ViTMoEImageClassifierPreprocessor(converter, name="preprocessor")
     with tempfile.TemporaryDirectory() as directory:
-        models.ViTMoEImageClassifierPreprocessor(
-            converter, name="preprocessor"
-        ).save_to_preset(directory)
+        saved.save_to_preset(directory)
         return {
             file.name: file.read_text(encoding="utf-8") + "\n"
             for file in Path(directory).iterdir()
@@ -59,7 +122,7 @@ def files(architecture):
 def config(architecture):
     arguments = dict(architecture.config)
     router = keras.saving.serialize_keras_object(arguments.pop("router", None))
-    backbone = models.ViTMoEBackbone
+    backbone = architecture.backbone
     return {
         "module": backbone.__module__,
         "class_name": backbone.__name__,
@@ -87,7 +150,7 @@ def metadata(architecture):
     return {
         "parameter_count": cost.parameters,
         "gflop_per_image": round(cost.gflop_per_image, 2),
-        "tasks": ["ImageClassifier"],
+        "tasks": [KINDS[architecture.backbone].task],
         "kind": "architecture",
         "description": description(architecture),
         "source": architecture.source,
@@ -99,22 +162,26 @@ def metadata(architecture):
 
 def description(architecture):
     shape = architecture.config
+    height, width, _ = shape["image_shape"]
     parts = [
         architecture.title,
         f"{shape['hidden_dim']} wide",
         f"{shape['num_layers']} blocks",
         architecture.what,
-        f"patch {shape['patch_size']} at {IMAGE_SIZE} x {IMAGE_SIZE}",
+        f"patch {shape['patch_size']} at {height} x {width}",
     ]
+    if "sequence_length" in shape:
+        parts.append(f"texts of {shape['sequence_length']} tokens")
     first, *others = filter(None, parts)
     return f"{first}: {', '.join(others)}."
 
 
 def card(architecture, about):
     cost = evaluation.cost(architecture.config)
+    kind = KINDS[architecture.backbone]
     rows = [
         ("parameters of the backbone", f"{cost.parameters:,}"),
-        ("GFLOP per image", f"{cost.gflop_per_image:,.1f}"),
+        (f"GFLOP per {kind.unit}", f"{cost.gflop_per_image:,.1f}"),
         ("weights in float32", f"{cost.weight_bytes / 1e9:,.2f} GB"),
     ]
     published = about.get("published", {})
@@ -130,6 +197,11 @@ def card(architecture, about):
         rows.append(("GFLOP per image in the paper", published["gflop_per_image"]))
     if "row" in published:
         rows.append(("row", published["row"]))
+    rows += [
+        (what, wording.format(published[key]))
+        for key, (what, wording) in RESULTS.items()
+        if key in published
+    ]
     if architecture.twin:
         rows.append(("dense twin", f"`{architecture.twin}`"))
     parts = [
@@ -140,9 +212,7 @@ def card(architecture, about):
 import keras_softmoe as ksm
 
 name = "{architecture.name}"
-model = ksm.models.ViTMoEImageClassifier.from_preset(
-    name, load_weights=False, num_classes=1000
-)
+{kind.code}
 ```""",
         table(("", ""), rows),
     ]

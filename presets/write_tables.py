@@ -13,9 +13,11 @@ README = PRESETS.parent / "README.md"
 NAMES = """\
 A name tells family, size, patch, placement of the experts (the second half of the
 blocks, if nothing else is said), experts, experts per token (`k1`) or slots per expert
-(`2s`), and image size. `small` is 512 wide with 8 blocks in the `vmoe` families and 384
-wide with 12 blocks in all others. GFLOP are per image; `ksm.evaluation.cost(name)`
-counts them, also at another `image_shape` or `capacity_factor`."""
+(`2s`), and image size. `small` is 512 wide with 8 blocks in the `vmoe` and `limoe`
+families and 384 wide with 12 blocks in all others. In `limoe` models every second block
+has experts (12 of 32 in `huge`). GFLOP are per image, of `limoe` models per pair of
+image and caption; `ksm.evaluation.cost(name)` counts them, also at another
+`image_shape` or `capacity_factor`."""
 
 
 def main():
