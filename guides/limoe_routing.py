@@ -1,0 +1,164 @@
+"""
+Title: Which experts serve which modality
+Author: keras_softmoe authors
+Date created: 2026/11/20
+Last modified: 2026/11/20
+Description: Look into a LIMoE: load, confidence, priorities, examples, and pruning.
+Accelerator: None
+"""
+
+# ruff: noqa: E402
+
+"""
+## Nobody told the experts
+
+In a LIMoE, tokens of images and of text choose among the same experts. Nothing says
+which expert is for what; the losses only ask that text uses some minimum of experts and
+that each of its tokens is sure of one. This guide looks at what came of it in a small
+LIMoE that was trained on synthetic scenes, and then uses it: text needs few experts, so
+the others can be taken out of a model that only encodes text.
+
+## Setup
+"""
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "jax")  # or "tensorflow", or "torch"
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+import keras_softmoe as ksm
+
+PRESET = "limoe_tiny_patch4_8e_32_shapes"
+NUM_PAIRS, KEPT = 1024, (8, 6, 4, 2)
+
+# The tests run this guide with fewer pairs.
+SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"
+if SHORT:
+    NUM_PAIRS, KEPT = 64, (8, 4)
+
+FIGURES = Path("build")
+FIGURES.mkdir(exist_ok=True)
+
+model = ksm.models.LIMoEContrastive.from_preset(PRESET)
+scenes = ksm.datasets.captioned_shapes(NUM_PAIRS, seed=7, verbose=0)
+
+"""
+## Load
+
+Pairs are routed together, as in training: 64 patches and 16 pieces of text each, in
+groups of 32 pairs. Every expert has the same number of slots (the dashed line). What
+chose an expert beyond them is dropped.
+"""
+
+statistics = ksm.evaluation.modality_statistics(
+    model, scenes.images, scenes.captions, verbose=0
+)
+for block, s in statistics.items():
+    print(f"block {block}: dropped {s.dropped}")
+    for modality, needed in s.experts_needed(0.9).items():
+        print(f"  90 % of {modality} tokens need {needed} of {len(s.padding)} experts")
+ksm.visualization.plot_modality_load(statistics).savefig(FIGURES / "limoe_load.png")
+
+"""
+## Confidence and priority
+
+The local entropy loss makes text tokens sure of their expert; images have no such loss.
+Tokens that the router is surest of are seated first (batch prioritized routing), so
+text mostly comes before images, without a rule that says so.
+"""
+
+for block, s in statistics.items():
+    means = {m: f"{value:.2f}" for m, value in s.confidence_mean.items()}
+    print(f"block {block}: mean of the largest probability {means}")
+figure = ksm.visualization.plot_routing_confidence(statistics)
+figure.savefig(FIGURES / "limoe_confidence.png")
+figure = ksm.visualization.plot_priorities(statistics)
+figure.savefig(FIGURES / "limoe_priorities.png")
+
+"""
+## Ways through the model
+
+From the experts of one block to those of the next.
+"""
+
+figure = ksm.visualization.plot_trajectories(statistics)
+figure.savefig(FIGURES / "limoe_trajectories.png")
+
+"""
+## What experts like
+
+The patches and words that the router sends to each expert of the last block most
+surely, and one scene with its caption, patch by patch.
+"""
+
+examples = ksm.evaluation.expert_examples(
+    model, scenes.images, scenes.captions, layer=3, verbose=0
+)
+for expert, words in enumerate(examples.words):
+    print(f"expert {expert}: {' '.join(words)}")
+figure = ksm.visualization.plot_expert_examples(examples)
+figure.savefig(FIGURES / "limoe_examples.png")
+figure = ksm.visualization.plot_pair(
+    model, scenes.images[0], scenes.captions[0], layer=3
+)
+figure.savefig(FIGURES / "limoe_pair.png")
+
+"""
+## Pruning
+
+Which experts does text alone use? Coverage says how much of the text the `m` most used
+experts serve.
+"""
+
+text = ksm.evaluation.modality_statistics(model, captions=scenes.captions, verbose=0)
+for block, s in text.items():
+    print(f"block {block}: coverage {np.round(s.coverage['text'], 3)}")
+figure = ksm.visualization.plot_coverage(statistics)
+figure.savefig(FIGURES / "limoe_coverage.png")
+
+"""
+The rest can go. `"router_pred"` lets the router go on distributing its probabilities
+among all experts, of which only some are left; with `"router_drop"` they are
+distributed among those, so that their outputs count for more than in training. Images
+are encoded by the whole model, text by the pruned one. Their weights and the time to
+encode the captions shrink.
+"""
+
+new = ksm.datasets.captioned_shapes(
+    NUM_PAIRS, seed=8, combinations="held_out", verbose=0
+)
+names = ksm.datasets.SHAPE_COLOR_CLASSES
+templates = ("a {}", "a picture of a {}", "there is a {}")
+images = model.encode_image(new.images)
+usage = {block: s.routed["text"] for block, s in text.items()}
+
+
+def measured(encoder):
+    """Zero-shot accuracy, bytes of weights, and seconds to encode the captions."""
+    classes = ksm.evaluation.class_embeddings(encoder, names, templates)
+    accuracy = ksm.evaluation.classify(images, classes, new.labels).accuracy
+    bytes_ = ksm.evaluation.cost(encoder.backbone).weight_bytes
+    encoder.encode_text(scenes.captions)  # compiles
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        encoder.encode_text(scenes.captions)
+        times.append(time.perf_counter() - started)
+    return accuracy, bytes_, min(times)
+
+
+accuracy, bytes_, seconds = measured(model)
+print(f"whole model: accuracy {accuracy:.3f}, {bytes_ / 1e6:.2f} MB, time 1")
+for kept in KEPT:
+    for method in ("router_pred", "router_drop"):
+        pruned = ksm.models.prune_experts(model, usage, kept, method=method)
+        smaller = ksm.models.LIMoEContrastive(pruned, model.preprocessor)
+        accuracy, bytes_, took = measured(smaller)
+        print(
+            f"{kept} text experts, {method}: accuracy {accuracy:.3f}, "
+            f"{bytes_ / 1e6:.2f} MB, time {took / seconds:.2f}"
+        )

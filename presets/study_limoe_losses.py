@@ -1,0 +1,112 @@
+"""What the losses on routing do to a small LIMoE, in short training runs.
+
+The model and data are those of `train_limoe_presets.py`, trained for a part of the
+time. Two questions:
+
+- The classic losses alone, the entropy losses alone, or both? (LIMoE, section 4.1 and
+  figure 5)
+- How many experts does text use, if the soft minimum asks for S? (Figure 10)
+
+    python presets/study_limoe_losses.py           # all runs, then table and figure
+
+The results are written to `presets/limoe_losses.json` after each run, and runs that are
+there already are not repeated; the README's table is made of them. Needs the extras of
+one backend, `datasets` and `viz`.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+from train_limoe_presets import (
+    IMAGE_EXPERTS,
+    IMAGE_SIZE,
+    NUM_CLASSIFIED,
+    NUM_EXPERTS,
+    TEST_SEED,
+    TEXT_EXPERTS,
+    measure,
+    train,
+    write,
+)
+
+from keras_softmoe import datasets, evaluation, routers
+
+RESULTS = Path(__file__).resolve().parent / "limoe_losses.json"
+
+EPOCHS = 3
+SEEDS = (0, 1, 2)
+SOFT_MINIMA = (1, 2, 4, 6)
+THRESHOLD_SEEDS = (0, 1)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", help="names of sets, such as classic S=4")
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    for name, losses, seeds in loss_sets():
+        if arguments.only and name not in arguments.only:
+            continue
+        for seed in seeds:
+            if any((r["losses"], r["seed"]) == (name, seed) for r in runs(arguments)):
+                continue
+            print(f"\n{name}, seed {seed}")
+            model, seconds = train("limoe", seed, arguments.epochs, losses)
+            result = {
+                "losses": name,
+                "seed": seed,
+                "epochs": arguments.epochs,
+                "minutes": seconds / 60,
+                **measure(model),
+                **usage(model),
+            }
+            print(result)
+            # Read again: another process may have added runs meanwhile.
+            text = json.dumps([*runs(arguments), result], indent=1)
+            write(arguments.output, text + "\n")
+
+
+def loss_sets():
+    """Name, losses and seeds of each run."""
+    classic = routers.classic_losses()
+
+    def entropy(text_experts):
+        return routers.entropy_losses(NUM_EXPERTS, text_experts, IMAGE_EXPERTS)
+
+    yield "both", classic + entropy(TEXT_EXPERTS), SEEDS
+    yield "classic", classic, SEEDS
+    yield "entropy", entropy(TEXT_EXPERTS), SEEDS
+    for minimum in SOFT_MINIMA:
+        yield f"S={minimum}", classic + entropy(minimum), THRESHOLD_SEEDS
+
+
+def runs(arguments):
+    """The runs that are finished."""
+    if not arguments.output.exists():
+        return []
+    return json.loads(arguments.output.read_text())
+
+
+def usage(model):
+    """Experts that serve 90 % of the tokens of a modality, and what is dropped."""
+    test = datasets.captioned_shapes(NUM_CLASSIFIED, IMAGE_SIZE, TEST_SEED, verbose=0)
+    statistics = evaluation.modality_statistics(
+        model, test.images, test.captions, verbose=0
+    )
+    found = {}
+    for modality in ("image", "text"):
+        needed = [s.experts_needed(0.9)[modality] for s in statistics.values()]
+        dropped = [s.dropped[modality] for s in statistics.values()]
+        found[f"{modality}_experts"] = needed
+        found[f"{modality}_entropy"] = [
+            s.entropy[modality] for s in statistics.values()
+        ]
+        found[f"{modality}_dropped"] = float(np.mean(dropped))
+    return found
+
+
+if __name__ == "__main__":
+    main()
