@@ -1,5 +1,7 @@
 """Contrastive learning of images and captions: what the tasks share."""
 
+from pathlib import Path
+
 import keras
 import keras_hub
 import numpy as np
@@ -374,7 +376,7 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
                 preset directory, or a KerasHub handle (`"hf://user/model"`).
             load_weights: bool, whether to load weights or start from random ones.
             **kwargs: what to change: `image_shape` (position embeddings are resampled),
-                `dtype`, and settings of the routers, see `set_routing`.
+                `dtype`, `preprocessor`, and settings of the routers, see `set_routing`.
 
         Returns:
             A model of this class.
@@ -385,11 +387,14 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
 
         Example:
 
-        >>> name = "limoe_tiny_patch8_8e_32_shapes"
+        >>> name = "limoe_tiny_patch4_8e_32_shapes"
         >>> model = ksm.models.LIMoEContrastive.from_preset(name)
         """
         settings = pop_live_settings(kwargs)
         with presets.opened(preset, load_weights) as directory:
+            folder = Path(directory)
+            if "preprocessor" not in kwargs and folder.is_dir():
+                _check_tokenizer(preset, folder)
             model = super().from_preset(directory, load_weights=load_weights, **kwargs)
         model.set_routing(**settings)
         return model
@@ -466,6 +471,15 @@ class TwoTowerContrastive(ContrastiveTask):
 
     backbone_cls = TwoTowerBackbone
     preprocessor_cls = TwoTowerPreprocessor
+
+
+def _check_tokenizer(preset, folder):
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"The preset {str(preset)!r} has no tokenizer. Pass one, "
+            "`preprocessor=LIMoEPreprocessor(LIMoETokenizer('spiece.model'), ...)`, or "
+            "`preprocessor=None` to give the model token ids."
+        )
 
 
 def _fit_preprocessor(preprocessor, backbone):
