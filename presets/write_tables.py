@@ -32,8 +32,12 @@ def with_tables(text):
     }
     tables = {
         "trained presets": trained_table(
-            {name: m for name, m in found.items() if m["kind"] == "trained"}
+            {name: m for name, m in found.items() if "metrics" in m}
         ),
+        "contrastive presets": contrastive_table(
+            {name: m for name, m in found.items() if "runs" in m}
+        ),
+        "losses on routing": losses_table(),
         "convertible presets": convertible_table(
             {name: m for name, m in found.items() if m["kind"] == "convertible"}
         ),
@@ -67,6 +71,51 @@ def trained_table(found):
         rows.append(f"| {' | '.join(cells)} |")
     cells = ["raw pixels", "", "", *map(spread, pixels.values()), ""]
     rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def contrastive_table(found):
+    columns = {
+        "new, of 64": "zero_shot_new_of_64",
+        "new, of 16": "zero_shot_new_of_16",
+        "seen, of 64": "zero_shot_seen_of_64",
+        "image → caption": "image_to_text_recall_at_1",
+        "caption → image": "text_to_image_recall_at_1",
+    }
+    rows = [
+        f"| preset | parameters | {' | '.join(columns)} |",
+        "|---" * (2 + len(columns)) + "|",
+    ]
+    for name, metadata in found.items():
+        cells = [
+            f"[`{name}`](presets/{name})",
+            f"{metadata['parameter_count'] / 1e6:.2f} M",
+            *(spread([run[c] for run in metadata["runs"]]) for c in columns.values()),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def losses_table():
+    """What losses on routing do, from short runs (`study_limoe_losses.py`)."""
+    runs = json.loads((PRESETS / "limoe_losses.json").read_text(encoding="utf-8"))
+    rows = [
+        "| losses | seeds | new, of 64 | image → caption | caption → image "
+        "| text experts | text dropped |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(run["losses"] for run in runs):
+        chosen = [run for run in runs if run["losses"] == name]
+        cells = [
+            name,
+            str(len(chosen)),
+            spread([run["zero_shot_new_of_64"] for run in chosen]),
+            spread([run["image_to_text_recall_at_1"] for run in chosen]),
+            spread([run["text_to_image_recall_at_1"] for run in chosen]),
+            spread([np.mean(run["text_experts"]) for run in chosen], digits=1),
+            spread([run["text_dropped"] for run in chosen]),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
 
@@ -107,8 +156,8 @@ def architecture_table(found):
     return "\n\n".join(parts) + "\n"
 
 
-def spread(values):
-    return f"{np.mean(values):.3f} ± {np.std(values, ddof=1):.3f}"
+def spread(values, digits=3):
+    return f"{np.mean(values):.{digits}f} ± {np.std(values, ddof=1):.{digits}f}"
 
 
 if __name__ == "__main__":

@@ -95,11 +95,32 @@ def check_vmoe_at_low_capacity(lines, folder):
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def check_limoe_zero_shot(lines, folder):
+    assert float(lines[-1].split(":")[1]) < 1e-5
+    assert sum("recall@1 " in line for line in lines) == 2
+    (of_64,) = (line for line in lines if line.startswith("new combinations, of 64"))
+    assert float(of_64.split()[5]) > 10 / 64
+
+
+def check_limoe_routing(lines, folder):
+    assert lines[-1].startswith("4 text experts, router_drop: accuracy")
+    pictures = list((folder / "build").glob("limoe_*.png"))
+    assert len(pictures) == 7
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
+    # Nothing is lost where nothing is pruned.
+    accuracies = [
+        line.split("accuracy ")[1].split(",")[0] for line in lines if "accuracy" in line
+    ]
+    assert accuracies[0] == accuracies[1] == accuracies[2]
+
+
 # Guide -> how to check what it printed and wrote, and where it runs.
 CHECKS = {
     "demo.py": (check_demo, ("jax", "tensorflow", "torch")),
     "few_shot_probing.py": (check_few_shot_probing, ("torch",)),
     "fit_on_a_small_dataset.py": (check_fit_on_a_small_dataset, ("torch",)),
+    "limoe_routing.py": (check_limoe_routing, ("torch",)),
+    "limoe_zero_shot.py": (check_limoe_zero_shot, ("torch",)),
     "released_vmoe_checkpoints.py": (check_released_vmoe_checkpoints, ("torch",)),
     "switching_backends.py": (check_switching_backends, ("jax",)),
     "upcycling.py": (check_upcycling, ("torch",)),
