@@ -200,6 +200,7 @@ class LIMoERouter(SparseRouter):
         routed = Routed(
             logits,
             noisy_logits,
+            softmax(logits, axis=-1),
             {None: valid} | {name: _and(m, valid) for name, m in members.items()},
             self.num_selected_experts,
             self.noise_std / self.num_experts,

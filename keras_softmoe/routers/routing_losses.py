@@ -8,7 +8,6 @@ import keras
 from keras_softmoe.ops import entropy
 from keras_softmoe.ops import losses as balance
 from keras_softmoe.ops.assignment import check_num_selected_experts
-from keras_softmoe.routers.router import softmax
 
 MODALITIES = ("image", "text")
 
@@ -22,6 +21,7 @@ class Routed(NamedTuple):
     Attributes:
         logits: `(G, S, E)` tensor, without noise.
         noisy_logits: `(G, S, E)` tensor; the same object where there is no noise.
+        probabilities: `(G, S, E)` tensor, without noise.
         valid: dict from each modality that is there to the `(G or 1, S)` bool tensor of
             its tokens. Under the key `None` the tokens of all: a tensor, or `None`
             where none is padding.
@@ -31,14 +31,10 @@ class Routed(NamedTuple):
 
     logits: Any
     noisy_logits: Any
+    probabilities: Any
     valid: dict
     num_selected_experts: int
     noise_std: float
-
-    @property
-    def probabilities(self):
-        """`(G, S, E)` tensor, without noise."""
-        return softmax(self.logits, axis=-1)
 
 
 class RoutingLoss:
