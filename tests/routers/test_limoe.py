@@ -1,0 +1,403 @@
+"""LIMoE's router against its twin: seats, gates, losses, gradients."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_softmoe import routers
+from tests import limoe_router_twin as twin
+from tests import twins
+from tests.gradients import layer_gradients
+from tests.references import to_numpy
+from tests.routers.limoe_routers import (
+    FORMS,
+    MODALITIES,
+    NAMES,
+    NUM_EXPERTS,
+    NUM_TOKENS,
+    build,
+    call,
+    kernels,
+    padding,
+    routed,
+    tokens,
+)
+
+PRIORITIES = ["sum", "max", "position", "pair", "image_first", "text_first"]
+# Each kind of loss, of ours and of the twin's, for each modality that it can be about.
+KINDS = {
+    "importance": (routers.ImportanceLoss, twin.importance),
+    "z": (routers.ZLoss, twin.z),
+    "local": (routers.LocalEntropyLoss, twin.local),
+    "target": (routers.TargetEntropyLoss, twin.target),
+    "merged": (routers.MergedEntropyLoss, twin.merged),
+    "global": (
+        lambda m: routers.GlobalEntropyLoss(m, soft_minimum=3.9),
+        twin.at_least(3.9),
+    ),
+}
+LOSSES = {
+    f"{kind}_{modality}": (ours(modality), (theirs, modality))
+    for kind, (ours, theirs) in KINDS.items()
+    for modality in ("image", "text", None)
+}
+LOSSES["mutual_information"] = (
+    routers.MutualInformationLoss(),
+    (twin.mutual_information, None),
+)
+# Without those that are zero, and flat, where text has one expert or K experts.
+ALL = tuple(ours for ours, _ in LOSSES.values())
+ALL_TWINS = [theirs for _, theirs in LOSSES.values()]
+CLASSIC = [(loss, None) for loss in (twin.importance, twin.load, twin.z)]
+
+
+# === Seats and gates ===
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("num_choices", [1, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_router_is_its_twin(form, num_choices, padded):
+    router = build(
+        num_selected_experts=num_choices,
+        capacity_factor=0.5,
+        losses=ALL,
+        loss_weight=0.5,
+        **FORMS[form],
+    )
+    valid = padding() if padded else None
+    (token, filled, gate), summary = call(router, tokens(), valid)
+
+    expected = routed(router, tokens(), valid)
+    reachable = np.isfinite(expected.logits)
+    np.testing.assert_allclose(
+        summary["logits"][reachable], expected.logits[reachable], rtol=2e-5, atol=2e-5
+    )
+    probabilities = twins.softmax(expected.logits)
+    np.testing.assert_allclose(
+        summary["probabilities"], probabilities, rtol=2e-5, atol=2e-5
+    )
+    assert not summary["probabilities"][~reachable].any()
+
+    # The seats follow exactly from the scores that the router itself reports.
+    capacity = twins.expert_capacity(
+        num_choices * NUM_TOKENS, NUM_EXPERTS, 0.5, multiple_of=1
+    )
+    seats = twin.token_choice(
+        summary["selection"], num_choices, capacity, "sum", NAMES, valid
+    )
+    np.testing.assert_array_equal(filled, seats[1])
+    np.testing.assert_array_equal(token, seats[0])
+    np.testing.assert_allclose(
+        gate, twins.gates(probabilities, token, filled), rtol=2e-5, atol=2e-5
+    )
+    dispatch, _ = twins.to_dense(token, filled, gate, NUM_TOKENS)
+    dropped = dispatch.sum((2, 3)) == 0
+    if padded:
+        dropped &= valid
+    np.testing.assert_array_equal(summary["load"], filled.sum(-1))
+    np.testing.assert_array_equal(summary["dropped"], dropped)
+    assert dropped.any()
+    # Nobody sits with an expert of the other modality.
+    assert not (dispatch.sum(-1) * ~reachable).any()
+
+    np.testing.assert_allclose(
+        summary["auxiliary_loss"],
+        twin.auxiliary_loss(ALL_TWINS, expected, 0.5),
+        rtol=2e-5,
+        atol=2e-6,
+    )
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+@pytest.mark.parametrize("priority", PRIORITIES)
+def test_queue(priority, num_choices):
+    router = build(
+        num_selected_experts=num_choices, capacity_factor=0.5, priority=priority
+    )
+    valid = padding()
+    (token, filled, _), summary = call(router, tokens(), valid)
+    capacity = token.shape[-1]
+    assert capacity == np.ceil(NUM_TOKENS * num_choices / NUM_EXPERTS / 2)
+    seats = twin.token_choice(
+        summary["selection"], num_choices, capacity, priority, NAMES, valid
+    )
+    np.testing.assert_array_equal(filled, seats[1])
+    np.testing.assert_array_equal(token, seats[0])
+    assert summary["dropped"].any()
+
+
+def test_a_modality_that_comes_first_loses_no_token_to_the_other():
+    # All want expert 0, which has room for three of twelve: four words, eight patches.
+    router = build(capacity_factor=1.0, priority="text_first")
+    router.kernel.assign(np.eye(4)[:, :1] @ np.array([[9.0, 0.0, 0.0, 0.0]]))
+    x = np.ones_like(tokens())
+    words, patches = np.flatnonzero(np.array(NAMES) == "text"), [0, 1, 2]
+    for priority, seated in (("text_first", words[:3]), ("image_first", patches)):
+        router.update(priority=priority)
+        (token, filled, _), _ = call(router, x)
+        for group in range(2):
+            assert token[group, 0][filled[group, 0]].tolist() == list(seated)
+            assert not filled[group, 1:].any()
+
+
+# === Losses ===
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_loss_is_its_twin(name):
+    ours, theirs = LOSSES[name]
+    # Two choices, since with one some forms agree.
+    router = build(num_selected_experts=2, losses=(ours,), loss_weight=1.0)
+    for valid in (None, padding()):
+        _, summary = call(router, tokens(), valid)
+        expected = twin.auxiliary_loss([theirs], routed(router, tokens(), valid), 1.0)
+        assert summary["auxiliary_loss"].shape == (2,)
+        np.testing.assert_allclose(
+            summary["auxiliary_loss"], expected, rtol=2e-5, atol=2e-6
+        )
+        # In no group is it trivially zero.
+        assert np.abs(expected).min() > 1e-3
+
+
+def test_losses_are_added_in_training_only():
+    router = build(losses=ALL)
+    call(router, tokens())
+    assert not router.losses
+    _, summary = call(router, tokens(), training=True)
+    (loss,) = router.losses
+    np.testing.assert_allclose(
+        to_numpy(loss), summary["auxiliary_loss"].mean(), rtol=1e-5
+    )
+    router = build()
+    _, summary = call(router, tokens(), training=True)
+    assert not router.losses
+    np.testing.assert_array_equal(summary["auxiliary_loss"], [0.0, 0.0])
+
+
+@pytest.mark.parametrize("form", ["joint", "overlapping"])
+def test_noise(form, set_noise):
+    noise = np.random.default_rng(7).normal(size=(2, NUM_TOKENS, NUM_EXPERTS))
+    router = build(noise_std=2.0, losses=routers.classic_losses(), **FORMS[form])
+    undrawn = set_noise(noise.astype("float32"))
+    expected = routed(router, tokens(), None, noise)
+
+    # Outside training there is no noise, nor a loss about it.
+    _, quiet = call(router, tokens())
+    assert len(undrawn) == 1
+    without_load = [CLASSIC[0], CLASSIC[2]]
+    np.testing.assert_allclose(
+        quiet["auxiliary_loss"],
+        twin.auxiliary_loss(without_load, expected, 0.04),
+        rtol=2e-5,
+    )
+    np.testing.assert_allclose(
+        quiet["probabilities"], twins.softmax(expected.logits), rtol=2e-5, atol=2e-5
+    )
+
+    (token, filled, gate), noisy = call(router, tokens(), training=True)
+    assert not undrawn
+    probabilities = twins.softmax(expected.noisy_logits)
+    np.testing.assert_allclose(
+        noisy["probabilities"], probabilities, rtol=2e-5, atol=2e-5
+    )
+    np.testing.assert_allclose(
+        gate, twins.gates(probabilities, token, filled), rtol=2e-5, atol=2e-5
+    )
+    np.testing.assert_allclose(
+        noisy["auxiliary_loss"],
+        twin.auxiliary_loss(CLASSIC, expected, 0.04),
+        rtol=2e-5,
+    )
+
+
+@pytest.mark.parametrize("modality", ["image", "text", None])
+def test_load_loss_of_a_modality(modality, set_noise):
+    noise = np.random.default_rng(7).normal(size=(2, NUM_TOKENS, NUM_EXPERTS))
+    router = build(
+        noise_std=2.0,
+        num_selected_experts=2,
+        losses=(routers.LoadLoss(modality),),
+        loss_weight=1.0,
+    )
+    set_noise(noise.astype("float32"))
+    _, summary = call(router, tokens(), padding(), training=True)
+    expected = twin.load(routed(router, tokens(), padding(), noise), modality)
+    np.testing.assert_allclose(summary["auxiliary_loss"], expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize("form", ["joint", "disjoint_per_modality"])
+def test_gradients_of_the_losses(form, set_noise):
+    noise = np.random.default_rng(7).normal(size=(2, NUM_TOKENS, NUM_EXPERTS))
+    set_noise(noise.astype("float32"))
+    router = build(
+        num_selected_experts=2,
+        noise_std=2.0,
+        losses=(*ALL, *routers.classic_losses(by_modality=True)[2:4]),
+        loss_weight=1.0,
+        **FORMS[form],
+    )
+    losses = [*ALL_TWINS, (twin.load, "image"), (twin.load, "text")]
+    _, for_tokens, gradients = layer_gradients(
+        router,
+        tokens(),
+        lambda decision, losses: sum(losses),
+        training=True,
+        modalities=MODALITIES,
+    )
+    found = {path.rpartition("/")[2]: g for path, g in gradients.items()}
+    names = ["kernel"] if form == "joint" else ["image_kernel", "text_kernel"]
+    assert list(found) == names
+    exact = {k: np.float64(v) for k, v in kernels(router).items()}
+
+    def value(steps, shift=0.0):
+        moved = {k: v + steps.get(k, 0.0) for k, v in exact.items()}
+        at = routed(router, np.float64(tokens()) + shift, None, noise, values=moved)
+        return twin.auxiliary_loss(losses, at, 1.0).mean()
+
+    rng = np.random.default_rng(0)
+    for key, name in zip(exact, names, strict=True):
+        for direction in rng.normal(size=(2, *exact[key].shape)):
+            step = 1e-5 * direction
+            difference = (value({key: step}) - value({key: -step})) / 2e-5
+            np.testing.assert_allclose(
+                (found[name] * direction).sum(), difference, rtol=1e-3, atol=1e-5
+            )
+            assert abs(difference) > 1e-2
+    direction = rng.normal(size=tokens().shape)
+    difference = (value({}, 1e-5 * direction) - value({}, -1e-5 * direction)) / 2e-5
+    np.testing.assert_allclose(
+        (for_tokens * direction).sum(), difference, rtol=1e-3, atol=1e-5
+    )
+
+
+def test_mutual_information_of_routing():
+    # Images and text that are the same tokens are routed alike: nothing is told.
+    modalities, names = (("image", 3), ("text", 3)), (["image"] * 3 + ["text"] * 3) * 2
+    x = np.tile(tokens()[:, :3], (1, 4, 1))
+    loss = {"losses": (routers.MutualInformationLoss(),), "loss_weight": 1.0}
+    router = build(per_modality=True, **loss)
+    router.text_kernel.assign(router.image_kernel)
+    _, summary = call(router, x, modalities=modalities)
+    np.testing.assert_allclose(summary["auxiliary_loss"], 0.0, atol=1e-6)
+    # Apart, they tell it all: log 2.
+    router = build(**loss, **FORMS["disjoint"])
+    _, summary = call(router, x, modalities=modalities)
+    np.testing.assert_allclose(summary["auxiliary_loss"], -np.log(2), rtol=1e-5)
+    # And in between, it is its twin.
+    router = build(per_modality=True, **loss)
+    _, summary = call(router, x, modalities=modalities)
+    expected = twin.mutual_information(routed(router, x, names=names))
+    np.testing.assert_allclose(summary["auxiliary_loss"], expected, rtol=1e-5)
+    assert (-np.log(2) < expected).all() and (expected < -1e-3).all()
+
+
+# === One modality alone ===
+
+
+@pytest.mark.parametrize("name", ["image", "text"])
+@pytest.mark.parametrize("form", FORMS)
+def test_one_modality(form, name):
+    router = build(losses=ALL, loss_weight=1.0, multiple_of=4, **FORMS[form])
+    modalities = ((name, NUM_TOKENS // 2),)
+    (token, filled, gate), summary = call(router, tokens(), modalities=modalities)
+    # Sixteen times the room, which is more than all: everybody has a seat.
+    assert token.shape == (2, NUM_EXPERTS, NUM_TOKENS)
+    assert not summary["dropped"].any()
+    expected = routed(router, tokens(), names=[name] * NUM_TOKENS)
+    probabilities = twins.softmax(expected.logits)
+    np.testing.assert_allclose(
+        gate, twins.gates(probabilities, token, filled), rtol=2e-5, atol=2e-5
+    )
+    # Losses about the other modality, or about both, are left out of the mean.
+    there = [(loss, m) for loss, m in ALL_TWINS if m in (name, None)]
+    there.remove((twin.mutual_information, None))
+    assert len(there) == 12
+    np.testing.assert_allclose(
+        summary["auxiliary_loss"],
+        twin.auxiliary_loss(there, expected, 1.0),
+        rtol=2e-5,
+        atol=2e-6,
+    )
+
+
+def test_room_for_one_modality():
+    router = build(
+        capacity_factor=0.5, eval_capacity_factor=1.5, single_modality_capacity_factor=2
+    )
+    for training, both in ((True, 2), (False, 5)):
+        (token, _, _), _ = call(router, tokens(), training=training)
+        assert token.shape[-1] == both
+        (token, _, _), _ = call(
+            router, tokens(), modalities=(("text", 4),), training=training
+        )
+        assert token.shape[-1] == 6
+    # Without losses that apply there is none.
+    router = build(losses=(routers.LocalEntropyLoss("text"),))
+    _, summary = call(router, tokens(), modalities=(("image", 4),), training=True)
+    np.testing.assert_array_equal(summary["auxiliary_loss"], [0.0, 0.0])
+    assert not router.losses
+
+
+@pytest.mark.parametrize("priority", ["image_first", "text_first"])
+def test_alone_a_modality_queues_by_position(priority):
+    router = build(priority=priority, single_modality_capacity_factor=0.5)
+    names = ["text"] * NUM_TOKENS
+    (token, filled, _), summary = call(router, tokens(), modalities=(("text", 6),))
+    seats = twin.token_choice(summary["selection"], 1, 2, "position", names)
+    np.testing.assert_array_equal(filled, seats[1])
+    np.testing.assert_array_equal(token, seats[0])
+
+
+# === Pruned ===
+
+
+@pytest.mark.parametrize("form", ["joint", "per_modality"])
+def test_pruned_router_predicts_all_experts(form):
+    kept = (0, 2, 3)
+    router = build(
+        3,
+        routers.PrunedLIMoERouter,
+        kept_experts=kept,
+        num_predicted_experts=NUM_EXPERTS,
+        capacity_factor=1.0,
+        losses=(routers.LocalEntropyLoss("text"),),
+        loss_weight=1.0,
+        **FORMS[form],
+    )
+    (token, filled, gate), summary = call(router, tokens(), padding())
+    expected = routed(router, tokens(), padding())
+    assert summary["logits"].shape[-1] == NUM_EXPERTS
+    # Not scaled up: the probabilities of those that are left sum to less than one.
+    probabilities = twins.softmax(expected.logits)[..., kept]
+    np.testing.assert_allclose(
+        summary["probabilities"], probabilities, rtol=2e-5, atol=2e-5
+    )
+    assert (probabilities.sum(-1) < 0.95).any()
+    # Twelve tokens for three experts
+    seats = twin.token_choice(summary["selection"], 1, 4, "sum", NAMES, padding())
+    np.testing.assert_array_equal(filled, seats[1])
+    np.testing.assert_array_equal(token, seats[0])
+    np.testing.assert_allclose(
+        gate, twins.gates(probabilities, token, filled), rtol=2e-5, atol=2e-5
+    )
+    np.testing.assert_allclose(
+        summary["auxiliary_loss"], twin.local(expected, "text"), rtol=2e-5
+    )
+
+
+def test_float32_under_mixed_bfloat16():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    router = build(losses=ALL, **FORMS["disjoint_per_modality"])
+    x = keras.ops.convert_to_tensor(tokens(), "bfloat16")
+    decision = router(x, modalities=MODALITIES)
+    for value in (decision.routing.gate, *decision.summary.values(), *router.weights):
+        assert keras.backend.standardize_dtype(value.dtype) in ("float32", "bool")
+    expected = routed(router, to_numpy(x)).logits
+    reachable = np.isfinite(expected)
+    np.testing.assert_allclose(
+        to_numpy(decision.summary["logits"])[reachable],
+        expected[reachable],
+        rtol=1e-5,
+        atol=1e-5,
+    )
