@@ -6,6 +6,18 @@ from keras_softmoe.evaluation.few_shot import FewShotResult as FewShotResult
 from keras_softmoe.evaluation.few_shot import ShotResult as ShotResult
 from keras_softmoe.evaluation.few_shot import few_shot_probe as few_shot_probe
 from keras_softmoe.evaluation.metrics import PrecisionAt1 as PrecisionAt1
+from keras_softmoe.evaluation.modalities import (
+    ModalityStatistics as ModalityStatistics,
+)
+from keras_softmoe.evaluation.modalities import (
+    modality_statistics as modality_statistics,
+)
+from keras_softmoe.evaluation.modality_examples import ExpertExamples as ExpertExamples
+from keras_softmoe.evaluation.modality_examples import PairRouting as PairRouting
+from keras_softmoe.evaluation.modality_examples import (
+    expert_examples as expert_examples,
+)
+from keras_softmoe.evaluation.modality_examples import pair_routing as pair_routing
 from keras_softmoe.evaluation.retrieval import Retrieval as Retrieval
 from keras_softmoe.evaluation.retrieval import retrieval as retrieval
 from keras_softmoe.evaluation.ridge import L2_GRID as L2_GRID

@@ -4,6 +4,23 @@ Every function returns a `matplotlib.figure.Figure`: a notebook shows it, and
 `figure.savefig("routing.png")` keeps it.
 """
 
+from keras_softmoe.visualization.modalities import plot_coverage as plot_coverage
+from keras_softmoe.visualization.modalities import (
+    plot_modality_load as plot_modality_load,
+)
+from keras_softmoe.visualization.modalities import (
+    plot_routing_confidence as plot_routing_confidence,
+)
+from keras_softmoe.visualization.modality_examples import (
+    plot_expert_examples as plot_expert_examples,
+)
+from keras_softmoe.visualization.modality_examples import plot_pair as plot_pair
+from keras_softmoe.visualization.modality_queues import (
+    plot_priorities as plot_priorities,
+)
+from keras_softmoe.visualization.modality_queues import (
+    plot_trajectories as plot_trajectories,
+)
 from keras_softmoe.visualization.routing import plot_experts as plot_experts
 from keras_softmoe.visualization.routing import plot_slots as plot_slots
 from keras_softmoe.visualization.specialization import (
@@ -28,3 +45,9 @@ from keras_softmoe.visualization.sweeps import (
     plot_random_routers as plot_random_routers,
 )
 from keras_softmoe.visualization.sweeps import plot_sweep as plot_sweep
+from keras_softmoe.visualization.thresholds import (
+    plot_experts_in_use as plot_experts_in_use,
+)
+from keras_softmoe.visualization.thresholds import (
+    plot_routing_entropy as plot_routing_entropy,
+)

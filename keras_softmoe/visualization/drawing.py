@@ -2,15 +2,23 @@
 
 import numpy as np
 
+from keras_softmoe.evaluation.modalities import ModalityStatistics
 from keras_softmoe.evaluation.statistics import RoutingStatistics
 
 DROPPED = "#d9d9d9"
 # Okabe and Ito's colours, told apart by colour-blind people too. The yellow is left
 # out: it does not show on white.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+MODALITY_COLORS = {"text": PALETTE[0], "image": PALETTE[1]}
 MARKERS = "osD^vP*X"
 # Where lines lie upon each other, those below show through the gaps of those above.
 DASHES = ("-", (0, (5, 2)), (0, (4, 1.5, 1, 1.5)), (0, (1, 1)))
+
+# What makes them.
+_FUNCTIONS = {
+    RoutingStatistics: "routing_statistics",
+    ModalityStatistics: "modality_statistics",
+}
 
 # Side of a picture in inches.
 _SIDE = 1.35
@@ -29,6 +37,7 @@ def import_matplotlib():
         import matplotlib.cm
         import matplotlib.colors
         import matplotlib.figure
+        import matplotlib.lines
         import matplotlib.patches
         import matplotlib.ticker
     except ImportError as error:
@@ -99,20 +108,21 @@ def as_percentages(matplotlib, axis):
     axis.set_major_formatter(matplotlib.ticker.FuncFormatter(_percentage))
 
 
-def chosen_blocks(statistics, layers):
+def chosen_blocks(statistics, layers, kind=RoutingStatistics):
     """The statistics of some blocks.
 
     Args:
-        statistics: what `evaluation.routing_statistics` returns.
+        statistics: dict from blocks to their statistics.
         layers: sequence of blocks out of it, or `None` for all.
+        kind: class of the statistics.
 
     Returns:
-        dict from the blocks to their `RoutingStatistics`.
+        dict from the blocks to their statistics.
 
     Raises:
         ValueError: if these are not statistics, or there are none of a block.
     """
-    check_statistics(statistics)
+    check_statistics(statistics, kind)
     layers = list(statistics if layers is None else layers)
     if not layers or any(layer not in statistics for layer in layers):
         raise ValueError(
@@ -152,14 +162,14 @@ def block_panels(matplotlib, layers, width, height, **kwargs):
     return figure, list(axes)
 
 
-def check_statistics(statistics):
-    """Raise unless this is what `evaluation.routing_statistics` returns."""
+def check_statistics(statistics, kind=RoutingStatistics):
+    """Raise unless this is a dict from blocks to statistics of some kind."""
     blocks = statistics.values() if isinstance(statistics, dict) else ()
-    if not blocks or not all(isinstance(b, RoutingStatistics) for b in blocks):
+    if not blocks or not all(isinstance(b, kind) for b in blocks):
         types = sorted({type(block).__name__ for block in blocks})
         raise ValueError(
-            "`statistics` must be the dict from blocks to `RoutingStatistics` that "
-            "`evaluation.routing_statistics` returns, not empty. Received: "
+            f"`statistics` must be the dict from blocks to `{kind.__name__}` that "
+            f"`evaluation.{_FUNCTIONS[kind]}` returns, not empty. Received: "
             f"statistics of type {type(statistics).__name__}, of {types}."
         )
 
@@ -169,6 +179,13 @@ def draw_level(ax, level, label, color="0.35", spread=0.0):
     if spread:
         ax.axhspan(level - spread, level + spread, color=color, alpha=0.15, lw=0)
     return ax.axhline(level, color=color, ls="--", lw=1.0, label=label, zorder=1)
+
+
+def legend_beside(figure, handles):
+    """A legend to the right of all panels, from a dict of labels to what they name."""
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside right center", fontsize=8
+    )
 
 
 def spread_of(values):

@@ -1,0 +1,265 @@
+"""Patches and words that go to the experts of a LIMoE: the surest, a pair's."""
+
+from typing import NamedTuple
+
+import numpy as np
+from keras import ops
+
+from keras_softmoe.evaluation.pairs import PairRoutes, by_pair, check_block
+
+
+class ExpertExamples(NamedTuple):
+    """The patches and words that are sent to each expert of a block most surely.
+
+    Attributes:
+        layer: int, the block.
+        share: dict from `"image"` and `"text"`, as there were images and captions, to
+            an `(E,)` float64 array: the share of tokens whose first choice it is.
+        patches: list of `E` arrays `(n, height, width, channels)` float32 in `[-1, 1]`:
+            patches whose first choice it is, surest first. `None` without images.
+        patch_probabilities: list of `E` float32 arrays `(n,)`, their routing
+            probabilities. `None` without images.
+        words: list of `E` lists of str, pieces of the vocabulary as the tokenizer
+            writes them (`"▁"` begins a word), or their ids if there is no tokenizer:
+            those whose first choice it is at least once and whose probability is no
+            less than an even share `1/E`, surest first. `None` without captions.
+        word_probabilities: list of `E` float64 arrays, their routing probabilities, on
+            average over all places where the piece stands. `None` without captions.
+    """
+
+    layer: int
+    share: dict
+    patches: list | None
+    patch_probabilities: list | None
+    words: list | None
+    word_probabilities: list | None
+
+
+class PairRouting(NamedTuple):
+    """Which expert of a block takes which token of an image and its caption.
+
+    With several choices per token, the expert whose output counts most.
+
+    Attributes:
+        layer: int, the block.
+        num_experts: int, number of experts.
+        image: `(height, width, channels)` float32 array, the image in `[-1, 1]`.
+        patch_experts: `(rows, columns)` int array, -1 where no expert takes the patch.
+        words: list of `sequence_length` str, the pieces of the caption and its padding,
+            or their ids if there is no tokenizer.
+        word_experts: `(sequence_length,)` int array, -1 where no expert takes the
+            piece.
+    """
+
+    layer: int
+    num_experts: int
+    image: np.ndarray
+    patch_experts: np.ndarray
+    words: list
+    word_experts: np.ndarray
+
+
+def expert_examples(
+    model,
+    images=None,
+    captions=None,
+    layer=None,
+    num_patches=12,
+    num_words=12,
+    batch_size=64,
+    preprocessor=None,
+    verbose=1,
+):
+    """Find the patches and words that are sent to each expert of a block most surely.
+
+    A patch counts by its routing probability, and of an image only the surest one for
+    each expert, so that many images have their say. A word counts by its mean routing
+    probability over all places where it stands: words that always go to the expert come
+    first, however rare they are. Padding is a word like others.
+
+    Args:
+        model: `LIMoEBackbone`, or a task that has one (its `preprocessor`, if any, is
+            applied to images and captions).
+        images: `(N, height, width, channels)` array, or `None` for text alone.
+        captions: `N` str, or `(N, sequence_length)` ints, or `None` for images alone.
+        layer: int, a block out of `moe_layers`. The first one if `None`.
+        num_patches: int, the most patches of an expert.
+        num_words: int, the most words of an expert.
+        batch_size: int, pairs routed at a time, rounded up to whole groups.
+        preprocessor: as in `evaluation.modality_statistics`.
+        verbose: 0 for silence, 1 for a progress bar, 2 for one line.
+
+    Returns:
+        `ExpertExamples`.
+
+    Raises:
+        ValueError: as `evaluation.modality_statistics`, or if the block is not one of
+            the MoE blocks.
+
+    Source: LIMoE, appendix F.2 (figures 23 to 25).
+
+    Example:
+
+    >>> examples = ksm.evaluation.expert_examples(model, images, captions, layer=3)
+    >>> examples.words[5]
+    ['▁red', '▁green', '▁blue']
+    """
+    routes = PairRoutes(model, images, captions, preprocessor)
+    backbone = routes.backbone
+    layer = check_block(backbone, layer)
+    num_experts = backbone.routers[layer].num_experts
+    patches = [_Surest(num_patches) for _ in range(num_experts)]
+    words = _WordCounts(backbone.vocabulary_size, num_experts)
+    routed = dict.fromkeys(routes.tokens_of, 0)
+    for batch in routes.batches(batch_size, verbose):
+        for name, probabilities, first in _first_choices(batch, layer, routes):
+            routed[name] += np.bincount(first.ravel(), minlength=num_experts)
+            if name == "text":
+                words.add(batch.token_ids, probabilities, first)
+                continue
+            cut = _patches(batch.images, backbone.patch_grid)
+            for expert, surest in enumerate(patches):
+                probability = probabilities[..., expert]
+                surest.add(cut, np.where(first == expert, probability, -1.0))
+
+    found = dict.fromkeys(ExpertExamples._fields[2:])
+    if images is not None:
+        found["patches"] = [surest.patches for surest in patches]
+        found["patch_probabilities"] = [surest.probabilities for surest in patches]
+    if captions is not None:
+        ids, found["word_probabilities"] = words.surest(num_words)
+        found["words"] = [_pieces(routes.tokenizer, i) for i in ids]
+    share = {name: count / count.sum() for name, count in routed.items()}
+    return ExpertExamples(layer, share, **found)
+
+
+def pair_routing(model, image, caption, layer=None, preprocessor=None):
+    """Which expert of a block takes which token of one image and its caption.
+
+    The pair is routed by itself, so that no other tokens compete for its seats.
+
+    Args:
+        model: `LIMoEBackbone`, or a task that has one (its `preprocessor`, if any, is
+            applied to image and caption).
+        image: `(height, width, channels)` array.
+        caption: str, or `(sequence_length,)` ints.
+        layer: int, a block out of `moe_layers`. The first one if `None`.
+        preprocessor: as in `evaluation.modality_statistics`.
+
+    Returns:
+        `PairRouting`.
+
+    Raises:
+        ValueError: as `evaluation.expert_examples`.
+
+    Source: LIMoE, appendix F.3 (figures 26 to 29).
+
+    Example:
+
+    >>> routing = ksm.evaluation.pair_routing(model, image, "a red circle", layer=3)
+    >>> routing.word_experts[:3]
+    array([5, 5, 0])
+    """
+    captions = [caption] if isinstance(caption, str) else np.asarray(caption)[None]
+    routes = PairRoutes(model, np.asarray(image)[None], captions, preprocessor)
+    layer = check_block(routes.backbone, layer)
+    (batch,) = routes.batches(1, verbose=0)
+    token, filled, gate = (
+        ops.convert_to_numpy(x)[0] for x in batch.decisions[layer].routing
+    )
+    num_experts, num_patches = len(token), routes.tokens_of["image"]
+    # (tokens of the pair, E), lower than any gate where the token has no seat
+    weight = np.full((sum(routes.tokens_of.values()), num_experts), -1.0)
+    for expert, is_taken in enumerate(filled):
+        weight[token[expert, is_taken], expert] = gate[expert, is_taken]
+    experts = np.where(weight.max(-1) < 0, -1, weight.argmax(-1))
+    return PairRouting(
+        layer,
+        num_experts,
+        batch.images[0],
+        experts[:num_patches].reshape(routes.backbone.patch_grid),
+        _pieces(routes.tokenizer, batch.token_ids[0]),
+        experts[num_patches:],
+    )
+
+
+class _Surest:
+    """The patches with the highest probabilities among those seen so far."""
+
+    def __init__(self, count):
+        self.count = count
+        self.patches = self.probabilities = None
+
+    def add(self, patches, probabilities):
+        """`(B, T, h, w, channels)`, and `(B, T)`, -1 for patches that do not count."""
+        best = probabilities.argmax(-1)
+        images = np.arange(len(best))
+        found, probabilities = patches[images, best], probabilities[images, best]
+        if self.patches is not None:
+            found = np.concatenate([self.patches, found])
+            probabilities = np.concatenate([self.probabilities, probabilities])
+        # Stable: of equals the first.
+        order = np.argsort(-probabilities, kind="stable")[: self.count]
+        order = order[probabilities[order] >= 0]
+        self.patches = found[order]
+        self.probabilities = probabilities[order].astype("float32")
+
+
+class _WordCounts:
+    """Mean probabilities and first choices of all pieces of the vocabulary."""
+
+    def __init__(self, vocabulary_size, num_experts):
+        self.count = np.zeros(vocabulary_size, "int64")
+        self.probability = np.zeros((vocabulary_size, num_experts))
+        self.chosen = np.zeros((vocabulary_size, num_experts), bool)
+
+    def add(self, token_ids, probabilities, first):
+        """`(B, T)`, `(B, T, E)` and `(B, T)`."""
+        np.add.at(self.count, token_ids, 1)
+        np.add.at(self.probability, token_ids, probabilities)
+        self.chosen[token_ids, first] = True
+
+    def surest(self, count):
+        """For each expert ids and mean probabilities, falling."""
+        ids, probabilities = [], []
+        for chosen, total in zip(self.chosen.T, self.probability.T, strict=True):
+            (candidates,) = np.nonzero(chosen)
+            mean = total[candidates] / self.count[candidates]
+            even = mean >= 1 / self.chosen.shape[1]
+            candidates, mean = candidates[even], mean[even]
+            # Of equals the more frequent.
+            order = np.lexsort((-self.count[candidates], -mean))[:count]
+            ids.append(candidates[order])
+            probabilities.append(mean[order])
+        return ids, probabilities
+
+
+def _first_choices(batch, layer, routes):
+    """For each modality its name, probabilities `(B, T, E)` and choices `(B, T)`."""
+    summary = batch.decisions[layer].summary
+    num_tokens = sum(routes.tokens_of.values())
+    num_pairs = len(batch.token_ids if batch.images is None else batch.images)
+    probabilities, selection = (
+        by_pair(ops.convert_to_numpy(summary[name]), num_pairs, num_tokens)
+        for name in ("probabilities", "selection")
+    )
+    start = 0
+    for name, count in routes.tokens_of.items():
+        part = slice(start, start + count)
+        yield name, probabilities[:, part], selection[:, part].argmax(-1)
+        start += count
+
+
+def _patches(images, grid):
+    """`(B, height, width, channels)` to `(B, T, height / rows, ..., channels)`."""
+    batch, height, width, channels = images.shape
+    rows, columns = grid
+    size = height // rows, width // columns
+    cut = images.reshape(batch, rows, size[0], columns, size[1], channels)
+    return cut.swapaxes(2, 3).reshape(batch, rows * columns, *size, channels)
+
+
+def _pieces(tokenizer, ids):
+    if tokenizer is None:
+        return [str(i) for i in ids]
+    return [tokenizer.id_to_token(int(i)) for i in ids]

@@ -1,0 +1,259 @@
+"""Pictures of how a LIMoE treats images and text, from statistics by modality."""
+
+import numpy as np
+
+from keras_softmoe.evaluation.modalities import ModalityStatistics
+from keras_softmoe.visualization.drawing import (
+    MARKERS,
+    MODALITY_COLORS,
+    PALETTE,
+    as_percentages,
+    block_panels,
+    chosen_blocks,
+    import_matplotlib,
+    legend_beside,
+    line_colors,
+    new_figure,
+    plain_axes,
+)
+
+_PADDING_COLOR = PALETTE[4]
+# A capacity that is so many times the highest bar would leave no room for the bars.
+_FARTHEST = 2.0
+# Half the distance of two blocks, nearly.
+_HALF_WIDTH = 0.44
+
+
+def plot_modality_load(statistics, layers=None):
+    """Show how many tokens of images and text queue for each expert, and who gets in.
+
+    One panel for each MoE block, one bar for each expert: from the bottom the pieces of
+    text that it processes, their padding, and the patches; hatched above them the
+    tokens of text and of images that chose it and were dropped. The dashed line is the
+    capacity of an expert. It holds in each group of pairs, so an expert may drop tokens
+    in one group and have seats to spare in another: bars below the line may have
+    hatched parts.
+
+    Args:
+        statistics: what `evaluation.modality_statistics` returns.
+        layers: sequence of blocks to show. All of them if `None`.
+
+    Returns:
+        `matplotlib.figure.Figure`. All its panels share one scale.
+
+    Raises:
+        ValueError: if these are not statistics of these blocks.
+        ImportError: if matplotlib is missing.
+
+    Source: LIMoE, appendices F.1 (figures 17 to 22) and G (figure 39).
+
+    Example:
+
+    >>> statistics = ksm.evaluation.modality_statistics(model, images, captions)
+    >>> figure = ksm.visualization.plot_modality_load(statistics)
+    """
+    matplotlib = import_matplotlib()
+    blocks = chosen_blocks(statistics, layers, ModalityStatistics)
+    figure, axes = block_panels(matplotlib, blocks, 2.7, 2.0, sharey=True)
+    top = max(max(sum(block.chosen.values())) for block in blocks.values())
+    handles = {}
+    for ax, block in zip(axes, blocks.values(), strict=True):
+        bottom = 0
+        for label, counts, style in _layers_of_bars(block):
+            if not counts.any():
+                continue
+            experts = np.arange(len(counts))
+            bars = ax.bar(experts, counts, 0.85, bottom, label=label, **style)
+            handles.setdefault(label, bars)
+            bottom = bottom + counts
+        if block.slots <= _FARTHEST * top:
+            line = ax.axhline(block.slots, color="black", ls="--", lw=1.1)
+            handles.setdefault("capacity", line)
+        else:
+            ax.margins(y=0.15)
+            ax.text(
+                *(0.98, 0.97, f"capacity {block.slots:,} ↑"),
+                transform=ax.transAxes,
+                fontsize=7,
+                ha="right",
+                va="top",
+            )
+        _number_experts(ax.xaxis, len(block.padding))
+        plain_axes(ax, 7)
+    axes[0].yaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    figure.supxlabel("expert", fontsize=9)
+    figure.supylabel("tokens", fontsize=9)
+    legend_beside(figure, handles)
+    return figure
+
+
+def plot_routing_confidence(statistics, layers=None):
+    """Show how sure the router is of the tokens of images and of text, block by block.
+
+    What is shown is the largest routing probability of each token: its mean by
+    modality, with bars of one standard deviation up and down, and beside them its
+    distribution over tokens, text to the left and images to the right, each as wide as
+    its fullest bin. A dotted line marks `1/E`, the least it can be.
+
+    Args:
+        statistics: what `evaluation.modality_statistics` returns.
+        layers: sequence of blocks to show, from left to right. All of them if `None`.
+
+    Returns:
+        `matplotlib.figure.Figure`.
+
+    Raises:
+        ValueError: if these are not statistics of these blocks.
+        ImportError: if matplotlib is missing.
+
+    Source: LIMoE, appendix G (figure 38).
+
+    Example:
+
+    >>> statistics = ksm.evaluation.modality_statistics(model, images, captions)
+    >>> figure = ksm.visualization.plot_routing_confidence(statistics)
+    """
+    matplotlib = import_matplotlib()
+    blocks = chosen_blocks(statistics, layers, ModalityStatistics)
+    places = np.arange(len(blocks))
+    figure = new_figure(matplotlib, max(4.2, 1.6 + 0.85 * len(blocks)), 3.4)
+    ax = figure.subplots()
+    for place, block in enumerate(blocks.values()):
+        for name, histogram in block.confidence_histogram.items():
+            side = -_HALF_WIDTH if name == "text" else _HALF_WIDTH
+            edges = np.linspace(0, 1, len(histogram) + 1)
+            ax.stairs(
+                place + side * histogram / histogram.max(),
+                edges,
+                baseline=place,
+                orientation="horizontal",
+                fill=True,
+                color=MODALITY_COLORS[name],
+                alpha=0.3,
+                lw=0,
+            )
+    for index, name in enumerate(_modalities(blocks)):
+        shift = {"text": -0.04, "image": 0.04}[name]
+        ax.errorbar(
+            places + shift,
+            [block.confidence_mean[name] for block in blocks.values()],
+            [block.confidence_std[name] for block in blocks.values()],
+            color=MODALITY_COLORS[name],
+            marker=MARKERS[index],
+            ms=4.5,
+            lw=1.4,
+            capsize=3,
+            label=name,
+        )
+    least = [1 / len(block.padding) for block in blocks.values()]
+    ax.hlines(
+        *(least, places - 0.5, places + 0.5),
+        colors="0.3",
+        ls=":",
+        lw=1,
+        label="1/E",
+    )
+    ax.set(xlim=(-0.5, len(blocks) - 0.5), ylim=(0, 1.04))
+    ax.set_xticks(places, [f"block {layer}" for layer in blocks])
+    plain_axes(ax)
+    as_percentages(matplotlib, ax.yaxis)
+    ax.set_ylabel("largest routing probability", fontsize=9)
+    handles, labels = ax.get_legend_handles_labels()
+    legend_beside(figure, dict(zip(labels, handles, strict=True)))
+    return figure
+
+
+def plot_coverage(statistics, layers=None, share=0.9):
+    """Show how many experts of each block a modality can do without.
+
+    One panel for each modality, one line for each MoE block: the share of tokens whose
+    first choice is among the experts that are kept, if those are kept that most tokens
+    of the modality choose. The dotted line is what experts in equal use would give, the
+    dashed one a share that is asked for; how many experts each block needs for it is in
+    the legend.
+
+    Args:
+        statistics: what `evaluation.modality_statistics` returns.
+        layers: sequence of blocks to show. All of them if `None`.
+        share: float in `(0, 1]`, the share of tokens that is asked for.
+
+    Returns:
+        `matplotlib.figure.Figure`.
+
+    Raises:
+        ValueError: if these are not statistics of these blocks, or `share` is not a
+            part of the tokens.
+        ImportError: if matplotlib is missing.
+
+    Source: LIMoE, appendices E.4 (figure 13) and B.2 (figure 10, the experts needed).
+
+    Example:
+
+    >>> statistics = ksm.evaluation.modality_statistics(model, images, captions)
+    >>> figure = ksm.visualization.plot_coverage(statistics)
+    """
+    matplotlib = import_matplotlib()
+    blocks = chosen_blocks(statistics, layers, ModalityStatistics)
+    modalities = _modalities(blocks)
+    colors = line_colors(matplotlib, list(blocks))
+    figure = new_figure(matplotlib, 0.8 + 3.2 * len(modalities), 3.2)
+    axes = figure.subplots(1, len(modalities), squeeze=False, sharex=True, sharey=True)
+    axes = axes[0]
+    for ax, name in zip(axes, modalities, strict=True):
+        for index, (layer, block) in enumerate(blocks.items()):
+            coverage = block.coverage[name]
+            needed = block.experts_needed(share)[name]
+            ax.plot(
+                np.arange(1, len(coverage) + 1),
+                coverage,
+                color=colors[index],
+                marker=MARKERS[index % len(MARKERS)],
+                ms=4,
+                lw=1.4,
+                label=f"block {layer}: {needed}",
+            )
+        most = max(len(block.padding) for block in blocks.values())
+        ax.plot([0, most], [0, 1], color="0.5", ls=":", lw=1)
+        ax.axhline(share, color="0.35", ls="--", lw=1)
+        ax.set_title(name, fontsize=9)
+        ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+        ax.legend(
+            fontsize=7,
+            loc="lower right",
+            title=f"experts for {100 * share:g}%",
+            title_fontsize=7,
+        )
+        plain_axes(ax)
+    axes[0].set(xlim=(0, most + 0.3), ylim=(0, 1.03))
+    as_percentages(matplotlib, axes[0].yaxis)
+    axes[0].set_ylabel("tokens whose first choice is kept", fontsize=9)
+    figure.supxlabel("experts kept", fontsize=9)
+    return figure
+
+
+def _layers_of_bars(block):
+    """From the bottom: label, `(E,)` counts and style."""
+    text, image = (block.seated.get(n, block.padding * 0) for n in ("text", "image"))
+    yield "text", text - block.padding, {"color": MODALITY_COLORS["text"]}
+    yield "text: padding", block.padding, {"color": _PADDING_COLOR}
+    yield "image", image, {"color": MODALITY_COLORS["image"]}
+    for name in ("text", "image"):
+        if name in block.chosen:
+            style = {
+                "facecolor": "white",
+                "edgecolor": MODALITY_COLORS[name],
+                "hatch": "/////",
+                "lw": 0.4,
+            }
+            dropped = block.chosen[name] - block.seated[name]
+            yield f"{name}, dropped", dropped, style
+
+
+def _modalities(blocks):
+    """Those of the statistics, text first."""
+    block = next(iter(blocks.values()))
+    return [name for name in MODALITY_COLORS if name in block.num_tokens]
+
+
+def _number_experts(axis, num_experts):
+    axis.set_ticks(range(0, num_experts, -(-num_experts // 8)))
