@@ -10,8 +10,8 @@ time. Two questions:
     python presets/study_limoe_losses.py           # all runs, then table and figure
 
 The results are written to `presets/limoe_losses.json` after each run, and runs that are
-there already are not repeated; the README's table is made of them. Needs the extras of
-one backend, `datasets` and `viz`.
+there already are not repeated; the README's table is made of them, and the figure
+`guides/limoe_text_experts.png`. Needs the extras of one backend, `datasets` and `viz`.
 """
 
 import argparse
@@ -31,11 +31,13 @@ from train_limoe_presets import (
     write,
 )
 
-from keras_softmoe import datasets, evaluation, routers
+from keras_softmoe import datasets, evaluation, routers, visualization
 
 RESULTS = Path(__file__).resolve().parent / "limoe_losses.json"
 
-EPOCHS = 3
+FIGURE = RESULTS.parents[1] / "guides" / "limoe_text_experts.png"
+
+EPOCHS = 2
 SEEDS = (0, 1, 2)
 SOFT_MINIMA = (1, 2, 4, 6)
 THRESHOLD_SEEDS = (0, 1)
@@ -67,6 +69,7 @@ def main():
             # Read again: another process may have added runs meanwhile.
             text = json.dumps([*runs(arguments), result], indent=1)
             write(arguments.output, text + "\n")
+    figure(runs(arguments)).savefig(FIGURE, dpi=150)
 
 
 def loss_sets():
@@ -88,6 +91,20 @@ def runs(arguments):
     if not arguments.output.exists():
         return []
     return json.loads(arguments.output.read_text())
+
+
+def figure(finished):
+    """Experts in use against the soft minimum for text."""
+    by_threshold = {}
+    for run in finished:
+        minimum = {"both": TEXT_EXPERTS}.get(run["losses"])
+        if run["losses"].startswith("S="):
+            minimum = int(run["losses"][2:])
+        if minimum is not None:
+            found = by_threshold.setdefault(minimum, {"image": [], "text": []})
+            for modality, values in found.items():
+                values.append(float(np.mean(run[f"{modality}_experts"])))
+    return visualization.plot_experts_in_use(by_threshold)
 
 
 def usage(model):
