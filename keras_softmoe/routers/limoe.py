@@ -156,11 +156,11 @@ class LIMoERouter(SparseRouter):
         self._check_experts()
         if losses is None:
             losses = classic_losses() + entropy_losses(
-                num_experts, num_selected_experts=num_selected_experts
+                self.num_predicted_experts, num_selected_experts=num_selected_experts
             )
         self.routing_losses = _checked_losses(losses)
         for loss in self.routing_losses:
-            loss.check(num_experts, num_selected_experts, noise_std)
+            loss.check(self.num_predicted_experts, num_selected_experts, noise_std)
 
     @property
     def num_predicted_experts(self):

@@ -1,0 +1,331 @@
+"""LIMoE's routers and losses: the named sets, configuration, settings, errors."""
+
+import json
+import math
+import re
+
+import keras
+import numpy as np
+import pytest
+
+from keras_softmoe import routers
+from tests.routers.limoe_routers import MODALITIES, NUM_EXPERTS, build, call, tokens
+
+PRUNED = {"kept_experts": (1, 2), "num_predicted_experts": 4}
+EVERY_LOSS = (
+    routers.ImportanceLoss(),
+    routers.LoadLoss("image"),
+    routers.ZLoss("text"),
+    routers.LocalEntropyLoss("text"),
+    routers.TargetEntropyLoss("image"),
+    routers.MergedEntropyLoss("text"),
+    routers.GlobalEntropyLoss("text", soft_minimum=2.5),
+    routers.GlobalEntropyLoss("text", threshold=0.5),
+    routers.MutualInformationLoss(),
+)
+
+
+# === Named sets ===
+
+
+def test_classic_losses():
+    kinds = (routers.ImportanceLoss, routers.LoadLoss, routers.ZLoss)
+    assert routers.classic_losses() == tuple(kind() for kind in kinds)
+    assert routers.classic_losses(by_modality=True) == tuple(
+        kind(modality) for kind in kinds for modality in ("image", "text")
+    )
+
+
+def test_entropy_losses():
+    # The thresholds of the paper's ablations, appendix A.2.
+    local, text, image = routers.entropy_losses(32)
+    assert local == routers.LocalEntropyLoss("text")
+    assert (text.modality, image.modality) == ("text", "image")
+    np.testing.assert_allclose(text.threshold, math.log(9))
+    np.testing.assert_allclose(image.threshold, math.log(20))
+    # They grow with the number of experts, to no less than one.
+    _, text, image = routers.entropy_losses(64)
+    np.testing.assert_allclose([text.threshold, image.threshold], np.log([18, 40]))
+    _, text, image = routers.entropy_losses(1)
+    assert (text.threshold, image.threshold) == (0.0, 0.0)
+    # Those of LIMoE-H/14, appendix A.3.
+    _, text, image = routers.entropy_losses(32, text_experts=4, image_experts=25)
+    np.testing.assert_allclose([text.threshold, image.threshold], np.log([4, 25]))
+    # For several choices, appendix E.1.
+    assert routers.entropy_losses(32, num_selected_experts=2)[0] == (
+        routers.MergedEntropyLoss("text")
+    )
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_default_losses_are_both_sets(num_choices):
+    router = routers.LIMoERouter(8, num_choices)
+    assert router.routing_losses == (
+        *routers.classic_losses(),
+        *routers.entropy_losses(8, num_selected_experts=num_choices),
+    )
+    assert router.loss_weight == 0.04
+
+
+def test_threshold_is_a_soft_minimum():
+    one, other = (
+        routers.GlobalEntropyLoss("text", soft_minimum=9),
+        routers.GlobalEntropyLoss("text", threshold=math.log(9)),
+    )
+    assert one == other and hash(one) == hash(other)
+    assert one != routers.GlobalEntropyLoss("image", soft_minimum=9)
+    assert one != routers.GlobalEntropyLoss("text", soft_minimum=8)
+    assert routers.ZLoss() != routers.ImportanceLoss()
+    # All experts may be asked for.
+    for num_experts in (1, 3, 32, 49):
+        loss = routers.GlobalEntropyLoss("text", soft_minimum=num_experts)
+        routers.LIMoERouter(num_experts, losses=[loss])
+    assert repr(routers.GlobalEntropyLoss("text", threshold=0.5)) == (
+        "GlobalEntropyLoss(modality='text', threshold=0.5)"
+    )
+
+
+# === Configuration ===
+
+
+@pytest.mark.parametrize("loss", EVERY_LOSS, ids=repr)
+def test_a_loss_is_revived(loss):
+    config = json.loads(json.dumps(keras.saving.serialize_keras_object(loss)))
+    assert keras.saving.deserialize_keras_object(config) == loss
+
+
+@pytest.mark.parametrize("cls", [routers.LIMoERouter, routers.PrunedLIMoERouter])
+def test_router_is_revived(cls):
+    settings = {
+        "num_selected_experts": 2,
+        "capacity_factor": 1.5,
+        "priority": "text_first",
+        "losses": EVERY_LOSS,
+        "loss_weight": 0.1,
+        "per_modality": True,
+        "image_experts": 3,
+        "text_experts": 2,
+        "single_modality_capacity_factor": 3.0,
+        "rounding": "round",
+        "multiple_of": 2,
+        "noise_std": 0.5,
+        "eval_capacity_factor": 2.5,
+        "random_logits": True,
+        "name": "mine",
+        "trainable": False,
+    }
+    if cls is routers.PrunedLIMoERouter:
+        router = cls(2, **PRUNED, **settings)
+    else:
+        router = cls(4, **settings)
+    config = router.get_config()
+    for name in settings.keys() - {"losses"}:
+        assert config[name] == settings[name], name
+    serialized = json.loads(json.dumps(keras.saving.serialize_keras_object(router)))
+    revived = keras.saving.deserialize_keras_object(serialized)
+    assert type(revived) is cls
+    assert revived.routing_losses == EVERY_LOSS
+    for other in (revived, cls.from_config(config), router.clone(name="mine")):
+        assert other.get_config() == config
+        assert not other.built
+    assert cls is routers.LIMoERouter or revived.kept_experts == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "form, shapes",
+    [
+        ({}, {"kernel": (4, 4)}),
+        (
+            {"per_modality": True},
+            {"image_kernel": (4, 4), "text_kernel": (4, 4)},
+        ),
+        ({"image_experts": 2, "text_experts": 2}, {"kernel": (4, 4)}),
+    ],
+)
+def test_weights(form, shapes):
+    router = build(**form)
+    found = {w.path.rpartition("/")[2]: tuple(w.shape) for w in router.weights}
+    assert found == shapes
+    router = build(2, routers.PrunedLIMoERouter, **PRUNED, **form)
+    found = {w.path.rpartition("/")[2]: tuple(w.shape) for w in router.weights}
+    assert found == shapes
+
+
+# === Settings that may change ===
+
+
+def test_live_settings_change_the_next_call():
+    settings = {
+        "num_selected_experts": 2,
+        "priority": "image_first",
+        "capacity_factor": 0.5,
+        "single_modality_capacity_factor": 1.0,
+    }
+    losses = routers.entropy_losses(NUM_EXPERTS)
+    router, fresh = build(losses=losses), build(losses=losses, **settings)
+    router.update(**settings)
+    assert {**router.get_config(), "name": ""} == {**fresh.get_config(), "name": ""}
+    for modalities in (MODALITIES, (("text", 6),)):
+        for actual, expected in zip(
+            call(router, tokens(), modalities=modalities)[0],
+            call(fresh, tokens(), modalities=modalities)[0],
+            strict=True,
+        ):
+            np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "wrong, received",
+    [
+        ({"num_selected_experts": 3}, "image_experts=2"),
+        ({"num_selected_experts": 5}, "num_selected_experts=5"),
+        ({"priority": "best"}, "priority='best'"),
+        ({"capacity_factor": 0.0}, "capacity_factor=0.0"),
+        (
+            {"single_modality_capacity_factor": -1.0},
+            "single_modality_capacity_factor=-1.0",
+        ),
+        ({"losses": ()}, "losses"),
+        ({"keep_fraction": 0.5}, "keep_fraction"),
+    ],
+)
+def test_a_refused_setting_changes_nothing(wrong, received):
+    router = build(image_experts=2, text_experts=3)
+    before = router.get_config()
+    with pytest.raises(ValueError, match=f"(?s)Received: .*{received}"):
+        router.update(**wrong)
+    assert router.get_config() == before
+
+
+# === Bad input ===
+
+LOAD = [routers.LoadLoss("text")]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"num_experts": 0}, "at least one expert.*num_experts=0"),
+        ({"num_selected_experts": 5}, "between 1 and 4.*num_selected_experts=5"),
+        (
+            {"priority": "best"},
+            "'sum'.*'image_first', 'text_first'.*priority='best'",
+        ),
+        ({"noise_std": 0.0}, r"noise of the router.*LoadLoss.*noise_std=0.0"),
+        ({"noise_std": 0.0, "losses": LOAD}, "LoadLoss.*'text'.*noise_std=0.0"),
+        ({"losses": ["entropy"]}, "(?s)objects like.*losses with .'entropy'"),
+        ({"losses": [routers.ZLoss] * 2}, "(?s)objects like.*losses with .*ZLoss"),
+        (
+            {"losses": [routers.ZLoss("text")] * 2},
+            r"given once.*ZLoss\(modality='text'\)",
+        ),
+        (
+            {"losses": [routers.GlobalEntropyLoss("text", soft_minimum=4.1)]},
+            r"at most log\(4\) = 1.3863.*num_experts=4 .*threshold of 1.4110 for text "
+            "tokens, a soft minimum of 4.1 experts",
+        ),
+        (
+            {"losses": [routers.GlobalEntropyLoss(threshold=1.4)]},
+            "at most.*threshold of 1.4000 for all tokens",
+        ),
+        (
+            {"losses": routers.entropy_losses(8, image_experts=8)},
+            "num_experts=4 .*threshold of 2.0794 for image",
+        ),
+        ({"image_experts": 1, "text_experts": 2}, "image_experts=1, text_experts=2"),
+        ({"image_experts": 0}, "between the number of choices, 1.*image_experts=0"),
+        ({"text_experts": 5}, "that of experts, 4.*text_experts=5"),
+        (
+            {"num_selected_experts": 2, "image_experts": 3, "text_experts": 1},
+            "between the number of choices, 2.*text_experts=1",
+        ),
+        (
+            {"single_modality_capacity_factor": 0},
+            "must be positive.*single_modality_capacity_factor=0",
+        ),
+        ({"capacity_factor": -1.0}, "must be positive.*capacity_factor=-1.0"),
+    ],
+)
+def test_bad_argument(arguments, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        routers.LIMoERouter(**{"num_experts": 4, **arguments})
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"num_experts": 0, "kept_experts": ()}, "at least one expert.*num_experts=0"),
+        ({"kept_experts": (2, 1)}, r"ascending.*kept_experts=\(2, 1\)"),
+        ({"kept_experts": (1, 1)}, r"ascending.*kept_experts=\(1, 1\)"),
+        ({"kept_experts": (1, 4)}, r"under 4.*kept_experts=\(1, 4\)"),
+        ({"kept_experts": (-1, 1)}, r"from 0.*kept_experts=\(-1, 1\)"),
+        (
+            {"kept_experts": (0, 1, 2)},
+            r"that are left.*num_experts=2, kept_experts=\(0, 1, 2\)",
+        ),
+        ({"num_selected_experts": 3}, "between 1 and 2.*num_selected_experts=3"),
+    ],
+)
+def test_bad_pruning(arguments, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        routers.PrunedLIMoERouter(**{"num_experts": 2, **PRUNED, **arguments})
+
+
+def test_a_pruned_router_is_asked_for_experts_that_there_were():
+    # Its probabilities are about all of them, and so are losses on them.
+    four = routers.GlobalEntropyLoss("text", soft_minimum=4)
+    router = routers.PrunedLIMoERouter(2, **PRUNED, losses=[four])
+    assert router.routing_losses == (four,)
+    router = routers.PrunedLIMoERouter(2, **PRUNED, losses=None)
+    assert router.routing_losses[3:] == routers.entropy_losses(4)
+    assert routers.PrunedLIMoERouter(2, **PRUNED).routing_losses == ()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({}, "either `soft_minimum`.*soft_minimum=None, threshold=None"),
+        (
+            {"soft_minimum": 2, "threshold": 0.5},
+            "either `soft_minimum`.*soft_minimum=2, threshold=0.5",
+        ),
+        ({"soft_minimum": 0.5}, "1 or more.*soft_minimum=0.5"),
+        ({"threshold": -0.1}, "0 or more.*threshold=-0.1"),
+        ({"threshold": math.nan}, "0 or more.*threshold=nan"),
+        ({"modality": "audio", "threshold": 1.0}, "'image', 'text'.*modality='audio'"),
+    ],
+)
+def test_bad_threshold(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        routers.GlobalEntropyLoss(**arguments)
+
+
+def test_bad_entropy_losses():
+    with pytest.raises(ValueError, match="soft_minimum=0.5"):
+        routers.entropy_losses(4, text_experts=0.5)
+    with pytest.raises(ValueError, match="between 1 and 4.*num_selected_experts=5"):
+        routers.entropy_losses(4, num_selected_experts=5)
+
+
+def test_abstract_loss():
+    class Mine(routers.RoutingLoss):
+        pass
+
+    with pytest.raises(TypeError, match="`Mine` is abstract"):
+        call(build(losses=[Mine()]), tokens())
+
+
+@pytest.mark.parametrize(
+    "modalities",
+    [
+        (),
+        (("image", 0),),
+        (("image", 4), ("words", 2)),
+        (("image", 5), ("text", 2)),
+        (("image", 24),),
+    ],
+)
+def test_tokens_of_unknown_modality(modalities):
+    received = re.escape(f"modalities={modalities} for 12 tokens")
+    with pytest.raises(ValueError, match=f"(?s)which tokens are of images.*{received}"):
+        build()(tokens(), modalities=modalities)
