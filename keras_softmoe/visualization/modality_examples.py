@@ -183,7 +183,7 @@ def _readable(words_by_expert):
     def readable(piece):
         if piece.startswith(_BEGIN):
             return piece.removeprefix(_BEGIN) or _BEGIN
-        return piece if piece.startswith("<") else f"-{piece}"
+        return f"-{piece}" if piece[0].isalnum() else piece
 
     return [[readable(word) for word in words] for words in words_by_expert]
 

@@ -15,6 +15,8 @@ from keras_softmoe.visualization.drawing import (
     spread_of,
 )
 
+_MOST_TICKS = 10
+
 
 def plot_experts_in_use(by_threshold, share=0.9):
     """Show how many experts text and images use, against the threshold for text.
@@ -55,8 +57,7 @@ def plot_experts_in_use(by_threshold, share=0.9):
     figure = new_figure(matplotlib, 5.0, 3.2)
     ax = figure.subplots()
     handles = _draw_lines(ax, points)
-    thresholds = sorted(points)
-    handles["as many as\nasked for"] = _draw_target(ax, thresholds, thresholds)
+    handles["as many as\nasked for"] = _draw_target(ax, points, lambda s: s)
     ax.set_ylim(bottom=0)
     ax.set_xlabel("experts asked for, S = exp(threshold for text)", fontsize=9)
     ax.set_ylabel(f"experts that serve {100 * share:g}%", fontsize=9)
@@ -101,8 +102,7 @@ def plot_routing_entropy(by_threshold):
     axes = figure.subplots(1, len(found), sharex=True, sharey=True)
     for ax, (title, points) in zip(axes, found.items(), strict=True):
         handles = _draw_lines(ax, points)
-        thresholds = sorted(points)
-        handles["threshold"] = _draw_target(ax, thresholds, np.log(thresholds))
+        handles["threshold"] = _draw_target(ax, points, np.log)
         ax.set_title(title, fontsize=9)
     axes[0].set_ylim(bottom=0)
     axes[0].set_ylabel("entropy of routing, in nats", fontsize=9)
@@ -163,6 +163,11 @@ def _draw_lines(ax, points):
     return handles
 
 
-def _draw_target(ax, thresholds, values):
-    (line,) = ax.plot(thresholds, values, color="0.35", ls="--", lw=1, zorder=1)
+def _draw_target(ax, thresholds, target):
+    """Number the thresholds and draw what they ask for; returns the line."""
+    ordered = list(thresholds)
+    step = -(-len(ordered) // _MOST_TICKS)
+    ax.set_xticks(ordered[::step], [f"{s:g}" for s in ordered[::step]])
+    along = np.linspace(ordered[0], ordered[-1])
+    (line,) = ax.plot(along, target(along), color="0.35", ls="--", lw=1, zorder=1)
     return line
