@@ -64,6 +64,13 @@ _RULES = (
     ),
     (r"pre_logits/(kernel|bias)", r"pre_logits/\1"),
     (r"predictions/(kernel|bias)", r"head/\1"),
+    # A text tower, which two towers have below `txt/`, and what is around both.
+    (r"token_embedding/token_embedding/embeddings", r"Embed_0/embedding"),
+    (r"token_embedding/position_embedding", r"Encoder/posembed_input/pos_embedding"),
+    (r"image_projection/(kernel|bias)", r"img/head/\1"),
+    (r"text_projection/(kernel|bias)", r"txt/head/\1"),
+    (r"contrastive_scale/log_scale", r"s"),
+    (r"contrastive_scale/logit_bias", r"b"),
 )
 
 _WORDS = {
@@ -79,7 +86,7 @@ def load_vmoe_params(model, params, verbose=0):
     """Load parameters that carry the names of the V-MoE and Soft MoE code.
 
     Args:
-        model: a built backbone or classifier of this library.
+        model: a built backbone, classifier or two-tower model of this library.
         params: dict from flat name to array, or a `Checkpoint`, whose arrays are read
             one at a time. A leading `params/` is ignored.
         verbose: 0 or 1, whether to show a progress bar.
@@ -158,7 +165,15 @@ def to_vmoe_params(model):
 def named_variables(model):
     """Dict from V-MoE's name to our variable, for all weights of a model."""
     named, unknown = {}, []
+    backbone = getattr(model, "backbone", model)
+    for prefix, tower in (("img", "image_backbone"), ("txt", "text_backbone")):
+        if hasattr(backbone, tower):
+            variables = named_variables(getattr(backbone, tower))
+            named |= {f"{prefix}/{name}": v for name, v in variables.items()}
+    known = {id(variable) for variable in named.values()}
     for variable in model.weights:
+        if id(variable) in known:
+            continue
         name = _translate(variable.path)
         if name is None:
             unknown.append(variable.path)

@@ -13,6 +13,7 @@ from tests.reference import test_reference_ops as ops
 from tests.reference import test_reference_routers as routers
 from tests.reference import test_reference_training as training
 from tests.reference import test_reference_transport as transport
+from tests.reference import test_reference_two_towers as two_towers
 
 # File -> cases, where its arrays belong to cases. The tests of the other files compare
 # all arrays at once.
@@ -47,6 +48,7 @@ WHOLE_FILES = [
     *layers.SOFT_FILES,
     *models.MODELS,
     *training.TRAINED,
+    *two_towers.TOWERS,
 ]
 SHARED_ARRAYS = {"inputs", "gates", "logits", "softmax", "cotangent"}
 
@@ -62,7 +64,7 @@ def test_every_file_is_named(reference):
     reference("i_capacity")
     directory = pathlib.Path(os.environ["KSM_REFERENCE"])
     files = {p.stem for p in directory.glob("*.npz")}
-    letters = "a b c d bc e h i j l".split()
+    letters = "a b c d bc e f h i j l".split()
     ours = {name for name in files if name.split("_")[0] in letters}
     assert ours == {*CASES, *WHOLE_FILES}
 
