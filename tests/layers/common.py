@@ -36,7 +36,20 @@ def revive(layer):
     return keras.saving.deserialize_keras_object(config)
 
 
-def check_layer(make, shape, output_shape, num_weights, num_seeds=0, num_losses=0):
+def sample(shape, ids=None):
+    """A batch of one input: normal numbers, or ints under `ids`."""
+    if ids is None:
+        return normal((BATCH, *shape))
+    return np.random.default_rng(0).integers(0, ids, (BATCH, *shape), "int32")
+
+
+def symbol(shape, ids=None):
+    return keras.Input(shape, dtype="float32" if ids is None else "int32")
+
+
+def check_layer(
+    make, shape, output_shape, num_weights, num_seeds=0, num_losses=0, ids=None
+):
     """Weights, configuration, shapes, dtypes and one compiled training step.
 
     Args:
@@ -46,15 +59,16 @@ def check_layer(make, shape, output_shape, num_weights, num_seeds=0, num_losses=
         num_weights: Number of trainable weights.
         num_seeds: Number of seed generators.
         num_losses: Number of losses that a training call adds.
+        ids: Number of different ids, if the inputs are such.
     """
-    check_weights(make, shape, num_weights, num_seeds, num_losses)
-    check_configuration(make, shape)
-    check_shapes(make, shape, output_shape)
-    check_mixed_precision(make, shape)
-    check_training_step(make, shape, output_shape)
+    check_weights(make, shape, num_weights, num_seeds, num_losses, ids)
+    check_configuration(make, shape, ids)
+    check_shapes(make, shape, output_shape, ids)
+    check_mixed_precision(make, shape, ids)
+    check_training_step(make, shape, output_shape, ids)
 
 
-def check_weights(make, shape, num_weights, num_seeds, num_losses):
+def check_weights(make, shape, num_weights, num_seeds, num_losses, ids=None):
     layer = make()
     assert not layer.weights
     layer.build((None, *shape))
@@ -64,11 +78,11 @@ def check_weights(make, shape, num_weights, num_seeds, num_losses):
     assert len(layer.non_trainable_variables) == num_seeds
     paths = [weight.path for weight in layer.weights]
     assert len(set(paths)) == len(paths)
-    layer(normal((BATCH, *shape)), training=True)
+    layer(sample(shape, ids), training=True)
     assert len(layer.losses) == num_losses
 
 
-def check_configuration(make, shape):
+def check_configuration(make, shape, ids=None):
     layer = make()
     named = set()
     if "__init__" in vars(type(layer)):
@@ -82,26 +96,26 @@ def check_configuration(make, shape):
         each.build((None, *shape))
     randomize(layer)
     revived.set_weights(layer.get_weights())
-    inputs = normal((BATCH, *shape))
+    inputs = sample(shape, ids)
     np.testing.assert_allclose(
         to_numpy(revived(inputs)), to_numpy(layer(inputs)), rtol=1e-6
     )
 
 
-def check_shapes(make, shape, output_shape):
+def check_shapes(make, shape, output_shape, ids=None):
     layer = make()
-    symbolic = layer(keras.Input(shape))
+    symbolic = layer(symbol(shape, ids))
     assert symbolic.shape == (None, *output_shape)
-    real = layer(normal((BATCH, *shape)))
+    real = layer(sample(shape, ids))
     assert not layer.losses
     assert tuple(real.shape) == (BATCH, *output_shape)
     assert dtype_of(real) == dtype_of(symbolic) == "float32"
 
 
-def check_mixed_precision(make, shape):
+def check_mixed_precision(make, shape, ids=None):
     layer = make(dtype="mixed_bfloat16")
-    assert dtype_of(layer(keras.Input(shape))) == "bfloat16"
-    inputs = normal((BATCH, *shape))
+    assert dtype_of(layer(symbol(shape, ids))) == "bfloat16"
+    inputs = sample(shape, ids)
     outputs = layer(inputs)
     assert dtype_of(outputs) == "bfloat16"
     assert {dtype_of(weight) for weight in layer.trainable_weights} <= {"float32"}
@@ -117,15 +131,13 @@ def check_mixed_precision(make, shape):
     assert np.median(error) < 0.05
 
 
-def check_training_step(make, shape, output_shape):
+def check_training_step(make, shape, output_shape, ids=None):
     layer = make()
-    model = keras.Sequential([keras.Input(shape), layer])
+    model = keras.Sequential([symbol(shape, ids), layer])
     randomize(layer)
     model.compile(keras.optimizers.SGD(1.0), "mse")
     before = layer.get_weights()
-    loss = model.train_on_batch(
-        normal((BATCH, *shape)), normal((BATCH, *output_shape), 1)
-    )
+    loss = model.train_on_batch(sample(shape, ids), normal((BATCH, *output_shape), 1))
     assert np.isfinite(loss)
     for weight, old in zip(layer.weights, before, strict=True):
         # Softmax does not feel what is added to all keys.

@@ -105,3 +105,25 @@ def test_errors():
     layer = layers.PositionEmbedding((2, 2), has_class_token=True)
     with pytest.raises(ValueError, match=r"(?s)2 x 2 patches has not 4 tokens.*\(2, 2"):
         layer.build((None, 4, 8))
+
+
+def test_token_embedding():
+    layer = layers.TokenEmbedding(5, 3, 4)
+    ids = np.array([[0, 4, 4], [1, 0, 0]], "int32")
+    layer.build(ids.shape)
+    randomize(layer)
+    table, positions = (
+        to_numpy(w)
+        for w in (layer.token_embedding.embeddings, layer.position_embedding)
+    )
+    # Padding, id 0, is a token like the others.
+    np.testing.assert_allclose(to_numpy(layer(ids)), table[ids] + positions, rtol=1e-6)
+
+
+def test_token_embedding_errors():
+    for name in ("vocabulary_size", "sequence_length", "hidden_dim"):
+        arguments = {"vocabulary_size": 5, "sequence_length": 3, "hidden_dim": 4}
+        with pytest.raises(ValueError, match=f"positive.*Received: {name}=0"):
+            layers.TokenEmbedding(**{**arguments, name: 0})
+    with pytest.raises(ValueError, match=r"must have 3 tokens.*\(2, 4\)"):
+        layers.TokenEmbedding(5, 3, 4).build((2, 4))

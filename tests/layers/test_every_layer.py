@@ -226,3 +226,10 @@ def test_position_embedding(kind, has_class_token):
 
     shape = (6 + has_class_token, 8)
     check_layer(make, shape, shape, int(kind == "learned"))
+
+
+def test_token_embedding():
+    def make(**kwargs):
+        return layers.TokenEmbedding(11, 6, 8, **kwargs)
+
+    check_layer(make, (6,), TOKENS, 2, ids=11)

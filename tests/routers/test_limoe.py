@@ -325,16 +325,20 @@ def test_room_for_one_modality():
     router = build(
         capacity_factor=0.5, eval_capacity_factor=1.5, single_modality_capacity_factor=2
     )
-    for training, both in ((True, 2), (False, 5)):
-        (token, _, _), _ = call(router, tokens(), training=training)
-        assert token.shape[-1] == both
-        (token, _, _), _ = call(
-            router, tokens(), modalities=(("text", 4),), training=training
-        )
-        assert token.shape[-1] == 6
-    # Without losses that apply there is none.
+    # Twelve tokens, four experts
+    assert router.capacity(12, training=True) == 2
+    assert router.capacity(12, training=False) == 5
+    for training in (True, False):
+        assert router.capacity(12, training, single_modality=True) == 6
+    # For one modality no more than there are tokens.
+    router.update(single_modality_capacity_factor=16, capacity_factor=16)
+    assert router.capacity(12, training=True, single_modality=True) == 12
+    assert router.capacity(12, training=True) == 48
+
+
+def test_without_losses_that_apply_there_is_none():
     router = build(losses=(routers.LocalEntropyLoss("text"),))
-    _, summary = call(router, tokens(), modalities=(("image", 4),), training=True)
+    _, summary = call(router, tokens(), modalities=(("image", 6),), training=True)
     np.testing.assert_array_equal(summary["auxiliary_loss"], [0.0, 0.0])
     assert not router.losses
 

@@ -1,0 +1,275 @@
+"""Tokens of several modalities in a mixture of experts and in an encoder block."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_softmoe import layers, routers
+from keras_softmoe.layers import modalities
+from tests import limoe_router_twin as twin
+from tests import twins
+from tests.layers.common import BATCH, normal, randomize, revive
+from tests.layers.test_moe import expert_weights
+from tests.references import to_numpy
+
+WIDTH, NUM_EXPERTS, MLP_DIM = 8, 4, 6
+LENGTHS = {"image": 4, "text": 2}
+PLAIN = routers.SoftmaxTokenChoiceRouter(
+    NUM_EXPERTS, priority="max", capacity_factor=0.5, multiple_of=None
+)
+LOSSES = (routers.LocalEntropyLoss("text"), routers.ZLoss("image"))
+LIMOE = routers.LIMoERouter(
+    NUM_EXPERTS, capacity_factor=0.5, multiple_of=None, losses=LOSSES, loss_weight=1.0
+)
+# Room for every token.
+AMPLE = routers.LIMoERouter(NUM_EXPERTS, capacity_factor=NUM_EXPERTS, losses=LOSSES)
+
+
+def pairs(batch=BATCH):
+    """Three pairs: in groups of two, the last group is half padding."""
+    return {
+        name: normal((batch, length, WIDTH), seed)
+        for seed, (name, length) in enumerate(LENGTHS.items())
+    }
+
+
+def build(cls, *args, like, **kwargs):
+    layer = cls(*args, **kwargs)
+    layer.build(keras.tree.map_structure(lambda x: (None, *x.shape[1:]), like))
+    randomize(layer)
+    return layer
+
+
+def moe(router, like, **kwargs):
+    return build(layers.MoE, router, MLP_DIM, like=like, group_images=2, **kwargs)
+
+
+def block(router, like, **kwargs):
+    return build(layers.EncoderBlock, 2, MLP_DIM, router, like=like, **kwargs)
+
+
+def assert_close(actual, expected, tolerance=1e-5):
+    assert sorted(actual) == sorted(expected)
+    for name in expected:
+        np.testing.assert_allclose(
+            to_numpy(actual[name]),
+            to_numpy(expected[name]),
+            rtol=tolerance,
+            atol=tolerance,
+            err_msg=name,
+        )
+
+
+# === Joining and splitting ===
+
+
+@pytest.mark.parametrize("names", [["text", "image"], ["image", "text"], ["text"]])
+def test_split_is_the_inverse_of_join(names):
+    inputs = {name: pairs()[name] for name in names}
+    joined = modalities.join(inputs)
+    expected = np.concatenate([inputs[name] for name in sorted(names)], axis=1)
+    np.testing.assert_array_equal(to_numpy(joined), expected)
+    assert_close(modalities.split(joined, inputs), inputs, 0)
+    layout = modalities.layout(inputs)
+    assert layout == tuple((name, LENGTHS[name]) for name in sorted(names))
+    shapes = {name: (None, *x.shape[1:]) for name, x in inputs.items()}
+    assert modalities.layout(shapes) == layout
+    assert modalities.joined_shape(shapes) == (None, expected.shape[1], WIDTH)
+
+
+def test_without_names_nothing_happens():
+    tokens = pairs()["image"]
+    assert modalities.join(tokens) is modalities.split(tokens, tokens) is tokens
+    assert modalities.layout(tokens) == ()
+    assert modalities.joined_shape(tokens.shape) == tokens.shape
+
+
+# === Mixture of experts ===
+
+
+@pytest.mark.parametrize("make", [moe, block])
+def test_one_modality_is_the_plain_layer(make):
+    tokens = pairs()["image"]
+    named = make(PLAIN, {"image": tokens})
+    plain = make(PLAIN, tokens)
+    plain.set_weights(named.get_weights())
+    assert_close(named({"image": tokens}), {"image": plain(tokens)})
+
+
+def test_a_plain_router_sees_one_sequence():
+    inputs = pairs()
+    named = moe(PLAIN, inputs)
+    tokens = np.concatenate([inputs["image"], inputs["text"]], axis=1)
+    plain = moe(PLAIN, tokens)
+    plain.set_weights(named.get_weights())
+    expected = to_numpy(plain(tokens))
+    actual = named(inputs)
+    assert_close(actual, {"image": expected[:, :4], "text": expected[:, 4:]})
+
+
+@pytest.mark.parametrize("make", [moe, block])
+def test_order_of_keys_does_not_matter(make):
+    inputs = pairs()
+    backwards = {name: inputs[name] for name in reversed(list(inputs))}
+    one, other = make(LIMOE, inputs), make(LIMOE, backwards)
+    expected = one(inputs)
+    assert_close(one(backwards), expected, 0)
+    other.set_weights(one.get_weights())
+    assert_close(other(backwards), expected, 0)
+
+
+def test_layer_is_its_twin_and_padding_has_no_say():
+    inputs = pairs()
+    layer = moe(LIMOE, inputs)
+    outputs, (routing, summary) = layer(inputs, return_decision=True)
+
+    # Two groups of two pairs: four patches, two words, four patches, two words.
+    names = (["image"] * 4 + ["text"] * 2) * 2
+    tokens = np.zeros((4, 6, WIDTH))
+    tokens[:BATCH] = np.concatenate([inputs["image"], inputs["text"]], axis=1)
+    tokens = tokens.reshape(2, 12, WIDTH)
+    valid = np.ones((2, 12), bool)
+    valid[1, 6:] = False
+    logits = twin.logits(tokens, names, {None: to_numpy(layer.router.kernel)})
+    probabilities = twins.softmax(logits)
+    # 12 tokens x 0.5 / 4 experts
+    token, filled = twin.token_choice(probabilities, 1, 2, "sum", names, valid)
+    gate = twins.gates(probabilities, token, filled)
+    np.testing.assert_array_equal(to_numpy(routing.token), token)
+    np.testing.assert_array_equal(to_numpy(routing.filled), filled)
+    np.testing.assert_allclose(to_numpy(routing.gate), gate, rtol=1e-5, atol=1e-6)
+
+    expected = twins.moe(
+        tokens, *twins.to_dense(token, filled, gate, 12), expert_weights(layer)
+    )
+    expected = expected.reshape(4, 6, WIDTH)[:BATCH]
+    assert_close(outputs, {"image": expected[:, :4], "text": expected[:, 4:]}, 5e-5)
+
+    routed = twin.Routed(logits, logits, twin.members(names, 2, valid), 1, 0.25)
+    auxiliary = twin.auxiliary_loss(
+        [(twin.local, "text"), (twin.z, "image")], routed, 1.0
+    )
+    np.testing.assert_allclose(
+        to_numpy(summary["auxiliary_loss"]), auxiliary, rtol=2e-5
+    )
+
+
+@pytest.mark.parametrize("dispatcher", ["gather", "einsum"])
+def test_both_dispatchers(dispatcher):
+    inputs = pairs()
+    expected = moe(LIMOE, inputs)(inputs)
+    assert_close(moe(LIMOE, inputs, dispatcher=dispatcher)(inputs), expected)
+
+
+def test_a_list_of_groups_of_any_size():
+    # With room for all, nobody feels with whom they are routed.
+    inputs = pairs()
+    expected = moe(AMPLE, inputs)(inputs)
+    for group_images in (1, None):
+        layer = build(
+            layers.MoE, AMPLE, MLP_DIM, like=inputs, group_images=group_images
+        )
+        assert_close(layer(inputs), expected)
+
+
+# === Encoder block ===
+
+
+def test_modalities_do_not_attend_to_each_other():
+    inputs = pairs()
+    for router in (None, AMPLE):
+        layer = block(router, inputs, group_images=2)
+        expected = layer(inputs)
+        for name, other in (("image", "text"), ("text", "image")):
+            changed = layer({name: inputs[name], other: inputs[other] + 1.0})
+            assert_close({name: changed[name]}, {name: expected[name]}, 1e-6)
+            difference = to_numpy(changed[other]) - to_numpy(expected[other])
+            assert np.abs(difference).max() > 1e-2
+            # Alone, a modality comes out the same.
+            alone = layer({name: inputs[name]})
+            assert_close(alone, {name: expected[name]}, 1e-5)
+
+
+def test_modalities_compete_for_slots():
+    inputs = pairs()
+    layer = block(LIMOE, inputs, group_images=2)
+    changed = layer({"image": inputs["image"], "text": 5.0 * inputs["text"]})
+    difference = to_numpy(changed["image"]) - to_numpy(layer(inputs)["image"])
+    assert np.abs(difference).max() > 1e-2
+
+
+def test_decision_of_a_block():
+    inputs = pairs()
+    layer = block(LIMOE, inputs, group_images=2)
+    outputs, decision = layer(inputs, return_decision=True)
+    assert_close(outputs, layer(inputs), 0)
+    assert tuple(decision.routing.token.shape) == (2, NUM_EXPERTS, 2)
+    _, decision = block(None, inputs)(inputs, return_decision=True)
+    assert decision is None
+
+
+# === Files and models ===
+
+
+@pytest.mark.parametrize("make", [moe, block])
+def test_configuration(make):
+    inputs = pairs()
+    layer = make(LIMOE, inputs)
+    # Built again, with shapes that were lists in JSON.
+    revived = revive(layer)
+    assert revived.get_config() == layer.get_config()
+    revived.set_weights(layer.get_weights())
+    assert_close(revived(inputs), layer(inputs), 0)
+
+
+def test_a_functional_model_of_blocks_trains():
+    inputs = pairs()
+    symbols = {name: keras.Input(x.shape[1:], name=name) for name, x in inputs.items()}
+    layer = layers.EncoderBlock(
+        2, MLP_DIM, LIMOE, group_images=2, dtype="mixed_bfloat16"
+    )
+    outputs = layer(symbols)
+    for name, length in LENGTHS.items():
+        assert outputs[name].shape == (None, length, WIDTH)
+        assert outputs[name].dtype == "bfloat16"
+    model = keras.Model(symbols, outputs)
+    randomize(model)
+    before = model.get_weights()
+    model.compile(keras.optimizers.SGD(1.0), {"image": "mse", "text": "mse"})
+    targets = {name: np.zeros_like(x) for name, x in inputs.items()}
+    assert np.isfinite(model.train_on_batch(inputs, targets)).all()
+    for weight, old in zip(model.weights, before, strict=True):
+        # Softmax does not feel what is added to all keys.
+        if weight.trainable and not weight.path.endswith("key/bias"):
+            assert np.abs(to_numpy(weight) - old).max() > 1e-7, weight.path
+
+
+# === Bad input ===
+
+
+@pytest.mark.parametrize("make", [moe, block])
+def test_names_are_needed(make):
+    tokens = pairs()["image"]
+    message = r"(?s)call `layers.MoE` on a dict.*modalities=\(\)"
+    with pytest.raises(ValueError, match=message):
+        make(LIMOE, tokens)(tokens)
+    inputs = {"image": tokens, "audio": tokens}
+    with pytest.raises(ValueError, match="(?s)`'image'`, `'text'`.*'audio'"):
+        make(LIMOE, inputs)(inputs)
+
+
+@pytest.mark.parametrize(
+    "shapes, message",
+    [
+        ({"image": (2, 4, 8), "text": (2, 2, 6)}, r"(?s)one width.*\(2, 2, 6\)"),
+        ({}, "(?s)one width.*shapes={}"),
+        ({"image": (2, 4, 8), "text": (2, 8)}, r"(?s)known beforehand.*\(2, 8\)"),
+        ({"text": (2, None, 8)}, r"(?s)known beforehand.*\(2, None, 8\)"),
+    ],
+)
+def test_bad_shapes(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        layers.MoE(LIMOE, MLP_DIM).build(shapes)
+    if shapes:
+        with pytest.raises(ValueError, match=message):
+            layers.EncoderBlock(2, MLP_DIM, LIMOE).build(shapes)
