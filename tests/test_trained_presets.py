@@ -12,11 +12,7 @@ import keras_softmoe as ksm
 
 ROOT = Path(__file__).resolve().parent.parent
 SOFT = "soft_moe_tiny_patch4_16e_32_glyphs"
-TRAINED = [
-    name
-    for name in ksm.presets.names()
-    if name.endswith("glyphs")
-]
+TRAINED = [name for name in ksm.presets.names() if name.endswith("glyphs")]
 
 
 @pytest.fixture(scope="module")
