@@ -99,7 +99,7 @@ examples = ksm.evaluation.expert_examples(
     model, scenes.images, scenes.captions, layer=3, verbose=0
 )
 for expert, words in enumerate(examples.words):
-    print(f"expert {expert}: {' '.join(words)}")
+    print(f"expert {expert}:", " ".join(word.lstrip("▁") for word in words))
 figure = ksm.visualization.plot_expert_examples(examples)
 figure.savefig(FIGURES / "limoe_examples.png")
 figure = ksm.visualization.plot_pair(

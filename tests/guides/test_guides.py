@@ -99,7 +99,8 @@ def check_limoe_zero_shot(lines, folder):
     assert float(lines[-1].split(":")[1]) < 1e-5
     assert sum("recall@1 " in line for line in lines) == 2
     (of_64,) = (line for line in lines if line.startswith("new combinations, of 64"))
-    assert float(of_64.split()[5]) > 10 / 64
+    # Of few scenes; chance is one in 64.
+    assert float(of_64.split()[5]) > 4 / 64
 
 
 def check_limoe_routing(lines, folder):
