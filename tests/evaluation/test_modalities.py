@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from keras_softmoe import datasets, evaluation, models, routers
-from keras_softmoe.evaluation import ModalityStatistics, modalities
+from keras_softmoe.evaluation import ModalityStatistics
 from tests.evaluation import pairs
 from tests.models import tiny
 
 SCARCE = {"capacity_factor": 0.75, "multiple_of": None}
 ROUTERS = {
-    "one_choice": routers.LIMoERouter(4, **SCARCE),
+    "one_choice": pairs.SCARCE,
     "two_choices": routers.LIMoERouter(4, num_selected_experts=2, **SCARCE),
     "text_first": routers.LIMoERouter(4, priority="text_first", **SCARCE),
     # Selection scores that are no probabilities, and tokens that do not choose.
@@ -20,10 +20,16 @@ ROUTERS = {
 }
 
 
+@pytest.fixture(scope="module")
+def backbone():
+    return pairs.limoe()
+
+
 @pytest.fixture(autouse=True)
 def few_bins(monkeypatch):
     """Several places of a queue in a bin, also where queues are short."""
-    monkeypatch.setattr(modalities, "_BINS_OF_EVEN_QUEUE", 1)
+    name = "keras_softmoe.evaluation.modalities._BINS_OF_EVEN_QUEUE"
+    monkeypatch.setattr(name, 1)
 
 
 def statistics_of(backbone, images, token_ids, **kwargs):
@@ -57,8 +63,8 @@ def queues(tokens, router):
 
 
 def check(statistics, tokens, router, following=None):
-    modality = {name for token in tokens for name in [token.modality]}
-    assert set(statistics.num_tokens) == modality
+    modalities = {token.modality for token in tokens}
+    assert set(statistics.num_tokens) == modalities
     keep = getattr(router, "keep_fraction", 1.0)
     choosing = tokens
     if keep < 1:
@@ -68,7 +74,7 @@ def check(statistics, tokens, router, following=None):
             there = [token for token in tokens if token.group == group]
             choosing += there[: round(keep * len(there))]
     waiting = queues(choosing, router)
-    for name in modality:
+    for name in modalities:
         mine = [token for token in tokens if token.modality == name]
         assert statistics.num_tokens[name] == len(mine)
 
@@ -115,7 +121,6 @@ def check(statistics, tokens, router, following=None):
         steps = np.zeros((4, 4), int)
         for here, there in zip(tokens, following, strict=True):
             if here.modality == name:
-                # Two lists of one
                 steps[choices_of(here, router)[0], choices_of(there, router)[0]] += 1
         np.testing.assert_array_equal(statistics.transitions[name], steps)
 
@@ -147,9 +152,8 @@ def test_counts_of_pairs(name):
 
 
 @pytest.mark.parametrize("modality", ["image", "text"])
-def test_counts_of_one_modality(modality):
-    router = ROUTERS["one_choice"]
-    backbone = pairs.limoe(router)
+def test_counts_of_one_modality(backbone, modality):
+    router = pairs.SCARCE
     images = pairs.images() if modality == "image" else None
     token_ids = pairs.token_ids() if modality == "text" else None
     found = statistics_of(backbone, images, token_ids)
@@ -162,8 +166,7 @@ def test_counts_of_one_modality(modality):
     assert found[0].dropped == {modality: 0.0}
 
 
-def test_batches_add_up():
-    backbone = pairs.limoe()
+def test_batches_add_up(backbone):
     images, token_ids = pairs.images(), pairs.token_ids()
     at_once = statistics_of(backbone, images, token_ids)
     # One pair at a time would leave groups half empty: it becomes two.
@@ -247,9 +250,9 @@ def test_entropy():
         ({"images": tiny.pixels(3).astype("uint8")}, "images of dtype=uint8"),
     ],
 )
-def test_bad_data_is_named(given, received):
+def test_bad_data_is_named(backbone, given, received):
     with pytest.raises(ValueError, match=f"Received: .*{received}"):
-        evaluation.modality_statistics(pairs.limoe(), **given, verbose=0)
+        evaluation.modality_statistics(backbone, **given, verbose=0)
 
 
 @pytest.mark.parametrize(
