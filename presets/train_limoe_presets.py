@@ -8,13 +8,14 @@ all combinations of shape and colour is never shown or named. Then each model is
 for those by name (zero-shot), and for the caption of an image and the image of a
 caption (retrieval), and a card is written beside its weights.
 
-    python presets/train_limoe_presets.py                  # both, three seeds each
-    python presets/train_limoe_presets.py --only dense     # one of them
+    python presets/train_limoe_presets.py --only limoe &   # three seeds, one core
+    python presets/train_limoe_presets.py --only dense     # the other core
 
 The preset holds the weights of the first seed, whatever the others do; the card tells
 mean and standard deviation over all. Needs the extras of one backend and `datasets`.
-Less than an hour on two cores with `KERAS_BACKEND=jax`. After an interruption the same
-command goes on with the first run that is not finished.
+Side by side they take less than an hour on two cores with `KERAS_BACKEND=jax`; without
+`--only` one comes after the other. After an interruption the same command goes on with
+the first run that is not finished.
 """
 
 import argparse
@@ -291,8 +292,9 @@ scores = model.zero_shot(scenes.images, ["red circle", "blue star"], ["a {{}}"])
 
 **Training.** `presets/train_limoe_presets.py`, seeds {seeds}: AdamW, peak learning rate
 {LEARNING_RATE}, {WARMUP_STEPS} steps of warm-up, cosine decay, batch {BATCH_SIZE},
-weight decay {WEIGHT_DECAY}. {minutes:.1f} minutes each on {training["processor"]} with
-{training["backend"]}. The weights are those of seed {training["seed"]}.
+weight decay {WEIGHT_DECAY}, weight {LOSS_WEIGHT} of losses on routing, if any.
+{minutes:.1f} minutes each on one of {training["processor"]} with {training["backend"]}.
+The weights are those of seed {training["seed"]}.
 
 **Results** on {NUM_CLASSIFIED:,} new scenes ({NUM_RETRIEVED} for retrieval), names in
 the templates {", ".join(map(repr, TEMPLATES))}:

@@ -38,7 +38,7 @@ def test_preset_is_small_and_has_a_card(name):
     for part in ("synthetic", "seeds 0, 1, 2", "minutes", "±", "chance", "Licence"):
         assert part in card
     assert [run["seed"] for run in metadata(name)["runs"]] == [0, 1, 2]
-    # Under an hour for three runs of both.
+    # Three runs, beside the twin's on another core.
     assert sum(run["minutes"] for run in metadata(name)["runs"]) < 60
 
 
