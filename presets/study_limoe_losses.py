@@ -39,7 +39,7 @@ FIGURE = RESULTS.parents[1] / "guides" / "limoe_text_experts.png"
 
 EPOCHS = 2
 SEEDS = (0, 1, 2)
-SOFT_MINIMA = (1, 2, 4, 6)
+SOFT_MINIMA = (1, 4, 6)
 THRESHOLD_SEEDS = (0,)
 
 
