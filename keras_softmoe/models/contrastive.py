@@ -96,6 +96,11 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
         metrics = "auto" if self._accuracies else None
         return {**config, "loss": self._loss_name, "metrics": metrics}
 
+    def compile_from_config(self, config):
+        # Keras does not call a `compile` of our own.
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        self.optimizer.build(self.trainable_variables)
+
     @property
     def metrics(self):
         return [*super().metrics, *getattr(self, "_accuracies", [])]
@@ -168,9 +173,10 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
                 or captions are not what the preprocessor takes. Nothing is then
                 trained.
         """
+        validation_size = kwargs.pop("validation_batch_size", None) or batch_size
         return super().fit(
             self._batches(x, y, batch_size, shuffle, "fit"),
-            validation_data=self._validation(validation_data, batch_size),
+            validation_data=self._validation(validation_data, validation_size),
             shuffle=False,
             **kwargs,
         )
@@ -199,6 +205,11 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
 
     def _validation(self, data, batch_size):
         if isinstance(data, tuple):
+            if len(data) != 2:
+                raise ValueError(
+                    "`validation_data` are pairs, (images, captions), without weights. "
+                    f"Received: a tuple of {len(data)}."
+                )
             return self._batches(*data, batch_size, False, "fit")
         return data
 
@@ -238,6 +249,11 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
             x = keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
         elif y is not None:
             x = {"images": x, "token_ids": y}
+        elif not isinstance(x, dict):
+            raise ValueError(
+                "A model without preprocessor takes pairs of images and token ids, or "
+                f"dicts of 'images' and 'token_ids'. Received: {type(x).__name__}."
+            )
         check_pairs(self.backbone, x["images"], x["token_ids"])
         return (x,)
 
@@ -395,7 +411,14 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
             folder = Path(directory)
             if "preprocessor" not in kwargs and folder.is_dir():
                 _check_tokenizer(preset, folder)
+            # KerasHub would read the preset's vocabulary into another's tokenizer.
+            preprocessor = kwargs.get("preprocessor")
+            if preprocessor is not None:
+                kwargs["preprocessor"] = None
             model = super().from_preset(directory, load_weights=load_weights, **kwargs)
+        if preprocessor is not None:
+            _fit_preprocessor(preprocessor, model.backbone)
+            model.preprocessor = preprocessor
         model.set_routing(**settings)
         return model
 

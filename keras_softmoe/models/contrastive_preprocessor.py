@@ -1,5 +1,6 @@
 """Preprocessing of pairs of image and caption: converters, tokenizers."""
 
+import os
 import sys
 
 import keras
@@ -52,6 +53,12 @@ class LIMoETokenizer(_FromOurPresets, keras_hub.tokenizers.SentencePieceTokenize
     """
 
     backbone_cls = LIMoEBackbone
+
+    def load_assets(self, dir_path):
+        # KerasHub would leave the file open.
+        (name,) = self.file_assets
+        with open(os.path.join(dir_path, name), "rb") as file:
+            self.set_proto(file.read())
 
 
 class ContrastivePreprocessor(_FromOurPresets, keras_hub.models.Preprocessor):
@@ -152,6 +159,16 @@ class ContrastivePreprocessor(_FromOurPresets, keras_hub.models.Preprocessor):
     def _tokenize_symbolic(self, captions):
         import tensorflow as tf
 
+        if captions.dtype != tf.string or captions.shape.rank not in (None, 1):
+            raise ValueError(
+                "A dataset gives batches of images and captions, the captions str. "
+                f"Received: captions of shape {captions.shape}, "
+                f"dtype {captions.dtype.name}. Call its `batch` first."
+            )
+        # `keras.utils.set_random_seed` empties TensorFlow's caches, where vocabularies
+        # of tokenizers made before are.
+        with tf.init_scope():
+            self.tokenizer.set_proto(self.tokenizer.proto)
         tokens = self.tokenizer(captions)
         lengths = tokens.row_lengths()
         checks = [

@@ -30,13 +30,17 @@ class SingleModality:
     def _encoder(self, modality):
         # Beside Keras' bookkeeping, to which it would be a part of the model.
         encoders = self.__dict__.setdefault("_encoders", {})
-        if modality not in encoders:
+        encoder, compiled_weights = encoders.get(modality, (None, None))
+        # Quantized weights, or LoRA's, are others than those that it has compiled.
+        weights = [(variable.path, variable.dtype) for variable in self.variables]
+        if weights != compiled_weights:
             like = self.input[INPUTS[modality]]
             x = keras.Input(like.shape[1:], dtype=like.dtype, name=INPUTS[modality])
-            encoders[modality] = Encoder(
+            encoder = Encoder(
                 x, self._encode({modality: x}), name=f"{modality}_encoder"
             )
-        return encoders[modality]
+            encoders[modality] = encoder, weights
+        return encoder
 
 
 @follows_routers

@@ -80,7 +80,7 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
         _check_widths(towers, dims)
         if freeze_image:
             image_backbone.trainable = False
-            towers["image"] = _InferenceMode(image_backbone, name="frozen_image")
+        towers["image"] = _ImageTower(image_backbone, freeze_image, name="image_tower")
 
         # === Functional Model ===
         def encode(inputs):
@@ -158,23 +158,24 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
         return cls(**{**config, **towers})
 
 
-class _InferenceMode(keras.layers.Layer):
-    """Calls a model without noise, dropout and losses, whatever trains around it.
+class _ImageTower(keras.layers.Layer):
+    """Calls a model; a frozen one without noise, dropout and losses.
 
     Freezing alone leaves them on, and `training=False` in the call of a layer is
     overruled by the functional model that the layer is a part of.
     """
 
-    def __init__(self, model, **kwargs):
-        super().__init__(trainable=False, autocast=False, **kwargs)
+    def __init__(self, model, frozen, **kwargs):
+        super().__init__(autocast=False, **kwargs)
         self.model = model
+        self.frozen = frozen
         self.built = True
 
-    def call(self, inputs):
-        return self.model(inputs, training=False)
+    def call(self, images, training=None):
+        return self.model(images, training=False if self.frozen else training)
 
-    def compute_output_spec(self, inputs):
-        return self.model.compute_output_spec(inputs)
+    def compute_output_spec(self, images, training=None):
+        return self.model.compute_output_spec(images)
 
 
 def _check_widths(towers, dims):
