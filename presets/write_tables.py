@@ -104,7 +104,7 @@ def losses_table():
         "| text experts | text dropped |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name in dict.fromkeys(run["losses"] for run in runs):
+    for name in sorted({run["losses"] for run in runs}, key=lambda n: ("=" in n, n)):
         chosen = [run for run in runs if run["losses"] == name]
         cells = [
             name,
@@ -157,6 +157,8 @@ def architecture_table(found):
 
 
 def spread(values, digits=3):
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
     return f"{np.mean(values):.{digits}f} ± {np.std(values, ddof=1):.{digits}f}"
 
 
