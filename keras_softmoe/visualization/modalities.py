@@ -12,7 +12,6 @@ from keras_softmoe.visualization.drawing import (
     chosen_blocks,
     import_matplotlib,
     legend_beside,
-    line_colors,
     new_figure,
     plain_axes,
 )
@@ -153,7 +152,7 @@ def plot_routing_confidence(statistics, layers=None):
         lw=1,
         label="1/E",
     )
-    ax.set(xlim=(-0.5, len(blocks) - 0.5), ylim=(0, 1.04))
+    ax.set(xlim=(-0.5, len(blocks) - 0.5), ylim=(0, max(ax.get_ylim()[1], 1.04)))
     ax.set_xticks(places, [f"block {layer}" for layer in blocks])
     plain_axes(ax)
     as_percentages(matplotlib, ax.yaxis)
@@ -195,7 +194,8 @@ def plot_coverage(statistics, layers=None, share=0.9):
     matplotlib = import_matplotlib()
     blocks = chosen_blocks(statistics, layers, ModalityStatistics)
     modalities = _modalities(blocks)
-    colors = line_colors(matplotlib, list(blocks))
+    # Shades, since colours stand for modalities. The end of viridis is too light.
+    colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(blocks)))
     figure = new_figure(matplotlib, 0.8 + 3.2 * len(modalities), 3.2)
     axes = figure.subplots(1, len(modalities), squeeze=False, sharex=True, sharey=True)
     axes = axes[0]
@@ -234,7 +234,7 @@ def plot_coverage(statistics, layers=None, share=0.9):
 def _layers_of_bars(block):
     """From the bottom: label, `(E,)` counts and style."""
     text, image = (block.seated.get(n, block.padding * 0) for n in ("text", "image"))
-    yield "text", text - block.padding, {"color": MODALITY_COLORS["text"]}
+    yield "text: words", text - block.padding, {"color": MODALITY_COLORS["text"]}
     yield "text: padding", block.padding, {"color": _PADDING_COLOR}
     yield "image", image, {"color": MODALITY_COLORS["image"]}
     for name in ("text", "image"):

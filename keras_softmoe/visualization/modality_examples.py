@@ -189,9 +189,10 @@ def _readable(words_by_expert):
 
 
 def _counted(words):
-    """Words in their order, equal ones counted: "red, <pad> ×9"."""
-    counts = Counter(words)
-    return ", ".join(w if n == 1 else f"{w} ×{n}" for w, n in counts.items())
+    """Words in their order, equal ones counted: "red · <pad> ×9"."""
+    # No break before the count.
+    counts = {w: "" if n == 1 else f"\u00a0×{n}" for w, n in Counter(words).items()}
+    return " · ".join(word + count for word, count in counts.items())
 
 
 def _faded(routing, is_taken):

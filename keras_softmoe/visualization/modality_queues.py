@@ -17,8 +17,10 @@ from keras_softmoe.visualization.drawing import (
 _MOST_EXPERTS = 8
 # A capacity that is so many times the longest queue would leave no room for it.
 _FARTHEST = 2.0
-# Width in points of a line for all tokens of a modality.
+# Width in points of a line for all tokens of a modality, if there is room: no line is
+# wider than the second.
 _FULL_WIDTH = 22.0
+_WIDEST = 8.0
 _ALPHA = 0.6
 # Radius of an expert, in units of the distance of two experts.
 _RADIUS = 0.3
@@ -129,27 +131,33 @@ def plot_trajectories(statistics, least=0.02):
     ax = figure.subplots()
     # Image first: there are more of its lines, and text would vanish below them.
     drawn = [name for name in reversed(MODALITY_COLORS) if name in _names(blocks)]
+    # (E, E) for each step and modality
+    shares = {
+        (column, name): block.transitions[name] / block.num_tokens[name]
+        for column, block in enumerate(list(blocks.values())[:-1])
+        for name in drawn
+    }
+    most = max(share.max() for share in shares.values())
+    full_width = min(_FULL_WIDTH, _WIDEST / most)
     reached = set()
-    for column, block in enumerate(list(blocks.values())[:-1]):
-        for name in drawn:
-            shares = block.transitions[name] / block.num_tokens[name]
-            shift = {"text": -0.1, "image": 0.1}[name] * (len(drawn) - 1)
-            for here, there in np.argwhere(shares >= least):
-                _draw_way(
-                    matplotlib,
-                    ax,
-                    (column, here + shift),
-                    (column + 1, there + shift),
-                    color=MODALITY_COLORS[name],
-                    lw=max(_FULL_WIDTH * shares[here, there], 0.4),
-                )
-                reached |= {(column, int(here)), (column + 1, int(there))}
+    for (column, name), share in shares.items():
+        shift = {"text": -0.1, "image": 0.1}[name] * (len(drawn) - 1)
+        for here, there in np.argwhere(share >= least):
+            _draw_way(
+                matplotlib,
+                ax,
+                (column, here + shift),
+                (column + 1, there + shift),
+                color=MODALITY_COLORS[name],
+                lw=full_width * share[here, there],
+            )
+            reached |= {(column, int(here)), (column + 1, int(there))}
     for column, size in enumerate(sizes):
         for expert in range(size):
             _draw_expert(ax, column, expert, (column, expert) in reached)
     lines = {name: (MODALITY_COLORS[name], 3) for name in reversed(drawn)}
     lines |= {
-        f"{100 * share:g}% of text\nor of patches": ("0.5", _FULL_WIDTH * share)
+        f"{100 * share:g}% of text\nor of patches": ("0.5", full_width * share)
         for share in (0.05, 0.2)
     }
     handles = {

@@ -1,4 +1,4 @@
-"""A preset gives the same logits on every backend, whichever one saved it."""
+"""A preset gives the same outputs on every backend, whichever one saved it."""
 
 import os
 import pathlib
@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from keras_softmoe import models, presets, routers
-from tests.models import tiny
+from tests.models import tiny, tiny_limoe
 
 ROOT = pathlib.Path(__file__).parents[2]
 OWN = keras.backend.backend()
 # Each suite compares with one other; together they close the circle.
 OTHER = {"jax": "tensorflow", "tensorflow": "torch", "torch": "jax"}[OWN]
 TRAINED = [n for n in presets.names() if presets.describe(n).kind == "trained"]
-# Names of the presets that the test saves.
+# Names of the presets of classifiers that the test saves, and of contrastive models.
 SAVED = {
     "soft": {"pooling": "map", "use_qk_norm": True},
     "token_choice": {"router": tiny.SPARSE, "group_images": 2},
@@ -27,36 +27,61 @@ SAVED = {
         "position_embedding": "sincos2d",
     },
     "dense": {**tiny.DENSE, "representation_dim": 6},
+    "limoe": {"image_pooling": "map", "text_pooling": "last"},
 }
 
 SCRIPT = """
 import sys, numpy as np
-from tests.models.test_backends import logits
+from tests.models.test_backends import outputs
 output, *names = sys.argv[1:]
-np.savez(output, **{name: logits(name) for name in names})
+np.savez(output, **{name: outputs(name) for name in names})
 """
 
 
-def logits(preset):
-    """Logits of five images of the preset's own size."""
+def outputs(preset):
+    """Logits of five images of the preset's own size, or embeddings of five pairs."""
+    if is_contrastive(preset):
+        return embeddings(models.LIMoEContrastive.from_preset(preset))
     model = models.ViTMoEImageClassifier.from_preset(preset)
     x = tiny.pixels(5, model.backbone.image_shape)
     return np.asarray(model.predict(x, batch_size=5, verbose=0), "float32")
 
 
+def embeddings(model):
+    """Those of pairs that are routed together, and those of each half alone."""
+    x = tiny.pixels(5, model.backbone.image_shape)
+    captions = tiny_limoe.captions(5)
+    pairs = model.predict(
+        {"images": x, "captions": np.array(captions)}, batch_size=5, verbose=0
+    )
+    together = [pairs["image_embedding"], pairs["text_embedding"]]
+    return np.concatenate(
+        [*together, model.encode_image(x), model.encode_text(captions)]
+    )
+
+
+def is_contrastive(preset):
+    return pathlib.Path(preset).name.startswith("limoe")
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """Path or name of each preset -> the logits that it has on this backend."""
+    """Path or name of each preset -> the outputs that it has on this backend."""
     directory = tmp_path_factory.mktemp("presets")
-    expected = {name: logits(name) for name in TRAINED}
+    expected = {name: outputs(name) for name in TRAINED}
     for name, overrides in SAVED.items():
-        model = tiny.classifier(**overrides)
-        model.save_to_preset(str(directory / name))
-        expected[str(directory / name)] = tiny.predict(model, tiny.pixels(5))
+        path = str(directory / name)
+        if is_contrastive(path):
+            model = tiny_limoe.task(**overrides)
+            expected[path] = embeddings(model)
+        else:
+            model = tiny.classifier(**overrides)
+            expected[path] = tiny.predict(model, tiny.pixels(5))
+        model.save_to_preset(path)
     return expected
 
 
-def assert_same_logits(actual, expected):
+def assert_same_outputs(actual, expected):
     for preset, value in expected.items():
         assert value.std() > 0.01, preset
         np.testing.assert_allclose(
@@ -64,13 +89,13 @@ def assert_same_logits(actual, expected):
         )
 
 
-def test_same_logits_when_loaded(expected):
+def test_same_outputs_when_loaded(expected):
     saved = {path: value for path, value in expected.items() if path not in TRAINED}
-    assert_same_logits({path: logits(path) for path in saved}, saved)
+    assert_same_outputs({path: outputs(path) for path in saved}, saved)
 
 
-def test_same_logits_on_another_backend(expected, tmp_path):
-    output = tmp_path / "logits.npz"
+def test_same_outputs_on_another_backend(expected, tmp_path):
+    output = tmp_path / "outputs.npz"
     process = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(output), *expected],
         cwd=ROOT,
@@ -79,4 +104,4 @@ def test_same_logits_on_another_backend(expected, tmp_path):
         text=True,
     )
     assert process.returncode == 0, process.stderr
-    assert_same_logits(np.load(output), expected)
+    assert_same_outputs(np.load(output), expected)

@@ -67,7 +67,7 @@ def test_load():
     for ax, layer in zip(figure.axes, (5, 1), strict=True):
         block = given[layer]
         expected = {
-            "text": block.seated["text"] - block.padding,
+            "text: words": block.seated["text"] - block.padding,
             "text: padding": block.padding,
             "image": block.seated["image"],
             "text, dropped": block.chosen["text"] - block.seated["text"],
@@ -99,7 +99,7 @@ def test_what_there_is_none_of_is_not_in_the_legend():
     block = make_block()
     block = block._replace(chosen=block.seated, padding=np.zeros(3, int))
     figure = plot_modality_load({1: block})
-    assert legend_names(figure.legends[0]) == ["text", "image", "capacity"]
+    assert legend_names(figure.legends[0]) == ["text: words", "image", "capacity"]
 
 
 # === Confidence ===
@@ -220,15 +220,18 @@ def test_experts_of_many():
 def test_trajectories():
     given = statistics((1, 3, 5))
     given[1].transitions["text"][:] = 0
-    given[1].transitions["text"][2, 0] = given[1].num_tokens["text"] // 2
+    given[1].transitions["text"][2, 0] = given[1].num_tokens["text"] * 4 // 5
     figure = plot_trajectories(given, least=0.03)
     (ax,) = figure.axes
+    # The widest line there is room for.
+    widest = 8
+    full = widest / (given[1].transitions["text"][2, 0] / given[1].num_tokens["text"])
     expected = set()
     for column, layer in enumerate((1, 3)):
         for name, color in (("text", BLUE), ("image", RED)):
             shares = given[layer].transitions[name] / given[layer].num_tokens[name]
             for here, there in np.argwhere(shares >= 0.03):
-                width = round(22 * shares[here, there], 6)
+                width = round(full * shares[here, there], 6)
                 expected.add((column, int(here), int(there), color, width))
     found = set()
     for patch in ax.patches:

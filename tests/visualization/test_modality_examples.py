@@ -132,7 +132,13 @@ def test_pair(monkeypatch):
         "dropped",
     ]
     below = [ax.get_xlabel() for ax in figure.axes]
-    assert below == ["a red circle", "a, <pad> ×2", "no text", "red, -s", "no text"]
+    assert below == [
+        "a red circle",
+        "a · <pad>\u00a0×2",
+        "no text",
+        "red · -s",
+        "no text",
+    ]
     pixels = (given.image + 1) / 2
     for ax, expert in zip(figure.axes[1:], (0, 2, 4, -1), strict=True):
         shown = ax.get_images()[0].get_array()
@@ -155,7 +161,7 @@ def test_many_experts_take_several_rows(monkeypatch):
     rows = {round(ax.get_subplotspec().rowspan.start) for ax in figure.axes}
     assert rows == {0, 1}
     # The pieces stand for a caption that came as ids.
-    assert figure.axes[0].get_xlabel() == "a, red, -s, <pad> ×2"
+    assert figure.axes[0].get_xlabel() == "a · red · -s ·\n<pad>\u00a0×2"
 
 
 def test_a_pair_of_a_model():

@@ -1,0 +1,316 @@
+"""Contrastive training: reported losses against plain NumPy, embeddings, zero-shot."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_softmoe import models, routers
+from tests import limoe_router_twin as twin
+from tests.models import tiny, tiny_limoe
+from tests.models.tiny_limoe import AMPLE, BATCH, as_numpy
+from tests.references import to_numpy
+
+NUM_PAIRS = 2 * BATCH
+TOLERANCE = 2e-5
+ACCURACIES = ("image_to_text_accuracy", "text_to_image_accuracy")
+
+
+def pixels(num_pairs=NUM_PAIRS):
+    return tiny.pixels(num_pairs)
+
+
+def captions(num_pairs=NUM_PAIRS):
+    return tiny_limoe.captions(num_pairs)
+
+
+def batches(model):
+    """What the backbone takes, in batches of three pairs."""
+    x = {
+        "images": pixels() / np.float32(127.5) - 1.0,
+        "token_ids": model.preprocessor.tokenize(captions()),
+    }
+    return [{k: v[i : i + BATCH] for k, v in x.items()} for i in (0, BATCH)]
+
+
+def expected_logs(model, auxiliary=True):
+    """Mean over two batches of what `fit` and `evaluate` should report."""
+    logs = []
+    for batch in batches(model):
+        outputs = model(batch)
+        found = tiny_limoe.logits(outputs)
+        loss = tiny_limoe.softmax_loss(outputs)
+        if auxiliary:
+            loss += tiny_limoe.auxiliary_loss(model.backbone, batch)
+        right = np.arange(BATCH)
+        accuracies = [(found.argmax(axis) == right).mean() for axis in (1, 0)]
+        logs.append([loss, *accuracies])
+    return dict(zip(("loss", *ACCURACIES), np.mean(logs, axis=0), strict=True))
+
+
+def assert_logs(actual, expected):
+    assert sorted(actual) == sorted(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(
+            actual[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
+        )
+
+
+@pytest.fixture(scope="module")
+def limoe():
+    """One model for all tests that leave it as it is: compiling takes seconds."""
+    keras.utils.set_random_seed(0)
+    return tiny_limoe.task()
+
+
+# === Losses that are reported ===
+
+
+def test_fit_and_evaluate_report_what_they_should(limoe):
+    # Two MoE blocks, whose losses are each counted once, and two batches.
+    expected = expected_logs(limoe)
+    evaluated = expected_logs(limoe, auxiliary=False)
+    assert expected["loss"] > evaluated["loss"] + 0.1
+    history = limoe.fit(
+        pixels(),
+        captions(),
+        batch_size=BATCH,
+        shuffle=False,
+        validation_data=(pixels(), captions()),
+        verbose=0,
+    ).history
+    validation = {f"val_{name}": value for name, value in evaluated.items()}
+    assert_logs({name: v[0] for name, v in history.items()}, expected | validation)
+    settings = {"batch_size": BATCH, "verbose": 0, "return_dict": True}
+    assert_logs(limoe.evaluate(pixels(), captions(), **settings), evaluated)
+    # The same pairs as a dict.
+    x = {"images": pixels(), "captions": np.array(captions())}
+    assert_logs(limoe.evaluate(x, **settings), evaluated)
+
+
+def test_pipelines_of_strings(limoe):
+    import tensorflow as tf
+
+    dataset = tf.data.Dataset.from_tensor_slices((pixels(), captions()))
+    dataset = dataset.batch(BATCH, drop_remainder=True)
+    history = limoe.fit(dataset, verbose=0).history
+    assert_logs({name: v[0] for name, v in history.items()}, expected_logs(limoe))
+    evaluated = limoe.evaluate(dataset, verbose=0, return_dict=True)
+    assert_logs(evaluated, expected_logs(limoe, auxiliary=False))
+
+
+def test_pairs_that_fill_no_batch_sit_out(limoe):
+    settings = {"batch_size": BATCH, "verbose": 0, "return_dict": True}
+    more = limoe.evaluate(pixels(8), captions(8), **settings)
+    assert_logs(more, expected_logs(limoe, auxiliary=False))
+    # No more pairs than there are: one batch of three.
+    first = limoe.evaluate(pixels(3), captions(3), verbose=0, return_dict=True)
+    logits = tiny_limoe.logits(limoe(batches(limoe)[0]))
+    np.testing.assert_allclose(
+        first[ACCURACIES[0]], (logits.argmax(1) == np.arange(BATCH)).mean()
+    )
+
+
+def test_validation_has_batches_of_its_own_size(limoe):
+    settings = {"shuffle": False, "verbose": 0, "batch_size": BATCH}
+    validation = (pixels(), captions())
+    history = limoe.fit(
+        pixels(),
+        captions(),
+        validation_data=validation,
+        validation_batch_size=NUM_PAIRS,
+        **settings,
+    ).history
+    expected = limoe.evaluate(
+        *validation, batch_size=NUM_PAIRS, verbose=0, return_dict=True
+    )
+    for name, value in expected.items():
+        np.testing.assert_allclose(history[f"val_{name}"][0], value, rtol=1e-5)
+
+
+def test_noise_and_load_loss(monkeypatch):
+    router = routers.LIMoERouter(
+        4, noise_std=2.0, losses=routers.classic_losses(), loss_weight=0.5
+    )
+    # One MoE block, so that the logits before noise are those of `route`.
+    model = tiny_limoe.task(moe_layers=(1,), router=router)
+    noise = np.random.default_rng(7).normal(size=(2, 24, 4)).astype("float32")
+
+    def normal(shape, mean=0.0, stddev=1.0, dtype=None, seed=None):
+        # However often a step is traced, it draws the same.
+        return keras.ops.convert_to_tensor(
+            mean + stddev * noise.reshape(tuple(shape)), dtype or "float32"
+        )
+
+    monkeypatch.setattr(keras.random, "normal", normal)
+    (batch, _) = batches(model)
+    history = model.fit(
+        pixels(BATCH), captions(BATCH), shuffle=False, verbose=0
+    ).history
+    expected = tiny_limoe.softmax_loss(model(batch, training=True))
+    classic = [(loss, None) for loss in (twin.importance, twin.load, twin.z)]
+    expected += tiny_limoe.auxiliary_loss(
+        model.backbone, batch, classic, 0.5, noise.astype("float64")
+    )
+    np.testing.assert_allclose(history["loss"][0], expected, rtol=TOLERANCE)
+    # Noise, and the loss about it, made a difference.
+    quiet = tiny_limoe.softmax_loss(model(batch)) + tiny_limoe.auxiliary_loss(
+        model.backbone, batch, [classic[0], classic[2]], 0.5
+    )
+    assert abs(expected - quiet) > 1e-3
+
+
+def test_sigmoid_loss_with_bias():
+    # A bias asks for the sigmoid loss. Without experts, order does not matter: what
+    # `fit` reports shows that it shuffles pairs, not images and captions.
+    model = tiny_limoe.task(**tiny_limoe.DENSE, logit_bias=-3.0)
+    assert model.get_compile_config()["loss"] == "sigmoid"
+    x = {k: np.concatenate([b[k] for b in batches(model)]) for k in batches(model)[0]}
+    expected = tiny_limoe.sigmoid_loss(model(x))
+    settings = {"batch_size": NUM_PAIRS, "verbose": 0}
+    history = model.fit(pixels(), captions(), epochs=2, **settings).history
+    np.testing.assert_allclose(history["loss"], [expected] * 2, rtol=TOLERANCE)
+    loss = model.evaluate(pixels(), captions(), return_dict=True, **settings)["loss"]
+    np.testing.assert_allclose(loss, expected, rtol=TOLERANCE)
+    # In batches of three, other pairs meet in each epoch, unless told not to.
+    settings["batch_size"] = BATCH
+    history = model.fit(pixels(), captions(), epochs=4, **settings).history
+    assert np.ptp(history["loss"]) > 1e-4
+    history = model.fit(
+        pixels(), captions(), epochs=2, shuffle=False, **settings
+    ).history
+    expected = np.mean([tiny_limoe.sigmoid_loss(model(x)) for x in batches(model)])
+    np.testing.assert_allclose(history["loss"], [expected] * 2, rtol=TOLERANCE)
+
+
+def test_fit_learns():
+    model = tiny_limoe.task()
+    model.compile(keras.optimizers.Adam(0.02))
+    before = model.get_weights()
+    settings = {"batch_size": NUM_PAIRS, "verbose": 0}
+    model.fit(pixels(), captions(), epochs=40, **settings)
+    logs = model.evaluate(pixels(), captions(), return_dict=True, **settings)
+    assert logs[ACCURACIES[0]] == logs[ACCURACIES[1]] == 1.0
+    for weight, old in zip(model.weights, before, strict=True):
+        # Softmax does not feel what is added to all keys.
+        if weight.trainable and not weight.path.endswith("key/bias"):
+            assert np.abs(to_numpy(weight) - old).max() > 1e-4, weight.path
+
+
+# === Compilation ===
+
+
+def test_compilation():
+    model = models.LIMoEContrastive(tiny_limoe.backbone())
+    names = ["loss", *ACCURACIES]
+    # Compiled when made, and as often as one likes.
+    assert [m.name for m in model.metrics] == names
+    assert isinstance(model.optimizer, keras.optimizers.AdamW)
+    model.compile("sgd", loss="sigmoid")
+    assert [m.name for m in model.metrics] == names
+    assert isinstance(model.optimizer, keras.optimizers.SGD)
+    config = model.get_compile_config()
+    assert (config["loss"], config["metrics"]) == ("sigmoid", "auto")
+    model.compile(metrics=None)
+    assert [m.name for m in model.metrics] == ["loss"]
+    config = model.get_compile_config()
+    assert (config["loss"], config["metrics"]) == ("softmax", None)
+    for wrong, accepted in (
+        ({"loss": "hinge"}, "'softmax', 'sigmoid'.*loss='hinge'"),
+        ({"metrics": ["accuracy"]}, r"'auto', None.*metrics=\['accuracy'\]"),
+    ):
+        with pytest.raises(ValueError, match=accepted):
+            model.compile(**wrong)
+    model = models.LIMoEContrastive(tiny_limoe.backbone(), compile=False)
+    assert not model.compiled
+
+
+# === Encoding ===
+
+
+@pytest.fixture(scope="module")
+def ample():
+    """A LIMoE with room for all, in which nobody feels the rest of the batch."""
+    keras.utils.set_random_seed(0)
+    return tiny_limoe.task(router=AMPLE)
+
+
+def encoded(model):
+    """Embeddings of both halves, three at a time."""
+    return {
+        "image_embedding": model.encode_image(pixels(), batch_size=BATCH),
+        "text_embedding": model.encode_text(captions(), batch_size=BATCH),
+    }
+
+
+def test_encode(ample):
+    expected = [as_numpy(ample(batch)) for batch in batches(ample)]
+    for name, found in encoded(ample).items():
+        assert found.shape == (NUM_PAIRS, 6) and found.dtype == "float32"
+        np.testing.assert_allclose(np.linalg.norm(found, axis=-1), 1.0, rtol=1e-5)
+        value = np.concatenate([outputs[name] for outputs in expected])
+        np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-5)
+
+
+def test_encode_any_number(ample, capsys):
+    # The last batch is not full; images of other sizes are resized; ids are captions.
+    expected = encoded(ample)
+    large = pixels().repeat(2, axis=1).repeat(2, axis=2).astype("uint8")
+    found = ample.encode_image(large, batch_size=4)
+    np.testing.assert_allclose(found, expected["image_embedding"], rtol=1e-4, atol=1e-4)
+    ids = ample.preprocessor.tokenize(captions()).astype("int64")
+    assert capsys.readouterr().out == ""
+    found = ample.encode_text(ids, batch_size=BATCH, verbose=1)
+    np.testing.assert_allclose(found, expected["text_embedding"], rtol=1e-6)
+    assert "6/6" in capsys.readouterr().out
+
+
+def test_zero_shot(ample):
+    names, templates = ["ring", "heart", "star"], ["a {}", "a red {}"]
+    embeddings = [
+        ample.encode_text([t.replace("{}", name) for name in names], batch_size=BATCH)
+        for t in templates
+    ]
+    classes = np.mean(embeddings, axis=0)
+    classes /= np.linalg.norm(classes, axis=-1, keepdims=True)
+    found = ample.class_embeddings(names, templates)
+    np.testing.assert_allclose(found, classes, rtol=1e-4, atol=1e-5)
+    scores = ample.zero_shot(pixels(), names, templates, batch_size=BATCH)
+    images = ample.encode_image(pixels(), batch_size=BATCH)
+    np.testing.assert_allclose(scores, images @ classes.T, rtol=1e-4, atol=1e-5)
+    assert scores.shape == (NUM_PAIRS, 3)
+
+
+def test_encoders_follow_the_routers(ample):
+    before = encoded(ample)
+    settings = {"single_modality_capacity_factor": 0.25}
+    fresh = tiny_limoe.task(router=AMPLE.with_settings(**settings))
+    fresh.set_weights(ample.get_weights())
+    expected = {
+        "image_embedding": fresh.backbone.image_encoder,
+        "text_embedding": fresh.backbone.text_encoder,
+    }
+    inputs = dict(zip(expected, ("images", "token_ids"), strict=True))
+    ample.set_routing(**settings)
+    after = encoded(ample)
+    ample.set_routing(single_modality_capacity_factor=16.0)
+    for name, encoder in expected.items():
+        assert np.abs(after[name] - before[name]).max() > 1e-3
+        found = [to_numpy(encoder(x[inputs[name]])[name]) for x in batches(ample)]
+        np.testing.assert_allclose(
+            after[name], np.concatenate(found), rtol=1e-4, atol=1e-5
+        )
+    np.testing.assert_array_equal(
+        encoded(ample)["image_embedding"], before["image_embedding"]
+    )
+
+
+@tiny.QUANTIZING
+def test_encoders_follow_quantization():
+    model = tiny_limoe.task(router=AMPLE)
+    before = model.encode_text(captions(), batch_size=BATCH)
+    model.backbone.quantize("int8")
+    after = model.encode_text(captions(), batch_size=BATCH)
+    ids = model.preprocessor.tokenize(captions(BATCH))
+    expected = to_numpy(model.backbone.text_encoder(ids)["text_embedding"])
+    np.testing.assert_allclose(after[:BATCH], expected, rtol=1e-4, atol=1e-4)
+    assert 1e-5 < np.abs(after - before).max() < 0.3
