@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 _LAZY_ROOMS = (
     "converters",
     "datasets",
+    "distribution",
     "evaluation",
     "models",
     "presets",

@@ -3,6 +3,8 @@
 import keras
 from keras import ops
 
+from keras_softmoe.ops.placement import check_num_experts, constrain, report_built
+
 
 def gelu(x):
     """GELU in the tanh approximation, which the papers' code uses everywhere."""
@@ -69,10 +71,14 @@ class Experts(keras.layers.Layer):
         dropout_rate: float, dropout between the two layers ("expert dropout").
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
-    Maps slots `(G, E, C, D)` to outputs `(G, E, C, D)`.
+    Maps slots `(G, E, C, D)` to outputs `(G, E, C, D)`. Under a distribution that names
+    layouts for `slots_of_groups` and `slots_of_experts` below the path of this layer,
+    slots travel to where the experts are and back, see
+    `keras_softmoe.distribution.expert_parallel`.
 
     Raises:
-        ValueError: if the input is not of rank 4 with `num_experts` as second axis.
+        ValueError: if the input is not of rank 4 with `num_experts` as second axis, or
+            the devices over which experts are spread do not divide their number.
 
     Source: V-MoE, section 2.2; for expert dropout, its fine-tuning settings (table 7)
     and Fedus et al. 2021 (Switch Transformer), section 2.4.
@@ -87,6 +93,7 @@ class Experts(keras.layers.Layer):
     def __init__(
         self, num_experts, mlp_dim, equal_experts=False, dropout_rate=0.0, **kwargs
     ):
+        check_num_experts(num_experts)
         super().__init__(**kwargs)
         self.num_experts = num_experts
         self.mlp_dim = mlp_dim
@@ -113,6 +120,7 @@ class Experts(keras.layers.Layer):
         )
         self.output_dense.build((num_experts, None, self.mlp_dim))
         self.dropout.build((num_experts, None, self.mlp_dim))
+        report_built(self)
 
     def _bank(self, equation, output_shape, bias_axes, name):
         # Without the axes the initializer would take the experts for a receptive
@@ -134,15 +142,21 @@ class Experts(keras.layers.Layer):
 
     def call(self, slots, training=None):
         _, num_experts, capacity, width = slots.shape
+        of_groups, of_experts = (
+            f"{self.path}/slots_of_groups",
+            f"{self.path}/slots_of_experts",
+        )
         # Experts first makes each bank one batched product. With the groups first,
         # compilers would transpose the hidden activations, several times as many.
+        # (E, G, C, D)
+        x = ops.transpose(constrain(slots, of_groups), (1, 0, 2, 3))
         # (E, G * C, D)
-        x = ops.transpose(slots, (1, 0, 2, 3))
-        x = ops.reshape(x, (num_experts, -1, width))
+        x = ops.reshape(constrain(x, of_experts), (num_experts, -1, width))
         x = self.dropout(gelu(self.intermediate_dense(x)), training=training)
         x = self.output_dense(x)
         x = ops.reshape(x, (num_experts, -1, capacity, width))
-        return ops.transpose(x, (1, 0, 2, 3))
+        x = ops.transpose(constrain(x, of_experts), (1, 0, 2, 3))
+        return constrain(x, of_groups)
 
     def compute_output_shape(self, slots_shape):
         return slots_shape

@@ -1,5 +1,7 @@
 """The mixture-of-experts layer: router, dispatch, experts, combine."""
 
+import warnings
+
 import keras
 from keras import ops
 
@@ -11,6 +13,7 @@ from keras_softmoe.layers.modalities import (
     layout,
     split,
 )
+from keras_softmoe.ops.placement import layout_of, num_parts
 from keras_softmoe.ops.routing import SlotRouting, combine, dispatch, to_dense
 from keras_softmoe.routers.router import Router
 from keras_softmoe.routers.soft import SoftRouter
@@ -135,6 +138,7 @@ class MoE(keras.layers.Layer):
     def call(self, inputs, training=None, return_decision=False):
         x = join(inputs)
         tokens, valid = self._group(x)
+        self._warn_of_split_groups(x.shape[0], tokens.shape[0])
         decision = self.router(
             tokens, valid=valid, training=training, **self._told(layout(inputs))
         )
@@ -147,6 +151,22 @@ class MoE(keras.layers.Layer):
         outputs = combine(slots, routing, num_tokens)
         outputs = split(self._ungroup(outputs, x), inputs)
         return (outputs, decision) if return_decision else outputs
+
+    def _warn_of_split_groups(self, batch, groups):
+        """Say so if images divide among devices, but groups of images do not."""
+        layout = layout_of(f"{self.experts.path}/slots_of_groups")
+        if layout is None or not (isinstance(batch, int) and isinstance(groups, int)):
+            return
+        parts = num_parts(layout.device_mesh, layout.axes[0])
+        if batch % parts == 0 and groups % parts:
+            warnings.warn(
+                f"A batch of {batch} images makes {groups} groups, which do not divide "
+                f"among {parts} devices: each of them routes all tokens of {self.path}."
+                f" The result is right, but slow. Received: group_images="
+                f"{self.group_images}. Use batches whose size is a multiple of "
+                "`group_images` times the number of devices.",
+                stacklevel=2,
+            )
 
     def _told(self, modalities):
         return {"modalities": modalities} if self.router.knows_modalities else {}

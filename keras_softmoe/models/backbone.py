@@ -1,9 +1,12 @@
 """What the backbones share: routers, presets, live settings."""
 
+import functools
+
 import keras
 import keras_hub
 
 from keras_softmoe import presets
+from keras_softmoe.converters.spread import load_in_pieces, save_by_one
 from keras_softmoe.models.live_routing import (
     LiveRouting,
     follows_routers,
@@ -70,13 +73,25 @@ class MoEBackbone(keras_hub.models.Backbone, LiveRouting):
     def save_to_preset(self, preset_dir, max_shard_size=10):
         """Save as a preset directory. If that fails, an existing one stays intact.
 
+        Where several processes share the model, all of them have to call this, and the
+        first one writes.
+
         Args:
             preset_dir: str, the directory.
             max_shard_size: int or float, the size in GB over which weights are split
                 into several files, or `None`.
         """
-        with presets.replaced_directory(preset_dir) as directory:
-            super().save_to_preset(directory, max_shard_size=max_shard_size)
+        save = functools.partial(super().save_to_preset, max_shard_size=max_shard_size)
+        save_by_one(save, lambda: presets.replaced_directory(preset_dir))
+
+    def load_weights(self, filepath, skip_mismatch=False, **kwargs):
+        load = functools.partial(
+            super().load_weights, filepath, skip_mismatch=skip_mismatch, **kwargs
+        )
+        if skip_mismatch or kwargs:
+            load()
+        else:
+            load_in_pieces(self, filepath, load)
 
     def default_lora_layer_names(self):
         """Layers that `enable_lora` adapts: attention, MLPs and expert banks."""

@@ -15,6 +15,7 @@ from keras_softmoe.models.contrastive_preprocessor import (
     TwoTowerPreprocessor,
     checked_captions,
 )
+from keras_softmoe.models.kept_weights import keeps_weights
 from keras_softmoe.models.limoe_backbone import LIMoEBackbone
 from keras_softmoe.models.live_routing import (
     LiveRouting,
@@ -93,6 +94,8 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
 
     def get_compile_config(self):
         config = super().get_compile_config()
+        if config is None:
+            return None
         metrics = "auto" if self._accuracies else None
         return {**config, "loss": self._loss_name, "metrics": metrics}
 
@@ -174,12 +177,12 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
                 trained.
         """
         validation_size = kwargs.pop("validation_batch_size", None) or batch_size
-        return super().fit(
-            self._batches(x, y, batch_size, shuffle, "fit"),
-            validation_data=self._validation(validation_data, validation_size),
-            shuffle=False,
-            **kwargs,
-        )
+        x = self._batches(x, y, batch_size, shuffle, "fit")
+        validation_data = self._validation(validation_data, validation_size)
+        with keeps_weights(self, trains=True):
+            return super().fit(
+                x, validation_data=validation_data, shuffle=False, **kwargs
+            )
 
     def evaluate(self, x=None, y=None, batch_size=None, **kwargs):
         """Loss (without balancing losses) and accuracies on pairs.
@@ -201,7 +204,8 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
             ValueError: as `fit`.
         """
         x = self._batches(x, y, batch_size, False, "evaluate")
-        return super().evaluate(x, **kwargs)
+        with keeps_weights(self, trains=False):
+            return super().evaluate(x, **kwargs)
 
     def _validation(self, data, batch_size):
         if isinstance(data, tuple):

@@ -2,6 +2,7 @@
 
 import functools
 
+from keras_softmoe.ops.placement import report_model
 from keras_softmoe.routers.limoe import LIMoERouter
 from keras_softmoe.routers.token_choice import TokenChoiceRouter
 
@@ -99,6 +100,7 @@ def _following(make_function, function):
     # Keras asks for these functions before each `fit`, `evaluate` and `predict`.
     @functools.wraps(make_function)
     def make(self, force=False):
+        report_model(self)
         return make_function(self, force or self.rerouted(function))
 
     return make

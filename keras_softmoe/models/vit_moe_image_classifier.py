@@ -1,5 +1,6 @@
 """Image classification: converter, preprocessor and task."""
 
+import functools
 import inspect
 
 import keras
@@ -7,6 +8,7 @@ import keras_hub
 import numpy as np
 
 from keras_softmoe import presets
+from keras_softmoe.converters.spread import save_by_one
 from keras_softmoe.models.arguments import check_images
 from keras_softmoe.models.live_routing import (
     LiveRouting,
@@ -228,13 +230,16 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
     def save_to_preset(self, preset_dir, max_shard_size=10):
         """Save as a preset directory. If that fails, an existing one stays intact.
 
+        Where several processes share the model, all of them have to call this, and the
+        first one writes.
+
         Args:
             preset_dir: str, the directory.
             max_shard_size: int or float, the size in GB over which weights are split
                 into several files, or `None`.
         """
-        with presets.replaced_directory(preset_dir) as directory:
-            super().save_to_preset(directory, max_shard_size=max_shard_size)
+        save = functools.partial(super().save_to_preset, max_shard_size=max_shard_size)
+        save_by_one(save, lambda: presets.replaced_directory(preset_dir))
 
     # KerasHub's two methods take the state of the optimizer for weights of the head. It
     # is twice the size of the model, and what it was saved for is lost anyway.

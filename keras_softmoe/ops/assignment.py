@@ -9,6 +9,8 @@ backend.
 import keras
 from keras import ops
 
+from keras_softmoe.ops.largest import top_indices
+
 PRIORITIES = ("position", "max", "sum", "pair", "random")
 
 
@@ -284,16 +286,3 @@ def _best_tokens(chosen, rank, keep_fraction, valid):
     before = ops.cast(ops.argsort(top_indices(rank, num_tokens), axis=-1), "int32")
     best = before < num_kept
     return best if valid is None else ops.logical_and(best, valid)
-
-
-def top_indices(scores, k):
-    """Indices of the `k` largest entries of the last axis, ties to the lower index.
-
-    `top_k` promises that order on JAX and TensorFlow. PyTorch's does not, its
-    stable sort does.
-    """
-    if keras.backend.backend() == "torch":
-        indices = ops.argsort(-scores, axis=-1)[..., :k]
-    else:
-        _, indices = ops.top_k(scores, k)
-    return ops.cast(indices, "int32")

@@ -9,6 +9,7 @@ import math
 from keras import ops
 
 from keras_softmoe.ops.assignment import check_num_selected_experts
+from keras_softmoe.ops.largest import top_values
 from keras_softmoe.ops.losses import mean_over_tokens
 
 # Keeps the logarithm and its derivative finite at zero, where x log x is zero.
@@ -79,7 +80,7 @@ def merged_entropy_loss(probs, num_selected_experts, valid=None):
     num_experts = probs.shape[-1]
     check_num_selected_experts(num_selected_experts, num_experts)
     # Both sums from the probabilities: one minus the other would lose a small one.
-    ranked = ops.top_k(probs, num_experts)[0]
+    ranked = top_values(probs, num_experts)
     chosen = ops.sum(ranked[..., :num_selected_experts], axis=-1)
     others = ops.sum(ranked[..., num_selected_experts:], axis=-1)
     entropy = _entropy(ops.stack([chosen, others], axis=-1), keepdims=True)

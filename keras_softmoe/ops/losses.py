@@ -5,6 +5,8 @@ Tokens whose `valid` is `False` are padding and count nowhere.
 
 from keras import ops
 
+from keras_softmoe.ops.largest import top_values
+
 
 def importance_loss(probs, valid=None):
     """Squared coefficient of variation of the experts' importance.
@@ -60,7 +62,7 @@ def load_loss(logits, noisy_logits, num_selected_experts, noise_std, valid=None)
         )
     logits, noisy_logits = map(ops.convert_to_tensor, (logits, noisy_logits))
     # (G, S, 1), what a logit has to reach to be chosen
-    largest = ops.top_k(noisy_logits, num_selected_experts)[0]
+    largest = top_values(noisy_logits, num_selected_experts)
     # Not `largest[..., -1:]`: XLA would replace `top_k` and the slice by a full sort.
     threshold = ops.min(largest, axis=-1, keepdims=True)
     chance = _normal_cdf((logits - threshold) / noise_std)

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
+from keras_softmoe.ops.placement import is_distributed
+
 
 class SlotRouting(NamedTuple):
     """Which token sits in which slot (the sparse view).
@@ -106,9 +108,12 @@ def dispatch(tokens, routing):
         # (G, E * C, D)
         slots = ops.einsum("gsp,gsd->gpd", weights, tokens)
         return ops.reshape(slots, (-1, num_experts, capacity, tokens.shape[-1]))
-    rows = ops.reshape(tokens, (-1, tokens.shape[-1]))
-    # (G, E, C, D)
-    slots = ops.take(rows, _row_of_slot(routing, tokens.shape[1]), axis=0)
+    if is_distributed():
+        slots = _take_in_groups(tokens, routing.token)
+    else:
+        rows = ops.reshape(tokens, (-1, tokens.shape[-1]))
+        # (G, E, C, D)
+        slots = ops.take(rows, _row_of_slot(routing, tokens.shape[1]), axis=0)
     return slots * ops.expand_dims(ops.cast(routing.filled, slots.dtype), -1)
 
 
@@ -131,13 +136,40 @@ def combine(outputs, routing, num_tokens):
         weights = _merge_slots(ops.cast(routing.combine, outputs.dtype))
         outputs = ops.reshape(outputs, (-1, num_experts * capacity, width))
         return ops.einsum("gsp,gpd->gsd", weights, outputs)
-    gate = ops.expand_dims(ops.cast(routing.gate, outputs.dtype), -1)
+    outputs = outputs * ops.expand_dims(ops.cast(routing.gate, outputs.dtype), -1)
+    if is_distributed():
+        return _add_in_groups(outputs, routing.token, num_tokens)
     rows = ops.segment_sum(
-        ops.reshape(outputs * gate, (-1, width)),
+        ops.reshape(outputs, (-1, width)),
         ops.reshape(_row_of_slot(routing, num_tokens), (-1,)),
         num_segments=ops.shape(outputs)[0] * num_tokens,
     )
     return ops.reshape(rows, (-1, num_tokens, width))
+
+
+# Rows of all groups in one matrix are fastest to take and to add up. But where groups
+# lie on different devices the compiler cannot see that each finds its rows at home, and
+# would hand all rows to every device. So there each group is indexed by itself.
+
+
+def _take_in_groups(tokens, token):
+    """`(G, E, C, D)` rows of `(G, S, D)` tokens at `(G, E, C)` indices."""
+    _, num_experts, capacity = token.shape
+    index = ops.reshape(token, (-1, num_experts * capacity, 1))
+    slots = ops.take_along_axis(tokens, index, axis=1)
+    return ops.reshape(slots, (-1, num_experts, capacity, tokens.shape[-1]))
+
+
+def _add_in_groups(outputs, token, num_tokens):
+    """`(G, S, D)` sums of `(G, E, C, D)` outputs at `(G, E, C)` indices."""
+    _, num_experts, capacity, width = outputs.shape
+    num_slots = num_experts * capacity
+
+    def add(group):
+        return ops.segment_sum(*group, num_segments=num_tokens)
+
+    outputs = ops.reshape(outputs, (-1, num_slots, width))
+    return ops.vectorized_map(add, (outputs, ops.reshape(token, (-1, num_slots))))
 
 
 def _merge_slots(weights):

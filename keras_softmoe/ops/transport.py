@@ -7,6 +7,8 @@ every expert receives `S / E`, so no expert can be everybody's favourite. Paddin
 
 from keras import ops
 
+from keras_softmoe.ops.largest import top_values
+
 # Stands for minus infinity where a true one would turn into NaN (inf - inf).
 _NEVER = -1e30
 
@@ -142,7 +144,7 @@ def _project(points, k):
     Ties for the last non-zero go to the lower index.
     """
     # (..., k), descending
-    largest = ops.top_k(points, k)[0]
+    largest = top_values(points, k)
     counts = ops.arange(1, k + 1, dtype=points.dtype)
     # The simplex threshold is the largest of these candidates.
     threshold = ops.max(

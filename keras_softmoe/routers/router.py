@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
+from keras_softmoe.ops.placement import check_num_experts
 from keras_softmoe.ops.routing import SlotRouting, combine
 
 
@@ -41,7 +42,8 @@ class Router(keras.layers.Layer):
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
     Raises:
-        ValueError: if `num_experts` is under one.
+        ValueError: if `num_experts` is under one, or the devices over which experts are
+            spread do not divide it.
     """
 
     # Arguments of the constructor that may change later.
@@ -58,6 +60,7 @@ class Router(keras.layers.Layer):
                 "A router needs at least one expert. `num_experts` must be a positive "
                 f"integer. Received: num_experts={num_experts}."
             )
+        check_num_experts(num_experts)
         kwargs["dtype"] = "float32"
         super().__init__(**kwargs)
         self.num_experts = num_experts

@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_softmoe.ops.placement import assemble, report_built
 from keras_softmoe.ops.routing import DenseRouting
 from keras_softmoe.routers.router import Decision, Router, softmax
 
@@ -109,6 +110,7 @@ class SoftRouter(Router):
         )
         if self.normalize:
             self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+        report_built(self)
 
     def call(self, tokens, valid=None, training=False):
         summary = {"auxiliary_loss": ops.zeros_like(tokens[:, 0, 0])}
@@ -129,7 +131,10 @@ class SoftRouter(Router):
 
     def _logits(self, tokens, training):
         # (D, E * C)
-        mu = ops.reshape(self.mu, (self.mu.shape[0], -1))
+        mu = assemble(
+            ops.convert_to_tensor(self.mu), 1, f"{self.path}/mu_of_all_experts"
+        )
+        mu = ops.reshape(mu, (self.mu.shape[0], -1))
         if self.normalize:
             mu = mu * (self.scale * _inverse_norm(mu, axis=0))
         logits = ops.matmul(tokens, mu)

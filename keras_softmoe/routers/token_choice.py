@@ -8,8 +8,8 @@ from keras_softmoe.ops.assignment import (
     check_num_selected_experts,
     check_priority,
     token_choice,
-    top_indices,
 )
+from keras_softmoe.ops.largest import top_indices
 from keras_softmoe.ops.losses import gshard_loss, importance_loss, load_loss
 from keras_softmoe.ops.transport import sinkhorn_plan
 from keras_softmoe.routers.router import softmax

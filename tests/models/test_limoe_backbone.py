@@ -118,40 +118,35 @@ def test_no_leakage(changed, other):
     assert np.abs(difference).max() > 1e-2
 
 
-def test_each_half_alone_is_the_same_with_room_for_all():
-    model = tiny_limoe.backbone(router=AMPLE)
-    expected = as_numpy(model(pairs()))
-    halves = {
-        "image": (model.image_encoder, pairs()["images"]),
-        "text": (model.text_encoder, pairs()["token_ids"]),
-    }
-    for modality, (encoder, inputs) in halves.items():
-        outputs = as_numpy(encoder(inputs))
-        names = [f"{modality}_sequence_output", EMBEDDINGS[modality]]
-        assert sorted(outputs) == sorted(names)
-        assert_close(outputs, {name: expected[name] for name in names})
-    # They are the backbone's own weights, and made once.
-    assert model.image_encoder is model.image_encoder
+def test_encoders_are_the_backbone_itself():
+    # (What they compute is compared with pairs in `test_contrastive.py`.)
+    model = tiny_limoe.backbone()
     weights = {id(w) for w in model.weights}
-    assert {id(w) for w in model.text_encoder.weights} <= weights
+    for modality in ("image", "text"):
+        encoder = getattr(model, f"{modality}_encoder")
+        assert getattr(model, f"{modality}_encoder") is encoder
+        assert sorted(encoder.output) == [
+            EMBEDDINGS[modality],
+            f"{modality}_sequence_output",
+        ]
+        assert {id(w) for w in encoder.weights} <= weights
+        assert list(encoder.routers.values()) == list(model.routers.values())
     assert len(model.weights) == len(weights)
 
 
-@pytest.mark.parametrize("group_images", [2, None])
-def test_any_batch_size(group_images):
-    model = tiny_limoe.backbone(group_images=group_images)
+def test_any_batch_size():
+    model = tiny_limoe.backbone()
     x = pairs()
-    if group_images is None:
-        # One group of all: known when traced, so full batches work everywhere.
-        grouped = tiny_limoe.backbone(group_images=BATCH)
-        expected = as_numpy(grouped(x))
-        assert_close(tiny.predict(model, x, batch_size=BATCH), expected)
-        return
     expected = as_numpy(model(x))
     # A full group and half a group; a batch of one.
     assert_close(tiny.predict(model, x, batch_size=2), expected)
-    alone = tiny.predict(model, {k: v[2:] for k, v in x.items()}, batch_size=1)
-    assert_close(alone, {k: v[2:] for k, v in expected.items()})
+
+
+def test_whole_batch_is_one_group():
+    # Its size is known when traced, so full batches work on every backend.
+    model = tiny_limoe.backbone(router=AMPLE, group_images=None)
+    expected = tiny_limoe.backbone(router=AMPLE)(pairs())
+    assert_close(tiny.predict(model, pairs(), batch_size=BATCH), as_numpy(expected))
 
 
 # === Decisions ===

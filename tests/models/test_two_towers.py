@@ -6,7 +6,6 @@ import pytest
 
 from keras_softmoe import models, routers
 from keras_softmoe.layers.pooling import TEXT_POOLINGS
-from tests import twins
 from tests.layers.common import randomize
 from tests.models import tiny, tiny_limoe
 from tests.models.tiny_limoe import BATCH, LENGTH, VOCABULARY_SIZE, as_numpy, pairs
@@ -157,24 +156,21 @@ def test_outputs(dims):
 
 
 def test_losses_of_both_towers_are_trained():
-    model = models.TwoTowerContrastive(towers(moe(QUIET), moe(QUIET)))
+    # Where a router's logits are all zero, its z-loss is log(E) squared.
+    image, text = (
+        routers.SoftmaxTokenChoiceRouter(4, noise_std=0.0, z_loss_weight=weight)
+        for weight in (1.0, 0.5)
+    )
+    backbone = towers(moe(image), moe(text))
+    for router in backbone.routers.values():
+        router.kernel.assign(np.zeros(router.kernel.shape))
+    model = models.TwoTowerContrastive(backbone)
     model.compile(keras.optimizers.SGD(0.0))
     x = pairs()
-    expected = tiny_limoe.softmax_loss(model(x))
     loss = model.evaluate(x, verbose=0, return_dict=True)["loss"]
-    np.testing.assert_allclose(loss, expected, rtol=2e-5)
-    image = model.backbone.image_backbone
-    decision = image.route(x["images"])[0]
-    expected += twins.importance_loss(
-        twins.softmax(to_numpy(decision.summary["logits"]))
-    ).mean()
-    text = model.backbone.text_backbone
-    tokens = text.get_layer("token_embedding")(x["token_ids"])
-    _, decision = text.blocks[0](tokens, return_decision=True)
-    expected += twins.importance_loss(
-        twins.softmax(to_numpy(decision.summary["logits"]))
-    ).mean()
+    np.testing.assert_allclose(loss, tiny_limoe.softmax_loss(model(x)), rtol=2e-5)
     history = model.fit(x["images"], x["token_ids"], shuffle=False, verbose=0).history
+    expected = loss + 1.5 * np.log(4.0) ** 2
     np.testing.assert_allclose(history["loss"][0], expected, rtol=2e-5)
 
 
@@ -202,19 +198,6 @@ def test_frozen_image_tower():
     for weight, old in zip(text, learned, strict=True):
         if not weight.path.endswith("key/bias"):
             assert np.abs(to_numpy(weight) - old).max() > 0, weight.path
-    # Trainable, it has them all.
-    thawed = towers(
-        {**moe(NOISY), "dropout_rate": 0.5},
-        {"dropout_rate": 0.0},
-        text_projection_dim=WIDTH,
-    )
-    thawed.set_weights(backbone.get_weights())
-    one, other = (
-        to_numpy(thawed(x, training=training)["image_embedding"])
-        for training in (True, False)
-    )
-    assert np.abs(one - other).max() > 1e-2
-    assert thawed.image_backbone.trainable_weights
 
 
 @pytest.mark.parametrize("freeze_image", [False, True])

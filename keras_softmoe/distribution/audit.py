@@ -1,0 +1,345 @@
+"""Where the variables of a model really lie, and what is wrong with that."""
+
+import re
+from typing import NamedTuple
+
+import keras
+import numpy as np
+
+from keras_softmoe.distribution.layouts import is_known
+from keras_softmoe.layers.feedforward import Experts
+from keras_softmoe.ops.placement import num_parts
+from keras_softmoe.routers.soft import SoftRouter
+
+# What `Experts` asks a layout for when it is called.
+_SLOTS = ("slots_of_groups", "slots_of_experts")
+
+
+class PlacementError(ValueError):
+    """Variables do not lie on the devices as they should.
+
+    Attributes:
+        audit: the `Audit` that found it, or `None`.
+    """
+
+    audit = None
+
+
+class Placed(NamedTuple):
+    """Where one variable lies.
+
+    Attributes:
+        path: str.
+        shape: tuple of int.
+        dtype: str.
+        axes: tuple with, for each axis, the axis of the mesh that cuts it by the rules,
+            a tuple of several, or `None`.
+        piece: tuple of int, the shape of what one device really holds.
+        is_expert: bool, whether the variable belongs to experts, each of which should
+            be on few devices.
+    """
+
+    path: str
+    shape: tuple
+    dtype: str
+    axes: tuple
+    piece: tuple
+    is_expert: bool
+
+    @property
+    def bytes_per_device(self):
+        return int(np.prod(self.piece, dtype=np.int64)) * _item_size(self.dtype)
+
+    @property
+    def total_bytes(self):
+        """Bytes of one copy."""
+        return int(np.prod(self.shape, dtype=np.int64)) * _item_size(self.dtype)
+
+
+class Audit(NamedTuple):
+    """Where all variables of a model lie. Prints as a table.
+
+    Attributes:
+        rows: tuple of `Placed`: variables of the model, then of its optimizer.
+        problems: tuple of str.
+    """
+
+    rows: tuple
+    problems: tuple
+
+    @property
+    def bytes_per_device(self):
+        """Int, what one device holds."""
+        return sum(row.bytes_per_device for row in self.rows)
+
+    @property
+    def expert_bytes_per_device(self):
+        """Int, what one device holds of the experts."""
+        return sum(row.bytes_per_device for row in self.rows if row.is_expert)
+
+    @property
+    def total_bytes(self):
+        """Int, one copy of everything."""
+        return sum(row.total_bytes for row in self.rows)
+
+    def __str__(self):
+        lines = [("variable", "shape", "layout", "bytes per device", "total")]
+        for row in self.rows:
+            lines.append(
+                (
+                    row.path,
+                    " x ".join(map(str, row.shape)) or "-",
+                    _describe(row.axes),
+                    f"{row.bytes_per_device:,}",
+                    f"{row.total_bytes:,}",
+                )
+            )
+        lines.append(
+            ("sum", "", "", f"{self.bytes_per_device:,}", f"{self.total_bytes:,}")
+        )
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = [
+            f"{path:{widths[0]}}  {shape:{widths[1]}}  {layout:{widths[2]}}"
+            f"  {piece:>{widths[3]}}  {total:>{widths[4]}}"
+            for path, shape, layout, piece, total in lines
+        ]
+        text.insert(1, "-" * len(text[0]))
+        text.insert(-1, text[1])
+        return "\n".join([*text, *(f"PROBLEM: {problem}" for problem in self.problems)])
+
+
+def audit(model, distribution=None):
+    """Look where the variables of a model lie, and refuse what is wrong.
+
+    The table says what each device really holds. Everything may lie whole on every
+    device except what belongs to experts: their kernels and biases, the slot parameters
+    of soft routers, and the moments that an optimizer keeps of those. (The row and
+    column sums of Adafactor belong to no variable by name. They may too: they are an
+    expert's width or hidden width in size.)
+
+    Args:
+        model: `keras.Model` or layer that is built. For the optimizer's variables to be
+            looked at, they have to exist: call `model.optimizer.build(
+            model.trainable_variables)`, or train a step.
+        distribution: the `keras.distribution.Distribution` whose rules are compared
+            with; the active one if `None`.
+
+    Returns:
+        `Audit`. Under a `DataParallel`, where everything lies whole on purpose, there
+        are no problems.
+
+    Raises:
+        PlacementError: naming every expert variable or moment that lies whole on each
+            device, every variable that lies otherwise than its rule says, every number
+            of experts that the devices do not divide, every rule that matches nothing,
+            every path that several rules match, and every layer whose slots no rule
+            lays out.
+        ValueError: if no distribution is given and none is active.
+
+    Example:
+
+    >>> with ksm.distribution.expert_parallel().scope():
+    ...     model = make_model()
+    >>> print(ksm.distribution.audit(model, distribution))
+    """
+    if distribution is None:
+        distribution = keras.distribution.distribution()
+    if distribution is None:
+        raise ValueError(
+            "There is no distribution to compare with. Call `audit` under the one that "
+            "the model was built under (`with distribution.scope():`), or pass it: "
+            "`audit(model, distribution)`. Received: distribution=None."
+        )
+    layout_map = getattr(distribution, "_layout_map", None)
+    found = _Findings(distribution, layout_map)
+    for layer in _layers(model):
+        found.look_at_layer(layer)
+    moments = getattr(getattr(model, "optimizer", None), "variables", ())
+    found.look_at_variables(model.variables, moments)
+    if layout_map is not None:
+        found.look_at_rules()
+    result = Audit(tuple(found.rows), tuple(found.problems))
+    _raise_for(result)
+    return result
+
+
+def check_layer(layer, distribution):
+    """Raise `PlacementError` if variables of one layer lie where they should not."""
+    found = _Findings(distribution, distribution.layout_map)
+    found.look_at_layer(layer)
+    found.look_at_variables(layer.variables)
+    _raise_for(Audit(tuple(found.rows), tuple(found.problems)))
+
+
+def check_rules(layout_map, used_keys):
+    """Raise `PlacementError` if rules that are not ours were never used."""
+    unused = [key for key in layout_map if key not in used_keys and not is_known(key)]
+    if unused:
+        raise PlacementError(_unmatched(unused))
+
+
+def matching_keys(layout_map, path):
+    """The keys of a layout map that match a path; its own, if it is one."""
+    # Not `path in layout_map`, which is true for every path.
+    keys = list(layout_map)
+    return [path] if path in keys else [key for key in keys if re.fullmatch(key, path)]
+
+
+class _Findings:
+    """Rows and problems, as they are collected."""
+
+    def __init__(self, distribution, layout_map):
+        self.distribution = distribution
+        self.layout_map = layout_map
+        self.rows, self.problems = [], []
+        # Axis along which experts are counted, by the `id` of the variable.
+        self.expert_axes = {}
+        self.paths = set()
+
+    def look_at_layer(self, layer):
+        self.paths.update((f"{layer.path}/output", f"{layer.name}/output"))
+        if isinstance(layer, SoftRouter):
+            self.paths.add(f"{layer.path}/mu_of_all_experts")
+            if hasattr(layer, "mu"):
+                self.expert_axes[id(layer.mu)] = 1
+        elif isinstance(layer, Experts):
+            for variable in layer.variables:
+                # LoRA's second factor belongs to all experts.
+                shared = variable.path.endswith("lora_kernel_b")
+                if len(variable.shape) > 1 and not shared:
+                    self.expert_axes[id(variable)] = 0
+            for name in _SLOTS:
+                self._look_at_slots(f"{layer.path}/{name}")
+
+    def _look_at_slots(self, path):
+        self.paths.add(path)
+        if self.layout_map is not None and not self._keys(path):
+            self.problems.append(
+                f"No rule lays out {path!r}: every slot would be gathered on every "
+                "device. Take `ksm.distribution.layout_map` as it is."
+            )
+
+    def look_at_variables(self, variables, moments=()):
+        references = {v.path.replace("/", "_"): v for v in variables}
+        for variable in variables:
+            self.paths.add(variable.path)
+            self._look_at(variable, variable)
+        for moment in moments:
+            self.paths.add(moment.path)
+            self._look_at(moment, _reference(moment, references))
+
+    def _look_at(self, variable, reference):
+        layout = None
+        if reference is not None and self.layout_map is not None:
+            keys = self._keys(reference.path)
+            layout = self.layout_map[keys[0]] if len(keys) == 1 else None
+        shape, piece = tuple(variable.shape), _piece(variable)
+        axes = (None,) * len(shape) if layout is None else tuple(layout.axes)
+        expert_axis = self.expert_axes.get(id(reference))
+        is_expert = expert_axis is not None
+        dtype = keras.backend.standardize_dtype(variable.dtype)
+        self.rows.append(Placed(variable.path, shape, dtype, axes, piece, is_expert))
+        if self.layout_map is None:
+            return
+        received = f"{variable.path!r} {shape}"
+        if is_expert and self._is_whole(shape[expert_axis], piece[expert_axis]):
+            why = "no rule matches its path."
+            if layout is not None:
+                why = f"its rule, {axes}, does not cut that axis."
+                if axes[expert_axis] is not None:
+                    why = f"it was not made under its rule, {axes}."
+            self.problems.append(
+                f"{received} belongs to experts and lies whole on every device: {why}"
+            )
+        elif layout is not None and len(axes) != len(shape):
+            self.problems.append(f"{received} has a rule for {len(axes)} axes: {axes}.")
+        elif layout is not None:
+            parts = [num_parts(layout.device_mesh, axis) for axis in axes]
+            if any(size % n for size, n in zip(shape, parts, strict=True)):
+                self.problems.append(
+                    f"{received} cannot be cut into {parts} equal parts by {axes}."
+                )
+            elif piece != tuple(s // n for s, n in zip(shape, parts, strict=True)):
+                self.problems.append(
+                    f"{received} lies in pieces of {piece}, not as its rule {axes} "
+                    "says. Build the model, and compile it, under the distribution."
+                )
+
+    def _is_whole(self, size, piece):
+        shards = getattr(self.distribution, "num_expert_shards", None)
+        if shards is None:
+            return piece == size and self.distribution.device_mesh.devices.size > 1
+        return piece == size and shards > 1
+
+    def _keys(self, path):
+        keys = matching_keys(self.layout_map, path)
+        if len(keys) > 1:
+            self.problems.append(
+                f"Several rules match {path!r}: {', '.join(map(repr, keys))}."
+            )
+        return keys
+
+    def look_at_rules(self):
+        unused = [
+            key
+            for key in self.layout_map
+            if not is_known(key)
+            and not any(matching_keys({key: None}, path) for path in self.paths)
+        ]
+        if unused:
+            self.problems.append(_unmatched(unused))
+
+
+def _raise_for(result):
+    if result.problems:
+        error = PlacementError(
+            "Variables do not lie on the devices as they should:\n"
+            + "\n".join(f"- {problem}" for problem in result.problems)
+            + "\nRules have to match whole paths. Compare with "
+            "`[v.path for v in model.variables]` and `ksm.distribution.layout_map`."
+        )
+        error.audit = result
+        raise error
+
+
+def _unmatched(keys):
+    return (
+        f"Nothing has a path that these rules match: {', '.join(map(repr, keys))}. A "
+        "rule that matches nothing leaves its variable whole on every device."
+    )
+
+
+def _reference(moment, references):
+    """The variable of which an optimizer's variable is a moment, by its name."""
+    name = moment.path.rpartition("/")[2]
+    matches = [
+        path
+        for path, variable in references.items()
+        if name.startswith(f"{path}_") and tuple(variable.shape) == tuple(moment.shape)
+    ]
+    return references[max(matches, key=len)] if matches else None
+
+
+def _piece(variable):
+    """The shape of what one device holds of a variable."""
+    value, shape = variable.value, tuple(variable.shape)
+    if hasattr(value, "sharding"):
+        return tuple(value.sharding.shard_shape(shape))
+    if hasattr(value, "to_local"):
+        return tuple(value.to_local().shape)
+    return shape
+
+
+def _layers(model):
+    return list(model._flatten_layers())
+
+
+def _describe(axes):
+    if not any(axes):
+        return "whole"
+    names = ["+".join(a) if isinstance(a, tuple) else a or "-" for a in axes]
+    return ", ".join(names)
+
+
+def _item_size(dtype):
+    return np.dtype(dtype).itemsize if dtype != "bfloat16" else 2

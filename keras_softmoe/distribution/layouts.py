@@ -1,0 +1,169 @@
+"""Which axis of which variable lies on which axis of the mesh, as data.
+
+A layout map names variables by regular expressions that have to match their whole path.
+One that matches nothing replicates its variable on every device, without a word. So the
+rules below are written against the paths that the layers of this library really have
+(in the comments, with the shapes of a model of width D), and `audit` compares.
+
+The values name roles, which `Roles` turns into axes of a mesh:
+
+- `experts`: the axis along which experts are spread
+- `images`: the axes along which the batch, and so groups of images, are cut
+- `replicas`: of those, the ones along which experts are repeated
+- `width`: the axis along which dense kernels are cut, if they are
+"""
+
+from typing import NamedTuple
+
+import keras
+
+EXPERTS, IMAGES, REPLICAS, WIDTH = "experts", "images", "replicas", "width"
+
+BATCH_AXIS, EXPERT_AXIS = "batch", "expert"
+
+_BANK = r"(.*/)?[^/]*experts[^/]*/(intermediate|output)_dense"
+_ROUTER = r"(.*/)?[^/]*router[^/]*"
+_EXPERTS = r"(.*/)?[^/]*experts[^/]*"
+
+EXPERT_RULES = {
+    # block_1/moe/experts/intermediate_dense/kernel (E, D, H)
+    # block_1/moe/experts/output_dense/kernel (E, H, D)
+    # my_model/soft_mo_e/moe/experts/intermediate_dense/kernel (E, D, H)
+    rf"{_BANK}/kernel": (EXPERTS, None, None),
+    # block_1/moe/experts/intermediate_dense/bias (E, 1, H)
+    # block_1/moe/experts/output_dense/bias (E, 1, D)
+    rf"{_BANK}/bias": (EXPERTS, None, None),
+    # After `quantize("int8")`:
+    # block_1/moe/experts/intermediate_dense/kernel_scale (E, 1, H)
+    rf"{_BANK}/kernel_scale": (EXPERTS, None, None),
+    # After `enable_lora(rank)`; the other factor, (rank, H), belongs to all experts:
+    # block_1/moe/experts/intermediate_dense/lora_kernel_a (E, D, rank)
+    rf"{_BANK}/lora_kernel_a": (EXPERTS, None, None),
+    # block_1/moe/router/mu (D, E, C), of a soft router
+    rf"{_ROUTER}/mu": (None, EXPERTS, None),
+}
+
+# Tensors that the layers ask a layout for while they compute.
+TENSOR_RULES = {
+    # block_1/moe/experts/slots_of_groups (G, E, C, D)
+    rf"{_EXPERTS}/slots_of_groups": (IMAGES, None, None, None),
+    # block_1/moe/experts/slots_of_experts (E, G, C, D)
+    rf"{_EXPERTS}/slots_of_experts": (EXPERTS, REPLICAS, None, None),
+    # block_1/moe/router/mu_of_all_experts (D, E, C)
+    rf"{_ROUTER}/mu_of_all_experts": (None, None, None),
+}
+
+# Each is cut along the width of a token. Vectors are too small to be worth it.
+DENSE_RULES = {
+    # patch_embedding/projection/kernel (height, width, channels, D)
+    r"(.*/)?patch_embedding/projection/kernel": (None, None, None, WIDTH),
+    # token_embedding/token_embedding/embeddings (vocabulary, D)
+    r"(.*/)?token_embedding/token_embedding/embeddings": (None, WIDTH),
+    # block_0/attention/query/kernel (D, heads, D / heads), also in attention_pooling
+    r"(.*/)?attention/(query|key|value)/kernel": (WIDTH, None, None),
+    # block_0/attention/attention_output/kernel (heads, D / heads, D)
+    r"(.*/)?attention/attention_output/kernel": (None, None, WIDTH),
+    # block_0/mlp/intermediate_dense/kernel (D, H)
+    r"(.*/)?mlp/intermediate_dense/kernel": (WIDTH, None),
+    # block_0/mlp/output_dense/kernel (H, D)
+    r"(.*/)?mlp/output_dense/kernel": (None, WIDTH),
+}
+
+
+class JointLayout(keras.distribution.TensorLayout):
+    """A layout in which several axes of the mesh may cut one axis of a tensor.
+
+    Args:
+        axes: tuple with a str, a tuple of str, or `None` for each axis of the tensor.
+        device_mesh: `keras.distribution.DeviceMesh`.
+
+    Raises:
+        ValueError: if the mesh has no axis of such a name.
+    """
+
+    def __init__(self, axes, device_mesh=None):
+        names = [name for axis in axes for name in _names(axis)]
+        # Keras checks the names, and knows them one by one only.
+        super().__init__(names, device_mesh)
+        self._joint_axes = tuple(axes)
+
+    @property
+    def axes(self):
+        return self._joint_axes
+
+
+class Roles(NamedTuple):
+    """The axes of a mesh that play the roles of the rules.
+
+    Attributes:
+        experts: str.
+        images: str, or tuple of str.
+        replicas: str or `None`.
+        width: str.
+    """
+
+    experts: str
+    images: str | tuple
+    replicas: str | None
+    width: str
+
+    def layout(self, axes, device_mesh):
+        """The `TensorLayout` of axes that are named by their roles."""
+        axes = [None if role is None else getattr(self, role) for role in axes]
+        joint = any(isinstance(axis, tuple) for axis in axes)
+        layout = JointLayout if joint else keras.distribution.TensorLayout
+        return layout(tuple(axes), device_mesh)
+
+
+# The papers' placement: one axis carries both the batch and the experts.
+ONE_AXIS = Roles(BATCH_AXIS, BATCH_AXIS, None, BATCH_AXIS)
+
+# Experts are spread along one axis and repeated along the other; the batch takes both.
+TWO_AXES = Roles(EXPERT_AXIS, (BATCH_AXIS, EXPERT_AXIS), BATCH_AXIS, BATCH_AXIS)
+
+
+def layout_map(device_mesh, shard_dense=False, layouts=None):
+    """The layout map of the models and layers of this library for a mesh.
+
+    Args:
+        device_mesh: `keras.distribution.DeviceMesh` with an axis `"batch"`, which
+            carries the experts as well, or with `"batch"` and `"expert"`.
+        shard_dense: bool, whether the kernels of the dense part are cut, along the
+            width of a token over the axis `"batch"`.
+        layouts: optional dict from a regular expression for whole paths to a tuple of
+            axes of the mesh, in addition to the rules of this library. Under a key of
+            theirs it takes their place.
+
+    Returns:
+        `keras.distribution.LayoutMap`.
+
+    Example:
+
+    >>> mesh = keras.distribution.DeviceMesh((8,), ["batch"])
+    >>> layouts = ksm.distribution.layout_map(mesh)
+    >>> layouts["block_1/moe/experts/output_dense/kernel"].axes
+    ('batch', None, None)
+    """
+    roles = TWO_AXES if EXPERT_AXIS in device_mesh.axis_names else ONE_AXIS
+    rules = EXPERT_RULES | TENSOR_RULES | (DENSE_RULES if shard_dense else {})
+    result = keras.distribution.LayoutMap(device_mesh)
+    for path, axes in rules.items():
+        if path not in (layouts or {}):
+            result[path] = roles.layout(axes, device_mesh)
+    for path, axes in (layouts or {}).items():
+        joint = any(isinstance(axis, tuple) for axis in axes)
+        layout = JointLayout if joint else keras.distribution.TensorLayout
+        result[path] = layout(tuple(axes), device_mesh)
+    return result
+
+
+def is_known(path):
+    """Whether a key of a layout map is a rule of this library.
+
+    Such a rule may find nothing: a model has not all kinds of layers.
+    """
+    return path in EXPERT_RULES or path in TENSOR_RULES or path in DENSE_RULES
+
+
+def _names(axis):
+    return axis if isinstance(axis, tuple) else (axis,)

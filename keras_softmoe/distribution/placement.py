@@ -1,0 +1,308 @@
+"""Distributions that place experts, and replicas of whole models."""
+
+import keras
+
+from keras_softmoe.distribution.audit import (
+    PlacementError,
+    audit,
+    check_layer,
+    check_rules,
+    matching_keys,
+)
+from keras_softmoe.distribution.backends import check_backend, check_two_axes
+from keras_softmoe.distribution.batches import EachBatch, lay_out_each_batch
+from keras_softmoe.distribution.layouts import (
+    BATCH_AXIS,
+    EXPERT_AXIS,
+    ONE_AXIS,
+    TWO_AXES,
+    JointLayout,
+    layout_map,
+)
+from keras_softmoe.ops.placement import num_parts
+
+
+def expert_parallel(
+    mesh_shape=None,
+    devices=None,
+    shard_dense=False,
+    layouts=None,
+    auto_shard_dataset=True,
+):
+    """Spread the experts of mixtures over many devices.
+
+    By default one axis of the mesh carries both the batch and the experts, as in the
+    papers: with `n` devices each has `1 / n` of the images and of every layer's
+    experts, and all of the rest. Where a layer mixes experts the slots travel to the
+    experts and back, by two all-to-alls forward and two backward; expert weights never
+    move. Optimizer moments lie where their variables lie.
+
+    What is built under the distribution is looked at: an expert variable or moment that
+    lies whole on every device, and a rule that matches nothing, are errors and not
+    silent, see `audit`. Of any model the layers are checked when they are built, and
+    the rules when data first flows. The models of this library are checked as a whole,
+    moments included, before each `fit`, `evaluate` or `predict`; for your own call
+    `audit(model)`.
+
+    Groups of several images must divide among the devices: with `n` devices a batch of
+    at least `n * group_images` images, or all tokens are gathered and a warning says
+    so. The last batch may be of any size.
+
+    Args:
+        mesh_shape: `None`, or `(batch, experts)`: a mesh in which the experts are
+            spread over `experts` devices and repeated `batch` times, and the batch is
+            divided among all `batch * experts` devices. For more devices than experts,
+            or slow connections between hosts: the second axis counts neighbours.
+        devices: sequence of str, for example `["cpu:0", "cpu:1"]`. All that
+            `keras.distribution.list_devices()` lists if `None`.
+        shard_dense: bool, whether the kernels of attention, dense MLPs and embeddings
+            are cut as well, along the width of a token over the batch axis. They are
+            gathered where they are needed: for models whose dense part is large.
+        layouts: optional dict from a regular expression, which must match the whole
+            path of a variable, to a tuple of axes of the mesh (`"batch"`, `"expert"`,
+            or `None`), one for each axis of the variable: rules in addition to those of
+            this library, or in place of one under the same key.
+        auto_shard_dataset: bool, whether several processes share out each batch of a
+            `tf.data.Dataset`. `False` if each feeds rows of its own.
+
+    Returns:
+        `keras.distribution.ModelParallel`. Use it with `keras.distribution.
+        set_distribution(...)` or `with ....scope():` while the model is built, trained
+        and used.
+
+    Raises:
+        ValueError: if `mesh_shape` does not fit the devices, or a rule is given twice.
+        NotImplementedError: if the installed Keras cannot do it on this backend.
+
+    Under it, building raises `PlacementError` for a number of experts that the devices
+    do not divide, before any weight is made.
+
+    Source: V-MoE, section 2 and appendix B ("expert parallelism"); Soft MoE, appendix
+    on distributed training; GShard (Lepikhin et al. 2020), section 3.
+
+    Example:
+
+    >>> # XLA_FLAGS=--xla_force_host_platform_device_count=8 KERAS_BACKEND=jax
+    >>> distribution = ksm.distribution.expert_parallel()
+    >>> keras.distribution.set_distribution(distribution)
+    >>> model = ksm.models.ViTMoEBackbone.from_preset(
+    ...     "soft_moe_tiny_patch4_16e_32_glyphs"
+    ... )
+    >>> print(ksm.distribution.audit(model))
+    """
+    check_backend("Spreading experts over devices")
+    devices = _devices(devices)
+    if mesh_shape is None:
+        mesh = keras.distribution.DeviceMesh((len(devices),), [BATCH_AXIS], devices)
+    else:
+        mesh_shape = _check_mesh_shape(mesh_shape, len(devices))
+        check_two_axes()
+        mesh = keras.distribution.DeviceMesh(
+            mesh_shape, [BATCH_AXIS, EXPERT_AXIS], devices
+        )
+    return ExpertParallel(
+        layout_map(mesh, shard_dense, layouts), auto_shard_dataset=auto_shard_dataset
+    )
+
+
+def data_parallel(devices=None, auto_shard_dataset=True):
+    """Train replicas of a model, one on each device, with a share of each batch.
+
+    `keras.distribution.DataParallel`, of which the last batch may be of any size and
+    several processes share out each batch evenly. Routing stays on the devices: no
+    tokens are exchanged, provided that groups of several images divide among them.
+
+    Args:
+        devices: sequence of str. All that `keras.distribution.list_devices()` lists if
+            `None`.
+        auto_shard_dataset: see `expert_parallel`.
+
+    Returns:
+        `keras.distribution.DataParallel`.
+
+    Raises:
+        NotImplementedError: if the installed Keras cannot do it on this backend.
+
+    Example:
+
+    >>> with ksm.distribution.data_parallel().scope():
+    ...     model = make_model()
+    ...     model.fit(dataset)
+    """
+    check_backend("Training replicas through `keras.distribution`")
+    devices = _devices(devices)
+    mesh = keras.distribution.DeviceMesh((len(devices),), [BATCH_AXIS], devices)
+    return ReplicaParallel(mesh, auto_shard_dataset=auto_shard_dataset)
+
+
+class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
+    """What `expert_parallel` returns.
+
+    Args:
+        layout_map: `keras.distribution.LayoutMap` as `layout_map` makes it.
+        auto_shard_dataset: see `expert_parallel`.
+    """
+
+    def __init__(self, layout_map, auto_shard_dataset=True):
+        super().__init__(
+            layout_map=layout_map,
+            batch_dim_name=BATCH_AXIS,
+            auto_shard_dataset=auto_shard_dataset,
+        )
+        self.layout_map = layout_map
+        roles = TWO_AXES if EXPERT_AXIS in self.device_mesh.axis_names else ONE_AXIS
+        self.batch_axes = roles.images
+        self.num_expert_shards = num_parts(self.device_mesh, roles.experts)
+        self._used_keys = set()
+        # From the name that an optimizer gives to the moments of a variable.
+        self._layout_of_moments = {}
+        lay_out_each_batch()
+
+    @property
+    def process_id(self):
+        """Int, which of the processes this one is."""
+        return self._process_id
+
+    @property
+    def num_model_replicas(self):
+        """Int, into how many parts a batch is divided."""
+        return self.num_devices
+
+    def get_data_layout(self, data_shape):
+        # Data flows, so what is built is built. A model that is built by its first
+        # batch comes here again.
+        if self._used_keys:
+            check_rules(self.layout_map, self._used_keys)
+        return super().get_data_layout(data_shape)
+
+    def get_variable_layout(self, variable):
+        """The `TensorLayout` of a variable, by its path.
+
+        Raises:
+            PlacementError: if several rules match the path, or the devices do not
+                divide an axis that a rule cuts.
+        """
+        layout = self._match(variable.path)
+        if layout is not None:
+            _check_divided(variable, layout)
+            moments = variable.path.replace("/", "_")
+            self._layout_of_moments[moments] = (tuple(variable.shape), layout)
+            return layout
+        return self._moment_layout(variable) or super().get_variable_layout(variable)
+
+    def get_tensor_layout(self, path):
+        return self._match(path)
+
+    def check_num_experts(self, num_experts):
+        """Raise `PlacementError` if the devices do not divide a number of experts."""
+        shards = self.num_expert_shards
+        if num_experts % shards:
+            split = [n for n in range(1, self.num_devices + 1) if num_experts % n == 0]
+            split = [n for n in split if self.num_devices % n == 0]
+            raise PlacementError(
+                f"{num_experts} experts do not divide among {shards} devices. Received:"
+                f" num_experts={num_experts}, mesh={self.device_mesh}. Take a multiple "
+                f"of {shards} experts, or a mesh that spreads them over fewer devices "
+                "and repeats them: `expert_parallel(mesh_shape="
+                f"({self.num_devices // split[-1]}, {split[-1]}))`."
+            )
+
+    def check_layer(self, layer):
+        """Raise `PlacementError` if a layer just built has whole expert variables."""
+        check_layer(layer, self)
+
+    def check_model(self, model):
+        """Raise `PlacementError` if something in a model lies where it should not."""
+        audit(model, self)
+
+    def _match(self, path):
+        keys = matching_keys(self.layout_map, path)
+        if len(keys) > 1:
+            raise PlacementError(
+                f"Several rules match {path!r}: {', '.join(map(repr, keys))}. Remove "
+                "all but one of them, or give yours the key of the rule that it is "
+                "meant to replace."
+            )
+        self._used_keys.update(keys)
+        return self.layout_map[keys[0]] if keys else None
+
+    def _moment_layout(self, variable):
+        """The layout of an optimizer's variable that has none from its reference."""
+        name = variable.path.rpartition("/")[2]
+        for prefix, (shape, layout) in self._layout_of_moments.items():
+            if name.startswith(f"{prefix}_") and tuple(variable.shape) == shape:
+                return layout
+        return None
+
+    def _layout(self, axes, mesh):
+        return JointLayout(axes, mesh)
+
+
+class ReplicaParallel(EachBatch, keras.distribution.DataParallel):
+    """What `data_parallel` returns.
+
+    Args:
+        device_mesh: `keras.distribution.DeviceMesh` with the one axis `"batch"`.
+        auto_shard_dataset: see `expert_parallel`.
+    """
+
+    batch_axes = BATCH_AXIS
+
+    def __init__(self, device_mesh, auto_shard_dataset=True):
+        super().__init__(device_mesh, auto_shard_dataset=auto_shard_dataset)
+        lay_out_each_batch()
+
+    @property
+    def process_id(self):
+        """Int, which of the processes this one is."""
+        return self._process_id
+
+    def _layout(self, axes, mesh):
+        return keras.distribution.TensorLayout(tuple(axes), mesh)
+
+
+def _devices(devices):
+    if devices is None:
+        return keras.distribution.list_devices()
+    devices = list(devices)
+    if not devices or len(set(devices)) < len(devices):
+        raise ValueError(
+            "`devices` are names of different devices, at least one. See "
+            f"`keras.distribution.list_devices()`. Received: devices={devices}."
+        )
+    return devices
+
+
+def _check_mesh_shape(mesh_shape, num_devices):
+    try:
+        batch, experts = map(int, mesh_shape)
+    except (TypeError, ValueError):
+        batch = experts = 0
+    if batch < 1 or experts < 1 or batch * experts != num_devices:
+        counts = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+        shapes = ", ".join(f"({num_devices // n}, {n})" for n in counts)
+        raise ValueError(
+            "`mesh_shape` is a pair (batch, experts) of positive integers whose "
+            f"product is the number of devices, {num_devices}. Accepted: "
+            f"{shapes}, or `None` for one axis. Received: mesh_shape={mesh_shape!r}."
+        )
+    return batch, experts
+
+
+def _check_divided(variable, layout):
+    mesh = layout.device_mesh
+    if len(layout.axes) != len(variable.shape):
+        raise PlacementError(
+            f"The rule for {variable.path!r} names {len(layout.axes)} axes, the "
+            f"variable has {len(variable.shape)}. Received: axes={layout.axes}, "
+            f"shape={tuple(variable.shape)}."
+        )
+    for size, axis in zip(variable.shape, layout.axes, strict=True):
+        parts = num_parts(mesh, axis)
+        if size % parts:
+            raise PlacementError(
+                f"{parts} devices do not divide an axis of {variable.path!r} that is "
+                f"cut among them. Received: shape={tuple(variable.shape)}, "
+                f"axes={layout.axes}, mesh={mesh}. Change the size or the mesh, or "
+                "leave `shard_dense` out if the variable is of the dense part."
+            )

@@ -1,0 +1,266 @@
+"""Program that trains and looks at tiny models on eight virtual devices of a CPU.
+
+Run by `on_eight_devices`; the tests judge what it writes. Arguments: directory for the
+results, directory to which XLA writes the text of compiled steps, and which of the
+checks to make (all, if none is named).
+"""
+
+import json
+import pathlib
+import sys
+
+import keras
+import numpy as np
+
+from keras_softmoe import distribution, models
+from tests.distribution import tiny_models as tiny
+from tests.distribution.collectives import collectives
+
+PLACEMENTS = {
+    "one device": lambda: None,
+    "data parallel": distribution.data_parallel,
+    "one axis": distribution.expert_parallel,
+    "2 x 4": lambda: distribution.expert_parallel((2, 4)),
+}
+STEPS_PER_EPOCH, EPOCHS = 10, 2
+
+
+class Program:
+    """The checks. Each public method returns what the tests are told under its name."""
+
+    def __init__(self, results, compiled):
+        self.results = pathlib.Path(results)
+        self.compiled = pathlib.Path(compiled)
+        self.texts_seen = set()
+
+    def run(self, *names):
+        told = {}
+        checks = [n for n in vars(Program) if not n.startswith("_") and n != "run"]
+        for name in names or checks:
+            told[name] = getattr(self, name)()
+            keras.distribution.set_distribution(None)
+        path = self.results / "results.json"
+        path.write_text(json.dumps(told), encoding="utf-8")
+
+    def training(self):
+        """Losses, predictions and collectives of each router on each placement."""
+        return {
+            kind: {name: self._train(kind, name) for name in PLACEMENTS}
+            for kind in ("soft", "token choice", "expert choice")
+        }
+
+    def _train(self, kind, placement):
+        keras.distribution.set_distribution(PLACEMENTS[placement]())
+        model = tiny.classifier(kind)
+        losses = tiny.StepLosses()
+        data = tiny.batches(STEPS_PER_EPOCH * tiny.BATCH)
+        self._new_texts()
+        model.fit(data, epochs=EPOCHS, verbose=0, shuffle=False, callbacks=[losses])
+        (text,) = self._new_texts()
+        told = {"losses": losses.values, "collectives": _sent(text)}
+        # The last batch has four images.
+        images = tiny.images(tiny.BATCH + 4)
+        predictions = model.predict(images, batch_size=tiny.BATCH, verbose=0)
+        told["predictions"] = predictions.tolist()
+        if placement == "one axis":
+            told["moments"] = [
+                [v.path, _pieces(v)]
+                for v in model.optimizer.variables
+                if "experts" in v.path or "router_mu" in v.path
+            ]
+            if kind == "soft":
+                told["audit"] = str(distribution.audit(model))
+        return told
+
+    def compiled_steps(self):
+        """Collectives of the other routers, and of several layers."""
+        keras.distribution.set_distribution(distribution.expert_parallel())
+        kinds = [kind for kind in tiny.ROUTERS if kind not in ("soft", *tiny.GROUPS)]
+        told = {kind: self._step(tiny.classifier(kind)) for kind in kinds}
+        two = tiny.classifier("soft", num_layers=2, moe_layers=(0, 1))
+        return told | {"two layers": self._step(two)}
+
+    def _step(self, model):
+        self._new_texts()
+        model.train_on_batch(tiny.images(tiny.BATCH), tiny.labels(tiny.BATCH))
+        (text,) = self._new_texts()
+        return _sent(text)
+
+    def last_batch(self):
+        """Losses where the devices do not divide the last batch, nor its groups."""
+        told = {}
+        for placement in PLACEMENTS:
+            keras.distribution.set_distribution(PLACEMENTS[placement]())
+            model = tiny.classifier("token choice")
+            losses = tiny.StepLosses()
+            data = tiny.batches(tiny.BATCH + tiny.REST)
+            model.fit(data, verbose=0, shuffle=False, callbacks=[losses])
+            evaluated = model.evaluate(data, verbose=0)
+            told[placement] = losses.values + evaluated
+        return told
+
+    def dense_part(self):
+        """What one device holds, and the losses, where dense kernels are cut too."""
+        keras.distribution.set_distribution(
+            distribution.expert_parallel(shard_dense=True)
+        )
+        model = tiny.classifier("soft", num_layers=2, moe_layers=(1,))
+        losses = tiny.StepLosses()
+        data = tiny.batches(3 * tiny.BATCH)
+        model.fit(data, verbose=0, shuffle=False, callbacks=[losses])
+        pieces = {row.path: row.piece for row in distribution.audit(model).rows}
+        keras.distribution.set_distribution(None)
+        alone = tiny.classifier("soft", num_layers=2, moe_layers=(1,))
+        expected = tiny.StepLosses()
+        alone.fit(data, verbose=0, shuffle=False, callbacks=[expected])
+        return {
+            "losses": losses.values,
+            "expected": expected.values,
+            "pieces": pieces,
+        }
+
+    def expert_bytes(self):
+        """Bytes of expert weights on the first device, by the number of devices."""
+        told = {}
+        for count in (1, 2, 4, 8):
+            devices = keras.distribution.list_devices()[:count]
+            placed = distribution.expert_parallel(devices=devices)
+            with placed.scope():
+                model = tiny.backbone()
+                audit = distribution.audit(model)
+            of_experts = [v for v in model.variables if "experts" in v.path]
+            live = sum(v.value.addressable_shards[0].data.nbytes for v in of_experts)
+            of_mu = model.get_layer("block_0").moe.router.mu.value
+            live += of_mu.addressable_shards[0].data.nbytes
+            told[count] = [live, audit.expert_bytes_per_device]
+        return told
+
+    def presets(self):
+        """Whether what is saved on one placement is the same on the others."""
+        preset = str(self.results / "preset")
+        saved = self._on("one axis", lambda: self._saved(preset))
+        told = {}
+        for name in PLACEMENTS:
+            model = self._on(name, lambda: models.ViTMoEBackbone.from_preset(preset))
+            arrays = [np.asarray(v) for v in model.weights]
+            told[name] = all(map(np.array_equal, arrays, saved))
+        # In several files
+        split = str(self.results / "split")
+        model = self._on("2 x 4", lambda: models.ViTMoEBackbone.from_preset(preset))
+        model.save_to_preset(split, max_shard_size=1.2e-5)
+        files = sorted(path.name for path in pathlib.Path(split).glob("*.h5"))
+        model = self._on("one axis", lambda: models.ViTMoEBackbone.from_preset(split))
+        arrays = [np.asarray(v) for v in model.weights]
+        told["several files"] = [len(files), all(map(np.array_equal, arrays, saved))]
+        told["half precision"] = self._in_half_precision()
+        return told
+
+    def _saved(self, preset):
+        model = tiny.backbone()
+        model.save_to_preset(preset)
+        return [np.asarray(v) for v in model.weights]
+
+    def _in_half_precision(self):
+        preset = str(self.results / "half")
+
+        def made():
+            model = tiny.backbone(dtype="bfloat16")
+            model.save_to_preset(preset)
+            again = models.ViTMoEBackbone.from_preset(preset, dtype="bfloat16")
+            pairs = zip(model.weights, again.weights, strict=True)
+            return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
+
+        return self._on("one axis", made)
+
+    def _on(self, placement, make):
+        keras.distribution.set_distribution(PLACEMENTS[placement]())
+        return make()
+
+    def own_model(self):
+        """A user's model around the layer: pieces of its expert variables."""
+        with distribution.expert_parallel().scope():
+            model = tiny.in_own_model()
+            rows = distribution.audit(model).rows
+        return {row.path: row.piece for row in rows if row.is_expert}
+
+    def refused(self):
+        """The messages of what must not be built, and what was made before."""
+        told = {}
+        made = []
+
+        def count(variable, layout=distribution.placement.ExpertParallel):
+            made.append(variable.path)
+            return layout.get_variable_layout(placed, variable)
+
+        placed = distribution.expert_parallel()
+        placed.get_variable_layout = count
+        with placed.scope():
+            told["indivisible"] = _error(lambda: tiny.backbone(router=_soft(12)))
+            told["made before"] = [path for path in made if "seed" not in path]
+        with distribution.expert_parallel((4, 2)).scope():
+            told["divisible"] = _error(lambda: tiny.backbone(router=_soft(12)))
+        own_rules = {
+            "misspelt": {".*/expert/output_dense/kernel": ("batch", None, None)},
+            "duplicate": {".*/experts/output_dense/kernel": ("batch", None, None)},
+            "uncut": {_RULE: (None, None, None)},
+        }
+        for name, layouts in own_rules.items():
+            with distribution.expert_parallel(layouts=layouts).scope():
+                told[name] = _error(
+                    lambda: tiny.backbone().predict(tiny.images(8), verbose=0)
+                )
+        # Built before the distribution is active
+        model = tiny.backbone()
+        with distribution.expert_parallel().scope():
+            told["built outside"] = _error(lambda: distribution.audit(model))
+        with distribution.expert_parallel(shard_dense=True).scope():
+            told["narrow"] = _error(lambda: tiny.backbone(hidden_dim=12))
+        return told
+
+    def split_groups(self):
+        """The warning where groups do not divide among devices."""
+        import warnings
+
+        with (
+            distribution.expert_parallel().scope(),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            tiny.backbone(group_images=4).predict(tiny.images(16), verbose=0)
+        return [str(w.message) for w in caught if "groups" in str(w.message)]
+
+    def _new_texts(self):
+        paths = sorted(self.compiled.glob("*train_step*after_optimizations.txt"))
+        new = [path for path in paths if path not in self.texts_seen]
+        self.texts_seen.update(paths)
+        return [path.read_text(encoding="utf-8") for path in new]
+
+
+_RULE = next(iter(distribution.layouts.EXPERT_RULES))
+
+
+def _soft(num_experts):
+    return tiny.routers.SoftRouter(num_experts)
+
+
+def _sent(text):
+    return [collective._asdict() for collective in collectives(text)]
+
+
+def _pieces(variable):
+    return [
+        list(variable.shape),
+        list(variable.value.addressable_shards[0].data.shape),
+    ]
+
+
+def _error(make):
+    try:
+        make()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+if __name__ == "__main__":
+    Program(*sys.argv[1:3]).run(*sys.argv[3:])

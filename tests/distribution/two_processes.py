@@ -1,0 +1,96 @@
+"""Program of one of several processes that train one model together.
+
+Arguments: directory for the results, port of the first process, how many processes
+there are, which one this is, and the step after which it kills itself (0: never).
+"""
+
+import json
+import os
+import pathlib
+import signal
+import sys
+
+import jax
+import keras
+
+from keras_softmoe import distribution
+from tests.distribution import tiny_models as tiny
+
+# Of 16 images, and one of 12, which the processes divide but the devices do not.
+TRAINING = 2 * tiny.BATCH + tiny.REST
+EPOCHS = 3
+# The last batch has 13 images, which the processes do not divide either.
+EVALUATION = tiny.BATCH + 13
+
+
+class Killer(keras.callbacks.Callback):
+    """Kills the process after a number of steps, as a lost machine would."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps = steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps -= 1
+        if self.steps == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(results, kill_after=0, report=print):
+    """Train, keeping a backup, and save.
+
+    Args:
+        results: `pathlib.Path`, the directory to save to.
+        kill_after: int, the step after which to end without a word, 0 for never.
+        report: callable that is given the losses of each step, as JSON.
+
+    Returns:
+        dict with the losses of the steps, of the epochs, and what `evaluate` says.
+    """
+    model = tiny.classifier("token choice")
+    model.save_to_preset(str(results / "untrained"))
+    losses = tiny.StepLosses()
+    history = model.fit(
+        tiny.batches(TRAINING),
+        epochs=EPOCHS,
+        verbose=0,
+        shuffle=False,
+        callbacks=[
+            losses,
+            Reporter(losses, report),
+            distribution.Backup(results / "backup", every=2, delete=False),
+            Killer(kill_after),
+        ],
+    )
+    model.save_to_preset(str(results / "trained"))
+    return {
+        "steps": losses.values,
+        "epochs": history.history["loss"],
+        "evaluated": model.evaluate(tiny.batches(EVALUATION), verbose=0),
+    }
+
+
+class Reporter(keras.callbacks.Callback):
+    """Tells the losses after each step, because there may be no end."""
+
+    def __init__(self, losses, report):
+        super().__init__()
+        self.losses, self.report = losses, report
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.report(json.dumps(self.losses.values))
+
+
+def main(results, port, count, index, kill_after):
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    keras.distribution.initialize(f"127.0.0.1:{port}", int(count), int(index))
+    results = pathlib.Path(results)
+    keras.distribution.set_distribution(distribution.expert_parallel())
+    steps = results / f"steps_{index}_killed_after_{kill_after}.json"
+    told = train(results, int(kill_after), steps.write_text)
+    path = results / f"results_{index}.json"
+    path.write_text(json.dumps(told), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
