@@ -94,8 +94,8 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
 
     def get_compile_config(self):
         config = super().get_compile_config()
-        if config is None:
-            return None
+        if not config:
+            return config
         metrics = "auto" if self._accuracies else None
         return {**config, "loss": self._loss_name, "metrics": metrics}
 

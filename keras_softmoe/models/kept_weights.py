@@ -7,16 +7,17 @@ import keras
 
 @contextlib.contextmanager
 def keeps_weights(model, trains):
-    """Within it, a model keeps its weights when the data of a first step fail.
+    """Within it, a model keeps its weights when the data of a step fail.
 
-    On JAX Keras takes the weights out of the model for a step and puts them back after
-    it. If a pipeline fails when it is asked for the very first batch, nobody would.
+    On JAX Keras takes the weights out of the model for its steps. If a pipeline fails
+    when it is asked for the first batch of `fit`, or for any of `evaluate`, nobody else
+    would put them back.
 
     Args:
-        model: a `keras.Model`, compiled.
+        model: a `keras.Model`.
         trains: bool, whether the steps are those of `fit`.
     """
-    if keras.backend.backend() != "jax":
+    if keras.backend.backend() != "jax" or not model.compiled:
         yield
         return
     variables = [*model.variables, *model.metrics_variables]
@@ -28,8 +29,10 @@ def keeps_weights(model, trains):
     try:
         yield
     except BaseException:
+        # What steps have made of them; then those that no step has used up.
+        model.jax_state_sync()
+        model._jax_state = None
         for variable, value in zip(variables, values, strict=True):
-            # Taken out, and not used up by a step.
             if variable._value is None and not value.is_deleted():
                 variable.assign(value)
         raise

@@ -232,6 +232,10 @@ def test_compilation():
             model.compile(**wrong)
     model = models.LIMoEContrastive(tiny_limoe.backbone(), compile=False)
     assert not model.compiled
+    batch = tiny_limoe.pairs()
+    for call in (model.fit, model.evaluate):
+        with pytest.raises(ValueError, match=r"call `compile\(\)`"):
+            call(batch, verbose=0)
 
 
 # === Encoding ===
