@@ -1,0 +1,194 @@
+"""Training on eight devices: the same numbers, and what is sent on the way."""
+
+import numpy as np
+import pytest
+
+from keras_softmoe.distribution import plan
+from tests.distribution import tiny_models as tiny
+from tests.distribution.conftest import jax_only
+
+pytestmark = jax_only
+
+KINDS = ("soft", "token choice", "expert choice")
+PLACEMENTS = ("data parallel", "one axis", "2 x 4")
+MESHES = {"data parallel": (8, 1), "one axis": (1, 8), "2 x 4": (2, 4)}
+
+
+def sent(told, *names):
+    return [c for c in told["collectives"] if c["name"] in names]
+
+
+def touches_experts(collective):
+    """Whether a size is among the shapes that only expert variables have."""
+    return any(size % 5 == 0 for shape in collective["shapes"] for size in shape)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_predictions_are_those_of_one_device(found, kind, placement):
+    alone, told = found["training"][kind]["one device"], found["training"][kind]
+    losses = told[placement]["losses"]
+    assert len(losses) == 20
+    np.testing.assert_allclose(losses, alone["losses"], rtol=0, atol=1e-4)
+    assert losses[-1] < losses[0] - 0.01
+    predictions = told[placement]["predictions"]
+    np.testing.assert_allclose(predictions, alone["predictions"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slots_travel_and_nothing_is_gathered(found, kind):
+    told = found["training"][kind]["one axis"]
+    assert len(sent(told, "all-to-all")) == 4
+    assert {c["name"] for c in told["collectives"]} == {"all-to-all", "all-reduce"}
+    assert not any(map(touches_experts, told["collectives"]))
+
+
+def test_every_router_and_every_layer_costs_four_all_to_alls(found):
+    for kind, collectives in found["compiled_steps"].items():
+        told = {"collectives": collectives}
+        layers = 2 if kind == "two layers" else 1
+        assert len(sent(told, "all-to-all")) == 4 * layers, kind
+        assert {c["name"] for c in collectives} == {"all-to-all", "all-reduce"}, kind
+        assert not any(map(touches_experts, collectives)), kind
+    assert len(found["compiled_steps"]) == 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicas_of_experts_exchange_their_gradients_only(found, kind):
+    told = found["training"][kind]["2 x 4"]
+    assert len(sent(told, "all-to-all")) == 4
+    assert {c["name"] for c in told["collectives"]} == {"all-to-all", "all-reduce"}
+    of_experts = [c for c in told["collectives"] if touches_experts(c)]
+    # Each once: two kernels, one bias of the hidden width
+    shapes = [shape for c in of_experts for shape in c["shapes"]]
+    assert sum(any(size % 5 == 0 for size in shape) for shape in shapes) == 3
+    assert {c["name"] for c in of_experts} == {"all-reduce"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_parallel_training_only_sums_gradients(found, kind):
+    told = found["training"][kind]["data parallel"]
+    assert {c["name"] for c in told["collectives"]} == {"all-reduce"}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plan_says_how_much_is_sent(found, kind, placement):
+    told = found["training"][kind][placement]
+    planned = plan(
+        tiny.backbone(kind), 8, 1e9, batch_size=tiny.BATCH, num_classes=tiny.NUM_CLASSES
+    )
+    (mesh,) = (m for m in planned.meshes if m.shape == MESHES[placement])
+    moved = sum(collective["bytes"] for collective in told["collectives"])
+    assert mesh.moved == pytest.approx(moved, rel=0.1)
+    of_slots = sum(collective["bytes"] for collective in sent(told, "all-to-all"))
+    planned = [t for t in mesh.transfers if t.operation == "all-to-all"]
+    assert sum(t.times * t.bytes for t in planned) == of_slots
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_lie_with_their_experts(found, kind):
+    moments = dict(found["training"][kind]["one axis"]["moments"])
+    assert len(moments) == (10 if kind == "soft" else 8)
+    for path, (shape, piece) in moments.items():
+        axis = 1 if "router_mu" in path else 0
+        shape[axis] //= tiny.NUM_EXPERTS
+        assert piece == shape, path
+
+
+def test_expert_bytes_fall_with_the_number_of_devices(found):
+    told = {int(count): value for count, value in found["expert_bytes"].items()}
+    # E (D H + H + H D + D) for the experts, D E C for mu, four bytes each
+    total = 4 * (8 * (2 * 16 * 20 + 20 + 16) + 16 * 8 * 2)
+    assert told == {n: [total // n, total // n] for n in (1, 2, 4, 8)}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_last_batch_of_any_size_is_trained_on(found, placement):
+    told = found["last_batch"]
+    alone = told["one device"]
+    # Two steps, then loss and accuracy of an evaluation
+    assert len(alone) == 4
+    np.testing.assert_allclose(told[placement], alone, rtol=0, atol=1e-5)
+
+
+def test_dense_kernels_are_cut_on_request(found):
+    told = found["dense_part"]
+    np.testing.assert_allclose(told["losses"], told["expected"], rtol=0, atol=1e-5)
+    kernels = {
+        "patch_embedding/projection/kernel": [2, 2, 3, 2],
+        "block_0/attention/query/kernel": [2, 2, 8],
+        "block_0/attention/attention_output/kernel": [2, 8, 2],
+        "block_0/mlp/intermediate_dense/kernel": [2, 20],
+        "block_0/mlp/output_dense/kernel": [20, 2],
+        "block_1/moe/experts/output_dense/kernel": [1, 20, 16],
+    }
+    assert {path: told["pieces"][path] for path in kernels} == kernels
+    moments = {p: piece for p, piece in told["pieces"].items() if "_momentum" in p}
+    assert [2, 20] in moments.values()
+    assert told["pieces"]["block_0/mlp/output_dense/bias"] == [16]
+
+
+def test_groups_that_do_not_divide_among_devices_are_told(found):
+    (message,) = found["split_groups"]
+    assert "16 images makes 4 groups" in message
+    assert "group_images=4" in message
+
+
+@pytest.mark.parametrize("placement", ("one device", *PLACEMENTS))
+def test_presets_are_the_same_on_every_placement(found, placement):
+    assert found["presets"][placement]
+
+
+def test_presets_in_several_files_and_in_half_precision(found):
+    files, equal = found["presets"]["several files"]
+    assert files > 1
+    assert equal
+    assert found["presets"]["half precision"]
+
+
+def test_experts_in_a_model_of_ones_own_are_placed(found):
+    layer = "sequential/soft_mo_e/moe"
+    assert found["own_model"] == {
+        f"{layer}/router/mu": [8, 1, 1],
+        f"{layer}/experts/intermediate_dense/kernel": [1, 8, 20],
+        f"{layer}/experts/intermediate_dense/bias": [1, 1, 20],
+        f"{layer}/experts/output_dense/kernel": [1, 20, 8],
+        f"{layer}/experts/output_dense/bias": [1, 1, 8],
+    }
+
+
+def test_the_table_says_what_each_device_holds(found):
+    table = found["training"]["soft"]["one axis"]["audit"].splitlines()
+    assert table[0].split()[:3] == ["variable", "shape", "layout"]
+    rows = {line.split()[0]: line for line in table[2:]}
+    kernel = rows["block_0/moe/experts/output_dense/kernel"]
+    assert "8 x 20 x 16" in kernel
+    assert "batch, -, -" in kernel
+    assert kernel.split()[-2:] == ["1,280", "10,240"]
+    assert "whole" in rows["predictions/kernel"]
+
+
+def test_an_indivisible_number_of_experts_makes_no_weight(found):
+    told = found["refused"]
+    assert told["indivisible"].startswith("PlacementError: 12 experts do not divide")
+    assert "mesh_shape=(2, 4)" in told["indivisible"]
+    assert told["made before"] == []
+    assert told["divisible"] is None
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("misspelt", ["match", ".*/expert/output_dense/kernel"]),
+        ("duplicate", ["block_0/moe/experts/output_dense/kernel", ".*/experts/"]),
+        ("uncut", ["block_0/moe/experts/intermediate_dense/kernel", "whole"]),
+        ("built outside", ["block_0/moe/experts/output_dense/bias", "not made under"]),
+        ("narrow", ["patch_embedding/projection/kernel", "shard_dense"]),
+    ],
+)
+def test_what_is_misplaced_is_refused_by_name(found, case, words):
+    message = found["refused"][case]
+    assert message.startswith("PlacementError: ")
+    for word in words:
+        assert word in message
