@@ -47,7 +47,7 @@ import keras_softmoe as ksm
 
 # The tests run this guide with fewer images.
 SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"
-NUM_IMAGES, EPOCHS = (64, 1) if SHORT else (896, 3)
+NUM_IMAGES, EPOCHS = (128, 1) if SHORT else (896, 3)
 BATCH_SIZE = 32
 
 """

@@ -9,11 +9,11 @@ from keras import ops
 
 from keras_softmoe import presets
 from keras_softmoe.models.arguments import check_choice, check_pairs
-from keras_softmoe.models.class_embeddings import class_embeddings
 from keras_softmoe.models.contrastive_preprocessor import (
     LIMoEPreprocessor,
     TwoTowerPreprocessor,
-    checked_captions,
+    check_tokenizer,
+    fit_preprocessor,
 )
 from keras_softmoe.models.kept_weights import keeps_weights
 from keras_softmoe.models.limoe_backbone import LIMoEBackbone
@@ -22,6 +22,7 @@ from keras_softmoe.models.live_routing import (
     follows_routers,
     pop_live_settings,
 )
+from keras_softmoe.models.pair_encoding import PairEncoding
 from keras_softmoe.models.two_tower_backbone import TwoTowerBackbone
 from keras_softmoe.ops.contrastive import (
     sigmoid_contrastive_loss,
@@ -32,7 +33,7 @@ LOSSES = {"softmax": softmax_contrastive_loss, "sigmoid": sigmoid_contrastive_lo
 
 
 @follows_routers
-class ContrastiveTask(keras_hub.models.Task, LiveRouting):
+class ContrastiveTask(keras_hub.models.Task, PairEncoding, LiveRouting):
     """Base class: learns to tell which image and which caption belong together.
 
     Args:
@@ -48,7 +49,7 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
         # === Layers ===
         self.backbone = backbone
         self.preprocessor = preprocessor
-        _fit_preprocessor(preprocessor, backbone)
+        fit_preprocessor(preprocessor, backbone)
 
         # === Functional Model ===
         outputs = backbone(backbone.input)
@@ -164,7 +165,8 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
             y: `N` captions, list or array of str, or `(N, S)` int token ids. `None`
                 with a dataset.
             batch_size: int, 32 if `None` (or `N` if that is less).
-            validation_data: optional `(images, captions)` or dataset.
+            validation_data: optional `(images, captions)` or dataset. Pairs are
+                compared in batches of `validation_batch_size`, or else `batch_size`.
             shuffle: bool, whether arrays are shuffled before each epoch.
             **kwargs: as in `keras.Model.fit`.
 
@@ -176,6 +178,7 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
                 or captions are not what the preprocessor takes. Nothing is then
                 trained.
         """
+        self._check_compiled("fit")
         validation_size = kwargs.pop("validation_batch_size", None) or batch_size
         x = self._batches(x, y, batch_size, shuffle, "fit")
         validation_data = self._validation(validation_data, validation_size)
@@ -203,9 +206,16 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
         Raises:
             ValueError: as `fit`.
         """
+        self._check_compiled("evaluate")
         x = self._batches(x, y, batch_size, False, "evaluate")
         with keeps_weights(self, trains=False):
             return super().evaluate(x, **kwargs)
+
+    def _check_compiled(self, method):
+        if not self.compiled:
+            raise ValueError(
+                f"A model has to be compiled first: call `compile()` before `{method}`."
+            )
 
     def _validation(self, data, batch_size):
         if isinstance(data, tuple):
@@ -261,130 +271,6 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
         check_pairs(self.backbone, x["images"], x["token_ids"])
         return (x,)
 
-    # === Encoding ===
-
-    def encode_image(self, images, batch_size=64, verbose=0):
-        """Embeddings of images alone.
-
-        Args:
-            images: `(N, height, width, channels)` array, from 0 to 255 (without a
-                preprocessor: in `[-1, 1]`).
-            batch_size: int, images per forward pass.
-            verbose: 0 or 1, whether to show a progress bar.
-
-        Returns:
-            `(N, width)` float32 array, rows of length one.
-
-        Raises:
-            ValueError: if these are no images of the model's shape.
-
-        Source: LIMoE, appendix D.1: experts have more room, since images alone do not
-        use all of them (`single_modality_capacity_factor` of the router).
-
-        Example:
-
-        >>> model.encode_image(images) @ model.encode_text(captions).T
-        """
-        convert = getattr(self.preprocessor, "convert", lambda images: images)
-        encoder = self.backbone.image_encoder
-        return self._encode(encoder, images, convert, "image", batch_size, verbose)
-
-    def encode_text(self, captions, batch_size=64, verbose=0):
-        """Embeddings of captions alone.
-
-        Args:
-            captions: list or array of `N` str, or `(N, sequence_length)` token ids.
-            batch_size: int, captions per forward pass.
-            verbose: 0 or 1, whether to show a progress bar.
-
-        Returns:
-            `(N, width)` float32 array, rows of length one.
-
-        Raises:
-            ValueError: if captions are not what the preprocessor takes.
-
-        Source: as `encode_image`.
-        """
-        token_ids = self._token_ids(captions)
-        encoder = self.backbone.text_encoder
-        return self._encode(
-            encoder, token_ids, lambda ids: ids, "text", batch_size, verbose
-        )
-
-    def _encode(self, encoder, inputs, convert, modality, batch_size, verbose):
-        if not len(inputs):
-            raise ValueError(f"There is nothing to encode. Received: {inputs!r}.")
-        bar = keras.utils.Progbar(len(inputs), verbose=verbose, unit_name=modality)
-        embeddings = []
-        for start in range(0, len(inputs), batch_size):
-            batch = convert(inputs[start : start + batch_size])
-            halves = {"image": None, "text": None} | {modality: batch}
-            check_pairs(self.backbone, halves["image"], halves["text"])
-            found = encoder.predict_on_batch(batch)
-            embeddings.append(found[f"{modality}_embedding"])
-            bar.update(min(start + batch_size, len(inputs)))
-        return np.concatenate(embeddings)
-
-    def _token_ids(self, captions):
-        if "int" in str(getattr(captions, "dtype", "")):
-            return np.asarray(captions, "int32")
-        if self.preprocessor is None:
-            raise ValueError(
-                "Without a preprocessor there is no tokenizer: pass token ids, "
-                f"(N, {self.backbone.sequence_length}) ints, or give the task a "
-                "`preprocessor`. Received: captions of type "
-                f"{type(captions).__name__}."
-            )
-        return self.preprocessor.tokenize(checked_captions(captions))
-
-    def class_embeddings(self, class_names, templates=("{}",)):
-        """Embeddings of classes from their names, averaged over templates.
-
-        Args:
-            class_names: `C` strings, all different.
-            templates: strings, each with `{}` where the name goes.
-
-        Returns:
-            `(C, width)` float32 array, rows of length one.
-
-        Raises:
-            ValueError: if names repeat, or a template has no `{}`.
-
-        Source: LIMoE, appendix D.2, which follows Radford et al. 2021 (CLIP), section
-        3.1.4.
-        """
-        return class_embeddings(self.encode_text, class_names, templates)
-
-    def zero_shot(
-        self, images, class_names, templates=("{}",), batch_size=64, verbose=0
-    ):
-        """Scores of classes that are told by their names alone.
-
-        Args:
-            images: as in `encode_image`.
-            class_names: `C` strings, all different.
-            templates: strings, each with `{}` where the name goes.
-            batch_size: int, images per forward pass.
-            verbose: 0 or 1, whether to show a progress bar.
-
-        Returns:
-            `(N, C)` float32 array, the cosine of each image and class; `argmax(-1)`
-            are the predicted classes. `evaluation.zero_shot` also counts how many are
-            right.
-
-        Raises:
-            ValueError: as `class_embeddings` and `encode_image`.
-
-        Source: as `class_embeddings`.
-
-        Example:
-
-        >>> scores = model.zero_shot(images, ["red circle", "blue star"], ["a {}"])
-        >>> scores.argmax(-1)
-        """
-        classes = self.class_embeddings(class_names, templates)
-        return self.encode_image(images, batch_size, verbose) @ classes.T
-
     # === Presets ===
 
     @classmethod
@@ -414,14 +300,14 @@ class ContrastiveTask(keras_hub.models.Task, LiveRouting):
         with presets.opened(preset, load_weights) as directory:
             folder = Path(directory)
             if "preprocessor" not in kwargs and folder.is_dir():
-                _check_tokenizer(preset, folder)
+                check_tokenizer(preset, folder)
             # KerasHub would read the preset's vocabulary into another's tokenizer.
             preprocessor = kwargs.get("preprocessor")
             if preprocessor is not None:
                 kwargs["preprocessor"] = None
             model = super().from_preset(directory, load_weights=load_weights, **kwargs)
         if preprocessor is not None:
-            _fit_preprocessor(preprocessor, model.backbone)
+            fit_preprocessor(preprocessor, model.backbone)
             model.preprocessor = preprocessor
         model.set_routing(**settings)
         return model
@@ -498,34 +384,3 @@ class TwoTowerContrastive(ContrastiveTask):
 
     backbone_cls = TwoTowerBackbone
     preprocessor_cls = TwoTowerPreprocessor
-
-
-def _check_tokenizer(preset, folder):
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(
-            f"The preset {str(preset)!r} has no tokenizer. Pass one, "
-            "`preprocessor=LIMoEPreprocessor(LIMoETokenizer('spiece.model'), ...)`, or "
-            "`preprocessor=None` to give the model token ids."
-        )
-
-
-def _fit_preprocessor(preprocessor, backbone):
-    """Make images the size that the backbone takes, and compare the texts' length."""
-    converter = getattr(preprocessor, "image_converter", None)
-    if getattr(converter, "image_size", None) is not None:
-        converter.image_size = backbone.image_shape[:2]
-    length = getattr(preprocessor, "sequence_length", backbone.sequence_length)
-    if length != backbone.sequence_length:
-        raise ValueError(
-            "Preprocessor and backbone must agree on the length of a text. Received: "
-            f"sequence_length={length} and {backbone.sequence_length}."
-        )
-    tokenizer = getattr(preprocessor, "tokenizer", None)
-    rows = getattr(backbone, "text_backbone", backbone).vocabulary_size
-    # While a file is read the tokenizer has no vocabulary yet.
-    has_vocabulary = getattr(tokenizer, "proto", None) is not None
-    if has_vocabulary and tokenizer.vocabulary_size() > rows:
-        raise ValueError(
-            "The tokenizer has pieces that the backbone does not know. Received: "
-            f"{tokenizer.vocabulary_size()} pieces for vocabulary_size={rows}."
-        )

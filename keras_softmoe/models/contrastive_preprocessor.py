@@ -262,6 +262,38 @@ def checked_captions(captions):
     return [str(c) for c in captions]
 
 
+def check_tokenizer(preset, folder):
+    """Raise unless the directory of a preset has a tokenizer."""
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"The preset {str(preset)!r} has no tokenizer. Pass one, "
+            "`preprocessor=LIMoEPreprocessor(LIMoETokenizer('spiece.model'), ...)`, or "
+            "`preprocessor=None` to give the model token ids."
+        )
+
+
+def fit_preprocessor(preprocessor, backbone):
+    """Make images the size that the backbone takes, and compare the texts' length."""
+    converter = getattr(preprocessor, "image_converter", None)
+    if getattr(converter, "image_size", None) is not None:
+        converter.image_size = backbone.image_shape[:2]
+    length = getattr(preprocessor, "sequence_length", backbone.sequence_length)
+    if length != backbone.sequence_length:
+        raise ValueError(
+            "Preprocessor and backbone must agree on the length of a text. Received: "
+            f"sequence_length={length} and {backbone.sequence_length}."
+        )
+    tokenizer = getattr(preprocessor, "tokenizer", None)
+    rows = getattr(backbone, "text_backbone", backbone).vocabulary_size
+    # While a file is read the tokenizer has no vocabulary yet.
+    has_vocabulary = getattr(tokenizer, "proto", None) is not None
+    if has_vocabulary and tokenizer.vocabulary_size() > rows:
+        raise ValueError(
+            "The tokenizer has pieces that the backbone does not know. Received: "
+            f"{tokenizer.vocabulary_size()} pieces for vocabulary_size={rows}."
+        )
+
+
 def _is_symbolic(captions):
     # Without TensorFlow there are no pipelines of it.
     tf = sys.modules.get("tensorflow")

@@ -115,13 +115,36 @@ def check_limoe_routing(lines, folder):
     assert accuracies[0] == accuracies[1] == accuracies[2]
 
 
+def check_placing_experts(lines, folder):
+    needed = [line for line in lines if " GB used on each, " in line]
+    assert [line.split()[0] for line in needed[::2]] == ["13", "27", "54", "15"]
+    (weights,) = (line for line in lines if line.startswith("weights on a device"))
+    assert len({word for word in weights.split() if word[0].isdigit()}) == 1
+    (refused,) = (line for line in lines if line.startswith("refused:"))
+    assert "block_1/moe/expert/output_dense/kernel" in refused
+    # A kernel and its two moments, two of 16 experts on each of eight devices
+    pieces = [line for line in lines if line.endswith("8 pieces of (2, 96, 48)")]
+    assert len(pieces) == 3
+    elsewhere = [line for line in lines if "largest difference of a logit" in line]
+    assert elsewhere[-1] == lines[-1] and len(elsewhere) == 2
+    assert all(float(line.split()[-1]) < 1e-5 for line in elsewhere)
+
+
+def check_data_parallel(lines, folder):
+    assert lines[-1].startswith("largest difference of 4 losses:")
+    assert float(lines[-1].split()[-1]) < 1e-5
+
+
 # Guide -> how to check what it printed and wrote, and where it runs.
 CHECKS = {
+    "data_parallel_on_tensorflow.py": (check_data_parallel, ("tensorflow",)),
+    "data_parallel_on_torch.py": (check_data_parallel, ("torch",)),
     "demo.py": (check_demo, ("jax", "tensorflow", "torch")),
     "few_shot_probing.py": (check_few_shot_probing, ("torch",)),
     "fit_on_a_small_dataset.py": (check_fit_on_a_small_dataset, ("torch",)),
     "limoe_routing.py": (check_limoe_routing, ("torch",)),
     "limoe_zero_shot.py": (check_limoe_zero_shot, ("torch",)),
+    "placing_experts.py": (check_placing_experts, ("jax",)),
     "released_vmoe_checkpoints.py": (check_released_vmoe_checkpoints, ("torch",)),
     "switching_backends.py": (check_switching_backends, ("jax",)),
     "upcycling.py": (check_upcycling, ("torch",)),

@@ -45,6 +45,32 @@ def test_token_choice_is_the_queue(
     assert_same_slots(actual, expected)
 
 
+@pytest.mark.parametrize("num_selected_experts", [1, 2])
+def test_priority_by_numbers(num_selected_experts):
+    scores = cases.array("normal", (2, 8, 4), 0)
+    valid = cases.padding((2, 8), 1)
+    # Ties among them go to the lower index.
+    numbers = np.random.default_rng(0).integers(0, 3, (2, 8)).astype("float32")
+    token, filled = map(
+        to_numpy,
+        ops.token_choice(
+            scores, num_selected_experts, 2, priority=numbers, valid=valid
+        ),
+    )
+    for g in range(2):
+        order = sorted(range(8), key=lambda s: -numbers[g, s])
+        expected_token, expected_filled = twins.token_choice(
+            scores[g : g + 1, order],
+            num_selected_experts,
+            2,
+            "position",
+            valid[g : g + 1, order],
+        )
+        np.testing.assert_array_equal(filled[g], expected_filled[0])
+        expected = np.where(expected_filled, np.array(order)[expected_token], 0)
+        np.testing.assert_array_equal(token[g], expected[0])
+
+
 @given(
     scores=cases.scores(shapes=[(2, 8, 4)]),
     priority=st.sampled_from(["position", "max", "sum", "pair"]),
