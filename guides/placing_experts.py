@@ -75,8 +75,9 @@ expert exists once. That is the placement to take unless there are more devices 
 experts, or neighbours are connected much better than strangers.
 
 Weights, moments and gradients are exact. Activations are an estimate, without
-rematerialization: see the docstring of `plan` for what is counted. `dtype=
-"mixed_bfloat16"` halves most of them.
+rematerialization: the docstring of `plan` says what is counted and how far it was off.
+`optimizer=`, `shard_dense=` and every argument of the model can be changed, for example
+`dtype="mixed_bfloat16"`.
 
 So how many devices do the large models of the papers need?
 """
@@ -94,9 +95,7 @@ def smallest_mesh(preset, memory):
     devices = 1
     while True:
         # Eight images on each device, which is one group of the V-MoE
-        plan = ksm.distribution.plan(
-            preset, devices, memory, batch_size=8 * devices, dtype="mixed_bfloat16"
-        )
+        plan = ksm.distribution.plan(preset, devices, memory, batch_size=8 * devices)
         if plan.fitting:
             return plan
         devices *= 2

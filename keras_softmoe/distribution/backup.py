@@ -152,7 +152,9 @@ class Backup(keras.callbacks.Callback):
                     f"{expected[:3]} and so on, for {len(shapes)} of {shapes[:3]}."
                 )
             if kind == "metrics":
-                self._metrics = [_read(dataset) for dataset in found]
+                # At the end of an epoch they have said what they had to say.
+                if self._batches:
+                    self._metrics = [_read(dataset) for dataset in found]
                 continue
             for variable, dataset in zip(variables, found, strict=True):
                 if is_spread(variable):

@@ -171,7 +171,8 @@ def _dense_kernels(a):
 # rematerialization (JAX 0.10 on a CPU, from its buffer assignments). Per token of width
 # D, with h heads over S tokens:
 #
-# - a normalization: input, output and, in float32, the centred input: 3 D;
+# - a normalization: input, output and, in float32, the centred input: 3 D; that of
+#   queries or keys, whose results take another order of axes: 5 D;
 # - attention: query, key, value and context, each also in the order of axes that its
 #   product wants: 8 D; logits and exponentials in float32, weights: 3 h S;
 # - an MLP, or an expert for each of its slots: before GELU, its tanh, after: 3 H;
@@ -207,7 +208,7 @@ def _blocks(a, num_tokens):
     dropout = 2 * width if a.dropout_rate else 0
     block = 2 * norm + attention + dropout
     if a.use_qk_norm:
-        block += 2 * norm
+        block += 2 * (norm + 2 * c * width)
     num_mlps = a.num_layers - len(a.routers)
     return a.num_layers * block + num_mlps * 3 * c * a.mlp_dim + norm
 
