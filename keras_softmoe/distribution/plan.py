@@ -177,9 +177,9 @@ def plan(
       XLA was seen to keep it on a CPU (in float32 the estimates were from 7 % less to
       37 % more; half precision, which a CPU computes in float32, and other devices
       were not measured). Numbers per token of width `D`, with `h` heads over `S`
-      tokens: `3 D` for each normalization (`5 D` for those of queries and keys), `8 D + 3 h S` for
-      attention, `3 H` for an MLP; per slot of an expert `2 D + 3 H`; and the weights of
-      routers;
+      tokens: `3 D` for each normalization (`5 D` for those of queries and keys),
+      `8 D + 3 h S` for attention, `3 H` for an MLP; per slot of an expert `2 D + 3 H`;
+      and the weights of routers;
     - moved bytes, of a training step, in which each MoE layer sends its slots
       (`E C D` numbers for each group of images in the dtype of computation, `C` being
       `slots_per_expert` of a soft router and the capacity in training of a sparse one)
