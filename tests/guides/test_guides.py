@@ -116,8 +116,9 @@ def check_limoe_routing(lines, folder):
 
 
 def check_placing_experts(lines, folder):
-    needed = [line for line in lines if " GB used on each, " in line]
-    assert [line.split()[0] for line in needed[::2]] == ["13", "27", "54", "15"]
+    assert sum(line.startswith("128 devices of 80 GB") for line in lines) == 4
+    needed = [line for line in lines if " GB moved in a step" in line]
+    assert [line.split(":")[0] for line in needed] == ["13 B", "27 B", "54 B", "15 B"]
     (weights,) = (line for line in lines if line.startswith("weights on a device"))
     assert len({word for word in weights.split() if word[0].isdigit()}) == 1
     (refused,) = (line for line in lines if line.startswith("refused:"))

@@ -231,7 +231,7 @@ def test_compilation():
         with pytest.raises(ValueError, match=accepted):
             model.compile(**wrong)
     model = models.LIMoEContrastive(tiny_limoe.backbone(), compile=False)
-    assert not model.compiled
+    assert not model.compiled and model.get_compile_config() == {}
     batch = tiny_limoe.pairs()
     for call in (model.fit, model.evaluate):
         with pytest.raises(ValueError, match=r"call `compile\(\)`"):

@@ -210,11 +210,8 @@ def test_preset(tmp_path, freeze_image):
         logit_bias=-1.0,
         freeze_image=freeze_image,
     )
-    # Keras warns of an optimizer that has taken no step.
     model = models.TwoTowerContrastive(
-        backbone,
-        tiny_limoe.preprocessor(models.TwoTowerPreprocessor),
-        compile=False,
+        backbone, tiny_limoe.preprocessor(models.TwoTowerPreprocessor)
     )
     path = str(tmp_path / "preset")
     model.save_to_preset(path)
