@@ -93,6 +93,11 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, LiveRouting):
         # Beside Keras' bookkeeping, which would add them to those of an earlier call.
         self.__dict__["_accuracies"] = accuracies if metrics == "auto" else []
 
+    def get_config(self):
+        config = super().get_config()
+        # Its file has no state of an optimizer: revived it has to be without one.
+        return config if self.compiled else {**config, "compile": False}
+
     def get_compile_config(self):
         config = super().get_compile_config()
         if not config:

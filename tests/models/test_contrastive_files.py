@@ -137,6 +137,21 @@ def test_keras_file(tmp_path, loss):
     )
 
 
+def test_files_of_a_task_that_was_never_compiled(tmp_path):
+    model = models.LIMoEContrastive(tiny_limoe.backbone(router=AMPLE), compile=False)
+    path = tmp_path / "model.keras"
+    model.save(path)
+    revived = keras.saving.load_model(path)
+    assert not revived.compiled
+    assert_same(revived, model)
+    model.save_to_preset(str(tmp_path / "preset"))
+    for arguments, compiled in (({}, False), ({"compile": True}, True)):
+        revived = models.LIMoEContrastive.from_preset(
+            str(tmp_path / "preset"), preprocessor=None, **arguments
+        )
+        assert revived.compiled == compiled
+
+
 def test_keras_file_of_a_backbone(tmp_path):
     model = tiny_limoe.backbone(dtype="mixed_bfloat16", text_pooling="map")
     path = tmp_path / "model.keras"
