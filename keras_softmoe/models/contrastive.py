@@ -9,6 +9,11 @@ from keras import ops
 
 from keras_softmoe import presets
 from keras_softmoe.models.arguments import check_choice, check_pairs
+from keras_softmoe.models.compilation import (
+    compile_again,
+    with_compilation,
+    with_optimizer,
+)
 from keras_softmoe.models.contrastive_preprocessor import (
     LIMoEPreprocessor,
     TwoTowerPreprocessor,
@@ -94,21 +99,18 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, LiveRouting):
         self.__dict__["_accuracies"] = accuracies if metrics == "auto" else []
 
     def get_config(self):
-        config = super().get_config()
-        # Its file has no state of an optimizer: revived it has to be without one.
-        return config if self.compiled else {**config, "compile": False}
+        return with_compilation(self, super().get_config())
 
     def get_compile_config(self):
         config = super().get_compile_config()
         if not config:
             return config
         metrics = "auto" if self._accuracies else None
-        return {**config, "loss": self._loss_name, "metrics": metrics}
+        config = {**config, "loss": self._loss_name, "metrics": metrics}
+        return with_optimizer(self, config)
 
     def compile_from_config(self, config):
-        # Keras does not call a `compile` of our own.
-        self.compile(**keras.saving.deserialize_keras_object(config))
-        self.optimizer.build(self.trainable_variables)
+        compile_again(self, config)
 
     @property
     def metrics(self):

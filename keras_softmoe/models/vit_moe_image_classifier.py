@@ -10,6 +10,11 @@ import numpy as np
 from keras_softmoe import presets
 from keras_softmoe.converters.spread import save_by_one
 from keras_softmoe.models.arguments import check_images
+from keras_softmoe.models.compilation import (
+    compile_again,
+    with_compilation,
+    with_optimizer,
+)
 from keras_softmoe.models.live_routing import (
     LiveRouting,
     follows_routers,
@@ -176,7 +181,15 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
             and loss in _CROSSENTROPIES
         ):
             loss = _CROSSENTROPIES[loss](from_logits=True)
+        # Keras would keep the metrics of an earlier call.
+        metrics = [] if metrics is None else metrics
         super().compile(optimizer=optimizer, loss=loss, metrics=metrics, **kwargs)
+
+    def get_compile_config(self):
+        return with_optimizer(self, super().get_compile_config())
+
+    def compile_from_config(self, config):
+        compile_again(self, config)
 
     @classmethod
     def from_preset(cls, preset, load_weights=True, **kwargs):
@@ -328,13 +341,14 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
         if head_dtype is not None:
             head_dtype = keras.dtype_policies.get(head_dtype)
             head_dtype = keras.dtype_policies.serialize(head_dtype)
-        return {
+        config = {
             **keras_hub.models.Task.get_config(self),
             "num_classes": self.num_classes,
             "activation": self.activation,
             "dropout": self.dropout,
             "head_dtype": head_dtype,
         }
+        return with_compilation(self, config)
 
 
 def _pop_backbone_arguments(cls, arguments):

@@ -159,6 +159,29 @@ def test_keras_file(tmp_path, kind):
     )
 
 
+def test_training_goes_on_from_a_keras_file(tmp_path):
+    model = tiny.classifier({"activation": "softmax"})
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "poisson", metrics=None)
+    path = tmp_path / "model.keras"
+    batch = tiny.pixels(4), np.eye(tiny.NUM_CLASSES, dtype="float32")[tiny.labels(4)]
+    model.train_on_batch(*batch)
+    model.save(path)
+    revived = keras.saving.load_model(path)
+    assert revived.loss == "poisson"
+    losses = [m.train_on_batch(*batch) for m in (model, revived)]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+    for one, other in zip(
+        revived.optimizer.variables, model.optimizer.variables, strict=True
+    ):
+        np.testing.assert_allclose(to_numpy(one), to_numpy(other), rtol=1e-4, atol=1e-6)
+
+
+def test_keras_file_of_a_classifier_that_was_never_compiled(tmp_path):
+    path = tmp_path / "model.keras"
+    tiny.classifier({"compile": False}).save(path)
+    assert not keras.saving.load_model(path).compiled
+
+
 def test_keras_file_of_a_backbone(tmp_path):
     model = tiny.backbone(dtype="mixed_bfloat16")
     path = tmp_path / "model.keras"

@@ -137,6 +137,15 @@ def test_keras_file(tmp_path, loss):
     )
 
 
+def test_keras_file_of_a_task_that_has_taken_no_step(tmp_path):
+    model = tiny_limoe.task(router=AMPLE)
+    path = tmp_path / "model.keras"
+    model.save(path)
+    revived = keras.saving.load_model(path)
+    assert revived.compiled and not revived.optimizer.built
+    assert_same(revived, model)
+
+
 def test_files_of_a_task_that_was_never_compiled(tmp_path):
     model = models.LIMoEContrastive(tiny_limoe.backbone(router=AMPLE), compile=False)
     path = tmp_path / "model.keras"

@@ -1,0 +1,32 @@
+"""Compiled tasks in files.
+
+Keras does not call a `compile` of a subclass when it loads a file: the model would come
+back with other losses and without the state of its optimizer. These functions are what
+such a class does in `get_config`, `get_compile_config` and `compile_from_config`.
+"""
+
+import keras
+
+
+def with_compilation(model, config):
+    """The configuration of a model, which tells whether it was ever compiled.
+
+    Its file has no state of an optimizer then: revived it has to be without one.
+    """
+    return config if model.compiled else {**config, "compile": False}
+
+
+def with_optimizer(model, compile_config):
+    """What a model was compiled with, and whether its optimizer has variables yet."""
+    if not compile_config:
+        return compile_config
+    return {**compile_config, "built_optimizer": bool(model.optimizer.built)}
+
+
+def compile_again(model, compile_config):
+    """Compile a model as one was whose `with_optimizer` is given."""
+    arguments = keras.saving.deserialize_keras_object(compile_config)
+    built = arguments.pop("built_optimizer", True)
+    model.compile(**arguments)
+    if built:
+        model.optimizer.build(model.trainable_variables)
