@@ -16,8 +16,8 @@ import keras
 from keras_softmoe import distribution
 from tests.distribution import tiny_models as tiny
 
-# Of 16 images, and one of 12, which the processes divide but the devices do not.
-TRAINING = 2 * tiny.BATCH + tiny.REST
+# Batches of 16 images, and one of 12, which the processes divide but the devices do not.
+TRAINING = 3 * tiny.BATCH + tiny.REST
 EPOCHS = 3
 # The last batch has 13 images, which the processes do not divide either.
 EVALUATION = tiny.BATCH + 13
@@ -82,8 +82,9 @@ class Reporter(keras.callbacks.Callback):
 
 
 def main(results, port, count, index, kill_after):
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    keras.distribution.initialize(f"127.0.0.1:{port}", int(count), int(index))
+    if int(count) > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        keras.distribution.initialize(f"127.0.0.1:{port}", int(count), int(index))
     results = pathlib.Path(results)
     keras.distribution.set_distribution(distribution.expert_parallel())
     steps = results / f"steps_{index}_killed_after_{kill_after}.json"
