@@ -94,13 +94,12 @@ And how many devices do these models need?
 
 def smallest_mesh(preset, memory):
     """The plan for the fewest devices (a power of two) on which the preset fits."""
-    devices = 1
-    while True:
+    for devices in (2**power for power in range(12)):
         # Eight images on each device, which is one group of the V-MoE
         plan = ksm.distribution.plan(preset, devices, memory, batch_size=8 * devices)
         if plan.fitting:
             return plan
-        devices *= 2
+    raise ValueError(f"{preset} does not fit on {devices} devices of {memory} bytes.")
 
 
 for preset, size in LARGE.items():

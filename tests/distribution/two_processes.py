@@ -16,7 +16,7 @@ import keras
 from keras_softmoe import distribution
 from tests.distribution import tiny_models as tiny
 
-# Batches of 16 images, and one of 12, which the processes divide but the devices do not.
+# Batches of 16 images and one of 12, which processes divide and devices do not.
 TRAINING = 3 * tiny.BATCH + tiny.REST
 EPOCHS = 3
 # The last batch has 13 images, which the processes do not divide either.
