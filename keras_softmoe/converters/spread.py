@@ -105,14 +105,16 @@ def assign_pieces(variable, dataset):
     dtype = keras.backend.standardize_dtype(variable.dtype)
     dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
 
-    def read(index):
+    # One piece after the other: a callback for all would have all in memory twice.
+    shape, sharding = tuple(variable.shape), variable.value.sharding
+    pieces = []
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
         piece = dataset[index]
         if dataset.attrs.get("dtype") == "bfloat16":
             piece = piece.view(ml_dtypes.bfloat16)
-        return piece.astype(dtype, copy=False)
-
-    sharding = variable.value.sharding
-    variable.assign(jax.make_array_from_callback(tuple(variable.shape), sharding, read))
+        piece = jax.device_put(piece.astype(dtype, copy=False), device)
+        pieces.append(piece.block_until_ready())
+    variable.assign(jax.make_array_from_single_device_arrays(shape, sharding, pieces))
 
 
 def load_in_pieces(model, filepath, load):

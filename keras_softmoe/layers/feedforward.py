@@ -1,9 +1,31 @@
 """Two dense layers with a GELU between: once, or once per expert."""
 
+import contextlib
+import contextvars
+
 import keras
 from keras import ops
 
 from keras_softmoe.ops.placement import check_num_experts, constrain, report_built
+
+_WAIT_FOR_WEIGHTS = contextvars.ContextVar("wait_for_weights", default=False)
+
+
+@contextlib.contextmanager
+def weights_will_be_loaded(sure=True):
+    """Kernels of experts that are built in this scope start as zeros.
+
+    To draw random ones takes a multiple of their memory, and time, for nothing if
+    weights are loaded over them.
+
+    Args:
+        sure: bool, `False` for a scope that changes nothing.
+    """
+    token = _WAIT_FOR_WEIGHTS.set(sure)
+    try:
+        yield
+    finally:
+        _WAIT_FOR_WEIGHTS.reset(token)
 
 
 def gelu(x):
@@ -130,6 +152,8 @@ class Experts(keras.layers.Layer):
         )
         if self.equal_experts:
             kernel_initializer = EqualExperts(kernel_initializer)
+        if _WAIT_FOR_WEIGHTS.get():
+            kernel_initializer = "zeros"
         return keras.layers.EinsumDense(
             equation,
             output_shape=output_shape,

@@ -7,6 +7,7 @@ import keras_hub
 
 from keras_softmoe import presets
 from keras_softmoe.converters.spread import load_in_pieces, save_by_one
+from keras_softmoe.layers.feedforward import weights_will_be_loaded
 from keras_softmoe.models.live_routing import (
     LiveRouting,
     follows_routers,
@@ -63,7 +64,8 @@ class MoEBackbone(keras_hub.models.Backbone, LiveRouting):
         >>> backbone = ksm.models.ViTMoEBackbone.from_preset(name, load_weights=False)
         """
         settings = pop_live_settings(kwargs)
-        with presets.opened(preset, load_weights) as directory:
+        opened = presets.opened(preset, load_weights)
+        with opened as directory, weights_will_be_loaded(load_weights):
             backbone = super().from_preset(
                 directory, load_weights=load_weights, **kwargs
             )

@@ -1,5 +1,6 @@
 """Contrastive learning of images and captions: what the tasks share."""
 
+import functools
 from pathlib import Path
 
 import keras
@@ -8,6 +9,8 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe import presets
+from keras_softmoe.converters.spread import save_by_one
+from keras_softmoe.layers.feedforward import weights_will_be_loaded
 from keras_softmoe.models.arguments import check_choice, check_pairs
 from keras_softmoe.models.compilation import (
     compile_again,
@@ -304,7 +307,8 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, LiveRouting):
         >>> model = ksm.models.LIMoEContrastive.from_preset(name)
         """
         settings = pop_live_settings(kwargs)
-        with presets.opened(preset, load_weights) as directory:
+        opened = presets.opened(preset, load_weights)
+        with opened as directory, weights_will_be_loaded(load_weights):
             folder = Path(directory)
             if "preprocessor" not in kwargs and folder.is_dir():
                 check_tokenizer(preset, folder)
@@ -322,13 +326,16 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, LiveRouting):
     def save_to_preset(self, preset_dir, max_shard_size=10):
         """Save as a preset directory. If that fails, an existing one stays intact.
 
+        Where several processes share the model, all of them have to call this, and the
+        first one writes.
+
         Args:
             preset_dir: str, the directory.
             max_shard_size: int or float, the size in GB over which weights are split
                 into several files, or `None`.
         """
-        with presets.replaced_directory(preset_dir) as directory:
-            super().save_to_preset(directory, max_shard_size=max_shard_size)
+        save = functools.partial(super().save_to_preset, max_shard_size=max_shard_size)
+        save_by_one(save, lambda: presets.replaced_directory(preset_dir))
 
     @property
     def routers(self):

@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_softmoe import presets
 from keras_softmoe.converters.spread import save_by_one
+from keras_softmoe.layers.feedforward import weights_will_be_loaded
 from keras_softmoe.models.arguments import check_images
 from keras_softmoe.models.compilation import (
     compile_again,
@@ -219,7 +220,8 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
         if "num_classes" not in kwargs:
             presets.check_task(preset, load_weights)
         settings = pop_live_settings(kwargs)
-        with presets.opened(preset, load_weights) as directory:
+        opened = presets.opened(preset, load_weights)
+        with opened as directory, weights_will_be_loaded(load_weights):
             backbone_kwargs = _pop_backbone_arguments(cls, kwargs)
             if backbone_kwargs:
                 # KerasHub hands on no others than these two.
