@@ -42,6 +42,26 @@ def quick_garbage_collection():
 
 
 @pytest.fixture
+def quick_loops(monkeypatch):
+    """Long loops run as a graph on TensorFlow: eagerly a thousand steps take a minute.
+
+    On the other backends nothing changes, and short loops stay as they are.
+    """
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        loop = keras.ops.fori_loop
+
+        def fori_loop(lower, upper, body, start):
+            def run(start):
+                return loop(lower, upper, body, start)
+
+            return (tf.function(run) if upper > 50 else run)(start)
+
+        monkeypatch.setattr(keras.ops, "fori_loop", fori_loop)
+
+
+@pytest.fixture
 def set_noise(monkeypatch):
     """Callable that makes `keras.random.normal` return saved N(0, 1) samples.
 

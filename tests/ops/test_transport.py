@@ -10,6 +10,9 @@ from tests import cases, twins
 from tests.references import to_numpy
 
 
+pytestmark = pytest.mark.usefixtures("quick_loops")
+
+
 @given(
     logits=cases.scores(),
     num_iterations=st.sampled_from([1, 20]),

@@ -17,6 +17,8 @@ from tests.reference.common import (
 )
 from tests.references import to_numpy
 
+pytestmark = pytest.mark.usefixtures("quick_loops")
+
 SIZES = ["even", "odd"]
 TRANSPORT = {
     "d_kl_experts": [
