@@ -30,7 +30,7 @@ def test_losses_and_predictions_are_those_of_one_device(found, kind, placement):
     losses = told[placement]["losses"]
     assert len(losses) == 20
     np.testing.assert_allclose(losses, alone["losses"], rtol=0, atol=1e-4)
-    assert losses[-1] < losses[0] - 0.01
+    assert losses[-1] < 0.7 * losses[0]
     predictions = told[placement]["predictions"]
     np.testing.assert_allclose(predictions, alone["predictions"], rtol=0, atol=1e-4)
 
