@@ -16,9 +16,9 @@ def value_and_gradients(fn, arrays):
     if backend == "jax":
         import jax
 
-        value, gradients = jax.value_and_grad(
-            lambda tensors: fn(*tensors), allow_int=True
-        )([jax.numpy.asarray(a) for a in arrays])
+        # One program compiles faster than each of its operations.
+        value_and_grad = jax.value_and_grad(lambda tensors: fn(*tensors))
+        value, gradients = jax.jit(value_and_grad)(arrays)
     elif backend == "tensorflow":
         import tensorflow as tf
 

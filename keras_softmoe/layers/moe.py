@@ -127,12 +127,8 @@ class MoE(keras.layers.Layer):
     def build(self, inputs_shape):
         check_tokens_shape(inputs_shape)
         _, num_tokens, width = joined_shape(inputs_shape)
-        group_shape = (1, (self.group_images or 1) * num_tokens, width)
-        self.router.build(group_shape)
-        # What it cannot route it says now, before work starts. (On JAX Keras cannot
-        # trace a call that is told names.)
-        if self.group_images is not None and not self.router.knows_modalities:
-            self.router.compute_output_spec(keras.KerasTensor(group_shape))
+        group_tokens = self.group_images and self.group_images * num_tokens
+        self.router.build((None, group_tokens, width))
         self.experts.build((None, self.router.num_experts, None, width))
 
     def call(self, inputs, training=None, return_decision=False):

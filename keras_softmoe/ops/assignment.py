@@ -190,6 +190,16 @@ def identity(num_groups, num_tokens, num_experts):
 
     Source: Soft MoE, section 3.6 and appendix A ("Identity").
     """
+    check_num_tokens(num_tokens, num_experts)
+    capacity = num_tokens // num_experts
+    token = ops.reshape(ops.arange(num_tokens, dtype="int32"), (capacity, num_experts))
+    shape = (num_groups, num_experts, capacity)
+    token = ops.broadcast_to(ops.transpose(token), shape)
+    return token, ops.ones_like(token, dtype="bool")
+
+
+def check_num_tokens(num_tokens, num_experts):
+    """Raise unless identity routing can give all experts equally many tokens."""
     if num_tokens % num_experts:
         raise ValueError(
             "Identity routing needs as many slots as tokens, so the number of tokens "
@@ -197,11 +207,6 @@ def identity(num_groups, num_tokens, num_experts):
             f"num_tokens={num_tokens}, num_experts={num_experts}. Change "
             "`num_experts`, or choose the image and patch size so that it divides."
         )
-    capacity = num_tokens // num_experts
-    token = ops.reshape(ops.arange(num_tokens, dtype="int32"), (capacity, num_experts))
-    shape = (num_groups, num_experts, capacity)
-    token = ops.broadcast_to(ops.transpose(token), shape)
-    return token, ops.ones_like(token, dtype="bool")
 
 
 def check_num_selected_experts(num_selected_experts, num_experts):

@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_softmoe.ops.assignment import identity
+from keras_softmoe.ops.assignment import check_num_tokens, identity
 from keras_softmoe.ops.routing import SlotRouting
 from keras_softmoe.routers.router import Decision, Router, seating_summary
 
@@ -23,7 +23,8 @@ class IdentityRouter(Router):
     `S / E` slots per expert and the summary `load`, `dropped` and `auxiliary_loss`.
 
     Raises:
-        ValueError: when called on tokens whose number `num_experts` does not divide.
+        ValueError: when built for, or called on, tokens whose number `num_experts`
+            does not divide.
 
     Source: Soft MoE, section 3.6 and appendix A ("Identity").
 
@@ -36,7 +37,9 @@ class IdentityRouter(Router):
     """
 
     def build(self, tokens_shape):
-        """Create nothing: this router has no weights."""
+        """Create nothing, but say before work starts what cannot be routed."""
+        if tokens_shape[1] is not None:
+            check_num_tokens(tokens_shape[1], self.num_experts)
 
     def call(self, tokens, valid=None, training=False):
         num_groups, num_tokens = ops.shape(tokens)[0], tokens.shape[1]

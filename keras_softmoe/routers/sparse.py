@@ -80,6 +80,9 @@ class SparseRouter(Router):
         self.seed_generator = keras.random.SeedGenerator()
 
     def build(self, tokens_shape):
+        if tokens_shape[1] is not None:
+            # Says before work starts that there is not one slot, if so.
+            self.capacity(tokens_shape[1])
         self.kernel = self.add_weight(
             shape=(tokens_shape[-1], self.num_experts),
             initializer="lecun_normal",

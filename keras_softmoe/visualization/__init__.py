@@ -1,9 +1,11 @@
 """Figures of what the routers do. They need matplotlib (the extra `viz`).
 
-Every function returns a `matplotlib.figure.Figure`: a notebook shows it, and
-`figure.savefig("routing.png")` keeps it.
+Every `plot_` function returns a `matplotlib.figure.Figure`: a notebook shows it, and
+`figure.savefig("routing.png")` keeps it. `routing_report` writes all that applies to a
+model on one page.
 """
 
+from keras_softmoe.visualization.load import plot_expert_load as plot_expert_load
 from keras_softmoe.visualization.modalities import plot_coverage as plot_coverage
 from keras_softmoe.visualization.modalities import (
     plot_modality_load as plot_modality_load,
@@ -21,8 +23,25 @@ from keras_softmoe.visualization.modality_queues import (
 from keras_softmoe.visualization.modality_queues import (
     plot_trajectories as plot_trajectories,
 )
+from keras_softmoe.visualization.peaks import plot_peaks as plot_peaks
+from keras_softmoe.visualization.report import routing_report as routing_report
 from keras_softmoe.visualization.routing import plot_experts as plot_experts
 from keras_softmoe.visualization.routing import plot_slots as plot_slots
+from keras_softmoe.visualization.slots import (
+    plot_slot_correlation as plot_slot_correlation,
+)
+from keras_softmoe.visualization.soft_statistics import (
+    plot_concentration as plot_concentration,
+)
+from keras_softmoe.visualization.soft_statistics import (
+    plot_expert_contributions as plot_expert_contributions,
+)
+from keras_softmoe.visualization.soft_statistics import (
+    plot_token_weights as plot_token_weights,
+)
+from keras_softmoe.visualization.soft_statistics import (
+    plot_tokens_per_slot as plot_tokens_per_slot,
+)
 from keras_softmoe.visualization.specialization import (
     plot_experts_by_class as plot_experts_by_class,
 )

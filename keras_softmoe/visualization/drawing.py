@@ -2,7 +2,10 @@
 
 import numpy as np
 
+from keras_softmoe.evaluation.load import ExpertLoad
 from keras_softmoe.evaluation.modalities import ModalityStatistics
+from keras_softmoe.evaluation.slots import SlotCorrelation
+from keras_softmoe.evaluation.soft_statistics import SoftStatistics
 from keras_softmoe.evaluation.statistics import RoutingStatistics
 
 DROPPED = "#d9d9d9"
@@ -17,7 +20,10 @@ DASHES = ("-", (0, (5, 2)), (0, (4, 1.5, 1, 1.5)), (0, (1, 1)))
 # What makes them.
 _FUNCTIONS = {
     RoutingStatistics: "routing_statistics",
+    ExpertLoad: "expert_load",
     ModalityStatistics: "modality_statistics",
+    SlotCorrelation: "slot_correlation",
+    SoftStatistics: "soft_statistics",
 }
 
 # Side of a picture in inches.
@@ -155,11 +161,16 @@ def block_panels(matplotlib, layers, width, height, **kwargs):
         ax.remove()
     axes = axes[: len(layers)]
     for index, (ax, layer) in enumerate(zip(axes, layers, strict=True)):
-        ax.set_title(f"block {layer}", fontsize=9)
+        ax.set_title(block_title(layer), fontsize=9)
         if kwargs.get("sharex"):
             # The lowest panel of each column has the numbers, not only the last row's.
             ax.tick_params(labelbottom=index + columns >= len(layers))
     return figure, list(axes)
+
+
+def block_title(layer):
+    """What a block is called: by its number, or by the name of its layer."""
+    return layer if isinstance(layer, str) else f"block {layer}"
 
 
 def check_statistics(statistics, kind=RoutingStatistics):

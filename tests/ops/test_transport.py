@@ -9,7 +9,6 @@ from keras_softmoe import ops
 from tests import cases, twins
 from tests.references import to_numpy
 
-
 pytestmark = pytest.mark.usefixtures("quick_loops")
 
 

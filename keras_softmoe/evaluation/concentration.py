@@ -1,0 +1,177 @@
+"""How few weights hold how much of a weighted average, counted over many averages."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+NUM_BINS = 1000
+BANDS = (0.6, 0.8, 0.9, 0.95, 0.99)
+# A weight that is so little below the edge of a bin counts as on it.
+_ROUNDING = 1e-6
+
+
+class Concentration(NamedTuple):
+    """How much of its average the `n` largest weights hold, over many averages.
+
+    The weights of an average add up to one. What its `n` largest hold together is their
+    cumulative weight; a straight line from zero to one is a uniform average.
+
+    Attributes:
+        mean: `(N,)` float64 array, entry `n - 1` the mean cumulative weight of the `n`
+            largest. The first one is the mean of the largest weight.
+        counts: `(N, NUM_BINS)` int64 array: how often the cumulative weight of the `n`
+            largest fell into each bin of equal width between 0 and 1 (1 belongs to the
+            last).
+    """
+
+    mean: np.ndarray
+    counts: np.ndarray
+
+    def bands(self, levels=BANDS):
+        """Between which values the central parts of the distribution lie.
+
+        Args:
+            levels: sequence of `L` floats between 0 and 1, the shares of the averages
+                that a band holds: half of the others are below, half above.
+
+        Returns:
+            `(L, 2, N)` float64 array, the lower and upper ends of the bands. They are
+            right to the width of a bin, `1 / NUM_BINS`.
+
+        Raises:
+            ValueError: if a level is not a share.
+
+        Source: Soft MoE, appendix H (figures 26 and 27).
+        """
+        levels = np.asarray(levels, "float64")
+        if levels.ndim != 1 or np.any((levels <= 0) | (levels > 1)):
+            raise ValueError(
+                "`levels` must be shares over 0 and at most 1, such as (0.6, 0.9). "
+                f"Received: levels={levels.tolist()}."
+            )
+        ends = np.stack([1 - levels, 1 + levels], axis=-1).ravel() / 2
+        bands = [_quantiles(counts, ends) for counts in self.counts]
+        return np.array(bands).T.reshape(len(levels), 2, -1)
+
+    def reached(self, share):
+        """For how many averages the `n` largest weights hold a share of the whole.
+
+        Args:
+            share: float over 0 and under 1, rounded to the width of a bin.
+
+        Returns:
+            `(N,)` float64 array, entry `n - 1` the part of the averages of which the
+            `n` largest weights hold at least that share.
+
+        Raises:
+            ValueError: if it is not such a share.
+        """
+        _check_share(share)
+        first = round(share * NUM_BINS)
+        return self.counts[:, first:].sum(axis=1) / self.counts.sum(axis=1)
+
+    def needed(self, share=0.9, part=0.5):
+        """How many weights are enough for a share of the whole.
+
+        Args:
+            share: float over 0 and under 1, rounded to the width of a bin.
+            part: float over 0 and at most 1, the part of the averages for which they
+                have to be enough: 0.5 for the median.
+
+        Returns:
+            int.
+
+        Raises:
+            ValueError: if `share` or `part` is not a share.
+        """
+        reached = self.reached(share)
+        if not 0 < part <= 1:
+            raise ValueError(
+                "`part` is a share of the averages, over 0 and at most 1. "
+                f"Received: part={part}."
+            )
+        return int(np.argmax(reached >= part - 1e-12)) + 1
+
+
+def weights_needed(curves, share):
+    """How many of the largest weights hold a share, by curves of cumulative weight.
+
+    Args:
+        curves: `(..., N)` float array, rising to one.
+        share: float over 0 and under 1.
+
+    Returns:
+        `(...)` int array.
+    """
+    _check_share(share)
+    return np.argmax(curves >= share - _ROUNDING, axis=-1) + 1
+
+
+class ConcentrationTotal:
+    """Running sums from which a `Concentration` is made.
+
+    Averages may differ in their number of weights: the shorter ones go on at one.
+    """
+
+    def __init__(self):
+        self.num_rows = 0
+        # Sums of the curves, (K, N), and counts (N, NUM_BINS).
+        self.sums = self.counts = None
+
+    def add(self, weights):
+        """Add `(M, K, N)` weights: `M` times `K` averages of `N` weights each."""
+        largest = -np.sort(-weights, axis=-1)
+        curves = np.minimum(np.cumsum(largest, axis=-1, dtype="float64"), 1.0)
+        rows, many, length = curves.shape
+        if self.sums is None:
+            self.sums = np.zeros((many, length))
+            self.counts = np.zeros((length, NUM_BINS), "int64")
+        curves = self._equally_long(curves)
+        length = curves.shape[-1]
+        self.num_rows += rows
+        self.sums += curves.sum(axis=0)
+        bins = np.minimum((curves + _ROUNDING) * NUM_BINS, NUM_BINS - 1).astype("int64")
+        bins += np.arange(length) * NUM_BINS
+        counts = np.bincount(bins.ravel(), minlength=length * NUM_BINS)
+        self.counts += counts.reshape(length, NUM_BINS)
+
+    def _equally_long(self, curves):
+        """The curves, as long as the longest so far, to which the sums grow."""
+        many, known = self.sums.shape
+        missing = curves.shape[-1] - known
+        if missing < 0:
+            ends = ((0, 0), (0, 0), (0, -missing))
+            return np.pad(curves, ends, constant_values=1.0)
+        if missing > 0:
+            ends = ((0, 0), (0, missing))
+            self.sums = np.pad(self.sums, ends, constant_values=self.num_rows)
+            self.counts = np.pad(self.counts, ((0, missing), (0, 0)))
+            self.counts[known:, -1] = self.num_rows * many
+        return curves
+
+    @property
+    def curves(self):
+        """`(K, N)` float64 array, the mean cumulative weights of each average."""
+        return self.sums / self.num_rows
+
+    def concentration(self):
+        """The `Concentration` of all averages."""
+        return Concentration(self.curves.mean(axis=0), self.counts)
+
+
+def _quantiles(counts, parts):
+    """Where these parts of the values lie below, by counts in bins from 0 to 1."""
+    above = np.cumsum(counts)
+    # Never the empty bins before the first value.
+    wanted = np.maximum(parts * above[-1], 1e-9)
+    found = np.searchsorted(above, wanted)
+    within = 1 - (above[found] - wanted) / counts[found]
+    return (found + within) / NUM_BINS
+
+
+def _check_share(share):
+    if not 0 < share < 1:
+        raise ValueError(
+            "`share` is a part of the weight, over 0 and under 1. "
+            f"Received: share={share}."
+        )

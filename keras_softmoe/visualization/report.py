@@ -1,0 +1,191 @@
+"""Everything that can be shown of the routing of a model, on one page."""
+
+import keras
+
+from keras_softmoe.evaluation.cost import cost
+from keras_softmoe.evaluation.decisions import all_routers
+from keras_softmoe.evaluation.load import expert_load
+from keras_softmoe.evaluation.routing import backbone_of, prepared
+from keras_softmoe.evaluation.statistics import routing_statistics
+from keras_softmoe.routers import SoftRouter
+from keras_softmoe.visualization.drawing import block_title, import_matplotlib
+from keras_softmoe.visualization.load import plot_expert_load
+from keras_softmoe.visualization.page import Page
+from keras_softmoe.visualization.report_images import (
+    add_pictures,
+    add_specialization,
+    loads_of,
+)
+from keras_softmoe.visualization.report_modalities import add_modalities
+from keras_softmoe.visualization.report_soft import add_soft
+
+# In the configuration of a router, but no settings of how it routes.
+_NO_SETTINGS = ("name", "trainable", "num_experts")
+
+
+def routing_report(
+    model,
+    images,
+    path,
+    captions=None,
+    labels=None,
+    class_names=None,
+    num_pictures=4,
+    batch_size=64,
+    preprocessor=None,
+    verbose=1,
+):
+    """Write a page that shows how a model routes: one HTML file that needs no network.
+
+    It has what applies to the model. Any router: its settings, the load of the experts,
+    dropped tokens. Images in a backbone or classifier of this library: the experts of
+    patches, experts by position and by class, the choices of sparse routers. Soft
+    routers, in a user's model too: what tokens give and slots take, how alike slots
+    are. A LIMoE: load, confidence, priorities and ways of images and text, and what its
+    experts are sent most surely. Of a dense model the page says that it routes nothing.
+
+    Args:
+        model: `ViTMoEBackbone`, `LIMoEBackbone`, a task that has one of them, or any
+            built `keras.Model` with `layers.MoE` or `layers.SoftMoE`.
+        images: `(N, height, width, channels)` array, as the model or its preprocessor
+            takes it. For a user's model any data that `evaluation.soft_statistics`
+            takes and that can be read twice.
+        path: str or path of the file. What is there is replaced when the page is
+            complete.
+        captions: for a LIMoE `N` str or `(N, sequence_length)` ints, routed together
+            with the images.
+        labels: optional `(N,)` int array, classes of the images, for a `ViTMoEBackbone`.
+        class_names: optional sequence of str, names of the classes.
+        num_pictures: int, how many of the images are shown patch by patch.
+        batch_size: int, images routed at a time.
+        preprocessor: as in `evaluation.routing_statistics`. By default a task's own.
+        verbose: 0 for silence, 1 for a progress bar for each pass over the images, 2
+            for one line.
+
+    Returns:
+        `pathlib.Path` of the file, of 5 MB at most.
+
+    Raises:
+        ValueError: if the model is not built, or the images, captions or labels are not
+            ones that it takes.
+        ImportError: if matplotlib is missing.
+
+    Source: the figures of V-MoE, appendices D and E; Soft MoE, section 3.6 and
+    appendices H and I; LIMoE, appendices E, F and G.
+
+    Example:
+
+    >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
+    >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name)
+    >>> images, labels = ksm.datasets.glyphs(512, image_size=32, seed=1)
+    >>> ksm.visualization.routing_report(model, images, "report.html", labels=labels)
+    PosixPath('report.html')
+    """
+    import_matplotlib()
+    backbone, preprocessor = backbone_of(model, preprocessor)
+    routers = all_routers(backbone)
+    page = Page(f"How {model.name} routes")
+    run = {"batch_size": batch_size, "preprocessor": preprocessor, "verbose": verbose}
+    _add_model(page, model, backbone)
+    if not routers:
+        page.section("Routing", "The model is dense: it has no routers and no experts.")
+        return page.write(path)
+    _add_routers(page, routers)
+    if _is_limoe(backbone):
+        if all(hasattr(router, "num_selected_experts") for router in routers.values()):
+            add_modalities(page, backbone, images, captions, num_pictures, run)
+            return page.write(path)
+        images = _pairs(backbone, images, captions, preprocessor)
+        run["preprocessor"] = None
+    if not hasattr(backbone, "route") or _is_limoe(backbone):
+        _add_load(page, expert_load(backbone, images, **run))
+    else:
+        statistics = routing_statistics(backbone, images, labels, **run)
+        _add_load(page, loads_of(backbone, statistics))
+        add_pictures(page, backbone, images[:num_pictures], preprocessor)
+        add_specialization(page, backbone, statistics, class_names)
+    if any(isinstance(router, SoftRouter) for router in routers.values()):
+        add_soft(page, backbone, images, run)
+    return page.write(path)
+
+
+# === Models ===
+
+
+def _is_limoe(backbone):
+    return hasattr(backbone, "sequence_length") and hasattr(backbone, "patch_grid")
+
+
+def _pairs(backbone, images, captions, preprocessor):
+    """Images and captions as the backbone takes them."""
+    if captions is None:
+        raise ValueError(
+            "The tokens of this model do not choose experts, so images are routed "
+            "together with text only. Pass as many captions as images. Received: "
+            "captions=None."
+        )
+    convert = getattr(preprocessor, "convert", None)
+    if getattr(captions, "dtype", "str") == "str" or isinstance(captions[0], str):
+        captions = preprocessor.tokenize(captions)
+    return {"images": prepared(backbone, images, convert), "token_ids": captions}
+
+
+# === Sections ===
+
+
+def _add_model(page, model, backbone):
+    rows = [
+        ["model", f"{type(model).__name__} {model.name!r}"],
+        ["parameters", f"{model.count_params():,}"],
+    ]
+    try:
+        gflop = cost(model).gflop_per_image
+        rows.append(["GFLOP for an image (or a pair)", f"{gflop:.3g}"])
+    except ValueError:
+        # A model of another kind, or one that was quantized.
+        pass
+    if hasattr(backbone, "patch_grid"):
+        grid = " × ".join(map(str, backbone.patch_grid))
+        rows.append(["patches of an image", grid])
+    rows.append(["Keras", f"{keras.version()}, {keras.backend.backend()}"])
+    page.section("Model")
+    page.table(["", ""], rows)
+
+
+def _add_routers(page, routers):
+    page.section("Routers")
+    rows = []
+    for layer, router in routers.items():
+        settings = (
+            f"{name}={value}"
+            for name, value in router.get_config().items()
+            if name not in _NO_SETTINGS and value not in (None, False)
+        )
+        kind = type(router).__name__
+        rows.append([block_title(layer), kind, router.num_experts, ", ".join(settings)])
+    page.table(["block", "router", "experts", "settings"], rows)
+
+
+def _add_load(page, loads):
+    page.section(
+        "Load",
+        "How much each expert has to do. A token is dropped if no expert takes it; it "
+        "then passes the block unchanged.",
+    )
+    page.table(
+        ["block", "tokens", "dropped", "busiest expert, in even shares"],
+        [
+            [
+                block_title(layer),
+                f"{block.num_tokens:,}",
+                f"{100 * block.dropped:.3g}%",
+                f"{block.imbalance:.2f}×",
+            ]
+            for layer, block in loads.items()
+        ],
+    )
+    page.figure(
+        plot_expert_load(loads),
+        "Tokens that each expert takes, in even shares (dashed line). Of routers that "
+        "mix tokens, the sum of its combine weights.",
+    )
