@@ -10,6 +10,15 @@ import pytest
 
 from tests.references import Reference
 
+# What computes without a backend is tested once, where the suite is fastest.
+WITHOUT_BACKEND = [
+    "converters/test_checkpoint_fuzz.py",
+    "datasets/*",
+    "distribution/test_plan.py",
+    "test_package.py",
+]
+collect_ignore_glob = [] if keras.backend.backend() == "torch" else WITHOUT_BACKEND
+
 hypothesis.settings.register_profile(
     "reproducible",
     derandomize=True,

@@ -14,8 +14,10 @@ from tests.models import tiny, tiny_limoe
 
 ROOT = pathlib.Path(__file__).parents[2]
 OWN = keras.backend.backend()
-# Each suite compares with one other; together they close the circle.
-OTHER = {"jax": "tensorflow", "tensorflow": "torch", "torch": "jax"}[OWN]
+# Two suites compare with the third, which starts fastest. Each within half of what any
+# two backends may differ by.
+OTHER = "torch"
+TOLERANCE = 5e-5
 TRAINED = [n for n in presets.names() if presets.describe(n).kind == "trained"]
 # Names of the presets of classifiers that the test saves, and of contrastive models.
 SAVED = {
@@ -85,7 +87,7 @@ def assert_same_outputs(actual, expected):
     for preset, value in expected.items():
         assert value.std() > 0.01, preset
         np.testing.assert_allclose(
-            actual[preset], value, rtol=1e-4, atol=1e-4, err_msg=preset
+            actual[preset], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=preset
         )
 
 
@@ -94,14 +96,16 @@ def test_same_outputs_when_loaded(expected):
     assert_same_outputs({path: outputs(path) for path in saved}, saved)
 
 
-def test_same_outputs_on_another_backend(expected, tmp_path):
-    output = tmp_path / "outputs.npz"
-    process = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(output), *expected],
-        cwd=ROOT,
-        env={**os.environ, "KERAS_BACKEND": OTHER, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr
-    assert_same_outputs(np.load(output), expected)
+if OWN != OTHER:
+
+    def test_same_outputs_on_another_backend(expected, tmp_path):
+        output = tmp_path / "outputs.npz"
+        process = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(output), *expected],
+            cwd=ROOT,
+            env={**os.environ, "KERAS_BACKEND": OTHER, "TF_CPP_MIN_LOG_LEVEL": "3"},
+            capture_output=True,
+            text=True,
+        )
+        assert process.returncode == 0, process.stderr
+        assert_same_outputs(np.load(output), expected)
