@@ -13,7 +13,7 @@ MOST_BYTES = 5_000_000
 # Dots per inch of the figures: the first at which the page is small enough.
 _RESOLUTIONS = (144, 110, 80, 55, 40)
 _MODE = 0o644
-# Figures are 150 dots per inch when looked at in full size, text in CSS pixels.
+# At which the labels of the figures are about as large as the text of the page.
 _PIXELS_PER_INCH = 105
 
 # The policy forbids whatever is not in the file itself; the empty icon keeps browsers
@@ -38,6 +38,7 @@ a {{ color: #0072b2; }}
 table {{ border-collapse: collapse; font-size: .875rem; margin: .5rem 0; }}
 th, td {{ border-bottom: 1px solid #ddd; padding: .3rem .75rem .3rem 0;
   text-align: left; vertical-align: top; }}
+td:first-child {{ white-space: nowrap; }}
 figure {{ margin: 1.25rem 0 2rem; }}
 figure img {{ max-width: 100%; height: auto; }}
 figcaption {{ color: #444; font-size: .9rem; max-width: 46rem; }}
@@ -78,7 +79,7 @@ class Page:
         self._add("\n".join([*lines, "</table></div>"]))
 
     def figure(self, figure, text):
-        """Add a `matplotlib.figure.Figure` and what it shows, which ends its pixels."""
+        """Add a `matplotlib.figure.Figure` and a text that says what it shows."""
         self.parts.append(lambda resolution: _picture(figure, text, resolution))
 
     def write(self, path):
@@ -124,9 +125,8 @@ def _picture(figure, text, resolution):
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=resolution)
     data = base64.b64encode(buffer.getvalue()).decode("ascii")
-    width, height = (
-        round(_PIXELS_PER_INCH * side) for side in figure.get_size_inches()
-    )
+    inches = figure.get_size_inches()
+    width, height = (round(_PIXELS_PER_INCH * side) for side in inches)
     text = html.escape(text)
     return (
         f'<figure>\n<img src="data:image/png;base64,{data}" width="{width}" '

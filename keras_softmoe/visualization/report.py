@@ -1,6 +1,7 @@
 """Everything that can be shown of the routing of a model, on one page."""
 
 import keras
+import numpy as np
 
 from keras_softmoe.evaluation.cost import cost
 from keras_softmoe.evaluation.decisions import all_routers
@@ -31,6 +32,7 @@ def routing_report(
     labels=None,
     class_names=None,
     num_pictures=4,
+    title=None,
     batch_size=64,
     preprocessor=None,
     verbose=1,
@@ -54,9 +56,12 @@ def routing_report(
             complete.
         captions: for a LIMoE `N` str or `(N, sequence_length)` ints, routed together
             with the images.
-        labels: optional `(N,)` int array, classes of the images, for a `ViTMoEBackbone`.
+        labels: optional `(N,)` int array, classes of the images. A `ViTMoEBackbone` or
+            its task is shown class by class then.
         class_names: optional sequence of str, names of the classes.
         num_pictures: int, how many of the images are shown patch by patch.
+        title: str, heading of the page. "How ... routes" with the name of the model if
+            `None`.
         batch_size: int, images routed at a time.
         preprocessor: as in `evaluation.routing_statistics`. By default a task's own.
         verbose: 0 for silence, 1 for a progress bar for each pass over the images, 2
@@ -84,7 +89,7 @@ def routing_report(
     import_matplotlib()
     backbone, preprocessor = backbone_of(model, preprocessor)
     routers = all_routers(backbone)
-    page = Page(f"How {model.name} routes")
+    page = Page(f"How {model.name} routes" if title is None else title)
     run = {"batch_size": batch_size, "preprocessor": preprocessor, "verbose": verbose}
     _add_model(page, model, backbone)
     if not routers:
@@ -97,7 +102,7 @@ def routing_report(
             return page.write(path)
         images = _pairs(backbone, images, captions, preprocessor)
         run["preprocessor"] = None
-    if not hasattr(backbone, "route") or _is_limoe(backbone):
+    if _is_limoe(backbone) or not hasattr(backbone, "patch_grid"):
         _add_load(page, expert_load(backbone, images, **run))
     else:
         statistics = routing_statistics(backbone, images, labels, **run)
@@ -125,7 +130,7 @@ def _pairs(backbone, images, captions, preprocessor):
             "captions=None."
         )
     convert = getattr(preprocessor, "convert", None)
-    if getattr(captions, "dtype", "str") == "str" or isinstance(captions[0], str):
+    if np.asarray(captions).dtype.kind not in "iu":
         captions = preprocessor.tokenize(captions)
     return {"images": prepared(backbone, images, convert), "token_ids": captions}
 
@@ -154,16 +159,29 @@ def _add_model(page, model, backbone):
 
 def _add_routers(page, routers):
     page.section("Routers")
-    rows = []
+    # Equal routers in one row.
+    rows = {}
     for layer, router in routers.items():
-        settings = (
-            f"{name}={value}"
+        settings = ", ".join(
+            f"{name}={_setting(value)}"
             for name, value in router.get_config().items()
             if name not in _NO_SETTINGS and value not in (None, False)
         )
-        kind = type(router).__name__
-        rows.append([block_title(layer), kind, router.num_experts, ", ".join(settings)])
-    page.table(["block", "router", "experts", "settings"], rows)
+        row = type(router).__name__, router.num_experts, settings
+        rows.setdefault(row, []).append(block_title(layer))
+    page.table(
+        ["block", "router", "experts", "settings"],
+        [[", ".join(blocks), *row] for row, blocks in rows.items()],
+    )
+
+
+def _setting(value):
+    """A value in a configuration; of something serialized its class."""
+    if isinstance(value, dict):
+        return value.get("class_name", value)
+    if isinstance(value, list | tuple):
+        return " + ".join(str(_setting(x)) for x in value)
+    return value
 
 
 def _add_load(page, loads):

@@ -55,8 +55,8 @@ def add_specialization(page, backbone, statistics, class_names):
         page.section("Choices")
         page.figure(
             plot_choice_weights(statistics, sparse),
-            "The largest weights that the router gives to the experts of a token. Piled "
-            "up at 1/E, they are all alike; near 1 the router is sure.",
+            "The largest weights that the router gives to the experts of a token. Near "
+            "1/E all experts are alike to it, near 1 it is sure.",
         )
         page.figure(
             plot_experts_per_image(statistics, sparse),

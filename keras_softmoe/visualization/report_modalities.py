@@ -32,8 +32,8 @@ def add_modalities(page, backbone, images, captions, num_pictures, run):
     statistics = modality_statistics(backbone, images, captions, **run)
     page.section(
         "Load by modality",
-        "Tokens of images and of text choose among the same experts. A token is dropped "
-        "if none of the experts that it chose has a seat left.",
+        "Tokens of images and of text choose among the same experts. A token is "
+        "dropped if none of the experts that it chose has a seat left.",
     )
     page.table(
         ["block", "modality", "tokens", "dropped", "experts that serve 90%"],
@@ -51,7 +51,7 @@ def add_modalities(page, backbone, images, captions, num_pictures, run):
     )
     page.figure(
         plot_modality_load(statistics),
-        "How many tokens queue for each expert. Hatched: dropped. Dashed: the capacity.",
+        "How many tokens queue for each expert. Hatched: dropped. Dashed: capacity.",
     )
     page.figure(
         plot_coverage(statistics),
@@ -65,15 +65,15 @@ def add_modalities(page, backbone, images, captions, num_pictures, run):
     )
     page.figure(
         plot_priorities(statistics),
-        "In which order tokens queue for the experts. What is to the right of the dashed "
-        "line is dropped.",
+        "In which order tokens queue for the experts. What is to the right of the "
+        "dashed line is dropped.",
     )
     if len(statistics) > 1:
         page.section("Ways through the model")
         page.figure(
             plot_trajectories(statistics),
-            "From the experts of one block to those of the next, by first choices. Lines "
-            "are as wide as the share of the tokens of their modality.",
+            "From the experts of one block to those of the next, by first choices. "
+            "Lines are as wide as the share of the tokens of their modality.",
         )
     last = list(statistics)[-1]
     page.section("Examples")
@@ -88,5 +88,5 @@ def add_modalities(page, backbone, images, captions, num_pictures, run):
         ):
             page.figure(
                 plot_pair(backbone, image, caption, last, run["preprocessor"]),
-                f"Which expert of block {last} takes which patches and words of a pair.",
+                f"Which expert of block {last} takes which patches and words.",
             )

@@ -26,8 +26,8 @@ def add_soft(page, model, data, run):
     page.section(
         "What tokens give and slots take",
         "A slot takes in an average of all tokens (dispatch weights), and a token gets "
-        "back an average of all slots' outputs (combine weights). The needed tokens and "
-        "slots are medians.",
+        "back an average of all slots' outputs (combine weights). In the table, the "
+        "largest weights are means and the numbers for 90% medians.",
     )
     page.table(
         [
@@ -52,8 +52,9 @@ def add_soft(page, model, data, run):
     )
     page.figure(
         plot_tokens_per_slot(statistics),
-        "How many tokens each slot mixes: a line for each slot, its weight by the tokens "
-        "that count most. In colour the slots that need the fewest and the most.",
+        "How many tokens each slot mixes: a line for each slot, its weight by the "
+        "tokens that count most. In colour: the slots that need the fewest or the most "
+        "of them.",
     )
     for weights, text in (
         ("dispatch", "How few tokens make up a slot, over all slots and images"),
@@ -68,8 +69,8 @@ def add_soft(page, model, data, run):
         page.section("How alike slots are")
         page.figure(
             plot_slot_correlation(slot_correlation(model)),
-            "Cosines between the parameters of the slots. Red squares along the diagonal "
-            "are experts whose slots take in the same mixture.",
+            "Cosines between the parameters of the slots. Red squares along the "
+            "diagonal are experts whose slots take in the same mixture.",
         )
 
 
