@@ -6,19 +6,23 @@ import numpy as np
 from tests.references import to_numpy
 
 
-def value_and_gradients(fn, arrays):
+def value_and_gradients(fn, arrays, compiled=True):
     """Value of `fn(*tensors)`, a scalar, and its gradient for every array.
 
-    An array that the value does not depend on gets a gradient of zeros.
+    An array that the value does not depend on gets a gradient of zeros. On JAX one
+    program compiles faster than each of its operations, unless the same operations
+    come hundreds of times: then pass `compiled=False`.
     """
     arrays = [np.asarray(a, "float32") for a in arrays]
     backend = keras.backend.backend()
     if backend == "jax":
         import jax
 
-        # One program compiles faster than each of its operations.
         value_and_grad = jax.value_and_grad(lambda tensors: fn(*tensors))
-        value, gradients = jax.jit(value_and_grad)(arrays)
+        arrays = [jax.numpy.asarray(a) for a in arrays]
+        value, gradients = (jax.jit if compiled else lambda f: f)(value_and_grad)(
+            arrays
+        )
     elif backend == "tensorflow":
         import tensorflow as tf
 
@@ -39,7 +43,7 @@ def value_and_gradients(fn, arrays):
     return float(to_numpy(value)), [to_numpy(g) for g in gradients]
 
 
-def layer_gradients(layer, inputs, loss_fn, **call_kwargs):
+def layer_gradients(layer, inputs, loss_fn, compiled=True, **call_kwargs):
     """Loss, gradient for the inputs, and gradients for the trainable weights.
 
     Args:
@@ -47,6 +51,7 @@ def layer_gradients(layer, inputs, loss_fn, **call_kwargs):
         inputs: Array, its only positional input.
         loss_fn: Callable from the outputs and the list of the losses that the layer
             added to a scalar.
+        compiled: As in `value_and_gradients`.
         **call_kwargs: Passed to the call, for example `training=True`.
 
     Returns:
@@ -65,7 +70,7 @@ def layer_gradients(layer, inputs, loss_fn, **call_kwargs):
 
     if keras.backend.backend() == "jax":
         weights = [to_numpy(v.value) for v in variables]
-        value, gradients = value_and_gradients(loss, [inputs, *weights])
+        value, gradients = value_and_gradients(loss, [inputs, *weights], compiled)
     else:
         value, gradients = _eager_gradients([v.value for v in variables], inputs, loss)
     paths = [v.path for v in variables]

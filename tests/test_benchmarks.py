@@ -1,77 +1,251 @@
-"""The benchmark runs and reports what it should; how fast is not tested."""
+"""The benchmarks time what they should; how fast that is is not tested."""
 
 import importlib
+import itertools
 import json
 import pathlib
 
 import keras
+import numpy as np
 import pytest
+from keras import ops
 
 import keras_softmoe as ksm
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 
+TWICE = ["--rounds", "2"]
+
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """The benchmark as a module, with tiny shapes in place of the small ones."""
+    """Callable from the name of a benchmark to its module."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    module = importlib.import_module("layers")
+    return importlib.import_module
+
+
+@pytest.fixture
+def layers(benchmark, monkeypatch):
+    """The benchmark of layers, with tiny shapes in place of the small ones."""
+    module = benchmark("layers")
     tiny = module.Shapes(images=8, tokens=4, width=8, mlp_dim=8)
     monkeypatch.setitem(module.SHAPES, "small", tiny)
+    monkeypatch.setitem(module.LONG_SHAPES, "small", tiny)
     return module
 
 
-def test_every_layer_is_reported_in_both_passes(benchmark, tmp_path, capsys):
+@pytest.fixture
+def tiny_models(benchmark):
+    """The benchmark of models, and tiny shapes for it."""
+    module = benchmark("models")
+    return module, module.Shapes(8, 8, 4, 2, 2, 8, 8, num_experts=4)
+
+
+def check_times(row, names):
+    """The row has times of all names, and ratios of the first to the others."""
+    ours, *rivals = names
+    assert row["ours"] == ours
+    assert list(row["ms"]) == list(row["first_call_s"]) == list(names)
+    assert min(*row["ms"].values(), *row["first_call_s"].values()) > 0
+    assert list(row["ratios"]) == rivals
+    for ratio in row["ratios"].values():
+        assert 0 < ratio["min"] <= ratio["median"] <= ratio["max"]
+
+
+def test_every_layer_is_reported_in_both_passes(layers, tmp_path, capsys):
     file = tmp_path / "results.json"
-    names = ["soft_32x6", "identity"]
-    benchmark.main(["--rounds", "2", "--layers", *names, "--json", str(file)])
+    names = ["soft_32x6", "token_choice"]
+    layers.main([*TWICE, "--layers", *names, "--json", str(file)])
 
     content = json.loads(file.read_text(encoding="utf-8"))
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     assert keras.backend.backend() in content["machine"]["backend"]
     assert content["machine"]["dtype"] == "float32"
-    assert [(row["layer"], row["pass"]) for row in content["results"]] == [
-        (name, kind) for name in names for kind in ("forward", "forward+backward")
-    ]
-    for row in content["results"]:
-        assert min(row[f"{key}_ms"] for key in ("layer", "dense", "products")) > 0
-        for ratio in (row["to_dense"], row["to_products"]):
-            assert 0 < ratio["min"] <= ratio["median"] <= ratio["max"]
+    rows = content["sections"]["layers"]
+    assert [(row["name"], row["pass"]) for row in rows] == list(
+        itertools.product(
+            [*names, "token_choice_dispatch"], ["forward", "forward+backward"]
+        )
+    )
+    for row in rows[2:4]:
+        check_times(row, ["layer", "dense", "products"])
+    for row in rows[4:]:
+        check_times(row, ["gather", "einsum"])
+    assert {row["rounds"] for row in rows} == {2}
     printed = capsys.readouterr().out
     assert all(name in printed for name in names)
 
 
-def test_ratios_are_taken_within_rounds(benchmark):
-    seconds = {
-        "layer": [2.0, 8.0, 3.0],
-        "dense": [1.0, 2.0, 3.0],
-        "products": [2.0, 2.0, 2.0],
-    }
-    result = benchmark.summarize(seconds)
-    assert result["layer_ms"] == pytest.approx(3000.0)
-    assert result["to_dense"] == {"median": 2.0, "min": 1.0, "max": 4.0}
-    assert result["to_products"] == {"median": 1.5, "min": 1.0, "max": 4.0}
-
-
 @pytest.mark.parametrize("name", ["soft_32x6", "token_choice"])
-def test_the_dense_mlp_costs_as_much_as_the_products(benchmark, name):
-    shapes = benchmark.Shapes(images=8, tokens=16, width=8, mlp_dim=64)
-    layers, inputs = benchmark.competitors(benchmark.ROUTERS[name], shapes, "auto")
-    products = benchmark.product_shapes(layers["layer"], *inputs.shape)
-    dense = 2 * inputs.size * layers["dense"].mlp_dim
-    assert dense == pytest.approx(benchmark.multiply_adds(products), rel=0.02)
+def test_the_dense_mlp_costs_as_much_as_the_products(layers, name):
+    shapes = layers.Shapes(images=8, tokens=16, width=8, mlp_dim=64)
+    competitors, inputs = layers.competitors(layers.ROUTERS[name], shapes, "auto")
+    products = layers.product_shapes(competitors["layer"], *inputs.shape)
+    dense = 2 * inputs.size * competitors["dense"].mlp_dim
+    assert dense == pytest.approx(layers.multiply_adds(products), rel=0.02)
 
 
-def test_multiply_adds_of_a_soft_layer(benchmark):
+def test_multiply_adds_of_a_soft_layer(layers):
     layer = ksm.layers.SoftMoE(32, mlp_dim=7, slots_per_expert=6).moe
-    products = benchmark.product_shapes(layer, 2, 5, 3)
+    products = layers.product_shapes(layer, 2, 5, 3)
     # Per image: logits, dispatch and combine are 5 tokens x 192 slots x 3 each; the
     # experts multiply 192 slots by 3 x 7 twice.
-    assert benchmark.multiply_adds(products) == 2 * (3 * 5 * 192 * 3 + 2 * 192 * 3 * 7)
+    assert layers.multiply_adds(products) == 2 * (3 * 5 * 192 * 3 + 2 * 192 * 3 * 7)
 
 
-def test_zero_rounds_are_refused(benchmark, capsys):
+@pytest.mark.parametrize("option", [["--rounds", "0"], ["--shapes", "huge"]])
+def test_wrong_options_are_refused(layers, capsys, option):
     with pytest.raises(SystemExit):
-        benchmark.main(["--rounds", "0"])
-    assert "Received: 0" in capsys.readouterr().err
+        layers.main(option)
+    message = capsys.readouterr().err
+    assert option[0] in message
+    assert option[1] in message
+
+
+def test_scaling_compares_with_the_fewest_experts(benchmark, monkeypatch):
+    scaling = benchmark("scaling")
+    shapes = scaling.Shapes(2, 4, 8, 8, slots=8, experts=(2, 4, 8))
+    rows = list(scaling.measure(shapes, benchmark("timing").Patience(rounds=1)))
+    for row, name in zip(rows, ["4 experts", "8 experts"], strict=True):
+        check_times(row, [name, "2 experts"])
+
+
+def test_the_soft_moe_runs_beside_its_twin(benchmark, tiny_models):
+    models, shapes = tiny_models
+    patience = benchmark("timing").Patience(rounds=1)
+    rows = list(models.measure_twins(shapes, patience))
+    assert [row["pass"] for row in rows] == ["forward", "forward+backward", "fit"]
+    for row in rows:
+        check_times(row, ["soft_moe", "dense_twin"])
+
+
+def test_twins_differ_in_their_experts_alone(tiny_models):
+    models, shapes = tiny_models
+    moe, dense = models.soft_moe(shapes), models.backbone(shapes)
+    assert moe.moe_layers == (1,)
+    differing = {
+        name
+        for name, value in moe.get_config().items()
+        if value != dense.get_config()[name]
+    }
+    assert differing == {"name", "moe_layers", "router", "equal_experts"}
+
+
+def test_a_step_of_fit_trains(benchmark, tiny_models):
+    models, shapes = tiny_models
+    model = models.classifier(models.backbone(shapes).output["pooled_output"])
+    before = [ops.convert_to_numpy(v) for v in model.trainable_variables]
+    benchmark("timing").fit_step(model, *models.data(shapes))()
+    after = [ops.convert_to_numpy(v) for v in model.trainable_variables]
+    assert not np.array_equal(before[-2], after[-2])
+    assert model.optimizer.iterations == 1
+
+
+def test_our_dense_vit_is_as_large_as_that_of_keras_hub(benchmark, tiny_models):
+    models, shapes = tiny_models
+    images, _ = models.data(shapes)
+    ours = models.dense_vit(shapes)
+    theirs = benchmark("rivals").keras_hub_vit(**shapes.vit)
+    assert ours.count_params() == theirs.count_params()
+    assert ours(images).shape == theirs(images).shape == (8, 5, 8)
+
+
+def test_balancing_losses_are_timed_with_and_without(benchmark, tiny_models):
+    overheads, (_, shapes) = benchmark("overheads"), tiny_models
+    rows = overheads.measure(shapes, benchmark("timing").Patience(rounds=1))
+    row = next(rows)
+    assert (row["name"], row["pass"]) == ("auxiliary_losses", "fit")
+    check_times(row, ["with", "without"])
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_only_one_side_has_balancing_losses(benchmark, tiny_models, weight):
+    overheads, (models, shapes) = benchmark("overheads"), tiny_models
+    backbone = overheads.two_blocks(shapes, overheads.token_choice(weight))
+    backbone(models.data(shapes)[0], training=True)
+    assert len(backbone.losses) == bool(weight)
+
+
+@pytest.mark.parametrize("router_dtype", ["float32", "bfloat16"])
+def test_only_one_side_routes_in_float32(benchmark, tiny_models, router_dtype):
+    overheads, (models, shapes) = benchmark("overheads"), tiny_models
+    mixed = "mixed_bfloat16"
+    backbone = overheads.two_blocks(
+        shapes,
+        ksm.routers.SoftRouter(4),
+        mixed,
+        mixed if router_dtype == "bfloat16" else None,
+    )
+    decision = backbone.route(models.data(shapes)[0])[1]
+    for weights in (*decision.routing, decision.summary["logits"]):
+        assert keras.backend.standardize_dtype(weights.dtype) == router_dtype
+
+
+def test_peaks_of_memory_start_over(benchmark):
+    memory = benchmark("memory")
+    large = 200e6
+    memory._forget_peak()
+    before = memory.peak_memory()
+    np.ones(int(large / 8))
+    with_it = memory.peak_memory()
+    memory._forget_peak()
+    assert with_it - before > 0.9 * large
+    assert with_it - memory.peak_memory() > 0.9 * large
+
+
+@pytest.fixture
+def equal_rival(benchmark):
+    """Callable that gives a PyTorch package's layer and ours the same weights."""
+    if keras.backend.backend() != "torch":
+        pytest.skip("the packages compute on PyTorch only")
+    rivals = benchmark("rivals")
+
+    def make(package, router):
+        pytest.importorskip(package.replace("-", "_"))
+        theirs = rivals.soft_moe_layers(4, 2, 8, 16)[package].module
+        ours = ksm.layers.MoE(router, 16)
+        ours.build((3, 5, 8))
+        return ours, theirs
+
+    return make
+
+
+def to_numpy(tensor):
+    return tensor.detach().numpy()
+
+
+def test_soft_mixture_of_experts_is_our_layer_without_normalization(equal_rival):
+    router = ksm.routers.SoftRouter(4, slots_per_expert=2, normalize=False)
+    ours, theirs = equal_rival("soft-mixture-of-experts", router)
+    ours.router.mu.assign(to_numpy(theirs.phi))
+    banks = ours.experts.intermediate_dense, ours.experts.output_dense
+    for bank, layer in zip(banks, theirs.experts[::2], strict=True):
+        bank.kernel.assign(to_numpy(layer.weight))
+        bank.bias.assign(to_numpy(layer.bias))
+    tokens = ops.convert_to_tensor(
+        np.random.default_rng(0).normal(size=(3, 5, 8)), "float32"
+    )
+    np.testing.assert_allclose(
+        to_numpy(ours(tokens)), to_numpy(theirs(tokens)), atol=1e-6
+    )
+
+
+def test_soft_moe_pytorch_is_our_layer_on_normalized_tokens(equal_rival):
+    router = ksm.routers.SoftRouter(4, slots_per_expert=2)
+    ours, theirs = equal_rival("soft-moe-pytorch", router)
+    # (E, C, D) to (D, E, C)
+    ours.router.mu.assign(to_numpy(theirs.slot_embeds).transpose(2, 0, 1))
+    # The norms of tokens and of slot parameters are both the root of the width.
+    ours.router.scale.assign(8.0)
+    banks = ours.experts.intermediate_dense, ours.experts.output_dense
+    for bank, index in zip(banks, (0, 3), strict=True):
+        layers = [expert[index] for expert in theirs.experts.experts]
+        bank.kernel.assign(np.stack([to_numpy(layer.weight).T for layer in layers]))
+        bank.bias.assign(np.stack([to_numpy(layer.bias) for layer in layers]))
+    tokens = np.random.default_rng(0).normal(size=(3, 5, 8))
+    tokens /= np.sqrt(np.mean(tokens**2, axis=-1, keepdims=True))
+    tokens = ops.convert_to_tensor(tokens, "float32")
+    # The exact GELU and its approximation differ by up to 5e-4.
+    np.testing.assert_allclose(
+        to_numpy(ours(tokens)), to_numpy(theirs(tokens)), atol=1e-3
+    )

@@ -115,6 +115,22 @@ def check_limoe_routing(lines, folder):
     assert accuracies[0] == accuracies[1] == accuracies[2]
 
 
+def check_inside_soft_moe(lines, folder):
+    assert lines[-1].startswith("report: build/soft_report.html")
+    pictures = list((folder / "build").glob("soft_*.png"))
+    assert len(pictures) == 9
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
+    report = (folder / "build" / "soft_report.html").read_text(encoding="utf-8")
+    assert report.count("<img ") == 14
+    # Slots of one expert are aligned, those of different ones are not.
+    cosines = [line for line in lines if "mean cosine within experts" in line]
+    assert len(cosines) == 3
+    for line in cosines:
+        within, between = (float(part.split()[-1]) for part in line.split(","))
+        assert within > 0.8 > 0.2 > between
+    assert sum("largest dispatch weight" in line for line in lines) == 8
+
+
 def check_placing_experts(lines, folder):
     assert sum(line.startswith("128 devices of 80 GB") for line in lines) == 4
     needed = [line for line in lines if " GB moved in a step" in line]
@@ -143,6 +159,7 @@ CHECKS = {
     "demo.py": (check_demo, ("jax", "tensorflow", "torch")),
     "few_shot_probing.py": (check_few_shot_probing, ("torch",)),
     "fit_on_a_small_dataset.py": (check_fit_on_a_small_dataset, ("torch",)),
+    "inside_soft_moe.py": (check_inside_soft_moe, ("torch",)),
     "limoe_routing.py": (check_limoe_routing, ("torch",)),
     "limoe_zero_shot.py": (check_limoe_zero_shot, ("torch",)),
     "placing_experts.py": (check_placing_experts, ("jax",)),
