@@ -1,7 +1,7 @@
 # make install   .venv with the library (editable) and all that the tests need
 # make demo      the main job on real images; backend from KERAS_BACKEND, JAX if unset
 # make test      lint, then the whole suite on each backend in its own process
-# make bench     the MoE layers beside dense ones of equal cost
+# make bench     layers and models beside their rivals on each backend, and tables of it
 # make format    format the code and mend what the linter can mend
 # make clean     remove what the other targets wrote, except .venv
 
@@ -70,8 +70,15 @@ $(SUITES): test-%: install
 	cat build/$*.log; \
 	exit $$status
 
+# One backend after the other, each on all cores. Without a network the rivals that are
+# not there yet are left out.
+bench: export BENCH ?= --shapes paper
 bench: install
-	KERAS_BACKEND=$${KERAS_BACKEND:-jax} $(VENV)/python benchmarks/layers.py
+	-$(VENV)/python -m pip install --quiet --editable ".[bench]"
+	for backend in $(BACKENDS); do \
+	    KERAS_BACKEND=$$backend $(VENV)/python benchmarks/run.py $(BENCH) || exit; \
+	done
+	$(VENV)/python benchmarks/tables.py --output benchmarks/RESULTS.md
 
 format: install
 	$(VENV)/ruff check --fix .

@@ -2,9 +2,13 @@
 
 Each layer takes turns with
 
-- a dense MLP with as many multiply-adds (its hidden width is chosen so), and
+- a dense MLP with as many multiply-adds (its hidden width is chosen so),
 - the layer's matrix products alone: operands of the same shapes, each laid out as its
-  product likes it best, nothing in between.
+  product likes it best, nothing in between, and
+- for a soft layer on PyTorch, the layers of other packages (see `rivals.py`).
+
+Then the two ways to the experts take turns, gathering rows and multiplying with one-hot
+weights, at the groups of images of 384 pixels.
 
 Only the ratios of times within a round mean something on another machine, or on one
 that has other work to do.
@@ -12,18 +16,16 @@ that has other work to do.
     KERAS_BACKEND=jax python benchmarks/layers.py --shapes paper --layers soft_128x1
 """
 
-import argparse
 import gc
-import json
-import os
-import statistics
 from math import prod
 from typing import NamedTuple
 
 import keras
 import numpy as np
+import report
+import rivals
 from keras import ops
-from timing import interleave, machine, step
+from timing import compare, step
 
 import keras_softmoe as ksm
 from keras_softmoe.ops import DenseRouting
@@ -44,6 +46,13 @@ SHAPES = {
     "paper": Shapes(images=32, tokens=196, width=384, mlp_dim=1536),
 }
 
+# For the two ways to the experts.
+LONG_SHAPES = {
+    "small": Shapes(images=8, tokens=100, width=96, mlp_dim=192),
+    # V-MoE at 384 pixels: 576 patches and a class token, 4,616 tokens in a group.
+    "paper": Shapes(images=8, tokens=577, width=384, mlp_dim=1536),
+}
+
 _routers = ksm.routers
 ROUTERS = {
     "soft_128x1": _routers.SoftRouter(128),
@@ -55,6 +64,12 @@ ROUTERS = {
     "sparse_transport": _routers.SparseTransportExpertChoiceRouter(32),
     "identity": _routers.IdentityRouter(32),
 }
+
+# Those that there are targets for.
+MAIN_LAYERS = ("soft_128x1", "soft_32x6", "token_choice", "expert_choice")
+
+# Those that can gather.
+SPARSE_LAYERS = ("token_choice", "expert_choice")
 
 # Images in a group of a sparse router; a soft one sees one image at a time.
 GROUP_IMAGES = 8
@@ -69,7 +84,8 @@ class Products(keras.layers.Layer):
 
         # Results near one: no product meets infinities or subnormal numbers.
         def initializer(shape, dtype):
-            return rng.standard_normal(shape, dtype) / shape[-1] ** 0.25
+            sample = rng.standard_normal(shape, "float32") / shape[-1] ** 0.25
+            return ops.cast(sample, dtype)
 
         self.operands = [
             [self.add_weight(shape, initializer) for shape in pair] for pair in shapes
@@ -105,124 +121,96 @@ def multiply_adds(shapes):
 
 
 def competitors(router, shapes, dispatcher):
-    """The MoE layer, its equal in the dense world, and its products; and the inputs."""
+    """The MoE layer, its equal in the dense world, its products and its rivals.
+
+    Returns:
+        Dict from name to built layer, and the inputs.
+    """
     input_shape = (shapes.images, shapes.tokens, shapes.width)
-    group_images = 1 if isinstance(router, _routers.SoftRouter) else GROUP_IMAGES
-    moe = ksm.layers.MoE(router, shapes.mlp_dim, group_images, dispatcher)
-    moe.build(input_shape)
+    moe = moe_layer(router, shapes, dispatcher)
     products = product_shapes(moe, *input_shape)
     mlp_dim = multiply_adds(products) / (2 * prod(input_shape))
     dense = ksm.layers.MLP(max(1, round(mlp_dim)))
     dense.build(input_shape)
-    inputs = np.random.default_rng(0).standard_normal(input_shape, "float32")
-    return {"layer": moe, "dense": dense, "products": Products(products)}, inputs
+    layers = {"layer": moe, "dense": dense, "products": Products(products)}
+    if isinstance(router, _routers.SoftRouter):
+        layers |= rivals.soft_moe_layers(
+            router.num_experts, router.slots_per_expert, shapes.width, shapes.mlp_dim
+        )
+    return layers, inputs_of(shapes)
 
 
-def summarize(seconds):
-    """Median milliseconds, and the ratios of times in the same round."""
-    result = {
-        f"{name}_ms": 1e3 * statistics.median(times) for name, times in seconds.items()
-    }
-    for other in ("dense", "products"):
-        ratios = [a / b for a, b in zip(seconds["layer"], seconds[other], strict=True)]
-        result[f"to_{other}"] = {
-            "median": statistics.median(ratios),
-            "min": min(ratios),
-            "max": max(ratios),
-        }
-    return result
+def moe_layer(router, shapes, dispatcher):
+    """A built MoE layer."""
+    group_images = 1 if isinstance(router, _routers.SoftRouter) else GROUP_IMAGES
+    layer = ksm.layers.MoE(router, shapes.mlp_dim, group_images, dispatcher)
+    layer.build((shapes.images, shapes.tokens, shapes.width))
+    return layer
 
 
-def measure(names, shapes, rounds, dispatcher="auto", jit_compile=False, progress=None):
-    """Time the named layers. Returns one dict per layer and pass."""
-    results = []
+def inputs_of(shapes):
+    """Random tokens."""
+    input_shape = (shapes.images, shapes.tokens, shapes.width)
+    return np.random.default_rng(0).standard_normal(input_shape, "float32")
+
+
+def measure(names, shapes, patience, dispatcher="auto", jit_compile=False):
+    """Time the named layers. Yields one row per layer and pass."""
     for name in names:
         layers, inputs = competitors(ROUTERS[name], shapes, dispatcher)
-        for backward in (False, True):
-            steps = {
-                key: step(layer, inputs, backward, jit_compile)
-                for key, layer in layers.items()
-            }
-            seconds = interleave(steps, rounds, progress or (lambda: None))
-            kind = "forward+backward" if backward else "forward"
-            results.append({"layer": name, "pass": kind, **summarize(seconds)})
+        yield from both_passes(name, layers, inputs, patience, jit_compile)
         # The experts of the next layer need the room.
-        del layers, steps
+        del layers
         gc.collect()
-    return results
 
 
-def table(results):
-    """Results as lines of text."""
-    heads = (
-        "layer",
-        "pass",
-        "ms",
-        "/ dense MLP (min to max)",
-        "/ products (min to max)",
-    )
-    lines = ["{:<23} {:<17} {:>8}   {:<25} {}".format(*heads)]
-    for row in results:
-        ratios = [
-            "{median:5.2f} ({min:.2f} to {max:.2f})".format(**row[key])
-            for key in ("to_dense", "to_products")
-        ]
-        lines.append(
-            "{:<23} {:<17} {:>8.2f}   {:<25} {}".format(
-                row["layer"], row["pass"], row["layer_ms"], *ratios
-            )
+def measure_dispatch(names, shapes, patience, jit_compile=False):
+    """Time gathering beside multiplying. Yields one row per layer and pass."""
+    for name in names:
+        layers = {
+            dispatcher: moe_layer(ROUTERS[name], shapes, dispatcher)
+            for dispatcher in ("gather", "einsum")
+        }
+        inputs = inputs_of(shapes)
+        yield from both_passes(
+            f"{name}_dispatch", layers, inputs, patience, jit_compile
         )
-    return "\n".join(lines)
 
 
-def write_json(path, content):
-    """Write aside and rename, so that no reader ever finds half a file."""
-    aside = f"{path}.part"
-    with open(aside, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-    os.replace(aside, path)
+def both_passes(name, layers, inputs, patience, jit_compile):
+    """Let layers take turns, first forward, then forward and backward."""
+    inputs = inputs.astype(keras.config.dtype_policy().compute_dtype)
+    for backward in (False, True):
+        steps = {
+            key: step(layer, inputs, backward, jit_compile)
+            for key, layer in layers.items()
+        }
+        kind = "forward+backward" if backward else "forward"
+        yield {"name": name, "pass": kind, **compare(steps, patience)}
+
+
+def measure_all(options):
+    """Rows of all contests of layers, for `report.run_alone`."""
+    patience, jit_compile = report.patience(options), options.jit_compile
+    names = getattr(options, "layers", MAIN_LAYERS)
+    dispatcher = getattr(options, "dispatcher", "auto")
+    yield from measure(names, SHAPES[options.shapes], patience, dispatcher, jit_compile)
+    sparse = [name for name in names if name in SPARSE_LAYERS]
+    yield from measure_dispatch(
+        sparse, LONG_SHAPES[options.shapes], patience, jit_compile
+    )
 
 
 def main(arguments=None):
     """Command line: see `--help`."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", choices=SHAPES, default="small")
-    parser.add_argument("--rounds", type=int, default=20, help="at least 1")
-    parser.add_argument("--layers", nargs="+", choices=ROUTERS, default=list(ROUTERS))
+    parser = report.command_line(__doc__, SHAPES)
+    parser.add_argument(
+        "--layers", nargs="+", choices=ROUTERS, default=list(MAIN_LAYERS)
+    )
     parser.add_argument(
         "--dispatcher", choices=("auto", "gather", "einsum"), default="auto"
     )
-    parser.add_argument(
-        "--jit-compile", action="store_true", help="compile with XLA on TensorFlow"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the results there")
-    options = parser.parse_args(arguments)
-    if options.rounds < 1:
-        parser.error(f"--rounds must be at least 1. Received: {options.rounds}.")
-
-    bar = keras.utils.Progbar(
-        2 * len(options.layers) * options.rounds, unit_name="round"
-    )
-    results = measure(
-        options.layers,
-        SHAPES[options.shapes],
-        options.rounds,
-        options.dispatcher,
-        options.jit_compile,
-        lambda: bar.add(1),
-    )
-    content = {
-        "machine": machine(),
-        "shapes": SHAPES[options.shapes]._asdict(),
-        "rounds": options.rounds,
-        "dispatcher": options.dispatcher,
-        "results": results,
-    }
-    for part in ("machine", "shapes"):
-        print(", ".join(f"{key}: {value}" for key, value in content[part].items()))
-    print(table(results))
-    if options.json:
-        write_json(options.json, content)
+    report.run_alone("layers", parser.parse_args(arguments), measure_all)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Time compiled calls of Keras layers, interleaved, on any backend."""
 
-import os
-import platform
+import statistics
 import time
+from typing import NamedTuple
 
 import keras
 
@@ -51,7 +51,7 @@ def _jax_step(layer, inputs, backward, jit_compile):
         return pull_back(outputs)
 
     run = jax.jit(gradients if backward else call)
-    return lambda: jax.block_until_ready(run(inputs, values))
+    return lambda: wait(run(inputs, values))
 
 
 def _tensorflow_step(layer, inputs, backward, jit_compile):
@@ -68,11 +68,7 @@ def _tensorflow_step(layer, inputs, backward, jit_compile):
             outputs = keras.tree.flatten(layer(x, training=True)) + layer.losses
         return tape.gradient(outputs, [x, *sources], output_gradients=outputs)
 
-    def wait():
-        run(inputs)
-        tf.test.experimental.sync_devices()
-
-    return wait
+    return lambda: wait(run(inputs))
 
 
 def _torch_step(layer, inputs, backward, jit_compile):
@@ -88,47 +84,121 @@ def _torch_step(layer, inputs, backward, jit_compile):
         cotangents = [y.detach() for y in outputs]
         return torch.autograd.grad(outputs, sources, cotangents, allow_unused=True)
 
-    def wait():
-        run()
+    return lambda: wait(run())
+
+
+def wait(values):
+    """Return when devices have computed the values."""
+    backend = keras.backend.backend()
+    if backend == "jax":
+        import jax
+
+        jax.block_until_ready(values)
+    elif backend == "tensorflow":
+        import tensorflow as tf
+
+        tf.test.experimental.sync_devices()
+    else:
+        import torch
+
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    return wait
+
+def fit_step(model, inputs, targets):
+    """One step of `fit`, as a function without arguments.
+
+    That is an epoch of one batch, so what Keras does around a step counts too.
+
+    Args:
+        model: A compiled `keras.Model`.
+        inputs: Array, one batch.
+        targets: Array, one batch.
+    """
+
+    def run():
+        model.fit(
+            inputs, targets, batch_size=len(inputs), epochs=1, shuffle=False, verbose=0
+        )
+        wait([v.value for v in model.trainable_variables])
+
+    return run
 
 
-def interleave(steps, rounds, progress=lambda: None):
+class Patience(NamedTuple):
+    """When a contest ends: after `rounds`, or sooner once its time is up.
+
+    Three rounds are run in any case (unless `rounds` is less): a median needs them.
+    """
+
+    rounds: int = 20
+    seconds: float = 10.0
+
+
+def contest(steps, patience):
     """Run steps in turn (A B C A B C ...), so that all meet the same disturbances.
 
     Args:
         steps: Dict from name to a function without arguments.
-        rounds: How often each is timed, after two calls that are not.
-        progress: Called after each round.
+        patience: `Patience`.
 
     Returns:
-        Dict from name to a list of seconds, one entry per round.
+        Two dicts from name: to the seconds of the first call, which traces and
+        compiles, and to a list of seconds, one entry per round.
     """
+    first_call = {name: _seconds(run) for name, run in steps.items()}
     for run in steps.values():
-        run()
+        # The second call is not timed: allocators and caches settle in it.
         run()
     seconds = {name: [] for name in steps}
-    for _ in range(rounds):
+    end = time.perf_counter() + patience.seconds
+    for count in range(patience.rounds):
+        if count >= 3 and time.perf_counter() > end:
+            break
         for name, run in steps.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
-        progress()
-    return seconds
+            seconds[name].append(_seconds(run))
+    return first_call, seconds
 
 
-def machine():
-    """What the numbers depend on: cores, device, backend, versions, dtype."""
-    backend = keras.backend.backend()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+def _seconds(run):
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def summarize(first_call, seconds, ours, rivals):
+    """Medians, and the ratios of our time to those of rivals in the same round.
+
+    Args:
+        first_call: As `contest` returns it.
+        seconds: As `contest` returns it.
+        ours: The name whose times are divided.
+        rivals: The names by whose times they are divided.
+
+    Returns:
+        A dict of plain values: `ours`, `rounds`, `ms` and `first_call_s` (by name), and
+        `ratios` (by rival: `median`, `min`, `max`).
+    """
+    names = [ours, *rivals]
+    ratios = {}
+    for rival in rivals:
+        pairs = zip(seconds[ours], seconds[rival], strict=True)
+        of_rounds = [mine / theirs for mine, theirs in pairs]
+        ratios[rival] = {
+            "median": statistics.median(of_rounds),
+            "min": min(of_rounds),
+            "max": max(of_rounds),
+        }
     return {
-        "platform": platform.platform(),
-        "cores": cores or os.cpu_count(),
-        "device": str(keras.ops.zeros(()).device),
-        "backend": f"{backend} {__import__(backend).__version__}",
-        "keras": keras.__version__,
-        "dtype": keras.config.dtype_policy().name,
+        "ours": ours,
+        "rounds": len(seconds[ours]),
+        "ms": {name: 1e3 * statistics.median(seconds[name]) for name in names},
+        "first_call_s": {name: first_call[name] for name in names},
+        "ratios": ratios,
     }
+
+
+def compare(steps, patience):
+    """`contest` of our step, the first, with all others; and its `summarize`."""
+    ours, *rivals = steps
+    return summarize(*contest(steps, patience), ours, rivals)

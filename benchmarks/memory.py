@@ -1,0 +1,114 @@
+"""Peak memory of a training step of a Soft MoE, beside that of its dense twin.
+
+Each model is built and trained in a process of its own. A first step of `fit` compiles;
+the figure is the peak during the second one, less what the process held before the
+model was built. On an accelerator it is the peak of the device's memory, as the backend
+counts it, from the start of the process.
+
+    KERAS_BACKEND=jax python benchmarks/memory.py --shapes paper
+"""
+
+import gc
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import keras
+import models
+import report
+from loading import peak_memory
+from timing import fit_step
+
+import keras_softmoe as ksm
+
+# From a name to what makes the backbone. (A model that computes its experts again in
+# the backward pass is one more entry, as soon as the library has one.)
+VARIANTS = {"dense_twin": models.backbone, "soft_moe": models.soft_moe}
+
+
+def figures(name, shapes):
+    """Train a model in this process, and say what that took, in MB."""
+    # What the libraries need is not the model's.
+    _train(VARIANTS[name](models.SHAPES["small"]), models.SHAPES["small"])
+    gc.collect()
+    _forget_peak()
+    before = peak_memory()
+    backbone = VARIANTS[name](shapes)
+    peak = _train(backbone, shapes)
+    return {
+        "weights_mb": ksm.evaluation.cost(backbone).weight_bytes / 1e6,
+        "peak_mb": (_device_peak() or peak - before) / 1e6,
+    }
+
+
+def _train(backbone, shapes):
+    """Run two steps of `fit` and return the peak of resident memory in the second."""
+    images, labels = models.data(shapes)
+    model = models.classifier(backbone.output["pooled_output"])
+    run = fit_step(model, images, labels)
+    run()
+    gc.collect()
+    _forget_peak()
+    run()
+    return peak_memory()
+
+
+def _forget_peak():
+    """Let the peak of resident memory start over from what is resident now."""
+    # Linux, see proc(5).
+    pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+def _device_peak():
+    """Peak of the accelerator's memory in bytes, `None` on a processor."""
+    backend = keras.backend.backend()
+    if report.accelerator(backend) is None:
+        return None
+    if backend == "torch":
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    if backend == "jax":
+        import jax
+
+        return jax.devices()[0].memory_stats()["peak_bytes_in_use"]
+    import tensorflow as tf
+
+    return tf.config.experimental.get_memory_info("GPU:0")["peak"]
+
+
+def measure_all(options):
+    """Rows of all variants, each from a process of its own, for `report.run_alone`."""
+    for name in VARIANTS:
+        process = subprocess.run(
+            [sys.executable, __file__, "--variant", name]
+            + ["--shapes", options.shapes, "--dtype", options.dtype],
+            # JAX would take most of a device for itself before it needs any.
+            env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        if process.returncode:
+            raise RuntimeError(f"Training {name} has failed, see above.")
+        yield {"name": name, "pass": "fit", **json.loads(process.stdout)}
+
+
+def main(arguments=None):
+    """Command line: see `--help`."""
+    parser = report.command_line(__doc__, models.SHAPES)
+    parser.add_argument(
+        "--variant", choices=VARIANTS, help="train this one here, and print its figures"
+    )
+    options = parser.parse_args(arguments)
+    if options.variant:
+        keras.config.set_dtype_policy(options.dtype)
+        shapes = models.SHAPES[options.shapes]
+        print(json.dumps(figures(options.variant, shapes)))
+    else:
+        report.run_alone("memory", options, measure_all)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Time of whole models: a Soft MoE by its dense twin, and a dense ViT by others.
+
+Every contest has three passes: forward, forward and backward, and a full step of `fit`
+with plain gradient descent (Adam's two moments of the large models would take 7.5 GB).
+The other dense ViTs are KerasHub's `ViTBackbone` and, on PyTorch, the ViT of
+`transformers` (see `rivals.py`).
+
+    KERAS_BACKEND=jax python benchmarks/models.py --shapes paper
+"""
+
+import gc
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import report
+import rivals
+from timing import compare, fit_step, step
+
+import keras_softmoe as ksm
+
+
+class Shapes(NamedTuple):
+    """Sizes of a benchmark: images in a batch, and a model in which half is Soft MoE.
+
+    Each expert has one slot.
+    """
+
+    images: int
+    image_size: int
+    patch_size: int
+    num_layers: int
+    num_heads: int
+    hidden_dim: int
+    mlp_dim: int
+    num_experts: int
+
+    @property
+    def vit(self):
+        """The arguments that all dense ViTs need."""
+        return {
+            "image_size": self.image_size,
+            "patch_size": self.patch_size,
+            "num_layers": self.num_layers,
+            "num_heads": self.num_heads,
+            "hidden_dim": self.hidden_dim,
+            "mlp_dim": self.mlp_dim,
+        }
+
+
+SHAPES = {
+    "small": Shapes(8, 64, 16, 4, 4, 96, 192, num_experts=16),
+    # Soft MoE S/16 with 128 experts.
+    "paper": Shapes(32, 224, 16, 12, 6, 384, 1536, num_experts=128),
+}
+
+NUM_CLASSES = 1000
+
+
+def backbone(shapes, **changes):
+    """A `ViTMoEBackbone`: the dense twin of the Soft MoE, unless `changes` say else."""
+    arguments = {
+        "image_shape": (shapes.image_size, shapes.image_size, 3),
+        "patch_size": shapes.patch_size,
+        "num_layers": shapes.num_layers,
+        "num_heads": shapes.num_heads,
+        "hidden_dim": shapes.hidden_dim,
+        "mlp_dim": shapes.mlp_dim,
+        "pooling": "gap",
+        "position_embedding": "sincos2d",
+        "use_qk_norm": True,
+    }
+    return ksm.models.ViTMoEBackbone(**{**arguments, **changes})
+
+
+def soft_moe(shapes, **changes):
+    """The Soft MoE: experts in the second half of the blocks."""
+    moe = {
+        "moe_layers": range(shapes.num_layers // 2, shapes.num_layers),
+        "router": ksm.routers.SoftRouter(shapes.num_experts),
+        # They are there sooner than random ones, and take no less time when called.
+        "equal_experts": True,
+    }
+    return backbone(shapes, **{**moe, **changes})
+
+
+def dense_vit(shapes):
+    """Our dense ViT as others have it, from images to tokens."""
+    vit = backbone(
+        shapes, pooling="token", position_embedding="learned", use_qk_norm=False
+    )
+    return keras.Model(vit.input, vit.output["sequence_output"])
+
+
+def classifier(features):
+    """A compiled classifier on `features`, `(B, D)` symbolic outputs of a model."""
+    outputs = keras.layers.Dense(NUM_CLASSES)(features)
+    model = keras.Model(keras.utils.get_source_inputs(outputs), outputs)
+    model.compile(
+        keras.optimizers.SGD(1e-3),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    return model
+
+
+def data(shapes):
+    """A batch of images in `[-1, 1]`, and labels."""
+    rng = np.random.default_rng(0)
+    images = rng.uniform(
+        -1, 1, (shapes.images, shapes.image_size, shapes.image_size, 3)
+    )
+    labels = rng.integers(NUM_CLASSES, size=shapes.images)
+    return images.astype("float32"), labels
+
+
+def measure_twins(shapes, patience, jit_compile=False):
+    """The Soft MoE beside its dense twin. Yields one row per pass."""
+    images, labels = data(shapes)
+    models = {"soft_moe": soft_moe(shapes), "dense_twin": backbone(shapes)}
+    yield from three_passes(
+        "soft_moe",
+        models,
+        dict.fromkeys(models, images),
+        labels,
+        lambda outputs: outputs["pooled_output"],
+        patience,
+        jit_compile,
+    )
+
+
+def measure_dense(shapes, patience, jit_compile=False):
+    """Our dense ViT beside those of others. Yields one row per pass."""
+    images, labels = data(shapes)
+    models = {
+        "dense_vit": dense_vit(shapes),
+        rivals.KERAS_HUB: rivals.keras_hub_vit(**shapes.vit),
+    }
+    inputs = dict.fromkeys(models, images)
+    torch = keras.backend.backend() == "torch"
+    if torch and rivals.installed(rivals.TRANSFORMERS):
+        models[rivals.TRANSFORMERS] = rivals.transformers_vit(**shapes.vit)
+        inputs[rivals.TRANSFORMERS] = images.transpose(0, 3, 1, 2).copy()
+    yield from three_passes(
+        "dense_vit",
+        models,
+        inputs,
+        labels,
+        lambda outputs: outputs[:, 0],
+        patience,
+        jit_compile,
+    )
+
+
+def three_passes(name, models, inputs, labels, features, patience, jit_compile):
+    """Let models take turns: forward, forward and backward, `fit`.
+
+    Args:
+        name: What the rows are called.
+        models: Dict from name to model.
+        inputs: Dict from name to array of images.
+        labels: Array.
+        features: Function from a model's symbolic outputs to `(B, D)` ones.
+        patience: `Patience`.
+        jit_compile: Whether TensorFlow compiles with XLA. `fit` does what `fit` does.
+    """
+    for backward in (False, True):
+        steps = {
+            key: step(model, inputs[key], backward, jit_compile)
+            for key, model in models.items()
+        }
+        kind = "forward+backward" if backward else "forward"
+        yield {"name": name, "pass": kind, **compare(steps, patience)}
+    # Last, as `fit` on JAX takes the weights over that earlier steps hold.
+    del steps
+    steps = {
+        key: fit_step(classifier(features(model.output)), inputs[key], labels)
+        for key, model in models.items()
+    }
+    yield {"name": name, "pass": "fit", **compare(steps, patience)}
+
+
+def measure_all(options):
+    """Rows of all contests of models, for `report.run_alone`."""
+    shapes, patience = SHAPES[options.shapes], report.patience(options)
+    yield from measure_twins(shapes, patience, options.jit_compile)
+    gc.collect()
+    yield from measure_dense(shapes, patience, options.jit_compile)
+
+
+def main(arguments=None):
+    """Command line: see `--help`."""
+    options = report.command_line(__doc__, SHAPES).parse_args(arguments)
+    report.run_alone("models", options, measure_all)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""What benchmarks have in common: the command line, the machine, lines and JSON."""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+
+import keras
+from timing import Patience
+
+
+def command_line(description, shapes):
+    """Parser of the options that every benchmark takes.
+
+    Args:
+        description: Docstring of the program.
+        shapes: The names that `--shapes` accepts, the default first.
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--shapes", choices=list(shapes), default=next(iter(shapes)))
+    parser.add_argument(
+        "--rounds",
+        type=_at_least_one,
+        default=Patience().rounds,
+        help="how often each contestant runs at most",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=Patience().seconds,
+        help="time after which no contest starts a fourth round",
+    )
+    parser.add_argument(
+        "--dtype", default="float32", help="dtype policy, such as bfloat16"
+    )
+    parser.add_argument(
+        "--jit-compile", action="store_true", help="compile with XLA on TensorFlow"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    return parser
+
+
+def _at_least_one(text):
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1. Received: {count}.")
+    return count
+
+
+def patience(options):
+    """The `Patience` that was asked for."""
+    return Patience(options.rounds, options.seconds)
+
+
+def run_alone(section, options, measure):
+    """Measure one section with its options, show and save it.
+
+    Args:
+        section: Name of the section.
+        options: Parsed options of `command_line`.
+        measure: Function of the options that yields rows.
+    """
+    keras.config.set_dtype_policy(options.dtype)
+    rows = shown(measure(options))
+    # After the rows: those of `memory` come from processes that need the device.
+    content = {**heading(options), "sections": {section: rows}}
+    print(describe(content["machine"]))
+    if options.json:
+        write_json(options.json, content)
+
+
+def heading(options):
+    """What results depend on, besides the code."""
+    return {
+        "machine": machine(),
+        "shapes": options.shapes,
+        "patience": patience(options)._asdict(),
+        "jit_compile": options.jit_compile,
+    }
+
+
+def shown(rows):
+    """The rows as a list; each is printed as soon as it is there."""
+    kept = []
+    for row in rows:
+        print(line(row), flush=True)
+        kept.append(row)
+    return kept
+
+
+def line(row):
+    """A row as a line of text."""
+    if "peak_mb" in row:
+        return "{name:<24} {weights_mb:8.0f} MB weights {peak_mb:8.0f} MB peak".format(
+            **row
+        )
+    ours = row["ours"]
+    ratios = [
+        "/ {} {median:.2f} ({min:.2f} to {max:.2f})".format(rival, **ratio)
+        for rival, ratio in row["ratios"].items()
+    ]
+    return "{:<24} {:<16} {:>9.2f} ms  first {:6.2f} s  {}".format(
+        row["name"],
+        row["pass"],
+        row["ms"][ours],
+        row["first_call_s"][ours],
+        "  ".join(ratios),
+    )
+
+
+def machine():
+    """What the numbers depend on: processor, device, backend, versions, dtype."""
+    backend = keras.backend.backend()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    return {
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": cores or os.cpu_count(),
+        "memory_gb": _memory_gb(),
+        "device": str(keras.ops.zeros(()).device),
+        "accelerator": accelerator(backend),
+        "backend": f"{backend} {__import__(backend).__version__}",
+        "keras": keras.__version__,
+        "dtype": keras.config.dtype_policy().name,
+    }
+
+
+def _processor():
+    info = pathlib.Path("/proc/cpuinfo")
+    if info.exists():
+        for text in info.read_text(encoding="utf-8").splitlines():
+            if text.startswith("model name"):
+                return text.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_gb():
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
+        return None
+    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1)
+
+
+def accelerator(backend):
+    """Name of the accelerator that the backend uses, `None` without one."""
+    if backend == "torch":
+        import torch
+
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    if backend == "jax":
+        import jax
+
+        device = jax.devices()[0]
+        return None if device.platform == "cpu" else device.device_kind
+    import tensorflow as tf
+
+    devices = tf.config.list_physical_devices("GPU")
+    if not devices:
+        return None
+    return tf.config.experimental.get_device_details(devices[0])["device_name"]
+
+
+def versions(packages):
+    """Dict from the packages that are installed to their versions."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def describe(machine):
+    """The machine in one line."""
+    return ", ".join(f"{key}: {value}" for key, value in machine.items() if value)
+
+
+def write_json(path, content):
+    """Write aside and rename, so that no reader ever finds half a file."""
+    aside = f"{path}.part"
+    with open(aside, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+    os.replace(aside, path)

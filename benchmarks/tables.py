@@ -1,0 +1,230 @@
+"""Tables in Markdown from the files that `run.py` writes.
+
+    python benchmarks/tables.py --output benchmarks/RESULTS.md
+
+Every number comes from the files; nothing is measured here.
+"""
+
+import argparse
+import json
+import pathlib
+from typing import NamedTuple
+
+from rivals import DIFFERENCES
+from targets import TARGETS
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+BACKENDS = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
+
+
+class Results(NamedTuple):
+    """A file of results, as a column of the tables."""
+
+    title: str
+    backend: str
+    content: dict
+
+    def rows(self, section):
+        return self.content["sections"].get(section, [])
+
+    def row(self, section, name, kind):
+        """The row of that name and pass, `None` if there is none."""
+        for row in self.rows(section):
+            if (row["name"], row["pass"]) == (name, kind):
+                return row
+        return None
+
+
+def read(files):
+    """`Results` of each of the files."""
+    results = []
+    for file in files:
+        content = json.loads(pathlib.Path(file).read_text(encoding="utf-8"))
+        machine = content["machine"]
+        backend = machine["backend"].split()[0]
+        parts = [BACKENDS[backend], machine["accelerator"]]
+        if machine["dtype"] != "float32":
+            parts.append(machine["dtype"])
+        title = ", ".join(part for part in parts if part)
+        results.append(Results(title, backend, content))
+    return results
+
+
+def markdown(results):
+    """All tables, one below the other."""
+    parts = [
+        "# Results of the benchmarks",
+        "Made by `make bench`. A ratio is our time divided by a rival's in the same "
+        "round of turns, so under 1 is faster: the median over the rounds, and the "
+        "least and the largest in parentheses.",
+        "## Targets",
+        "**Bold** misses the target.",
+        targets_table(results),
+        "## Everything that was timed",
+        "Milliseconds of ours (median), and the ratio.",
+        *(times_table(results, section) for section in sections_with_times(results)),
+        "## First calls",
+        "Seconds of the first call, which traces and compiles: ours, and a rival's. "
+        "Each happens once, so these ratios have no spread.",
+        first_calls_table(results, "models"),
+        "## Memory",
+        "Peak of a training step of `fit` with plain gradient descent, in MB, above "
+        "what a process holds before there is a model.",
+        memory_table(results),
+        "## What rivals compute differently",
+        "\n".join(f"- **{name}**: {text}" for name, text in DIFFERENCES.items()),
+        "## Conditions",
+        "\n".join(conditions(result) for result in results),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(heads, rows):
+    """A Markdown table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def targets_table(results):
+    """What the library wants to reach, and what it does."""
+    heads = ["ours", "/ rival", "pass", "target", *(r.title for r in results)]
+    rows = []
+    for target in TARGETS:
+        for kind in target.passes:
+            cells = [target_cell(target, kind, result) for result in results]
+            if any(cells):
+                wanted = wanted_text(target.at_most)
+                rival = target.rival or "the fewest"
+                rows.append([target.text, rival, kind, wanted, *cells])
+    return table(heads, rows)
+
+
+def wanted_text(at_most):
+    """The target, with the backends if it depends on them."""
+    if not isinstance(at_most, dict):
+        return f"{at_most:.2f}"
+    return ", ".join(f"{BACKENDS[b]} {ratio:.2f}" for b, ratio in at_most.items())
+
+
+def target_cell(target, kind, result):
+    """The ratio that a target is about, bold if it misses. Empty if not measured."""
+    found = []
+    for row in result.rows(target.section):
+        if target.name in (None, row["name"]) and row["pass"] == kind:
+            rivals = row["ratios"] if target.rival is None else [target.rival]
+            found += [row["ratios"][name] for name in rivals if name in row["ratios"]]
+    if not found:
+        return ""
+    ratio = max(found, key=lambda ratio: ratio["median"])
+    at_most = target.at_most
+    if isinstance(at_most, dict):
+        at_most = at_most.get(result.backend, float("inf"))
+    text = ratio_text(ratio)
+    return f"**{text}**" if ratio["median"] > at_most else text
+
+
+def ratio_text(ratio):
+    return "{median:.2f} ({min:.2f} to {max:.2f})".format(**ratio)
+
+
+def sections_with_times(results):
+    """Names of the sections, in the order of the files, without that on memory."""
+    names = [name for result in results for name in result.content["sections"]]
+    return [name for name in dict.fromkeys(names) if name != "memory"]
+
+
+def compared(results, section):
+    """Triples of name, pass and rival that some file has, in the order of the files."""
+    return dict.fromkeys(
+        (row["name"], row["pass"], rival)
+        for result in results
+        for row in result.rows(section)
+        for rival in row["ratios"]
+    )
+
+
+def times_table(results, section):
+    """Every comparison of a section."""
+    rows = []
+    for name, kind, rival in compared(results, section):
+        cells = []
+        for result in results:
+            row = result.row(section, name, kind)
+            cell = ""
+            if row and rival in row["ratios"]:
+                ratio = ratio_text(row["ratios"][rival])
+                cell = f"{row['ms'][row['ours']]:,.1f} ms, {ratio}"
+            cells.append(cell)
+        rows.append([name, kind, rival, *cells])
+    return table([section, "pass", "rival", *(r.title for r in results)], rows)
+
+
+def first_calls_table(results, section):
+    """Seconds until a first call returns, ours and a rival's."""
+    rows = []
+    for name, kind, rival in compared(results, section):
+        cells = []
+        for result in results:
+            row = result.row(section, name, kind)
+            cell = ""
+            if row and rival in row["ratios"]:
+                first = row["first_call_s"]
+                cell = f"{first[row['ours']]:.1f} / {first[rival]:.1f}"
+            cells.append(cell)
+        rows.append([name, kind, rival, *cells])
+    return table([section, "pass", "rival", *(r.title for r in results)], rows)
+
+
+def memory_table(results):
+    """Weights and peaks; and the peak as a multiple of the first variant's."""
+    names = dict.fromkeys(
+        r["name"] for result in results for r in result.rows("memory")
+    )
+    rows = []
+    for name in names:
+        cells = []
+        for result in results:
+            row = result.row("memory", name, "fit")
+            cell = ""
+            if row:
+                first = result.rows("memory")[0]
+                ratio = row["peak_mb"] / first["peak_mb"]
+                cell = f"{row['peak_mb']:,.0f}, {ratio:.2f}"
+                cell += f" (weights {row['weights_mb']:,.0f})"
+            cells.append(cell)
+        rows.append([name, *cells])
+    return table(["peak, / the first", *(r.title for r in results)], rows)
+
+
+def conditions(result):
+    """A line on what a file depends on."""
+    content = result.content
+    machine = ", ".join(f"{k} {v}" for k, v in content["machine"].items() if v)
+    rivals = ", ".join(f"{k} {v}" for k, v in content["rivals"].items())
+    return (
+        f"- {result.title}: {machine}; shapes: {content['shapes']}; rivals: {rivals}; "
+        f"TensorFlow with XLA: {'yes' if content['jit_compile'] else 'no'}."
+    )
+
+
+def main(arguments=None):
+    """Command line: see `--help`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "files", nargs="*", help="files of results; those in `results/` if none"
+    )
+    parser.add_argument("--output", metavar="FILE", help="write there, do not print")
+    options = parser.parse_args(arguments)
+    files = options.files or sorted(RESULTS.glob("*.json"))
+    if not files:
+        parser.error(f"There are no results in {RESULTS}: run `make bench` first.")
+    text = markdown(read(files))
+    if options.output:
+        pathlib.Path(options.output).write_text(text, encoding="utf-8")
+    else:
+        print(text, end="")
+
+
+if __name__ == "__main__":
+    main()
