@@ -221,7 +221,7 @@ def test_soft_mixture_of_experts_is_our_layer_without_normalization(equal_rival)
     banks = ours.experts.intermediate_dense, ours.experts.output_dense
     for bank, layer in zip(banks, theirs.experts[::2], strict=True):
         bank.kernel.assign(to_numpy(layer.weight))
-        bank.bias.assign(to_numpy(layer.bias))
+        bank.bias.assign(to_numpy(layer.bias)[:, None])
     tokens = ops.convert_to_tensor(
         np.random.default_rng(0).normal(size=(3, 5, 8)), "float32"
     )
@@ -241,7 +241,8 @@ def test_soft_moe_pytorch_is_our_layer_on_normalized_tokens(equal_rival):
     for bank, index in zip(banks, (0, 3), strict=True):
         layers = [expert[index] for expert in theirs.experts.experts]
         bank.kernel.assign(np.stack([to_numpy(layer.weight).T for layer in layers]))
-        bank.bias.assign(np.stack([to_numpy(layer.bias) for layer in layers]))
+        bias = np.stack([to_numpy(layer.bias) for layer in layers])
+        bank.bias.assign(bias[:, None])
     tokens = np.random.default_rng(0).normal(size=(3, 5, 8))
     tokens /= np.sqrt(np.mean(tokens**2, axis=-1, keepdims=True))
     tokens = ops.convert_to_tensor(tokens, "float32")
