@@ -79,8 +79,8 @@ def slot_correlation(model):
     Example:
 
     >>> correlation = ksm.evaluation.slot_correlation(classifier)
-    >>> correlation[3].within, correlation[3].between
-    (0.92, 0.01)
+    >>> correlation[5].within, correlation[5].between
+    (0.97..., -0.05...)
     """
     backbone, _ = backbone_of(model)
     routers = routers_of(backbone, SoftRouter, lambda router: hasattr(router, "mu"))

@@ -156,9 +156,11 @@ def soft_statistics(model, data, batch_size=64, preprocessor=None, verbose=1):
     Example:
 
     >>> statistics = ksm.evaluation.soft_statistics(classifier, images)
-    >>> s = statistics[3]
-    >>> s.tokens_above(2.0), s.dispatch.needed(0.9), s.combine.needed(0.9)
-    (0.031, 24, 18)
+    >>> s = statistics[5]
+    >>> s.dispatch.needed(0.9), s.combine.needed(0.9)  # of 64 tokens, of 64 slots
+    (57, 52)
+    >>> s.expert_contribution.max() / s.expert_contribution.min()
+    1.29...
     """
     routers = routers_of(backbone_of(model)[0], SoftRouter)
     totals = {name: _Total() for name in routers}

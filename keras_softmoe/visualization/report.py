@@ -107,7 +107,8 @@ def routing_report(
     else:
         statistics = routing_statistics(backbone, images, labels, **run)
         _add_load(page, loads_of(backbone, statistics))
-        add_pictures(page, backbone, images[:num_pictures], preprocessor)
+        if num_pictures:
+            add_pictures(page, backbone, images[:num_pictures], preprocessor)
         add_specialization(page, backbone, statistics, class_names)
     if any(isinstance(router, SoftRouter) for router in routers.values()):
         add_soft(page, backbone, images, run)

@@ -87,5 +87,5 @@ def _row(layer, block):
         f"{100 * block.combine_peak:.3g}%",
         f"{block.combine.needed(0.9)} of {len(block.combine.mean)}",
         f"{contribution.argmax()} and {contribution.argmin()}, "
-        f"{contribution.max() / contribution.min():.3g}× apart",
+        f"{contribution.max() / contribution[contribution > 0].min():.3g}× apart",
     ]

@@ -24,6 +24,8 @@ _KINDS = {
     "combine": ("Oranges", "slots", "a token"),
 }
 _LEAST_COLOR, _MOST_COLOR = PALETTE[1], PALETTE[0]
+# Contributions that differ by more stand on a logarithmic axis.
+_WIDE_RANGE = 20
 # Tokens this rare are at the end of the scale.
 _RAREST = 1e-4
 
@@ -115,15 +117,16 @@ def plot_expert_contributions(statistics, layers=None):
     most = 1.0
     for (layer, block), style in _lines(matplotlib, blocks):
         ordered = np.sort(block.expert_contribution)
-        # An expert may count for nothing.
-        relative = ordered / max(ordered[0], np.finfo("float32").tiny)
+        # Of those that count at all.
+        relative = ordered / ordered[ordered > 0].min()
         name = f"{block_title(layer)}: {relative[-1]:.3g}×"
         ranks = np.arange(1, len(ordered) + 1)
         ax.plot(ranks, relative, lw=1.4, label=name, marker=".", ms=3.5, **style)
         most = max(most, relative[-1])
-    if most > 20:
+    if most > _WIDE_RANGE:
         ax.set_yscale("log")
-    ax.set_ylim(bottom=min(1.0, 1 - 0.04 * (most - 1)))
+    else:
+        ax.set_ylim(bottom=1 - 0.04 * (most - 1))
     ax.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(_times))
     ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     plain_axes(ax)

@@ -1,0 +1,253 @@
+"""
+Title: Inside a Soft MoE
+Author: keras_softmoe authors
+Date created: 2026/11/20
+Last modified: 2026/11/20
+Description: What tokens give, what slots take, how alike slots are, and a report.
+Accelerator: None
+"""
+
+# ruff: noqa: E402
+
+"""
+## Nothing is dropped, but does everything count?
+
+A Soft MoE drops no token and leaves no expert idle: each slot takes in a weighted
+average of all tokens (the *dispatch* weights), and each token gets back a weighted
+average of all slots' outputs (the *combine* weights). But an average may well consist
+of one token only, and an expert may hardly be listened to. The Soft MoE paper looks
+into its models for such things (section 3.6, appendices E, H and I). This guide does it
+with a small one, and with models of your own: the functions take any Keras model with
+`SoftMoE` layers.
+
+## Setup
+"""
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "jax")  # or "tensorflow", or "torch"
+
+from pathlib import Path
+
+import keras
+import numpy as np
+
+import keras_softmoe as ksm
+
+PRESET = "soft_moe_tiny_patch4_16e_32_glyphs"
+NUM_IMAGES, EPOCHS = 2000, 4
+WIDTHS, LEARNING_RATES = (32, 128, 512), (1e-4, 1e-3, 1e-2)
+
+# The tests run this guide with fewer and smaller models.
+SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"
+if SHORT:
+    NUM_IMAGES, EPOCHS = 64, 1
+    WIDTHS, LEARNING_RATES = (8, 32), (1e-3, 1e-2)
+
+FIGURES = Path("build")
+FIGURES.mkdir(exist_ok=True)
+
+model = ksm.models.ViTMoEImageClassifier.from_preset(PRESET)
+images, labels = ksm.datasets.glyphs(NUM_IMAGES, image_size=32, seed=1, verbose=0)
+
+"""
+## One pass
+
+`soft_statistics` sends the images through the model once and keeps sums, so that a
+large data set needs no more memory than a small one. It takes arrays, and whatever
+yields batches, such as a `tf.data.Dataset`.
+"""
+
+statistics = ksm.evaluation.soft_statistics(model, images, verbose=0)
+
+"""
+## Tokens
+
+How much does a token count for all slots together? If all did alike, each would have
+the mean, here 64 slots / 64 tokens = 1. In the paper's S/16 a few percent of the tokens
+have twice as much and more.
+"""
+
+for block, s in statistics.items():
+    print(
+        f"block {block}: mean weight of a token {s.mean_token_weight:.2f}, "
+        f"{100 * s.tokens_above(1.05):.1f} % of the tokens have 1.05 and more"
+    )
+figure = ksm.visualization.plot_token_weights(statistics)
+figure.savefig(FIGURES / "soft_token_weights.png")
+
+"""
+## Experts
+
+And how much does an expert count for the outputs? Its mean combine weight says so. In
+the paper's S/16 some experts count 3 to 14 times as much as others.
+"""
+
+for block, s in statistics.items():
+    contribution = s.expert_contribution
+    print(
+        f"block {block}: expert {contribution.argmax()} counts "
+        f"{contribution.max() / contribution.min():.2f} times as much as expert "
+        f"{contribution.argmin()}"
+    )
+figure = ksm.visualization.plot_expert_contributions(statistics)
+figure.savefig(FIGURES / "soft_expert_contributions.png")
+
+"""
+## How many tokens make up a slot?
+
+The tokens are sorted by their weight in the slot, and their weights added up. A uniform
+average is a straight line. The bands show how slots and images differ: between their
+ends lie the central 60 %, 80 %, ... of all slots of all images.
+
+The dispatch weights of this little model are nearly uniform; its combine weights are
+less so, and the less the later the block. The paper sees the same in the last blocks of
+its H/14: all experts take in roughly the same, and yet not all are listened to.
+"""
+
+for block, s in statistics.items():
+    print(
+        f"block {block}: 90 % of a slot are {s.dispatch.needed(0.9)} of "
+        f"{len(s.dispatch.mean)} tokens, 90 % of a token {s.combine.needed(0.9)} of "
+        f"{len(s.combine.mean)} slots"
+    )
+for weights in ("dispatch", "combine"):
+    figure = ksm.visualization.plot_concentration(statistics, weights)
+    figure.savefig(FIGURES / f"soft_{weights}.png")
+figure = ksm.visualization.plot_tokens_per_slot(statistics)
+figure.savefig(FIGURES / "soft_tokens_per_slot.png")
+
+"""
+Where in the images the tokens are that a slot prefers:
+"""
+
+figure = ksm.visualization.plot_slots(model, images[:4], layer=3)
+figure.savefig(FIGURES / "soft_slots.png")
+
+"""
+## How alike are the slots of an expert?
+
+A slot has a vector of parameters, and takes in the tokens that point in its direction.
+This model has four slots for each expert. Are they four different ones? The cosines
+between them say no: slots of one expert have aligned, which is why the paper prefers
+many experts with one slot each.
+"""
+
+correlation = ksm.evaluation.slot_correlation(model)
+for block, c in correlation.items():
+    print(
+        f"block {block}: mean cosine within experts {c.within:.2f}, "
+        f"between experts {c.between:.2f}"
+    )
+figure = ksm.visualization.plot_slot_correlation(correlation)
+figure.savefig(FIGURES / "soft_correlation.png")
+
+"""
+## Why tokens and slots are normalized
+
+Logits without normalization grow with the width of the model and with what the
+optimizer does to the slots, until the softmax collapses: each slot takes in one token.
+`peak_sweep` trains models with and without normalization, and measures the mean of
+their largest weights. First over the width, then over the learning rate. (So few steps
+on digits are too few for the accuracy to tell the two apart; the peaks already grow.)
+"""
+
+x_train, y_train = ksm.datasets.digits(image_size=32, split="train")
+x_test, y_test = ksm.datasets.digits(image_size=32, split="test")
+if SHORT:
+    x_train, y_train = x_train[:64], y_train[:64]
+    x_test, y_test = x_test[:64], y_test[:64]
+
+
+def trained(width, learning_rate, normalize, seed):
+    keras.utils.set_random_seed(seed)
+    backbone = ksm.models.ViTMoEBackbone(
+        image_shape=(32, 32, 3),
+        patch_size=8,
+        num_layers=2,
+        num_heads=4,
+        hidden_dim=width,
+        mlp_dim=128,
+        moe_layers=(1,),
+        router=ksm.routers.SoftRouter(num_experts=16, normalize=normalize),
+        pooling="gap",
+    )
+    classifier = ksm.models.ViTMoEImageClassifier(
+        backbone,
+        num_classes=10,
+        preprocessor=ksm.models.ViTMoEImageClassifierPreprocessor(
+            ksm.models.ViTMoEImageConverter(image_size=(32, 32))
+        ),
+    )
+    classifier.compile(
+        optimizer=keras.optimizers.Adam(learning_rate),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    classifier.fit(x_train, y_train, batch_size=32, epochs=EPOCHS, verbose=0)
+    return classifier
+
+
+def accuracy(classifier):
+    return classifier.evaluate(x_test, y_test, batch_size=64, verbose=0)[1]
+
+
+def show(sweep, x, name):
+    for index, normalize in enumerate(sweep.normalize):
+        print("normalized:" if normalize else "not normalized:")
+        for place, value in enumerate(sweep.values):
+            print(
+                f"  {x} {value:g}: largest dispatch weight "
+                f"{sweep.dispatch[index, place].mean():.3f}, combine weight "
+                f"{sweep.combine[index, place].mean():.3f}, accuracy "
+                f"{sweep.scores[index, place].mean():.3f}"
+            )
+    figure = ksm.visualization.plot_peaks(sweep, x=x, score="accuracy on digits")
+    figure.savefig(FIGURES / name)
+
+
+sweep = ksm.evaluation.peak_sweep(
+    lambda width, normalize, seed: trained(width, 1e-3, normalize, seed),
+    WIDTHS,
+    x_test,
+    score=accuracy,
+    verbose=0,
+)
+show(sweep, "width", "soft_peaks_by_width.png")
+
+sweep = ksm.evaluation.peak_sweep(
+    lambda rate, normalize, seed: trained(WIDTHS[1], rate, normalize, seed),
+    LEARNING_RATES,
+    x_test,
+    score=accuracy,
+    verbose=0,
+)
+show(sweep, "learning rate", "soft_peaks_by_learning_rate.png")
+
+"""
+## A model of your own
+
+Nothing of this needs our models. Blocks are then called by the names of their layers.
+"""
+
+inputs = keras.Input((16, 24))
+x = keras.layers.Dense(32)(inputs)
+x = x + ksm.layers.SoftMoE(num_experts=8, mlp_dim=64, name="first_moe")(x)
+x = x + ksm.layers.SoftMoE(num_experts=4, mlp_dim=64, name="second_moe")(x)
+own = keras.Model(inputs, x)
+data = np.random.default_rng(0).normal(size=(128, 16, 24)).astype("float32")
+for name, s in ksm.evaluation.soft_statistics(own, data, verbose=0).items():
+    print(f"{name}: experts {np.round(s.expert_contribution, 3)}")
+
+"""
+## All of it on one page
+
+`routing_report` writes what applies to a model on one HTML page, which needs no network
+and can be sent around. It takes models with any router; of a LIMoE it shows images and
+text apart.
+"""
+
+path = ksm.visualization.routing_report(
+    model, images[:512], FIGURES / "soft_report.html", labels=labels[:512], verbose=0
+)
+print(f"report: {path}, {path.stat().st_size / 1e6:.1f} MB")
