@@ -6,8 +6,9 @@ and without: the step is that of `fit`, optimizer and all.
 - `auxiliary_losses`: importance and load losses at their weights of the paper, against
   weights of zero. The noise in the router, which the load loss is about, is there in
   both.
-- `float32_router`: under `mixed_bfloat16`, routers as they are, in float32, against
-  routers that compute in bfloat16.
+- `float32_router`, `float32_soft_router`: under `mixed_bfloat16`, a router as it is, in
+  float32, against one that computes in bfloat16. (Token choice has neither losses nor
+  noise here, so that nothing else differs.)
 
     KERAS_BACKEND=jax python benchmarks/overheads.py --shapes paper
 """
@@ -23,11 +24,12 @@ import keras_softmoe as ksm
 NUM_EXPERTS = 32
 
 
-def token_choice(loss_weight):
+def token_choice(loss_weight, noise_std=1.0):
     """V-MoE's router, with one weight for both losses."""
     return ksm.routers.SoftmaxTokenChoiceRouter(
         NUM_EXPERTS,
         priority="max",
+        noise_std=noise_std,
         importance_loss_weight=loss_weight,
         load_loss_weight=loss_weight,
     )
@@ -65,7 +67,7 @@ def measure(shapes, patience):
     }
     yield {"name": "auxiliary_losses", "pass": "fit", **compare(losses, patience)}
     for name, router in (
-        ("float32_router", token_choice(0.005)),
+        ("float32_router", token_choice(0.0, noise_std=0.0)),
         ("float32_soft_router", ksm.routers.SoftRouter(shapes.num_experts)),
     ):
         mixed = "mixed_bfloat16"

@@ -1,7 +1,6 @@
 """What benchmarks have in common: the command line, the machine, lines and JSON."""
 
 import argparse
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -159,17 +158,6 @@ def accelerator(backend):
     if not devices:
         return None
     return tf.config.experimental.get_device_details(devices[0])["device_name"]
-
-
-def versions(packages):
-    """Dict from the packages that are installed to their versions."""
-    found = {}
-    for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def describe(machine):

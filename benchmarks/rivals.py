@@ -4,6 +4,7 @@ Packages that are not installed are left out. What each rival computes different
 in `DIFFERENCES`, under the name that it has in the results.
 """
 
+import importlib.metadata
 import importlib.util
 
 import keras
@@ -39,6 +40,21 @@ DIFFERENCES = {
 def installed(package):
     """Whether the package can be imported."""
     return importlib.util.find_spec(package.replace("-", "_")) is not None
+
+
+def described():
+    """Dict from each rival that this backend can meet to its version and `differs`."""
+    if keras.backend.backend() == "torch":
+        names = [name for name in DIFFERENCES if installed(name)]
+    else:
+        names = [KERAS_HUB]
+    return {
+        name: {
+            "version": importlib.metadata.version(name),
+            "differs": DIFFERENCES[name],
+        }
+        for name in names
+    }
 
 
 def soft_moe_layers(num_experts, slots_per_expert, width, mlp_dim):

@@ -41,7 +41,7 @@ def measure(options, file):
         sections[name] = report.shown(SECTIONS[name](options))
         # Now that the processes of `memory` are gone this one may touch the device.
         content = report.heading(options)
-        content["rivals"] = report.versions(rivals.DIFFERENCES)
+        content["rivals"] = rivals.described()
         content["sections"] = {**kept(file, content), **sections}
         report.write_json(file, content)
     print(f"{file}, after {time.perf_counter() - started:.0f} s")

@@ -10,7 +10,6 @@ import json
 import pathlib
 from typing import NamedTuple
 
-from rivals import DIFFERENCES
 from targets import TARGETS
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -46,6 +45,8 @@ def read(files):
         parts = [BACKENDS[backend], machine["accelerator"]]
         if machine["dtype"] != "float32":
             parts.append(machine["dtype"])
+        if content["shapes"] != "paper":
+            parts.append(f"shapes: {content['shapes']}")
         title = ", ".join(part for part in parts if part)
         results.append(Results(title, backend, content))
     return results
@@ -59,7 +60,7 @@ def markdown(results):
         "round of turns, so under 1 is faster: the median over the rounds, and the "
         "least and the largest in parentheses.",
         "## Targets",
-        "**Bold** misses the target.",
+        "**Bold** misses the target. Targets are for the sizes of the paper.",
         targets_table(results),
         "## Everything that was timed",
         "Milliseconds of ours (median), and the ratio.",
@@ -73,7 +74,7 @@ def markdown(results):
         "what a process holds before there is a model.",
         memory_table(results),
         "## What rivals compute differently",
-        "\n".join(f"- **{name}**: {text}" for name, text in DIFFERENCES.items()),
+        differences(results),
         "## Conditions",
         "\n".join(conditions(result) for result in results),
     ]
@@ -121,7 +122,9 @@ def target_cell(target, kind, result):
     if isinstance(at_most, dict):
         at_most = at_most.get(result.backend, float("inf"))
     text = ratio_text(ratio)
-    return f"**{text}**" if ratio["median"] > at_most else text
+    # As it is printed: "no slower" is not missed by what nobody could measure again.
+    missed = round(ratio["median"], 2) > round(at_most, 2)
+    return f"**{text}**" if missed else text
 
 
 def ratio_text(ratio):
@@ -197,14 +200,24 @@ def memory_table(results):
     return table(["peak, / the first", *(r.title for r in results)], rows)
 
 
+def differences(results):
+    """What is not the same mathematics, or not the same conditions."""
+    texts = {}
+    for result in results:
+        for name, rival in result.content["rivals"].items():
+            texts[name] = rival["differs"]
+    return "\n".join(f"- `{name}`: {text}" for name, text in texts.items())
+
+
 def conditions(result):
     """A line on what a file depends on."""
     content = result.content
     machine = ", ".join(f"{k} {v}" for k, v in content["machine"].items() if v)
-    rivals = ", ".join(f"{k} {v}" for k, v in content["rivals"].items())
+    rivals = ", ".join(f"{k} {v['version']}" for k, v in content["rivals"].items())
+    xla = "yes" if content["jit_compile"] else "no"
     return (
-        f"- {result.title}: {machine}; shapes: {content['shapes']}; rivals: {rivals}; "
-        f"TensorFlow with XLA: {'yes' if content['jit_compile'] else 'no'}."
+        f"- {result.title}: {machine}; shapes {content['shapes']}; rivals {rivals}; "
+        f"TensorFlow with XLA (but for `fit`, which decides for itself): {xla}."
     )
 
 

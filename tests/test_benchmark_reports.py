@@ -59,7 +59,7 @@ def results(backend, accelerator=None, dtype="float32", **sections):
         "machine": machine,
         "shapes": "paper",
         "jit_compile": False,
-        "rivals": {"keras-hub": "0.1"},
+        "rivals": {"keras-hub": {"version": "0.1", "differs": "Another GELU."}},
         "sections": sections,
     }
 
@@ -223,6 +223,15 @@ def test_memory_is_compared_with_the_first_variant(cells_of):
     cells = cells_of("Memory", results("jax", memory=rows))
     assert cells["soft_moe",] == ["8,000, 8.00 (weights 3,700)"]
     assert cells["dense_twin",] == ["1,000, 1.00 (weights 90)"]
+
+
+def test_the_reader_learns_what_differs(benchmark, tmp_path):
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(results("jax")), encoding="utf-8")
+    tables = benchmark("tables")
+    text = tables.markdown(tables.read([file]))
+    assert "- `keras-hub`: Another GELU." in text
+    assert "rivals keras-hub 0.1" in text
 
 
 def test_tables_need_results(benchmark, monkeypatch, tmp_path, capsys):

@@ -166,19 +166,18 @@ def test_only_one_side_has_balancing_losses(benchmark, tiny_models, weight):
     assert len(backbone.losses) == bool(weight)
 
 
-@pytest.mark.parametrize("router_dtype", ["float32", "bfloat16"])
-def test_only_one_side_routes_in_float32(benchmark, tiny_models, router_dtype):
+@pytest.mark.parametrize("kind", ["soft", "token_choice"])
+def test_the_other_side_does_not_route_in_float32(benchmark, tiny_models, kind):
     overheads, (models, shapes) = benchmark("overheads"), tiny_models
+    if kind == "soft":
+        router = ksm.routers.SoftRouter(4)
+    else:
+        router = overheads.token_choice(0.0, noise_std=0.0)
     mixed = "mixed_bfloat16"
-    backbone = overheads.two_blocks(
-        shapes,
-        ksm.routers.SoftRouter(4),
-        mixed,
-        mixed if router_dtype == "bfloat16" else None,
-    )
+    backbone = overheads.two_blocks(shapes, router, mixed, mixed)
     decision = backbone.route(models.data(shapes)[0])[1]
-    for weights in (*decision.routing, decision.summary["logits"]):
-        assert keras.backend.standardize_dtype(weights.dtype) == router_dtype
+    for weights in (decision.routing[-1], decision.summary["logits"]):
+        assert keras.backend.standardize_dtype(weights.dtype) == "bfloat16"
 
 
 def test_peaks_of_memory_start_over(benchmark):
