@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from keras_softmoe.ops.placement import is_distributed
+from keras_softmoe.ops.rows import add_rows
 
 
 class SlotRouting(NamedTuple):
@@ -105,16 +106,17 @@ def dispatch(tokens, routing):
         _, _, num_experts, capacity = routing.dispatch.shape
         # (G, S, E * C)
         weights = _merge_slots(ops.cast(routing.dispatch, tokens.dtype))
-        # (G, E * C, D)
-        slots = ops.einsum("gsp,gsd->gpd", weights, tokens)
+        # (G, E * C, D). Not `einsum`, whose gradient on TensorFlow copies operands.
+        slots = ops.matmul(ops.transpose(weights, (0, 2, 1)), tokens)
         return ops.reshape(slots, (-1, num_experts, capacity, tokens.shape[-1]))
     if is_distributed():
         slots = _take_in_groups(tokens, routing.token)
-    else:
-        rows = ops.reshape(tokens, (-1, tokens.shape[-1]))
-        # (G, E, C, D)
-        slots = ops.take(rows, _row_of_slot(routing, tokens.shape[1]), axis=0)
-    return slots * ops.expand_dims(ops.cast(routing.filled, slots.dtype), -1)
+        return slots * ops.expand_dims(ops.cast(routing.filled, slots.dtype), -1)
+    rows = ops.reshape(tokens, (-1, tokens.shape[-1]))
+    # (E, G, C, D)
+    slots = ops.take(rows, _row_of_slot(routing, tokens.shape[1]), axis=0)
+    filled = ops.cast(_experts_first(routing.filled), slots.dtype)
+    return _experts_first(slots * ops.expand_dims(filled, -1))
 
 
 def combine(outputs, routing, num_tokens):
@@ -135,20 +137,24 @@ def combine(outputs, routing, num_tokens):
     if isinstance(routing, DenseRouting):
         weights = _merge_slots(ops.cast(routing.combine, outputs.dtype))
         outputs = ops.reshape(outputs, (-1, num_experts * capacity, width))
-        return ops.einsum("gsp,gpd->gsd", weights, outputs)
-    outputs = outputs * ops.expand_dims(ops.cast(routing.gate, outputs.dtype), -1)
+        return ops.matmul(weights, outputs)
+    gate = ops.cast(routing.gate, outputs.dtype)
     if is_distributed():
+        outputs = outputs * ops.expand_dims(gate, -1)
         return _add_in_groups(outputs, routing.token, num_tokens)
-    rows = ops.segment_sum(
+    num_groups = ops.shape(outputs)[0]
+    # (E, G, C, D)
+    outputs = _experts_first(outputs) * ops.expand_dims(_experts_first(gate), -1)
+    rows = add_rows(
         ops.reshape(outputs, (-1, width)),
         ops.reshape(_row_of_slot(routing, num_tokens), (-1,)),
-        num_segments=ops.shape(outputs)[0] * num_tokens,
+        num_groups * num_tokens,
     )
     return ops.reshape(rows, (-1, num_tokens, width))
 
 
-# Rows of all groups in one matrix are fastest to take and to add up. But where groups
-# lie on different devices the compiler cannot see that each finds its rows at home, and
+# Rows of all groups in one matrix are fastest to take and to add up, in the order in
+# which experts multiply them: by experts first. But where groups lie on different devices the compiler cannot see that each finds its rows at home, and
 # would hand all rows to every device. So there each group is indexed by itself.
 
 
@@ -179,8 +185,13 @@ def _merge_slots(weights):
 
 
 def _row_of_slot(routing, num_tokens):
-    """Row of each slot's token in the `(G * S, D)` matrix of all tokens."""
+    """`(E, G, C)` rows of the slots' tokens in the `(G * S, D)` matrix of all."""
     groups = ops.arange(ops.shape(routing.token)[0], dtype="int32")
     # (G, 1, 1)
     first_row = ops.reshape(groups * num_tokens, (-1, 1, 1))
-    return routing.token + first_row
+    return _experts_first(routing.token + first_row)
+
+
+def _experts_first(x):
+    """Exchange the first two axes, of groups and experts; undoes itself."""
+    return ops.transpose(x, (1, 0, *range(2, len(x.shape))))
