@@ -154,8 +154,9 @@ def combine(outputs, routing, num_tokens):
 
 
 # Rows of all groups in one matrix are fastest to take and to add up, in the order in
-# which experts multiply them: by experts first. But where groups lie on different devices the compiler cannot see that each finds its rows at home, and
-# would hand all rows to every device. So there each group is indexed by itself.
+# which experts multiply them: by experts first. But where groups lie on different
+# devices the compiler cannot see that each finds its rows at home, and would hand all
+# rows to every device. So there each group is indexed by itself.
 
 
 def _take_in_groups(tokens, token):
