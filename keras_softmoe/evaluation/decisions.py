@@ -11,13 +11,13 @@ from keras_softmoe.evaluation.routing import backbone_of, prepared
 from keras_softmoe.routers import Router
 
 
-def routers_of(model, kind=Router, accepts=lambda router: True):
+def routers_of(model, kind=Router, weight=None):
     """The routers of a model by the names of their blocks.
 
     Args:
         model: keras.Model with MoE layers, built.
         kind: class of the routers.
-        accepts: callable from a router to whether it is wanted.
+        weight: str, name of a weight that they must have, or `None`.
 
     Returns:
         dict from the block to its router: the keys of `model.routers` where the model
@@ -35,12 +35,13 @@ def routers_of(model, kind=Router, accepts=lambda router: True):
     found = {
         name: router
         for name, router in routers.items()
-        if isinstance(router, kind) and accepts(router)
+        if isinstance(router, kind) and (weight is None or hasattr(router, weight))
     }
     if not found:
         raise ValueError(
-            f"The model has to have MoE layers with a `{kind.__name__}` (one that has "
-            f"learned). Received: {type(model).__name__} with the routers "
+            f"The model has to have MoE layers with a `{kind.__name__}`"
+            + ("" if weight is None else f" that has the weight `{weight}`")
+            + f". Received: {type(model).__name__} with the routers "
             f"{sorted({type(router).__name__ for router in routers.values()})}."
         )
     return found

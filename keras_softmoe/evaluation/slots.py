@@ -83,7 +83,7 @@ def slot_correlation(model):
     (0.97..., -0.05...)
     """
     backbone, _ = backbone_of(model)
-    routers = routers_of(backbone, SoftRouter, lambda router: hasattr(router, "mu"))
+    routers = routers_of(backbone, SoftRouter, weight="mu")
     return {name: _correlation(router) for name, router in routers.items()}
 
 

@@ -46,5 +46,7 @@ def test_uniform_blocks_have_no_parameters():
     x = layers.MoE(uniform, 8, name="uniform")(inputs)
     model = keras.Model(inputs, layers.SoftMoE(2, 8, name="soft")(x))
     assert list(evaluation.slot_correlation(model)) == ["soft"]
-    with pytest.raises(ValueError, match=r"SoftRouter.*Received: .*\['SoftRouter'\]"):
+    with pytest.raises(
+        ValueError, match=r"the weight `mu`.*Received: .*\['SoftRouter'\]"
+    ):
         evaluation.slot_correlation(keras.Model(inputs, x))
