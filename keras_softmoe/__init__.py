@@ -27,6 +27,7 @@ _LAZY_ROOMS = (
     "evaluation",
     "models",
     "presets",
+    "study",
     "training",
     "visualization",
 )

@@ -24,6 +24,7 @@ ROOMS = (
     "training",
     "distribution",
     "visualization",
+    "study",
 )
 
 

@@ -1,0 +1,291 @@
+"""Which models a study trains, and which of them belong together."""
+
+from typing import Any, NamedTuple
+
+from keras_softmoe.ops.capacity import expert_capacity
+from keras_softmoe.routers.expert_choice import (
+    SinkhornExpertChoiceRouter,
+    SoftmaxExpertChoiceRouter,
+    SparseTransportExpertChoiceRouter,
+)
+from keras_softmoe.routers.identity import IdentityRouter
+from keras_softmoe.routers.soft import SoftRouter
+from keras_softmoe.routers.token_choice import (
+    SinkhornTokenChoiceRouter,
+    SoftmaxTokenChoiceRouter,
+)
+
+TOKEN_CHOICE = {
+    "softmax_token_choice": SoftmaxTokenChoiceRouter,
+    "sinkhorn_token_choice": SinkhornTokenChoiceRouter,
+}
+EXPERT_CHOICE = {
+    "softmax_expert_choice": SoftmaxExpertChoiceRouter,
+    "sinkhorn_expert_choice": SinkhornExpertChoiceRouter,
+    "sparse_expert_choice": SparseTransportExpertChoiceRouter,
+}
+# Name -> dispatch and combine of the soft router.
+ABLATIONS = {
+    "soft_uniform": ("soft", "uniform"),
+    "uniform_soft": ("uniform", "soft"),
+    "uniform": ("uniform", "uniform"),
+}
+TITLES = {
+    "dense": "Dense ViT",
+    "softmax_token_choice": "Softmax token choice",
+    "sinkhorn_token_choice": "Sinkhorn token choice",
+    "softmax_expert_choice": "Softmax expert choice",
+    "sinkhorn_expert_choice": "Sinkhorn expert choice",
+    "sparse_expert_choice": "Sparsity-constrained expert choice",
+    "soft": "Soft MoE",
+    "soft_uniform": "Soft / uniform",
+    "uniform_soft": "Uniform / soft",
+    "uniform": "Uniform",
+    "identity": "Identity",
+}
+STUDIES = {
+    "routers": "Routers",
+    "combine": "With and without softmax combine",
+    "experts": "Experts at fixed slots",
+    "slots": "Slots at fixed experts",
+    "placement": "Placement of the expert layers",
+    "learning_rate": "Learning rate of the dense model",
+}
+# The nearest whole number of slots, as in V-MoE, section 2.3.
+_NEAREST = {"rounding": "round", "multiple_of": None}
+
+
+class Configuration(NamedTuple):
+    """One model of a study.
+
+    Attributes:
+        name: str, a key that also names files.
+        family: str, a key of `TITLES`.
+        title: str, what the model is called in tables.
+        router: router or `None`, the template of the expert layers.
+        moe_layers: tuple of ints, blocks with experts.
+        group_images: int, images whose tokens are routed together.
+        capacity: float or `None`, slots per token (`K` of token choice).
+        num_experts: int or `None`, experts per layer.
+        learning_rate: float or `None`, instead of the scale's.
+    """
+
+    name: str
+    family: str
+    title: str
+    router: Any = None
+    moe_layers: tuple = ()
+    group_images: int = 1
+    capacity: float | None = None
+    num_experts: int | None = None
+    learning_rate: float | None = None
+
+
+def configurations(scale, studies=tuple(STUDIES)):
+    """The models of a study, none twice.
+
+    `"routers"`: a dense model, six routers with one and two slots per token, and four
+    fixed routings (router study, section 3; Soft MoE, table 3). `"combine"`: Sinkhorn
+    token choice that weighs by the plan (router study, figure 3). `"experts"`: more
+    experts with fewer slots each (Soft MoE, figure 6). `"slots"`: more slots for the
+    same experts (figure 12), of expert choice also within single images.
+    `"placement"`: as many experts in few or many layers (tables 5 to 7).
+    `"learning_rate"`: what the learning rate of all was chosen from.
+
+    Args:
+        scale: `Scale`.
+        studies: sequence of the names above.
+
+    Returns:
+        dict from each study to a dict from names to `Configuration`. A model that
+        several studies share has the same name in all of them.
+
+    Raises:
+        ValueError: if there is no such study, or an expert would get no slot.
+
+    Example:
+
+    >>> found = ksm.study.configurations(ksm.study.SMALL)
+    >>> len(found["routers"])
+    17
+    """
+    makers = {
+        "routers": _routers,
+        "combine": _combine,
+        "experts": _experts,
+        "slots": _slots,
+        "placement": _placement,
+        "learning_rate": _learning_rate,
+    }
+    if not studies or any(study not in makers for study in studies):
+        raise ValueError(
+            f"The studies are {', '.join(map(repr, makers))}; name one at least. "
+            f"Received: studies={studies}."
+        )
+    return {study: {c.name: c for c in makers[study](scale)} for study in studies}
+
+
+# === Studies ===
+
+
+def _routers(scale):
+    yield Configuration("dense", "dense", TITLES["dense"])
+    for factor in (1, 2):
+        for family in (*TOKEN_CHOICE, *EXPERT_CHOICE, "soft"):
+            yield _mixture(scale, family, factor)
+    for family in (*ABLATIONS, "identity"):
+        yield _mixture(scale, family)
+
+
+def _combine(scale):
+    for k in (1, 2):
+        yield _mixture(scale, "sinkhorn_token_choice", k)
+        yield _mixture(scale, "sinkhorn_token_choice", k, combine="plan")
+
+
+def _experts(scale):
+    for family in ("soft", "softmax_expert_choice", "softmax_token_choice"):
+        for num_experts in scale.expert_counts:
+            yield _mixture(scale, family, num_experts=num_experts)
+
+
+def _slots(scale):
+    for capacity in scale.capacities:
+        yield _mixture(scale, "soft", capacity)
+        yield _mixture(scale, "softmax_expert_choice", capacity)
+        yield _mixture(scale, "softmax_expert_choice", capacity, group_images=1)
+
+
+def _placement(scale):
+    for layers in placements(scale.num_layers):
+        num_experts = scale.placed_experts // len(layers)
+        for family in ("soft", "softmax_token_choice", "softmax_expert_choice"):
+            settings = {"num_experts": num_experts, "moe_layers": layers}
+            if family == "soft":
+                # One slot for each expert, as in the paper: cost varies.
+                settings["slots"] = 1
+            elif family == "softmax_token_choice":
+                settings["priority"] = "max"
+            yield _mixture(scale, family, **settings)
+
+
+def placements(num_layers):
+    """Where experts can go: one, two, four or eight layers, at the end or spread.
+
+    Args:
+        num_layers: int, blocks of the model.
+
+    Returns:
+        list of tuples of ints. Of twelve blocks they are those of Soft MoE, table 5.
+    """
+    last = num_layers - 1
+    found = [(last,), (last - 1,)]
+    for count in (2, 4, 8):
+        if count > num_layers:
+            break
+        found.append(tuple(range(num_layers - count, num_layers)))
+        if num_layers % count == 0:
+            every = num_layers // count
+            found.append(tuple(range(every - 1, num_layers, every)))
+        else:
+            half = count // 2
+            found.append((*range(1, 1 + half), *range(num_layers - half, num_layers)))
+    return list(dict.fromkeys(found))
+
+
+def _learning_rate(scale):
+    for rate in scale.learning_rates:
+        if rate == scale.learning_rate:
+            yield Configuration("dense", "dense", TITLES["dense"])
+        else:
+            yield Configuration(
+                f"dense_lr{rate:g}",
+                "dense",
+                f"{TITLES['dense']}, learning rate {rate:g}",
+                learning_rate=rate,
+            )
+
+
+# === One model ===
+
+
+def _mixture(
+    scale,
+    family,
+    capacity=1,
+    num_experts=None,
+    moe_layers=None,
+    group_images=None,
+    combine="softmax",
+    priority="position",
+    slots=None,
+):
+    """A mixture of experts. What differs from the scale's default is in its name."""
+    experts = num_experts or scale.num_experts
+    layers = scale.moe_layers if moe_layers is None else moe_layers
+    sparse = family in TOKEN_CHOICE or family in EXPERT_CHOICE
+    group = (group_images or scale.group_images) if sparse else 1
+    name, title = [family], [TITLES[family]]
+
+    if family == "identity":
+        # It has no slots to spare: as many experts as share the tokens of an image.
+        experts = max(n for n in range(1, experts + 1) if scale.num_tokens % n == 0)
+        router = IdentityRouter(experts)
+    elif sparse:
+        settings = {} if combine == "softmax" else {"combine": combine}
+        if family in TOKEN_CHOICE:
+            router = TOKEN_CHOICE[family](
+                experts,
+                num_selected_experts=capacity,
+                capacity_factor=1.0,
+                priority=priority,
+                **settings,
+                **_NEAREST,
+            )
+            letter = "K"
+        else:
+            router = EXPERT_CHOICE[family](
+                experts, capacity_factor=float(capacity), **settings, **_NEAREST
+            )
+            letter = "c"
+        # Says now, not after hours, that an expert would get no slot.
+        router.capacity(group * scale.num_tokens)
+        name.append(f"{letter.lower()}{capacity:g}")
+        title.append(f"{letter} = {capacity:g}")
+    else:
+        slots = slots or expert_capacity(
+            scale.num_tokens, experts, capacity, **_NEAREST
+        )
+        dispatch, mix = ABLATIONS.get(family, ("soft", "soft"))
+        router = SoftRouter(
+            experts, slots_per_expert=slots, dispatch=dispatch, combine=mix
+        )
+        capacity = slots * experts / scale.num_tokens
+        if family == "soft":
+            name.append(f"{slots}s")
+            title.append(f"{slots} slot{'s' * (slots > 1)} each")
+    if experts != scale.num_experts:
+        name.append(f"{experts}e")
+        title.append(f"{experts} experts")
+    if layers != scale.moe_layers:
+        name.append("at" + "-".join(map(str, layers)))
+        title.append(f"blocks {', '.join(map(str, layers))}")
+    if sparse and group != scale.group_images:
+        name.append(f"of{group}")
+        title.append(f"groups of {group} image{'s' * (group > 1)}")
+    if combine != "softmax":
+        name.append(combine)
+        title.append("weighed by the plan")
+    if priority == "max":
+        name.append("bpr")
+        title.append("batch priority")
+    return Configuration(
+        "_".join(name),
+        family,
+        ", ".join(title),
+        router,
+        layers,
+        group,
+        capacity,
+        experts,
+    )

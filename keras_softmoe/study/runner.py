@@ -1,0 +1,231 @@
+"""Runs a study cell by cell; what is finished is kept."""
+
+import json
+import os
+import platform
+import shutil
+from pathlib import Path
+
+import keras
+
+from keras_softmoe.study.cells import describe, train_cell
+from keras_softmoe.study.configurations import STUDIES, configurations
+from keras_softmoe.study.models import Stopwatch
+from keras_softmoe.study.tasks import upstream_task
+
+_DENSE = "dense"
+
+
+def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
+    """Train and measure the models of a study, and gather the results.
+
+    Each cell (a configuration and a seed) is written to a file of its own when it is
+    finished, aside and then renamed. Started again with the same directory, the runner
+    goes on with the first cell that is missing, and within it after the last finished
+    epoch, with the results that an uninterrupted run would have had (on the same
+    machine and backend: nothing is promised of the last digits elsewhere). Cells of
+    one seed come before those of the next, so that an unfinished study is a smaller
+    one. Several processes can share a directory if they are given other seeds.
+
+    Args:
+        scale: `Scale`.
+        directory: path, where cells, images and backups are kept.
+        studies: sequence of names, see `study.configurations`.
+        seeds: sequence of ints, those of the scale that are to be trained now; all of
+            them if `None`.
+        verbose: 0 for silence, 1 for a progress bar over the steps of all cells with
+            the time that is left, 2 for one line.
+
+    Returns:
+        dict that can be written as JSON, of all cells in the directory, in which
+        everything but `"times"` follows from scale and seeds:
+
+        - `"scale"`: the settings of the scale.
+        - `"studies"`: dict from studies to names of configurations.
+        - `"configurations"`: dict from names to what is known without training, such
+          as `"parameters"`, `"gflop_per_image"` and `"training_gflop"` (three times
+          the operations of a prediction for each image).
+        - `"cells"`: dict from names to dicts from seeds (strings) to results:
+          `"upstream_accuracy"`, `"few_shot"` (dict from shots to mean accuracy),
+          `"fine_tuned_accuracy"`, `"dropped"` and `"imbalance"` (per block with
+          experts, see `evaluation.ExpertLoad`), and `"diverged"`, with which a cell has
+          no other results.
+        - `"times"`: the machine; `"steps"`, a step of each model and of the dense one
+          in turn, and their ratio; `"cells"`, seconds.
+
+    Raises:
+        ValueError: if there is no such study, the directory is of another scale, or
+            the scale lacks a seed.
+
+    Source: router study, section 3; Soft MoE, sections 3.4 to 3.6 and appendices A, C
+    and D.
+
+    Example:
+
+    >>> results = ksm.study.run_study(ksm.study.SMALL, "build/study")
+    >>> print(ksm.study.report(results))
+    """
+    chosen = configurations(scale, studies)
+    seeds = scale.seeds if seeds is None else tuple(seeds)
+    if not seeds or set(seeds) - set(scale.seeds):
+        raise ValueError(
+            f"The scale has the seeds {scale.seeds}. Name some of them, or change it "
+            f"with `dataclasses.replace`. Received: seeds={seeds}."
+        )
+    files = _Files(directory, scale)
+    models = {name: c for study in chosen.values() for name, c in study.items()}
+    cells = [(name, seed) for seed in seeds for name in models]
+    missing = [cell for cell in cells if not files.cell(*cell).exists()]
+    if missing:
+        task = upstream_task(scale, files.images)
+        _train(scale, models, missing, task, files, verbose)
+    return gather(scale, directory, studies)
+
+
+def gather(scale, directory, studies=tuple(STUDIES)):
+    """The results of all finished cells; nothing is trained.
+
+    Args:
+        scale: `Scale`.
+        directory: path, as of `run_study`.
+        studies: sequence of names, see `study.configurations`.
+
+    Returns:
+        dict, as from `run_study`.
+
+    Raises:
+        ValueError: if there is no such study, or the directory is of another scale.
+
+    Example:
+
+    >>> results = ksm.study.gather(ksm.study.SMALL, "build/study")
+    """
+    files = _Files(directory, scale)
+    found = {
+        "scale": scale.settings,
+        "studies": {},
+        "configurations": {},
+        "cells": {},
+        "times": {"machine": {}, "steps": {}, "cells": {}},
+    }
+    for study, models in configurations(scale, studies).items():
+        found["studies"][study] = list(models)
+        for name in models:
+            known = files.configuration(name)
+            if not known.exists():
+                continue
+            known = _read(known)
+            found["configurations"][name] = known["configuration"]
+            found["times"]["steps"][name] = known["times"]
+            found["times"]["machine"] = known["machine"]
+            cells = {str(s): files.cell(name, s) for s in scale.seeds}
+            cells = {s: _read(file) for s, file in cells.items() if file.exists()}
+            for part in ("results", "times"):
+                of_seeds = {seed: cell[part] for seed, cell in cells.items()}
+                place = found["cells"] if part == "results" else found["times"]["cells"]
+                place[name] = of_seeds
+    return found
+
+
+def write_json(path, content):
+    """Write a file aside and rename it, so that it is there whole or not at all.
+
+    Args:
+        path: path of the file. Its directory is made.
+        content: what JSON can hold.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside.write_text(
+        json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+    )
+    aside.replace(path)
+
+
+def _train(scale, models, cells, task, files, verbose):
+    dense = configurations(scale, ("routers",))["routers"][_DENSE]
+    progress = _Progress(scale.steps, len(cells), verbose)
+    stopwatch = None
+    for name, seed in cells:
+        configuration = models[name]
+        if not files.configuration(name).exists():
+            stopwatch = stopwatch or Stopwatch(scale, task, dense)
+            content = {
+                "configuration": describe(scale, configuration, task.num_classes),
+                "times": stopwatch.measure(configuration),
+                "machine": _machine(),
+            }
+            write_json(files.configuration(name), content)
+        backup = files.backup(name, seed)
+        results, times = train_cell(
+            scale, configuration, seed, task, backup, on_step=progress.step
+        )
+        content = {"results": results, "times": times}
+        write_json(files.cell(name, seed), content)
+        shutil.rmtree(backup, ignore_errors=True)
+        progress.end_of_cell()
+
+
+class _Progress:
+    """A bar over the steps of all cells."""
+
+    def __init__(self, steps, cells, verbose):
+        self.bar = keras.utils.Progbar(steps * cells, verbose=verbose, unit_name="step")
+        self.steps = steps
+        self.shown = self.cells = 0
+
+    def step(self):
+        # The last step of a cell counts when the cell is measured, too.
+        last = (self.cells + 1) * self.steps - 1
+        self.shown = min(self.shown + 1, last)
+        self.bar.update(self.shown)
+
+    def end_of_cell(self):
+        self.cells += 1
+        # Steps of an interrupted cell were done before.
+        self.shown = self.cells * self.steps
+        self.bar.update(self.shown)
+
+
+class _Files:
+    """Where everything is kept."""
+
+    def __init__(self, directory, scale):
+        self.directory = Path(directory)
+        self.images = self.directory / "images"
+        known, settings = self.directory / "scale.json", scale.settings
+        if not known.exists():
+            write_json(known, settings)
+        kept = _read(known)
+        if kept != settings:
+            differ = sorted(n for n in settings if kept.get(n) != settings[n])
+            raise ValueError(
+                "A directory holds the cells of one scale. Name another directory, or "
+                f"delete this one. Received: directory='{directory}', whose scale "
+                f"differs in {differ}."
+            )
+
+    def configuration(self, name):
+        return self.directory / "configurations" / f"{name}.json"
+
+    def cell(self, name, seed):
+        return self.directory / "cells" / f"{name}_seed{seed}.json"
+
+    def backup(self, name, seed):
+        return self.directory / "backup" / f"{name}_seed{seed}"
+
+
+def _read(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _machine():
+    backend = keras.backend.backend()
+    module = __import__("tensorflow" if backend == "tensorflow" else backend)
+    return {
+        "backend": f"{backend} {module.__version__}",
+        "keras": keras.__version__,
+        "processor": f"{os.cpu_count()} cores, {platform.machine()}",
+        "python": platform.python_version(),
+    }
