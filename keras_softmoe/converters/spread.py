@@ -70,7 +70,11 @@ def save_by_one(save, opened):
 
 def whole(variable):
     """The value of a variable as an array, in every process; all have to ask for it."""
-    value = variable._value
+    return whole_value(variable._value)
+
+
+def whole_value(value):
+    """A tensor as an array, in every process; all have to ask for it."""
     if not _is_elsewhere(value):
         return np.asarray(value)
     from jax.experimental import multihost_utils

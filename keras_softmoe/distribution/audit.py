@@ -131,17 +131,24 @@ def audit(model, distribution=None):
     Raises:
         PlacementError: naming every expert variable or moment that lies whole on each
             device, every variable that lies otherwise than its rule says, every number
-            of experts that the devices do not divide, every rule that matches nothing,
-            every path that several rules match, and every layer whose slots no rule
-            lays out.
-        ValueError: if no distribution is given and none is active.
+            of experts that the devices do not divide, every rule that matches nothing
+            (neither here nor in another model under the same distribution), every path
+            that several rules match, and every layer whose slots no rule lays out.
+        ValueError: if no distribution is given and none is active, or the model is none
+            that is built.
 
     Example:
 
-    >>> with ksm.distribution.expert_parallel().scope():
-    ...     model = make_model()
-    >>> print(ksm.distribution.audit(model, distribution))
+    >>> distribution = ksm.distribution.expert_parallel()
+    >>> keras.distribution.set_distribution(distribution)
+    >>> model = make_model()
+    >>> print(ksm.distribution.audit(model))
     """
+    if not isinstance(model, keras.Layer) or not model.built:
+        raise ValueError(
+            "`audit` looks at a model or layer that is built: build it, or call it on "
+            f"some data. Received: model={model!r}."
+        )
     if distribution is None:
         distribution = keras.distribution.distribution()
     if distribution is None:
@@ -172,10 +179,22 @@ def check_layer(layer, distribution):
 
 
 def check_rules(layout_map, used_keys):
-    """Raise `PlacementError` if rules that are not ours were never used."""
-    unused = [key for key in layout_map if key not in used_keys and not is_known(key)]
+    """Raise `PlacementError` if rules that are not ours were never used.
+
+    Those for the output of a layer are not judged: they are used when it is called.
+    """
+    unused = [
+        key
+        for key in layout_map
+        if not (key in used_keys or is_known(key) or key.endswith("/output"))
+    ]
     if unused:
         raise PlacementError(_unmatched(unused))
+
+
+def is_foreign(key, layout, variable):
+    """Whether one of our rules met a variable that only has a name like ours."""
+    return is_known(key) and len(layout.axes) != len(variable.shape)
 
 
 def matching_keys(layout_map, path):
@@ -233,8 +252,11 @@ class _Findings:
         if reference is not None and self.layout_map is not None:
             keys = self._keys(reference.path)
             layout = self.layout_map[keys[0]] if len(keys) == 1 else None
-        shape, piece = tuple(variable.shape), _piece(variable)
+            if layout is not None and is_foreign(keys[0], layout, reference):
+                layout = None
+        shape = tuple(variable.shape)
         axes = (None,) * len(shape) if layout is None else tuple(layout.axes)
+        piece = _piece(variable, layout)
         expert_axis = self.expert_axes.get(id(reference))
         is_expert = expert_axis is not None
         dtype = keras.backend.standardize_dtype(variable.dtype)
@@ -280,10 +302,12 @@ class _Findings:
         return keys
 
     def look_at_rules(self):
+        # One distribution may place several models, and a rule be for one of them.
+        used = getattr(self.distribution, "used_keys", ())
         unused = [
             key
             for key in self.layout_map
-            if not is_known(key)
+            if not (is_known(key) or key in used)
             and not any(matching_keys({key: None}, path) for path in self.paths)
         ]
         if unused:
@@ -320,9 +344,16 @@ def _reference(moment, references):
     return references[max(matches, key=len)] if matches else None
 
 
-def _piece(variable):
+def _piece(variable, layout):
     """The shape of what one device holds of a variable."""
-    value, shape = variable.value, tuple(variable.shape)
+    shape = tuple(variable.shape)
+    if variable._value is None:
+        # A model that its first batch builds makes its values later, by the rule.
+        if layout is None or len(layout.axes) != len(shape):
+            return shape
+        parts = (num_parts(layout.device_mesh, axis) for axis in layout.axes)
+        return tuple(size // n for size, n in zip(shape, parts, strict=True))
+    value = variable.value
     if hasattr(value, "sharding"):
         return tuple(value.sharding.shard_shape(shape))
     if hasattr(value, "to_local"):

@@ -13,6 +13,7 @@ The values name roles, which `Roles` turns into axes of a mesh:
 - `width`: the axis along which dense kernels are cut, if they are
 """
 
+import re
 from typing import NamedTuple
 
 import keras
@@ -137,6 +138,9 @@ def layout_map(device_mesh, shard_dense=False, layouts=None):
     Returns:
         `keras.distribution.LayoutMap`.
 
+    Raises:
+        ValueError: if a rule is not as said, or names axes that the mesh has not.
+
     Example:
 
     >>> mesh = keras.distribution.DeviceMesh((8,), ["batch"])
@@ -148,9 +152,9 @@ def layout_map(device_mesh, shard_dense=False, layouts=None):
     rules = EXPERT_RULES | TENSOR_RULES | (DENSE_RULES if shard_dense else {})
     result = keras.distribution.LayoutMap(device_mesh)
     for path, axes in rules.items():
-        if path not in (layouts or {}):
+        if path not in _checked(layouts):
             result[path] = roles.layout(axes, device_mesh)
-    for path, axes in (layouts or {}).items():
+    for path, axes in _checked(layouts).items():
         joint = any(isinstance(axis, tuple) for axis in axes)
         layout = JointLayout if joint else keras.distribution.TensorLayout
         result[path] = layout(tuple(axes), device_mesh)
@@ -163,6 +167,31 @@ def is_known(path):
     Such a rule may find nothing: a model has not all kinds of layers.
     """
     return path in EXPERT_RULES or path in TENSOR_RULES or path in DENSE_RULES
+
+
+def _checked(layouts):
+    """Rules of a user, a dict."""
+    layouts = {} if layouts is None else layouts
+    if not isinstance(layouts, dict):
+        raise ValueError(
+            "`layouts` is a dict from a regular expression for whole paths to a tuple "
+            f"of axes of the mesh. Received: layouts={layouts!r}."
+        )
+    for path, axes in layouts.items():
+        try:
+            re.compile(path)
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                "A rule of `layouts` is no regular expression. Received: "
+                f"{path!r}: {error}."
+            ) from error
+        if not isinstance(axes, tuple | list):
+            raise ValueError(
+                "A rule of `layouts` names an axis of the mesh, several, or `None` for "
+                "each axis of the variable: `('batch', None, None)`. Received: "
+                f"{path!r}: {axes!r}."
+            )
+    return layouts
 
 
 def _names(axis):

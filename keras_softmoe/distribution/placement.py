@@ -7,6 +7,7 @@ from keras_softmoe.distribution.audit import (
     audit,
     check_layer,
     check_rules,
+    is_foreign,
     matching_keys,
 )
 from keras_softmoe.distribution.backends import check_backend, check_two_axes
@@ -40,9 +41,14 @@ def expert_parallel(
     What is built under the distribution is looked at: an expert variable or moment that
     lies whole on every device, and a rule that matches nothing, are errors and not
     silent, see `audit`. Of any model the layers are checked when they are built, and
-    the rules when data first flows. The models of this library are checked as a whole,
-    moments included, before each `fit`, `evaluate` or `predict`; for your own call
-    `audit(model)`.
+    the rules when data first flows. The tasks of this library are checked as a whole
+    when they are made, and all its models, moments included, before each `fit`,
+    `evaluate` or `predict`; for your own call `audit(model)`. Use a model under the
+    distribution that it was built under: outside the experts' weights would travel.
+
+    Where several processes share a model, all of them call the same methods with the
+    same data in the same order (shuffle with a seed). `predict` returns all rows to
+    each of them. Save with `save_to_preset`: Keras' `save` knows one process only.
 
     Groups of several images must divide among the devices: with `n` devices a batch of
     at least `n * group_images` images, or all tokens are gathered and a warning says
@@ -153,7 +159,8 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         roles = TWO_AXES if EXPERT_AXIS in self.device_mesh.axis_names else ONE_AXIS
         self.batch_axes = roles.images
         self.num_expert_shards = num_parts(self.device_mesh, roles.experts)
-        self._used_keys = set()
+        # Rules that have matched something. Those of other models are no mistakes.
+        self.used_keys = set()
         # From the name that an optimizer gives to the moments of a variable.
         self._layout_of_moments = {}
         lay_out_each_batch()
@@ -171,8 +178,8 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
     def get_data_layout(self, data_shape):
         # Data flows, so what is built is built. A model that is built by its first
         # batch comes here again.
-        if self._used_keys:
-            check_rules(self.layout_map, self._used_keys)
+        if self.used_keys:
+            check_rules(self.layout_map, self.used_keys)
         return super().get_data_layout(data_shape)
 
     def get_variable_layout(self, variable):
@@ -184,6 +191,8 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         """
         layout = self._match(variable.path)
         if layout is not None:
+            if is_foreign(self._keys(variable.path)[0], layout, variable):
+                return self._layout([None] * len(variable.shape), self.device_mesh)
             _check_divided(variable, layout)
             moments = variable.path.replace("/", "_")
             self._layout_of_moments[moments] = (tuple(variable.shape), layout)
@@ -216,6 +225,11 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         audit(model, self)
 
     def _match(self, path):
+        keys = self._keys(path)
+        self.used_keys.update(keys)
+        return self.layout_map[keys[0]] if keys else None
+
+    def _keys(self, path):
         keys = matching_keys(self.layout_map, path)
         if len(keys) > 1:
             raise PlacementError(
@@ -223,8 +237,7 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
                 "all but one of them, or give yours the key of the rule that it is "
                 "meant to replace."
             )
-        self._used_keys.update(keys)
-        return self.layout_map[keys[0]] if keys else None
+        return keys
 
     def _moment_layout(self, variable):
         """The layout of an optimizer's variable that has none from its reference."""
@@ -257,6 +270,13 @@ class ReplicaParallel(EachBatch, keras.distribution.DataParallel):
         """Int, which of the processes this one is."""
         return self._process_id
 
+    def get_tensor_layout(self, path):
+        # For slots it is where they are anyway; so `MoE` sees groups that do not divide
+        # among the devices, and warns.
+        if path.endswith("/slots_of_groups"):
+            return self._layout([self.batch_axes, None, None, None], self.device_mesh)
+        return super().get_tensor_layout(path)
+
     def _layout(self, axes, mesh):
         return keras.distribution.TensorLayout(tuple(axes), mesh)
 
@@ -264,7 +284,7 @@ class ReplicaParallel(EachBatch, keras.distribution.DataParallel):
 def _devices(devices):
     if devices is None:
         return keras.distribution.list_devices()
-    devices = list(devices)
+    devices = [devices] if isinstance(devices, str) else list(devices)
     if not devices or len(set(devices)) < len(devices):
         raise ValueError(
             "`devices` are names of different devices, at least one. See "
@@ -275,8 +295,10 @@ def _devices(devices):
 
 def _check_mesh_shape(mesh_shape, num_devices):
     try:
-        batch, experts = map(int, mesh_shape)
+        batch, experts = mesh_shape
     except (TypeError, ValueError):
+        batch = experts = 0
+    if not all(type(n) is int for n in (batch, experts)):
         batch = experts = 0
     if batch < 1 or experts < 1 or batch * experts != num_devices:
         counts = [n for n in range(1, num_devices + 1) if num_devices % n == 0]

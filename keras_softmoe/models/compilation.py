@@ -20,13 +20,13 @@ def with_optimizer(model, compile_config):
     """What a model was compiled with, and whether its optimizer has variables yet."""
     if not compile_config:
         return compile_config
-    return {**compile_config, "built_optimizer": bool(model.optimizer.built)}
+    # Beside the optimizer's arguments, where others than `compile_again` pass it over.
+    optimizer = {**compile_config["optimizer"], "is_built": model.optimizer.built}
+    return {**compile_config, "optimizer": optimizer}
 
 
 def compile_again(model, compile_config):
     """Compile a model as one was whose `with_optimizer` is given."""
-    arguments = keras.saving.deserialize_keras_object(compile_config)
-    built = arguments.pop("built_optimizer", True)
-    model.compile(**arguments)
-    if built:
+    model.compile(**keras.saving.deserialize_keras_object(compile_config))
+    if compile_config["optimizer"].get("is_built", True):
         model.optimizer.build(model.trainable_variables)

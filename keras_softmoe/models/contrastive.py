@@ -36,6 +36,7 @@ from keras_softmoe.ops.contrastive import (
     sigmoid_contrastive_loss,
     softmax_contrastive_loss,
 )
+from keras_softmoe.ops.placement import report_model
 
 LOSSES = {"softmax": softmax_contrastive_loss, "sigmoid": sigmoid_contrastive_loss}
 
@@ -68,6 +69,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, LiveRouting):
             compile=compile,
             name=name,
         )
+        report_model(self)
 
     # === Training ===
 

@@ -2,6 +2,7 @@
 
 import functools
 
+from keras_softmoe.models.spreading import gather_predictions, warn_if_misplaced
 from keras_softmoe.ops.placement import report_model
 from keras_softmoe.routers.limoe import LIMoERouter
 from keras_softmoe.routers.token_choice import TokenChoiceRouter
@@ -101,7 +102,11 @@ def _following(make_function, function):
     @functools.wraps(make_function)
     def make(self, force=False):
         report_model(self)
-        return make_function(self, force or self.rerouted(function))
+        warn_if_misplaced(self)
+        made = make_function(self, force or self.rerouted(function))
+        if function == "predict":
+            gather_predictions(self)
+        return made
 
     return make
 

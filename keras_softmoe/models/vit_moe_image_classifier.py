@@ -22,6 +22,7 @@ from keras_softmoe.models.live_routing import (
     pop_live_settings,
 )
 from keras_softmoe.models.vit_moe_backbone import ViTMoEBackbone
+from keras_softmoe.ops.placement import report_model
 
 _CROSSENTROPIES = {
     "binary_crossentropy": keras.losses.BinaryCrossentropy,
@@ -161,6 +162,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
         keras_hub.models.Task.__init__(
             self, inputs=inputs, outputs=outputs, compile=compile, name=name
         )
+        report_model(self)
 
     def compile(self, optimizer="auto", loss="auto", *, metrics="auto", **kwargs):
         """Configure training, as `keras_hub.models.ImageClassifier.compile` does.

@@ -8,6 +8,7 @@ checks to make (all, if none is named).
 import json
 import pathlib
 import sys
+import warnings
 
 import keras
 import numpy as np
@@ -183,6 +184,40 @@ class Program:
             rows = distribution.audit(model).rows
         return {row.path: row.piece for row in rows if row.is_expert}
 
+    def built_by_data(self):
+        """Losses of a model that its first batch builds, and pieces of its experts."""
+        told = {}
+        for placement in ("one device", "one axis"):
+            keras.distribution.set_distribution(PLACEMENTS[placement]())
+            model = tiny.in_own_model(built=False)
+            model.compile("sgd", "sparse_categorical_crossentropy")
+            x = tiny.images(16).reshape(16, -1, 8)[:, :4]
+            history = model.fit(x, tiny.labels(16), verbose=0, shuffle=False, epochs=2)
+            told[placement] = history.history["loss"]
+        rows = distribution.audit(model).rows
+        told["pieces"] = [row.piece[0] for row in rows if "experts/" in row.path]
+        return told
+
+    def outside(self):
+        """Warnings of a model that is used outside of its distribution."""
+        with distribution.expert_parallel().scope():
+            model = tiny.backbone()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.predict(tiny.images(8), verbose=0)
+        return [str(w.message) for w in caught if "active" in str(w.message)]
+
+    def accepted(self):
+        """What is raised by rules for outputs, and by layers with names like ours."""
+        rules = {".*block_0/attention/output": ("batch", None, None)}
+        with distribution.expert_parallel(layouts=rules).scope():
+            model = tiny.classifier()
+            told = {"output": _error(lambda: model.predict(tiny.images(8), verbose=0))}
+        with distribution.expert_parallel().scope():
+            layer = tiny.layers.MLP(20, name="experts_mlp")
+            told["stranger"] = _error(lambda: layer(tiny.images(8)))
+        return told
+
     def refused(self):
         """The messages of what must not be built, and what was made before."""
         told = {}
@@ -209,6 +244,8 @@ class Program:
                 told[name] = _error(
                     lambda: tiny.backbone().predict(tiny.images(8), verbose=0)
                 )
+        with distribution.expert_parallel(layouts=own_rules["misspelt"]).scope():
+            told["task"] = _error(tiny.classifier)
         # Built before the distribution is active
         model = tiny.backbone()
         with distribution.expert_parallel().scope():
@@ -219,8 +256,6 @@ class Program:
 
     def split_groups(self):
         """The warning where groups do not divide among devices."""
-        import warnings
-
         with (
             distribution.expert_parallel().scope(),
             warnings.catch_warnings(record=True) as caught,

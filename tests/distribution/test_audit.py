@@ -132,6 +132,21 @@ def test_without_a_distribution_there_is_nothing_to_compare_with():
         audit(backbone())
 
 
+@pytest.mark.parametrize("what", ["model", layers.SoftMoE(8, mlp_dim=12)])
+def test_only_what_is_built_can_be_looked_at(what):
+    placed = keras.distribution.DataParallel(device_mesh=mesh(8))
+    with pytest.raises(ValueError, match="built.*Received: model="):
+        audit(what, placed)
+
+
+@pytest.mark.parametrize(
+    "layouts", [[1], {"(": ("batch",)}, {KERNEL: "batch"}, {KERNEL: None}]
+)
+def test_rules_of_another_kind_are_refused(layouts):
+    with pytest.raises(ValueError, match="Received: "):
+        layout_map(mesh(8), layouts=layouts)
+
+
 def test_the_table_adds_up():
     placed = keras.distribution.DataParallel(device_mesh=mesh(8))
     model = tiny.backbone(**tiny.DENSE)

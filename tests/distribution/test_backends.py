@@ -25,7 +25,9 @@ def test_what_keras_cannot_do_is_refused_with_what_it_can(ask):
 
 
 @jax_only
-@pytest.mark.parametrize("mesh_shape", [(2, 4), (0, 1), (1,), "12", 1, (1, 1, 1)])
+@pytest.mark.parametrize(
+    "mesh_shape", [(2, 4), (0, 1), (1,), "11", 1, (1, 1, 1), (1.0, 1.0), (True, 1)]
+)
 def test_a_mesh_that_does_not_fit_the_devices_is_refused(mesh_shape):
     with pytest.raises(ValueError, match=r"Accepted: \(1, 1\).*Received: mesh_shape="):
         distribution.expert_parallel(mesh_shape, devices=["cpu:0"])

@@ -158,6 +158,22 @@ def test_experts_in_a_model_of_ones_own_are_placed(found):
     }
 
 
+def test_a_model_may_be_built_by_its_first_batch(found):
+    told = found["built_by_data"]
+    np.testing.assert_allclose(told["one axis"], told["one device"], rtol=1e-5)
+    assert told["pieces"] == [1, 1, 1, 1]
+
+
+def test_use_outside_of_the_distribution_is_told(found):
+    (message,) = found["outside"]
+    assert "block_0/moe" in message
+    assert "set_distribution" in message
+
+
+def test_what_is_right_is_not_refused(found):
+    assert found["accepted"] == {"output": None, "stranger": None}
+
+
 def test_the_table_says_what_each_device_holds(found):
     table = found["training"]["soft"]["one axis"]["audit"].splitlines()
     assert table[0].split()[:3] == ["variable", "shape", "layout"]
@@ -181,6 +197,7 @@ def test_an_indivisible_number_of_experts_makes_no_weight(found):
     ("case", "words"),
     [
         ("misspelt", ["match", ".*/expert/output_dense/kernel"]),
+        ("task", ["match", ".*/expert/output_dense/kernel"]),
         ("duplicate", ["block_0/moe/experts/output_dense/kernel", ".*/experts/"]),
         ("uncut", ["block_0/moe/experts/intermediate_dense/kernel", "whole"]),
         ("built outside", ["block_0/moe/experts/output_dense/bias", "not made under"]),

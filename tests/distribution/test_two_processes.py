@@ -77,16 +77,27 @@ def test_training_goes_on_from_the_backup(alone, resumed):
     for index in range(2):
         told = read(resumed / f"results_{index}.json")
         steps = told["steps"]
-        # Of the first step after the backup only the mean with those before is known.
-        assert steps[0] is None and len(steps) == STEPS - KEPT
+        # Two steps of this epoch were done before: of them the mean is known.
+        assert len(steps) == 2 + STEPS - KEPT
         np.testing.assert_allclose(
-            steps[1:], expected["steps"][KEPT + 1 :], rtol=0, atol=1e-5
+            steps[:2], np.mean(expected["steps"][KEPT - 2 : KEPT]), rtol=0, atol=1e-5
+        )
+        np.testing.assert_allclose(
+            steps[2:], expected["steps"][KEPT:], rtol=0, atol=1e-5
         )
         for name in ("epochs", "evaluated"):
             size = len(told[name])
             np.testing.assert_allclose(
                 told[name], expected[name][-size:], rtol=0, atol=1e-5
             )
+
+
+def test_each_process_has_all_predictions(alone, resumed):
+    expected = read(alone / "results_0.json")["predictions"]
+    assert len(expected) == 29
+    for index in range(2):
+        predictions = read(resumed / f"results_{index}.json")["predictions"]
+        np.testing.assert_allclose(predictions, expected, rtol=0, atol=1e-4)
 
 
 def arrays(preset):

@@ -63,12 +63,12 @@ def classifier(kind="soft", **changes):
     return model
 
 
-def in_own_model():
-    """A user's model around the layer."""
+def in_own_model(built=True):
+    """A user's model around the layer, built at once or by its first batch."""
     keras.utils.set_random_seed(3)
     return keras.Sequential(
         [
-            keras.Input((4, 8)),
+            *([keras.Input((4, 8))] if built else []),
             layers.SoftMoE(NUM_EXPERTS, mlp_dim=20),
             keras.layers.Flatten(),
             keras.layers.Dense(NUM_CLASSES),
@@ -96,24 +96,17 @@ def batches(count, size=BATCH):
 
 
 class StepLosses(keras.callbacks.Callback):
-    """Keeps the loss of each step, of which Keras logs the mean in its epoch."""
+    """Keeps the loss of each step, of which Keras logs the mean in its epoch.
+
+    Of steps that were done before an interruption it is their mean.
+    """
 
     def __init__(self):
         super().__init__()
         self.values = []
-        self._mean = self._steps = 0
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self._mean = self._steps = 0
+        self._mean = 0
 
     def on_train_batch_end(self, batch, logs=None):
-        if not logs:
-            # A step that was done before an interruption.
-            return
-        mean, steps = float(logs["loss"]), batch + 1
-        if self._steps == batch:
-            self.values.append(mean * steps - self._mean * batch)
-        else:
-            # The first after an interruption: only the mean is known.
-            self.values.append(None)
-        self._mean, self._steps = mean, steps
+        mean = float(logs["loss"])
+        self.values.append(mean * (batch + 1) - self._mean * batch)
+        self._mean = mean

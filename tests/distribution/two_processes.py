@@ -45,7 +45,8 @@ def train(results, kill_after=0, report=print):
         report: callable that is given the losses of each step, as JSON.
 
     Returns:
-        dict with the losses of the steps, of the epochs, and what `evaluate` says.
+        dict with the losses of the steps, of the epochs, and what `evaluate` and
+        `predict` say.
     """
     model = tiny.classifier("token choice")
     model.save_to_preset(str(results / "untrained"))
@@ -67,6 +68,7 @@ def train(results, kill_after=0, report=print):
         "steps": losses.values,
         "epochs": history.history["loss"],
         "evaluated": model.evaluate(tiny.batches(EVALUATION), verbose=0),
+        "predictions": model.predict(tiny.batches(EVALUATION), verbose=0).tolist(),
     }
 
 

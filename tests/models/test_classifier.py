@@ -168,6 +168,7 @@ def test_training_goes_on_from_a_keras_file(tmp_path):
     model.save(path)
     revived = keras.saving.load_model(path)
     assert revived.loss == "poisson"
+    assert keras.models.clone_model(model).loss == "poisson"
     losses = [m.train_on_batch(*batch) for m in (model, revived)]
     np.testing.assert_allclose(*losses, rtol=1e-6)
     for one, other in zip(
