@@ -15,6 +15,7 @@ WITHOUT_BACKEND = [
     "converters/test_checkpoint_fuzz.py",
     "datasets/*",
     "distribution/test_plan.py",
+    "study/*",
     "test_package.py",
 ]
 collect_ignore_glob = [] if keras.backend.backend() == "torch" else WITHOUT_BACKEND

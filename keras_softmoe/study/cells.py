@@ -67,8 +67,30 @@ def train_cell(scale, configuration, seed, task, directory, on_step=None):
     return results, _times(started, trained)
 
 
-def describe(scale, configuration, num_classes):
-    """What is known of a configuration without training it.
+def describe(scale, configuration):
+    """What a configuration is.
+
+    Args:
+        scale: `Scale`.
+        configuration: `Configuration`.
+
+    Returns:
+        dict that can be written as JSON.
+    """
+    return {
+        "title": configuration.title,
+        "family": configuration.family,
+        "num_experts": configuration.num_experts,
+        "slots_per_token": configuration.capacity,
+        "moe_layers": list(configuration.moe_layers),
+        "group_images": configuration.group_images,
+        "learning_rate": configuration.learning_rate or scale.learning_rate,
+        "router": configuration.router and configuration.router.get_config(),
+    }
+
+
+def count(scale, configuration, num_classes):
+    """What a configuration costs.
 
     Args:
         scale: `Scale`.
@@ -79,19 +101,12 @@ def describe(scale, configuration, num_classes):
         dict that can be written as JSON.
     """
     counted = cost(backbone_arguments(scale, configuration), num_classes=num_classes)
+    images = scale.steps * scale.batch_size
     return {
-        "title": configuration.title,
-        "family": configuration.family,
-        "num_experts": configuration.num_experts,
-        "slots_per_token": configuration.capacity,
-        "moe_layers": list(configuration.moe_layers),
-        "group_images": configuration.group_images,
-        "learning_rate": configuration.learning_rate or scale.learning_rate,
-        "router": configuration.router and configuration.router.get_config(),
         "parameters": counted.parameters,
         "gflop_per_image": counted.gflop_per_image,
         # Forward once, and twice as much backward.
-        "training_gflop": 3 * counted.gflop_per_image * scale.steps * scale.batch_size,
+        "training_gflop": 3 * counted.gflop_per_image * images,
     }
 
 

@@ -53,6 +53,8 @@ STUDIES = {
 }
 # The nearest whole number of slots, as in V-MoE, section 2.3.
 _NEAREST = {"rounding": "round", "multiple_of": None}
+# A name that Keras makes up would count the routers made before.
+_NAMED = {"name": "router"}
 
 
 class Configuration(NamedTuple):
@@ -230,9 +232,11 @@ def _mixture(
     if family == "identity":
         # It has no slots to spare: as many experts as share the tokens of an image.
         experts = max(n for n in range(1, experts + 1) if scale.num_tokens % n == 0)
-        router = IdentityRouter(experts)
+        router = IdentityRouter(experts, **_NAMED)
     elif sparse:
-        settings = {} if combine == "softmax" else {"combine": combine}
+        settings = {**_NEAREST, **_NAMED}
+        if combine != "softmax":
+            settings["combine"] = combine
         if family in TOKEN_CHOICE:
             router = TOKEN_CHOICE[family](
                 experts,
@@ -240,12 +244,11 @@ def _mixture(
                 capacity_factor=1.0,
                 priority=priority,
                 **settings,
-                **_NEAREST,
             )
             letter = "K"
         else:
             router = EXPERT_CHOICE[family](
-                experts, capacity_factor=float(capacity), **settings, **_NEAREST
+                experts, capacity_factor=float(capacity), **settings
             )
             letter = "c"
         # Says now, not after hours, that an expert would get no slot.
@@ -258,7 +261,7 @@ def _mixture(
         )
         dispatch, mix = ABLATIONS.get(family, ("soft", "soft"))
         router = SoftRouter(
-            experts, slots_per_expert=slots, dispatch=dispatch, combine=mix
+            experts, slots_per_expert=slots, dispatch=dispatch, combine=mix, **_NAMED
         )
         capacity = slots * experts / scale.num_tokens
         if family == "soft":

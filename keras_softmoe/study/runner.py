@@ -8,7 +8,7 @@ from pathlib import Path
 
 import keras
 
-from keras_softmoe.study.cells import describe, train_cell
+from keras_softmoe.study.cells import count, describe, train_cell
 from keras_softmoe.study.configurations import STUDIES, configurations
 from keras_softmoe.study.models import Stopwatch
 from keras_softmoe.study.tasks import upstream_task
@@ -42,9 +42,10 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
 
         - `"scale"`: the settings of the scale.
         - `"studies"`: dict from studies to names of configurations.
-        - `"configurations"`: dict from names to what is known without training, such
-          as `"parameters"`, `"gflop_per_image"` and `"training_gflop"` (three times
-          the operations of a prediction for each image).
+        - `"configurations"`: dict from names to what is known without training and,
+          once the first cell was begun, `"parameters"`, `"gflop_per_image"` and
+          `"training_gflop"` (three times the operations of a prediction for each
+          image).
         - `"cells"`: dict from names to dicts from seeds (strings) to results:
           `"upstream_accuracy"`, `"few_shot"` (dict from shots to mean accuracy),
           `"fine_tuned_accuracy"`, `"dropped"` and `"imbalance"` (per block with
@@ -111,11 +112,12 @@ def gather(scale, directory, studies=tuple(STUDIES)):
     for study, models in configurations(scale, studies).items():
         found["studies"][study] = list(models)
         for name in models:
+            found["configurations"][name] = describe(scale, models[name])
             known = files.configuration(name)
             if not known.exists():
                 continue
             known = _read(known)
-            found["configurations"][name] = known["configuration"]
+            found["configurations"][name] |= known["cost"]
             found["times"]["steps"][name] = known["times"]
             found["times"]["machine"] = known["machine"]
             cells = {str(s): files.cell(name, s) for s in scale.seeds}
@@ -152,7 +154,7 @@ def _train(scale, models, cells, task, files, verbose):
         if not files.configuration(name).exists():
             stopwatch = stopwatch or Stopwatch(scale, task, dense)
             content = {
-                "configuration": describe(scale, configuration, task.num_classes),
+                "cost": count(scale, configuration, task.num_classes),
                 "times": stopwatch.measure(configuration),
                 "machine": _machine(),
             }

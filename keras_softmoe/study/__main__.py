@@ -1,0 +1,65 @@
+"""The router study from the command line: `python -m keras_softmoe.study`."""
+
+import argparse
+from pathlib import Path
+
+import keras
+
+from keras_softmoe.study.configurations import STUDIES
+from keras_softmoe.study.figures import plot_study
+from keras_softmoe.study.runner import run_study, write_json
+from keras_softmoe.study.scales import SCALES
+from keras_softmoe.study.tables import report
+
+
+def main(arguments=None):
+    """Run a study, or go on with it, and write its JSON, tables and figures."""
+    parser = argparse.ArgumentParser(
+        prog="python -m keras_softmoe.study",
+        description="Train the models of the router study, or go on with it, and write "
+        "results.json, README.md and two figures. The backend is Keras': set "
+        "KERAS_BACKEND.",
+    )
+    parser.add_argument("--scale", choices=SCALES, default="small")
+    parser.add_argument("--studies", nargs="+", choices=STUDIES, default=[*STUDIES])
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", help="train these of the scale's seeds only"
+    )
+    parser.add_argument(
+        "--work", type=Path, help="where cells are kept [build/study/SCALE]"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="where results are written [that directory]"
+    )
+    arguments = parser.parse_args(arguments)
+    scale = SCALES[arguments.scale]
+    work = arguments.work or Path("build", "study", scale.name)
+    output = arguments.output or work
+    print(f"{scale.name} on {keras.backend.backend()}, kept in {work}")
+    results = run_study(scale, work, arguments.studies, arguments.seeds)
+    write_results(results, output)
+    print(f"\n{report(results)}\nWritten to {output}")
+
+
+def write_results(results, directory):
+    """Write the JSON of a study, and tables and figures that are made of it alone.
+
+    Args:
+        results: dict, what `study.run_study` returns.
+        directory: path.
+    """
+    directory = Path(directory)
+    write_json(directory / "results.json", results)
+    text = report(results)
+    # Figures are of the routers; side studies have their tables.
+    if "routers" in results["studies"]:
+        last = f"{results['scale']['shots'][-1]}-shot"
+        for metric in ("upstream_accuracy", last):
+            name = f"{metric.replace('-', '_')}.png"
+            plot_study(results, metric).savefig(directory / name)
+            text += f"\n![{metric.replace('_', ' ')} against cost]({name})\n"
+    (directory / "README.md").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

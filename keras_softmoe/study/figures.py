@@ -1,0 +1,129 @@
+"""Pictures of a study, from its results alone."""
+
+import statistics
+
+from keras_softmoe.study.configurations import TITLES
+from keras_softmoe.study.tables import numbers
+from keras_softmoe.visualization.drawing import (
+    MARKERS,
+    PALETTE,
+    as_percentages,
+    import_matplotlib,
+    new_figure,
+    plain_axes,
+    spread_of,
+)
+
+_NAMES = {
+    "upstream_accuracy": "upstream accuracy",
+    "fine_tuned_accuracy": "fine-tuned accuracy",
+}
+
+
+def plot_study(results, metric="upstream_accuracy", study="routers"):
+    """Show accuracy against what training costs.
+
+    Left: the time of a training step over the dense model's. Right: the operations of
+    the whole training. Points are means over the seeds, error bars reach one standard
+    deviation up and down. Each family of routers has a colour and a marker; where it
+    comes in several capacities, the smallest is hollow and a line joins them.
+
+    Args:
+        results: dict, what `study.run_study` returns, or read from its JSON.
+        metric: str, `"upstream_accuracy"`, `"fine_tuned_accuracy"`, or `"10-shot"` and
+            the like.
+        study: str, one of the studies in it.
+
+    Returns:
+        `matplotlib.figure.Figure`.
+
+    Raises:
+        ValueError: if the results hold no such numbers of such a study.
+        ImportError: if matplotlib is missing.
+
+    Source: router study, figures 1 and 2.
+
+    Example:
+
+    >>> figure = ksm.study.plot_study(results, "10-shot")
+    >>> figure.savefig("study_10_shot.png")
+    """
+    shots = [f"{count}-shot" for count in results["scale"]["shots"]]
+    accepted = [*_NAMES, *shots]
+    if metric not in accepted or study not in results["studies"]:
+        raise ValueError(
+            f"Metrics are {accepted}, studies {list(results['studies'])}. Received: "
+            f"metric={metric!r}, study={study!r}."
+        )
+    points = _points(results, study, metric)
+    if not points:
+        raise ValueError(
+            "No model of this study is finished, or all have diverged. Received: "
+            f"metric={metric!r}, study={study!r}."
+        )
+    matplotlib = import_matplotlib()
+    figure = new_figure(matplotlib, 9.0, 3.8)
+    left, right = figure.subplots(1, 2, sharey=True)
+    styles = {
+        family: (PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)])
+        for index, family in enumerate(TITLES)
+    }
+    for family, row in points.items():
+        color, marker = styles[family]
+        for ax, cost in ((left, "ratio"), (right, "training_gflop")):
+            _draw_family(ax, row, cost, color, marker, TITLES[family])
+    left.set_xlabel("time of a training step, dense = 1", fontsize=9)
+    right.set_xlabel("operations of the whole training, TFLOP", fontsize=9)
+    task = f"{metric} accuracy on digits" if metric in shots else _NAMES[metric]
+    left.set_ylabel(task, fontsize=9)
+    for ax in (left, right):
+        plain_axes(ax)
+    as_percentages(matplotlib, left.yaxis)
+    handles, names = left.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside right center", fontsize=8)
+    count = len(results["scale"]["seeds"])
+    figure.suptitle(f"`{results['scale']['name']}`, {count} seeds", fontsize=10)
+    return figure
+
+
+def _points(results, study, metric):
+    """Family -> list of dicts with both costs, mean and spread."""
+    points = {}
+    for name in results["studies"][study]:
+        found = numbers(results, name, metric)
+        if not found:
+            continue
+        known = results["configurations"][name]
+        point = {
+            "ratio": results["times"]["steps"][name]["ratio"],
+            "training_gflop": known["training_gflop"] / 1e3,
+            "mean": statistics.fmean(found),
+            "spread": spread_of(found),
+            "slots": known["slots_per_token"] or 0,
+        }
+        points.setdefault(known["family"], []).append(point)
+    return {
+        family: sorted(row, key=lambda point: point["slots"])
+        for family, row in points.items()
+    }
+
+
+def _draw_family(ax, row, cost, color, marker, label):
+    x, y = ([point[key] for point in row] for key in (cost, "mean"))
+    ax.plot(x, y, color=color, lw=0.8, alpha=0.6)
+    for index, (place, point) in enumerate(zip(x, row, strict=True)):
+        hollow = len(row) > 1 and index == 0
+        ax.errorbar(
+            place,
+            point["mean"],
+            point["spread"],
+            color=color,
+            marker=marker,
+            ms=6,
+            mfc="white" if hollow else color,
+            lw=0.8,
+            capsize=2,
+            ls="none",
+            # The filled one stands for both.
+            label=None if hollow else label,
+        )

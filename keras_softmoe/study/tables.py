@@ -1,0 +1,182 @@
+"""Tables and text of a study, from its results alone."""
+
+import statistics
+
+from keras_softmoe.study.claims import METRICS, claims, value
+from keras_softmoe.study.configurations import STUDIES
+
+_NONE = "–"
+_VERDICTS = {
+    "yes": "appears",
+    "no": "does not: the opposite appears",
+    "open": "within the noise",
+    "not run": "not run",
+}
+
+
+def table(results, study="routers"):
+    """The models of a study with what they cost and what they achieve.
+
+    Args:
+        results: dict, what `study.run_study` returns, or read from its JSON.
+        study: str, one of the studies in it.
+
+    Returns:
+        str, a Markdown table. Accuracies in percent are means over the seeds with the
+        standard deviation; a step is timed against the dense model's; dropped tokens
+        and imbalance (the fullest expert over the mean) are means over blocks and
+        seeds. How many seeds diverged is said beside the model.
+
+    Raises:
+        ValueError: if there is no such study in the results.
+
+    Example:
+
+    >>> print(ksm.study.table(results, "placement"))
+    """
+    if study not in results["studies"]:
+        raise ValueError(
+            f"The results are of the studies {list(results['studies'])}. "
+            f"Received: study={study!r}."
+        )
+    shots = results["scale"]["shots"]
+    head = ["model", "parameters", "MFLOP", "step", "upstream"]
+    head += [f"{count}-shot" for count in shots]
+    head += ["fine-tuned", "dropped", "imbalance"]
+    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    rows += [_row(results, name) for name in results["studies"][study]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def claims_table(results):
+    """What the papers claim, and what the results say about it.
+
+    Args:
+        results: dict, as for `table`.
+
+    Returns:
+        str, Markdown: for each claim the verdict under each metric, and the differences
+        in percentage points with their standard errors.
+
+    Example:
+
+    >>> print(ksm.study.claims_table(results))
+    """
+    lines = []
+    for claim in claims(results):
+        lines.append(f"- **{claim.text}** ({claim.source}).")
+        for metric, name in METRICS.items():
+            verdict = _VERDICTS[claim.verdict(metric)]
+            lines.append(f"    - {name}: {verdict}.{_listed(claim, metric)}")
+    return "\n".join(lines)
+
+
+def report(results):
+    """The whole study as text: what was done, tables, and the claims of the papers.
+
+    Args:
+        results: dict, as for `table`.
+
+    Returns:
+        str, Markdown.
+
+    Example:
+
+    >>> pathlib.Path("study.md").write_text(ksm.study.report(results))
+    """
+    parts = [f"# The router study, `{results['scale']['name']}`", _setup(results)]
+    for study in results["studies"]:
+        parts += [f"## {STUDIES[study]}", table(results, study)]
+    parts += ["## The claims of the papers", _reading(results), claims_table(results)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(results, name):
+    known = results["configurations"][name]
+    cells = results["cells"].get(name, {})
+    diverged = sum(cell["diverged"] for cell in cells.values())
+    title = known["title"] + (f" ({diverged} diverged)" if diverged else "")
+    shots = [f"{count}-shot" for count in results["scale"]["shots"]]
+    metrics = ["upstream_accuracy", *shots, "fine_tuned_accuracy"]
+    times = results["times"]["steps"].get(name)
+    return [
+        title,
+        f"{known['parameters']:,}" if "parameters" in known else _NONE,
+        f"{1e3 * known['gflop_per_image']:,.1f}" if "parameters" in known else _NONE,
+        f"{times['ratio']:.2f}" if times else _NONE,
+        *(_percent(numbers(results, name, metric)) for metric in metrics),
+        _percent(numbers(results, name, "dropped"), spread=False),
+        _plain(numbers(results, name, "imbalance")),
+    ]
+
+
+def numbers(results, name, metric):
+    """One number of all seeds in which there is one, a list of floats."""
+    seeds = map(str, results["scale"]["seeds"])
+    found = [value(results, name, seed, metric) for seed in seeds]
+    return [number for number in found if number is not None]
+
+
+def _percent(found, spread=True):
+    if not found:
+        return _NONE
+    text = f"{100 * statistics.fmean(found):.1f}"
+    if spread and len(found) > 1:
+        text += f" ± {100 * statistics.stdev(found):.1f}"
+    return text
+
+
+def _plain(found):
+    return f"{statistics.fmean(found):.2f}" if found else _NONE
+
+
+def _listed(claim, metric):
+    found = claim.differences[metric]
+    if not found:
+        return ""
+    texts = [
+        f"{d.name}: {100 * d.mean:+.2f} ± {100 * d.error:.2f}"
+        if d.seeds > 1
+        else f"{d.name}: {100 * d.mean:+.2f} (one seed)"
+        for d in found
+    ]
+    return f" {'; '.join(texts)}."
+
+
+def _setup(results):
+    scale, times = results["scale"], results["times"]
+    seconds = sum(
+        cell["seconds"] for cells in times["cells"].values() for cell in cells.values()
+    )
+    count = sum(len(cells) for cells in results["cells"].values())
+    data = scale["tfds"] or "synthetic letters and signs (`datasets.glyphs`)"
+    images = scale["epochs"] * scale["steps_per_epoch"] * scale["batch_size"]
+    machine = ", ".join(times["machine"].values()) or "no machine yet"
+    rates = ", ".join(f"{rate:g}" for rate in scale["learning_rates"])
+    layers, dim, mlp_dim = (scale[n] for n in ("num_layers", "hidden_dim", "mlp_dim"))
+    return (
+        f"{count} models, seeds {', '.join(map(str, scale['seeds']))}; "
+        f"{seconds / 3600:.1f} hours of work, one after the other ({machine}).\n\n"
+        f"All are a ViT of {layers} blocks, {dim} wide, MLPs and experts {mlp_dim} "
+        f"wide, patches of {scale['patch_size']} pixels in images of "
+        f"{scale['image_size']}; where nothing else is said every second block has "
+        f"{scale['num_experts']} experts and sparse routers route "
+        f"{scale['group_images']} images together. Each saw the same {images:,} images "
+        f"of {data}, in batches of {scale['batch_size']}. The hyperparameters were "
+        f"chosen once, for the dense model (learning rate {scale['learning_rate']:g} "
+        f"out of {rates}, seed 0), and are the same for all; noise and losses of the "
+        "routers are those of the papers. Digits: scikit-learn's handwritten ones, "
+        f"never seen upstream, {scale['draws']} draws. MFLOP: of predicting one image. "
+        "Step: time of a training step over the dense model's, measured in turn. "
+        "Accuracies in percent, mean ± standard deviation over seeds."
+    )
+
+
+def _reading(results):
+    return (
+        f"Differences in percentage points, taken within each of "
+        f"{len(results['scale']['seeds'])} seeds; ± is the standard error of their "
+        "mean. *Appears*: all differences are above two standard errors. With so few "
+        "seeds that is weak evidence: the error itself is uncertain, and many "
+        "differences are looked at."
+    )

@@ -1,0 +1,54 @@
+"""Results of a study that was never run: numbers by formula, for tables and claims."""
+
+from keras_softmoe.study.cells import count, describe
+from keras_softmoe.study.configurations import STUDIES, configurations
+
+
+def results(scale, accuracy, studies=tuple(STUDIES)):
+    """What `run_study` would return.
+
+    Args:
+        scale: `Scale`.
+        accuracy: callable from the name of a configuration and a seed to its upstream
+            accuracy, or `None` for a cell that is missing. 10-shot accuracy is half of
+            it.
+        studies: names of studies.
+    """
+    chosen = configurations(scale, studies)
+    models = {name: c for study in chosen.values() for name, c in study.items()}
+    found = {
+        "scale": scale.settings,
+        "studies": {study: list(models) for study, models in chosen.items()},
+        "configurations": {},
+        "cells": {},
+        "times": {"machine": {"backend": "torch 0"}, "steps": {}, "cells": {}},
+    }
+    for name, configuration in models.items():
+        found["configurations"][name] = {
+            **describe(scale, configuration),
+            **count(scale, configuration, num_classes=179),
+        }
+        cells = {
+            str(seed): cell(accuracy(name, seed), configuration)
+            for seed in scale.seeds
+            if accuracy(name, seed) is not None
+        }
+        found["cells"][name] = cells
+        found["times"]["steps"][name] = {"ms": 3.0, "dense_ms": 2.0, "ratio": 1.5}
+        found["times"]["cells"][name] = {
+            seed: {"training_seconds": 1800.0, "seconds": 3600.0} for seed in cells
+        }
+    return found
+
+
+def cell(accuracy, configuration):
+    """Results of one cell."""
+    layers = len(configuration.moe_layers)
+    return {
+        "diverged": False,
+        "upstream_accuracy": accuracy,
+        "few_shot": {"1": accuracy / 10, "5": accuracy / 5, "10": accuracy / 2},
+        "fine_tuned_accuracy": 0.9,
+        "dropped": [0.25] * layers or None,
+        "imbalance": [2.0] * layers or None,
+    }

@@ -1,0 +1,142 @@
+"""A study that is interrupted anywhere gives what an uninterrupted one gives."""
+
+import dataclasses
+import json
+
+import pytest
+
+from keras_softmoe import study
+from keras_softmoe.study import cells, runner
+
+SCALE = dataclasses.replace(study.SMOKE, seeds=(3, 4), timed_rounds=1)
+# Its noise, and that of the order of images, has to be taken up again.
+NAMES = ("dense", "softmax_token_choice_k2", "soft_4s")
+
+
+@pytest.fixture(autouse=True)
+def few_models(monkeypatch):
+    every = runner.configurations
+
+    def few(scale, studies):
+        models = every(scale, ("routers",))["routers"]
+        return {"routers": {name: models[name] for name in NAMES}}
+
+    monkeypatch.setattr(runner, "configurations", few)
+
+
+def run(directory, **kwargs):
+    return study.run_study(SCALE, directory, ("routers",), verbose=0, **kwargs)
+
+
+def without_times(results):
+    return json.dumps({key: results[key] for key in results if key != "times"})
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return {}
+
+
+@pytest.fixture
+def uninterrupted(kept, tmp_path_factory):
+    """Directory and results of a run from the beginning to the end, made once."""
+    if not kept:
+        kept["directory"] = tmp_path_factory.mktemp("whole")
+        kept["results"] = run(kept["directory"])
+    return kept["directory"], kept["results"]
+
+
+def test_results(uninterrupted):
+    directory, results = uninterrupted
+    assert results["scale"] == json.loads(json.dumps(SCALE.settings))
+    assert list(results["cells"]) == list(results["configurations"]) == list(NAMES)
+    for name, by_seed in results["cells"].items():
+        assert list(by_seed) == ["3", "4"]
+        for cell in by_seed.values():
+            assert not cell["diverged"]
+            for metric in ("upstream_accuracy", "fine_tuned_accuracy"):
+                assert 0 <= cell[metric] <= 1
+            assert list(cell["few_shot"]) == ["1", "5", "10"]
+            # Ridge regression on features tells digits apart, trained or not.
+            assert cell["few_shot"]["10"] > cell["few_shot"]["1"] > 0.15
+        assert by_seed["3"] != by_seed["4"]
+        times = results["times"]["cells"][name]["3"]
+        assert 0 < times["training_seconds"] < times["seconds"]
+    soft, dense = (results["cells"][name]["3"] for name in ("soft_4s", "dense"))
+    assert soft["dropped"] == [0.0] and soft["imbalance"][0] >= 1
+    assert dense["dropped"] is None and dense["imbalance"] is None
+    assert all(t["ratio"] > 0 for t in results["times"]["steps"].values())
+    left = {path.name for path in directory.iterdir()}
+    assert left == {"scale.json", "images", "cells", "configurations", "backup"}
+    assert not list((directory / "backup").iterdir())
+
+
+def test_what_is_finished_is_kept(uninterrupted, monkeypatch):
+    directory, results = uninterrupted
+    monkeypatch.setattr(runner, "train_cell", None)
+    assert run(directory) == results
+    assert study.gather(SCALE, directory, ("routers",)) == results
+
+
+def test_an_interrupted_study(uninterrupted, tmp_path, monkeypatch):
+    _, results = uninterrupted
+    # Of 24 steps in cells of four: before the first backup, after it, in the last
+    # step, and in cells of both seeds.
+    stops = {1, 7, 12, 14, 21}
+    interruptions = []
+    step = runner._Progress.step
+
+    def interrupted_step(self):
+        interrupted_step.count += 1
+        if interrupted_step.count in stops:
+            interruptions.append("step")
+            raise KeyboardInterrupt
+        step(self)
+
+    interrupted_step.count = 0
+    probe = cells.few_shot_probe
+
+    def interrupted_probe(*args, **kwargs):
+        if interruptions.count("probe") < 1 and "step" in interruptions:
+            interruptions.append("probe")
+            raise KeyboardInterrupt
+        return probe(*args, **kwargs)
+
+    monkeypatch.setattr(runner._Progress, "step", interrupted_step)
+    monkeypatch.setattr(cells, "few_shot_probe", interrupted_probe)
+    for _ in range(10):
+        try:
+            again = run(tmp_path)
+            break
+        except KeyboardInterrupt:
+            continue
+    assert sorted(interruptions) == ["probe"] + ["step"] * 5
+    assert without_times(again) == without_times(results)
+
+
+def test_seeds_apart(uninterrupted, tmp_path):
+    _, results = uninterrupted
+    first = run(tmp_path, seeds=(4,))
+    assert {s for cells in first["cells"].values() for s in cells} == {"4"}
+    assert without_times(run(tmp_path, seeds=(3,))) == without_times(results)
+
+
+def test_models_that_diverge(tmp_path, monkeypatch):
+    diverges = dataclasses.replace(SCALE, seeds=(0,), learning_rate=float("inf"))
+    models = runner.configurations(diverges, ("routers",))["routers"]
+    task = runner.upstream_task(diverges, tmp_path / "images")
+    found, times = cells.train_cell(diverges, models["dense"], 0, task, tmp_path)
+    assert found == {"diverged": True}
+    assert times["seconds"] > 0
+
+
+def test_a_directory_of_another_scale(tmp_path):
+    study.gather(SCALE, tmp_path, ("routers",))
+    other = dataclasses.replace(SCALE, epochs=3)
+    with pytest.raises(ValueError, match=r"differs in \['epochs'\]"):
+        study.gather(other, tmp_path, ("routers",))
+
+
+def test_seeds_that_the_scale_lacks(tmp_path):
+    with pytest.raises(ValueError, match=r"seeds \(3, 4\).*Received: seeds=\(5,\)"):
+        run(tmp_path, seeds=(5,))

@@ -1,0 +1,148 @@
+"""Tables, text and figures of made-up results."""
+
+import json
+
+import pytest
+
+from keras_softmoe import evaluation, study
+from keras_softmoe.study.__main__ import write_results
+from tests.study import made_up
+
+
+def accuracy(name, seed):
+    return 0.5 + 0.01 * seed
+
+
+@pytest.fixture
+def results():
+    return made_up.results(study.SMALL, accuracy)
+
+
+def cells_of(text):
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines()]
+    assert len({len(row) for row in rows}) == 1
+    return {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
+
+
+def test_a_row(results):
+    rows = cells_of(study.table(results))
+    assert list(rows)[0] == "Dense ViT" and len(rows) == 17
+    row = rows["Sinkhorn token choice, K = 2"]
+    router = study.configurations(study.SMALL)["routers"]["sinkhorn_token_choice_k2"]
+    cost = evaluation.cost(
+        {
+            "image_shape": (32, 32, 3),
+            "patch_size": 4,
+            "num_layers": 4,
+            "num_heads": 4,
+            "hidden_dim": 64,
+            "mlp_dim": 128,
+            "moe_layers": (1, 3),
+            "router": router.router,
+            "group_images": 8,
+            "pooling": "gap",
+            "position_embedding": "sincos2d",
+        },
+        num_classes=179,
+    )
+    assert row == {
+        "model": "Sinkhorn token choice, K = 2",
+        "parameters": f"{cost.parameters:,}",
+        "MFLOP": f"{1e3 * cost.gflop_per_image:,.1f}",
+        "step": "1.50",
+        "upstream": "51.0 ± 1.0",
+        "1-shot": "5.1 ± 0.1",
+        "5-shot": "10.2 ± 0.2",
+        "10-shot": "25.5 ± 0.5",
+        "fine-tuned": "90.0 ± 0.0",
+        "dropped": "25.0",
+        "imbalance": "2.00",
+    }
+    assert rows["Dense ViT"]["dropped"] == rows["Dense ViT"]["imbalance"] == "–"
+
+
+def test_what_is_not_there_yet(results):
+    del results["times"]["steps"]["soft_4s"]
+    for key in ("parameters", "gflop_per_image", "training_gflop"):
+        del results["configurations"]["soft_4s"][key]
+    results["cells"]["soft_4s"] = {}
+    results["cells"]["identity"]["1"] = {"diverged": True}
+    rows = cells_of(study.table(results))
+    assert set(rows["Soft MoE, 4 slots each"].values()) == {
+        "Soft MoE, 4 slots each",
+        "–",
+    }
+    assert rows["Identity (1 diverged)"]["upstream"] == "51.0 ± 1.4"
+
+
+def test_report(results):
+    text = study.report(results)
+    for study_name in results["studies"]:
+        assert study.table(results, study_name) in text
+    assert text.count("\n- **") == 10
+    models = sum(map(len, results["cells"].values()))
+    assert f"{models} models, seeds 0, 1, 2; {models}.0 hours" in text
+    assert "learning rate 0.003 out of 0.0015, 0.003, 0.006" in text
+    assert "65,536 images" in text
+
+
+def test_claims_in_words():
+    def dispatch_matters(name, seed):
+        return 0.5 + (name == "soft_uniform") * (0.02 + 0.001 * seed)
+
+    results = made_up.results(study.SMALL, dispatch_matters, ("routers",))
+    lines = study.claims_table(results).splitlines()
+    (place,) = (i for i, line in enumerate(lines) if "Dispatch mixing" in line)
+    assert lines[place + 1].strip() == (
+        "- upstream accuracy: appears. soft / uniform - uniform / soft: +2.10 ± 0.06."
+    )
+    assert sum("not run" in line for line in lines) == 8
+
+
+def test_results_are_made_of_the_json_alone(results, tmp_path):
+    write_results(results, tmp_path / "one")
+    names = ["10_shot.png", "README.md", "results.json", "upstream_accuracy.png"]
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == names
+    kept = json.loads((tmp_path / "one" / "results.json").read_text())
+    assert kept == results
+    write_results(kept, tmp_path / "two")
+    for name in names:
+        first, second = (tmp_path / part / name for part in ("one", "two"))
+        assert first.read_bytes() == second.read_bytes()
+    text = (tmp_path / "one" / "README.md").read_text()
+    assert all(f"({name})" in text for name in names if name.endswith("png"))
+
+
+def test_figure(results):
+    results["times"]["steps"]["soft_8s"]["ratio"] = 2.5
+    figure = study.plot_study(results, "5-shot")
+    left, right = figure.axes
+    assert left.get_ylabel() == "5-shot accuracy on digits"
+    for ax in (left, right):
+        # A point with its spread for each of 17 models, hollow or in the legend.
+        assert len(ax.containers) == 17
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert len(names) == len(set(names)) == 11
+    (soft,) = (
+        line
+        for line in left.lines
+        if len(line.get_xdata()) == 2 and list(line.get_xdata()) == [1.5, 2.5]
+    )
+    assert list(soft.get_ydata()) == pytest.approx([0.51 / 5] * 2)
+    costs = {
+        round(c["training_gflop"] / 1e3, 9)
+        for name, c in results["configurations"].items()
+        if name in results["studies"]["routers"]
+    }
+    drawn = {round(float(c.lines[0].get_xdata()[0]), 9) for c in right.containers}
+    assert drawn == costs
+
+
+def test_what_cannot_be_shown(results):
+    with pytest.raises(ValueError, match="studies.*Received: study='seeds'"):
+        study.table(results, "seeds")
+    with pytest.raises(ValueError, match="Metrics are .*metric='2-shot'"):
+        study.plot_study(results, "2-shot")
+    results["cells"] = {}
+    with pytest.raises(ValueError, match="No model of this study is finished"):
+        study.plot_study(results)
