@@ -46,7 +46,7 @@ def train_cell(scale, configuration, seed, task, directory, on_step=None):
     task.compile(model, configuration.learning_rate or scale.learning_rate)
     callbacks = [
         keras.callbacks.TerminateOnNaN(),
-        Backup(directory, one_stream=task.one_stream, delete=False),
+        Backup(directory, delete=False),
     ]
     if on_step:
         callbacks.append(

@@ -37,8 +37,6 @@ class GlyphTask:
 
     num_classes = len(GLYPH_CLASSES)
     head_bias = 0.0
-    # Each epoch draws its own images.
-    one_stream = False
 
     def __init__(self, scale, directory):
         self.scale = scale
@@ -92,8 +90,6 @@ class TfdsTask:
         scale: `Scale` with `tfds`.
     """
 
-    one_stream = True
-
     def __init__(self, scale):
         import tensorflow_datasets as tfds
 
@@ -112,28 +108,37 @@ class TfdsTask:
 
     def fit(self, model, seed, callbacks):
         """Train a model with the order of a seed; returns Keras' `History`."""
-        recipe = self._recipe()
-        train = self._images("train").unbatch()
+        recipe, train = self._recipe(), self._images("train").unbatch()
+
+        def stream(epoch):
+            # An interrupted training goes on with the next epoch: it has its own order.
+            (state,) = np.random.SeedSequence((seed, epoch)).generate_state(1)
+            return recipe.training_data(train, seed=int(state)).as_numpy_iterator()
+
+        batches = Stream(stream, self.scale.steps_per_epoch)
         return model.fit(
-            recipe.training_data(train, seed=seed),
+            batches,
+            epochs=self.scale.epochs,
+            shuffle=False,
             verbose=0,
-            callbacks=callbacks,
-            **recipe.fit_arguments,
+            callbacks=[batches.callback(), *callbacks],
         )
 
     def accuracy(self, model):
         """Accuracy on the validation split, a float."""
-        split = f"{self.validation}[:{self.scale.validation_images}]"
         right = [
             np.argmax(model.predict_on_batch(images), axis=-1) == labels
-            for images, labels in self._images(split).as_numpy_iterator()
+            for images, labels in self._validation(self.scale.validation_images)
         ]
         return float(np.mean(np.concatenate(right)))
 
     def images(self, number):
         """Some images of the validation split, uint8 `(number, height, width, 3)`."""
-        images = self._images(f"{self.validation}[:{number}]").as_numpy_iterator()
-        return np.concatenate([batch for batch, _ in images])
+        return np.concatenate([images for images, _ in self._validation(number)])
+
+    def _validation(self, number):
+        rows = self._images(self.validation).unbatch().take(number)
+        return rows.batch(self.scale.batch_size).as_numpy_iterator()
 
     def _images(self, split):
         scale = self.scale
@@ -163,37 +168,67 @@ class TfdsTask:
 # === Parts ===
 
 
-class Batches(keras.utils.PyDataset):
-    """Batches of images that a function gives for each epoch.
+class Epochs(keras.utils.PyDataset):
+    """Data that are others in each epoch: those that a function gives for it.
 
     Args:
-        draw: callable from the number of an epoch to images and labels, as many in
-            each.
-        batch_size: int. A last, smaller batch is left out.
+        draw: callable from the number of an epoch to its data.
     """
 
-    def __init__(self, draw, batch_size):
+    def __init__(self, draw):
         super().__init__()
         self.draw = draw
-        self.batch_size = batch_size
         self.start(0)
 
-    def __len__(self):
-        return len(self.labels) // self.batch_size
-
     def start(self, epoch):
-        """Take the images of an epoch."""
-        self.images, self.labels = self.draw(epoch)
+        """Take the data of an epoch."""
+        self.data = self.draw(epoch)
 
     def callback(self):
-        """What takes the right images at the beginning of each epoch."""
+        """What takes the right data at the beginning of each epoch."""
         return keras.callbacks.LambdaCallback(
             on_epoch_begin=lambda epoch, logs: self.start(epoch)
         )
 
+
+class Batches(Epochs):
+    """Batches of arrays: images and labels, as many in each epoch.
+
+    Args:
+        draw: callable from the number of an epoch to images and labels.
+        batch_size: int. A last, smaller batch is left out.
+    """
+
+    def __init__(self, draw, batch_size):
+        self.batch_size = batch_size
+        super().__init__(draw)
+
+    def __len__(self):
+        return len(self.data[1]) // self.batch_size
+
     def __getitem__(self, index):
         rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
-        return self.images[rows].astype("float32"), self.labels[rows]
+        images, labels = (array[rows] for array in self.data)
+        return images.astype("float32"), labels
+
+
+class Stream(Epochs):
+    """The first batches of an iterator, one after the other.
+
+    Args:
+        draw: callable from the number of an epoch to an iterator.
+        length: int, batches of an epoch.
+    """
+
+    def __init__(self, draw, length):
+        self.length = length
+        super().__init__(draw)
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return next(self.data)
 
 
 def compile_with_cosine(model, scale, steps, warmup_steps, learning_rate):

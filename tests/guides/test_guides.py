@@ -5,6 +5,7 @@ tested on all three, and a guide costs as much as dozens of those tests. The dem
 main job, runs on each.
 """
 
+import json
 import os
 import pathlib
 import subprocess
@@ -131,6 +132,21 @@ def check_inside_soft_moe(lines, folder):
     assert sum("largest dispatch weight" in line for line in lines) == 6
 
 
+def check_router_study(lines, folder):
+    assert lines[-1] == "longer: 8 steps, 1 seed"
+    assert "the same results: True" in lines
+    folder = folder / "build" / "router_study"
+    for name in ("upstream", "few_shot"):
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    # Every model and seed was trained.
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    assert len(results["cells"]) == 17
+    assert all(set(cells) == {"0", "1"} for cells in results["cells"].values())
+    verdicts = [line.split(":")[0] for line in lines[-11:-1]]
+    assert verdicts[-4:] == ["not run"] * 4
+    assert set(verdicts[:-4]) <= {"yes", "no", "open"}
+
+
 def check_placing_experts(lines, folder):
     assert sum(line.startswith("128 devices of 80 GB") for line in lines) == 4
     needed = [line for line in lines if " GB moved in a step" in line]
@@ -164,6 +180,7 @@ CHECKS = {
     "limoe_zero_shot.py": (check_limoe_zero_shot, ("torch",)),
     "placing_experts.py": (check_placing_experts, ("jax",)),
     "released_vmoe_checkpoints.py": (check_released_vmoe_checkpoints, ("torch",)),
+    "router_study.py": (check_router_study, ("torch",)),
     "switching_backends.py": (check_switching_backends, ("jax",)),
     "upcycling.py": (check_upcycling, ("torch",)),
     "vmoe_at_low_capacity.py": (check_vmoe_at_low_capacity, ("torch",)),

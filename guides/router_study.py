@@ -1,0 +1,147 @@
+"""
+Title: Six routers head to head
+Author: keras_softmoe authors
+Date created: 2026/11/20
+Last modified: 2026/11/20
+Description: The router study in small: one model, one set of images, many routers.
+Accelerator: None
+"""
+
+# ruff: noqa: E402
+
+"""
+## Which router is best?
+
+The router study (*Routers in Vision Mixture of Experts: An Empirical Study*) puts six
+routers into the same Vision Transformer, trains each on the same images, and compares.
+Soft MoE adds routings that do not look at the tokens, to see what looking is worth.
+`keras_softmoe.study` reruns both with one command, on images that need no network:
+
+```shell
+KERAS_BACKEND=torch python -m keras_softmoe.study --scale small --output results
+```
+
+That is 46 models with three seeds each: an evening on two cores, if a second process
+takes `--seeds 1 2` and the first `--seeds 0`. `--studies routers` does the comparison
+of the routers alone, 17 of the models. On one core of a small machine PyTorch is faster
+than JAX here, and compiles nothing. `--scale smoke` shows in a minute that all of it
+runs, and learns nothing. `--scale full` is the paper's B/32 on ImageNet, for those who
+have the hardware.
+
+This guide does the same step by step, from Python.
+
+## Setup
+"""
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "torch")  # or "jax", or "tensorflow"
+
+import dataclasses
+import json
+from pathlib import Path
+
+import keras_softmoe as ksm
+
+SCALE, STUDIES = ksm.study.SMALL, ("routers", "combine")
+
+# The tests run this guide with models that are hardly trained.
+SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"
+if SHORT:
+    SCALE, STUDIES = ksm.study.SMOKE, ("routers",)
+
+FOLDER = Path("build", "router_study")
+FOLDER.mkdir(parents=True, exist_ok=True)
+
+"""
+## Who takes part
+
+A scale says what all models have in common. The learning rate is the one that is best
+for the *dense* model, out of three, and nothing else is tuned: a study that tuned each
+router would compare the tuning.
+"""
+
+print(
+    f"{SCALE.name}: {SCALE.num_layers} blocks, {SCALE.hidden_dim} wide, "
+    f"{SCALE.num_tokens} tokens, {SCALE.steps} steps of {SCALE.batch_size} images, "
+    f"learning rate {SCALE.learning_rate:g} out of {SCALE.learning_rates}"
+)
+models = ksm.study.configurations(SCALE, STUDIES)
+for study, of_study in models.items():
+    for name, c in of_study.items():
+        print(f"{study}: {name}: {c.title}, experts in blocks {c.moe_layers}")
+
+"""
+Besides `"routers"` there are `"combine"` (does Sinkhorn token choice weigh experts by
+the softmax or by the plan?), `"experts"` (many experts with one slot each, or few with
+many?), `"slots"` (more slots for the same experts), `"placement"` (experts in the last
+layers, or spread, or all in one) and `"learning_rate"`.
+
+## Training
+
+A cell is a model and a seed. When it is finished it is written to a file of its own;
+while it is trained, a backup is kept. Press Ctrl-C whenever you like: the same call
+goes on where it stopped, and ends with the same numbers. The bar counts the steps of
+all cells.
+"""
+
+results = ksm.study.run_study(SCALE, FOLDER, STUDIES, verbose=2 if SHORT else 1)
+
+"""
+Once more: everything is there, so nothing is trained.
+"""
+
+again = ksm.study.run_study(SCALE, FOLDER, STUDIES)
+print(f"the same results: {again == results}")
+
+"""
+## The results
+
+All results are one dictionary, which JSON can hold. Everything in it follows from the
+scale and the seeds, but for `"times"`. Tables, figures and claims are made of it alone.
+"""
+
+(FOLDER / "results.json").write_text(json.dumps(results, indent=1))
+print(ksm.study.table(results, "routers"))
+
+"""
+*Step* is the time of a training step over that of the dense model, measured in turn, so
+that both meet the same disturbances. *Imbalance* is the load of the fullest expert over
+the mean; experts that choose are always balanced, and a Soft MoE drops nothing.
+
+The papers' figures 1 and 2: accuracy, and few-shot accuracy on a task that no model has
+seen, against what the training costs.
+"""
+
+for metric, name in (("upstream_accuracy", "upstream"), ("10-shot", "few_shot")):
+    figure = ksm.study.plot_study(results, metric)
+    figure.savefig(FOLDER / f"{name}.png")
+
+"""
+## What the papers claim
+
+Each claim is a difference between models, or some. They are taken within each seed,
+whose images all models saw in the same order, and come with a standard error. With
+three seeds an error is itself uncertain, and a small model on synthetic letters is not
+a B/32 on 300 million photographs: a claim that does not appear here is not refuted, and
+one that does is not proven.
+"""
+
+print(ksm.study.claims_table(results))
+
+"""
+In code:
+"""
+
+for claim in ksm.study.claims(results):
+    print(f"{claim.verdict('upstream_accuracy')}: {claim.text}")
+
+"""
+## A study of your own
+
+Change a scale, and it is another study, with its own directory: another data set of
+TensorFlow Datasets (`tfds="cifar10"`), longer training, more seeds.
+"""
+
+own = dataclasses.replace(SCALE, name="longer", epochs=2 * SCALE.epochs, seeds=(7,))
+print(f"{own.name}: {own.steps} steps, {len(own.seeds)} seed")

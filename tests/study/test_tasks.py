@@ -1,0 +1,96 @@
+"""What models learn first: images by seed and epoch, or a data set of TFDS."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from keras_softmoe import datasets, study
+from keras_softmoe.study.cells import train_cell
+from keras_softmoe.study.models import Stopwatch, build_backbone, build_classifier
+from keras_softmoe.study.tasks import VALIDATION_SEED, Batches, upstream_task
+
+
+class Recorder:
+    """In place of a model: remembers what it was given to learn."""
+
+    def fit(self, batches, epochs, callbacks, **kwargs):
+        self.seen = []
+        for epoch in range(epochs):
+            for callback in callbacks:
+                callback.on_epoch_begin(epoch, {})
+            self.seen += [batches[index] for index in range(len(batches))]
+
+
+def test_glyphs_are_new_in_each_epoch(tmp_path):
+    scale, model = study.SMOKE, Recorder()
+    upstream_task(scale, tmp_path).fit(model, seed=3, callbacks=[])
+    images, labels = (np.concatenate(part) for part in zip(*model.seen, strict=True))
+    number = scale.steps * scale.batch_size
+    expected = datasets.glyphs(number, scale.image_size, seed=3, verbose=0)
+    np.testing.assert_array_equal(images, expected[0])
+    np.testing.assert_array_equal(labels, expected[1])
+    # Images of validation are those of a seed that no model is trained on.
+    assert VALIDATION_SEED not in scale.seeds
+
+
+def test_batches_are_whole():
+    batches = Batches(lambda epoch: (np.full((10, 2), epoch), np.arange(10)), 4)
+    assert len(batches) == 2
+    callback = batches.callback()
+    callback.on_epoch_begin(5, {})
+    images, labels = batches[1]
+    assert (images == 5).all() and images.dtype == "float32"
+    np.testing.assert_array_equal(labels, [4, 5, 6, 7])
+
+
+def test_accuracy_and_head(tmp_path):
+    scale = study.SMOKE
+    task = upstream_task(scale, tmp_path)
+    dense = study.configurations(scale, ("routers",))["routers"]["dense"]
+    model = build_classifier(build_backbone(scale, dense), task.num_classes, bias=-2.0)
+    _, labels = datasets.glyphs(
+        scale.validation_images, scale.image_size, VALIDATION_SEED, verbose=0
+    )
+    logits = keras.ops.convert_to_numpy(model(task.images(2)))
+    np.testing.assert_array_equal(logits, -2.0)
+    bias = np.zeros(task.num_classes, "float32")
+    bias[labels[0]] = 1.0
+    model.get_layer("logits").bias.assign(bias)
+    assert task.accuracy(model) == np.mean(labels == labels[0])
+
+
+def test_a_data_set_of_tfds(tmp_path):
+    scale = dataclasses.replace(
+        study.SMOKE, tfds="cifar10", validation_images=6, routed_images=4, batch_size=4
+    )
+    models = study.configurations(scale, ("routers",))["routers"]
+    with tfds.testing.mock_data(num_examples=10):
+        task = upstream_task(scale, tmp_path)
+        assert task.num_classes == 10 and task.validation == "test"
+        # Log of 1 over 10 classes.
+        assert task.head_bias == pytest.approx(-2.302585)
+        assert task.images(5).shape == (5, 16, 16, 3)
+        assert Stopwatch(scale, task, models["dense"]).measure(models["soft_4s"])
+
+        def train(directory, stop=100):
+            steps = iter(range(stop))
+
+            def step():
+                if next(steps, None) is None:
+                    raise KeyboardInterrupt
+
+            cell = models["softmax_token_choice_k2"], 0, task, tmp_path / directory
+            return train_cell(scale, *cell, step)[0]
+
+        whole = train("whole")
+        # In the second of two epochs.
+        with pytest.raises(KeyboardInterrupt):
+            train("parts", stop=3)
+        assert train("parts") == whole
+    # Of six images.
+    assert 6 * whole["upstream_accuracy"] == pytest.approx(
+        round(6 * whole["upstream_accuracy"])
+    )
