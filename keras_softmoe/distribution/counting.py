@@ -51,6 +51,10 @@ class Counted(NamedTuple):
         group_images: int, images (or pairs) that are routed together.
         activation_bytes: int, what the backward pass of a group needs of the forward
             pass, slots at the experts included.
+        shared_bytes: int, of the weights that images and captions use in turn, 0 where
+            there are images only.
+        embedding_bytes: int, of the embedding of one image or caption that a
+            contrastive loss compares, 0 without one.
     """
 
     name: str
@@ -62,6 +66,8 @@ class Counted(NamedTuple):
     moe_layers: tuple
     group_images: int
     activation_bytes: int
+    shared_bytes: int
+    embedding_bytes: int
 
 
 def count(model, num_classes=None, **changes):
@@ -109,6 +115,9 @@ def count(model, num_classes=None, **changes):
         moe_layers=moe_layers,
         group_images=a.group_images,
         activation_bytes=_activations(a),
+        shared_bytes=a.variable_bytes * _shared(a) if a.is_limoe else 0,
+        # In float32 whatever the dtype of computation
+        embedding_bytes=_FLOAT32 * a.embedding_dim if a.is_limoe else 0,
     )
 
 
@@ -163,6 +172,17 @@ def _dense_kernels(a):
     embeddings = a.patch_numbers + (a.vocabulary_size if a.is_limoe else 0)
     mlps = a.num_layers - len(a.routers) + maps
     return embeddings * a.hidden_dim + (a.num_layers + maps) * attention + mlps * mlp
+
+
+def _shared(a):
+    """Numbers in the weights of all blocks, without mixtures of experts."""
+    norm = 2 * a.hidden_dim
+    attention = 4 * dense(a.hidden_dim, a.hidden_dim).weights
+    if a.use_qk_norm:
+        attention += 2 * (a.hidden_dim // a.num_heads)
+    mlp = dense(a.hidden_dim, a.mlp_dim) + dense(a.mlp_dim, a.hidden_dim)
+    num_mlps = a.num_layers - len(a.routers)
+    return a.num_layers * (attention + 2 * norm) + num_mlps * mlp.weights + norm
 
 
 # === Activations ===
@@ -232,3 +252,46 @@ def _mixture(a, router):
     elif multiplies and not is_soft:
         per_token += 2 * c * slots
     return slots * per_slot + group_tokens * per_token
+
+
+# === Optimizers ===
+
+
+def optimizer_copies(optimizer):
+    """How often an optimizer keeps the size of the weights, and what it is called.
+
+    Args:
+        optimizer: str or `keras.optimizers.Optimizer`. One that is in use stays as it
+            is.
+
+    Returns:
+        `(copies, name)`: int and str.
+
+    Raises:
+        ValueError: if it is none, or keeps something else than whole copies.
+    """
+    given = optimizer
+    optimizer = keras.optimizers.get(optimizer)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ValueError(
+            "`optimizer` is the name of one or a `keras.optimizers.Optimizer`. "
+            f"Received: optimizer={given!r}. One that keeps nothing is 'sgd'."
+        )
+    # Some treat matrices in another way.
+    copies = {_copies_of(optimizer, shape) for shape in ((7,), (7, 5), (7, 5, 3))}
+    if len(copies) > 1 or None in copies:
+        raise ValueError(
+            "`plan` counts optimizers that keep whole copies of all weights, such as "
+            f"Adam, SGD or Lion. Received: optimizer={given!r}."
+        )
+    (copies,) = copies
+    moments = "moment" if copies == 1 else "moments"
+    return copies, f"{type(optimizer).__name__} with {copies} {moments}"
+
+
+def _copies_of(optimizer, shape):
+    """Variables in the shape of a weight; `None` if there are others."""
+    optimizer = type(optimizer).from_config(optimizer.get_config())
+    optimizer.build([keras.Variable(keras.ops.zeros(shape), name="weight")])
+    shapes = [tuple(v.shape) for v in optimizer.variables if v.shape != ()]
+    return len(shapes) if set(shapes) <= {shape} else None

@@ -1,15 +1,20 @@
 """Which meshes a model fits on, what it takes there, and what it sends."""
 
+import math
 import numbers
 from typing import NamedTuple
 
-import keras
-
-from keras_softmoe.distribution.counting import count
+from keras_softmoe.distribution.counting import count, optimizer_copies
 
 # Two tensors go out in the forward pass, and their gradients come back the same way:
 # slots to the experts, outputs of the experts to the images.
 _ALL_TO_ALLS = 4
+
+# Embeddings of the captions go to all images for the loss, and again for the metrics,
+# each of which also asks all devices for their most similar image and its similarity.
+_GATHERS_OF_PAIRS = 2
+
+_FLOAT32 = 4
 
 # Columns of the table, and what they show.
 _COLUMNS = {
@@ -186,8 +191,13 @@ def plan(
       four times all-to-all: to the experts, back, and the same for the gradients. The
       gradients of what is repeated are summed over the devices that repeat it, in the
       dtype of the weights. Slot parameters are put together before they are used, by
-      one more sum. Single numbers, such as losses and metrics, and what a contrastive
-      loss compares are left out.
+      one more sum. A LIMoE sums the gradients of what both modalities use, one after
+      the other, for each. Its loss gathers the embeddings of all captions on each
+      device (`B W` numbers in float32, of width `W`) and sums their gradients; its
+      accuracies gather them again, and from each device, for each caption, the most
+      similar image and its similarity. Single numbers, such as losses and metrics, also
+      those of each pair, are left out, and what the tokens of captions cost a LIMoE
+      with `shard_dense`, whose embeddings are cut along their width.
 
     Args:
         preset: the name or directory of a preset (its backbone is counted), a live
@@ -203,7 +213,8 @@ def plan(
             `evaluation.cost`.
         shard_dense: bool, whether dense kernels are cut over the axis of the batch, as
             with `expert_parallel(shard_dense=True)`. They are then gathered in every
-            step.
+            step, and on two axes their gradients are summed along the one whole, along
+            the other in pieces.
         **changes: arguments of the backbone to change and settings of its routers, as
             in `from_preset`, for example `dtype="mixed_bfloat16"`.
 
@@ -226,12 +237,12 @@ def plan(
     """
     _check_count("devices", devices)
     is_number = isinstance(memory, numbers.Real) and not isinstance(memory, bool)
-    if not is_number or not memory > 0:
+    if not is_number or not 0 < memory < math.inf:
         raise ValueError(
-            "`memory` must be a positive number, the bytes of each device. Received: "
-            f"memory={memory!r}. For 80 GB pass `memory=80e9`."
+            "`memory` must be a finite positive number, the bytes of each device. "
+            f"Received: memory={memory!r}. For 80 GB pass `memory=80e9`."
         )
-    copies, name = _copies(optimizer)
+    copies, name = optimizer_copies(optimizer)
     model = count(preset, num_classes, **changes)
     smallest = devices * model.group_images
     if batch_size is None:
@@ -323,39 +334,39 @@ def _transfers(model, shape, groups, shard_dense):
             yield Transfer(
                 f"{moe.path}: gradients of experts", "all-reduce", 1, gradient, batch
             )
-    cut = _dense_shards(shape)
+    cut, kernels = _dense_shards(shape), model.dense_kernel_bytes
     if shard_dense and cut > 1:
-        kernels = model.dense_kernel_bytes
         yield Transfer("dense kernels", "all-gather", 1, kernels, cut)
+    if shard_dense and batch > 1 and experts > 1:
+        # XLA sums over the axis that cuts them first, and then keeps a piece.
+        repeated -= kernels
+        yield Transfer("gradients of dense kernels", "all-reduce", 1, kernels, batch)
+        yield Transfer(
+            "pieces of gradients of dense kernels",
+            "all-reduce",
+            1,
+            kernels // batch,
+            experts,
+        )
     if devices > 1:
         yield Transfer("other gradients", "all-reduce", 1, repeated, devices)
+        yield from _of_pairs(model, devices, groups)
 
 
-# === Optimizers ===
-
-
-def _copies(optimizer):
-    """How often an optimizer keeps the size of the weights, and what it is called."""
-    given = optimizer
-    optimizer = keras.optimizers.get(optimizer)
-    # One that is in use stays as it is. Some treat matrices in another way.
-    copies = {_copies_of(optimizer, shape) for shape in ((7,), (7, 5), (7, 5, 3))}
-    if len(copies) > 1 or None in copies:
-        raise ValueError(
-            "`plan` counts optimizers that keep whole copies of all weights, such as "
-            f"Adam, SGD or Lion. Received: optimizer={given!r}."
-        )
-    (copies,) = copies
-    moments = "moment" if copies == 1 else "moments"
-    return copies, f"{type(optimizer).__name__} with {copies} {moments}"
-
-
-def _copies_of(optimizer, shape):
-    """Variables in the shape of a weight; `None` if there are others."""
-    optimizer = type(optimizer).from_config(optimizer.get_config())
-    optimizer.build([keras.Variable(keras.ops.zeros(shape), name="weight")])
-    shapes = [tuple(v.shape) for v in optimizer.variables if v.shape != ()]
-    return len(shapes) if set(shapes) <= {shape} else None
+def _of_pairs(model, devices, groups):
+    """What learning from pairs of images and captions adds."""
+    if not model.embedding_bytes:
+        return
+    pairs = devices * groups * model.group_images
+    embeddings, found = pairs * model.embedding_bytes, devices * pairs * _FLOAT32
+    for what, operation, times, size in (
+        # XLA sums over the devices first, then over the modalities.
+        ("gradients of the second modality", "all-reduce", 1, model.shared_bytes),
+        ("embeddings", "all-gather", _GATHERS_OF_PAIRS, embeddings),
+        ("gradients of embeddings", "all-reduce", 1, embeddings),
+        ("most similar images", "all-gather", _GATHERS_OF_PAIRS, found),
+    ):
+        yield Transfer(f"pairs: {what}", operation, times, size, devices)
 
 
 # === Words ===

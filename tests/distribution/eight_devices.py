@@ -81,6 +81,31 @@ class Program:
         two = tiny.classifier("soft", num_layers=2, moe_layers=(0, 1))
         return told | {"two layers": self._step(two)}
 
+    def pairs(self):
+        """Collectives of learning from images and captions."""
+        told = {}
+        for placement in ("data parallel", "one axis", "2 x 4"):
+            keras.distribution.set_distribution(PLACEMENTS[placement]())
+            model = models.LIMoEContrastive(tiny.limoe())
+            captions = np.arange(3 * tiny.BATCH).reshape(-1, 3) % 10 + 1
+            self._new_texts()
+            model.fit(
+                tiny.images(tiny.BATCH), captions, batch_size=tiny.BATCH, verbose=0
+            )
+            (text,) = self._new_texts()
+            told[placement] = _sent(text)
+        return told
+
+    def cut_dense_steps(self):
+        """Collectives where dense kernels are cut too, by the shape of the mesh."""
+        told = {}
+        for shape in (None, (2, 4), (4, 2)):
+            placed = distribution.expert_parallel(shape, shard_dense=True)
+            with placed.scope():
+                model = tiny.classifier("soft", num_layers=2, moe_layers=(1,))
+                told[str(shape or (1, 8))] = self._step(model)
+        return told
+
     def _step(self, model):
         self._new_texts()
         model.train_on_batch(tiny.images(tiny.BATCH), tiny.labels(tiny.BATCH))

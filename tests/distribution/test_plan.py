@@ -146,89 +146,6 @@ def test_optimizers_without_whole_copies(optimizer):
         plan(tiny.backbone(**SOFT), DEVICES, 1e9, optimizer=optimizer)
 
 
-# === Bytes that move ===
-
-
-def transfers(found, mesh_shape):
-    (mesh,) = (mesh for mesh in found.meshes if mesh.shape == mesh_shape)
-    return {t.what: (t.operation, t.times, t.bytes, t.over) for t in mesh.transfers}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "settings"),
-    [
-        (SOFT, {}),
-        (TOKEN_CHOICE, {}),
-        ({**TOKEN_CHOICE, "group_images": 4}, {"capacity_factor": 2.0}),
-        ({"router": routers.SoftmaxExpertChoiceRouter(8, multiple_of=None)}, {}),
-        ({"router": routers.IdentityRouter(8), "group_images": 8}, {}),
-        ({**SOFT, "dtype": "mixed_bfloat16"}, {}),
-    ],
-)
-def test_slots_that_travel_are_those_of_the_router(arguments, settings):
-    model = tiny.backbone(**arguments, pooling="gap")
-    model.set_routing(**settings)
-    moe, group = model.get_layer("block_1").moe, model.group_images
-    tokens = np.random.default_rng(0).normal(size=(group, 4, 8)).astype("float32")
-    _, (routing, _) = moe(tokens, training=True, return_decision=True)
-    table = routing.token if hasattr(routing, "token") else routing.dispatch[:, 0]
-    _, num_experts, slots = table.shape
-    itemsize = 2 if arguments.get("dtype") else 4
-    # Three groups on each device
-    size = 3 * num_experts * slots * 8 * itemsize
-    batch_size = 3 * DEVICES * group
-    arguments = tiny.backbone(**arguments, pooling="gap").get_config()
-    found = plan(arguments, DEVICES, 1e9, batch_size=batch_size, **settings)
-    for shape, experts in (((1, 8), 8), ((2, 4), 4)):
-        moved = transfers(found, shape)["block_1/moe: slots"]
-        assert moved == ("all-to-all", 4, size, experts)
-    assert "block_1/moe: slots" not in transfers(found, (8, 1))
-
-
-def test_what_moves_on_each_mesh():
-    # Of 8 experts: kernels 8 x 12 and 12 x 8, biases 12 and 8
-    experts = 8 * (8 * 12 + 12 * 8 + 12 + 8) * 4
-    mu = 8 * 16 * 4
-    model = tiny.backbone(**SOFT)
-    others = cost(model).weight_bytes - experts
-    found = plan(model, DEVICES, 1e9)
-    gradients = "block_1/moe: gradients of experts"
-    slots = ("all-to-all", 4, 16 * 8 * 4)
-    assert transfers(found, (1, 8)) == {
-        "block_1/moe: slots": (*slots, 8),
-        "block_1/moe: slot parameters": ("all-reduce", 1, mu, 8),
-        "other gradients": ("all-reduce", 1, others, 8),
-    }
-    assert transfers(found, (2, 4)) == {
-        "block_1/moe: slots": (*slots, 4),
-        "block_1/moe: slot parameters": ("all-reduce", 1, mu, 4),
-        gradients: ("all-reduce", 1, experts // 4, 2),
-        "other gradients": ("all-reduce", 1, others, 8),
-    }
-    assert transfers(found, (8, 1)) == {
-        gradients: ("all-reduce", 1, experts, 8),
-        "other gradients": ("all-reduce", 1, others, 8),
-    }
-    one_axis = found.meshes[-1]
-    assert one_axis.moved == 4 * 16 * 8 * 4 + mu + others
-    # Of 8 parts one stays at home; a sum goes around the ring twice.
-    assert one_axis.sent == (4 * 16 * 8 * 4 + 2 * mu + 2 * others) * 7 // 8
-    alone = plan(model, 1, 1e9).meshes
-    assert [mesh.transfers for mesh in alone] == [()]
-
-
-def test_dense_kernels_are_gathered_where_they_are_cut():
-    model = tiny.backbone(**SOFT)
-    whole, cut = (plan(model, DEVICES, 1e9, shard_dense=s) for s in (False, True))
-    for before, after in zip(whole.meshes, cut.meshes, strict=True):
-        (gathered,) = set(after.transfers) - set(before.transfers)
-        over = max(8 // after.shape[1], 1) if after.shape[0] > 1 else 8
-        assert (gathered.operation, gathered.over) == ("all-gather", over)
-        # What is gathered is what was cut.
-        saved = before.weights - after.weights
-        assert saved == gathered.bytes * (over - 1) // over > 0
-
-
 # === Activations ===
 
 
@@ -402,7 +319,10 @@ print(*{"keras_hub", "tensorflow"} & (set(sys.modules) - before))
         ((8, 1e9), {"batch_size": 24}, "multiple of 16: 8 devices times 2.*size=24"),
         ((8, 1e9), {"batch_size": -16}, "`batch_size` must be a positive integer"),
         ((8, 1e9), {"group_images": None}, "cannot be divided.*group_images=None"),
+        ((8, float("inf")), {}, "finite.*memory=inf"),
+        ((8, float("nan")), {}, "finite.*memory=nan"),
         ((8, 1e9), {"optimizer": "adamant"}, "adamant"),
+        ((8, 1e9), {"optimizer": None}, "`optimizer` is the name.*optimizer=None"),
         ((8, 1e9), {"depth": 3}, "also depth"),
     ],
 )

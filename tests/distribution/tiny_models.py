@@ -63,6 +63,25 @@ def classifier(kind="soft", **changes):
     return model
 
 
+def limoe():
+    """A model of images and captions of two blocks, one of which mixes experts."""
+    return models.LIMoEBackbone(
+        image_shape=IMAGE_SHAPE,
+        patch_size=4,
+        vocabulary_size=11,
+        sequence_length=3,
+        num_layers=2,
+        num_heads=2,
+        hidden_dim=16,
+        mlp_dim=20,
+        embedding_dim=24,
+        moe_layers=(1,),
+        router=routers.LIMoERouter(NUM_EXPERTS),
+        group_images=2,
+        image_pooling="map",
+    )
+
+
 def in_own_model(built=True):
     """A user's model around the layer, built at once or by its first batch."""
     keras.utils.set_random_seed(3)
