@@ -21,12 +21,12 @@ Soft MoE adds routings that do not look at the tokens, to see what looking is wo
 KERAS_BACKEND=torch python -m keras_softmoe.study --scale small --output results
 ```
 
-That is 46 models with three seeds each: an evening on two cores, if a second process
-takes `--seeds 1 2` and the first `--seeds 0`. `--studies routers` does the comparison
-of the routers alone, 17 of the models. On one core of a small machine PyTorch is faster
-than JAX here, and compiles nothing. `--scale smoke` shows in a minute that all of it
-runs, and learns nothing. `--scale full` is the paper's B/32 on ImageNet, for those who
-have the hardware.
+That is 50 models with three seeds each, some seven hours of one core: an evening on
+two, if one process is given `--seeds 0` and another `--seeds 1 2`. `--studies routers`
+compares the routers alone, with 17 of the models. On one core PyTorch is faster than
+JAX here, and compiles nothing. `--scale smoke` shows in a minute that all of it runs,
+and learns nothing. `--scale full` is the paper's B/32 on ImageNet, for those who have
+the hardware.
 
 This guide does the same step by step, from Python.
 

@@ -82,7 +82,10 @@ def plot_study(results, metric="upstream_accuracy", study="routers"):
     handles, names = left.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right center", fontsize=8)
     count = len(results["scale"]["seeds"])
-    figure.suptitle(f"`{results['scale']['name']}`, {count} seeds", fontsize=10)
+    title = f"Scale {results['scale']['name']}, {count} seed{'s' * (count > 1)}"
+    if any(len(row) > 1 for row in points.values()):
+        title += "; hollow: the fewest slots per token"
+    figure.suptitle(title, fontsize=10)
     return figure
 
 

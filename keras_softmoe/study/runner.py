@@ -150,6 +150,10 @@ def _train(scale, models, cells, task, files, verbose):
     progress = _Progress(scale.steps, len(cells), verbose)
     stopwatch = None
     for name, seed in cells:
+        if files.cell(name, seed).exists():
+            # Another process was faster.
+            progress.end_of_cell()
+            continue
         configuration = models[name]
         if not files.configuration(name).exists():
             stopwatch = stopwatch or Stopwatch(scale, task, dense)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from keras_softmoe import evaluation, study
-from keras_softmoe.study.__main__ import write_results
+from keras_softmoe.study import __main__ as command_line
 from tests.study import made_up
 
 
@@ -100,17 +100,32 @@ def test_claims_in_words():
 
 
 def test_results_are_made_of_the_json_alone(results, tmp_path):
-    write_results(results, tmp_path / "one")
+    command_line.write_results(results, tmp_path / "one")
     names = ["10_shot.png", "README.md", "results.json", "upstream_accuracy.png"]
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == names
     kept = json.loads((tmp_path / "one" / "results.json").read_text())
     assert kept == results
-    write_results(kept, tmp_path / "two")
+    command_line.write_results(kept, tmp_path / "two")
     for name in names:
         first, second = (tmp_path / part / name for part in ("one", "two"))
         assert first.read_bytes() == second.read_bytes()
     text = (tmp_path / "one" / "README.md").read_text()
     assert all(f"({name})" in text for name in names if name.endswith("png"))
+
+
+def test_command_line(results, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def run(*arguments):
+        asked.append(arguments)
+        return results
+
+    monkeypatch.setattr(command_line, "run_study", run)
+    options = ["--studies", "routers", "slots", "--seeds", "1", "2"]
+    command_line.main([*options, "--work", str(tmp_path)])
+    assert asked == [(study.SMALL, tmp_path, ["routers", "slots"], [1, 2])]
+    assert (tmp_path / "results.json").exists()
+    assert study.report(results) in capsys.readouterr().out
 
 
 def test_figure(results):
