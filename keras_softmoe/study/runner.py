@@ -1,5 +1,6 @@
 """Runs a study cell by cell; what is finished is kept."""
 
+import gc
 import json
 import os
 import platform
@@ -171,6 +172,8 @@ def _train(scale, models, cells, task, files, verbose):
         write_json(files.cell(name, seed), content)
         shutil.rmtree(backup, ignore_errors=True)
         progress.end_of_cell()
+        # Models refer to themselves: they would pile up over hundreds of cells.
+        gc.collect()
 
 
 class _Progress:

@@ -147,6 +147,8 @@ SMOKE = Scale(
     timed_rounds=3,
 )
 
+# The learning rate is the best of three for the dense model with seed 0: upstream
+# accuracy 0.230, 0.307 and 0.298 with 1.5e-3, 3e-3 and 6e-3 (PyTorch).
 SMALL = Scale(
     name="small",
     seeds=(0, 1, 2),

@@ -155,16 +155,17 @@ def _setup(results):
     rates = ", ".join(f"{rate:g}" for rate in scale["learning_rates"])
     layers, dim, mlp_dim = (scale[n] for n in ("num_layers", "hidden_dim", "mlp_dim"))
     return (
-        f"{count} models, seeds {', '.join(map(str, scale['seeds']))}; "
+        f"{count} trainings, seeds {', '.join(map(str, scale['seeds']))}; "
         f"{seconds / 3600:.1f} hours of work, one after the other ({machine}).\n\n"
         f"All are a ViT of {layers} blocks, {dim} wide, MLPs and experts {mlp_dim} "
         f"wide, patches of {scale['patch_size']} pixels in images of "
         f"{scale['image_size']}; where nothing else is said every second block has "
         f"{scale['num_experts']} experts and sparse routers route "
         f"{scale['group_images']} images together. Each saw the same {images:,} images "
-        f"of {data}, in batches of {scale['batch_size']}. The hyperparameters were "
-        f"chosen once, for the dense model (learning rate {scale['learning_rate']:g} "
-        f"out of {rates}, seed 0), and are the same for all; noise and losses of the "
+        f"of {data}, in batches of {scale['batch_size']}. One set of hyperparameters, "
+        f"chosen for the dense model (learning rate {scale['learning_rate']:g}, "
+        f"compared with others in the study `learning_rate`: {rates}), serves all; "
+        "noise and losses of the "
         "routers are those of the papers. Digits: scikit-learn's handwritten ones, "
         f"never seen upstream, {scale['draws']} draws. MFLOP: of predicting one image. "
         "Step: time of a training step over the dense model's, measured in turn. "

@@ -81,8 +81,8 @@ def test_report(results):
         assert study.table(results, study_name) in text
     assert text.count("\n- **") == 10
     models = sum(map(len, results["cells"].values()))
-    assert f"{models} models, seeds 0, 1, 2; {models}.0 hours" in text
-    assert "learning rate 0.003 out of 0.0015, 0.003, 0.006" in text
+    assert f"{models} trainings, seeds 0, 1, 2; {models}.0 hours" in text
+    assert "(learning rate 0.003, compared with others" in text
     assert "65,536 images" in text
 
 
