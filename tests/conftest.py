@@ -10,15 +10,25 @@ import pytest
 
 from tests.references import Reference
 
-# What computes without a backend is tested once, where the suite is fastest.
-WITHOUT_BACKEND = [
-    "converters/test_checkpoint_fuzz.py",
-    "datasets/*",
-    "distribution/test_plan.py",
-    "study/*",
-    "test_package.py",
+# Some tests run on one backend, so that the suites take equally long: what computes
+# without one, and what is long and made of parts that are tested on all of them.
+# (`models/test_backends.py` compares all trained presets on all of them.)
+ONE_BACKEND = {
+    "jax": [
+        "converters/test_checkpoint_fuzz.py",
+        "datasets/*",
+        "distribution/test_plan*.py",
+        "test_benchmark*.py",
+        "test_package.py",
+    ],
+    "torch": ["study/*", "test_trained_*.py"],
+}
+collect_ignore_glob = [
+    pattern
+    for backend, patterns in ONE_BACKEND.items()
+    if backend != keras.backend.backend()
+    for pattern in patterns
 ]
-collect_ignore_glob = [] if keras.backend.backend() == "torch" else WITHOUT_BACKEND
 
 hypothesis.settings.register_profile(
     "reproducible",

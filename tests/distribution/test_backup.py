@@ -15,6 +15,12 @@ IMAGES = np.random.default_rng(0).normal(size=(BATCH * STEPS, 6)).astype("float3
 LABELS = (np.arange(BATCH * STEPS) * 7 % 3).astype("int32")
 IS_TORCH = keras.backend.backend() == "torch"
 
+# What a backup refuses is the same code everywhere, and TensorFlow takes seconds to
+# trace a model.
+not_on_tensorflow = pytest.mark.skipif(
+    keras.backend.backend() == "tensorflow", reason="tested on the other backends"
+)
+
 
 def classifier(optimizer="adam", width=5, metrics=("accuracy",), dtype=None):
     """A model with random states, the same weights each time."""
@@ -200,6 +206,7 @@ def test_the_next_fit_knows_nothing_of_an_interrupted_one(steps, where, tmp_path
         assert not np.allclose(now, earlier, rtol=0, atol=1e-6)
 
 
+@not_on_tensorflow
 def test_a_backup_may_be_used_again_after_an_interruption(whole, tmp_path):
     expected, _ = whole
     backup = Backup(tmp_path, every=2)
@@ -215,6 +222,7 @@ def test_a_backup_may_be_used_again_after_an_interruption(whole, tmp_path):
 # === What is refused, and what is not ===
 
 
+@not_on_tensorflow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -252,6 +260,7 @@ def test_other_metrics_start_anew(whole, tmp_path):
     assert len(watch.logs) == 2 * STEPS
 
 
+@not_on_tensorflow
 def test_half_precision_is_kept(tmp_path):
     expected = classifier(dtype="bfloat16")
     fit(expected)
@@ -306,6 +315,7 @@ def test_a_directory_that_cannot_be_written_to(tmp_path, monkeypatch):
         begin(tmp_path)
 
 
+@not_on_tensorflow
 @pytest.mark.parametrize("damage", ["truncated", "foreign", "text", "half"])
 def test_a_file_that_cannot_be_read(damage, tmp_path):
     path = tmp_path / "training.h5"
@@ -325,6 +335,7 @@ def test_a_file_that_cannot_be_read(damage, tmp_path):
         begin(tmp_path)
 
 
+@not_on_tensorflow
 def test_an_unbuilt_model_is_told_from_another_one(tmp_path):
     interrupted(tmp_path, 3)
     model = keras.Sequential([keras.layers.Dense(3)])
