@@ -18,10 +18,14 @@ ONE_BACKEND = {
         "converters/test_checkpoint_fuzz.py",
         "datasets/*",
         "distribution/test_plan*.py",
-        "test_benchmark*.py",
         "test_package.py",
     ],
-    "torch": ["study/*", "test_trained_*.py"],
+    "torch": [
+        "study/*",
+        "test_benchmark*.py",
+        "test_trained_*.py",
+        "visualization/test_report*.py",
+    ],
 }
 collect_ignore_glob = [
     pattern

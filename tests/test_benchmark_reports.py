@@ -100,9 +100,12 @@ def test_contests_take_turns(benchmark):
 @pytest.mark.parametrize(("rounds", "expected"), [(1, 1), (3, 3), (100, 3)])
 def test_contests_out_of_time_still_have_three_rounds(benchmark, rounds, expected):
     timing = benchmark("timing")
+    calls = []
     patience = timing.Patience(rounds, seconds=0.0)
-    _, seconds = timing.contest({"a": lambda: None}, patience)
+    _, seconds = timing.contest({"a": lambda: calls.append("a")}, patience)
     assert len(seconds["a"]) == expected
+    # The first call, and none to settle.
+    assert len(calls) == 1 + expected
 
 
 def test_ratios_are_taken_within_rounds(benchmark):

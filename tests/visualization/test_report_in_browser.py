@@ -1,9 +1,5 @@
-"""The report of each trained preset opens in a browser and asks it for nothing else.
+"""The report of each trained preset opens in a browser and asks it for nothing else."""
 
-Each on one backend: what is on the pages is tested on all three.
-"""
-
-import keras
 import pytest
 
 import keras_softmoe as ksm
@@ -13,8 +9,6 @@ from tests.visualization.browser import CHROMIUM, browser
 from tests.visualization.reading import Reading
 
 TRAINED = [n for n in ksm.presets.names() if n.endswith(("_glyphs", "_shapes"))]
-BACKENDS = ("torch", "tensorflow", "jax")
-HERE = TRAINED[BACKENDS.index(keras.backend.backend()) :: len(BACKENDS)]
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 
@@ -41,7 +35,7 @@ def test_there_are_presets_of_all_kinds():
     assert len(TRAINED) == 7
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", TRAINED)
 def test_report_of_a_trained_preset(name, chromium, tmp_path):
     path = report(name, tmp_path / "report.html")
     assert path.stat().st_size < MOST_BYTES
