@@ -1,8 +1,8 @@
 """Losses of replicas and of one model on the same batches, on TensorFlow and PyTorch.
 
 Run as a script by `test_data_parallel.py`, because the number of devices and processes
-has to be settled before a backend starts. Prints JSON: for each case the losses of the
-steps of one model and of two replicas.
+has to be settled before a backend starts. Prints JSON: the losses of the steps of one
+model and of two replicas.
 """
 
 import json
@@ -20,19 +20,7 @@ IMAGES = rng.uniform(-1, 1, size=(NUM_IMAGES, 8, 8, 3)).astype("float32")
 LABELS = (np.arange(NUM_IMAGES) % 3).astype("int32")
 
 
-CASES = ("whole groups", "groups larger than a share")
-
-
-def make_model(case):
-    # Not before the devices are settled: a router has variables.
-    token_choice = routers.SoftmaxTokenChoiceRouter(
-        4, capacity_factor=0.75, multiple_of=None, noise_std=0.0
-    )
-    router, group_images = {
-        "whole groups": ([routers.SoftRouter(4), token_choice], 2),
-        # A replica has four images of each batch.
-        "groups larger than a share": (token_choice, 8),
-    }[case]
+def make_model():
     keras.utils.set_random_seed(0)
     backbone = models.ViTMoEBackbone(
         image_shape=(8, 8, 3),
@@ -42,8 +30,12 @@ def make_model(case):
         hidden_dim=8,
         mlp_dim=12,
         moe_layers=(0, 1),
-        router=router,
-        group_images=group_images,
+        # Not before the devices are settled: a router has variables.
+        router=routers.SoftmaxTokenChoiceRouter(
+            4, capacity_factor=0.75, multiple_of=None, noise_std=0.0
+        ),
+        # A replica has four images of each batch.
+        group_images=8,
         pooling="gap",
     )
     outputs = keras.layers.Dense(3)(backbone.output["pooled_output"])
@@ -73,9 +65,9 @@ def on_tensorflow():
     tf.config.set_logical_device_configuration(cpu, [one] * REPLICAS)
     dataset = tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).batch(BATCH_SIZE)
 
-    def train(case, strategy):
+    def train(strategy):
         with strategy.scope():
-            model = make_model(case)
+            model = make_model()
             # The guide compiles.
             model.compile(keras.optimizers.Adam(0.01), crossentropy(), run_eagerly=True)
         losses = Losses()
@@ -84,7 +76,7 @@ def on_tensorflow():
 
     mirrored = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     alone = tf.distribute.get_strategy()
-    return {case: [train(case, alone), train(case, mirrored)] for case in CASES}
+    return [train(alone), train(mirrored)]
 
 
 def on_torch():
@@ -95,10 +87,9 @@ def on_torch():
         torch.multiprocessing.start_processes(
             replica, args=(folder,), nprocs=REPLICAS, start_method="fork"
         )
-        replicas = [np.load(f"{folder}/{i}.npz") for i in range(REPLICAS)]
-    for case in CASES:
-        assert np.array_equal(replicas[0][case], replicas[1][case])
-    return {case: [train_in_loop(case), replicas[0][case].tolist()] for case in CASES}
+        replicas = [np.load(f"{folder}/{i}.npy") for i in range(REPLICAS)]
+    assert np.array_equal(*replicas)
+    return [train_in_loop(), replicas[0].tolist()]
 
 
 def replica(index, folder):
@@ -107,15 +98,14 @@ def replica(index, folder):
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=index, world_size=REPLICAS
     )
-    losses = {case: train_in_loop(case, index, REPLICAS) for case in CASES}
-    np.savez(f"{folder}/{index}.npz", **losses)
+    np.save(f"{folder}/{index}.npy", train_in_loop(index, REPLICAS))
     torch.distributed.destroy_process_group()
 
 
-def train_in_loop(case, index=0, replicas=1):
+def train_in_loop(index=0, replicas=1):
     import torch
 
-    model = make_model(case)
+    model = make_model()
     forward = model
     if replicas > 1:
         forward = torch.nn.parallel.DistributedDataParallel(model)

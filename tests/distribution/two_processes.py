@@ -9,6 +9,7 @@ import os
 import pathlib
 import signal
 import sys
+import time
 
 import jax
 import keras
@@ -24,15 +25,22 @@ EVALUATION = tiny.BATCH + 13
 
 
 class Killer(keras.callbacks.Callback):
-    """Kills the process after a number of steps, as a lost machine would."""
+    """Kills all processes after a number of steps, as lost machines would.
 
-    def __init__(self, steps):
+    None before the others have done the step too: a process that waits for the sums of
+    a dead one never ends its step.
+    """
+
+    def __init__(self, results, steps):
         super().__init__()
-        self.steps = steps
+        self.results, self.steps = results, steps
 
     def on_train_batch_end(self, batch, logs=None):
         self.steps -= 1
         if self.steps == 0:
+            (self.results / f"arrived_{jax.process_index()}").touch()
+            while len(list(self.results.glob("arrived_*"))) < jax.process_count():
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -60,7 +68,7 @@ def train(results, kill_after=0, report=print):
             losses,
             Reporter(losses, report),
             distribution.Backup(results / "backup", every=2, delete=False),
-            Killer(kill_after),
+            Killer(results, kill_after),
         ],
     )
     model.save_to_preset(str(results / "trained"))
