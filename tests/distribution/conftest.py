@@ -1,15 +1,11 @@
 """What a program found on eight virtual devices, for all tests that judge it."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import keras
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
+from tests.processes import Program
 
 # Compiling takes longer than what is compiled.
 QUICK = (
@@ -25,16 +21,11 @@ jax_only = pytest.mark.skipif(
 
 def start(program, *arguments, flags=""):
     """Start a program of this directory in a process of its own."""
-    environment = {**os.environ, "XLA_FLAGS": f"{QUICK} {flags}"}
-    command = [sys.executable, "-W", "error::UserWarning"]
-    command += ["-m", f"tests.distribution.{program}", *map(str, arguments)]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    return Program(
+        f"tests.distribution.{program}",
+        *arguments,
+        environment={"XLA_FLAGS": f"{QUICK} {flags}"},
+        strict=True,
     )
 
 
@@ -47,7 +38,6 @@ def found(tmp_path_factory):
         f"--xla_force_host_platform_device_count=8 --xla_dump_to={compiled} "
         "--xla_dump_hlo_module_re=.*train_step.*"
     )
-    process = start("eight_devices", results, compiled, flags=flags)
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
+    code, output = start("eight_devices", results, compiled, flags=flags).wait()
+    assert code == 0, output
     return json.loads((results / "results.json").read_text(encoding="utf-8"))

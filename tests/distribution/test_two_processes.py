@@ -19,19 +19,19 @@ KILLED_AFTER, KEPT, STEPS = 7, 6, 12
 
 
 def train(results, count, kill_after=0):
-    """Run the program in some processes of eight devices together; their outputs."""
+    """Run the program in some processes of eight devices together; their exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     flags = f"--xla_force_host_platform_device_count={8 // count}"
-    processes = [
+    programs = [
         start("two_processes", results, port, count, index, kill_after, flags=flags)
         for index in range(count)
     ]
-    outputs = [process.communicate()[0] for process in processes]
+    codes, outputs = zip(*(program.wait() for program in programs), strict=True)
     if not kill_after:
-        assert [p.returncode for p in processes] == [0] * count, "\n".join(outputs)
-    return processes
+        assert not any(codes), "\n".join(outputs)
+    return codes
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ def alone(tmp_path_factory):
 def killed(tmp_path_factory):
     """What two processes left behind that died while they trained."""
     results = tmp_path_factory.mktemp("two_processes")
-    processes = train(results, 2, kill_after=KILLED_AFTER)
-    assert all(process.returncode < 0 for process in processes)
+    codes = train(results, 2, kill_after=KILLED_AFTER)
+    assert all(code < 0 for code in codes)
     left = [path.name for path in (results / "backup").iterdir()]
     assert left == ["training.h5"]
     return results
