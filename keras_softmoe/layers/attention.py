@@ -3,6 +3,8 @@
 import keras
 from keras import ops
 
+from keras_softmoe.ops.backend import affine, attend
+
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class Attention(keras.layers.Layer):
@@ -72,11 +74,29 @@ class Attention(keras.layers.Layer):
 
     def call(self, queries, tokens):
         # (B, Q, heads, head_dim) and twice (B, S, heads, head_dim)
-        query, key = self.query(queries), self.key(tokens)
-        value = self.value(tokens)
+        query, key = self._heads(self.query, queries), self._heads(self.key, tokens)
+        value = self._heads(self.value, tokens)
         if self.use_qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        return self.attention_output(ops.dot_product_attention(query, key, value))
+        means = attend(query, key, value)
+        if self.attention_output.quantization_mode:
+            return self.attention_output(means)
+        width = queries.shape[-1]
+        return affine(
+            ops.reshape(means, (-1, queries.shape[1], width)),
+            ops.reshape(self.attention_output.kernel, (width, width)),
+            self.attention_output.bias,
+        )
+
+    def _heads(self, project, tokens):
+        """`(B, S, heads, head_dim)` projections of tokens `(B, S, D)`."""
+        if project.quantization_mode:
+            return project(tokens)
+        _, num_tokens, width = tokens.shape
+        kernel = ops.reshape(project.kernel, (width, width))
+        projected = affine(tokens, kernel, ops.reshape(project.bias, (width,)))
+        shape = (-1, num_tokens, self.num_heads, width // self.num_heads)
+        return ops.reshape(projected, shape)
 
     def compute_output_shape(self, queries_shape, tokens_shape):
         return queries_shape

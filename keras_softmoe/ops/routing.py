@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
+from keras_softmoe.ops.backend import add_rows
 from keras_softmoe.ops.placement import is_distributed
-from keras_softmoe.ops.rows import add_rows
 
 
 class SlotRouting(NamedTuple):

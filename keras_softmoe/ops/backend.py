@@ -1,0 +1,122 @@
+"""Operations for which a backend has a faster way than Keras takes.
+
+Each says in the words of `keras.ops` what it computes; nothing else in the layers
+depends on the backend for its speed.
+"""
+
+import keras
+from keras import ops
+
+from keras_softmoe.ops.placement import is_distributed
+
+
+def affine(x, kernel, bias):
+    """`matmul(x, kernel) + bias`, for one matrix or for a stack of them.
+
+    Rows of all images make one matrix: with the images as an axis of their own, XLA's
+    gradient of the kernel takes up to half as long again on a processor. PyTorch adds
+    the bias within the product.
+
+    Args:
+        x: `(..., D)` tensor, or `(E, N, D)` with a stack.
+        kernel: `(D, H)` tensor, or a stack `(E, D, H)`.
+        bias: `(H,)` tensor, or `(E, 1, H)` with a stack.
+
+    Returns:
+        `(..., H)` tensor, or `(E, N, H)`.
+    """
+    x, kernel = ops.convert_to_tensor(x), ops.convert_to_tensor(kernel)
+    bias, stacked = ops.convert_to_tensor(bias), len(kernel.shape) == 3
+    if keras.backend.backend() == "torch":
+        import torch
+
+        if stacked:
+            return torch.baddbmm(bias, x, kernel)
+        return torch.nn.functional.linear(x, kernel.T, bias)
+    if stacked:
+        return ops.matmul(x, kernel) + bias
+    rows = ops.matmul(ops.reshape(x, (-1, x.shape[-1])), kernel) + bias
+    return ops.reshape(rows, (*ops.shape(x)[:-1], kernel.shape[-1]))
+
+
+def attend(query, key, value):
+    """`keras.ops.dot_product_attention`, with the softmax in float32.
+
+    That is what JAX does on accelerators, where it has fused programs. On processors
+    plain products are faster; PyTorch has one program for both, for which Keras would
+    copy the operands.
+
+    Args:
+        query: `(B, Q, heads, head_dim)` tensor.
+        key: `(B, S, heads, head_dim)` tensor.
+        value: `(B, S, heads, head_dim)` tensor.
+
+    Returns:
+        `(B, Q, heads, head_dim)` tensor.
+    """
+    if _is_jax_on("gpu", "tpu"):
+        return ops.dot_product_attention(query, key, value)
+    query, key, value = (ops.transpose(x, (0, 2, 1, 3)) for x in (query, key, value))
+    if keras.backend.backend() == "torch":
+        import torch
+
+        means = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    else:
+        query = query * query.shape[-1] ** -0.5
+        # (B, heads, Q, S)
+        logits = ops.matmul(query, ops.transpose(key, (0, 1, 3, 2)))
+        weights = ops.softmax(ops.cast(logits, "float32"))
+        means = ops.matmul(ops.cast(weights, value.dtype), value)
+    return ops.transpose(means, (0, 2, 1, 3))
+
+
+def _is_jax_on(*platforms):
+    if keras.backend.backend() != "jax":
+        return False
+    import jax
+
+    return jax.default_backend() in platforms
+
+
+# XLA's products of very many small matrices take twice as long on a processor as those
+# of a few, whose results also stay in its cache until they are needed.
+_MANY, _AT_ONCE = 256, 8
+
+
+def in_turns(fn, operands):
+    """`fn(*operands)`, computed for some elements at a time where that is faster.
+
+    Args:
+        fn: callable that computes each element along the first axis by itself.
+        operands: list of tensors of the same first axis.
+
+    Returns:
+        What `fn` returns, a tensor of that first axis.
+    """
+    operands = [ops.convert_to_tensor(operand) for operand in operands]
+    count = operands[0].shape[0]
+    # Where elements lie on different devices all would have to come to each.
+    if count < _MANY or count % _AT_ONCE or not _is_jax_on("cpu") or is_distributed():
+        return fn(*operands)
+    turns = [ops.reshape(x, (-1, _AT_ONCE, *x.shape[1:])) for x in operands]
+    results = ops.map(lambda turn: fn(*turn), turns)
+    return ops.reshape(results, (count, *results.shape[2:]))
+
+
+def add_rows(rows, index, num_rows):
+    """Sum the rows that go to the same place.
+
+    `keras.ops.segment_sum`, which is what this means and what other backends do. On
+    PyTorch Keras first looks for indices out of range, and its gradient is slow.
+
+    Args:
+        rows: `(N, D)` tensor.
+        index: `(N,)` int32 tensor, the place of each row, in `[0, num_rows)`.
+        num_rows: int (or scalar int tensor), the number of places.
+
+    Returns:
+        `(num_rows, D)` tensor; zeros where no row goes.
+    """
+    if keras.backend.backend() == "torch":
+        return rows.new_zeros((num_rows, rows.shape[1])).index_add(0, index, rows)
+    return ops.segment_sum(rows, index, num_segments=num_rows)

@@ -1,0 +1,131 @@
+"""What backends compute in their own ways is what `keras.ops` and NumPy say."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_softmoe.layers import Experts
+from keras_softmoe.ops.backend import add_rows, affine, attend, in_turns
+from tests.gradients import value_and_gradients
+from tests.references import to_numpy
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype("float32")
+
+
+def assert_same(own, portable, arrays, tolerance=1e-5):
+    """Values of both, and gradients of a weighted sum of each."""
+    value = to_numpy(portable(*map(ops.convert_to_tensor, arrays)))
+    found = to_numpy(own(*map(ops.convert_to_tensor, arrays)))
+    assert found.shape == value.shape
+    np.testing.assert_allclose(found, value, rtol=tolerance, atol=tolerance)
+    weights = normal(*value.shape, seed=1)
+    gradients = [
+        value_and_gradients(
+            lambda *x, f=f: ops.sum(ops.multiply(f(*x), weights)), arrays
+        )[1]
+        for f in (own, portable)
+    ]
+    for ours, theirs in zip(*gradients, strict=True):
+        assert abs(theirs).max() > 0.01
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("leading", [(4,), (2, 5), (2, 3, 4), (0, 5)])
+def test_affine(leading):
+    x, kernel, bias = normal(*leading, 3), normal(3, 7), normal(7)
+    found = to_numpy(affine(x, kernel, bias))
+    np.testing.assert_allclose(found, x @ kernel + bias, rtol=1e-5, atol=1e-6)
+    if 0 not in leading:
+        assert_same(affine, lambda *a: ops.matmul(*a[:2]) + a[2], (x, kernel, bias))
+
+
+def test_affine_of_stacks():
+    arrays = normal(4, 5, 3), normal(4, 3, 7), normal(4, 1, 7)
+    expected = np.einsum("end,edh->enh", *arrays[:2]) + arrays[2]
+    np.testing.assert_allclose(
+        to_numpy(affine(*arrays)), expected, rtol=1e-5, atol=1e-5
+    )
+    assert_same(affine, lambda *a: ops.matmul(*a[:2]) + a[2], arrays)
+
+
+def test_affine_in_half_precision():
+    arrays = [ops.cast(x, "bfloat16") for x in (normal(2, 3), normal(3, 4), normal(4))]
+    found = affine(*arrays)
+    assert keras.backend.standardize_dtype(found.dtype) == "bfloat16"
+    x, kernel, bias = map(to_numpy, arrays)
+    np.testing.assert_allclose(to_numpy(found), x @ kernel + bias, rtol=0.02, atol=0.05)
+
+
+def test_attend():
+    query, key, value = (
+        normal(2, 5, 3, 8),
+        normal(2, 7, 3, 8),
+        normal(2, 7, 3, 8, seed=2),
+    )
+    logits = np.einsum("bqhk,bshk->bhqs", query, key) / np.sqrt(8)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    expected = np.einsum("bhqs,bshk->bqhk", weights, value)
+    found = to_numpy(attend(*map(ops.convert_to_tensor, (query, key, value))))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert_same(attend, ops.dot_product_attention, (query, key, value))
+
+
+def test_attend_in_half_precision():
+    arrays = [ops.cast(normal(1, 4, 2, 8, seed=i), "bfloat16") for i in range(3)]
+    found = attend(*arrays)
+    assert keras.backend.standardize_dtype(found.dtype) == "bfloat16"
+    expected = ops.dot_product_attention(*(ops.cast(x, "float32") for x in arrays))
+    np.testing.assert_allclose(
+        to_numpy(found), to_numpy(expected), rtol=0.02, atol=0.02
+    )
+
+
+def test_add_rows():
+    rows, index = normal(6, 3), np.array([2, 0, 2, 3, 0, 2], "int32")
+    expected = np.zeros((5, 3), "float32")
+    np.add.at(expected, index, rows)
+
+    def add(rows):
+        return add_rows(rows, ops.convert_to_tensor(index), 5)
+
+    np.testing.assert_allclose(
+        to_numpy(add(ops.convert_to_tensor(rows))), expected, rtol=1e-6
+    )
+    one_hot = (index[None] == np.arange(5)[:, None]).astype("float32")
+    assert_same(add, lambda x: ops.matmul(one_hot, x), (rows,))
+
+
+@pytest.mark.parametrize("count", [8, 256, 257, 264])
+def test_in_turns(count):
+    """Few elements, many, and many that turns do not divide."""
+    x, kernel = normal(count, 2, 3), normal(count, 3, 4)
+
+    def products(x, kernel):
+        return ops.tanh(ops.matmul(x, kernel))
+
+    found = to_numpy(in_turns(products, [x, kernel]))
+    np.testing.assert_allclose(found, np.tanh(x @ kernel), rtol=1e-5, atol=1e-5)
+    assert_same(lambda *a: in_turns(products, a), products, (x, kernel))
+
+
+@pytest.mark.parametrize("dropout_rate", [0.0, 0.5])
+def test_many_experts(dropout_rate):
+    """Each computes its own slots, and drops units only in training."""
+    experts = Experts(256, 3, dropout_rate=dropout_rate)
+    slots = normal(2, 256, 1, 4)
+    experts.build(slots.shape)
+    found = to_numpy(experts(slots))
+    weights = [to_numpy(v.value) for v in experts.trainable_variables]
+    kernel, bias, output_kernel, output_bias = weights
+    assert kernel.shape == (256, 4, 3)
+    x = slots[:, :, 0].transpose(1, 0, 2)
+    h = x @ kernel + bias
+    h = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
+    expected = (h @ output_kernel + output_bias).transpose(1, 0, 2)
+    np.testing.assert_allclose(found[:, :, 0], expected, rtol=1e-4, atol=1e-5)
+    trained = to_numpy(experts(slots, training=True))
+    assert np.allclose(trained, found, atol=1e-5) == (not dropout_rate)
