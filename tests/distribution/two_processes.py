@@ -101,6 +101,9 @@ def main(results, port, count, index, kill_after):
     told = train(results, int(kill_after), steps.write_text)
     path = results / f"results_{index}.json"
     path.write_text(json.dumps(told), encoding="utf-8")
+    if int(count) > 1:
+        # The processes wait for each other. A forked one would not do so by itself.
+        jax.distributed.shutdown()
 
 
 if __name__ == "__main__":
