@@ -72,7 +72,7 @@ $(SUITES): test-%: install
 
 # One backend after the other, each on all cores. Without a network the rivals that are
 # not there yet are left out.
-bench: export BENCH ?= --shapes paper
+bench: export BENCH ?= --shapes paper --seconds 3
 bench: install
 	-$(VENV)/python -m pip install --quiet --editable ".[bench]"
 	for backend in $(BACKENDS); do \

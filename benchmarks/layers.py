@@ -8,7 +8,8 @@ Each layer takes turns with
 - for a soft layer on PyTorch, the layers of other packages (see `rivals.py`).
 
 Then the two ways to the experts take turns, gathering rows and multiplying with one-hot
-weights, at the groups of images of 384 pixels.
+weights, at the groups of images of 384 pixels; beside them the experts' products alone,
+which both contain.
 
 Only the ratios of times within a round mean something on another machine, or on one
 that has other work to do.
@@ -171,6 +172,10 @@ def measure_dispatch(names, shapes, patience, jit_compile=False):
             dispatcher: moe_layer(ROUTERS[name], shapes, dispatcher)
             for dispatcher in ("gather", "einsum")
         }
+        products = product_shapes(
+            layers["gather"], shapes.images, shapes.tokens, shapes.width
+        )
+        layers["products"] = Products(products)
         inputs = inputs_of(shapes)
         yield from both_passes(
             f"{name}_dispatch", layers, inputs, patience, jit_compile

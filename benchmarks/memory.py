@@ -1,5 +1,8 @@
 """Peak memory of a training step of a Soft MoE, beside that of its dense twin.
 
+The Soft MoE is trained twice: as it is, and with `remat_experts`, which computes the
+hidden activations of experts again in the backward pass.
+
 Each model is built and trained in a process of its own. A first step of `fit` compiles;
 the figure is the peak during the second one, less what the process held before the
 model was built. On an accelerator it is the peak of the device's memory, as the backend
@@ -8,6 +11,7 @@ counts it, from the start of the process.
     KERAS_BACKEND=jax python benchmarks/memory.py --shapes paper
 """
 
+import functools
 import gc
 import json
 import os
@@ -23,9 +27,12 @@ from timing import fit_step
 
 import keras_softmoe as ksm
 
-# From a name to what makes the backbone. (A model that computes its experts again in
-# the backward pass is one more entry, as soon as the library has one.)
-VARIANTS = {"dense_twin": models.backbone, "soft_moe": models.soft_moe}
+# From a name to what makes the backbone.
+VARIANTS = {
+    "dense_twin": models.backbone,
+    "soft_moe": models.soft_moe,
+    "soft_moe_remat": functools.partial(models.soft_moe, remat_experts=True),
+}
 
 
 def figures(name, shapes):

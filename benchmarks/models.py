@@ -3,7 +3,8 @@
 Every contest has three passes: forward, forward and backward, and a full step of `fit`
 with plain gradient descent (Adam's two moments of the large models would take 7.5 GB).
 The other dense ViTs are KerasHub's `ViTBackbone` and, on PyTorch, the ViT of
-`transformers`, see `rivals.py`. (Without an accelerator they see a quarter of a batch.)
+`transformers`, see `rivals.py`. (Without an accelerator all but the forward pass of the
+Soft MoE is measured on a quarter of a batch.)
 
     KERAS_BACKEND=jax python benchmarks/models.py --shapes paper
 """
@@ -125,17 +126,15 @@ def quick(shapes):
 
 def measure_twins(shapes, patience, jit_compile=False):
     """The Soft MoE beside its dense twin. Yields one row per pass."""
-    images, labels = data(shapes)
     models = {"soft_moe": soft_moe(shapes), "dense_twin": backbone(shapes)}
-    yield from three_passes(
-        "soft_moe",
-        models,
-        dict.fromkeys(models, images),
-        labels,
-        lambda outputs: outputs["pooled_output"],
-        patience,
-        jit_compile,
-    )
+    images, _ = data(shapes)
+    inputs = dict.fromkeys(models, images)
+    yield one_pass("soft_moe", models, inputs, False, patience, jit_compile)
+    images, labels = data(quick(shapes))
+    inputs = dict.fromkeys(models, images)
+    yield one_pass("soft_moe", models, inputs, True, patience, jit_compile)
+    features = {key: model.output["pooled_output"] for key, model in models.items()}
+    yield fit_pass("soft_moe", features, inputs, labels, patience)
 
 
 def measure_dense(shapes, patience, jit_compile=False):
@@ -151,43 +150,58 @@ def measure_dense(shapes, patience, jit_compile=False):
     if torch and rivals.installed(rivals.TRANSFORMERS):
         models[rivals.TRANSFORMERS] = rivals.transformers_vit(**shapes.vit)
         inputs[rivals.TRANSFORMERS] = images.transpose(0, 3, 1, 2).copy()
-    yield from three_passes(
-        "dense_vit",
-        models,
-        inputs,
-        labels,
-        lambda outputs: outputs[:, 0],
-        patience,
-        jit_compile,
-    )
+    for backward in (False, True):
+        yield one_pass("dense_vit", models, inputs, backward, patience, jit_compile)
+    features = {key: model.output[:, 0] for key, model in models.items()}
+    yield fit_pass("dense_vit", features, inputs, labels, patience)
 
 
-def three_passes(name, models, inputs, labels, features, patience, jit_compile):
-    """Let models take turns: forward, forward and backward, `fit`.
+def one_pass(name, models, inputs, backward, patience, jit_compile):
+    """Let models take turns: forward, or forward and backward.
 
     Args:
-        name: What the rows are called.
+        name: What the row is called.
         models: Dict from name to model.
         inputs: Dict from name to array of images.
-        labels: Array.
-        features: Function from a model's symbolic outputs to `(B, D)` ones.
+        backward: Whether gradients are computed.
         patience: `Patience`.
-        jit_compile: Whether TensorFlow compiles with XLA. `fit` does what `fit` does.
+        jit_compile: Whether TensorFlow compiles with XLA.
     """
-    for backward in (False, True):
-        steps = {
-            key: step(model, inputs[key], backward, jit_compile)
-            for key, model in models.items()
-        }
-        kind = "forward+backward" if backward else "forward"
-        yield {"name": name, "pass": kind, **compare(steps, patience)}
-    # Last, as `fit` on JAX takes the weights over that earlier steps hold.
-    del steps
     steps = {
-        key: fit_step(classifier(features(model.output)), inputs[key], labels)
+        key: step(model, inputs[key], backward, jit_compile)
         for key, model in models.items()
     }
-    yield {"name": name, "pass": "fit", **compare(steps, patience)}
+    kind = "forward+backward" if backward else "forward"
+    return {
+        "name": name,
+        "pass": kind,
+        "images": len(next(iter(inputs.values()))),
+        **compare(steps, patience),
+    }
+
+
+def fit_pass(name, features, inputs, labels, patience):
+    """Let models take turns at a step of `fit`. It compiles what `fit` compiles.
+
+    Comes last, as `fit` on JAX takes the weights over that other steps hold.
+
+    Args:
+        name: What the row is called.
+        features: Dict from name to `(B, D)` symbolic outputs of a model.
+        inputs: Dict from name to array of images.
+        labels: Array.
+        patience: `Patience`.
+    """
+    steps = {
+        key: fit_step(classifier(of_model), inputs[key], labels)
+        for key, of_model in features.items()
+    }
+    return {
+        "name": name,
+        "pass": "fit",
+        "images": len(labels),
+        **compare(steps, patience),
+    }
 
 
 def measure_all(options):

@@ -163,7 +163,11 @@ def test_memory_comes_from_processes_of_their_own(benchmark, monkeypatch):
     monkeypatch.setattr(memory.subprocess, "run", run)
     options = report.command_line("Memory.", ["paper"]).parse_args([])
     rows = report.shown(memory.measure_all(options))
-    assert [row["name"] for row in rows] == ["dense_twin", "soft_moe"]
+    assert [row["name"] for row in rows] == [
+        "dense_twin",
+        "soft_moe",
+        "soft_moe_remat",
+    ]
     assert all(row["peak_mb"] == 3.0 for row in rows)
     for command, row in zip(commands, rows, strict=True):
         assert command[2:4] == ["--variant", row["name"]]

@@ -241,9 +241,12 @@ def _mixture(a, router):
     # The rule of `layers.MoE`
     multiplies = is_soft or a.dispatcher == "einsum"
     multiplies = multiplies or (a.dispatcher == "auto" and group_tokens < 64)
-    per_slot = c * (2 * a.hidden_dim + 3 * a.mlp_dim)
+    per_slot = 2 * c * a.hidden_dim
+    if not a.remat_experts:
+        per_slot += 3 * c * a.mlp_dim
     if a.expert_dropout_rate:
-        per_slot += a.mlp_dim
+        # Masks of one byte; the activations that they leave are kept in any case.
+        per_slot += a.mlp_dim * (1 + c * bool(a.remat_experts))
     scores = slots if is_soft else router.num_experts
     per_token = 3 * _FLOAT32 * scores
     if c != _FLOAT32:

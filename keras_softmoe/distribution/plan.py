@@ -183,7 +183,8 @@ def plan(
       37 % more; half precision, which a CPU computes in float32, and other devices
       were not measured). Numbers per token of width `D`, with `h` heads over `S`
       tokens: `3 D` for each normalization (`5 D` for those of queries and keys),
-      `8 D + 3 h S` for attention, `3 H` for an MLP; per slot of an expert `2 D + 3 H`;
+      `8 D + 3 h S` for attention, `3 H` for an MLP; per slot of an expert `2 D + 3 H`
+      (`2 D` with `remat_experts`, but for one layer at a time);
       and the weights of routers;
     - moved bytes, of a training step, in which each MoE layer sends its slots
       (`E C D` numbers for each group of images in the dtype of computation, `C` being

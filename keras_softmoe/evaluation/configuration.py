@@ -28,6 +28,7 @@ _BLOCKS = {
     "dispatcher": "auto",
     "equal_experts": False,
     "expert_dropout_rate": 0.0,
+    "remat_experts": False,
     "dispatch_dtype": None,
     "dtype": None,
     "name": None,

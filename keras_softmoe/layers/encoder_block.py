@@ -23,6 +23,7 @@ class EncoderBlock(keras.layers.Layer):
         dispatcher: see `MoE`.
         equal_experts: bool, see `MoE`.
         expert_dropout_rate: float, see `MoE`.
+        remat_experts: bool, see `MoE`.
         dispatch_dtype: see `MoE`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
@@ -60,6 +61,7 @@ class EncoderBlock(keras.layers.Layer):
         dispatcher="auto",
         equal_experts=False,
         expert_dropout_rate=0.0,
+        remat_experts=False,
         dispatch_dtype=None,
         **kwargs,
     ):
@@ -72,6 +74,7 @@ class EncoderBlock(keras.layers.Layer):
         self.dispatcher = dispatcher
         self.equal_experts = equal_experts
         self.expert_dropout_rate = expert_dropout_rate
+        self.remat_experts = remat_experts
         self.dispatch_dtype = dispatch_dtype
         dtype = self.dtype_policy
         self.attention_norm = layer_norm(dtype, "attention_norm")
@@ -90,6 +93,7 @@ class EncoderBlock(keras.layers.Layer):
                 dispatcher=dispatcher,
                 equal_experts=equal_experts,
                 expert_dropout_rate=expert_dropout_rate,
+                remat_experts=remat_experts,
                 dispatch_dtype=dispatch_dtype,
                 dtype=dtype,
                 name="moe",
@@ -152,6 +156,7 @@ class EncoderBlock(keras.layers.Layer):
             "dispatcher": self.dispatcher,
             "equal_experts": self.equal_experts,
             "expert_dropout_rate": self.expert_dropout_rate,
+            "remat_experts": self.remat_experts,
             "dispatch_dtype": self.dispatch_dtype,
         }
 

@@ -68,9 +68,8 @@ class MLP(keras.layers.Layer):
         self.output_dense.build((*inputs_shape[:-1], self.mlp_dim))
 
     def call(self, inputs):
-        return multiply(
-            self.output_dense, gelu(multiply(self.intermediate_dense, inputs))
-        )
+        hidden = gelu(_multiply(self.intermediate_dense, inputs))
+        return _multiply(self.output_dense, hidden)
 
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
@@ -94,6 +93,11 @@ class Experts(keras.layers.Layer):
             released V-MoE models did, and part ways by what they are fed; if `False`
             each draws its own.
         dropout_rate: float, dropout between the two layers ("expert dropout").
+        remat: bool, whether hidden activations are computed again in the backward pass
+            instead of kept (`keras.remat`). Per slot they are several times `mlp_dim`
+            numbers, where the slots themselves have `D`. With dropout, what it leaves
+            of them is kept. (XLA on a processor finds that the same is computed twice,
+            and keeps it.)
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps slots `(G, E, C, D)` to outputs `(G, E, C, D)`. Under a distribution that names
@@ -116,7 +120,13 @@ class Experts(keras.layers.Layer):
     """
 
     def __init__(
-        self, num_experts, mlp_dim, equal_experts=False, dropout_rate=0.0, **kwargs
+        self,
+        num_experts,
+        mlp_dim,
+        equal_experts=False,
+        dropout_rate=0.0,
+        remat=False,
+        **kwargs,
     ):
         check_num_experts(num_experts)
         super().__init__(**kwargs)
@@ -124,6 +134,7 @@ class Experts(keras.layers.Layer):
         self.mlp_dim = mlp_dim
         self.equal_experts = equal_experts
         self.dropout_rate = dropout_rate
+        self.remat = remat
         self.dropout = keras.layers.Dropout(
             dropout_rate, dtype=self.dtype_policy, name="dropout"
         )
@@ -187,15 +198,17 @@ class Experts(keras.layers.Layer):
     def _mlps(self, x, training):
         """What the experts make of their slots, `(E, G * C, D)`."""
         first, second = self.intermediate_dense, self.output_dense
-        if first.quantization_mode or (training and self.dropout_rate):
-            hidden = self.dropout(gelu(multiply(first, x)), training=training)
-            return multiply(second, hidden)
-
-        def mlps(x, kernel, bias, output_kernel, output_bias):
-            return affine(gelu(affine(x, kernel, bias)), output_kernel, output_bias)
-
-        weights = [first.kernel, first.bias, second.kernel, second.bias]
-        return in_turns(mlps, [x, *weights])
+        if first.quantization_mode:
+            return second(gelu(first(x)))
+        banks = (first.kernel, first.bias, second.kernel, second.bias)
+        # Views: of variables themselves TensorFlow's `remat` counts gradients twice.
+        weights = [ops.reshape(weight, weight.shape) for weight in banks]
+        remat = keras.remat if self.remat else lambda function: function
+        if training and self.dropout_rate:
+            # Computed again, dropout would be another one.
+            hidden = remat(_hidden)(x, *weights[:2])
+            return affine(self.dropout(hidden, training=True), *weights[2:])
+        return in_turns(remat(_mlp), [x, *weights])
 
     def compute_output_shape(self, slots_shape):
         return slots_shape
@@ -207,16 +220,20 @@ class Experts(keras.layers.Layer):
             "mlp_dim": self.mlp_dim,
             "equal_experts": self.equal_experts,
             "dropout_rate": self.dropout_rate,
+            "remat": self.remat,
         }
 
 
-def multiply(dense, x):
-    """What a dense layer or a bank of them computes, as fast as the backend can.
+def _hidden(x, kernel, bias):
+    return gelu(affine(x, kernel, bias))
 
-    Args:
-        dense: built `keras.layers.Dense`, or `keras.layers.EinsumDense` of a bank.
-        x: `(..., D)` tensor, `(E, N, D)` for a bank.
-    """
+
+def _mlp(x, kernel, bias, output_kernel, output_bias):
+    return affine(_hidden(x, kernel, bias), output_kernel, output_bias)
+
+
+def _multiply(dense, x):
+    """What a `keras.layers.Dense` computes, as fast as the backend can."""
     if dense.quantization_mode:
         return dense(x)
     return affine(x, dense.kernel, dense.bias)

@@ -45,6 +45,8 @@ class MoE(keras.layers.Layer):
             routers mix all tokens, which is always a product.
         equal_experts: bool, whether all experts start with the same weights.
         expert_dropout_rate: float, dropout inside the experts.
+        remat_experts: bool, whether the experts' hidden activations are computed again
+            in the backward pass instead of kept, see `Experts`.
         dispatch_dtype: `None` or `"bfloat16"`: the dtype to which tokens are rounded on
             the way to the experts, and the experts' outputs on the way back. The
             released V-MoE and Soft MoE code does so whatever the dtype of the rest.
@@ -83,6 +85,7 @@ class MoE(keras.layers.Layer):
         dispatcher="auto",
         equal_experts=False,
         expert_dropout_rate=0.0,
+        remat_experts=False,
         dispatch_dtype=None,
         **kwargs,
     ):
@@ -114,12 +117,14 @@ class MoE(keras.layers.Layer):
         self.dispatcher = dispatcher
         self.equal_experts = equal_experts
         self.expert_dropout_rate = expert_dropout_rate
+        self.remat_experts = remat_experts
         self.dispatch_dtype = dispatch_dtype
         self.experts = Experts(
             router.num_experts,
             mlp_dim,
             equal_experts=equal_experts,
             dropout_rate=expert_dropout_rate,
+            remat=remat_experts,
             dtype=self.dtype_policy,
             name="experts",
         )
@@ -243,6 +248,7 @@ class MoE(keras.layers.Layer):
             "dispatcher": self.dispatcher,
             "equal_experts": self.equal_experts,
             "expert_dropout_rate": self.expert_dropout_rate,
+            "remat_experts": self.remat_experts,
             "dispatch_dtype": self.dispatch_dtype,
         }
 
@@ -265,6 +271,7 @@ class SoftMoE(keras.layers.Layer):
         mlp_dim: int, hidden width of an expert.
         slots_per_expert: int, slots of each expert.
         equal_experts: bool, whether all experts start with the same weights.
+        remat_experts: bool, see `MoE`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
@@ -286,17 +293,25 @@ class SoftMoE(keras.layers.Layer):
     """
 
     def __init__(
-        self, num_experts, mlp_dim, slots_per_expert=1, equal_experts=False, **kwargs
+        self,
+        num_experts,
+        mlp_dim,
+        slots_per_expert=1,
+        equal_experts=False,
+        remat_experts=False,
+        **kwargs,
     ):
         super().__init__(**kwargs)
         self.num_experts = num_experts
         self.mlp_dim = mlp_dim
         self.slots_per_expert = slots_per_expert
         self.equal_experts = equal_experts
+        self.remat_experts = remat_experts
         self.moe = MoE(
             SoftRouter(num_experts, slots_per_expert),
             mlp_dim,
             equal_experts=equal_experts,
+            remat_experts=remat_experts,
             dtype=self.dtype_policy,
             name="moe",
         )
@@ -317,4 +332,5 @@ class SoftMoE(keras.layers.Layer):
             "mlp_dim": self.mlp_dim,
             "slots_per_expert": self.slots_per_expert,
             "equal_experts": self.equal_experts,
+            "remat_experts": self.remat_experts,
         }

@@ -64,6 +64,8 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         dispatcher: how tokens reach their slots, see `layers.MoE`.
         equal_experts: bool, whether all experts of a block start with the same weights.
         expert_dropout_rate: float, dropout inside the experts.
+        remat_experts: bool, whether the experts' hidden activations are computed again
+            in the backward pass instead of kept, see `layers.Experts`.
         dispatch_dtype: `None` or `"bfloat16"`, see `layers.MoE`.
         dtype: dtype or policy of all layers but the routers, which stay in float32.
         name: str or `None`, name of the model.
@@ -122,6 +124,7 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         dispatcher="auto",
         equal_experts=False,
         expert_dropout_rate=0.0,
+        remat_experts=False,
         dispatch_dtype=None,
         dtype=None,
         name=None,
@@ -165,6 +168,7 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
                 dispatcher=dispatcher,
                 equal_experts=equal_experts,
                 expert_dropout_rate=expert_dropout_rate,
+                remat_experts=remat_experts,
                 dispatch_dtype=dispatch_dtype,
                 dtype=dtype,
                 name=f"block_{index}",
@@ -258,6 +262,7 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         self.dispatcher = dispatcher
         self.equal_experts = equal_experts
         self.expert_dropout_rate = expert_dropout_rate
+        self.remat_experts = remat_experts
         self.dispatch_dtype = dispatch_dtype
         self.patch_grid = grid
 
@@ -317,5 +322,6 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
             "dispatcher": self.dispatcher,
             "equal_experts": self.equal_experts,
             "expert_dropout_rate": self.expert_dropout_rate,
+            "remat_experts": self.remat_experts,
             "dispatch_dtype": self.dispatch_dtype,
         }

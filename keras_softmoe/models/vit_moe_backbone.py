@@ -54,6 +54,8 @@ class ViTMoEBackbone(MoEBackbone):
         dispatcher: how tokens reach their slots, see `layers.MoE`.
         equal_experts: bool, whether all experts of a block start with the same weights.
         expert_dropout_rate: float, dropout inside the experts.
+        remat_experts: bool, whether the experts' hidden activations are computed again
+            in the backward pass instead of kept, see `layers.Experts`.
         dispatch_dtype: `None` or `"bfloat16"`, the dtype of tokens on their way to the
             experts and back, see `layers.MoE`.
         dtype: dtype or policy of all layers but the routers, which stay in float32.
@@ -102,6 +104,7 @@ class ViTMoEBackbone(MoEBackbone):
         dispatcher="auto",
         equal_experts=False,
         expert_dropout_rate=0.0,
+        remat_experts=False,
         dispatch_dtype=None,
         dtype=None,
         name=None,
@@ -130,6 +133,7 @@ class ViTMoEBackbone(MoEBackbone):
                 dispatcher=dispatcher,
                 equal_experts=equal_experts,
                 expert_dropout_rate=expert_dropout_rate,
+                remat_experts=remat_experts,
                 dispatch_dtype=dispatch_dtype,
                 dtype=dtype,
                 name=f"block_{index}",
@@ -197,6 +201,7 @@ class ViTMoEBackbone(MoEBackbone):
         self.dispatcher = dispatcher
         self.equal_experts = equal_experts
         self.expert_dropout_rate = expert_dropout_rate
+        self.remat_experts = remat_experts
         self.dispatch_dtype = dispatch_dtype
         self.patch_grid = grid
 
@@ -253,5 +258,6 @@ class ViTMoEBackbone(MoEBackbone):
             "dispatcher": self.dispatcher,
             "equal_experts": self.equal_experts,
             "expert_dropout_rate": self.expert_dropout_rate,
+            "remat_experts": self.remat_experts,
             "dispatch_dtype": self.dispatch_dtype,
         }

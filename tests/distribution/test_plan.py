@@ -168,6 +168,19 @@ def test_activations_grow_with_the_images_of_a_device():
     assert masks.meshes[-1].activations - one == 10 * 2 * 2 * 8 + slots * 12
 
 
+def test_rematerialized_experts_keep_their_slots():
+    config = tiny.backbone(**TOKEN_CHOICE).get_config()
+    kept, again = (
+        plan(config, DEVICES, 1e9, remat_experts=remat).meshes[-1].activations
+        for remat in (False, True)
+    )
+    capacity = config["router"]["config"]["capacity_factor"]
+    slots = 8 * routers.SoftmaxTokenChoiceRouter(
+        8, num_selected_experts=2, capacity_factor=capacity
+    ).capacity(10)
+    assert kept - again == slots * 3 * 12 * 4
+
+
 if keras.backend.backend() == "jax":
 
     def test_activations_are_near_what_xla_keeps():

@@ -7,6 +7,7 @@ import pytest
 from keras_softmoe import layers
 from keras_softmoe.layers.feedforward import EqualExperts
 from tests import twins
+from tests.gradients import layer_gradients
 from tests.layers.common import normal, randomize
 from tests.references import to_numpy
 
@@ -50,6 +51,28 @@ def test_expert_is_an_mlp():
         rtol=1e-5,
         atol=1e-6,
     )
+
+
+@pytest.mark.parametrize("dropout_rate", [0.0, 0.5])
+def test_remat_changes_no_number(dropout_rate):
+    slots = normal((2, NUM_EXPERTS, 3, WIDTH))
+    found = []
+    for remat in (False, True):
+        keras.utils.set_random_seed(1)
+        layer = build(dropout_rate=dropout_rate, remat=remat, name="experts")
+        assert layer.get_config()["remat"] == remat
+        found.append(
+            layer_gradients(
+                layer, slots, lambda y, _: keras.ops.mean(y**2), training=True
+            )
+        )
+    (value, of_slots, gradients), other = found
+    np.testing.assert_allclose(other[0], value, rtol=1e-5)
+    np.testing.assert_allclose(other[1], of_slots, rtol=1e-4, atol=1e-7)
+    assert len(gradients) == 4
+    for name, gradient in gradients.items():
+        assert abs(gradient).max() > 1e-6
+        np.testing.assert_allclose(other[2][name], gradient, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("equal_experts", [False, True])

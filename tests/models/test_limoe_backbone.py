@@ -248,6 +248,7 @@ def test_configuration_round_trip():
         dispatcher="einsum",
         equal_experts=True,
         expert_dropout_rate=0.2,
+        remat_experts=True,
         dispatch_dtype="bfloat16",
         dtype="mixed_bfloat16",
         name="other",
@@ -262,6 +263,7 @@ def test_configuration_round_trip():
     moe = block.moe
     assert (moe.group_images, moe.dispatcher, moe.equal_experts) == (3, "einsum", True)
     assert (moe.expert_dropout_rate, moe.dispatch_dtype) == (0.2, "bfloat16")
+    assert moe.experts.remat
     assert revived.get_layer("image_attention_pooling").use_qk_norm
 
 

@@ -89,6 +89,7 @@ def test_text_tower_configuration(tmp_path):
         dispatcher="einsum",
         equal_experts=True,
         expert_dropout_rate=0.2,
+        remat_experts=True,
         dispatch_dtype="bfloat16",
         dtype="mixed_bfloat16",
         name="text",
