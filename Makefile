@@ -72,13 +72,14 @@ $(SUITES): test-%: install
 
 # One backend after the other, each on all cores. Without a network the rivals that are
 # not there yet are left out.
-bench: export BENCH ?= --shapes paper --seconds 3
+bench: export BENCH ?= --shapes paper --seconds 2
 bench: install
 	-$(VENV)/python -m pip install --quiet --editable ".[bench]"
 	for backend in $(BACKENDS); do \
 	    KERAS_BACKEND=$$backend $(VENV)/python benchmarks/run.py $(BENCH) || exit; \
 	done
-	$(VENV)/python benchmarks/tables.py --output benchmarks/RESULTS.md
+	$(VENV)/python benchmarks/tables.py --output benchmarks/RESULTS.md \
+	    --readme README.md
 
 format: install
 	$(VENV)/ruff check --fix .

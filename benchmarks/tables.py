@@ -1,6 +1,6 @@
 """Tables in Markdown from the files that `run.py` writes.
 
-    python benchmarks/tables.py --output benchmarks/RESULTS.md
+    python benchmarks/tables.py --output benchmarks/RESULTS.md --readme README.md
 
 Every number comes from the files; nothing is measured here.
 """
@@ -13,6 +13,10 @@ from typing import NamedTuple
 from targets import TARGETS
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+
+# What lies between them in the README is written here.
+BEGIN = "<!-- speed: written by benchmarks/tables.py -->"
+END = "<!-- end of speed -->"
 
 BACKENDS = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
 
@@ -70,8 +74,9 @@ def markdown(results):
         "Each happens once, so these ratios have no spread.",
         first_calls_table(results, "models"),
         "## Memory",
-        "Peak of a training step of `fit` with plain gradient descent, in MB, above "
-        "what a process holds before there is a model.",
+        "Peak of a training step of `fit` with plain gradient descent, above what a "
+        "process holds before there is a model. Without an accelerator with a quarter "
+        "of the batch.",
         memory_table(results),
         "## What rivals compute differently",
         differences(results),
@@ -79,6 +84,24 @@ def markdown(results):
         "\n".join(conditions(result) for result in results),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def readme(text, results):
+    """The text of the README with the targets, the memory and the conditions of now."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(
+            f"The tables go between the lines {BEGIN!r} and {END!r}, which the file "
+            "must have once."
+        )
+    before, rest = text.split(BEGIN)
+    parts = [
+        BEGIN,
+        targets_table(results),
+        memory_table(results),
+        "\n".join(conditions(result) for result in results),
+        END,
+    ]
+    return before + "\n\n".join(parts) + rest.split(END)[1]
 
 
 def table(heads, rows):
@@ -193,11 +216,12 @@ def memory_table(results):
             if row:
                 first = result.rows("memory")[0]
                 ratio = row["peak_mb"] / first["peak_mb"]
-                cell = f"{row['peak_mb']:,.0f}, {ratio:.2f}"
-                cell += f" (weights {row['weights_mb']:,.0f})"
+                cell = f"{row['peak_mb']:,.0f} MB, {ratio:.2f}"
+                cell += f" (weights {row['weights_mb']:,.0f} MB)"
             cells.append(cell)
         rows.append([name, *cells])
-    return table(["peak, / the first", *(r.title for r in results)], rows)
+    heads = ["peak of a training step, / the first", *(r.title for r in results)]
+    return table(heads, rows)
 
 
 def differences(results):
@@ -228,14 +252,21 @@ def main(arguments=None):
         "files", nargs="*", help="files of results; those in `results/` if none"
     )
     parser.add_argument("--output", metavar="FILE", help="write there, do not print")
+    parser.add_argument(
+        "--readme", metavar="FILE", help="renew the table of the targets there"
+    )
     options = parser.parse_args(arguments)
     files = options.files or sorted(RESULTS.glob("*.json"))
     if not files:
         parser.error(f"There are no results in {RESULTS}: run `make bench` first.")
-    text = markdown(read(files))
+    results = read(files)
+    if options.readme:
+        file = pathlib.Path(options.readme)
+        file.write_text(readme(file.read_text("utf-8"), results), encoding="utf-8")
+    text = markdown(results)
     if options.output:
         pathlib.Path(options.output).write_text(text, encoding="utf-8")
-    else:
+    elif not options.readme:
         print(text, end="")
 
 

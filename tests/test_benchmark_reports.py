@@ -228,8 +228,8 @@ def test_memory_is_compared_with_the_first_variant(cells_of):
         {"name": "soft_moe", "pass": "fit", "weights_mb": 3700.0, "peak_mb": 8000.0},
     ]
     cells = cells_of("Memory", results("jax", memory=rows))
-    assert cells["soft_moe",] == ["8,000, 8.00 (weights 3,700)"]
-    assert cells["dense_twin",] == ["1,000, 1.00 (weights 90)"]
+    assert cells["soft_moe",] == ["8,000 MB, 8.00 (weights 3,700 MB)"]
+    assert cells["dense_twin",] == ["1,000 MB, 1.00 (weights 90 MB)"]
 
 
 def test_the_reader_learns_what_differs(benchmark, tmp_path):
@@ -247,3 +247,19 @@ def test_tables_need_results(benchmark, monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         tables.main([])
     assert "make bench" in capsys.readouterr().err
+
+
+def test_the_readme_has_the_measured_numbers(benchmark):
+    """Every number in it comes from the files of results."""
+    tables = benchmark("tables")
+    text = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
+    files = sorted(tables.RESULTS.glob("*.json"))
+    assert len(files) >= 3
+    assert tables.readme(text, tables.read(files)) == text
+    results = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
+    assert tables.markdown(tables.read(files)) == results
+
+
+def test_a_readme_without_a_place_for_tables(benchmark):
+    with pytest.raises(ValueError, match="must have once"):
+        benchmark("tables").readme("# Title", [])
