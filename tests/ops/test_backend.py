@@ -99,16 +99,25 @@ def test_add_rows():
     assert_same(add, lambda x: ops.matmul(one_hot, x), (rows,))
 
 
-@pytest.mark.parametrize("count", [8, 256, 257, 264])
-def test_in_turns(count):
-    """Few elements, many, and many that turns do not divide."""
-    x, kernel = normal(count, 2, 3), normal(count, 3, 4)
+@pytest.mark.parametrize(
+    "count, rows", [(8, 2), (256, 2), (257, 2), (264, 2), (8, 128), (6, 130)]
+)
+def test_in_turns(count, rows):
+    """Few elements, many, many that turns do not divide, and few with many rows."""
+    x, kernel = normal(count, rows, 3), normal(count, 3, 4)
 
     def products(x, kernel):
         return ops.tanh(ops.matmul(x, kernel))
 
+    expected = np.tanh(x @ kernel)
     found = to_numpy(in_turns(products, [x, kernel]))
-    np.testing.assert_allclose(found, np.tanh(x @ kernel), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    if keras.backend.backend() == "torch":
+        import torch
+
+        with torch.no_grad():
+            found = to_numpy(in_turns(products, [x, kernel]))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     assert_same(lambda *a: in_turns(products, a), products, (x, kernel))
 
 
