@@ -199,7 +199,7 @@ class Experts(keras.layers.Layer):
         """What the experts make of their slots, `(E, G * C, D)`."""
         first, second = self.intermediate_dense, self.output_dense
         if first.quantization_mode:
-            return second(gelu(first(x)))
+            return second(self.dropout(gelu(first(x)), training=training))
         banks = (first.kernel, first.bias, second.kernel, second.bias)
         # Views: of variables themselves TensorFlow's `remat` counts gradients twice.
         weights = [ops.reshape(weight, weight.shape) for weight in banks]

@@ -75,6 +75,20 @@ def test_remat_changes_no_number(dropout_rate):
         np.testing.assert_allclose(other[2][name], gradient, rtol=1e-4, atol=1e-7)
 
 
+def test_dropout_between_quantized_banks():
+    """Adapters are trained on banks in int8, too."""
+    layer = build(dropout_rate=0.5)
+    slots = normal((2, NUM_EXPERTS, 3, WIDTH))
+    layer(slots)
+    for bank in banks(layer):
+        bank.quantize("int8")
+    quiet, again, trained = (
+        to_numpy(layer(slots, training=training)) for training in (False, False, True)
+    )
+    np.testing.assert_array_equal(again, quiet)
+    assert not np.allclose(trained, quiet, rtol=0.01, atol=0.01)
+
+
 @pytest.mark.parametrize("equal_experts", [False, True])
 def test_fans_are_those_of_one_expert(equal_experts):
     layer = build(equal_experts=equal_experts)
