@@ -26,7 +26,7 @@ import numpy as np
 import report
 import rivals
 from keras import ops
-from timing import compare, step
+from timing import one_pass
 
 import keras_softmoe as ksm
 from keras_softmoe.ops import DenseRouting
@@ -185,13 +185,9 @@ def measure_dispatch(names, shapes, patience, jit_compile=False):
 def both_passes(name, layers, inputs, patience, jit_compile):
     """Let layers take turns, first forward, then forward and backward."""
     inputs = inputs.astype(keras.config.dtype_policy().compute_dtype)
+    inputs = dict.fromkeys(layers, inputs)
     for backward in (False, True):
-        steps = {
-            key: step(layer, inputs, backward, jit_compile)
-            for key, layer in layers.items()
-        }
-        kind = "forward+backward" if backward else "forward"
-        yield {"name": name, "pass": kind, **compare(steps, patience)}
+        yield one_pass(name, layers, inputs, backward, patience, jit_compile)
 
 
 def measure_all(options):

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import report
 import rivals
-from timing import compare, fit_step, step
+from timing import compare, fit_step, one_pass
 
 import keras_softmoe as ksm
 
@@ -129,10 +129,12 @@ def measure_twins(shapes, patience, jit_compile=False):
     models = {"soft_moe": soft_moe(shapes), "dense_twin": backbone(shapes)}
     images, _ = data(shapes)
     inputs = dict.fromkeys(models, images)
-    yield one_pass("soft_moe", models, inputs, False, patience, jit_compile)
+    row = one_pass("soft_moe", models, inputs, False, patience, jit_compile)
+    yield {**row, "images": len(images)}
     images, labels = data(quick(shapes))
     inputs = dict.fromkeys(models, images)
-    yield one_pass("soft_moe", models, inputs, True, patience, jit_compile)
+    row = one_pass("soft_moe", models, inputs, True, patience, jit_compile)
+    yield {**row, "images": len(images)}
     features = {key: model.output["pooled_output"] for key, model in models.items()}
     yield fit_pass("soft_moe", features, inputs, labels, patience)
 
@@ -151,33 +153,10 @@ def measure_dense(shapes, patience, jit_compile=False):
         models[rivals.TRANSFORMERS] = rivals.transformers_vit(**shapes.vit)
         inputs[rivals.TRANSFORMERS] = images.transpose(0, 3, 1, 2).copy()
     for backward in (False, True):
-        yield one_pass("dense_vit", models, inputs, backward, patience, jit_compile)
+        row = one_pass("dense_vit", models, inputs, backward, patience, jit_compile)
+        yield {**row, "images": len(images)}
     features = {key: model.output[:, 0] for key, model in models.items()}
     yield fit_pass("dense_vit", features, inputs, labels, patience)
-
-
-def one_pass(name, models, inputs, backward, patience, jit_compile):
-    """Let models take turns: forward, or forward and backward.
-
-    Args:
-        name: What the row is called.
-        models: Dict from name to model.
-        inputs: Dict from name to array of images.
-        backward: Whether gradients are computed.
-        patience: `Patience`.
-        jit_compile: Whether TensorFlow compiles with XLA.
-    """
-    steps = {
-        key: step(model, inputs[key], backward, jit_compile)
-        for key, model in models.items()
-    }
-    kind = "forward+backward" if backward else "forward"
-    return {
-        "name": name,
-        "pass": kind,
-        "images": len(next(iter(inputs.values()))),
-        **compare(steps, patience),
-    }
 
 
 def fit_pass(name, features, inputs, labels, patience):

@@ -207,3 +207,25 @@ def compare(steps, patience):
     """`contest` of our step, the first, with all others; and its `summarize`."""
     ours, *rivals = steps
     return summarize(*contest(steps, patience), ours, rivals)
+
+
+def one_pass(name, layers, inputs, backward, patience, jit_compile):
+    """Let layers or models take turns: forward, or forward and backward.
+
+    Args:
+        name: What the row is called.
+        layers: Dict from name to built layer.
+        inputs: Dict from name to array.
+        backward: As in `step`.
+        patience: `Patience`.
+        jit_compile: As in `step`.
+
+    Returns:
+        A row: what `compare` returns, and `name` and `pass`.
+    """
+    steps = {
+        key: step(layer, inputs[key], backward, jit_compile)
+        for key, layer in layers.items()
+    }
+    kind = "forward+backward" if backward else "forward"
+    return {"name": name, "pass": kind, **compare(steps, patience)}

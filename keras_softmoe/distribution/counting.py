@@ -12,7 +12,7 @@ from keras_softmoe.evaluation.configuration import (
     configuration,
 )
 from keras_softmoe.evaluation.cost import cost
-from keras_softmoe.evaluation.tally import dense
+from keras_softmoe.evaluation.tally import dense, encoder
 from keras_softmoe.routers import IdentityRouter, SoftRouter
 
 _FLOAT32 = 4
@@ -105,17 +105,20 @@ def count(model, num_classes=None, **changes):
         _moe_layer(a, block, router, expert.weights)
         for block, router in zip(sorted(a.moe_layers), a.routers, strict=True)
     )
+    expert_parameters = sum(r.num_experts for r in a.routers) * expert.weights
+    # Of all blocks, without what mixes experts
+    shared = encoder(a, *a.tokens_of).weights - expert_parameters
     return Counted(
         name=_name(model, config),
         parameters=total.parameters,
-        expert_parameters=sum(r.num_experts for r in a.routers) * expert.weights,
+        expert_parameters=expert_parameters,
         weight_bytes=total.weight_bytes,
         dense_kernel_bytes=a.variable_bytes * _dense_kernels(a),
         hidden_dim=a.hidden_dim,
         moe_layers=moe_layers,
         group_images=a.group_images,
         activation_bytes=_activations(a),
-        shared_bytes=a.variable_bytes * _shared(a) if a.is_limoe else 0,
+        shared_bytes=a.variable_bytes * shared if a.is_limoe else 0,
         # In float32 whatever the dtype of computation
         embedding_bytes=_FLOAT32 * a.embedding_dim if a.is_limoe else 0,
     )
@@ -172,17 +175,6 @@ def _dense_kernels(a):
     embeddings = a.patch_numbers + (a.vocabulary_size if a.is_limoe else 0)
     mlps = a.num_layers - len(a.routers) + maps
     return embeddings * a.hidden_dim + (a.num_layers + maps) * attention + mlps * mlp
-
-
-def _shared(a):
-    """Numbers in the weights of all blocks, without mixtures of experts."""
-    norm = 2 * a.hidden_dim
-    attention = 4 * dense(a.hidden_dim, a.hidden_dim).weights
-    if a.use_qk_norm:
-        attention += 2 * (a.hidden_dim // a.num_heads)
-    mlp = dense(a.hidden_dim, a.mlp_dim) + dense(a.mlp_dim, a.hidden_dim)
-    num_mlps = a.num_layers - len(a.routers)
-    return a.num_layers * (attention + 2 * norm) + num_mlps * mlp.weights + norm
 
 
 # === Activations ===

@@ -45,7 +45,7 @@ def vit(a):
         total += Tally(a.hidden_dim)
     if a.position_embedding == "learned":
         total += Tally(num_tokens * a.hidden_dim)
-    total += _encoder(a, num_tokens)
+    total += encoder(a, num_tokens)
     if a.pooling == "map":
         total += _attention_pooling(a, num_tokens)
     if a.representation_dim is not None:
@@ -60,7 +60,7 @@ def limoe(a):
     # Looked up, not multiplied
     total += Tally(a.vocabulary_size * a.hidden_dim)
     total += Tally(sum(tokens_of) * a.hidden_dim)
-    total += _encoder(a, *tokens_of)
+    total += encoder(a, *tokens_of)
     poolings = a.image_pooling, a.text_pooling
     for pooling, num_tokens in zip(poolings, tokens_of, strict=True):
         if pooling == "map":
@@ -83,7 +83,7 @@ def _patch_embedding(a):
     return dense(a.patch_numbers, a.hidden_dim, times=a.num_patches)
 
 
-def _encoder(a, *tokens_of):
+def encoder(a, *tokens_of):
     """Blocks and the last norm, for modalities of so many tokens each.
 
     They share all weights; their tokens meet in mixtures of experts only.

@@ -1,5 +1,7 @@
 """Multi-head attention, with the query and key normalization that ViTs use."""
 
+import math
+
 import keras
 from keras import ops
 
@@ -73,30 +75,15 @@ class Attention(keras.layers.Layer):
             self.key_norm.build(heads_shape)
 
     def call(self, queries, tokens):
+        width = queries.shape[-1]
+        heads = (self.num_heads, width // self.num_heads)
         # (B, Q, heads, head_dim) and twice (B, S, heads, head_dim)
-        query, key = self._heads(self.query, queries), self._heads(self.key, tokens)
-        value = self._heads(self.value, tokens)
+        query = _project(self.query, queries, *heads)
+        key = _project(self.key, tokens, *heads)
+        value = _project(self.value, tokens, *heads)
         if self.use_qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        means = attend(query, key, value)
-        if self.attention_output.quantization_mode:
-            return self.attention_output(means)
-        width = queries.shape[-1]
-        return affine(
-            ops.reshape(means, (-1, queries.shape[1], width)),
-            ops.reshape(self.attention_output.kernel, (width, width)),
-            self.attention_output.bias,
-        )
-
-    def _heads(self, project, tokens):
-        """`(B, S, heads, head_dim)` projections of tokens `(B, S, D)`."""
-        if project.quantization_mode:
-            return project(tokens)
-        _, num_tokens, width = tokens.shape
-        kernel = ops.reshape(project.kernel, (width, width))
-        projected = affine(tokens, kernel, ops.reshape(project.bias, (width,)))
-        shape = (-1, num_tokens, self.num_heads, width // self.num_heads)
-        return ops.reshape(projected, shape)
+        return _project(self.attention_output, attend(query, key, value), width)
 
     def compute_output_shape(self, queries_shape, tokens_shape):
         return queries_shape
@@ -107,6 +94,19 @@ class Attention(keras.layers.Layer):
             "num_heads": self.num_heads,
             "use_qk_norm": self.use_qk_norm,
         }
+
+
+def _project(dense, x, *outputs):
+    """What an `EinsumDense` computes, `(B, S, *outputs)`, as a plain product."""
+    if dense.quantization_mode:
+        return dense(x)
+    num_tokens, width = x.shape[1], math.prod(outputs)
+    projected = affine(
+        ops.reshape(x, (-1, num_tokens, width)),
+        ops.reshape(dense.kernel, (width, width)),
+        ops.reshape(dense.bias, (width,)),
+    )
+    return ops.reshape(projected, (-1, num_tokens, *outputs))
 
 
 def layer_norm(dtype, name, center=True):

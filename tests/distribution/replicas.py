@@ -1,11 +1,12 @@
 """Losses of replicas and of one model on the same batches, on TensorFlow and PyTorch.
 
 Run as a script by `test_data_parallel.py`, because the number of devices and processes
-has to be settled before a backend starts. Prints JSON: the losses of the steps of one
-model and of two replicas.
+has to be settled before a backend starts. Argument: the file to which it writes, as
+JSON, the losses of the steps of one model and of two replicas.
 """
 
 import json
+import pathlib
 import sys
 import tempfile
 
@@ -131,4 +132,4 @@ def train_in_loop(index=0, replicas=1):
 
 if __name__ == "__main__":
     run = {"tensorflow": on_tensorflow, "torch": on_torch}[keras.backend.backend()]
-    json.dump(run(), sys.stdout)
+    pathlib.Path(sys.argv[1]).write_text(json.dumps(run()), encoding="utf-8")

@@ -5,27 +5,18 @@ too. On JAX replicas are tested with the other placements.
 """
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import keras
 import numpy as np
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.processes import Program
 
 if keras.backend.backend() != "jax":
 
-    def test_replicas_route_smaller_groups_than_one_model():
-        result = subprocess.run(
-            [sys.executable, "-m", "tests.distribution.replicas"],
-            cwd=ROOT,
-            env={**os.environ, "KERAS_BACKEND": keras.backend.backend()},
-            capture_output=True,
-            text=True,
-        )
-        assert result.returncode == 0, result.stderr
-        alone, replicas = np.array(json.loads(result.stdout))
+    def test_replicas_route_smaller_groups_than_one_model(tmp_path):
+        file = tmp_path / "losses.json"
+        code, output = Program("tests.distribution.replicas", file).wait()
+        assert code == 0, output
+        alone, replicas = np.array(json.loads(file.read_text(encoding="utf-8")))
         assert alone.shape == (4,)
         assert abs(replicas - alone)[0] > 1e-3

@@ -8,21 +8,18 @@ from keras_softmoe.distribution import plan
 from keras_softmoe.evaluation import cost
 from tests.distribution import tiny_models
 from tests.distribution.conftest import jax_only
+from tests.distribution.test_plan import DEVICES, SOFT, TOKEN_CHOICE
 from tests.models import tiny
 
-DEVICES = 8
-SOFT = {"router": routers.SoftRouter(8, slots_per_expert=2)}
-TOKEN_CHOICE = {
-    "router": routers.SoftmaxTokenChoiceRouter(
-        8, num_selected_experts=2, eval_capacity_factor=0.5
-    ),
-    "group_images": 2,
-}
+
+def mesh_of(planned, shape):
+    (mesh,) = (mesh for mesh in planned.meshes if mesh.shape == shape)
+    return mesh
 
 
-def transfers(found, mesh_shape):
-    (mesh,) = (mesh for mesh in found.meshes if mesh.shape == mesh_shape)
-    return {t.what: (t.operation, t.times, t.bytes, t.over) for t in mesh.transfers}
+def transfers(planned, shape):
+    sent = mesh_of(planned, shape).transfers
+    return {t.what: (t.operation, t.times, t.bytes, t.over) for t in sent}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +147,7 @@ def bytes_of(collectives):
 def test_the_plan_says_what_pairs_send(found, placement, shape):
     told = found["pairs"][placement]
     planned = plan(tiny_models.limoe(), DEVICES, 1e9, batch_size=tiny_models.BATCH)
-    (mesh,) = (mesh for mesh in planned.meshes if mesh.shape == shape)
+    mesh = mesh_of(planned, shape)
     assert mesh.moved == pytest.approx(bytes_of(told), rel=0.05)
     # No more is gathered than what pairs compare, and some numbers for each.
     gathered = bytes_of(c for c in told if c["name"] == "all-gather")
@@ -172,6 +169,6 @@ def test_the_plan_says_what_cut_dense_kernels_send(found, shape):
         num_classes=tiny_models.NUM_CLASSES,
         shard_dense=True,
     )
-    (mesh,) = (mesh for mesh in planned.meshes if mesh.shape == shape)
+    mesh = mesh_of(planned, shape)
     # Beside the loss and the accuracy
     assert 0 <= bytes_of(told) - mesh.moved <= 16
