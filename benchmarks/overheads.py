@@ -8,8 +8,9 @@ and without: the step is that of `fit`, optimizer and all.
   both.
 - `float32_router`, `float32_soft_router`: under `mixed_bfloat16`, a router as it is, in
   float32, against one that computes in bfloat16. (Token choice has neither losses nor
-  noise here, so that nothing else differs. Processors are slow in bfloat16: without an
-  accelerator the batch is a quarter.)
+  noise here, so that nothing else differs.)
+
+Without an accelerator the batch is a quarter.
 
     KERAS_BACKEND=jax python benchmarks/overheads.py --shapes paper
 """
@@ -62,12 +63,12 @@ def training(shapes, *arguments):
 
 def measure(shapes, patience):
     """Time steps with and without. Yields one row per overhead."""
+    shapes = models.quick(shapes)
     losses = {
         "with": training(shapes, token_choice(0.005)),
         "without": training(shapes, token_choice(0.0)),
     }
     yield {"name": "auxiliary_losses", "pass": "fit", **compare(losses, patience)}
-    shapes = models.quick(shapes)
     for name, router in (
         ("float32_router", token_choice(0.0, noise_std=0.0)),
         ("float32_soft_router", ksm.routers.SoftRouter(shapes.num_experts)),

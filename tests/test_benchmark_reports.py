@@ -157,7 +157,7 @@ def test_memory_comes_from_processes_of_their_own(benchmark, monkeypatch):
     def run(command, **kwargs):
         commands.append(command)
         process = memory.subprocess.CompletedProcess(command, 0)
-        process.stdout = '{"weights_mb": 1.0, "peak_mb": 3.0}'
+        process.stdout = '{"weights_mb": 1.0, "peak_mb": 3.0, "on_device": false}'
         return process
 
     monkeypatch.setattr(memory.subprocess, "run", run)
@@ -169,8 +169,8 @@ def test_memory_comes_from_processes_of_their_own(benchmark, monkeypatch):
         "soft_moe_remat",
     ]
     assert all(row["peak_mb"] == 3.0 for row in rows)
-    for command, row in zip(commands, rows, strict=True):
-        assert command[2:4] == ["--variant", row["name"]]
+    asked = {tuple(command[2:4]) for command in commands}
+    assert asked == {("--variant", row["name"]) for row in rows}
 
 
 def test_a_failure_to_train_is_no_figure(benchmark, monkeypatch):
@@ -198,6 +198,14 @@ def test_targets_that_are_missed_are_bold(cells_of):
         ),
         ((layer, "soft-moe-pytorch", "forward", "0.77"), ["", "0.75 (0.50 to 1.25)"]),
     ]
+
+
+def test_a_miss_says_what_the_products_alone_take(cells_of):
+    missed = row(products=1.2, **{"soft-moe-pytorch": 0.9})
+    missed["ms"] |= {"products": 80.0, "soft-moe-pytorch": 100.0}
+    cells = cells_of("Targets", results("torch", layers=[missed]))
+    _, _, _, (_, of_package) = cells.items()
+    assert of_package == ["**0.90 (0.65 to 1.40)**, products 0.80"]
 
 
 def test_scaling_is_as_good_as_its_worst(cells_of):
