@@ -1,8 +1,9 @@
 """Pictures of a study, from its results alone."""
 
+import itertools
 import statistics
 
-from keras_softmoe.study.configurations import TITLES
+from keras_softmoe.study.configurations import ABLATIONS, TITLES
 from keras_softmoe.study.tables import numbers
 from keras_softmoe.visualization.drawing import (
     MARKERS,
@@ -18,6 +19,7 @@ _NAMES = {
     "upstream_accuracy": "upstream accuracy",
     "fine_tuned_accuracy": "fine-tuned accuracy",
 }
+_GRAY = (*ABLATIONS, "identity")
 
 
 def plot_study(results, metric="upstream_accuracy", study="routers"):
@@ -25,8 +27,9 @@ def plot_study(results, metric="upstream_accuracy", study="routers"):
 
     Left: the time of a training step over the dense model's. Right: the operations of
     the whole training. Points are means over the seeds, error bars reach one standard
-    deviation up and down. Each family of routers has a colour and a marker; where it
-    comes in several capacities, the smallest is hollow and a line joins them.
+    deviation up and down. Each family of routers has a colour and a marker, the
+    ablations are grey; where a family comes in several capacities, the smallest is
+    hollow and a line joins them.
 
     Args:
         results: dict, what `study.run_study` returns, or read from its JSON.
@@ -64,12 +67,10 @@ def plot_study(results, metric="upstream_accuracy", study="routers"):
     matplotlib = import_matplotlib()
     figure = new_figure(matplotlib, 9.0, 3.8)
     left, right = figure.subplots(1, 2, sharey=True)
-    styles = {
-        family: (PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)])
-        for index, family in enumerate(TITLES)
-    }
+    markers = dict(zip(TITLES, itertools.cycle(MARKERS)))
+    colors = dict(zip((f for f in TITLES if f not in _GRAY), PALETTE, strict=True))
     for family, row in points.items():
-        color, marker = styles[family]
+        color, marker = colors.get(family, "0.5"), markers[family]
         for ax, cost in ((left, "ratio"), (right, "training_gflop")):
             _draw_family(ax, row, cost, color, marker, TITLES[family])
     left.set_xlabel("time of a training step, dense = 1", fontsize=9)
