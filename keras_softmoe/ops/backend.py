@@ -8,14 +8,20 @@ import keras
 from keras import ops
 
 from keras_softmoe.ops.placement import is_distributed
+from keras_softmoe.ops.softmax import softmax
+
+# Rows of an expert whose products a processor is done with before they pay for a turn.
+_FEW_ROWS = 128
 
 
 def affine(x, kernel, bias):
     """`matmul(x, kernel) + bias`, for one matrix or for a stack of them.
 
     Rows of all images make one matrix: with the images as an axis of their own, XLA's
-    gradient of the kernel takes up to half as long again on a processor. PyTorch adds
-    the bias within the product.
+    gradient of the kernel takes up to half as long again on a processor. There the
+    products of a stack come one after the other, too, if rows are few: XLA takes up to
+    three times as long over the gradients of all at once. PyTorch adds the bias within
+    the product.
 
     Args:
         x: `(..., D)` tensor, or `(E, N, D)` with a stack.
@@ -34,13 +40,19 @@ def affine(x, kernel, bias):
             return torch.baddbmm(bias, x, kernel)
         return torch.nn.functional.linear(x, kernel.T, bias)
     if stacked:
-        return ops.matmul(x, kernel) + bias
+        # Eight are a turn of `in_turns`.
+        many, few_rows = x.shape[0] > 8, x.shape[1] < _FEW_ROWS
+        if many and few_rows and _is_jax_on("cpu") and not is_distributed():
+            products = ops.map(lambda pair: ops.matmul(*pair), (x, kernel))
+        else:
+            products = ops.matmul(x, kernel)
+        return products + bias
     rows = ops.matmul(ops.reshape(x, (-1, x.shape[-1])), kernel) + bias
     return ops.reshape(rows, (*ops.shape(x)[:-1], kernel.shape[-1]))
 
 
 def attend(query, key, value):
-    """`keras.ops.dot_product_attention`, with the softmax in float32.
+    """`keras.ops.dot_product_attention`, with the softmax in float32 at least.
 
     That is what JAX does on accelerators, where it has fused programs. On processors
     plain products are faster; PyTorch has one program for both, for which Keras would
@@ -65,7 +77,8 @@ def attend(query, key, value):
         query = query * query.shape[-1] ** -0.5
         # (B, heads, Q, S)
         logits = ops.matmul(query, ops.transpose(key, (0, 1, 3, 2)))
-        weights = ops.softmax(ops.cast(logits, "float32"))
+        at_least = keras.backend.result_type(logits.dtype, "float32")
+        weights = softmax(ops.cast(logits, at_least))
         means = ops.matmul(ops.cast(weights, value.dtype), value)
     return ops.transpose(means, (0, 2, 1, 3))
 
@@ -97,7 +110,13 @@ def in_turns(fn, operands):
         import torch
 
         # Gradients would be put together from as many parts, which costs more.
-        if rows < 128 or torch.is_grad_enabled() or operands[0].device.type != "cpu":
+        on_processor = operands[0].device.type == "cpu"
+        if (
+            rows < _FEW_ROWS
+            or count <= 4
+            or torch.is_grad_enabled()
+            or not on_processor
+        ):
             return fn(*operands)
         turns = zip(*(x.split(4) for x in operands), strict=True)
         return torch.cat([fn(*turn) for turn in turns])

@@ -10,7 +10,8 @@ from keras_softmoe.ops.assignment import (
     token_choice,
 )
 from keras_softmoe.ops.routing import SlotRouting
-from keras_softmoe.routers.router import Decision, seating_summary, softmax
+from keras_softmoe.ops.softmax import softmax
+from keras_softmoe.routers.router import Decision, seating_summary
 from keras_softmoe.routers.routing_losses import (
     MODALITIES,
     Routed,

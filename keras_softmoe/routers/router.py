@@ -121,16 +121,6 @@ class Router(keras.layers.Layer):
         }
 
 
-def softmax(logits, axis=-1):
-    """Softmax that also takes an axis of size one.
-
-    Keras warns that this gives ones. With a single expert, slot or token it is meant.
-    """
-    if logits.shape[axis] == 1:
-        return ops.ones_like(logits)
-    return ops.softmax(logits, axis=axis)
-
-
 def seating_summary(token, filled, num_tokens, valid=None):
     """`load` and `dropped` of a seating, as `Decision.summary` describes them."""
     seats = ops.cast(filled, "float32")

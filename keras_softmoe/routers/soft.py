@@ -5,7 +5,8 @@ from keras import ops
 
 from keras_softmoe.ops.placement import assemble, report_built
 from keras_softmoe.ops.routing import DenseRouting
-from keras_softmoe.routers.router import Decision, Router, softmax
+from keras_softmoe.ops.softmax import softmax
+from keras_softmoe.routers.router import Decision, Router
 
 # Added to squared norms, as in the released code. The paper's listing adds the same
 # number to the norm itself, which has no gradient at an all-zero token (padding).

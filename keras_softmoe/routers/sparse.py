@@ -6,7 +6,8 @@ from keras import ops
 from keras_softmoe.ops.capacity import expert_capacity
 from keras_softmoe.ops.losses import z_loss
 from keras_softmoe.ops.routing import SlotRouting
-from keras_softmoe.routers.router import Decision, Router, seating_summary, softmax
+from keras_softmoe.ops.softmax import softmax
+from keras_softmoe.routers.router import Decision, Router, seating_summary
 
 
 class SparseRouter(Router):

@@ -11,8 +11,8 @@ from keras_softmoe.ops.assignment import (
 )
 from keras_softmoe.ops.largest import top_indices
 from keras_softmoe.ops.losses import gshard_loss, importance_loss, load_loss
+from keras_softmoe.ops.softmax import softmax
 from keras_softmoe.ops.transport import sinkhorn_plan
-from keras_softmoe.routers.router import softmax
 from keras_softmoe.routers.sparse import SparseRouter
 
 

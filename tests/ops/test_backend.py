@@ -42,8 +42,9 @@ def test_affine(leading):
         assert_same(affine, lambda *a: ops.matmul(*a[:2]) + a[2], (x, kernel, bias))
 
 
-def test_affine_of_stacks():
-    arrays = normal(4, 5, 3), normal(4, 3, 7), normal(4, 1, 7)
+@pytest.mark.parametrize("count", [4, 11])
+def test_affine_of_stacks(count):
+    arrays = normal(count, 5, 3), normal(count, 3, 7), normal(count, 1, 7)
     expected = np.einsum("end,edh->enh", *arrays[:2]) + arrays[2]
     np.testing.assert_allclose(
         to_numpy(affine(*arrays)), expected, rtol=1e-5, atol=1e-5
@@ -57,6 +58,12 @@ def test_affine_in_half_precision():
     assert keras.backend.standardize_dtype(found.dtype) == "bfloat16"
     x, kernel, bias = map(to_numpy, arrays)
     np.testing.assert_allclose(to_numpy(found), x @ kernel + bias, rtol=0.02, atol=0.05)
+
+
+def test_attend_to_one_token():
+    query, key, value = normal(2, 3, 2, 4), normal(2, 1, 2, 4), normal(2, 1, 2, 4)
+    found = to_numpy(attend(query, key, value))
+    np.testing.assert_allclose(found, np.repeat(value, 3, axis=1), rtol=1e-6)
 
 
 def test_attend():
