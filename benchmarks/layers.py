@@ -3,8 +3,9 @@
 Each layer takes turns with
 
 - a dense MLP with as many multiply-adds (its hidden width is chosen so),
-- the layer's matrix products alone: operands of the same shapes, each laid out as its
-  product likes it best, nothing in between, and
+- the layer's matrix products alone (`keras.ops.matmul` and, backward, the two products
+  that differentiation makes of each): operands of the same shapes, nothing in between,
+  and
 - for a soft layer on PyTorch, the layers of other packages (see `rivals.py`).
 
 Then the two ways to the experts take turns, gathering rows and multiplying with one-hot
@@ -55,15 +56,18 @@ LONG_SHAPES = {
 }
 
 _routers = ksm.routers
+# Functions: a router with noise takes memory of the device as soon as it is there.
 ROUTERS = {
-    "soft_128x1": _routers.SoftRouter(128),
-    "soft_32x6": _routers.SoftRouter(32, slots_per_expert=6),
-    "token_choice": _routers.SoftmaxTokenChoiceRouter(32, priority="max"),
-    "expert_choice": _routers.SoftmaxExpertChoiceRouter(32),
-    "sinkhorn_token_choice": _routers.SinkhornTokenChoiceRouter(32, priority="max"),
-    "sinkhorn_expert_choice": _routers.SinkhornExpertChoiceRouter(32),
-    "sparse_transport": _routers.SparseTransportExpertChoiceRouter(32),
-    "identity": _routers.IdentityRouter(32),
+    "soft_128x1": lambda: _routers.SoftRouter(128),
+    "soft_32x6": lambda: _routers.SoftRouter(32, slots_per_expert=6),
+    "token_choice": lambda: _routers.SoftmaxTokenChoiceRouter(32, priority="max"),
+    "expert_choice": lambda: _routers.SoftmaxExpertChoiceRouter(32),
+    "sinkhorn_token_choice": lambda: _routers.SinkhornTokenChoiceRouter(
+        32, priority="max"
+    ),
+    "sinkhorn_expert_choice": lambda: _routers.SinkhornExpertChoiceRouter(32),
+    "sparse_transport": lambda: _routers.SparseTransportExpertChoiceRouter(32),
+    "identity": lambda: _routers.IdentityRouter(32),
 }
 
 # Those that there are targets for.
@@ -158,7 +162,7 @@ def inputs_of(shapes):
 def measure(names, shapes, patience, dispatcher="auto", jit_compile=False):
     """Time the named layers. Yields one row per layer and pass."""
     for name in names:
-        layers, inputs = competitors(ROUTERS[name], shapes, dispatcher)
+        layers, inputs = competitors(ROUTERS[name](), shapes, dispatcher)
         yield from both_passes(name, layers, inputs, patience, jit_compile)
         # The experts of the next layer need the room.
         del layers
@@ -169,7 +173,7 @@ def measure_dispatch(names, shapes, patience, jit_compile=False):
     """Time gathering beside multiplying. Yields one row per layer and pass."""
     for name in names:
         layers = {
-            dispatcher: moe_layer(ROUTERS[name], shapes, dispatcher)
+            dispatcher: moe_layer(ROUTERS[name](), shapes, dispatcher)
             for dispatcher in ("gather", "einsum")
         }
         products = product_shapes(

@@ -62,10 +62,11 @@ def markdown(results):
         "# Results of the benchmarks",
         "Made by `make bench`. A ratio is our time divided by a rival's in the same "
         "round of turns, so under 1 is faster: the median over the rounds, and the "
-        "least and the largest in parentheses.",
+        "least and the largest of three rounds or more in parentheses.",
         "## Targets",
-        "**Bold** misses the target; *products* beside it is what our matrix products "
-        "alone take of the rival's time. Targets are for the sizes of the paper.",
+        "**Bold** misses the target as printed; *products* beside it is what our "
+        "matrix products alone take of the rival's time. Targets are for the sizes of "
+        "the paper.",
         targets_table(results),
         "## Everything that was timed",
         "Milliseconds of ours (median), and the ratio.",
@@ -129,7 +130,8 @@ def wanted_text(at_most):
     """The target, with the backends if it depends on them."""
     if not isinstance(at_most, dict):
         return f"{at_most:.2f}"
-    return ", ".join(f"{BACKENDS[b]} {ratio:.2f}" for b, ratio in at_most.items())
+    texts = [f"{BACKENDS[b]} {ratio:.2f}" for b, ratio in at_most.items()]
+    return ", ".join(texts) or "none"
 
 
 def target_cell(target, kind, result):
@@ -138,11 +140,10 @@ def target_cell(target, kind, result):
     for row in result.rows(target.section):
         if target.name in (None, row["name"]) and row["pass"] == kind:
             rivals = row["ratios"] if target.rival is None else [target.rival]
-            found += [(row, name) for name in rivals if name in row["ratios"]]
+            found += [row["ratios"][name] for name in rivals if name in row["ratios"]]
     if not found:
         return ""
-    row, rival = max(found, key=lambda pair: pair[0]["ratios"][pair[1]]["median"])
-    ratio = row["ratios"][rival]
+    ratio = max(found, key=lambda ratio: ratio["median"])
     at_most = target.at_most
     if isinstance(at_most, dict):
         at_most = at_most.get(result.backend, float("inf"))
@@ -151,9 +152,9 @@ def target_cell(target, kind, result):
     if round(ratio["median"], 2) <= round(at_most, 2):
         return text
     text = f"**{text}**"
-    if "products" in row["ms"] and rival != "products":
+    if "products" in ratio:
         # A layer that multiplies these matrices can hardly do better.
-        text += f", products {row['ms']['products'] / row['ms'][rival]:.2f}"
+        text += f", products {ratio['products']:.2f}"
     return text
 
 

@@ -109,7 +109,8 @@ def wait(values):
 def fit_step(model, inputs, targets):
     """One step of `fit`, as a function without arguments.
 
-    That is an epoch of one batch, so what Keras does around a step counts too.
+    Without its input pipeline: TensorFlow's would tune itself anew for each epoch of
+    one batch, and waits for that longer than the step takes.
 
     Args:
         model: A compiled `keras.Model`.
@@ -118,9 +119,7 @@ def fit_step(model, inputs, targets):
     """
 
     def run():
-        model.fit(
-            inputs, targets, batch_size=len(inputs), epochs=1, shuffle=False, verbose=0
-        )
+        model.train_on_batch(inputs, targets)
         wait([v.value for v in model.trainable_variables])
 
     return run
@@ -182,7 +181,8 @@ def summarize(first_call, seconds, ours, rivals):
 
     Returns:
         A dict of plain values: `ours`, `rounds`, `ms` and `first_call_s` (by name), and
-        `ratios` (by rival: `median`, `min`, `max`).
+        `ratios` (by rival: `median`, `min`, `max`, and the median of `"products"`, if
+        they take part, over the rival as `products`).
     """
     names = [ours, *rivals]
     ratios = {}
@@ -194,6 +194,10 @@ def summarize(first_call, seconds, ours, rivals):
             "min": min(of_rounds),
             "max": max(of_rounds),
         }
+        if "products" in rivals and rival != "products":
+            pairs = zip(seconds["products"], seconds[rival], strict=True)
+            limit = statistics.median(least / theirs for least, theirs in pairs)
+            ratios[rival]["products"] = limit
     return {
         "ours": ours,
         "rounds": len(seconds[ours]),

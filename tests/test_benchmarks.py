@@ -79,7 +79,7 @@ def test_every_layer_is_reported_in_both_passes(layers, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["soft_32x6", "token_choice"])
 def test_the_dense_mlp_costs_as_much_as_the_products(layers, name):
     shapes = layers.Shapes(images=8, tokens=16, width=8, mlp_dim=64)
-    competitors, inputs = layers.competitors(layers.ROUTERS[name], shapes, "auto")
+    competitors, inputs = layers.competitors(layers.ROUTERS[name](), shapes, "auto")
     products = layers.product_shapes(competitors["layer"], *inputs.shape)
     dense = 2 * inputs.size * competitors["dense"].mlp_dim
     assert dense == pytest.approx(layers.multiply_adds(products), rel=0.02)
