@@ -2,7 +2,7 @@
 Title: Six routers head to head
 Author: keras_softmoe authors
 Date created: 2026/11/20
-Last modified: 2026/11/20
+Last modified: 2026/11/21
 Description: The router study in small: one model, one set of images, many routers.
 Accelerator: None
 """
@@ -24,9 +24,9 @@ KERAS_BACKEND=torch python -m keras_softmoe.study --scale small --output results
 That is 50 models with three seeds each, some seven hours of one core: an evening on
 two, if one process is given `--seeds 0` and another `--seeds 1 2`. `--studies routers`
 compares the routers alone, with 17 of the models. On one core PyTorch is faster than
-JAX here, and compiles nothing. `--scale smoke` shows in a minute that all of it runs,
-and learns nothing. `--scale full` is the paper's B/32 on ImageNet, for those who have
-the hardware.
+JAX here, and compiles nothing. What came out is in `studies/small` of the repository.
+`--scale smoke` shows in a few minutes that all of it runs, and learns nothing.
+`--scale full` is the paper's B/32 on ImageNet, for those who have the hardware.
 
 This guide does the same step by step, from Python.
 

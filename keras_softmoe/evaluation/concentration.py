@@ -67,7 +67,8 @@ class Concentration(NamedTuple):
             ValueError: if it is not such a share.
         """
         _check_share(share)
-        first = round(share * NUM_BINS)
+        # The last bin ends at one, which all weights together reach.
+        first = min(round(share * NUM_BINS), NUM_BINS - 1)
         return self.counts[:, first:].sum(axis=1) / self.counts.sum(axis=1)
 
     def needed(self, share=0.9, part=0.5):

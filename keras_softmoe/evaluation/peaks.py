@@ -1,5 +1,6 @@
 """How near routing weights come to one-hot vectors, model by model."""
 
+import gc
 from typing import NamedTuple
 
 import keras
@@ -55,7 +56,7 @@ def peak_sweep(
         make_model: callable from `(value, normalize, seed)` to a model as
             `soft_statistics` takes it, trained or not. `normalize` is for its
             `SoftRouter`, the value its width, or the learning rate of its training. All
-            models have the same blocks.
+            models have as many blocks.
         values: sequence of different numbers.
         data: as in `soft_statistics`, but not an iterator, which could be read once
             only.
@@ -71,7 +72,7 @@ def peak_sweep(
 
     Raises:
         ValueError: if there is nothing to sweep, `data` can be read only once, the
-            models differ in their blocks, or `soft_statistics` refuses one.
+            models differ in their number of blocks, or `soft_statistics` refuses one.
 
     Source: Soft MoE, appendix E (figures 13 and 14).
 
@@ -107,16 +108,20 @@ def peak_sweep(
         mode, index, seed = place
         model = make_model(values[index].item(), bool(normalize[mode]), seed)
         statistics = soft_statistics(model, data, batch_size, preprocessor, verbose=0)
+        # By their number: Keras counts on when it names the layers of the next model.
         blocks = tuple(statistics) if blocks is None else blocks
-        if blocks != tuple(statistics):
+        if len(blocks) != len(statistics):
             raise ValueError(
-                "All models must have the same blocks with soft routers. Received: "
+                "All models must have as many blocks with soft routers. Received: "
                 f"blocks {blocks} of the first one, then {tuple(statistics)} at "
                 f"{values[index]}."
             )
         peaks[place] = [(s.dispatch_peak, s.combine_peak) for s in statistics.values()]
         if score is not None:
             scores[place] = score(model)
+        # Models refer to themselves, and the next one needs the room.
+        del model, statistics
+        gc.collect()
         bar.update(done)
     # (M, V, R, L, 2)
     found = np.array(list(peaks.values())).reshape(*shape, len(blocks), 2)

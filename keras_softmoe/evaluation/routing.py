@@ -17,19 +17,22 @@ class RoutingMaps(NamedTuple):
     Attributes:
         dispatch: `(B, rows, columns, E, C)` float32 array, how much of each patch goes
             into slot `c` of expert `e`. Soft routers: weights that sum to one over the
-            tokens of the image. Sparse routers: 1 where the patch sits in the slot,
+            tokens of the group. Sparse routers: 1 where the patch sits in the slot,
             else 0.
         combine: `(B, rows, columns, E, C)` float32 array, how much of that slot's
             output each patch receives.
         images: `(B, height, width, channels)` float32 array, the images as the model
             saw them, in `[-1, 1]`.
         layer: int, the block.
+        group_tokens: int, tokens of a group, those of an image unless images are routed
+            together.
     """
 
     dispatch: np.ndarray
     combine: np.ndarray
     images: np.ndarray
     layer: int
+    group_tokens: int
 
 
 def routing_maps(model, images, layer=None, preprocessor=None):
@@ -70,12 +73,13 @@ def routing_maps(model, images, layer=None, preprocessor=None):
     # Tokens of an image, then of a group.
     num_tokens = model.output["sequence_output"].shape[1]
     group_images = model.group_images or len(images)
-    dense = to_dense(routing, num_tokens * group_images)
+    group_tokens = num_tokens * group_images
+    dense = to_dense(routing, group_tokens)
     dispatch, combine = (
         _to_patches(weights, num_tokens, model.patch_grid)[: len(images)]
         for weights in dense
     )
-    return RoutingMaps(dispatch, combine, images, layer)
+    return RoutingMaps(dispatch, combine, images, layer, group_tokens)
 
 
 def main_experts(maps):

@@ -145,7 +145,7 @@ def _statements(results):
     yield (
         "Sinkhorn helps token choice more than expert choice",
         "router study, section 3.2",
-        {"gain of token choice - of expert choice": _sinkhorn_gains(by_capacity)},
+        _sinkhorn_gains(by_capacity),
     )
     yield (
         "Every mixture of experts is better than the dense model",
@@ -162,7 +162,7 @@ def _statements(results):
         {"soft / uniform - uniform / soft": {"soft_uniform": 1, "uniform_soft": -1}},
     )
     one = by_capacity.get("soft", {}).get(1)
-    fixed = [name for name in routers if name in _FIXED_ROUTING]
+    fixed = [n for n in routers if _known(results, n, "family") in _FIXED_ROUTING]
     yield (
         "Identity and uniform are between the dense model and Soft MoE",
         "Soft MoE, section 3.6 and table 3",
@@ -189,7 +189,7 @@ def _statements(results):
         },
     )
     yield (
-        "The same experts are better in the last half of the layers than in one",
+        "The same experts are best in the last few layers",
         "Soft MoE, appendix D and tables 5 to 7",
         _placement(results),
     )
@@ -218,15 +218,20 @@ def _mean_minus_mean(above, below):
 
 
 def _sinkhorn_gains(by_capacity):
-    contrast = {}
-    for factor in (1, 2):
-        for sign, kind in ((1, "token"), (-1, "expert")):
+    gains = {}
+    for kind in ("token", "expert"):
+        gains[kind] = gain = {}
+        for factor in (1, 2):
             for way, affinity in ((1, "sinkhorn"), (-1, "softmax")):
                 name = by_capacity.get(f"{affinity}_{kind}_choice", {}).get(factor)
                 if name is None:
-                    return None
-                contrast[name] = sign * way / 2
-    return contrast
+                    return {}
+                gain[name] = way / 2
+    return {
+        "gain of token choice": gains["token"],
+        "gain of token choice - of expert choice": gains["token"]
+        | {name: -factor for name, factor in gains["expert"].items()},
+    }
 
 
 def _one_slot(results):
@@ -254,30 +259,34 @@ def _more_slots(results):
         return {}
     expert, soft = gains
     return {
+        "gain of expert choice": {expert[-1]: 1, expert[0]: -1},
         "gain of expert choice - of soft": {
             expert[-1]: 1,
             expert[0]: -1,
             soft[-1]: -1,
             soft[0]: 1,
-        }
+        },
     }
 
 
 def _placement(results):
     contrasts = {}
     num_layers = results["scale"]["num_layers"]
-    half = max(num_layers // 2, 1)
+    # A third is where the paper's models have about as many experts as tokens.
+    few = max(num_layers // 3, 2)
     for family in ("soft", "softmax_token_choice", "softmax_expert_choice"):
         at = {
             tuple(_known(results, name, "moe_layers")): name
             for name in _of_family(results, "placement", family)
         }
-        many = at.get(tuple(range(num_layers - half, num_layers)))
-        one = at.get((num_layers - 1,))
-        if many and one and many != one:
-            contrasts[f"{_title(results, many)} - {_title(results, one)}"] = {
-                many: 1,
-                one: -1,
+        last = at.pop(tuple(range(num_layers - few, num_layers)), None)
+        if last is not None:
+            contrasts |= {
+                f"{_title(results, last)} - {_title(results, name)}": {
+                    last: 1,
+                    name: -1,
+                }
+                for name in at.values()
             }
     return contrasts
 

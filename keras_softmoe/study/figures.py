@@ -4,7 +4,7 @@ import itertools
 import statistics
 
 from keras_softmoe.study.configurations import ABLATIONS, TITLES
-from keras_softmoe.study.tables import numbers
+from keras_softmoe.study.tables import finished_seeds, numbers
 from keras_softmoe.visualization.drawing import (
     MARKERS,
     PALETTE,
@@ -22,8 +22,8 @@ _NAMES = {
 _GRAY = (*ABLATIONS, "identity")
 
 
-def plot_study(results, metric="upstream_accuracy", study="routers"):
-    """Show accuracy against what training costs.
+def plot_study(results, metric="upstream_accuracy"):
+    """Show the accuracy of the routers against what training costs.
 
     Left: the time of a training step over the dense model's. Right: the operations of
     the whole training. Points are means over the seeds, error bars reach one standard
@@ -35,13 +35,12 @@ def plot_study(results, metric="upstream_accuracy", study="routers"):
         results: dict, what `study.run_study` returns, or read from its JSON.
         metric: str, `"upstream_accuracy"`, `"fine_tuned_accuracy"`, or `"10-shot"` and
             the like.
-        study: str, one of the studies in it.
 
     Returns:
         `matplotlib.figure.Figure`.
 
     Raises:
-        ValueError: if the results hold no such numbers of such a study.
+        ValueError: if the results hold no such numbers of the study `"routers"`.
         ImportError: if matplotlib is missing.
 
     Source: router study, figures 1 and 2.
@@ -53,16 +52,16 @@ def plot_study(results, metric="upstream_accuracy", study="routers"):
     """
     shots = [f"{count}-shot" for count in results["scale"]["shots"]]
     accepted = [*_NAMES, *shots]
-    if metric not in accepted or study not in results["studies"]:
+    if metric not in accepted or "routers" not in results["studies"]:
         raise ValueError(
-            f"Metrics are {accepted}, studies {list(results['studies'])}. Received: "
-            f"metric={metric!r}, study={study!r}."
+            f"Metrics are {accepted}, and the study must be 'routers'. Received: "
+            f"metric={metric!r}, studies={list(results['studies'])}."
         )
-    points = _points(results, study, metric)
+    points = _points(results, metric)
     if not points:
         raise ValueError(
             "No model of this study is finished, or all have diverged. Received: "
-            f"metric={metric!r}, study={study!r}."
+            f"metric={metric!r}."
         )
     matplotlib = import_matplotlib()
     figure = new_figure(matplotlib, 9.0, 3.8)
@@ -82,7 +81,7 @@ def plot_study(results, metric="upstream_accuracy", study="routers"):
     as_percentages(matplotlib, left.yaxis)
     handles, names = left.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right center", fontsize=8)
-    count = len(results["scale"]["seeds"])
+    count = len(finished_seeds(results))
     title = f"Scale {results['scale']['name']}, {count} seed{'s' * (count > 1)}"
     if any(len(row) > 1 for row in points.values()):
         title += "; hollow: the fewest slots per token"
@@ -90,10 +89,10 @@ def plot_study(results, metric="upstream_accuracy", study="routers"):
     return figure
 
 
-def _points(results, study, metric):
+def _points(results, metric):
     """Family -> list of dicts with both costs, mean and spread."""
     points = {}
-    for name in results["studies"][study]:
+    for name in results["studies"]["routers"]:
         found = numbers(results, name, metric)
         if not found:
             continue

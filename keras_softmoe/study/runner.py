@@ -56,8 +56,8 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
           in turn, and their ratio; `"cells"`, seconds.
 
     Raises:
-        ValueError: if there is no such study, the directory is of another scale, or
-            the scale lacks a seed.
+        ValueError: if there is no such study, the directory is of another scale or
+            backend or holds a damaged file, or the scale lacks a seed.
 
     Source: router study, section 3; Soft MoE, sections 3.4 to 3.6 and appendices A, C
     and D.
@@ -77,7 +77,13 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
     files = _Files(directory, scale)
     models = {name: c for study in chosen.values() for name, c in study.items()}
     cells = [(name, seed) for seed in seeds for name in models]
+    # What is damaged is found now, not after the training of the others.
+    gather(scale, directory, studies)
+    files.keep_to_one_backend()
     missing = [cell for cell in cells if not files.cell(*cell).exists()]
+    for cell in set(cells) - set(missing):
+        # Left by a process that was stopped when its cell was written.
+        shutil.rmtree(files.backup(*cell), ignore_errors=True)
     if missing:
         task = upstream_task(scale, files.images)
         _train(scale, models, missing, task, files, verbose)
@@ -140,9 +146,11 @@ def write_json(path, content):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    aside.write_text(
-        json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8"
-    )
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=1, allow_nan=False) + "\n")
+        file.flush()
+        # Or a machine that loses power may keep the name and lose the content.
+        os.fsync(file.fileno())
     aside.replace(path)
 
 
@@ -215,6 +223,19 @@ class _Files:
                 f"differs in {differ}."
             )
 
+    def keep_to_one_backend(self):
+        """Refuse to go on with another backend: last digits would differ."""
+        backend = keras.backend.backend()
+        known = self.directory / "backend.json"
+        if not known.exists():
+            write_json(known, backend)
+        if _read(known) != backend:
+            raise ValueError(
+                "A directory holds the cells of one backend. Name another directory, "
+                f"or set KERAS_BACKEND={_read(known)}. Received: "
+                f"directory='{self.directory}', backend '{backend}'."
+            )
+
     def configuration(self, name):
         return self.directory / "configurations" / f"{name}.json"
 
@@ -226,7 +247,12 @@ class _Files:
 
 
 def _read(path):
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"'{path}' is damaged ({error}). Delete it: what it held is made again."
+        ) from error
 
 
 def _machine():

@@ -196,7 +196,8 @@ FULL = Scale(
     pooling="token",
     num_experts=32,
     group_images=8,
-    expert_counts=(8, 32, 50),
+    # Of 50 tokens, so that there are 50 slots each time.
+    expert_counts=(5, 10, 25, 50),
     capacities=(1, 2, 4),
     placed_experts=128,
     batch_size=4096,

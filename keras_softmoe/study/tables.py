@@ -6,9 +6,10 @@ from keras_softmoe.study.claims import METRICS, claims, value
 from keras_softmoe.study.configurations import STUDIES
 
 _NONE = "–"
+_NAMED = {"keras": "Keras ", "python": "Python "}
 _VERDICTS = {
     "yes": "appears",
-    "no": "does not: the opposite appears",
+    "no": "does not appear, a difference is clearly the other way",
     "open": "within the noise",
     "not run": "not run",
 }
@@ -151,12 +152,14 @@ def _setup(results):
     count = sum(len(cells) for cells in results["cells"].values())
     data = scale["tfds"] or "synthetic letters and signs (`datasets.glyphs`)"
     images = scale["epochs"] * scale["steps_per_epoch"] * scale["batch_size"]
-    machine = ", ".join(times["machine"].values()) or "no machine yet"
+    machine = times["machine"] or {"backend": "no machine yet"}
+    machine = ", ".join(_NAMED.get(n, "") + text for n, text in machine.items())
     rates = ", ".join(f"{rate:g}" for rate in scale["learning_rates"])
     layers, dim, mlp_dim = (scale[n] for n in ("num_layers", "hidden_dim", "mlp_dim"))
     return (
-        f"{count} trainings, seeds {', '.join(map(str, scale['seeds']))}; "
-        f"{seconds / 3600:.1f} hours of work, one after the other ({machine}).\n\n"
+        f"{count} trainings, seeds {', '.join(finished_seeds(results))}; the "
+        f"processes that finished them ran for {seconds / 3600:.1f} hours in sum "
+        f"({machine}; time before an interruption is not counted).\n\n"
         f"All are a ViT of {layers} blocks, {dim} wide, MLPs and experts {mlp_dim} "
         f"wide, patches of {scale['patch_size']} pixels in images of "
         f"{scale['image_size']}; where nothing else is said every second block has "
@@ -176,8 +179,15 @@ def _setup(results):
 def _reading(results):
     return (
         f"Differences in percentage points, taken within each of "
-        f"{len(results['scale']['seeds'])} seeds; ± is the standard error of their "
+        f"{len(finished_seeds(results))} seeds; ± is the standard error of their "
         "mean. *Appears*: all differences are above two standard errors. With so few "
         "seeds that is weak evidence: the error itself is uncertain, and many "
-        "differences are looked at."
+        "differences are looked at. One scale shows what happens at that scale: it "
+        "neither proves nor refutes what the papers found at another."
     )
+
+
+def finished_seeds(results):
+    """Seeds of which something is finished, sorted, as strings."""
+    found = {seed for cells in results["cells"].values() for seed in cells}
+    return sorted(found, key=int)

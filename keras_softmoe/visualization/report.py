@@ -1,5 +1,7 @@
 """Everything that can be shown of the routing of a model, on one page."""
 
+from pathlib import Path
+
 import keras
 import numpy as np
 
@@ -52,8 +54,8 @@ def routing_report(
         images: `(N, height, width, channels)` array, as the model or its preprocessor
             takes it. For a user's model any data that `evaluation.soft_statistics`
             takes and that can be read twice.
-        path: str or path of the file. What is there is replaced when the page is
-            complete.
+        path: str or path of the file. Its directory is made. What is there is replaced
+            when the page is complete.
         captions: for a LIMoE `N` str or `(N, sequence_length)` ints, routed together
             with the images.
         labels: optional `(N,)` int array, classes of the images. A `ViTMoEBackbone` or
@@ -87,6 +89,7 @@ def routing_report(
     PosixPath('report.html')
     """
     import_matplotlib()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     backbone, preprocessor = backbone_of(model, preprocessor)
     routers = all_routers(backbone)
     page = Page(f"How {model.name} routes" if title is None else title)

@@ -50,9 +50,9 @@ def plot_slots(model, images, layer=None, slots=6, preprocessor=None):
     matplotlib = import_matplotlib()
     maps = routing_maps(model, images, layer, preprocessor)
     chosen = _chosen_slots(maps.dispatch, slots)
-    num_patches = maps.dispatch[0, ..., 0, 0].size
-    # (slots, B, rows, columns), 1 if a slot took all patches alike
-    shares = np.stack([maps.dispatch[..., e, c] for e, c in chosen]) * num_patches
+    # (slots, B, rows, columns), 1 if a slot took all tokens alike
+    shares = np.stack([maps.dispatch[..., e, c] for e, c in chosen])
+    shares *= maps.group_tokens
     # A few extreme shares must not make the others invisible.
     top = max(np.quantile(shares[shares > 0], 0.995) if shares.any() else 0, 1.25)
     scale = matplotlib.colors.Normalize(1, top)
@@ -78,7 +78,9 @@ def plot_slots(model, images, layer=None, slots=6, preprocessor=None):
     )
     bar.ax.set_facecolor(str(_DIMMED / 2))
     bar.ax.tick_params(labelsize=8)
-    bar.set_label(f"dispatch weight, in even shares (1/{num_patches})", fontsize=9)
+    bar.set_label(
+        f"dispatch weight, in even shares (1/{maps.group_tokens})", fontsize=9
+    )
     figure.suptitle(f"What slots take in, block {maps.layer}", fontsize=11)
     return figure
 

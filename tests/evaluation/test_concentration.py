@@ -93,6 +93,8 @@ def test_a_uniform_average_is_a_straight_line():
     np.testing.assert_allclose(found.mean, [0.2, 0.4, 0.6, 0.8, 1.0], atol=1e-6)
     np.testing.assert_array_equal(found.reached(0.6), [0, 0, 1, 1, 1])
     assert found.needed(0.6) == 3
+    # Shares closer to one than the width of a bin.
+    assert found.needed(0.9996) == 5
     assert found.needed(0.601) == 4
 
 

@@ -1,5 +1,7 @@
 """Largest weights of several models, against maxima taken one by one."""
 
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -80,9 +82,26 @@ def test_nothing_to_sweep(arguments, message):
 
 def test_models_that_differ_in_their_blocks():
     def make(value, normalize, seed):
-        inputs = keras.Input((4, 6))
-        layer = layers.SoftMoE(2, 8, name=f"block_{value:g}")
-        return keras.Model(inputs, layer(inputs))
+        inputs = outputs = keras.Input((4, 6))
+        for block in range(1 + (value == 3)):
+            outputs = layers.SoftMoE(2, 8, name=f"block_{block}")(outputs)
+        return keras.Model(inputs, outputs)
 
-    with pytest.raises(ValueError, match=r"\('block_1',\).*\('block_3',\) at 3"):
+    match = r"\('block_0',\) of the first one, then \('block_0', 'block_1'\) at 3"
+    with pytest.raises(ValueError, match=match):
         evaluation.peak_sweep(make, VALUES, DATA, verbose=0)
+
+
+def test_models_whose_layers_keras_names():
+    """Every model has other names then, and lives until its successor is made."""
+    alive = []
+
+    def make(value, normalize, seed):
+        assert not [model for model in alive if model() is not None]
+        inputs = keras.Input((4, 6))
+        model = keras.Model(inputs, layers.SoftMoE(2, 8)(inputs))
+        alive.append(weakref.ref(model))
+        return model
+
+    sweep = evaluation.peak_sweep(make, VALUES, DATA, verbose=0)
+    assert sweep.dispatch.shape[-1] == len(sweep.blocks) == 1

@@ -96,7 +96,7 @@ def test_main_experts():
         ]
     )[None, None]
     dispatch = (combine > 0).astype("float32")
-    maps = RoutingMaps(dispatch, combine, np.zeros((1, 4, 12, 3)), 0)
+    maps = RoutingMaps(dispatch, combine, np.zeros((1, 4, 12, 3)), 0, 3)
     assert main_experts(maps).tolist() == [[[1, 0, -1]]]
 
 

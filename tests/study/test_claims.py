@@ -97,17 +97,49 @@ def test_differences_are_taken_within_seeds():
     expected = {
         TOKEN: soft - expert,
         EXPERT: expert - token,
-        SINKHORN: gain[0] - gain[1],
+        SINKHORN: gain[0],
         DISPATCH: table("soft_uniform")[:, 0] - table("uniform_soft")[:, 0],
     }
     for index, by_seed in expected.items():
-        (difference,) = claims[index].differences["upstream_accuracy"]
+        difference = claims[index].differences["upstream_accuracy"][0]
         assert difference.seeds == 3
         np.testing.assert_allclose(difference.mean, by_seed.mean(), atol=1e-12)
         error = by_seed.std(ddof=1) / np.sqrt(3)
         np.testing.assert_allclose(difference.error, error, atol=1e-12)
-        (half,) = claims[index].differences["10-shot"]
+        half = claims[index].differences["10-shot"][0]
         np.testing.assert_allclose(half.mean, by_seed.mean() / 2, atol=1e-12)
+
+    both = claims[SINKHORN].differences["upstream_accuracy"][1]
+    np.testing.assert_allclose(both.mean, (gain[0] - gain[1]).mean(), atol=1e-12)
+
+
+def changed(names, by):
+    def accuracy(name, seed):
+        return as_the_papers(name, seed) + by * name.startswith(names)
+
+    return found(accuracy)
+
+
+def test_to_hurt_less_is_no_help():
+    claim = changed("sinkhorn_", -0.2)[SINKHORN]
+    assert claim.verdict("upstream_accuracy") == "no"
+    names = ("softmax_expert_choice_c4", "soft_16s")
+    claim = changed(names, -0.2)[MORE]
+    assert claim.verdict("upstream_accuracy") == "no"
+
+
+def test_the_last_layers_beat_those_that_are_spread():
+    claim = changed("softmax_token_choice_k1_32e_bpr", 0.2)[PLACE]
+    assert claim.verdict("upstream_accuracy") == "no"
+
+
+def test_the_claims_of_all_scales():
+    """A scale can give models other names, and has other layers."""
+    for scale in (study.SMOKE, study.SMALL, study.FULL):
+        for claim in found(scale=scale):
+            assert claim.verdict("10-shot") != "not run", (scale.name, claim.text)
+        between = found(scale=scale)[BETWEEN].differences["10-shot"]
+        assert len(between) == 4
 
 
 def test_two_standard_errors_decide():

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -67,7 +69,8 @@ def test_results(uninterrupted):
     assert dense["dropped"] is None and dense["imbalance"] is None
     assert all(t["ratio"] > 0 for t in results["times"]["steps"].values())
     left = {path.name for path in directory.iterdir()}
-    assert left == {"scale.json", "images", "cells", "configurations", "backup"}
+    folders = {"images", "cells", "configurations", "backup"}
+    assert left == {"scale.json", "backend.json", *folders}
     assert not list((directory / "backup").iterdir())
 
 
@@ -125,6 +128,40 @@ def test_models_that_diverge(tmp_path, monkeypatch):
     found, times = cells.train_cell(diverges, models["dense"], 0, task, tmp_path)
     assert found == {"diverged": True}
     assert times["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    "part", ["cells/dense_seed4.json", "configurations/dense.json", "scale.json"]
+)
+def test_damaged_files_are_found_before_anything_is_trained(
+    part, uninterrupted, tmp_path, monkeypatch
+):
+    directory = copied(uninterrupted, tmp_path)
+    (directory / part).write_text("")
+    (directory / "cells" / "soft_4s_seed4.json").unlink()
+    monkeypatch.setattr(runner, "train_cell", None)
+    with pytest.raises(ValueError, match=f"{part}' is damaged.*Delete it"):
+        run(directory)
+
+
+def test_a_directory_of_another_backend(uninterrupted, tmp_path):
+    directory = copied(uninterrupted, tmp_path)
+    (directory / "backend.json").write_text('"another"')
+    with pytest.raises(ValueError, match="one backend.*KERAS_BACKEND=another"):
+        run(directory)
+
+
+def test_backups_of_finished_cells_go(uninterrupted, tmp_path):
+    directory = copied(uninterrupted, tmp_path)
+    left = directory / "backup" / "dense_seed4"
+    left.mkdir(parents=True)
+    (left / "training.h5").write_bytes(b"1")
+    run(directory)
+    assert not left.exists()
+
+
+def copied(uninterrupted, tmp_path):
+    return Path(shutil.copytree(uninterrupted[0], tmp_path / "copy"))
 
 
 def test_a_directory_of_another_scale(tmp_path):

@@ -1,12 +1,16 @@
 """Tables, text and figures of made-up results."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from keras_softmoe import evaluation, study
 from keras_softmoe.study import __main__ as command_line
 from tests.study import made_up
+
+# Of the repository, with the results of studies.
+STUDIES = Path(__file__).parents[2] / "studies"
 
 
 def accuracy(name, seed):
@@ -81,9 +85,18 @@ def test_report(results):
         assert study.table(results, study_name) in text
     assert text.count("\n- **") == 10
     models = sum(map(len, results["cells"].values()))
-    assert f"{models} trainings, seeds 0, 1, 2; {models}.0 hours" in text
+    assert f"{models} trainings, seeds 0, 1, 2; the processes" in text
+    assert f" {models}.0 hours" in text
     assert "(learning rate 0.003, compared with others" in text
     assert "65,536 images" in text
+
+
+def test_seeds_that_are_not_there_are_not_counted(results):
+    for cells in results["cells"].values():
+        del cells["1"], cells["2"]
+    text = study.report(results)
+    assert "trainings, seeds 0; " in text and "each of 1 seeds" in text
+    assert study.plot_study(results).get_suptitle().startswith("Scale small, 1 seed;")
 
 
 def test_claims_in_words():
@@ -111,6 +124,21 @@ def test_results_are_made_of_the_json_alone(results, tmp_path):
         assert first.read_bytes() == second.read_bytes()
     text = (tmp_path / "one" / "README.md").read_text()
     assert all(f"({name})" in text for name in names if name.endswith("png"))
+
+
+def test_the_committed_study(tmp_path):
+    """Its text comes from its JSON, and nobody has chosen among its seeds."""
+    kept = json.loads((STUDIES / "small" / "results.json").read_text("utf-8"))
+    command_line.write_results(kept, tmp_path)
+    text = (tmp_path / "README.md").read_text("utf-8")
+    assert text == (STUDIES / "small" / "README.md").read_text("utf-8")
+    assert kept["scale"] == json.loads(json.dumps(study.SMALL.settings))
+    trained = [
+        name
+        for name in kept["studies"]["routers"]
+        if set(kept["cells"][name]) == {"0", "1", "2"}
+    ]
+    assert len(trained) == 17
 
 
 def test_command_line(results, tmp_path, monkeypatch, capsys):
@@ -160,4 +188,7 @@ def test_what_cannot_be_shown(results):
         study.plot_study(results, "2-shot")
     results["cells"] = {}
     with pytest.raises(ValueError, match="No model of this study is finished"):
+        study.plot_study(results)
+    del results["studies"]["routers"]
+    with pytest.raises(ValueError, match="must be 'routers'.*Received: .*studies="):
         study.plot_study(results)

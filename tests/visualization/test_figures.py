@@ -78,6 +78,16 @@ def test_slots_are_drawn_where_they_take():
     assert "block 0" in figure.get_suptitle()
 
 
+def test_an_even_share_is_one_of_the_group():
+    backbone = ViTMoEBackbone(
+        (8, 16, 3), 4, 1, 2, 8, 16, moe_layers=(0,), group_images=2, pooling="gap",
+        router=ROUTERS["uniform"](),
+    )  # fmt: skip
+    figure = plot_slots(backbone, make_images(), slots=[(0, 0)])
+    np.testing.assert_allclose(figure.axes[1].get_images()[-1].get_array(), 1, 1e-5)
+    assert "(1/16)" in figure.axes[-1].get_ylabel()
+
+
 def test_slots_that_do_not_exist():
     backbone, images = make_backbone(ROUTERS["soft"]()), make_images()
     for slots in (0, -1, [], [(4, 0)], [(0, 2)], [(-1, 0)]):
