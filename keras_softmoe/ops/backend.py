@@ -40,9 +40,9 @@ def affine(x, kernel, bias):
             return torch.baddbmm(bias, x, kernel)
         return torch.nn.functional.linear(x, kernel.T, bias)
     if stacked:
+        on_processor = _is_jax_on("cpu") and not is_distributed()
         # Eight are a turn of `in_turns`.
-        many, few_rows = x.shape[0] > 8, x.shape[1] < _FEW_ROWS
-        if many and few_rows and _is_jax_on("cpu") and not is_distributed():
+        if on_processor and x.shape[0] > 8 and x.shape[1] < _FEW_ROWS:
             products = ops.map(lambda pair: ops.matmul(*pair), (x, kernel))
         else:
             products = ops.matmul(x, kernel)
