@@ -12,6 +12,8 @@ from keras_softmoe.ops.softmax import softmax
 
 # Rows of an expert whose products a processor is done with before they pay for a turn.
 _FEW_ROWS = 128
+# Experts in a turn on JAX.
+_AT_ONCE = 8
 
 
 def affine(x, kernel, bias):
@@ -41,8 +43,8 @@ def affine(x, kernel, bias):
         return torch.nn.functional.linear(x, kernel.T, bias)
     if stacked:
         on_processor = _is_jax_on("cpu") and not is_distributed()
-        # Eight are a turn of `in_turns`.
-        if on_processor and x.shape[0] > 8 and x.shape[1] < _FEW_ROWS:
+        # A turn of `in_turns` is already small.
+        if on_processor and x.shape[0] > _AT_ONCE and x.shape[1] < _FEW_ROWS:
             products = ops.map(lambda pair: ops.matmul(*pair), (x, kernel))
         else:
             products = ops.matmul(x, kernel)
@@ -110,21 +112,16 @@ def in_turns(fn, operands):
         import torch
 
         # Gradients would be put together from as many parts, which costs more.
-        on_processor = operands[0].device.type == "cpu"
-        if (
-            rows < _FEW_ROWS
-            or count <= 4
-            or torch.is_grad_enabled()
-            or not on_processor
-        ):
+        all_at_once = torch.is_grad_enabled() or operands[0].device.type != "cpu"
+        if all_at_once or rows < _FEW_ROWS or count <= 4:
             return fn(*operands)
         turns = zip(*(x.split(4) for x in operands), strict=True)
         return torch.cat([fn(*turn) for turn in turns])
     # XLA takes twice as long for hundreds of small products as for some at a time. Not
     # where they lie on different devices: all would have to come to each.
-    if count < 256 or count % 8 or not _is_jax_on("cpu") or is_distributed():
+    if count < 256 or count % _AT_ONCE or not _is_jax_on("cpu") or is_distributed():
         return fn(*operands)
-    turns = [ops.reshape(x, (-1, 8, *x.shape[1:])) for x in operands]
+    turns = [ops.reshape(x, (-1, _AT_ONCE, *x.shape[1:])) for x in operands]
     results = ops.map(lambda turn: fn(*turn), turns)
     return ops.reshape(results, (count, *results.shape[2:]))
 

@@ -229,10 +229,11 @@ class _Files:
         known = self.directory / "backend.json"
         if not known.exists():
             write_json(known, backend)
-        if _read(known) != backend:
+        kept = _read(known)
+        if kept != backend:
             raise ValueError(
                 "A directory holds the cells of one backend. Name another directory, "
-                f"or set KERAS_BACKEND={_read(known)}. Received: "
+                f"or set KERAS_BACKEND={kept}. Received: "
                 f"directory='{self.directory}', backend '{backend}'."
             )
 

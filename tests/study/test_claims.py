@@ -95,22 +95,22 @@ def test_differences_are_taken_within_seeds():
         for kind, letter in (("token", "k"), ("expert", "c"))
     ]
     expected = {
-        TOKEN: soft - expert,
-        EXPERT: expert - token,
-        SINKHORN: gain[0],
-        DISPATCH: table("soft_uniform")[:, 0] - table("uniform_soft")[:, 0],
+        TOKEN: [soft - expert],
+        EXPERT: [expert - token],
+        SINKHORN: [gain[0], gain[0] - gain[1]],
+        DISPATCH: [table("soft_uniform")[:, 0] - table("uniform_soft")[:, 0]],
     }
-    for index, by_seed in expected.items():
-        difference = claims[index].differences["upstream_accuracy"][0]
-        assert difference.seeds == 3
-        np.testing.assert_allclose(difference.mean, by_seed.mean(), atol=1e-12)
-        error = by_seed.std(ddof=1) / np.sqrt(3)
-        np.testing.assert_allclose(difference.error, error, atol=1e-12)
-        half = claims[index].differences["10-shot"][0]
-        np.testing.assert_allclose(half.mean, by_seed.mean() / 2, atol=1e-12)
-
-    both = claims[SINKHORN].differences["upstream_accuracy"][1]
-    np.testing.assert_allclose(both.mean, (gain[0] - gain[1]).mean(), atol=1e-12)
+    for index, contrasts in expected.items():
+        whole, halves = (
+            claims[index].differences[metric]
+            for metric in ("upstream_accuracy", "10-shot")
+        )
+        for by_seed, difference, half in zip(contrasts, whole, halves, strict=True):
+            assert difference.seeds == 3
+            np.testing.assert_allclose(difference.mean, by_seed.mean(), atol=1e-12)
+            error = by_seed.std(ddof=1) / np.sqrt(3)
+            np.testing.assert_allclose(difference.error, error, atol=1e-12)
+            np.testing.assert_allclose(half.mean, by_seed.mean() / 2, atol=1e-12)
 
 
 def changed(names, by):

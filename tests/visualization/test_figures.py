@@ -30,10 +30,9 @@ ROUTERS = {
 }
 
 
-def make_backbone(router, channels=3):
-    return ViTMoEBackbone(
-        (8, 16, channels), 4, 1, 2, 8, 16, moe_layers=(0,), router=router, pooling="gap"
-    )
+def make_backbone(router, channels=3, **kwargs):
+    arguments = {"moe_layers": (0,), "router": router, "pooling": "gap", **kwargs}
+    return ViTMoEBackbone((8, 16, channels), 4, 1, 2, 8, 16, **arguments)
 
 
 def make_images(count=2, channels=3):
@@ -79,10 +78,7 @@ def test_slots_are_drawn_where_they_take():
 
 
 def test_an_even_share_is_one_of_the_group():
-    backbone = ViTMoEBackbone(
-        (8, 16, 3), 4, 1, 2, 8, 16, moe_layers=(0,), group_images=2, pooling="gap",
-        router=ROUTERS["uniform"](),
-    )  # fmt: skip
+    backbone = make_backbone(ROUTERS["uniform"](), group_images=2)
     figure = plot_slots(backbone, make_images(), slots=[(0, 0)])
     np.testing.assert_allclose(figure.axes[1].get_images()[-1].get_array(), 1, 1e-5)
     assert "(1/16)" in figure.axes[-1].get_ylabel()
