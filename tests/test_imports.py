@@ -13,6 +13,7 @@ FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*
 
 # From the ground up: a room imports itself and the rooms listed before it.
 ROOMS = (
+    "files",
     "ops",
     "routers",
     "layers",

@@ -141,7 +141,11 @@ class MoE(keras.layers.Layer):
         tokens, valid = self._group(x)
         self._warn_of_split_groups(x.shape[0], tokens.shape[0])
         decision = self.router(
-            tokens, valid=valid, training=training, **self._told(layout(inputs))
+            tokens,
+            valid=valid,
+            training=training,
+            summarize=return_decision,
+            **self._told(layout(inputs)),
         )
         routing = decision.routing
         num_tokens = tokens.shape[1]

@@ -11,7 +11,7 @@ from keras_softmoe.ops.assignment import (
 )
 from keras_softmoe.ops.routing import SlotRouting
 from keras_softmoe.ops.softmax import softmax
-from keras_softmoe.routers.router import Decision, seating_summary
+from keras_softmoe.routers.router import Decision
 from keras_softmoe.routers.routing_losses import (
     MODALITIES,
     Routed,
@@ -219,7 +219,6 @@ class LIMoERouter(SparseRouter):
             "probabilities": probabilities,
             "selection": probabilities,
             "auxiliary_loss": auxiliary_loss,
-            **seating_summary(token, filled, num_tokens, valid),
         }
         return Decision(routing, summary)
 

@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_softmoe.ops.placement import check_num_experts
 from keras_softmoe.ops.routing import SlotRouting, combine
+from keras_softmoe.routers.recording import is_recording, note
 
 
 class Decision(NamedTuple):
@@ -16,11 +17,15 @@ class Decision(NamedTuple):
         routing: `SlotRouting` or `DenseRouting`, all a MoE layer needs.
         summary: dict of tensors that describe the decision. Every router has
             `"auxiliary_loss"` `(G,)`, the weighted sum of its balancing losses.
-            Routers that seat single tokens have `"load"` `(G, E)`, the number of
-            filled slots of each expert, and `"dropped"` `(G, S)` bool, the tokens
-            that no expert takes (padding is not counted as dropped). Routers that
-            learn have `"logits"`; sparse ones also `"probabilities"` and
-            `"selection"` `(G, S, E)`, the scores that choose the seats.
+            Routers that learn have `"logits"`; sparse ones also `"probabilities"`
+            and `"selection"` `(G, S, E)`, the scores that choose the slots.
+
+            What only an observer needs is computed only for one: when a router is
+            called directly, in a scope of `routers.record`, and when a MoE layer is
+            asked for its decision. That is `"valid"` `(G, S)` bool, `False` for
+            padding; and of a `SlotRouting` `"load"` `(G, E)`, the number of filled
+            slots of each expert, and `"dropped"` `(G, S)` bool, the tokens that no
+            expert takes (padding is not counted as dropped).
     """
 
     routing: Any
@@ -64,6 +69,26 @@ class Router(keras.layers.Layer):
         kwargs["dtype"] = "float32"
         super().__init__(**kwargs)
         self.num_experts = num_experts
+
+    def __call__(self, tokens, valid=None, summarize=True, **kwargs):
+        """Route tokens.
+
+        Args:
+            tokens: `(G, S, D)` float tensor.
+            valid: optional `(G, S)` bool tensor, `False` for padding.
+            summarize: bool, whether the summary has to be complete.
+            **kwargs: other arguments of `call`.
+
+        Returns:
+            `Decision`.
+        """
+        decision = super().__call__(tokens, valid=valid, **kwargs)
+        if isinstance(tokens, keras.KerasTensor):
+            return decision
+        if summarize or is_recording():
+            decision = _complete(decision, ops.convert_to_tensor(tokens), valid)
+            note(self, decision)
+        return decision
 
     def call(self, tokens, valid=None, training=False):
         raise TypeError(
@@ -121,14 +146,19 @@ class Router(keras.layers.Layer):
         }
 
 
-def seating_summary(token, filled, num_tokens, valid=None):
-    """`load` and `dropped` of a seating, as `Decision.summary` describes them."""
-    seats = ops.cast(filled, "float32")
-    # (G, S): in how many slots each token sits
-    taken = combine(
-        ops.expand_dims(seats, -1), SlotRouting(token, filled, seats), num_tokens
-    )[..., 0]
-    dropped = ops.equal(taken, 0.0)
-    if valid is not None:
-        dropped = ops.logical_and(dropped, valid)
-    return {"load": ops.sum(seats, axis=-1), "dropped": dropped}
+def _complete(decision, tokens, valid):
+    """A decision with all that an observer may ask for, see `Decision`."""
+    routing, summary = decision
+    num_groups, num_tokens = ops.shape(tokens)[0], tokens.shape[1]
+    if valid is None:
+        valid = ops.ones((num_groups, num_tokens), "bool")
+    found = {"valid": valid}
+    if isinstance(routing, SlotRouting):
+        filled = ops.cast(routing.filled, "float32")
+        # (G, S): in how many slots each token is
+        slots_of_token = combine(
+            ops.expand_dims(filled, -1), routing._replace(gate=filled), num_tokens
+        )[..., 0]
+        dropped = ops.logical_and(ops.equal(slots_of_token, 0.0), valid)
+        found |= {"load": ops.sum(filled, axis=-1), "dropped": dropped}
+    return Decision(routing, {**found, **summary})

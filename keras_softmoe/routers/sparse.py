@@ -7,7 +7,7 @@ from keras_softmoe.ops.capacity import expert_capacity
 from keras_softmoe.ops.losses import z_loss
 from keras_softmoe.ops.routing import SlotRouting
 from keras_softmoe.ops.softmax import softmax
-from keras_softmoe.routers.router import Decision, Router, seating_summary
+from keras_softmoe.routers.router import Decision, Router
 
 
 class SparseRouter(Router):
@@ -125,7 +125,6 @@ class SparseRouter(Router):
             "probabilities": probabilities,
             "selection": selection,
             "auxiliary_loss": auxiliary_loss,
-            **seating_summary(token, filled, num_tokens, valid),
         }
         return Decision(routing, summary)
 

@@ -1,0 +1,112 @@
+"""Collecting what routers decide while a model runs."""
+
+import contextlib
+import contextvars
+from typing import NamedTuple
+
+import keras
+from keras import ops
+
+# The scopes that are open.
+_SCOPES = contextvars.ContextVar("scopes_that_record", default=())
+
+
+@contextlib.contextmanager
+def record():
+    """Scope in which the decisions of all routers that are called are collected.
+
+    It works for any Keras model that contains MoE layers: call the model on data inside
+    the scope. Where a function is compiled (`jax.jit`, `tf.function`, `torch.compile`),
+    open the scope inside the function and return what it collected, or the parts of it
+    that are wanted. Scopes may be nested; each collects everything.
+
+    Yields:
+        dict from the path of a router (`"block_1/moe/router"`) to its `Decision`, in
+        the order of the calls. A router that is called again in the same scope adds an
+        entry, whose key is its path and the number of the call:
+        `"block_1/moe/router (2)"`. The summaries are complete, see `Decision`.
+
+    Raises:
+        ValueError: at the end of the scope, if a router was called in a function that
+            was being compiled and the scope was opened outside of it (around `predict`
+            on JAX and TensorFlow, for example): its tensors do not outlive the
+            function. A function that was compiled before calls no router at all, so
+            nothing is collected.
+
+    Example:
+
+    >>> with ksm.routers.record() as decisions:
+    ...     model(images)
+    >>> {path: d.summary["auxiliary_loss"] for path, d in decisions.items()}
+
+    Inside a compiled function:
+
+    >>> @jax.jit
+    ... def route(images):
+    ...     with ksm.routers.record() as decisions:
+    ...         model(images)
+    ...     return decisions
+    """
+    scope = _Scope({}, [], _is_staging())
+    token = _SCOPES.set((*_SCOPES.get(), scope))
+    try:
+        yield scope.decisions
+    finally:
+        _SCOPES.reset(token)
+    if scope.missed:
+        raise ValueError(
+            "Decisions made in a function that is compiled are not there outside of "
+            "it. Received: a scope of `routers.record` around a function compiled by "
+            f"{keras.backend.backend()}, which called {', '.join(scope.missed)}. Call "
+            "the model itself, `model(inputs)`, or open the scope inside the compiled "
+            "function and return what it collected."
+        )
+
+
+class _Scope(NamedTuple):
+    decisions: dict
+    # Paths of routers whose decisions are out of reach. Raising at once, in the middle
+    # of a step on JAX, would cost Keras the weights that it has taken from the model.
+    missed: list
+    opened_while_staging: bool
+
+
+def is_recording():
+    """Whether a scope of `record` is open."""
+    return bool(_SCOPES.get())
+
+
+def note(router, decision):
+    """Add a decision to the scopes that are open.
+
+    Args:
+        router: `Router`.
+        decision: `Decision` with a complete summary.
+    """
+    scopes = _SCOPES.get()
+    is_staging = bool(scopes) and _is_staging()
+    for scope in scopes:
+        if is_staging and not scope.opened_while_staging:
+            scope.missed.append(router.path)
+            continue
+        path = router.path
+        calls = 1
+        while path in scope.decisions:
+            calls += 1
+            path = f"{router.path} ({calls})"
+        scope.decisions[path] = decision
+
+
+def _is_staging():
+    """Whether what is computed now becomes part of a compiled function."""
+    backend = keras.backend.backend()
+    if backend == "jax":
+        import jax
+
+        return isinstance(ops.add(0, 0), jax.core.Tracer)
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        return not tf.executing_eagerly()
+    # What `torch.compile` compiles leaves real tensors behind, in a dict too.
+    return False
