@@ -20,8 +20,9 @@ class LayerCost(NamedTuple):
         kept_float32: float, such numbers that are float32 under any policy, and
             whatever else takes four bytes.
         kept_bytes: float, such numbers of one byte (masks of dropout).
-        dense_kernels: int, those of `weights` that are kernels of dense layers outside
-            of experts.
+        sharded_kernels: int, those of `weights` that dense sharding cuts: kernels of
+            embeddings, attention and MLPs.
+        slot_weights: int, those of `float32_weights` that belong to slots.
         mixtures: tuple of `MixtureCost`, one for each mixture of experts.
     """
 
@@ -31,7 +32,8 @@ class LayerCost(NamedTuple):
     kept: float = 0
     kept_float32: float = 0
     kept_bytes: float = 0
-    dense_kernels: int = 0
+    sharded_kernels: int = 0
+    slot_weights: int = 0
     mixtures: tuple = ()
 
     def __add__(self, other):
@@ -39,6 +41,12 @@ class LayerCost(NamedTuple):
 
     def __mul__(self, times):
         return LayerCost(*(times * value for value in self))
+
+    def without_weights(self):
+        """The cost of using the same layer once more."""
+        return self._replace(
+            weights=0, float32_weights=0, sharded_kernels=0, slot_weights=0
+        )
 
 
 class MixtureCost(NamedTuple):
@@ -51,6 +59,7 @@ class MixtureCost(NamedTuple):
         slot_weights: int, float32 numbers in the router that belong to slots.
         slots: int, slots of all experts for a batch of inputs.
         slot_width: int, numbers in a slot.
+        itemsize: int, bytes of a number in a slot.
     """
 
     name: str
@@ -59,6 +68,7 @@ class MixtureCost(NamedTuple):
     slot_weights: int
     slots: int
     slot_width: int
+    itemsize: int
 
 
 def cost_of(layer, shape, training=False):
@@ -89,7 +99,7 @@ def cost_of(layer, shape, training=False):
     return layer.cost(shape, training)
 
 
-def dense(inputs, outputs, times=1, use_bias=True):
+def dense(inputs, outputs, times=1, use_bias=True, is_sharded=False):
     """A dense layer that is applied to some vectors. It keeps nothing by itself.
 
     Args:
@@ -97,12 +107,13 @@ def dense(inputs, outputs, times=1, use_bias=True):
         outputs: int, width of the result.
         times: int, number of vectors.
         use_bias: bool.
+        is_sharded: bool, whether dense sharding cuts its kernel.
     """
     kernel = inputs * outputs
     return LayerCost(
         weights=kernel + use_bias * outputs,
         products=times * kernel,
-        dense_kernels=kernel,
+        sharded_kernels=is_sharded * kernel,
     )
 
 

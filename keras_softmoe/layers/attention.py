@@ -5,6 +5,7 @@ import math
 import keras
 from keras import ops
 
+from keras_softmoe import costs
 from keras_softmoe.ops.backend import affine, attend
 
 
@@ -87,6 +88,27 @@ class Attention(keras.layers.Layer):
 
     def compute_output_shape(self, queries_shape, tokens_shape):
         return queries_shape
+
+    def cost(self, queries_shape, tokens_shape, training=False):
+        batch, num_queries, width = queries_shape
+        num_queries *= batch
+        pairs, num_tokens = num_queries * tokens_shape[1], batch * tokens_shape[1]
+        total = costs.dense(width, width, num_queries, is_sharded=True) * 2
+        total += costs.dense(width, width, num_tokens, is_sharded=True) * 2
+        total += costs.LayerCost(
+            products=2 * pairs * width,
+            # Query, key, value and context, each also with its axes in another order;
+            # weights, and in float32 logits and exponentials
+            kept=8 * num_queries * width + pairs * self.num_heads,
+            kept_float32=2 * pairs * self.num_heads,
+        )
+        if self.use_qk_norm:
+            head_dim = width // self.num_heads
+            shape = (num_queries * self.num_heads, head_dim)
+            norm = costs.normalization(shape, center=False)
+            # Their results take another order of axes.
+            total += (norm + costs.LayerCost(kept=2 * num_queries * width)) * 2
+        return total
 
     def get_config(self):
         return {

@@ -5,6 +5,8 @@ import math
 import keras
 from keras import ops
 
+from keras_softmoe.costs import LayerCost
+
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class ContrastiveScale(keras.layers.Layer):
@@ -57,6 +59,9 @@ class ContrastiveScale(keras.layers.Layer):
         if self.bias is not None:
             outputs["logit_bias"] = zeros + self.logit_bias
         return outputs
+
+    def cost(self, embeddings_shape, training=False):
+        return LayerCost(float32_weights=1 + (self.bias is not None))
 
     def get_config(self):
         config = super().get_config()

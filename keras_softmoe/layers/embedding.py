@@ -4,6 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_softmoe import costs
 from keras_softmoe.ops.position import resample_position_grid, sincos_2d_table
 
 POSITION_EMBEDDINGS = ("learned", "sincos2d", "none")
@@ -51,6 +52,15 @@ class PatchEmbedding(keras.layers.Layer):
         batch, rows, columns, width = self.projection.compute_output_shape(images_shape)
         return (batch, rows * columns, width)
 
+    def cost(self, images_shape, training=False):
+        height, width, channels = images_shape[1:]
+        patch_height, patch_width = self.patch_size
+        num_patches = (height // patch_height) * (width // patch_width)
+        num_patches *= images_shape[0]
+        numbers = patch_height * patch_width * channels
+        total = costs.dense(numbers, self.hidden_dim, num_patches, is_sharded=True)
+        return total + costs.LayerCost(kept=num_patches * numbers)
+
     def get_config(self):
         return {
             **super().get_config(),
@@ -85,6 +95,9 @@ class ClassToken(keras.layers.Layer):
     def compute_output_shape(self, tokens_shape):
         batch, num_tokens, width = tokens_shape
         return (batch, num_tokens + 1, width)
+
+    def cost(self, tokens_shape, training=False):
+        return costs.LayerCost(weights=tokens_shape[-1])
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -148,6 +161,11 @@ class PositionEmbedding(keras.layers.Layer):
 
     def compute_output_shape(self, tokens_shape):
         return tokens_shape
+
+    def cost(self, tokens_shape, training=False):
+        _, num_tokens, width = tokens_shape
+        is_learned = self.kind == "learned"
+        return costs.LayerCost(weights=is_learned * num_tokens * width)
 
     def save_own_variables(self, store):
         super().save_own_variables(store)
@@ -263,6 +281,14 @@ class TokenEmbedding(keras.layers.Layer):
 
     def compute_output_shape(self, token_ids_shape):
         return (*token_ids_shape, self.hidden_dim)
+
+    def cost(self, token_ids_shape, training=False):
+        # Looked up, not multiplied
+        vocabulary = self.vocabulary_size * self.hidden_dim
+        positions = self.sequence_length * self.hidden_dim
+        return costs.LayerCost(
+            weights=vocabulary + positions, sharded_kernels=vocabulary
+        )
 
     def get_config(self):
         return {

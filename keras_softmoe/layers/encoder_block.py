@@ -2,8 +2,8 @@
 
 import keras
 
+from keras_softmoe.costs import LayerCost, cost_of, normalization
 from keras_softmoe.layers.attention import Attention, layer_norm
-from keras_softmoe.layers.feedforward import MLP
 from keras_softmoe.layers.modalities import add, check_tokens_shape, each
 from keras_softmoe.layers.moe import MoE
 
@@ -14,90 +14,57 @@ class EncoderBlock(keras.layers.Layer):
 
     Args:
         num_heads: int, number of attention heads.
-        mlp_dim: int, hidden width of the MLP or of each expert.
-        router: `None` for a dense block, or a router from `keras_softmoe.routers` (a
-            template, see `MoE`).
+        mlp: the layer after attention: `MLP`, `MoE` or any other that maps `(B, S, D)`
+            to `(B, S, D)`. It becomes a part of the block.
         use_qk_norm: bool, whether queries and keys are normalized.
         dropout_rate: float, dropout after attention and after the MLP or experts.
-        group_images: int or `None`, see `MoE`.
-        dispatcher: see `MoE`.
-        equal_experts: bool, see `MoE`.
-        expert_dropout_rate: float, see `MoE`.
-        remat_experts: bool, see `MoE`.
-        dispatch_dtype: see `MoE`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
         inputs: `(B, S, D)` float tensor; or a dict from modalities (`"image"`,
-            `"text"`) to such tensors. Attention and a dense MLP see each of them
-            apart; experts are given all of them together.
-        return_decision: bool, whether to return the router's `Decision` as well
-            (`None` for a dense block).
+            `"text"`) to such tensors. Attention and an MLP see each of them apart; a
+            `MoE` is given all of them together.
 
-    Returns: `(B, S, D)` tensor (or a dict like the input), or that and the `Decision`.
+    Returns: `(B, S, D)` tensor, or a dict like the input.
 
     Raises:
-        ValueError: if `num_heads` does not divide the width, or the input has not
-            rank 3.
+        ValueError: if `mlp` is no layer, `num_heads` does not divide the width, or the
+            input has not rank 3.
 
     Source: V-MoE, section 2.1 and figure 1; several modalities: LIMoE, section 2.
 
     Example:
 
     >>> router = ksm.routers.SoftRouter(num_experts=16)
-    >>> block = ksm.layers.EncoderBlock(num_heads=4, mlp_dim=128, router=router)
+    >>> moe = ksm.layers.MoE(router, mlp_dim=128)
+    >>> block = ksm.layers.EncoderBlock(num_heads=4, mlp=moe)
     >>> block(np.random.normal(size=(2, 16, 32))).shape
     (2, 16, 32)
     """
 
-    def __init__(
-        self,
-        num_heads,
-        mlp_dim,
-        router=None,
-        use_qk_norm=False,
-        dropout_rate=0.0,
-        group_images=1,
-        dispatcher="auto",
-        equal_experts=False,
-        expert_dropout_rate=0.0,
-        remat_experts=False,
-        dispatch_dtype=None,
-        **kwargs,
-    ):
+    def __init__(self, num_heads, mlp, use_qk_norm=False, dropout_rate=0.0, **kwargs):
         super().__init__(**kwargs)
+        if not isinstance(mlp, keras.layers.Layer):
+            raise ValueError(
+                "`mlp` is a layer, for example `layers.MLP(mlp_dim=128)` or "
+                "`layers.MoE(router, mlp_dim=128)`. "
+                f"Received: mlp={mlp!r}."
+            )
         self.num_heads = num_heads
-        self.mlp_dim = mlp_dim
         self.use_qk_norm = use_qk_norm
         self.dropout_rate = dropout_rate
-        self.group_images = group_images
-        self.dispatcher = dispatcher
-        self.equal_experts = equal_experts
-        self.expert_dropout_rate = expert_dropout_rate
-        self.remat_experts = remat_experts
-        self.dispatch_dtype = dispatch_dtype
         dtype = self.dtype_policy
         self.attention_norm = layer_norm(dtype, "attention_norm")
         self.attention = Attention(
             num_heads, use_qk_norm=use_qk_norm, dtype=dtype, name="attention"
         )
         self.mlp_norm = layer_norm(dtype, "mlp_norm")
+        # Files of weights have mixtures of experts under a name of their own.
         self.mlp = self.moe = None
-        if router is None:
-            self.mlp = MLP(mlp_dim, dtype=dtype, name="mlp")
+        if isinstance(mlp, MoE):
+            self.moe = mlp
         else:
-            self.moe = MoE(
-                router,
-                mlp_dim,
-                group_images=group_images,
-                dispatcher=dispatcher,
-                equal_experts=equal_experts,
-                expert_dropout_rate=expert_dropout_rate,
-                remat_experts=remat_experts,
-                dispatch_dtype=dispatch_dtype,
-                dtype=dtype,
-                name="moe",
-            )
+            self.mlp = mlp
         if dropout_rate:
             self.dropout = keras.layers.Dropout(
                 dropout_rate, dtype=dtype, name="dropout"
@@ -111,27 +78,21 @@ class EncoderBlock(keras.layers.Layer):
         self.attention_norm.build(shape)
         self.attention.build(shape, shape)
         self.mlp_norm.build(shape)
-        if self.moe is None:
-            self.mlp.build(shape)
-        else:
+        if self.moe is not None:
             self.moe.build(inputs_shape)
+        else:
+            self.mlp.build(shape)
         if self.dropout_rate:
             self.dropout.build(shape)
 
-    def call(self, inputs, training=None, return_decision=False):
+    def call(self, inputs, training=None):
         x = add(inputs, each(lambda x: self._attend(x, training), inputs))
         tokens = each(self.mlp_norm, x)
-        decision = None
-        if self.moe is None:
-            outputs = each(self.mlp, tokens)
-        elif return_decision:
-            outputs, decision = self.moe(
-                tokens, training=training, return_decision=True
-            )
-        else:
+        if self.moe is not None:
             outputs = self.moe(tokens, training=training)
-        outputs = add(x, each(lambda x: self._drop(x, training), outputs))
-        return (outputs, decision) if return_decision else outputs
+        else:
+            outputs = each(self.mlp, tokens)
+        return add(x, each(lambda x: self._drop(x, training), outputs))
 
     def _attend(self, x, training):
         tokens = self.attention_norm(x)
@@ -143,24 +104,38 @@ class EncoderBlock(keras.layers.Layer):
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
 
+    def cost(self, inputs_shape, training=False):
+        is_dict = isinstance(inputs_shape, dict)
+        shapes = inputs_shape.values() if is_dict else [inputs_shape]
+        total = LayerCost()
+        for number, shape in enumerate(shapes):
+            batch, num_tokens, width = shape
+            part = normalization(shape) * 2 + self.attention.cost(shape, shape)
+            if self.moe is None:
+                part += cost_of(self.mlp, shape, training)
+            if self.dropout_rate:
+                part += LayerCost(kept_bytes=2 * batch * num_tokens * width)
+            # Modalities share the weights.
+            total += part if number == 0 else part.without_weights()
+        if self.moe is not None:
+            cost = self.moe.cost(inputs_shape, training)
+            mixtures = (m._replace(name=f"{self.name}/{m.name}") for m in cost.mixtures)
+            total += cost._replace(mixtures=tuple(mixtures))
+        return total
+
     def get_config(self):
-        router = self.moe and keras.saving.serialize_keras_object(self.moe.router)
+        mlp = keras.saving.serialize_keras_object(self.moe or self.mlp)
+        # It is built with the block.
+        mlp.pop("build_config", None)
         return {
             **super().get_config(),
             "num_heads": self.num_heads,
-            "mlp_dim": self.mlp_dim,
-            "router": router,
+            "mlp": mlp,
             "use_qk_norm": self.use_qk_norm,
             "dropout_rate": self.dropout_rate,
-            "group_images": self.group_images,
-            "dispatcher": self.dispatcher,
-            "equal_experts": self.equal_experts,
-            "expert_dropout_rate": self.expert_dropout_rate,
-            "remat_experts": self.remat_experts,
-            "dispatch_dtype": self.dispatch_dtype,
         }
 
     @classmethod
     def from_config(cls, config):
-        router = keras.saving.deserialize_keras_object(config["router"])
-        return cls(**{**config, "router": router})
+        mlp = keras.saving.deserialize_keras_object(config["mlp"])
+        return cls(**{**config, "mlp": mlp})

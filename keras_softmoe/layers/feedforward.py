@@ -2,10 +2,12 @@
 
 import contextlib
 import contextvars
+import math
 
 import keras
 from keras import ops
 
+from keras_softmoe import costs
 from keras_softmoe.ops.backend import affine, in_turns
 from keras_softmoe.ops.placement import check_num_experts, constrain, report_built
 
@@ -73,6 +75,14 @@ class MLP(keras.layers.Layer):
 
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
+
+    def cost(self, inputs_shape, training=False):
+        *rows, width = inputs_shape
+        rows = math.prod(rows)
+        total = costs.dense(width, self.mlp_dim, rows, is_sharded=True)
+        total += costs.dense(self.mlp_dim, width, rows, is_sharded=True)
+        # Before GELU, its tanh, after
+        return total + costs.LayerCost(kept=3 * rows * self.mlp_dim)
 
     def get_config(self):
         return {**super().get_config(), "mlp_dim": self.mlp_dim}
@@ -212,6 +222,22 @@ class Experts(keras.layers.Layer):
 
     def compute_output_shape(self, slots_shape):
         return slots_shape
+
+    def cost(self, slots_shape, training=False):
+        num_groups, num_experts, capacity, width = slots_shape
+        slots = num_groups * num_experts * capacity
+        expert = costs.dense(width, self.mlp_dim) + costs.dense(self.mlp_dim, width)
+        # What went in and what came out; before GELU, its tanh, after
+        kept, kept_bytes = 2 * width + (0 if self.remat else 3 * self.mlp_dim), 0
+        if self.dropout_rate:
+            # Masks; the activations that they leave are kept in any case.
+            kept, kept_bytes = kept + bool(self.remat) * self.mlp_dim, self.mlp_dim
+        return costs.LayerCost(
+            weights=num_experts * expert.weights,
+            products=slots * expert.products,
+            kept=slots * kept,
+            kept_bytes=slots * kept_bytes,
+        )
 
     def get_config(self):
         return {

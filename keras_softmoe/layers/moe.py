@@ -1,10 +1,12 @@
 """The mixture-of-experts layer: router, dispatch, experts, combine."""
 
+import inspect
 import warnings
 
 import keras
 from keras import ops
 
+from keras_softmoe.costs import LayerCost, MixtureCost
 from keras_softmoe.layers.feedforward import Experts
 from keras_softmoe.layers.modalities import (
     check_tokens_shape,
@@ -57,10 +59,10 @@ class MoE(keras.layers.Layer):
             `"text"`) to such tensors, which are routed together: `S` is then the sum
             of their tokens, first those of the modality that comes first in the
             alphabet.
-        return_decision: bool, whether to return the router's `Decision` as well.
 
-    Returns: `(B, S, D)` tensor (or a dict like the input), or that and the `Decision`,
-        whose groups are `ceil(B / group_images)` of `group_images * S` tokens.
+    Returns: `(B, S, D)` tensor, or a dict like the input. What the router decides for
+        the `ceil(B / group_images)` groups of `group_images * S` tokens is seen with
+        `routers.record`.
 
     Raises:
         ValueError: if an argument is not among the accepted values, or the input has
@@ -136,26 +138,23 @@ class MoE(keras.layers.Layer):
         self.router.build((None, group_tokens, width))
         self.experts.build((None, self.router.num_experts, None, width))
 
-    def call(self, inputs, training=None, return_decision=False):
+    def call(self, inputs, training=None):
         x = join(inputs)
         tokens, valid = self._group(x)
         self._warn_of_split_groups(x.shape[0], tokens.shape[0])
-        decision = self.router(
-            tokens,
-            valid=valid,
-            training=training,
-            summarize=return_decision,
-            **self._told(layout(inputs)),
+        modalities = {}
+        if self.router.knows_modalities:
+            modalities = {"modalities": layout(inputs)}
+        routing, _ = self.router(
+            tokens, valid=valid, training=training, summarize=False, **modalities
         )
-        routing = decision.routing
         num_tokens = tokens.shape[1]
         if isinstance(routing, SlotRouting) and self._multiplies(num_tokens):
             routing = to_dense(routing, num_tokens)
         slots = dispatch(self._rounded(tokens), routing)
         slots = self._rounded(self.experts(slots, training=training))
         outputs = combine(slots, routing, num_tokens)
-        outputs = split(self._ungroup(outputs, x), inputs)
-        return (outputs, decision) if return_decision else outputs
+        return split(self._ungroup(outputs, x), inputs)
 
     def _warn_of_split_groups(self, batch, groups):
         """Say so if images divide among devices, but groups of images do not."""
@@ -172,9 +171,6 @@ class MoE(keras.layers.Layer):
                 "`group_images` times the number of devices.",
                 stacklevel=2,
             )
-
-    def _told(self, modalities):
-        return {"modalities": modalities} if self.router.knows_modalities else {}
 
     def _multiplies(self, num_tokens):
         if self.dispatcher == "auto":
@@ -231,16 +227,46 @@ class MoE(keras.layers.Layer):
         outputs = ops.reshape(outputs, (-1, *inputs.shape[1:]))
         return outputs[: ops.shape(inputs)[0]]
 
-    def compute_output_spec(self, inputs, training=None, return_decision=False):
+    def compute_output_spec(self, inputs, training=None):
         # Written by hand because groups do not divide the batch sizes that Keras
         # would try.
-        if return_decision:
-            raise ValueError(
-                "`return_decision=True` works on tensors, not while a functional model "
-                "is put together. Call the layer on data."
-            )
         return keras.tree.map_structure(
             lambda x: keras.KerasTensor(x.shape, dtype=self.compute_dtype), inputs
+        )
+
+    def cost(self, inputs_shape, training=False):
+        batch, num_tokens, width = joined_shape(inputs_shape)
+        group_images = self.group_images or batch
+        num_groups, group_tokens = -(-batch // group_images), group_images * num_tokens
+        num_experts = self.router.num_experts
+        capacity = self.router.capacity(group_tokens, training)
+        slots, all_tokens = num_experts * capacity, num_groups * group_tokens
+        router = self.router.cost((num_groups, group_tokens, width), training)
+        experts = self.experts.cost((num_groups, num_experts, capacity, width))
+        mixing = self.router.mixes_tokens or self._multiplies(group_tokens)
+        # Soft weights are kept by the router; others, and in half precision those too,
+        # are made for the products.
+        is_half = self.compute_dtype != "float32"
+        copies = mixing and (is_half or not self.router.mixes_tokens)
+        mixture = MixtureCost(
+            name=self.name,
+            num_experts=num_experts,
+            expert_weights=experts.weights,
+            slot_weights=router.slot_weights,
+            slots=num_groups * slots,
+            slot_width=width,
+            itemsize=2 if is_half else 4,
+        )
+        return (
+            router
+            + experts
+            + LayerCost(
+                products=mixing * all_tokens * width * 2 * slots,
+                kept=copies * 2 * all_tokens * slots,
+                # The router's copy of the tokens
+                kept_float32=is_half * all_tokens * width,
+                mixtures=(mixture,),
+            )
         )
 
     def get_config(self):
@@ -248,12 +274,21 @@ class MoE(keras.layers.Layer):
             **super().get_config(),
             "router": keras.saving.serialize_keras_object(self.router),
             "mlp_dim": self.mlp_dim,
-            "group_images": self.group_images,
-            "dispatcher": self.dispatcher,
-            "equal_experts": self.equal_experts,
-            "expert_dropout_rate": self.expert_dropout_rate,
-            "remat_experts": self.remat_experts,
-            "dispatch_dtype": self.dispatch_dtype,
+            **{name: getattr(self, name) for name in self.settings()},
+        }
+
+    @classmethod
+    def settings(cls):
+        """Dict from the arguments after `router` and `mlp_dim` to their defaults.
+
+        Whatever puts several such layers together takes them as `**moe_settings`, and
+        hands them on.
+        """
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        return {
+            p.name: p.default
+            for p in parameters
+            if p.default is not p.empty and p.name not in ("router", "mlp_dim")
         }
 
     @classmethod
@@ -280,9 +315,8 @@ class SoftMoE(keras.layers.Layer):
 
     Call arguments:
         inputs: `(B, S, D)` float tensor.
-        return_decision: bool, whether to return the router's `Decision` as well.
 
-    Returns: `(B, S, D)` tensor, or that and the `Decision`.
+    Returns: `(B, S, D)` tensor.
 
     Raises:
         ValueError: if an argument is not positive, or the input has not rank 3.
@@ -323,11 +357,14 @@ class SoftMoE(keras.layers.Layer):
     def build(self, inputs_shape):
         self.moe.build(inputs_shape)
 
-    def call(self, inputs, training=None, return_decision=False):
-        return self.moe(inputs, training=training, return_decision=return_decision)
+    def call(self, inputs, training=None):
+        return self.moe(inputs, training=training)
 
-    def compute_output_spec(self, inputs, training=None, return_decision=False):
-        return self.moe.compute_output_spec(inputs, training, return_decision)
+    def compute_output_spec(self, inputs, training=None):
+        return self.moe.compute_output_spec(inputs, training)
+
+    def cost(self, inputs_shape, training=False):
+        return self.moe.cost(inputs_shape, training)
 
     def get_config(self):
         return {

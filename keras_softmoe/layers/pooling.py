@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_softmoe import costs
 from keras_softmoe.layers.attention import Attention, layer_norm
 from keras_softmoe.layers.feedforward import MLP
 
@@ -75,6 +76,16 @@ class AttentionPooling(keras.layers.Layer):
 
     def compute_output_shape(self, tokens_shape):
         return (tokens_shape[0], tokens_shape[2])
+
+    def cost(self, tokens_shape, training=False):
+        batch, num_tokens, width = tokens_shape
+        queries_shape = (batch, 1, width)
+        total = costs.LayerCost(weights=width)
+        total += self.attention.cost(queries_shape, tokens_shape)
+        total += costs.normalization(queries_shape) + self.mlp.cost(queries_shape)
+        # Of what has a token axis: keys and values, each also in another order of axes
+        kept = 4 * batch * num_tokens * width
+        return total._replace(kept=kept, kept_float32=0)
 
     def get_config(self):
         return {

@@ -77,31 +77,6 @@ def patch_grid(image_shape, patch_size):
     return height // patch_size[0], width // patch_size[1]
 
 
-def router_of_block(moe_layers, router, num_layers):
-    """Dict from the index of each MoE block to its (template of a) router."""
-    wrong = [index for index in moe_layers if index not in range(num_layers)]
-    if wrong or len(set(moe_layers)) < len(moe_layers):
-        raise ValueError(
-            f"`moe_layers` counts blocks from 0 to {num_layers - 1}, each at most "
-            "once. "
-            f"Received: moe_layers={moe_layers}, num_layers={num_layers}."
-        )
-    if not isinstance(router, list | tuple):
-        if bool(moe_layers) != (router is not None):
-            raise ValueError(
-                "`moe_layers` and `router` go together: give both for mixtures of "
-                "experts, neither for a dense model. Received: "
-                f"moe_layers={moe_layers}, router={router!r}."
-            )
-        return dict.fromkeys(moe_layers, router)
-    if len(router) != len(moe_layers):
-        raise ValueError(
-            "A list of routers has one for each MoE block. Received: "
-            f"{len(router)} routers for moe_layers={moe_layers}."
-        )
-    return dict(zip(moe_layers, router, strict=True))
-
-
 def check_choice(argument, value, accepted):
     """Raise unless the value of an argument is among the accepted ones."""
     if value not in accepted:

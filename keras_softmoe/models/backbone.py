@@ -13,15 +13,47 @@ from keras_softmoe.models.live_routing import (
     follows_routers,
     pop_live_settings,
 )
+from keras_softmoe.routers import record
 
 
 @follows_routers
 class MoEBackbone(keras_hub.models.Backbone, LiveRouting):
     """Base class of backbones whose encoder blocks may be mixtures of experts.
 
-    A subclass has `num_layers`, `moe_layers` and, called `block_0`, `block_1`, ..., its
-    `layers.EncoderBlock`s.
+    A subclass makes its layers, without building them, in `make_layers`, puts the model
+    together from them in its constructor, and then calls `keep_arguments`.
     """
+
+    @classmethod
+    def make_layers(cls, **arguments):
+        """The layers of a model with these arguments, not built yet: a NamedTuple.
+
+        One of them is the `encoder`, a `layers.Encoder`.
+        """
+        raise TypeError(f"`{cls.__name__}` does not say what it is made of.")
+
+    @classmethod
+    def layers_cost(cls, layers, input_shape, training=False):
+        """What the layers cost for a batch, a `costs.LayerCost`.
+
+        Args:
+            layers: what `make_layers` returns.
+            input_shape: shape of the model's input, all known, or a dict of such.
+            training: bool, whether the settings of training count.
+        """
+        raise TypeError(f"`{cls.__name__}` does not say what it costs.")
+
+    def keep_arguments(self, encoder, **arguments):
+        """Keep the arguments of the constructor as attributes, for `get_config`.
+
+        Args:
+            encoder: `layers.Encoder`, whose settings are kept as well.
+            **arguments: all arguments that are not those of the encoder.
+        """
+        arguments |= {"moe_layers": encoder.moe_layers, **encoder.moe_settings}
+        for name, value in arguments.items():
+            setattr(self, name, value)
+        self._argument_names = tuple(arguments)
 
     @property
     def blocks(self):
@@ -38,6 +70,12 @@ class MoEBackbone(keras_hub.models.Backbone, LiveRouting):
     def router(self):
         """The router of the first MoE block, `None` in a dense model."""
         return next(iter(self.routers.values()), None)
+
+    def decisions_of(self, function, *inputs):
+        """Dict from each MoE block to its `Decision` in the call of a function."""
+        with record() as decisions:
+            function(*inputs)
+        return {index: decisions[r.path] for index, r in self.routers.items()}
 
     @classmethod
     def from_preset(cls, preset, load_weights=True, **kwargs):
@@ -112,6 +150,14 @@ class MoEBackbone(keras_hub.models.Backbone, LiveRouting):
         if all(router == routers[0] for router in routers):
             return routers[0] if routers else None
         return routers
+
+    def get_config(self):
+        arguments = {name: getattr(self, name) for name in self._argument_names}
+        return {
+            **super().get_config(),
+            **arguments,
+            "router": self.serialized_routers(),
+        }
 
     @classmethod
     def from_config(cls, config):

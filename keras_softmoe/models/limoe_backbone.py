@@ -1,26 +1,26 @@
 """One sparse tower for images and text: LIMoE and its dense twins."""
 
+from typing import NamedTuple
+
 import keras
 
-from keras_softmoe.layers.attention import check_num_heads, layer_norm
-from keras_softmoe.layers.contrastive import ContrastiveScale
-from keras_softmoe.layers.embedding import (
+from keras_softmoe.costs import LayerCost, cost_of
+from keras_softmoe.layers import (
+    ContrastiveScale,
+    Encoder,
     PatchEmbedding,
     PositionEmbedding,
     TokenEmbedding,
 )
-from keras_softmoe.layers.encoder_block import EncoderBlock
-from keras_softmoe.layers.modalities import each
 from keras_softmoe.layers.pooling import TEXT_POOLINGS, AttentionPooling, pool
 from keras_softmoe.models.arguments import (
     check_choice,
     check_pairs,
     pair,
     patch_grid,
-    router_of_block,
 )
 from keras_softmoe.models.backbone import MoEBackbone
-from keras_softmoe.models.encoders import SingleModality, normalized
+from keras_softmoe.models.encoders import INPUTS, SingleModality, normalized
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -61,15 +61,12 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         dropout_rate: float, dropout in the encoder blocks.
         group_images: int or `None`, pairs of image and text that are routed together,
             see `layers.MoE`.
-        dispatcher: how tokens reach their slots, see `layers.MoE`.
-        equal_experts: bool, whether all experts of a block start with the same weights.
-        expert_dropout_rate: float, dropout inside the experts.
-        remat_experts: bool, whether the experts' hidden activations are computed again
-            in the backward pass instead of kept, see `layers.Experts`.
-        dispatch_dtype: `None` or `"bfloat16"`, see `layers.MoE`.
         dtype: dtype or policy of all layers but the routers, which stay in float32.
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.
+        **moe_settings: further arguments of `layers.MoE` for all mixtures of experts:
+            `dispatcher`, `equal_experts`, `expert_dropout_rate`,
+            `remat_experts`, `dispatch_dtype`.
 
     Returns, when called on a dict of `"images"` `(B, height, width, channels)` and
         `"token_ids"` `(B, sequence_length)` int32: dict of `"image_sequence_output"`
@@ -121,67 +118,121 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         use_qk_norm=False,
         dropout_rate=0.0,
         group_images=32,
-        dispatcher="auto",
-        equal_experts=False,
-        expert_dropout_rate=0.0,
-        remat_experts=False,
-        dispatch_dtype=None,
         dtype=None,
         name=None,
         trainable=True,
+        **moe_settings,
     ):
-        patch_size = pair(patch_size)
-        moe_layers = tuple(sorted(moe_layers))
-        grid = patch_grid(image_shape, patch_size)
-        check_num_heads(num_heads, hidden_dim)
-        routers = router_of_block(moe_layers, router, num_layers)
-        check_choice("image_pooling", image_pooling, TEXT_POOLINGS)
-        check_choice("text_pooling", text_pooling, TEXT_POOLINGS)
+        arguments = {
+            "image_shape": tuple(image_shape),
+            "patch_size": pair(patch_size),
+            "vocabulary_size": vocabulary_size,
+            "sequence_length": sequence_length,
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "hidden_dim": hidden_dim,
+            "mlp_dim": mlp_dim,
+            "embedding_dim": embedding_dim,
+            "image_pooling": image_pooling,
+            "text_pooling": text_pooling,
+            "logit_scale": logit_scale,
+            "logit_bias": logit_bias,
+            "use_qk_norm": use_qk_norm,
+            "dropout_rate": dropout_rate,
+        }
 
         # === Layers ===
-        # Modality -> from its input to embedded tokens.
-        embed = {
+        layers = self.make_layers(
+            **arguments,
+            moe_layers=moe_layers,
+            router=router,
+            group_images=group_images,
+            dtype=dtype,
+            **moe_settings,
+        )
+        poolings = {"image": image_pooling, "text": text_pooling}
+
+        # === Functional Model ===
+        def encode(inputs):
+            """Sequence outputs and embeddings of the modalities that are there."""
+            x = {}
+            for modality, value in inputs.items():
+                for layer in layers.embedding[modality]:
+                    value = layer(value)
+                x[modality] = value
+            x = layers.encoder(x)
+            outputs = {f"{m}_sequence_output": tokens for m, tokens in x.items()}
+            for modality, tokens in x.items():
+                tokens = pool(
+                    tokens, poolings[modality], layers.attention_pooling.get(modality)
+                )
+                outputs[f"{modality}_embedding"] = normalized(
+                    layers.projection[modality](tokens)
+                )
+            return outputs
+
+        images = keras.Input(shape=image_shape, name="images")
+        token_ids = keras.Input(
+            shape=(sequence_length,), dtype="int32", name="token_ids"
+        )
+        outputs = encode({"image": images, "text": token_ids})
+        outputs |= layers.scale(outputs["image_embedding"])
+        super().__init__(
+            inputs={"images": images, "token_ids": token_ids},
+            outputs=outputs,
+            dtype=dtype,
+            name=name,
+            trainable=trainable,
+        )
+        self._encode = encode
+
+        # === Config ===
+        self.keep_arguments(layers.encoder, **arguments)
+        self.patch_grid = patch_grid(self.image_shape, self.patch_size)
+
+    @classmethod
+    def make_layers(
+        cls,
+        image_shape,
+        patch_size,
+        vocabulary_size,
+        sequence_length,
+        embedding_dim=512,
+        image_pooling="gap",
+        text_pooling="gap",
+        logit_scale=10.0,
+        logit_bias=None,
+        group_images=32,
+        dtype=None,
+        **encoder,
+    ):
+        patch_size = pair(patch_size)
+        grid = patch_grid(image_shape, patch_size)
+        check_choice("image_pooling", image_pooling, TEXT_POOLINGS)
+        check_choice("text_pooling", text_pooling, TEXT_POOLINGS)
+        blocks = Encoder(dtype=dtype, group_images=group_images, **encoder)
+        width = encoder["hidden_dim"]
+        embedding = {
             "image": [
-                PatchEmbedding(
-                    patch_size, hidden_dim, dtype=dtype, name="patch_embedding"
-                ),
+                PatchEmbedding(patch_size, width, dtype=dtype, name="patch_embedding"),
                 PositionEmbedding(grid, dtype=dtype, name="image_position_embedding"),
             ],
             "text": [
                 TokenEmbedding(
                     vocabulary_size,
                     sequence_length,
-                    hidden_dim,
+                    width,
                     dtype=dtype,
                     name="token_embedding",
                 )
             ],
         }
-        blocks = [
-            EncoderBlock(
-                num_heads,
-                mlp_dim,
-                router=routers.get(index),
-                use_qk_norm=use_qk_norm,
-                dropout_rate=dropout_rate,
-                group_images=group_images,
-                dispatcher=dispatcher,
-                equal_experts=equal_experts,
-                expert_dropout_rate=expert_dropout_rate,
-                remat_experts=remat_experts,
-                dispatch_dtype=dispatch_dtype,
-                dtype=dtype,
-                name=f"block_{index}",
-            )
-            for index in range(num_layers)
-        ]
-        encoder_norm = layer_norm(dtype, "encoder_norm")
         poolings = {"image": image_pooling, "text": text_pooling}
         attention_pooling = {
             modality: AttentionPooling(
-                num_heads,
-                mlp_dim,
-                use_qk_norm=use_qk_norm,
+                encoder["num_heads"],
+                encoder["mlp_dim"],
+                use_qk_norm=encoder.get("use_qk_norm", False),
                 dtype=dtype,
                 name=f"{modality}_attention_pooling",
             )
@@ -197,74 +248,25 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
             )
             for modality in poolings
         }
-
-        # === Functional Model ===
-        def encode(inputs, decisions=None):
-            """Sequence outputs and embeddings of the modalities that are there.
-
-            Into `decisions`, if given, go those of the routers.
-            """
-            x = {}
-            for modality, value in inputs.items():
-                for layer in embed[modality]:
-                    value = layer(value)
-                x[modality] = value
-            for index, block in enumerate(blocks):
-                if decisions is None or block.moe is None:
-                    x = block(x)
-                else:
-                    x, decisions[index] = block(x, training=False, return_decision=True)
-            x = each(encoder_norm, x)
-            outputs = {f"{m}_sequence_output": tokens for m, tokens in x.items()}
-            for modality, tokens in x.items():
-                tokens = pool(
-                    tokens, poolings[modality], attention_pooling.get(modality)
-                )
-                outputs[f"{modality}_embedding"] = normalized(
-                    projection[modality](tokens)
-                )
-            return outputs
-
-        images = keras.Input(shape=image_shape, name="images")
-        token_ids = keras.Input(
-            shape=(sequence_length,), dtype="int32", name="token_ids"
-        )
-        outputs = encode({"image": images, "text": token_ids})
         scale = ContrastiveScale(logit_scale, logit_bias, name="contrastive_scale")
-        outputs |= scale(outputs["image_embedding"])
-        super().__init__(
-            inputs={"images": images, "token_ids": token_ids},
-            outputs=outputs,
-            dtype=dtype,
-            name=name,
-            trainable=trainable,
-        )
-        self._encode = encode
+        return _Layers(embedding, blocks, attention_pooling, projection, scale)
 
-        # === Config ===
-        self.image_shape = tuple(image_shape)
-        self.patch_size = patch_size
-        self.vocabulary_size = vocabulary_size
-        self.sequence_length = sequence_length
-        self.num_layers = num_layers
-        self.num_heads = num_heads
-        self.hidden_dim = hidden_dim
-        self.mlp_dim = mlp_dim
-        self.moe_layers = moe_layers
-        self.embedding_dim = embedding_dim
-        self.image_pooling = image_pooling
-        self.text_pooling = text_pooling
-        self.logit_scale = logit_scale
-        self.logit_bias = logit_bias
-        self.use_qk_norm = use_qk_norm
-        self.dropout_rate = dropout_rate
-        self.group_images = group_images
-        self.dispatcher = dispatcher
-        self.equal_experts = equal_experts
-        self.expert_dropout_rate = expert_dropout_rate
-        self.remat_experts = remat_experts
-        self.dispatch_dtype = dispatch_dtype
-        self.patch_grid = grid
+    @classmethod
+    def layers_cost(cls, layers, input_shape, training=False):
+        total, shapes = LayerCost(), {}
+        for modality, name in INPUTS.items():
+            shape = input_shape[name]
+            for layer in layers.embedding[modality]:
+                total += layer.cost(shape)
+                shape = layer.compute_output_shape(shape)
+            shapes[modality] = shape
+        total += layers.encoder.cost(shapes, training)
+        for modality, shape in shapes.items():
+            if modality in layers.attention_pooling:
+                total += layers.attention_pooling[modality].cost(shape)
+            vectors = (shape[0], shape[2])
+            total += cost_of(layers.projection[modality], vectors)
+        return total + layers.scale.cost(vectors)
 
     def route(self, images=None, token_ids=None):
         """What the routers decide for a batch of pairs, or for one modality alone.
@@ -286,42 +288,30 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         >>> decisions = backbone.route(images, token_ids)
         >>> decisions[1].summary["load"]  # (G, E)
         """
+        check_pairs(self, images, token_ids)
         inputs = {"image": images, "text": token_ids}
         inputs = {name: x for name, x in inputs.items() if x is not None}
-        check_pairs(self, images, token_ids)
-        decisions = {}
-        self._encode(inputs, decisions)
-        return decisions
+        return self.decisions_of(self._encode, inputs)
 
     def predict(self, x, *args, **kwargs):
         if isinstance(x, dict):
             check_pairs(self, x.get("images"), x.get("token_ids"))
         return super().predict(x, *args, **kwargs)
 
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "image_shape": self.image_shape,
-            "patch_size": self.patch_size,
-            "vocabulary_size": self.vocabulary_size,
-            "sequence_length": self.sequence_length,
-            "num_layers": self.num_layers,
-            "num_heads": self.num_heads,
-            "hidden_dim": self.hidden_dim,
-            "mlp_dim": self.mlp_dim,
-            "moe_layers": self.moe_layers,
-            "router": self.serialized_routers(),
-            "embedding_dim": self.embedding_dim,
-            "image_pooling": self.image_pooling,
-            "text_pooling": self.text_pooling,
-            "logit_scale": self.logit_scale,
-            "logit_bias": self.logit_bias,
-            "use_qk_norm": self.use_qk_norm,
-            "dropout_rate": self.dropout_rate,
-            "group_images": self.group_images,
-            "dispatcher": self.dispatcher,
-            "equal_experts": self.equal_experts,
-            "expert_dropout_rate": self.expert_dropout_rate,
-            "remat_experts": self.remat_experts,
-            "dispatch_dtype": self.dispatch_dtype,
-        }
+
+class _Layers(NamedTuple):
+    """What a `LIMoEBackbone` is made of.
+
+    Attributes:
+        embedding: dict from modalities to the lists of layers from input to tokens.
+        encoder: `layers.Encoder`.
+        attention_pooling: dict from modalities to `layers.AttentionPooling`.
+        projection: dict from modalities to `keras.layers.Dense`.
+        scale: `layers.ContrastiveScale`.
+    """
+
+    embedding: dict
+    encoder: Encoder
+    attention_pooling: dict
+    projection: dict
+    scale: ContrastiveScale

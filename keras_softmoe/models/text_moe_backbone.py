@@ -1,16 +1,12 @@
 """Text towers, dense or with mixtures of experts."""
 
+from typing import NamedTuple
+
 import keras
 
-from keras_softmoe.layers.attention import check_num_heads, layer_norm
-from keras_softmoe.layers.embedding import TokenEmbedding
-from keras_softmoe.layers.encoder_block import EncoderBlock
+from keras_softmoe.layers import Encoder, TokenEmbedding
 from keras_softmoe.layers.pooling import TEXT_POOLINGS, AttentionPooling, pool
-from keras_softmoe.models.arguments import (
-    check_choice,
-    check_token_ids,
-    router_of_block,
-)
+from keras_softmoe.models.arguments import check_choice, check_token_ids
 from keras_softmoe.models.backbone import MoEBackbone
 
 
@@ -36,17 +32,12 @@ class TextMoEBackbone(MoEBackbone):
             (multi-head attention pooling).
         use_qk_norm: bool, whether attention normalizes queries and keys.
         dropout_rate: float, dropout in the encoder blocks.
-        group_images: int or `None`, texts whose tokens are routed together, see
-            `layers.MoE`.
-        dispatcher: how tokens reach their slots, see `layers.MoE`.
-        equal_experts: bool, whether all experts of a block start with the same weights.
-        expert_dropout_rate: float, dropout inside the experts.
-        remat_experts: bool, whether the experts' hidden activations are computed again
-            in the backward pass instead of kept, see `layers.Experts`.
-        dispatch_dtype: `None` or `"bfloat16"`, see `layers.MoE`.
         dtype: dtype or policy of all layers but the routers, which stay in float32.
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.
+        **moe_settings: further arguments of `layers.MoE` for all mixtures of experts:
+            `group_images`, `dispatcher`, `equal_experts`, `expert_dropout_rate`,
+            `remat_experts`, `dispatch_dtype`.
 
     Returns, when called on `(B, S)` int token ids: dict of `"sequence_output"`
         `(B, S, D)`, the normalized tokens, and `"pooled_output"` `(B, D)`.
@@ -80,70 +71,42 @@ class TextMoEBackbone(MoEBackbone):
         pooling="last",
         use_qk_norm=False,
         dropout_rate=0.0,
-        group_images=1,
-        dispatcher="auto",
-        equal_experts=False,
-        expert_dropout_rate=0.0,
-        remat_experts=False,
-        dispatch_dtype=None,
         dtype=None,
         name=None,
         trainable=True,
+        **moe_settings,
     ):
-        moe_layers = tuple(sorted(moe_layers))
-        check_num_heads(num_heads, hidden_dim)
-        routers = router_of_block(moe_layers, router, num_layers)
-        check_choice("pooling", pooling, TEXT_POOLINGS)
+        arguments = {
+            "vocabulary_size": vocabulary_size,
+            "sequence_length": sequence_length,
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "hidden_dim": hidden_dim,
+            "mlp_dim": mlp_dim,
+            "pooling": pooling,
+            "use_qk_norm": use_qk_norm,
+            "dropout_rate": dropout_rate,
+        }
 
         # === Layers ===
-        token_embedding = TokenEmbedding(
-            vocabulary_size,
-            sequence_length,
-            hidden_dim,
+        layers = self.make_layers(
+            **arguments,
+            moe_layers=moe_layers,
+            router=router,
             dtype=dtype,
-            name="token_embedding",
+            **moe_settings,
         )
-        blocks = [
-            EncoderBlock(
-                num_heads,
-                mlp_dim,
-                router=routers.get(index),
-                use_qk_norm=use_qk_norm,
-                dropout_rate=dropout_rate,
-                group_images=group_images,
-                dispatcher=dispatcher,
-                equal_experts=equal_experts,
-                expert_dropout_rate=expert_dropout_rate,
-                remat_experts=remat_experts,
-                dispatch_dtype=dispatch_dtype,
-                dtype=dtype,
-                name=f"block_{index}",
-            )
-            for index in range(num_layers)
-        ]
-        attention_pooling = None
-        if pooling == "map":
-            attention_pooling = AttentionPooling(
-                num_heads,
-                mlp_dim,
-                use_qk_norm=use_qk_norm,
-                dtype=dtype,
-                name="attention_pooling",
-            )
 
         # === Functional Model ===
         token_ids = keras.Input(
             shape=(sequence_length,), dtype="int32", name="token_ids"
         )
-        x = token_embedding(token_ids)
-        for block in blocks:
-            x = block(x)
-        sequence = layer_norm(dtype, "encoder_norm")(x)
+        sequence = layers.encoder(layers.embedding(token_ids))
         super().__init__(
             inputs=token_ids,
             outputs={
                 "sequence_output": sequence,
-                "pooled_output": pool(sequence, pooling, attention_pooling),
+                "pooled_output": pool(sequence, pooling, layers.attention_pooling),
             },
             dtype=dtype,
             name=name,
@@ -151,45 +114,60 @@ class TextMoEBackbone(MoEBackbone):
         )
 
         # === Config ===
-        self.vocabulary_size = vocabulary_size
-        self.sequence_length = sequence_length
-        self.num_layers = num_layers
-        self.num_heads = num_heads
-        self.hidden_dim = hidden_dim
-        self.mlp_dim = mlp_dim
-        self.moe_layers = moe_layers
-        self.pooling = pooling
-        self.use_qk_norm = use_qk_norm
-        self.dropout_rate = dropout_rate
-        self.group_images = group_images
-        self.dispatcher = dispatcher
-        self.equal_experts = equal_experts
-        self.expert_dropout_rate = expert_dropout_rate
-        self.remat_experts = remat_experts
-        self.dispatch_dtype = dispatch_dtype
+        self.keep_arguments(layers.encoder, **arguments)
+
+    @classmethod
+    def make_layers(
+        cls,
+        vocabulary_size,
+        sequence_length,
+        pooling="last",
+        dtype=None,
+        **encoder,
+    ):
+        check_choice("pooling", pooling, TEXT_POOLINGS)
+        blocks = Encoder(dtype=dtype, **encoder)
+        embedding = TokenEmbedding(
+            vocabulary_size,
+            sequence_length,
+            encoder["hidden_dim"],
+            dtype=dtype,
+            name="token_embedding",
+        )
+        attention_pooling = None
+        if pooling == "map":
+            attention_pooling = AttentionPooling(
+                encoder["num_heads"],
+                encoder["mlp_dim"],
+                use_qk_norm=encoder.get("use_qk_norm", False),
+                dtype=dtype,
+                name="attention_pooling",
+            )
+        return _Layers(embedding, blocks, attention_pooling)
+
+    @classmethod
+    def layers_cost(cls, layers, input_shape, training=False):
+        shape = layers.embedding.compute_output_shape(input_shape)
+        total = layers.embedding.cost(input_shape)
+        total += layers.encoder.cost(shape, training)
+        if layers.attention_pooling is not None:
+            total += layers.attention_pooling.cost(shape)
+        return total
 
     def predict(self, x, *args, **kwargs):
         check_token_ids(x, self.sequence_length)
         return super().predict(x, *args, **kwargs)
 
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "vocabulary_size": self.vocabulary_size,
-            "sequence_length": self.sequence_length,
-            "num_layers": self.num_layers,
-            "num_heads": self.num_heads,
-            "hidden_dim": self.hidden_dim,
-            "mlp_dim": self.mlp_dim,
-            "moe_layers": self.moe_layers,
-            "router": self.serialized_routers(),
-            "pooling": self.pooling,
-            "use_qk_norm": self.use_qk_norm,
-            "dropout_rate": self.dropout_rate,
-            "group_images": self.group_images,
-            "dispatcher": self.dispatcher,
-            "equal_experts": self.equal_experts,
-            "expert_dropout_rate": self.expert_dropout_rate,
-            "remat_experts": self.remat_experts,
-            "dispatch_dtype": self.dispatch_dtype,
-        }
+
+class _Layers(NamedTuple):
+    """What a `TextMoEBackbone` is made of.
+
+    Attributes:
+        embedding: `layers.TokenEmbedding`.
+        encoder: `layers.Encoder`.
+        attention_pooling: `layers.AttentionPooling` or `None`.
+    """
+
+    embedding: TokenEmbedding
+    encoder: Encoder
+    attention_pooling: AttentionPooling | None

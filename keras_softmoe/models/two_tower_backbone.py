@@ -1,6 +1,7 @@
 """Two towers, one for images and one for text, with embeddings in one space."""
 
 import keras
+import keras_hub
 
 from keras_softmoe.layers.contrastive import ContrastiveScale
 from keras_softmoe.models.arguments import check_pairs
@@ -139,7 +140,7 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
 
     def get_config(self):
         return {
-            **super().get_config(),
+            **keras_hub.models.Backbone.get_config(self),
             "image_backbone": keras.saving.serialize_keras_object(self.image_backbone),
             "text_backbone": keras.saving.serialize_keras_object(self.text_backbone),
             "image_projection_dim": self.image_projection_dim,

@@ -1,23 +1,24 @@
 """Vision Transformers with mixtures of experts: V-MoE, Soft MoE and dense twins."""
 
+from typing import NamedTuple
+
 import keras
 from keras import ops
 
-from keras_softmoe.layers.attention import check_num_heads, layer_norm
+from keras_softmoe.costs import LayerCost, cost_of
+from keras_softmoe.layers import Encoder
 from keras_softmoe.layers.embedding import (
     POSITION_EMBEDDINGS,
     ClassToken,
     PatchEmbedding,
     PositionEmbedding,
 )
-from keras_softmoe.layers.encoder_block import EncoderBlock
 from keras_softmoe.layers.pooling import POOLINGS, AttentionPooling, pool
 from keras_softmoe.models.arguments import (
     check_choice,
     check_images,
     pair,
     patch_grid,
-    router_of_block,
 )
 from keras_softmoe.models.backbone import MoEBackbone
 
@@ -49,18 +50,12 @@ class ViTMoEBackbone(MoEBackbone):
         representation_dim: int or `None`. If given, `pooled_output` goes through one
             more dense layer of that width with a tanh (the "pre-logits").
         dropout_rate: float, dropout in the encoder blocks.
-        group_images: int or `None`, images whose tokens are routed together, see
-            `layers.MoE`.
-        dispatcher: how tokens reach their slots, see `layers.MoE`.
-        equal_experts: bool, whether all experts of a block start with the same weights.
-        expert_dropout_rate: float, dropout inside the experts.
-        remat_experts: bool, whether the experts' hidden activations are computed again
-            in the backward pass instead of kept, see `layers.Experts`.
-        dispatch_dtype: `None` or `"bfloat16"`, the dtype of tokens on their way to the
-            experts and back, see `layers.MoE`.
         dtype: dtype or policy of all layers but the routers, which stay in float32.
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.
+        **moe_settings: further arguments of `layers.MoE` for all mixtures of experts:
+            `group_images`, `dispatcher`, `equal_experts`, `expert_dropout_rate`,
+            `remat_experts`, `dispatch_dtype`.
 
     Returns, when called on `(B, height, width, channels)` images: dict of
         `"sequence_output"` `(B, S, D)`, the normalized tokens (class token first), and
@@ -100,82 +95,43 @@ class ViTMoEBackbone(MoEBackbone):
         use_qk_norm=False,
         representation_dim=None,
         dropout_rate=0.0,
-        group_images=1,
-        dispatcher="auto",
-        equal_experts=False,
-        expert_dropout_rate=0.0,
-        remat_experts=False,
-        dispatch_dtype=None,
         dtype=None,
         name=None,
         trainable=True,
+        **moe_settings,
     ):
-        patch_size = pair(patch_size)
-        moe_layers = tuple(sorted(moe_layers))
-        grid = patch_grid(image_shape, patch_size)
-        check_num_heads(num_heads, hidden_dim)
-        routers = router_of_block(moe_layers, router, num_layers)
-        check_choice("pooling", pooling, POOLINGS)
-        check_choice("position_embedding", position_embedding, POSITION_EMBEDDINGS)
+        arguments = {
+            "image_shape": tuple(image_shape),
+            "patch_size": pair(patch_size),
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "hidden_dim": hidden_dim,
+            "mlp_dim": mlp_dim,
+            "pooling": pooling,
+            "position_embedding": position_embedding,
+            "use_qk_norm": use_qk_norm,
+            "representation_dim": representation_dim,
+            "dropout_rate": dropout_rate,
+        }
 
         # === Layers ===
-        patch_embedding = PatchEmbedding(
-            patch_size, hidden_dim, dtype=dtype, name="patch_embedding"
+        layers = self.make_layers(
+            **arguments,
+            moe_layers=moe_layers,
+            router=router,
+            dtype=dtype,
+            **moe_settings,
         )
-        blocks = [
-            EncoderBlock(
-                num_heads,
-                mlp_dim,
-                router=routers.get(index),
-                use_qk_norm=use_qk_norm,
-                dropout_rate=dropout_rate,
-                group_images=group_images,
-                dispatcher=dispatcher,
-                equal_experts=equal_experts,
-                expert_dropout_rate=expert_dropout_rate,
-                remat_experts=remat_experts,
-                dispatch_dtype=dispatch_dtype,
-                dtype=dtype,
-                name=f"block_{index}",
-            )
-            for index in range(num_layers)
-        ]
-        encoder_norm = layer_norm(dtype, "encoder_norm")
 
         # === Functional Model ===
         images = keras.Input(shape=image_shape, name="images")
-        x = patch_embedding(images)
-        if pooling == "token":
-            x = ClassToken(dtype=dtype, name="class_token")(x)
-        if position_embedding != "none":
-            x = PositionEmbedding(
-                grid,
-                kind=position_embedding,
-                has_class_token=pooling == "token",
-                dtype=dtype,
-                name="position_embedding",
-            )(x)
-        for block in blocks:
-            x = block(x)
-        x = sequence = encoder_norm(x)
-        attention_pooling = None
-        if pooling == "map":
-            attention_pooling = AttentionPooling(
-                num_heads,
-                mlp_dim,
-                use_qk_norm=use_qk_norm,
-                dtype=dtype,
-                name="attention_pooling",
-            )
-        x = pool(x, pooling, attention_pooling)
-        if representation_dim is not None:
-            x = keras.layers.Dense(
-                representation_dim,
-                activation="tanh",
-                kernel_initializer="lecun_normal",
-                dtype=dtype,
-                name="pre_logits",
-            )(x)
+        x = images
+        for layer in layers.embedding:
+            x = layer(x)
+        sequence = layers.encoder(x)
+        x = pool(sequence, pooling, layers.attention_pooling)
+        if layers.pre_logits is not None:
+            x = layers.pre_logits(x)
         super().__init__(
             inputs=images,
             outputs={"sequence_output": sequence, "pooled_output": x},
@@ -185,25 +141,73 @@ class ViTMoEBackbone(MoEBackbone):
         )
 
         # === Config ===
-        self.image_shape = tuple(image_shape)
-        self.patch_size = patch_size
-        self.num_layers = num_layers
-        self.num_heads = num_heads
-        self.hidden_dim = hidden_dim
-        self.mlp_dim = mlp_dim
-        self.moe_layers = moe_layers
-        self.pooling = pooling
-        self.position_embedding = position_embedding
-        self.use_qk_norm = use_qk_norm
-        self.representation_dim = representation_dim
-        self.dropout_rate = dropout_rate
-        self.group_images = group_images
-        self.dispatcher = dispatcher
-        self.equal_experts = equal_experts
-        self.expert_dropout_rate = expert_dropout_rate
-        self.remat_experts = remat_experts
-        self.dispatch_dtype = dispatch_dtype
-        self.patch_grid = grid
+        self.keep_arguments(layers.encoder, **arguments)
+        self.patch_grid = patch_grid(self.image_shape, self.patch_size)
+
+    @classmethod
+    def make_layers(
+        cls,
+        image_shape,
+        patch_size,
+        pooling="token",
+        position_embedding="learned",
+        representation_dim=None,
+        dtype=None,
+        **encoder,
+    ):
+        patch_size = pair(patch_size)
+        grid = patch_grid(image_shape, patch_size)
+        check_choice("pooling", pooling, POOLINGS)
+        check_choice("position_embedding", position_embedding, POSITION_EMBEDDINGS)
+        blocks = Encoder(dtype=dtype, **encoder)
+        embedding = [
+            PatchEmbedding(
+                patch_size, encoder["hidden_dim"], dtype=dtype, name="patch_embedding"
+            )
+        ]
+        if pooling == "token":
+            embedding.append(ClassToken(dtype=dtype, name="class_token"))
+        if position_embedding != "none":
+            embedding.append(
+                PositionEmbedding(
+                    grid,
+                    kind=position_embedding,
+                    has_class_token=pooling == "token",
+                    dtype=dtype,
+                    name="position_embedding",
+                )
+            )
+        attention_pooling = pre_logits = None
+        if pooling == "map":
+            attention_pooling = AttentionPooling(
+                encoder["num_heads"],
+                encoder["mlp_dim"],
+                use_qk_norm=encoder.get("use_qk_norm", False),
+                dtype=dtype,
+                name="attention_pooling",
+            )
+        if representation_dim is not None:
+            pre_logits = keras.layers.Dense(
+                representation_dim,
+                activation="tanh",
+                kernel_initializer="lecun_normal",
+                dtype=dtype,
+                name="pre_logits",
+            )
+        return _Layers(embedding, blocks, attention_pooling, pre_logits)
+
+    @classmethod
+    def layers_cost(cls, layers, input_shape, training=False):
+        total, shape = LayerCost(), input_shape
+        for layer in layers.embedding:
+            total += layer.cost(shape)
+            shape = layer.compute_output_shape(shape)
+        total += layers.encoder.cost(shape, training)
+        if layers.attention_pooling is not None:
+            total += layers.attention_pooling.cost(shape)
+        if layers.pre_logits is not None:
+            total += cost_of(layers.pre_logits, (shape[0], shape[2]))
+        return total
 
     def route(self, images):
         """What the routers decide for a batch of images.
@@ -223,41 +227,25 @@ class ViTMoEBackbone(MoEBackbone):
         >>> decisions[3].routing.dispatch  # (B, S, E, C) in a soft router's block
         """
         check_images(images, self.image_shape)
-        x = ops.convert_to_tensor(images, self.input.dtype)
-        names = [layer.name for layer in self.layers]
-        for layer in self.layers[1 : names.index("block_0")]:
-            x = layer(x)
-        decisions = {}
-        for index, block in enumerate(self.blocks):
-            x, decision = block(x, return_decision=True, training=False)
-            if decision is not None:
-                decisions[index] = decision
-        return decisions
+        images = ops.convert_to_tensor(images, self.input.dtype)
+        return self.decisions_of(self, images)
 
     def predict(self, x, *args, **kwargs):
         check_images(x, self.image_shape)
         return super().predict(x, *args, **kwargs)
 
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "image_shape": self.image_shape,
-            "patch_size": self.patch_size,
-            "num_layers": self.num_layers,
-            "num_heads": self.num_heads,
-            "hidden_dim": self.hidden_dim,
-            "mlp_dim": self.mlp_dim,
-            "moe_layers": self.moe_layers,
-            "router": self.serialized_routers(),
-            "pooling": self.pooling,
-            "position_embedding": self.position_embedding,
-            "use_qk_norm": self.use_qk_norm,
-            "representation_dim": self.representation_dim,
-            "dropout_rate": self.dropout_rate,
-            "group_images": self.group_images,
-            "dispatcher": self.dispatcher,
-            "equal_experts": self.equal_experts,
-            "expert_dropout_rate": self.expert_dropout_rate,
-            "remat_experts": self.remat_experts,
-            "dispatch_dtype": self.dispatch_dtype,
-        }
+
+class _Layers(NamedTuple):
+    """What a `ViTMoEBackbone` is made of.
+
+    Attributes:
+        embedding: list of the layers from images to tokens.
+        encoder: `layers.Encoder`.
+        attention_pooling: `layers.AttentionPooling` or `None`.
+        pre_logits: `keras.layers.Dense` or `None`.
+    """
+
+    embedding: list
+    encoder: Encoder
+    attention_pooling: AttentionPooling | None
+    pre_logits: keras.layers.Dense | None

@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_softmoe import presets
 from keras_softmoe.converters.spread import save_by_one
+from keras_softmoe.layers import MoE
 from keras_softmoe.layers.feedforward import weights_will_be_loaded
 from keras_softmoe.models.arguments import check_images
 from keras_softmoe.models.compilation import (
@@ -358,7 +359,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
 def _pop_backbone_arguments(cls, arguments):
     """Take what only the backbone's constructor accepts out of some arguments."""
     own = {*inspect.signature(cls).parameters, "dtype", "image_shape"}
-    theirs = inspect.signature(cls.backbone_cls).parameters
+    theirs = {*inspect.signature(cls.backbone_cls).parameters, *MoE.settings()}
     return {
         name: arguments.pop(name)
         for name in list(arguments)

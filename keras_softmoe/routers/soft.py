@@ -114,6 +114,7 @@ class SoftRouter(Router):
             return kept
         return kept + LayerCost(
             float32_weights=width * slots + self.normalize,
+            slot_weights=width * slots,
             products=num_groups * num_tokens * width * slots,
         )
 

@@ -10,6 +10,7 @@ from tests.distribution import tiny_models
 from tests.distribution.conftest import jax_only
 from tests.distribution.test_plan import DEVICES, SOFT, TOKEN_CHOICE
 from tests.models import tiny
+from tests.recorded import recorded
 
 
 def mesh_of(planned, shape):
@@ -38,7 +39,7 @@ def test_slots_that_travel_are_those_of_the_router(arguments, settings):
     model.set_routing(**settings)
     moe, group = model.get_layer("block_1").moe, model.group_images
     tokens = np.random.default_rng(0).normal(size=(group, 4, 8)).astype("float32")
-    _, (routing, _) = moe(tokens, training=True, return_decision=True)
+    _, (routing, _) = recorded(moe, tokens, training=True)
     table = routing.token if hasattr(routing, "token") else routing.dispatch[:, 0]
     _, num_experts, slots = table.shape
     itemsize = 2 if arguments.get("dtype") else 4

@@ -6,6 +6,7 @@ import json
 import keras
 import numpy as np
 
+from keras_softmoe import layers
 from tests.references import to_numpy
 
 # One size for all calls, because a backend compiles anew for every shape. It is odd, so
@@ -19,6 +20,24 @@ def normal(shape, seed=0):
 
 def dtype_of(x):
     return keras.backend.standardize_dtype(x.dtype)
+
+
+def encoder_block(
+    num_heads,
+    mlp_dim,
+    router=None,
+    use_qk_norm=False,
+    dropout_rate=0.0,
+    dtype=None,
+    **moe_settings,
+):
+    """An `EncoderBlock`, with a mixture of experts if there is a router."""
+    mlp = layers.MLP(mlp_dim, dtype=dtype, name="mlp")
+    if router is not None:
+        mlp = layers.MoE(router, mlp_dim, dtype=dtype, name="moe", **moe_settings)
+    return layers.EncoderBlock(
+        num_heads, mlp, use_qk_norm=use_qk_norm, dropout_rate=dropout_rate, dtype=dtype
+    )
 
 
 def randomize(layer, seed=0):

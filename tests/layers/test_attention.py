@@ -5,7 +5,14 @@ import pytest
 
 from keras_softmoe import layers, routers
 from tests import twins
-from tests.layers.common import check_configuration, dtype_of, normal, randomize
+from tests.layers.common import (
+    check_configuration,
+    dtype_of,
+    encoder_block,
+    normal,
+    randomize,
+)
+from tests.recorded import recorded
 from tests.references import to_numpy
 
 
@@ -86,27 +93,28 @@ def test_attention_pooling(use_qk_norm):
 
 @pytest.mark.parametrize("use_qk_norm", [False, True])
 def test_dense_encoder_block(use_qk_norm):
-    layer = layers.EncoderBlock(2, 6, use_qk_norm=use_qk_norm)
+    layer = encoder_block(2, 6, use_qk_norm=use_qk_norm)
     inputs = normal((2, 5, 8))
     layer.build(inputs.shape)
     randomize(layer)
     tokens = norm(layer.attention_norm, inputs)
     x = inputs + attend(layer.attention, tokens, tokens)
     expected = x + mlp(layer.mlp, norm(layer.mlp_norm, x))
-    outputs, decision = layer(inputs, return_decision=True)
-    assert decision is None
+    with routers.record() as decisions:
+        outputs = layer(inputs)
+    assert decisions == {}
     np.testing.assert_allclose(to_numpy(outputs), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_moe_encoder_block():
-    layer = layers.EncoderBlock(2, 6, routers.SoftRouter(3))
+    layer = encoder_block(2, 6, routers.SoftRouter(3))
     inputs = normal((2, 5, 8))
     layer.build(inputs.shape)
     randomize(layer)
     tokens = norm(layer.attention_norm, inputs)
     x = inputs + attend(layer.attention, tokens, tokens)
     expected = x + to_numpy(layer.moe(norm(layer.mlp_norm, x).astype("float32")))
-    outputs, decision = layer(inputs, return_decision=True)
+    outputs, decision = recorded(layer, inputs)
     np.testing.assert_allclose(to_numpy(outputs), expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(to_numpy(layer(inputs)), to_numpy(outputs), rtol=1e-6)
     assert decision.routing.dispatch.shape == (2, 5, 3, 1)
@@ -114,15 +122,22 @@ def test_moe_encoder_block():
 
 def test_configuration():
     check_configuration(
-        lambda: layers.EncoderBlock(
-            2, 5, routers.IdentityRouter(3), True, 0.1, 2, "gather", True
+        lambda: encoder_block(
+            2,
+            5,
+            routers.IdentityRouter(3),
+            use_qk_norm=True,
+            dropout_rate=0.1,
+            group_images=2,
+            dispatcher="gather",
+            equal_experts=True,
         ),
         (6, 8),
     )
 
 
 def test_dropout_only_in_training():
-    layer = layers.EncoderBlock(2, 6, dropout_rate=0.5)
+    layer = encoder_block(2, 6, dropout_rate=0.5)
     inputs = normal((2, 5, 8))
     first, second = (to_numpy(layer(inputs)) for _ in range(2))
     np.testing.assert_array_equal(first, second)

@@ -8,6 +8,7 @@ from tests.layers.common import (
     check_layer,
     check_training_step,
     check_weights,
+    encoder_block,
     revive,
 )
 
@@ -172,9 +173,7 @@ def test_moe_encoder_block(name, group_images):
     router, num_weights, num_seeds, num_losses = ROUTERS[name]
 
     def make(**kwargs):
-        return layers.EncoderBlock(
-            2, 5, router=router, group_images=group_images, **kwargs
-        )
+        return encoder_block(2, 5, router=router, group_images=group_images, **kwargs)
 
     num_weights += BLOCK_WEIGHTS + EXPERT_WEIGHTS
     check_layer(make, TOKENS, TOKENS, num_weights, num_seeds, num_losses)
@@ -183,7 +182,7 @@ def test_moe_encoder_block(name, group_images):
 @pytest.mark.parametrize("use_qk_norm, dropout_rate", [(False, 0.0), (True, 0.1)])
 def test_dense_encoder_block(use_qk_norm, dropout_rate):
     def make(**kwargs):
-        return layers.EncoderBlock(
+        return encoder_block(
             2, 5, use_qk_norm=use_qk_norm, dropout_rate=dropout_rate, **kwargs
         )
 

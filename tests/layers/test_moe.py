@@ -6,7 +6,8 @@ import pytest
 
 from keras_softmoe import layers, ops, routers
 from tests import twins
-from tests.layers.common import normal, randomize
+from tests.layers.common import encoder_block, normal, randomize
+from tests.recorded import recorded
 from tests.references import to_numpy
 
 NUM_TOKENS, WIDTH, NUM_EXPERTS, MLP_DIM = 4, 8, 4, 6
@@ -45,7 +46,7 @@ def test_padding_takes_no_slot(name):
     # out as if its group were padded with tokens that no expert may take.
     layer = build(ROUTERS[name], group_images=2)
     inputs = normal((3, *SHAPE))
-    outputs, decision = layer(inputs, return_decision=True)
+    outputs, decision = recorded(layer, inputs)
     token, filled, gate = (to_numpy(x) for x in decision.routing)
     assert token.shape[0] == 2
     assert filled[1].any()
@@ -91,7 +92,7 @@ def test_padding_under_a_soft_router():
     single = build(ROUTERS["soft"])
     single.set_weights(grouped.get_weights())
     inputs = normal((3, *SHAPE))
-    outputs, decision = grouped(inputs, return_decision=True)
+    outputs, decision = recorded(grouped, inputs)
     dispatch = to_numpy(decision.routing.dispatch)
     np.testing.assert_allclose(dispatch[1, NUM_TOKENS:], 0.0, atol=1e-12)
     np.testing.assert_allclose(dispatch.sum(1), 1.0, rtol=1e-5)
@@ -142,7 +143,7 @@ def test_groups_of_images_compete_for_slots():
     # The first image has the two best tokens for both experts.
     inputs[0, :2, 0] = 5.0
     inputs[0, 2:, 1] = 5.0
-    _, decision = layer(inputs, return_decision=True)
+    _, decision = recorded(layer, inputs)
     token = to_numpy(decision.routing.token)
     assert token.shape == (1, 2, 2)
     assert token[0].tolist() == [[0, 1], [2, 3]]
@@ -153,7 +154,7 @@ def test_groups_of_images_compete_for_slots():
 
 def test_dropped_token_comes_back_as_zeros():
     layer = build(ROUTERS["token_choice"])
-    outputs, decision = layer(normal((3, *SHAPE)), return_decision=True)
+    outputs, decision = recorded(layer, normal((3, *SHAPE)))
     dropped = to_numpy(decision.summary["dropped"])
     assert dropped.any() and not dropped.all()
     outputs = to_numpy(outputs)
@@ -174,10 +175,11 @@ def test_auto_dispatcher(num_tokens, multiplies, monkeypatch):
     assert bool(calls) == multiplies
 
 
-def test_decision_of_a_symbolic_call():
+def test_a_symbolic_call_decides_nothing():
     layer = build(ROUTERS["soft"])
-    with pytest.raises(ValueError, match="works on tensors.*Call the layer on data"):
-        layer(keras.Input(SHAPE), return_decision=True)
+    with routers.record() as decisions:
+        layer(keras.Input(SHAPE))
+    assert decisions == {}
 
 
 # === Bad input ===
@@ -203,7 +205,7 @@ def test_bad_argument(arguments, message):
     [
         lambda: layers.MoE(ROUTERS["soft"], MLP_DIM),
         lambda: layers.SoftMoE(2, MLP_DIM),
-        lambda: layers.EncoderBlock(2, MLP_DIM, ROUTERS["soft"]),
+        lambda: encoder_block(2, MLP_DIM, ROUTERS["soft"]),
     ],
 )
 def test_wrong_rank(layer, shape):
@@ -238,7 +240,7 @@ def test_identity_with_another_number_of_slots():
 def test_whole_batch_is_one_group(name):
     inputs = normal((3, *SHAPE))
     layer = build(ROUTERS[name], group_images=None)
-    outputs, decision = layer(inputs, return_decision=True)
+    outputs, decision = recorded(layer, inputs)
     if name != "soft":
         assert decision.routing.token.shape[0] == 1
     expected = build(ROUTERS[name], group_images=3)(inputs)
@@ -272,8 +274,8 @@ def test_tokens_are_rounded_on_their_way(dispatcher):
         ROUTERS["token_choice"], dispatcher=dispatcher, dispatch_dtype="bfloat16"
     )
     exact = build(ROUTERS["token_choice"], dispatcher=dispatcher)
-    outputs, (routing, _) = layer(inputs, return_decision=True)
-    _, (exact_routing, _) = exact(inputs, return_decision=True)
+    outputs, (routing, _) = recorded(layer, inputs)
+    _, (exact_routing, _) = recorded(exact, inputs)
     for actual, expected in zip(routing, exact_routing, strict=True):
         np.testing.assert_array_equal(to_numpy(actual), to_numpy(expected))
 

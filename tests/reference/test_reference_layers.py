@@ -5,6 +5,7 @@ import pytest
 
 from keras_softmoe import layers, ops, routers
 from tests.gradients import layer_gradients
+from tests.recorded import recorded
 from tests.reference.common import (
     check_auxiliary_loss,
     check_statistics,
@@ -75,12 +76,12 @@ def test_soft_layer(reference, name, set_noise):
     layer.router.mu.assign(params["Router/mu"])
     layer.router.scale.assign(params["Router/scale"])
 
-    _, quiet = layer(tokens, return_decision=True)
+    _, quiet = recorded(layer, tokens)
     reference.check("logits_clean", quiet.summary["logits"])
     if "noise_raw" in reference:
         set_noise(reference.given("noise_raw"))
-    outputs, (routing, summary) = layer(
-        tokens, training=not config["deterministic"], return_decision=True
+    outputs, (routing, summary) = recorded(
+        layer, tokens, training=not config["deterministic"]
     )
     reference.check("logits", summary["logits"])
     reference.check("dispatch_weights", routing.dispatch)
@@ -150,7 +151,7 @@ def test_sparse_layer(reference, name, case, dispatcher):
     load_experts(layer, params)
     layer.router.kernel.assign(params["Router/dense/kernel"])
 
-    outputs, (routing, summary) = layer(tokens, return_decision=True)
+    outputs, (routing, summary) = recorded(layer, tokens)
     reference.check(f"{case}/outputs", to_numpy(outputs).reshape(inputs.shape))
     check_auxiliary_loss(
         reference, f"{case}/metrics/auxiliary_loss", summary["auxiliary_loss"]

@@ -7,6 +7,7 @@ import pytest
 from keras_softmoe import layers, routers
 from tests import cases, twins
 from tests.gradients import layer_gradients
+from tests.recorded import recorded
 from tests.references import to_numpy
 from tests.routers.sparse_routers import SPARSE
 
@@ -52,7 +53,7 @@ def dense_routing(decision, num_tokens):
 @pytest.mark.parametrize("name", ROUTERS)
 def test_layer_is_its_twin(name, dispatcher, group_images):
     layer = build(name, group_images=group_images, dispatcher=dispatcher)
-    outputs, decision = layer(images(), return_decision=True)
+    outputs, decision = recorded(layer, images())
     # Three images in groups of two: the last group is half padding.
     num_groups = -(-BATCH // group_images)
     padded = np.zeros((num_groups * group_images, NUM_TOKENS, WIDTH))
@@ -124,7 +125,7 @@ def test_soft_moe_is_a_moe_layer_with_a_soft_router():
 
 def test_experts_follow_the_policy():
     layer = layers.MoE(ROUTERS["soft"](), MLP_DIM, dtype="mixed_bfloat16")
-    outputs, decision = layer(images(), return_decision=True)
+    outputs, decision = recorded(layer, images())
     assert keras.backend.standardize_dtype(outputs.dtype) == "bfloat16"
     assert all(
         keras.backend.standardize_dtype(w.dtype) == "float32" for w in decision.routing
