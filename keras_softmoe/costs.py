@@ -59,7 +59,6 @@ class MixtureCost(NamedTuple):
         slot_weights: int, float32 numbers in the router that belong to slots.
         slots: int, slots of all experts for a batch of inputs.
         slot_width: int, numbers in a slot.
-        itemsize: int, bytes of a number in a slot.
     """
 
     name: str
@@ -68,7 +67,6 @@ class MixtureCost(NamedTuple):
     slot_weights: int
     slots: int
     slot_width: int
-    itemsize: int
 
 
 def cost_of(layer, shape, training=False):

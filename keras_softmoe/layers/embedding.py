@@ -15,7 +15,7 @@ class PatchEmbedding(keras.layers.Layer):
     """Cuts images into patches and projects each to a token.
 
     Args:
-        patch_size: `(height, width)` of a patch in pixels.
+        patch_size: int or `(height, width)` of a patch in pixels.
         hidden_dim: int, width `D` of a token.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
@@ -26,7 +26,7 @@ class PatchEmbedding(keras.layers.Layer):
 
     def __init__(self, patch_size, hidden_dim, **kwargs):
         super().__init__(**kwargs)
-        self.patch_size = tuple(patch_size)
+        self.patch_size = pair(patch_size)
         self.hidden_dim = hidden_dim
         self.projection = keras.layers.Conv2D(
             hidden_dim,
@@ -297,3 +297,35 @@ class TokenEmbedding(keras.layers.Layer):
             "sequence_length": self.sequence_length,
             "hidden_dim": self.hidden_dim,
         }
+
+
+def pair(size):
+    """`(height, width)` of a size that may be given as one number."""
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def patch_grid(image_shape, patch_size):
+    """`(rows, columns)` of patches.
+
+    Args:
+        image_shape: `(height, width, channels)`.
+        patch_size: int or `(height, width)`.
+
+    Raises:
+        ValueError: if the patches do not cover the image exactly.
+    """
+    patch_size = pair(patch_size)
+    if len(image_shape) != 3 or None in tuple(image_shape):
+        raise ValueError(
+            "`image_shape` must be (height, width, channels), all known. "
+            f"Received: image_shape={image_shape}."
+        )
+    height, width, _ = image_shape
+    if height % patch_size[0] or width % patch_size[1]:
+        raise ValueError(
+            "The patches must cover the image exactly: the patch size has to divide "
+            "height and width. Received: "
+            f"image_shape={tuple(image_shape)}, patch_size={patch_size}. Resize the "
+            "images or choose another patch size."
+        )
+    return height // patch_size[0], width // patch_size[1]

@@ -36,8 +36,9 @@ class Encoder:
     Returns: normalized tokens, like the input.
 
     Raises:
-        ValueError: if the heads do not divide the width, `moe_layers` and `router` do
-            not fit, or `layers.MoE` has no such setting.
+        ValueError: if the heads do not divide the width, or `moe_layers` and `router`
+            do not fit.
+        TypeError: if `layers.MoE` has no such setting.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ def _complete_settings(settings):
     accepted = MoE.settings()
     unknown = sorted(settings.keys() - accepted.keys())
     if unknown:
-        raise ValueError(
+        raise TypeError(
             "Unknown arguments. Beside its own, a model takes those of `layers.MoE`: "
             f"{', '.join(accepted)}. Received: {', '.join(unknown)}."
         )

@@ -255,7 +255,6 @@ class MoE(keras.layers.Layer):
             slot_weights=router.slot_weights,
             slots=num_groups * slots,
             slot_width=width,
-            itemsize=2 if is_half else 4,
         )
         return (
             router

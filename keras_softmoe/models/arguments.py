@@ -52,35 +52,3 @@ def check_pairs(backbone, images, token_ids):
             "Images and texts come in pairs, so there must be equally many. Received: "
             f"{counts[0]} images, {counts[1]} texts."
         )
-
-
-def pair(size):
-    """`(height, width)` of a size that may be given as one number."""
-    return (size, size) if isinstance(size, int) else tuple(size)
-
-
-def patch_grid(image_shape, patch_size):
-    """`(rows, columns)` of patches."""
-    if len(image_shape) != 3 or None in tuple(image_shape):
-        raise ValueError(
-            "`image_shape` must be (height, width, channels), all known. "
-            f"Received: image_shape={image_shape}."
-        )
-    height, width, _ = image_shape
-    if height % patch_size[0] or width % patch_size[1]:
-        raise ValueError(
-            "The patches must cover the image exactly: the patch size has to divide "
-            "height and width. Received: "
-            f"image_shape={tuple(image_shape)}, patch_size={patch_size}. Resize the "
-            "images or choose another patch size."
-        )
-    return height // patch_size[0], width // patch_size[1]
-
-
-def check_choice(argument, value, accepted):
-    """Raise unless the value of an argument is among the accepted ones."""
-    if value not in accepted:
-        raise ValueError(
-            f"Unknown `{argument}`. Accepted: {', '.join(map(repr, accepted))}. "
-            f"Received: {argument}={value!r}."
-        )

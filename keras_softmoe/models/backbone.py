@@ -20,28 +20,9 @@ from keras_softmoe.routers import record
 class MoEBackbone(keras_hub.models.Backbone, LiveRouting):
     """Base class of backbones whose encoder blocks may be mixtures of experts.
 
-    A subclass makes its layers, without building them, in `make_layers`, puts the model
-    together from them in its constructor, and then calls `keep_arguments`.
+    A subclass puts the model together from the layers in `layers.parts`, and then calls
+    `keep_arguments`.
     """
-
-    @classmethod
-    def make_layers(cls, **arguments):
-        """The layers of a model with these arguments, not built yet: a NamedTuple.
-
-        One of them is the `encoder`, a `layers.Encoder`.
-        """
-        raise TypeError(f"`{cls.__name__}` does not say what it is made of.")
-
-    @classmethod
-    def layers_cost(cls, layers, input_shape, training=False):
-        """What the layers cost for a batch, a `costs.LayerCost`.
-
-        Args:
-            layers: what `make_layers` returns.
-            input_shape: shape of the model's input, all known, or a dict of such.
-            training: bool, whether the settings of training count.
-        """
-        raise TypeError(f"`{cls.__name__}` does not say what it costs.")
 
     def keep_arguments(self, encoder, **arguments):
         """Keep the arguments of the constructor as attributes, for `get_config`.

@@ -11,7 +11,8 @@ from keras import ops
 from keras_softmoe import presets
 from keras_softmoe.converters.spread import save_by_one
 from keras_softmoe.layers.feedforward import weights_will_be_loaded
-from keras_softmoe.models.arguments import check_choice, check_pairs
+from keras_softmoe.layers.parts import check_choice
+from keras_softmoe.models.arguments import check_pairs
 from keras_softmoe.models.compilation import (
     compile_again,
     with_compilation,

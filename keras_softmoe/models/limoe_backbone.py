@@ -1,26 +1,13 @@
 """One sparse tower for images and text: LIMoE and its dense twins."""
 
-from typing import NamedTuple
-
 import keras
 
-from keras_softmoe.costs import LayerCost, cost_of
-from keras_softmoe.layers import (
-    ContrastiveScale,
-    Encoder,
-    PatchEmbedding,
-    PositionEmbedding,
-    TokenEmbedding,
-)
-from keras_softmoe.layers.pooling import TEXT_POOLINGS, AttentionPooling, pool
-from keras_softmoe.models.arguments import (
-    check_choice,
-    check_pairs,
-    pair,
-    patch_grid,
-)
+from keras_softmoe.layers.embedding import pair, patch_grid
+from keras_softmoe.layers.parts import PairParts
+from keras_softmoe.layers.pooling import pool
+from keras_softmoe.models.arguments import check_pairs
 from keras_softmoe.models.backbone import MoEBackbone
-from keras_softmoe.models.encoders import INPUTS, SingleModality, normalized
+from keras_softmoe.models.encoders import SingleModality, normalized
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -142,7 +129,7 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         }
 
         # === Layers ===
-        layers = self.make_layers(
+        parts = PairParts.make(
             **arguments,
             moe_layers=moe_layers,
             router=router,
@@ -157,17 +144,17 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
             """Sequence outputs and embeddings of the modalities that are there."""
             x = {}
             for modality, value in inputs.items():
-                for layer in layers.embedding[modality]:
+                for layer in parts.embedding[modality]:
                     value = layer(value)
                 x[modality] = value
-            x = layers.encoder(x)
+            x = parts.encoder(x)
             outputs = {f"{m}_sequence_output": tokens for m, tokens in x.items()}
             for modality, tokens in x.items():
                 tokens = pool(
-                    tokens, poolings[modality], layers.attention_pooling.get(modality)
+                    tokens, poolings[modality], parts.attention_pooling.get(modality)
                 )
                 outputs[f"{modality}_embedding"] = normalized(
-                    layers.projection[modality](tokens)
+                    parts.projection[modality](tokens)
                 )
             return outputs
 
@@ -176,7 +163,7 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
             shape=(sequence_length,), dtype="int32", name="token_ids"
         )
         outputs = encode({"image": images, "text": token_ids})
-        outputs |= layers.scale(outputs["image_embedding"])
+        outputs |= parts.scale(outputs["image_embedding"])
         super().__init__(
             inputs={"images": images, "token_ids": token_ids},
             outputs=outputs,
@@ -187,86 +174,8 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         self._encode = encode
 
         # === Config ===
-        self.keep_arguments(layers.encoder, **arguments)
+        self.keep_arguments(parts.encoder, **arguments)
         self.patch_grid = patch_grid(self.image_shape, self.patch_size)
-
-    @classmethod
-    def make_layers(
-        cls,
-        image_shape,
-        patch_size,
-        vocabulary_size,
-        sequence_length,
-        embedding_dim=512,
-        image_pooling="gap",
-        text_pooling="gap",
-        logit_scale=10.0,
-        logit_bias=None,
-        group_images=32,
-        dtype=None,
-        **encoder,
-    ):
-        patch_size = pair(patch_size)
-        grid = patch_grid(image_shape, patch_size)
-        check_choice("image_pooling", image_pooling, TEXT_POOLINGS)
-        check_choice("text_pooling", text_pooling, TEXT_POOLINGS)
-        blocks = Encoder(dtype=dtype, group_images=group_images, **encoder)
-        width = encoder["hidden_dim"]
-        embedding = {
-            "image": [
-                PatchEmbedding(patch_size, width, dtype=dtype, name="patch_embedding"),
-                PositionEmbedding(grid, dtype=dtype, name="image_position_embedding"),
-            ],
-            "text": [
-                TokenEmbedding(
-                    vocabulary_size,
-                    sequence_length,
-                    width,
-                    dtype=dtype,
-                    name="token_embedding",
-                )
-            ],
-        }
-        poolings = {"image": image_pooling, "text": text_pooling}
-        attention_pooling = {
-            modality: AttentionPooling(
-                encoder["num_heads"],
-                encoder["mlp_dim"],
-                use_qk_norm=encoder.get("use_qk_norm", False),
-                dtype=dtype,
-                name=f"{modality}_attention_pooling",
-            )
-            for modality, pooling in poolings.items()
-            if pooling == "map"
-        }
-        projection = {
-            modality: keras.layers.Dense(
-                embedding_dim,
-                use_bias=False,
-                dtype=dtype,
-                name=f"{modality}_projection",
-            )
-            for modality in poolings
-        }
-        scale = ContrastiveScale(logit_scale, logit_bias, name="contrastive_scale")
-        return _Layers(embedding, blocks, attention_pooling, projection, scale)
-
-    @classmethod
-    def layers_cost(cls, layers, input_shape, training=False):
-        total, shapes = LayerCost(), {}
-        for modality, name in INPUTS.items():
-            shape = input_shape[name]
-            for layer in layers.embedding[modality]:
-                total += layer.cost(shape)
-                shape = layer.compute_output_shape(shape)
-            shapes[modality] = shape
-        total += layers.encoder.cost(shapes, training)
-        for modality, shape in shapes.items():
-            if modality in layers.attention_pooling:
-                total += layers.attention_pooling[modality].cost(shape)
-            vectors = (shape[0], shape[2])
-            total += cost_of(layers.projection[modality], vectors)
-        return total + layers.scale.cost(vectors)
 
     def route(self, images=None, token_ids=None):
         """What the routers decide for a batch of pairs, or for one modality alone.
@@ -297,21 +206,3 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         if isinstance(x, dict):
             check_pairs(self, x.get("images"), x.get("token_ids"))
         return super().predict(x, *args, **kwargs)
-
-
-class _Layers(NamedTuple):
-    """What a `LIMoEBackbone` is made of.
-
-    Attributes:
-        embedding: dict from modalities to the lists of layers from input to tokens.
-        encoder: `layers.Encoder`.
-        attention_pooling: dict from modalities to `layers.AttentionPooling`.
-        projection: dict from modalities to `keras.layers.Dense`.
-        scale: `layers.ContrastiveScale`.
-    """
-
-    embedding: dict
-    encoder: Encoder
-    attention_pooling: dict
-    projection: dict
-    scale: ContrastiveScale

@@ -1,12 +1,10 @@
 """Text towers, dense or with mixtures of experts."""
 
-from typing import NamedTuple
-
 import keras
 
-from keras_softmoe.layers import Encoder, TokenEmbedding
-from keras_softmoe.layers.pooling import TEXT_POOLINGS, AttentionPooling, pool
-from keras_softmoe.models.arguments import check_choice, check_token_ids
+from keras_softmoe.layers.parts import TextParts
+from keras_softmoe.layers.pooling import pool
+from keras_softmoe.models.arguments import check_token_ids
 from keras_softmoe.models.backbone import MoEBackbone
 
 
@@ -89,7 +87,7 @@ class TextMoEBackbone(MoEBackbone):
         }
 
         # === Layers ===
-        layers = self.make_layers(
+        parts = TextParts.make(
             **arguments,
             moe_layers=moe_layers,
             router=router,
@@ -101,12 +99,15 @@ class TextMoEBackbone(MoEBackbone):
         token_ids = keras.Input(
             shape=(sequence_length,), dtype="int32", name="token_ids"
         )
-        sequence = layers.encoder(layers.embedding(token_ids))
+        x = token_ids
+        for layer in parts.embedding:
+            x = layer(x)
+        sequence = parts.encoder(x)
         super().__init__(
             inputs=token_ids,
             outputs={
                 "sequence_output": sequence,
-                "pooled_output": pool(sequence, pooling, layers.attention_pooling),
+                "pooled_output": pool(sequence, pooling, parts.attention_pooling),
             },
             dtype=dtype,
             name=name,
@@ -114,60 +115,8 @@ class TextMoEBackbone(MoEBackbone):
         )
 
         # === Config ===
-        self.keep_arguments(layers.encoder, **arguments)
-
-    @classmethod
-    def make_layers(
-        cls,
-        vocabulary_size,
-        sequence_length,
-        pooling="last",
-        dtype=None,
-        **encoder,
-    ):
-        check_choice("pooling", pooling, TEXT_POOLINGS)
-        blocks = Encoder(dtype=dtype, **encoder)
-        embedding = TokenEmbedding(
-            vocabulary_size,
-            sequence_length,
-            encoder["hidden_dim"],
-            dtype=dtype,
-            name="token_embedding",
-        )
-        attention_pooling = None
-        if pooling == "map":
-            attention_pooling = AttentionPooling(
-                encoder["num_heads"],
-                encoder["mlp_dim"],
-                use_qk_norm=encoder.get("use_qk_norm", False),
-                dtype=dtype,
-                name="attention_pooling",
-            )
-        return _Layers(embedding, blocks, attention_pooling)
-
-    @classmethod
-    def layers_cost(cls, layers, input_shape, training=False):
-        shape = layers.embedding.compute_output_shape(input_shape)
-        total = layers.embedding.cost(input_shape)
-        total += layers.encoder.cost(shape, training)
-        if layers.attention_pooling is not None:
-            total += layers.attention_pooling.cost(shape)
-        return total
+        self.keep_arguments(parts.encoder, **arguments)
 
     def predict(self, x, *args, **kwargs):
         check_token_ids(x, self.sequence_length)
         return super().predict(x, *args, **kwargs)
-
-
-class _Layers(NamedTuple):
-    """What a `TextMoEBackbone` is made of.
-
-    Attributes:
-        embedding: `layers.TokenEmbedding`.
-        encoder: `layers.Encoder`.
-        attention_pooling: `layers.AttentionPooling` or `None`.
-    """
-
-    embedding: TokenEmbedding
-    encoder: Encoder
-    attention_pooling: AttentionPooling | None

@@ -1,25 +1,12 @@
 """Vision Transformers with mixtures of experts: V-MoE, Soft MoE and dense twins."""
 
-from typing import NamedTuple
-
 import keras
 from keras import ops
 
-from keras_softmoe.costs import LayerCost, cost_of
-from keras_softmoe.layers import Encoder
-from keras_softmoe.layers.embedding import (
-    POSITION_EMBEDDINGS,
-    ClassToken,
-    PatchEmbedding,
-    PositionEmbedding,
-)
-from keras_softmoe.layers.pooling import POOLINGS, AttentionPooling, pool
-from keras_softmoe.models.arguments import (
-    check_choice,
-    check_images,
-    pair,
-    patch_grid,
-)
+from keras_softmoe.layers.embedding import pair, patch_grid
+from keras_softmoe.layers.parts import ImageParts
+from keras_softmoe.layers.pooling import pool
+from keras_softmoe.models.arguments import check_images
 from keras_softmoe.models.backbone import MoEBackbone
 
 
@@ -115,7 +102,7 @@ class ViTMoEBackbone(MoEBackbone):
         }
 
         # === Layers ===
-        layers = self.make_layers(
+        parts = ImageParts.make(
             **arguments,
             moe_layers=moe_layers,
             router=router,
@@ -126,12 +113,12 @@ class ViTMoEBackbone(MoEBackbone):
         # === Functional Model ===
         images = keras.Input(shape=image_shape, name="images")
         x = images
-        for layer in layers.embedding:
+        for layer in parts.embedding:
             x = layer(x)
-        sequence = layers.encoder(x)
-        x = pool(sequence, pooling, layers.attention_pooling)
-        if layers.pre_logits is not None:
-            x = layers.pre_logits(x)
+        sequence = parts.encoder(x)
+        x = pool(sequence, pooling, parts.attention_pooling)
+        if parts.pre_logits is not None:
+            x = parts.pre_logits(x)
         super().__init__(
             inputs=images,
             outputs={"sequence_output": sequence, "pooled_output": x},
@@ -141,73 +128,8 @@ class ViTMoEBackbone(MoEBackbone):
         )
 
         # === Config ===
-        self.keep_arguments(layers.encoder, **arguments)
+        self.keep_arguments(parts.encoder, **arguments)
         self.patch_grid = patch_grid(self.image_shape, self.patch_size)
-
-    @classmethod
-    def make_layers(
-        cls,
-        image_shape,
-        patch_size,
-        pooling="token",
-        position_embedding="learned",
-        representation_dim=None,
-        dtype=None,
-        **encoder,
-    ):
-        patch_size = pair(patch_size)
-        grid = patch_grid(image_shape, patch_size)
-        check_choice("pooling", pooling, POOLINGS)
-        check_choice("position_embedding", position_embedding, POSITION_EMBEDDINGS)
-        blocks = Encoder(dtype=dtype, **encoder)
-        embedding = [
-            PatchEmbedding(
-                patch_size, encoder["hidden_dim"], dtype=dtype, name="patch_embedding"
-            )
-        ]
-        if pooling == "token":
-            embedding.append(ClassToken(dtype=dtype, name="class_token"))
-        if position_embedding != "none":
-            embedding.append(
-                PositionEmbedding(
-                    grid,
-                    kind=position_embedding,
-                    has_class_token=pooling == "token",
-                    dtype=dtype,
-                    name="position_embedding",
-                )
-            )
-        attention_pooling = pre_logits = None
-        if pooling == "map":
-            attention_pooling = AttentionPooling(
-                encoder["num_heads"],
-                encoder["mlp_dim"],
-                use_qk_norm=encoder.get("use_qk_norm", False),
-                dtype=dtype,
-                name="attention_pooling",
-            )
-        if representation_dim is not None:
-            pre_logits = keras.layers.Dense(
-                representation_dim,
-                activation="tanh",
-                kernel_initializer="lecun_normal",
-                dtype=dtype,
-                name="pre_logits",
-            )
-        return _Layers(embedding, blocks, attention_pooling, pre_logits)
-
-    @classmethod
-    def layers_cost(cls, layers, input_shape, training=False):
-        total, shape = LayerCost(), input_shape
-        for layer in layers.embedding:
-            total += layer.cost(shape)
-            shape = layer.compute_output_shape(shape)
-        total += layers.encoder.cost(shape, training)
-        if layers.attention_pooling is not None:
-            total += layers.attention_pooling.cost(shape)
-        if layers.pre_logits is not None:
-            total += cost_of(layers.pre_logits, (shape[0], shape[2]))
-        return total
 
     def route(self, images):
         """What the routers decide for a batch of images.
@@ -233,19 +155,3 @@ class ViTMoEBackbone(MoEBackbone):
     def predict(self, x, *args, **kwargs):
         check_images(x, self.image_shape)
         return super().predict(x, *args, **kwargs)
-
-
-class _Layers(NamedTuple):
-    """What a `ViTMoEBackbone` is made of.
-
-    Attributes:
-        embedding: list of the layers from images to tokens.
-        encoder: `layers.Encoder`.
-        attention_pooling: `layers.AttentionPooling` or `None`.
-        pre_logits: `keras.layers.Dense` or `None`.
-    """
-
-    embedding: list
-    encoder: Encoder
-    attention_pooling: AttentionPooling | None
-    pre_logits: keras.layers.Dense | None
