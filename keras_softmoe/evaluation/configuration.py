@@ -1,6 +1,5 @@
 """The arguments that a model was made with, from whatever stands for the model."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +7,7 @@ from typing import NamedTuple
 
 import keras
 
-from keras_softmoe import presets
+from keras_softmoe import catalogue
 from keras_softmoe.routers import LIMoERouter, Router
 from keras_softmoe.routers.token_choice import TokenChoiceRouter
 
@@ -115,15 +114,7 @@ def _names(model):
 
 
 def _preset_config(preset):
-    path = Path(presets.resolve(preset, load_weights=False), presets.CONFIG_FILE)
-    if not path.is_file():
-        raise ValueError(
-            "A preset is counted by name or from a directory on this machine. "
-            f"Received: model={str(preset)!r}. Load it, then count the model."
-        )
-    with presets.explained(path.parent):
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        name, config = saved["registered_name"], saved["config"]
+    name, config = catalogue.read_config(preset)
     if name not in REQUIRED:
         raise ValueError(
             f"`cost` counts backbones of the classes {', '.join(REQUIRED)}. Received: "
