@@ -46,7 +46,7 @@ import keras
 import numpy as np
 
 import keras_softmoe as ksm
-from tests.converters.writer import write_checkpoint
+from tests.checkpoints.writer import write_checkpoint
 
 # The tests run this guide with fewer images.
 SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"

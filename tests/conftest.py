@@ -14,8 +14,8 @@ from tests.references import Reference
 # long: of what computes without one, and of what is long and made of parts that are
 # tested on all. (`models/test_backends.py` compares presets on all of them.)
 RUNS_ON = {
-    "converters/test_checkpoint_fuzz.py": ("jax",),
-    "converters/test_convert.py": ("torch",),
+    "checkpoints/test_checkpoint_fuzz.py": ("jax",),
+    "models/test_conversion.py": ("torch",),
     "datasets/*": ("jax",),
     "distribution/test_plan*.py": ("jax",),
     "models/test_broken_presets.py": ("torch",),

@@ -1,6 +1,5 @@
 """What the presets that ship with weights are worth, measured on real digits."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 
 import keras_softmoe as ksm
+from experiments import readme_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 SOFT = "soft_moe_tiny_patch4_16e_32_glyphs"
@@ -36,13 +36,8 @@ def test_preset_is_small_and_has_a_card(name):
 
 
 def test_readme_tables_match_the_metadata():
-    spec = importlib.util.spec_from_file_location(
-        "write_tables", ROOT / "presets" / "write_tables.py"
-    )
-    write_tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(write_tables)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert write_tables.with_tables(text) == text
+    assert readme_tables.with_tables(text) == text
 
 
 def test_soft_features_beat_raw_pixels(digits):

@@ -1,18 +1,37 @@
-"""Readers and writers of other libraries' parameters, and upcycling."""
+"""Readers and converters of other libraries' parameters, and upcycling.
 
-from keras_softmoe.converters.checkpoint import Checkpoint as Checkpoint
-from keras_softmoe.converters.checkpoint import read_checkpoint as read_checkpoint
-from keras_softmoe.converters.convert import (
-    convert_as_configured as convert_as_configured,
+A table of contents. What only reads files is in `checkpoints`, and what needs a model
+in `models`, which is imported when it is first used.
+"""
+
+from keras_softmoe.checkpoints import Checkpoint as Checkpoint
+from keras_softmoe.checkpoints import CheckpointError as CheckpointError
+from keras_softmoe.checkpoints import download_checkpoint as download_checkpoint
+from keras_softmoe.checkpoints import read_checkpoint as read_checkpoint
+from keras_softmoe.checkpoints import read_vit_checkpoint as read_vit_checkpoint
+
+_NEED_MODELS = (
+    "convert_vmoe_checkpoint",
+    "load_vmoe_params",
+    "to_vmoe_params",
+    "upcycle",
 )
-from keras_softmoe.converters.convert import (
-    convert_vmoe_checkpoint as convert_vmoe_checkpoint,
-)
-from keras_softmoe.converters.download import (
-    download_checkpoint as download_checkpoint,
-)
-from keras_softmoe.converters.stream import CheckpointError as CheckpointError
-from keras_softmoe.converters.upcycling import upcycle as upcycle
-from keras_softmoe.converters.vit import read_vit_checkpoint as read_vit_checkpoint
-from keras_softmoe.converters.vmoe import load_vmoe_params as load_vmoe_params
-from keras_softmoe.converters.vmoe import to_vmoe_params as to_vmoe_params
+
+
+def __getattr__(name):
+    if name not in _NEED_MODELS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from keras_softmoe.models.conversion import convert_vmoe_checkpoint
+    from keras_softmoe.models.upcycling import upcycle
+    from keras_softmoe.models.vmoe_params import load_vmoe_params, to_vmoe_params
+
+    return {
+        "convert_vmoe_checkpoint": convert_vmoe_checkpoint,
+        "load_vmoe_params": load_vmoe_params,
+        "to_vmoe_params": to_vmoe_params,
+        "upcycle": upcycle,
+    }[name]
+
+
+def __dir__():
+    return [*globals(), *_NEED_MODELS]

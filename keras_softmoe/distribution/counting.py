@@ -1,21 +1,14 @@
-"""What a model keeps and computes, in bytes, from its configuration alone."""
+"""What a model keeps and computes, in bytes, before it is built."""
 
-from pathlib import Path
 from typing import NamedTuple
 
 import keras
 
-from keras_softmoe.evaluation.configuration import (
-    LIMOE,
-    LIVE_SETTINGS,
-    complete,
-    configuration,
-)
+from keras_softmoe.evaluation.configuration import configuration
 from keras_softmoe.evaluation.cost import cost
-from keras_softmoe.evaluation.tally import dense, encoder
-from keras_softmoe.routers import IdentityRouter, SoftRouter
 
 _FLOAT32 = 4
+_ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class MoELayer(NamedTuple):
@@ -37,7 +30,7 @@ class MoELayer(NamedTuple):
     slot_bytes: int
 
 
-class Counted(NamedTuple):
+class ModelSize(NamedTuple):
     """A model, as far as its placement goes.
 
     Attributes:
@@ -70,8 +63,13 @@ class Counted(NamedTuple):
     embedding_bytes: int
 
 
-def count(model, num_classes=None, **changes):
-    """Count a model, without building it, for a placement.
+def model_size(model, num_classes=None, **changes):
+    """Size of a model for its placement. Nothing is built.
+
+    The activations are those that XLA was seen to keep from the forward to the backward
+    pass, without rematerialization (JAX 0.10 on a CPU, from its buffer assignments);
+    each layer says its own. Left out are what lives during one operation only,
+    embeddings of whole images and all that has no token axis.
 
     Args:
         model: preset, backbone, task or dict of arguments, as in `evaluation.cost`.
@@ -79,174 +77,66 @@ def count(model, num_classes=None, **changes):
         **changes: as in `evaluation.cost`.
 
     Returns:
-        `Counted`.
+        `ModelSize`.
 
     Raises:
         ValueError: as `evaluation.cost`, or if a group is the whole batch.
     """
     total = cost(model, num_classes, **changes)
-    kind, config, classes, _ = configuration(model)
-    settings = {name: changes.pop(name) for name in LIVE_SETTINGS if name in changes}
-    a = complete(kind, {**config, **changes}, settings)
-    if a.group_images is None:
+    found = configuration(model, num_classes, **changes)
+    group_images = found.group_images
+    if group_images is None:
         raise ValueError(
             "A group that is the whole batch cannot be divided among devices. Received:"
-            f" group_images={a.group_images}. Pass `group_images=`, the images that are"
+            f" group_images={group_images}. Pass `group_images=`, the images that are"
             " routed together."
         )
-    policy = keras.dtype_policies.get(a.dtype or keras.config.dtype_policy())
-    a.variable_bytes = _itemsize(policy.variable_dtype)
-    a.compute_bytes = _itemsize(policy.compute_dtype)
-    a.is_limoe = kind == LIMOE
-    a.tokens_of = _tokens_of(a)
-    a.num_classes = classes if num_classes is None else num_classes
-    expert = dense(a.hidden_dim, a.mlp_dim) + dense(a.mlp_dim, a.hidden_dim)
-    moe_layers = tuple(
-        _moe_layer(a, block, router, expert.weights)
-        for block, router in zip(sorted(a.moe_layers), a.routers, strict=True)
+    policy = keras.dtype_policies.get(found.dtype or keras.config.dtype_policy())
+    variable = _ITEMSIZE[policy.variable_dtype]
+    compute = _ITEMSIZE[policy.compute_dtype]
+    layers = found.cost(group_images, training=True)
+    activations = (
+        compute * layers.kept
+        + _FLOAT32 * layers.kept_float32
+        + layers.kept_bytes
+        # Logits of classes, their exponentials and gradients
+        + group_images * 3 * _FLOAT32 * (found.num_classes or 0)
     )
-    expert_parameters = sum(r.num_experts for r in a.routers) * expert.weights
-    # Of all blocks, without what mixes experts
-    shared = encoder(a, *a.tokens_of).weights - expert_parameters
-    return Counted(
-        name=_name(model, config),
+    expert_parameters = sum(m.expert_weights for m in layers.mixtures)
+    shared_bytes = embedding_bytes = 0
+    if found.is_pair:
+        shared_bytes = variable * (_encoder_weights(found) - expert_parameters)
+        # In float32 whatever the dtype of computation
+        embedding_bytes = _FLOAT32 * found.parts.projection["image"].units
+    return ModelSize(
+        name=found.name,
         parameters=total.parameters,
         expert_parameters=expert_parameters,
         weight_bytes=total.weight_bytes,
-        dense_kernel_bytes=a.variable_bytes * _dense_kernels(a),
-        hidden_dim=a.hidden_dim,
-        moe_layers=moe_layers,
-        group_images=a.group_images,
-        activation_bytes=_activations(a),
-        shared_bytes=a.variable_bytes * shared if a.is_limoe else 0,
-        # In float32 whatever the dtype of computation
-        embedding_bytes=_FLOAT32 * a.embedding_dim if a.is_limoe else 0,
+        dense_kernel_bytes=variable * layers.sharded_kernels,
+        hidden_dim=found.arguments["hidden_dim"],
+        moe_layers=tuple(
+            MoELayer(
+                path=mixture.name,
+                num_experts=mixture.num_experts,
+                expert_bytes=variable * mixture.expert_weights,
+                slot_parameter_bytes=_FLOAT32 * mixture.slot_weights,
+                slot_bytes=compute * mixture.slots * mixture.slot_width,
+            )
+            for mixture in layers.mixtures
+        ),
+        group_images=group_images,
+        activation_bytes=activations,
+        shared_bytes=shared_bytes,
+        embedding_bytes=embedding_bytes,
     )
 
 
-def _name(model, config):
-    if isinstance(model, str | Path):
-        return Path(model).name
-    return getattr(model, "name", None) or config.get("name") or "model"
-
-
-def _itemsize(dtype):
-    return {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}[dtype]
-
-
-def _tokens_of(a):
-    """Tokens of each modality, which attend to their own kind only."""
-    if a.is_limoe:
-        return (a.num_patches, a.sequence_length)
-    return (a.num_patches + (a.pooling == "token"),)
-
-
-def _poolings(a):
-    return (a.image_pooling, a.text_pooling) if a.is_limoe else (a.pooling,)
-
-
-def _moe_layer(a, block, router, expert_numbers):
-    soft = isinstance(router, SoftRouter)
-    slots = _slots(a, router)
-    learns = soft and "soft" in (router.dispatch, router.combine)
-    return MoELayer(
-        path=f"block_{block}/moe",
-        num_experts=router.num_experts,
-        expert_bytes=a.variable_bytes * router.num_experts * expert_numbers,
-        slot_parameter_bytes=_FLOAT32 * a.hidden_dim * slots if learns else 0,
-        slot_bytes=a.compute_bytes * a.hidden_dim * slots,
-    )
-
-
-def _slots(a, router):
-    """Slots of all experts for one group, in training."""
-    group_tokens = a.group_images * sum(a.tokens_of)
-    if isinstance(router, SoftRouter):
-        return router.num_experts * router.slots_per_expert
-    if isinstance(router, IdentityRouter):
-        return group_tokens
-    return router.num_experts * router.capacity(group_tokens, training=True)
-
-
-def _dense_kernels(a):
-    """Numbers in the kernels that `layouts.DENSE_RULES` name."""
-    attention, mlp = 4 * a.hidden_dim**2, 2 * a.hidden_dim * a.mlp_dim
-    maps = _poolings(a).count("map")
-    embeddings = a.patch_numbers + (a.vocabulary_size if a.is_limoe else 0)
-    mlps = a.num_layers - len(a.routers) + maps
-    return embeddings * a.hidden_dim + (a.num_layers + maps) * attention + mlps * mlp
-
-
-# === Activations ===
-#
-# What XLA was seen to keep from the forward to the backward pass, without
-# rematerialization (JAX 0.10 on a CPU, from its buffer assignments). Per token of width
-# D, with h heads over S tokens:
-#
-# - a normalization: input, output and, in float32, the centred input: 3 D; that of
-#   queries or keys, whose results take another order of axes: 5 D;
-# - attention: query, key, value and context, each also in the order of axes that its
-#   product wants: 8 D; logits and exponentials in float32, weights: 3 h S;
-# - an MLP, or an expert for each of its slots: before GELU, its tanh, after: 3 H;
-# - a slot: what went in and what came out: 2 D;
-# - a soft router: logits, dispatch and combine weights in float32: 3 E C; a sparse one:
-#   logits, probabilities and scores in float32: 3 E; one-hot weights where they are
-#   multiplied: 2 E C.
-#
-# Left out are what lives during one operation only, embeddings of whole images and
-# all that has no token axis.
-
-
-def _activations(a):
-    """Bytes for a group of images (or pairs)."""
-    images = a.group_images
-    token = 0
-    for num_tokens, pooling in zip(a.tokens_of, _poolings(a), strict=True):
-        token += images * num_tokens * _blocks(a, num_tokens)
-        # After the last normalization, keys and values in both orders
-        if pooling == "map":
-            token += images * num_tokens * 4 * a.compute_bytes * a.hidden_dim
-    patches = images * a.num_patches * a.compute_bytes * a.patch_numbers
-    head = images * 3 * _FLOAT32 * (a.num_classes or 0)
-    return token + patches + head + sum(_mixture(a, router) for router in a.routers)
-
-
-def _blocks(a, num_tokens):
-    """Bytes for a token, over all blocks, without experts."""
-    c, width = a.compute_bytes, a.hidden_dim
-    norm = (2 * c + _FLOAT32) * width
-    attention = 8 * c * width + (c + 2 * _FLOAT32) * a.num_heads * num_tokens
-    # A mask of one byte after attention, and after the MLP
-    dropout = 2 * width if a.dropout_rate else 0
-    block = 2 * norm + attention + dropout
-    if a.use_qk_norm:
-        block += 2 * (norm + 2 * c * width)
-    num_mlps = a.num_layers - len(a.routers)
-    return a.num_layers * block + num_mlps * 3 * c * a.mlp_dim + norm
-
-
-def _mixture(a, router):
-    """Bytes for a group of images in a mixture of experts."""
-    c, slots = a.compute_bytes, _slots(a, router)
-    group_tokens = a.group_images * sum(a.tokens_of)
-    is_soft = isinstance(router, SoftRouter)
-    # The rule of `layers.MoE`
-    multiplies = is_soft or a.dispatcher == "einsum"
-    multiplies = multiplies or (a.dispatcher == "auto" and group_tokens < 64)
-    per_slot = 2 * c * a.hidden_dim
-    if not a.remat_experts:
-        per_slot += 3 * c * a.mlp_dim
-    if a.expert_dropout_rate:
-        # Masks of one byte; the activations that they leave are kept in any case.
-        per_slot += a.mlp_dim * (1 + c * bool(a.remat_experts))
-    scores = slots if is_soft else router.num_experts
-    per_token = 3 * _FLOAT32 * scores
-    if c != _FLOAT32:
-        # The router's copy of the tokens, and weights in the dtype of the tokens
-        per_token += _FLOAT32 * a.hidden_dim + (2 * c * slots if multiplies else 0)
-    elif multiplies and not is_soft:
-        per_token += 2 * c * slots
-    return slots * per_slot + group_tokens * per_token
+def _encoder_weights(found):
+    """Numbers in the weights of the encoder, which modalities share."""
+    tokens = (1, 1, found.arguments["hidden_dim"])
+    both = {"image": tokens, "text": tokens}
+    return found.parts.encoder.cost(both).weights
 
 
 # === Optimizers ===

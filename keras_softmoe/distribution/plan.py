@@ -4,7 +4,7 @@ import math
 import numbers
 from typing import NamedTuple
 
-from keras_softmoe.distribution.counting import count, optimizer_copies
+from keras_softmoe.distribution.counting import model_size, optimizer_copies
 
 # Two tensors go out in the forward pass, and their gradients come back the same way:
 # slots to the experts, outputs of the experts to the images.
@@ -244,7 +244,7 @@ def plan(
             f"Received: memory={memory!r}. For 80 GB pass `memory=80e9`."
         )
     copies, name = optimizer_copies(optimizer)
-    model = count(preset, num_classes, **changes)
+    model = model_size(preset, num_classes, **changes)
     smallest = devices * model.group_images
     if batch_size is None:
         batch_size = smallest

@@ -5,13 +5,8 @@ from typing import NamedTuple
 
 import keras
 
-from keras_softmoe.evaluation.configuration import (
-    LIMOE,
-    LIVE_SETTINGS,
-    complete,
-    configuration,
-)
-from keras_softmoe.evaluation.tally import dense, limoe, vit
+from keras_softmoe.costs import dense
+from keras_softmoe.evaluation.configuration import configuration
 
 # Routers compute in float32 whatever the policy.
 _FLOAT32_BYTES = 4
@@ -87,19 +82,22 @@ def cost(model, num_classes=None, **changes):
     >>> ksm.evaluation.cost(name, capacity_factor=0.5).gflop_per_image
     35.1...
     """
-    kind, config, classes, head_dtype = configuration(model)
-    num_classes = classes if num_classes is None else num_classes
-    settings = {name: changes.pop(name) for name in LIVE_SETTINGS if name in changes}
-    a = complete(kind, {**config, **changes}, settings)
-    total = (limoe if kind == LIMOE else vit)(a)
-    weight_bytes = _bytes(a.dtype) * total.weights + _FLOAT32_BYTES * total.in_float32
-    if num_classes is not None:
-        _check_num_classes(num_classes, kind)
-        head = dense(a.representation_dim or a.hidden_dim, num_classes)
+    found = configuration(model, num_classes, **changes)
+    batch_size = found.group_images or 1
+    total = found.cost(batch_size)
+    weight_bytes = _bytes(found.dtype) * total.weights
+    weight_bytes += _FLOAT32_BYTES * total.float32_weights
+    if found.num_classes is not None:
+        _check_num_classes(found)
+        head = dense(found.feature_dim, found.num_classes, batch_size)
         total += head
-        dtype = a.dtype if head_dtype is None else head_dtype
+        dtype = found.dtype if found.head_dtype is None else found.head_dtype
         weight_bytes += _bytes(dtype) * head.weights
-    return Cost(total.weights + total.in_float32, 2e-9 * total.products, weight_bytes)
+    return Cost(
+        parameters=total.weights + total.float32_weights,
+        gflop_per_image=2e-9 * total.products / batch_size,
+        weight_bytes=weight_bytes,
+    )
 
 
 def _bytes(dtype):
@@ -114,8 +112,9 @@ def _bytes(dtype):
     return _BYTES[policy.variable_dtype]
 
 
-def _check_num_classes(num_classes, kind):
-    if kind == LIMOE:
+def _check_num_classes(found):
+    num_classes = found.num_classes
+    if found.is_pair:
         raise ValueError(
             "A LIMoE has no head: it tells classes by their names. Received: "
             f"num_classes={num_classes!r}. Leave it out."

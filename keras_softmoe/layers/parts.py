@@ -120,9 +120,7 @@ class TextParts(NamedTuple):
         """
         check_choice("pooling", pooling, TEXT_POOLINGS)
         blocks = Encoder(dtype=dtype, **encoder)
-        embedding = [
-            _token_embedding(vocabulary_size, sequence_length, encoder, dtype)
-        ]
+        embedding = [_token_embedding(vocabulary_size, sequence_length, encoder, dtype)]
         attention_pooling = None
         if pooling == "map":
             attention_pooling = _attention_pooling("attention_pooling", encoder, dtype)

@@ -1,5 +1,8 @@
 """Models: backbones, tasks and their preprocessing, on KerasHub's classes."""
 
+from keras_softmoe.catalogue import every_n as every_n
+from keras_softmoe.catalogue import last_n as last_n
+from keras_softmoe.catalogue import second_half as second_half
 from keras_softmoe.models.contrastive import LIMoEContrastive as LIMoEContrastive
 from keras_softmoe.models.contrastive import TwoTowerContrastive as TwoTowerContrastive
 from keras_softmoe.models.contrastive_preprocessor import (
@@ -15,9 +18,6 @@ from keras_softmoe.models.contrastive_preprocessor import (
     TwoTowerPreprocessor as TwoTowerPreprocessor,
 )
 from keras_softmoe.models.limoe_backbone import LIMoEBackbone as LIMoEBackbone
-from keras_softmoe.models.placement import every_n as every_n
-from keras_softmoe.models.placement import last_n as last_n
-from keras_softmoe.models.placement import second_half as second_half
 from keras_softmoe.models.pruning import prune_experts as prune_experts
 from keras_softmoe.models.text_moe_backbone import TextMoEBackbone as TextMoEBackbone
 from keras_softmoe.models.two_tower_backbone import TwoTowerBackbone as TwoTowerBackbone

@@ -5,17 +5,13 @@ import functools
 import keras
 import keras_hub
 
-from keras_softmoe import presets
-from keras_softmoe.converters.spread import load_in_pieces, save_by_one
-from keras_softmoe.layers.feedforward import weights_will_be_loaded
-from keras_softmoe.models.live_routing import (
-    LiveRouting,
-    follows_routers,
-    pop_live_settings,
-)
+from keras_softmoe.converters.spread import load_in_pieces
+from keras_softmoe.models.live_routing import LiveRouting, follows_routers
+from keras_softmoe.models.loading import keeps_presets
 from keras_softmoe.routers import record
 
 
+@keeps_presets
 @follows_routers
 class MoEBackbone(keras_hub.models.Backbone, LiveRouting):
     """Base class of backbones whose encoder blocks may be mixtures of experts.
@@ -57,53 +53,6 @@ class MoEBackbone(keras_hub.models.Backbone, LiveRouting):
         with record() as decisions:
             function(*inputs)
         return {index: decisions[r.path] for index, r in self.routers.items()}
-
-    @classmethod
-    def from_preset(cls, preset, load_weights=True, **kwargs):
-        """Load a backbone from a preset.
-
-        Args:
-            preset: str: a name from `keras_softmoe.presets.names()`, the path of a
-                preset directory, or a KerasHub handle (`"hf://user/model"`).
-            load_weights: bool, whether to load weights or start from random ones.
-            **kwargs: arguments of the class to change (with another `image_shape` the
-                position embeddings are resampled), and settings of the routers, see
-                `set_routing`.
-
-        Returns:
-            A model of this class.
-
-        Raises:
-            ValueError: if the name is unknown (the message offers the nearest), the
-                preset has no weights, or a file is missing, damaged or foreign.
-
-        Example:
-
-        >>> name = "soft_moe_small_patch16_128e_224"
-        >>> backbone = ksm.models.ViTMoEBackbone.from_preset(name, load_weights=False)
-        """
-        settings = pop_live_settings(kwargs)
-        opened = presets.opened(preset, load_weights)
-        with opened as directory, weights_will_be_loaded(load_weights):
-            backbone = super().from_preset(
-                directory, load_weights=load_weights, **kwargs
-            )
-        backbone.set_routing(**settings)
-        return backbone
-
-    def save_to_preset(self, preset_dir, max_shard_size=10):
-        """Save as a preset directory. If that fails, an existing one stays intact.
-
-        Where several processes share the model, all of them have to call this, and the
-        first one writes.
-
-        Args:
-            preset_dir: str, the directory.
-            max_shard_size: int or float, the size in GB over which weights are split
-                into several files, or `None`.
-        """
-        save = functools.partial(super().save_to_preset, max_shard_size=max_shard_size)
-        save_by_one(save, lambda: presets.replaced_directory(preset_dir))
 
     def load_weights(self, filepath, skip_mismatch=False, **kwargs):
         load = functools.partial(

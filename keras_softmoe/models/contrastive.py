@@ -1,6 +1,5 @@
 """Contrastive learning of images and captions: what the tasks share."""
 
-import functools
 from pathlib import Path
 
 import keras
@@ -8,9 +7,6 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_softmoe import presets
-from keras_softmoe.converters.spread import save_by_one
-from keras_softmoe.layers.feedforward import weights_will_be_loaded
 from keras_softmoe.layers.parts import check_choice
 from keras_softmoe.models.arguments import check_pairs
 from keras_softmoe.models.compilation import (
@@ -26,11 +22,8 @@ from keras_softmoe.models.contrastive_preprocessor import (
 )
 from keras_softmoe.models.kept_weights import keeps_weights
 from keras_softmoe.models.limoe_backbone import LIMoEBackbone
-from keras_softmoe.models.live_routing import (
-    LiveRouting,
-    follows_routers,
-    pop_live_settings,
-)
+from keras_softmoe.models.live_routing import LiveRouting, follows_routers
+from keras_softmoe.models.loading import keeps_presets
 from keras_softmoe.models.pair_encoding import PairEncoding
 from keras_softmoe.models.two_tower_backbone import TwoTowerBackbone
 from keras_softmoe.ops.contrastive import (
@@ -42,6 +35,7 @@ from keras_softmoe.ops.placement import report_model
 LOSSES = {"softmax": softmax_contrastive_loss, "sigmoid": sigmoid_contrastive_loss}
 
 
+@keeps_presets
 @follows_routers
 class ContrastiveTask(keras_hub.models.Task, PairEncoding, LiveRouting):
     """Base class: learns to tell which image and which caption belong together.
@@ -309,36 +303,18 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, LiveRouting):
         >>> name = "limoe_tiny_patch4_8e_32_shapes"
         >>> model = ksm.models.LIMoEContrastive.from_preset(name)
         """
-        settings = pop_live_settings(kwargs)
-        opened = presets.opened(preset, load_weights)
-        with opened as directory, weights_will_be_loaded(load_weights):
-            folder = Path(directory)
-            if "preprocessor" not in kwargs and folder.is_dir():
-                check_tokenizer(preset, folder)
-            # KerasHub would read the preset's vocabulary into another's tokenizer.
-            preprocessor = kwargs.get("preprocessor")
-            if preprocessor is not None:
-                kwargs["preprocessor"] = None
-            model = super().from_preset(directory, load_weights=load_weights, **kwargs)
+        folder = Path(preset)
+        if "preprocessor" not in kwargs and folder.is_dir():
+            check_tokenizer(folder)
+        # KerasHub would read the preset's vocabulary into another's tokenizer.
+        preprocessor = kwargs.get("preprocessor")
+        if preprocessor is not None:
+            kwargs["preprocessor"] = None
+        model = super().from_preset(preset, load_weights=load_weights, **kwargs)
         if preprocessor is not None:
             fit_preprocessor(preprocessor, model.backbone)
             model.preprocessor = preprocessor
-        model.set_routing(**settings)
         return model
-
-    def save_to_preset(self, preset_dir, max_shard_size=10):
-        """Save as a preset directory. If that fails, an existing one stays intact.
-
-        Where several processes share the model, all of them have to call this, and the
-        first one writes.
-
-        Args:
-            preset_dir: str, the directory.
-            max_shard_size: int or float, the size in GB over which weights are split
-                into several files, or `None`.
-        """
-        save = functools.partial(super().save_to_preset, max_shard_size=max_shard_size)
-        save_by_one(save, lambda: presets.replaced_directory(preset_dir))
 
     @property
     def routers(self):

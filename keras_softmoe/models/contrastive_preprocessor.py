@@ -7,19 +7,10 @@ import keras
 import keras_hub
 import numpy as np
 
-from keras_softmoe import presets
 from keras_softmoe.models.limoe_backbone import LIMoEBackbone
+from keras_softmoe.models.loading import loads_presets
 from keras_softmoe.models.two_tower_backbone import TwoTowerBackbone
 from keras_softmoe.models.vit_moe_image_classifier import ViTMoEImageConverter
-
-
-class _FromOurPresets:
-    """Mixin: `from_preset` takes the names of our presets."""
-
-    @classmethod
-    def from_preset(cls, preset, **kwargs):
-        with presets.opened(preset, load_weights=False) as directory:
-            return super().from_preset(directory, **kwargs)
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -33,7 +24,8 @@ class LIMoEImageConverter(ViTMoEImageConverter):
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class LIMoETokenizer(_FromOurPresets, keras_hub.tokenizers.SentencePieceTokenizer):
+@loads_presets
+class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
     """Cuts captions into the pieces of a SentencePiece vocabulary.
 
     The presets that were trained here bring their own small vocabulary. The paper's is
@@ -61,7 +53,8 @@ class LIMoETokenizer(_FromOurPresets, keras_hub.tokenizers.SentencePieceTokenize
             self.set_proto(file.read())
 
 
-class ContrastivePreprocessor(_FromOurPresets, keras_hub.models.Preprocessor):
+@loads_presets
+class ContrastivePreprocessor(keras_hub.models.Preprocessor):
     """Base class of the preprocessors for pairs of image and caption.
 
     Args:
@@ -262,11 +255,11 @@ def checked_captions(captions):
     return [str(c) for c in captions]
 
 
-def check_tokenizer(preset, folder):
-    """Raise unless the directory of a preset has a tokenizer."""
+def check_tokenizer(folder):
+    """Raise unless the directory (`pathlib.Path`) of a preset has a tokenizer."""
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(
-            f"The preset {str(preset)!r} has no tokenizer. Pass one, "
+            f"The preset {folder.name!r} has no tokenizer. Pass one, "
             "`preprocessor=LIMoEPreprocessor(LIMoETokenizer('spiece.model'), ...)`, or "
             "`preprocessor=None` to give the model token ids."
         )

@@ -1,27 +1,20 @@
 """Image classification: converter, preprocessor and task."""
 
-import functools
 import inspect
 
 import keras
 import keras_hub
 import numpy as np
 
-from keras_softmoe import presets
-from keras_softmoe.converters.spread import save_by_one
 from keras_softmoe.layers import MoE
-from keras_softmoe.layers.feedforward import weights_will_be_loaded
 from keras_softmoe.models.arguments import check_images
 from keras_softmoe.models.compilation import (
     compile_again,
     with_compilation,
     with_optimizer,
 )
-from keras_softmoe.models.live_routing import (
-    LiveRouting,
-    follows_routers,
-    pop_live_settings,
-)
+from keras_softmoe.models.live_routing import LiveRouting, follows_routers
+from keras_softmoe.models.loading import check_task, keeps_presets, loads_presets
 from keras_softmoe.models.vit_moe_backbone import ViTMoEBackbone
 from keras_softmoe.ops.placement import report_model
 
@@ -33,6 +26,7 @@ _CROSSENTROPIES = {
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
+@loads_presets
 class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
     """Resizes images and maps pixels from `[0, 255]` to `[-1, 1]`.
 
@@ -49,13 +43,9 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
         # It has no weights, but `quantize` refuses a model with an unbuilt layer.
         self.resizing.built = True
 
-    @classmethod
-    def from_preset(cls, preset, **kwargs):
-        with presets.opened(preset, load_weights=False) as directory:
-            return super().from_preset(directory, **kwargs)
-
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
+@loads_presets
 class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreprocessor):
     """Prepares images (and passes labels through) for `ViTMoEImageClassifier`.
 
@@ -67,13 +57,9 @@ class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreproce
     backbone_cls = ViTMoEBackbone
     image_converter_cls = ViTMoEImageConverter
 
-    @classmethod
-    def from_preset(cls, preset, **kwargs):
-        with presets.opened(preset, load_weights=False) as directory:
-            return super().from_preset(directory, **kwargs)
-
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
+@keeps_presets
 @follows_routers
 class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
     """Image classifier on a `ViTMoEBackbone`.
@@ -221,43 +207,22 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
         >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name, num_classes=10)
         """
         if "num_classes" not in kwargs:
-            presets.check_task(preset, load_weights)
-        settings = pop_live_settings(kwargs)
-        opened = presets.opened(preset, load_weights)
-        with opened as directory, weights_will_be_loaded(load_weights):
-            backbone_kwargs = _pop_backbone_arguments(cls, kwargs)
-            if backbone_kwargs:
-                # KerasHub hands on no others than these two.
-                for name in ("dtype", "image_shape"):
-                    if name in kwargs:
-                        backbone_kwargs[name] = kwargs[name]
-                kwargs["backbone"] = cls.backbone_cls.from_preset(
-                    directory, load_weights=load_weights, **backbone_kwargs
-                )
-            classifier = super().from_preset(
-                directory, load_weights=load_weights, **kwargs
+            check_task(preset, load_weights)
+        backbone_kwargs = _pop_backbone_arguments(cls, kwargs)
+        if backbone_kwargs:
+            # KerasHub hands on no others than these two.
+            for name in ("dtype", "image_shape"):
+                if name in kwargs:
+                    backbone_kwargs[name] = kwargs[name]
+            kwargs["backbone"] = cls.backbone_cls.from_preset(
+                preset, load_weights=load_weights, **backbone_kwargs
             )
-        classifier.set_routing(**settings)
-        return classifier
+        return super().from_preset(preset, load_weights=load_weights, **kwargs)
 
     @property
     def routers(self):
         """Dict from the index of each MoE block to its router."""
         return self.backbone.routers
-
-    def save_to_preset(self, preset_dir, max_shard_size=10):
-        """Save as a preset directory. If that fails, an existing one stays intact.
-
-        Where several processes share the model, all of them have to call this, and the
-        first one writes.
-
-        Args:
-            preset_dir: str, the directory.
-            max_shard_size: int or float, the size in GB over which weights are split
-                into several files, or `None`.
-        """
-        save = functools.partial(super().save_to_preset, max_shard_size=max_shard_size)
-        save_by_one(save, lambda: presets.replaced_directory(preset_dir))
 
     # KerasHub's two methods take the state of the optimizer for weights of the head. It
     # is twice the size of the model, and what it was saved for is lost anyway.

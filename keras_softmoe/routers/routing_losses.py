@@ -107,6 +107,20 @@ class RoutingLoss:
         return f"{type(self).__name__}({arguments})"
 
 
+def serialize_loss(loss):
+    """What `keras.saving.serialize_keras_object` returns, without its imports.
+
+    Keras would import TensorFlow, for every layer that clones its router.
+    """
+    cls = type(loss)
+    return {
+        "module": cls.__module__,
+        "class_name": cls.__name__,
+        "config": loss.get_config(),
+        "registered_name": keras.saving.get_registered_name(cls),
+    }
+
+
 def checked_losses(losses, num_experts, num_selected_experts, noise_std):
     """Tuple of the losses of a router, which may be given in serialized form.
 

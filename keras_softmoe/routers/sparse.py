@@ -14,6 +14,7 @@ from keras_softmoe.routers.routing_losses import (
     Routed,
     ZLoss,
     checked_losses,
+    serialize_loss,
 )
 
 # How losses were named before they were objects, in the order in which they are added.
@@ -299,14 +300,13 @@ class SparseRouter(Router):
         return keras.random.normal(ops.shape(logits), seed=self.seed_generator)
 
     def get_config(self):
-        losses = map(keras.saving.serialize_keras_object, self.routing_losses)
         return {
             **super().get_config(),
             "capacity_factor": self.capacity_factor,
             "eval_capacity_factor": self.eval_capacity_factor,
             "rounding": self.rounding,
             "multiple_of": self.multiple_of,
-            "losses": list(losses),
+            "losses": [serialize_loss(loss) for loss in self.routing_losses],
             "random_logits": self.random_logits,
         }
 

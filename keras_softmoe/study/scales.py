@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from keras_softmoe.models.placement import every_n
+from keras_softmoe.catalogue import every_n
 
 
 @dataclasses.dataclass(frozen=True)

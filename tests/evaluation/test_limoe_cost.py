@@ -140,7 +140,7 @@ def test_not_a_model():
         ({"capacity_factor": 1.0}, "no routers to set. Received: capacity_factor"),
         ({"keep_fraction": 0.5, **SPARSE}, "no such setting"),
         ({"moe_layers": (0,)}, r"moe_layers=\(0,\), router=None"),
-        ({"patch_size": 3}, "patch_size=3"),
+        ({"patch_size": 3}, r"patch_size=\(3, 3\)"),
     ],
 )
 def test_configurations_that_cannot_be_counted(changes, message):

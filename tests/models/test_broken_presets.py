@@ -7,7 +7,8 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import models, presets, routers
+from keras_softmoe import models, routers
+from keras_softmoe.catalogue import entries
 from tests.models import tiny
 
 pytestmark = tiny.LOADING_WRONG_WEIGHTS
@@ -189,7 +190,7 @@ def test_wrong_override(preset):
 
 @BOTH
 def test_unknown_name(load, monkeypatch, good):
-    monkeypatch.setattr(presets, "_root", lambda: good.parent)
+    monkeypatch.setattr(entries, "_root", lambda: good.parent)
     with pytest.raises(ValueError, match="Unknown preset 'goof'.*'good'.*names"):
         load("goof")
     # A name does not lead out of the catalogue.
@@ -199,7 +200,7 @@ def test_unknown_name(load, monkeypatch, good):
 
 @BOTH
 def test_architecture_without_weights(load, preset, monkeypatch):
-    monkeypatch.setattr(presets, "_root", lambda: preset.parent)
+    monkeypatch.setattr(entries, "_root", lambda: preset.parent)
     (preset / "model.weights.h5").unlink()
     (preset / "metadata.json").write_text('{"kind": "architecture"}')
     with pytest.raises(ValueError, match="never released.*load_weights=False"):

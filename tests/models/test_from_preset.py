@@ -7,7 +7,8 @@ import keras_hub
 import numpy as np
 import pytest
 
-from keras_softmoe import models, ops, presets, routers
+from keras_softmoe import models, ops, routers
+from keras_softmoe.catalogue import entries
 from tests.layers.common import randomize
 from tests.models import tiny
 from tests.references import to_numpy
@@ -68,7 +69,7 @@ def test_metadata(tmp_path):
 
 
 def test_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(presets, "_root", lambda: tmp_path)
+    monkeypatch.setattr(entries, "_root", lambda: tmp_path)
     model = tiny.classifier()
     save(model, tmp_path, "tiny_preset")
     revived = models.ViTMoEImageClassifier.from_preset("tiny_preset")

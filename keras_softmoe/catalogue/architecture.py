@@ -1,0 +1,88 @@
+"""A model of a paper as data, and the parts that such models share."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+IMAGE_SIZE = 224
+
+# An expert has the nearest whole number of slots: V-MoE, section 2.3. That rounding
+# reproduces the training FLOPs of V-MoE table 8 and Soft MoE table 10. The released
+# code's, the default of our routers, goes up to a multiple of four.
+NEAREST = {"rounding": "round", "multiple_of": None}
+
+
+class Architecture(NamedTuple):
+    """A model whose weights were never released.
+
+    Attributes:
+        name: str, of the preset.
+        title: str, what the paper calls it.
+        what: str, its experts and where they are; empty for a dense model.
+        source: str, paper and section or table.
+        arguments: dict, arguments of the backbone other than its router.
+        router: callable that makes the router, `None` for a dense model.
+        twin: str, name of the preset of its dense twin, or `None`.
+        published: dict, what the paper says about it, or `None`.
+        settings: list of dicts, settings that the paper trained it with, or `None`.
+        note: str, what else to know, or `None`.
+        backbone: str, name of the backbone's class.
+    """
+
+    name: str
+    title: str
+    what: str
+    source: str
+    arguments: dict
+    router: Callable | None = None
+    twin: str | None = None
+    published: dict | None = None
+    settings: list | None = None
+    note: str | None = None
+    backbone: str = "ViTMoEBackbone"
+
+
+def preset_name(family, sizes, model, *marks, image_size=IMAGE_SIZE):
+    """Name of a preset: `preset_name("vit", SIZES, "B/16")` -> `vit_base_patch16_224`.
+
+    Args:
+        family: str, its beginning.
+        sizes: dict from the paper's letters to sizes, of which the first is a word.
+        model: str, size and patch as the papers write them.
+        *marks: str, what is between patch and image size. Empty ones are left out.
+        image_size: int, in pixels.
+    """
+    letter, patch = model.split("/")
+    parts = [family, sizes[letter][0], f"patch{patch}", *filter(None, marks)]
+    return "_".join([*parts, str(image_size)])
+
+
+def vit(sizes, model, image_size=IMAGE_SIZE):
+    """Arguments of a Vision Transformer; parameters as in `preset_name`."""
+    letter, patch = model.split("/")
+    _, hidden_dim, num_layers, num_heads, mlp_dim = sizes[letter]
+    return {
+        "image_shape": (image_size, image_size, 3),
+        "patch_size": int(patch),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "hidden_dim": hidden_dim,
+        "mlp_dim": mlp_dim,
+    }
+
+
+def experts(moe_layers, group_images=1):
+    """Arguments of a backbone that its experts need, beside the router."""
+    group = {"group_images": group_images} if group_images > 1 else {}
+    return {"moe_layers": moe_layers, **group}
+
+
+def template(router, num_experts, **settings):
+    """A callable that makes a router.
+
+    Args:
+        router: class from `keras_softmoe.routers`.
+        num_experts: int.
+        **settings: its other arguments.
+    """
+    return functools.partial(router, num_experts, name="router", **settings)

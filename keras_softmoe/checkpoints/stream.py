@@ -1,0 +1,203 @@
+"""msgpack read header by header, from files that nobody vouches for."""
+
+import contextlib
+import os
+
+import msgpack
+
+# What the library may hold at a time. Names, numbers and small slices are read by it;
+# arrays of data are stepped over or copied piece by piece.
+_LARGEST_VALUE = 4096
+_BLOCK = 1 << 20
+
+# First byte -> width of the length that follows.
+_BINARY = {0xC4: 1, 0xC5: 2, 0xC6: 4}
+_EXTENSION = {0xC7: 1, 0xC8: 2, 0xC9: 4}
+# First byte -> length.
+_FIXED_EXTENSION = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+_MAPS = {*range(0x80, 0x90), 0xDE, 0xDF}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, damaged, or not what it claims to be."""
+
+
+class Stream:
+    """A cursor over one msgpack object in a file.
+
+    `msgpack.Unpacker` bounds the size of single values, but allocates for an array as
+    many entries as its header claims, level by level, and loads extension objects as a
+    whole. So containers and extension objects are entered by their headers here, and
+    the library reads only the values in them. Every step consumes bytes of the file:
+    time and memory are bounded by its size.
+
+    Args:
+        file: binary file that can seek.
+        size: int, its length in bytes.
+        name: str, what to call it in errors.
+    """
+
+    def __init__(self, file, size, name):
+        self._file = file
+        self.size = size
+        self.name = name
+        self.seek(0)
+
+    def seek(self, offset):
+        """Go on reading at this byte."""
+        self._file.seek(offset)
+        self._start = offset
+        self._unpacker = msgpack.Unpacker(
+            self._file,
+            read_size=256,
+            max_buffer_size=2 * _LARGEST_VALUE,
+            max_str_len=_LARGEST_VALUE,
+            max_bin_len=_LARGEST_VALUE,
+            max_ext_len=_LARGEST_VALUE,
+            max_array_len=0,
+            max_map_len=0,
+        )
+
+    def tell(self):
+        """The byte that is read next."""
+        return self._start + self._unpacker.tell()
+
+    def error(self, problem):
+        """`CheckpointError` that says where it happened and what to do."""
+        return CheckpointError(
+            f"{problem}, in '{self.name}' near byte {self.tell()} of {self.size}. The "
+            "file is damaged, truncated or no V-MoE checkpoint: fetch it again."
+        )
+
+    def map_length(self):
+        """Step into a map; returns its number of keys."""
+        return self._library("read_map_header", "Expected a map")
+
+    def array_length(self, expected=None):
+        """Step into an array; returns its length, which must be the `expected` one."""
+        length = self._library("read_array_header", "Expected an array")
+        if expected is not None and length != expected:
+            raise self.error(f"Expected an array of {expected}, found {length}")
+        return length
+
+    def value(self, kind):
+        """One value of a type: `str`, `int`, `bool` or `type(None)`."""
+        value = self._library("unpack", f"Expected {kind.__name__}")
+        if type(value) is not kind:
+            raise self.error(f"Expected {kind.__name__}, found {str(value)[:40]!r}")
+        return value
+
+    def at_map(self):
+        """Whether the next object is a map."""
+        return self._head(1)[0] in _MAPS
+
+    def enter_binary(self):
+        """Step into a binary object; returns the byte where it ends."""
+        head = self._head(5)
+        width = _BINARY.get(head[0])
+        if width is None:
+            raise self.error("Expected binary data")
+        return self._enter(1 + width, head[1 : 1 + width])
+
+    def enter_extension(self, code):
+        """Step into an extension object of this code; returns where it ends."""
+        head = self._head(6)
+        width = _EXTENSION.get(head[0])
+        if width is not None:
+            found, length = head[1 + width : 2 + width], head[1 : 1 + width]
+            size = 2 + width
+        elif head[0] in _FIXED_EXTENSION:
+            found, length = head[1:2], bytes([_FIXED_EXTENSION[head[0]]])
+            size = 2
+        else:
+            raise self.error(f"Expected an extension object of type {code}")
+        if found != bytes([code]):
+            raise self.error(f"Expected an extension object of type {code}")
+        return self._enter(size, length)
+
+    def check_end(self, end):
+        """Raise unless all up to the byte `end` has been read, and nothing more."""
+        if self.tell() != end:
+            raise self.error(f"Expected an object to end at byte {end}")
+
+    def copy_to(self, target):
+        """Fill a writable memoryview of bytes with what comes next."""
+        offset = self.tell()
+        self._file.seek(offset)
+        position = 0
+        while position < len(target):
+            block = self._file.read(min(_BLOCK, len(target) - position))
+            if not block:
+                raise self.error("The file ends in the middle of an array")
+            target[position : position + len(block)] = block
+            position += len(block)
+        self.seek(offset + position)
+
+    def _library(self, method, expectation):
+        try:
+            return getattr(self._unpacker, method)()
+        except (msgpack.UnpackException, ValueError, TypeError) as error:
+            reason = str(error)[:80] or type(error).__name__
+            raise self.error(f"{expectation} ({reason})") from error
+
+    def _head(self, size):
+        """The next bytes, at most `size` and at least one, which stay unread."""
+        offset = self.tell()
+        self._file.seek(offset)
+        head = self._file.read(size)
+        self.seek(offset)
+        if not head:
+            raise self.error("The file ends too early")
+        return head
+
+    def _enter(self, header_size, length):
+        start = self.tell() + header_size
+        end = start + int.from_bytes(length, "big")
+        if end > self.size:
+            raise self.error(f"An object claims to end at byte {end}")
+        self.seek(start)
+        return end
+
+
+@contextlib.contextmanager
+def open_file(path):
+    """Open a local file, or one that TensorFlow's `tf.io.gfile` reads (`gs://...`).
+
+    Args:
+        path: str.
+
+    Yields:
+        A binary file that can seek, and its size in bytes.
+
+    Raises:
+        CheckpointError: if there is no such file, or it cannot be read.
+    """
+    failures = (OSError,)
+    if is_remote(path):
+        # Seconds and hundreds of MB, for those who read from a bucket.
+        import tensorflow as tf
+
+        failures = (OSError, tf.errors.OpError)
+    try:
+        if is_remote(path):
+            file = tf.io.gfile.GFile(path, "rb")
+            size = file.size()
+        else:
+            # A pipe or a device would keep the reader waiting.
+            if not os.path.isfile(path):
+                raise FileNotFoundError("no such file")
+            file = open(path, "rb")
+            size = os.path.getsize(path)
+        with file:
+            yield file, size
+    except failures as error:
+        raise CheckpointError(
+            f"The file '{path}' cannot be read ({type(error).__name__}: {error}). A "
+            "sharded checkpoint is PREFIX.index and all of PREFIX.data-00000-of-..., "
+            "in one place."
+        ) from error
+
+
+def is_remote(path):
+    """Whether a path is a URL (`gs://bucket/name`)."""
+    return "://" in path

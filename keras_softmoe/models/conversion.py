@@ -1,0 +1,144 @@
+"""From a checkpoint of another library to a preset directory."""
+
+from pathlib import Path
+
+from keras_softmoe.checkpoints import read_architecture, read_parameters
+from keras_softmoe.models.loading import write_converted
+from keras_softmoe.models.vit_moe_backbone import ViTMoEBackbone
+from keras_softmoe.models.vit_moe_image_classifier import (
+    ViTMoEImageClassifier,
+    ViTMoEImageClassifierPreprocessor,
+    ViTMoEImageConverter,
+)
+from keras_softmoe.routers import SoftmaxTokenChoiceRouter, SoftRouter
+
+
+def convert_vmoe_checkpoint(
+    prefix,
+    preset_dir,
+    image_shape=None,
+    router=None,
+    group_images=None,
+    dispatch_dtype="bfloat16",
+    pooling=None,
+    position_embedding=None,
+    preprocessor=None,
+    verbose=1,
+):
+    """Convert a released V-MoE or ViT checkpoint to a preset directory.
+
+    Names and shapes of the parameters tell nearly all of the model: sizes, which
+    blocks have experts and how many, class token or pooling, pre-logits and head. The
+    arguments say the rest. They are by default as the released V-MoE models have them,
+    and whoever loads the preset can change them still.
+
+    The model is built once in memory, and the arrays are read one at a time. The
+    directory appears when all of it is written, or not at all.
+
+    Args:
+        prefix: str or path: the common part of a sharded checkpoint's files
+            (`PREFIX.index`, `PREFIX.data-00000-of-00001`, ...), or the `.npz` file of
+            an original Vision Transformer. With `://` in it (`gs://bucket/name`) it is
+            read through `tf.io.gfile`. Or a `Checkpoint`.
+        preset_dir: str or path of the directory to write. It must not exist yet, or be
+            empty.
+        image_shape: `(height, width, channels)` in pixels. By default a square, from
+            the number of learned positions.
+        router: a router from `keras_softmoe.routers`, a template. By default
+            `SoftmaxTokenChoiceRouter(num_experts, num_selected_experts=2,
+            capacity_factor=1.05)`, or the `SoftRouter` that the parameters belong to.
+        group_images: int, images whose tokens are routed together. By default 8, and 1
+            for a `SoftRouter`.
+        dispatch_dtype: `"bfloat16"` or `None`, see `layers.MoE`. The released code
+            rounds to bfloat16.
+        pooling: `"gap"` (default) or `"first"`, for a checkpoint that has neither a
+            class token nor attention pooling.
+        position_embedding: `"sincos2d"` (default) or `"none"`, for a checkpoint
+            without learned positions.
+        preprocessor: a preprocessor of an image classifier. By default one that
+            resizes to `image_shape` and maps pixels from 0..255 to -1..1.
+        verbose: 0 or 1, whether to show a progress bar.
+
+    Returns:
+        str, `preset_dir`: with a classifier if the checkpoint has a head, otherwise
+        with a backbone.
+
+    Raises:
+        CheckpointError: (a `ValueError`) if the checkpoint is damaged, or holds
+            something else than such a model.
+        ValueError: if an argument contradicts the checkpoint, or `preset_dir` holds
+            files already.
+
+    Source: V-MoE's released code (names, format and settings of its checkpoints).
+
+    Example:
+
+    >>> ksm.converters.convert_vmoe_checkpoint("downloads/vmoe_b16", "my_vmoe_b16")
+    >>> model = ksm.models.ViTMoEImageClassifier.from_preset("my_vmoe_b16")
+    """
+    target = Path(preset_dir)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(
+            f"The directory '{target}' is not empty. Received: "
+            f"preset_dir={str(preset_dir)!r}. Choose another one, or remove it."
+        )
+    checkpoint = read_parameters(prefix)
+    architecture = read_architecture(checkpoint.shapes)
+    image_shape = architecture.image_shape(image_shape)
+    arguments = {
+        "image_shape": image_shape,
+        "patch_size": architecture.patch_size,
+        "num_layers": architecture.num_layers,
+        "num_heads": architecture.num_heads,
+        "hidden_dim": architecture.hidden_dim,
+        "mlp_dim": architecture.mlp_dim,
+        "pooling": architecture.pooling(pooling),
+        "position_embedding": architecture.position_embedding(position_embedding),
+        "use_qk_norm": architecture.use_qk_norm,
+        "representation_dim": architecture.representation_dim,
+        "dtype": "float32",
+    }
+    if architecture.moe_layers:
+        if group_images is None:
+            group_images = 8 if architecture.slots_per_expert is None else 1
+        arguments |= {
+            "moe_layers": architecture.moe_layers,
+            "router": _router(architecture, router),
+            "group_images": group_images,
+            "dispatch_dtype": dispatch_dtype,
+        }
+    if preprocessor is None:
+        preprocessor = ViTMoEImageClassifierPreprocessor(
+            ViTMoEImageConverter(image_size=image_shape[:2])
+        )
+    model, beside = ViTMoEBackbone(**arguments), preprocessor
+    if architecture.num_classes is not None:
+        model, beside = (
+            ViTMoEImageClassifier(
+                model, architecture.num_classes, preprocessor=preprocessor
+            ),
+            None,
+        )
+    return write_converted(
+        model, checkpoint, target, prefix, preprocessor=beside, verbose=verbose
+    )
+
+
+def _router(architecture, given):
+    """The router: `given`, or else the one of the released models.
+
+    Raises:
+        ValueError: if `given` is for another number of experts.
+    """
+    if given is None:
+        if architecture.slots_per_expert is not None:
+            return SoftRouter(architecture.num_experts, architecture.slots_per_expert)
+        return SoftmaxTokenChoiceRouter(
+            architecture.num_experts, num_selected_experts=2, capacity_factor=1.05
+        )
+    if given.num_experts != architecture.num_experts:
+        raise ValueError(
+            f"The checkpoint has {architecture.num_experts} experts. Received: a "
+            f"router with num_experts={given.num_experts}."
+        )
+    return given

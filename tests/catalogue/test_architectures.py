@@ -1,0 +1,137 @@
+"""The presets without weights: complete, and as the papers' tables have them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments import readme_tables
+from keras_softmoe import catalogue, models
+from keras_softmoe.evaluation import cost
+
+METADATA = {name: catalogue.read_metadata(name) for name in catalogue.architectures()}
+PUBLISHED = {n: m["published"] for n, m in METADATA.items() if "published" in m}
+
+
+def test_what_is_counted():
+    # `python -m experiments.readme_tables --count` writes it anew.
+    file = Path(catalogue.__file__).with_name("counts.json")
+    assert readme_tables.counts() == file.read_text(encoding="utf-8")
+
+
+# === The papers' tables ===
+
+
+def rows_of(table):
+    """What follows the table in the metadata, over all presets."""
+    rows = [published["row"] for published in PUBLISHED.values()]
+    return [part for row in rows for part in re.findall(rf"{table}(.*?)(?:;|$)", row)]
+
+
+def test_every_row_is_there():
+    # V-MoE: no two rows alike
+    assert len(set(rows_of("table 8, "))) == len(rows_of("table 8, ")) == 25
+    # Soft MoE: models, of which some are in the table with several lengths of training
+    assert len(rows_of("table 9")) == 10
+    found = [int(n) for part in rows_of("table 10, ") for n in re.findall(r"\d+", part)]
+    assert sorted(found) == list(range(1, 108))
+    for metadata in METADATA.values():
+        settings = metadata.get("settings", [])
+        named = {setting["row"] for setting in settings if "row" in setting}
+        listed = re.search(
+            r"table 10, rows? (.*)", metadata.get("published", {}).get("row", "")
+        )
+        if named:
+            assert named == set(map(int, listed[1].split(", ")))
+
+
+def test_every_router_of_the_study_is_there():
+    for model in ("base_patch32", "base_patch16", "large_patch16"):
+        names = [
+            name
+            for name, metadata in METADATA.items()
+            if metadata["source"].startswith("Router study") and f"_{model}_" in name
+        ]
+        # Six routers, the soft one with two numbers of slots
+        assert len(names) == 7
+        for name in names:
+            assert METADATA[name]["dense_twin"] == f"vmoe_dense_{model}_224"
+            is_soft = name.startswith("soft_moe")
+            assert len(METADATA[name].get("settings", [])) == (0 if is_soft else 2)
+
+
+def printed(text):
+    """Number and half the last digit of a figure such as `36.5M`."""
+    digits, unit = text[:-1], {"M": 1e6, "B": 1e9}[text[-1]]
+    return float(digits) * unit, 0.5 * unit / 10 ** len(digits.partition(".")[2])
+
+
+def test_published_parameters():
+    checked = 0
+    for name, published in PUBLISHED.items():
+        if "parameters" not in published:
+            continue
+        value, rounding = printed(published["parameters"])
+        found = cost(name, published["head_classes"]).parameters
+        assert abs(found - value) <= max(rounding, 0.0015 * value), name
+        assert found == METADATA[name]["parameter_count_with_head"]
+        checked += 1
+    assert checked == 35
+
+
+def test_published_flops():
+    published = {n: p for n, p in PUBLISHED.items() if "gflop_per_image" in p}
+    assert len(published) == 10
+    for name, row in published.items():
+        found = cost(name, row["head_classes"]).gflop_per_image
+        assert found == pytest.approx(row["gflop_per_image"], rel=0.01), name
+
+
+# === Models ===
+
+
+def arguments(name):
+    return catalogue.read_config(name)[1]
+
+
+def test_dense_twins():
+    of_experts = ("name", "moe_layers", "router", "group_images", "equal_experts")
+    for name, metadata in METADATA.items():
+        own = arguments(name)
+        if metadata["dense_twin"] is None:
+            assert own["router"] is None and "moe_layers" not in own
+            continue
+        assert own["router"] and own["moe_layers"]
+        for argument in of_experts:
+            own.pop(argument, None)
+        twin = arguments(metadata["dense_twin"])
+        assert own == {key: twin[key] for key in twin.keys() - {"name", "router"}}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_small_patch8_224",
+        "vmoe_15b_patch14_every2_32e_224",
+        "vmoe_small_patch32_last2_32e_k5_224",
+        "soft_moe_base_patch16_every2_32e_6s_224",
+        "sinkhorn_token_choice_base_patch32_every2_32e_224",
+        "sparse_transport_expert_choice_large_patch16_every2_32e_224",
+    ],
+)
+def test_presets_can_be_loaded(name):
+    # A few of them, made small
+    tiny = {
+        "image_shape": (8, 8, 3),
+        "patch_size": 4,
+        "num_layers": 1,
+        "num_heads": 2,
+        "hidden_dim": 8,
+        "mlp_dim": 12,
+    }
+    if METADATA[name]["dense_twin"]:
+        tiny["moe_layers"] = (0,)
+    model = models.ViTMoEBackbone.from_preset(name, load_weights=False, **tiny)
+    assert cost(name, **tiny).parameters == model.count_params()
+    converter = models.ViTMoEImageConverter.from_preset(name)
+    assert converter.image_size == (224, 224)

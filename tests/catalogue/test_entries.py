@@ -1,0 +1,238 @@
+"""The entries of the catalogue, with temporary directories for the real ones."""
+
+import json
+
+import keras
+import pytest
+
+from keras_softmoe import models, presets
+from keras_softmoe.catalogue import entries
+from keras_softmoe.models.loading import WEIGHTS_FILES, open_preset
+
+ARCHITECTURE = "vit_base_patch16_224"
+METADATA = {
+    "parameter_count": 1234,
+    "kind": "trained",
+    "description": "A tiny one.",
+    "source": "train.py",
+    "licence": "Apache-2.0",
+}
+OURS = {"registered_name": "keras_softmoe>ViTMoEBackbone", "config": {"num_layers": 2}}
+
+
+def write(directory, config=OURS, weights=True, **metadata):
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "metadata.json").write_text(json.dumps({**METADATA, **metadata}))
+    if weights:
+        (directory / "model.weights.h5").write_bytes(b"weights")
+    return directory
+
+
+@pytest.fixture
+def catalogue(tmp_path, monkeypatch):
+    root = tmp_path / "presets"
+    root.mkdir()
+    write(root / "soft_moe_tiny")
+    write(root / "vit_tiny")
+    # No presets: a script, a directory with something else
+    (root / "train.py").write_text("")
+    (root / "figures").mkdir()
+    monkeypatch.setattr(entries, "_root", lambda: root)
+    return root
+
+
+def test_names(catalogue):
+    names = presets.names()
+    assert names == sorted(["soft_moe_tiny", "vit_tiny", *entries.architectures()])
+    assert len(names) == 126
+
+
+def test_describe(catalogue):
+    assert presets.describe("soft_moe_tiny") == presets.Preset(
+        name="soft_moe_tiny",
+        kind="trained",
+        description="A tiny one.",
+        source="train.py",
+        licence="Apache-2.0",
+        parameters=1234,
+        path=catalogue / "soft_moe_tiny",
+    )
+    assert presets.describe(ARCHITECTURE) == presets.Preset(
+        name=ARCHITECTURE,
+        kind="architecture",
+        description="ViT-B/16 of Soft MoE: 768 wide, 12 blocks, patch 16 at 224 x 224.",
+        source="Soft MoE, sections 3.3 and 3.4, tables 9 and 10",
+        licence="Apache-2.0",
+        parameters=85_648_128,
+        path=None,
+    )
+
+
+@pytest.mark.parametrize("content", ['{"kind": "tra', '{"kind": "trained"}'])
+def test_describe_with_damaged_metadata(catalogue, content):
+    (catalogue / "vit_tiny" / "metadata.json").write_text(content)
+    with pytest.raises(ValueError, match="vit_tiny.*cannot be read"):
+        presets.describe("vit_tiny")
+
+
+def test_real_catalogue():
+    kinds = []
+    for name in presets.names():
+        preset = presets.describe(name)
+        kinds.append(preset.kind)
+        assert preset.parameters > 0
+        assert preset.description and preset.source and preset.licence
+        assert (preset.path is None) == (preset.kind == "architecture")
+        if preset.path:
+            has_weights = any((preset.path / file).is_file() for file in WEIGHTS_FILES)
+            assert has_weights == (preset.kind == "trained")
+    assert [kinds.count(k) for k in ("trained", "convertible", "architecture")] == [
+        *(7, 5, 124)
+    ]
+
+
+def opened(preset, load_weights=True):
+    with open_preset(preset, load_weights) as directory:
+        return directory
+
+
+def test_open_preset(catalogue, tmp_path, monkeypatch):
+    own = write(tmp_path / "vit_tiny")
+    assert opened("vit_tiny") == str(catalogue / "vit_tiny")
+    assert opened(own) == opened(str(own)) == str(own)
+    # A directory that lies here goes before a name.
+    monkeypatch.chdir(tmp_path)
+    assert opened("vit_tiny") == "vit_tiny"
+    assert presets.describe("vit_tiny").path == catalogue / "vit_tiny"
+
+
+@pytest.mark.parametrize("handle", ["hf://me/model", "kaggle://me/model/keras/a"])
+def test_handles_are_left_to_kerashub(handle):
+    assert opened(handle) == handle
+    with pytest.raises(ValueError, match="by name or from a directory"):
+        entries.read_config(handle)
+
+
+@pytest.mark.parametrize("function", [opened, presets.describe, entries.read_config])
+def test_unknown_name(catalogue, function):
+    with pytest.raises(ValueError) as error:
+        function("soft_moe_tni")
+    message = str(error.value)
+    assert "Unknown preset 'soft_moe_tni'" in message
+    # The nearest one first
+    assert "Did you mean 'soft_moe_tiny'" in message
+    assert "preset='soft_moe_tni'" in message
+
+
+@pytest.mark.parametrize("name", ["../presets/vit_tiny", "vit_tiny/", "*", "train.py"])
+@pytest.mark.parametrize("function", [opened, presets.describe])
+def test_name_stays_in_the_catalogue(catalogue, name, function):
+    with pytest.raises(ValueError, match="Unknown preset"):
+        function(name)
+
+
+def test_weights_that_were_never_released(catalogue, tmp_path):
+    directory = presets.write(ARCHITECTURE, tmp_path / ARCHITECTURE)
+    for preset in (ARCHITECTURE, directory):
+        with pytest.raises(ValueError) as error:
+            opened(preset)
+        message = str(error.value)
+        assert f"'{ARCHITECTURE}'" in message and "never released" in message
+        assert "load_weights=False" in message
+        assert "soft_moe_tiny, vit_tiny" in message
+
+
+def test_weights_that_are_missing(catalogue):
+    (catalogue / "vit_tiny" / "model.weights.h5").unlink()
+    with pytest.raises(ValueError, match="has no weights.*model.weights.h5"):
+        opened("vit_tiny")
+    (catalogue / "vit_tiny" / "model.weights.json").write_text("{}")
+    assert opened("vit_tiny")
+
+
+def test_directory_that_is_no_preset(catalogue):
+    for function in (opened, entries.read_config):
+        with pytest.raises(ValueError, match="not a preset: it has no config.json"):
+            function(catalogue / "figures")
+
+
+def test_preset_of_another_library(tmp_path):
+    path = write(tmp_path / "bert", {"registered_name": "keras_hub>BertBackbone"})
+    for function in (opened, entries.read_config):
+        with pytest.raises(ValueError, match="keras_hub>BertBackbone"):
+            function(path)
+
+
+# === Architectures ===
+
+
+def test_read_config(catalogue):
+    assert entries.read_config("vit_tiny") == (OURS["registered_name"], OURS["config"])
+    name, config = entries.read_config(ARCHITECTURE)
+    assert name == OURS["registered_name"]
+    assert config["image_shape"] == [224, 224, 3] and config["pooling"] == "gap"
+
+
+def test_an_architecture_becomes_a_directory_on_demand(catalogue):
+    with open_preset(ARCHITECTURE, load_weights=False) as directory:
+        assert presets.describe(ARCHITECTURE).path is None
+        name, config = entries.read_config(directory)
+        assert (name, config) == entries.read_config(ARCHITECTURE)
+    # It is gone again.
+    with pytest.raises(ValueError, match="Unknown preset"):
+        opened(directory, load_weights=False)
+    # What goes wrong is told of the name, not of a directory that is gone.
+    with pytest.raises(ValueError) as error:
+        with open_preset(ARCHITECTURE, load_weights=False):
+            raise ValueError("wrong")
+    assert f"while the preset '{ARCHITECTURE}' was read" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize("name", [ARCHITECTURE, "limoe_small_patch32_32e_224"])
+def test_write(tmp_path, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "mine.txt").write_text("kept")
+    presets.write(name, tmp_path / name)
+    files = {file.name for file in (tmp_path / name).iterdir()}
+    expected = {"README.md", "config.json", "image_converter.json", "metadata.json"}
+    if not name.startswith("limoe"):
+        # That of captions needs a vocabulary, which the user brings.
+        expected.add("preprocessor.json")
+    assert files == expected | {"mine.txt"}
+
+
+@pytest.mark.parametrize(
+    ("name", "backbone", "part"),
+    [
+        (
+            ARCHITECTURE,
+            models.ViTMoEBackbone,
+            models.ViTMoEImageClassifierPreprocessor,
+        ),
+        (
+            "limoe_huge_patch14_32e_294",
+            models.LIMoEBackbone,
+            models.LIMoEImageConverter,
+        ),
+    ],
+)
+def test_written_files_are_those_that_the_classes_write(tmp_path, name, backbone, part):
+    directory = tmp_path / "written"
+    assert presets.write(name, str(directory)) == str(directory)
+    part.from_preset(name).save_to_preset(str(tmp_path / "saved"))
+    for file in (tmp_path / "saved").iterdir():
+        written = json.loads((directory / file.name).read_text())
+        assert written == json.loads(file.read_text())
+    config = json.loads((directory / "config.json").read_text())
+    assert config["registered_name"] == keras.saving.get_registered_name(backbone)
+    assert (config["module"], config["class_name"]) == (
+        backbone.__module__,
+        backbone.__name__,
+    )
+
+
+def test_what_is_a_directory_already_is_not_written(tmp_path, catalogue):
+    with pytest.raises(ValueError, match="a directory already: copy"):
+        presets.write("vit_tiny", tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()

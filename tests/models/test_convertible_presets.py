@@ -1,0 +1,215 @@
+"""Presets that are downloaded and converted when they are first loaded."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from keras_softmoe import converters, evaluation, models, presets, routers
+from keras_softmoe.catalogue import entries
+from keras_softmoe.models.loading import open_preset
+from tests.checkpoints import writer
+from tests.models import tiny
+from tests.references import to_numpy
+
+NAME = "vmoe_nano_patch4_8_shapes"
+REAL = [n for n in presets.names() if presets.describe(n).kind == "convertible"]
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    return tiny.classifier(
+        router=routers.SoftmaxTokenChoiceRouter(4, num_selected_experts=2)
+    )
+
+
+@pytest.fixture
+def released(classifier, tmp_path, monkeypatch):
+    """A checkpoint in a "bucket", a catalogue with its preset, and an own cache."""
+    bucket = tmp_path / "bucket"
+    bucket.mkdir()
+    writer.write_checkpoint(
+        bucket / "vmoe_nano", converters.to_vmoe_params(classifier), num_shards=2
+    )
+    root = tmp_path / "presets"
+    config = {
+        **classifier.backbone.get_config(),
+        "name": NAME,
+        "router": routers.SoftmaxTokenChoiceRouter(
+            4, num_selected_experts=2, capacity_factor=0.5, eval_capacity_factor=2.0
+        ),
+        # Not what is in the file, which is asked
+        **{"group_images": 3, "dispatch_dtype": None, "representation_dim": 5},
+    }
+    models.ViTMoEImageClassifier(
+        models.ViTMoEBackbone.from_config(config),
+        classifier.num_classes,
+        preprocessor=models.ViTMoEImageClassifierPreprocessor(
+            models.ViTMoEImageConverter((8, 8), crop_to_aspect_ratio=False)
+        ),
+    ).save_to_preset(str(root / NAME))
+    for file in (root / NAME).glob("*.weights.h5"):
+        file.unlink()
+    # All that the preset says, but for what it is converted from
+    about = json.loads((presets.describe(REAL[0]).path / "metadata.json").read_text())
+    # What TensorFlow reads without a network
+    about["checkpoint"] = f"file://{bucket}/vmoe_nano"
+    about["accuracy"] = {"ImageNet, validation images": 0.731}
+    (root / NAME / "metadata.json").write_text(json.dumps(about))
+    monkeypatch.setattr(entries, "_root", lambda: root)
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
+    return bucket
+
+
+def assert_loaded(model, classifier):
+    for one, weight in zip(model.weights, classifier.weights, strict=True):
+        np.testing.assert_array_equal(to_numpy(one), to_numpy(weight), one.path)
+
+
+def test_describe(released):
+    preset = presets.describe(NAME)
+    assert preset.kind == "convertible"
+    assert preset.checkpoint == f"file://{released}/vmoe_nano"
+    assert preset.accuracy["ImageNet, validation images"] == 0.731
+
+
+def test_converted_at_first_use(released, classifier, tmp_path, capsys):
+    model = models.ViTMoEImageClassifier.from_preset(NAME)
+    assert_loaded(model, classifier)
+    backbone = model.backbone
+    assert backbone.router.capacity_factor == 0.5
+    assert backbone.router.eval_capacity_factor == 2.0
+    assert (backbone.group_images, backbone.dispatch_dtype) == (3, None)
+    assert backbone.representation_dim is None
+    converter = model.preprocessor.image_converter
+    assert not converter.resizing.crop_to_aspect_ratio
+    assert "data-00001-of-00002" in capsys.readouterr().out
+    # Nothing but the preset is kept, and it needs no file of the checkpoint.
+    assert [path.name for path in (tmp_path / "keras").rglob("*vmoe*")] == [NAME]
+    assert len(list((tmp_path / "keras" / "keras_softmoe").iterdir())) == 1
+    shutil.rmtree(released)
+    backbone = models.ViTMoEBackbone.from_preset(NAME, image_shape=(16, 16, 3))
+    assert backbone.image_shape == (16, 16, 3)
+    assert not capsys.readouterr().out
+    with open_preset(NAME) as directory:
+        assert directory == presets.convert(NAME)
+    metadata = json.loads((Path(directory) / "metadata.json").read_text())
+    assert metadata["kind"] == "converted"
+    assert metadata["checkpoint"] == f"file://{released}/vmoe_nano"
+
+
+def test_without_weights_nothing_is_fetched(released, tmp_path):
+    shutil.rmtree(released)
+    model = models.ViTMoEImageClassifier.from_preset(NAME, load_weights=False)
+    assert model.num_classes == tiny.NUM_CLASSES
+    assert not (tmp_path / "keras").exists()
+
+
+def test_what_to_do_without_a_network(released, classifier, tmp_path):
+    copies = tmp_path / "copies"
+    released.rename(copies)
+    with pytest.raises(ValueError) as error:
+        models.ViTMoEImageClassifier.from_preset(NAME)
+    message = str(error.value)
+    url = f"file://{released}/vmoe_nano"
+    assert f"{url}.index and all of {url}.data-00000-of-..." in message
+    assert f'gcloud storage cp "{url}.index" "{url}.data-*" FOLDER' in message
+    call = f'keras_softmoe.presets.convert("{NAME}", prefix="FOLDER/vmoe_nano")'
+    assert call in message
+    assert not list((tmp_path / "keras" / "keras_softmoe").iterdir())
+    # Done as it says
+    directory = presets.convert(NAME, prefix=copies / "vmoe_nano", verbose=0)
+    assert Path(directory).parent == tmp_path / "keras" / "keras_softmoe"
+    assert_loaded(models.ViTMoEImageClassifier.from_preset(NAME), classifier)
+
+
+@pytest.mark.parametrize("part", [".index", ".data-00001-of-00002"])
+def test_damaged_download(released, tmp_path, part):
+    path = released / f"vmoe_nano{part}"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(converters.CheckpointError, match="damaged, truncated") as error:
+        presets.convert(NAME, prefix=released / "vmoe_nano")
+    assert f"vmoe_nano{part}" in str(error.value)
+    with pytest.raises(ValueError, match="damaged, truncated"):
+        presets.convert(NAME, verbose=0)
+    cache = tmp_path / "keras" / "keras_softmoe"
+    assert not cache.exists() or not list(cache.iterdir())
+
+
+def test_checkpoint_of_another_model(released, tmp_path):
+    other = tiny.classifier(router=tiny.SPARSE, mlp_dim=16)
+    writer.write_checkpoint(tmp_path / "other", converters.to_vmoe_params(other))
+    message = "another model: mlp_dim is 16, not 12"
+    with pytest.raises(ValueError, match=message) as error:
+        presets.convert(NAME, prefix=tmp_path / "other")
+    assert f"file://{released}/vmoe_nano" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize("name", ["vit_base_patch16_224", "own"])
+def test_preset_of_another_kind(released, name):
+    path = presets.describe(NAME).path
+    about = json.loads((path / "metadata.json").read_text())
+    own = shutil.copytree(path, path.parent / "own")
+    (own / "metadata.json").write_text(json.dumps({**about, "kind": "architecture"}))
+    with pytest.raises(ValueError, match=f"'architecture'. Convertible are: {NAME}"):
+        presets.convert(name)
+
+
+def test_cache_below_the_home_directory(released, tmp_path, monkeypatch):
+    monkeypatch.delenv("KERAS_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    directory = presets.convert(NAME, prefix=released / "vmoe_nano", verbose=0)
+    assert directory == str(tmp_path / ".keras" / "keras_softmoe" / NAME)
+
+
+# === The real ones ===
+
+
+def test_five_checkpoints_were_released():
+    assert REAL == [
+        "vmoe_base_patch16_every2_8e_224_imagenet21k",
+        "vmoe_base_patch16_every2_8e_384_imagenet",
+        "vmoe_small_patch32_last2_8e_224_imagenet_light",
+        "vmoe_small_patch32_last2_8e_224_imagenet_medium",
+        "vmoe_small_patch32_last2_8e_384_imagenet_light",
+    ]
+    urls = {presets.describe(name).checkpoint for name in REAL}
+    assert len(urls) == 5
+    assert all(url.startswith("gs://vmoe_checkpoints/vmoe_") for url in urls)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_directory_is_complete(name):
+    preset = presets.describe(name)
+    assert {file.name for file in preset.path.iterdir()} == {
+        "README.md",
+        "config.json",
+        "image_converter.json",
+        "metadata.json",
+        "preprocessor.json",
+        "task.json",
+    }
+    saved = {
+        file.stem: json.loads(file.read_text(encoding="utf-8"))
+        for file in preset.path.glob("*.json")
+    }
+    # What is written in several files is the same in all of them.
+    task, image_size = saved["task"]["config"], saved["config"]["config"]["image_shape"]
+    assert task["backbone"] == saved["config"]
+    assert task["preprocessor"] == saved["preprocessor"]
+    converter = saved["preprocessor"]["config"]["image_converter"]
+    assert converter == saved["image_converter"]
+    assert converter["config"]["image_size"] == image_size[:2]
+    card = (preset.path / "README.md").read_text(encoding="utf-8")
+    for value in preset.accuracy.values():
+        assert f"{100 * value:.1f} %" in card
+    for text in (preset.checkpoint, preset.description, f"{preset.parameters:,}"):
+        assert text in card
+    counted = evaluation.cost(name)
+    assert counted.parameters == preset.parameters
+    metadata = saved["metadata"]
+    assert round(counted.gflop_per_image, 2) == metadata["gflop_per_image"]
+    with_head = evaluation.cost(name, task["num_classes"]).parameters
+    assert with_head == metadata["parameter_count_with_head"]
