@@ -1,4 +1,4 @@
-"""What the backbones share: routers, presets, live settings."""
+"""What the backbones share: routers, presets, mutable settings."""
 
 import functools
 
@@ -6,17 +6,18 @@ import keras
 import keras_hub
 
 from keras_softmoe import presets
-from keras_softmoe.converters.spread import load_in_pieces, save_by_one
-from keras_softmoe.layers.feedforward import weights_will_be_loaded
-from keras_softmoe.models.live_routing import (
-    LiveRouting,
-    follows_routers,
-    pop_live_settings,
+from keras_softmoe.keras_adapter import flatten_layers
+from keras_softmoe.layers.feedforward import Experts, weights_will_be_loaded
+from keras_softmoe.models.mutable_routing import (
+    MutableRouting,
+    pop_mutable_settings,
+    recompile_on_change,
 )
+from keras_softmoe.sharding import load_shards, save_in_one_process
 
 
-@follows_routers
-class MoEBackbone(keras_hub.models.Backbone, LiveRouting):
+@recompile_on_change
+class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     """Base class of backbones whose encoder blocks may be mixtures of experts.
 
     A subclass has `num_layers`, `moe_layers` and, called `block_0`, `block_1`, ..., its
@@ -63,7 +64,7 @@ class MoEBackbone(keras_hub.models.Backbone, LiveRouting):
         >>> name = "soft_moe_small_patch16_128e_224"
         >>> backbone = ksm.models.ViTMoEBackbone.from_preset(name, load_weights=False)
         """
-        settings = pop_live_settings(kwargs)
+        settings = pop_mutable_settings(kwargs)
         opened = presets.opened(preset, load_weights)
         with opened as directory, weights_will_be_loaded(load_weights):
             backbone = super().from_preset(
@@ -84,7 +85,7 @@ class MoEBackbone(keras_hub.models.Backbone, LiveRouting):
                 into several files, or `None`.
         """
         save = functools.partial(super().save_to_preset, max_shard_size=max_shard_size)
-        save_by_one(save, lambda: presets.replaced_directory(preset_dir))
+        save_in_one_process(save, lambda: presets.replaced_directory(preset_dir))
 
     def load_weights(self, filepath, skip_mismatch=False, **kwargs):
         load = functools.partial(
@@ -93,7 +94,7 @@ class MoEBackbone(keras_hub.models.Backbone, LiveRouting):
         if skip_mismatch or kwargs:
             load()
         else:
-            load_in_pieces(self, filepath, load)
+            load_shards(self, filepath, _expert_banks(self), load)
 
     def default_lora_layer_names(self):
         """Layers that `enable_lora` adapts: attention, MLPs and expert banks."""
@@ -119,3 +120,14 @@ class MoEBackbone(keras_hub.models.Backbone, LiveRouting):
         if isinstance(router, dict | list | tuple):
             router = keras.saving.deserialize_keras_object(router)
         return super().from_config({**config, "router": router})
+
+
+def _expert_banks(model):
+    """The kernels and biases of experts, of which a file holds what the model does."""
+    return [
+        bank
+        for layer in flatten_layers(model)
+        if isinstance(layer, Experts)
+        for bank in (layer.intermediate_dense, layer.output_dense)
+        if not bank.lora_enabled and bank.quantization_mode is None
+    ]

@@ -8,7 +8,7 @@ import keras_hub
 import numpy as np
 
 from keras_softmoe import presets
-from keras_softmoe.converters.spread import save_by_one
+from keras_softmoe.keras_adapter import flatten_layers
 from keras_softmoe.layers.feedforward import weights_will_be_loaded
 from keras_softmoe.models.arguments import check_images
 from keras_softmoe.models.compilation import (
@@ -16,13 +16,13 @@ from keras_softmoe.models.compilation import (
     with_compilation,
     with_optimizer,
 )
-from keras_softmoe.models.live_routing import (
-    LiveRouting,
-    follows_routers,
-    pop_live_settings,
+from keras_softmoe.models.mutable_routing import (
+    MutableRouting,
+    pop_mutable_settings,
+    recompile_on_change,
 )
 from keras_softmoe.models.vit_moe_backbone import ViTMoEBackbone
-from keras_softmoe.ops.placement import report_model
+from keras_softmoe.sharding import check_model, save_in_one_process
 
 _CROSSENTROPIES = {
     "binary_crossentropy": keras.losses.BinaryCrossentropy,
@@ -73,8 +73,8 @@ class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreproce
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-@follows_routers
-class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
+@recompile_on_change
+class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     """Image classifier on a `ViTMoEBackbone`.
 
     Pixels from 0 to 255 go in, logits come out. `fit`, `evaluate` and `predict`
@@ -162,7 +162,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
         keras_hub.models.Task.__init__(
             self, inputs=inputs, outputs=outputs, compile=compile, name=name
         )
-        report_model(self)
+        check_model(self)
 
     def compile(self, optimizer="auto", loss="auto", *, metrics="auto", **kwargs):
         """Configure training, as `keras_hub.models.ImageClassifier.compile` does.
@@ -221,7 +221,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
         """
         if "num_classes" not in kwargs:
             presets.check_task(preset, load_weights)
-        settings = pop_live_settings(kwargs)
+        settings = pop_mutable_settings(kwargs)
         opened = presets.opened(preset, load_weights)
         with opened as directory, weights_will_be_loaded(load_weights):
             backbone_kwargs = _pop_backbone_arguments(cls, kwargs)
@@ -256,7 +256,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
                 into several files, or `None`.
         """
         save = functools.partial(super().save_to_preset, max_shard_size=max_shard_size)
-        save_by_one(save, lambda: presets.replaced_directory(preset_dir))
+        save_in_one_process(save, lambda: presets.replaced_directory(preset_dir))
 
     # KerasHub's two methods take the state of the optimizer for weights of the head. It
     # is twice the size of the model, and what it was saved for is lost anyway.
@@ -268,7 +268,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
         keras.saving.load_weights(self, filepath, objects_to_skip=self._but_the_head())
 
     def _but_the_head(self):
-        return [*self.backbone._flatten_layers(), self.optimizer]
+        return [*flatten_layers(self.backbone), self.optimizer]
 
     def fit(
         self,
