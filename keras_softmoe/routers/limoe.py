@@ -20,6 +20,7 @@ from keras_softmoe.routers.routing_losses import (
     entropy_losses,
 )
 from keras_softmoe.routers.sparse import SparseRouter, gates
+from keras_softmoe.sharding import is_distributed
 
 _FIRST = {"image_first": "image", "text_first": "text"}
 # A logit that no noise brings back. Infinity would make gradients NaN.
@@ -98,8 +99,8 @@ class LIMoERouter(SparseRouter):
 
     knows_modalities = True
 
-    live_settings = (
-        *SparseRouter.live_settings,
+    mutable_settings = (
+        *SparseRouter.mutable_settings,
         "num_selected_experts",
         "priority",
         "single_modality_capacity_factor",
@@ -195,6 +196,7 @@ class LIMoERouter(SparseRouter):
             priority=self._priority(probabilities, members),
             valid=valid,
             seed=self.seed_generator,
+            sharded=is_distributed(),
         )
         routing = SlotRouting(token, filled, gates(probabilities, token, filled))
 

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_softmoe.ops.placement import check_num_experts
 from keras_softmoe.ops.routing import SlotRouting, combine
 from keras_softmoe.routers.recording import is_recording, note
+from keras_softmoe.sharding import check_num_experts, is_distributed
 
 
 class Decision(NamedTuple):
@@ -52,7 +52,7 @@ class Router(keras.layers.Layer):
     """
 
     # Arguments of the constructor that may change later.
-    live_settings = ()
+    mutable_settings = ()
 
     # Whether `call` also takes `modalities`: pairs of a modality's name and the number
     # of its tokens, in the order in which they follow each other, again and again, in a
@@ -104,12 +104,12 @@ class Router(keras.layers.Layer):
         """A new router with some settings changed and its own weights.
 
         Raises:
-            ValueError: if this router has no such live setting, or a value is not
+            ValueError: if this router has no such mutable setting, or a value is not
                 accepted.
         """
-        unknown = [name for name in settings if name not in self.live_settings]
+        unknown = [name for name in settings if name not in self.mutable_settings]
         if unknown:
-            accepted = ", ".join(self.live_settings)
+            accepted = ", ".join(self.mutable_settings)
             raise ValueError(
                 f"`{type(self).__name__}` has no such setting that may change. "
                 f"Accepted: {accepted or 'none, as it chooses nothing; leave them out'}"
@@ -119,17 +119,17 @@ class Router(keras.layers.Layer):
         return type(self)(**{**self.get_config(), **settings})
 
     def update(self, **settings):
-        """Change live settings. A function compiled before still has the old ones.
+        """Change mutable settings. A function compiled before still has the old ones.
 
         The models of this library notice and compile anew, see
         `ViTMoEBackbone.set_routing`; after a change in your own model, call its
         `compile` again.
 
         Args:
-            **settings: names from `live_settings` and their new values.
+            **settings: names from `mutable_settings` and their new values.
 
         Raises:
-            ValueError: if this router has no such live setting, or a value is not
+            ValueError: if this router has no such mutable setting, or a value is not
                 accepted. The router is then unchanged.
         """
         changed = self.with_settings(**settings)
@@ -157,7 +157,10 @@ def _complete(decision, tokens, valid):
         filled = ops.cast(routing.filled, "float32")
         # (G, S): in how many slots each token is
         slots_of_token = combine(
-            ops.expand_dims(filled, -1), routing._replace(gate=filled), num_tokens
+            ops.expand_dims(filled, -1),
+            routing._replace(gate=filled),
+            num_tokens,
+            sharded=is_distributed(),
         )[..., 0]
         dropped = ops.logical_and(ops.equal(slots_of_token, 0.0), valid)
         found |= {"load": ops.sum(filled, axis=-1), "dropped": dropped}

@@ -40,7 +40,7 @@ class SparseRouter(Router):
     # Whether the gates feel the noise, or only the choice of seats does.
     noisy_gates = True
 
-    live_settings = ("capacity_factor", "eval_capacity_factor", "random_logits")
+    mutable_settings = ("capacity_factor", "eval_capacity_factor", "random_logits")
 
     def __init__(
         self,

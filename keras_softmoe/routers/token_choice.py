@@ -14,13 +14,14 @@ from keras_softmoe.ops.losses import gshard_loss, importance_loss, load_loss
 from keras_softmoe.ops.softmax import softmax
 from keras_softmoe.ops.transport import sinkhorn_plan
 from keras_softmoe.routers.sparse import SparseRouter
+from keras_softmoe.sharding import is_distributed
 
 
 class TokenChoiceRouter(SparseRouter):
     """Base class of the routers in which every token chooses its best experts."""
 
-    live_settings = (
-        *SparseRouter.live_settings,
+    mutable_settings = (
+        *SparseRouter.mutable_settings,
         "num_selected_experts",
         "priority",
         "keep_fraction",
@@ -66,12 +67,15 @@ class TokenChoiceRouter(SparseRouter):
             keep_fraction=self.keep_fraction,
             valid=valid,
             seed=self.seed_generator,
+            sharded=is_distributed(),
         )
 
     def weigh(self, scores, selection):
         if not self.normalize_gates:
             return scores
-        chosen = top_indices(selection, self.num_selected_experts)
+        chosen = top_indices(
+            selection, self.num_selected_experts, sharded=is_distributed()
+        )
         chosen_scores = ops.take_along_axis(scores, chosen, axis=-1)
         return scores / ops.sum(chosen_scores, axis=-1, keepdims=True)
 
@@ -88,6 +92,7 @@ class TokenChoiceRouter(SparseRouter):
                 self.num_selected_experts,
                 self.noise_std / self.num_experts,
                 valid,
+                sharded=is_distributed(),
             )
             losses.append(self.load_loss_weight * loss)
         if self.gshard_loss_weight:
