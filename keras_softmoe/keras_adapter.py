@@ -214,6 +214,55 @@ def make_metrics(model, batch):
         model._symbolic_build(data_batch=batch)
 
 
+# === Optimizers ===
+
+
+class OwnAverages:
+    """Mixin, in front of an optimizer, whose `update_averages` follows every step.
+
+    With `use_ema=True` Keras updates the averages by a rule of its own, and
+    `overwrite` and saving belong to that, so a second list beside it would not do.
+    Would be replaced by: a public `Optimizer.update_averages`.
+    """
+
+    def _update_model_variables_moving_average(self, trainable_variables):
+        self.update_averages(trainable_variables)
+
+
+def averages_of(optimizer):
+    """The averages of an optimizer with `use_ema=True`: variables or `None`, a list.
+
+    Would be replaced by: a public `Optimizer.averages`.
+    """
+    return optimizer._model_variables_moving_average
+
+
+def variables_of(optimizer):
+    """The variables that an optimizer was built for, a list.
+
+    Would be replaced by: a public `Optimizer.trainable_variables`.
+    """
+    return optimizer._trainable_variables
+
+
+def index_of(optimizer, variable):
+    """The place of a variable among those that an optimizer was built for, an int.
+
+    Keras' own optimizers find the moments of a variable by it.
+    Would be replaced by: a public `Optimizer.get_variable_index`.
+    """
+    return optimizer._get_variable_index(variable)
+
+
+def num_gradients(optimizer):
+    """The number of gradients that an optimizer was given, an int tensor.
+
+    `Optimizer.iterations` counts several that are accumulated as one.
+    Would be replaced by: a public counterpart of `Optimizer.iterations`.
+    """
+    return optimizer._iterations + 0
+
+
 # === Distributions ===
 
 

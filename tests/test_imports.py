@@ -223,12 +223,35 @@ def test_only_the_adapter_uses_what_is_private_in_keras(file, our_names):
     assert list(foreign_private_names(source, our_names | OF_NAMED_TUPLES)) == []
 
 
+KERAS_CLASSES = (
+    keras.Model,
+    keras.Variable,
+    keras.StatelessScope,
+    keras.callbacks.Callback,
+    keras.distribution.ModelParallel,
+    keras.metrics.Metric,
+    keras.optimizers.Optimizer,
+)
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file != ADAPTER])
+def test_no_method_takes_the_place_of_a_private_one_of_keras(file):
+    private = {name for cls in KERAS_CLASSES for name in dir(cls) if name[0] == "_"}
+    private = {name for name in private if not name.startswith("__")}
+    assert {"_flatten_layers", "_update_model_variables_moving_average"} <= private
+    tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
+    for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        methods = {node.name for node in cls.body if isinstance(node, ast.FunctionDef)}
+        assert not methods & private
+
+
 def test_the_adapter_says_what_would_replace_each_hook():
     tree = ast.parse((PACKAGE / ADAPTER).read_text(encoding="utf-8"))
+    kinds = (ast.FunctionDef, ast.ClassDef)
     hooks = [
         node
         for node in tree.body
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+        if isinstance(node, kinds) and not node.name.startswith("_")
     ]
     assert len(hooks) > 5
     for hook in hooks:
