@@ -1,7 +1,8 @@
-"""Imports point to the ground, and the ground floor stays light."""
+"""Imports point to the ground, what is private in Keras is used in one place only."""
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*
 # From the ground up: a room imports itself and the rooms listed before it.
 ROOMS = (
     "files",
+    "keras_adapter",
     "ops",
     "sharding",
     "routers",
@@ -127,4 +129,161 @@ def test_the_layers_need_neither_kerashub_nor_tensorflow():
     heavy = {"keras_hub", "tensorflow_text", "tensorflow"} - {keras.backend.backend()}
     assert not heavy.intersection(loaded)
     rooms = {name.split(".")[1] for name in loaded if name.startswith("keras_softmoe.")}
-    assert rooms == {"ops", "routers", "layers"}
+    assert rooms == {"ops", "sharding", "routers", "layers"}
+
+
+def dynamic_imports(source):
+    """Calls that import this package by a string, which no import statement shows."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            function = ast.unparse(node.func).rpartition(".")[2]
+            arguments = " ".join(map(ast.unparse, node.args))
+            # Of other packages names are not put together.
+            ours = re.search(r"keras_softmoe|__name__|__package__|'\.|\bf'", arguments)
+            if function in ("import_module", "__import__") and ours:
+                yield ast.unparse(node)
+
+
+BY_STRINGS = ("__init__.py", "converters/convert.py")
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file not in BY_STRINGS])
+def test_no_room_is_imported_by_a_string(file):
+    source = (PACKAGE / file).read_text(encoding="utf-8")
+    assert list(dynamic_imports(source)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import importlib\nimportlib.import_module('keras_softmoe.models')",
+        "def f():\n    import_module('.models', 'keras_softmoe')",
+        "def f():\n    __import__('keras_softmoe.models')",
+        "importlib.import_module(f'{__name__}.models')",
+        "importlib.import_module('.models', __package__)",
+    ],
+)
+def test_an_import_by_a_string_is_caught(source):
+    assert len(list(dynamic_imports(source))) == 1
+
+
+# Methods and attributes of named tuples, which are public in spite of their names.
+OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
+ADAPTER = "keras_adapter.py"
+
+
+def private_names(source):
+    """Names that begin with one underscore and are looked up in an object."""
+    for node in ast.walk(ast.parse(source)):
+        name = ""
+        if isinstance(node, ast.Attribute):
+            name = node.attr
+        elif isinstance(node, ast.Call) and len(node.args) > 1:
+            of_attributes = ("getattr", "setattr", "hasattr", "delattr", "__setattr__")
+            function = ast.unparse(node.func).rpartition(".")[2]
+            if function in of_attributes and isinstance(node.args[1], ast.Constant):
+                name = node.args[1].value
+        elif isinstance(node, ast.Subscript):
+            if ast.unparse(node.value).endswith("__dict__"):
+                name = getattr(node.slice, "value", "")
+        if name.startswith("_") and not name.startswith("__"):
+            yield name
+
+
+def defined_names(source):
+    """Names that a file defines: functions, classes, attributes, constants."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if ast.unparse(node.value) == "self":
+                yield node.attr
+
+
+def foreign_private_names(source, ours):
+    """What a file uses of the private parts of other packages."""
+    modules = imported_modules(source, "keras_adapter.py")
+    private = re.compile(r"(keras|keras_hub)\.src\b|\w+(\.\w+)*\._(?!_)")
+    yield from (module for module in modules if private.match(module))
+    yield from (name for name in private_names(source) if name not in ours)
+
+
+@pytest.fixture(scope="module")
+def our_names():
+    """Every name that the package defines, the adapter aside."""
+    sources = ((PACKAGE / file).read_text("utf-8") for file in FILES if file != ADAPTER)
+    return {name for source in sources for name in defined_names(source)}
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file != ADAPTER])
+def test_only_the_adapter_uses_what_is_private_in_keras(file, our_names):
+    source = (PACKAGE / file).read_text(encoding="utf-8")
+    assert list(foreign_private_names(source, our_names | OF_NAMED_TUPLES)) == []
+
+
+KERAS_CLASSES = (
+    keras.Model,
+    keras.Variable,
+    keras.StatelessScope,
+    keras.callbacks.Callback,
+    keras.distribution.ModelParallel,
+    keras.metrics.Metric,
+    keras.optimizers.Optimizer,
+)
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file != ADAPTER])
+def test_no_method_takes_the_place_of_a_private_one_of_keras(file):
+    private = {name for cls in KERAS_CLASSES for name in dir(cls) if name[0] == "_"}
+    private = {name for name in private if not name.startswith("__")}
+    assert {"_flatten_layers", "_update_model_variables_moving_average"} <= private
+    tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
+    for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        methods = {node.name for node in cls.body if isinstance(node, ast.FunctionDef)}
+        assert not methods & private
+
+
+def test_the_adapter_says_what_would_replace_each_hook():
+    tree = ast.parse((PACKAGE / ADAPTER).read_text(encoding="utf-8"))
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    hooks = [
+        node
+        for node in tree.body
+        if isinstance(node, kinds) and not node.name.startswith("_")
+    ]
+    assert len(hooks) > 5
+    for hook in hooks:
+        assert "Would be replaced by: " in ast.get_docstring(hook), hook.name
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from keras.src.backend import distribution_lib",
+        "def f():\n    import keras.src.backend as backend",
+        "from keras_hub.src.utils import preset_utils",
+        "from jax._src import core",
+        "layers = model._flatten_layers()",
+        "model._jax_state = None",
+        "value = getattr(variable, '_value', None)",
+        "object.__setattr__(layer, '_tracker', None)",
+        "self.__dict__['_metrics'] = []",
+    ],
+)
+def test_a_private_hook_is_caught(source):
+    assert len(list(foreign_private_names(source, {"_mine"}))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import keras\nkeras.StatelessScope()",
+        "self._mine = other._mine",
+        "from __future__ import annotations\nx.__class__",
+        "from keras_softmoe.layers.moe import MoE",
+    ],
+)
+def test_what_is_public_or_ours_is_allowed(source):
+    assert list(foreign_private_names(source, {"_mine"})) == []

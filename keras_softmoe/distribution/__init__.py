@@ -1,12 +1,12 @@
-"""Placing experts and batches on many devices, through `keras.distribution`."""
+"""Sharding experts and batches over many devices, through `keras.distribution`."""
 
 from keras_softmoe.distribution.audit import Audit as Audit
 from keras_softmoe.distribution.audit import PlacementError as PlacementError
 from keras_softmoe.distribution.audit import audit as audit
 from keras_softmoe.distribution.backup import Backup as Backup
 from keras_softmoe.distribution.layouts import layout_map as layout_map
-from keras_softmoe.distribution.placement import data_parallel as data_parallel
-from keras_softmoe.distribution.placement import expert_parallel as expert_parallel
+from keras_softmoe.distribution.parallel import data_parallel as data_parallel
+from keras_softmoe.distribution.parallel import expert_parallel as expert_parallel
 from keras_softmoe.distribution.plan import MeshPlan as MeshPlan
 from keras_softmoe.distribution.plan import Plan as Plan
 from keras_softmoe.distribution.plan import Transfer as Transfer

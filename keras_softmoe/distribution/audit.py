@@ -1,4 +1,4 @@
-"""Where the variables of a model really lie, and what is wrong with that."""
+"""The audit: how the variables of a model are sharded, and what is wrong with it."""
 
 import re
 from typing import NamedTuple
@@ -7,16 +7,17 @@ import keras
 import numpy as np
 
 from keras_softmoe.distribution.layouts import is_known
+from keras_softmoe.keras_adapter import flatten_layers, is_initialized, layout_map_of
 from keras_softmoe.layers.feedforward import Experts
-from keras_softmoe.ops.placement import num_parts
 from keras_softmoe.routers.soft import SoftRouter
+from keras_softmoe.sharding import num_shards
 
 # What `Experts` asks a layout for when it is called.
 _SLOTS = ("slots_of_groups", "slots_of_experts")
 
 
 class PlacementError(ValueError):
-    """Variables do not lie on the devices as they should.
+    """Variables do not lie on the devices as their rules say.
 
     Attributes:
         audit: the `Audit` that found it, or `None`.
@@ -26,38 +27,39 @@ class PlacementError(ValueError):
 
 
 class Placed(NamedTuple):
-    """Where one variable lies.
+    """How one variable is sharded.
 
     Attributes:
         path: str.
         shape: tuple of int.
         dtype: str.
-        axes: tuple with, for each axis, the axis of the mesh that cuts it by the rules,
-            a tuple of several, or `None`.
-        piece: tuple of int, the shape of what one device really holds.
-        is_expert: bool, whether the variable belongs to experts, each of which should
-            be on few devices.
+        axes: tuple with, for each axis, the axis of the mesh that shards it by the
+            rules, a tuple of several, or `None`.
+        shard_shape: tuple of int, the shape of what one device holds.
+        is_expert: bool, whether the variable belongs to experts, which should be
+            sharded.
     """
 
     path: str
     shape: tuple
     dtype: str
     axes: tuple
-    piece: tuple
+    shard_shape: tuple
     is_expert: bool
 
     @property
     def bytes_per_device(self):
-        return int(np.prod(self.piece, dtype=np.int64)) * _item_size(self.dtype)
+        """Int, what one device holds."""
+        return _num_bytes(self.shard_shape, self.dtype)
 
     @property
     def total_bytes(self):
-        """Bytes of one copy."""
-        return int(np.prod(self.shape, dtype=np.int64)) * _item_size(self.dtype)
+        """Int, one copy."""
+        return _num_bytes(self.shape, self.dtype)
 
 
 class Audit(NamedTuple):
-    """Where all variables of a model lie. Prints as a table.
+    """How all variables of a model are sharded. Prints as a table.
 
     Attributes:
         rows: tuple of `Placed`: variables of the model, then of its optimizer.
@@ -100,8 +102,8 @@ class Audit(NamedTuple):
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = [
             f"{path:{widths[0]}}  {shape:{widths[1]}}  {layout:{widths[2]}}"
-            f"  {piece:>{widths[3]}}  {total:>{widths[4]}}"
-            for path, shape, layout, piece, total in lines
+            f"  {held:>{widths[3]}}  {total:>{widths[4]}}"
+            for path, shape, layout, held, total in lines
         ]
         text.insert(1, "-" * len(text[0]))
         text.insert(-1, text[1])
@@ -109,33 +111,33 @@ class Audit(NamedTuple):
 
 
 def audit(model, distribution=None):
-    """Look where the variables of a model lie, and refuse what is wrong.
+    """Check how the variables of a model are sharded, and refuse what is wrong.
 
-    The table says what each device really holds. Everything may lie whole on every
-    device except what belongs to experts: their kernels and biases, the slot parameters
-    of soft routers, and the moments that an optimizer keeps of those. (The row and
-    column sums of Adafactor belong to no variable by name. They may too: they are an
-    expert's width or hidden width in size.)
+    The table says what each device holds. Everything may be replicated on every device
+    except what belongs to experts: their kernels and biases, the slot parameters of
+    soft routers, and the moments that an optimizer keeps of those. (Adafactor's sums of
+    rows and columns do not have the name of a variable, and may be replicated: they are
+    no larger than an expert's width or hidden width.)
 
     Args:
         model: `keras.Model` or layer that is built. For the optimizer's variables to be
-            looked at, they have to exist: call `model.optimizer.build(
+            checked, they have to exist: call `model.optimizer.build(
             model.trainable_variables)`, or train a step.
         distribution: the `keras.distribution.Distribution` whose rules are compared
             with; the active one if `None`.
 
     Returns:
-        `Audit`. Under a `DataParallel`, where everything lies whole on purpose, there
+        `Audit`. Under a `DataParallel`, which replicates everything on purpose, there
         are no problems.
 
     Raises:
-        PlacementError: naming every expert variable or moment that lies whole on each
-            device, every variable that lies otherwise than its rule says, every number
-            of experts that the devices do not divide, every rule that matches nothing
-            (neither here nor in another model under the same distribution), every path
-            that several rules match, and every layer whose slots no rule lays out.
-        ValueError: if no distribution is given and none is active, or the model is none
-            that is built.
+        PlacementError: naming every expert variable or moment that is replicated,
+            every variable that is not sharded as its rule says, every number of experts
+            that the devices do not divide, every rule that matches nothing (neither
+            here nor in another model under the same distribution), every path that
+            several rules match, and every layer whose slots no rule lays out.
+        ValueError: if no distribution is given and none is active, or the model is not
+            built.
 
     Example:
 
@@ -146,7 +148,7 @@ def audit(model, distribution=None):
     """
     if not isinstance(model, keras.Layer) or not model.built:
         raise ValueError(
-            "`audit` looks at a model or layer that is built: build it, or call it on "
+            "`audit` checks a model or layer that is built: build it, or call it on "
             f"some data. Received: model={model!r}."
         )
     if distribution is None:
@@ -157,31 +159,27 @@ def audit(model, distribution=None):
             "the model was built under (`with distribution.scope():`), or pass it: "
             "`audit(model, distribution)`. Received: distribution=None."
         )
-    layout_map = getattr(distribution, "_layout_map", None)
-    found = _Findings(distribution, layout_map)
-    for layer in _layers(model):
-        found.look_at_layer(layer)
+    found = _Findings(distribution)
+    for layer in flatten_layers(model):
+        found.add_layer(layer)
     moments = getattr(getattr(model, "optimizer", None), "variables", ())
-    found.look_at_variables(model.variables, moments)
-    if layout_map is not None:
-        found.look_at_rules()
-    result = Audit(tuple(found.rows), tuple(found.problems))
-    _raise_for(result)
-    return result
+    found.add_variables(model.variables, moments)
+    found.add_rules()
+    return found.audit()
 
 
 def check_layer(layer, distribution):
     """Raise `PlacementError` if variables of one layer lie where they should not."""
-    found = _Findings(distribution, distribution.layout_map)
-    found.look_at_layer(layer)
-    found.look_at_variables(layer.variables)
-    _raise_for(Audit(tuple(found.rows), tuple(found.problems)))
+    found = _Findings(distribution)
+    found.add_layer(layer)
+    found.add_variables(layer.variables)
+    found.audit()
 
 
 def check_rules(layout_map, used_keys):
-    """Raise `PlacementError` if rules that are not ours were never used.
+    """Raise `PlacementError` if rules of a user were never used.
 
-    Those for the output of a layer are not judged: they are used when it is called.
+    Those for the output of a layer are left out: they are used when it is called.
     """
     unused = [
         key
@@ -193,12 +191,12 @@ def check_rules(layout_map, used_keys):
 
 
 def is_foreign(key, layout, variable):
-    """Whether one of our rules met a variable that only has a name like ours."""
+    """Whether a rule of ours matches a variable that only has a name like ours."""
     return is_known(key) and len(layout.axes) != len(variable.shape)
 
 
 def matching_keys(layout_map, path):
-    """The keys of a layout map that match a path; its own, if it is one."""
+    """The keys of a layout map that match a path; the path alone, if it is a key."""
     # Not `path in layout_map`, which is true for every path.
     keys = list(layout_map)
     return [path] if path in keys else [key for key in keys if re.fullmatch(key, path)]
@@ -207,15 +205,16 @@ def matching_keys(layout_map, path):
 class _Findings:
     """Rows and problems, as they are collected."""
 
-    def __init__(self, distribution, layout_map):
+    def __init__(self, distribution):
         self.distribution = distribution
-        self.layout_map = layout_map
+        # `None` where everything is replicated on purpose.
+        self.layout_map = layout_map_of(distribution)
         self.rows, self.problems = [], []
         # Axis along which experts are counted, by the `id` of the variable.
         self.expert_axes = {}
         self.paths = set()
 
-    def look_at_layer(self, layer):
+    def add_layer(self, layer):
         self.paths.update((f"{layer.path}/output", f"{layer.name}/output"))
         if isinstance(layer, SoftRouter):
             self.paths.add(f"{layer.path}/mu_of_all_experts")
@@ -228,9 +227,9 @@ class _Findings:
                 if len(variable.shape) > 1 and not shared:
                     self.expert_axes[id(variable)] = 0
             for name in _SLOTS:
-                self._look_at_slots(f"{layer.path}/{name}")
+                self._check_slots(f"{layer.path}/{name}")
 
-    def _look_at_slots(self, path):
+    def _check_slots(self, path):
         self.paths.add(path)
         if self.layout_map is not None and not self._keys(path):
             self.problems.append(
@@ -238,16 +237,16 @@ class _Findings:
                 "device. Take `ksm.distribution.layout_map` as it is."
             )
 
-    def look_at_variables(self, variables, moments=()):
+    def add_variables(self, variables, moments=()):
         references = {v.path.replace("/", "_"): v for v in variables}
         for variable in variables:
             self.paths.add(variable.path)
-            self._look_at(variable, variable)
+            self._add(variable, variable)
         for moment in moments:
             self.paths.add(moment.path)
-            self._look_at(moment, _reference(moment, references))
+            self._add(moment, _reference(moment, references))
 
-    def _look_at(self, variable, reference):
+    def _add(self, variable, reference):
         layout = None
         if reference is not None and self.layout_map is not None:
             keys = self._keys(reference.path)
@@ -256,42 +255,44 @@ class _Findings:
                 layout = None
         shape = tuple(variable.shape)
         axes = (None,) * len(shape) if layout is None else tuple(layout.axes)
-        piece = _piece(variable, layout)
+        shard = _shard_shape(variable, layout)
         expert_axis = self.expert_axes.get(id(reference))
         is_expert = expert_axis is not None
         dtype = keras.backend.standardize_dtype(variable.dtype)
-        self.rows.append(Placed(variable.path, shape, dtype, axes, piece, is_expert))
+        self.rows.append(Placed(variable.path, shape, dtype, axes, shard, is_expert))
         if self.layout_map is None:
             return
         received = f"{variable.path!r} {shape}"
-        if is_expert and self._is_whole(shape[expert_axis], piece[expert_axis]):
+        if is_expert and self._is_replicated(shape[expert_axis], shard[expert_axis]):
             why = "no rule matches its path."
             if layout is not None:
-                why = f"its rule, {axes}, does not cut that axis."
+                why = f"its rule, {axes}, does not shard that axis."
                 if axes[expert_axis] is not None:
                     why = f"it was not made under its rule, {axes}."
             self.problems.append(
-                f"{received} belongs to experts and lies whole on every device: {why}"
+                f"{received} belongs to experts and is replicated on every device: "
+                f"{why}"
             )
         elif layout is not None and len(axes) != len(shape):
             self.problems.append(f"{received} has a rule for {len(axes)} axes: {axes}.")
         elif layout is not None:
-            parts = [num_parts(layout.device_mesh, axis) for axis in axes]
-            if any(size % n for size, n in zip(shape, parts, strict=True)):
+            shards = _num_shards_of_axes(layout)
+            if any(size % n for size, n in zip(shape, shards, strict=True)):
                 self.problems.append(
-                    f"{received} cannot be cut into {parts} equal parts by {axes}."
+                    f"{received} cannot be sharded into {shards} equal shards by "
+                    f"{axes}."
                 )
-            elif piece != tuple(s // n for s, n in zip(shape, parts, strict=True)):
+            elif shard != tuple(s // n for s, n in zip(shape, shards, strict=True)):
                 self.problems.append(
-                    f"{received} lies in pieces of {piece}, not as its rule {axes} "
-                    "says. Build the model, and compile it, under the distribution."
+                    f"{received} has shards of {shard}, not as its rule {axes} says. "
+                    "Build the model, and compile it, under the distribution."
                 )
 
-    def _is_whole(self, size, piece):
+    def _is_replicated(self, size, size_of_shard):
         shards = getattr(self.distribution, "num_expert_shards", None)
         if shards is None:
-            return piece == size and self.distribution.device_mesh.devices.size > 1
-        return piece == size and shards > 1
+            shards = self.distribution.device_mesh.devices.size
+        return size_of_shard == size and shards > 1
 
     def _keys(self, path):
         keys = matching_keys(self.layout_map, path)
@@ -301,8 +302,10 @@ class _Findings:
             )
         return keys
 
-    def look_at_rules(self):
-        # One distribution may place several models, and a rule be for one of them.
+    def add_rules(self):
+        if self.layout_map is None:
+            return
+        # Several models may share a distribution, and a rule be for one of them.
         used = getattr(self.distribution, "used_keys", ())
         unused = [
             key
@@ -313,23 +316,25 @@ class _Findings:
         if unused:
             self.problems.append(_unmatched(unused))
 
-
-def _raise_for(result):
-    if result.problems:
-        error = PlacementError(
-            "Variables do not lie on the devices as they should:\n"
-            + "\n".join(f"- {problem}" for problem in result.problems)
-            + "\nRules have to match whole paths. Compare with "
-            "`[v.path for v in model.variables]` and `ksm.distribution.layout_map`."
-        )
-        error.audit = result
-        raise error
+    def audit(self):
+        """The `Audit`; raises if there are problems."""
+        result = Audit(tuple(self.rows), tuple(self.problems))
+        if result.problems:
+            error = PlacementError(
+                "Variables do not lie on the devices as they should:\n"
+                + "\n".join(f"- {problem}" for problem in result.problems)
+                + "\nRules have to match whole paths. Compare with "
+                "`[v.path for v in model.variables]` and `ksm.distribution.layout_map`."
+            )
+            error.audit = result
+            raise error
+        return result
 
 
 def _unmatched(keys):
     return (
         f"Nothing has a path that these rules match: {', '.join(map(repr, keys))}. A "
-        "rule that matches nothing leaves its variable whole on every device."
+        "rule that matches nothing leaves its variable replicated on every device."
     )
 
 
@@ -344,15 +349,19 @@ def _reference(moment, references):
     return references[max(matches, key=len)] if matches else None
 
 
-def _piece(variable, layout):
+def _num_shards_of_axes(layout):
+    return [num_shards(layout.device_mesh, axis) for axis in layout.axes]
+
+
+def _shard_shape(variable, layout):
     """The shape of what one device holds of a variable."""
     shape = tuple(variable.shape)
-    if variable._value is None:
+    if not is_initialized(variable):
         # A model that its first batch builds makes its values later, by the rule.
         if layout is None or len(layout.axes) != len(shape):
             return shape
-        parts = (num_parts(layout.device_mesh, axis) for axis in layout.axes)
-        return tuple(size // n for size, n in zip(shape, parts, strict=True))
+        shards = _num_shards_of_axes(layout)
+        return tuple(size // n for size, n in zip(shape, shards, strict=True))
     value = variable.value
     if hasattr(value, "sharding"):
         return tuple(value.sharding.shard_shape(shape))
@@ -361,16 +370,13 @@ def _piece(variable, layout):
     return shape
 
 
-def _layers(model):
-    return list(model._flatten_layers())
-
-
 def _describe(axes):
     if not any(axes):
-        return "whole"
+        return "replicated"
     names = ["+".join(a) if isinstance(a, tuple) else a or "-" for a in axes]
     return ", ".join(names)
 
 
-def _item_size(dtype):
-    return np.dtype(dtype).itemsize if dtype != "bfloat16" else 2
+def _num_bytes(shape, dtype):
+    item_size = np.dtype(dtype).itemsize if dtype != "bfloat16" else 2
+    return int(np.prod(shape, dtype=np.int64)) * item_size

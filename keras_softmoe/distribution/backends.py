@@ -2,6 +2,8 @@
 
 import keras
 
+from keras_softmoe.keras_adapter import backend_distributes
+
 _INSTEAD = {
     "tensorflow": (
         "On TensorFlow train replicas of the whole model, with "
@@ -24,7 +26,7 @@ def check_backend(what):
         NotImplementedError: with what can be done instead.
     """
     backend = keras.backend.backend()
-    if backend == "jax" or (backend == "torch" and _torch_distributes()):
+    if backend == "jax" or (backend == "torch" and backend_distributes()):
         return
     raise NotImplementedError(
         f"{what} needs the JAX backend: Keras {keras.__version__} does not distribute "
@@ -36,18 +38,11 @@ def check_backend(what):
 
 
 def check_two_axes():
-    """Raise unless the backend can cut one axis of a tensor by two axes of a mesh."""
+    """Raise unless the backend can shard an axis of a tensor by two axes of a mesh."""
     backend = keras.backend.backend()
     if backend != "jax":
         raise NotImplementedError(
-            "A mesh of batch times experts cuts the batch by both of its axes, which "
-            f"Keras {keras.__version__} does on JAX only. Spread the experts over all "
+            "A mesh of batch times experts shards the batch by both of its axes, which "
+            f"Keras {keras.__version__} does on JAX only. Shard the experts over all "
             f"devices instead: leave `mesh_shape` out. Received: backend={backend!r}."
         )
-
-
-def _torch_distributes():
-    # Keras keeps `None` here where a backend has nothing.
-    from keras.src.backend import distribution_lib
-
-    return hasattr(distribution_lib, "distribute_tensor")

@@ -1,6 +1,5 @@
-"""Training that is interrupted at any point and goes on from there."""
+"""Training that is interrupted at any point and resumed from there."""
 
-import contextlib
 import numbers
 import shutil
 import tempfile
@@ -10,56 +9,63 @@ from pathlib import Path
 import h5py
 import keras
 
-from keras_softmoe.converters.spread import (
-    agree,
-    assign_pieces,
-    is_spread,
-    num_processes,
-    process_index,
-    save_by_one,
-)
 from keras_softmoe.distribution.backup_file import (
-    FILE,
-    PREFIX,
-    of_dataset,
-    of_variable,
-    opened,
+    open_backup,
     optimizer_name,
     read,
-    replaced_file,
+    shape_and_dtype,
     variables_of,
     write,
 )
+from keras_softmoe.files import replaced_file
+from keras_softmoe.keras_adapter import (
+    has_metrics,
+    make_metrics,
+    replace_next_step,
+    set_first_epoch,
+)
+from keras_softmoe.sharding import (
+    assign_shards,
+    failed_processes,
+    is_sharded,
+    num_processes,
+    process_index,
+    save_in_one_process,
+)
+
+FILE = "training.h5"
+
+# Of the temporary neighbours of the file, see `replaced_file`.
+_PREFIX = f".{FILE}."
 
 
 class Backup(keras.callbacks.Callback):
-    """Keeps what a training run needs to go on after it was interrupted.
+    """Callback that saves what `fit` needs to resume after it was interrupted.
 
     Start the same program again, with the same arguments of `fit`: it finds the backup,
-    draws the batches that were done from the data without computing anything, and goes
-    on, with the losses that it would have had. Kept are all variables: of the model
-    (the states of dropout and of noise among them), of its optimizer and of its
-    metrics. `keras.callbacks.BackupAndRestore` keeps no random states, starts an
+    draws the batches that were done from the data without computing anything, and
+    resumes with the losses that it would have had. Saved are all variables: of the
+    model (the states of dropout and of noise among them), of its optimizer and of its
+    metrics. `keras.callbacks.BackupAndRestore` saves no random states, starts an
     interrupted epoch again, and fails where several processes share a model.
 
-    Variables may be spread over devices and processes, and over others when training
-    goes on. Where there are several processes, the first one writes, and all of them
-    read: the directory has to be one that they share.
+    Variables may be sharded over devices and processes, and over others when training
+    resumes. Where there are several processes, the first one writes and all of them
+    read, so they must share the directory.
 
     The data must come in the same order when the program is started again: shuffle
-    with a seed. One more thing depends on how an epoch begins. Without
-    `steps_per_epoch` Keras starts the data from the front in each epoch, so the order
-    must be the same in each, or depend on the epoch alone:
-    `dataset.shuffle(..., seed=1, reshuffle_each_iteration=False)`. With
+    with a seed. Without `steps_per_epoch` Keras iterates over the data from the
+    beginning in each epoch, so the order must be the same in each, or depend on the
+    epoch alone: `dataset.shuffle(..., seed=1, reshuffle_each_iteration=False)`. With
     `steps_per_epoch` all epochs draw from one stream, `dataset.shuffle(..., seed=1)
-    .repeat()`: say so with `one_stream=True`.
+    .repeat()`: pass `one_stream=True` then.
 
     Args:
         directory: str or path. Nothing else should be kept there.
         every: int, the number of batches between backups. `None`: only at the end of
             each epoch, where there is one in any case.
-        one_stream: bool, see above. Not on PyTorch, where Keras draws the batches
-            itself.
+        one_stream: bool, whether all epochs draw from one stream. Not on PyTorch,
+            where Keras draws the batches itself.
         delete: bool, whether the backup is removed when training has ended.
 
     Raises:
@@ -68,10 +74,10 @@ class Backup(keras.callbacks.Callback):
             to, the backup cannot be read, is of another model or optimizer (nothing is
             changed then), or some processes cannot see it.
 
-    Other callbacks keep nothing: one that waits for an improvement counts anew. They
-    are called for batches that are passed over as well, with the metrics as they were
-    when the backup was made. Metrics may be others than before: they start anew within
-    the epoch, with a warning.
+    The state of other callbacks is not saved: one that waits for an improvement counts
+    from zero. They are called for skipped batches as well, with the metrics as they
+    were when the backup was saved. Metrics may be others than before: they start from
+    zero within the epoch, with a warning.
 
     Example:
 
@@ -90,7 +96,7 @@ class Backup(keras.callbacks.Callback):
         if one_stream and keras.backend.backend() == "torch":
             raise ValueError(
                 "On PyTorch a callback cannot draw batches from the data, so what "
-                "earlier epochs took from one stream cannot be passed over. Received: "
+                "earlier epochs took from one stream cannot be skipped. Received: "
                 f"one_stream={one_stream!r}. Leave `steps_per_epoch` out, so that each "
                 "epoch begins the data again, and with it `one_stream`."
             )
@@ -101,16 +107,19 @@ class Backup(keras.callbacks.Callback):
         self._start()
 
     def _start(self, epoch=0, batches=0):
+        # Batches of this epoch that are done, and those of them that are not saved
         self._epoch, self._batches, self._unsaved = epoch, batches, 0
-        # Batches of earlier epochs that are to be drawn, and whether this one was begun
+        # Batches of earlier epochs that are to be drawn, and whether the first epoch of
+        # this `fit` was interrupted
         self._earlier, self._is_resumed = 0, False
+        # What the backup has of metrics, and the logs of skipped batches
         self._metrics, self._logs = None, {}
 
     def on_train_begin(self, logs=None):
         model = self.model
         self._start()
         self._check_directory()
-        missing = agree(self.path.is_file())
+        missing = failed_processes(self.path.is_file())
         if len(missing) == num_processes():
             return
         if missing:
@@ -121,28 +130,29 @@ class Backup(keras.callbacks.Callback):
             )
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        with opened(self.path) as kept:
-            self._start(*kept.done)
-            self._restore(kept)
+        with open_backup(self.path) as backup:
+            self._start(*backup.done)
+            self._restore(backup)
         if self.one_stream:
             self._earlier = self._epoch * self._steps()
-        # As Keras' own `BackupAndRestore` does it: `fit` looks here after this.
-        model._initial_epoch = _FirstEpoch(self._epoch, model)
+        set_first_epoch(model, self._epoch)
         self._is_resumed = self._batches > 0
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
-        self._forget_first_epoch()
+        set_first_epoch(self.model, None)
         if not self._is_resumed:
             self._batches = 0
-        elif _has_metrics(self.model):
+        elif has_metrics(self.model):
             # Only now, because Keras resets them when an epoch begins.
-            self._take_up_metrics()
+            self._restore_metrics()
         self._is_resumed = False
 
     def on_train_batch_begin(self, batch, logs=None):
-        if batch < self._batches or self._earlier:
-            self.model.train_function = _PassOver(self, batch < self._batches)
+        if batch < self._batches:
+            replace_next_step(self.model, self._skip)
+        elif self._earlier:
+            replace_next_step(self.model, self._skip_earlier)
 
     def on_train_batch_end(self, batch, logs=None):
         if batch < self._batches:
@@ -157,14 +167,23 @@ class Backup(keras.callbacks.Callback):
         self._save(epoch + 1, 0)
 
     def on_train_end(self, logs=None):
-        self._forget_first_epoch()
+        set_first_epoch(self.model, None)
         if self.delete and process_index() == 0:
             self.path.unlink(missing_ok=True)
 
-    def _forget_first_epoch(self):
-        # It would hold for the next `fit` as well.
-        if isinstance(self.model._initial_epoch, _FirstEpoch):
-            self.model._initial_epoch = None
+    def _skip(self, iterator):
+        """In place of a step that was done before the interruption: its logs."""
+        self._skip_earlier(iterator)
+        batch = _draw(iterator, self.model.steps_per_execution)
+        if self._metrics is not None:
+            make_metrics(self.model, batch)
+            self._restore_metrics()
+        return dict(self._logs)
+
+    def _skip_earlier(self, iterator):
+        """Before the first step: draw the batches of earlier epochs."""
+        _draw(iterator, self._earlier)
+        self._earlier = 0
 
     def _steps(self):
         if self.params["steps"] is None:
@@ -176,22 +195,22 @@ class Backup(keras.callbacks.Callback):
         return self.params["steps"]
 
     def _check_directory(self):
-        """Refuse one that cannot be written to, and clear away what was left in it."""
+        """Refuse one that cannot be written to, and remove what a killed run left."""
         failure = None
         if process_index() == 0:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                for left in self.path.parent.glob(f"{PREFIX}*"):
+                for left in self.path.parent.glob(f"{_PREFIX}*"):
                     shutil.rmtree(left)
                 if self.path.is_dir():
                     raise IsADirectoryError(f"'{self.path}' is a directory")
                 with tempfile.TemporaryDirectory(
-                    dir=self.path.parent, prefix=PREFIX
+                    dir=self.path.parent, prefix=_PREFIX
                 ) as directory:
                     Path(directory, FILE).touch()
             except OSError as error:
                 failure = error
-        if agree(failure is None):
+        if failed_processes(failure is None):
             raise ValueError(
                 "No backup can be written. Pass a directory that does not exist yet or "
                 "that this program may write to. Received: "
@@ -203,14 +222,14 @@ class Backup(keras.callbacks.Callback):
         self._unsaved = 0
         model = self.model
 
-        def save(directory):
-            with h5py.File(Path(directory, FILE), "w") as file:
+        def save(path):
+            with h5py.File(path, "w") as file:
                 write(file, (epoch, batches), model)
 
-        save_by_one(save, lambda: replaced_file(self.path))
+        save_in_one_process(save, lambda: replaced_file(self.path))
 
-    def _restore(self, kept):
-        """All that is checked comes before all that is changed."""
+    def _restore(self, backup):
+        """Restore model and optimizer; all checks come before the first change."""
         model = self.model
         if not model.built:
             raise ValueError(
@@ -219,33 +238,33 @@ class Backup(keras.callbacks.Callback):
                 "Call it on a batch before `fit`."
             )
         name = optimizer_name(model.optimizer)
-        if kept.optimizer != name:
+        if backup.optimizer != name:
             raise ValueError(
                 f"The backup in '{self.path}' is of another optimizer. Compile with "
                 "that one, or remove the file to start from the beginning. Received: "
-                f"{name}, for {kept.optimizer}."
+                f"{name}, for {backup.optimizer}."
             )
         variables = variables_of(model)
         for kind in ("model", "optimizer"):
-            self._check(kind, variables[kind], kept.datasets[kind])
+            self._check(kind, variables[kind], backup.datasets[kind])
         for kind in ("model", "optimizer"):
             for variable, dataset in zip(
-                variables[kind], kept.datasets[kind], strict=True
+                variables[kind], backup.datasets[kind], strict=True
             ):
-                if is_spread(variable):
-                    assign_pieces(variable, dataset)
+                if is_sharded(variable):
+                    assign_shards(variable, dataset)
                 else:
                     variable.assign(read(dataset))
-        # At the end of an epoch they have said what they had to say.
+        # Between epochs they are reset.
         if self._batches:
             self._metrics = [
-                (of_dataset(dataset), dataset.attrs["path"], read(dataset))
-                for dataset in kept.datasets["metrics"]
+                (shape_and_dtype(dataset), dataset.attrs["path"], read(dataset))
+                for dataset in backup.datasets["metrics"]
             ]
 
     def _check(self, kind, variables, datasets):
-        expected = [of_variable(variable) for variable in variables]
-        found = [of_dataset(dataset) for dataset in datasets]
+        expected = [shape_and_dtype(variable) for variable in variables]
+        found = [shape_and_dtype(dataset) for dataset in datasets]
         if found == expected:
             return
         pairs = zip(expected, found, strict=False)
@@ -256,10 +275,10 @@ class Backup(keras.callbacks.Callback):
             f"{len(found)}, of which the first that differ are {first}."
         )
 
-    def _take_up_metrics(self):
+    def _restore_metrics(self):
         model, metrics = self.model, self._metrics
         variables = model.metrics_variables
-        now = [(of_variable(variable), variable.path) for variable in variables]
+        now = [(shape_and_dtype(variable), variable.path) for variable in variables]
         if now == [(spec, path) for spec, path, _ in metrics]:
             for variable, (_, _, value) in zip(variables, metrics, strict=True):
                 variable.assign(value)
@@ -271,64 +290,6 @@ class Backup(keras.callbacks.Callback):
             )
         self._metrics = None
         self._logs = model.get_metrics_result()
-
-
-class _FirstEpoch(int):
-    """The epoch to begin with: true in the `fit` that it was found for, and no other.
-
-    `fit` tells nobody when it is interrupted, so it has to be harmless to the next one.
-    """
-
-    def __new__(cls, epoch, model):
-        self = super().__new__(cls, epoch)
-        self._model, self._fit = model, model.history
-        return self
-
-    def __bool__(self):
-        return int(self) > 0 and self._model.history is self._fit
-
-
-class _PassOver:
-    """Takes the place of a train function for one step.
-
-    Args:
-        backup: `Backup`, of a model that trains.
-        skips: bool, whether the step is passed over. Otherwise it is done after the
-            batches of earlier epochs are drawn.
-    """
-
-    def __init__(self, backup, skips):
-        train = backup.model.train_function
-        # One may have been left by an interruption just before its step.
-        self.train = train.train if isinstance(train, _PassOver) else train
-        self.backup, self.skips = backup, skips
-        self.model, self.fit = backup.model, backup.model.history
-
-    def __call__(self, *arguments):
-        model, backup = self.model, self.backup
-        # First of all, whatever happens next
-        model.train_function = self.train
-        if model.history is not self.fit:
-            return self.train(*arguments)
-        iterator = arguments[-1]
-        _draw(iterator, backup._earlier)
-        backup._earlier = 0
-        if not self.skips:
-            return self.train(*arguments)
-        batch = _draw(iterator, model.steps_per_execution)
-        if backup._metrics is not None:
-            # TensorFlow makes metrics when it trains. What cannot be traced has others.
-            with contextlib.suppress(RuntimeError, ValueError):
-                model._symbolic_build(data_batch=batch)
-            backup._take_up_metrics()
-        logs = dict(backup._logs)
-        # On JAX a step takes and gives back the state of the model.
-        return (logs, arguments[0]) if len(arguments) > 1 else logs
-
-
-def _has_metrics(model):
-    compiled = model._compile_metrics
-    return compiled is None or compiled.built
 
 
 def _draw(iterator, count):

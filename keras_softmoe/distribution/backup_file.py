@@ -1,9 +1,6 @@
 """The file of a backup: variables of a model, its optimizer and its metrics."""
 
 import contextlib
-import os
-import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
 import h5py
@@ -11,14 +8,9 @@ import keras
 import ml_dtypes
 import numpy as np
 
-FILE = "training.h5"
 
-# Of the directories in which a file is written before it is put in place.
-PREFIX = ".backup."
-
-
-class Kept(NamedTuple):
-    """What a file holds.
+class BackupFile(NamedTuple):
+    """What the file of a backup holds.
 
     Attributes:
         done: pair of int, see `write`.
@@ -32,7 +24,7 @@ class Kept(NamedTuple):
 
 
 def variables_of(model):
-    """Dict of the lists of variables that a backup keeps, by their kind."""
+    """The variables that a backup saves: dict of lists, by their kind."""
     optimizer = model.optimizer.variables if model.optimizer is not None else []
     return {
         "model": model.variables,
@@ -42,20 +34,21 @@ def variables_of(model):
 
 
 def optimizer_name(optimizer):
-    """The class of an optimizer, and of one that it wraps: str."""
+    """The names of the class of an optimizer and of one that it wraps: str."""
     name = type(optimizer).__name__
     inner = getattr(optimizer, "inner_optimizer", None)
     return name if inner is None else f"{name} of {optimizer_name(inner)}"
 
 
-def of_variable(variable):
-    """What a value has to have to be that of a variable: its shape and dtype."""
+def shape_and_dtype(variable):
+    """Shape and dtype of a variable, or of the one that a dataset was written from.
+
+    Args:
+        variable: `keras.Variable` or `h5py.Dataset`.
+    """
+    if isinstance(variable, h5py.Dataset):
+        return tuple(variable.shape), str(variable.attrs["dtype"])
     return tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype)
-
-
-def of_dataset(dataset):
-    """Shape and dtype of the variable that was written to a file."""
-    return tuple(dataset.shape), str(dataset.attrs["dtype"])
 
 
 def write(file, done, model):
@@ -63,7 +56,7 @@ def write(file, done, model):
 
     Args:
         file: `h5py.File`.
-        done: pair of int, how many epochs are done, and batches of the next.
+        done: pair of int: epochs that are done, and batches of the next one.
         model: `keras.Model`.
     """
     file.attrs["done"] = done
@@ -89,11 +82,14 @@ def read(dataset):
 
 
 @contextlib.contextmanager
-def opened(path):
-    """Open a backup, and give what is in it as `Kept`.
+def open_backup(path):
+    """Open the file of a backup.
+
+    Yields:
+        `BackupFile`.
 
     Raises:
-        ValueError: if it is damaged or none.
+        ValueError: if it is damaged or not a backup.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -106,20 +102,12 @@ def opened(path):
             for dataset in sum(datasets.values(), start=[]):
                 if not {"dtype", "path"} <= set(dataset.attrs):
                     raise KeyError(f"{dataset.name} has no dtype or no path")
-            kept = Kept((epoch, batches), str(file.attrs["optimizer"]), datasets)
+            optimizer = str(file.attrs["optimizer"])
+            backup = BackupFile((epoch, batches), optimizer, datasets)
         except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"The backup in '{path}' cannot be read: it is damaged, or not a file "
                 "of this callback. Remove it to start from the beginning, or pass "
                 f"another directory. Received: {error}"
             ) from error
-        yield kept
-
-
-@contextlib.contextmanager
-def replaced_file(path):
-    """A directory to write a file to, which is put in place when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=PREFIX) as directory:
-        yield directory
-        os.replace(Path(directory, path.name), path)
+        yield backup

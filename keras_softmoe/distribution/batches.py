@@ -2,41 +2,53 @@
 
 import keras
 
+from keras_softmoe.keras_adapter import lay_out_each_batch
+from keras_softmoe.sharding import process_index
+
 
 class EachBatch:
     """Mixin of distributions that lay out each batch by its own size.
 
-    A batch whose rows the devices divide is cut among them. One that they do not, most
-    often the last, is given to all of them as a whole and computed by each: slower, but
-    what comes out is the same, and nothing is dropped or padded.
+    A batch is sharded over the devices if they divide its rows. One that they do not,
+    most often the last, is replicated: every device computes all of it, which is slower
+    but has the same result, and nothing is dropped or padded.
 
-    With several processes a `tf.data.Dataset` of whole batches is shared out: each
-    process takes its rows of every batch. Where each process has rows of its own
-    already, pass `auto_shard_dataset=False`. Then all processes must feed equally many
-    rows in each step.
+    Several processes share the batches of a `tf.data.Dataset`: each takes its rows of
+    every batch. Where each process has rows of its own already, pass
+    `auto_shard_dataset=False`. Then all processes must feed equally many rows in each
+    step.
     """
 
-    # The axes of the mesh that cut a batch.
+    # The axes of the mesh that shard a batch.
     batch_axes = None
 
-    # Rows of the batch to come, where all processes are about to feed all of them.
-    _rows_for_all = None
+    # The number of rows of the next batch, if every process feeds all of them.
+    _replicated_rows = None
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        lay_out_each_batch(_layout_of_batch)
 
     @property
     def num_devices(self):
-        """Int, the devices among which a batch is divided."""
+        """Int, the devices over which a batch is sharded."""
         return int(self.device_mesh.devices.size)
+
+    @property
+    def process_id(self):
+        """Int, the index of this process."""
+        return process_index()
 
     def get_data_layout(self, data_shape):
         """The `TensorLayout` of data of which this process has an array of a shape."""
         others = [None] * (len(data_shape) - 1)
-        whole = self._layout([None] * len(data_shape), self.device_mesh)
-        if not data_shape or data_shape[0] == self._rows_for_all:
-            return whole
+        replicated = self._layout([None] * len(data_shape), self.device_mesh)
+        if not data_shape or data_shape[0] == self._replicated_rows:
+            return replicated
         if data_shape[0] % (self.num_devices // self.num_processes) == 0:
             return self._layout([self.batch_axes, *others], self.device_mesh)
         if self.num_processes == 1:
-            return whole
+            return replicated
         # Each device of a process is given all the rows of the process.
         devices = self.device_mesh.devices.reshape(self.num_processes, -1)
         mesh = keras.distribution.DeviceMesh(
@@ -80,40 +92,23 @@ class SharedDataset:
             rows = int(keras.tree.flatten(batch)[0].shape[0])
             share = rows // count
             if share * count == rows:
-                self._distribution._rows_for_all = None
+                self._distribution._replicated_rows = None
                 start = index * share
                 yield keras.tree.map_structure(
                     lambda x, start=start, share=share: x[start : start + share], batch
                 )
             else:
                 # Keras lays out a batch right after it has asked for it.
-                self._distribution._rows_for_all = rows
+                self._distribution._replicated_rows = rows
                 yield batch
-        self._distribution._rows_for_all = None
+        self._distribution._replicated_rows = None
 
     def __getattr__(self, name):
         # Cardinality and element specification are those of the whole.
         return getattr(self._dataset, name)
 
 
-def lay_out_each_batch():
-    """Let `EachBatch` distributions see the size of every batch, not of the first only.
-
-    On JAX Keras asks a distribution for the layout of the first batch of an epoch and
-    keeps it, which fails at the last one if the devices do not divide that. There is no
-    public place between the two. For all other distributions nothing changes.
-    """
-    from keras.src.backend import distribution_lib
-
-    keras_function = distribution_lib.distribute_data_input
-    if getattr(keras_function, "lays_out_each_batch", False):
-        return
-
-    def distribute_data_input(per_process_batch, layout, batch_dim_name):
-        distribution = keras.distribution.distribution()
-        if isinstance(distribution, EachBatch) and per_process_batch is not None:
-            layout = distribution.get_data_layout(per_process_batch.shape)
-        return keras_function(per_process_batch, layout, batch_dim_name)
-
-    distribute_data_input.lays_out_each_batch = True
-    distribution_lib.distribute_data_input = distribute_data_input
+def _layout_of_batch(shape):
+    distribution = keras.distribution.distribution()
+    is_ours = isinstance(distribution, EachBatch)
+    return distribution.get_data_layout(shape) if is_ours else None

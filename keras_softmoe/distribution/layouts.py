@@ -1,16 +1,16 @@
-"""Which axis of which variable lies on which axis of the mesh, as data.
+"""Layouts of variables and tensors: the axis of the mesh that shards each axis.
 
 A layout map names variables by regular expressions that have to match their whole path.
-One that matches nothing replicates its variable on every device, without a word. So the
-rules below are written against the paths that the layers of this library really have
-(in the comments, with the shapes of a model of width D), and `audit` compares.
+A variable that no rule matches is replicated on every device, without a word. So the
+rules below are written for the paths that the layers of this library have (in the
+comments, with the shapes of a model of width D), and `audit` compares.
 
 The values name roles, which `Roles` turns into axes of a mesh:
 
-- `experts`: the axis along which experts are spread
-- `images`: the axes along which the batch, and so groups of images, are cut
-- `replicas`: of those, the ones along which experts are repeated
-- `width`: the axis along which dense kernels are cut, if they are
+- `experts`: the axis that shards experts
+- `images`: the axes that shard the batch, and so groups of images
+- `replicas`: of those, the ones along which experts are replicated
+- `width`: the axis that shards dense kernels, if they are sharded
 """
 
 import re
@@ -44,7 +44,7 @@ EXPERT_RULES = {
     rf"{_ROUTER}/mu": (None, EXPERTS, None),
 }
 
-# Tensors that the layers ask a layout for while they compute.
+# Tensors that the layers ask a layout for, see `sharding.constrain`.
 TENSOR_RULES = {
     # block_1/moe/experts/slots_of_groups (G, E, C, D)
     rf"{_EXPERTS}/slots_of_groups": (IMAGES, None, None, None),
@@ -54,7 +54,7 @@ TENSOR_RULES = {
     rf"{_ROUTER}/mu_of_all_experts": (None, None, None),
 }
 
-# Each is cut along the width of a token. Vectors are too small to be worth it.
+# Each is sharded along the width of a token. Vectors are too small to be worth it.
 DENSE_RULES = {
     # patch_embedding/projection/kernel (height, width, channels, D)
     r"(.*/)?patch_embedding/projection/kernel": (None, None, None, WIDTH),
@@ -72,7 +72,7 @@ DENSE_RULES = {
 
 
 class JointLayout(keras.distribution.TensorLayout):
-    """A layout in which several axes of the mesh may cut one axis of a tensor.
+    """A layout in which several axes of the mesh may shard one axis of a tensor.
 
     Args:
         axes: tuple with a str, a tuple of str, or `None` for each axis of the tensor.
@@ -84,7 +84,7 @@ class JointLayout(keras.distribution.TensorLayout):
 
     def __init__(self, axes, device_mesh=None):
         names = [name for axis in axes for name in _names(axis)]
-        # Keras checks the names, and knows them one by one only.
+        # Keras checks names, but no tuples of names.
         super().__init__(names, device_mesh)
         self._joint_axes = tuple(axes)
 
@@ -94,7 +94,7 @@ class JointLayout(keras.distribution.TensorLayout):
 
 
 class Roles(NamedTuple):
-    """The axes of a mesh that play the roles of the rules.
+    """The axes of a mesh that have the roles of the rules.
 
     Attributes:
         experts: str.
@@ -111,15 +111,13 @@ class Roles(NamedTuple):
     def layout(self, axes, device_mesh):
         """The `TensorLayout` of axes that are named by their roles."""
         axes = [None if role is None else getattr(self, role) for role in axes]
-        joint = any(isinstance(axis, tuple) for axis in axes)
-        layout = JointLayout if joint else keras.distribution.TensorLayout
-        return layout(tuple(axes), device_mesh)
+        return _layout(axes, device_mesh)
 
 
 # The papers' placement: one axis carries both the batch and the experts.
 ONE_AXIS = Roles(BATCH_AXIS, BATCH_AXIS, None, BATCH_AXIS)
 
-# Experts are spread along one axis and repeated along the other; the batch takes both.
+# One axis shards experts, the other replicates them, and both shard the batch.
 TWO_AXES = Roles(EXPERT_AXIS, (BATCH_AXIS, EXPERT_AXIS), BATCH_AXIS, BATCH_AXIS)
 
 
@@ -129,8 +127,8 @@ def layout_map(device_mesh, shard_dense=False, layouts=None):
     Args:
         device_mesh: `keras.distribution.DeviceMesh` with an axis `"batch"`, which
             carries the experts as well, or with `"batch"` and `"expert"`.
-        shard_dense: bool, whether the kernels of the dense part are cut, along the
-            width of a token over the axis `"batch"`.
+        shard_dense: bool, whether the kernels of the dense part are sharded too, along
+            the width of a token by the axis `"batch"`.
         layouts: optional dict from a regular expression for whole paths to a tuple of
             axes of the mesh, in addition to the rules of this library. Under a key of
             theirs it takes their place.
@@ -150,14 +148,13 @@ def layout_map(device_mesh, shard_dense=False, layouts=None):
     """
     roles = TWO_AXES if EXPERT_AXIS in device_mesh.axis_names else ONE_AXIS
     rules = EXPERT_RULES | TENSOR_RULES | (DENSE_RULES if shard_dense else {})
-    result = keras.distribution.LayoutMap(device_mesh)
-    for path, axes in rules.items():
-        if path not in _checked(layouts):
-            result[path] = roles.layout(axes, device_mesh)
+    found = {path: roles.layout(axes, device_mesh) for path, axes in rules.items()}
     for path, axes in _checked(layouts).items():
-        joint = any(isinstance(axis, tuple) for axis in axes)
-        layout = JointLayout if joint else keras.distribution.TensorLayout
-        result[path] = layout(tuple(axes), device_mesh)
+        # Last, also where it takes the place of a rule.
+        found.pop(path, None)
+        found[path] = _layout(axes, device_mesh)
+    result = keras.distribution.LayoutMap(device_mesh)
+    result.update(found)
     return result
 
 
@@ -167,6 +164,12 @@ def is_known(path):
     Such a rule may find nothing: a model has not all kinds of layers.
     """
     return path in EXPERT_RULES or path in TENSOR_RULES or path in DENSE_RULES
+
+
+def _layout(axes, device_mesh):
+    is_joint = any(isinstance(axis, tuple) for axis in axes)
+    layout = JointLayout if is_joint else keras.distribution.TensorLayout
+    return layout(tuple(axes), device_mesh)
 
 
 def _checked(layouts):

@@ -326,7 +326,7 @@ def _transfers(model, shape, groups, shard_dense):
                 f"{moe.path}: slots", "all-to-all", _ALL_TO_ALLS, slots, experts
             )
             if mu:
-                # Put together by a sum, see `ops.placement.assemble`
+                # Put together by a sum, see `sharding.replicate`
                 yield Transfer(
                     f"{moe.path}: slot parameters", "all-reduce", 1, mu, experts
                 )

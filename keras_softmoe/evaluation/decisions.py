@@ -8,6 +8,7 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe.evaluation.routing import backbone_of, prepared
+from keras_softmoe.keras_adapter import flatten_layers
 from keras_softmoe.routers import Router
 
 
@@ -52,7 +53,7 @@ def all_routers(model):
     routers = getattr(model, "routers", None)
     if isinstance(routers, dict):
         return routers
-    return _by_name(x for x in model._flatten_layers() if isinstance(x, Router))
+    return _by_name(x for x in flatten_layers(model) if isinstance(x, Router))
 
 
 def watch(model, data, see, routers=None, batch_size=64, preprocessor=None, verbose=1):

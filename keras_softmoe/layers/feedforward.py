@@ -2,14 +2,20 @@
 
 import contextlib
 import contextvars
+import functools
 import math
 
 import keras
 from keras import ops
 
 from keras_softmoe import costs
-from keras_softmoe.ops.backend import affine, in_turns
-from keras_softmoe.ops.placement import check_num_experts, constrain, report_built
+from keras_softmoe.ops.backend import affine, chunked_map
+from keras_softmoe.sharding import (
+    check_layer,
+    check_num_experts,
+    constrain,
+    is_distributed,
+)
 
 _WAIT_FOR_WEIGHTS = contextvars.ContextVar("wait_for_weights", default=False)
 
@@ -166,7 +172,7 @@ class Experts(keras.layers.Layer):
         )
         self.output_dense.build((num_experts, None, self.mlp_dim))
         self.dropout.build((num_experts, None, self.mlp_dim))
-        report_built(self)
+        check_layer(self)
 
     def _bank(self, equation, output_shape, bias_axes, name):
         # Without the axes the initializer would take the experts for a receptive
@@ -213,12 +219,16 @@ class Experts(keras.layers.Layer):
         banks = (first.kernel, first.bias, second.kernel, second.bias)
         # Views: of variables themselves TensorFlow's `remat` counts gradients twice.
         weights = [ops.reshape(weight, weight.shape) for weight in banks]
-        remat = keras.remat if self.remat else lambda function: function
+        sharded = is_distributed()
+        # Not as an argument of the function, which `remat` would make a tensor of.
+        hidden, mlp = (functools.partial(f, sharded=sharded) for f in (_hidden, _mlp))
+        if self.remat:
+            hidden, mlp = keras.remat(hidden), keras.remat(mlp)
         if training and self.dropout_rate:
             # Computed again, dropout would be another one.
-            hidden = remat(_hidden)(x, *weights[:2])
-            return affine(self.dropout(hidden, training=True), *weights[2:])
-        return in_turns(remat(_mlp), [x, *weights])
+            x = self.dropout(hidden(x, *weights[:2]), training=True)
+            return affine(x, *weights[2:], sharded=sharded)
+        return chunked_map(mlp, [x, *weights], sharded)
 
     def compute_output_shape(self, slots_shape):
         return slots_shape
@@ -250,12 +260,13 @@ class Experts(keras.layers.Layer):
         }
 
 
-def _hidden(x, kernel, bias):
-    return gelu(affine(x, kernel, bias))
+def _hidden(x, kernel, bias, sharded):
+    return gelu(affine(x, kernel, bias, sharded))
 
 
-def _mlp(x, kernel, bias, output_kernel, output_bias):
-    return affine(_hidden(x, kernel, bias), output_kernel, output_bias)
+def _mlp(x, kernel, bias, output_kernel, output_bias, sharded):
+    hidden = _hidden(x, kernel, bias, sharded)
+    return affine(hidden, output_kernel, output_bias, sharded)
 
 
 def _multiply(dense, x):

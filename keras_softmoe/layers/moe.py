@@ -15,10 +15,10 @@ from keras_softmoe.layers.modalities import (
     layout,
     split,
 )
-from keras_softmoe.ops.placement import layout_of, num_parts
 from keras_softmoe.ops.routing import SlotRouting, combine, dispatch, to_dense
 from keras_softmoe.routers.router import Router
 from keras_softmoe.routers.soft import SoftRouter
+from keras_softmoe.sharding import is_distributed, layout_of, num_shards
 
 DISPATCHERS = ("auto", "gather", "einsum")
 
@@ -151,9 +151,10 @@ class MoE(keras.layers.Layer):
         num_tokens = tokens.shape[1]
         if isinstance(routing, SlotRouting) and self._multiplies(num_tokens):
             routing = to_dense(routing, num_tokens)
-        slots = dispatch(self._rounded(tokens), routing)
+        sharded = is_distributed()
+        slots = dispatch(self._rounded(tokens), routing, sharded)
         slots = self._rounded(self.experts(slots, training=training))
-        outputs = combine(slots, routing, num_tokens)
+        outputs = combine(slots, routing, num_tokens, sharded)
         return split(self._ungroup(outputs, x), inputs)
 
     def _warn_of_split_groups(self, batch, groups):
@@ -161,7 +162,7 @@ class MoE(keras.layers.Layer):
         layout = layout_of(f"{self.experts.path}/slots_of_groups")
         if layout is None or not (isinstance(batch, int) and isinstance(groups, int)):
             return
-        parts = num_parts(layout.device_mesh, layout.axes[0])
+        parts = num_shards(layout.device_mesh, layout.axes[0])
         if batch % parts == 0 and groups % parts:
             warnings.warn(
                 f"A batch of {batch} images makes {groups} groups, which do not divide "

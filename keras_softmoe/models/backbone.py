@@ -1,19 +1,21 @@
-"""What the backbones share: routers, presets, live settings."""
+"""What the backbones share: routers, presets, mutable settings."""
 
 import functools
 
 import keras
 import keras_hub
 
-from keras_softmoe.converters.spread import load_in_pieces
-from keras_softmoe.models.live_routing import LiveRouting, follows_routers
-from keras_softmoe.models.loading import keeps_presets
+from keras_softmoe.keras_adapter import flatten_layers
+from keras_softmoe.layers.feedforward import Experts
+from keras_softmoe.models.loading import load_and_save_presets
+from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.routers import record
+from keras_softmoe.sharding import load_shards
 
 
-@keeps_presets
-@follows_routers
-class MoEBackbone(keras_hub.models.Backbone, LiveRouting):
+@load_and_save_presets
+@recompile_on_change
+class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     """Base class of backbones whose encoder blocks may be mixtures of experts.
 
     A subclass puts the model together from the layers in `layers.parts`, and then calls
@@ -61,7 +63,7 @@ class MoEBackbone(keras_hub.models.Backbone, LiveRouting):
         if skip_mismatch or kwargs:
             load()
         else:
-            load_in_pieces(self, filepath, load)
+            load_shards(self, filepath, _expert_banks(self), load)
 
     def default_lora_layer_names(self):
         """Layers that `enable_lora` adapts: attention, MLPs and expert banks."""
@@ -95,3 +97,14 @@ class MoEBackbone(keras_hub.models.Backbone, LiveRouting):
         if isinstance(router, dict | list | tuple):
             router = keras.saving.deserialize_keras_object(router)
         return super().from_config({**config, "router": router})
+
+
+def _expert_banks(model):
+    """The kernels and biases of experts, of which a file holds what the model does."""
+    return [
+        bank
+        for layer in flatten_layers(model)
+        if isinstance(layer, Experts)
+        for bank in (layer.intermediate_dense, layer.output_dense)
+        if not bank.lora_enabled and bank.quantization_mode is None
+    ]

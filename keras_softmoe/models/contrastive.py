@@ -1,12 +1,14 @@
 """Contrastive learning of images and captions: what the tasks share."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import keras
 import keras_hub
 import numpy as np
 from keras import ops
 
+from keras_softmoe.keras_adapter import kept_weights
 from keras_softmoe.layers.parts import check_choice
 from keras_softmoe.models.arguments import check_pairs
 from keras_softmoe.models.compilation import (
@@ -20,24 +22,23 @@ from keras_softmoe.models.contrastive_preprocessor import (
     check_tokenizer,
     fit_preprocessor,
 )
-from keras_softmoe.models.kept_weights import keeps_weights
 from keras_softmoe.models.limoe_backbone import LIMoEBackbone
-from keras_softmoe.models.live_routing import LiveRouting, follows_routers
-from keras_softmoe.models.loading import keeps_presets
+from keras_softmoe.models.loading import load_and_save_presets
+from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.models.pair_encoding import PairEncoding
 from keras_softmoe.models.two_tower_backbone import TwoTowerBackbone
 from keras_softmoe.ops.contrastive import (
     sigmoid_contrastive_loss,
     softmax_contrastive_loss,
 )
-from keras_softmoe.ops.placement import report_model
+from keras_softmoe.sharding import check_model
 
 LOSSES = {"softmax": softmax_contrastive_loss, "sigmoid": sigmoid_contrastive_loss}
 
 
-@keeps_presets
-@follows_routers
-class ContrastiveTask(keras_hub.models.Task, PairEncoding, LiveRouting):
+@load_and_save_presets
+@recompile_on_change
+class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
     """Base class: learns to tell which image and which caption belong together.
 
     Args:
@@ -64,7 +65,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, LiveRouting):
             compile=compile,
             name=name,
         )
-        report_model(self)
+        check_model(self)
 
     # === Training ===
 
@@ -95,8 +96,10 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, LiveRouting):
         self._loss_name = loss
         names = ("image_to_text_accuracy", "text_to_image_accuracy")
         accuracies = [keras.metrics.Mean(name=name) for name in names]
-        # Beside Keras' bookkeeping, which would add them to those of an earlier call.
-        self.__dict__["_accuracies"] = accuracies if metrics == "auto" else []
+        # In an object that Keras does not track: it would add them to earlier ones.
+        self._own_metrics = SimpleNamespace(
+            accuracies=accuracies if metrics == "auto" else []
+        )
 
     def get_config(self):
         return with_compilation(self, super().get_config())
@@ -105,7 +108,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, LiveRouting):
         config = super().get_compile_config()
         if not config:
             return config
-        metrics = "auto" if self._accuracies else None
+        metrics = "auto" if self._own_metrics.accuracies else None
         config = {**config, "loss": self._loss_name, "metrics": metrics}
         return with_optimizer(self, config)
 
@@ -114,7 +117,8 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, LiveRouting):
 
     @property
     def metrics(self):
-        return [*super().metrics, *getattr(self, "_accuracies", [])]
+        own = getattr(self, "_own_metrics", None)
+        return [*super().metrics, *(own.accuracies if own else [])]
 
     def logits(self, outputs):
         """Scaled (and shifted) similarities of all images and captions of a batch.
@@ -143,10 +147,11 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, LiveRouting):
         return loss
 
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
-        if self._accuracies:
+        accuracies = self._own_metrics.accuracies
+        if accuracies:
             logits = self.logits(y_pred)
             pair = ops.arange(ops.shape(logits)[0])
-            for metric, axis in zip(self._accuracies, (1, 0), strict=True):
+            for metric, axis in zip(accuracies, (1, 0), strict=True):
                 found = ops.cast(ops.argmax(logits, axis=axis), pair.dtype)
                 metric.update_state(ops.cast(ops.equal(found, pair), "float32"))
         return self.get_metrics_result()
@@ -189,7 +194,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, LiveRouting):
         validation_size = kwargs.pop("validation_batch_size", None) or batch_size
         x = self._batches(x, y, batch_size, shuffle, "fit")
         validation_data = self._validation(validation_data, validation_size)
-        with keeps_weights(self, trains=True):
+        with kept_weights(self, trains=True):
             return super().fit(
                 x, validation_data=validation_data, shuffle=False, **kwargs
             )
@@ -215,7 +220,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, LiveRouting):
         """
         self._check_compiled("evaluate")
         x = self._batches(x, y, batch_size, False, "evaluate")
-        with keeps_weights(self, trains=False):
+        with kept_weights(self, trains=False):
             return super().evaluate(x, **kwargs)
 
     def _check_compiled(self, method):
@@ -303,6 +308,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, LiveRouting):
         >>> name = "limoe_tiny_patch4_8e_32_shapes"
         >>> model = ksm.models.LIMoEContrastive.from_preset(name)
         """
+        # The decorator of the class has found the directory of the preset.
         folder = Path(preset)
         if "preprocessor" not in kwargs and folder.is_dir():
             check_tokenizer(folder)

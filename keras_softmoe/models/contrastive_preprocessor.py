@@ -8,7 +8,7 @@ import keras_hub
 import numpy as np
 
 from keras_softmoe.models.limoe_backbone import LIMoEBackbone
-from keras_softmoe.models.loading import loads_presets
+from keras_softmoe.models.loading import load_from_presets
 from keras_softmoe.models.two_tower_backbone import TwoTowerBackbone
 from keras_softmoe.models.vit_moe_image_classifier import ViTMoEImageConverter
 
@@ -24,7 +24,7 @@ class LIMoEImageConverter(ViTMoEImageConverter):
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-@loads_presets
+@load_from_presets
 class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
     """Cuts captions into the pieces of a SentencePiece vocabulary.
 
@@ -53,7 +53,7 @@ class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
             self.set_proto(file.read())
 
 
-@loads_presets
+@load_from_presets
 class ContrastivePreprocessor(keras_hub.models.Preprocessor):
     """Base class of the preprocessors for pairs of image and caption.
 

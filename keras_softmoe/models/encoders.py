@@ -1,10 +1,13 @@
 """Encoding images alone and text alone, with a model that was trained on pairs."""
 
+from types import SimpleNamespace
+
 import keras
 from keras import ops
 
+from keras_softmoe.keras_adapter import flatten_layers
 from keras_softmoe.layers.encoder_block import EncoderBlock
-from keras_softmoe.models.live_routing import LiveRouting, follows_routers
+from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_change
 
 # The input of a backbone that holds a modality.
 INPUTS = {"image": "images", "text": "token_ids"}
@@ -17,6 +20,8 @@ class SingleModality:
     `"text"` to a dict of outputs.
     """
 
+    _encoders = None
+
     @property
     def image_encoder(self):
         """`keras.Model` from `images` to `"image_embedding"` and its tokens."""
@@ -28,9 +33,10 @@ class SingleModality:
         return self._encoder("text")
 
     def _encoder(self, modality):
-        # Beside Keras' bookkeeping, to which it would be a part of the model.
-        encoders = self.__dict__.setdefault("_encoders", {})
-        encoder, compiled_weights = encoders.get(modality, (None, None))
+        # In an object that Keras does not track: encoders are no part of the model.
+        if self._encoders is None:
+            self._encoders = SimpleNamespace(image=(None, None), text=(None, None))
+        encoder, compiled_weights = getattr(self._encoders, modality)
         # Quantized weights, or LoRA's, are others than those that it has compiled.
         weights = [(variable.path, variable.dtype) for variable in self.variables]
         if weights != compiled_weights:
@@ -39,18 +45,18 @@ class SingleModality:
             encoder = Encoder(
                 x, self._encode({modality: x}), name=f"{modality}_encoder"
             )
-            encoders[modality] = encoder, weights
+            setattr(self._encoders, modality, (encoder, weights))
         return encoder
 
 
-@follows_routers
-class Encoder(keras.Model, LiveRouting):
+@recompile_on_change
+class Encoder(keras.Model, MutableRouting):
     """The part of a backbone that one modality passes through."""
 
     @property
     def routers(self):
         """Dict from the name of each MoE block to its router."""
-        blocks = [x for x in self._flatten_layers() if isinstance(x, EncoderBlock)]
+        blocks = [x for x in flatten_layers(self) if isinstance(x, EncoderBlock)]
         return {block.path: block.moe.router for block in blocks if block.moe}
 
 

@@ -6,9 +6,10 @@ temporary one. A released checkpoint is converted to a directory when it is firs
 for, by `convert`, and that is loaded like any other.
 
 This module imports none of our classes, because they are decorated with what is here:
-`loads_presets` (preprocessing) and `keeps_presets` (models). Where `convert` needs a
-model, KerasHub makes it from the preset's own configuration. `conversion.py` imports
-the classes, and makes directories of checkpoints that are in no catalogue.
+preprocessing with `load_from_presets`, models with `load_and_save_presets`. Where
+`convert` needs a model, KerasHub makes it from the preset's own configuration.
+`conversion.py` imports the classes, and makes directories of checkpoints that are in no
+catalogue.
 """
 
 import contextlib
@@ -27,11 +28,11 @@ from keras_softmoe.checkpoints import (
     read_architecture,
     read_parameters,
 )
-from keras_softmoe.converters.spread import save_by_one
 from keras_softmoe.files import replaced_directory
 from keras_softmoe.layers.feedforward import weights_will_be_loaded
-from keras_softmoe.models.live_routing import pop_live_settings
+from keras_softmoe.models.mutable_routing import pop_mutable_settings
 from keras_softmoe.models.vmoe_params import load_vmoe_params
+from keras_softmoe.sharding import save_in_one_process
 
 TASK_FILE = "task.json"
 TASK_WEIGHTS_FILE = "task.weights.h5"
@@ -71,7 +72,7 @@ Args:
 """
 
 
-def loads_presets(cls):
+def load_from_presets(cls):
     """Class decorator: `from_preset` takes whatever `open_preset` does.
 
     For classes without weights: converters, tokenizers, preprocessors. (A mixin would
@@ -88,7 +89,7 @@ def loads_presets(cls):
     return cls
 
 
-def keeps_presets(cls):
+def load_and_save_presets(cls):
     """Class decorator of models: `from_preset` and `save_to_preset` of all of them.
 
     `from_preset` takes whatever `open_preset` does, and settings of the routers. If the
@@ -98,7 +99,7 @@ def keeps_presets(cls):
 
     @functools.wraps(read)
     def from_preset(cls, preset, load_weights=True, **kwargs):
-        settings = pop_live_settings(kwargs)
+        settings = pop_mutable_settings(kwargs)
         opened = open_preset(preset, load_weights)
         with opened as directory, weights_will_be_loaded(load_weights):
             model = read(cls, directory, load_weights=load_weights, **kwargs)
@@ -110,7 +111,7 @@ def keeps_presets(cls):
 
     @functools.wraps(save)
     def save_to_preset(self, preset_dir, max_shard_size=10):
-        save_by_one(
+        save_in_one_process(
             lambda new: save(self, str(new), max_shard_size=max_shard_size),
             lambda: replaced_directory(preset_dir, keep=_is_no_weights_file),
         )

@@ -6,6 +6,7 @@ import keras
 import keras_hub
 import numpy as np
 
+from keras_softmoe.keras_adapter import flatten_layers
 from keras_softmoe.layers import MoE
 from keras_softmoe.models.arguments import check_images
 from keras_softmoe.models.compilation import (
@@ -13,10 +14,14 @@ from keras_softmoe.models.compilation import (
     with_compilation,
     with_optimizer,
 )
-from keras_softmoe.models.live_routing import LiveRouting, follows_routers
-from keras_softmoe.models.loading import check_task, keeps_presets, loads_presets
+from keras_softmoe.models.loading import (
+    check_task,
+    load_and_save_presets,
+    load_from_presets,
+)
+from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.models.vit_moe_backbone import ViTMoEBackbone
-from keras_softmoe.ops.placement import report_model
+from keras_softmoe.sharding import check_model
 
 _CROSSENTROPIES = {
     "binary_crossentropy": keras.losses.BinaryCrossentropy,
@@ -26,7 +31,7 @@ _CROSSENTROPIES = {
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-@loads_presets
+@load_from_presets
 class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
     """Resizes images and maps pixels from `[0, 255]` to `[-1, 1]`.
 
@@ -45,7 +50,7 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-@loads_presets
+@load_from_presets
 class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreprocessor):
     """Prepares images (and passes labels through) for `ViTMoEImageClassifier`.
 
@@ -59,9 +64,9 @@ class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreproce
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-@keeps_presets
-@follows_routers
-class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
+@load_and_save_presets
+@recompile_on_change
+class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     """Image classifier on a `ViTMoEBackbone`.
 
     Pixels from 0 to 255 go in, logits come out. `fit`, `evaluate` and `predict`
@@ -149,7 +154,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
         keras_hub.models.Task.__init__(
             self, inputs=inputs, outputs=outputs, compile=compile, name=name
         )
-        report_model(self)
+        check_model(self)
 
     def compile(self, optimizer="auto", loss="auto", *, metrics="auto", **kwargs):
         """Configure training, as `keras_hub.models.ImageClassifier.compile` does.
@@ -206,6 +211,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
         >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
         >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name, num_classes=10)
         """
+        # The decorator of the class has found the directory of the preset.
         if "num_classes" not in kwargs:
             check_task(preset, load_weights)
         backbone_kwargs = _pop_backbone_arguments(cls, kwargs)
@@ -234,7 +240,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, LiveRouting):
         keras.saving.load_weights(self, filepath, objects_to_skip=self._but_the_head())
 
     def _but_the_head(self):
-        return [*self.backbone._flatten_layers(), self.optimizer]
+        return [*flatten_layers(self.backbone), self.optimizer]
 
     def fit(
         self,

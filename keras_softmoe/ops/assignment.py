@@ -22,6 +22,7 @@ def token_choice(
     valid=None,
     keep_fraction=1.0,
     seed=None,
+    sharded=False,
 ):
     """Every token chooses its best experts, as long as they have free slots.
 
@@ -49,6 +50,8 @@ def token_choice(
             tokens (rounded, at least one) chooses at all, those with the highest
             priority; the rest is skipped. `"pair"` ranks whole tokens like `"max"`.
         seed: int or `keras.random.SeedGenerator`, for the priority `"random"`.
+        sharded: bool, whether groups may be sharded over devices. The result is the
+            same, by operations that need nothing of other devices.
 
     Returns:
         `token` `(G, E, C)` int32 and `filled` `(G, E, C)` bool.
@@ -77,20 +80,20 @@ def token_choice(
     num_choices = num_selected_experts * num_tokens
 
     # (G, S, K), best expert first
-    chosen = top_indices(scores, num_selected_experts)
+    chosen = top_indices(scores, num_selected_experts, sharded)
     rank = order = None
     if not isinstance(priority, str):
         rank = ops.convert_to_tensor(priority)
-        order = _queue_order(rank, num_selected_experts)
+        order = _queue_order(rank, num_selected_experts, sharded)
     elif priority != "position":
         chosen_scores = ops.take_along_axis(scores, chosen, axis=-1)
         rank = _rank_tokens(chosen_scores, priority, seed)
         if priority == "pair":
-            order = top_indices(_by_choice(chosen_scores), num_choices)
+            order = top_indices(_by_choice(chosen_scores), num_choices, sharded)
         else:
-            order = _queue_order(rank, num_selected_experts)
+            order = _queue_order(rank, num_selected_experts, sharded)
     if keep_fraction < 1.0:
-        valid = _best_tokens(chosen, rank, keep_fraction, valid)
+        valid = _best_tokens(chosen, rank, keep_fraction, valid, sharded)
     if valid is not None:
         # Expert E does not exist: who is not valid queues there and is never seated.
         chosen = ops.where(ops.expand_dims(valid, -1), chosen, num_experts)
@@ -125,7 +128,7 @@ def token_choice(
     return ops.where(filled, token, 0), filled
 
 
-def expert_choice(scores, capacity, valid=None):
+def expert_choice(scores, capacity, valid=None, sharded=False):
     """Every expert chooses its best tokens.
 
     A token may be chosen by several experts or by none; no slot stays empty unless
@@ -136,6 +139,7 @@ def expert_choice(scores, capacity, valid=None):
         capacity: int in `[1, S]`, the number `C` of tokens that an expert takes.
         valid: optional `(G, S)` bool tensor. Tokens with `False` are padding and
             take no slot.
+        sharded: bool, see `token_choice`.
 
     Returns:
         `token` `(G, E, C)` int32, in the order of descending score, and `filled`
@@ -162,7 +166,7 @@ def expert_choice(scores, capacity, valid=None):
         valid = ops.expand_dims(valid, 1)
         scores = ops.where(valid, scores, -float("inf"))
     # (G, E, C)
-    token = top_indices(scores, capacity)
+    token = top_indices(scores, capacity, sharded)
     if valid is None:
         return token, ops.ones_like(token, dtype="bool")
     # Scores can be -inf themselves, so ask the mask who is real.
@@ -264,17 +268,17 @@ def _rank_tokens(chosen_scores, priority, seed):
     return chosen_scores[..., 0]
 
 
-def _queue_order(rank, num_choices):
+def _queue_order(rank, num_choices, sharded):
     """`(G, K * S)`: for each place in the queue a choice, as `_by_choice` counts."""
     num_tokens = rank.shape[1]
     # (G, 1, S), the same order of tokens among all first choices, all second, ...
-    order = ops.expand_dims(top_indices(rank, num_tokens), 1)
+    order = ops.expand_dims(top_indices(rank, num_tokens, sharded), 1)
     # (K, 1)
     start = ops.expand_dims(ops.arange(num_choices, dtype="int32") * num_tokens, -1)
     return ops.reshape(start + order, (-1, num_choices * num_tokens))
 
 
-def _best_tokens(chosen, rank, keep_fraction, valid):
+def _best_tokens(chosen, rank, keep_fraction, valid, sharded):
     """`(G, S)` bool: the fraction of the real tokens with the highest ranks."""
     num_tokens = chosen.shape[1]
     if rank is None:
@@ -288,6 +292,7 @@ def _best_tokens(chosen, rank, keep_fraction, valid):
         count = ops.sum(ops.cast(valid, "int32"), axis=-1, keepdims=True)
         num_kept = ops.take(ops.array(kept_of, dtype="int32"), count)
     # (G, S), how many tokens come before
-    before = ops.cast(ops.argsort(top_indices(rank, num_tokens), axis=-1), "int32")
+    order = top_indices(rank, num_tokens, sharded)
+    before = ops.cast(ops.argsort(order, axis=-1), "int32")
     best = before < num_kept
     return best if valid is None else ops.logical_and(best, valid)

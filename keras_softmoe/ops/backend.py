@@ -7,16 +7,15 @@ depends on the backend for its speed.
 import keras
 from keras import ops
 
-from keras_softmoe.ops.placement import is_distributed
 from keras_softmoe.ops.softmax import softmax
 
-# Rows of an expert whose products a processor is done with before they pay for a turn.
+# An expert with fewer rows is a small product, see `affine` and `chunked_map`.
 _FEW_ROWS = 128
-# Experts in a turn on JAX.
-_AT_ONCE = 8
+# Experts of a chunk on JAX.
+_CHUNK = 8
 
 
-def affine(x, kernel, bias):
+def affine(x, kernel, bias, sharded=False):
     """`matmul(x, kernel) + bias`, for one matrix or for a stack of them.
 
     Rows of all images make one matrix: with the images as an axis of their own, XLA's
@@ -29,6 +28,9 @@ def affine(x, kernel, bias):
         x: `(..., D)` tensor, or `(E, N, D)` with a stack.
         kernel: `(D, H)` tensor, or a stack `(E, D, H)`.
         bias: `(H,)` tensor, or `(E, 1, H)` with a stack.
+        sharded: bool, whether a stack may be sharded over devices along its first axis.
+            Its products are then computed together: one after the other, all of them
+            would have to come to each device.
 
     Returns:
         `(..., H)` tensor, or `(E, N, H)`.
@@ -42,9 +44,9 @@ def affine(x, kernel, bias):
             return torch.baddbmm(bias, x, kernel)
         return torch.nn.functional.linear(x, kernel.T, bias)
     if stacked:
-        on_processor = _is_jax_on("cpu") and not is_distributed()
-        # A turn of `in_turns` is already small.
-        if on_processor and x.shape[0] > _AT_ONCE and x.shape[1] < _FEW_ROWS:
+        on_processor = _is_jax_on("cpu") and not sharded
+        # A chunk of `chunked_map` is already small.
+        if on_processor and x.shape[0] > _CHUNK and x.shape[1] < _FEW_ROWS:
             products = ops.map(lambda pair: ops.matmul(*pair), (x, kernel))
         else:
             products = ops.matmul(x, kernel)
@@ -93,15 +95,17 @@ def _is_jax_on(*platforms):
     return jax.default_backend() in platforms
 
 
-def in_turns(fn, operands):
-    """`fn(*operands)`, computed for some elements at a time where that is faster.
+def chunked_map(fn, operands, sharded=False):
+    """`fn(*operands)`, computed in chunks of the first axis where that is faster.
 
-    It is on processors, whose caches hold the results of a few until they are needed.
+    It is on processors, whose caches hold what was computed for a chunk until it is
+    needed.
 
     Args:
         fn: callable that computes each element along the first axis by itself.
         operands: list of tensors of the same first axis. The first is `(E, N, D)`, the
             rows of each element.
+        sharded: bool, see `affine`: there are no chunks then.
 
     Returns:
         What `fn` returns, a tensor of that first axis.
@@ -115,14 +119,13 @@ def in_turns(fn, operands):
         all_at_once = torch.is_grad_enabled() or operands[0].device.type != "cpu"
         if all_at_once or rows < _FEW_ROWS or count <= 4:
             return fn(*operands)
-        turns = zip(*(x.split(4) for x in operands), strict=True)
-        return torch.cat([fn(*turn) for turn in turns])
-    # XLA takes twice as long for hundreds of small products as for some at a time. Not
-    # where they lie on different devices: all would have to come to each.
-    if count < 256 or count % _AT_ONCE or not _is_jax_on("cpu") or is_distributed():
+        chunks = zip(*(x.split(4) for x in operands), strict=True)
+        return torch.cat([fn(*chunk) for chunk in chunks])
+    # XLA takes twice as long for hundreds of small products as for some at a time.
+    if count < 256 or count % _CHUNK or not _is_jax_on("cpu") or sharded:
         return fn(*operands)
-    turns = [ops.reshape(x, (-1, _AT_ONCE, *x.shape[1:])) for x in operands]
-    results = ops.map(lambda turn: fn(*turn), turns)
+    chunks = [ops.reshape(x, (-1, _CHUNK, *x.shape[1:])) for x in operands]
+    results = ops.map(lambda chunk: fn(*chunk), chunks)
     return ops.reshape(results, (count, *results.shape[2:]))
 
 

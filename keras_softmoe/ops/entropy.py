@@ -58,7 +58,7 @@ def target_entropy_loss(probs, num_selected_experts, valid=None):
     return ops.square(target - local_entropy_loss(probs, valid))
 
 
-def merged_entropy_loss(probs, num_selected_experts, valid=None):
+def merged_entropy_loss(probs, num_selected_experts, valid=None, sharded=False):
     """Mean entropy of "among the `K` most probable experts or not".
 
     It asks for all weight on `K` experts and does not care how they share it.
@@ -67,6 +67,7 @@ def merged_entropy_loss(probs, num_selected_experts, valid=None):
         probs: `(G, S, E)` float tensor, each token's probabilities over experts.
         num_selected_experts: int, the number `K` of experts that a token chooses.
         valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+        sharded: bool, see `token_choice`.
 
     Returns:
         `(G,)` tensor in nats, 0 if `K = E`.
@@ -80,7 +81,7 @@ def merged_entropy_loss(probs, num_selected_experts, valid=None):
     num_experts = probs.shape[-1]
     check_num_selected_experts(num_selected_experts, num_experts)
     # Both sums from the probabilities: one minus the other would lose a small one.
-    ranked = top_values(probs, num_experts)
+    ranked = top_values(probs, num_experts, sharded)
     chosen = ops.sum(ranked[..., :num_selected_experts], axis=-1)
     others = ops.sum(ranked[..., num_selected_experts:], axis=-1)
     entropy = _entropy(ops.stack([chosen, others], axis=-1), keepdims=True)

@@ -3,24 +3,24 @@
 import keras
 from keras import ops
 
-from keras_softmoe.ops.placement import is_distributed
+# With `sharded=True`, for tensors whose first axis is sharded over devices, entries are
+# sorted: XLA hands all rows of a `top_k` to every device, a sort stays with its rows.
 
 
-def top_values(x, k):
+def top_values(x, k, sharded=False):
     """The `k` largest entries of the last axis, in descending order."""
-    if is_distributed():
+    if sharded:
         return -ops.sort(-x, axis=-1)[..., :k]
     return ops.top_k(x, k)[0]
 
 
-def top_indices(scores, k):
+def top_indices(scores, k, sharded=False):
     """Indices of the `k` largest entries of the last axis, ties to the lower index.
 
     `top_k` promises that order on JAX and TensorFlow. PyTorch's does not, its
     stable sort does.
     """
-    # XLA hands all rows of a `top_k` to every device. A sort stays where its rows are.
-    if keras.backend.backend() == "torch" or is_distributed():
+    if keras.backend.backend() == "torch" or sharded:
         indices = ops.argsort(-scores, axis=-1)[..., :k]
     else:
         _, indices = ops.top_k(scores, k)

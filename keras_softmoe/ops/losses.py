@@ -31,7 +31,14 @@ def importance_loss(probs, valid=None):
     return _squared_variation(ops.sum(_zero_padding(probs, valid), axis=1))
 
 
-def load_loss(logits, noisy_logits, num_selected_experts, noise_std, valid=None):
+def load_loss(
+    logits,
+    noisy_logits,
+    num_selected_experts,
+    noise_std,
+    valid=None,
+    sharded=False,
+):
     """Squared coefficient of variation of the experts' expected load.
 
     An expert's load is the mean probability, over the tokens, that it would be
@@ -45,6 +52,7 @@ def load_loss(logits, noisy_logits, num_selected_experts, noise_std, valid=None)
         noise_std: float, the standard deviation of that noise, as it was added to
             the logits.
         valid: optional `(G, S)` bool tensor, `False` for padding.
+        sharded: bool, see `token_choice`.
 
     Returns:
         `(G,)` tensor, 0 where all experts have the same load.
@@ -62,7 +70,7 @@ def load_loss(logits, noisy_logits, num_selected_experts, noise_std, valid=None)
         )
     logits, noisy_logits = map(ops.convert_to_tensor, (logits, noisy_logits))
     # (G, S, 1), what a logit has to reach to be chosen
-    largest = top_values(noisy_logits, num_selected_experts)
+    largest = top_values(noisy_logits, num_selected_experts, sharded)
     # Not `largest[..., -1:]`: XLA would replace `top_k` and the slice by a full sort.
     threshold = ops.min(largest, axis=-1, keepdims=True)
     chance = _normal_cdf((logits - threshold) / noise_std)

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from keras_softmoe.ops.backend import add_rows
-from keras_softmoe.ops.placement import is_distributed
 
 
 class SlotRouting(NamedTuple):
@@ -89,7 +88,7 @@ def to_dense(routing, num_tokens):
     return DenseRouting(dispatch, dispatch * ops.expand_dims(routing.gate, 1))
 
 
-def dispatch(tokens, routing):
+def dispatch(tokens, routing, sharded=False):
     """Fill the experts' slots with tokens.
 
     Args:
@@ -97,6 +96,8 @@ def dispatch(tokens, routing):
         routing: `SlotRouting` (each slot receives its token, empty slots receive
             zeros) or `DenseRouting` (each slot receives the weighted sum of all
             tokens, Soft MoE equation 1).
+        sharded: bool, whether groups may be sharded over devices. The result is the
+            same, by operations that need no tokens of other devices.
 
     Returns:
         `(G, E, C, D)` tensor of slot inputs, in the dtype of `tokens`.
@@ -109,7 +110,7 @@ def dispatch(tokens, routing):
         # (G, E * C, D). Not `einsum`, whose gradient on TensorFlow copies operands.
         slots = ops.matmul(ops.transpose(weights, (0, 2, 1)), tokens)
         return ops.reshape(slots, (-1, num_experts, capacity, tokens.shape[-1]))
-    if is_distributed():
+    if sharded:
         slots = _take_in_groups(tokens, routing.token)
         return slots * ops.expand_dims(ops.cast(routing.filled, slots.dtype), -1)
     rows = ops.reshape(tokens, (-1, tokens.shape[-1]))
@@ -119,13 +120,14 @@ def dispatch(tokens, routing):
     return _experts_first(slots * ops.expand_dims(filled, -1))
 
 
-def combine(outputs, routing, num_tokens):
+def combine(outputs, routing, num_tokens, sharded=False):
     """Bring the experts' outputs back to the tokens.
 
     Args:
         outputs: `(G, E, C, D)` float tensor, the experts' outputs slot by slot.
         routing: `SlotRouting` or `DenseRouting`.
         num_tokens: int, the number `S` of tokens in a group.
+        sharded: bool, see `dispatch`.
 
     Returns:
         `(G, S, D)` tensor in the dtype of `outputs`: for each token the sum of the
@@ -139,7 +141,7 @@ def combine(outputs, routing, num_tokens):
         outputs = ops.reshape(outputs, (-1, num_experts * capacity, width))
         return ops.matmul(weights, outputs)
     gate = ops.cast(routing.gate, outputs.dtype)
-    if is_distributed():
+    if sharded:
         outputs = outputs * ops.expand_dims(gate, -1)
         return _add_in_groups(outputs, routing.token, num_tokens)
     num_groups = ops.shape(outputs)[0]
@@ -153,10 +155,10 @@ def combine(outputs, routing, num_tokens):
     return ops.reshape(rows, (-1, num_tokens, width))
 
 
-# Rows of all groups in one matrix are fastest to take and to add up, in the order in
-# which experts multiply them: by experts first. But where groups lie on different
-# devices the compiler cannot see that each finds its rows at home, and would hand all
-# rows to every device. So there each group is indexed by itself.
+# Taking rows, and adding them up, is fastest in one matrix with the rows of all groups,
+# in the order in which experts multiply them: by experts first. But where groups are
+# sharded the compiler cannot see that each device has the rows of its groups, and would
+# hand all rows to every device. So there each group is indexed by itself.
 
 
 def _take_in_groups(tokens, token):

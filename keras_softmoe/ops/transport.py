@@ -62,6 +62,7 @@ def sparse_transport_plan(
     learning_rate=0.01,
     tolerance=1e-3,
     valid=None,
+    sharded=False,
 ):
     """Transport plan in which an expert receives at most `capacity` tokens.
 
@@ -81,6 +82,7 @@ def sparse_transport_plan(
             has at most this Euclidean norm takes no further steps after that one,
             and none at all where this already holds at zero.
         valid: optional `(G, S)` bool tensor, `False` for padding.
+        sharded: bool, see `token_choice`.
 
     Returns:
         `(G, S, E)` tensor, the plan. No gradient flows through it.
@@ -109,7 +111,8 @@ def sparse_transport_plan(
         row = ops.where(valid, row, 0.0)
 
     def plan_of(dual):
-        return column * _project(ops.divide(dual + scores, column), capacity)
+        points = ops.divide(dual + scores, column)
+        return column * _project(points, capacity, sharded)
 
     def gradient_at(dual):
         return ops.sum(plan_of(dual), axis=1, keepdims=True) - row
@@ -138,13 +141,13 @@ def sparse_transport_plan(
     return ops.stop_gradient(ops.transpose(plan_of(dual), (0, 2, 1)))
 
 
-def _project(points, k):
+def _project(points, k, sharded):
     """Nearest points on the simplex (last axis) with at most `k` non-zeros.
 
     Ties for the last non-zero go to the lower index.
     """
     # (..., k), descending
-    largest = top_values(points, k)
+    largest = top_values(points, k, sharded)
     counts = ops.arange(1, k + 1, dtype=points.dtype)
     # The simplex threshold is the largest of these candidates.
     threshold = ops.max(

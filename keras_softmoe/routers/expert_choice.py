@@ -6,6 +6,7 @@ from keras import ops
 from keras_softmoe.ops.assignment import expert_choice
 from keras_softmoe.ops.transport import sinkhorn_plan, sparse_transport_plan
 from keras_softmoe.routers.sparse import SparseRouter
+from keras_softmoe.sharding import is_distributed
 
 
 class ExpertChoiceRouter(SparseRouter):
@@ -19,7 +20,7 @@ class ExpertChoiceRouter(SparseRouter):
         return min(super().capacity(num_tokens, training), num_tokens)
 
     def assign(self, selection, capacity, valid, masks):
-        return expert_choice(selection, capacity, valid)
+        return expert_choice(selection, capacity, valid, sharded=is_distributed())
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -255,6 +256,7 @@ class SparseTransportExpertChoiceRouter(ExpertChoiceRouter):
             num_iterations=self.num_iterations,
             learning_rate=self.learning_rate,
             valid=valid,
+            sharded=is_distributed(),
         )
 
     def get_config(self):

@@ -16,6 +16,7 @@ from keras_softmoe.routers.routing_losses import (
     entropy_losses,
 )
 from keras_softmoe.routers.sparse import SparseRouter
+from keras_softmoe.sharding import is_distributed
 
 _FIRST = {"image_first": "image", "text_first": "text"}
 # A logit that no noise brings back. Infinity would make gradients NaN.
@@ -250,6 +251,7 @@ class LIMoERouter(SparseRouter):
             priority=priority,
             valid=valid,
             seed=self.seed_generator,
+            sharded=is_distributed(),
         )
 
     def total_loss(self, losses):

@@ -6,9 +6,10 @@ import keras
 from keras import ops
 
 from keras_softmoe.costs import LayerCost
-from keras_softmoe.ops import placement
 from keras_softmoe.ops.routing import SlotRouting, combine
 from keras_softmoe.routers.recording import is_recording, note
+from keras_softmoe.sharding import check_num_experts as check_num_shards
+from keras_softmoe.sharding import is_distributed
 
 
 class Decision(NamedTuple):
@@ -133,7 +134,10 @@ class Router(keras.layers.Layer):
             filled = ops.cast(routing.filled, "float32")
             # (G, S): in how many slots each token is
             slots_of_token = combine(
-                ops.expand_dims(filled, -1), routing._replace(gate=filled), num_tokens
+                ops.expand_dims(filled, -1),
+                routing._replace(gate=filled),
+                num_tokens,
+                sharded=is_distributed(),
             )[..., 0]
             dropped = ops.logical_and(ops.equal(slots_of_token, 0.0), valid)
             found |= {"load": ops.sum(filled, axis=-1), "dropped": dropped}
@@ -196,4 +200,4 @@ def check_num_experts(num_experts):
             "A router needs at least one expert. `num_experts` must be a positive "
             f"integer. Received: num_experts={num_experts}."
         )
-    placement.check_num_experts(num_experts)
+    check_num_shards(num_experts)

@@ -9,6 +9,7 @@ from keras_softmoe.ops import entropy
 from keras_softmoe.ops import losses as balance
 from keras_softmoe.ops.assignment import check_num_selected_experts
 from keras_softmoe.ops.softmax import softmax
+from keras_softmoe.sharding import is_distributed
 
 MODALITIES = ("image", "text")
 
@@ -177,6 +178,7 @@ class LoadLoss(RoutingLoss):
             routed.num_selected_experts,
             routed.noise_std,
             routed.valid[self.modality],
+            sharded=is_distributed(),
         )
 
     def check(self, num_experts, num_selected_experts, noise_std):
@@ -266,6 +268,7 @@ class MergedEntropyLoss(RoutingLoss):
             routed.probabilities,
             routed.num_selected_experts,
             routed.valid[self.modality],
+            sharded=is_distributed(),
         )
 
 

@@ -4,10 +4,10 @@ import keras
 from keras import ops
 
 from keras_softmoe.costs import LayerCost
-from keras_softmoe.ops.placement import assemble, report_built
 from keras_softmoe.ops.routing import DenseRouting
 from keras_softmoe.ops.softmax import softmax
 from keras_softmoe.routers.router import Decision, Router
+from keras_softmoe.sharding import check_layer, replicate
 
 # Added to squared norms, as in the released code. The paper's listing adds the same
 # number to the norm itself, which has no gradient at an all-zero token (padding).
@@ -130,7 +130,7 @@ class SoftRouter(Router):
         )
         if self.normalize:
             self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
-        report_built(self)
+        check_layer(self)
 
     def call(self, tokens, valid=None, training=False):
         summary = {"auxiliary_loss": ops.zeros_like(tokens[:, 0, 0])}
@@ -151,7 +151,7 @@ class SoftRouter(Router):
 
     def _logits(self, tokens, training):
         # (D, E * C)
-        mu = assemble(
+        mu = replicate(
             ops.convert_to_tensor(self.mu), 1, f"{self.path}/mu_of_all_experts"
         )
         mu = ops.reshape(mu, (self.mu.shape[0], -1))

@@ -14,6 +14,7 @@ from keras_softmoe.ops.transport import sinkhorn_plan
 from keras_softmoe.routers.router import check_num_experts
 from keras_softmoe.routers.routing_losses import ImportanceLoss, LoadLoss
 from keras_softmoe.routers.sparse import SparseRouter
+from keras_softmoe.sharding import is_distributed
 
 
 class TokenChoiceRouter(SparseRouter):
@@ -89,12 +90,15 @@ class TokenChoiceRouter(SparseRouter):
             keep_fraction=self.keep_fraction,
             valid=valid,
             seed=self.seed_generator,
+            sharded=is_distributed(),
         )
 
     def weigh(self, scores, selection):
         if not self.normalize_gates:
             return scores
-        chosen = top_indices(selection, self.num_selected_experts)
+        chosen = top_indices(
+            selection, self.num_selected_experts, sharded=is_distributed()
+        )
         chosen_scores = ops.take_along_axis(scores, chosen, axis=-1)
         return scores / ops.sum(chosen_scores, axis=-1, keepdims=True)
 

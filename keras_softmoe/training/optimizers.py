@@ -13,8 +13,16 @@ import re
 import keras
 from keras import ops
 
+from keras_softmoe.keras_adapter import (
+    OwnAverages,
+    averages_of,
+    index_of,
+    num_gradients,
+    variables_of,
+)
 
-class _ByVariable:
+
+class _ByVariable(OwnAverages):
     """What both optimizers add to Keras'. Mixed into an optimizer, in front of it."""
 
     def __init__(self, weight_decay_rules, gradient_scale_rules, **kwargs):
@@ -42,7 +50,7 @@ class _ByVariable:
 
     def apply(self, grads, trainable_variables=None):
         if self.gradient_scale_rules:
-            variables = trainable_variables or self._trainable_variables
+            variables = trainable_variables or variables_of(self)
             grads = [
                 gradient
                 if gradient is None
@@ -54,20 +62,20 @@ class _ByVariable:
 
     def _decay(self, variable, learning_rate):
         """The decay of one step. The gradient is computed already: order is free."""
-        rate = self._decay_rates[self._get_variable_index(variable)]
+        rate = self._decay_rates[index_of(self, variable)]
         if rate:
             self.assign_sub(
                 variable, variable * ops.cast(rate * learning_rate, variable.dtype)
             )
 
-    def _update_model_variables_moving_average(self, trainable_variables):
+    def update_averages(self, trainable_variables):
         # Keras starts its average from the variables after the first step. With the
         # momentum of V-MoE-15B they are still 97 % of it after 30,000 steps; here all
         # steps weigh what the momentum says.
         if not self.use_ema:
             return
         every = self.gradient_accumulation_steps or 1
-        taken = self._iterations + 1
+        taken = num_gradients(self) + 1
         steps = ops.cast(ops.maximum(taken // every, 1), "float32")
         # Between the steps of an accumulated gradient nothing changes.
         share = ops.where(
@@ -75,7 +83,7 @@ class _ByVariable:
             _share_of_newest(steps, self.ema_momentum),
             0.0,
         )
-        averages = self._model_variables_moving_average
+        averages = averages_of(self)
         for variable, average in zip(trainable_variables, averages, strict=True):
             if average is not None:
                 step = ops.cast(share, average.dtype) * (variable - average)
@@ -86,7 +94,7 @@ class _ByVariable:
         if self.use_ema:
             # On JAX variable and average would now share their memory, and the first
             # step of the next `fit` fails because it may use it up only once.
-            for average in self._model_variables_moving_average:
+            for average in averages_of(self):
                 if average is not None:
                     average.assign(ops.copy(average))
 
@@ -172,7 +180,7 @@ class Adam(_ByVariable, keras.optimizers.Optimizer):
 
     def update_step(self, gradient, variable, learning_rate):
         self._decay(variable, learning_rate)
-        index, dtype = self._get_variable_index(variable), variable.dtype
+        index, dtype = index_of(self, variable), variable.dtype
         momentum, velocity = self.momentums[index], self.velocities[index]
         gradient = ops.cast(gradient, dtype)
         self.assign_add(momentum, (gradient - momentum) * (1.0 - self.beta_1))
@@ -252,7 +260,7 @@ class SGD(_ByVariable, keras.optimizers.SGD):
         self._decay(variable, learning_rate)
         step = ops.cast(gradient, variable.dtype)
         if self.momentum:
-            momentum = self.momentums[self._get_variable_index(variable)]
+            momentum = self.momentums[index_of(self, variable)]
             self.assign(momentum, momentum * self.momentum + step)
             step = step + self.momentum * momentum if self.nesterov else momentum
         self.assign_sub(variable, step * ops.cast(learning_rate, variable.dtype))

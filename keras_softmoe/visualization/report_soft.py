@@ -2,6 +2,7 @@
 
 from keras_softmoe.evaluation.slots import slot_correlation
 from keras_softmoe.evaluation.soft_statistics import soft_statistics
+from keras_softmoe.keras_adapter import flatten_layers
 from keras_softmoe.routers import SoftRouter
 from keras_softmoe.visualization.drawing import block_title
 from keras_softmoe.visualization.slots import plot_slot_correlation
@@ -75,7 +76,7 @@ def add_soft(page, model, data, run):
 
 
 def _soft_routers(model):
-    return (x for x in model._flatten_layers() if isinstance(x, SoftRouter))
+    return (x for x in flatten_layers(model) if isinstance(x, SoftRouter))
 
 
 def _row(layer, block):

@@ -65,7 +65,7 @@ class Program:
         told["predictions"] = predictions.tolist()
         if placement == "one axis":
             told["moments"] = [
-                [v.path, _pieces(v)]
+                [v.path, _shapes(v)]
                 for v in model.optimizer.variables
                 if "experts" in v.path or "router_mu" in v.path
             ]
@@ -134,7 +134,7 @@ class Program:
         losses = tiny.StepLosses()
         data = tiny.batches(3 * tiny.BATCH)
         model.fit(data, verbose=0, shuffle=False, callbacks=[losses])
-        pieces = {row.path: row.piece for row in distribution.audit(model).rows}
+        shards = {row.path: row.shard_shape for row in distribution.audit(model).rows}
         keras.distribution.set_distribution(None)
         alone = tiny.classifier("soft", num_layers=2, moe_layers=(1,))
         expected = tiny.StepLosses()
@@ -142,7 +142,7 @@ class Program:
         return {
             "losses": losses.values,
             "expected": expected.values,
-            "pieces": pieces,
+            "shards": shards,
         }
 
     def expert_bytes(self):
@@ -203,14 +203,14 @@ class Program:
         return make()
 
     def own_model(self):
-        """A user's model around the layer: pieces of its expert variables."""
+        """A user's model around the layer: shards of its expert variables."""
         with distribution.expert_parallel().scope():
             model = tiny.in_own_model()
             rows = distribution.audit(model).rows
-        return {row.path: row.piece for row in rows if row.is_expert}
+        return {row.path: row.shard_shape for row in rows if row.is_expert}
 
     def built_by_data(self):
-        """Losses of a model that its first batch builds, and pieces of its experts."""
+        """Losses of a model that its first batch builds, and shards of its experts."""
         told = {}
         for placement in ("one device", "one axis"):
             keras.distribution.set_distribution(PLACEMENTS[placement]())
@@ -220,7 +220,7 @@ class Program:
             history = model.fit(x, tiny.labels(16), verbose=0, shuffle=False, epochs=2)
             told[placement] = history.history["loss"]
         rows = distribution.audit(model).rows
-        told["pieces"] = [row.piece[0] for row in rows if "experts/" in row.path]
+        told["shards"] = [row.shard_shape[0] for row in rows if "experts/" in row.path]
         return told
 
     def outside(self):
@@ -248,7 +248,7 @@ class Program:
         told = {}
         made = []
 
-        def count(variable, layout=distribution.placement.ExpertParallel):
+        def count(variable, layout=distribution.parallel.ExpertParallel):
             made.append(variable.path)
             return layout.get_variable_layout(placed, variable)
 
@@ -307,7 +307,7 @@ def _sent(text):
     return [collective._asdict() for collective in collectives(text)]
 
 
-def _pieces(variable):
+def _shapes(variable):
     return [
         list(variable.shape),
         list(variable.value.addressable_shards[0].data.shape),

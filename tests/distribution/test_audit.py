@@ -51,7 +51,7 @@ def test_every_replicated_expert_variable_is_named():
     paths = [v.path for v in model.variables if "experts/" in v.path or "/mu" in v.path]
     assert len(paths) == 5
     for path in paths:
-        assert len(naming(found, repr(path), "whole on every device")) == 1
+        assert len(naming(found, repr(path), "replicated on every device")) == 1
     assert len(found) == 5
 
 
@@ -61,7 +61,7 @@ def test_replicated_moments_are_named():
     model.optimizer.build(model.trainable_variables)
     found = problems(model, rules(dict(layout_map(mesh(8)).items())))
     path = f"{model.optimizer.name}/block_1_moe_experts_output_dense_kernel_velocity"
-    assert len(naming(found, path, "whole on every device")) == 1
+    assert len(naming(found, path, "replicated on every device")) == 1
     # Five variables, and two moments of each
     assert len(found) == 15
 
@@ -88,10 +88,10 @@ def test_two_rules_for_one_variable_are_named():
     assert naming(found, "Several rules", path, repr(KERNEL), repr(second))
 
 
-def test_a_rule_that_leaves_the_experts_whole_is_named():
+def test_a_rule_that_leaves_the_experts_replicated_is_named():
     found = problems(backbone(), rules({KERNEL: (None, "batch", None)}))
     path = "block_1/moe/experts/output_dense/kernel"
-    assert naming(found, path, "does not cut that axis")
+    assert naming(found, path, "does not shard that axis")
 
 
 def test_a_rule_for_another_rank_is_named():
@@ -103,7 +103,7 @@ def test_an_indivisible_number_of_experts_is_named():
     dense = {r".*/mlp/output_dense/kernel": ("batch", None)}
     found = problems(backbone(num_experts=6), rules(dense))
     # (12, 8) into 8
-    assert naming(found, "block_0/mlp/output_dense/kernel", "cannot be cut")
+    assert naming(found, "block_0/mlp/output_dense/kernel", "cannot be sharded")
 
 
 def test_layers_whose_slots_no_rule_lays_out_are_named():

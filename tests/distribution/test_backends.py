@@ -50,7 +50,7 @@ def test_one_device_is_enough(mesh_shape):
         layer = layers.SoftMoE(num_experts=3, mlp_dim=5)
         assert layer(keras.ops.ones((2, 4, 6))).shape == (2, 4, 6)
         rows = distribution.audit(layer).rows
-    assert all(row.piece == row.shape for row in rows)
+    assert all(row.shard_shape == row.shape for row in rows)
 
 
 @jax_only

@@ -347,7 +347,7 @@ def test_an_unbuilt_model_is_told_from_another_one(tmp_path):
 
 
 def test_what_a_killed_run_left_is_cleared_away(tmp_path):
-    left = tmp_path / ".backup.left"
+    left = tmp_path / ".training.h5.left"
     left.mkdir()
     (left / "training.h5").write_bytes(b"half")
     with warnings.catch_warnings():

@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 from keras_softmoe.layers import Experts
-from keras_softmoe.ops.backend import add_rows, affine, attend, in_turns
+from keras_softmoe.ops.backend import add_rows, affine, attend, chunked_map
 from tests.gradients import value_and_gradients
 from tests.references import to_numpy
 
@@ -109,23 +109,23 @@ def test_add_rows():
 @pytest.mark.parametrize(
     "count, rows", [(8, 2), (256, 2), (257, 2), (264, 2), (8, 128), (6, 130)]
 )
-def test_in_turns(count, rows):
-    """Few elements, many, many that turns do not divide, and few with many rows."""
+def test_chunked_map(count, rows):
+    """Few elements, many, many that chunks do not divide, and few with many rows."""
     x, kernel = normal(count, rows, 3), normal(count, 3, 4)
 
     def products(x, kernel):
         return ops.tanh(ops.matmul(x, kernel))
 
     expected = np.tanh(x @ kernel)
-    found = to_numpy(in_turns(products, [x, kernel]))
+    found = to_numpy(chunked_map(products, [x, kernel]))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     if keras.backend.backend() == "torch":
         import torch
 
         with torch.no_grad():
-            found = to_numpy(in_turns(products, [x, kernel]))
+            found = to_numpy(chunked_map(products, [x, kernel]))
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-    assert_same(lambda *a: in_turns(products, a), products, (x, kernel))
+    assert_same(lambda *a: chunked_map(products, a), products, (x, kernel))
 
 
 @pytest.mark.parametrize("dropout_rate", [0.0, 0.5])

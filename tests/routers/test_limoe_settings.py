@@ -154,7 +154,7 @@ def test_weights(form, shapes):
 # === Settings that may change ===
 
 
-def test_live_settings_change_the_next_call():
+def test_mutable_settings_change_the_next_call():
     settings = {
         "num_selected_experts": 2,
         "priority": "image_first",

@@ -64,7 +64,7 @@ def test_random_logits_look_at_no_token(name, set_noise):
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_live_settings_change_the_next_call(name):
+def test_mutable_settings_change_the_next_call(name):
     tokens = cases.array("normal", (2, 8, WIDTH), 0)
     settings = {"capacity_factor": 0.5}
     if name in TOKEN_CHOICE:

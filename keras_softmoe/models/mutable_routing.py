@@ -1,29 +1,34 @@
-"""Settings of routers that may change while a model lives."""
+"""Models whose routers have settings that may change after they are compiled."""
 
-import functools
+from types import SimpleNamespace
 
-from keras_softmoe.models.spreading import gather_predictions, warn_if_misplaced
-from keras_softmoe.ops.placement import report_model
+from keras_softmoe.keras_adapter import map_predictions, wrap_compilation
+from keras_softmoe.models.run_checks import check_run
 from keras_softmoe.routers.limoe import LIMoERouter
 from keras_softmoe.routers.token_choice import TokenChoiceRouter
+from keras_softmoe.sharding import gather, num_processes
 
 # What `from_preset` takes beside the arguments of the classes.
-LIVE_SETTINGS = tuple(
+MUTABLE_SETTINGS = tuple(
     dict.fromkeys((*TokenChoiceRouter.mutable_settings, *LIMoERouter.mutable_settings))
 )
 
 
-class LiveRouting:
-    """Mixin of models whose compiled functions follow their routers.
+class MutableRouting:
+    """Mixin of models that recompile after settings of their routers have changed.
 
     A compiled `predict`, `fit` or `evaluate` has the settings of its routers built
-    in. Before each call the model compares, and compiles anew after a change. A model
-    of another class around ours does not: compile it again.
+    in. Before each call the model compares them with the current ones. A model of
+    another class around ours does not: compile it again.
 
     A subclass has `routers`, a dict from the index of a block to its router, and is
-    decorated with `follows_routers`. (KerasHub takes the first base of a task for the
-    kind of task, so the mixin comes last and cannot override Keras' methods itself.)
+    decorated with `recompile_on_change`. (KerasHub takes the first base of a task for
+    the kind of task, so the mixin comes last and cannot override Keras' methods.)
     """
+
+    # Settings that each step was compiled with. In an object of a class that Keras does
+    # not track: a dict would become part of the model.
+    _compiled_settings = None
 
     def set_routing(self, layers=None, **settings):
         """Change settings of the routers, for the next `predict`, `fit` or `evaluate`.
@@ -73,44 +78,32 @@ class LiveRouting:
         for index in layers:
             routers[index].update(**settings)
 
-    def rerouted(self, function):
-        """Whether the routers have changed since this was asked for a function.
-
-        Args:
-            function: `"train"`, `"test"` or `"predict"`.
-
-        Returns:
-            bool. `True` too if it was never asked.
-        """
+    def _settings_changed(self, step):
+        """Whether settings have changed since this was last asked for a step."""
+        if self._compiled_settings is None:
+            self._compiled_settings = SimpleNamespace(
+                train=None, test=None, predict=None
+            )
         now = {index: router.get_config() for index, router in self.routers.items()}
-        before = self.__dict__.setdefault("_compiled_routing", {})
-        changed = before.get(function) != now
-        before[function] = now
+        changed = getattr(self._compiled_settings, step) != now
+        setattr(self._compiled_settings, step, now)
         return changed
 
 
-def follows_routers(cls):
-    """Class decorator: the model compiles anew what its routers have outdated."""
-    for function in ("train", "test", "predict"):
-        name = f"make_{function}_function"
-        setattr(cls, name, _following(getattr(cls, name), function))
+def recompile_on_change(cls):
+    """Class decorator: a model checks its routers and itself before each run."""
+    wrap_compilation(cls, _compile_if_changed)
     return cls
 
 
-def _following(make_function, function):
-    # Keras asks for these functions before each `fit`, `evaluate` and `predict`.
-    @functools.wraps(make_function)
-    def make(self, force=False):
-        report_model(self)
-        warn_if_misplaced(self)
-        made = make_function(self, force or self.rerouted(function))
-        if function == "predict":
-            gather_predictions(self)
-        return made
-
-    return make
+def _compile_if_changed(model, step, make):
+    check_run(model, step)
+    made = make(model._settings_changed(step))
+    if step == "predict" and num_processes() > 1:
+        map_predictions(model, gather)
+    return made
 
 
-def pop_live_settings(arguments):
+def pop_mutable_settings(arguments):
     """Take the settings of routers out of the arguments of `from_preset`."""
-    return {name: arguments.pop(name) for name in LIVE_SETTINGS if name in arguments}
+    return {name: arguments.pop(name) for name in MUTABLE_SETTINGS if name in arguments}

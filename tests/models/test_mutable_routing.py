@@ -34,7 +34,7 @@ def test_the_next_prediction_obeys():
     model = tiny.classifier(**MOE)
     x = tiny.pixels(4)
     before = tiny.predict(model, x)
-    defaults = {name: ROUTER.get_config()[name] for name in ROUTER.live_settings}
+    defaults = {name: ROUTER.get_config()[name] for name in ROUTER.mutable_settings}
     for settings in CHANGES:
         model.set_routing(**settings)
         actual = tiny.predict(model, x)

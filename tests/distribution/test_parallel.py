@@ -90,10 +90,10 @@ def test_the_plan_says_how_much_is_sent(found, kind, placement):
 def test_moments_lie_with_their_experts(found, kind):
     moments = dict(found["training"][kind]["one axis"]["moments"])
     assert len(moments) == (10 if kind == "soft" else 8)
-    for path, (shape, piece) in moments.items():
+    for path, (shape, shard) in moments.items():
         axis = 1 if "router_mu" in path else 0
         shape[axis] //= tiny.NUM_EXPERTS
-        assert piece == shape, path
+        assert shard == shape, path
 
 
 def test_expert_bytes_fall_with_the_number_of_devices(found):
@@ -112,7 +112,7 @@ def test_a_last_batch_of_any_size_is_trained_on(found, placement):
     np.testing.assert_allclose(told[placement], alone, rtol=0, atol=1e-5)
 
 
-def test_dense_kernels_are_cut_on_request(found):
+def test_dense_kernels_are_sharded_on_request(found):
     told = found["dense_part"]
     np.testing.assert_allclose(told["losses"], told["expected"], rtol=0, atol=1e-5)
     kernels = {
@@ -123,10 +123,10 @@ def test_dense_kernels_are_cut_on_request(found):
         "block_0/mlp/output_dense/kernel": [20, 2],
         "block_1/moe/experts/output_dense/kernel": [1, 20, 16],
     }
-    assert {path: told["pieces"][path] for path in kernels} == kernels
-    moments = {p: piece for p, piece in told["pieces"].items() if "_momentum" in p}
+    assert {path: told["shards"][path] for path in kernels} == kernels
+    moments = {p: shard for p, shard in told["shards"].items() if "_momentum" in p}
     assert [2, 20] in moments.values()
-    assert told["pieces"]["block_0/mlp/output_dense/bias"] == [16]
+    assert told["shards"]["block_0/mlp/output_dense/bias"] == [16]
 
 
 def test_groups_that_do_not_divide_among_devices_are_told(found):
@@ -161,7 +161,7 @@ def test_experts_in_a_model_of_ones_own_are_placed(found):
 def test_a_model_may_be_built_by_its_first_batch(found):
     told = found["built_by_data"]
     np.testing.assert_allclose(told["one axis"], told["one device"], rtol=1e-5)
-    assert told["pieces"] == [1, 1, 1, 1]
+    assert told["shards"] == [1, 1, 1, 1]
 
 
 def test_use_outside_of_the_distribution_is_told(found):
@@ -182,7 +182,7 @@ def test_the_table_says_what_each_device_holds(found):
     assert "8 x 20 x 16" in kernel
     assert "batch, -, -" in kernel
     assert kernel.split()[-2:] == ["1,280", "10,240"]
-    assert "whole" in rows["predictions/kernel"]
+    assert "replicated" in rows["predictions/kernel"]
 
 
 def test_an_indivisible_number_of_experts_makes_no_weight(found):
@@ -199,7 +199,7 @@ def test_an_indivisible_number_of_experts_makes_no_weight(found):
         ("misspelt", ["match", ".*/expert/output_dense/kernel"]),
         ("task", ["match", ".*/expert/output_dense/kernel"]),
         ("duplicate", ["block_0/moe/experts/output_dense/kernel", ".*/experts/"]),
-        ("uncut", ["block_0/moe/experts/intermediate_dense/kernel", "whole"]),
+        ("uncut", ["block_0/moe/experts/intermediate_dense/kernel", "replicated"]),
         ("built outside", ["block_0/moe/experts/output_dense/bias", "not made under"]),
         ("narrow", ["patch_embedding/projection/kernel", "shard_dense"]),
     ],

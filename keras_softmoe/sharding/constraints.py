@@ -1,4 +1,4 @@
-"""Where tensors lie while a model is spread over devices.
+"""Layouts of the tensors inside a layer, while a distribution is active.
 
 A distribution of `keras.distribution` may name layouts for tensors inside a layer by a
 path, as it names those of variables. The layers of this library ask for some, so that
@@ -11,22 +11,22 @@ from keras import ops
 
 
 def is_distributed():
-    """Whether a distribution is active, so that axes of tensors may be cut.
+    """Whether a distribution is active, so that tensors may be sharded.
 
-    Some operations are then done in another way, with the same result: one of which the
-    compiler knows that it needs nothing from other devices.
+    Some functions of `ops` then take another way to the same result (`sharded=True`):
+    one of which the compiler knows that it needs nothing from other devices.
     """
     return keras.distribution.distribution() is not None
 
 
 def constrain(tensor, path):
-    """Lay a tensor out over the devices as the active distribution says.
+    """Shard a tensor as the active distribution says.
 
     Args:
         tensor: tensor of a known shape.
         path: str, the path of the layer, a slash and the name of the tensor. The layout
             of this path is that of the tensor. An axis that the devices do not divide
-            is kept whole.
+            is replicated.
 
     Returns:
         The tensor.
@@ -35,7 +35,7 @@ def constrain(tensor, path):
     if layout is None or not all(isinstance(n, int) for n in tensor.shape):
         return tensor
     axes = [
-        axis if size % num_parts(layout.device_mesh, axis) == 0 else None
+        axis if size % num_shards(layout.device_mesh, axis) == 0 else None
         for size, axis in zip(tensor.shape, layout.axes, strict=True)
     ]
     if axes != list(layout.axes):
@@ -43,18 +43,18 @@ def constrain(tensor, path):
     return keras.distribution.distribute_tensor(tensor, layout)
 
 
-def assemble(tensor, axis, path):
-    """Put a tensor together whose axis is cut, by a sum and not by a gather.
+def replicate(tensor, axis, path):
+    """Replicate a tensor that is sharded along an axis, by a sum and not by a gather.
 
-    Each device adds its own part to zeros. For small tensors only: it moves twice the
+    Each device adds its own shard to zeros. For small tensors only: it moves twice the
     bytes of a gather. But it is an all-reduce, like the sums of gradients, and so an
     all-gather in a compiled step always means that something is wrong.
 
     Args:
         tensor: tensor of a known shape.
-        axis: int, the axis that is cut, not a negative one.
+        axis: int, the axis that is sharded, not a negative one.
         path: str, the path for which the active distribution names the layout of the
-            whole.
+            replicated tensor.
 
     Returns:
         A tensor equal to the one given.
@@ -76,38 +76,41 @@ def layout_of(path):
     return None if distribution is None else distribution.get_tensor_layout(path)
 
 
-def num_parts(device_mesh, axis):
-    """Into how many parts an axis of a mesh cuts; several cut into the product.
+def num_shards(device_mesh, axis):
+    """The number of shards along an axis of a tensor.
 
     Args:
         device_mesh: `keras.distribution.DeviceMesh`.
-        axis: str, tuple of str or `None`.
+        axis: str, the axis of the mesh that shards it, a tuple of several (the product
+            of their sizes), or `None` (1).
     """
     names = axis if isinstance(axis, tuple) else (axis,)
     sizes = dict(zip(device_mesh.axis_names, device_mesh.shape, strict=True))
-    parts = 1
+    shards = 1
     for name in names:
-        parts *= 1 if name is None else sizes[name]
-    return parts
+        shards *= 1 if name is None else sizes[name]
+    return shards
+
+
+# What the distributions of this library check. Those of Keras have no such methods.
 
 
 def check_num_experts(num_experts):
     """Let the active distribution refuse a number of experts, before they are made."""
-    _ask("check_num_experts", num_experts)
+    _check("check_num_experts", num_experts)
 
 
-def report_built(layer):
-    """Let the active distribution look at the variables of a layer just built."""
-    _ask("check_layer", layer)
+def check_layer(layer):
+    """Let the active distribution check the variables of a layer just built."""
+    _check("check_layer", layer)
 
 
-def report_model(model):
-    """Let the active distribution look at a model that is about to be used."""
-    _ask("check_model", model)
+def check_model(model):
+    """Let the active distribution check a model that is about to be used."""
+    _check("check_model", model)
 
 
-def _ask(method, argument):
-    # Only those of this library have such methods.
+def _check(method, argument):
     check = getattr(keras.distribution.distribution(), method, None)
     if check is not None:
         check(argument)

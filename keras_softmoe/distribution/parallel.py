@@ -1,4 +1,4 @@
-"""Distributions that place experts, and replicas of whole models."""
+"""Expert parallelism and data parallelism, as distributions of Keras."""
 
 import keras
 
@@ -11,7 +11,7 @@ from keras_softmoe.distribution.audit import (
     matching_keys,
 )
 from keras_softmoe.distribution.backends import check_backend, check_two_axes
-from keras_softmoe.distribution.batches import EachBatch, lay_out_each_batch
+from keras_softmoe.distribution.batches import EachBatch
 from keras_softmoe.distribution.layouts import (
     BATCH_AXIS,
     EXPERT_AXIS,
@@ -20,7 +20,7 @@ from keras_softmoe.distribution.layouts import (
     JointLayout,
     layout_map,
 )
-from keras_softmoe.ops.placement import num_parts
+from keras_softmoe.sharding import num_shards
 
 
 def expert_parallel(
@@ -30,16 +30,16 @@ def expert_parallel(
     layouts=None,
     auto_shard_dataset=True,
 ):
-    """Spread the experts of mixtures over many devices.
+    """Shard the experts of mixtures over many devices.
 
     By default one axis of the mesh carries both the batch and the experts, as in the
     papers: with `n` devices each has `1 / n` of the images and of every layer's
     experts, and all of the rest. Where a layer mixes experts the slots travel to the
     experts and back, by two all-to-alls forward and two backward; expert weights never
-    move. Optimizer moments lie where their variables lie.
+    move. Optimizer moments are sharded like their variables.
 
-    What is built under the distribution is looked at: an expert variable or moment that
-    lies whole on every device, and a rule that matches nothing, are errors and not
+    What is built under the distribution is checked: an expert variable or moment that
+    is replicated on every device, and a rule that matches nothing, are errors and not
     silent, see `audit`. Of any model the layers are checked when they are built, and
     the rules when data first flows. The tasks of this library are checked as a whole
     when they are made, and all its models, moments included, before each `fit`,
@@ -56,19 +56,20 @@ def expert_parallel(
 
     Args:
         mesh_shape: `None`, or `(batch, experts)`: a mesh in which the experts are
-            spread over `experts` devices and repeated `batch` times, and the batch is
-            divided among all `batch * experts` devices. For more devices than experts,
-            or slow connections between hosts: the second axis counts neighbours.
+            sharded over `experts` devices and replicated `batch` times, and the batch
+            is sharded over all `batch * experts` devices. For more devices than
+            experts, or slow connections between hosts: the second axis counts
+            neighbours.
         devices: sequence of str, for example `["cpu:0", "cpu:1"]`. All that
             `keras.distribution.list_devices()` lists if `None`.
         shard_dense: bool, whether the kernels of attention, dense MLPs and embeddings
-            are cut as well, along the width of a token over the batch axis. They are
+            are sharded as well, along the width of a token by the batch axis. They are
             gathered where they are needed: for models whose dense part is large.
         layouts: optional dict from a regular expression, which must match the whole
             path of a variable, to a tuple of axes of the mesh (`"batch"`, `"expert"`,
             or `None`), one for each axis of the variable: rules in addition to those of
             this library, or in place of one under the same key.
-        auto_shard_dataset: bool, whether several processes share out each batch of a
+        auto_shard_dataset: bool, whether several processes share each batch of a
             `tf.data.Dataset`. `False` if each feeds rows of its own.
 
     Returns:
@@ -96,7 +97,7 @@ def expert_parallel(
     ... )
     >>> print(ksm.distribution.audit(model))
     """
-    check_backend("Spreading experts over devices")
+    check_backend("Sharding experts over devices")
     devices = _devices(devices)
     if mesh_shape is None:
         mesh = keras.distribution.DeviceMesh((len(devices),), [BATCH_AXIS], devices)
@@ -115,7 +116,7 @@ def data_parallel(devices=None, auto_shard_dataset=True):
     """Train replicas of a model, one on each device, with a share of each batch.
 
     `keras.distribution.DataParallel`, of which the last batch may be of any size and
-    several processes share out each batch evenly. Routing stays on the devices: no
+    several processes share each batch evenly. Routing stays on the devices: no
     tokens are exchanged, provided that groups of several images divide among them.
 
     Args:
@@ -158,21 +159,15 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         self.layout_map = layout_map
         roles = TWO_AXES if EXPERT_AXIS in self.device_mesh.axis_names else ONE_AXIS
         self.batch_axes = roles.images
-        self.num_expert_shards = num_parts(self.device_mesh, roles.experts)
-        # Rules that have matched something. Those of other models are no mistakes.
+        self.num_expert_shards = num_shards(self.device_mesh, roles.experts)
+        # Rules that have matched a path, of any model under this distribution.
         self.used_keys = set()
         # From the name that an optimizer gives to the moments of a variable.
         self._layout_of_moments = {}
-        lay_out_each_batch()
-
-    @property
-    def process_id(self):
-        """Int, which of the processes this one is."""
-        return self._process_id
 
     @property
     def num_model_replicas(self):
-        """Int, into how many parts a batch is divided."""
+        """Int, the number of shards of a batch."""
         return self.num_devices
 
     def get_data_layout(self, data_shape):
@@ -187,7 +182,7 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
 
         Raises:
             PlacementError: if several rules match the path, or the devices do not
-                divide an axis that a rule cuts.
+                divide an axis that a rule shards.
         """
         layout = self._match(variable.path)
         if layout is not None:
@@ -211,17 +206,17 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
             raise PlacementError(
                 f"{num_experts} experts do not divide among {shards} devices. Received:"
                 f" num_experts={num_experts}, mesh={self.device_mesh}. Take a multiple "
-                f"of {shards} experts, or a mesh that spreads them over fewer devices "
-                "and repeats them: `expert_parallel(mesh_shape="
+                f"of {shards} experts, or a mesh that shards them over fewer devices "
+                "and replicates them: `expert_parallel(mesh_shape="
                 f"({self.num_devices // split[-1]}, {split[-1]}))`."
             )
 
     def check_layer(self, layer):
-        """Raise `PlacementError` if a layer just built has whole expert variables."""
+        """Raise `PlacementError` if expert variables of a new layer are replicated."""
         check_layer(layer, self)
 
     def check_model(self, model):
-        """Raise `PlacementError` if something in a model lies where it should not."""
+        """Raise `PlacementError` if variables of a model lie where they should not."""
         audit(model, self)
 
     def _match(self, path):
@@ -261,17 +256,8 @@ class ReplicaParallel(EachBatch, keras.distribution.DataParallel):
 
     batch_axes = BATCH_AXIS
 
-    def __init__(self, device_mesh, auto_shard_dataset=True):
-        super().__init__(device_mesh, auto_shard_dataset=auto_shard_dataset)
-        lay_out_each_batch()
-
-    @property
-    def process_id(self):
-        """Int, which of the processes this one is."""
-        return self._process_id
-
     def get_tensor_layout(self, path):
-        # For slots it is where they are anyway; so `MoE` sees groups that do not divide
+        # Slots have this layout anyway. From it `MoE` sees that groups do not divide
         # among the devices, and warns.
         if path.endswith("/slots_of_groups"):
             return self._layout([self.batch_axes, None, None, None], self.device_mesh)
@@ -320,11 +306,11 @@ def _check_divided(variable, layout):
             f"shape={tuple(variable.shape)}."
         )
     for size, axis in zip(variable.shape, layout.axes, strict=True):
-        parts = num_parts(mesh, axis)
-        if size % parts:
+        shards = num_shards(mesh, axis)
+        if size % shards:
             raise PlacementError(
-                f"{parts} devices do not divide an axis of {variable.path!r} that is "
-                f"cut among them. Received: shape={tuple(variable.shape)}, "
+                f"{shards} devices do not divide an axis of {variable.path!r} that is "
+                f"sharded over them. Received: shape={tuple(variable.shape)}, "
                 f"axes={layout.axes}, mesh={mesh}. Change the size or the mesh, or "
                 "leave `shard_dense` out if the variable is of the dense part."
             )

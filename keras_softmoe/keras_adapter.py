@@ -1,0 +1,313 @@
+"""Every hook into what Keras keeps private, each with its reason.
+
+No other file imports `keras.src`, uses an attribute of Keras whose name begins with an
+underscore, or replaces a function that Keras has compiled. (On the ground floor and not
+in `models`: `distribution` serves models that never load KerasHub.)
+"""
+
+import contextlib
+import functools
+
+import keras
+
+# === Layers and variables ===
+
+
+def flatten_layers(model):
+    """All layers inside a model or layer, at any depth, and itself: a list.
+
+    `Model.layers` are those of the first level, and a layer does not tell its own.
+    Would be replaced by: a public `keras.Layer.flatten_layers()`.
+    """
+    return list(model._flatten_layers())
+
+
+def is_initialized(variable):
+    """Whether a variable has a value.
+
+    It has none while its model is built by its first batch, and on JAX during a step.
+    `variable.value` draws initial numbers then, on one device.
+    Would be replaced by: a public `keras.Variable.is_initialized`.
+    """
+    return variable._value is not None
+
+
+# === `fit`, `evaluate` and `predict` ===
+
+
+def wrap_compilation(cls, around):
+    """Call a function whenever `fit`, `evaluate` or `predict` of a class begins.
+
+    Keras compiles a step once, with the settings of the layers built in, and calls
+    nothing of a model when a run begins but the methods that make the step.
+    Would be replaced by: a method of `keras.Model` that is called before each run and
+    says whether to compile again.
+
+    Args:
+        cls: subclass of `keras.Model`.
+        around: callable `(model, step, make)`, where `step` is `"train"`, `"test"` or
+            `"predict"`, and `make(again)` makes the step, again even if it is made.
+    """
+    for step in ("train", "test", "predict"):
+        name = f"make_{step}_function"
+        setattr(cls, name, _wrapped(getattr(cls, name), step, around))
+
+
+def _wrapped(make_function, step, around):
+    @functools.wraps(make_function)
+    def make(self, force=False):
+        return around(self, step, lambda again: make_function(self, force or again))
+
+    return make
+
+
+def map_predictions(model, function):
+    """Apply a function to each tensor that a step of `predict` returns, on JAX.
+
+    Where several processes share a model, each is returned the rows of its own devices,
+    which Keras cannot put together.
+    Would be replaced by: `predict` on JAX that gathers what other processes have.
+
+    Args:
+        model: `keras.Model` whose predict function is made.
+        function: callable that takes and returns a tensor.
+    """
+    predict = model.predict_function
+    if getattr(predict, "is_mapped", False):
+        return
+
+    @functools.wraps(predict)
+    def mapped(*arguments):
+        outputs, state = predict(*arguments)
+        return keras.tree.map_structure(function, outputs), state
+
+    mapped.is_mapped = True
+    model.predict_function = mapped
+
+
+@contextlib.contextmanager
+def kept_weights(model, trains):
+    """Scope in which a model keeps its weights when its data raise an error.
+
+    On JAX Keras takes the weights out of the model for its steps. Where a pipeline
+    fails at the first batch of `fit`, or at any of `evaluate`, it does not put them
+    back.
+    Would be replaced by: `JAXTrainer` putting its state back in a `finally`.
+
+    Args:
+        model: `keras.Model`.
+        trains: bool, whether the steps are those of `fit`.
+    """
+    if keras.backend.backend() != "jax" or not model.compiled:
+        yield
+        return
+    variables = [*model.variables, *model.metrics_variables]
+    if trains:
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        variables += model.optimizer.variables
+    values = [variable.value for variable in variables]
+    try:
+        yield
+    except BaseException:
+        # What steps have made of them; then those that no step has used up.
+        model.jax_state_sync()
+        model._jax_state = None
+        for variable, value in zip(variables, values, strict=True):
+            if not is_initialized(variable) and not value.is_deleted():
+                variable.assign(value)
+        raise
+
+
+# === Going on with an interrupted `fit` ===
+
+
+def set_first_epoch(model, epoch):
+    """Let the `fit` that has just begun start with a later epoch.
+
+    For a callback's `on_train_begin`, as Keras' own `BackupAndRestore` does it: the
+    argument `initial_epoch` belongs to the user.
+    Would be replaced by: a public `Model.initial_epoch` that each `fit` resets.
+
+    Args:
+        model: `keras.Model`.
+        epoch: int, counted from 0, or `None` to forget it: the `fit` has begun.
+    """
+    if epoch is not None:
+        model._initial_epoch = _FirstEpoch(epoch, model)
+    elif isinstance(model._initial_epoch, _FirstEpoch):
+        model._initial_epoch = None
+
+
+class _FirstEpoch(int):
+    """The epoch to begin with: true in the `fit` that it was set for, and in no other.
+
+    Keras never resets it, and tells nobody that a `fit` is interrupted. So it has to be
+    harmless to the next one, which has another `History`.
+    """
+
+    def __new__(cls, epoch, model):
+        self = super().__new__(cls, epoch)
+        self._model, self._fit = model, model.history
+        return self
+
+    def __bool__(self):
+        return int(self) > 0 and self._model.history is self._fit
+
+
+def replace_next_step(model, step):
+    """Let a callable take the place of the next training step of the current `fit`.
+
+    For a callback's `on_train_batch_begin`: callbacks can neither draw a batch nor
+    leave out a step.
+    Would be replaced by: `fit(..., initial_step=...)`.
+
+    Args:
+        model: `keras.Model` that trains.
+        step: callable that takes the iterator over batches (on PyTorch the batch
+            itself), and returns the logs of the step, or `None` for the step to be done
+            after it.
+    """
+    model.train_function = _ReplacedStep(model, step)
+
+
+class _ReplacedStep:
+    """Takes the place of a train function for one step."""
+
+    def __init__(self, model, step):
+        train = model.train_function
+        # One may have been left by an interruption just before its step.
+        self._train = train._train if isinstance(train, _ReplacedStep) else train
+        self._model, self._fit, self._step = model, model.history, step
+
+    def __call__(self, *arguments):
+        # First of all, whatever happens next
+        self._model.train_function = self._train
+        logs = None
+        if self._model.history is self._fit:
+            logs = self._step(arguments[-1])
+        if logs is None:
+            return self._train(*arguments)
+        # On JAX a step takes and returns the state of the model.
+        return (logs, arguments[0]) if len(arguments) > 1 else logs
+
+
+def has_metrics(model):
+    """Whether the metrics of a compiled model are made.
+
+    Would be replaced by: a public `Model.metrics_built`.
+    """
+    return model._compile_metrics is None or model._compile_metrics.built
+
+
+def make_metrics(model, batch):
+    """Make the metrics of a compiled model, which TensorFlow does in its first step.
+
+    A model that cannot be traced on symbols stays as it is.
+    Would be replaced by: a public `Model.build_metrics(batch)`.
+
+    Args:
+        model: `keras.Model`.
+        batch: a batch as `fit` takes it: `x`, `(x, y)` or `(x, y, sample_weight)`.
+    """
+    with contextlib.suppress(RuntimeError, ValueError):
+        model._symbolic_build(data_batch=batch)
+
+
+# === Optimizers ===
+
+
+class OwnAverages:
+    """Mixin, in front of an optimizer, whose `update_averages` follows every step.
+
+    With `use_ema=True` Keras updates the averages by a rule of its own, and
+    `overwrite` and saving belong to that, so a second list beside it would not do.
+    Would be replaced by: a public `Optimizer.update_averages`.
+    """
+
+    def _update_model_variables_moving_average(self, trainable_variables):
+        self.update_averages(trainable_variables)
+
+
+def averages_of(optimizer):
+    """The averages of an optimizer with `use_ema=True`: variables or `None`, a list.
+
+    Would be replaced by: a public `Optimizer.averages`.
+    """
+    return optimizer._model_variables_moving_average
+
+
+def variables_of(optimizer):
+    """The variables that an optimizer was built for, a list.
+
+    Would be replaced by: a public `Optimizer.trainable_variables`.
+    """
+    return optimizer._trainable_variables
+
+
+def index_of(optimizer, variable):
+    """The place of a variable among those that an optimizer was built for, an int.
+
+    Keras' own optimizers find the moments of a variable by it.
+    Would be replaced by: a public `Optimizer.get_variable_index`.
+    """
+    return optimizer._get_variable_index(variable)
+
+
+def num_gradients(optimizer):
+    """The number of gradients that an optimizer was given, an int tensor.
+
+    `Optimizer.iterations` counts several that are accumulated as one.
+    Would be replaced by: a public counterpart of `Optimizer.iterations`.
+    """
+    return optimizer._iterations + 0
+
+
+# === Distributions ===
+
+
+def backend_distributes():
+    """Whether Keras distributes tensors on the backend in use.
+
+    Where it does not, `keras.distribution` does nothing or fails without a word.
+    Would be replaced by: a public `keras.distribution.is_supported()`.
+    """
+    from keras.src.backend import distribution_lib
+
+    # `None` where a backend has nothing.
+    return hasattr(distribution_lib, "distribute_tensor")
+
+
+def layout_map_of(distribution):
+    """The `LayoutMap` of any `keras.distribution.ModelParallel`, `None` of others.
+
+    Would be replaced by: a public `ModelParallel.layout_map`.
+    """
+    return getattr(distribution, "_layout_map", None)
+
+
+def lay_out_each_batch(layout_of):
+    """Let distributions choose the layout of every batch, not of the first one only.
+
+    On JAX Keras asks a distribution for the layout of the first batch of an epoch and
+    keeps it, which fails at the last one if the devices do not divide that. There is no
+    public place between the two. The first call counts, further ones do nothing.
+    Would be replaced by: Keras asking `Distribution.get_data_layout` for each batch.
+
+    Args:
+        layout_of: callable from the shape of the rows that a process has of a batch to
+            a `keras.distribution.TensorLayout`, or to `None` for that of Keras.
+    """
+    from keras.src.backend import distribution_lib
+
+    distribute = distribution_lib.distribute_data_input
+    if getattr(distribute, "lays_out_each_batch", False):
+        return
+
+    def distribute_data_input(per_process_batch, layout, batch_dim_name):
+        if per_process_batch is not None:
+            layout = layout_of(per_process_batch.shape) or layout
+        return distribute(per_process_batch, layout, batch_dim_name)
+
+    distribute_data_input.lays_out_each_batch = True
+    distribution_lib.distribute_data_input = distribute_data_input

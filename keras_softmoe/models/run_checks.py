@@ -1,0 +1,62 @@
+"""What models of this library check before each `fit`, `evaluate` and `predict`."""
+
+import warnings
+
+import keras
+
+from keras_softmoe.routers.recording import is_recording
+from keras_softmoe.sharding import check_model, is_sharded
+
+
+def check_run(model, step):
+    """Refuse, or warn of, a run that would not do what is expected of it.
+
+    Args:
+        model: `keras.Model`.
+        step: `"train"`, `"test"` or `"predict"`.
+
+    Raises:
+        ValueError: if a scope of `routers.record` is open around a compiled step, or
+            variables do not lie where the active distribution says.
+    """
+    _check_recording(model, step)
+    check_model(model)
+    _warn_if_not_distributed(model)
+
+
+def _check_recording(model, step):
+    if not is_recording() or not _is_traced(model, step):
+        return
+    method = {"train": "fit", "test": "evaluate", "predict": "predict"}[step]
+    raise ValueError(
+        f"A scope of `routers.record` records nothing of `{method}`, which runs a "
+        f"function compiled by {keras.backend.backend()}. Call the model itself, "
+        "`model(inputs)`, in the scope, or compile it with `run_eagerly=True` for "
+        f"`evaluate` and `predict`. Received: a scope that is open around `{method}` "
+        f"of the model {model.name!r}."
+    )
+
+
+def _is_traced(model, step):
+    """Whether tensors of a step do not outlive it."""
+    backend = keras.backend.backend()
+    if backend == "jax":
+        # Gradients are traced in any case.
+        return step == "train" or (model.jit_compile and not model.run_eagerly)
+    return backend == "tensorflow" and not model.run_eagerly
+
+
+def _warn_if_not_distributed(model):
+    if isinstance(keras.distribution.distribution(), keras.distribution.ModelParallel):
+        return
+    sharded = next((v.path for v in model.variables if is_sharded(v)), None)
+    if sharded is not None:
+        warnings.warn(
+            f"{sharded!r} and perhaps more of this model is sharded over devices, but "
+            "no distribution that shards models is active: every step gathers the "
+            "weights of all experts. Use the model under the distribution that it was "
+            "built under: `keras.distribution.set_distribution(distribution)`, or `with"
+            " distribution.scope():`. Received: distribution="
+            f"{keras.distribution.distribution()}.",
+            stacklevel=6,
+        )

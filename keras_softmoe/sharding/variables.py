@@ -1,0 +1,273 @@
+"""Reading and writing variables that are sharded over devices and processes.
+
+A file holds replicated variables. Where no process has all shards of a variable, all
+processes together gather one variable after the other for the process that writes.
+Where a file is read, each device is given its shard, and a process reads no more than
+the shards of its devices.
+"""
+
+import contextlib
+import contextvars
+import tempfile
+from pathlib import Path
+
+import h5py
+import keras
+import ml_dtypes
+import numpy as np
+
+# Whether variables are read through a `_Reader`.
+_IS_READING = contextvars.ContextVar("variables_are_read", default=False)
+
+
+def num_processes():
+    """The number of processes that share the devices."""
+    return _processes()[0]
+
+
+def process_index():
+    """The index of this process; 0 is the one that writes."""
+    return _processes()[1]
+
+
+def failed_processes(is_well):
+    """The indices of the processes that are not well; all have to call this."""
+    if num_processes() == 1:
+        return [] if is_well else [0]
+    from jax.experimental import multihost_utils
+
+    answers = multihost_utils.process_allgather(np.array(bool(is_well)))
+    return [index for index, answer in enumerate(answers) if not answer]
+
+
+def is_sharded(variable):
+    """Whether no device has all of a variable."""
+    sharding = getattr(variable.value, "sharding", None)
+    return sharding is not None and not sharding.is_fully_replicated
+
+
+def gather(value):
+    """A tensor as an array in every process; all processes have to call this."""
+    if not _needs_others(value):
+        return np.asarray(value)
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(value, tiled=True)
+
+
+def save_in_one_process(save, target):
+    """Write variables to files in one of several processes, with the help of all.
+
+    Every process has to call this with the same model. If the writer fails, all of
+    them raise.
+
+    Args:
+        save: callable that takes a path (str) and writes a file or a directory there.
+            It may read any variables, in an order that does not depend on their values.
+        target: callable that returns a context manager, which yields the path. It is
+            called in the process that writes.
+    """
+    if num_processes() == 1 or _IS_READING.get():
+        with target() as path:
+            save(str(path))
+        return
+    # A rehearsal with numbers in place of arrays tells in which order they are read.
+    order = []
+    with tempfile.TemporaryDirectory() as aside, _Reader(_numbers(order)):
+        save(str(Path(aside, "rehearsal")))
+    pending = iter(order)
+    failure = None
+    if process_index() == 0:
+        try:
+            with target() as path, _Reader(_gathered(pending)):
+                save(str(path))
+        except Exception as error:
+            # The others wait for this process, so first help them to the end.
+            failure = error
+    for variable in pending:
+        gather(variable.value)
+    failed = failed_processes(failure is None)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise RuntimeError(
+            f"Process {failed[0]} could not write the files, see its error. Nothing "
+            "was changed on the disk."
+        )
+
+
+def load_shards(model, filepath, layers, load):
+    """Load the weights of a model, of some layers only the shards of this process.
+
+    Args:
+        model: `keras.Model`.
+        filepath: str or path, `*.weights.h5` or `*.weights.json`.
+        layers: list of layers. If some of their variables are sharded, all of them are
+            read shard by shard.
+        load: callable that loads all weights. It takes `objects_to_skip`, a list of
+            layers that it leaves out.
+    """
+    variables = [variable for layer in layers for variable in layer.variables]
+    if any(map(is_sharded, variables)):
+        with _find_datasets(model, filepath, variables) as datasets:
+            # With one missing, Keras has the words for what is wrong with the file.
+            if all(dataset is not None for dataset in datasets):
+                for variable, dataset in zip(variables, datasets, strict=True):
+                    assign_shards(variable, dataset)
+                load(objects_to_skip=layers)
+                return
+    load()
+
+
+def assign_shards(variable, dataset):
+    """Read a variable from a file, to each device its shard.
+
+    Args:
+        variable: `keras.Variable` whose value lies on several devices of JAX.
+        dataset: `h5py.Dataset` of its shape.
+
+    Raises:
+        ValueError: if the dataset has another shape.
+    """
+    import jax
+
+    if tuple(dataset.shape) != tuple(variable.shape):
+        raise ValueError(
+            "A file does not fit the model. Received: shape="
+            f"{tuple(dataset.shape)} for {variable.path!r} {tuple(variable.shape)}."
+        )
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+
+    # One shard after the other: a callback for all would have all in memory twice.
+    shape, sharding = tuple(variable.shape), variable.value.sharding
+    shards = []
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        shard = dataset[index]
+        if dataset.attrs.get("dtype") == "bfloat16":
+            shard = shard.view(ml_dtypes.bfloat16)
+        shard = jax.device_put(shard.astype(dtype, copy=False), device)
+        shards.append(shard.block_until_ready())
+    variable.assign(jax.make_array_from_single_device_arrays(shape, sharding, shards))
+
+
+@contextlib.contextmanager
+def _find_datasets(model, filepath, variables):
+    """Find variables of a model in a file of its weights.
+
+    Args:
+        model: `keras.Model`.
+        filepath: str or path, `*.weights.h5`, or `*.weights.json` of several such
+            files.
+        variables: list of `keras.Variable`.
+
+    Yields:
+        list with the `h5py.Dataset` of each variable, `None` for one that is missing.
+    """
+    # A file of the same structure, in which numbers stand in for arrays, tells where.
+    with tempfile.TemporaryDirectory() as directory:
+        path = str(Path(directory, "numbers.weights.h5"))
+        numbered = []
+        with _Reader(_numbers(numbered, every=True)):
+            keras.saving.save_weights(model, path)
+        names = {}
+        with h5py.File(path) as file:
+            file.visititems(lambda name, item: _note(names, name, item))
+    name_of = {id(numbered[number]): name for number, name in names.items()}
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(h5py.File(p)) for p in _files(filepath)]
+        found = []
+        for variable in variables:
+            name = name_of.get(id(variable))
+            held = [file[name] for file in files if name is not None and name in file]
+            found.append(held[0] if held else None)
+        yield found
+
+
+def _files(filepath):
+    filepath = Path(filepath)
+    if filepath.suffix != ".json":
+        return [filepath]
+    # KerasHub and Keras name them after the part before `.weights`.
+    return sorted(filepath.parent.glob(f"{filepath.name.split('.')[0]}_*.weights.h5"))
+
+
+def _note(names, name, item):
+    if isinstance(item, h5py.Dataset) and item.shape == () and item.dtype == "int64":
+        names[int(item[()])] = name
+
+
+class _Reader(keras.StatelessScope):
+    """Scope in which the value of a variable is what a function returns for it.
+
+    Args:
+        read: callable from a `keras.Variable` to an array, or `None` for its own value.
+    """
+
+    def __init__(self, read):
+        super().__init__()
+        self._read = read
+
+    def __enter__(self):
+        self._token = _IS_READING.set(True)
+        self._is_inside = False
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        _IS_READING.reset(self._token)
+        super().__exit__(*exception)
+
+    def get_current_value(self, variable):
+        # The function may ask for the variable's own value itself.
+        if self._is_inside:
+            return None
+        self._is_inside = True
+        try:
+            return self._read(variable)
+        finally:
+            self._is_inside = False
+
+
+def _numbers(order, every=False):
+    """A function for `_Reader` that collects variables and returns their numbers."""
+
+    def read(variable):
+        if not every and not _needs_others(variable.value):
+            return None
+        order.append(variable)
+        return np.array(len(order) - 1, "int64")
+
+    return read
+
+
+def _gathered(pending):
+    """A function for `_Reader` of the writer: gathers in the order of the rehearsal."""
+
+    def read(variable):
+        if not _needs_others(variable.value):
+            return None
+        expected = next(pending)
+        value = gather(expected.value)
+        if expected is not variable:
+            raise RuntimeError(
+                "Variables were read in another order than before, so processes cannot "
+                f"work together. Received: {variable.path!r} for {expected.path!r}."
+            )
+        return value
+
+    return read
+
+
+def _needs_others(value):
+    """Whether other processes have shards of a tensor that this one has not."""
+    if not hasattr(value, "is_fully_addressable"):
+        return False
+    return not (value.is_fully_addressable or value.is_fully_replicated)
+
+
+def _processes():
+    if keras.backend.backend() != "jax":
+        return 1, 0
+    import jax
+
+    return jax.process_count(), jax.process_index()

@@ -1,0 +1,58 @@
+"""What models check before each `fit`, `evaluate` and `predict`."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_softmoe import routers
+from tests.models import tiny
+
+pytestmark = tiny.FITTING
+IS_TORCH = keras.backend.backend() == "torch"
+PATHS = ["block_0/moe/router", "block_1/moe/router"]
+
+
+def runs(model):
+    x, y = tiny.pixels(4), tiny.labels(4)
+    return {
+        "fit": lambda: model.fit(x, y, batch_size=4, verbose=0),
+        "evaluate": lambda: model.evaluate(x, y, batch_size=4, verbose=0),
+        "predict": lambda: model.predict(x, batch_size=4, verbose=0),
+    }
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+@pytest.mark.parametrize("compiled_before", [True, False])
+def test_a_compiled_run_is_refused_where_decisions_are_recorded(
+    method, compiled_before
+):
+    model = tiny.classifier(moe_layers=(0, 1))
+    run = runs(model)[method]
+    if compiled_before:
+        run()
+    before = model.get_weights()
+    if IS_TORCH:
+        with routers.record() as decisions:
+            run()
+        assert list(decisions)[:2] == PATHS
+        return
+    with (
+        pytest.raises(ValueError, match=f"nothing of `{method}`.*in the scope"),
+        routers.record() as decisions,
+    ):
+        run()
+    assert decisions == {}
+    for now, earlier in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(now, earlier)
+    run()
+
+
+def test_eager_predictions_are_recorded():
+    model = tiny.classifier(moe_layers=(0, 1))
+    expected = tiny.predict(model, tiny.pixels(4))
+    model.compile(run_eagerly=True)
+    with routers.record() as decisions:
+        found = tiny.predict(model, tiny.pixels(4))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert list(decisions) == PATHS
+    assert keras.ops.shape(decisions[PATHS[0]].routing.dispatch)[0] == 4
