@@ -164,9 +164,9 @@ def replace_next_step(model, step):
 
     Args:
         model: `keras.Model` that trains.
-        step: callable that takes the iterator over batches (on PyTorch the batch
-            itself), and returns the logs of the step, or `None` for the step to be done
-            after it.
+        step: callable that takes the model and the iterator over batches (on PyTorch
+            the batch itself), and returns the logs of the step, or `None` for the step
+            to be done after it. (A callback's own `model` would give JAX's state back.)
     """
     model.train_function = _ReplacedStep(model, step)
 
@@ -185,7 +185,7 @@ class _ReplacedStep:
         self._model.train_function = self._train
         logs = None
         if self._model.history is self._fit:
-            logs = self._step(arguments[-1])
+            logs = self._step(self._model, arguments[-1])
         if logs is None:
             return self._train(*arguments)
         # On JAX a step takes and returns the state of the model.

@@ -1,7 +1,6 @@
 """Sharding experts and batches over many devices, through `keras.distribution`."""
 
 from keras_softmoe.distribution.audit import Audit as Audit
-from keras_softmoe.distribution.audit import PlacementError as PlacementError
 from keras_softmoe.distribution.audit import audit as audit
 from keras_softmoe.distribution.backup import Backup as Backup
 from keras_softmoe.distribution.layouts import layout_map as layout_map
@@ -11,3 +10,4 @@ from keras_softmoe.distribution.plan import MeshPlan as MeshPlan
 from keras_softmoe.distribution.plan import Plan as Plan
 from keras_softmoe.distribution.plan import Transfer as Transfer
 from keras_softmoe.distribution.plan import plan as plan
+from keras_softmoe.distribution.rules import PlacementError as PlacementError

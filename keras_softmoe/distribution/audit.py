@@ -1,12 +1,19 @@
 """The audit: how the variables of a model are sharded, and what is wrong with it."""
 
-import re
 from typing import NamedTuple
 
 import keras
 import numpy as np
 
-from keras_softmoe.distribution.layouts import is_known
+from keras_softmoe.distribution.rules import (
+    PlacementError,
+    is_foreign,
+    matching_keys,
+    name_in_optimizer,
+    reference_name,
+    several_match,
+    unmatched_rules,
+)
 from keras_softmoe.keras_adapter import flatten_layers, is_initialized, layout_map_of
 from keras_softmoe.layers.feedforward import Experts
 from keras_softmoe.routers.soft import SoftRouter
@@ -14,16 +21,6 @@ from keras_softmoe.sharding import num_shards
 
 # What `Experts` asks a layout for when it is called.
 _SLOTS = ("slots_of_groups", "slots_of_experts")
-
-
-class PlacementError(ValueError):
-    """Variables do not lie on the devices as their rules say.
-
-    Attributes:
-        audit: the `Audit` that found it, or `None`.
-    """
-
-    audit = None
 
 
 class Placed(NamedTuple):
@@ -176,32 +173,6 @@ def check_layer(layer, distribution):
     found.audit()
 
 
-def check_rules(layout_map, used_keys):
-    """Raise `PlacementError` if rules of a user were never used.
-
-    Those for the output of a layer are left out: they are used when it is called.
-    """
-    unused = [
-        key
-        for key in layout_map
-        if not (key in used_keys or is_known(key) or key.endswith("/output"))
-    ]
-    if unused:
-        raise PlacementError(_unmatched(unused))
-
-
-def is_foreign(key, layout, variable):
-    """Whether a rule of ours matches a variable that only has a name like ours."""
-    return is_known(key) and len(layout.axes) != len(variable.shape)
-
-
-def matching_keys(layout_map, path):
-    """The keys of a layout map that match a path; the path alone, if it is a key."""
-    # Not `path in layout_map`, which is true for every path.
-    keys = list(layout_map)
-    return [path] if path in keys else [key for key in keys if re.fullmatch(key, path)]
-
-
 class _Findings:
     """Rows and problems, as they are collected."""
 
@@ -238,15 +209,15 @@ class _Findings:
             )
 
     def add_variables(self, variables, moments=()):
-        references = {v.path.replace("/", "_"): v for v in variables}
+        references = {name_in_optimizer(v): v for v in variables}
+        shapes = {name: tuple(v.shape) for name, v in references.items()}
         for variable in variables:
-            self.paths.add(variable.path)
             self._add(variable, variable)
         for moment in moments:
-            self.paths.add(moment.path)
-            self._add(moment, _reference(moment, references))
+            self._add(moment, references.get(reference_name(moment, shapes)))
 
     def _add(self, variable, reference):
+        self.paths.add(variable.path)
         layout = None
         if reference is not None and self.layout_map is not None:
             keys = self._keys(reference.path)
@@ -279,8 +250,8 @@ class _Findings:
             shards = _num_shards_of_axes(layout)
             if any(size % n for size, n in zip(shape, shards, strict=True)):
                 self.problems.append(
-                    f"{received} cannot be sharded into {shards} equal shards by "
-                    f"{axes}."
+                    f"{received} cannot be sharded into equal parts, {shards} by its "
+                    f"rule {axes}."
                 )
             elif shard != tuple(s // n for s, n in zip(shape, shards, strict=True)):
                 self.problems.append(
@@ -297,9 +268,7 @@ class _Findings:
     def _keys(self, path):
         keys = matching_keys(self.layout_map, path)
         if len(keys) > 1:
-            self.problems.append(
-                f"Several rules match {path!r}: {', '.join(map(repr, keys))}."
-            )
+            self.problems.append(several_match(path, keys))
         return keys
 
     def add_rules(self):
@@ -307,14 +276,9 @@ class _Findings:
             return
         # Several models may share a distribution, and a rule be for one of them.
         used = getattr(self.distribution, "used_keys", ())
-        unused = [
-            key
-            for key in self.layout_map
-            if not (is_known(key) or key in used)
-            and not any(matching_keys({key: None}, path) for path in self.paths)
-        ]
-        if unused:
-            self.problems.append(_unmatched(unused))
+        problem = unmatched_rules(self.layout_map, used, self.paths)
+        if problem:
+            self.problems.append(problem)
 
     def audit(self):
         """The `Audit`; raises if there are problems."""
@@ -329,24 +293,6 @@ class _Findings:
             error.audit = result
             raise error
         return result
-
-
-def _unmatched(keys):
-    return (
-        f"Nothing has a path that these rules match: {', '.join(map(repr, keys))}. A "
-        "rule that matches nothing leaves its variable replicated on every device."
-    )
-
-
-def _reference(moment, references):
-    """The variable of which an optimizer's variable is a moment, by its name."""
-    name = moment.path.rpartition("/")[2]
-    matches = [
-        path
-        for path, variable in references.items()
-        if name.startswith(f"{path}_") and tuple(variable.shape) == tuple(moment.shape)
-    ]
-    return references[max(matches, key=len)] if matches else None
 
 
 def _num_shards_of_axes(layout):

@@ -1,4 +1,4 @@
-"""What the installed Keras can distribute, and what to do where it cannot."""
+"""What can be distributed by the installed Keras and over the devices there are."""
 
 import keras
 
@@ -46,3 +46,43 @@ def check_two_axes():
             f"Keras {keras.__version__} does on JAX only. Shard the experts over all "
             f"devices instead: leave `mesh_shape` out. Received: backend={backend!r}."
         )
+
+
+def check_devices(devices):
+    """The devices to use, a list of str: all if `None`.
+
+    Raises:
+        ValueError: if none is given, or one twice.
+    """
+    if devices is None:
+        return keras.distribution.list_devices()
+    devices = [devices] if isinstance(devices, str) else list(devices)
+    if not devices or len(set(devices)) < len(devices):
+        raise ValueError(
+            "`devices` are names of different devices, at least one. See "
+            f"`keras.distribution.list_devices()`. Received: devices={devices}."
+        )
+    return devices
+
+
+def check_mesh_shape(mesh_shape, num_devices):
+    """The sizes (batch, experts) of a mesh of two axes.
+
+    Raises:
+        ValueError: if they are not two positive integers with that product.
+    """
+    try:
+        batch, experts = mesh_shape
+    except (TypeError, ValueError):
+        batch = experts = 0
+    if not all(type(n) is int for n in (batch, experts)):
+        batch = experts = 0
+    if batch < 1 or experts < 1 or batch * experts != num_devices:
+        counts = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+        shapes = ", ".join(f"({num_devices // n}, {n})" for n in counts)
+        raise ValueError(
+            "`mesh_shape` is a pair (batch, experts) of positive integers whose "
+            f"product is the number of devices, {num_devices}. Accepted: "
+            f"{shapes}, or `None` for one axis. Received: mesh_shape={mesh_shape!r}."
+        )
+    return batch, experts

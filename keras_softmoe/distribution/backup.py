@@ -171,16 +171,16 @@ class Backup(keras.callbacks.Callback):
         if self.delete and process_index() == 0:
             self.path.unlink(missing_ok=True)
 
-    def _skip(self, iterator):
+    def _skip(self, model, iterator):
         """In place of a step that was done before the interruption: its logs."""
-        self._skip_earlier(iterator)
-        batch = _draw(iterator, self.model.steps_per_execution)
+        self._skip_earlier(model, iterator)
+        batch = _draw(iterator, model.steps_per_execution)
         if self._metrics is not None:
-            make_metrics(self.model, batch)
+            make_metrics(model, batch)
             self._restore_metrics()
         return dict(self._logs)
 
-    def _skip_earlier(self, iterator):
+    def _skip_earlier(self, model, iterator):
         """Before the first step: draw the batches of earlier epochs."""
         _draw(iterator, self._earlier)
         self._earlier = 0

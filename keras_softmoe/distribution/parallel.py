@@ -2,15 +2,13 @@
 
 import keras
 
-from keras_softmoe.distribution.audit import (
-    PlacementError,
-    audit,
-    check_layer,
-    check_rules,
-    is_foreign,
-    matching_keys,
+from keras_softmoe.distribution.audit import audit, check_layer
+from keras_softmoe.distribution.backends import (
+    check_backend,
+    check_devices,
+    check_mesh_shape,
+    check_two_axes,
 )
-from keras_softmoe.distribution.backends import check_backend, check_two_axes
 from keras_softmoe.distribution.batches import EachBatch
 from keras_softmoe.distribution.layouts import (
     BATCH_AXIS,
@@ -19,6 +17,15 @@ from keras_softmoe.distribution.layouts import (
     TWO_AXES,
     JointLayout,
     layout_map,
+)
+from keras_softmoe.distribution.rules import (
+    PlacementError,
+    is_foreign,
+    matching_keys,
+    name_in_optimizer,
+    reference_name,
+    several_match,
+    unmatched_rules,
 )
 from keras_softmoe.sharding import num_shards
 
@@ -98,11 +105,11 @@ def expert_parallel(
     >>> print(ksm.distribution.audit(model))
     """
     check_backend("Sharding experts over devices")
-    devices = _devices(devices)
+    devices = check_devices(devices)
     if mesh_shape is None:
         mesh = keras.distribution.DeviceMesh((len(devices),), [BATCH_AXIS], devices)
     else:
-        mesh_shape = _check_mesh_shape(mesh_shape, len(devices))
+        mesh_shape = check_mesh_shape(mesh_shape, len(devices))
         check_two_axes()
         mesh = keras.distribution.DeviceMesh(
             mesh_shape, [BATCH_AXIS, EXPERT_AXIS], devices
@@ -137,7 +144,7 @@ def data_parallel(devices=None, auto_shard_dataset=True):
     ...     model.fit(dataset)
     """
     check_backend("Training replicas through `keras.distribution`")
-    devices = _devices(devices)
+    devices = check_devices(devices)
     mesh = keras.distribution.DeviceMesh((len(devices),), [BATCH_AXIS], devices)
     return ReplicaParallel(mesh, auto_shard_dataset=auto_shard_dataset)
 
@@ -162,8 +169,8 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         self.num_expert_shards = num_shards(self.device_mesh, roles.experts)
         # Rules that have matched a path, of any model under this distribution.
         self.used_keys = set()
-        # From the name that an optimizer gives to the moments of a variable.
-        self._layout_of_moments = {}
+        # Shapes and layouts of variables, by their `name_in_optimizer`.
+        self._shapes, self._layouts = {}, {}
 
     @property
     def num_model_replicas(self):
@@ -174,7 +181,11 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         # Data flows, so what is built is built. A model that is built by its first
         # batch comes here again.
         if self.used_keys:
-            check_rules(self.layout_map, self.used_keys)
+            # Rules for the output of a layer are used later, when it is called.
+            outputs = {key for key in self.layout_map if key.endswith("/output")}
+            problem = unmatched_rules(self.layout_map, self.used_keys | outputs)
+            if problem:
+                raise PlacementError(problem)
         return super().get_data_layout(data_shape)
 
     def get_variable_layout(self, variable):
@@ -189,10 +200,12 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
             if is_foreign(self._keys(variable.path)[0], layout, variable):
                 return self._layout([None] * len(variable.shape), self.device_mesh)
             _check_divided(variable, layout)
-            moments = variable.path.replace("/", "_")
-            self._layout_of_moments[moments] = (tuple(variable.shape), layout)
+            name = name_in_optimizer(variable)
+            self._shapes[name], self._layouts[name] = tuple(variable.shape), layout
             return layout
-        return self._moment_layout(variable) or super().get_variable_layout(variable)
+        # Not every optimizer tells Keras of which variable a moment is.
+        reference = self._layouts.get(reference_name(variable, self._shapes))
+        return reference or super().get_variable_layout(variable)
 
     def get_tensor_layout(self, path):
         return self._match(path)
@@ -228,19 +241,10 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         keys = matching_keys(self.layout_map, path)
         if len(keys) > 1:
             raise PlacementError(
-                f"Several rules match {path!r}: {', '.join(map(repr, keys))}. Remove "
-                "all but one of them, or give yours the key of the rule that it is "
-                "meant to replace."
+                f"{several_match(path, keys)} Remove all but one of them, or give "
+                "yours the key of the rule that it is meant to replace."
             )
         return keys
-
-    def _moment_layout(self, variable):
-        """The layout of an optimizer's variable that has none from its reference."""
-        name = variable.path.rpartition("/")[2]
-        for prefix, (shape, layout) in self._layout_of_moments.items():
-            if name.startswith(f"{prefix}_") and tuple(variable.shape) == shape:
-                return layout
-        return None
 
     def _layout(self, axes, mesh):
         return JointLayout(axes, mesh)
@@ -265,36 +269,6 @@ class ReplicaParallel(EachBatch, keras.distribution.DataParallel):
 
     def _layout(self, axes, mesh):
         return keras.distribution.TensorLayout(tuple(axes), mesh)
-
-
-def _devices(devices):
-    if devices is None:
-        return keras.distribution.list_devices()
-    devices = [devices] if isinstance(devices, str) else list(devices)
-    if not devices or len(set(devices)) < len(devices):
-        raise ValueError(
-            "`devices` are names of different devices, at least one. See "
-            f"`keras.distribution.list_devices()`. Received: devices={devices}."
-        )
-    return devices
-
-
-def _check_mesh_shape(mesh_shape, num_devices):
-    try:
-        batch, experts = mesh_shape
-    except (TypeError, ValueError):
-        batch = experts = 0
-    if not all(type(n) is int for n in (batch, experts)):
-        batch = experts = 0
-    if batch < 1 or experts < 1 or batch * experts != num_devices:
-        counts = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-        shapes = ", ".join(f"({num_devices // n}, {n})" for n in counts)
-        raise ValueError(
-            "`mesh_shape` is a pair (batch, experts) of positive integers whose "
-            f"product is the number of devices, {num_devices}. Accepted: "
-            f"{shapes}, or `None` for one axis. Received: mesh_shape={mesh_shape!r}."
-        )
-    return batch, experts
 
 
 def _check_divided(variable, layout):

@@ -11,10 +11,10 @@ Axis legend, the same in every file of the library:
 - `H`: hidden width of an expert
 - `B`: images
 
-A *slot* is a seat at an expert. A sparse router puts at most one token in each
-slot, so a table of token indices describes it completely (`SlotRouting`). A soft
-router puts a mixture of all tokens in each slot, which takes a weight for every
-pair of token and slot (`DenseRouting`). `to_dense` turns the first into the
+A *slot* is a place for one input of an expert. A sparse router assigns at most one
+token to each slot, so a table of token indices describes it completely (`SlotRouting`).
+A soft router assigns a mixture of all tokens to each slot, which takes a weight for
+every pair of token and slot (`DenseRouting`). `to_dense` turns the first into the
 second and so defines what the first means.
 """
 
@@ -26,12 +26,12 @@ from keras_softmoe.ops.backend import add_rows
 
 
 class SlotRouting(NamedTuple):
-    """Which token sits in which slot (the sparse view).
+    """Which token is assigned to which slot (the sparse view).
 
     Attributes:
         token: `(G, E, C)` int32, index of the token in the slot, in `[0, S)`.
             0 where the slot is empty.
-        filled: `(G, E, C)` bool, whether a token sits in the slot.
+        filled: `(G, E, C)` bool, whether a token is assigned to the slot.
         gate: `(G, E, C)` float, weight of the slot's output in the output of its
             token. 0 where the slot is empty.
     """
@@ -58,7 +58,7 @@ def to_dense(routing, num_tokens):
     """Write a routing as dispatch and combine weights.
 
     This is the definition of a `SlotRouting`: the dispatch weight is 1 where the
-    token sits in the slot and 0 elsewhere; the combine weight is the slot's gate
+    token is assigned to the slot and 0 elsewhere; the combine weight is the slot's gate
     there.
 
     Args:
@@ -80,11 +80,11 @@ def to_dense(routing, num_tokens):
         return routing
     tokens = ops.reshape(ops.arange(num_tokens, dtype="int32"), (1, num_tokens, 1, 1))
     # (G, S, E, C)
-    seated = ops.logical_and(
+    assigned = ops.logical_and(
         ops.equal(ops.expand_dims(routing.token, 1), tokens),
         ops.expand_dims(routing.filled, 1),
     )
-    dispatch = ops.cast(seated, routing.gate.dtype)
+    dispatch = ops.cast(assigned, routing.gate.dtype)
     return DenseRouting(dispatch, dispatch * ops.expand_dims(routing.gate, 1))
 
 
@@ -131,8 +131,8 @@ def combine(outputs, routing, num_tokens, sharded=False):
 
     Returns:
         `(G, S, D)` tensor in the dtype of `outputs`: for each token the sum of the
-        slot outputs weighted by their gates (Soft MoE equation 2). A token that
-        sits in no slot gets zeros.
+        slot outputs weighted by their gates (Soft MoE equation 2). A token in no slot
+        gets zeros.
     """
     outputs = ops.convert_to_tensor(outputs)
     _, num_experts, capacity, width = outputs.shape
