@@ -22,6 +22,7 @@ ROOMS = (
     "models",
     "datasets",
     "evaluation",
+    "analysis",
     "training",
     "distribution",
     "visualization",

@@ -3,10 +3,8 @@
 from typing import NamedTuple
 
 import numpy as np
-from keras import ops
 
-from keras_softmoe.evaluation.decisions import routers_of, watch
-from keras_softmoe.evaluation.routing import backbone_of
+from keras_softmoe.analysis.streaming import observe
 from keras_softmoe.ops.routing import SlotRouting
 
 
@@ -37,14 +35,14 @@ def expert_load(model, data, batch_size=64, preprocessor=None, verbose=1):
 
     Args:
         model: any built `keras.Model` with `layers.MoE` or `layers.SoftMoE`, as in
-            `soft_statistics`.
-        data: as in `soft_statistics`.
+            `observe`.
+        data: as in `observe`.
         batch_size: int, inputs of an array at a time.
-        preprocessor: as in `soft_statistics`.
+        preprocessor: as in `observe`.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
 
     Returns:
-        dict from each MoE block, as in `soft_statistics`, to its `ExpertLoad`.
+        dict from each MoE block, as in `observe`, to its `ExpertLoad`.
 
     Raises:
         ValueError: if the model has no routers or is not built, there are no data, or
@@ -54,42 +52,63 @@ def expert_load(model, data, batch_size=64, preprocessor=None, verbose=1):
 
     Example:
 
-    >>> load = ksm.evaluation.expert_load(model, images)
+    >>> load = ksm.analysis.expert_load(model, images)
     >>> {block: x.imbalance for block, x in load.items()}
     {'moe': 1.31, 'moe_1': 1.08}
     """
-    routers = routers_of(backbone_of(model)[0])
-    totals = {name: np.zeros(3) for name in routers}
-    loads = dict.fromkeys(routers, 0.0)
-
-    def see(name, decision, valid):
-        load, count = _load(decision, valid)
-        loads[name] += load
-        totals[name] += count
-
-    watch(model, data, see, routers, batch_size, preprocessor, verbose)
-    found = {}
-    for name, (groups, tokens, dropped) in totals.items():
-        if groups:
-            share = float(dropped / tokens)
-            found[name] = ExpertLoad(int(groups), int(tokens), loads[name], share)
+    reducers = [LoadReducer()]
+    (found,) = observe(model, data, reducers, batch_size, preprocessor, verbose)
     return found
 
 
-def _load(decision, valid):
-    """Load `(E,)`; groups, tokens and dropped tokens of a decision."""
+class LoadReducer:
+    """Reducer to a dict from each block to its `ExpertLoad`, see `observe`."""
+
+    def __init__(self):
+        self._groups = {}
+        self._tokens = {}
+        self._load = {}
+        self._dropped = {}
+
+    def update(self, name, decision, inputs):
+        load, dropped = load_and_dropped(decision)
+        valid = decision.summary["valid"]
+        for sums, value in (
+            (self._groups, len(valid)),
+            (self._tokens, int(valid.sum())),
+            (self._load, load.sum(axis=0, dtype="float64")),
+            (self._dropped, int(dropped.sum())),
+        ):
+            sums[name] = sums.get(name, 0) + value
+
+    def result(self):
+        return {
+            name: ExpertLoad(
+                self._groups[name],
+                tokens,
+                self._load[name],
+                self._dropped[name] / tokens,
+            )
+            for name, tokens in self._tokens.items()
+        }
+
+
+def load_and_dropped(decision):
+    """How much experts take in each group, and which tokens none of them takes.
+
+    Args:
+        decision: `Decision` of NumPy arrays with a complete summary.
+
+    Returns:
+        `(G, E)` float array, tokens that each expert takes; of a router that mixes
+        tokens the sum of its combine weights. `(G, S)` bool array. Padding counts in
+        neither.
+    """
     routing, summary = decision
     if isinstance(routing, SlotRouting):
-        load, dropped = (
-            ops.convert_to_numpy(summary[name]) for name in ("load", "dropped")
-        )
-        places, load = dropped.shape, load.sum(axis=0, dtype="float64")
-        dropped = dropped.sum()
-    else:
-        # (G, S, E)
-        weight = ops.convert_to_numpy(ops.sum(routing.combine, axis=-1))
-        places, dropped = weight.shape[:2], 0
-        kept = weight if valid is None else weight[valid][None]
-        load = kept.sum(axis=(0, 1), dtype="float64")
-    tokens = np.prod(places) if valid is None else valid.sum()
-    return load, np.array([places[0], tokens, dropped])
+        return summary["load"], summary["dropped"]
+    valid = summary["valid"]
+    # (G, S, E)
+    weight = routing.combine.sum(axis=-1)
+    dropped = valid & ~routing.dispatch.any(axis=(2, 3))
+    return (weight * valid[..., None]).sum(axis=1, dtype="float64"), dropped

@@ -1,39 +1,15 @@
 """Pairs of image and caption on their way through a LIMoE, batch by batch."""
 
-from typing import NamedTuple
-
-import keras
 import numpy as np
 
-from keras_softmoe.evaluation.routing import backbone_of, prepared
+from keras_softmoe.analysis.inputs import backbone_of, prepared
+from keras_softmoe.analysis.streaming import stream
 
 PADDING = 0
 
 
-class RoutedBatch(NamedTuple):
-    """Some pairs and what the routers decided for them.
-
-    Its tokens are in groups, the last of which may end in padding: `S` tokens are
-    those of one pair after the other, first the image's.
-
-    Attributes:
-        images: `(B, height, width, channels)` float32 array in `[-1, 1]`, or `None`.
-        token_ids: `(B, sequence_length)` int array, or `None`.
-        decisions: dict from each MoE block to its `routers.Decision`.
-        members: dict from each modality that is there to a `(G, S)` bool array, which
-            tokens are its own.
-        is_padding: `(G, S)` bool array, which of the text tokens fill a caption up.
-    """
-
-    images: np.ndarray | None
-    token_ids: np.ndarray | None
-    decisions: dict
-    members: dict
-    is_padding: np.ndarray
-
-
-class PairRoutes:
-    """Routes pairs (or images alone, or captions alone), batch by batch.
+class Pairs:
+    """Images and captions (or one of them alone) and the LIMoE that routes them.
 
     Args:
         model: `LIMoEBackbone`, or a task that has one.
@@ -74,33 +50,68 @@ class PairRoutes:
         """What cut the captions into tokens, `None` if they came as ids."""
         return getattr(self.preprocessor, "tokenizer", None)
 
-    def batches(self, batch_size, verbose):
-        """Yield a `RoutedBatch` after the other.
+    def observe(self, reducer, batch_size, verbose):
+        """Route all pairs and return what a reducer found.
 
         Args:
+            reducer: `streaming.Reducer`.
             batch_size: int, pairs at a time, rounded up to whole groups.
-            verbose: as in `keras.utils.Progbar`.
+            verbose: as in `streaming.observe`.
         """
         group = self.backbone.group_images or 1
         batch_size = -(-batch_size // group) * group
-        bar = keras.utils.Progbar(self.num_pairs, verbose=verbose, unit_name="pair")
-        for start in range(0, self.num_pairs, batch_size):
-            rows = slice(start, start + batch_size)
-            yield self._routed(rows)
-            bar.update(min(start + batch_size, self.num_pairs))
+        starts = range(0, self.num_pairs, batch_size)
+        batches = (self._inputs(slice(start, start + batch_size)) for start in starts)
+        model = self.backbone
+        if len(self.tokens_of) == 1:
+            (modality,) = self.tokens_of
+            model = getattr(model, f"{modality}_encoder")
+        routers = self.backbone.routers
+        stream(model, routers, batches, [reducer], len(starts), verbose)
+        return reducer.result()
 
-    def _routed(self, rows):
+    def halves(self, inputs):
+        """Images and token ids out of the inputs of a batch, `None` if missing."""
+        if isinstance(inputs, dict):
+            return inputs["images"], inputs["token_ids"]
+        return (inputs, None) if "image" in self.tokens_of else (None, inputs)
+
+    def modality_masks(self, valid, token_ids):
+        """Which tokens belong to images and to text, and which are padding of text.
+
+        A group is the tokens of one pair after the other, first the image's.
+
+        Args:
+            valid: `(G, S)` bool array, `False` for the padding of groups.
+            token_ids: `(B, sequence_length)` int array, or `None` without captions.
+
+        Returns:
+            dict from each modality that is there to a `(G, S)` bool array, and a
+            `(G, S)` bool array.
+        """
+        # (tokens of a pair,)
+        modality = np.repeat(list(self.tokens_of), list(self.tokens_of.values()))
+        modality = np.tile(modality, valid.shape[1] // len(modality))
+        masks = {name: valid & (modality == name) for name in self.tokens_of}
+        is_padding = np.zeros_like(valid)
+        if token_ids is not None:
+            is_padding[masks["text"]] = np.ravel(token_ids) == PADDING
+        return masks, is_padding
+
+    def _inputs(self, rows):
+        # On first use, since `models` imports KerasHub.
+        from keras_softmoe.models.arguments import check_pairs
+
         images = token_ids = None
         if self.images is not None:
             convert = getattr(self.preprocessor, "convert", None)
             images = prepared(self.backbone, self.images[rows], convert)
         if self.captions is not None:
             token_ids = self._token_ids(self.captions[rows])
-        decisions = self.backbone.route(images, token_ids)
-        count = len(token_ids if images is None else images)
-        return RoutedBatch(
-            images, token_ids, decisions, *self._members(count, token_ids)
-        )
+        check_pairs(self.backbone, images, token_ids)
+        if len(self.tokens_of) == 2:
+            return {"images": images, "token_ids": token_ids}
+        return token_ids if images is None else images
 
     def _token_ids(self, captions):
         if np.asarray(captions).dtype.kind in "iu":
@@ -113,50 +124,6 @@ class PairRoutes:
                 "preprocessor=None."
             )
         return self.preprocessor.tokenize(captions)
-
-    def _members(self, count, token_ids):
-        group = self.backbone.group_images or count
-        padded = -(-count // group) * group
-        is_real = (np.arange(padded) < count)[:, None]
-        is_padding = {"image": False}
-        if token_ids is not None:
-            is_padding["text"] = np.zeros((padded, token_ids.shape[1]), bool)
-            is_padding["text"][:count] = token_ids == PADDING
-
-        def in_groups(of_modality):
-            # (pairs, tokens of a pair) to (G, S)
-            parts = [
-                np.broadcast_to(of_modality[name] & is_real, (padded, tokens))
-                for name, tokens in self.tokens_of.items()
-            ]
-            return np.concatenate(parts, axis=1).reshape(padded // group, -1)
-
-        members = {
-            name: in_groups({other: other == name for other in self.tokens_of})
-            for name in self.tokens_of
-        }
-        return members, in_groups(is_padding)
-
-
-def by_pair(values, num_pairs, num_tokens):
-    """`(G, S, ...)` to `(B, tokens of a pair, ...)`, without the padding of groups."""
-    return values.reshape(-1, num_tokens, *values.shape[2:])[:num_pairs]
-
-
-def check_block(backbone, layer):
-    """The block, the first MoE block if `None`.
-
-    Raises:
-        ValueError: if it is no MoE block.
-    """
-    if layer is None:
-        return backbone.moe_layers[0]
-    if layer not in backbone.moe_layers:
-        raise ValueError(
-            f"Only the blocks {tuple(backbone.moe_layers)} are mixtures of experts. "
-            f"Received: layer={layer}."
-        )
-    return layer
 
 
 def _check_routers(backbone):

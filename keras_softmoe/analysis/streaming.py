@@ -1,14 +1,144 @@
-"""What routers decide while data flow through a model, of this library or a user's."""
+"""One pass of data through a model, on which reducers see what its routers decide."""
 
 import contextlib
-import functools
+import itertools
+from typing import Protocol
 
 import keras
-import numpy as np
 from keras import ops
 
-from keras_softmoe.evaluation.routing import backbone_of, prepared
-from keras_softmoe.routers import Router
+from keras_softmoe.analysis.inputs import backbone_of, batches_of
+from keras_softmoe.routers import Router, record
+
+
+class Reducer(Protocol):
+    """Interface of what `observe` shows decisions to: any class with these methods.
+
+    Example: the largest logit of each block.
+
+    >>> class LargestLogit:
+    ...     def __init__(self):
+    ...         self.largest = {}
+    ...
+    ...     def update(self, name, decision, inputs):
+    ...         largest = decision.summary["logits"].max()
+    ...         self.largest[name] = max(self.largest.get(name, largest), largest)
+    ...
+    ...     def result(self):
+    ...         return self.largest
+    """
+
+    def update(self, name, decision, inputs):
+        """Take in what one router decided for one batch.
+
+        Routers are shown in the order in which the model calls them. Keep sums, not
+        decisions, if memory must not grow with the data.
+
+        Args:
+            name: int or str, the block, see `observe`.
+            decision: `routers.Decision` of NumPy arrays. Its summary is complete:
+                `decision.summary["valid"]` `(G, S)` is `False` for padding.
+            inputs: the batch as the model took it, preprocessed: an array or a dict of
+                arrays.
+        """
+
+    def result(self):
+        """What `observe` returns at the end."""
+
+
+class LastDecision:
+    """Reducer to the last decision of one block, and the inputs of that batch.
+
+    Args:
+        name: int or str, the block, see `observe`.
+    """
+
+    def __init__(self, name):
+        self._name = name
+
+    def update(self, name, decision, inputs):
+        if name == self._name:
+            self._last = decision, inputs
+
+    def result(self):
+        return self._last
+
+
+def observe(model, data, reducers, batch_size=64, preprocessor=None, verbose=1):
+    """Send data through a model once, and show each decision of its routers.
+
+    One batch and the decisions about it are held at a time, so memory does not grow
+    with the data.
+
+    Args:
+        model: any built `keras.Model` with `layers.MoE` or `layers.SoftMoE`: a backbone
+            or task of this library (of a task the backbone is called), or a model of
+            one's own, which is called as `model(batch, training=False)`.
+        data: an array of inputs, such as `(N, height, width, channels)` images; a dict
+            of arrays, for a model that takes it; or an iterable of batches (a
+            `tf.data.Dataset`, `keras.utils.PyDataset`, PyTorch `DataLoader`, generator)
+            of inputs or of tuples that begin with them.
+        reducers: sequence of `Reducer`, which share the pass: `LoadReducer`,
+            `RoutingReducer`, `SoftReducer`, or your own.
+        batch_size: int, inputs of an array at a time.
+        preprocessor: callable applied to each batch. By default a task's own for
+            images, none for dicts.
+        verbose: 0 for silence, 1 for a progress bar, 2 for one line.
+
+    Returns:
+        tuple of what the reducers found, in their order. They name a block by its key
+        in `model.routers` where the model has it, such as the index of the block; else
+        by the name of its MoE layer.
+
+    Raises:
+        ValueError: if the model has no routers or is not built, there are no data, or
+            they are not what the model takes.
+
+    Example:
+
+    >>> load, soft = ksm.analysis.observe(
+    ...     classifier,
+    ...     images,
+    ...     [ksm.analysis.LoadReducer(), ksm.analysis.SoftReducer(classifier)],
+    ... )
+    >>> load[5].imbalance, soft[5].dispatch_peak
+    """
+    backbone, _ = backbone_of(model)
+    routers = routers_of(backbone)
+    batches, count = batches_of(model, data, batch_size, preprocessor)
+    if not stream(backbone, routers, batches, reducers, count, verbose):
+        raise ValueError(
+            "There is nothing to route. Pass at least one batch of inputs (an iterator "
+            f"that was read before is empty). Received: data={data!r:.200}."
+        )
+    return tuple(reducer.result() for reducer in reducers)
+
+
+def stream(model, routers, batches, reducers, count=None, verbose=1):
+    """Call a model on batches and update reducers with the decisions about them.
+
+    Args:
+        model: keras.Model.
+        routers: dict from blocks to the routers that the reducers see.
+        batches: iterable of inputs of the model.
+        reducers: sequence of `Reducer`.
+        count: int, number of batches, or `None` if it is not known.
+        verbose: as in `observe`.
+
+    Returns:
+        int, the number of batches.
+    """
+    # Several routers may have the same path.
+    names = {id(router): name for name, router in routers.items()}
+    bar = keras.utils.Progbar(count, verbose=verbose, unit_name="batch")
+    seen = 0
+    for seen, inputs in enumerate(batches, start=1):
+        for name, decision in _decisions(model, names, inputs):
+            decision = keras.tree.map_structure(ops.convert_to_numpy, decision)
+            for reducer in reducers:
+                reducer.update(name, decision, inputs)
+        bar.update(seen)
+    return seen
 
 
 def routers_of(model, kind=Router, weight=None):
@@ -55,47 +185,6 @@ def all_routers(model):
     return _by_name(x for x in model._flatten_layers() if isinstance(x, Router))
 
 
-def watch(model, data, see, routers=None, batch_size=64, preprocessor=None, verbose=1):
-    """Send data through a model and see what each router decides, one by one.
-
-    Only one decision is held at a time, so memory does not grow with the data or with
-    the number of blocks.
-
-    Args:
-        model: keras.Model, or a task with a `backbone`, which is then called.
-        data: an array of inputs, a dict of such arrays, or an iterable of batches:
-            arrays, dicts, or tuples of which the first is one of these.
-        see: callable from the block, its `Decision` and the `(G, S)` bool mask of real
-            tokens, `None` if all are.
-        routers: dict from blocks to routers, as `routers_of` returns it. All if `None`.
-        batch_size: int, inputs of an array at a time.
-        preprocessor: callable applied to batches. By default a task's own for images,
-            none for dicts.
-        verbose: 0 for silence, 1 for a progress bar, 2 for one line.
-
-    Raises:
-        ValueError: if the model has no routers or is not built, there are no data, or
-            they are not what the model takes.
-    """
-    backbone, own = backbone_of(model)
-    routers = routers_of(backbone) if routers is None else routers
-    batches, count = _batches(data, batch_size)
-    bar = keras.utils.Progbar(count, verbose=verbose, unit_name="batch")
-    seen = 0
-    with _watched(routers, see), _without_gradients():
-        for seen, batch in enumerate(batches, start=1):
-            backbone(_inputs(backbone, batch, preprocessor, own), training=False)
-            bar.update(seen)
-    if not seen:
-        raise ValueError(
-            "There is nothing to route. Pass at least one batch of inputs (an iterator "
-            f"that was read before is empty). Received: data={data!r:.200}."
-        )
-
-
-# === Routers ===
-
-
 def _by_name(routers):
     """Dict from the name of the MoE layer around each router."""
     named = {}
@@ -114,27 +203,22 @@ def _by_name(routers):
     return named
 
 
-@contextlib.contextmanager
-def _watched(routers, see):
-    """Report what these routers decide within the scope."""
-    try:
-        for name, router in routers.items():
-            # Past Keras, which would look for weights in it.
-            object.__setattr__(router, "call", _reporting(router.call, name, see))
-        yield
-    finally:
-        for router in routers.values():
-            vars(router).pop("call", None)
+def _decisions(model, names, inputs):
+    """What the routers with these names decide for a batch: pairs, in order of calls.
 
-
-def _reporting(call, name, see):
-    @functools.wraps(call)
-    def reporting(tokens, valid=None, **kwargs):
-        decision = call(tokens, valid=valid, **kwargs)
-        see(name, decision, None if valid is None else ops.convert_to_numpy(valid))
-        return decision
-
-    return reporting
+    A router that is called twice is there twice.
+    """
+    calls = itertools.count()
+    with (
+        _without_gradients(),
+        record(key=lambda router: (next(calls), names.get(id(router)))) as decisions,
+    ):
+        model(keras.tree.map_structure(ops.convert_to_tensor, inputs), training=False)
+    return [
+        (name, decision)
+        for (_, name), decision in decisions.items()
+        if name is not None
+    ]
 
 
 def _without_gradients():
@@ -144,40 +228,3 @@ def _without_gradients():
     import torch
 
     return torch.no_grad()
-
-
-# === Data ===
-
-
-def _batches(data, batch_size):
-    """Batches of inputs, and how many there are, `None` if that is not known."""
-    if isinstance(data, keras.utils.PyDataset):
-        count = len(data)
-        return (_without_labels(data[i]) for i in range(count)), count
-    if isinstance(data, dict) or hasattr(data, "shape"):
-        count = len(keras.tree.flatten(data)[0])
-        starts = range(0, count, batch_size)
-        return (_slice(data, i, i + batch_size) for i in starts), len(starts)
-    count = len(data) if hasattr(data, "__len__") else None
-    return (_without_labels(batch) for batch in data), count
-
-
-def _slice(data, start, stop):
-    return keras.tree.map_structure(lambda x: x[start:stop], data)
-
-
-def _without_labels(batch):
-    return batch[0] if isinstance(batch, tuple | list) else batch
-
-
-def _inputs(backbone, batch, preprocessor, own):
-    if hasattr(backbone, "patch_grid") and not isinstance(batch, dict):
-        return ops.convert_to_tensor(prepared(backbone, batch, preprocessor or own))
-    if preprocessor is not None:
-        batch = preprocessor(batch)
-    return keras.tree.map_structure(_tensor, batch)
-
-
-def _tensor(x):
-    # Not directly: it may be a tensor of another framework.
-    return ops.convert_to_tensor(x if ops.is_tensor(x) else np.asarray(x))
