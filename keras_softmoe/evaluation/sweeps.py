@@ -159,7 +159,7 @@ def _accuracies(classifier, images, labels, seeds, batch_size):
 def settings_kept(model):
     """Put the live settings of all routers back at the end."""
     before = {
-        layer: {name: getattr(router, name) for name in router.live_settings}
+        layer: {name: getattr(router, name) for name in router.mutable_settings}
         for layer, router in model.routers.items()
     }
     try:

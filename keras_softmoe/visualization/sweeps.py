@@ -292,7 +292,7 @@ def plot_random_routers(ablation):
 def _check_has_capacity(backbone):
     check_has_routers(backbone)
     for layer, router in backbone.routers.items():
-        if "eval_capacity_factor" not in router.live_settings:
+        if "eval_capacity_factor" not in router.mutable_settings:
             raise ValueError(
                 "Only routers with a capacity discard patches: those in which tokens "
                 f"or experts choose. Received: block {layer} with "
