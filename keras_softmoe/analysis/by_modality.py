@@ -23,7 +23,7 @@ class ModalityStatistics(NamedTuple):
     Attributes:
         num_tokens: dict to int, how many tokens there were.
         routed: dict to `(E,)` int64 array, tokens whose first choice each expert is,
-            with a seat or not.
+            whether it gets a slot or not.
         chosen: dict to `(E,)` int64 array, tokens that queue for each expert: those
             with any of their `K` choices. The same as `routed` where `K = 1`.
         seated: dict to `(E,)` int64 array, tokens that each expert processes.
@@ -33,7 +33,7 @@ class ModalityStatistics(NamedTuple):
         num_groups: int, groups of pairs that were routed together.
         queue: dict to `(E, bins)` int64 array, tokens by their place in the queue for
             each expert: in bin `i` those from place `i * queue_step` on, counted from 0
-            in each group. Places before `capacity` have a seat.
+            in each group. Places before `capacity` have a slot.
         queue_step: int, places in a bin.
         probability: dict to `(E,)` float64 array, mean routing probability.
         confidence_mean: dict to float, mean of a token's largest routing probability.
@@ -162,7 +162,8 @@ def modality_statistics(
     array([   3,  704,    0, 5120,    0,   12, 2161,    0])
     """
     pairs = Pairs(model, images, captions, preprocessor)
-    return pairs.observe(ModalityReducer(pairs), batch_size, verbose)
+    (found,) = pairs.observe([ModalityReducer(pairs)], batch_size, verbose)
+    return found
 
 
 class ModalityReducer:

@@ -41,6 +41,11 @@ def check_block(backbone, layer):
     return layer
 
 
+def tokens_choose(router):
+    """Whether it is the tokens that choose among the experts of a router."""
+    return "num_selected_experts" in router.get_config()
+
+
 def prepared(backbone, images, preprocessor):
     """Images as the backbone takes them, a float32 array.
 

@@ -65,31 +65,21 @@ class LoadReducer:
     """Reducer to a dict from each block to its `ExpertLoad`, see `observe`."""
 
     def __init__(self):
-        self._groups = {}
-        self._tokens = {}
-        self._load = {}
-        self._dropped = {}
+        # Groups, tokens, load and dropped tokens of each block.
+        self._sums = {}
 
     def update(self, name, decision, inputs):
         load, dropped = load_and_dropped(decision)
         valid = decision.summary["valid"]
-        for sums, value in (
-            (self._groups, len(valid)),
-            (self._tokens, int(valid.sum())),
-            (self._load, load.sum(axis=0, dtype="float64")),
-            (self._dropped, int(dropped.sum())),
-        ):
-            sums[name] = sums.get(name, 0) + value
+        load = load.sum(axis=0, dtype="float64")
+        values = len(valid), valid.sum(), load, dropped.sum()
+        sums = self._sums.get(name, (0, 0, 0, 0))
+        self._sums[name] = [x + y for x, y in zip(sums, values, strict=True)]
 
     def result(self):
         return {
-            name: ExpertLoad(
-                self._groups[name],
-                tokens,
-                self._load[name],
-                self._dropped[name] / tokens,
-            )
-            for name, tokens in self._tokens.items()
+            name: ExpertLoad(groups, int(tokens), load, float(dropped / tokens))
+            for name, (groups, tokens, load, dropped) in self._sums.items()
         }
 
 

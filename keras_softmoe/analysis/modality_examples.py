@@ -1,4 +1,4 @@
-"""Patches and words that go to the experts of a LIMoE: the surest, a pair's."""
+"""Examples of what experts of a LIMoE take: patches, words, the tokens of a pair."""
 
 from typing import NamedTuple
 
@@ -107,7 +107,8 @@ def expert_examples(
     """
     pairs = Pairs(model, images, captions, preprocessor)
     reducer = ExampleReducer(pairs, layer, num_patches, num_words)
-    return pairs.observe(reducer, batch_size, verbose)
+    (found,) = pairs.observe([reducer], batch_size, verbose)
+    return found
 
 
 class ExampleReducer:
@@ -198,7 +199,8 @@ def pair_routing(model, image, caption, layer=None, preprocessor=None):
     captions = [caption] if isinstance(caption, str) else np.asarray(caption)[None]
     pairs = Pairs(model, np.asarray(image)[None], captions, preprocessor)
     layer = check_block(pairs.backbone, layer)
-    decision, inputs = pairs.observe(LastDecision(layer), batch_size=1, verbose=0)
+    reducers = [LastDecision(layer)]
+    ((decision, inputs),) = pairs.observe(reducers, batch_size=1, verbose=0)
     image, token_ids = (values[0] for values in pairs.halves(inputs))
     token, filled, gate = (values[0] for values in decision.routing)
     num_experts, num_patches = len(token), pairs.tokens_of["image"]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from keras_softmoe.analysis.inputs import backbone_of, prepared
+from keras_softmoe.analysis.inputs import backbone_of, prepared, tokens_choose
 from keras_softmoe.analysis.streaming import stream
 
 PADDING = 0
@@ -50,11 +50,11 @@ class Pairs:
         """What cut the captions into tokens, `None` if they came as ids."""
         return getattr(self.preprocessor, "tokenizer", None)
 
-    def observe(self, reducer, batch_size, verbose):
-        """Route all pairs and return what a reducer found.
+    def observe(self, reducers, batch_size, verbose):
+        """Route all pairs in one pass and return what reducers found, a tuple.
 
         Args:
-            reducer: `streaming.Reducer`.
+            reducers: sequence of `streaming.Reducer`.
             batch_size: int, pairs at a time, rounded up to whole groups.
             verbose: as in `streaming.observe`.
         """
@@ -67,8 +67,8 @@ class Pairs:
             (modality,) = self.tokens_of
             model = getattr(model, f"{modality}_encoder")
         routers = self.backbone.routers
-        stream(model, routers, batches, [reducer], len(starts), verbose)
-        return reducer.result()
+        stream(model, routers, batches, reducers, len(starts), verbose)
+        return tuple(reducer.result() for reducer in reducers)
 
     def halves(self, inputs):
         """Images and token ids out of the inputs of a batch, `None` if missing."""
@@ -128,7 +128,7 @@ class Pairs:
 
 def _check_routers(backbone):
     routers = getattr(backbone, "routers", {})
-    choose = all(hasattr(r, "num_selected_experts") for r in routers.values())
+    choose = all(map(tokens_choose, routers.values()))
     if not (routers and choose and hasattr(backbone, "sequence_length")):
         raise ValueError(
             "Pass a `LIMoEBackbone` with `moe_layers` whose tokens choose their "

@@ -23,8 +23,8 @@ class PeakSweep(NamedTuple):
             dispatch weight.
         combine: `(M, V, R, L)` float64 array, the mean over tokens of the largest
             combine weight.
-        scores: `(M, V, R)` float64 array, what the models are worth. `None` if that
-            was not asked.
+        scores: `(M, V, R)` float64 array, what `score` returned for each model.
+            `None` without it.
     """
 
     values: np.ndarray

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keras_softmoe.analysis.inputs import backbone_of, check_has_routers
+from keras_softmoe.analysis.inputs import backbone_of, check_has_routers, tokens_choose
 from keras_softmoe.analysis.load import load_and_dropped
 from keras_softmoe.analysis.streaming import observe
 from keras_softmoe.ops.routing import SlotRouting
@@ -102,7 +102,8 @@ class RoutingReducer:
 
     def update(self, name, decision, inputs):
         if name not in self._sums:
-            choices = getattr(self._routers[name], "num_selected_experts", 2)
+            router = self._routers[name]
+            choices = router.num_selected_experts if tokens_choose(router) else 2
             self._sums[name] = _Sums(choices, self._labels)
         self._sums[name].add(decision, self._num_tokens)
 

@@ -260,6 +260,7 @@ def test_bad_data_is_named(backbone, given, received):
     [
         (lambda: pairs.limoe(**tiny.DENSE), "LIMoEBackbone"),
         (lambda: pairs.limoe(routers.SoftRouter(4)), "SoftRouter"),
+        (lambda: pairs.limoe(routers.SoftmaxExpertChoiceRouter(4)), "ExpertChoice"),
         (lambda: tiny.backbone(router=tiny.SPARSE), "ViTMoEBackbone"),
     ],
 )
