@@ -21,6 +21,7 @@ from keras_softmoe import routers as routers
 __version__ = "0.1.0"
 
 _LAZY_ROOMS = (
+    "analysis",
     "converters",
     "datasets",
     "distribution",

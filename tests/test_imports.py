@@ -27,6 +27,7 @@ ROOMS = (
     "converters",
     "datasets",
     "evaluation",
+    "analysis",
     "training",
     "distribution",
     "visualization",

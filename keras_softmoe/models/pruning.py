@@ -20,7 +20,7 @@ def prune_experts(model, usage, num_experts, method="router_pred"):
         model: `LIMoEBackbone` with `routers.LIMoERouter`s, or a task that has one.
         usage: dict from each MoE block to an `(E,)` array, how many tokens of the
             modality each expert was chosen for, as measured on data by
-            `evaluation.modality_statistics`.
+            `analysis.modality_statistics`.
         num_experts: int, experts to keep in each block, those with the most tokens
             (of equals the first).
         method: `"router_pred"`: probabilities are still distributed among all experts,
@@ -41,7 +41,7 @@ def prune_experts(model, usage, num_experts, method="router_pred"):
 
     Example:
 
-    >>> statistics = ksm.evaluation.modality_statistics(model, None, captions)
+    >>> statistics = ksm.analysis.modality_statistics(model, None, captions)
     >>> usage = {layer: s.routed["text"] for layer, s in statistics.items()}
     >>> pruned = ksm.models.prune_experts(model, usage, num_experts=4)
     >>> text_model = ksm.models.LIMoEContrastive(pruned, model.preprocessor)

@@ -158,3 +158,11 @@ def test_a_router_of_a_user():
     np.testing.assert_array_equal(summary["load"], np.full((3, 3), 2.0))
     np.testing.assert_array_equal(summary["dropped"], [[False] * 2 + [True] * 14] * 3)
     assert "mine" in summary
+
+
+def test_keys_of_ones_own():
+    router = routers.SoftRouter(2)
+    with routers.record(key=lambda router: router.num_experts) as decisions:
+        router(DATA)
+        router(DATA)
+    assert list(decisions) == [2, "2 (2)"]
