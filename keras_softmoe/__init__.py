@@ -21,6 +21,7 @@ from keras_softmoe import routers as routers
 __version__ = "0.1.0"
 
 _LAZY_ROOMS = (
+    "analysis",
     "converters",
     "datasets",
     "distribution",
@@ -29,7 +30,6 @@ _LAZY_ROOMS = (
     "presets",
     "study",
     "training",
-    "visualization",
 )
 
 __all__ = ["__version__", "layers", "ops", "routers", *_LAZY_ROOMS]

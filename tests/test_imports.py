@@ -22,9 +22,9 @@ ROOMS = (
     "models",
     "datasets",
     "evaluation",
+    "analysis",
     "training",
     "distribution",
-    "visualization",
     "study",
 )
 

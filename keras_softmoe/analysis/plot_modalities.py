@@ -1,22 +1,32 @@
-"""Pictures of how a LIMoE treats images and text, from statistics by modality."""
+"""Figures of how a LIMoE treats images and text, from statistics by modality."""
 
 import numpy as np
 
-from keras_softmoe.evaluation.modalities import ModalityStatistics
-from keras_softmoe.visualization.drawing import (
+from keras_softmoe.analysis.drawing import (
     MARKERS,
     MODALITY_COLORS,
     PALETTE,
     as_percentages,
     block_panels,
+    block_title,
     chosen_blocks,
+    draw_means,
     import_matplotlib,
+    label_axes,
+    labelled,
     legend_beside,
+    modalities_of,
+    name_ticks,
     new_figure,
+    panel_grid,
     plain_axes,
+    shades,
+    whole_ticks,
 )
+from keras_softmoe.evaluation.modalities import ModalityStatistics
 
 _PADDING_COLOR = PALETTE[4]
+_MOST_EXPERT_TICKS = 8
 # A capacity that is so many times the highest bar would leave no room for the bars.
 _FARTHEST = 2.0
 # Half the distance of two blocks, nearly.
@@ -24,17 +34,17 @@ _HALF_WIDTH = 0.44
 
 
 def plot_modality_load(statistics, layers=None):
-    """Show how many tokens of images and text queue for each expert, and who gets in.
+    """Show how many tokens of images and text choose each expert, and which it drops.
 
-    One panel for each MoE block, one bar for each expert: from the bottom the pieces of
+    One panel for each MoE block, one bar for each expert: from the bottom the tokens of
     text that it processes, their padding, and the patches; hatched above them the
     tokens of text and of images that chose it and were dropped. The dashed line is the
     capacity of an expert. It holds in each group of pairs, so an expert may drop tokens
-    in one group and have seats to spare in another: bars below the line may have
-    hatched parts.
+    in one group and have free slots in another: bars below the line may have hatched
+    parts.
 
     Args:
-        statistics: what `evaluation.modality_statistics` returns.
+        statistics: what `analysis.modality_statistics` returns.
         layers: sequence of blocks to show. All of them if `None`.
 
     Returns:
@@ -42,27 +52,26 @@ def plot_modality_load(statistics, layers=None):
 
     Raises:
         ValueError: if these are not statistics of these blocks.
-        ImportError: if matplotlib is missing.
 
     Source: LIMoE, appendices F.1 (figures 17 to 22) and G (figure 39).
 
     Example:
 
-    >>> statistics = ksm.evaluation.modality_statistics(model, images, captions)
-    >>> figure = ksm.visualization.plot_modality_load(statistics)
+    >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
+    >>> figure = ksm.analysis.plot_modality_load(statistics)
     """
     matplotlib = import_matplotlib()
     blocks = chosen_blocks(statistics, layers, ModalityStatistics)
-    figure, axes = block_panels(matplotlib, blocks, 2.7, 2.0, sharey=True)
+    figure, panels = block_panels(blocks, 2.7, 2.0, sharey=True)
     top = max(max(sum(block.chosen.values())) for block in blocks.values())
     handles = {}
-    for ax, block in zip(axes, blocks.values(), strict=True):
+    for ax, block in panels:
         bottom = 0
         for label, counts, style in _layers_of_bars(block):
             if not counts.any():
                 continue
-            experts = np.arange(len(counts))
-            bars = ax.bar(experts, counts, 0.85, bottom, label=label, **style)
+            places = np.arange(len(counts))
+            bars = ax.bar(places, counts, 0.85, bottom, label=label, **style)
             handles.setdefault(label, bars)
             bottom = bottom + counts
         if block.slots <= _FARTHEST * top:
@@ -77,11 +86,12 @@ def plot_modality_load(statistics, layers=None):
                 ha="right",
                 va="top",
             )
-        _number_experts(ax.xaxis, len(block.padding))
+        experts = range(len(block.padding))
+        name_ticks(ax.xaxis, experts, experts, _MOST_EXPERT_TICKS)
         plain_axes(ax, 7)
-    axes[0].yaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
-    figure.supxlabel("expert", fontsize=9)
-    figure.supylabel("tokens", fontsize=9)
+    thousands = matplotlib.ticker.EngFormatter(sep="")
+    figure.axes[0].yaxis.set_major_formatter(thousands)
+    label_axes(figure, "expert", "tokens")
     legend_beside(figure, handles)
     return figure
 
@@ -90,12 +100,13 @@ def plot_routing_confidence(statistics, layers=None):
     """Show how sure the router is of the tokens of images and of text, block by block.
 
     What is shown is the largest routing probability of each token: its mean by
-    modality, with bars of one standard deviation up and down, and beside them its
-    distribution over tokens, text to the left and images to the right, each as wide as
-    its fullest bin. A dotted line marks `1/E`, the least it can be.
+    modality, with bars of one standard deviation up and down (not below 0 or above
+    100%), and beside them its distribution over tokens, text to the left and images to
+    the right, each as wide as its fullest bin. A dotted line marks `1/E`, the least it
+    can be.
 
     Args:
-        statistics: what `evaluation.modality_statistics` returns.
+        statistics: what `analysis.modality_statistics` returns.
         layers: sequence of blocks to show, from left to right. All of them if `None`.
 
     Returns:
@@ -103,19 +114,18 @@ def plot_routing_confidence(statistics, layers=None):
 
     Raises:
         ValueError: if these are not statistics of these blocks.
-        ImportError: if matplotlib is missing.
 
     Source: LIMoE, appendix G (figure 38).
 
     Example:
 
-    >>> statistics = ksm.evaluation.modality_statistics(model, images, captions)
-    >>> figure = ksm.visualization.plot_routing_confidence(statistics)
+    >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
+    >>> figure = ksm.analysis.plot_routing_confidence(statistics)
     """
-    matplotlib = import_matplotlib()
+    import_matplotlib()
     blocks = chosen_blocks(statistics, layers, ModalityStatistics)
     places = np.arange(len(blocks))
-    figure = new_figure(matplotlib, max(4.2, 1.6 + 0.85 * len(blocks)), 3.4)
+    figure = new_figure(max(4.2, 1.6 + 0.85 * len(blocks)), 3.4)
     ax = figure.subplots()
     for place, block in enumerate(blocks.values()):
         for name, histogram in block.confidence_histogram.items():
@@ -131,34 +141,27 @@ def plot_routing_confidence(statistics, layers=None):
                 alpha=0.3,
                 lw=0,
             )
-    for index, name in enumerate(_modalities(blocks)):
-        shift = {"text": -0.04, "image": 0.04}[name]
-        ax.errorbar(
-            places + shift,
+    for index, name in enumerate(modalities_of(blocks)):
+        draw_means(
+            ax,
+            places + {"text": -0.04, "image": 0.04}[name],
             [block.confidence_mean[name] for block in blocks.values()],
             [block.confidence_std[name] for block in blocks.values()],
+            limits=(0, 1),
             color=MODALITY_COLORS[name],
             marker=MARKERS[index],
             ms=4.5,
-            lw=1.4,
-            capsize=3,
             label=name,
         )
     least = [1 / len(block.padding) for block in blocks.values()]
-    ax.hlines(
-        *(least, places - 0.5, places + 0.5),
-        colors="0.3",
-        ls=":",
-        lw=1,
-        label="1/E",
-    )
-    ax.set(xlim=(-0.5, len(blocks) - 0.5), ylim=(0, max(ax.get_ylim()[1], 1.04)))
-    ax.set_xticks(places, [f"block {layer}" for layer in blocks])
+    style = {"colors": "0.3", "ls": ":", "lw": 1, "label": "1/E"}
+    ax.hlines(least, places - 0.5, places + 0.5, **style)
+    ax.set(xlim=(-0.5, len(blocks) - 0.5), ylim=(0, 1.04))
+    ax.set_xticks(places, [block_title(layer) for layer in blocks])
     plain_axes(ax)
-    as_percentages(matplotlib, ax.yaxis)
-    ax.set_ylabel("largest routing probability", fontsize=9)
-    handles, labels = ax.get_legend_handles_labels()
-    legend_beside(figure, dict(zip(labels, handles, strict=True)))
+    as_percentages(ax.yaxis)
+    label_axes(ax, y="largest routing probability")
+    legend_beside(figure, labelled(ax))
     return figure
 
 
@@ -172,7 +175,7 @@ def plot_coverage(statistics, layers=None, share=0.9):
     the legend.
 
     Args:
-        statistics: what `evaluation.modality_statistics` returns.
+        statistics: what `analysis.modality_statistics` returns.
         layers: sequence of blocks to show. All of them if `None`.
         share: float in `(0, 1]`, the share of tokens that is asked for.
 
@@ -182,23 +185,20 @@ def plot_coverage(statistics, layers=None, share=0.9):
     Raises:
         ValueError: if these are not statistics of these blocks, or `share` is not a
             part of the tokens.
-        ImportError: if matplotlib is missing.
 
     Source: LIMoE, appendices E.4 (figure 13) and B.2 (figure 10, the experts needed).
 
     Example:
 
-    >>> statistics = ksm.evaluation.modality_statistics(model, images, captions)
-    >>> figure = ksm.visualization.plot_coverage(statistics)
+    >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
+    >>> figure = ksm.analysis.plot_coverage(statistics)
     """
-    matplotlib = import_matplotlib()
+    import_matplotlib()
     blocks = chosen_blocks(statistics, layers, ModalityStatistics)
-    modalities = _modalities(blocks)
-    # Shades, since colours stand for modalities. The end of viridis is too light.
-    colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(blocks)))
-    figure = new_figure(matplotlib, 0.8 + 3.2 * len(modalities), 3.2)
-    axes = figure.subplots(1, len(modalities), squeeze=False, sharex=True, sharey=True)
-    axes = axes[0]
+    modalities = modalities_of(blocks)
+    # Since distinct colours stand for modalities.
+    colors = shades(len(blocks))
+    figure, axes = panel_grid(len(modalities), 3.6, 2.8, sharex=True, sharey=True)
     for ax, name in zip(axes, modalities, strict=True):
         for index, (layer, block) in enumerate(blocks.items()):
             coverage = block.coverage[name]
@@ -210,13 +210,13 @@ def plot_coverage(statistics, layers=None, share=0.9):
                 marker=MARKERS[index % len(MARKERS)],
                 ms=4,
                 lw=1.4,
-                label=f"block {layer}: {needed}",
+                label=f"{block_title(layer)}: {needed}",
             )
         most = max(len(block.padding) for block in blocks.values())
         ax.plot([0, most], [0, 1], color="0.5", ls=":", lw=1)
         ax.axhline(share, color="0.35", ls="--", lw=1)
         ax.set_title(name, fontsize=9)
-        ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+        whole_ticks(ax.xaxis)
         ax.legend(
             fontsize=7,
             loc="lower right",
@@ -225,9 +225,9 @@ def plot_coverage(statistics, layers=None, share=0.9):
         )
         plain_axes(ax)
     axes[0].set(xlim=(0, most + 0.3), ylim=(0, 1.03))
-    as_percentages(matplotlib, axes[0].yaxis)
-    axes[0].set_ylabel("tokens whose first choice is kept", fontsize=9)
-    figure.supxlabel("experts kept", fontsize=9)
+    as_percentages(axes[0].yaxis)
+    label_axes(axes[0], y="tokens whose first choice is kept")
+    label_axes(figure, "experts kept")
     return figure
 
 
@@ -247,13 +247,3 @@ def _layers_of_bars(block):
             }
             dropped = block.chosen[name] - block.seated[name]
             yield f"{name}, dropped", dropped, style
-
-
-def _modalities(blocks):
-    """Those of the statistics, text first."""
-    block = next(iter(blocks.values()))
-    return [name for name in MODALITY_COLORS if name in block.num_tokens]
-
-
-def _number_experts(axis, num_experts):
-    axis.set_ticks(range(0, num_experts, -(-num_experts // 8)))

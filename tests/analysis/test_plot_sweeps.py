@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from keras_softmoe import evaluation, routers
-from keras_softmoe.evaluation import RouterAblation, SweepRow
-from keras_softmoe.visualization import (
+from keras_softmoe.analysis import (
     plot_discarded_patches,
     plot_random_routers,
     plot_sweep,
 )
+from keras_softmoe.evaluation import RouterAblation, SweepRow
+from tests.analysis.reading import legend_names, lines, png, tick_names
 from tests.models import tiny
-from tests.visualization.reading import legend_names, lines, png, tick_names
 
 # === Discarded patches ===
 

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from keras_softmoe.evaluation import ExpertExamples, PairRouting
-from keras_softmoe.visualization import (
-    modality_examples,
+from keras_softmoe.analysis import (
     plot_expert_examples,
+    plot_modality_examples,
     plot_pair,
 )
+from keras_softmoe.evaluation import ExpertExamples, PairRouting
+from tests.analysis.reading import png
 from tests.evaluation import pairs
 from tests.references import to_numpy
-from tests.visualization.reading import png
 
 
 def examples(**overrides):
@@ -111,7 +111,7 @@ def test_other_things_than_examples():
 
 
 def plot_of(monkeypatch, routing, caption="a red circle"):
-    monkeypatch.setattr(modality_examples, "pair_routing", lambda *_: routing)
+    monkeypatch.setattr(plot_modality_examples, "pair_routing", lambda *_: routing)
     return plot_pair(None, None, caption)
 
 

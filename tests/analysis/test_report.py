@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from keras_softmoe import evaluation, layers, routers
-from keras_softmoe.visualization import page, routing_report
+from keras_softmoe.analysis import page, routing_report
+from tests.analysis.reading import Reading
 from tests.evaluation import pairs
 from tests.models import tiny
-from tests.visualization.reading import Reading
 
 ALL = ["Model", "Routers", "Load"]
 PATCHES = ["Images", "Specialization"]
@@ -16,7 +16,7 @@ SOFT = ["What tokens give and slots take", "How alike slots are"]
 MODALITIES = [
     "Load by modality",
     "Confidence and priority",
-    "Ways through the model",
+    "Paths through the model",
     "Examples",
 ]
 
@@ -65,10 +65,10 @@ def test_soft_classifier(report):
         contribution = statistics[block].expert_contribution
         assert soft_table[1 + block] == [
             f"block {block}",
-            f"{100 * statistics[block].dispatch_peak:.3g}%",
-            f"{statistics[block].dispatch.needed(0.9)} of 5",
-            f"{100 * statistics[block].combine_peak:.3g}%",
-            f"{statistics[block].combine.needed(0.9)} of 6",
+            f"{100 * statistics[block].dispatch_peak:.3g}% (uniform 20%)",
+            f"{statistics[block].dispatch.needed(0.9)} of 5 (uniform 5)",
+            f"{100 * statistics[block].combine_peak:.3g}% (uniform 16.7%)",
+            f"{statistics[block].combine.needed(0.9)} of 6 (uniform 6)",
             f"{contribution.argmax()} and {contribution.argmin()}, "
             f"{contribution.max() / contribution.min():.3g}× apart",
         ]

@@ -1,21 +1,32 @@
-"""Pictures of what the threshold of LIMoE's global entropy loss does."""
+"""Figures that compare trained models: by a threshold, a width or a learning rate."""
 
 import numpy as np
 
-from keras_softmoe.evaluation.modalities import ModalityStatistics
-from keras_softmoe.visualization.drawing import (
+from keras_softmoe.analysis.drawing import (
     MARKERS,
     MODALITY_COLORS,
+    PALETTE,
+    as_percentages,
+    check_kind,
     check_statistics,
+    draw_seeds,
     import_matplotlib,
     is_number,
+    label_axes,
     legend_beside,
+    name_ticks,
     new_figure,
     plain_axes,
-    spread_of,
 )
+from keras_softmoe.evaluation.modalities import ModalityStatistics
+from keras_softmoe.evaluation.peaks import PeakSweep
 
-_MOST_TICKS = 10
+_THRESHOLD = "experts asked for, S = exp(threshold for text)"
+_MODES = {True: "normalized", False: "not normalized"}
+_MODE_COLORS = {True: PALETTE[0], False: PALETTE[1]}
+# Numbers that are so many times as large as the smallest stand on a logarithmic axis.
+_WIDE_RANGE = 5
+_MOST_THRESHOLDS = 10
 
 
 def plot_experts_in_use(by_threshold, share=0.9):
@@ -27,7 +38,7 @@ def plot_experts_in_use(by_threshold, share=0.9):
 
     Args:
         by_threshold: dict from the threshold for text, as the soft minimum of experts
-            `S = exp(threshold)`, to what `evaluation.modality_statistics` returns for a
+            `S = exp(threshold)`, to what `analysis.modality_statistics` returns for a
             model that was trained with it; or to a list of those, one for each seed; or
             to a dict from `"text"` and `"image"` to the experts in use, a number or
             one for each seed.
@@ -40,27 +51,25 @@ def plot_experts_in_use(by_threshold, share=0.9):
     Raises:
         ValueError: if these are not thresholds and statistics or numbers, or `share` is
             not a part of the tokens.
-        ImportError: if matplotlib is missing.
 
     Source: LIMoE, appendix B.2 (figure 10).
 
     Example:
 
     >>> statistics = {
-    ...     S: [ksm.evaluation.modality_statistics(m, images, captions) for m in models]
+    ...     S: [ksm.analysis.modality_statistics(m, images, captions) for m in models]
     ...     for S, models in models_by_threshold.items()
     ... }
-    >>> figure = ksm.visualization.plot_experts_in_use(statistics)
+    >>> figure = ksm.analysis.plot_experts_in_use(statistics)
     """
-    matplotlib = import_matplotlib()
+    import_matplotlib()
     points = _points(by_threshold, lambda block: block.experts_needed(share), True)
-    figure = new_figure(matplotlib, 5.0, 3.2)
+    figure = new_figure(5.0, 3.2)
     ax = figure.subplots()
-    handles = _draw_lines(ax, points)
+    handles = _draw_modalities(ax, points)
     handles["as many as\nasked for"] = _draw_target(ax, points, lambda s: s)
     ax.set_ylim(bottom=0)
-    ax.set_xlabel("experts asked for, S = exp(threshold for text)", fontsize=9)
-    ax.set_ylabel(f"experts that serve {100 * share:g}%", fontsize=9)
+    label_axes(ax, _THRESHOLD, f"experts that serve {100 * share:g}%")
     legend_beside(figure, handles)
     return figure
 
@@ -82,15 +91,14 @@ def plot_routing_entropy(by_threshold):
 
     Raises:
         ValueError: if these are not thresholds and statistics.
-        ImportError: if matplotlib is missing.
 
     Source: LIMoE, appendix B.2 (figure 9).
 
     Example:
 
-    >>> figure = ksm.visualization.plot_routing_entropy(statistics_by_threshold)
+    >>> figure = ksm.analysis.plot_routing_entropy(statistics_by_threshold)
     """
-    matplotlib = import_matplotlib()
+    import_matplotlib()
     measures = {
         "router": lambda block: block.entropy,
         "after dispatch": lambda block: block.dispatch_entropy,
@@ -98,17 +106,71 @@ def plot_routing_entropy(by_threshold):
     found = {
         title: _points(by_threshold, measure) for title, measure in measures.items()
     }
-    figure = new_figure(matplotlib, 7.4, 3.2)
+    figure = new_figure(7.4, 3.2)
     axes = figure.subplots(1, len(found), sharex=True, sharey=True)
     for ax, (title, points) in zip(axes, found.items(), strict=True):
-        handles = _draw_lines(ax, points)
+        handles = _draw_modalities(ax, points)
         handles["threshold"] = _draw_target(ax, points, np.log)
         ax.set_title(title, fontsize=9)
     axes[0].set_ylim(bottom=0)
-    axes[0].set_ylabel("entropy of routing, in nats", fontsize=9)
-    figure.supxlabel("experts asked for, S = exp(threshold for text)", fontsize=9)
+    label_axes(axes[0], y="entropy of routing, in nats")
+    label_axes(figure, _THRESHOLD)
     legend_beside(figure, handles)
     return figure
+
+
+def plot_peaks(sweep, x="width of the model", score="score"):
+    """Show the largest dispatch and combine weights, with and without normalization.
+
+    Beside each other: the mean over slots of the largest dispatch weight, the mean over
+    tokens of the largest combine weight, and the scores, if there are any. Thick lines
+    are means over the blocks and seeds, with error bars of one standard deviation over
+    seeds (of weights, not below 0 or above 100%); thin lines are single blocks. At 100%
+    the softmax has collapsed to a one-hot vector.
+
+    Args:
+        sweep: `analysis.PeakSweep`.
+        x: str, what the numbers along the axis are.
+        score: str, what the scores are.
+
+    Returns:
+        `matplotlib.figure.Figure`.
+
+    Raises:
+        ValueError: if it is not a `PeakSweep`.
+
+    Source: Soft MoE, appendix E (figures 13 and 14).
+
+    Example:
+
+    >>> sweep = ksm.analysis.peak_sweep(trained, (64, 256, 1024), images)
+    >>> figure = ksm.analysis.plot_peaks(sweep)
+    """
+    import_matplotlib()
+    check_kind("sweep", sweep, PeakSweep)
+    panels = {
+        "largest dispatch weight\nof a slot": sweep.dispatch,
+        "largest combine weight\nof a token": sweep.combine,
+    }
+    figure = new_figure(7.4 + 2.3 * (sweep.scores is not None), 2.9)
+    axes = figure.subplots(1, len(panels) + (sweep.scores is not None))
+    for ax, (title, peaks) in zip(axes, panels.items(), strict=False):
+        handles = _draw_modes(ax, sweep, peaks, limits=(0, 1))
+        ax.set_title(title, fontsize=9)
+        ax.set_ylim(0, 1.03 * max(peaks.max(), 0.1))
+        as_percentages(ax.yaxis)
+    if sweep.scores is not None:
+        _draw_modes(axes[-1], sweep, sweep.scores[..., None])
+        axes[-1].set_title(score, fontsize=9)
+    for ax in axes:
+        _number_axis(ax, sweep.values)
+        plain_axes(ax, 7.5)
+    label_axes(figure, x)
+    legend_beside(figure, handles)
+    return figure
+
+
+# === Thresholds ===
 
 
 def _points(by_threshold, measure, or_numbers=False):
@@ -142,23 +204,15 @@ def _by_seed(value, measure):
     return found
 
 
-def _draw_lines(ax, points):
+def _draw_modalities(ax, points):
     """Draw a line for each modality; returns handles for the legend."""
     handles = {}
     for index, (name, color) in enumerate(MODALITY_COLORS.items()):
         line = {s: found[name] for s, found in points.items() if name in found}
         if not line:
             continue
-        handles[name] = ax.errorbar(
-            list(line),
-            [np.mean(values) for values in line.values()],
-            [spread_of(values) for values in line.values()],
-            color=color,
-            marker=MARKERS[index],
-            ms=5,
-            lw=1.4,
-            capsize=3,
-        )
+        style = {"color": color, "marker": MARKERS[index], "ms": 5}
+        handles[name] = draw_seeds(ax, list(line), line.values(), **style)
     plain_axes(ax)
     return handles
 
@@ -166,8 +220,35 @@ def _draw_lines(ax, points):
 def _draw_target(ax, thresholds, target):
     """Number the thresholds and draw what they ask for; returns the line."""
     ordered = list(thresholds)
-    step = -(-len(ordered) // _MOST_TICKS)
-    ax.set_xticks(ordered[::step], [f"{s:g}" for s in ordered[::step]])
+    name_ticks(ax.xaxis, ordered, [f"{s:g}" for s in ordered], _MOST_THRESHOLDS)
     along = np.linspace(ordered[0], ordered[-1])
     (line,) = ax.plot(along, target(along), color="0.35", ls="--", lw=1, zorder=1)
     return line
+
+
+# === Peaks ===
+
+
+def _draw_modes(ax, sweep, found, **kwargs):
+    """Draw a line for each mode of `(M, V, R, L)` numbers; returns handles."""
+    handles = {}
+    order = np.argsort(sweep.values)
+    places = sweep.values[order]
+    for index, (mode, numbers) in enumerate(zip(sweep.normalize, found, strict=True)):
+        # (V, R, L)
+        numbers, color = numbers[order], _MODE_COLORS[bool(mode)]
+        if numbers.shape[-1] > 1:
+            by_block = numbers.mean(axis=1)
+            ax.plot(places, by_block, color=color, lw=0.7, alpha=0.4)
+        style = {"color": color, "marker": MARKERS[index], "ms": 4.5, "lw": 1.6}
+        by_seed = numbers.mean(axis=2)
+        handles[_MODES[bool(mode)]] = draw_seeds(ax, places, by_seed, **style, **kwargs)
+    return handles
+
+
+def _number_axis(ax, values):
+    values = np.sort(values)
+    if values[0] > 0 and values[-1] > _WIDE_RANGE * values[0]:
+        ax.set_xscale("log")
+    ax.set_xticks(values, [f"{value:g}" for value in values])
+    ax.minorticks_off()

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from keras_softmoe.visualization import (
+from keras_softmoe.analysis import (
     plot_coverage,
     plot_modality_load,
     plot_priorities,
     plot_routing_confidence,
     plot_trajectories,
 )
-from tests.visualization.modality_blocks import make_block, statistics
-from tests.visualization.reading import legend_names, lines, png, tick_names
+from tests.analysis.modality_blocks import make_block, statistics
+from tests.analysis.reading import legend_names, lines, png, tick_names
 
 BLUE, RED = "#0072b2", "#d55e00"
 OF_BLOCKS = [

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 
 from keras_softmoe import evaluation, routers
-from keras_softmoe.evaluation import RoutingStatistics
-from keras_softmoe.visualization import (
+from keras_softmoe.analysis import (
     plot_choice_weights,
     plot_dropped_tokens,
     plot_experts_by_class,
     plot_experts_by_position,
     plot_experts_per_image,
 )
+from keras_softmoe.evaluation import RoutingStatistics
+from tests.analysis.reading import legend_names, png, tick_names
 from tests.models import tiny
-from tests.visualization.reading import legend_names, png, tick_names
 
 BY_BLOCK = [
     plot_choice_weights,
