@@ -1,6 +1,7 @@
 """What the figures share: matplotlib, panels, colours, axes and checks."""
 
 import re
+from itertools import cycle
 
 import numpy as np
 
@@ -53,17 +54,10 @@ def new_figure(width, height):
 
 
 def panel_grid(count, width, height, most_columns=4, **kwargs):
-    """A figure with panels in rows.
+    """A figure with so many panels in rows, and the list of their axes.
 
-    Args:
-        count: int, panels.
-        width: float, of a panel in inches.
-        height: float, of a panel in inches.
-        most_columns: int, panels side by side.
-        **kwargs: `sharex` and `sharey`, as in `matplotlib.figure.Figure.subplots`.
-
-    Returns:
-        Figure, and a list of axes.
+    Width and height are those of a panel, in inches. Panels may share their axes, by
+    `sharex` and `sharey` as in `matplotlib.figure.Figure.subplots`.
     """
     columns = min(count, most_columns)
     rows = -(-count // columns)
@@ -78,18 +72,14 @@ def panel_grid(count, width, height, most_columns=4, **kwargs):
     return figure, list(axes[:count])
 
 
-def block_panels(blocks, width, height, **kwargs):
-    """A figure with one panel for each MoE block.
+def block_panels(statistics, layers, kind, width, height, **kwargs):
+    """A figure with one panel for each of some MoE blocks.
 
-    Args:
-        blocks: dict from blocks to their statistics.
-        width: float, of a panel in inches.
-        height: float, of a panel in inches.
-        **kwargs: as in `panel_grid`.
-
-    Returns:
-        Figure, and a list of pairs: axes titled with a block, statistics of the block.
+    The first arguments are those of `chosen_blocks`, the others those of `panel_grid`.
+    Returns the figure and a list of pairs: axes with the block as their title, and the
+    statistics of the block.
     """
+    blocks = chosen_blocks(statistics, layers, kind)
     figure, axes = panel_grid(len(blocks), width, height, **kwargs)
     for ax, layer in zip(axes, blocks, strict=True):
         ax.set_title(block_title(layer), fontsize=9)
@@ -102,6 +92,11 @@ def block_title(layer):
 
 
 # === Colours ===
+
+
+def is_number(value):
+    """Whether a value has a place on an axis of numbers."""
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
 
 
 def line_colors(names):
@@ -117,25 +112,23 @@ def line_colors(names):
     return shades(len(names))
 
 
+def line_styles(names, colors=None):
+    """Colour and marker for each line, as keyword arguments of matplotlib."""
+    colors = line_colors(names) if colors is None else colors
+    return [
+        {"color": color, "marker": marker, "ms": 4.5, "lw": 1.4}
+        for color, marker in zip(colors, cycle(MARKERS))
+    ]
+
+
+# Blue for text, orange for images.
+MODALITY_STYLES = dict(zip(MODALITY_COLORS, line_styles(MODALITY_COLORS), strict=True))
+
+
 def shades(count, colormap="viridis", first=0.0, last=0.85):
     """Colours of a map in order. The end of viridis is too light on white."""
     colormap = import_matplotlib().colormaps[colormap]
     return list(colormap(np.linspace(first, last, count)))
-
-
-def end_of_scale(values, quantile, least=0.0):
-    """Where a colour scale ends, so that a few large values hide no others."""
-    positive = values[values > 0]
-    return max(np.quantile(positive, quantile), least) if positive.size else least or 1
-
-
-def draw_scale(figure, drawn, axes, label="", is_cut=False, size=7, aspect=30):
-    """The scale of what is drawn in some axes, with an arrow where it is cut off."""
-    extend = "max" if is_cut else "neither"
-    bar = figure.colorbar(drawn, ax=axes, extend=extend, aspect=aspect, pad=0.02)
-    bar.ax.tick_params(labelsize=size)
-    bar.set_label(label, fontsize=size + 1)
-    return bar
 
 
 # === Axes and lines ===
@@ -240,13 +233,8 @@ def modalities_of(blocks):
     return [name for name in MODALITY_COLORS if name in block.num_tokens]
 
 
-def is_number(value):
-    """Whether a value has a place on an axis of numbers."""
-    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-
-
 def chosen_blocks(statistics, layers, kind):
-    """The statistics of some blocks.
+    """The statistics of some blocks, for a figure.
 
     Args:
         statistics: dict from blocks to their statistics.
@@ -258,7 +246,9 @@ def chosen_blocks(statistics, layers, kind):
 
     Raises:
         ValueError: if these are not statistics, or there are none of a block.
+        ImportError: if matplotlib is missing.
     """
+    import_matplotlib()
     check_statistics(statistics, kind)
     layers = list(statistics if layers is None else layers)
     if not layers or any(layer not in statistics for layer in layers):

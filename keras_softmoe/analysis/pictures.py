@@ -1,13 +1,8 @@
-"""Images, and maps that are drawn over them."""
+"""Images, maps that are drawn over them, and the scales of maps."""
 
 import numpy as np
 
-from keras_softmoe.analysis.drawing import (
-    DROPPED,
-    LEAST_WIDTH,
-    import_matplotlib,
-    new_figure,
-)
+from keras_softmoe.analysis import drawing
 
 # Side of a picture in inches.
 _SIDE = 1.35
@@ -15,8 +10,8 @@ _SIDE = 1.35
 
 def picture_figure(rows, columns, extra_width=0.0, extra_height=0.75):
     """A figure with room for square pictures."""
-    width = max(columns * _SIDE + extra_width, LEAST_WIDTH)
-    return new_figure(width, rows * _SIDE + extra_height)
+    width = max(columns * _SIDE + extra_width, drawing.LEAST_WIDTH)
+    return drawing.new_figure(width, rows * _SIDE + extra_height)
 
 
 def image_rows(images, names, **extra):
@@ -48,7 +43,7 @@ def draw_map(ax, image, values, **kwargs):
 
 def hatch_patches(ax, image, is_dropped):
     """Cover dropped patches, `(rows, columns)` bool, of an image with hatched grey."""
-    grey = import_matplotlib().colors.ListedColormap([DROPPED])
+    grey = drawing.import_matplotlib().colors.ListedColormap([drawing.DROPPED])
     covered = np.ma.masked_where(~is_dropped, is_dropped)
     # Under the hatching, or the picture would shine through between its patches.
     draw_map(ax, image, covered, cmap=grey)
@@ -62,3 +57,18 @@ def hatch_patches(ax, image, is_dropped):
         hatch="////",
         linewidth=0,
     )
+
+
+def end_of_scale(values, quantile, least=0.0):
+    """Where a colour scale ends, so that a few large values hide no others."""
+    positive = values[values > 0]
+    return max(np.quantile(positive, quantile), least) if positive.size else least or 1
+
+
+def draw_scale(figure, drawn, axes, label="", is_cut=False, size=7, aspect=30):
+    """The scale of what is drawn in some axes, with an arrow where it is cut off."""
+    extend = "max" if is_cut else "neither"
+    bar = figure.colorbar(drawn, ax=axes, extend=extend, aspect=aspect, pad=0.02)
+    bar.ax.tick_params(labelsize=size)
+    bar.set_label(label, fontsize=size + 1)
+    return bar

@@ -2,28 +2,13 @@
 
 import numpy as np
 
-from keras_softmoe.analysis.drawing import (
-    MARKERS,
-    MODALITY_COLORS,
-    PALETTE,
-    as_percentages,
-    check_kind,
-    check_statistics,
-    draw_seeds,
-    import_matplotlib,
-    is_number,
-    label_axes,
-    legend_beside,
-    name_ticks,
-    new_figure,
-    plain_axes,
-)
+from keras_softmoe.analysis import drawing
 from keras_softmoe.evaluation.modalities import ModalityStatistics
 from keras_softmoe.evaluation.peaks import PeakSweep
 
 _THRESHOLD = "experts asked for, S = exp(threshold for text)"
 _MODES = {True: "normalized", False: "not normalized"}
-_MODE_COLORS = {True: PALETTE[0], False: PALETTE[1]}
+_MODE_STYLES = dict(zip(_MODES, drawing.line_styles(_MODES.values()), strict=True))
 # Numbers that are so many times as large as the smallest stand on a logarithmic axis.
 _WIDE_RANGE = 5
 _MOST_THRESHOLDS = 10
@@ -62,15 +47,15 @@ def plot_experts_in_use(by_threshold, share=0.9):
     ... }
     >>> figure = ksm.analysis.plot_experts_in_use(statistics)
     """
-    import_matplotlib()
+    drawing.import_matplotlib()
     points = _points(by_threshold, lambda block: block.experts_needed(share), True)
-    figure = new_figure(5.0, 3.2)
+    figure = drawing.new_figure(5.0, 3.2)
     ax = figure.subplots()
     handles = _draw_modalities(ax, points)
     handles["as many as\nasked for"] = _draw_target(ax, points, lambda s: s)
     ax.set_ylim(bottom=0)
-    label_axes(ax, _THRESHOLD, f"experts that serve {100 * share:g}%")
-    legend_beside(figure, handles)
+    drawing.label_axes(ax, _THRESHOLD, f"experts that serve {100 * share:g}%")
+    drawing.legend_beside(figure, handles)
     return figure
 
 
@@ -98,7 +83,7 @@ def plot_routing_entropy(by_threshold):
 
     >>> figure = ksm.analysis.plot_routing_entropy(statistics_by_threshold)
     """
-    import_matplotlib()
+    drawing.import_matplotlib()
     measures = {
         "router": lambda block: block.entropy,
         "after dispatch": lambda block: block.dispatch_entropy,
@@ -106,16 +91,16 @@ def plot_routing_entropy(by_threshold):
     found = {
         title: _points(by_threshold, measure) for title, measure in measures.items()
     }
-    figure = new_figure(7.4, 3.2)
+    figure = drawing.new_figure(7.4, 3.2)
     axes = figure.subplots(1, len(found), sharex=True, sharey=True)
     for ax, (title, points) in zip(axes, found.items(), strict=True):
         handles = _draw_modalities(ax, points)
         handles["threshold"] = _draw_target(ax, points, np.log)
         ax.set_title(title, fontsize=9)
     axes[0].set_ylim(bottom=0)
-    label_axes(axes[0], y="entropy of routing, in nats")
-    label_axes(figure, _THRESHOLD)
-    legend_beside(figure, handles)
+    drawing.label_axes(axes[0], y="entropy of routing, in nats")
+    drawing.label_axes(figure, _THRESHOLD)
+    drawing.legend_beside(figure, handles)
     return figure
 
 
@@ -146,27 +131,27 @@ def plot_peaks(sweep, x="width of the model", score="score"):
     >>> sweep = ksm.analysis.peak_sweep(trained, (64, 256, 1024), images)
     >>> figure = ksm.analysis.plot_peaks(sweep)
     """
-    import_matplotlib()
-    check_kind("sweep", sweep, PeakSweep)
+    drawing.import_matplotlib()
+    drawing.check_kind("sweep", sweep, PeakSweep)
     panels = {
         "largest dispatch weight\nof a slot": sweep.dispatch,
         "largest combine weight\nof a token": sweep.combine,
     }
-    figure = new_figure(7.4 + 2.3 * (sweep.scores is not None), 2.9)
+    figure = drawing.new_figure(7.4 + 2.3 * (sweep.scores is not None), 2.9)
     axes = figure.subplots(1, len(panels) + (sweep.scores is not None))
     for ax, (title, peaks) in zip(axes, panels.items(), strict=False):
         handles = _draw_modes(ax, sweep, peaks, limits=(0, 1))
         ax.set_title(title, fontsize=9)
         ax.set_ylim(0, 1.03 * max(peaks.max(), 0.1))
-        as_percentages(ax.yaxis)
+        drawing.as_percentages(ax.yaxis)
     if sweep.scores is not None:
         _draw_modes(axes[-1], sweep, sweep.scores[..., None])
         axes[-1].set_title(score, fontsize=9)
     for ax in axes:
         _number_axis(ax, sweep.values)
-        plain_axes(ax, 7.5)
-    label_axes(figure, x)
-    legend_beside(figure, handles)
+        drawing.plain_axes(ax, 7.5)
+    drawing.label_axes(figure, x)
+    drawing.legend_beside(figure, handles)
     return figure
 
 
@@ -176,7 +161,7 @@ def plot_peaks(sweep, x="width of the model", score="score"):
 def _points(by_threshold, measure, or_numbers=False):
     """Dict from threshold to a dict from modality to a number for each seed."""
     known = isinstance(by_threshold, dict) and by_threshold
-    if not known or not all(is_number(s) and s >= 1 for s in by_threshold):
+    if not known or not all(drawing.is_number(s) and s >= 1 for s in by_threshold):
         raise ValueError(
             "`by_threshold` must be a dict from soft minima of experts, 1 or more, to "
             f"statistics, not empty. Received: by_threshold={by_threshold!r:.200}."
@@ -184,8 +169,8 @@ def _points(by_threshold, measure, or_numbers=False):
     points = {}
     for threshold in sorted(by_threshold):
         value = by_threshold[threshold]
-        is_measured = isinstance(value, dict) and set(value) <= set(MODALITY_COLORS)
-        if or_numbers and is_measured and value:
+        is_dict = isinstance(value, dict) and value
+        if or_numbers and is_dict and set(value) <= set(drawing.MODALITY_COLORS):
             points[threshold] = {n: np.atleast_1d(x) for n, x in value.items()}
         else:
             points[threshold] = _by_seed(value, measure)
@@ -196,7 +181,7 @@ def _by_seed(value, measure):
     seeds = value if isinstance(value, list | tuple) else [value]
     found = {}
     for statistics in seeds or [None]:
-        check_statistics(statistics, ModalityStatistics)
+        drawing.check_statistics(statistics, ModalityStatistics)
         blocks = [measure(block) for block in statistics.values()]
         for name in blocks[0]:
             mean = np.mean([block[name] for block in blocks])
@@ -207,20 +192,18 @@ def _by_seed(value, measure):
 def _draw_modalities(ax, points):
     """Draw a line for each modality; returns handles for the legend."""
     handles = {}
-    for index, (name, color) in enumerate(MODALITY_COLORS.items()):
+    for name, style in drawing.MODALITY_STYLES.items():
         line = {s: found[name] for s, found in points.items() if name in found}
-        if not line:
-            continue
-        style = {"color": color, "marker": MARKERS[index], "ms": 5}
-        handles[name] = draw_seeds(ax, list(line), line.values(), **style)
-    plain_axes(ax)
+        if line:
+            handles[name] = drawing.draw_seeds(ax, list(line), line.values(), **style)
+    drawing.plain_axes(ax)
     return handles
 
 
 def _draw_target(ax, thresholds, target):
     """Number the thresholds and draw what they ask for; returns the line."""
     ordered = list(thresholds)
-    name_ticks(ax.xaxis, ordered, [f"{s:g}" for s in ordered], _MOST_THRESHOLDS)
+    drawing.name_ticks(ax.xaxis, ordered, [f"{s:g}" for s in ordered], _MOST_THRESHOLDS)
     along = np.linspace(ordered[0], ordered[-1])
     (line,) = ax.plot(along, target(along), color="0.35", ls="--", lw=1, zorder=1)
     return line
@@ -234,15 +217,15 @@ def _draw_modes(ax, sweep, found, **kwargs):
     handles = {}
     order = np.argsort(sweep.values)
     places = sweep.values[order]
-    for index, (mode, numbers) in enumerate(zip(sweep.normalize, found, strict=True)):
+    for mode, numbers in zip(sweep.normalize.tolist(), found, strict=True):
         # (V, R, L)
-        numbers, color = numbers[order], _MODE_COLORS[bool(mode)]
+        numbers, style = numbers[order], _MODE_STYLES[mode]
         if numbers.shape[-1] > 1:
             by_block = numbers.mean(axis=1)
-            ax.plot(places, by_block, color=color, lw=0.7, alpha=0.4)
-        style = {"color": color, "marker": MARKERS[index], "ms": 4.5, "lw": 1.6}
+            ax.plot(places, by_block, color=style["color"], lw=0.7, alpha=0.4)
         by_seed = numbers.mean(axis=2)
-        handles[_MODES[bool(mode)]] = draw_seeds(ax, places, by_seed, **style, **kwargs)
+        line = drawing.draw_seeds(ax, places, by_seed, **style, **kwargs)
+        handles[_MODES[mode]] = line
     return handles
 
 

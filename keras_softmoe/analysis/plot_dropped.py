@@ -1,20 +1,6 @@
 """Figures of dropped tokens: patches that no expert takes, and how many there are."""
 
-from keras_softmoe.analysis.drawing import (
-    MARKERS,
-    PRIORITY_NAMES,
-    as_percentages,
-    block_title,
-    check_statistics,
-    import_matplotlib,
-    label_axes,
-    labelled,
-    legend_beside,
-    line_colors,
-    new_figure,
-    plain_axes,
-)
-from keras_softmoe.analysis.pictures import draw_picture, hatch_patches, image_rows
+from keras_softmoe.analysis import drawing, pictures
 from keras_softmoe.evaluation.routing import (
     backbone_of,
     check_has_routers,
@@ -67,7 +53,7 @@ def plot_discarded_patches(
     ... )
     >>> figure.savefig("discarded.png")
     """
-    import_matplotlib()
+    drawing.import_matplotlib()
     capacity_factors = tuple(capacity_factors)
     backbone, _ = backbone_of(model)
     _check_has_capacity(backbone)
@@ -88,16 +74,16 @@ def plot_discarded_patches(
         priority = getattr(backbone.routers[maps.layer], "priority", None)
     names = [f"C = {factor:g}" for factor in capacity_factors]
     extra_height = 0.12 * len(maps.images) + 0.7
-    figure, axes = image_rows(maps.images, names, extra_height=extra_height)
+    figure, axes = pictures.image_rows(maps.images, names, extra_height=extra_height)
     for column, discarded in zip(axes.T, columns, strict=True):
         for ax, image, patches in zip(column, maps.images, discarded, strict=True):
-            draw_picture(ax, image)
-            hatch_patches(ax, image, patches)
+            pictures.draw_picture(ax, image)
+            pictures.hatch_patches(ax, image, patches)
             share = f"{patches.mean():.0%} discarded"
             ax.set_xlabel(share, fontsize=7, labelpad=2)
     title = f"Patches that no expert takes\nblock {maps.layer}"
     if priority is not None:
-        title += f", priority {PRIORITY_NAMES.get(priority, priority)}"
+        title += f", priority {drawing.PRIORITY_NAMES.get(priority, priority)}"
     figure.suptitle(title, fontsize=10)
     return figure
 
@@ -131,7 +117,7 @@ def plot_dropped_tokens(statistics_by_num_experts):
     ... }
     >>> figure = ksm.analysis.plot_dropped_tokens(statistics)
     """
-    import_matplotlib()
+    drawing.import_matplotlib()
     named = statistics_by_num_experts
     if not (named and all(isinstance(name, str) for name in named)):
         named = {None: named}
@@ -146,35 +132,28 @@ def plot_dropped_tokens(statistics_by_num_experts):
             for layer in statistics
         }
     )
-    figure = new_figure(1.6 + 2.9 * len(named), 3.2)
+    figure = drawing.new_figure(1.6 + 2.9 * len(named), 3.2)
     axes = figure.subplots(1, len(named), squeeze=False, sharex=True, sharey=True)[0]
-    colors = line_colors(layers)
+    styles = drawing.line_styles(layers)
     for ax, (name, by_num_experts) in zip(axes, named.items(), strict=True):
-        for index, layer in enumerate(layers):
+        for layer, style in zip(layers, styles, strict=True):
             line = {
                 count: by_num_experts[count][layer].dropped
                 for count in sorted(by_num_experts)
                 if layer in by_num_experts[count]
             }
-            ax.plot(
-                list(line),
-                list(line.values()),
-                color=colors[index],
-                marker=MARKERS[index % len(MARKERS)],
-                ms=4.5,
-                lw=1.4,
-                label=block_title(layer),
-            )
+            label = drawing.block_title(layer)
+            ax.plot(list(line), list(line.values()), label=label, **style)
         ax.set_title(name or "", fontsize=9)
         ax.set_xscale("log", base=2)
         ax.set_xticks(counts, counts)
         ax.minorticks_off()
-        label_axes(ax, "experts")
-        plain_axes(ax)
-    as_percentages(axes[0].yaxis)
+        drawing.label_axes(ax, "experts")
+        drawing.plain_axes(ax)
+    drawing.as_percentages(axes[0].yaxis)
     axes[0].set_ylim(bottom=0)
-    label_axes(axes[0], y="dropped tokens")
-    legend_beside(figure, labelled(axes[-1]))
+    drawing.label_axes(axes[0], y="dropped tokens")
+    drawing.legend_beside(figure, drawing.labelled(axes[-1]))
     return figure
 
 
@@ -197,7 +176,7 @@ def _check_num_experts(by_num_experts):
             f"Received: {by_num_experts!r}."
         )
     for num_experts, statistics in by_num_experts.items():
-        check_statistics(statistics, RoutingStatistics)
+        drawing.check_statistics(statistics, RoutingStatistics)
         for layer, block in statistics.items():
             if len(block.load) != num_experts:
                 raise ValueError(

@@ -4,15 +4,7 @@ import math
 
 import numpy as np
 
-from keras_softmoe.analysis.drawing import (
-    block_panels,
-    chosen_blocks,
-    draw_scale,
-    end_of_scale,
-    import_matplotlib,
-    label_axes,
-    name_ticks,
-)
+from keras_softmoe.analysis import drawing, pictures
 from keras_softmoe.evaluation.slots import SlotCorrelation
 from keras_softmoe.evaluation.statistics import RoutingStatistics
 
@@ -59,9 +51,9 @@ def plot_experts_by_class(statistics, class_names=None, layers=None, sort=True):
     >>> statistics = ksm.analysis.routing_statistics(classifier, images, labels)
     >>> figure = ksm.analysis.plot_experts_by_class(statistics)
     """
-    import_matplotlib()
-    blocks = chosen_blocks(statistics, layers, RoutingStatistics)
-    figure, panels = block_panels(blocks, 3.1, 3.1)
+    figure, panels = drawing.block_panels(
+        statistics, layers, RoutingStatistics, 3.1, 3.1
+    )
     figure.axes[0].set_ylabel("class", fontsize=8)
     for ax, block in panels:
         if block.weight_by_class is None:
@@ -81,7 +73,7 @@ def plot_experts_by_class(statistics, class_names=None, layers=None, sort=True):
             aspect="auto",
             interpolation="nearest",
             vmin=0.0,
-            vmax=end_of_scale(weights[classes], 0.995),
+            vmax=pictures.end_of_scale(weights[classes], 0.995),
         )
         _write_names(ax.xaxis, experts, rotation=90 if len(experts) > 12 else 0)
         _write_names(ax.yaxis, [names[index] for index in classes])
@@ -121,19 +113,20 @@ def plot_experts_by_position(statistics, layers=None, patch_grid=None, sort=True
     >>> statistics = ksm.analysis.routing_statistics(classifier, images)
     >>> figure = ksm.analysis.plot_experts_by_position(statistics)
     """
-    import_matplotlib()
-    blocks = chosen_blocks(statistics, layers, RoutingStatistics)
+    blocks = drawing.chosen_blocks(statistics, layers, RoutingStatistics)
     # (E, rows, columns) each
     maps = [_position_maps(b.weight_by_position, patch_grid) for b in blocks.values()]
     experts = [_by_variation(m) if sort else np.arange(len(m)) for m in maps]
     # (mosaic, corners) each
     drawn = [_mosaic(m[order]) for m, order in zip(maps, experts, strict=True)]
     height, width = drawn[0][0].shape
-    figure, panels = block_panels(blocks, 3.1, 0.35 + 2.6 * height / width)
+    figure, panels = drawing.block_panels(
+        blocks, None, RoutingStatistics, 3.1, 0.35 + 2.6 * height / width
+    )
     for (ax, _), values, order, (mosaic, corners) in zip(
         panels, maps, experts, drawn, strict=True
     ):
-        top = end_of_scale(values, 0.98)
+        top = pictures.end_of_scale(values, 0.98)
         image = ax.imshow(mosaic, interpolation="nearest", vmin=0.0, vmax=top)
         for expert, (row, column) in zip(order, corners, strict=True):
             # The edge of a patch is half a patch before its centre.
@@ -169,9 +162,9 @@ def plot_slot_correlation(correlations, layers=None):
     >>> correlation = ksm.analysis.slot_correlation(classifier)
     >>> figure = ksm.analysis.plot_slot_correlation(correlation)
     """
-    import_matplotlib()
-    blocks = chosen_blocks(correlations, layers, SlotCorrelation)
-    figure, panels = block_panels(blocks, 2.6, 2.4)
+    figure, panels = drawing.block_panels(
+        correlations, layers, SlotCorrelation, 2.6, 2.4
+    )
     for ax, block in panels:
         drawn = ax.imshow(
             block.cosine, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest"
@@ -189,8 +182,10 @@ def plot_slot_correlation(correlations, layers=None):
         places = shown * slots + (slots - 1) / 2
         ax.set_xticks(places, shown, fontsize=7)
         ax.set_yticks(places, shown, fontsize=7)
-    label_axes(figure, "expert (one row and column for each of its slots)", "expert")
-    draw_scale(figure, drawn, list(figure.axes), "cosine of slot parameters")
+    drawing.label_axes(
+        figure, "expert (one row and column for each of its slots)", "expert"
+    )
+    pictures.draw_scale(figure, drawn, list(figure.axes), "cosine of slot parameters")
     return figure
 
 
@@ -263,13 +258,13 @@ def _mosaic(maps):
 
 def _write_names(axis, names, rotation=0):
     """As many names along an axis as fit."""
-    name_ticks(axis, range(len(names)), names, _MOST_NAMES)
+    drawing.name_ticks(axis, range(len(names)), names, _MOST_NAMES)
     axis.set_tick_params(labelsize=6, rotation=rotation, length=2)
 
 
 def _draw_scale(figure, drawn, ax):
     is_cut = drawn.get_array().max() > drawn.norm.vmax
-    draw_scale(figure, drawn, ax, is_cut=is_cut, size=6)
+    pictures.draw_scale(figure, drawn, ax, is_cut=is_cut, size=6)
 
 
 def _mean_cosines(block):

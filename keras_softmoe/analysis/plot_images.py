@@ -2,21 +2,7 @@
 
 import numpy as np
 
-from keras_softmoe.analysis.drawing import (
-    DROPPED,
-    draw_scale,
-    end_of_scale,
-    import_matplotlib,
-    label_axes,
-    shades,
-)
-from keras_softmoe.analysis.pictures import (
-    draw_map,
-    draw_picture,
-    hatch_patches,
-    image_rows,
-    picture_figure,
-)
+from keras_softmoe.analysis import drawing, pictures
 from keras_softmoe.evaluation.routing import main_experts, routing_maps
 
 # Brightness of the pictures that lie under a map.
@@ -54,24 +40,24 @@ def plot_slots(model, images, layer=None, slots=6, preprocessor=None):
     >>> figure = ksm.analysis.plot_slots(classifier, images[:4])
     >>> figure.savefig("slots.png")
     """
-    matplotlib = import_matplotlib()
+    matplotlib = drawing.import_matplotlib()
     maps = routing_maps(model, images, layer, preprocessor)
     chosen = _chosen_slots(maps.dispatch, slots)
     # (slots, B, rows, columns), 1 if a slot took all tokens alike
     shares = np.stack([maps.dispatch[..., e, c] for e, c in chosen])
     shares *= maps.group_tokens
-    top = end_of_scale(shares, 0.995, least=1.25)
+    top = pictures.end_of_scale(shares, 0.995, least=1.25)
     scale = matplotlib.colors.Normalize(1, top)
     colors = matplotlib.colors.ListedColormap(_see_through())
     names = [f"expert {expert}, slot {slot}" for expert, slot in chosen]
-    figure, axes = image_rows(maps.images, names, extra_width=0.9)
+    figure, axes = pictures.image_rows(maps.images, names, extra_width=0.9)
     for image, row, by_slot in zip(
         maps.images, axes, shares.swapaxes(0, 1), strict=True
     ):
         for ax, share in zip(row, by_slot, strict=True):
-            draw_picture(ax, image, _DIMMED)
-            draw_map(ax, image, share, cmap=colors, norm=scale)
-    bar = draw_scale(
+            pictures.draw_picture(ax, image, _DIMMED)
+            pictures.draw_map(ax, image, share, cmap=colors, norm=scale)
+    bar = pictures.draw_scale(
         figure,
         matplotlib.cm.ScalarMappable(scale, colors),
         figure.axes,
@@ -111,17 +97,17 @@ def plot_experts(model, images, layer=None, preprocessor=None):
     >>> figure = ksm.analysis.plot_experts(classifier, images[:6])
     >>> figure.savefig("experts.png")
     """
-    import_matplotlib()
+    drawing.import_matplotlib()
     maps = routing_maps(model, images, layer, preprocessor)
     # (B, rows, columns)
     experts = main_experts(maps)
     num_experts = maps.combine.shape[-2]
     colors = _expert_colors(num_experts)
     columns = len(experts)
-    figure = picture_figure(2, columns, extra_width=3.0)
+    figure = pictures.picture_figure(2, columns, extra_width=3.0)
     grid = figure.add_gridspec(2, columns + 1, width_ratios=[1] * columns + [1.9])
     for column, image in enumerate(maps.images):
-        draw_picture(figure.add_subplot(grid[0, column]), image)
+        pictures.draw_picture(figure.add_subplot(grid[0, column]), image)
         ax = figure.add_subplot(grid[1, column])
         _draw_experts(ax, image, experts[column], colors)
     counts = np.bincount(experts.ravel() + 1, minlength=num_experts + 1)
@@ -180,8 +166,8 @@ def _most_different_slots(dispatch, count):
 
 
 def _draw_experts(ax, image, experts, colors):
-    draw_map(ax, image, colors[experts])
-    hatch_patches(ax, image, experts < 0)
+    pictures.draw_map(ax, image, colors[experts])
+    pictures.hatch_patches(ax, image, experts < 0)
     rows, columns = experts.shape
     height, width = image.shape[0] / rows, image.shape[1] / columns
     for (row, column), expert in np.ndenumerate(experts):
@@ -204,18 +190,18 @@ def _draw_counts(ax, counts, colors):
     places = names = experts[:: -(-len(experts) // 20)].tolist()
     if dropped:
         bottom = len(counts) + 0.5
-        ax.barh(bottom, dropped, color=DROPPED, hatch="////", ec="grey", lw=0.4)
+        ax.barh(bottom, dropped, color=drawing.DROPPED, hatch="////", ec="grey", lw=0.4)
         places, names = [*places, bottom], [*names, "dropped"]
     ax.set_yticks(places, names)
     ax.invert_yaxis()
     ax.tick_params(labelsize=8)
-    label_axes(ax, "patches", "expert")
+    drawing.label_axes(ax, "patches", "expert")
     ax.spines[["top", "right"]].set_visible(False)
 
 
 def _see_through():
     """Dark orange to light yellow, with the picture shining through small values."""
-    colors = np.array(shades(256, "inferno", 0.55, 1))
+    colors = np.array(drawing.shades(256, "inferno", 0.55, 1))
     colors[:, 3] = np.linspace(0, 0.9, 256) ** 0.5
     return colors
 
@@ -224,8 +210,10 @@ def _expert_colors(num_experts):
     """`(E, 3)`: soft, distinct colours for up to 18 experts, a rainbow for more."""
     if num_experts <= 18:
         # Without the two greys, the colour of dropped patches.
-        colors = np.delete(shades(20, "tab20", 0, 1), (14, 15), axis=0)[:num_experts]
+        colors = np.delete(drawing.shades(20, "tab20", 0, 1), (14, 15), axis=0)[
+            :num_experts
+        ]
     else:
-        colors = np.array(shades(num_experts, "turbo", 0, 1))
+        colors = np.array(drawing.shades(num_experts, "turbo", 0, 1))
     # Lighter, so that black numbers can be read on them.
     return 0.7 * colors[:, :3] + 0.3

@@ -2,30 +2,10 @@
 
 import numpy as np
 
-from keras_softmoe.analysis.drawing import (
-    MARKERS,
-    MODALITY_COLORS,
-    PALETTE,
-    as_percentages,
-    block_panels,
-    block_title,
-    chosen_blocks,
-    draw_means,
-    import_matplotlib,
-    label_axes,
-    labelled,
-    legend_beside,
-    modalities_of,
-    name_ticks,
-    new_figure,
-    panel_grid,
-    plain_axes,
-    shades,
-    whole_ticks,
-)
+from keras_softmoe.analysis import drawing
 from keras_softmoe.evaluation.modalities import ModalityStatistics
 
-_PADDING_COLOR = PALETTE[4]
+_PADDING_COLOR = drawing.PALETTE[4]
 _MOST_EXPERT_TICKS = 8
 # A capacity that is so many times the highest bar would leave no room for the bars.
 _FARTHEST = 2.0
@@ -60,10 +40,11 @@ def plot_modality_load(statistics, layers=None):
     >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
     >>> figure = ksm.analysis.plot_modality_load(statistics)
     """
-    matplotlib = import_matplotlib()
-    blocks = chosen_blocks(statistics, layers, ModalityStatistics)
-    figure, panels = block_panels(blocks, 2.7, 2.0, sharey=True)
-    top = max(max(sum(block.chosen.values())) for block in blocks.values())
+    matplotlib = drawing.import_matplotlib()
+    figure, panels = drawing.block_panels(
+        statistics, layers, ModalityStatistics, 2.7, 2.0, sharey=True
+    )
+    top = max(max(sum(block.chosen.values())) for _, block in panels)
     handles = {}
     for ax, block in panels:
         bottom = 0
@@ -87,12 +68,12 @@ def plot_modality_load(statistics, layers=None):
                 va="top",
             )
         experts = range(len(block.padding))
-        name_ticks(ax.xaxis, experts, experts, _MOST_EXPERT_TICKS)
-        plain_axes(ax, 7)
+        drawing.name_ticks(ax.xaxis, experts, experts, _MOST_EXPERT_TICKS)
+        drawing.plain_axes(ax, 7)
     thousands = matplotlib.ticker.EngFormatter(sep="")
     figure.axes[0].yaxis.set_major_formatter(thousands)
-    label_axes(figure, "expert", "tokens")
-    legend_beside(figure, handles)
+    drawing.label_axes(figure, "expert", "tokens")
+    drawing.legend_beside(figure, handles)
     return figure
 
 
@@ -122,10 +103,9 @@ def plot_routing_confidence(statistics, layers=None):
     >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
     >>> figure = ksm.analysis.plot_routing_confidence(statistics)
     """
-    import_matplotlib()
-    blocks = chosen_blocks(statistics, layers, ModalityStatistics)
+    blocks = drawing.chosen_blocks(statistics, layers, ModalityStatistics)
     places = np.arange(len(blocks))
-    figure = new_figure(max(4.2, 1.6 + 0.85 * len(blocks)), 3.4)
+    figure = drawing.new_figure(max(4.2, 1.6 + 0.85 * len(blocks)), 3.4)
     ax = figure.subplots()
     for place, block in enumerate(blocks.values()):
         for name, histogram in block.confidence_histogram.items():
@@ -137,31 +117,29 @@ def plot_routing_confidence(statistics, layers=None):
                 baseline=place,
                 orientation="horizontal",
                 fill=True,
-                color=MODALITY_COLORS[name],
+                color=drawing.MODALITY_COLORS[name],
                 alpha=0.3,
                 lw=0,
             )
-    for index, name in enumerate(modalities_of(blocks)):
-        draw_means(
+    for name in drawing.modalities_of(blocks):
+        drawing.draw_means(
             ax,
             places + {"text": -0.04, "image": 0.04}[name],
             [block.confidence_mean[name] for block in blocks.values()],
             [block.confidence_std[name] for block in blocks.values()],
             limits=(0, 1),
-            color=MODALITY_COLORS[name],
-            marker=MARKERS[index],
-            ms=4.5,
             label=name,
+            **drawing.MODALITY_STYLES[name],
         )
     least = [1 / len(block.padding) for block in blocks.values()]
     style = {"colors": "0.3", "ls": ":", "lw": 1, "label": "1/E"}
     ax.hlines(least, places - 0.5, places + 0.5, **style)
     ax.set(xlim=(-0.5, len(blocks) - 0.5), ylim=(0, 1.04))
-    ax.set_xticks(places, [block_title(layer) for layer in blocks])
-    plain_axes(ax)
-    as_percentages(ax.yaxis)
-    label_axes(ax, y="largest routing probability")
-    legend_beside(figure, labelled(ax))
+    ax.set_xticks(places, [drawing.block_title(layer) for layer in blocks])
+    drawing.plain_axes(ax)
+    drawing.as_percentages(ax.yaxis)
+    drawing.label_axes(ax, y="largest routing probability")
+    drawing.legend_beside(figure, drawing.labelled(ax))
     return figure
 
 
@@ -193,55 +171,49 @@ def plot_coverage(statistics, layers=None, share=0.9):
     >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
     >>> figure = ksm.analysis.plot_coverage(statistics)
     """
-    import_matplotlib()
-    blocks = chosen_blocks(statistics, layers, ModalityStatistics)
-    modalities = modalities_of(blocks)
+    blocks = drawing.chosen_blocks(statistics, layers, ModalityStatistics)
+    modalities = drawing.modalities_of(blocks)
     # Since distinct colours stand for modalities.
-    colors = shades(len(blocks))
-    figure, axes = panel_grid(len(modalities), 3.6, 2.8, sharex=True, sharey=True)
+    styles = drawing.line_styles(blocks, drawing.shades(len(blocks)))
+    figure, axes = drawing.panel_grid(
+        len(modalities), 3.6, 2.8, sharex=True, sharey=True
+    )
     for ax, name in zip(axes, modalities, strict=True):
-        for index, (layer, block) in enumerate(blocks.items()):
+        for (layer, block), style in zip(blocks.items(), styles, strict=True):
             coverage = block.coverage[name]
-            needed = block.experts_needed(share)[name]
-            ax.plot(
-                np.arange(1, len(coverage) + 1),
-                coverage,
-                color=colors[index],
-                marker=MARKERS[index % len(MARKERS)],
-                ms=4,
-                lw=1.4,
-                label=f"{block_title(layer)}: {needed}",
-            )
+            label = f"{drawing.block_title(layer)}: {block.experts_needed(share)[name]}"
+            ax.plot(np.arange(1, len(coverage) + 1), coverage, label=label, **style)
         most = max(len(block.padding) for block in blocks.values())
         ax.plot([0, most], [0, 1], color="0.5", ls=":", lw=1)
         ax.axhline(share, color="0.35", ls="--", lw=1)
         ax.set_title(name, fontsize=9)
-        whole_ticks(ax.xaxis)
+        drawing.whole_ticks(ax.xaxis)
         ax.legend(
             fontsize=7,
             loc="lower right",
             title=f"experts for {100 * share:g}%",
             title_fontsize=7,
         )
-        plain_axes(ax)
+        drawing.plain_axes(ax)
     axes[0].set(xlim=(0, most + 0.3), ylim=(0, 1.03))
-    as_percentages(axes[0].yaxis)
-    label_axes(axes[0], y="tokens whose first choice is kept")
-    label_axes(figure, "experts kept")
+    drawing.as_percentages(axes[0].yaxis)
+    drawing.label_axes(axes[0], y="tokens whose first choice is kept")
+    drawing.label_axes(figure, "experts kept")
     return figure
 
 
 def _layers_of_bars(block):
     """From the bottom: label, `(E,)` counts and style."""
     text, image = (block.seated.get(n, block.padding * 0) for n in ("text", "image"))
-    yield "text: words", text - block.padding, {"color": MODALITY_COLORS["text"]}
+    colors = drawing.MODALITY_COLORS
+    yield "text: words", text - block.padding, {"color": colors["text"]}
     yield "text: padding", block.padding, {"color": _PADDING_COLOR}
-    yield "image", image, {"color": MODALITY_COLORS["image"]}
+    yield "image", image, {"color": colors["image"]}
     for name in ("text", "image"):
         if name in block.chosen:
             style = {
                 "facecolor": "white",
-                "edgecolor": MODALITY_COLORS[name],
+                "edgecolor": colors[name],
                 "hatch": "/////",
                 "lw": 0.4,
             }

@@ -5,14 +5,7 @@ from collections import Counter
 
 import numpy as np
 
-from keras_softmoe.analysis.drawing import (
-    check_kind,
-    chosen_experts,
-    import_matplotlib,
-    new_figure,
-    panel_grid,
-)
-from keras_softmoe.analysis.pictures import draw_picture
+from keras_softmoe.analysis import drawing, pictures
 from keras_softmoe.evaluation.modality_examples import (
     ExpertExamples,
     pair_routing,
@@ -51,10 +44,10 @@ def plot_expert_examples(examples, experts=None):
     >>> examples = ksm.analysis.expert_examples(model, images, captions, layer=3)
     >>> figure = ksm.analysis.plot_expert_examples(examples)
     """
-    import_matplotlib()
-    check_kind("examples", examples, ExpertExamples)
+    drawing.import_matplotlib()
+    drawing.check_kind("examples", examples, ExpertExamples)
     count = len(next(iter(examples.share.values())))
-    experts = chosen_experts(experts, count)
+    experts = drawing.chosen_experts(experts, count)
     # Width in inches of what there is.
     widths = {}
     if examples.patches is not None:
@@ -63,7 +56,7 @@ def plot_expert_examples(examples, experts=None):
     if examples.words is not None:
         widths["words"] = 1.05 * _WORDS_PER_LINE
         words = _readable(examples.words)
-    figure = new_figure(1.3 + sum(widths.values()), 0.5 + 0.72 * len(experts))
+    figure = drawing.new_figure(1.3 + sum(widths.values()), 0.5 + 0.72 * len(experts))
     axes = figure.subplots(
         *(len(experts), len(widths)),
         squeeze=False,
@@ -123,7 +116,7 @@ def plot_pair(model, image, caption, layer=None, preprocessor=None):
     >>> figure = ksm.analysis.plot_pair(model, image, "a red circle", layer=3)
     >>> figure.savefig("pair.png")
     """
-    import_matplotlib()
+    drawing.import_matplotlib()
     routing = pair_routing(model, image, caption, layer, preprocessor)
     (words,) = _readable([routing.words])
     # Dropped tokens last.
@@ -134,13 +127,13 @@ def plot_pair(model, image, caption, layer=None, preprocessor=None):
         if (routing.patch_experts == expert).any()
         or (routing.word_experts == expert).any()
     ]
-    figure, axes = panel_grid(1 + len(shown), 1.7, 2.35, _MOST_COLUMNS)
-    draw_picture(axes[0], routing.image)
+    figure, axes = drawing.panel_grid(1 + len(shown), 1.7, 2.35, _MOST_COLUMNS)
+    pictures.draw_picture(axes[0], routing.image)
     axes[0].set_title("image and caption", fontsize=9)
     text = caption if isinstance(caption, str) else _counted(words)
     _write_below(axes[0], text)
     for ax, expert in zip(axes[1:], shown, strict=True):
-        draw_picture(ax, _faded(routing, routing.patch_experts == expert))
+        pictures.draw_picture(ax, _faded(routing, routing.patch_experts == expert))
         ax.set_title("dropped" if expert < 0 else f"expert {expert}", fontsize=9)
         taken = routing.word_experts == expert
         _write_below(ax, _counted(np.extract(taken, words)))
@@ -191,7 +184,7 @@ def _draw_patches(ax, patches, probabilities, most):
         zip(patches, probabilities, strict=True)
     ):
         corner = ax.inset_axes((index * 1.1, 0, 1, 1), transform=ax.transData)
-        draw_picture(corner, patch)
+        pictures.draw_picture(corner, patch)
         corner.spines[:].set_visible(False)
         corner.set_xlabel(_percent(probability), fontsize=6, labelpad=1)
     ax.set(xlim=(0, max(1.1 * most, 1.1)), ylim=(-0.3, 1.05), aspect="equal")

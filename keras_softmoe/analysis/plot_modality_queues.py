@@ -2,20 +2,7 @@
 
 import numpy as np
 
-from keras_softmoe.analysis.drawing import (
-    MODALITY_COLORS,
-    as_percentages,
-    block_title,
-    chosen_blocks,
-    chosen_experts,
-    import_matplotlib,
-    label_axes,
-    legend_beside,
-    modalities_of,
-    new_figure,
-    plain_axes,
-    whole_ticks,
-)
+from keras_softmoe.analysis import drawing
 from keras_softmoe.evaluation.modalities import ModalityStatistics
 
 # So many experts have room side by side.
@@ -62,10 +49,9 @@ def plot_priorities(statistics, layers=None, experts=None):
     >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
     >>> figure = ksm.analysis.plot_priorities(statistics)
     """
-    import_matplotlib()
-    blocks = chosen_blocks(statistics, layers, ModalityStatistics)
+    blocks = drawing.chosen_blocks(statistics, layers, ModalityStatistics)
     experts = _shown_experts(blocks, experts)
-    figure = new_figure(2.2 + 1.35 * len(experts), 0.6 + 1.25 * len(blocks))
+    figure = drawing.new_figure(2.2 + 1.35 * len(experts), 0.6 + 1.25 * len(blocks))
     axes = figure.subplots(
         len(blocks), len(experts), squeeze=False, sharex="row", sharey=True
     )
@@ -81,17 +67,19 @@ def plot_priorities(statistics, layers=None, experts=None):
             if block.capacity <= _FARTHEST * longest:
                 line = ax.axvline(block.capacity, color="black", ls="--", lw=1)
                 handles["capacity"] = line
-            plain_axes(ax, 7)
-            whole_ticks(ax.xaxis, 3)
+            drawing.plain_axes(ax, 7)
+            drawing.whole_ticks(ax.xaxis, 3)
         if block.capacity <= _FARTHEST * longest:
             longest = max(longest, block.capacity)
         row[0].set(xlim=(0, 1.05 * longest), ylim=(0, 1.03))
-        label_axes(row[0], y=block_title(layer))
+        drawing.label_axes(row[0], y=drawing.block_title(layer))
     for ax, expert in zip(axes[0], experts, strict=True):
         ax.set_title(f"expert {expert}", fontsize=9)
-    as_percentages(axes[0, 0].yaxis)
-    label_axes(figure, "place in the queue", "groups with a token at this place")
-    legend_beside(figure, handles)
+    drawing.as_percentages(axes[0, 0].yaxis)
+    drawing.label_axes(
+        figure, "place in the queue", "groups with a token at this place"
+    )
+    drawing.legend_beside(figure, handles)
     return figure
 
 
@@ -124,15 +112,15 @@ def plot_trajectories(statistics, least=0.02):
     >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
     >>> figure = ksm.analysis.plot_trajectories(statistics)
     """
-    matplotlib = import_matplotlib()
-    blocks = chosen_blocks(statistics, None, ModalityStatistics)
+    matplotlib = drawing.import_matplotlib()
+    blocks = drawing.chosen_blocks(statistics, None, ModalityStatistics)
     _check_steps(blocks)
     sizes = [len(block.padding) for block in blocks.values()]
     size = 2.4 + 1.5 * (len(blocks) - 1), 0.6 + 0.42 * max(sizes)
-    figure = new_figure(*size)
+    figure = drawing.new_figure(*size)
     ax = figure.subplots()
     # Image first: there are more of its lines, and text would vanish below them.
-    drawn = modalities_of(blocks)[::-1]
+    drawn = drawing.modalities_of(blocks)[::-1]
     # (E, E) for each step and modality
     shares = {
         (column, name): block.transitions[name] / block.num_tokens[name]
@@ -149,14 +137,14 @@ def plot_trajectories(statistics, least=0.02):
                 ax,
                 (column, here + shift),
                 (column + 1, there + shift),
-                color=MODALITY_COLORS[name],
+                color=drawing.MODALITY_COLORS[name],
                 lw=full_width * share[here, there],
             )
             reached |= {(column, int(here)), (column + 1, int(there))}
     for column, size in enumerate(sizes):
         for expert in range(size):
             _draw_expert(ax, column, expert, (column, expert) in reached)
-    lines = {name: (MODALITY_COLORS[name], 3) for name in reversed(drawn)}
+    lines = {name: (drawing.MODALITY_COLORS[name], 3) for name in reversed(drawn)}
     lines |= {
         f"{100 * share:g}% of text\nor of patches": ("0.5", full_width * share)
         for share in (0.05, 0.2)
@@ -165,8 +153,8 @@ def plot_trajectories(statistics, least=0.02):
         label: matplotlib.lines.Line2D([], [], color=color, lw=width, alpha=_ALPHA)
         for label, (color, width) in lines.items()
     }
-    legend_beside(figure, handles)
-    ax.set_xticks(range(len(blocks)), [block_title(layer) for layer in blocks])
+    drawing.legend_beside(figure, handles)
+    ax.set_xticks(range(len(blocks)), [drawing.block_title(layer) for layer in blocks])
     ax.tick_params(labelsize=9, length=0, top=False, labeltop=True, labelbottom=False)
     ax.set(xlim=(-0.35, len(blocks) - 0.65), ylim=(max(sizes) - 0.4, -0.6), yticks=[])
     ax.spines[:].set_visible(False)
@@ -179,8 +167,8 @@ def plot_trajectories(statistics, least=0.02):
 def _shown_experts(blocks, experts):
     count = max(len(block.padding) for block in blocks.values())
     if experts is not None or count <= _MOST_EXPERTS:
-        return chosen_experts(experts, count)
-    name = modalities_of(blocks)[0]
+        return drawing.chosen_experts(experts, count)
+    name = drawing.modalities_of(blocks)[0]
     chosen = np.zeros(count)
     for block in blocks.values():
         chosen[: len(block.padding)] += block.routed[name] / block.num_tokens[name]
@@ -196,7 +184,7 @@ def _queue_length(counts):
 def _draw_queue(ax, block, expert):
     """Draw the queue for an expert; returns handles for the legend."""
     handles, below = {}, 0.0
-    for name, color in MODALITY_COLORS.items():
+    for name, color in drawing.MODALITY_COLORS.items():
         if name not in block.queue:
             continue
         counts = block.queue[name][expert]
@@ -223,7 +211,7 @@ def _check_steps(blocks):
 
 
 def _draw_path(ax, start, end, **style):
-    matplotlib = import_matplotlib()
+    matplotlib = drawing.import_matplotlib()
     (left, top), (right, bottom) = start, end
     middle = (left + right) / 2
     # A curve of Bézier with two points between its ends.

@@ -4,24 +4,7 @@ from itertools import cycle
 
 import numpy as np
 
-from keras_softmoe.analysis.drawing import (
-    DASHES,
-    PALETTE,
-    as_percentages,
-    block_panels,
-    block_title,
-    chosen_blocks,
-    format_ticks,
-    import_matplotlib,
-    label_axes,
-    labelled,
-    legend_beside,
-    line_colors,
-    new_figure,
-    plain_axes,
-    shades,
-    whole_ticks,
-)
+from keras_softmoe.analysis import drawing
 from keras_softmoe.evaluation.concentration import BANDS
 from keras_softmoe.evaluation.soft_statistics import TOKEN_WEIGHT_EDGES, SoftStatistics
 
@@ -31,7 +14,7 @@ _KINDS = {
     "combine": ("Oranges", "slots", "a token"),
 }
 _ORDER = "from the one with the largest weight on"
-_LEAST_COLOR, _MOST_COLOR = PALETTE[1], PALETTE[0]
+_LEAST_COLOR, _MOST_COLOR = drawing.PALETTE[1], drawing.PALETTE[0]
 # Contributions that differ by more stand on a logarithmic axis.
 _WIDE_RANGE = 20
 # Tokens this rare are at the end of the scale.
@@ -62,9 +45,8 @@ def plot_token_weights(statistics, layers=None):
     >>> statistics = ksm.analysis.soft_statistics(classifier, images)
     >>> figure = ksm.analysis.plot_token_weights(statistics)
     """
-    import_matplotlib()
-    blocks = chosen_blocks(statistics, layers, SoftStatistics)
-    figure = new_figure(5.6, 3.2)
+    blocks = drawing.chosen_blocks(statistics, layers, SoftStatistics)
+    figure = drawing.new_figure(5.6, 3.2)
     ax = figure.subplots()
     ends = []
     for (layer, block), color, dashes in _lines(blocks):
@@ -72,7 +54,9 @@ def plot_token_weights(statistics, layers=None):
         above = np.cumsum(counts[::-1])[::-1] / counts.sum()
         # Not the first edge, zero, which has no place on the axis.
         points = TOKEN_WEIGHT_EDGES[1:-1], above[1:]
-        ax.plot(*points, lw=1.4, color=color, ls=dashes, label=block_title(layer))
+        ax.plot(
+            *points, lw=1.4, color=color, ls=dashes, label=drawing.block_title(layer)
+        )
         ends += [points[0][points[1] > 1 - _RAREST].max(initial=points[0][0])]
         ends += [points[0][points[1] < _RAREST].min(initial=points[0][-1])]
     for mean in sorted({block.mean_token_weight for block in blocks.values()}):
@@ -81,16 +65,16 @@ def plot_token_weights(statistics, layers=None):
         ends += [mean / 2, mean * 2]
     ax.set_xscale("log", base=2)
     ax.set_xlim(min(ends), max(ends))
-    format_ticks(ax.xaxis, lambda value: f"{value:.3g}")
+    drawing.format_ticks(ax.xaxis, lambda value: f"{value:.3g}")
     ax.set_ylim(0, 1.03)
-    as_percentages(ax.yaxis)
-    plain_axes(ax)
-    label_axes(
+    drawing.as_percentages(ax.yaxis)
+    drawing.plain_axes(ax)
+    drawing.label_axes(
         ax,
         "total dispatch weight of a token, over all slots",
         "tokens with at least this weight",
     )
-    legend_beside(figure, {**labelled(ax), "mean": line})
+    drawing.legend_beside(figure, {**drawing.labelled(ax), "mean": line})
     return figure
 
 
@@ -118,16 +102,15 @@ def plot_expert_contributions(statistics, layers=None):
     >>> statistics = ksm.analysis.soft_statistics(classifier, images)
     >>> figure = ksm.analysis.plot_expert_contributions(statistics)
     """
-    import_matplotlib()
-    blocks = chosen_blocks(statistics, layers, SoftStatistics)
-    figure = new_figure(5.6, 3.2)
+    blocks = drawing.chosen_blocks(statistics, layers, SoftStatistics)
+    figure = drawing.new_figure(5.6, 3.2)
     ax = figure.subplots()
     most = 1.0
     for (layer, block), color, dashes in _lines(blocks):
         ordered = np.sort(block.expert_contribution)
         # Of those that count at all.
         relative = ordered / ordered[ordered > 0].min()
-        name = f"{block_title(layer)}: {relative[-1]:.3g}×"
+        name = f"{drawing.block_title(layer)}: {relative[-1]:.3g}×"
         ranks = np.arange(1, len(ordered) + 1)
         style = {"color": color, "ls": dashes, "lw": 1.4, "marker": ".", "ms": 3.5}
         ax.plot(ranks, relative, label=name, **style)
@@ -136,15 +119,15 @@ def plot_expert_contributions(statistics, layers=None):
         ax.set_yscale("log")
     else:
         ax.set_ylim(bottom=1 - 0.04 * (most - 1))
-    format_ticks(ax.yaxis, lambda value: f"{value:.4g}×")
-    whole_ticks(ax.xaxis)
-    plain_axes(ax)
-    label_axes(
+    drawing.format_ticks(ax.yaxis, lambda value: f"{value:.4g}×")
+    drawing.whole_ticks(ax.xaxis)
+    drawing.plain_axes(ax)
+    drawing.label_axes(
         ax,
         "experts, from the least important on",
         "mean combine weight,\nrelative to the least",
     )
-    legend_beside(figure, labelled(ax))
+    drawing.legend_beside(figure, drawing.labelled(ax))
     return figure
 
 
@@ -174,9 +157,9 @@ def plot_tokens_per_slot(statistics, layers=None, share=0.9):
     >>> statistics = ksm.analysis.soft_statistics(classifier, images)
     >>> figure = ksm.analysis.plot_tokens_per_slot(statistics)
     """
-    import_matplotlib()
-    blocks = chosen_blocks(statistics, layers, SoftStatistics)
-    figure, panels = block_panels(blocks, 2.4, 2.2, sharey=True)
+    figure, panels = drawing.block_panels(
+        statistics, layers, SoftStatistics, 2.4, 2.2, sharey=True
+    )
     for ax, block in panels:
         curves = block.slot_curves.reshape(-1, block.slot_curves.shape[-1])
         tokens = np.arange(curves.shape[1] + 1)
@@ -199,10 +182,10 @@ def plot_tokens_per_slot(statistics, layers=None, share=0.9):
             title_fontsize=6.5,
         )
         ax.set(xlim=(0, tokens[-1]), ylim=(0, 1.03))
-        whole_ticks(ax.xaxis, 6)
-        plain_axes(ax, 7)
-    as_percentages(figure.axes[0].yaxis)
-    label_axes(figure, f"tokens, {_ORDER}", "share of the slot's weight")
+        drawing.whole_ticks(ax.xaxis, 6)
+        drawing.plain_axes(ax, 7)
+    drawing.as_percentages(figure.axes[0].yaxis)
+    drawing.label_axes(figure, f"tokens, {_ORDER}", "share of the slot's weight")
     return figure
 
 
@@ -236,8 +219,7 @@ def plot_concentration(statistics, weights="dispatch", layers=None, levels=BANDS
     >>> statistics = ksm.analysis.soft_statistics(classifier, images)
     >>> figure = ksm.analysis.plot_concentration(statistics, "combine")
     """
-    import_matplotlib()
-    blocks = chosen_blocks(statistics, layers, SoftStatistics)
+    drawing.import_matplotlib()
     if weights not in _KINDS:
         raise ValueError(
             f"Unknown `weights`. Accepted: {', '.join(map(repr, _KINDS))}. "
@@ -246,8 +228,10 @@ def plot_concentration(statistics, weights="dispatch", layers=None, levels=BANDS
     colormap, counted, whole = _KINDS[weights]
     levels = sorted(levels)
     # From dark to light
-    colors = shades(len(levels), colormap, 0.65, 0.15)
-    figure, panels = block_panels(blocks, 2.2, 2.0, sharey=True)
+    colors = drawing.shades(len(levels), colormap, 0.65, 0.15)
+    figure, panels = drawing.block_panels(
+        statistics, layers, SoftStatistics, 2.2, 2.0, sharey=True
+    )
     handles = {}
     for ax, block in panels:
         found = getattr(block, weights)
@@ -264,14 +248,14 @@ def plot_concentration(statistics, weights="dispatch", layers=None, levels=BANDS
         ends = ([0, places[-1]], [0, 1])
         (handles["uniform"],) = ax.plot(*ends, color="0.3", ls="--", lw=0.8)
         ax.set(xlim=(0, places[-1]), ylim=(0, 1.03))
-        whole_ticks(ax.xaxis, 4)
-        plain_axes(ax, 7)
-    as_percentages(figure.axes[0].yaxis)
-    label_axes(figure, f"{counted}, {_ORDER}", f"{weights} weight of {whole}")
-    legend_beside(figure, dict(reversed(handles.items())))
+        drawing.whole_ticks(ax.xaxis, 4)
+        drawing.plain_axes(ax, 7)
+    drawing.as_percentages(figure.axes[0].yaxis)
+    drawing.label_axes(figure, f"{counted}, {_ORDER}", f"{weights} weight of {whole}")
+    drawing.legend_beside(figure, dict(reversed(handles.items())))
     return figure
 
 
 def _lines(blocks):
     """Blocks with their statistics, and the colours and dashes of their lines."""
-    return zip(blocks.items(), line_colors(blocks), cycle(DASHES))
+    return zip(blocks.items(), drawing.line_colors(blocks), cycle(drawing.DASHES))

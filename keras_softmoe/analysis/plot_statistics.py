@@ -2,18 +2,7 @@
 
 import numpy as np
 
-from keras_softmoe.analysis.drawing import (
-    PALETTE,
-    as_percentages,
-    block_panels,
-    chosen_blocks,
-    format_ticks,
-    import_matplotlib,
-    label_axes,
-    line_colors,
-    plain_axes,
-    whole_ticks,
-)
+from keras_softmoe.analysis import drawing
 from keras_softmoe.evaluation.load import ExpertLoad
 from keras_softmoe.evaluation.statistics import RoutingStatistics
 
@@ -44,20 +33,20 @@ def plot_expert_load(loads, layers=None):
     >>> loads = ksm.analysis.expert_load(model, images)
     >>> figure = ksm.analysis.plot_expert_load(loads)
     """
-    import_matplotlib()
-    blocks = chosen_blocks(loads, layers, ExpertLoad)
-    figure, panels = block_panels(blocks, 2.3, 2.0, sharey=True)
+    figure, panels = drawing.block_panels(
+        loads, layers, ExpertLoad, 2.3, 2.0, sharey=True
+    )
     for ax, block in panels:
         # Of experts that take nothing at all, zeros.
         relative = block.load / max(block.load.mean(), np.finfo("float32").tiny)
-        ax.bar(np.arange(len(relative)), relative, width=0.85, color=PALETTE[0])
+        ax.bar(np.arange(len(relative)), relative, width=0.85, color=drawing.PALETTE[0])
         ax.axhline(1.0, color="black", ls="--", lw=1.0)
         dropped = f"dropped {100 * block.dropped:.3g}% of tokens"
         ax.set_title(f"{ax.get_title()}\n{dropped}", fontsize=8)
-        whole_ticks(ax.xaxis, 6)
-        plain_axes(ax, 7)
-    format_ticks(figure.axes[0].yaxis, lambda value: f"{value:.3g}×")
-    label_axes(figure, "expert", "load, in even shares")
+        drawing.whole_ticks(ax.xaxis, 6)
+        drawing.plain_axes(ax, 7)
+    drawing.format_ticks(figure.axes[0].yaxis, lambda value: f"{value:.3g}×")
+    drawing.label_axes(figure, "expert", "load, in even shares")
     return figure
 
 
@@ -86,28 +75,28 @@ def plot_choice_weights(statistics, layers=None):
     >>> statistics = ksm.analysis.routing_statistics(classifier, images)
     >>> figure = ksm.analysis.plot_choice_weights(statistics)
     """
-    import_matplotlib()
-    blocks = chosen_blocks(statistics, layers, RoutingStatistics)
-    figure, panels = block_panels(blocks, 2.3, 2.0, sharex=True, sharey=True)
+    figure, panels = drawing.block_panels(
+        statistics, layers, RoutingStatistics, 2.3, 2.0, sharex=True, sharey=True
+    )
     for ax, block in panels:
         histogram = block.choice_histogram
         edges = np.linspace(0, 1, histogram.shape[1] + 1)
         names = [*_CHOICES, *(f"{k}th largest" for k in range(4, len(histogram) + 1))]
         names = names[: len(histogram)]
         for counts, name, color in zip(
-            histogram, names, line_colors(names), strict=True
+            histogram, names, drawing.line_colors(names), strict=True
         ):
             shares = counts / max(counts.sum(), 1)
             ax.stairs(shares, edges, fill=True, color=color, alpha=0.2)
             ax.stairs(shares, edges, color=color, lw=1.2, label=name)
         ax.axvline(1 / len(block.load), color="0.3", ls=":", lw=1, label="1/E")
-        plain_axes(ax, 7)
+        drawing.plain_axes(ax, 7)
     first = figure.axes[0]
     # Once all is drawn: it ends the search for limits that show everything.
     first.set(xlim=(0, 1), ylim=(0, None))
-    as_percentages(first.yaxis)
+    drawing.as_percentages(first.yaxis)
     first.legend(fontsize=7, title="weight", title_fontsize=7)
-    label_axes(figure, "router weight", "tokens")
+    drawing.label_axes(figure, "router weight", "tokens")
     return figure
 
 
@@ -134,18 +123,18 @@ def plot_experts_per_image(statistics, layers=None):
     >>> statistics = ksm.analysis.routing_statistics(classifier, images)
     >>> figure = ksm.analysis.plot_experts_per_image(statistics)
     """
-    import_matplotlib()
-    blocks = chosen_blocks(statistics, layers, RoutingStatistics)
-    figure, panels = block_panels(blocks, 2.3, 2.0, sharex=True, sharey=True)
+    figure, panels = drawing.block_panels(
+        statistics, layers, RoutingStatistics, 2.3, 2.0, sharex=True, sharey=True
+    )
     for ax, block in panels:
         used, num_experts = block.experts_per_image, len(block.load)
         shares = np.bincount(used, minlength=num_experts + 1) / len(used)
-        ax.bar(range(num_experts + 1), shares, width=0.9, color=PALETTE[0])
+        ax.bar(range(num_experts + 1), shares, width=0.9, color=drawing.PALETTE[0])
         label = f"mean {used.mean():.1f} of {num_experts}"
-        ax.axvline(used.mean(), color=PALETTE[1], ls="--", lw=1.2, label=label)
+        ax.axvline(used.mean(), color=drawing.PALETTE[1], ls="--", lw=1.2, label=label)
         ax.legend(fontsize=7)
-        plain_axes(ax, 7)
-    whole_ticks(figure.axes[0].xaxis)
-    as_percentages(figure.axes[0].yaxis)
-    label_axes(figure, "experts that take a token of the image", "images")
+        drawing.plain_axes(ax, 7)
+    drawing.whole_ticks(figure.axes[0].xaxis)
+    drawing.as_percentages(figure.axes[0].yaxis)
+    drawing.label_axes(figure, "experts that take a token of the image", "images")
     return figure

@@ -2,22 +2,7 @@
 
 import numpy as np
 
-from keras_softmoe.analysis.drawing import (
-    DASHES,
-    MARKERS,
-    PALETTE,
-    PRIORITY_NAMES,
-    as_percentages,
-    draw_seeds,
-    import_matplotlib,
-    is_number,
-    label_axes,
-    line_colors,
-    name_ticks,
-    new_figure,
-    plain_axes,
-    spread_of,
-)
+from keras_softmoe.analysis import drawing
 
 # What is cut down to save compute: drawn falling, and on a scale of ratios.
 _CUT_DOWN = ("capacity_factor", "eval_capacity_factor", "keep_fraction")
@@ -67,48 +52,46 @@ def plot_sweep(rows, x="capacity_factor", by="priority", baselines=None):
     ... )
     >>> figure = ksm.analysis.plot_sweep(rows)
     """
-    import_matplotlib()
+    drawing.import_matplotlib()
     lines, fixed = _lines(list(rows), x, by)
     values = list(dict.fromkeys(value for line in lines.values() for value in line))
-    numeric = all(is_number(value) for value in values)
+    numeric = all(drawing.is_number(value) for value in values)
     places = values = sorted(values) if numeric else values
     if not numeric:
         places = range(len(values))
     where = dict(zip(values, places, strict=True))
 
     named = by is not None or baselines
-    figure = new_figure(6.6 if named else 4.8, 3.6)
+    figure = drawing.new_figure(6.6 if named else 4.8, 3.6)
     ax = figure.subplots()
-    colors = line_colors(lines)
+    styles = drawing.line_styles(lines)
     for index, (name, line) in enumerate(lines.items()):
         shift = 0.0 if numeric else 0.08 * (index - (len(lines) - 1) / 2)
         found = [value for value in values if value in line]
-        draw_seeds(
+        drawing.draw_seeds(
             ax,
             [where[value] + shift for value in found],
             [line[value] for value in found],
             _LIMITS,
-            ls=DASHES[index % len(DASHES)] if numeric else "none",
-            color=colors[index],
-            marker=MARKERS[index % len(MARKERS)],
-            # Smaller and smaller, for those upon each other.
-            ms=7 - 3 * index / len(lines),
             label=None if by is None else _value_name(by, name),
+            ls=drawing.DASHES[index % len(drawing.DASHES)] if numeric else "none",
+            # Smaller and smaller, for those upon each other.
+            **{**styles[index], "ms": 7 - 3 * index / len(lines)},
         )
     handles = list(ax.containers) if by is not None else []
     for index, (name, accuracies) in enumerate((baselines or {}).items()):
-        color = PALETTE[-1 - index % len(PALETTE)]
+        color = drawing.PALETTE[-1 - index % len(drawing.PALETTE)]
         handles.append(_draw_level(ax, accuracies, name, color))
 
     if x in _CUT_DOWN and numeric:
         ax.set_xscale("log")
         ax.invert_xaxis()
     names = [_value_name(x, value).replace(" (", "\n(") for value in values]
-    name_ticks(ax.xaxis, places, names)
+    drawing.name_ticks(ax.xaxis, places, names)
     ax.minorticks_off()
-    plain_axes(ax)
-    as_percentages(ax.yaxis)
-    label_axes(ax, _NAMES.get(x, x), _accuracy_label(rows))
+    drawing.plain_axes(ax)
+    drawing.as_percentages(ax.yaxis)
+    drawing.label_axes(ax, _NAMES.get(x, x), _accuracy_label(rows))
     if named:
         figure.legend(
             handles=handles,
@@ -147,7 +130,7 @@ def plot_random_routers(ablation):
     >>> ablation = ksm.analysis.random_routers(classifier, (images, labels))
     >>> figure = ksm.analysis.plot_random_routers(ablation)
     """
-    import_matplotlib()
+    drawing.import_matplotlib()
     if not ablation.single or list(ablation.single) != list(ablation.cumulative):
         raise ValueError(
             "`ablation` must have accuracies of the same blocks, and of at least one, "
@@ -156,33 +139,32 @@ def plot_random_routers(ablation):
             f"cumulative of the blocks {list(ablation.cumulative)}."
         )
     names = [str(layer) for layer in ablation.single]
-    figure = new_figure(max(5.6, 3.2 + 0.32 * len(names)), 3.1)
+    figure = drawing.new_figure(max(5.6, 3.2 + 0.32 * len(names)), 3.1)
     axes = figure.subplots(1, 2, sharey=True)
     panels = (
         ("One router at random", "block of the router", ablation.single),
         ("All routers up to a block at random", "last block", ablation.cumulative),
     )
     for ax, (title, label, accuracies) in zip(axes, panels, strict=True):
-        _draw_level(ax, ablation.learned, "all learned", PALETTE[1])
-        draw_seeds(
+        _draw_level(ax, ablation.learned, "all learned", drawing.PALETTE[1])
+        drawing.draw_seeds(
             ax,
             range(len(names)),
             accuracies.values(),
             _LIMITS,
             ls="-" if accuracies is ablation.cumulative else "none",
-            color=PALETTE[0],
-            marker="o",
-            ms=5,
             label="random",
+            color=drawing.PALETTE[0],
+            marker="o",
         )
         ax.set_title(title, fontsize=9)
-        label_axes(ax, label)
-        name_ticks(ax.xaxis, range(len(names)), names)
+        drawing.label_axes(ax, label)
+        drawing.name_ticks(ax.xaxis, range(len(names)), names)
         ax.margins(x=0.5 / max(len(names) - 1, 1))
-        plain_axes(ax)
-    as_percentages(axes[0].yaxis)
+        drawing.plain_axes(ax)
+    drawing.as_percentages(axes[0].yaxis)
     spread = " (± standard deviation)" if np.size(ablation.learned) > 1 else ""
-    label_axes(axes[0], y=f"accuracy{spread}")
+    drawing.label_axes(axes[0], y=f"accuracy{spread}")
     axes[1].legend(fontsize=8)
     return figure
 
@@ -231,7 +213,7 @@ def _lines(rows, x, by):
 
 def _draw_level(ax, accuracies, label, color):
     """A dashed horizontal line at the mean, in the band of the seeds; returns it."""
-    mean, spread = np.mean(accuracies), spread_of(accuracies)
+    mean, spread = np.mean(accuracies), drawing.spread_of(accuracies)
     if spread:
         ends = np.clip([mean - spread, mean + spread], *_LIMITS)
         ax.axhspan(*ends, color=color, alpha=0.15, lw=0)
@@ -249,5 +231,5 @@ def _accuracy_label(rows):
 
 def _value_name(setting, value):
     if setting == "priority":
-        return PRIORITY_NAMES.get(value, value)
-    return f"{value:g}" if is_number(value) else str(value)
+        return drawing.PRIORITY_NAMES.get(value, value)
+    return f"{value:g}" if drawing.is_number(value) else str(value)

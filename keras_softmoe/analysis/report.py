@@ -6,7 +6,7 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from keras_softmoe.analysis.drawing import block_title, import_matplotlib
+from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis.page import Page
 from keras_softmoe.analysis.plot_statistics import plot_expert_load
 from keras_softmoe.analysis.report_sections import (
@@ -47,9 +47,9 @@ def routing_report(
     dropped tokens. Images in a backbone or classifier of this library: the experts of
     patches, experts by position and by class, the choices of sparse routers. Soft
     routers, in a user's model too: what tokens give and slots take, how alike slots
-    are. A LIMoE: load, confidence, priorities and paths of images and text, and of which
-    tokens its router is most certain. Of a dense model the page says that it routes
-    nothing.
+    are. A LIMoE: load, confidence, priorities and paths of images and text, and for
+    each expert the tokens that its router is most certain of. Of a dense model the page
+    says that it routes nothing.
 
     Args:
         model: `ViTMoEBackbone`, `LIMoEBackbone`, a task that has one of them, or any
@@ -90,7 +90,7 @@ def routing_report(
     >>> ksm.analysis.routing_report(model, images, "report.html", labels=labels)
     PosixPath('report.html')
     """
-    import_matplotlib()
+    drawing.import_matplotlib()
     # Where that cannot be, the error comes before the work.
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     backbone, preprocessor = backbone_of(model, preprocessor)
@@ -194,7 +194,7 @@ def _add_routers(page, routers):
             if name not in _NO_SETTINGS and value not in (None, False)
         )
         row = type(router).__name__, router.num_experts, settings
-        rows.setdefault(row, []).append(block_title(layer))
+        rows.setdefault(row, []).append(drawing.block_title(layer))
     page.table(
         ["block", "router", "experts", "settings"],
         [[", ".join(blocks), *row] for row, blocks in rows.items()],
@@ -220,7 +220,7 @@ def _add_load(page, loads):
         ["block", "tokens", "dropped", "busiest expert, in even shares"],
         [
             [
-                block_title(layer),
+                drawing.block_title(layer),
                 f"{block.num_tokens:,}",
                 f"{100 * block.dropped:.3g}%",
                 f"{block.imbalance:.2f}×",

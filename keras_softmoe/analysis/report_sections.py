@@ -2,35 +2,15 @@
 
 import math
 
-from keras_softmoe.analysis.drawing import block_title
-from keras_softmoe.analysis.plot_heat_maps import (
-    plot_experts_by_class,
-    plot_experts_by_position,
-    plot_slot_correlation,
-)
-from keras_softmoe.analysis.plot_images import plot_experts, plot_slots
-from keras_softmoe.analysis.plot_modalities import (
-    plot_coverage,
-    plot_modality_load,
-    plot_routing_confidence,
-)
-from keras_softmoe.analysis.plot_modality_examples import (
-    plot_expert_examples,
-    plot_pair,
-)
-from keras_softmoe.analysis.plot_modality_queues import (
-    plot_priorities,
-    plot_trajectories,
-)
-from keras_softmoe.analysis.plot_soft import (
-    plot_concentration,
-    plot_expert_contributions,
-    plot_token_weights,
-    plot_tokens_per_slot,
-)
-from keras_softmoe.analysis.plot_statistics import (
-    plot_choice_weights,
-    plot_experts_per_image,
+from keras_softmoe.analysis import (
+    drawing,
+    plot_heat_maps,
+    plot_images,
+    plot_modalities,
+    plot_modality_examples,
+    plot_modality_queues,
+    plot_soft,
+    plot_statistics,
 )
 from keras_softmoe.evaluation.modalities import modality_statistics
 from keras_softmoe.evaluation.modality_examples import expert_examples
@@ -45,7 +25,9 @@ def add_pictures(page, backbone, images, preprocessor):
     page.section("Images")
     for layer in layers:
         page.figure(
-            plot_experts(backbone, images, layer, preprocessor=preprocessor),
+            plot_images.plot_experts(
+                backbone, images, layer, preprocessor=preprocessor
+            ),
             f"The expert that each patch listens to most, block {layer}. Hatched "
             "patches are dropped. The bars count patches.",
         )
@@ -53,7 +35,9 @@ def add_pictures(page, backbone, images, preprocessor):
         # The slot of a sparse router holds one token at most: most pictures are empty.
         if isinstance(backbone.routers[layer], SoftRouter):
             page.figure(
-                plot_slots(backbone, images, layer, preprocessor=preprocessor),
+                plot_images.plot_slots(
+                    backbone, images, layer, preprocessor=preprocessor
+                ),
                 f"What some slots take in, block {layer}: patches that the slot gives "
                 "more than an even share of its weight. The slots that differ most are "
                 "shown.",
@@ -70,23 +54,25 @@ def add_specialization(page, backbone, statistics, class_names):
     if sparse:
         page.section("Choices")
         page.figure(
-            plot_choice_weights(statistics, sparse),
+            plot_statistics.plot_choice_weights(statistics, sparse),
             "The largest weights that the router gives to the experts of a token. Near "
             "1/E all experts are alike to it, near 1 it is sure.",
         )
         page.figure(
-            plot_experts_per_image(statistics, sparse),
+            plot_statistics.plot_experts_per_image(statistics, sparse),
             "How many experts work on an image, over all its tokens.",
         )
     page.section("Specialization")
     page.figure(
-        plot_experts_by_position(statistics, patch_grid=backbone.patch_grid),
+        plot_heat_maps.plot_experts_by_position(
+            statistics, patch_grid=backbone.patch_grid
+        ),
         "Where in the images each expert works: mean weight of its output, patch by "
         "patch. Experts that choose by position come first.",
     )
     if any(block.weight_by_class is not None for block in statistics.values()):
         page.figure(
-            plot_experts_by_class(statistics, class_names),
+            plot_heat_maps.plot_experts_by_class(statistics, class_names),
             "How much each expert works on the images of each class. Stairs that lead "
             "down are experts with classes of their own.",
         )
@@ -122,17 +108,17 @@ def add_soft(page, model, data, routers, run):
         [_soft_row(layer, block) for layer, block in statistics.items()],
     )
     page.figure(
-        plot_token_weights(statistics),
+        plot_soft.plot_token_weights(statistics),
         "How much tokens count for all slots together (dispatch weights summed over "
         "slots). Where the line falls slowly, some tokens count far more than others.",
     )
     page.figure(
-        plot_expert_contributions(statistics),
+        plot_soft.plot_expert_contributions(statistics),
         "How much experts count for the output: their mean combine weight, relative to "
         "the least important expert of the block.",
     )
     page.figure(
-        plot_tokens_per_slot(statistics),
+        plot_soft.plot_tokens_per_slot(statistics),
         "How many tokens each slot mixes: a line for each slot, its weight by the "
         "tokens that count most. In colour: the slots that need the fewest or the most "
         "of them.",
@@ -142,14 +128,14 @@ def add_soft(page, model, data, routers, run):
         ("combine", "How few slots make up the output of a token, over all tokens"),
     ):
         page.figure(
-            plot_concentration(statistics, weights),
+            plot_soft.plot_concentration(statistics, weights),
             f"{text}: the mean, and where the central parts of the distribution lie. "
             "The dashed line is a uniform average.",
         )
     if any(isinstance(x, SoftRouter) and hasattr(x, "mu") for x in routers):
         page.section("How alike slots are")
         page.figure(
-            plot_slot_correlation(slot_correlation(model)),
+            plot_heat_maps.plot_slot_correlation(slot_correlation(model)),
             "Cosines between the parameters of the slots. Red squares along the "
             "diagonal are experts whose slots take in the same mixture.",
         )
@@ -176,7 +162,7 @@ def add_modalities(page, backbone, images, captions, num_pictures, run):
         ["block", "modality", "tokens", "dropped", "experts that serve 90%"],
         [
             [
-                block_title(layer),
+                drawing.block_title(layer),
                 name,
                 f"{block.num_tokens[name]:,}",
                 f"{100 * block.dropped[name]:.3g}%",
@@ -187,28 +173,28 @@ def add_modalities(page, backbone, images, captions, num_pictures, run):
         ],
     )
     page.figure(
-        plot_modality_load(statistics),
+        plot_modalities.plot_modality_load(statistics),
         "How many tokens queue for each expert. Hatched: dropped. Dashed: capacity.",
     )
     page.figure(
-        plot_coverage(statistics),
+        plot_modalities.plot_coverage(statistics),
         "What share of the tokens the experts serve that are used most.",
     )
     page.section("Confidence and priority")
     page.figure(
-        plot_routing_confidence(statistics),
+        plot_modalities.plot_routing_confidence(statistics),
         "The largest routing probability of each token: mean, standard deviation and "
         "distribution.",
     )
     page.figure(
-        plot_priorities(statistics),
+        plot_modality_queues.plot_priorities(statistics),
         "In which order tokens queue for the experts. What is to the right of the "
         "dashed line is dropped.",
     )
     if len(statistics) > 1:
         page.section("Paths through the model")
         page.figure(
-            plot_trajectories(statistics),
+            plot_modality_queues.plot_trajectories(statistics),
             "From the experts of one block to those of the next, by first choices. "
             "Lines are as wide as the share of the tokens of their modality.",
         )
@@ -216,7 +202,7 @@ def add_modalities(page, backbone, images, captions, num_pictures, run):
     page.section("Examples")
     examples = expert_examples(backbone, images, captions, last, **run)
     page.figure(
-        plot_expert_examples(examples),
+        plot_modality_examples.plot_expert_examples(examples),
         f"What the router sends to each expert of block {last} most surely.",
     )
     if captions is not None:
@@ -224,7 +210,9 @@ def add_modalities(page, backbone, images, captions, num_pictures, run):
             images[:num_pictures], captions[:num_pictures], strict=True
         ):
             page.figure(
-                plot_pair(backbone, image, caption, last, run["preprocessor"]),
+                plot_modality_examples.plot_pair(
+                    backbone, image, caption, last, run["preprocessor"]
+                ),
                 f"Which expert of block {last} takes which patches and words.",
             )
 
@@ -232,7 +220,7 @@ def add_modalities(page, backbone, images, captions, num_pictures, run):
 def _soft_row(layer, block):
     contribution = block.expert_contribution
     return [
-        block_title(layer),
+        drawing.block_title(layer),
         *_concentrated(block.dispatch_peak, block.dispatch),
         *_concentrated(block.combine_peak, block.combine),
         f"{contribution.argmax()} and {contribution.argmin()}, "

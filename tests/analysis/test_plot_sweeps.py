@@ -141,6 +141,16 @@ def test_accuracy_against_capacity():
     assert png(figure).startswith(b"\x89PNG")
 
 
+def test_error_bars_end_at_100_percent():
+    row = SweepRow({"a": 1}, np.array([0.8, 1.0, 1.0]))
+    ax = plot_sweep([row], "a", by=None, baselines={"dense": [0.9, 1.0, 1.0]}).axes[0]
+    ((_, spread),) = lines(ax).values()
+    low = row.accuracies.mean() - row.accuracies.std(ddof=1)
+    np.testing.assert_allclose(spread, [[low, 1.0]])
+    (band,) = ax.patches
+    np.testing.assert_allclose(band.get_y() + band.get_height(), 1.0)
+
+
 def test_accuracy_against_the_number_of_experts():
     rows = make_rows(seeds=1, num_selected_experts=(1, 2, 5), capacity_factor=(1.05,))
     figure = plot_sweep(

@@ -50,8 +50,10 @@ def test_soft_classifier(report):
     model = tiny.classifier(moe_layers=(0, 1), router=router)
     images = tiny.pixels(5)
     found = report(model, images, labels=tiny.labels(5), num_pictures=1)
+    assert found.title == "How ViTMoEImageClassifier routes"
     assert found.headings == [*ALL, *PATCHES, *SOFT]
     model_table, router_table, load_table, soft_table = found.tables
+    assert model_table[1] == ["model", "ViTMoEImageClassifier"]
     assert ["parameters", f"{model.count_params():,}"] in model_table
     gflop = evaluation.cost(model).gflop_per_image
     assert ["GFLOP for an image (or a pair)", f"{gflop:.3g}"] in model_table
@@ -80,6 +82,7 @@ def test_sparse_backbone(report):
     backbone = tiny.backbone(router=tiny.SPARSE, group_images=2)
     images = tiny.images(5)
     found = report(backbone, images, title="My <title>", num_pictures=0)
+    assert found.title == "My <title>"
     assert found.headings == [*ALL, "Choices", "Specialization"]
     (statistics,) = evaluation.routing_statistics(backbone, images, verbose=0).values()
     assert statistics.dropped > 0
@@ -89,6 +92,8 @@ def test_sparse_backbone(report):
         f"{100 * statistics.dropped:.3g}%",
     ]
     assert len(found.images) == 4
+    # Experts of one block, and no slots, which hold one token at most.
+    assert len(report(backbone, images, num_pictures=1).images) == 5
 
 
 def test_identity_chooses_nothing(report):
@@ -113,14 +118,17 @@ def test_a_model_of_ones_own(report):
         2, capacity_factor=0.5, multiple_of=None
     )
     x = layers.MoE(choosing, 8, name="choosing")(x)
-    model = keras.Model(inputs, x)
+    model = keras.Model(inputs, x, name="my_model")
     data = np.random.default_rng(0).normal(size=(3, 4, 6)).astype("float32")
     found = report(model, data, batch_size=3)
+    assert found.title == "How my_model routes"
+    assert found.tables[0][1] == ["model", "Functional my_model"]
     assert found.headings == [*ALL, *SOFT]
     assert [row[0] for row in found.tables[2][1:]] == ["mixed", "uniform", "choosing"]
     assert float(found.tables[2][3][2].rstrip("%")) > 0
     assert [row[0] for row in found.tables[3][1:]] == ["mixed", "uniform"]
     found = report(keras.Model(inputs, model.get_layer("uniform")(inputs)), data)
+    assert found.title == "How this model routes"
     assert found.headings == [*ALL, SOFT[0]]
 
 
