@@ -27,7 +27,7 @@ def plot_sweep(rows, x="capacity_factor", by="priority", baselines=None):
     numbers rise. Settings that are not numbers stand side by side, without lines.
 
     Args:
-        rows: list of `analysis.SweepRow`, what `analysis.routing_sweep` returns.
+        rows: list of `evaluation.SweepRow`, what `evaluation.routing_sweep` returns.
             All settings but `x` and `by` are the same in all rows.
         x: str, the setting along the axis.
         by: str, the setting that tells the lines apart, or `None` for a single line.
@@ -46,7 +46,7 @@ def plot_sweep(rows, x="capacity_factor", by="priority", baselines=None):
 
     Example:
 
-    >>> rows = ksm.analysis.routing_sweep(
+    >>> rows = ksm.evaluation.routing_sweep(
     ...     classifier, (images, labels), seeds=5,
     ...     priority=("max", "position"), capacity_factor=(1.05, 0.5, 0.25),
     ... )
@@ -115,7 +115,7 @@ def plot_random_routers(ablation):
     0 or above 100%.
 
     Args:
-        ablation: `analysis.RouterAblation`, what `analysis.random_routers` returns.
+        ablation: `evaluation.RouterAblation`, what `evaluation.random_routers` returns.
 
     Returns:
         `matplotlib.figure.Figure`.
@@ -127,7 +127,7 @@ def plot_random_routers(ablation):
 
     Example:
 
-    >>> ablation = ksm.analysis.random_routers(classifier, (images, labels))
+    >>> ablation = ksm.evaluation.random_routers(classifier, (images, labels))
     >>> figure = ksm.analysis.plot_random_routers(ablation)
     """
     drawing.import_matplotlib()
@@ -177,7 +177,7 @@ def _lines(rows, x, by):
     names = [x] if by is None else [x, by]
     if not rows or by == x:
         raise ValueError(
-            "A sweep is drawn from the rows that `analysis.routing_sweep` returns, "
+            "A sweep is drawn from the rows that `evaluation.routing_sweep` returns, "
             "against one of their settings, `x`, and by another, `by`. Received: "
             f"{len(rows)} rows, x={x!r}, by={by!r}."
         )
