@@ -58,7 +58,7 @@ large data set needs no more memory than a small one. It takes arrays, and whate
 yields batches, such as a `tf.data.Dataset`.
 """
 
-statistics = ksm.evaluation.soft_statistics(model, images, verbose=0)
+statistics = ksm.analysis.soft_statistics(model, images, verbose=0)
 
 """
 ## Tokens
@@ -133,7 +133,7 @@ between them say no: slots of one expert have aligned, which is why the paper pr
 many experts with one slot each.
 """
 
-correlation = ksm.evaluation.slot_correlation(model)
+correlation = ksm.analysis.slot_correlation(model)
 for block, c in correlation.items():
     print(
         f"block {block}: mean cosine within experts {c.within:.2f}, "
@@ -206,7 +206,7 @@ def show(sweep, x, name):
     figure.savefig(FIGURES / name)
 
 
-sweep = ksm.evaluation.peak_sweep(
+sweep = ksm.analysis.peak_sweep(
     lambda width, normalize, seed: trained(width, 1e-3, normalize, seed),
     WIDTHS,
     x_test,
@@ -215,7 +215,7 @@ sweep = ksm.evaluation.peak_sweep(
 )
 show(sweep, "width", "soft_peaks_by_width.png")
 
-sweep = ksm.evaluation.peak_sweep(
+sweep = ksm.analysis.peak_sweep(
     lambda rate, normalize, seed: trained(WIDTHS[1], rate, normalize, seed),
     LEARNING_RATES,
     x_test,
@@ -236,7 +236,7 @@ x = x + ksm.layers.SoftMoE(num_experts=8, mlp_dim=64, name="first_moe")(x)
 x = x + ksm.layers.SoftMoE(num_experts=4, mlp_dim=64, name="second_moe")(x)
 own = keras.Model(inputs, x)
 data = np.random.default_rng(0).normal(size=(128, 16, 24)).astype("float32")
-for name, s in ksm.evaluation.soft_statistics(own, data, verbose=0).items():
+for name, s in ksm.analysis.soft_statistics(own, data, verbose=0).items():
     print(f"{name}: experts {np.round(s.expert_contribution, 3)}")
 
 """

@@ -54,7 +54,7 @@ groups of 32 pairs. Every expert has the same number of slots (the dashed line).
 chose an expert beyond them is dropped.
 """
 
-statistics = ksm.evaluation.modality_statistics(
+statistics = ksm.analysis.modality_statistics(
     model, scenes.images, scenes.captions, verbose=0
 )
 for block, s in statistics.items():
@@ -95,7 +95,7 @@ The patches and words that the router sends to each expert of the last block mos
 surely, and one scene with its caption, patch by patch.
 """
 
-examples = ksm.evaluation.expert_examples(
+examples = ksm.analysis.expert_examples(
     model, scenes.images, scenes.captions, layer=3, verbose=0
 )
 for expert, words in enumerate(examples.words):
@@ -112,7 +112,7 @@ Which experts does text alone use? Coverage says how much of the text the `m` mo
 experts serve.
 """
 
-text = ksm.evaluation.modality_statistics(model, captions=scenes.captions, verbose=0)
+text = ksm.analysis.modality_statistics(model, captions=scenes.captions, verbose=0)
 for block, s in text.items():
     print(f"block {block}: coverage {np.round(s.coverage['text'], 3)}")
 figure = ksm.analysis.plot_coverage(statistics)

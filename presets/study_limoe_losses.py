@@ -31,7 +31,7 @@ from train_limoe_presets import (
     write,
 )
 
-from keras_softmoe import analysis, datasets, evaluation, routers
+from keras_softmoe import analysis, datasets, routers
 
 RESULTS = Path(__file__).resolve().parent / "limoe_losses.json"
 
@@ -110,7 +110,7 @@ def figure(finished):
 def usage(model):
     """Experts that serve 90 % of the tokens of a modality, and what is dropped."""
     test = datasets.captioned_shapes(NUM_CLASSIFIED, IMAGE_SIZE, TEST_SEED, verbose=0)
-    statistics = evaluation.modality_statistics(
+    statistics = analysis.modality_statistics(
         model, test.images, test.captions, verbose=0
     )
     found = {}

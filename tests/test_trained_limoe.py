@@ -101,7 +101,7 @@ def test_no_leakage_between_modalities(model, scenes):
 
 
 def test_pruning_to_four_text_experts(model, scenes):
-    statistics = ksm.evaluation.modality_statistics(
+    statistics = ksm.analysis.modality_statistics(
         model, captions=scenes.captions, verbose=0
     )
     usage = {block: s.routed["text"] for block, s in statistics.items()}

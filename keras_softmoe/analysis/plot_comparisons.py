@@ -3,8 +3,8 @@
 import numpy as np
 
 from keras_softmoe.analysis import drawing
-from keras_softmoe.evaluation.modalities import ModalityStatistics
-from keras_softmoe.evaluation.peaks import PeakSweep
+from keras_softmoe.analysis.by_modality import ModalityStatistics
+from keras_softmoe.analysis.peaks import PeakSweep
 
 _THRESHOLD = "experts asked for, S = exp(threshold for text)"
 _MODES = {True: "normalized", False: "not normalized"}

@@ -1,13 +1,10 @@
 """Figures of dropped tokens: patches that no expert takes, and how many there are."""
 
 from keras_softmoe.analysis import drawing, pictures
-from keras_softmoe.evaluation.routing import (
-    backbone_of,
-    check_has_routers,
-    routing_maps,
-)
-from keras_softmoe.evaluation.statistics import RoutingStatistics
-from keras_softmoe.evaluation.sweeps import settings_kept
+from keras_softmoe.analysis.inputs import backbone_of, check_has_routers
+from keras_softmoe.analysis.maps import routing_maps
+from keras_softmoe.analysis.statistics import RoutingStatistics
+from keras_softmoe.evaluation.sweeps import keep_settings
 
 
 def plot_discarded_patches(
@@ -63,7 +60,7 @@ def plot_discarded_patches(
             f"(1.0, 0.5). Received: capacity_factors={capacity_factors}."
         )
     columns = []
-    with settings_kept(backbone):
+    with keep_settings(backbone):
         if priority is not None:
             backbone.set_routing(priority=priority)
         for factor in capacity_factors:
@@ -160,7 +157,7 @@ def plot_dropped_tokens(statistics_by_num_experts):
 def _check_has_capacity(backbone):
     check_has_routers(backbone)
     for layer, router in backbone.routers.items():
-        if "eval_capacity_factor" not in router.live_settings:
+        if "eval_capacity_factor" not in router.mutable_settings:
             raise ValueError(
                 "Only routers with a capacity discard patches: those in which tokens "
                 f"or experts choose. Received: block {layer} with "

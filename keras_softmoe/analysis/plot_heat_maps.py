@@ -5,8 +5,8 @@ import math
 import numpy as np
 
 from keras_softmoe.analysis import drawing, pictures
-from keras_softmoe.evaluation.slots import SlotCorrelation
-from keras_softmoe.evaluation.statistics import RoutingStatistics
+from keras_softmoe.analysis.slots import SlotCorrelation
+from keras_softmoe.analysis.statistics import RoutingStatistics
 
 # Up to this many names are written along the side of a panel; of more, some.
 _MOST_NAMES = 20

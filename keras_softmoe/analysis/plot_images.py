@@ -3,7 +3,7 @@
 import numpy as np
 
 from keras_softmoe.analysis import drawing, pictures
-from keras_softmoe.evaluation.routing import main_experts, routing_maps
+from keras_softmoe.analysis.maps import main_experts, routing_maps
 
 # Brightness of the pictures that lie under a map.
 _DIMMED = 0.6

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 
 from keras_softmoe.analysis import drawing, pictures
-from keras_softmoe.evaluation.modality_examples import (
+from keras_softmoe.analysis.modality_examples import (
     ExpertExamples,
     pair_routing,
 )

@@ -3,7 +3,7 @@
 import numpy as np
 
 from keras_softmoe.analysis import drawing
-from keras_softmoe.evaluation.modalities import ModalityStatistics
+from keras_softmoe.analysis.by_modality import ModalityStatistics
 
 # So many experts have room side by side.
 _MOST_EXPERTS = 8

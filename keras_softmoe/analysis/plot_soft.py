@@ -5,8 +5,8 @@ from itertools import cycle
 import numpy as np
 
 from keras_softmoe.analysis import drawing
-from keras_softmoe.evaluation.concentration import BANDS
-from keras_softmoe.evaluation.soft_statistics import TOKEN_WEIGHT_EDGES, SoftStatistics
+from keras_softmoe.analysis.concentration import BANDS
+from keras_softmoe.analysis.soft_statistics import TOKEN_WEIGHT_EDGES, SoftStatistics
 
 # For "dispatch" and "combine": colours of the bands, what is counted, of what.
 _KINDS = {

@@ -3,8 +3,8 @@
 import numpy as np
 
 from keras_softmoe.analysis import drawing
-from keras_softmoe.evaluation.load import ExpertLoad
-from keras_softmoe.evaluation.statistics import RoutingStatistics
+from keras_softmoe.analysis.load import ExpertLoad
+from keras_softmoe.analysis.statistics import RoutingStatistics
 
 _CHOICES = ("largest", "2nd largest", "3rd largest")
 

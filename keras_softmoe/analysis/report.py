@@ -7,6 +7,8 @@ import keras
 import numpy as np
 
 from keras_softmoe.analysis import drawing
+from keras_softmoe.analysis.inputs import backbone_of, prepared
+from keras_softmoe.analysis.load import LoadReducer
 from keras_softmoe.analysis.page import Page
 from keras_softmoe.analysis.plot_statistics import plot_expert_load
 from keras_softmoe.analysis.report_sections import (
@@ -15,11 +17,10 @@ from keras_softmoe.analysis.report_sections import (
     add_soft,
     add_specialization,
 )
+from keras_softmoe.analysis.soft_statistics import SoftReducer
+from keras_softmoe.analysis.statistics import RoutingReducer
+from keras_softmoe.analysis.streaming import all_routers, observe
 from keras_softmoe.evaluation.cost import cost
-from keras_softmoe.evaluation.decisions import all_routers
-from keras_softmoe.evaluation.load import ExpertLoad, expert_load
-from keras_softmoe.evaluation.routing import backbone_of, prepared
-from keras_softmoe.evaluation.statistics import routing_statistics
 from keras_softmoe.routers import SoftRouter
 
 # In the configuration of a router, but no settings of how it routes.
@@ -55,8 +56,7 @@ def routing_report(
         model: `ViTMoEBackbone`, `LIMoEBackbone`, a task that has one of them, or any
             built `keras.Model` with `layers.MoE` or `layers.SoftMoE`.
         images: `(N, height, width, channels)` array, as the model or its preprocessor
-            takes it. For a user's model any data that `analysis.soft_statistics`
-            takes and that can be read twice.
+            takes it. For a user's model any data that `analysis.observe` takes.
         path: str or path of the file. Its directory is made. What is there is replaced
             when the page is complete.
         captions: for a LIMoE `N` str or `(N, sequence_length)` ints, routed together
@@ -109,16 +109,20 @@ def routing_report(
             return page.write(path)
         images = _pairs(backbone, images, captions, preprocessor)
         run["preprocessor"] = None
-    if _is_limoe(backbone) or not hasattr(backbone, "patch_grid"):
-        _add_load(page, expert_load(backbone, images, **run))
-    else:
-        statistics = routing_statistics(backbone, images, labels, **run)
-        _add_load(page, _loads_of(backbone, statistics))
+    reducers = {"load": LoadReducer()}
+    if hasattr(backbone, "patch_grid") and not _is_limoe(backbone):
+        reducers["routing"] = RoutingReducer(backbone, labels)
+    if any(isinstance(router, SoftRouter) for router in routers.values()):
+        reducers["soft"] = SoftReducer(backbone)
+    results = observe(backbone, images, list(reducers.values()), **run)
+    found = dict(zip(reducers, results, strict=True))
+    _add_load(page, found["load"])
+    if "routing" in found:
         if num_pictures:
             add_pictures(page, backbone, images[:num_pictures], preprocessor)
-        add_specialization(page, backbone, statistics, class_names)
-    if any(isinstance(router, SoftRouter) for router in routers.values()):
-        add_soft(page, backbone, images, list(routers.values()), run)
+        add_specialization(page, backbone, found["routing"], class_names)
+    if "soft" in found:
+        add_soft(page, found["soft"], routers, backbone)
     return page.write(path)
 
 
@@ -147,18 +151,6 @@ def _pairs(backbone, images, captions, preprocessor):
     if np.asarray(captions).dtype.kind not in "iu":
         captions = preprocessor.tokenize(captions)
     return {"images": prepared(backbone, images, convert), "token_ids": captions}
-
-
-def _loads_of(backbone, statistics):
-    """`ExpertLoad` of each block, from its `RoutingStatistics`."""
-    loads = {}
-    for layer, block in statistics.items():
-        num_images = len(block.experts_per_image)
-        num_groups = -(-num_images // (backbone.group_images or num_images))
-        num_tokens = num_images * len(block.weight_by_position)
-        load = block.load * num_images
-        loads[layer] = ExpertLoad(num_groups, num_tokens, load, block.dropped)
-    return loads
 
 
 # === Sections ===

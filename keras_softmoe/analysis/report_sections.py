@@ -12,10 +12,9 @@ from keras_softmoe.analysis import (
     plot_soft,
     plot_statistics,
 )
-from keras_softmoe.evaluation.modalities import modality_statistics
-from keras_softmoe.evaluation.modality_examples import expert_examples
-from keras_softmoe.evaluation.slots import slot_correlation
-from keras_softmoe.evaluation.soft_statistics import soft_statistics
+from keras_softmoe.analysis.by_modality import modality_statistics
+from keras_softmoe.analysis.modality_examples import expert_examples
+from keras_softmoe.analysis.slots import slot_correlation
 from keras_softmoe.routers import IdentityRouter, SoftRouter
 
 
@@ -78,17 +77,15 @@ def add_specialization(page, backbone, statistics, class_names):
         )
 
 
-def add_soft(page, model, data, routers, run):
+def add_soft(page, statistics, routers, model):
     """Show what tokens give, what slots take and how alike slots are.
 
     Args:
         page: `Page`.
+        statistics: what `analysis.soft_statistics` returns.
+        routers: dict from blocks to the routers of the model.
         model: keras.Model with soft routers.
-        data: as in `analysis.soft_statistics`.
-        routers: sequence of the routers of the model.
-        run: dict of the other arguments of `analysis.soft_statistics`.
     """
-    statistics = soft_statistics(model, data, **run)
     page.section(
         "What tokens give and slots take",
         "A slot takes in an average of all tokens (dispatch weights), and a token gets "
@@ -132,7 +129,7 @@ def add_soft(page, model, data, routers, run):
             f"{text}: the mean, and where the central parts of the distribution lie. "
             "The dashed line is a uniform average.",
         )
-    if any(isinstance(x, SoftRouter) and hasattr(x, "mu") for x in routers):
+    if any(isinstance(x, SoftRouter) and hasattr(x, "mu") for x in routers.values()):
         page.section("How alike slots are")
         page.figure(
             plot_heat_maps.plot_slot_correlation(slot_correlation(model)),

@@ -17,7 +17,7 @@ LIMOE = "keras_softmoe>LIMoEBackbone"
 LIMOE_TASK = "keras_softmoe>LIMoEContrastive"
 
 LIVE_SETTINGS = tuple(
-    dict.fromkeys((*TokenChoiceRouter.live_settings, *LIMoERouter.live_settings))
+    dict.fromkeys((*TokenChoiceRouter.mutable_settings, *LIMoERouter.mutable_settings))
 )
 
 # What the backbones take, and their defaults, which a preset may leave out. Asking the

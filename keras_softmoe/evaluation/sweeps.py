@@ -39,9 +39,9 @@ class RouterAblation(NamedTuple):
 def routing_sweep(classifier, test, seeds=1, batch_size=64, verbose=1, **grid):
     """Accuracy of a trained classifier under each combination of router settings.
 
-    Nothing is trained. Where groups span several images, the seat of a token depends
-    on the images beside it: each seed puts them in another order. The settings are put
-    back at the end, also after an error.
+    Nothing is trained. Where groups span several images, whether a token gets a slot
+    depends on the images beside it: each seed puts them in another order. The settings
+    are put back at the end, also after an error.
 
     Args:
         classifier: `ViTMoEImageClassifier` with MoE blocks.
@@ -80,12 +80,12 @@ def routing_sweep(classifier, test, seeds=1, batch_size=64, verbose=1, **grid):
         for values in itertools.product(*grid.values())
     ]
     images, labels = _check_test(test)
-    with settings_kept(classifier):
+    with keep_settings(classifier):
         for settings in combinations:
             classifier.set_routing(**settings)
     rows = []
     bar = _bar(len(combinations), verbose)
-    with settings_kept(classifier):
+    with keep_settings(classifier):
         for done, settings in enumerate(combinations, start=1):
             classifier.set_routing(**settings)
             accuracies = _accuracies(classifier, images, labels, seeds, batch_size)
@@ -129,7 +129,7 @@ def random_routers(classifier, test, seeds=1, batch_size=64, verbose=1):
     runs += [layers[: count + 1] for count in range(len(layers))]
     results = []
     bar = _bar(1 + len(runs), verbose)
-    with settings_kept(classifier):
+    with keep_settings(classifier):
         classifier.set_routing(random_logits=False)
         learned = _accuracies(classifier, images, labels, seeds, batch_size)
         bar.update(1)
@@ -156,10 +156,10 @@ def _accuracies(classifier, images, labels, seeds, batch_size):
 
 
 @contextlib.contextmanager
-def settings_kept(model):
-    """Put the live settings of all routers back at the end."""
+def keep_settings(model):
+    """Scope at whose end the mutable settings of all routers are as before."""
     before = {
-        layer: {name: getattr(router, name) for name in router.live_settings}
+        layer: {name: getattr(router, name) for name in router.mutable_settings}
         for layer, router in model.routers.items()
     }
     try:

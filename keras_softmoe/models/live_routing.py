@@ -9,7 +9,7 @@ from keras_softmoe.routers.token_choice import TokenChoiceRouter
 
 # What `from_preset` takes beside the arguments of the classes.
 LIVE_SETTINGS = tuple(
-    dict.fromkeys((*TokenChoiceRouter.live_settings, *LIMoERouter.live_settings))
+    dict.fromkeys((*TokenChoiceRouter.mutable_settings, *LIMoERouter.mutable_settings))
 )
 
 

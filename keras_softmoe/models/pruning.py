@@ -5,8 +5,7 @@ import numpy as np
 
 from keras_softmoe.models.arguments import check_choice
 from keras_softmoe.models.limoe_backbone import LIMoEBackbone
-from keras_softmoe.routers.limoe import LIMoERouter
-from keras_softmoe.routers.pruned import PrunedLIMoERouter
+from keras_softmoe.routers import LIMoERouter
 
 METHODS = ("router_pred", "router_drop")
 
@@ -21,7 +20,7 @@ def prune_experts(model, usage, num_experts, method="router_pred"):
         model: `LIMoEBackbone` with `routers.LIMoERouter`s, or a task that has one.
         usage: dict from each MoE block to an `(E,)` array, how many tokens of the
             modality each expert was chosen for, as measured on data by
-            `evaluation.modality_statistics`.
+            `analysis.modality_statistics`.
         num_experts: int, experts to keep in each block, those with the most tokens
             (of equals the first).
         method: `"router_pred"`: probabilities are still distributed among all experts,
@@ -42,7 +41,7 @@ def prune_experts(model, usage, num_experts, method="router_pred"):
 
     Example:
 
-    >>> statistics = ksm.evaluation.modality_statistics(model, None, captions)
+    >>> statistics = ksm.analysis.modality_statistics(model, None, captions)
     >>> usage = {layer: s.routed["text"] for layer, s in statistics.items()}
     >>> pruned = ksm.models.prune_experts(model, usage, num_experts=4)
     >>> text_model = ksm.models.LIMoEContrastive(pruned, model.preprocessor)
@@ -76,9 +75,8 @@ def prune_experts(model, usage, num_experts, method="router_pred"):
 def _pruned(router, kept, method):
     config = {**router.get_config(), "num_experts": len(kept), "losses": ()}
     if method == "router_pred":
-        return PrunedLIMoERouter(
-            **config, kept_experts=kept, num_predicted_experts=router.num_experts
-        )
+        config |= {"kept_experts": kept, "num_predicted_experts": router.num_experts}
+        return LIMoERouter(**config)
     # The kept experts are those of one modality: no others to keep apart from.
     return LIMoERouter(**{**config, "image_experts": None, "text_experts": None})
 
@@ -110,7 +108,8 @@ def _most_used(usage, num_experts, count):
 def _check(backbone, usage, num_experts):
     routers = getattr(backbone, "routers", {})
     kinds = {type(router) for router in routers.values()}
-    if not isinstance(backbone, LIMoEBackbone) or kinds != {LIMoERouter}:
+    pruned = any(getattr(r, "kept_experts", None) for r in routers.values())
+    if not isinstance(backbone, LIMoEBackbone) or kinds != {LIMoERouter} or pruned:
         raise ValueError(
             "Pruned are `LIMoEBackbone`s with `routers.LIMoERouter`s (not dense, not "
             f"pruned before). Received: {type(backbone).__name__} with routers of "

@@ -11,11 +11,12 @@ from keras_softmoe.routers.expert_choice import (
 )
 from keras_softmoe.routers.identity import IdentityRouter as IdentityRouter
 from keras_softmoe.routers.limoe import LIMoERouter as LIMoERouter
-from keras_softmoe.routers.pruned import PrunedLIMoERouter as PrunedLIMoERouter
+from keras_softmoe.routers.limoe import PrunedLIMoERouter as PrunedLIMoERouter
 from keras_softmoe.routers.recording import record as record
 from keras_softmoe.routers.router import Decision as Decision
 from keras_softmoe.routers.router import Router as Router
 from keras_softmoe.routers.routing_losses import GlobalEntropyLoss as GlobalEntropyLoss
+from keras_softmoe.routers.routing_losses import GShardLoss as GShardLoss
 from keras_softmoe.routers.routing_losses import ImportanceLoss as ImportanceLoss
 from keras_softmoe.routers.routing_losses import LoadLoss as LoadLoss
 from keras_softmoe.routers.routing_losses import LocalEntropyLoss as LocalEntropyLoss

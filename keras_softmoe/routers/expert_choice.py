@@ -9,13 +9,16 @@ from keras_softmoe.routers.sparse import SparseRouter
 
 
 class ExpertChoiceRouter(SparseRouter):
-    """Base class of the routers in which every expert chooses its best tokens."""
+    """Base class of the routers in which every expert chooses its best tokens.
+
+    Its arguments are those of `SparseRouter`.
+    """
 
     def capacity(self, num_tokens, training=False):
         # An expert cannot choose more tokens than there are, whatever the factor.
         return min(super().capacity(num_tokens, training), num_tokens)
 
-    def seat(self, selection, capacity, valid):
+    def assign(self, selection, capacity, valid, masks):
         return expert_choice(selection, capacity, valid)
 
 
@@ -35,7 +38,8 @@ class SoftmaxExpertChoiceRouter(ExpertChoiceRouter):
         multiple_of: int or `None`, see `ops.expert_capacity`.
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits.
-        z_loss_weight: float, weight of `ops.z_loss`.
+        losses: sequence of `RoutingLoss`es, which are added up with their weights.
+            None by default; `(ZLoss(weight=1e-4),)` keeps logits small.
         eval_capacity_factor: float or `None`, `capacity_factor` outside training;
             `None` for the same.
         random_logits: bool, whether the logits are normal noise instead (V-MoE,
@@ -66,19 +70,19 @@ class SoftmaxExpertChoiceRouter(ExpertChoiceRouter):
         rounding="ceil",
         multiple_of=4,
         noise_std=0.0,
-        z_loss_weight=0.0,
+        losses=None,
         eval_capacity_factor=None,
         random_logits=False,
         **kwargs,
     ):
         super().__init__(
             num_experts,
-            capacity_factor,
-            rounding,
-            multiple_of,
-            eval_capacity_factor=eval_capacity_factor,
+            capacity_factor=capacity_factor,
+            rounding=rounding,
+            multiple_of=multiple_of,
             noise_std=noise_std,
-            z_loss_weight=z_loss_weight,
+            losses=losses,
+            eval_capacity_factor=eval_capacity_factor,
             random_logits=random_logits,
             **kwargs,
         )
@@ -102,7 +106,8 @@ class SinkhornExpertChoiceRouter(ExpertChoiceRouter):
         multiple_of: int or `None`, see `ops.expert_capacity`.
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits, for plan and gates.
-        z_loss_weight: float, weight of `ops.z_loss`.
+        losses: sequence of `RoutingLoss`es, which are added up with their weights.
+            None by default; `(ZLoss(weight=1e-4),)` keeps logits small.
         num_iterations: int, number of Sinkhorn iterations.
         combine: `"softmax"` (gates are probabilities, the plan has no gradient) or
             `"plan"` (gates are entries of the plan, which then has a gradient).
@@ -136,7 +141,7 @@ class SinkhornExpertChoiceRouter(ExpertChoiceRouter):
         rounding="ceil",
         multiple_of=4,
         noise_std=0.0,
-        z_loss_weight=0.0,
+        losses=None,
         num_iterations=20,
         combine="softmax",
         eval_capacity_factor=None,
@@ -145,13 +150,13 @@ class SinkhornExpertChoiceRouter(ExpertChoiceRouter):
     ):
         super().__init__(
             num_experts,
-            capacity_factor,
-            rounding,
-            multiple_of,
-            eval_capacity_factor=eval_capacity_factor,
+            capacity_factor=capacity_factor,
+            rounding=rounding,
+            multiple_of=multiple_of,
             noise_std=noise_std,
-            z_loss_weight=z_loss_weight,
+            losses=losses,
             combine=combine,
+            eval_capacity_factor=eval_capacity_factor,
             random_logits=random_logits,
             **kwargs,
         )
@@ -184,7 +189,8 @@ class SparseTransportExpertChoiceRouter(ExpertChoiceRouter):
         capacity_factor: float, slots per token.
         rounding: `"ceil"` or `"round"`, see `ops.expert_capacity`.
         multiple_of: int or `None`, see `ops.expert_capacity`.
-        z_loss_weight: float, weight of `ops.z_loss`.
+        losses: sequence of `RoutingLoss`es, which are added up with their weights.
+            None by default; `(ZLoss(weight=1e-4),)` keeps logits small.
         num_iterations: int, number of steps of the solver.
         learning_rate: float, step size of the solver.
         combine: `"softmax"` (gates are probabilities) or `"plan"` (gates are entries of
@@ -219,7 +225,7 @@ class SparseTransportExpertChoiceRouter(ExpertChoiceRouter):
         capacity_factor=1.0,
         rounding="ceil",
         multiple_of=4,
-        z_loss_weight=0.0,
+        losses=None,
         num_iterations=20,
         learning_rate=0.01,
         combine="softmax",
@@ -229,12 +235,13 @@ class SparseTransportExpertChoiceRouter(ExpertChoiceRouter):
     ):
         super().__init__(
             num_experts,
-            capacity_factor,
-            rounding,
-            multiple_of,
-            eval_capacity_factor=eval_capacity_factor,
-            z_loss_weight=z_loss_weight,
+            capacity_factor=capacity_factor,
+            rounding=rounding,
+            multiple_of=multiple_of,
+            noise_std=0.0,
+            losses=losses,
             combine=combine,
+            eval_capacity_factor=eval_capacity_factor,
             random_logits=random_logits,
             **kwargs,
         )

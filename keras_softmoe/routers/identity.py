@@ -36,6 +36,10 @@ class IdentityRouter(Router):
     [[0, 4], [1, 5], [2, 6], [3, 7]]
     """
 
+    def capacity(self, num_tokens, training=False):
+        check_num_tokens(num_tokens, self.num_experts)
+        return num_tokens // self.num_experts
+
     def build(self, tokens_shape):
         """Create nothing, but say before work starts what cannot be routed."""
         if tokens_shape[1] is not None:

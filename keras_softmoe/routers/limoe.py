@@ -9,17 +9,13 @@ from keras_softmoe.ops.assignment import (
     check_num_selected_experts,
     token_choice,
 )
-from keras_softmoe.ops.routing import SlotRouting
-from keras_softmoe.ops.softmax import softmax
-from keras_softmoe.routers.router import Decision
+from keras_softmoe.routers.router import check_num_experts
 from keras_softmoe.routers.routing_losses import (
     MODALITIES,
-    Routed,
-    RoutingLoss,
     classic_losses,
     entropy_losses,
 )
-from keras_softmoe.routers.sparse import SparseRouter, gates
+from keras_softmoe.routers.sparse import SparseRouter
 
 _FIRST = {"image_first": "image", "text_first": "text"}
 # A logit that no noise brings back. Infinity would make gradients NaN.
@@ -62,6 +58,14 @@ class LIMoERouter(SparseRouter):
         eval_capacity_factor: float or `None`, `capacity_factor` outside training;
             `None` for the same.
         random_logits: bool, whether the logits are normal noise instead.
+        kept_experts: `None`, or of a pruned router the experts that are left: a
+            sequence of `num_experts` ints, ascending, under `num_predicted_experts`.
+            Probabilities are still distributed among all experts that the model was
+            trained with, and tokens choose among those that are left, by the
+            probabilities that these have. So gates are as large as in training
+            ("router-pred", appendix E.4). Not trained, it takes `losses=()`.
+        num_predicted_experts: int, how many experts there were before. `None` for
+            `num_experts`.
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
     Weights: `kernel` `(D, E)`, or `image_kernel` and `text_kernel` if `per_modality`.
@@ -81,11 +85,13 @@ class LIMoERouter(SparseRouter):
     Raises:
         ValueError: if a threshold is over `log(num_experts)`, the experts of the
             modalities leave some out, a token would choose more experts than its
-            modality has, the modalities are not known, or another argument is not among
-            the accepted values.
+            modality has, the modalities are not known, the kept experts are not
+            `num_experts` different ones of those that there were, or another argument
+            is not among the accepted values.
 
     Source: LIMoE, section 2 and appendices B (losses), C (priorities), D.1 (capacity
-    for one modality) and E.1 to E.3 (`K > 1`, number of experts, kinds of routers).
+    for one modality) and E.1 to E.4 (`K > 1`, number of experts, kinds of routers,
+    pruning).
 
     Example:
 
@@ -98,8 +104,8 @@ class LIMoERouter(SparseRouter):
 
     knows_modalities = True
 
-    live_settings = (
-        *SparseRouter.live_settings,
+    mutable_settings = (
+        *SparseRouter.mutable_settings,
         "num_selected_experts",
         "priority",
         "single_modality_capacity_factor",
@@ -122,18 +128,11 @@ class LIMoERouter(SparseRouter):
         noise_std=1.0,
         eval_capacity_factor=None,
         random_logits=False,
+        kept_experts=None,
+        num_predicted_experts=None,
         **kwargs,
     ):
-        super().__init__(
-            num_experts,
-            capacity_factor,
-            rounding,
-            multiple_of,
-            eval_capacity_factor=eval_capacity_factor,
-            noise_std=noise_std,
-            random_logits=random_logits,
-            **kwargs,
-        )
+        check_num_experts(num_experts)
         check_num_selected_experts(num_selected_experts, num_experts)
         accepted = (*PRIORITIES, *_FIRST)
         if priority not in accepted:
@@ -154,126 +153,125 @@ class LIMoERouter(SparseRouter):
         self.image_experts = image_experts
         self.text_experts = text_experts
         self.single_modality_capacity_factor = single_modality_capacity_factor
+        self.kept_experts = _checked_kept_experts(
+            kept_experts, num_experts, num_predicted_experts
+        )
+        self._num_predicted_experts = num_predicted_experts or num_experts
         self._check_experts()
-        if losses is None:
-            losses = classic_losses() + entropy_losses(
-                self.num_predicted_experts, num_selected_experts=num_selected_experts
-            )
-        self.routing_losses = _checked_losses(losses)
-        for loss in self.routing_losses:
-            loss.check(self.num_predicted_experts, num_selected_experts, noise_std)
+        super().__init__(
+            num_experts,
+            capacity_factor=capacity_factor,
+            rounding=rounding,
+            multiple_of=multiple_of,
+            noise_std=noise_std,
+            losses=self.default_losses() if losses is None else losses,
+            eval_capacity_factor=eval_capacity_factor,
+            random_logits=random_logits,
+            **kwargs,
+        )
 
     @property
     def num_predicted_experts(self):
         """Int, the experts among which probabilities are distributed."""
-        return self.num_experts
+        return self._num_predicted_experts
+
+    @property
+    def num_logits(self):
+        # Of two kernels both are applied to all tokens.
+        return self.num_predicted_experts * (1 + self.per_modality)
+
+    def default_losses(self):
+        return classic_losses() + entropy_losses(
+            self.num_predicted_experts, num_selected_experts=self.num_selected_experts
+        )
 
     def build(self, tokens_shape):
         kernels = ["kernel"]
         if self.per_modality:
             kernels = [f"{name}_kernel" for name in MODALITIES]
         for name in kernels:
-            kernel = self.add_weight(
-                shape=(tokens_shape[-1], self.num_predicted_experts),
-                initializer="lecun_normal",
-                name=name,
-            )
-            setattr(self, name, kernel)
+            setattr(self, name, self.add_kernel(tokens_shape, name))
 
     def call(self, tokens, valid=None, training=False, modalities=()):
-        num_tokens = tokens.shape[1]
-        members = _members(modalities, num_tokens)
-        # (G, S, E)
-        logits = self._logits(tokens, members)
-        noisy_logits = self.add_noise(logits, training)
-        probabilities = self.available(softmax(noisy_logits, axis=-1))
+        masks = self.modality_masks(tokens.shape[1], modalities)
+        return self.route(tokens, valid, training, masks)
 
-        token, filled = token_choice(
-            probabilities,
+    def modality_masks(self, num_tokens, modalities=(), **kwargs):
+        names = [name for name, count in modalities for _ in range(count)]
+        if not names or set(names) - set(MODALITIES) or num_tokens % len(names):
+            raise ValueError(
+                "This router has to know which tokens are of images and which of text: "
+                "call `layers.MoE` on a dict with `'image'`, `'text'` or both, or pass "
+                "`modalities=(('image', 64), ('text', 16))`. Received: "
+                f"modalities={modalities} for {num_tokens} tokens in a group."
+            )
+        names = np.tile(names, num_tokens // len(names))
+        return {
+            name: ops.convert_to_tensor((names == name)[None]) for name, _ in modalities
+        }
+
+    def predict_logits(self, tokens, masks):
+        if not self.per_modality:
+            return ops.matmul(tokens, self.kernel)
+        if len(masks) == 1:
+            (name,) = masks
+            return ops.matmul(tokens, getattr(self, f"{name}_kernel"))
+        image, text = (
+            ops.matmul(tokens, getattr(self, f"{name}_kernel")) for name in MODALITIES
+        )
+        return ops.where(ops.expand_dims(masks["image"], -1), image, text)
+
+    def mask_logits(self, logits, masks):
+        for name, mask in masks.items():
+            masked = self._masked_experts(name)
+            if masked.any():
+                # (1, S, E)
+                masked = ops.logical_and(ops.expand_dims(mask, -1), masked)
+                logits = ops.where(masked, _NEVER, logits)
+        return logits
+
+    def probabilities_of(self, probabilities):
+        if self.kept_experts is None:
+            return probabilities
+        return ops.take(probabilities, np.array(self.kept_experts), axis=-1)
+
+    def assign(self, selection, capacity, valid, masks):
+        priority = self.priority
+        if priority in _FIRST:
+            first = masks.get(_FIRST[priority])
+            priority = "position"
+            if first is not None:
+                priority = ops.zeros_like(selection[..., 0])
+                priority = priority + ops.cast(first, "float32")
+        return token_choice(
+            selection,
             self.num_selected_experts,
-            self.capacity(num_tokens, training, len(members) == 1),
-            priority=self._priority(probabilities, members),
+            capacity,
+            priority=priority,
             valid=valid,
             seed=self.seed_generator,
         )
-        routing = SlotRouting(token, filled, gates(probabilities, token, filled))
 
-        routed = Routed(
-            logits,
-            noisy_logits,
-            softmax(logits, axis=-1),
-            {None: valid} | {name: _and(m, valid) for name, m in members.items()},
-            self.num_selected_experts,
-            self.noise_std / self.num_experts,
-        )
-        losses = [loss(routed) for loss in self.routing_losses if loss.applies(routed)]
-        if losses:
-            mean = sum(losses[1:], start=losses[0]) / len(losses)
-            auxiliary_loss = self.loss_weight * mean
-            if training:
-                self.add_loss(ops.mean(auxiliary_loss))
-        else:
-            auxiliary_loss = ops.zeros_like(logits[:, 0, 0])
-        summary = {
-            "logits": logits,
-            "probabilities": probabilities,
-            "selection": probabilities,
-            "auxiliary_loss": auxiliary_loss,
-        }
-        return Decision(routing, summary)
+    def total_loss(self, losses):
+        return self.loss_weight * (super().total_loss(losses) / len(losses))
+
+    def group_capacity(self, num_tokens, training, masks):
+        return self.capacity(num_tokens, training, single_modality=len(masks) == 1)
 
     def capacity(self, num_tokens, training=False, single_modality=False):
-        """Slots per expert for a group of `num_tokens` tokens, as a Python int."""
         if not single_modality:
             return super().capacity(num_tokens, training)
         slots = self.slots(num_tokens, self.single_modality_capacity_factor)
         # No expert is given more than all tokens.
         return min(slots, num_tokens)
 
-    def choices_per_token(self):
-        return self.num_selected_experts
-
-    def available(self, probabilities):
-        """The probabilities of the experts that there are."""
-        return probabilities
-
-    def _logits(self, tokens, members):
-        if not self.per_modality:
-            logits = ops.matmul(tokens, self.kernel)
-        elif len(members) == 1:
-            (name,) = members
-            logits = ops.matmul(tokens, getattr(self, f"{name}_kernel"))
-        else:
-            image, text = (
-                ops.matmul(tokens, getattr(self, f"{name}_kernel"))
-                for name in MODALITIES
-            )
-            logits = ops.where(ops.expand_dims(members["image"], -1), image, text)
-        if self.random_logits:
-            logits = self.noise_like(logits)
-        for name, member in members.items():
-            barred = self._barred(name)
-            if barred.any():
-                # (1, S, E)
-                barred = ops.logical_and(ops.expand_dims(member, -1), barred)
-                logits = ops.where(barred, _NEVER, logits)
-        return logits
-
-    def _barred(self, modality):
+    def _masked_experts(self, modality):
         """`(E,)` bool array: the experts that a modality must not use."""
         num_experts = self.num_predicted_experts
         index = np.arange(num_experts)
         if modality == "image":
             return index >= (self.image_experts or num_experts)
         return index < num_experts - (self.text_experts or num_experts)
-
-    def _priority(self, probabilities, members):
-        if self.priority not in _FIRST:
-            return self.priority
-        first = members.get(_FIRST[self.priority])
-        if first is None:
-            return "position"
-        return ops.zeros_like(probabilities[..., 0]) + ops.cast(first, "float32")
 
     def _check_experts(self):
         counts = {"image": self.image_experts, "text": self.text_experts}
@@ -294,56 +292,78 @@ class LIMoERouter(SparseRouter):
             )
 
     def get_config(self):
-        config = super().get_config()
-        # Here it is one of `losses`.
-        del config["z_loss_weight"]
-        losses = map(keras.saving.serialize_keras_object, self.routing_losses)
+        is_pruned = self.kept_experts is not None
         return {
-            **config,
+            **super().get_config(),
             "num_selected_experts": self.num_selected_experts,
             "priority": self.priority,
-            "losses": list(losses),
             "loss_weight": self.loss_weight,
             "per_modality": self.per_modality,
             "image_experts": self.image_experts,
             "text_experts": self.text_experts,
             "single_modality_capacity_factor": self.single_modality_capacity_factor,
             "noise_std": self.noise_std,
+            "kept_experts": self.kept_experts,
+            "num_predicted_experts": self.num_predicted_experts if is_pruned else None,
         }
 
 
-def _members(modalities, num_tokens):
-    """For each modality the `(1, S)` bool tensor of its tokens in a group."""
-    names = [name for name, count in modalities for _ in range(count)]
-    if not names or set(names) - set(MODALITIES) or num_tokens % len(names):
-        raise ValueError(
-            "This router has to know which tokens are of images and which of text: "
-            "call `layers.MoE` on a dict with `'image'`, `'text'` or both, or pass "
-            "`modalities=(('image', 64), ('text', 16))`. Received: "
-            f"modalities={modalities} for {num_tokens} tokens in a group."
+class PrunedLIMoERouter:
+    """Another name of a `LIMoERouter` with `kept_experts`, which saved files may have.
+
+    Args:
+        num_experts: int, number of experts that are left.
+        kept_experts: see `LIMoERouter`.
+        num_predicted_experts: int, how many there were.
+        losses: as in `LIMoERouter`, none by default.
+        **kwargs: as in `LIMoERouter`.
+
+    Returns:
+        `LIMoERouter`.
+
+    Source: LIMoE, appendix E.4.
+    """
+
+    def __new__(
+        cls, num_experts, kept_experts, num_predicted_experts, losses=(), **kwargs
+    ):
+        return LIMoERouter(
+            num_experts,
+            kept_experts=kept_experts,
+            num_predicted_experts=num_predicted_experts,
+            losses=losses,
+            **kwargs,
         )
-    names = np.tile(names, num_tokens // len(names))
-    return {
-        name: ops.convert_to_tensor((names == name)[None]) for name, _ in modalities
-    }
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**config)
 
 
-def _and(member, valid):
-    return member if valid is None else ops.logical_and(member, valid)
+keras.saving.get_custom_objects()["keras_softmoe>PrunedLIMoERouter"] = PrunedLIMoERouter
 
 
-def _checked_losses(losses):
-    losses = [
-        keras.saving.deserialize_keras_object(loss) if isinstance(loss, dict) else loss
-        for loss in losses
-    ]
-    wrong = [loss for loss in losses if not isinstance(loss, RoutingLoss)]
-    if wrong:
+def _checked_kept_experts(kept_experts, num_experts, num_predicted_experts):
+    if kept_experts is None:
+        if num_predicted_experts not in (None, num_experts):
+            raise ValueError(
+                "A router that predicts more experts than there are has to know which "
+                "of them are left. Received: kept_experts=None, "
+                f"num_experts={num_experts}, "
+                f"num_predicted_experts={num_predicted_experts}."
+            )
+        return None
+    kept_experts = tuple(int(expert) for expert in kept_experts)
+    total = num_predicted_experts or num_experts
+    inside = set(kept_experts) <= set(range(total))
+    if list(kept_experts) != sorted(set(kept_experts)) or not inside:
         raise ValueError(
-            "`losses` are objects like `LocalEntropyLoss('text')` from "
-            "`keras_softmoe.routers`, or the sets that `classic_losses` and "
-            f"`entropy_losses` return. Received: losses with {wrong}."
+            "`kept_experts` counts the experts that are left from 0, ascending, "
+            f"under {total}. Received: kept_experts={kept_experts}."
         )
-    if len(set(losses)) < len(losses):
-        raise ValueError(f"Each loss is given once. Received: losses={losses}.")
-    return tuple(losses)
+    if len(kept_experts) != num_experts:
+        raise ValueError(
+            "`num_experts` is the number of experts that are left. Received: "
+            f"num_experts={num_experts}, kept_experts={kept_experts}."
+        )
+    return kept_experts

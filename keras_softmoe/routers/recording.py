@@ -2,6 +2,8 @@
 
 import contextlib
 import contextvars
+import operator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import keras
@@ -12,13 +14,17 @@ _SCOPES = contextvars.ContextVar("scopes_that_record", default=())
 
 
 @contextlib.contextmanager
-def record():
+def record(key=None):
     """Scope in which the decisions of all routers that are called are collected.
 
     It works for any Keras model that contains MoE layers: call the model on data inside
     the scope. Where a function is compiled (`jax.jit`, `tf.function`, `torch.compile`),
     open the scope inside the function and return what it collected, or the parts of it
     that are wanted. Scopes may be nested; each collects everything.
+
+    Args:
+        key: optional callable from a `Router` to the key of its decision. The path by
+            default, which a user's model may give to several routers.
 
     Yields:
         dict from the path of a router (`"block_1/moe/router"`) to its `Decision`, in
@@ -47,7 +53,7 @@ def record():
     ...         model(images)
     ...     return decisions
     """
-    scope = _Scope({}, [], _is_staging())
+    scope = _Scope({}, [], _is_staging(), key or operator.attrgetter("path"))
     token = _SCOPES.set((*_SCOPES.get(), scope))
     try:
         yield scope.decisions
@@ -69,6 +75,7 @@ class _Scope(NamedTuple):
     # of a step on JAX, would cost Keras the weights that it has taken from the model.
     missed: list
     opened_while_staging: bool
+    key: Callable
 
 
 def is_recording():
@@ -89,12 +96,12 @@ def note(router, decision):
         if is_staging and not scope.opened_while_staging:
             scope.missed.append(router.path)
             continue
-        path = router.path
+        key = name = scope.key(router)
         calls = 1
-        while path in scope.decisions:
+        while key in scope.decisions:
             calls += 1
-            path = f"{router.path} ({calls})"
-        scope.decisions[path] = decision
+            key = f"{name} ({calls})"
+        scope.decisions[key] = decision
 
 
 def _is_staging():

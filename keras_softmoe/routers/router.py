@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_softmoe.ops.placement import check_num_experts
+from keras_softmoe.costs import LayerCost
+from keras_softmoe.ops import placement
 from keras_softmoe.ops.routing import SlotRouting, combine
 from keras_softmoe.routers.recording import is_recording, note
 
@@ -37,7 +38,9 @@ class Router(keras.layers.Layer):
 
     A subclass implements `call(tokens, valid=None, training=False) -> Decision`,
     where `tokens` is `(G, S, D)` and `valid` an optional `(G, S)` bool tensor that
-    is `False` for padding.
+    is `False` for padding. For `evaluation.cost` and `distribution.plan` it also
+    says how many slots it has, in `capacity`; if it has weights, in `cost` what they
+    are; and if its routing is a `DenseRouting`, `mixes_tokens = True`.
 
     Routers compute in float32 under any dtype policy: a choice among experts that
     flips with a rounding error flips the output with it.
@@ -51,8 +54,11 @@ class Router(keras.layers.Layer):
             spread do not divide it.
     """
 
+    # Whether a slot holds a mixture of tokens (`DenseRouting`) instead of one.
+    mixes_tokens = False
+
     # Arguments of the constructor that may change later.
-    live_settings = ()
+    mutable_settings = ()
 
     # Whether `call` also takes `modalities`: pairs of a modality's name and the number
     # of its tokens, in the order in which they follow each other, again and again, in a
@@ -60,11 +66,6 @@ class Router(keras.layers.Layer):
     knows_modalities = False
 
     def __init__(self, num_experts, **kwargs):
-        if num_experts < 1:
-            raise ValueError(
-                "A router needs at least one expert. `num_experts` must be a positive "
-                f"integer. Received: num_experts={num_experts}."
-            )
         check_num_experts(num_experts)
         kwargs["dtype"] = "float32"
         super().__init__(**kwargs)
@@ -86,7 +87,8 @@ class Router(keras.layers.Layer):
         if isinstance(tokens, keras.KerasTensor):
             return decision
         if summarize or is_recording():
-            decision = _complete(decision, ops.convert_to_tensor(tokens), valid)
+            tokens = ops.convert_to_tensor(tokens)
+            decision = self.complete(decision, tokens, valid, **kwargs)
             note(self, decision)
         return decision
 
@@ -96,6 +98,47 @@ class Router(keras.layers.Layer):
             "routers in `keras_softmoe.routers`, or implement `call`."
         )
 
+    def capacity(self, num_tokens, training=False):
+        """Slots per expert for a group of `num_tokens` tokens, as a Python int."""
+        raise ValueError(
+            f"`{type(self).__name__}` does not say how many slots its experts have. "
+            "Implement `capacity(num_tokens, training=False)`, which returns the slots "
+            "of one expert for a group of so many tokens."
+        )
+
+    def cost(self, tokens_shape, training=False):
+        """What the router costs, a `costs.LayerCost`. Nothing, if it has no weights.
+
+        Args:
+            tokens_shape: `(G, S, D)`, all known.
+            training: bool, whether the settings of training count.
+        """
+        return LayerCost()
+
+    def complete(self, decision, tokens, valid, **kwargs):
+        """A decision with all that an observer may ask for, see `Decision`.
+
+        Args:
+            decision: what `call` returned.
+            tokens: `(G, S, D)` tensor.
+            valid: `(G, S)` bool tensor or `None`.
+            **kwargs: other arguments of the call.
+        """
+        routing, summary = decision
+        num_groups, num_tokens = ops.shape(tokens)[0], tokens.shape[1]
+        if valid is None:
+            valid = ops.ones((num_groups, num_tokens), "bool")
+        found = {"valid": valid}
+        if isinstance(routing, SlotRouting):
+            filled = ops.cast(routing.filled, "float32")
+            # (G, S): in how many slots each token is
+            slots_of_token = combine(
+                ops.expand_dims(filled, -1), routing._replace(gate=filled), num_tokens
+            )[..., 0]
+            dropped = ops.logical_and(ops.equal(slots_of_token, 0.0), valid)
+            found |= {"load": ops.sum(filled, axis=-1), "dropped": dropped}
+        return Decision(routing, {**found, **summary})
+
     def clone(self, name):
         """A new router with the same configuration and its own weights."""
         return type(self).from_config({**self.get_config(), "name": name})
@@ -104,12 +147,12 @@ class Router(keras.layers.Layer):
         """A new router with some settings changed and its own weights.
 
         Raises:
-            ValueError: if this router has no such live setting, or a value is not
+            ValueError: if this router has no such mutable setting, or a value is not
                 accepted.
         """
-        unknown = [name for name in settings if name not in self.live_settings]
+        unknown = [name for name in settings if name not in self.mutable_settings]
         if unknown:
-            accepted = ", ".join(self.live_settings)
+            accepted = ", ".join(self.mutable_settings)
             raise ValueError(
                 f"`{type(self).__name__}` has no such setting that may change. "
                 f"Accepted: {accepted or 'none, as it chooses nothing; leave them out'}"
@@ -119,17 +162,17 @@ class Router(keras.layers.Layer):
         return type(self)(**{**self.get_config(), **settings})
 
     def update(self, **settings):
-        """Change live settings. A function compiled before still has the old ones.
+        """Change mutable settings. A function compiled before still has the old ones.
 
         The models of this library notice and compile anew, see
         `ViTMoEBackbone.set_routing`; after a change in your own model, call its
         `compile` again.
 
         Args:
-            **settings: names from `live_settings` and their new values.
+            **settings: names from `mutable_settings` and their new values.
 
         Raises:
-            ValueError: if this router has no such live setting, or a value is not
+            ValueError: if this router has no such mutable setting, or a value is not
                 accepted. The router is then unchanged.
         """
         changed = self.with_settings(**settings)
@@ -146,19 +189,11 @@ class Router(keras.layers.Layer):
         }
 
 
-def _complete(decision, tokens, valid):
-    """A decision with all that an observer may ask for, see `Decision`."""
-    routing, summary = decision
-    num_groups, num_tokens = ops.shape(tokens)[0], tokens.shape[1]
-    if valid is None:
-        valid = ops.ones((num_groups, num_tokens), "bool")
-    found = {"valid": valid}
-    if isinstance(routing, SlotRouting):
-        filled = ops.cast(routing.filled, "float32")
-        # (G, S): in how many slots each token is
-        slots_of_token = combine(
-            ops.expand_dims(filled, -1), routing._replace(gate=filled), num_tokens
-        )[..., 0]
-        dropped = ops.logical_and(ops.equal(slots_of_token, 0.0), valid)
-        found |= {"load": ops.sum(filled, axis=-1), "dropped": dropped}
-    return Decision(routing, {**found, **summary})
+def check_num_experts(num_experts):
+    """Raise unless there are experts, which the active distribution can share out."""
+    if num_experts < 1:
+        raise ValueError(
+            "A router needs at least one expert. `num_experts` must be a positive "
+            f"integer. Received: num_experts={num_experts}."
+        )
+    placement.check_num_experts(num_experts)

@@ -1,13 +1,14 @@
-"""The losses that a `LIMoERouter` averages: which quantity, of which modality."""
+"""Losses of routers: which quantity, of which tokens, with which weight."""
 
+import functools
 import math
-from typing import Any, NamedTuple
 
 import keras
 
 from keras_softmoe.ops import entropy
 from keras_softmoe.ops import losses as balance
 from keras_softmoe.ops.assignment import check_num_selected_experts
+from keras_softmoe.ops.softmax import softmax
 
 MODALITIES = ("image", "text")
 
@@ -15,13 +16,12 @@ MODALITIES = ("image", "text")
 _TEXT_SHARE, _IMAGE_SHARE = 9 / 32, 20 / 32
 
 
-class Routed(NamedTuple):
+class Routed:
     """What a loss may look at.
 
-    Attributes:
+    Args:
         logits: `(G, S, E)` tensor, without noise.
         noisy_logits: `(G, S, E)` tensor; the same object where there is no noise.
-        probabilities: `(G, S, E)` tensor, without noise.
         valid: dict from each modality that is there to the `(G or 1, S)` bool tensor of
             its tokens. Under the key `None` the tokens of all: a tensor, or `None`
             where none is padding.
@@ -29,36 +29,51 @@ class Routed(NamedTuple):
         noise_std: float, standard deviation of the noise on the logits.
     """
 
-    logits: Any
-    noisy_logits: Any
-    probabilities: Any
-    valid: dict
-    num_selected_experts: int
-    noise_std: float
+    def __init__(self, logits, noisy_logits, valid, num_selected_experts, noise_std):
+        self.logits = logits
+        self.noisy_logits = noisy_logits
+        self.valid = valid
+        self.num_selected_experts = num_selected_experts
+        self.noise_std = noise_std
+
+    @functools.cached_property
+    def probabilities(self):
+        """`(G, S, E)` tensor, without noise."""
+        return softmax(self.logits, axis=-1)
+
+    @functools.cached_property
+    def noisy_probabilities(self):
+        """`(G, S, E)` tensor, with noise."""
+        if self.noisy_logits is self.logits:
+            return self.probabilities
+        return softmax(self.noisy_logits, axis=-1)
 
 
 class RoutingLoss:
-    """Base class: a loss on the routing of one modality, or of all tokens alike.
+    """Base class of the losses of routers.
 
     A subclass implements `__call__`.
 
     Args:
-        modality: `"image"`, `"text"` or `None` for the tokens of both together.
+        modality: `"image"`, `"text"` or `None` for all tokens. Only a `LIMoERouter`
+            knows modalities.
+        weight: float, factor of the loss in the router's sum.
 
     Raises:
         ValueError: if the modality is none of these.
     """
 
-    def __init__(self, modality=None):
+    def __init__(self, modality=None, weight=1.0):
         if modality not in (None, *MODALITIES):
             raise ValueError(
                 "Unknown modality. Accepted: 'image', 'text', or `None` for the tokens "
                 f"of both. Received: modality={modality!r}."
             )
         self.modality = modality
+        self.weight = weight
 
     def __call__(self, routed):
-        """The loss of each group, `(G,)`, from what was `Routed`."""
+        """The loss of each group, `(G,)`, before it is multiplied by its weight."""
         raise TypeError(
             f"`{type(self).__name__}` is abstract: it measures nothing. Use one of the "
             "losses in `keras_softmoe.routers`, or implement `__call__`."
@@ -72,7 +87,7 @@ class RoutingLoss:
         return self.modality in routed.valid
 
     def get_config(self):
-        return {"modality": self.modality}
+        return {"modality": self.modality, "weight": self.weight}
 
     @classmethod
     def from_config(cls, config):
@@ -85,8 +100,36 @@ class RoutingLoss:
         return hash((type(self), *self.get_config().values()))
 
     def __repr__(self):
-        arguments = ", ".join(f"{k}={v!r}" for k, v in self.get_config().items())
+        config = self.get_config()
+        if self.weight == 1.0:
+            del config["weight"]
+        arguments = ", ".join(f"{k}={v!r}" for k, v in config.items())
         return f"{type(self).__name__}({arguments})"
+
+
+def checked_losses(losses, num_experts, num_selected_experts, noise_std):
+    """Tuple of the losses of a router, which may be given in serialized form.
+
+    Raises:
+        ValueError: if they are no losses, one is given twice, or one makes no sense for
+            the router.
+    """
+    losses = [
+        keras.saving.deserialize_keras_object(loss) if isinstance(loss, dict) else loss
+        for loss in losses
+    ]
+    wrong = [loss for loss in losses if not isinstance(loss, RoutingLoss)]
+    if wrong:
+        raise ValueError(
+            "`losses` are objects like `ImportanceLoss(weight=0.005)` from "
+            "`keras_softmoe.routers`, or the sets that `classic_losses` and "
+            f"`entropy_losses` return. Received: losses with {wrong}."
+        )
+    if len(set(losses)) < len(losses):
+        raise ValueError(f"Each loss is given once. Received: losses={losses}.")
+    for loss in losses:
+        loss.check(num_experts, num_selected_experts, noise_std)
+    return tuple(losses)
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -94,7 +137,8 @@ class ImportanceLoss(RoutingLoss):
     """`ops.importance_loss`: all experts equally probable, over many tokens.
 
     Args:
-        modality: `"image"`, `"text"` or `None` for the tokens of both together.
+        modality: as in `RoutingLoss`.
+        weight: as in `RoutingLoss`.
     """
 
     def __call__(self, routed):
@@ -108,7 +152,8 @@ class LoadLoss(RoutingLoss):
     """`ops.load_loss`: all experts equally likely to be chosen. Only with noise.
 
     Args:
-        modality: `"image"`, `"text"` or `None` for the tokens of both together.
+        modality: as in `RoutingLoss`.
+        weight: as in `RoutingLoss`.
     """
 
     def __call__(self, routed):
@@ -134,11 +179,27 @@ class LoadLoss(RoutingLoss):
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
+class GShardLoss(RoutingLoss):
+    """`ops.gshard_loss`: experts that are chosen often not probable, too.
+
+    Args:
+        modality: as in `RoutingLoss`.
+        weight: as in `RoutingLoss`.
+    """
+
+    def __call__(self, routed):
+        return balance.gshard_loss(
+            routed.noisy_probabilities, routed.valid[self.modality]
+        )
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
 class ZLoss(RoutingLoss):
     """`ops.z_loss`: small logits.
 
     Args:
-        modality: `"image"`, `"text"` or `None` for the tokens of both together.
+        modality: as in `RoutingLoss`.
+        weight: as in `RoutingLoss`.
     """
 
     def __call__(self, routed):
@@ -150,7 +211,8 @@ class LocalEntropyLoss(RoutingLoss):
     """`ops.local_entropy_loss`: each token sure of its expert.
 
     Args:
-        modality: `"image"`, `"text"` or `None` for the tokens of both together.
+        modality: as in `RoutingLoss`.
+        weight: as in `RoutingLoss`.
     """
 
     def __call__(self, routed):
@@ -164,7 +226,8 @@ class TargetEntropyLoss(RoutingLoss):
     """`ops.target_entropy_loss`: each token undecided between `K` experts.
 
     Args:
-        modality: `"image"`, `"text"` or `None` for the tokens of both together.
+        modality: as in `RoutingLoss`.
+        weight: as in `RoutingLoss`.
     """
 
     def __call__(self, routed):
@@ -180,7 +243,8 @@ class MergedEntropyLoss(RoutingLoss):
     """`ops.merged_entropy_loss`: each token sure of its `K` experts together.
 
     Args:
-        modality: `"image"`, `"text"` or `None` for the tokens of both together.
+        modality: as in `RoutingLoss`.
+        weight: as in `RoutingLoss`.
     """
 
     def __call__(self, routed):
@@ -202,6 +266,7 @@ class GlobalEntropyLoss(RoutingLoss):
         soft_minimum: float `S`, experts that have to be used (evenly; more, if
             unevenly) for the loss to be zero.
         threshold: float, its logarithm, in nats.
+        weight: as in `RoutingLoss`.
 
     Raises:
         ValueError: if both or none are given, or under one expert is asked for.
@@ -215,8 +280,8 @@ class GlobalEntropyLoss(RoutingLoss):
     2.197...
     """
 
-    def __init__(self, modality=None, soft_minimum=None, threshold=None):
-        super().__init__(modality)
+    def __init__(self, modality=None, soft_minimum=None, threshold=None, weight=1.0):
+        super().__init__(modality, weight)
         if (soft_minimum is None) == (threshold is None):
             raise ValueError(
                 "Give either `soft_minimum`, the number of experts, or `threshold`, "
@@ -262,10 +327,13 @@ class MutualInformationLoss(RoutingLoss):
     """`ops.mutual_information_loss`: the modality tells the expert.
 
     It compares the modalities, so it is there only where both are.
+
+    Args:
+        weight: as in `RoutingLoss`.
     """
 
-    def __init__(self):
-        super().__init__(modality=None)
+    def __init__(self, weight=1.0):
+        super().__init__(None, weight)
 
     def __call__(self, routed):
         masks = [routed.valid[name] for name in MODALITIES]
@@ -277,7 +345,7 @@ class MutualInformationLoss(RoutingLoss):
         return all(name in routed.valid for name in MODALITIES)
 
     def get_config(self):
-        return {}
+        return {"weight": self.weight}
 
 
 def classic_losses(by_modality=False):

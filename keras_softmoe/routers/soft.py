@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops.placement import assemble, report_built
 from keras_softmoe.ops.routing import DenseRouting
 from keras_softmoe.ops.softmax import softmax
@@ -65,6 +66,8 @@ class SoftRouter(Router):
     (4, 16, 8, 2)
     """
 
+    mixes_tokens = True
+
     def __init__(
         self,
         num_experts,
@@ -98,6 +101,21 @@ class SoftRouter(Router):
     @property
     def _learns(self):
         return "soft" in (self.dispatch, self.combine)
+
+    def capacity(self, num_tokens, training=False):
+        return self.slots_per_expert
+
+    def cost(self, tokens_shape, training=False):
+        num_groups, num_tokens, width = tokens_shape
+        slots = self.num_experts * self.slots_per_expert
+        # Logits, dispatch and combine weights
+        kept = LayerCost(kept_float32=3 * num_groups * num_tokens * slots)
+        if not self._learns:
+            return kept
+        return kept + LayerCost(
+            float32_weights=width * slots + self.normalize,
+            products=num_groups * num_tokens * width * slots,
+        )
 
     def build(self, tokens_shape):
         if not self._learns:

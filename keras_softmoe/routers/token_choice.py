@@ -10,17 +10,34 @@ from keras_softmoe.ops.assignment import (
     token_choice,
 )
 from keras_softmoe.ops.largest import top_indices
-from keras_softmoe.ops.losses import gshard_loss, importance_loss, load_loss
-from keras_softmoe.ops.softmax import softmax
 from keras_softmoe.ops.transport import sinkhorn_plan
+from keras_softmoe.routers.router import check_num_experts
+from keras_softmoe.routers.routing_losses import ImportanceLoss, LoadLoss
 from keras_softmoe.routers.sparse import SparseRouter
 
 
 class TokenChoiceRouter(SparseRouter):
-    """Base class of the routers in which every token chooses its best experts."""
+    """Base class of the routers in which every token chooses its best experts.
 
-    live_settings = (
-        *SparseRouter.live_settings,
+    Args:
+        num_experts: int, number of experts.
+        num_selected_experts: int, the number `K` of experts that a token chooses.
+        capacity_factor: float, slots per choice.
+        priority: see `ops.token_choice`.
+        rounding: see `SparseRouter`.
+        multiple_of: see `SparseRouter`.
+        noise_std: see `SparseRouter`.
+        losses: see `SparseRouter`.
+        eval_capacity_factor: see `SparseRouter`.
+        keep_fraction: see `ops.token_choice`.
+        normalize_gates: bool, whether the gates of a token's choices are divided by
+            their sum.
+        random_logits: see `SparseRouter`.
+        **kwargs: see `SparseRouter`.
+    """
+
+    mutable_settings = (
+        *SparseRouter.mutable_settings,
         "num_selected_experts",
         "priority",
         "keep_fraction",
@@ -30,34 +47,40 @@ class TokenChoiceRouter(SparseRouter):
     def __init__(
         self,
         num_experts,
-        num_selected_experts,
-        capacity_factor,
-        priority,
-        rounding,
-        multiple_of,
-        keep_fraction,
-        normalize_gates,
-        importance_loss_weight,
-        load_loss_weight,
-        gshard_loss_weight,
+        num_selected_experts=1,
+        capacity_factor=1.05,
+        priority="position",
+        rounding="ceil",
+        multiple_of=4,
+        noise_std=1.0,
+        losses=None,
+        eval_capacity_factor=None,
+        keep_fraction=1.0,
+        normalize_gates=False,
+        random_logits=False,
         **kwargs,
     ):
-        super().__init__(num_experts, capacity_factor, rounding, multiple_of, **kwargs)
+        check_num_experts(num_experts)
         check_num_selected_experts(num_selected_experts, num_experts)
         check_priority(priority)
         check_keep_fraction(keep_fraction)
         self.num_selected_experts = num_selected_experts
+        super().__init__(
+            num_experts,
+            capacity_factor=capacity_factor,
+            rounding=rounding,
+            multiple_of=multiple_of,
+            noise_std=noise_std,
+            losses=losses,
+            eval_capacity_factor=eval_capacity_factor,
+            random_logits=random_logits,
+            **kwargs,
+        )
         self.priority = priority
         self.keep_fraction = keep_fraction
         self.normalize_gates = normalize_gates
-        self.importance_loss_weight = importance_loss_weight
-        self.load_loss_weight = load_loss_weight
-        self.gshard_loss_weight = gshard_loss_weight
 
-    def choices_per_token(self):
-        return self.num_selected_experts
-
-    def seat(self, selection, capacity, valid):
+    def assign(self, selection, capacity, valid, masks):
         return token_choice(
             selection,
             self.num_selected_experts,
@@ -75,26 +98,6 @@ class TokenChoiceRouter(SparseRouter):
         chosen_scores = ops.take_along_axis(scores, chosen, axis=-1)
         return scores / ops.sum(chosen_scores, axis=-1, keepdims=True)
 
-    def balancing_losses(self, logits, noisy_logits, probabilities, valid):
-        losses = []
-        if self.importance_loss_weight:
-            loss = importance_loss(softmax(logits, axis=-1), valid)
-            losses.append(self.importance_loss_weight * loss)
-        # The load loss is about the noise: without any there is none.
-        if self.load_loss_weight and noisy_logits is not logits:
-            loss = load_loss(
-                logits,
-                noisy_logits,
-                self.num_selected_experts,
-                self.noise_std / self.num_experts,
-                valid,
-            )
-            losses.append(self.load_loss_weight * loss)
-        if self.gshard_loss_weight:
-            loss = gshard_loss(probabilities, valid)
-            losses.append(self.gshard_loss_weight * loss)
-        return losses
-
     def get_config(self):
         return {
             **super().get_config(),
@@ -103,9 +106,6 @@ class TokenChoiceRouter(SparseRouter):
             "keep_fraction": self.keep_fraction,
             "normalize_gates": self.normalize_gates,
             "noise_std": self.noise_std,
-            "importance_loss_weight": self.importance_loss_weight,
-            "load_loss_weight": self.load_loss_weight,
-            "gshard_loss_weight": self.gshard_loss_weight,
         }
 
 
@@ -128,11 +128,9 @@ class SoftmaxTokenChoiceRouter(TokenChoiceRouter):
         multiple_of: int or `None`, see `ops.expert_capacity`.
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits that choose and weigh.
-        importance_loss_weight: float, weight of `ops.importance_loss`.
-        load_loss_weight: float, weight of `ops.load_loss`, which exists only in
-            training and with noise.
-        gshard_loss_weight: float, weight of `ops.gshard_loss`.
-        z_loss_weight: float, weight of `ops.z_loss`.
+        losses: sequence of `RoutingLoss`es, which are added up with their weights.
+            `None` for those of the paper, `ImportanceLoss(weight=0.005)` and, if there
+            is noise, `LoadLoss(weight=0.005)`, which exists only in training.
         eval_capacity_factor: float or `None`, `capacity_factor` outside training;
             `None` for the same.
         keep_fraction: float in `(0, 1]`. Under 1, tokens of low priority are skipped
@@ -165,43 +163,8 @@ class SoftmaxTokenChoiceRouter(TokenChoiceRouter):
     (4, 8, 8)
     """
 
-    def __init__(
-        self,
-        num_experts,
-        num_selected_experts=1,
-        capacity_factor=1.05,
-        priority="position",
-        rounding="ceil",
-        multiple_of=4,
-        noise_std=1.0,
-        importance_loss_weight=0.005,
-        load_loss_weight=0.005,
-        gshard_loss_weight=0.0,
-        z_loss_weight=0.0,
-        eval_capacity_factor=None,
-        keep_fraction=1.0,
-        normalize_gates=False,
-        random_logits=False,
-        **kwargs,
-    ):
-        super().__init__(
-            num_experts,
-            num_selected_experts,
-            capacity_factor,
-            priority,
-            rounding,
-            multiple_of,
-            keep_fraction,
-            normalize_gates,
-            importance_loss_weight,
-            load_loss_weight,
-            gshard_loss_weight,
-            eval_capacity_factor=eval_capacity_factor,
-            noise_std=noise_std,
-            z_loss_weight=z_loss_weight,
-            random_logits=random_logits,
-            **kwargs,
-        )
+    def default_losses(self):
+        return (ImportanceLoss(weight=0.005), LoadLoss(weight=0.005))
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -223,10 +186,8 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
         multiple_of: int or `None`, see `ops.expert_capacity`.
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits.
-        importance_loss_weight: float, weight of `ops.importance_loss`.
-        load_loss_weight: float, weight of `ops.load_loss`.
-        gshard_loss_weight: float, weight of `ops.gshard_loss`.
-        z_loss_weight: float, weight of `ops.z_loss`.
+        losses: sequence of `RoutingLoss`es, which are added up with their weights.
+            None by default.
         num_iterations: int, number of Sinkhorn iterations.
         combine: `"softmax"` (gates are probabilities, the plan has no gradient) or
             `"plan"` (gates are entries of the plan, which then has a gradient).
@@ -270,10 +231,7 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
         rounding="ceil",
         multiple_of=4,
         noise_std=1.0,
-        importance_loss_weight=0.0,
-        load_loss_weight=0.0,
-        gshard_loss_weight=0.0,
-        z_loss_weight=0.0,
+        losses=None,
         num_iterations=20,
         combine="softmax",
         eval_capacity_factor=None,
@@ -284,20 +242,17 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
     ):
         super().__init__(
             num_experts,
-            num_selected_experts,
-            capacity_factor,
-            priority,
-            rounding,
-            multiple_of,
-            keep_fraction,
-            normalize_gates,
-            importance_loss_weight,
-            load_loss_weight,
-            gshard_loss_weight,
-            eval_capacity_factor=eval_capacity_factor,
+            num_selected_experts=num_selected_experts,
+            capacity_factor=capacity_factor,
+            priority=priority,
+            rounding=rounding,
+            multiple_of=multiple_of,
             noise_std=noise_std,
-            z_loss_weight=z_loss_weight,
+            losses=losses,
             combine=combine,
+            eval_capacity_factor=eval_capacity_factor,
+            keep_fraction=keep_fraction,
+            normalize_gates=normalize_gates,
             random_logits=random_logits,
             **kwargs,
         )

@@ -5,11 +5,11 @@ import time
 import keras
 import numpy as np
 
+from keras_softmoe.analysis.load import expert_load
 from keras_softmoe.datasets.digits import digits
 from keras_softmoe.distribution.backup import Backup
 from keras_softmoe.evaluation.cost import cost
 from keras_softmoe.evaluation.few_shot import few_shot_probe
-from keras_softmoe.evaluation.load import expert_load
 from keras_softmoe.study.models import (
     backbone_arguments,
     build_backbone,

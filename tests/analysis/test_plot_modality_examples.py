@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from keras_softmoe.analysis import (
+    ExpertExamples,
+    PairRouting,
     plot_expert_examples,
     plot_modality_examples,
     plot_pair,
 )
-from keras_softmoe.evaluation import ExpertExamples, PairRouting
+from tests.analysis import pairs
 from tests.analysis.reading import png
-from tests.evaluation import pairs
 from tests.references import to_numpy
 
 

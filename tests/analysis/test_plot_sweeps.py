@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_softmoe import evaluation, routers
+from keras_softmoe import analysis, routers
 from keras_softmoe.analysis import (
     plot_discarded_patches,
     plot_random_routers,
@@ -33,7 +33,7 @@ def discarded(classifier, images, priority):
     for factor in CAPACITIES:
         settings = {"eval_capacity_factor": factor, "priority": priority}
         classifier.set_routing(**settings)
-        maps = evaluation.routing_maps(classifier, images, layer=1)
+        maps = analysis.routing_maps(classifier, images, layer=1)
         found.append(maps.dispatch.sum((-2, -1)) == 0)
     classifier.set_routing(eval_capacity_factor=1.0, priority="position")
     return np.array(found)

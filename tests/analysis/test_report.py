@@ -4,10 +4,10 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import evaluation, layers, routers
+from keras_softmoe import analysis, evaluation, layers, routers
 from keras_softmoe.analysis import page, routing_report
+from tests.analysis import pairs
 from tests.analysis.reading import Reading
-from tests.evaluation import pairs
 from tests.models import tiny
 
 ALL = ["Model", "Routers", "Load"]
@@ -59,8 +59,8 @@ def test_soft_classifier(report):
     assert ["GFLOP for an image (or a pair)", f"{gflop:.3g}"] in model_table
     settings = "slots_per_expert=2, dispatch=soft, combine=soft, normalize=True"
     assert router_table[1:] == [["block 0, block 1", "SoftRouter", "3", settings]]
-    statistics = evaluation.soft_statistics(model, images, verbose=0)
-    load = evaluation.expert_load(model, images, verbose=0)
+    statistics = analysis.soft_statistics(model, images, verbose=0)
+    load = analysis.expert_load(model, images, verbose=0)
     for block in (0, 1):
         row = [f"block {block}", "25", "0%", f"{load[block].imbalance:.2f}×"]
         assert load_table[1 + block] == row
@@ -84,7 +84,7 @@ def test_sparse_backbone(report):
     found = report(backbone, images, title="My <title>", num_pictures=0)
     assert found.title == "My <title>"
     assert found.headings == [*ALL, "Choices", "Specialization"]
-    (statistics,) = evaluation.routing_statistics(backbone, images, verbose=0).values()
+    (statistics,) = analysis.routing_statistics(backbone, images, verbose=0).values()
     assert statistics.dropped > 0
     assert found.tables[2][1][:3] == [
         "block 1",
@@ -139,7 +139,7 @@ def test_limoe(report, captions):
     images = pairs.images()
     found = report(backbone, images, captions=captions, num_pictures=2)
     assert found.headings == [*ALL[:2], *MODALITIES]
-    statistics = evaluation.modality_statistics(backbone, images, captions, verbose=0)
+    statistics = analysis.modality_statistics(backbone, images, captions, verbose=0)
     rows = [
         [
             f"block {block}",

@@ -112,10 +112,7 @@ def test_router_configuration_is_kept_by_the_layer():
         "round",
         2,
         0.5,
-        0.1,
-        0.2,
-        0.3,
-        0.4,
+        (routers.GShardLoss(weight=0.3), routers.ZLoss(weight=0.4)),
         7,
         "plan",
         3.0,
@@ -123,7 +120,12 @@ def test_router_configuration_is_kept_by_the_layer():
         True,
         True,
     )
-    config = revive(layers.MoE(router, 5)).router.get_config()
+    revived = revive(layers.MoE(router, 5)).router
+    assert revived.routing_losses == (
+        routers.GShardLoss(weight=0.3),
+        routers.ZLoss(weight=0.4),
+    )
+    config = revived.get_config()
     expected = {
         "num_experts": 4,
         "num_selected_experts": 2,
@@ -132,10 +134,6 @@ def test_router_configuration_is_kept_by_the_layer():
         "rounding": "round",
         "multiple_of": 2,
         "noise_std": 0.5,
-        "importance_loss_weight": 0.1,
-        "load_loss_weight": 0.2,
-        "gshard_loss_weight": 0.3,
-        "z_loss_weight": 0.4,
         "num_iterations": 7,
         "combine": "plan",
         "eval_capacity_factor": 3.0,

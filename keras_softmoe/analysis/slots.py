@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 from keras import ops
 
-from keras_softmoe.evaluation.decisions import routers_of
-from keras_softmoe.evaluation.routing import backbone_of
+from keras_softmoe.analysis.inputs import backbone_of
+from keras_softmoe.analysis.streaming import routers_of
 from keras_softmoe.routers import SoftRouter
 
 # A slot without parameters is like no other.
@@ -78,7 +78,7 @@ def slot_correlation(model):
 
     Example:
 
-    >>> correlation = ksm.evaluation.slot_correlation(classifier)
+    >>> correlation = ksm.analysis.slot_correlation(classifier)
     >>> correlation[5].within, correlation[5].between
     (0.97..., -0.05...)
     """

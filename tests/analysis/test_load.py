@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import evaluation, layers, ops, routers
+from keras_softmoe import analysis, layers, ops, routers
 from tests.references import to_numpy
 
 ROUTERS = {
@@ -23,7 +23,7 @@ def test_load(name):
     inputs = keras.Input((NUM_TOKENS, 6))
     layer = layers.MoE(ROUTERS[name], 8, group_images=2, name="moe")
     model = keras.Model(inputs, layer(inputs))
-    found = evaluation.expert_load(model, x, batch_size=2, verbose=0)
+    found = analysis.expert_load(model, x, batch_size=2, verbose=0)
     assert list(found) == ["moe"]
     _, (routing, _) = layer(x, return_decision=True)
     num_experts = layer.router.num_experts
@@ -61,7 +61,7 @@ def test_names_that_are_there_twice():
     inputs = keras.Input((NUM_TOKENS, 6))
     model = keras.Model(inputs, Block()(Block()(inputs)))
     x = np.ones((1, NUM_TOKENS, 6), "float32")
-    found = evaluation.expert_load(model, x, verbose=0)
+    found = analysis.expert_load(model, x, verbose=0)
     assert len(found) == 2
     for load in found.values():
         np.testing.assert_allclose(load.load.sum(), NUM_TOKENS, rtol=1e-5)
@@ -71,4 +71,4 @@ def test_a_model_without_routers():
     inputs = keras.Input((6,))
     model = keras.Model(inputs, keras.layers.Dense(2)(inputs))
     with pytest.raises(ValueError, match=r"MoE layers.*Received: Functional .* \[\]"):
-        evaluation.expert_load(model, np.ones((1, 6)), verbose=0)
+        analysis.expert_load(model, np.ones((1, 6)), verbose=0)

@@ -1,12 +1,11 @@
 """How a LIMoE treats images and text, counted over many pairs."""
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from keras import ops
 
-from keras_softmoe.evaluation.pairs import PairRoutes
+from keras_softmoe.analysis.pairs import Pairs
 from keras_softmoe.ops.assignment import PRIORITIES, token_choice
 
 NUM_BINS = 50
@@ -24,7 +23,7 @@ class ModalityStatistics(NamedTuple):
     Attributes:
         num_tokens: dict to int, how many tokens there were.
         routed: dict to `(E,)` int64 array, tokens whose first choice each expert is,
-            with a seat or not.
+            whether it gets a slot or not.
         chosen: dict to `(E,)` int64 array, tokens that queue for each expert: those
             with any of their `K` choices. The same as `routed` where `K = 1`.
         seated: dict to `(E,)` int64 array, tokens that each expert processes.
@@ -34,7 +33,7 @@ class ModalityStatistics(NamedTuple):
         num_groups: int, groups of pairs that were routed together.
         queue: dict to `(E, bins)` int64 array, tokens by their place in the queue for
             each expert: in bin `i` those from place `i * queue_step` on, counted from 0
-            in each group. Places before `capacity` have a seat.
+            in each group. Places before `capacity` have a slot.
         queue_step: int, places in a bin.
         probability: dict to `(E,)` float64 array, mean routing probability.
         confidence_mean: dict to float, mean of a token's largest routing probability.
@@ -155,28 +154,50 @@ def modality_statistics(
 
     Example:
 
-    >>> statistics = ksm.evaluation.modality_statistics(model, images, captions)
+    >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
     >>> {block: s.dropped for block, s in statistics.items()}
     {1: {'image': 0.031, 'text': 0.0}, 3: {'image': 0.012, 'text': 0.004}}
-    >>> text = ksm.evaluation.modality_statistics(model, captions=captions)
+    >>> text = ksm.analysis.modality_statistics(model, captions=captions)
     >>> text[3].routed["text"]  # which experts text needs
     array([   3,  704,    0, 5120,    0,   12, 2161,    0])
     """
-    routes = PairRoutes(model, images, captions, preprocessor)
-    routers = routes.backbone.routers
-    totals = {block: _Total(router) for block, router in routers.items()}
-    for batch in routes.batches(batch_size, verbose):
-        # (G, S) each
-        first = [
-            total.add(batch.decisions[block], batch) for block, total in totals.items()
-        ]
-        steps = zip(pairwise(totals.values()), pairwise(first), strict=True)
-        for (here, there), choices in steps:
-            here.add_transitions(*choices, there.router.num_experts, batch.members)
-    return {block: total.statistics() for block, total in totals.items()}
+    pairs = Pairs(model, images, captions, preprocessor)
+    (found,) = pairs.observe([ModalityReducer(pairs)], batch_size, verbose)
+    return found
 
 
-class _Total:
+class ModalityReducer:
+    """Reducer to a dict from each block to its `ModalityStatistics`.
+
+    Args:
+        pairs: `Pairs`, whose decisions it will see.
+    """
+
+    def __init__(self, pairs):
+        self._pairs = pairs
+        self._routers = pairs.backbone.routers
+        self._sums = {name: _Sums(router) for name, router in self._routers.items()}
+        # The block that was last seen, and the first choices of its tokens.
+        self._before = None
+
+    def update(self, name, decision, inputs):
+        _, token_ids = self._pairs.halves(inputs)
+        masks, is_padding = self._pairs.modality_masks(
+            decision.summary["valid"], token_ids
+        )
+        # (G, S)
+        first = self._sums[name].add(decision, masks, is_padding)
+        if name != next(iter(self._routers)):
+            before, choices = self._before
+            num_experts = self._routers[name].num_experts
+            self._sums[before].add_transitions(choices, first, num_experts, masks)
+        self._before = name, first
+
+    def result(self):
+        return {name: sums.statistics() for name, sums in self._sums.items()}
+
+
+class _Sums:
     """Running sums over the tokens of one block."""
 
     def __init__(self, router):
@@ -185,21 +206,18 @@ class _Total:
         # Name of the sum -> modality -> the sum so far.
         self.sums = {}
 
-    def add(self, decision, batch):
+    def add(self, decision, masks, is_padding):
         """Add a batch; returns the first choices of its tokens, `(G, S)`."""
         routing, summary = decision
-        names = ("probabilities", "selection", "dropped")
-        # (G, S, E), (G, S, E), (G, S)
-        probabilities, selection, dropped = (
-            ops.convert_to_numpy(summary[name]) for name in names
-        )
+        # (G, S, E)
+        probabilities, selection = summary["probabilities"], summary["selection"]
         # (G, E, C)
-        seats = [ops.convert_to_numpy(x) for x in (routing.token, routing.filled)]
-        num_groups, num_experts, self.capacity = seats[0].shape
+        slots = routing.token, routing.filled
+        num_groups, num_experts, self.capacity = routing.token.shape
         self.num_groups += num_groups
-        self.padding += _places(batch.is_padding, *seats).sum((0, 2))
+        self.padding += _places(is_padding, *slots).sum((0, 2))
         # (G, E, S)
-        queue = _queue(self.router, selection, batch.members)
+        queue = _queue(self.router, selection, masks)
         num_tokens = selection.shape[1]
         even = num_tokens * self.router.num_selected_experts / num_experts
         self.queue_step = max(1, int(even / _BINS_OF_EVEN_QUEUE))
@@ -207,29 +225,29 @@ class _Total:
         first = selection.argmax(-1)
         # On some backends a softmax may round to a little more than one.
         confidence = np.minimum(probabilities.max(-1), 1.0).astype("float64")
-        for name, member in batch.members.items():
-            places = _places(member, *queue).sum(0)
-            sure = confidence[member]
+        for name, mask in masks.items():
+            places = _places(mask, *queue).sum(0)
+            sure = confidence[mask]
             self._sum(
                 name,
-                num_tokens=member.sum(),
-                dropped=dropped[member].sum(),
-                routed=np.bincount(first[member], minlength=num_experts),
+                num_tokens=mask.sum(),
+                dropped=summary["dropped"][mask].sum(),
+                routed=np.bincount(first[mask], minlength=num_experts),
                 chosen=places.sum(-1),
-                seated=_places(member, *seats).sum((0, 2)),
+                seated=_places(mask, *slots).sum((0, 2)),
                 queue=np.add.reduceat(places, starts, axis=-1),
-                probability=probabilities[member].sum(0, dtype="float64"),
+                probability=probabilities[mask].sum(0, dtype="float64"),
                 confidence=sure.sum(),
                 squared_confidence=np.square(sure).sum(),
                 confidence_histogram=np.histogram(sure, NUM_BINS, (0.0, 1.0))[0],
             )
         return first
 
-    def add_transitions(self, here, there, num_experts, members):
+    def add_transitions(self, here, there, num_experts, masks):
         """Add the steps from the first choices here to those at the next block."""
         shape = (self.router.num_experts, num_experts)
-        for name, member in members.items():
-            step = here[member] * num_experts + there[member]
+        for name, mask in masks.items():
+            step = here[mask] * num_experts + there[mask]
             counts = np.bincount(step, minlength=shape[0] * shape[1])
             self._sum(name, transitions=counts.reshape(shape))
 
@@ -268,8 +286,8 @@ class _Total:
         )
 
 
-def _queue(router, scores, members):
-    """All that choose each expert in the order of their priority, as if all had seats.
+def _queue(router, scores, masks):
+    """All tokens that choose each expert, by priority, as if there were slots for all.
 
     Returns:
         `(G, E, S)` int array of tokens, and bool array of which places are taken.
@@ -277,24 +295,24 @@ def _queue(router, scores, members):
     priority = router.priority
     if priority not in PRIORITIES:
         # One modality first; where it is missing, by position.
-        nobody = np.zeros(scores.shape[:2])
-        first = members.get(priority.removesuffix("_first"), nobody)
+        none = np.zeros(scores.shape[:2])
+        first = masks.get(priority.removesuffix("_first"), none)
         priority = first.astype("float32")
     queue = token_choice(
         scores,
         router.num_selected_experts,
         capacity=scores.shape[1],
         priority=priority,
-        valid=np.any(list(members.values()), axis=0),
+        valid=np.any(list(masks.values()), axis=0),
         keep_fraction=getattr(router, "keep_fraction", 1.0),
         seed=0,
     )
     return [ops.convert_to_numpy(x) for x in queue]
 
 
-def _places(member, token, filled):
+def _places(mask, token, filled):
     """`(G, E, C)`: which places are held by the tokens of a `(G, S)` mask."""
-    return filled & np.take_along_axis(member[:, None], token, axis=-1)
+    return filled & np.take_along_axis(mask[:, None], token, axis=-1)
 
 
 def _entropy(weights):

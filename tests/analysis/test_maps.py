@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe.evaluation import RoutingMaps, main_experts, routing_maps
+from keras_softmoe.analysis import RoutingMaps, main_experts, routing_maps
 from keras_softmoe.models import (
     ViTMoEBackbone,
     ViTMoEImageClassifier,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_softmoe.evaluation.soft_statistics import soft_statistics
+from keras_softmoe.analysis.soft_statistics import soft_statistics
 
 
 class PeakSweep(NamedTuple):
@@ -23,8 +23,8 @@ class PeakSweep(NamedTuple):
             dispatch weight.
         combine: `(M, V, R, L)` float64 array, the mean over tokens of the largest
             combine weight.
-        scores: `(M, V, R)` float64 array, what the models are worth. `None` if that
-            was not asked.
+        scores: `(M, V, R)` float64 array, what `score` returned for each model.
+            `None` without it.
     """
 
     values: np.ndarray
@@ -83,7 +83,7 @@ def peak_sweep(
     ...     model = classifier(width, ksm.routers.SoftRouter(16, normalize=normalize))
     ...     model.fit(images, labels)
     ...     return model
-    >>> sweep = ksm.evaluation.peak_sweep(trained, (64, 256, 1024), images)
+    >>> sweep = ksm.analysis.peak_sweep(trained, (64, 256, 1024), images)
     >>> sweep.dispatch.mean(axis=(2, 3))
     array([[0.04, 0.04, 0.05], [0.05, 0.11, 0.38]])
     """

@@ -3,15 +3,14 @@
 from typing import NamedTuple
 
 import numpy as np
-from keras import ops
 
-from keras_softmoe.evaluation.concentration import (
+from keras_softmoe.analysis.concentration import (
     Concentration,
     ConcentrationTotal,
     weights_needed,
 )
-from keras_softmoe.evaluation.decisions import routers_of, watch
-from keras_softmoe.evaluation.routing import backbone_of
+from keras_softmoe.analysis.inputs import backbone_of
+from keras_softmoe.analysis.streaming import observe, routers_of
 from keras_softmoe.routers import SoftRouter
 
 # 64 bins for each doubling, from 1/1024 to 4096, and what is outside.
@@ -129,17 +128,12 @@ def soft_statistics(model, data, batch_size=64, preprocessor=None, verbose=1):
 
     Args:
         model: any built `keras.Model` with `layers.SoftMoE`, or with `layers.MoE` that
-            have a `SoftRouter`: a backbone or task of this library (of a task the
-            backbone is called), or a model of one's own, which is called as
-            `model(batch, training=False)`.
-        data: an array of inputs, such as `(N, height, width, channels)` images; a dict
-            of arrays, for a model that takes it; or an iterable of batches (a
-            `tf.data.Dataset`, `keras.utils.PyDataset`, PyTorch `DataLoader`, generator)
-            of inputs or of tuples that begin with them.
-        batch_size: int, inputs of an array at a time. The weights of one block and
-            batch are in memory, some copies of `batch_size * S * E * C` numbers.
-        preprocessor: callable applied to each batch. By default a task's own for
-            images, none for dicts.
+            have a `SoftRouter`, as in `observe`.
+        data: as in `observe`.
+        batch_size: int, inputs of an array at a time. The weights of one batch are in
+            memory, `2 * batch_size * S * E * C` numbers for each block and some copies
+            of those of one block.
+        preprocessor: as in `observe`.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
 
     Returns:
@@ -155,28 +149,41 @@ def soft_statistics(model, data, batch_size=64, preprocessor=None, verbose=1):
 
     Example:
 
-    >>> statistics = ksm.evaluation.soft_statistics(classifier, images)
+    >>> statistics = ksm.analysis.soft_statistics(classifier, images)
     >>> s = statistics[5]
     >>> s.dispatch.needed(0.9), s.combine.needed(0.9)  # of 64 tokens, of 64 slots
     (57, 52)
     >>> s.expert_contribution.max() / s.expert_contribution.min()
     1.29...
     """
-    routers = routers_of(backbone_of(model)[0], SoftRouter)
-    totals = {name: _Total() for name in routers}
-    watch(
-        model,
-        data,
-        lambda name, decision, valid: totals[name].add(decision.routing, valid),
-        routers,
-        batch_size,
-        preprocessor,
-        verbose,
-    )
-    return {name: total.statistics() for name, total in totals.items() if total.seen}
+    reducer = SoftReducer(model)
+    (found,) = observe(model, data, [reducer], batch_size, preprocessor, verbose)
+    return found
 
 
-class _Total:
+class SoftReducer:
+    """Reducer to a dict from each soft block to its `SoftStatistics`, see `observe`.
+
+    Args:
+        model: as in `soft_statistics`.
+
+    Raises:
+        ValueError: if the model has no soft routers or is not built.
+    """
+
+    def __init__(self, model):
+        self._soft = routers_of(backbone_of(model)[0], SoftRouter)
+        self._sums = {}
+
+    def update(self, name, decision, inputs):
+        if name in self._soft:
+            self._sums.setdefault(name, _Sums()).add(*decision)
+
+    def result(self):
+        return {name: sums.statistics() for name, sums in self._sums.items()}
+
+
+class _Sums:
     """Running sums over the groups of one block."""
 
     def __init__(self):
@@ -184,18 +191,11 @@ class _Total:
         self.token_weights = np.zeros(len(TOKEN_WEIGHT_EDGES) - 1, "int64")
         self.dispatch, self.combine = ConcentrationTotal(), ConcentrationTotal()
 
-    @property
-    def seen(self):
-        return self.num_groups > 0
-
-    def add(self, routing, valid):
-        # (G, S, E * C)
-        dispatch, combine = (
-            x.reshape(*x.shape[:2], -1) for x in map(ops.convert_to_numpy, routing)
-        )
+    def add(self, routing, summary):
         self.slots = routing.combine.shape[2:]
-        if valid is None:
-            valid = np.ones(dispatch.shape[:2], bool)
+        # (G, S, E * C)
+        dispatch, combine = (x.reshape(*x.shape[:2], -1) for x in routing)
+        valid = summary["valid"]
         # (tokens, E * C), without padding
         combine = combine[valid]
         self.num_groups += len(dispatch)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from keras_softmoe import evaluation, routers
-from keras_softmoe.evaluation.modality_examples import _WordCounts
-from tests.evaluation import pairs
+from keras_softmoe import analysis, routers
+from keras_softmoe.analysis.modality_examples import _WordCounts
+from tests.analysis import pairs
 from tests.models import tiny
 from tests.references import to_numpy
 
@@ -41,7 +41,7 @@ class Preprocessor:
 
 
 def examples_of(backbone, images, token_ids, **kwargs):
-    return evaluation.expert_examples(backbone, images, token_ids, verbose=0, **kwargs)
+    return analysis.expert_examples(backbone, images, token_ids, verbose=0, **kwargs)
 
 
 def patch_of(token):
@@ -148,7 +148,7 @@ def test_a_pair(num_selected_experts):
     )
     backbone = pairs.limoe(router, group_images=1)
     image, ids = pairs.images()[0], pairs.token_ids()[0]
-    found = evaluation.pair_routing(
+    found = analysis.pair_routing(
         backbone, image, ids, layer=1, preprocessor=Preprocessor()
     )
     assert found.layer == 1
@@ -171,7 +171,7 @@ def test_a_pair(num_selected_experts):
 
 def test_a_pair_competes_with_no_other(backbone):
     # In a group of two there is room for one pair.
-    found = evaluation.pair_routing(backbone, pairs.images()[0], [3, 1, 5])
+    found = analysis.pair_routing(backbone, pairs.images()[0], [3, 1, 5])
     decision = backbone.route(pairs.images()[:1], pairs.token_ids()[:1])[0]
     first = to_numpy(decision.summary["selection"])[0].argmax(-1)
     np.testing.assert_array_equal(found.patch_experts.ravel(), first[:4])
@@ -184,6 +184,6 @@ def test_blocks_that_route_nothing():
     with pytest.raises(ValueError, match=r"blocks \(1,\).*Received: layer=0"):
         examples_of(backbone, pairs.images(), None, layer=0)
     with pytest.raises(ValueError, match="Received: layer=2"):
-        evaluation.pair_routing(backbone, pairs.images()[0], [1, 2, 3], layer=2)
+        analysis.pair_routing(backbone, pairs.images()[0], [1, 2, 3], layer=2)
     with pytest.raises(ValueError, match="preprocessor=None"):
-        evaluation.pair_routing(backbone, tiny.images(1)[0], "a b c")
+        analysis.pair_routing(backbone, tiny.images(1)[0], "a b c")

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import evaluation, layers, routers
+from keras_softmoe import analysis, layers, routers
 from tests.layers.common import randomize
 from tests.references import to_numpy
 
@@ -36,7 +36,7 @@ def test_peaks_of_each_model():
         made.append(arguments)
         return make_model(*arguments)
 
-    sweep = evaluation.peak_sweep(
+    sweep = analysis.peak_sweep(
         make, VALUES, DATA, seeds=2, score=lambda m: float(m.count_params()), verbose=0
     )
     assert sweep.blocks == ("first", "second")
@@ -77,7 +77,7 @@ def test_peaks_of_each_model():
 def test_nothing_to_sweep(arguments, message):
     arguments = {"values": VALUES, "data": DATA, **arguments}
     with pytest.raises(ValueError, match=message):
-        evaluation.peak_sweep(make_model, verbose=0, **arguments)
+        analysis.peak_sweep(make_model, verbose=0, **arguments)
 
 
 def test_models_that_differ_in_their_blocks():
@@ -89,7 +89,7 @@ def test_models_that_differ_in_their_blocks():
 
     match = r"\('block_0',\) of the first one, then \('block_0', 'block_1'\) at 3"
     with pytest.raises(ValueError, match=match):
-        evaluation.peak_sweep(make, VALUES, DATA, verbose=0)
+        analysis.peak_sweep(make, VALUES, DATA, verbose=0)
 
 
 def test_models_whose_layers_keras_names():
@@ -103,5 +103,5 @@ def test_models_whose_layers_keras_names():
         alive.append(weakref.ref(model))
         return model
 
-    sweep = evaluation.peak_sweep(make, VALUES, DATA, verbose=0)
+    sweep = analysis.peak_sweep(make, VALUES, DATA, verbose=0)
     assert sweep.dispatch.shape[-1] == len(sweep.blocks) == 1

@@ -2,10 +2,11 @@
 
 from typing import NamedTuple
 
-import keras
 import numpy as np
 from keras import ops
 
+from keras_softmoe.analysis.inputs import backbone_of, check_block
+from keras_softmoe.analysis.streaming import LastDecision, observe
 from keras_softmoe.ops.routing import to_dense
 
 
@@ -17,7 +18,7 @@ class RoutingMaps(NamedTuple):
     Attributes:
         dispatch: `(B, rows, columns, E, C)` float32 array, how much of each patch goes
             into slot `c` of expert `e`. Soft routers: weights that sum to one over the
-            tokens of the group. Sparse routers: 1 where the patch sits in the slot,
+            tokens of the group. Sparse routers: 1 where the slot holds the patch,
             else 0.
         combine: `(B, rows, columns, E, C)` float32 array, how much of that slot's
             output each patch receives.
@@ -62,22 +63,23 @@ def routing_maps(model, images, layer=None, preprocessor=None):
 
     Example:
 
-    >>> maps = ksm.evaluation.routing_maps(classifier, images)
+    >>> maps = ksm.analysis.routing_maps(classifier, images)
     >>> maps.dispatch.shape
     (4, 8, 8, 16, 4)
     """
-    model, preprocessor = backbone_of(model, preprocessor)
-    layer = _check_layer(model, layer)
-    images = prepared(model, images, preprocessor)
-    routing = model.route(images)[layer].routing
+    backbone, _ = backbone_of(model)
+    layer = check_block(backbone, layer)
+    # One batch.
+    reducers = [LastDecision(layer)]
+    ((decision, images),) = observe(
+        model, [images], reducers, preprocessor=preprocessor, verbose=0
+    )
     # Tokens of an image, then of a group.
-    num_tokens = model.output["sequence_output"].shape[1]
-    group_images = model.group_images or len(images)
-    group_tokens = num_tokens * group_images
-    dense = to_dense(routing, group_tokens)
+    num_tokens = backbone.output["sequence_output"].shape[1]
+    group_tokens = decision.summary["valid"].shape[1]
     dispatch, combine = (
-        _to_patches(weights, num_tokens, model.patch_grid)[: len(images)]
-        for weights in dense
+        _to_patches(weights, num_tokens, backbone.patch_grid)[: len(images)]
+        for weights in to_dense(decision.routing, group_tokens)
     )
     return RoutingMaps(dispatch, combine, images, layer, group_tokens)
 
@@ -95,44 +97,13 @@ def main_experts(maps):
 
     Example:
 
-    >>> experts = ksm.evaluation.main_experts(maps)
+    >>> experts = ksm.analysis.main_experts(maps)
     >>> (experts < 0).mean()  # share of dropped patches
     """
     # (B, rows, columns, E)
     weight = maps.combine.sum(axis=-1)
     dropped = maps.dispatch.sum(axis=(-2, -1)) == 0
     return np.where(dropped, -1, weight.argmax(axis=-1))
-
-
-def backbone_of(model, preprocessor=None):
-    """The backbone of a task (or the model itself) and the preprocessor to use."""
-    if isinstance(getattr(model, "backbone", None), keras.Model):
-        return model.backbone, preprocessor or model.preprocessor
-    return model, preprocessor
-
-
-def prepared(backbone, images, preprocessor):
-    """Images as the backbone takes them, a float32 array.
-
-    Raises:
-        ValueError: if they are not a batch that the model takes.
-    """
-    if preprocessor is not None:
-        images = preprocessor(images)
-    elif "int" in keras.backend.standardize_dtype(images.dtype):
-        raise ValueError(
-            "Integer images need a preprocessor that scales them to [-1, 1]. "
-            f"Received: images of dtype={images.dtype}, preprocessor=None. Pass the "
-            "preset's `ViTMoEImageConverter`, or the task in place of its backbone."
-        )
-    images = ops.convert_to_numpy(images).astype("float32")
-    if images.shape[1:] != backbone.image_shape or not len(images):
-        raise ValueError(
-            f"The model takes batches of {backbone.image_shape} images. Received: "
-            f"images of shape={images.shape}. Add the batch axis, or resize them "
-            "first."
-        )
-    return images
 
 
 def _to_patches(weights, num_tokens, grid):
@@ -142,27 +113,3 @@ def _to_patches(weights, num_tokens, grid):
     weights = weights.reshape(-1, num_tokens, *slots)
     first = num_tokens - grid[0] * grid[1]
     return weights[:, first:].reshape(-1, *grid, *slots)
-
-
-def check_has_routers(backbone):
-    """Raise unless the model has MoE blocks."""
-    moe_layers = getattr(backbone, "moe_layers", ())
-    if not moe_layers:
-        raise ValueError(
-            "A dense model routes nothing. Pass a `ViTMoEBackbone` with `moe_layers`, "
-            f"or a task that has one. Received: {type(backbone).__name__} with "
-            f"moe_layers={moe_layers}."
-        )
-
-
-def _check_layer(backbone, layer):
-    check_has_routers(backbone)
-    moe_layers = backbone.moe_layers
-    if layer is None:
-        return moe_layers[0]
-    if layer not in moe_layers:
-        raise ValueError(
-            f"Only the blocks {moe_layers} are mixtures of experts. "
-            f"Received: layer={layer}."
-        )
-    return layer

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import evaluation, ops, routers
+from keras_softmoe import analysis, ops, routers
 from tests.models import tiny
 from tests.references import to_numpy
 
@@ -26,7 +26,7 @@ def statistics_of(router, labels=None, group_images=2):
         moe_layers=(1,), router=router, pooling="gap", group_images=group_images
     )
     images = tiny.images(NUM_IMAGES)
-    statistics = evaluation.routing_statistics(
+    statistics = analysis.routing_statistics(
         backbone, images, labels, batch_size=BATCH_SIZE, verbose=0
     )
     assert list(statistics) == [1]
@@ -97,4 +97,4 @@ def test_counts(name):
 def test_bad_arguments_are_named(overrides, labels, received):
     backbone = tiny.backbone(**overrides)
     with pytest.raises(ValueError, match=f"Received: .*{received}"):
-        evaluation.routing_statistics(backbone, tiny.images(5), labels, verbose=0)
+        analysis.routing_statistics(backbone, tiny.images(5), labels, verbose=0)

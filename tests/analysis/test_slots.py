@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import evaluation, layers, routers
-from keras_softmoe.evaluation import SlotCorrelation
+from keras_softmoe import analysis, layers, routers
+from keras_softmoe.analysis import SlotCorrelation
 from tests.models import tiny
 from tests.references import to_numpy
 
@@ -13,7 +13,7 @@ from tests.references import to_numpy
 def test_cosines_of_all_pairs():
     router = routers.SoftRouter(3, slots_per_expert=2)
     backbone = tiny.backbone(moe_layers=(0, 1), router=router)
-    found = evaluation.slot_correlation(backbone)
+    found = analysis.slot_correlation(backbone)
     assert list(found) == [0, 1]
     for block, router in backbone.routers.items():
         mu = to_numpy(router.mu)
@@ -45,8 +45,8 @@ def test_uniform_blocks_have_no_parameters():
     uniform = routers.SoftRouter(2, dispatch="uniform", combine="uniform")
     x = layers.MoE(uniform, 8, name="uniform")(inputs)
     model = keras.Model(inputs, layers.SoftMoE(2, 8, name="soft")(x))
-    assert list(evaluation.slot_correlation(model)) == ["soft"]
+    assert list(analysis.slot_correlation(model)) == ["soft"]
     with pytest.raises(
         ValueError, match=r"the weight `mu`.*Received: .*\['SoftRouter'\]"
     ):
-        evaluation.slot_correlation(keras.Model(inputs, x))
+        analysis.slot_correlation(keras.Model(inputs, x))

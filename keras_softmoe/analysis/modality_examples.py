@@ -1,11 +1,12 @@
-"""Patches and words that go to the experts of a LIMoE: the surest, a pair's."""
+"""Examples of what experts of a LIMoE take: patches, words, the tokens of a pair."""
 
 from typing import NamedTuple
 
 import numpy as np
-from keras import ops
 
-from keras_softmoe.evaluation.pairs import PairRoutes, by_pair, check_block
+from keras_softmoe.analysis.inputs import check_block
+from keras_softmoe.analysis.pairs import Pairs
+from keras_softmoe.analysis.streaming import LastDecision
 
 
 class ExpertExamples(NamedTuple):
@@ -86,57 +87,92 @@ def expert_examples(
         num_patches: int, the most patches of an expert.
         num_words: int, the most words of an expert.
         batch_size: int, pairs routed at a time, rounded up to whole groups.
-        preprocessor: as in `evaluation.modality_statistics`.
+        preprocessor: as in `analysis.modality_statistics`.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
 
     Returns:
         `ExpertExamples`.
 
     Raises:
-        ValueError: as `evaluation.modality_statistics`, or if the block is not one of
+        ValueError: as `analysis.modality_statistics`, or if the block is not one of
             the MoE blocks.
 
     Source: LIMoE, appendix F.2 (figures 23 to 25).
 
     Example:
 
-    >>> examples = ksm.evaluation.expert_examples(model, images, captions, layer=3)
+    >>> examples = ksm.analysis.expert_examples(model, images, captions, layer=3)
     >>> examples.words[5]
     ['▁red', '▁green', '▁blue']
     """
-    routes = PairRoutes(model, images, captions, preprocessor)
-    backbone = routes.backbone
-    layer = check_block(backbone, layer)
-    num_experts = backbone.routers[layer].num_experts
-    patches = [_Surest(num_patches) for _ in range(num_experts)]
-    words = _WordCounts(backbone.vocabulary_size, num_experts)
-    routed = dict.fromkeys(routes.tokens_of, 0)
-    for batch in routes.batches(batch_size, verbose):
-        for name, probabilities, first in _first_choices(batch, layer, routes):
-            routed[name] += np.bincount(first.ravel(), minlength=num_experts)
-            if name == "text":
-                words.add(batch.token_ids, probabilities, first)
+    pairs = Pairs(model, images, captions, preprocessor)
+    reducer = ExampleReducer(pairs, layer, num_patches, num_words)
+    (found,) = pairs.observe([reducer], batch_size, verbose)
+    return found
+
+
+class ExampleReducer:
+    """Reducer to the `ExpertExamples` of one block.
+
+    Args:
+        pairs: `Pairs`, whose decisions it will see.
+        layer: as in `expert_examples`.
+        num_patches: as in `expert_examples`.
+        num_words: as in `expert_examples`.
+
+    Raises:
+        ValueError: if the block is not one of the MoE blocks.
+    """
+
+    def __init__(self, pairs, layer=None, num_patches=12, num_words=12):
+        backbone = pairs.backbone
+        self._pairs = pairs
+        self._layer = check_block(backbone, layer)
+        self._num_words = num_words
+        num_experts = backbone.routers[self._layer].num_experts
+        self._patches = [_Surest(num_patches) for _ in range(num_experts)]
+        self._words = _WordCounts(backbone.vocabulary_size, num_experts)
+        self._routed = dict.fromkeys(pairs.tokens_of, 0)
+
+    def update(self, name, decision, inputs):
+        if name != self._layer:
+            return
+        images, token_ids = self._pairs.halves(inputs)
+        masks, _ = self._pairs.modality_masks(decision.summary["valid"], token_ids)
+        num_experts = len(self._patches)
+        for modality, mask in masks.items():
+            # (B, T, E), and (B, T) first choices
+            num_tokens = self._pairs.tokens_of[modality]
+            probabilities, selection = (
+                decision.summary[name][mask].reshape(-1, num_tokens, num_experts)
+                for name in ("probabilities", "selection")
+            )
+            first = selection.argmax(-1)
+            self._routed[modality] += np.bincount(first.ravel(), minlength=num_experts)
+            if modality == "text":
+                self._words.add(token_ids, probabilities, first)
                 continue
-            cut = _patches(batch.images, backbone.patch_grid)
-            for expert, surest in enumerate(patches):
+            cut = _patches(images, self._pairs.backbone.patch_grid)
+            for expert, surest in enumerate(self._patches):
                 probability = probabilities[..., expert]
                 surest.add(cut, np.where(first == expert, probability, -1.0))
 
-    found = dict.fromkeys(ExpertExamples._fields[2:])
-    if images is not None:
-        found["patches"] = [surest.patches for surest in patches]
-        found["patch_probabilities"] = [surest.probabilities for surest in patches]
-    if captions is not None:
-        ids, found["word_probabilities"] = words.surest(num_words)
-        found["words"] = [_pieces(routes.tokenizer, i) for i in ids]
-    share = {name: count / count.sum() for name, count in routed.items()}
-    return ExpertExamples(layer, share, **found)
+    def result(self):
+        found = dict.fromkeys(ExpertExamples._fields[2:])
+        if "image" in self._routed:
+            found["patches"] = [surest.patches for surest in self._patches]
+            found["patch_probabilities"] = [x.probabilities for x in self._patches]
+        if "text" in self._routed:
+            ids, found["word_probabilities"] = self._words.surest(self._num_words)
+            found["words"] = [_pieces(self._pairs.tokenizer, i) for i in ids]
+        share = {name: count / count.sum() for name, count in self._routed.items()}
+        return ExpertExamples(self._layer, share, **found)
 
 
 def pair_routing(model, image, caption, layer=None, preprocessor=None):
     """Which expert of a block takes which token of one image and its caption.
 
-    The pair is routed by itself, so that no other tokens compete for its seats.
+    The pair is routed by itself, so that no other tokens compete for its slots.
 
     Args:
         model: `LIMoEBackbone`, or a task that has one (its `preprocessor`, if any, is
@@ -144,41 +180,41 @@ def pair_routing(model, image, caption, layer=None, preprocessor=None):
         image: `(height, width, channels)` array.
         caption: str, or `(sequence_length,)` ints.
         layer: int, a block out of `moe_layers`. The first one if `None`.
-        preprocessor: as in `evaluation.modality_statistics`.
+        preprocessor: as in `analysis.modality_statistics`.
 
     Returns:
         `PairRouting`.
 
     Raises:
-        ValueError: as `evaluation.expert_examples`.
+        ValueError: as `analysis.expert_examples`.
 
     Source: LIMoE, appendix F.3 (figures 26 to 29).
 
     Example:
 
-    >>> routing = ksm.evaluation.pair_routing(model, image, "a red circle", layer=3)
+    >>> routing = ksm.analysis.pair_routing(model, image, "a red circle", layer=3)
     >>> routing.word_experts[:3]
     array([5, 5, 0])
     """
     captions = [caption] if isinstance(caption, str) else np.asarray(caption)[None]
-    routes = PairRoutes(model, np.asarray(image)[None], captions, preprocessor)
-    layer = check_block(routes.backbone, layer)
-    (batch,) = routes.batches(1, verbose=0)
-    token, filled, gate = (
-        ops.convert_to_numpy(x)[0] for x in batch.decisions[layer].routing
-    )
-    num_experts, num_patches = len(token), routes.tokens_of["image"]
-    # (tokens of the pair, E), lower than any gate where the token has no seat
-    weight = np.full((sum(routes.tokens_of.values()), num_experts), -1.0)
+    pairs = Pairs(model, np.asarray(image)[None], captions, preprocessor)
+    layer = check_block(pairs.backbone, layer)
+    reducers = [LastDecision(layer)]
+    ((decision, inputs),) = pairs.observe(reducers, batch_size=1, verbose=0)
+    image, token_ids = (values[0] for values in pairs.halves(inputs))
+    token, filled, gate = (values[0] for values in decision.routing)
+    num_experts, num_patches = len(token), pairs.tokens_of["image"]
+    # (tokens of the pair, E), lower than any gate where the token has no slot
+    weight = np.full((sum(pairs.tokens_of.values()), num_experts), -1.0)
     for expert, is_taken in enumerate(filled):
         weight[token[expert, is_taken], expert] = gate[expert, is_taken]
     experts = np.where(weight.max(-1) < 0, -1, weight.argmax(-1))
     return PairRouting(
         layer,
         num_experts,
-        batch.images[0],
-        experts[:num_patches].reshape(routes.backbone.patch_grid),
-        _pieces(routes.tokenizer, batch.token_ids[0]),
+        image,
+        experts[:num_patches].reshape(pairs.backbone.patch_grid),
+        _pieces(pairs.tokenizer, token_ids),
         experts[num_patches:],
     )
 
@@ -232,22 +268,6 @@ class _WordCounts:
             ids.append(candidates[order])
             probabilities.append(mean[order])
         return ids, probabilities
-
-
-def _first_choices(batch, layer, routes):
-    """For each modality its name, probabilities `(B, T, E)` and choices `(B, T)`."""
-    summary = batch.decisions[layer].summary
-    num_tokens = sum(routes.tokens_of.values())
-    num_pairs = len(batch.token_ids if batch.images is None else batch.images)
-    probabilities, selection = (
-        by_pair(ops.convert_to_numpy(summary[name]), num_pairs, num_tokens)
-        for name in ("probabilities", "selection")
-    )
-    start = 0
-    for name, count in routes.tokens_of.items():
-        part = slice(start, start + count)
-        yield name, probabilities[:, part], selection[:, part].argmax(-1)
-        start += count
 
 
 def _patches(images, grid):

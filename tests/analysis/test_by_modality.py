@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from keras_softmoe import datasets, evaluation, models, routers
-from keras_softmoe.evaluation import ModalityStatistics
-from tests.evaluation import pairs
+from keras_softmoe import analysis, datasets, models, routers
+from keras_softmoe.analysis import ModalityStatistics
+from tests.analysis import pairs
 from tests.models import tiny
 
 SCARCE = {"capacity_factor": 0.75, "multiple_of": None}
@@ -28,12 +28,12 @@ def backbone():
 @pytest.fixture(autouse=True)
 def few_bins(monkeypatch):
     """Several places of a queue in a bin, also where queues are short."""
-    name = "keras_softmoe.evaluation.modalities._BINS_OF_EVEN_QUEUE"
+    name = "keras_softmoe.analysis.by_modality._BINS_OF_EVEN_QUEUE"
     monkeypatch.setattr(name, 1)
 
 
 def statistics_of(backbone, images, token_ids, **kwargs):
-    return evaluation.modality_statistics(
+    return analysis.modality_statistics(
         backbone, images, token_ids, verbose=0, **kwargs
     )
 
@@ -252,7 +252,7 @@ def test_entropy():
 )
 def test_bad_data_is_named(backbone, given, received):
     with pytest.raises(ValueError, match=f"Received: .*{received}"):
-        evaluation.modality_statistics(backbone, **given, verbose=0)
+        analysis.modality_statistics(backbone, **given, verbose=0)
 
 
 @pytest.mark.parametrize(
@@ -260,9 +260,10 @@ def test_bad_data_is_named(backbone, given, received):
     [
         (lambda: pairs.limoe(**tiny.DENSE), "LIMoEBackbone"),
         (lambda: pairs.limoe(routers.SoftRouter(4)), "SoftRouter"),
+        (lambda: pairs.limoe(routers.SoftmaxExpertChoiceRouter(4)), "ExpertChoice"),
         (lambda: tiny.backbone(router=tiny.SPARSE), "ViTMoEBackbone"),
     ],
 )
 def test_bad_models_are_named(make, received):
     with pytest.raises(ValueError, match=f"Received: .*{received}"):
-        evaluation.modality_statistics(make(), pairs.images(), verbose=0)
+        analysis.modality_statistics(make(), pairs.images(), verbose=0)

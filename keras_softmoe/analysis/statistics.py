@@ -2,12 +2,12 @@
 
 from typing import NamedTuple
 
-import keras
 import numpy as np
-from keras import ops
 
-from keras_softmoe.evaluation.routing import backbone_of, check_has_routers, prepared
-from keras_softmoe.ops.routing import to_dense
+from keras_softmoe.analysis.inputs import backbone_of, check_has_routers, tokens_choose
+from keras_softmoe.analysis.load import load_and_dropped
+from keras_softmoe.analysis.streaming import observe
+from keras_softmoe.ops.routing import SlotRouting
 
 NUM_BINS = 50
 
@@ -30,8 +30,8 @@ class RoutingStatistics(NamedTuple):
         choice_histogram: `(K, NUM_BINS)` int array: how often the largest, second
             largest, ... weight that the router gives to the experts of a token fell
             into each bin of equal width between 0 and 1. `K` is the number of choices
-            (at most 2 where experts choose or mix). Seats are not looked at: a choice
-            that was dropped counts too.
+            (at most 2 where experts choose or mix). A choice that was dropped counts
+            too.
     """
 
     dropped: float
@@ -69,71 +69,78 @@ def routing_statistics(
 
     Example:
 
-    >>> statistics = ksm.evaluation.routing_statistics(classifier, images, labels)
+    >>> statistics = ksm.analysis.routing_statistics(classifier, images, labels)
     >>> {layer: s.dropped for layer, s in statistics.items()}
     """
-    backbone, preprocessor = backbone_of(model, preprocessor)
-    check_has_routers(backbone)
+    reducer = RoutingReducer(model, labels)
     if labels is not None:
-        labels = np.asarray(labels)
-        if len(labels) != len(images):
-            raise ValueError(
-                "Each image has one label. Received: "
-                f"{len(images)} images, {len(labels)} labels."
-            )
-    num_tokens = backbone.output["sequence_output"].shape[1]
-    totals = {layer: _Total(labels) for layer in backbone.moe_layers}
-    bar = keras.utils.Progbar(len(images), verbose=verbose, unit_name="image")
-    for start in range(0, len(images), batch_size):
-        rows = slice(start, start + batch_size)
-        batch = prepared(backbone, images[rows], preprocessor)
-        for layer, decision in backbone.route(batch).items():
-            choices = getattr(backbone.routers[layer], "num_selected_experts", 2)
-            values = _by_image(decision, len(batch), num_tokens, backbone.group_images)
-            totals[layer].add(rows, choices, *values)
-        bar.update(min(start + batch_size, len(images)))
-    return {layer: total.statistics() for layer, total in totals.items()}
+        _check_labels(len(images), labels)
+    (found,) = observe(model, images, [reducer], batch_size, preprocessor, verbose)
+    return found
 
 
-def _by_image(decision, num_images, num_tokens, group_images):
-    """Seats, weights and choice weights, all `(images, tokens, E)`, without padding."""
-    routing, summary = decision
-    dense = to_dense(routing, num_tokens * (group_images or num_images))
-    # (G, S, E)
-    seats, weights = (ops.convert_to_numpy(ops.sum(x, axis=-1)) for x in dense)
-    given = summary.get("probabilities")
-    given = weights if given is None else ops.convert_to_numpy(given)
-    num_experts = seats.shape[-1]
-    return tuple(
-        values.reshape(-1, num_tokens, num_experts)[:num_images]
-        for values in (seats, weights, given)
-    )
+class RoutingReducer:
+    """Reducer to a dict from each block to its `RoutingStatistics`, see `observe`.
+
+    Args:
+        model: `ViTMoEBackbone`, or a task that has one.
+        labels: optional `(N,)` int array, classes of all images that will be seen, in
+            their order, counted from 0.
+
+    Raises:
+        ValueError: if the model is dense, or, at the end, if images and labels differ
+            in number.
+    """
+
+    def __init__(self, model, labels=None):
+        backbone, _ = backbone_of(model)
+        check_has_routers(backbone)
+        self._routers = backbone.routers
+        self._num_tokens = backbone.output["sequence_output"].shape[1]
+        self._labels = None if labels is None else np.asarray(labels)
+        self._sums = {}
+
+    def update(self, name, decision, inputs):
+        if name not in self._sums:
+            router = self._routers[name]
+            choices = router.num_selected_experts if tokens_choose(router) else 2
+            self._sums[name] = _Sums(choices, self._labels)
+        self._sums[name].add(decision, self._num_tokens)
+
+    def result(self):
+        return {name: sums.statistics() for name, sums in self._sums.items()}
 
 
-class _Total:
+class _Sums:
     """Running sums over the images of one block."""
 
-    def __init__(self, labels):
+    def __init__(self, choices, labels):
+        self.choices = choices
         self.labels = labels
         self.num_images = self.dropped = self.load = 0
-        self.weight_by_position = self.histogram = 0
+        self.weight_by_position = self.histogram = self.weight_by_class = 0
         self.experts_per_image = []
-        if labels is not None:
-            self.num_classes = int(labels.max()) + 1
-            self.weight_by_class = 0
 
-    def add(self, rows, choices, seats, weights, given):
-        self.num_images += len(seats)
-        taken = seats > 0
-        self.dropped += np.sum(~taken.any(-1))
-        soft = not np.all((seats == 0) | (seats == 1))
-        self.load += (weights if soft else seats).sum((0, 1), dtype="float64")
+    def add(self, decision, num_tokens):
+        load, dropped = load_and_dropped(decision)
+        self.load += load.sum(axis=0, dtype="float64")
+        self.dropped += dropped.sum()
+        is_image = decision.summary["valid"].reshape(-1, num_tokens)[:, 0]
+        # (images, tokens, E) each
+        taken, weights, given = (
+            values.reshape(-1, num_tokens, values.shape[-1])[is_image]
+            for values in _by_token(decision)
+        )
         self.experts_per_image.append(taken.any(1).sum(-1))
         self.weight_by_position += weights.sum(0, dtype="float64")
         if self.labels is not None:
-            member = np.arange(self.num_classes)[:, None] == self.labels[rows]
+            classes = np.arange(self.labels.max() + 1)[:, None]
+            rows = slice(self.num_images, self.num_images + len(weights))
+            _check_labels(rows.stop, self.labels[: rows.stop])
+            member = classes == self.labels[rows]
             self.weight_by_class += member @ weights.mean(1, dtype="float64")
-        largest = -np.sort(-given, axis=-1)[..., :choices]
+        self.num_images += len(weights)
+        largest = -np.sort(-given, axis=-1)[..., : self.choices]
         self.histogram += np.stack(
             [
                 np.histogram(largest[..., k], NUM_BINS, (0.0, 1.0))[0]
@@ -145,7 +152,8 @@ class _Total:
         num_tokens = self.weight_by_position.shape[0]
         weight_by_class = None
         if self.labels is not None:
-            count = np.bincount(self.labels, minlength=self.num_classes)[:, None]
+            _check_labels(self.num_images, self.labels)
+            count = np.bincount(self.labels)[:, None]
             with np.errstate(invalid="ignore"):
                 weight_by_class = self.weight_by_class / count
         return RoutingStatistics(
@@ -155,4 +163,33 @@ class _Total:
             weight_by_position=self.weight_by_position / self.num_images,
             weight_by_class=weight_by_class,
             choice_histogram=self.histogram,
+        )
+
+
+def _by_token(decision):
+    """Which experts take a token, the weights of their outputs, the router's weights.
+
+    Returns:
+        Three `(G, S, E)` arrays, the first one of bool.
+    """
+    routing, summary = decision
+    if isinstance(routing, SlotRouting):
+        num_groups, num_tokens = summary["valid"].shape
+        weights = np.zeros((num_groups, num_tokens, routing.filled.shape[1]), "float32")
+        taken = weights.astype("bool")
+        group, expert, _ = slots = np.nonzero(routing.filled)
+        place = group, routing.token[slots], expert
+        taken[place] = True
+        np.add.at(weights, place, routing.gate[slots])
+    else:
+        taken = routing.dispatch.any(axis=-1)
+        weights = routing.combine.sum(axis=-1)
+    return taken, weights, summary.get("probabilities", weights)
+
+
+def _check_labels(num_images, labels):
+    if len(labels) != num_images:
+        raise ValueError(
+            "Each image has one label. Received: "
+            f"{num_images} images, {len(labels)} labels."
         )

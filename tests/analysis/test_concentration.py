@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from keras_softmoe.evaluation import Concentration
-from keras_softmoe.evaluation.concentration import (
+from keras_softmoe.analysis import Concentration
+from keras_softmoe.analysis.concentration import (
     BANDS,
     NUM_BINS,
     ConcentrationTotal,

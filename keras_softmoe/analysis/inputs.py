@@ -1,0 +1,117 @@
+"""Data on their way into a model whose routing is analysed."""
+
+import keras
+import numpy as np
+from keras import ops
+
+
+def backbone_of(model, preprocessor=None):
+    """The backbone of a task (or the model itself) and the preprocessor to use."""
+    if isinstance(getattr(model, "backbone", None), keras.Model):
+        return model.backbone, preprocessor or model.preprocessor
+    return model, preprocessor
+
+
+def check_has_routers(backbone):
+    """Raise unless the model has MoE blocks."""
+    moe_layers = getattr(backbone, "moe_layers", ())
+    if not moe_layers:
+        raise ValueError(
+            "A dense model routes nothing. Pass a `ViTMoEBackbone` with `moe_layers`, "
+            f"or a task that has one. Received: {type(backbone).__name__} with "
+            f"moe_layers={moe_layers}."
+        )
+
+
+def check_block(backbone, layer):
+    """The index of a MoE block; the first one if `None`.
+
+    Raises:
+        ValueError: if it is no MoE block, or the model has none.
+    """
+    check_has_routers(backbone)
+    moe_layers = tuple(backbone.moe_layers)
+    if layer is None:
+        return moe_layers[0]
+    if layer not in moe_layers:
+        raise ValueError(
+            f"Only the blocks {moe_layers} are mixtures of experts. "
+            f"Received: layer={layer}."
+        )
+    return layer
+
+
+def tokens_choose(router):
+    """Whether it is the tokens that choose among the experts of a router."""
+    return "num_selected_experts" in router.get_config()
+
+
+def prepared(backbone, images, preprocessor):
+    """Images as the backbone takes them, a float32 array.
+
+    Raises:
+        ValueError: if they are not a batch that the model takes.
+    """
+    if preprocessor is not None:
+        images = preprocessor(images)
+    elif "int" in keras.backend.standardize_dtype(images.dtype):
+        raise ValueError(
+            "Integer images need a preprocessor that scales them to [-1, 1]. "
+            f"Received: images of dtype={images.dtype}, preprocessor=None. Pass the "
+            "preset's `ViTMoEImageConverter`, or the task in place of its backbone."
+        )
+    images = ops.convert_to_numpy(images).astype("float32")
+    if images.shape[1:] != backbone.image_shape or not len(images):
+        raise ValueError(
+            f"The model takes batches of {backbone.image_shape} images. Received: "
+            f"images of shape={images.shape}. Add the batch axis, or resize them "
+            "first."
+        )
+    return images
+
+
+def batches_of(model, data, batch_size, preprocessor):
+    """Batches of inputs as a model takes them.
+
+    Args:
+        model: keras.Model, or a task with a `backbone`, whose own preprocessor is
+            applied to images by default.
+        data: as in `observe`.
+        batch_size: int, inputs of an array at a time.
+        preprocessor: callable applied to batches, or `None`.
+
+    Returns:
+        Generator of arrays or dicts of arrays, and how many there are: `None` if that
+        is not known.
+    """
+    backbone, own = backbone_of(model)
+    if isinstance(data, keras.utils.PyDataset):
+        count = len(data)
+        batches = (data[i] for i in range(count))
+    elif isinstance(data, dict) or hasattr(data, "shape"):
+        starts = range(0, len(keras.tree.flatten(data)[0]), batch_size)
+        count = len(starts)
+        batches = (_rows(data, start, start + batch_size) for start in starts)
+    else:
+        count = len(data) if hasattr(data, "__len__") else None
+        batches = iter(data)
+    inputs = (_inputs(backbone, batch, preprocessor, own) for batch in batches)
+    return inputs, count
+
+
+def _rows(data, start, stop):
+    return keras.tree.map_structure(lambda x: x[start:stop], data)
+
+
+def _inputs(backbone, batch, preprocessor, own):
+    if isinstance(batch, tuple | list):
+        # Inputs and labels.
+        batch = batch[0]
+    if hasattr(backbone, "patch_grid") and not isinstance(batch, dict):
+        return prepared(backbone, batch, preprocessor or own)
+    if preprocessor is not None:
+        batch = preprocessor(batch)
+    # Tensors as they are; else an array, since it may be another framework's tensor.
+    return keras.tree.map_structure(
+        lambda x: x if ops.is_tensor(x) else np.asarray(x), batch
+    )

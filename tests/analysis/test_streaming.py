@@ -1,0 +1,159 @@
+"""One pass over data, whose decisions several reducers see."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_softmoe import analysis, layers, routers
+from keras_softmoe.ops import DenseRouting
+from tests.models import tiny
+from tests.references import to_numpy
+
+NUM_TOKENS = 4
+X = np.random.default_rng(0).normal(size=(5, NUM_TOKENS, 6)).astype("float32")
+
+
+class Kept:
+    """Reducer that keeps all that it is shown."""
+
+    def __init__(self):
+        self.seen = []
+
+    def update(self, name, decision, inputs):
+        self.seen.append((name, decision, inputs))
+
+    def result(self):
+        return self.seen
+
+
+class Spy(keras.layers.Layer):
+    """Passes its input on; counts calls and whether a backward pass was prepared."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(6)
+        self.seen = []
+
+    def call(self, x):
+        x = self.dense(x)
+        self.seen.append(getattr(x, "requires_grad", False))
+        return x
+
+
+def own_model(spy=None):
+    """A user's model: a soft layer, then one that chooses, in groups of two."""
+    inputs = keras.Input((NUM_TOKENS, 6))
+    x = inputs if spy is None else spy(inputs)
+    x = x + layers.SoftMoE(3, 8, name="soft")(x)
+    router = routers.SoftmaxTokenChoiceRouter(2, 1, 0.5, multiple_of=None)
+    x = layers.MoE(router, 8, group_images=2, name="sparse")(x)
+    return keras.Model(inputs, x)
+
+
+def test_what_a_reducer_sees():
+    model = own_model()
+    (seen,) = analysis.observe(model, X, [Kept()], batch_size=3, verbose=0)
+    assert [name for name, *_ in seen] == ["soft", "sparse"] * 2
+    for batch, rows in enumerate((slice(0, 3), slice(3, 5))):
+        with routers.record() as decisions:
+            model(X[rows], training=False)
+        for (_, found, inputs), decision in zip(
+            seen[2 * batch : 2 * batch + 2], decisions.values(), strict=True
+        ):
+            np.testing.assert_array_equal(inputs, X[rows])
+            parts = zip(
+                keras.tree.flatten(found), keras.tree.flatten(decision), strict=True
+            )
+            for value, expected in parts:
+                assert isinstance(value, np.ndarray)
+                np.testing.assert_array_equal(value, to_numpy(expected))
+    # Three images in groups of two: the fourth is padding.
+    valid = np.ones((2, 2 * NUM_TOKENS), bool)
+    valid[1, NUM_TOKENS:] = False
+    np.testing.assert_array_equal(seen[1][1].summary["valid"], valid)
+
+
+def test_reducers_share_a_pass():
+    spy = Spy()
+    model = own_model(spy)
+    spy.seen.clear()
+    soft, load, kept = analysis.observe(
+        model,
+        X,
+        [analysis.SoftReducer(model), analysis.LoadReducer(), Kept()],
+        batch_size=2,
+        verbose=0,
+    )
+    # Three batches, of which no gradients are kept.
+    assert spy.seen == [False] * 3
+    assert len(kept) == 6
+    expected = analysis.expert_load(model, X, batch_size=2, verbose=0)
+    assert list(load) == list(expected) == ["soft", "sparse"]
+    for name, block in expected.items():
+        np.testing.assert_array_equal(load[name].load, block.load)
+        assert load[name].dropped == block.dropped
+    (expected,) = analysis.soft_statistics(model, X, 2, verbose=0).values()
+    assert list(soft) == ["soft"]
+    np.testing.assert_array_equal(soft["soft"].slot_curves, expected.slot_curves)
+
+
+def test_images_and_labels_share_a_pass():
+    model = tiny.classifier(moe_layers=(0, 1), router=tiny.SPARSE)
+    images, labels = tiny.pixels(5), tiny.labels(5)
+    # Of batches with their labels the images are routed.
+    batches = [(images[:2], labels[:2]), (images[2:], labels[2:])]
+    routing, load = analysis.observe(
+        model,
+        batches,
+        [analysis.RoutingReducer(model, labels), analysis.LoadReducer()],
+        verbose=0,
+    )
+    expected = analysis.routing_statistics(model, images, labels, 2, verbose=0)
+    assert list(routing) == list(load) == [0, 1]
+    for block in (0, 1):
+        np.testing.assert_allclose(
+            routing[block].weight_by_class, expected[block].weight_by_class, rtol=1e-5
+        )
+        np.testing.assert_allclose(5 * routing[block].load, load[block].load)
+        np.testing.assert_allclose(routing[block].dropped, load[block].dropped)
+
+
+@pytest.mark.parametrize("count", [4, 6])
+def test_labels_of_other_images(count):
+    model = tiny.backbone(router=tiny.SPARSE)
+    reducer = analysis.RoutingReducer(model, np.zeros(count, int))
+    with pytest.raises(ValueError, match=f"Received: 5 images, {count} labels"):
+        analysis.observe(model, tiny.images(5), [reducer], verbose=0)
+
+
+def test_a_layer_that_is_called_twice():
+    inputs = keras.Input((NUM_TOKENS, 6))
+    layer = layers.SoftMoE(3, 8, name="shared")
+    model = keras.Model(inputs, layer(layer(inputs)))
+    (seen,) = analysis.observe(model, X, [Kept()], verbose=0)
+    assert [name for name, *_ in seen] == ["shared", "shared"]
+    load = analysis.expert_load(model, X, verbose=0)["shared"]
+    assert load.num_tokens == 2 * 5 * NUM_TOKENS
+    combine = [decision.routing.combine.sum((0, 1, 3)) for _, decision, _ in seen]
+    np.testing.assert_allclose(load.load, combine[0] + combine[1], rtol=1e-5)
+
+
+class Doubling(routers.Router):
+    """A user's router with dense weights: expert `e` takes token `e` alone."""
+
+    def call(self, tokens, valid=None, training=False):
+        num_groups, num_tokens = tokens.shape[:2]
+        dispatch = np.zeros((num_groups, num_tokens, self.num_experts, 1), "float32")
+        for expert in range(self.num_experts):
+            dispatch[:, expert, expert] = 1.0
+        dispatch = keras.ops.convert_to_tensor(dispatch)
+        return routers.Decision(DenseRouting(dispatch, 2 * dispatch), {})
+
+
+def test_dense_weights_of_a_users_router():
+    inputs = keras.Input((NUM_TOKENS, 6))
+    model = keras.Model(inputs, layers.MoE(Doubling(3), 8, name="doubling")(inputs))
+    load = analysis.expert_load(model, X, verbose=0)["doubling"]
+    # Combine weights; the last of four tokens goes to no expert.
+    np.testing.assert_allclose(load.load, [10.0, 10.0, 10.0])
+    assert load.dropped == 0.25
