@@ -52,7 +52,7 @@ def main():
     chosen = [list(test[1]).index(label) for label in (0, 2, 3, 5, 8)]
     path = pathlib.Path("build", f"routing_{keras.backend.backend()}.png").resolve()
     path.parent.mkdir(exist_ok=True)
-    ksm.visualization.plot_slots(classifier, test[0][chosen]).savefig(path)
+    ksm.analysis.plot_slots(classifier, test[0][chosen]).savefig(path)
     print("Each map shows what one slot of one expert takes in. Saved as", path)
 
     print(f"\nDone in {time.perf_counter() - start:.0f} seconds.")

@@ -73,7 +73,7 @@ for block, s in statistics.items():
         f"block {block}: mean weight of a token {s.mean_token_weight:.2f}, "
         f"{100 * s.tokens_above(1.05):.1f} % of the tokens have 1.05 and more"
     )
-figure = ksm.visualization.plot_token_weights(statistics)
+figure = ksm.analysis.plot_token_weights(statistics)
 figure.savefig(FIGURES / "soft_token_weights.png")
 
 """
@@ -90,7 +90,7 @@ for block, s in statistics.items():
         f"{contribution.max() / contribution.min():.2f} times as much as expert "
         f"{contribution.argmin()}"
     )
-figure = ksm.visualization.plot_expert_contributions(statistics)
+figure = ksm.analysis.plot_expert_contributions(statistics)
 figure.savefig(FIGURES / "soft_expert_contributions.png")
 
 """
@@ -112,16 +112,16 @@ for block, s in statistics.items():
         f"{len(s.combine.mean)} slots"
     )
 for weights in ("dispatch", "combine"):
-    figure = ksm.visualization.plot_concentration(statistics, weights)
+    figure = ksm.analysis.plot_concentration(statistics, weights)
     figure.savefig(FIGURES / f"soft_{weights}.png")
-figure = ksm.visualization.plot_tokens_per_slot(statistics)
+figure = ksm.analysis.plot_tokens_per_slot(statistics)
 figure.savefig(FIGURES / "soft_tokens_per_slot.png")
 
 """
 Where in the images the tokens are that a slot prefers:
 """
 
-figure = ksm.visualization.plot_slots(model, images[:4], layer=3)
+figure = ksm.analysis.plot_slots(model, images[:4], layer=3)
 figure.savefig(FIGURES / "soft_slots.png")
 
 """
@@ -139,7 +139,7 @@ for block, c in correlation.items():
         f"block {block}: mean cosine within experts {c.within:.2f}, "
         f"between experts {c.between:.2f}"
     )
-figure = ksm.visualization.plot_slot_correlation(correlation)
+figure = ksm.analysis.plot_slot_correlation(correlation)
 figure.savefig(FIGURES / "soft_correlation.png")
 
 """
@@ -202,7 +202,7 @@ def show(sweep, x, name):
                 f"{sweep.combine[index, place].mean():.3f}, accuracy "
                 f"{sweep.scores[index, place].mean():.3f}"
             )
-    figure = ksm.visualization.plot_peaks(sweep, x=x, score="accuracy on digits")
+    figure = ksm.analysis.plot_peaks(sweep, x=x, score="accuracy on digits")
     figure.savefig(FIGURES / name)
 
 
@@ -247,7 +247,7 @@ and can be sent around. It takes models with any router; of a LIMoE it shows ima
 text apart.
 """
 
-path = ksm.visualization.routing_report(
+path = ksm.analysis.routing_report(
     model, images[:512], FIGURES / "soft_report.html", labels=labels[:512], verbose=0
 )
 print(f"report: {path}, {path.stat().st_size / 1e6:.1f} MB")

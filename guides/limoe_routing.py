@@ -61,7 +61,7 @@ for block, s in statistics.items():
     print(f"block {block}: dropped {s.dropped}")
     for modality, needed in s.experts_needed(0.9).items():
         print(f"  90 % of {modality} tokens need {needed} of {len(s.padding)} experts")
-ksm.visualization.plot_modality_load(statistics).savefig(FIGURES / "limoe_load.png")
+ksm.analysis.plot_modality_load(statistics).savefig(FIGURES / "limoe_load.png")
 
 """
 ## Confidence and priority
@@ -74,9 +74,9 @@ text mostly comes before images, without a rule that says so.
 for block, s in statistics.items():
     means = {m: f"{value:.2f}" for m, value in s.confidence_mean.items()}
     print(f"block {block}: mean of the largest probability {means}")
-figure = ksm.visualization.plot_routing_confidence(statistics)
+figure = ksm.analysis.plot_routing_confidence(statistics)
 figure.savefig(FIGURES / "limoe_confidence.png")
-figure = ksm.visualization.plot_priorities(statistics)
+figure = ksm.analysis.plot_priorities(statistics)
 figure.savefig(FIGURES / "limoe_priorities.png")
 
 """
@@ -85,7 +85,7 @@ figure.savefig(FIGURES / "limoe_priorities.png")
 From the experts of one block to those of the next.
 """
 
-figure = ksm.visualization.plot_trajectories(statistics)
+figure = ksm.analysis.plot_trajectories(statistics)
 figure.savefig(FIGURES / "limoe_trajectories.png")
 
 """
@@ -100,11 +100,9 @@ examples = ksm.analysis.expert_examples(
 )
 for expert, words in enumerate(examples.words):
     print(f"expert {expert}:", " ".join(word.lstrip("▁") for word in words))
-figure = ksm.visualization.plot_expert_examples(examples)
+figure = ksm.analysis.plot_expert_examples(examples)
 figure.savefig(FIGURES / "limoe_examples.png")
-figure = ksm.visualization.plot_pair(
-    model, scenes.images[0], scenes.captions[0], layer=3
-)
+figure = ksm.analysis.plot_pair(model, scenes.images[0], scenes.captions[0], layer=3)
 figure.savefig(FIGURES / "limoe_pair.png")
 
 """
@@ -117,7 +115,7 @@ experts serve.
 text = ksm.analysis.modality_statistics(model, captions=scenes.captions, verbose=0)
 for block, s in text.items():
     print(f"block {block}: coverage {np.round(s.coverage['text'], 3)}")
-figure = ksm.visualization.plot_coverage(statistics)
+figure = ksm.analysis.plot_coverage(statistics)
 figure.savefig(FIGURES / "limoe_coverage.png")
 
 """

@@ -134,10 +134,10 @@ expert of the block.
 """
 
 os.makedirs("build", exist_ok=True)
-figure = ksm.visualization.plot_sweep(rows, x="capacity_factor", by="priority")
+figure = ksm.analysis.plot_sweep(rows, x="capacity_factor", by="priority")
 figure.savefig("build/accuracy_against_capacity.png", dpi=120)
 
-figure = ksm.visualization.plot_discarded_patches(
+figure = ksm.analysis.plot_discarded_patches(
     classifier, images[:4], capacity_factors=CAPACITY_FACTORS, priority="max"
 )
 figure.savefig("build/discarded_patches.png", dpi=120)

@@ -30,7 +30,6 @@ _LAZY_ROOMS = (
     "presets",
     "study",
     "training",
-    "visualization",
 )
 
 __all__ = ["__version__", "layers", "ops", "routers", *_LAZY_ROOMS]

@@ -31,7 +31,7 @@ from train_limoe_presets import (
     write,
 )
 
-from keras_softmoe import analysis, datasets, routers, visualization
+from keras_softmoe import analysis, datasets, routers
 
 RESULTS = Path(__file__).resolve().parent / "limoe_losses.json"
 
@@ -104,7 +104,7 @@ def figure(finished):
             found = by_threshold.setdefault(minimum, {"image": [], "text": []})
             for modality, values in found.items():
                 values.append(float(np.mean(run[f"{modality}_experts"])))
-    return visualization.plot_experts_in_use(by_threshold)
+    return analysis.plot_experts_in_use(by_threshold)
 
 
 def usage(model):

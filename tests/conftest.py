@@ -14,6 +14,7 @@ from tests.references import Reference
 # long: of what computes without one, and of what is long and made of parts that are
 # tested on all. (`models/test_backends.py` compares presets on all of them.)
 RUNS_ON = {
+    "analysis/test_report*.py": ("torch",),
     "checkpoints/test_checkpoint_fuzz.py": ("jax",),
     "models/test_conversion.py": ("torch",),
     "datasets/*": ("jax",),
@@ -26,7 +27,6 @@ RUNS_ON = {
     "test_package.py": ("jax",),
     "test_trained_*.py": ("torch",),
     "training/test_soups.py": ("torch",),
-    "visualization/test_report*.py": ("torch",),
 }
 collect_ignore_glob = [
     pattern

@@ -8,6 +8,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.analysis.inputs import backbone_of, batches_of
+from keras_softmoe.keras_adapter import flatten_layers
 from keras_softmoe.routers import Router, record
 
 
@@ -182,7 +183,7 @@ def all_routers(model):
     routers = getattr(model, "routers", None)
     if isinstance(routers, dict):
         return routers
-    return _by_name(x for x in model._flatten_layers() if isinstance(x, Router))
+    return _by_name(x for x in flatten_layers(model) if isinstance(x, Router))
 
 
 def _by_name(routers):

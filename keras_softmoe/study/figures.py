@@ -3,17 +3,16 @@
 import itertools
 import statistics
 
-from keras_softmoe.study.configurations import ABLATIONS, TITLES
-from keras_softmoe.study.tables import finished_seeds, numbers
-from keras_softmoe.visualization.drawing import (
+from keras_softmoe.analysis.drawing import (
     MARKERS,
     PALETTE,
     as_percentages,
-    import_matplotlib,
     new_figure,
     plain_axes,
     spread_of,
 )
+from keras_softmoe.study.configurations import ABLATIONS, TITLES
+from keras_softmoe.study.tables import finished_seeds, numbers
 
 _NAMES = {
     "upstream_accuracy": "upstream accuracy",
@@ -63,8 +62,7 @@ def plot_study(results, metric="upstream_accuracy"):
             "No model of this study is finished, or all have diverged. Received: "
             f"metric={metric!r}."
         )
-    matplotlib = import_matplotlib()
-    figure = new_figure(matplotlib, 9.0, 3.8)
+    figure = new_figure(9.0, 3.8)
     left, right = figure.subplots(1, 2, sharey=True)
     markers = dict(zip(TITLES, itertools.cycle(MARKERS)))
     colors = dict(zip((f for f in TITLES if f not in _GRAY), PALETTE, strict=True))
@@ -78,7 +76,7 @@ def plot_study(results, metric="upstream_accuracy"):
     left.set_ylabel(task, fontsize=9)
     for ax in (left, right):
         plain_axes(ax)
-    as_percentages(matplotlib, left.yaxis)
+    as_percentages(left.yaxis)
     handles, names = left.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right center", fontsize=8)
     count = len(finished_seeds(results))

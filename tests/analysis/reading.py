@@ -38,6 +38,7 @@ class Reading(html.parser.HTMLParser):
     """What is on a page of HTML; fails on tags that are not closed in order.
 
     Attributes:
+        title: str, its heading.
         headings: list of the texts of its sections.
         captions: list of what is written below its figures.
         images: list of its PNG files, as bytes.
@@ -49,6 +50,7 @@ class Reading(html.parser.HTMLParser):
 
     def __init__(self, path):
         super().__init__()
+        self.title = ""
         self.headings, self.captions, self.images = [], [], []
         self.tables, self.references = [], []
         self.open = []
@@ -79,7 +81,9 @@ class Reading(html.parser.HTMLParser):
     def handle_data(self, data):
         inside = self.open[-1] if self.open else None
         assert inside != "style" or "url(" not in data and "@import" not in data
-        if inside == "h2":
+        if inside == "h1":
+            self.title += data
+        elif inside == "h2":
             self.headings[-1] += data
         elif inside == "figcaption":
             self.captions[-1] += data

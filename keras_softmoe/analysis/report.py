@@ -1,29 +1,32 @@
 """Everything that can be shown of the routing of a model, on one page."""
 
+import re
 from pathlib import Path
 
 import keras
 import numpy as np
 
-from keras_softmoe.evaluation.cost import cost
-from keras_softmoe.evaluation.decisions import all_routers
-from keras_softmoe.evaluation.load import expert_load
-from keras_softmoe.evaluation.routing import backbone_of, prepared
-from keras_softmoe.evaluation.statistics import routing_statistics
-from keras_softmoe.routers import SoftRouter
-from keras_softmoe.visualization.drawing import block_title, import_matplotlib
-from keras_softmoe.visualization.load import plot_expert_load
-from keras_softmoe.visualization.page import Page
-from keras_softmoe.visualization.report_images import (
+from keras_softmoe.analysis import drawing
+from keras_softmoe.analysis.inputs import backbone_of, prepared
+from keras_softmoe.analysis.load import LoadReducer
+from keras_softmoe.analysis.page import Page
+from keras_softmoe.analysis.plot_statistics import plot_expert_load
+from keras_softmoe.analysis.report_sections import (
+    add_modalities,
     add_pictures,
+    add_soft,
     add_specialization,
-    loads_of,
 )
-from keras_softmoe.visualization.report_modalities import add_modalities
-from keras_softmoe.visualization.report_soft import add_soft
+from keras_softmoe.analysis.soft_statistics import SoftReducer
+from keras_softmoe.analysis.statistics import RoutingReducer
+from keras_softmoe.analysis.streaming import all_routers, observe
+from keras_softmoe.evaluation.cost import cost
+from keras_softmoe.routers import SoftRouter
 
 # In the configuration of a router, but no settings of how it routes.
 _NO_SETTINGS = ("name", "trainable", "num_experts")
+# What models of Keras' own classes are called.
+_KINDS = {"Functional": "this model", "Sequential": "this model"}
 
 
 def routing_report(
@@ -45,15 +48,15 @@ def routing_report(
     dropped tokens. Images in a backbone or classifier of this library: the experts of
     patches, experts by position and by class, the choices of sparse routers. Soft
     routers, in a user's model too: what tokens give and slots take, how alike slots
-    are. A LIMoE: load, confidence, priorities and ways of images and text, and what its
-    experts are sent most surely. Of a dense model the page says that it routes nothing.
+    are. A LIMoE: load, confidence, priorities and paths of images and text, and for
+    each expert the tokens that its router is most certain of. Of a dense model the page
+    says that it routes nothing.
 
     Args:
         model: `ViTMoEBackbone`, `LIMoEBackbone`, a task that has one of them, or any
             built `keras.Model` with `layers.MoE` or `layers.SoftMoE`.
         images: `(N, height, width, channels)` array, as the model or its preprocessor
-            takes it. For a user's model any data that `evaluation.soft_statistics`
-            takes and that can be read twice.
+            takes it. For a user's model any data that `analysis.observe` takes.
         path: str or path of the file. Its directory is made. What is there is replaced
             when the page is complete.
         captions: for a LIMoE `N` str or `(N, sequence_length)` ints, routed together
@@ -62,10 +65,10 @@ def routing_report(
             its task is shown class by class then.
         class_names: optional sequence of str, names of the classes.
         num_pictures: int, how many of the images are shown patch by patch.
-        title: str, heading of the page. "How ... routes" with the name of the model if
-            `None`.
+        title: str, heading of the page. If `None`, "How ... routes", with the name of
+            the model if it was given one, else with its class.
         batch_size: int, images routed at a time.
-        preprocessor: as in `evaluation.routing_statistics`. By default a task's own.
+        preprocessor: as in `analysis.routing_statistics`. By default a task's own.
         verbose: 0 for silence, 1 for a progress bar for each pass over the images, 2
             for one line.
 
@@ -75,7 +78,6 @@ def routing_report(
     Raises:
         ValueError: if the model is not built, or the images, captions or labels are not
             ones that it takes.
-        ImportError: if matplotlib is missing.
 
     Source: the figures of V-MoE, appendices D and E; Soft MoE, section 3.6 and
     appendices H and I; LIMoE, appendices E, F and G.
@@ -85,14 +87,16 @@ def routing_report(
     >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
     >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name)
     >>> images, labels = ksm.datasets.glyphs(512, image_size=32, seed=1)
-    >>> ksm.visualization.routing_report(model, images, "report.html", labels=labels)
+    >>> ksm.analysis.routing_report(model, images, "report.html", labels=labels)
     PosixPath('report.html')
     """
-    import_matplotlib()
+    drawing.import_matplotlib()
+    # Where that cannot be, the error comes before the work.
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     backbone, preprocessor = backbone_of(model, preprocessor)
     routers = all_routers(backbone)
-    page = Page(f"How {model.name} routes" if title is None else title)
+    name = _given_name(model) or _KINDS.get(type(model).__name__, type(model).__name__)
+    page = Page(f"How {name} routes" if title is None else title)
     run = {"batch_size": batch_size, "preprocessor": preprocessor, "verbose": verbose}
     _add_model(page, model, backbone)
     if not routers:
@@ -105,20 +109,30 @@ def routing_report(
             return page.write(path)
         images = _pairs(backbone, images, captions, preprocessor)
         run["preprocessor"] = None
-    if _is_limoe(backbone) or not hasattr(backbone, "patch_grid"):
-        _add_load(page, expert_load(backbone, images, **run))
-    else:
-        statistics = routing_statistics(backbone, images, labels, **run)
-        _add_load(page, loads_of(backbone, statistics))
+    reducers = {"load": LoadReducer()}
+    if hasattr(backbone, "patch_grid") and not _is_limoe(backbone):
+        reducers["routing"] = RoutingReducer(backbone, labels)
+    if any(isinstance(router, SoftRouter) for router in routers.values()):
+        reducers["soft"] = SoftReducer(backbone)
+    results = observe(backbone, images, list(reducers.values()), **run)
+    found = dict(zip(reducers, results, strict=True))
+    _add_load(page, found["load"])
+    if "routing" in found:
         if num_pictures:
             add_pictures(page, backbone, images[:num_pictures], preprocessor)
-        add_specialization(page, backbone, statistics, class_names)
-    if any(isinstance(router, SoftRouter) for router in routers.values()):
-        add_soft(page, backbone, images, run)
+        add_specialization(page, backbone, found["routing"], class_names)
+    if "soft" in found:
+        add_soft(page, found["soft"], routers, backbone)
     return page.write(path)
 
 
 # === Models ===
+
+
+def _given_name(model):
+    """The name of a model, "" if Keras made it up: `vi_t_mo_e_backbone_1`."""
+    made_up = re.sub(r"_|\d", "", model.name) == type(model).__name__.lower()
+    return "" if made_up else model.name
 
 
 def _is_limoe(backbone):
@@ -144,7 +158,7 @@ def _pairs(backbone, images, captions, preprocessor):
 
 def _add_model(page, model, backbone):
     rows = [
-        ["model", f"{type(model).__name__} {model.name!r}"],
+        ["model", " ".join([type(model).__name__, _given_name(model)]).rstrip()],
         ["parameters", f"{model.count_params():,}"],
     ]
     try:
@@ -172,7 +186,7 @@ def _add_routers(page, routers):
             if name not in _NO_SETTINGS and value not in (None, False)
         )
         row = type(router).__name__, router.num_experts, settings
-        rows.setdefault(row, []).append(block_title(layer))
+        rows.setdefault(row, []).append(drawing.block_title(layer))
     page.table(
         ["block", "router", "experts", "settings"],
         [[", ".join(blocks), *row] for row, blocks in rows.items()],
@@ -198,7 +212,7 @@ def _add_load(page, loads):
         ["block", "tokens", "dropped", "busiest expert, in even shares"],
         [
             [
-                block_title(layer),
+                drawing.block_title(layer),
                 f"{block.num_tokens:,}",
                 f"{100 * block.dropped:.3g}%",
                 f"{block.imbalance:.2f}×",

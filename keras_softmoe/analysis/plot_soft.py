@@ -1,29 +1,20 @@
-"""Pictures of what the slots of a Soft MoE mix, from statistics of its weights."""
+"""Figures of what the slots of a Soft MoE mix, from statistics of its weights."""
+
+from itertools import cycle
 
 import numpy as np
 
-from keras_softmoe.evaluation.concentration import BANDS
-from keras_softmoe.evaluation.soft_statistics import TOKEN_WEIGHT_EDGES, SoftStatistics
-from keras_softmoe.visualization.drawing import (
-    DASHES,
-    PALETTE,
-    as_percentages,
-    block_panels,
-    block_title,
-    chosen_blocks,
-    import_matplotlib,
-    legend_beside,
-    line_colors,
-    new_figure,
-    plain_axes,
-)
+from keras_softmoe.analysis import drawing
+from keras_softmoe.analysis.concentration import BANDS
+from keras_softmoe.analysis.soft_statistics import TOKEN_WEIGHT_EDGES, SoftStatistics
 
 # For "dispatch" and "combine": colours of the bands, what is counted, of what.
 _KINDS = {
     "dispatch": ("Blues", "tokens", "a slot"),
     "combine": ("Oranges", "slots", "a token"),
 }
-_LEAST_COLOR, _MOST_COLOR = PALETTE[1], PALETTE[0]
+_ORDER = "from the one with the largest weight on"
+_LEAST_COLOR, _MOST_COLOR = drawing.PALETTE[1], drawing.PALETTE[0]
 # Contributions that differ by more stand on a logarithmic axis.
 _WIDE_RANGE = 20
 # Tokens this rare are at the end of the scale.
@@ -38,7 +29,7 @@ def plot_token_weights(statistics, layers=None):
     of a block would fall straight down if all tokens counted alike.
 
     Args:
-        statistics: what `evaluation.soft_statistics` returns.
+        statistics: what `analysis.soft_statistics` returns.
         layers: sequence of blocks to show. All of them if `None`.
 
     Returns:
@@ -46,26 +37,26 @@ def plot_token_weights(statistics, layers=None):
 
     Raises:
         ValueError: if these are not statistics of these blocks.
-        ImportError: if matplotlib is missing.
 
     Source: Soft MoE, section 3.6 and appendix H (figure 24, left).
 
     Example:
 
-    >>> statistics = ksm.evaluation.soft_statistics(classifier, images)
-    >>> figure = ksm.visualization.plot_token_weights(statistics)
+    >>> statistics = ksm.analysis.soft_statistics(classifier, images)
+    >>> figure = ksm.analysis.plot_token_weights(statistics)
     """
-    matplotlib = import_matplotlib()
-    blocks = chosen_blocks(statistics, layers, SoftStatistics)
-    figure = new_figure(matplotlib, 5.6, 3.2)
+    blocks = drawing.chosen_blocks(statistics, layers, SoftStatistics)
+    figure = drawing.new_figure(5.6, 3.2)
     ax = figure.subplots()
     ends = []
-    for (layer, block), style in _lines(matplotlib, blocks):
+    for (layer, block), color, dashes in _lines(blocks):
         counts = block.token_weight_counts
         above = np.cumsum(counts[::-1])[::-1] / counts.sum()
         # Not the first edge, zero, which has no place on the axis.
         points = TOKEN_WEIGHT_EDGES[1:-1], above[1:]
-        ax.plot(*points, lw=1.4, label=block_title(layer), **style)
+        ax.plot(
+            *points, lw=1.4, color=color, ls=dashes, label=drawing.block_title(layer)
+        )
         ends += [points[0][points[1] > 1 - _RAREST].max(initial=points[0][0])]
         ends += [points[0][points[1] < _RAREST].min(initial=points[0][-1])]
     for mean in sorted({block.mean_token_weight for block in blocks.values()}):
@@ -74,14 +65,16 @@ def plot_token_weights(statistics, layers=None):
         ends += [mean / 2, mean * 2]
     ax.set_xscale("log", base=2)
     ax.set_xlim(min(ends), max(ends))
-    ax.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(_number))
+    drawing.format_ticks(ax.xaxis, lambda value: f"{value:.3g}")
     ax.set_ylim(0, 1.03)
-    as_percentages(matplotlib, ax.yaxis)
-    plain_axes(ax)
-    ax.set_xlabel("total dispatch weight of a token, over all slots", fontsize=9)
-    ax.set_ylabel("tokens with at least this weight", fontsize=9)
-    handles, names = ax.get_legend_handles_labels()
-    legend_beside(figure, {**dict(zip(names, handles, strict=True)), "mean": line})
+    drawing.as_percentages(ax.yaxis)
+    drawing.plain_axes(ax)
+    drawing.label_axes(
+        ax,
+        "total dispatch weight of a token, over all slots",
+        "tokens with at least this weight",
+    )
+    drawing.legend_beside(figure, {**drawing.labelled(ax), "mean": line})
     return figure
 
 
@@ -92,7 +85,7 @@ def plot_expert_contributions(statistics, layers=None):
     mean combine weight over all tokens, as a multiple of the least one's.
 
     Args:
-        statistics: what `evaluation.soft_statistics` returns.
+        statistics: what `analysis.soft_statistics` returns.
         layers: sequence of blocks to show. All of them if `None`.
 
     Returns:
@@ -100,40 +93,41 @@ def plot_expert_contributions(statistics, layers=None):
 
     Raises:
         ValueError: if these are not statistics of these blocks.
-        ImportError: if matplotlib is missing.
 
     Source: Soft MoE, appendix H (figure 24, center): in its S/16 "some experts can
     impact output tokens between 3x and 14x more than others".
 
     Example:
 
-    >>> statistics = ksm.evaluation.soft_statistics(classifier, images)
-    >>> figure = ksm.visualization.plot_expert_contributions(statistics)
+    >>> statistics = ksm.analysis.soft_statistics(classifier, images)
+    >>> figure = ksm.analysis.plot_expert_contributions(statistics)
     """
-    matplotlib = import_matplotlib()
-    blocks = chosen_blocks(statistics, layers, SoftStatistics)
-    figure = new_figure(matplotlib, 5.6, 3.2)
+    blocks = drawing.chosen_blocks(statistics, layers, SoftStatistics)
+    figure = drawing.new_figure(5.6, 3.2)
     ax = figure.subplots()
     most = 1.0
-    for (layer, block), style in _lines(matplotlib, blocks):
+    for (layer, block), color, dashes in _lines(blocks):
         ordered = np.sort(block.expert_contribution)
         # Of those that count at all.
         relative = ordered / ordered[ordered > 0].min()
-        name = f"{block_title(layer)}: {relative[-1]:.3g}×"
+        name = f"{drawing.block_title(layer)}: {relative[-1]:.3g}×"
         ranks = np.arange(1, len(ordered) + 1)
-        ax.plot(ranks, relative, lw=1.4, label=name, marker=".", ms=3.5, **style)
+        style = {"color": color, "ls": dashes, "lw": 1.4, "marker": ".", "ms": 3.5}
+        ax.plot(ranks, relative, label=name, **style)
         most = max(most, relative[-1])
     if most > _WIDE_RANGE:
         ax.set_yscale("log")
     else:
         ax.set_ylim(bottom=1 - 0.04 * (most - 1))
-    ax.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(_times))
-    ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-    plain_axes(ax)
-    ax.set_xlabel("experts, from the least important on", fontsize=9)
-    ax.set_ylabel("mean combine weight,\nrelative to the least", fontsize=9)
-    handles, names = ax.get_legend_handles_labels()
-    legend_beside(figure, dict(zip(names, handles, strict=True)))
+    drawing.format_ticks(ax.yaxis, lambda value: f"{value:.4g}×")
+    drawing.whole_ticks(ax.xaxis)
+    drawing.plain_axes(ax)
+    drawing.label_axes(
+        ax,
+        "experts, from the least important on",
+        "mean combine weight,\nrelative to the least",
+    )
+    drawing.legend_beside(figure, drawing.labelled(ax))
     return figure
 
 
@@ -146,7 +140,7 @@ def plot_tokens_per_slot(statistics, layers=None, share=0.9):
     a uniform average.
 
     Args:
-        statistics: what `evaluation.soft_statistics` returns.
+        statistics: what `analysis.soft_statistics` returns.
         layers: sequence of blocks to show. All of them if `None`.
         share: float over 0 and under 1, by which the coloured slots are chosen.
 
@@ -155,19 +149,18 @@ def plot_tokens_per_slot(statistics, layers=None, share=0.9):
 
     Raises:
         ValueError: if these are not statistics of these blocks, or it is no share.
-        ImportError: if matplotlib is missing.
 
     Source: Soft MoE, appendix H (figure 24, right).
 
     Example:
 
-    >>> statistics = ksm.evaluation.soft_statistics(classifier, images)
-    >>> figure = ksm.visualization.plot_tokens_per_slot(statistics)
+    >>> statistics = ksm.analysis.soft_statistics(classifier, images)
+    >>> figure = ksm.analysis.plot_tokens_per_slot(statistics)
     """
-    matplotlib = import_matplotlib()
-    blocks = chosen_blocks(statistics, layers, SoftStatistics)
-    figure, axes = block_panels(matplotlib, blocks, 2.4, 2.2, sharey=True)
-    for ax, block in zip(axes, blocks.values(), strict=True):
+    figure, panels = drawing.block_panels(
+        statistics, layers, SoftStatistics, 2.4, 2.2, sharey=True
+    )
+    for ax, block in panels:
         curves = block.slot_curves.reshape(-1, block.slot_curves.shape[-1])
         tokens = np.arange(curves.shape[1] + 1)
         points = np.pad(curves, ((0, 0), (1, 0)))
@@ -189,11 +182,10 @@ def plot_tokens_per_slot(statistics, layers=None, share=0.9):
             title_fontsize=6.5,
         )
         ax.set(xlim=(0, tokens[-1]), ylim=(0, 1.03))
-        ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(6, integer=True))
-        plain_axes(ax, 7)
-    as_percentages(matplotlib, axes[0].yaxis)
-    figure.supxlabel("tokens, from the one with the largest weight on", fontsize=9)
-    figure.supylabel("share of the slot's weight", fontsize=9)
+        drawing.whole_ticks(ax.xaxis, 6)
+        drawing.plain_axes(ax, 7)
+    drawing.as_percentages(figure.axes[0].yaxis)
+    drawing.label_axes(figure, f"tokens, {_ORDER}", "share of the slot's weight")
     return figure
 
 
@@ -207,7 +199,7 @@ def plot_concentration(statistics, weights="dispatch", layers=None, levels=BANDS
     combine weights hold of a token's. The dashed line is a uniform average.
 
     Args:
-        statistics: what `evaluation.soft_statistics` returns.
+        statistics: what `analysis.soft_statistics` returns.
         weights: `"dispatch"` or `"combine"`.
         layers: sequence of blocks to show. All of them if `None`.
         levels: sequence of floats over 0 and at most 1, the parts of the distribution
@@ -219,29 +211,29 @@ def plot_concentration(statistics, weights="dispatch", layers=None, levels=BANDS
     Raises:
         ValueError: if these are not statistics of these blocks, or an argument is not
             among the accepted values.
-        ImportError: if matplotlib is missing.
 
     Source: Soft MoE, appendix H (figures 26 and 27).
 
     Example:
 
-    >>> statistics = ksm.evaluation.soft_statistics(classifier, images)
-    >>> figure = ksm.visualization.plot_concentration(statistics, "combine")
+    >>> statistics = ksm.analysis.soft_statistics(classifier, images)
+    >>> figure = ksm.analysis.plot_concentration(statistics, "combine")
     """
-    matplotlib = import_matplotlib()
-    blocks = chosen_blocks(statistics, layers, SoftStatistics)
+    drawing.import_matplotlib()
     if weights not in _KINDS:
         raise ValueError(
             f"Unknown `weights`. Accepted: {', '.join(map(repr, _KINDS))}. "
             f"Received: weights={weights!r}."
         )
-    shades, counted, whole = _KINDS[weights]
+    colormap, counted, whole = _KINDS[weights]
     levels = sorted(levels)
     # From dark to light
-    colors = matplotlib.colormaps[shades](np.linspace(0.65, 0.15, len(levels)))
-    figure, axes = block_panels(matplotlib, blocks, 2.2, 2.0, sharey=True)
+    colors = drawing.shades(len(levels), colormap, 0.65, 0.15)
+    figure, panels = drawing.block_panels(
+        statistics, layers, SoftStatistics, 2.2, 2.0, sharey=True
+    )
     handles = {}
-    for ax, block in zip(axes, blocks.values(), strict=True):
+    for ax, block in panels:
         found = getattr(block, weights)
         places = np.arange(len(found.mean) + 1)
         # The widest first, below the others.
@@ -256,25 +248,14 @@ def plot_concentration(statistics, weights="dispatch", layers=None, levels=BANDS
         ends = ([0, places[-1]], [0, 1])
         (handles["uniform"],) = ax.plot(*ends, color="0.3", ls="--", lw=0.8)
         ax.set(xlim=(0, places[-1]), ylim=(0, 1.03))
-        ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4, integer=True))
-        plain_axes(ax, 7)
-    as_percentages(matplotlib, axes[0].yaxis)
-    figure.supxlabel(f"{counted}, from the one with the largest weight on", fontsize=9)
-    figure.supylabel(f"{weights} weight of {whole}", fontsize=9)
-    legend_beside(figure, dict(reversed(handles.items())))
+        drawing.whole_ticks(ax.xaxis, 4)
+        drawing.plain_axes(ax, 7)
+    drawing.as_percentages(figure.axes[0].yaxis)
+    drawing.label_axes(figure, f"{counted}, {_ORDER}", f"{weights} weight of {whole}")
+    drawing.legend_beside(figure, dict(reversed(handles.items())))
     return figure
 
 
-def _lines(matplotlib, blocks):
-    """Blocks with the style of their lines."""
-    colors = line_colors(matplotlib, list(blocks))
-    for index, (item, color) in enumerate(zip(blocks.items(), colors, strict=True)):
-        yield item, {"color": color, "ls": DASHES[index % len(DASHES)]}
-
-
-def _number(value, _):
-    return f"{value:.3g}"
-
-
-def _times(value, _):
-    return f"{value:.4g}×"
+def _lines(blocks):
+    """Blocks with their statistics, and the colours and dashes of their lines."""
+    return zip(blocks.items(), drawing.line_colors(blocks), cycle(drawing.DASHES))

@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 
-from keras_softmoe import evaluation, routers
-from keras_softmoe.evaluation import RoutingStatistics
-from keras_softmoe.visualization import (
+from keras_softmoe import analysis, routers
+from keras_softmoe.analysis import (
+    RoutingStatistics,
     plot_choice_weights,
     plot_dropped_tokens,
     plot_experts_by_class,
     plot_experts_by_position,
     plot_experts_per_image,
 )
+from tests.analysis.reading import legend_names, png, tick_names
 from tests.models import tiny
-from tests.visualization.reading import legend_names, png, tick_names
 
 BY_BLOCK = [
     plot_choice_weights,
@@ -301,7 +301,7 @@ def test_a_model_from_end_to_end():
         4, num_selected_experts=2, capacity_factor=0.5, multiple_of=None
     )
     model = tiny.classifier(moe_layers=(0, 1), router=router)
-    given = evaluation.routing_statistics(
+    given = analysis.routing_statistics(
         model, tiny.pixels(6), tiny.labels(6), verbose=0
     )
     for plot in BY_BLOCK:

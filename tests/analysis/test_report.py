@@ -4,11 +4,11 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import evaluation, layers, routers
-from keras_softmoe.visualization import page, routing_report
-from tests.evaluation import pairs
+from keras_softmoe import analysis, evaluation, layers, routers
+from keras_softmoe.analysis import page, routing_report
+from tests.analysis import pairs
+from tests.analysis.reading import Reading
 from tests.models import tiny
-from tests.visualization.reading import Reading
 
 ALL = ["Model", "Routers", "Load"]
 PATCHES = ["Images", "Specialization"]
@@ -16,7 +16,7 @@ SOFT = ["What tokens give and slots take", "How alike slots are"]
 MODALITIES = [
     "Load by modality",
     "Confidence and priority",
-    "Ways through the model",
+    "Paths through the model",
     "Examples",
 ]
 
@@ -50,25 +50,27 @@ def test_soft_classifier(report):
     model = tiny.classifier(moe_layers=(0, 1), router=router)
     images = tiny.pixels(5)
     found = report(model, images, labels=tiny.labels(5), num_pictures=1)
+    assert found.title == "How ViTMoEImageClassifier routes"
     assert found.headings == [*ALL, *PATCHES, *SOFT]
     model_table, router_table, load_table, soft_table = found.tables
+    assert model_table[1] == ["model", "ViTMoEImageClassifier"]
     assert ["parameters", f"{model.count_params():,}"] in model_table
     gflop = evaluation.cost(model).gflop_per_image
     assert ["GFLOP for an image (or a pair)", f"{gflop:.3g}"] in model_table
     settings = "slots_per_expert=2, dispatch=soft, combine=soft, normalize=True"
     assert router_table[1:] == [["block 0, block 1", "SoftRouter", "3", settings]]
-    statistics = evaluation.soft_statistics(model, images, verbose=0)
-    load = evaluation.expert_load(model, images, verbose=0)
+    statistics = analysis.soft_statistics(model, images, verbose=0)
+    load = analysis.expert_load(model, images, verbose=0)
     for block in (0, 1):
         row = [f"block {block}", "25", "0%", f"{load[block].imbalance:.2f}×"]
         assert load_table[1 + block] == row
         contribution = statistics[block].expert_contribution
         assert soft_table[1 + block] == [
             f"block {block}",
-            f"{100 * statistics[block].dispatch_peak:.3g}%",
-            f"{statistics[block].dispatch.needed(0.9)} of 5",
-            f"{100 * statistics[block].combine_peak:.3g}%",
-            f"{statistics[block].combine.needed(0.9)} of 6",
+            f"{100 * statistics[block].dispatch_peak:.3g}% (uniform 20%)",
+            f"{statistics[block].dispatch.needed(0.9)} of 5 (uniform 5)",
+            f"{100 * statistics[block].combine_peak:.3g}% (uniform 16.7%)",
+            f"{statistics[block].combine.needed(0.9)} of 6 (uniform 6)",
             f"{contribution.argmax()} and {contribution.argmin()}, "
             f"{contribution.max() / contribution.min():.3g}× apart",
         ]
@@ -80,8 +82,9 @@ def test_sparse_backbone(report):
     backbone = tiny.backbone(router=tiny.SPARSE, group_images=2)
     images = tiny.images(5)
     found = report(backbone, images, title="My <title>", num_pictures=0)
+    assert found.title == "My <title>"
     assert found.headings == [*ALL, "Choices", "Specialization"]
-    (statistics,) = evaluation.routing_statistics(backbone, images, verbose=0).values()
+    (statistics,) = analysis.routing_statistics(backbone, images, verbose=0).values()
     assert statistics.dropped > 0
     assert found.tables[2][1][:3] == [
         "block 1",
@@ -89,6 +92,8 @@ def test_sparse_backbone(report):
         f"{100 * statistics.dropped:.3g}%",
     ]
     assert len(found.images) == 4
+    # Experts of one block, and no slots, which hold one token at most.
+    assert len(report(backbone, images, num_pictures=1).images) == 5
 
 
 def test_identity_chooses_nothing(report):
@@ -113,14 +118,17 @@ def test_a_model_of_ones_own(report):
         2, capacity_factor=0.5, multiple_of=None
     )
     x = layers.MoE(choosing, 8, name="choosing")(x)
-    model = keras.Model(inputs, x)
+    model = keras.Model(inputs, x, name="my_model")
     data = np.random.default_rng(0).normal(size=(3, 4, 6)).astype("float32")
     found = report(model, data, batch_size=3)
+    assert found.title == "How my_model routes"
+    assert found.tables[0][1] == ["model", "Functional my_model"]
     assert found.headings == [*ALL, *SOFT]
     assert [row[0] for row in found.tables[2][1:]] == ["mixed", "uniform", "choosing"]
     assert float(found.tables[2][3][2].rstrip("%")) > 0
     assert [row[0] for row in found.tables[3][1:]] == ["mixed", "uniform"]
     found = report(keras.Model(inputs, model.get_layer("uniform")(inputs)), data)
+    assert found.title == "How this model routes"
     assert found.headings == [*ALL, SOFT[0]]
 
 
@@ -131,7 +139,7 @@ def test_limoe(report, captions):
     images = pairs.images()
     found = report(backbone, images, captions=captions, num_pictures=2)
     assert found.headings == [*ALL[:2], *MODALITIES]
-    statistics = evaluation.modality_statistics(backbone, images, captions, verbose=0)
+    statistics = analysis.modality_statistics(backbone, images, captions, verbose=0)
     rows = [
         [
             f"block {block}",

@@ -1,17 +1,18 @@
-"""Pictures of what experts specialize in: heat maps over classes and positions."""
+"""Heat maps: experts by class, experts by position, slots by slots."""
 
 import math
 
 import numpy as np
 
-from keras_softmoe.visualization.drawing import (
-    block_panels,
-    chosen_blocks,
-    import_matplotlib,
-)
+from keras_softmoe.analysis import drawing, pictures
+from keras_softmoe.analysis.slots import SlotCorrelation
+from keras_softmoe.analysis.statistics import RoutingStatistics
 
 # Up to this many names are written along the side of a panel; of more, some.
 _MOST_NAMES = 20
+# Up to this many experts have lines between their slots.
+_MOST_LINES = 40
+_MOST_EXPERT_TICKS = 8
 
 
 def plot_experts_by_class(statistics, class_names=None, layers=None, sort=True):
@@ -23,7 +24,7 @@ def plot_experts_by_class(statistics, class_names=None, layers=None, sort=True):
     left out.
 
     Args:
-        statistics: what `evaluation.routing_statistics` returns when it is given
+        statistics: what `analysis.routing_statistics` returns when it is given
             labels.
         class_names: optional sequence of str, names of the classes. Their numbers if
             `None`.
@@ -42,23 +43,23 @@ def plot_experts_by_class(statistics, class_names=None, layers=None, sort=True):
     Raises:
         ValueError: if these are not statistics by class of these blocks, or names are
             missing.
-        ImportError: if matplotlib is missing.
 
     Source: V-MoE, section 5 and appendix E.2 (figures 7 and 29).
 
     Example:
 
-    >>> statistics = ksm.evaluation.routing_statistics(classifier, images, labels)
-    >>> figure = ksm.visualization.plot_experts_by_class(statistics)
+    >>> statistics = ksm.analysis.routing_statistics(classifier, images, labels)
+    >>> figure = ksm.analysis.plot_experts_by_class(statistics)
     """
-    matplotlib = import_matplotlib()
-    blocks = chosen_blocks(statistics, layers)
-    figure, axes = block_panels(matplotlib, blocks, 3.1, 3.1)
-    for ax, block in zip(axes, blocks.values(), strict=True):
+    figure, panels = drawing.block_panels(
+        statistics, layers, RoutingStatistics, 3.1, 3.1
+    )
+    figure.axes[0].set_ylabel("class", fontsize=8)
+    for ax, block in panels:
         if block.weight_by_class is None:
             raise ValueError(
                 "These statistics do not tell classes apart. Give `labels` to "
-                "`evaluation.routing_statistics`. Received: weight_by_class=None."
+                "`analysis.routing_statistics`. Received: weight_by_class=None."
             )
         # (classes, E)
         weights = block.weight_by_class
@@ -72,13 +73,12 @@ def plot_experts_by_class(statistics, class_names=None, layers=None, sort=True):
             aspect="auto",
             interpolation="nearest",
             vmin=0.0,
-            vmax=_top(weights[classes], 0.995),
+            vmax=pictures.end_of_scale(weights[classes], 0.995),
         )
         _write_names(ax.xaxis, experts, rotation=90 if len(experts) > 12 else 0)
         _write_names(ax.yaxis, [names[index] for index in classes])
         ax.set_xlabel("expert", fontsize=8)
-        _add_scale(figure, drawn, ax)
-    axes[0].set_ylabel("class", fontsize=8)
+        _draw_scale(figure, drawn, ax)
     figure.suptitle("Mean weight of each expert by class", fontsize=11)
     return figure
 
@@ -91,7 +91,7 @@ def plot_experts_by_position(statistics, layers=None, patch_grid=None, sort=True
     The class token, if there is one, is left out.
 
     Args:
-        statistics: what `evaluation.routing_statistics` returns.
+        statistics: what `analysis.routing_statistics` returns.
         layers: sequence of blocks to show. All of them if `None`.
         patch_grid: `(rows, columns)` of the patches, the backbone's `patch_grid`.
             Square if `None`.
@@ -105,35 +105,87 @@ def plot_experts_by_position(statistics, layers=None, patch_grid=None, sort=True
     Raises:
         ValueError: if these are not statistics of these blocks, or the patches do not
             form such a grid.
-        ImportError: if matplotlib is missing.
 
     Source: V-MoE, appendix E.2 (figure 30).
 
     Example:
 
-    >>> statistics = ksm.evaluation.routing_statistics(classifier, images)
-    >>> figure = ksm.visualization.plot_experts_by_position(statistics)
+    >>> statistics = ksm.analysis.routing_statistics(classifier, images)
+    >>> figure = ksm.analysis.plot_experts_by_position(statistics)
     """
-    matplotlib = import_matplotlib()
-    blocks = chosen_blocks(statistics, layers)
+    blocks = drawing.chosen_blocks(statistics, layers, RoutingStatistics)
     # (E, rows, columns) each
     maps = [_position_maps(b.weight_by_position, patch_grid) for b in blocks.values()]
     experts = [_by_variation(m) if sort else np.arange(len(m)) for m in maps]
     # (mosaic, corners) each
     drawn = [_mosaic(m[order]) for m, order in zip(maps, experts, strict=True)]
     height, width = drawn[0][0].shape
-    figure, axes = block_panels(matplotlib, blocks, 3.1, 0.35 + 2.6 * height / width)
-    for ax, values, order, (mosaic, corners) in zip(
-        axes, maps, experts, drawn, strict=True
+    figure, panels = drawing.block_panels(
+        blocks, None, RoutingStatistics, 3.1, 0.35 + 2.6 * height / width
+    )
+    for (ax, _), values, order, (mosaic, corners) in zip(
+        panels, maps, experts, drawn, strict=True
     ):
-        top = _top(values, 0.98)
+        top = pictures.end_of_scale(values, 0.98)
         image = ax.imshow(mosaic, interpolation="nearest", vmin=0.0, vmax=top)
         for expert, (row, column) in zip(order, corners, strict=True):
             # The edge of a patch is half a patch before its centre.
             ax.text(column - 0.5, row - 0.6, expert, fontsize=6, ha="left", va="bottom")
         ax.set_axis_off()
-        _add_scale(figure, image, ax)
+        _draw_scale(figure, image, ax)
     figure.suptitle("Mean weight of each expert by position", fontsize=11)
+    return figure
+
+
+def plot_slot_correlation(correlations, layers=None):
+    """Show the inner products of the normalized slot parameters.
+
+    One panel for each block: each slot against each, red where they point in the same
+    direction, blue where in opposite ones. The slots of one expert follow each other:
+    squares along the diagonal are experts whose slots are aligned. Titles give the
+    means within experts and between them.
+
+    Args:
+        correlations: what `analysis.slot_correlation` returns.
+        layers: sequence of blocks to show. All of them if `None`.
+
+    Returns:
+        `matplotlib.figure.Figure`. All its panels share one scale, from -1 to 1.
+
+    Raises:
+        ValueError: if these are not correlations of these blocks.
+
+    Source: Soft MoE, appendix I (figures 28 to 30).
+
+    Example:
+
+    >>> correlation = ksm.analysis.slot_correlation(classifier)
+    >>> figure = ksm.analysis.plot_slot_correlation(correlation)
+    """
+    figure, panels = drawing.block_panels(
+        correlations, layers, SlotCorrelation, 2.6, 2.4
+    )
+    for ax, block in panels:
+        drawn = ax.imshow(
+            block.cosine, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest"
+        )
+        ax.set_title(f"{ax.get_title()}\n{_mean_cosines(block)}", fontsize=8)
+        experts, slots = block.num_experts, block.slots_per_expert
+        if 1 < slots and experts <= _MOST_LINES:
+            edges = np.arange(1, experts) * slots - 0.5
+            style = {"color": "black", "lw": 0.3, "alpha": 0.5}
+            ends = (-0.5, experts * slots - 0.5)
+            ax.hlines(edges, *ends, **style)
+            ax.vlines(edges, *ends, **style)
+        # In the middle of its slots.
+        shown = np.arange(0, experts, -(-experts // _MOST_EXPERT_TICKS))
+        places = shown * slots + (slots - 1) / 2
+        ax.set_xticks(places, shown, fontsize=7)
+        ax.set_yticks(places, shown, fontsize=7)
+    drawing.label_axes(
+        figure, "expert (one row and column for each of its slots)", "expert"
+    )
+    pictures.draw_scale(figure, drawn, list(figure.axes), "cosine of slot parameters")
     return figure
 
 
@@ -165,10 +217,7 @@ def _stairs(weights, classes):
 def _position_maps(weights, patch_grid):
     """`(T, E)` to `(E, rows, columns)`, without a class token."""
     num_tokens = len(weights)
-    grid = patch_grid
-    if grid is None:
-        side = math.isqrt(num_tokens)
-        grid = (side, side)
+    grid = (math.isqrt(num_tokens),) * 2 if patch_grid is None else patch_grid
     num_patches = grid[0] * grid[1]
     if num_tokens - num_patches not in (0, 1):
         raise ValueError(
@@ -204,28 +253,29 @@ def _mosaic(maps):
     return mosaic, corners
 
 
-def _top(weights, quantile):
-    """Where the scale ends: a few largest weights must not make others invisible."""
-    positive = weights[weights > 0]
-    return np.quantile(positive, quantile) if positive.size else 1.0
-
-
 # === Drawing ===
 
 
 def _write_names(axis, names, rotation=0):
     """As many names along an axis as fit."""
-    step = -(-len(names) // _MOST_NAMES)
-    axis.set_ticks(range(0, len(names), step), list(names)[::step])
+    drawing.name_ticks(axis, range(len(names)), names, _MOST_NAMES)
     axis.set_tick_params(labelsize=6, rotation=rotation, length=2)
 
 
-def _add_scale(figure, drawn, ax):
-    bar = figure.colorbar(
-        drawn,
-        ax=ax,
-        extend="max" if drawn.get_array().max() > drawn.norm.vmax else "neither",
-        aspect=30,
-        pad=0.02,
-    )
-    bar.ax.tick_params(labelsize=6)
+def _draw_scale(figure, drawn, ax):
+    is_cut = drawn.get_array().max() > drawn.norm.vmax
+    pictures.draw_scale(figure, drawn, ax, is_cut=is_cut, size=6)
+
+
+def _mean_cosines(block):
+    parts = []
+    if block.slots_per_expert > 1:
+        parts.append(f"within experts {_rounded(block.within)}")
+    if block.num_experts > 1:
+        parts.append(f"between {_rounded(block.between)}")
+    return ", ".join(parts)
+
+
+def _rounded(cosine):
+    # Without the sign of a zero.
+    return f"{round(cosine, 2) + 0.0:.2f}"

@@ -3,10 +3,10 @@
 import pytest
 
 import keras_softmoe as ksm
-from keras_softmoe.visualization import routing_report
-from keras_softmoe.visualization.page import MOST_BYTES
-from tests.visualization.browser import CHROMIUM, browser
-from tests.visualization.reading import Reading
+from keras_softmoe.analysis import routing_report
+from keras_softmoe.analysis.page import MOST_BYTES
+from tests.analysis.browser import CHROMIUM, browser
+from tests.analysis.reading import Reading
 
 TRAINED = [n for n in ksm.presets.names() if n.endswith(("_glyphs", "_shapes"))]
 

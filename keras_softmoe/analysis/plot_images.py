@@ -1,15 +1,9 @@
-"""Pictures of one block's routing, drawn over the images."""
+"""Figures of one block's routing, drawn over the images."""
 
 import numpy as np
 
-from keras_softmoe.evaluation.routing import main_experts, routing_maps
-from keras_softmoe.visualization.drawing import (
-    DROPPED,
-    draw_map,
-    draw_picture,
-    import_matplotlib,
-    picture_figure,
-)
+from keras_softmoe.analysis import drawing, pictures
+from keras_softmoe.analysis.maps import main_experts, routing_maps
 
 # Brightness of the pictures that lie under a map.
 _DIMMED = 0.6
@@ -31,56 +25,48 @@ def plot_slots(model, images, layer=None, slots=6, preprocessor=None):
         slots: int, how many slots to show: those that differ most in what they take,
             of different experts as far as there are enough. Or a sequence of
             `(expert, slot)` pairs.
-        preprocessor: as in `evaluation.routing_maps`.
+        preprocessor: as in `analysis.routing_maps`.
 
     Returns:
         `matplotlib.figure.Figure`. All its maps share one scale.
 
     Raises:
-        ValueError: as `evaluation.routing_maps`, or if a slot does not exist.
-        ImportError: if matplotlib is missing.
+        ValueError: as `analysis.routing_maps`, or if a slot does not exist.
 
     Source: Soft MoE, figure 25 ("Visual inspection").
 
     Example:
 
-    >>> figure = ksm.visualization.plot_slots(classifier, images[:4])
+    >>> figure = ksm.analysis.plot_slots(classifier, images[:4])
     >>> figure.savefig("slots.png")
     """
-    matplotlib = import_matplotlib()
+    matplotlib = drawing.import_matplotlib()
     maps = routing_maps(model, images, layer, preprocessor)
     chosen = _chosen_slots(maps.dispatch, slots)
     # (slots, B, rows, columns), 1 if a slot took all tokens alike
     shares = np.stack([maps.dispatch[..., e, c] for e, c in chosen])
     shares *= maps.group_tokens
-    # A few extreme shares must not make the others invisible.
-    top = max(np.quantile(shares[shares > 0], 0.995) if shares.any() else 0, 1.25)
+    top = pictures.end_of_scale(shares, 0.995, least=1.25)
     scale = matplotlib.colors.Normalize(1, top)
-    colors = _see_through(matplotlib)
-
-    rows, columns = len(maps.images), 1 + len(chosen)
-    figure = picture_figure(matplotlib, rows, columns, extra_width=0.9)
-    axes = figure.subplots(rows, columns, squeeze=False)
-    axes[0, 0].set_title("image", fontsize=9)
-    for ax, (expert, slot) in zip(axes[0, 1:], chosen, strict=True):
-        ax.set_title(f"expert {expert}, slot {slot}", fontsize=9)
-    for row, image in enumerate(maps.images):
-        draw_picture(axes[row, 0], image)
-        for ax, share in zip(axes[row, 1:], shares[:, row], strict=True):
-            draw_picture(ax, image, _DIMMED)
-            draw_map(ax, image, share, cmap=colors, norm=scale)
-    bar = figure.colorbar(
+    colors = matplotlib.colors.ListedColormap(_see_through())
+    names = [f"expert {expert}, slot {slot}" for expert, slot in chosen]
+    figure, axes = pictures.image_rows(maps.images, names, extra_width=0.9)
+    for image, row, by_slot in zip(
+        maps.images, axes, shares.swapaxes(0, 1), strict=True
+    ):
+        for ax, share in zip(row, by_slot, strict=True):
+            pictures.draw_picture(ax, image, _DIMMED)
+            pictures.draw_map(ax, image, share, cmap=colors, norm=scale)
+    bar = pictures.draw_scale(
+        figure,
         matplotlib.cm.ScalarMappable(scale, colors),
-        ax=axes,
-        extend="max" if shares.max() > top else "neither",
-        aspect=12 * rows,
-        pad=0.02,
+        figure.axes,
+        f"dispatch weight, in even shares (1/{maps.group_tokens})",
+        is_cut=shares.max() > top,
+        size=8,
+        aspect=12 * len(axes),
     )
     bar.ax.set_facecolor(str(_DIMMED / 2))
-    bar.ax.tick_params(labelsize=8)
-    bar.set_label(
-        f"dispatch weight, in even shares (1/{maps.group_tokens})", fontsize=9
-    )
     figure.suptitle(f"What slots take in, block {maps.layer}", fontsize=11)
     return figure
 
@@ -89,43 +75,41 @@ def plot_experts(model, images, layer=None, preprocessor=None):
     """Show which expert each patch of some images listens to most.
 
     Above, the pictures; below, each patch in the colour of its main expert (see
-    `evaluation.main_experts`), hatched grey if no expert takes it (dropped). Beside
+    `analysis.main_experts`), hatched grey if no expert takes it (dropped). Beside
     them, the number of patches in each colour.
 
     Args:
         model: `ViTMoEBackbone`, or a task that has one.
         images: `(B, height, width, channels)` array, a few images.
         layer: int, a block out of `moe_layers`. The first one if `None`.
-        preprocessor: as in `evaluation.routing_maps`.
+        preprocessor: as in `analysis.routing_maps`.
 
     Returns:
         `matplotlib.figure.Figure`.
 
     Raises:
-        ValueError: as `evaluation.routing_maps`.
-        ImportError: if matplotlib is missing.
+        ValueError: as `analysis.routing_maps`.
 
     Source: V-MoE, section 5 and appendix D (dropped patches).
 
     Example:
 
-    >>> figure = ksm.visualization.plot_experts(classifier, images[:6])
+    >>> figure = ksm.analysis.plot_experts(classifier, images[:6])
     >>> figure.savefig("experts.png")
     """
-    matplotlib = import_matplotlib()
+    drawing.import_matplotlib()
     maps = routing_maps(model, images, layer, preprocessor)
     # (B, rows, columns)
     experts = main_experts(maps)
     num_experts = maps.combine.shape[-2]
-    colors = _expert_colors(matplotlib, num_experts)
-
+    colors = _expert_colors(num_experts)
     columns = len(experts)
-    figure = picture_figure(matplotlib, 2, columns, extra_width=3.0)
+    figure = pictures.picture_figure(2, columns, extra_width=3.0)
     grid = figure.add_gridspec(2, columns + 1, width_ratios=[1] * columns + [1.9])
     for column, image in enumerate(maps.images):
-        draw_picture(figure.add_subplot(grid[0, column]), image)
+        pictures.draw_picture(figure.add_subplot(grid[0, column]), image)
         ax = figure.add_subplot(grid[1, column])
-        _draw_experts(matplotlib, ax, image, experts[column], colors)
+        _draw_experts(ax, image, experts[column], colors)
     counts = np.bincount(experts.ravel() + 1, minlength=num_experts + 1)
     _draw_counts(figure.add_subplot(grid[:, -1]), counts, colors)
     figure.suptitle(f"Main expert of each patch, block {maps.layer}", fontsize=11)
@@ -181,21 +165,13 @@ def _most_different_slots(dispatch, count):
 # === Drawing ===
 
 
-def _draw_experts(matplotlib, ax, image, experts, colors):
-    pixels = colors[experts]
-    pixels[experts < 0] = matplotlib.colors.to_rgb(DROPPED)
-    draw_map(ax, image, pixels)
+def _draw_experts(ax, image, experts, colors):
+    pictures.draw_map(ax, image, colors[experts])
+    pictures.hatch_patches(ax, image, experts < 0)
     rows, columns = experts.shape
     height, width = image.shape[0] / rows, image.shape[1] / columns
     for (row, column), expert in np.ndenumerate(experts):
-        if expert < 0:
-            corner = (column * width, row * height)
-            ax.add_patch(
-                matplotlib.patches.Rectangle(
-                    corner, width, height, fill=False, hatch="////", ec="grey", lw=0
-                )
-            )
-        elif max(rows, columns) <= _MOST_NUMBERS:
+        if expert >= 0 and max(rows, columns) <= _MOST_NUMBERS:
             ax.text(
                 (column + 0.5) * width,
                 (row + 0.5) * height,
@@ -209,36 +185,35 @@ def _draw_experts(matplotlib, ax, image, experts, colors):
 def _draw_counts(ax, counts, colors):
     """Horizontal bars: dropped patches (the first count), then each expert's."""
     dropped, counts = counts[0], counts[1:]
-    names = np.arange(len(counts))
-    ax.barh(names, counts, color=colors, ec="black", lw=0.4)
-    labelled = names[:: -(-len(names) // 20)]
+    experts = np.arange(len(counts))
+    ax.barh(experts, counts, color=colors, ec="black", lw=0.4)
+    places = names = experts[:: -(-len(experts) // 20)].tolist()
     if dropped:
         bottom = len(counts) + 0.5
-        ax.barh(bottom, dropped, color=DROPPED, hatch="////", ec="grey", lw=0.4)
-        ax.set_yticks([*labelled, bottom], [*labelled, "dropped"], fontsize=8)
-    else:
-        ax.set_yticks(labelled, labelled, fontsize=8)
+        ax.barh(bottom, dropped, color=drawing.DROPPED, hatch="////", ec="grey", lw=0.4)
+        places, names = [*places, bottom], [*names, "dropped"]
+    ax.set_yticks(places, names)
     ax.invert_yaxis()
-    ax.tick_params(axis="x", labelsize=8)
-    ax.set_xlabel("patches", fontsize=9)
-    ax.set_ylabel("expert", fontsize=9)
+    ax.tick_params(labelsize=8)
+    drawing.label_axes(ax, "patches", "expert")
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def _see_through(matplotlib):
+def _see_through():
     """Dark orange to light yellow, with the picture shining through small values."""
-    colors = matplotlib.colormaps["inferno"](np.linspace(0.55, 1, 256))
+    colors = np.array(drawing.shades(256, "inferno", 0.55, 1))
     colors[:, 3] = np.linspace(0, 0.9, 256) ** 0.5
-    return matplotlib.colors.ListedColormap(colors)
+    return colors
 
 
-def _expert_colors(matplotlib, num_experts):
+def _expert_colors(num_experts):
     """`(E, 3)`: soft, distinct colours for up to 18 experts, a rainbow for more."""
     if num_experts <= 18:
         # Without the two greys, the colour of dropped patches.
-        steps = np.delete(np.arange(20), (14, 15))[:num_experts]
-        colors = matplotlib.colormaps["tab20"](steps)[:, :3]
+        colors = np.delete(drawing.shades(20, "tab20", 0, 1), (14, 15), axis=0)[
+            :num_experts
+        ]
     else:
-        colors = matplotlib.colormaps["turbo"](np.linspace(0, 1, num_experts))[:, :3]
+        colors = np.array(drawing.shades(num_experts, "turbo", 0, 1))
     # Lighter, so that black numbers can be read on them.
-    return 0.7 * colors + 0.3
+    return 0.7 * colors[:, :3] + 0.3

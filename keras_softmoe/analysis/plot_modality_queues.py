@@ -1,24 +1,16 @@
-"""Pictures of the ways of tokens: queues for the experts, from expert to expert."""
+"""Figures of the paths of tokens: queues for the experts, from expert to expert."""
 
 import numpy as np
 
-from keras_softmoe.evaluation.modalities import ModalityStatistics
-from keras_softmoe.visualization.drawing import (
-    MODALITY_COLORS,
-    as_percentages,
-    chosen_blocks,
-    import_matplotlib,
-    legend_beside,
-    new_figure,
-    plain_axes,
-)
+from keras_softmoe.analysis import drawing
+from keras_softmoe.analysis.by_modality import ModalityStatistics
 
 # So many experts have room side by side.
 _MOST_EXPERTS = 8
 # A capacity that is so many times the longest queue would leave no room for it.
 _FARTHEST = 2.0
-# Width in points of a line for all tokens of a modality, if there is room: no line is
-# wider than the second.
+# Width in points of a line for all tokens of a modality, unless the widest line would
+# then be wider than the second number.
 _FULL_WIDTH = 22.0
 _WIDEST = 8.0
 _ALPHA = 0.6
@@ -38,7 +30,7 @@ def plot_priorities(statistics, layers=None, experts=None):
     would stand to the left.
 
     Args:
-        statistics: what `evaluation.modality_statistics` returns.
+        statistics: what `analysis.modality_statistics` returns.
         layers: sequence of blocks to show. All of them if `None`.
         experts: sequence of experts to show. If `None` all, up to eight: those that
             most text tokens choose (patches, if there is no text).
@@ -49,19 +41,17 @@ def plot_priorities(statistics, layers=None, experts=None):
     Raises:
         ValueError: if these are not statistics of these blocks, or an expert does not
             exist.
-        ImportError: if matplotlib is missing.
 
     Source: LIMoE, appendix F.5 (figures 32 to 37).
 
     Example:
 
-    >>> statistics = ksm.evaluation.modality_statistics(model, images, captions)
-    >>> figure = ksm.visualization.plot_priorities(statistics)
+    >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
+    >>> figure = ksm.analysis.plot_priorities(statistics)
     """
-    matplotlib = import_matplotlib()
-    blocks = chosen_blocks(statistics, layers, ModalityStatistics)
-    experts = _checked_experts(blocks, experts)
-    figure = new_figure(matplotlib, 2.2 + 1.35 * len(experts), 0.6 + 1.25 * len(blocks))
+    blocks = drawing.chosen_blocks(statistics, layers, ModalityStatistics)
+    experts = _shown_experts(blocks, experts)
+    figure = drawing.new_figure(2.2 + 1.35 * len(experts), 0.6 + 1.25 * len(blocks))
     axes = figure.subplots(
         len(blocks), len(experts), squeeze=False, sharex="row", sharey=True
     )
@@ -77,23 +67,24 @@ def plot_priorities(statistics, layers=None, experts=None):
             if block.capacity <= _FARTHEST * longest:
                 line = ax.axvline(block.capacity, color="black", ls="--", lw=1)
                 handles["capacity"] = line
-            plain_axes(ax, 7)
-            ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(3, integer=True))
+            drawing.plain_axes(ax, 7)
+            drawing.whole_ticks(ax.xaxis, 3)
         if block.capacity <= _FARTHEST * longest:
             longest = max(longest, block.capacity)
         row[0].set(xlim=(0, 1.05 * longest), ylim=(0, 1.03))
-        row[0].set_ylabel(f"block {layer}", fontsize=9)
+        drawing.label_axes(row[0], y=drawing.block_title(layer))
     for ax, expert in zip(axes[0], experts, strict=True):
         ax.set_title(f"expert {expert}", fontsize=9)
-    as_percentages(matplotlib, axes[0, 0].yaxis)
-    figure.supxlabel("place in the queue", fontsize=9)
-    figure.supylabel("groups with a token at this place", fontsize=9)
-    legend_beside(figure, handles)
+    drawing.as_percentages(axes[0, 0].yaxis)
+    drawing.label_axes(
+        figure, "place in the queue", "groups with a token at this place"
+    )
+    drawing.legend_beside(figure, handles)
     return figure
 
 
 def plot_trajectories(statistics, least=0.02):
-    """Show the ways that tokens of images and text take through the experts.
+    """Show the paths of tokens of images and text through the experts.
 
     One column for each MoE block, with its experts from top to bottom. A line from one
     expert to another of the next block is as wide as the share of the tokens of its
@@ -102,9 +93,9 @@ def plot_trajectories(statistics, least=0.02):
     is grey.
 
     Args:
-        statistics: what `evaluation.modality_statistics` returns, of two blocks or
+        statistics: what `analysis.modality_statistics` returns, of two blocks or
             more.
-        least: float, the share of the tokens of a modality from which on a way is
+        least: float, the share of the tokens of a modality from which on a path is
             shown.
 
     Returns:
@@ -113,24 +104,23 @@ def plot_trajectories(statistics, least=0.02):
     Raises:
         ValueError: if these are not statistics of two blocks or more, that follow each
             other.
-        ImportError: if matplotlib is missing.
 
     Source: LIMoE, appendix F.4 (figures 30 and 31).
 
     Example:
 
-    >>> statistics = ksm.evaluation.modality_statistics(model, images, captions)
-    >>> figure = ksm.visualization.plot_trajectories(statistics)
+    >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
+    >>> figure = ksm.analysis.plot_trajectories(statistics)
     """
-    matplotlib = import_matplotlib()
-    blocks = chosen_blocks(statistics, None, ModalityStatistics)
+    matplotlib = drawing.import_matplotlib()
+    blocks = drawing.chosen_blocks(statistics, None, ModalityStatistics)
     _check_steps(blocks)
     sizes = [len(block.padding) for block in blocks.values()]
     size = 2.4 + 1.5 * (len(blocks) - 1), 0.6 + 0.42 * max(sizes)
-    figure = new_figure(matplotlib, *size)
+    figure = drawing.new_figure(*size)
     ax = figure.subplots()
     # Image first: there are more of its lines, and text would vanish below them.
-    drawn = [name for name in reversed(MODALITY_COLORS) if name in _names(blocks)]
+    drawn = drawing.modalities_of(blocks)[::-1]
     # (E, E) for each step and modality
     shares = {
         (column, name): block.transitions[name] / block.num_tokens[name]
@@ -143,19 +133,18 @@ def plot_trajectories(statistics, least=0.02):
     for (column, name), share in shares.items():
         shift = {"text": -0.1, "image": 0.1}[name] * (len(drawn) - 1)
         for here, there in np.argwhere(share >= least):
-            _draw_way(
-                matplotlib,
+            _draw_path(
                 ax,
                 (column, here + shift),
                 (column + 1, there + shift),
-                color=MODALITY_COLORS[name],
+                color=drawing.MODALITY_COLORS[name],
                 lw=full_width * share[here, there],
             )
             reached |= {(column, int(here)), (column + 1, int(there))}
     for column, size in enumerate(sizes):
         for expert in range(size):
             _draw_expert(ax, column, expert, (column, expert) in reached)
-    lines = {name: (MODALITY_COLORS[name], 3) for name in reversed(drawn)}
+    lines = {name: (drawing.MODALITY_COLORS[name], 3) for name in reversed(drawn)}
     lines |= {
         f"{100 * share:g}% of text\nor of patches": ("0.5", full_width * share)
         for share in (0.05, 0.2)
@@ -164,8 +153,8 @@ def plot_trajectories(statistics, least=0.02):
         label: matplotlib.lines.Line2D([], [], color=color, lw=width, alpha=_ALPHA)
         for label, (color, width) in lines.items()
     }
-    legend_beside(figure, handles)
-    ax.set_xticks(range(len(blocks)), [f"block {layer}" for layer in blocks])
+    drawing.legend_beside(figure, handles)
+    ax.set_xticks(range(len(blocks)), [drawing.block_title(layer) for layer in blocks])
     ax.tick_params(labelsize=9, length=0, top=False, labeltop=True, labelbottom=False)
     ax.set(xlim=(-0.35, len(blocks) - 0.65), ylim=(max(sizes) - 0.4, -0.6), yticks=[])
     ax.spines[:].set_visible(False)
@@ -175,23 +164,15 @@ def plot_trajectories(statistics, least=0.02):
 # === Queues ===
 
 
-def _checked_experts(blocks, experts):
+def _shown_experts(blocks, experts):
     count = max(len(block.padding) for block in blocks.values())
-    if experts is None:
-        if count <= _MOST_EXPERTS:
-            return range(count)
-        name = next(name for name in MODALITY_COLORS if name in _names(blocks))
-        chosen = np.zeros(count)
-        for block in blocks.values():
-            chosen[: len(block.padding)] += block.routed[name] / block.num_tokens[name]
-        return sorted(np.argsort(-chosen, kind="stable")[:_MOST_EXPERTS].tolist())
-    experts = list(experts)
-    if not experts or any(expert not in range(count) for expert in experts):
-        raise ValueError(
-            f"`experts` names some of the experts from 0 to {count - 1}, or is `None`. "
-            f"Received: experts={experts}."
-        )
-    return experts
+    if experts is not None or count <= _MOST_EXPERTS:
+        return drawing.chosen_experts(experts, count)
+    name = drawing.modalities_of(blocks)[0]
+    chosen = np.zeros(count)
+    for block in blocks.values():
+        chosen[: len(block.padding)] += block.routed[name] / block.num_tokens[name]
+    return sorted(np.argsort(-chosen, kind="stable")[:_MOST_EXPERTS].tolist())
 
 
 def _queue_length(counts):
@@ -203,7 +184,7 @@ def _queue_length(counts):
 def _draw_queue(ax, block, expert):
     """Draw the queue for an expert; returns handles for the legend."""
     handles, below = {}, 0.0
-    for name, color in MODALITY_COLORS.items():
+    for name, color in drawing.MODALITY_COLORS.items():
         if name not in block.queue:
             continue
         counts = block.queue[name][expert]
@@ -216,11 +197,7 @@ def _draw_queue(ax, block, expert):
     return handles
 
 
-def _names(blocks):
-    return next(iter(blocks.values())).num_tokens
-
-
-# === Ways ===
+# === Paths ===
 
 
 def _check_steps(blocks):
@@ -228,23 +205,21 @@ def _check_steps(blocks):
     if not others or any(block.transitions is None for block in others):
         raise ValueError(
             "Trajectories lead from one MoE block to the next: pass the statistics of "
-            "two blocks or more, as they come from `evaluation.modality_statistics`. "
+            "two blocks or more, as they come from `analysis.modality_statistics`. "
             f"Received: statistics of the blocks {list(blocks)}."
         )
 
 
-def _draw_way(matplotlib, ax, start, end, **style):
+def _draw_path(ax, start, end, **style):
+    matplotlib = drawing.import_matplotlib()
     (left, top), (right, bottom) = start, end
     middle = (left + right) / 2
+    # A curve of Bézier with two points between its ends.
     path = matplotlib.path.Path(
-        [start, (middle, top), (middle, bottom), end],
-        [1, 4, 4, 4],
+        [start, (middle, top), (middle, bottom), end], [1, 4, 4, 4]
     )
-    ax.add_patch(
-        matplotlib.patches.PathPatch(
-            path, fill=False, alpha=_ALPHA, capstyle="butt", **style
-        )
-    )
+    style = {"fill": False, "alpha": _ALPHA, "capstyle": "butt", **style}
+    ax.add_patch(matplotlib.patches.PathPatch(path, **style))
 
 
 def _draw_expert(ax, column, expert, is_reached):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from keras_softmoe.evaluation import ModalityStatistics
+from keras_softmoe.analysis import ModalityStatistics
 
 MODALITIES = ("image", "text")
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from keras_softmoe.visualization import plot_experts_in_use, plot_routing_entropy
-from tests.visualization.modality_blocks import make_block, statistics
-from tests.visualization.reading import legend_names, png, tick_names
+from keras_softmoe.analysis import plot_experts_in_use, plot_routing_entropy
+from tests.analysis.modality_blocks import make_block, statistics
+from tests.analysis.reading import legend_names, png, tick_names
 
 NAMES = ("text", "image")
 
@@ -16,11 +16,16 @@ def seeds(*numbers):
 
 def points_of(ax):
     """Means and spreads by modality: text is drawn first."""
-    found = [(bars.lines[0].get_xydata(), bars.lines[2]) for bars in ax.containers]
-    return {
-        name: (xy, np.array(bars[0].get_segments())[:, :, 1])
-        for name, (xy, bars) in zip(NAMES, found, strict=True)
-    }
+    found = {}
+    for name, bars in zip(NAMES, ax.containers, strict=True):
+        data, _, spreads = bars.lines
+        points = data.get_xydata()
+        # Without bars, both ends lie on the point.
+        ends = np.repeat(points[:, 1:], 2, axis=1)
+        if spreads:
+            ends = np.array(spreads[0].get_segments())[:, :, 1]
+        found[name] = points, ends
+    return found
 
 
 def check_points(ax, given, measure):

@@ -3,9 +3,10 @@
 import pytest
 from matplotlib.figure import Figure
 
-from keras_softmoe.visualization import page as pages
-from keras_softmoe.visualization.page import Page
-from tests.visualization.reading import Reading
+from keras_softmoe import files
+from keras_softmoe.analysis import page as pages
+from keras_softmoe.analysis.page import Page
+from tests.analysis.reading import Reading
 
 
 def make_page():
@@ -59,7 +60,7 @@ def test_what_was_there_is_replaced_when_the_page_is_complete(monkeypatch, tmp_p
         raise OSError("no space left")
 
     with monkeypatch.context() as patched:
-        patched.setattr(pages.os, "replace", broken)
+        patched.setattr(files.os, "replace", broken)
         with pytest.raises(OSError, match="no space"):
             make_page().write(path)
     assert path.read_text() == "before"

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from keras_softmoe.visualization import (
+from keras_softmoe.analysis import (
     plot_coverage,
     plot_modality_load,
     plot_priorities,
     plot_routing_confidence,
     plot_trajectories,
 )
-from tests.visualization.modality_blocks import make_block, statistics
-from tests.visualization.reading import legend_names, lines, png, tick_names
+from tests.analysis.modality_blocks import make_block, statistics
+from tests.analysis.reading import legend_names, lines, png, tick_names
 
 BLUE, RED = "#0072b2", "#d55e00"
 OF_BLOCKS = [
@@ -116,6 +116,7 @@ def test_confidence():
         std = np.array([block.confidence_std[name] for block in given.values()])
         np.testing.assert_allclose(points[:, 1], mean)
         np.testing.assert_allclose(spread, np.stack([mean - std, mean + std], 1))
+    assert ax.get_ylim() == (0, 1.04)
     assert tick_names(ax.xaxis) == ["block 1", "block 3"]
     # Text to the left of its block, images to the right.
     patches = [patch for patch in ax.patches]
@@ -134,6 +135,16 @@ def test_confidence():
         assert hex_color(patch) == (BLUE if name == "text" else RED)
     (least,) = [c for c in ax.collections if c.get_label() == "1/E"]
     np.testing.assert_allclose(np.array(least.get_segments())[..., 1], 1 / 3)
+
+
+def test_confidence_ends_at_100_percent():
+    block = make_block()._replace(
+        confidence_mean={"text": 0.9, "image": 0.05},
+        confidence_std={"text": 0.3, "image": 0.2},
+    )
+    found = lines(plot_routing_confidence({1: block}).axes[0])
+    np.testing.assert_allclose(found["text"][1], [[0.6, 1.0]])
+    np.testing.assert_allclose(found["image"][1], [[0.0, 0.25]])
 
 
 # === Coverage ===

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from keras_softmoe import evaluation, routers
-from keras_softmoe.evaluation import RouterAblation, SweepRow
-from keras_softmoe.visualization import (
+from keras_softmoe import analysis, routers
+from keras_softmoe.analysis import (
     plot_discarded_patches,
     plot_random_routers,
     plot_sweep,
 )
+from keras_softmoe.evaluation import RouterAblation, SweepRow
+from tests.analysis.reading import legend_names, lines, png, tick_names
 from tests.models import tiny
-from tests.visualization.reading import legend_names, lines, png, tick_names
 
 # === Discarded patches ===
 
@@ -33,7 +33,7 @@ def discarded(classifier, images, priority):
     for factor in CAPACITIES:
         settings = {"eval_capacity_factor": factor, "priority": priority}
         classifier.set_routing(**settings)
-        maps = evaluation.routing_maps(classifier, images, layer=1)
+        maps = analysis.routing_maps(classifier, images, layer=1)
         found.append(maps.dispatch.sum((-2, -1)) == 0)
     classifier.set_routing(eval_capacity_factor=1.0, priority="position")
     return np.array(found)
@@ -139,6 +139,16 @@ def test_accuracy_against_capacity():
     assert ax.get_xlabel() == "capacity factor C"
     assert "3 seeds" in ax.get_ylabel()
     assert png(figure).startswith(b"\x89PNG")
+
+
+def test_error_bars_end_at_100_percent():
+    row = SweepRow({"a": 1}, np.array([0.8, 1.0, 1.0]))
+    ax = plot_sweep([row], "a", by=None, baselines={"dense": [0.9, 1.0, 1.0]}).axes[0]
+    ((_, spread),) = lines(ax).values()
+    low = row.accuracies.mean() - row.accuracies.std(ddof=1)
+    np.testing.assert_allclose(spread, [[low, 1.0]])
+    (band,) = ax.patches
+    np.testing.assert_allclose(band.get_y() + band.get_height(), 1.0)
 
 
 def test_accuracy_against_the_number_of_experts():

@@ -1,19 +1,14 @@
-"""Pictures of the patches and words that go to the experts of a LIMoE."""
+"""Figures of the patches and words that go to the experts of a LIMoE."""
 
 import textwrap
 from collections import Counter
 
 import numpy as np
 
-from keras_softmoe.evaluation.modality_examples import (
+from keras_softmoe.analysis import drawing, pictures
+from keras_softmoe.analysis.modality_examples import (
     ExpertExamples,
-    expert_examples,
     pair_routing,
-)
-from keras_softmoe.visualization.drawing import (
-    draw_picture,
-    import_matplotlib,
-    new_figure,
 )
 
 # What SentencePiece writes where a word begins.
@@ -33,7 +28,7 @@ def plot_expert_examples(examples, experts=None):
     a hyphen before it.
 
     Args:
-        examples: `evaluation.ExpertExamples`.
+        examples: `analysis.ExpertExamples`.
         experts: sequence of experts to show. All of them if `None`.
 
     Returns:
@@ -41,17 +36,18 @@ def plot_expert_examples(examples, experts=None):
 
     Raises:
         ValueError: if these are no examples, or an expert does not exist.
-        ImportError: if matplotlib is missing.
 
     Source: LIMoE, appendix F.2 (figures 23 to 25).
 
     Example:
 
-    >>> examples = ksm.evaluation.expert_examples(model, images, captions, layer=3)
-    >>> figure = ksm.visualization.plot_expert_examples(examples)
+    >>> examples = ksm.analysis.expert_examples(model, images, captions, layer=3)
+    >>> figure = ksm.analysis.plot_expert_examples(examples)
     """
-    matplotlib = import_matplotlib()
-    experts = _checked_experts(examples, experts)
+    drawing.import_matplotlib()
+    drawing.check_kind("examples", examples, ExpertExamples)
+    count = len(next(iter(examples.share.values())))
+    experts = drawing.chosen_experts(experts, count)
     # Width in inches of what there is.
     widths = {}
     if examples.patches is not None:
@@ -60,9 +56,7 @@ def plot_expert_examples(examples, experts=None):
     if examples.words is not None:
         widths["words"] = 1.05 * _WORDS_PER_LINE
         words = _readable(examples.words)
-    figure = new_figure(
-        matplotlib, 1.3 + sum(widths.values()), 0.5 + 0.72 * len(experts)
-    )
+    figure = drawing.new_figure(1.3 + sum(widths.values()), 0.5 + 0.72 * len(experts))
     axes = figure.subplots(
         *(len(experts), len(widths)),
         squeeze=False,
@@ -107,23 +101,22 @@ def plot_pair(model, image, caption, layer=None, preprocessor=None):
         image: `(height, width, channels)` array.
         caption: str, or `(sequence_length,)` ints.
         layer: int, a block out of `moe_layers`. The first one if `None`.
-        preprocessor: as in `evaluation.pair_routing`.
+        preprocessor: as in `analysis.pair_routing`.
 
     Returns:
         `matplotlib.figure.Figure`.
 
     Raises:
-        ValueError: as `evaluation.pair_routing`.
-        ImportError: if matplotlib is missing.
+        ValueError: as `analysis.pair_routing`.
 
     Source: LIMoE, appendix F.3 (figures 26 to 29).
 
     Example:
 
-    >>> figure = ksm.visualization.plot_pair(model, image, "a red circle", layer=3)
+    >>> figure = ksm.analysis.plot_pair(model, image, "a red circle", layer=3)
     >>> figure.savefig("pair.png")
     """
-    matplotlib = import_matplotlib()
+    drawing.import_matplotlib()
     routing = pair_routing(model, image, caption, layer, preprocessor)
     (words,) = _readable([routing.words])
     # Dropped tokens last.
@@ -134,18 +127,13 @@ def plot_pair(model, image, caption, layer=None, preprocessor=None):
         if (routing.patch_experts == expert).any()
         or (routing.word_experts == expert).any()
     ]
-    columns = min(1 + len(shown), _MOST_COLUMNS)
-    rows = -(-(1 + len(shown)) // columns)
-    figure = new_figure(matplotlib, 1.7 * columns, 2.35 * rows + 0.4)
-    axes = figure.subplots(rows, columns, squeeze=False).ravel()
-    for ax in axes[1 + len(shown) :]:
-        ax.remove()
-    draw_picture(axes[0], routing.image)
+    figure, axes = drawing.panel_grid(1 + len(shown), 1.7, 2.35, _MOST_COLUMNS)
+    pictures.draw_picture(axes[0], routing.image)
     axes[0].set_title("image and caption", fontsize=9)
     text = caption if isinstance(caption, str) else _counted(words)
     _write_below(axes[0], text)
-    for ax, expert in zip(axes[1:], shown, strict=False):
-        draw_picture(ax, _faded(routing, routing.patch_experts == expert))
+    for ax, expert in zip(axes[1:], shown, strict=True):
+        pictures.draw_picture(ax, _faded(routing, routing.patch_experts == expert))
         ax.set_title("dropped" if expert < 0 else f"expert {expert}", fontsize=9)
         taken = routing.word_experts == expert
         _write_below(ax, _counted(np.extract(taken, words)))
@@ -154,23 +142,6 @@ def plot_pair(model, image, caption, layer=None, preprocessor=None):
 
 
 # === Data ===
-
-
-def _checked_experts(examples, experts):
-    if not isinstance(examples, ExpertExamples):
-        raise ValueError(
-            "`examples` must be the `ExpertExamples` that "
-            f"`evaluation.{expert_examples.__name__}` returns. Received: examples of "
-            f"type {type(examples).__name__}."
-        )
-    count = len(next(iter(examples.share.values())))
-    experts = list(range(count) if experts is None else experts)
-    if not experts or any(expert not in range(count) for expert in experts):
-        raise ValueError(
-            f"`experts` names some of the experts from 0 to {count - 1}, or is `None`. "
-            f"Received: experts={experts}."
-        )
-    return experts
 
 
 def _readable(words_by_expert):
@@ -213,7 +184,7 @@ def _draw_patches(ax, patches, probabilities, most):
         zip(patches, probabilities, strict=True)
     ):
         corner = ax.inset_axes((index * 1.1, 0, 1, 1), transform=ax.transData)
-        draw_picture(corner, patch)
+        pictures.draw_picture(corner, patch)
         corner.spines[:].set_visible(False)
         corner.set_xlabel(_percent(probability), fontsize=6, labelpad=1)
     ax.set(xlim=(0, max(1.1 * most, 1.1)), ylim=(-0.3, 1.05), aspect="equal")

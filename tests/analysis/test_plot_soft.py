@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from keras_softmoe.evaluation import ExpertLoad, PeakSweep
-from keras_softmoe.evaluation.soft_statistics import TOKEN_WEIGHT_EDGES
-from keras_softmoe.visualization import (
+from keras_softmoe.analysis import (
+    ExpertLoad,
+    PeakSweep,
     plot_concentration,
     plot_expert_contributions,
     plot_expert_load,
@@ -14,8 +14,9 @@ from keras_softmoe.visualization import (
     plot_token_weights,
     plot_tokens_per_slot,
 )
-from tests.visualization.reading import legend_names, lines, png, tick_names
-from tests.visualization.soft_blocks import (
+from keras_softmoe.analysis.soft_statistics import TOKEN_WEIGHT_EDGES
+from tests.analysis.reading import legend_names, lines, png, tick_names
+from tests.analysis.soft_blocks import (
     NUM_EXPERTS,
     NUM_TOKENS,
     SLOTS,

@@ -1,17 +1,17 @@
 """A page of text, tables and figures in one HTML file that needs nothing else."""
 
 import base64
-import contextlib
 import html
 import io
-import os
-import tempfile
 from pathlib import Path
+
+from keras_softmoe.files import replaced_file
 
 # A page has to open anywhere, and be small enough to be sent around.
 MOST_BYTES = 5_000_000
 # Dots per inch of the figures: the first at which the page is small enough.
 _RESOLUTIONS = (144, 110, 80, 55, 40)
+# Others may read it.
 _MODE = 0o644
 # At which the labels of the figures are about as large as the text of the page.
 _PIXELS_PER_INCH = 105
@@ -83,7 +83,7 @@ class Page:
         self.parts.append(lambda resolution: _picture(figure, text, resolution))
 
     def write(self, path):
-        """Write the page aside and put it in place; returns its path.
+        """Write the page, whole or not at all; returns its path.
 
         Raises:
             ValueError: if the page is too large even with coarse figures.
@@ -91,7 +91,10 @@ class Page:
         for resolution in _RESOLUTIONS:
             content = self._html(resolution).encode("utf-8")
             if len(content) <= MOST_BYTES:
-                return _written(Path(path), content)
+                with replaced_file(path) as aside:
+                    aside.write_bytes(content)
+                    aside.chmod(_MODE)
+                return Path(path)
         raise ValueError(
             f"The page would have {len(content)} bytes, more than {MOST_BYTES}. Show "
             "fewer pictures on it."
@@ -132,18 +135,3 @@ def _picture(figure, text, resolution):
         f'<figure>\n<img src="data:image/png;base64,{data}" width="{width}" '
         f'height="{height}" alt="{text}">\n<figcaption>{text}</figcaption>\n</figure>'
     )
-
-
-def _written(path, content):
-    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        # Temporary files are for their owner only.
-        os.chmod(aside, _MODE)
-        os.replace(aside, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(aside)
-        raise
-    return path

@@ -3,15 +3,16 @@
 import numpy as np
 import pytest
 
-from keras_softmoe.evaluation import ExpertExamples, PairRouting
-from keras_softmoe.visualization import (
-    modality_examples,
+from keras_softmoe.analysis import (
+    ExpertExamples,
+    PairRouting,
     plot_expert_examples,
+    plot_modality_examples,
     plot_pair,
 )
-from tests.evaluation import pairs
+from tests.analysis import pairs
+from tests.analysis.reading import png
 from tests.references import to_numpy
-from tests.visualization.reading import png
 
 
 def examples(**overrides):
@@ -111,7 +112,7 @@ def test_other_things_than_examples():
 
 
 def plot_of(monkeypatch, routing, caption="a red circle"):
-    monkeypatch.setattr(modality_examples, "pair_routing", lambda *_: routing)
+    monkeypatch.setattr(plot_modality_examples, "pair_routing", lambda *_: routing)
     return plot_pair(None, None, caption)
 
 

@@ -1,0 +1,74 @@
+"""Images, maps that are drawn over them, and the scales of maps."""
+
+import numpy as np
+
+from keras_softmoe.analysis import drawing
+
+# Side of a picture in inches.
+_SIDE = 1.35
+
+
+def picture_figure(rows, columns, extra_width=0.0, extra_height=0.75):
+    """A figure with room for square pictures."""
+    width = max(columns * _SIDE + extra_width, drawing.LEAST_WIDTH)
+    return drawing.new_figure(width, rows * _SIDE + extra_height)
+
+
+def image_rows(images, names, **extra):
+    """A figure of rows: an image, then axes `(images, names)` with names above."""
+    figure = picture_figure(len(images), 1 + len(names), **extra)
+    axes = figure.subplots(len(images), 1 + len(names), squeeze=False)
+    for ax, name in zip(axes[0], ["image", *names], strict=True):
+        ax.set_title(name, fontsize=9)
+    for ax, image in zip(axes[:, 0], images, strict=True):
+        draw_picture(ax, image)
+    return figure, axes[:, 1:]
+
+
+def draw_picture(ax, image, brightness=1.0):
+    """An image in `[-1, 1]`, in colour if it has three channels, else in grey."""
+    pixels = np.clip((image + 1) / 2, 0, 1)
+    if pixels.shape[-1] != 3:
+        pixels = np.repeat(pixels.mean(axis=-1, keepdims=True), 3, axis=-1)
+    draw_map(ax, image, pixels * brightness)
+
+
+def draw_map(ax, image, values, **kwargs):
+    """An array of any resolution, stretched over the image."""
+    height, width, _ = image.shape
+    # Constants first: inverted y axis, in pixels.
+    ax.imshow(values, extent=(0, width, height, 0), interpolation="nearest", **kwargs)
+    ax.set(xticks=[], yticks=[])
+
+
+def hatch_patches(ax, image, is_dropped):
+    """Cover dropped patches, `(rows, columns)` bool, of an image with hatched grey."""
+    grey = drawing.import_matplotlib().colors.ListedColormap([drawing.DROPPED])
+    covered = np.ma.masked_where(~is_dropped, is_dropped)
+    # Under the hatching, or the picture would shine through between its patches.
+    draw_map(ax, image, covered, cmap=grey)
+    (height, width, _), (rows, columns) = image.shape, is_dropped.shape
+    ax.pcolor(
+        np.linspace(0, width, columns + 1),
+        np.linspace(0, height, rows + 1),
+        covered,
+        cmap=grey,
+        edgecolor="grey",
+        hatch="////",
+        linewidth=0,
+    )
+
+
+def end_of_scale(values, quantile, least=0.0):
+    """Where a colour scale ends, so that a few large values hide no others."""
+    positive = values[values > 0]
+    return max(np.quantile(positive, quantile), least) if positive.size else least or 1
+
+
+def draw_scale(figure, drawn, axes, label="", is_cut=False, size=7, aspect=30):
+    """The scale of what is drawn in some axes, with an arrow where it is cut off."""
+    extend = "max" if is_cut else "neither"
+    bar = figure.colorbar(drawn, ax=axes, extend=extend, aspect=aspect, pad=0.02)
+    bar.ax.tick_params(labelsize=size)
+    bar.set_label(label, fontsize=size + 1)
+    return bar
