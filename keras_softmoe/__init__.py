@@ -27,7 +27,6 @@ _LAZY_ROOMS = (
     "evaluation",
     "models",
     "presets",
-    "study",
     "training",
     "visualization",
 )

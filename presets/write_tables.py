@@ -97,8 +97,9 @@ def contrastive_table(found):
 
 
 def losses_table():
-    """What losses on routing do, from short runs (`study_limoe_losses.py`)."""
-    runs = json.loads((PRESETS / "limoe_losses.json").read_text(encoding="utf-8"))
+    """What losses on routing do, from short runs (`experiments/limoe_losses.py`)."""
+    file = PRESETS.parent / "experiments" / "limoe_losses.json"
+    runs = json.loads(file.read_text(encoding="utf-8"))
     rows = [
         "| losses | seeds | new, of 64 | image → caption | caption → image "
         "| text experts | text dropped |",

@@ -25,7 +25,6 @@ ROOMS = (
     "training",
     "distribution",
     "visualization",
-    "study",
 )
 
 

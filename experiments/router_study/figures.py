@@ -3,23 +3,16 @@
 import itertools
 import statistics
 
-from keras_softmoe.study.configurations import ABLATIONS, TITLES
-from keras_softmoe.study.tables import finished_seeds, numbers
-from keras_softmoe.visualization.drawing import (
-    MARKERS,
-    PALETTE,
-    as_percentages,
-    import_matplotlib,
-    new_figure,
-    plain_axes,
-    spread_of,
-)
+from experiments.router_study.configurations import FAMILIES, families
+from experiments.router_study.tables import finished_seeds, numbers
 
+# Okabe and Ito's colours, told apart by colour-blind people too.
+_PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+_MARKERS = "osD^vP*X"
 _NAMES = {
     "upstream_accuracy": "upstream accuracy",
     "fine_tuned_accuracy": "fine-tuned accuracy",
 }
-_GRAY = (*ABLATIONS, "identity")
 
 
 def plot_study(results, metric="upstream_accuracy"):
@@ -32,7 +25,7 @@ def plot_study(results, metric="upstream_accuracy"):
     hollow and a line joins them.
 
     Args:
-        results: dict, what `study.run_study` returns, or read from its JSON.
+        results: dict, what `run_study` returns, or read from its JSON.
         metric: str, `"upstream_accuracy"`, `"fine_tuned_accuracy"`, or `"10-shot"` and
             the like.
 
@@ -47,7 +40,7 @@ def plot_study(results, metric="upstream_accuracy"):
 
     Example:
 
-    >>> figure = ksm.study.plot_study(results, "10-shot")
+    >>> figure = plot_study(results, "10-shot")
     >>> figure.savefig("study_10_shot.png")
     """
     shots = [f"{count}-shot" for count in results["scale"]["shots"]]
@@ -63,22 +56,29 @@ def plot_study(results, metric="upstream_accuracy"):
             "No model of this study is finished, or all have diverged. Received: "
             f"metric={metric!r}."
         )
-    matplotlib = import_matplotlib()
-    figure = new_figure(matplotlib, 9.0, 3.8)
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    figure = Figure((9.0, 3.8), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    markers = dict(zip(TITLES, itertools.cycle(MARKERS)))
-    colors = dict(zip((f for f in TITLES if f not in _GRAY), PALETTE, strict=True))
+    markers = dict(zip(FAMILIES, itertools.cycle(_MARKERS)))
+    colored = families("dense", "token", "expert", "soft")
+    colors = dict(zip(colored, _PALETTE, strict=True))
     for family, row in points.items():
         color, marker = colors.get(family, "0.5"), markers[family]
         for ax, cost in ((left, "ratio"), (right, "training_gflop")):
-            _draw_family(ax, row, cost, color, marker, TITLES[family])
+            _draw_family(ax, row, cost, color, marker, FAMILIES[family].title)
     left.set_xlabel("time of a training step, dense = 1", fontsize=9)
     right.set_xlabel("operations of the whole training, TFLOP", fontsize=9)
     task = f"{metric} accuracy on digits" if metric in shots else _NAMES[metric]
     left.set_ylabel(task, fontsize=9)
     for ax in (left, right):
-        plain_axes(ax)
-    as_percentages(matplotlib, left.yaxis)
+        ax.tick_params(labelsize=8)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(axis="y", color="0.9", lw=0.6)
+        ax.set_axisbelow(True)
+    # Not PercentFormatter, which writes 5.0% and 10.0%.
+    left.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 * x:.4g}%"))
     handles, names = left.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right center", fontsize=8)
     count = len(finished_seeds(results))
@@ -101,7 +101,7 @@ def _points(results, metric):
             "ratio": results["times"]["steps"][name]["ratio"],
             "training_gflop": known["training_gflop"] / 1e3,
             "mean": statistics.fmean(found),
-            "spread": spread_of(found),
+            "spread": statistics.stdev(found) if len(found) > 1 else 0.0,
             "slots": known["slots_per_token"] or 0,
         }
         points.setdefault(known["family"], []).append(point)
