@@ -119,7 +119,7 @@ def contrastive_table(found):
 
 
 def losses_table():
-    """What losses on routing do, from short runs."""
+    """What losses on routing do, from short runs (`experiments/limoe_losses.py`)."""
     runs = json.loads(LOSSES.read_text(encoding="utf-8"))
     rows = [
         "| losses | seeds | new, of 64 | image → caption | caption → image "

@@ -15,16 +15,19 @@ Accelerator: None
 The router study (*Routers in Vision Mixture of Experts: An Empirical Study*) puts six
 routers into the same Vision Transformer, trains each on the same images, and compares.
 Soft MoE adds routings that do not look at the tokens, to see what looking is worth.
-`keras_softmoe.study` reruns both with one command, on images that need no network:
+`experiments/router_study` reruns both with one command, on images that need no network.
+It is a program of the repository, not a part of the installed package: run it from the
+top of a checkout.
 
 ```shell
-KERAS_BACKEND=torch python -m keras_softmoe.study --scale small --output results
+KERAS_BACKEND=torch python -m experiments.router_study --scale small --output results
 ```
 
 That is 50 models with three seeds each, some seven hours of one core: an evening on
 two, if one process is given `--seeds 0` and another `--seeds 1 2`. `--studies routers`
 compares the routers alone, with 17 of the models. On one core PyTorch is faster than
-JAX here, and compiles nothing. What came out is in `studies/small` of the repository.
+JAX here, and compiles nothing. What came out is in
+`experiments/router_study/small`.
 `--scale smoke` shows in a few minutes that all of it runs, and learns nothing.
 `--scale full` is the paper's B/32 on ImageNet, for those who have the hardware.
 
@@ -39,16 +42,20 @@ os.environ.setdefault("KERAS_BACKEND", "torch")  # or "jax", or "tensorflow"
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
-import keras_softmoe as ksm
+# The checkout that this guide is part of
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-SCALE, STUDIES = ksm.study.SMALL, ("routers", "combine")
+from experiments import router_study
+
+SCALE, STUDIES = router_study.SMALL, ("routers", "combine")
 
 # The tests run this guide with models that are hardly trained.
 SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"
 if SHORT:
-    SCALE, STUDIES = dataclasses.replace(ksm.study.SMOKE, seeds=(0,)), ("routers",)
+    SCALE, STUDIES = dataclasses.replace(router_study.SMOKE, seeds=(0,)), ("routers",)
 
 FOLDER = Path("build", "router_study")
 FOLDER.mkdir(parents=True, exist_ok=True)
@@ -66,7 +73,7 @@ print(
     f"{SCALE.num_tokens} tokens, {SCALE.steps} steps of {SCALE.batch_size} images, "
     f"learning rate {SCALE.learning_rate:g} out of {SCALE.learning_rates}"
 )
-models = ksm.study.configurations(SCALE, STUDIES)
+models = router_study.configurations(SCALE, STUDIES)
 for study, of_study in models.items():
     for name, c in of_study.items():
         print(f"{study}: {name}: {c.title}, experts in blocks {c.moe_layers}")
@@ -85,13 +92,13 @@ goes on where it stopped, and ends with the same numbers. The bar counts the ste
 all cells.
 """
 
-results = ksm.study.run_study(SCALE, FOLDER, STUDIES, verbose=2 if SHORT else 1)
+results = router_study.run_study(SCALE, FOLDER, STUDIES, verbose=2 if SHORT else 1)
 
 """
 Once more: everything is there, so nothing is trained.
 """
 
-again = ksm.study.run_study(SCALE, FOLDER, STUDIES)
+again = router_study.run_study(SCALE, FOLDER, STUDIES)
 print(f"the same results: {again == results}")
 
 """
@@ -102,7 +109,7 @@ scale and the seeds, but for `"times"`. Tables, figures and claims are made of i
 """
 
 (FOLDER / "results.json").write_text(json.dumps(results, indent=1))
-print(ksm.study.table(results, "routers"))
+print(router_study.table(results, "routers"))
 
 """
 *Step* is the time of a training step over that of the dense model, measured in turn, so
@@ -114,7 +121,7 @@ seen, against what the training costs.
 """
 
 for metric, name in (("upstream_accuracy", "upstream"), ("10-shot", "few_shot")):
-    figure = ksm.study.plot_study(results, metric)
+    figure = router_study.plot_study(results, metric)
     figure.savefig(FOLDER / f"{name}.png")
 
 """
@@ -127,13 +134,13 @@ a B/32 on 300 million photographs: a claim that does not appear here is not refu
 one that does is not proven.
 """
 
-print(ksm.study.claims_table(results))
+print(router_study.claims_table(results))
 
 """
 In code:
 """
 
-for claim in ksm.study.claims(results):
+for claim in router_study.claims(results):
     print(f"{claim.verdict('upstream_accuracy')}: {claim.text}")
 
 """

@@ -28,7 +28,6 @@ _LAZY_ROOMS = (
     "evaluation",
     "models",
     "presets",
-    "study",
     "training",
 )
 

@@ -30,7 +30,6 @@ ROOMS = (
     "analysis",
     "training",
     "distribution",
-    "study",
 )
 
 

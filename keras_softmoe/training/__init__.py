@@ -15,10 +15,6 @@ from keras_softmoe.training.pretraining_recipes import (
     vmoe_pretraining as vmoe_pretraining,
 )
 from keras_softmoe.training.recipe import Recipe as Recipe
-from keras_softmoe.training.schedules import WarmupCosineDecay as WarmupCosineDecay
-from keras_softmoe.training.schedules import (
-    WarmupExponentialDecay as WarmupExponentialDecay,
-)
 from keras_softmoe.training.schedules import (
     WarmupPolynomialDecay as WarmupPolynomialDecay,
 )

@@ -231,10 +231,8 @@ class SGD(_ByVariable, keras.optimizers.SGD):
 
     Example:
 
-    >>> optimizer = ksm.training.SGD(
-    ...     ksm.training.WarmupCosineDecay(0.003, 10_000, warmup_steps=500),
-    ...     momentum=0.9, global_clipnorm=10.0,
-    ... )
+    >>> schedule = keras.optimizers.schedules.CosineDecay(0.003, 10_000)
+    >>> optimizer = ksm.training.SGD(schedule, momentum=0.9, global_clipnorm=10.0)
     >>> classifier.compile(optimizer)
     """
 

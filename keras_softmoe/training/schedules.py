@@ -1,8 +1,9 @@
-"""Learning-rate schedules of the V-MoE and Soft MoE papers, one family.
+"""Learning-rate schedules of the V-MoE and Soft MoE papers that Keras does not have.
 
-All start with a linear warmup to the peak and differ in how they come down from it.
+Both start with a linear warmup to the peak and differ in how they come down from it.
 Steps are counted from 0, warmup included. What is counted is cast to float32, which
 holds every whole number up to 16,777,216; the longest run in the papers has 10 million.
+The cosine of the papers' fine-tuning is `keras.optimizers.schedules.CosineDecay`.
 """
 
 import math
@@ -11,27 +12,14 @@ import keras
 from keras import ops
 
 
-class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
-    """Base class of the schedules: a linear warmup, then what `decay` returns.
+class _WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
+    """A linear warmup, then what a subclass returns from `decay(steps)`.
 
-    A subclass implements `decay(steps)`, the learning rate `steps` (a float32 tensor,
-    at least 0) after the end of the warmup.
-
-    Args:
-        peak_learning_rate: float, the learning rate at the end of the warmup.
-        warmup_steps: int, steps over which the learning rate rises from 0. Without
-            any, step 0 has the peak.
-
-    Call arguments:
-        step: int, or int or float tensor of any shape: steps taken so far.
-
-    Returns: float32 tensor of the shape of `step`.
-
-    Raises:
-        ValueError: if the peak is negative or not finite, or the warmup negative.
+    That is the learning rate `steps`, a float32 tensor of at least 0, after the end of
+    the warmup. Without a warmup step 0 has the peak.
     """
 
-    def __init__(self, peak_learning_rate, warmup_steps=0):
+    def __init__(self, peak_learning_rate, warmup_steps):
         check_numbers(peak_learning_rate=peak_learning_rate, warmup_steps=warmup_steps)
         self.peak_learning_rate = peak_learning_rate
         self.warmup_steps = warmup_steps
@@ -44,12 +32,6 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         rising = self.peak_learning_rate * (step / self.warmup_steps)
         return ops.where(step < self.warmup_steps, rising, decayed)
 
-    def decay(self, steps):
-        raise TypeError(
-            f"`{type(self).__name__}` is abstract: it does not decay. Use one of the "
-            "schedules in `keras_softmoe.training`, or implement `decay`."
-        )
-
     def get_config(self):
         return {
             "peak_learning_rate": self.peak_learning_rate,
@@ -57,45 +39,8 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         }
 
 
-class _WarmupDecayTo(WarmupSchedule):
-    """Decay from the peak to `end_learning_rate`, reached at `total_steps`."""
-
-    def __init__(
-        self, peak_learning_rate, total_steps, warmup_steps, end_learning_rate
-    ):
-        super().__init__(peak_learning_rate, warmup_steps)
-        check_numbers(total_steps=total_steps, end_learning_rate=end_learning_rate)
-        if not total_steps > warmup_steps:
-            raise ValueError(
-                "`total_steps` counts the warmup and must go beyond it. Received: "
-                f"total_steps={total_steps}, warmup_steps={warmup_steps}. Train for "
-                "longer or warm up for less."
-            )
-        self.total_steps = total_steps
-        self.end_learning_rate = end_learning_rate
-
-    def decay(self, steps):
-        done = ops.minimum(steps / (self.total_steps - self.warmup_steps), 1.0)
-        span = self.peak_learning_rate - self.end_learning_rate
-        return self.end_learning_rate + span * self.remaining(done)
-
-    def remaining(self, done):
-        """Share of the way down that is left when the share `done` of time is over."""
-        raise TypeError(
-            f"`{type(self).__name__}` is abstract: it knows no way down. Use one of "
-            "the schedules in `keras_softmoe.training`, or implement `remaining`."
-        )
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "total_steps": self.total_steps,
-            "end_learning_rate": self.end_learning_rate,
-        }
-
-
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class WarmupPolynomialDecay(_WarmupDecayTo):
+class WarmupPolynomialDecay(_WarmupSchedule):
     """Linear warmup, then linear (or polynomial) decay: V-MoE's pretraining.
 
     `keras.optimizers.schedules.PolynomialDecay` with a warmup. After `total_steps` the
@@ -135,116 +80,29 @@ class WarmupPolynomialDecay(_WarmupDecayTo):
         end_learning_rate=0.0,
         power=1.0,
     ):
-        super().__init__(
-            peak_learning_rate, total_steps, warmup_steps, end_learning_rate
-        )
-        check_numbers(power=power)
+        super().__init__(peak_learning_rate, warmup_steps)
+        check_numbers(end_learning_rate=end_learning_rate, power=power)
+        check_decay(total_steps, warmup_steps)
+        self.total_steps = total_steps
+        self.end_learning_rate = end_learning_rate
         self.power = power
 
-    def remaining(self, done):
-        return ops.power(1.0 - done, self.power)
-
-    def get_config(self):
-        return {**super().get_config(), "power": self.power}
-
-
-@keras.saving.register_keras_serializable(package="keras_softmoe")
-class WarmupCosineDecay(_WarmupDecayTo):
-    """Linear warmup, then half a period of a cosine: the papers' fine-tuning.
-
-    `keras.optimizers.schedules.CosineDecay(0.0, total_steps - warmup_steps,
-    end / peak, warmup_target=peak, warmup_steps=warmup_steps)` has the same values;
-    this class takes the arguments of the others here.
-
-    Args:
-        peak_learning_rate: float, the learning rate at the end of the warmup.
-        total_steps: int, the step at which the decay ends, counted from the start of
-            training, warmup included.
-        warmup_steps: int, steps over which the learning rate rises from 0.
-        end_learning_rate: float, the learning rate at the end and after it.
-
-    Call arguments:
-        step: int, or int or float tensor of any shape: steps taken so far.
-
-    Returns: float32 tensor of the shape of `step`.
-
-    Raises:
-        ValueError: if a number is negative or not finite, or the warmup lasts as long
-            as the training.
-
-    Source: V-MoE, section 3.5, which follows the Vision Transformer's fine-tuning.
-
-    Example:
-
-    >>> schedule = ksm.training.WarmupCosineDecay(0.003, 10_000, warmup_steps=500)
-    >>> schedule(10_000)
-    0.0
-    """
-
-    def __init__(
-        self, peak_learning_rate, total_steps, warmup_steps=0, end_learning_rate=0.0
-    ):
-        super().__init__(
-            peak_learning_rate, total_steps, warmup_steps, end_learning_rate
-        )
-
-    def remaining(self, done):
-        return 0.5 * (1.0 + ops.cos(math.pi * done))
-
-
-@keras.saving.register_keras_serializable(package="keras_softmoe")
-class WarmupExponentialDecay(WarmupSchedule):
-    """Linear warmup, then a constant factor for every so many steps, without end.
-
-    `keras.optimizers.schedules.ExponentialDecay` with a warmup.
-
-    Args:
-        peak_learning_rate: float, the learning rate at the end of the warmup.
-        transition_steps: int, steps in which the learning rate falls by `decay_rate`.
-            It falls smoothly, not in stairs.
-        decay_rate: float, the factor.
-        warmup_steps: int, steps over which the learning rate rises from 0.
-
-    Call arguments:
-        step: int, or int or float tensor of any shape: steps taken so far.
-
-    Returns: float32 tensor of the shape of `step`.
-
-    Raises:
-        ValueError: if a number is negative or not finite, or there are no steps.
-
-    Source: V-MoE's released code; neither paper uses it.
-
-    Example:
-
-    >>> schedule = ksm.training.WarmupExponentialDecay(0.1, 10, decay_rate=0.5)
-    >>> schedule(20)
-    0.025
-    """
-
-    def __init__(
-        self, peak_learning_rate, transition_steps, decay_rate, warmup_steps=0
-    ):
-        super().__init__(peak_learning_rate, warmup_steps)
-        check_numbers(decay_rate=decay_rate)
-        check_positive(transition_steps=transition_steps)
-        self.transition_steps = transition_steps
-        self.decay_rate = decay_rate
-
     def decay(self, steps):
-        factor = ops.power(self.decay_rate, steps / self.transition_steps)
-        return self.peak_learning_rate * factor
+        done = ops.minimum(steps / (self.total_steps - self.warmup_steps), 1.0)
+        span = self.peak_learning_rate - self.end_learning_rate
+        return self.end_learning_rate + span * ops.power(1.0 - done, self.power)
 
     def get_config(self):
         return {
             **super().get_config(),
-            "transition_steps": self.transition_steps,
-            "decay_rate": self.decay_rate,
+            "total_steps": self.total_steps,
+            "end_learning_rate": self.end_learning_rate,
+            "power": self.power,
         }
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class WarmupRsqrtDecay(WarmupSchedule):
+class WarmupRsqrtDecay(_WarmupSchedule):
     """Warmup, reciprocal square root, linear cooldown to zero: Soft MoE's pretraining.
 
     `t` steps after the warmup the learning rate is `peak / sqrt(1 + t / timescale)`.
@@ -323,6 +181,16 @@ class WarmupRsqrtDecay(WarmupSchedule):
             "timescale": self.timescale,
             "cooldown_steps": self.cooldown_steps,
         }
+
+
+def check_decay(total_steps, warmup_steps):
+    """Raise unless there are steps left after the warmup."""
+    if not math.isfinite(total_steps) or total_steps <= warmup_steps:
+        raise ValueError(
+            "`total_steps` counts the warmup and must go beyond it. Received: "
+            f"total_steps={total_steps}, warmup_steps={warmup_steps}. Train for "
+            "longer or warm up for less."
+        )
 
 
 def check_numbers(**arguments):

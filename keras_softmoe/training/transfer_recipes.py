@@ -8,7 +8,11 @@ import keras
 
 from keras_softmoe.training.optimizers import SGD
 from keras_softmoe.training.recipe import Recipe
-from keras_softmoe.training.schedules import WarmupCosineDecay
+from keras_softmoe.training.schedules import (
+    check_decay,
+    check_numbers,
+    check_positive,
+)
 
 
 def finetuning(
@@ -80,8 +84,16 @@ def finetuning(
     """
     if warmup_steps is None:
         warmup_steps = min(500, steps // 5)
-    schedule = WarmupCosineDecay(
-        peak_learning_rate, steps, warmup_steps, end_learning_rate
+    check_positive(peak_learning_rate=peak_learning_rate)
+    check_numbers(warmup_steps=warmup_steps, end_learning_rate=end_learning_rate)
+    check_decay(steps, warmup_steps)
+    # Keras counts the decay without the warmup, and the end as a share of the peak.
+    schedule = keras.optimizers.schedules.CosineDecay(
+        0.0,
+        decay_steps=steps - warmup_steps,
+        alpha=end_learning_rate / peak_learning_rate,
+        warmup_target=peak_learning_rate,
+        warmup_steps=warmup_steps,
     )
     average = {}
     if average_momentum is not None:

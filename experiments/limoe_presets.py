@@ -8,31 +8,29 @@ all combinations of shape and colour is never shown or named. Then each model is
 for those by name (zero-shot), and for the caption of an image and the image of a
 caption (retrieval), and a card is written beside its weights.
 
-    python presets/train_limoe_presets.py --only limoe &   # three seeds, one core
-    python presets/train_limoe_presets.py --only dense     # the other core
+    python -m experiments.limoe_presets --only limoe &   # three seeds, one core
+    python -m experiments.limoe_presets --only dense     # the other core
 
 The preset holds the weights of the first seed, whatever the others do; the card tells
 mean and standard deviation over all. Needs the extras of one backend and `datasets`.
 Side by side they take less than an hour on two cores with `KERAS_BACKEND=jax`; without
-`--only` one comes after the other. After an interruption the same command goes on with
-the first run that is not finished.
+`--only` one comes after the other. After an interruption the same command goes on after
+the last finished epoch.
 """
 
 import argparse
-import json
-import os
-import platform
-import time
 from pathlib import Path
 
 import keras
 import numpy as np
 
 import keras_softmoe as ksm
-from keras_softmoe import datasets, evaluation, models, presets, routers
+from experiments.cards import machine, spread, write_card, write_metadata
+from experiments.runs import Run, adamw, batches_of, finish
+from keras_softmoe import datasets, evaluation, models, routers
 
-PRESETS = Path(__file__).resolve().parent
-WORK = PRESETS.parent / "build" / "training"
+ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / "build" / "training"
 
 IMAGE_SIZE = 32
 PATCH_SIZE = 4
@@ -73,24 +71,32 @@ def main():
     parser.add_argument("--only", choices=NAMES, action="append")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    parser.add_argument("--output", type=Path, default=PRESETS)
+    parser.add_argument("--output", type=Path, default=ROOT / "presets")
     arguments = parser.parse_args()
     for kind in arguments.only or NAMES:
         directory = arguments.output / NAMES[kind]
         runs = []
         for seed in arguments.seeds:
             print(f"\n{NAMES[kind]}, seed {seed}")
-            file = WORK / f"{NAMES[kind]}_{arguments.epochs}_{seed}.json"
-            if not file.exists():
-                model, seconds = train(kind, seed, arguments.epochs)
-                result = {"seed": seed, "minutes": seconds / 60, **measure(model)}
-                if seed == arguments.seeds[0]:
-                    model.save_to_preset(str(directory))
-                file.parent.mkdir(parents=True, exist_ok=True)
-                write(file, json.dumps(result))
-            runs.append(json.loads(file.read_text()))
+            saved = directory if seed == arguments.seeds[0] else None
+            runs.append(train_and_measure(kind, seed, arguments.epochs, saved))
             print(runs[-1])
         describe(directory, kind, runs, arguments.epochs)
+
+
+def train_and_measure(kind, seed, epochs, directory):
+    """Results of one seed. The model is saved as a preset if there is a directory."""
+
+    def save_and_measure(model):
+        if directory:
+            model.save_to_preset(str(directory))
+        return measure(model)
+
+    name = f"{NAMES[kind]}_{epochs}_{seed}"
+    run = training_run(name, kind, seed, epochs, save_and_measure)
+    finished = finish(run, WORK, verbose=2)
+    minutes = finished["times"]["training_seconds"] / 60
+    return {"seed": seed, "minutes": minutes, **finished["results"]}
 
 
 # === Models ===
@@ -142,43 +148,29 @@ def vocabulary():
 # === Training ===
 
 
-def train(kind, seed, epochs, losses=None, verbose=2):
-    """Build and train a model; returns it and the seconds.
+def training_run(name, kind, seed, epochs, measure, losses=None):
+    """The training of a model.
 
     The data of a seed are the same for every model, image by image.
     """
-    keras.utils.set_random_seed(seed)
-    model = build(kind, losses)
-    steps = EPOCH_PAIRS // BATCH_SIZE * epochs
-    schedule = keras.optimizers.schedules.CosineDecay(
-        0.0,
-        steps - WARMUP_STEPS,
-        warmup_target=LEARNING_RATE,
-        warmup_steps=WARMUP_STEPS,
-    )
-    model.compile(
-        keras.optimizers.AdamW(schedule, weight_decay=WEIGHT_DECAY, global_clipnorm=1.0)
-    )
-    seconds = 0.0
-    for epoch in range(epochs):
+    steps_per_epoch = EPOCH_PAIRS // BATCH_SIZE
+
+    def build_and_compile():
+        model = build(kind, losses)
+        steps = epochs * steps_per_epoch
+        model.compile(
+            adamw(LEARNING_RATE, steps, WARMUP_STEPS, WEIGHT_DECAY, clip_norm=1.0)
+        )
+        return model
+
+    def draw(epoch):
+        start = epoch * EPOCH_PAIRS
         scenes = datasets.captioned_shapes(
-            EPOCH_PAIRS,
-            image_size=IMAGE_SIZE,
-            seed=seed,
-            start=epoch * EPOCH_PAIRS,
-            verbose=0,
+            EPOCH_PAIRS, IMAGE_SIZE, seed, start, verbose=0
         )
-        started = time.perf_counter()
-        model.fit(
-            scenes.images,
-            scenes.captions,
-            batch_size=BATCH_SIZE,
-            initial_epoch=epoch,
-            epochs=epoch + 1,
-            verbose=verbose,
-        )
-        seconds += time.perf_counter() - started
-    return model, seconds
+        return batches_of(scenes.images, scenes.captions, BATCH_SIZE)
+
+    return Run(name, seed, build_and_compile, draw, epochs, steps_per_epoch, measure)
 
 
 # === Measuring ===
@@ -242,24 +234,22 @@ ROWS = (
 def describe(directory, kind, runs, epochs):
     """Write the metadata and the card of a preset."""
     cost = evaluation.cost(str(directory))
-    file = directory / presets.METADATA_FILE
-    metadata = json.loads(file.read_text()) | {
-        "kind": "trained",
-        "description": f"{TITLES[kind]}, 64 wide, 4 blocks, trained on synthetic "
+    metadata = write_metadata(
+        directory,
+        kind="trained",
+        description=f"{TITLES[kind]}, 64 wide, 4 blocks, trained on synthetic "
         f"captioned shapes at {IMAGE_SIZE} x {IMAGE_SIZE}.",
-        "source": "presets/train_limoe_presets.py",
-        "licence": "Apache-2.0",
-        "gflop_per_pair": round(cost.gflop_per_image, 4),
-        "training": {
+        source="experiments/limoe_presets.py",
+        licence="Apache-2.0",
+        gflop_per_pair=round(cost.gflop_per_image, 4),
+        training={
             "seed": runs[0]["seed"],
             "pairs": epochs * EPOCH_PAIRS,
-            "backend": keras.config.backend(),
-            "processor": f"{os.cpu_count()} cores, {platform.machine()}",
+            **machine(),
         },
-        "runs": runs,
-    }
-    write(file, json.dumps(metadata, indent=4) + "\n")
-    write(directory / "README.md", card(directory, metadata))
+        runs=runs,
+    )
+    write_card(directory, card(directory, metadata))
     print(f"{directory.name}: weights, metadata and card written")
 
 
@@ -290,7 +280,7 @@ scores = model.zero_shot(scenes.images, ["red circle", "blue star"], ["a {{}}"])
 (`keras_softmoe.datasets.captioned_shapes`), each seen once. Never shown or named:
 {new}.
 
-**Training.** `presets/train_limoe_presets.py`, seeds {seeds}: AdamW, peak learning rate
+**Training.** `experiments/limoe_presets.py`, seeds {seeds}: AdamW, peak learning rate
 {LEARNING_RATE}, {WARMUP_STEPS} steps of warm-up, cosine decay, batch {BATCH_SIZE},
 weight decay {WEIGHT_DECAY}, weight {LOSS_WEIGHT} of losses on routing, if any.
 {minutes:.1f} minutes each on one of {training["processor"]} with {training["backend"]}.
@@ -311,17 +301,6 @@ image) among {NUM_RETRIEVED}.
 
 **Licence.** Apache-2.0.
 """
-
-
-def spread(values):
-    return f"{np.mean(values):.3f} ± {np.std(values, ddof=1):.3f}"
-
-
-def write(file, text):
-    """Write a file aside and rename it, so that it is there whole or not at all."""
-    aside = file.with_name(f".{file.name}.tmp")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(file)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ groups of eight images, is there to try low capacity on. Each image is seen once
 epoch draws new ones. Then each model is measured on the real handwritten digits that it
 never saw, few-shot and fine-tuned, and a card is written beside its weights.
 
-    python presets/train_glyph_presets.py                            # the four
-    python presets/train_glyph_presets.py --only token_choice_k2     # one
+    python -m experiments.glyph_presets                            # the four
+    python -m experiments.glyph_presets --only token_choice_k2     # one
 
 Needs the extras of one backend and `datasets`, `viz`. The four take less than an hour
 on two cores with `KERAS_BACKEND=jax`. After an interruption the same command goes on
@@ -18,10 +18,6 @@ directory to train it anew), the running one is saved after each epoch in
 """
 
 import argparse
-import json
-import os
-import platform
-import shutil
 import time
 from pathlib import Path
 
@@ -29,10 +25,18 @@ import keras
 import numpy as np
 
 import keras_softmoe as ksm
-from keras_softmoe import datasets, evaluation, models, presets, routers
+from experiments.cards import (
+    machine,
+    read_metadata,
+    spread,
+    write_card,
+    write_metadata,
+)
+from experiments.runs import Run, adamw, batches_of, finish, result_file
+from keras_softmoe import datasets, evaluation, models, routers
 
-PRESETS = Path(__file__).resolve().parent
-WORK = PRESETS.parent / "build" / "training"
+ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / "build" / "training"
 
 IMAGE_SIZE = 32
 BATCH_SIZE = 64
@@ -81,103 +85,76 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", choices=TWINS, action="append")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--output", type=Path, default=PRESETS)
+    parser.add_argument("--output", type=Path, default=ROOT / "presets")
     arguments = parser.parse_args()
     for twin in arguments.only or EQUAL_COST:
-        name, _, _ = TWINS[twin]
-        directory = arguments.output / name
-        if not is_trained(directory):
-            print(f"\n{name}: training")
-            classifier, cost = train(twin, arguments.epochs)
-            classifier.save_to_preset(str(directory))
-            describe(directory, twin, cost)
-        print(f"\n{name}: measuring")
-        write_card(directory, twin, measure(directory))
-        shutil.rmtree(WORK / twin, ignore_errors=True)
+        train_or_measure(twin, arguments.epochs, arguments.output / TWINS[twin][0])
 
 
-def is_trained(directory):
-    file = directory / presets.METADATA_FILE
-    return file.exists() and "training" in json.loads(file.read_text())
+def train_or_measure(twin, epochs, directory):
+    """Train a preset unless it is there, measure it, and write its card."""
+    print(f"\n{directory.name}")
+    if "training" in read_metadata(directory):
+        write_card(directory, card(directory, measure(directory)))
+        return
+    run = training_run(twin, epochs, directory)
+    finished = finish(run, WORK, verbose=2)
+    write_metadata(
+        directory,
+        kind="trained",
+        description=f"{TWINS[twin][2]}, 96 wide, 6 blocks, trained on synthetic "
+        "glyphs at 32 x 32.",
+        source="experiments/glyph_presets.py",
+        licence="Apache-2.0",
+        training={
+            "seed": SEED,
+            "images": epochs * EPOCH_IMAGES,
+            "minutes": round(finished["times"]["training_seconds"] / 60, 1),
+            **machine(),
+        },
+    )
+    write_card(directory, card(directory, finished["results"]))
+    # From now on the directory is what is kept.
+    result_file(WORK, run.name).unlink()
 
 
 # === Training ===
 
 
-class GlyphStream(keras.utils.PyDataset):
-    """Batches of glyphs, new ones in every epoch.
+def training_run(twin, epochs, directory):
+    """The training of a model, which is saved as a preset and measured as one.
 
     Image `i` of epoch `e` depends on the seed, `e` and `i` alone, so a run that is
     taken up again sees what an uninterrupted one would have seen.
     """
+    steps_per_epoch = EPOCH_IMAGES // BATCH_SIZE
 
-    def __init__(self):
-        super().__init__()
-        self.draw(0)
-
-    def __len__(self):
-        return EPOCH_IMAGES // BATCH_SIZE
-
-    def draw(self, epoch):
-        self.images, self.labels = datasets.glyphs(
-            EPOCH_IMAGES,
-            image_size=IMAGE_SIZE,
-            seed=SEED,
-            start=epoch * EPOCH_IMAGES,
-            verbose=0,
-        )
-
-    def __getitem__(self, index):
-        rows = slice(index * BATCH_SIZE, (index + 1) * BATCH_SIZE)
-        return to_unit_range(self.images[rows]), self.labels[rows]
-
-
-def train(twin, epochs):
-    """Train one model; returns it and what it cost."""
-    keras.utils.set_random_seed(SEED)
-    classifier = models.ViTMoEImageClassifier(
-        build_backbone(TWINS[twin][1], GROUP_IMAGES.get(twin, 1)),
-        num_classes=len(datasets.GLYPH_CLASSES),
-    )
-    schedule = keras.optimizers.schedules.CosineDecay(
-        0.0,
-        decay_steps=epochs * EPOCH_IMAGES // BATCH_SIZE - WARMUP_STEPS,
-        warmup_target=LEARNING_RATE,
-        warmup_steps=WARMUP_STEPS,
-    )
-    # KerasHub's tasks fit arrays and tf.data pipelines; a plain model on the same
-    # layers takes the stream.
-    model = keras.Model(classifier.input, classifier.output)
-    model.compile(
-        optimizer=keras.optimizers.AdamW(
-            schedule, weight_decay=WEIGHT_DECAY, global_clipnorm=1.0
-        ),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
-    stream, clock = GlyphStream(), Clock(WORK / twin / "seconds.json")
-    model.fit(
-        stream,
-        epochs=epochs,
-        shuffle=False,
-        callbacks=[
-            keras.callbacks.BackupAndRestore(str(WORK / twin / "backup")),
-            keras.callbacks.LambdaCallback(
-                on_epoch_begin=lambda epoch, logs: stream.draw(epoch)
+    def build():
+        classifier = models.ViTMoEImageClassifier(
+            build_backbone(TWINS[twin][1], GROUP_IMAGES.get(twin, 1)),
+            num_classes=len(datasets.GLYPH_CLASSES),
+            preprocessor=models.ViTMoEImageClassifierPreprocessor(
+                models.ViTMoEImageConverter(image_size=(IMAGE_SIZE, IMAGE_SIZE))
             ),
-            clock,
-        ],
-    )
-    classifier.preprocessor = models.ViTMoEImageClassifierPreprocessor(
-        models.ViTMoEImageConverter(image_size=(IMAGE_SIZE, IMAGE_SIZE))
-    )
-    cost = {
-        "images": epochs * EPOCH_IMAGES,
-        "minutes": round(clock.seconds / 60, 1),
-        "backend": keras.config.backend(),
-        "processor": f"{os.cpu_count()} cores, {platform.machine()}",
-    }
-    return classifier, cost
+        )
+        steps = epochs * steps_per_epoch
+        classifier.compile(
+            adamw(LEARNING_RATE, steps, WARMUP_STEPS, WEIGHT_DECAY, clip_norm=1.0),
+            metrics=["accuracy"],
+        )
+        return classifier
+
+    def draw(epoch):
+        start = epoch * EPOCH_IMAGES
+        glyphs = datasets.glyphs(EPOCH_IMAGES, IMAGE_SIZE, SEED, start, verbose=0)
+        return batches_of(*glyphs, BATCH_SIZE)
+
+    def save_and_measure(classifier):
+        classifier.save_to_preset(str(directory))
+        return measure(directory)
+
+    name = f"{directory.name}_{epochs}"
+    return Run(name, SEED, build, draw, epochs, steps_per_epoch, save_and_measure)
 
 
 def build_backbone(router, group_images):
@@ -194,27 +171,6 @@ def build_backbone(router, group_images):
         pooling="gap",
         position_embedding="sincos2d",
     )
-
-
-class Clock(keras.callbacks.Callback):
-    """Seconds spent in finished epochs, interruptions left out."""
-
-    def __init__(self, file):
-        super().__init__()
-        self.file = file
-        self.seconds = json.loads(file.read_text()) if file.exists() else 0.0
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.started = time.perf_counter()
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.seconds += time.perf_counter() - self.started
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        write(self.file, json.dumps(self.seconds))
-
-
-def to_unit_range(images):
-    return images.astype("float32") / 127.5 - 1.0
 
 
 # === Measuring ===
@@ -259,14 +215,7 @@ def fine_tune(directory, train_set, test_set, seed):
     )
     started = time.perf_counter()
     steps = FINE_TUNING_EPOCHS * -(-len(train_set[0]) // 32)
-    schedule = keras.optimizers.schedules.CosineDecay(
-        0.0, steps - 50, warmup_target=1e-3, warmup_steps=50
-    )
-    classifier.compile(
-        optimizer=keras.optimizers.AdamW(schedule, weight_decay=WEIGHT_DECAY),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
+    classifier.compile(adamw(1e-3, steps, 50, WEIGHT_DECAY), metrics=["accuracy"])
     classifier.fit(*train_set, batch_size=32, epochs=FINE_TUNING_EPOCHS, verbose=2)
     accuracy = classifier.evaluate(*test_set, verbose=0, return_dict=True)["accuracy"]
     return float(accuracy), time.perf_counter() - started
@@ -275,32 +224,16 @@ def fine_tune(directory, train_set, test_set, seed):
 # === Cards ===
 
 
-def describe(directory, twin, cost):
-    """Say in the preset's metadata what it is."""
-    file = directory / presets.METADATA_FILE
-    metadata = json.loads(file.read_text())
-    metadata |= {
-        "kind": "trained",
-        "description": f"{TWINS[twin][2]}, 96 wide, 6 blocks, trained on synthetic "
-        "glyphs at 32 x 32.",
-        "source": "presets/train_glyph_presets.py",
-        "licence": "Apache-2.0",
-        "training": {"seed": SEED, **cost},
-    }
-    write(file, json.dumps(metadata, indent=4) + "\n")
-
-
-def write_card(directory, twin, metrics):
-    file = directory / presets.METADATA_FILE
-    metadata = json.loads(file.read_text()) | {"metrics": metrics}
-    write(file, json.dumps(metadata, indent=4) + "\n")
+def card(directory, metrics):
+    """Put the metrics into the metadata of a preset, and tell all of it in words."""
+    metadata = write_metadata(directory, metrics=metrics)
     training = metadata["training"]
     rows = "\n".join(
         f"| {shots} | {spread(metrics['few_shot']['model'][shots])} "
         f"| {spread(metrics['few_shot']['raw pixels'][shots])} |"
         for shots in ("1", "5", "10")
     )
-    card = f"""# {directory.name}
+    return f"""# {directory.name}
 
 {metadata["description"]} {metadata["parameter_count"]:,} parameters.
 
@@ -315,7 +248,7 @@ classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)
 from the fonts that ship with matplotlib (`keras_softmoe.datasets.glyphs`, seed
 {training["seed"]}), each seen once. No digits.
 
-**Training.** `presets/train_glyph_presets.py`, seed {training["seed"]}: AdamW, peak
+**Training.** `experiments/glyph_presets.py`, seed {training["seed"]}: AdamW, peak
 learning rate {LEARNING_RATE}, {WARMUP_STEPS} steps of warm-up, cosine decay, batch
 {BATCH_SIZE}, weight decay {WEIGHT_DECAY}. {training["minutes"]} minutes on
 {training["processor"]} with {training["backend"]}.
@@ -340,18 +273,6 @@ on the other half (896 images): {spread(metrics["fine_tuned"])} over
 
 **Licence.** Apache-2.0.
 """
-    write(directory / "README.md", card)
-
-
-def spread(values):
-    return f"{np.mean(values):.3f} ± {np.std(values, ddof=1):.3f}"
-
-
-def write(file, text):
-    """Write a file aside and rename it, so that it is there whole or not at all."""
-    aside = file.with_name(f".{file.name}.tmp")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(file)
 
 
 if __name__ == "__main__":

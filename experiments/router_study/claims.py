@@ -4,6 +4,8 @@ import math
 import statistics
 from typing import NamedTuple
 
+from experiments.router_study.configurations import families
+
 # A difference counts if it is larger than this many standard errors.
 _CLEAR = 2.0
 # Smaller differences are rounding errors.
@@ -12,8 +14,6 @@ METRICS = {
     "upstream_accuracy": "upstream accuracy",
     "10-shot": "10-shot accuracy",
 }
-_TOKEN = ("softmax_token_choice", "sinkhorn_token_choice")
-_EXPERT = ("softmax_expert_choice", "sinkhorn_expert_choice", "sparse_expert_choice")
 
 
 class Difference(NamedTuple):
@@ -74,7 +74,7 @@ def claims(results):
     dense one.
 
     Args:
-        results: dict, what `study.run_study` returns, or read from its JSON.
+        results: dict, what `run_study` returns, or read from its JSON.
 
     Returns:
         list of `Claim`. One whose models are not there, or not in any common seed, has
@@ -85,7 +85,7 @@ def claims(results):
 
     Example:
 
-    >>> for claim in ksm.study.claims(results):
+    >>> for claim in claims(results):
     ...     print(claim.text, claim.verdict("upstream_accuracy"))
     """
     return [
@@ -129,8 +129,8 @@ def _statements(results):
     by_capacity = _by_capacity(results)
     routers = results["studies"].get("routers", [])
     soft, token, expert = (
-        {f: c for f, c in by_capacity.items() if f in families}
-        for families in (("soft",), _TOKEN, _EXPERT)
+        {f: c for f, c in by_capacity.items() if f in families(kind)}
+        for kind in ("soft", "token", "expert")
     )
     yield (
         "Soft MoE is better than expert choice",
@@ -162,7 +162,7 @@ def _statements(results):
         {"soft / uniform - uniform / soft": {"soft_uniform": 1, "uniform_soft": -1}},
     )
     one = by_capacity.get("soft", {}).get(1)
-    fixed = [n for n in routers if _known(results, n, "family") in _FIXED_ROUTING]
+    fixed = [n for n in routers if _known(results, n, "family") in families("fixed")]
     yield (
         "Identity and uniform are between the dense model and Soft MoE",
         "Soft MoE, section 3.6 and table 3",
@@ -195,9 +195,6 @@ def _statements(results):
     )
 
 
-_FIXED_ROUTING = ("identity", "uniform")
-
-
 def _by_capacity(results):
     """Family -> K or capacity, 1 and 2 -> name, in the comparison of the routers."""
     found = {}
@@ -211,8 +208,8 @@ def _by_capacity(results):
 def _mean_minus_mean(above, below):
     """Coefficients of the mean of some families minus that of others."""
     contrast = {}
-    for sign, families in ((1, above), (-1, below)):
-        names = [name for family in families.values() for name in family.values()]
+    for sign, side in ((1, above), (-1, below)):
+        names = [name for family in side.values() for name in family.values()]
         contrast |= {name: sign / len(names) for name in names}
     return contrast if above and below else None
 

@@ -1,40 +1,40 @@
 """What the losses on routing do to a small LIMoE, in short training runs.
 
-The model and data are those of `train_limoe_presets.py`, trained for a part of the
-time. Two questions:
+The model and data are those of `limoe_presets.py`, trained for a part of the time. Two
+questions:
 
 - The classic losses alone, the entropy losses alone, or both? (LIMoE, section 4.1 and
   figure 5)
 - How many experts does text use, if the soft minimum asks for S? (Figure 10)
 
-    python presets/study_limoe_losses.py           # all runs, then table and figure
+    python -m experiments.limoe_losses           # all runs, then table and figure
 
-The results are written to `presets/limoe_losses.json` after each run, and runs that are
-there already are not repeated; the README's table is made of them, and the figure
+The results are written to `experiments/limoe_losses.json` after each run, and runs that
+are there already are not repeated; the README's table is made of them, and the figure
 `guides/limoe_text_experts.png`. Needs the extras of one backend, `datasets` and `viz`.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import numpy as np
-from train_limoe_presets import (
+
+from experiments.limoe_presets import (
     IMAGE_EXPERTS,
     IMAGE_SIZE,
     NUM_CLASSIFIED,
     NUM_EXPERTS,
     TEST_SEED,
     TEXT_EXPERTS,
+    WORK,
     measure,
-    train,
-    write,
+    training_run,
 )
-
+from experiments.runs import finish, read_json, write_json
 from keras_softmoe import analysis, datasets, routers
+from keras_softmoe.files import replaced_file
 
 RESULTS = Path(__file__).resolve().parent / "limoe_losses.json"
-
 FIGURE = RESULTS.parents[1] / "guides" / "limoe_text_experts.png"
 
 EPOCHS = 2
@@ -56,20 +56,32 @@ def main():
             if any((r["losses"], r["seed"]) == (name, seed) for r in runs(arguments)):
                 continue
             print(f"\n{name}, seed {seed}")
-            model, seconds = train("limoe", seed, arguments.epochs, losses)
-            result = {
-                "losses": name,
-                "seed": seed,
-                "epochs": arguments.epochs,
-                "minutes": seconds / 60,
-                **measure(model),
-                **usage(model),
-            }
+            result = train_and_measure(name, losses, seed, arguments.epochs)
             print(result)
             # Read again: another process may have added runs meanwhile.
-            text = json.dumps([*runs(arguments), result], indent=1)
-            write(arguments.output, text + "\n")
-    figure(runs(arguments)).savefig(FIGURE, dpi=150)
+            write_json(arguments.output, [*runs(arguments), result])
+    with replaced_file(FIGURE) as file:
+        figure(runs(arguments)).savefig(file, dpi=150)
+
+
+def train_and_measure(name, losses, seed, epochs):
+    """Results of one run."""
+    run = training_run(
+        f"losses_{name}_{epochs}_{seed}",
+        "limoe",
+        seed,
+        epochs,
+        lambda model: {**measure(model), **usage(model)},
+        losses,
+    )
+    finished = finish(run, WORK, verbose=2)
+    return {
+        "losses": name,
+        "seed": seed,
+        "epochs": epochs,
+        "minutes": finished["times"]["training_seconds"] / 60,
+        **finished["results"],
+    }
 
 
 def loss_sets():
@@ -88,9 +100,7 @@ def loss_sets():
 
 def runs(arguments):
     """The runs that are finished."""
-    if not arguments.output.exists():
-        return []
-    return json.loads(arguments.output.read_text())
+    return read_json(arguments.output) if arguments.output.exists() else []
 
 
 def figure(finished):

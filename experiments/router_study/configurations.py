@@ -2,47 +2,73 @@
 
 from typing import Any, NamedTuple
 
-from keras_softmoe.ops.capacity import expert_capacity
-from keras_softmoe.routers.expert_choice import (
-    SinkhornExpertChoiceRouter,
-    SoftmaxExpertChoiceRouter,
-    SparseTransportExpertChoiceRouter,
-)
-from keras_softmoe.routers.identity import IdentityRouter
-from keras_softmoe.routers.soft import SoftRouter
-from keras_softmoe.routers.token_choice import (
-    SinkhornTokenChoiceRouter,
-    SoftmaxTokenChoiceRouter,
-)
+from keras_softmoe import ops, routers
 
-TOKEN_CHOICE = {
-    "softmax_token_choice": SoftmaxTokenChoiceRouter,
-    "sinkhorn_token_choice": SinkhornTokenChoiceRouter,
+
+class Family(NamedTuple):
+    """Models that differ in the numbers of their experts and slots alone.
+
+    Attributes:
+        title: str, what it is called in tables.
+        kind: str, who chooses: `"dense"` (there are no experts), `"token"`, `"expert"`,
+            `"soft"`, `"half fixed"` or `"fixed"` (routing that does not look at the
+            tokens).
+        router: class of the router, or `None`.
+        settings: dict of further arguments of that class.
+    """
+
+    title: str
+    kind: str
+    router: Any = None
+    settings: dict = {}
+
+    @property
+    def is_sparse(self):
+        """Whether tokens go to slots one by one."""
+        return self.kind in ("token", "expert")
+
+
+FAMILIES = {
+    "dense": Family("Dense ViT", "dense"),
+    "softmax_token_choice": Family(
+        "Softmax token choice", "token", routers.SoftmaxTokenChoiceRouter
+    ),
+    "sinkhorn_token_choice": Family(
+        "Sinkhorn token choice", "token", routers.SinkhornTokenChoiceRouter
+    ),
+    "softmax_expert_choice": Family(
+        "Softmax expert choice", "expert", routers.SoftmaxExpertChoiceRouter
+    ),
+    "sinkhorn_expert_choice": Family(
+        "Sinkhorn expert choice", "expert", routers.SinkhornExpertChoiceRouter
+    ),
+    "sparse_expert_choice": Family(
+        "Sparsity-constrained expert choice",
+        "expert",
+        routers.SparseTransportExpertChoiceRouter,
+    ),
+    "soft": Family("Soft MoE", "soft", routers.SoftRouter),
+    "soft_uniform": Family(
+        "Soft / uniform", "half fixed", routers.SoftRouter, {"combine": "uniform"}
+    ),
+    "uniform_soft": Family(
+        "Uniform / soft", "half fixed", routers.SoftRouter, {"dispatch": "uniform"}
+    ),
+    "uniform": Family(
+        "Uniform",
+        "fixed",
+        routers.SoftRouter,
+        {"dispatch": "uniform", "combine": "uniform"},
+    ),
+    "identity": Family("Identity", "fixed", routers.IdentityRouter),
 }
-EXPERT_CHOICE = {
-    "softmax_expert_choice": SoftmaxExpertChoiceRouter,
-    "sinkhorn_expert_choice": SinkhornExpertChoiceRouter,
-    "sparse_expert_choice": SparseTransportExpertChoiceRouter,
-}
-# Name -> dispatch and combine of the soft router.
-ABLATIONS = {
-    "soft_uniform": ("soft", "uniform"),
-    "uniform_soft": ("uniform", "soft"),
-    "uniform": ("uniform", "uniform"),
-}
-TITLES = {
-    "dense": "Dense ViT",
-    "softmax_token_choice": "Softmax token choice",
-    "sinkhorn_token_choice": "Sinkhorn token choice",
-    "softmax_expert_choice": "Softmax expert choice",
-    "sinkhorn_expert_choice": "Sinkhorn expert choice",
-    "sparse_expert_choice": "Sparsity-constrained expert choice",
-    "soft": "Soft MoE",
-    "soft_uniform": "Soft / uniform",
-    "uniform_soft": "Uniform / soft",
-    "uniform": "Uniform",
-    "identity": "Identity",
-}
+
+
+def families(*kinds):
+    """Names of the families of some kinds, in the order of the table."""
+    return [name for name, family in FAMILIES.items() if family.kind in kinds]
+
+
 STUDIES = {
     "routers": "Routers",
     "combine": "With and without softmax combine",
@@ -62,7 +88,7 @@ class Configuration(NamedTuple):
 
     Attributes:
         name: str, a key that also names files.
-        family: str, a key of `TITLES`.
+        family: str, a key of `FAMILIES`.
         title: str, what the model is called in tables.
         router: router or `None`, the template of the expert layers.
         moe_layers: tuple of ints, blocks with experts.
@@ -107,7 +133,7 @@ def configurations(scale, studies=tuple(STUDIES)):
 
     Example:
 
-    >>> found = ksm.study.configurations(ksm.study.SMALL)
+    >>> found = configurations(SMALL)
     >>> len(found["routers"])
     17
     """
@@ -131,11 +157,11 @@ def configurations(scale, studies=tuple(STUDIES)):
 
 
 def _routers(scale):
-    yield Configuration("dense", "dense", TITLES["dense"])
+    yield _dense()
     for factor in (1, 2):
-        for family in (*TOKEN_CHOICE, *EXPERT_CHOICE, "soft"):
+        for family in families("token", "expert", "soft"):
             yield _mixture(scale, family, factor)
-    for family in (*ABLATIONS, "identity"):
+    for family in families("half fixed", "fixed"):
         yield _mixture(scale, family)
 
 
@@ -197,18 +223,18 @@ def placements(num_layers):
 
 def _learning_rate(scale):
     for rate in scale.learning_rates:
-        if rate == scale.learning_rate:
-            yield Configuration("dense", "dense", TITLES["dense"])
-        else:
-            yield Configuration(
-                f"dense_lr{rate:g}",
-                "dense",
-                f"{TITLES['dense']}, learning rate {rate:g}",
-                learning_rate=rate,
-            )
+        yield _dense(None if rate == scale.learning_rate else rate)
 
 
 # === One model ===
+
+
+def _dense(learning_rate=None):
+    name, title = "dense", FAMILIES["dense"].title
+    if learning_rate is not None:
+        name += f"_lr{learning_rate:g}"
+        title += f", learning rate {learning_rate:g}"
+    return Configuration(name, "dense", title, learning_rate=learning_rate)
 
 
 def _mixture(
@@ -223,57 +249,48 @@ def _mixture(
     slots=None,
 ):
     """A mixture of experts. What differs from the scale's default is in its name."""
+    known = FAMILIES[family]
     experts = num_experts or scale.num_experts
     layers = scale.moe_layers if moe_layers is None else moe_layers
-    sparse = family in TOKEN_CHOICE or family in EXPERT_CHOICE
-    group = (group_images or scale.group_images) if sparse else 1
-    name, title = [family], [TITLES[family]]
+    group = (group_images or scale.group_images) if known.is_sparse else 1
+    name, title = [family], [known.title]
+    settings = {**known.settings, **_NAMED}
 
     if family == "identity":
         # It has no slots to spare: as many experts as share the tokens of an image.
         experts = max(n for n in range(1, experts + 1) if scale.num_tokens % n == 0)
-        router = IdentityRouter(experts, **_NAMED)
-    elif sparse:
-        settings = {**_NEAREST, **_NAMED}
+    elif known.is_sparse:
+        settings |= _NEAREST
         if combine != "softmax":
             settings["combine"] = combine
-        if family in TOKEN_CHOICE:
-            router = TOKEN_CHOICE[family](
-                experts,
-                num_selected_experts=capacity,
-                capacity_factor=1.0,
-                priority=priority,
-                **settings,
-            )
-            letter = "K"
+        letter = "K" if known.kind == "token" else "c"
+        if known.kind == "token":
+            settings |= {"num_selected_experts": capacity, "priority": priority}
+            settings["capacity_factor"] = 1.0
         else:
-            router = EXPERT_CHOICE[family](
-                experts, capacity_factor=float(capacity), **settings
-            )
-            letter = "c"
-        # Says now, not after hours, that an expert would get no slot.
-        router.capacity(group * scale.num_tokens)
+            settings["capacity_factor"] = float(capacity)
         name.append(f"{letter.lower()}{capacity:g}")
         title.append(f"{letter} = {capacity:g}")
     else:
-        slots = slots or expert_capacity(
+        slots = slots or ops.expert_capacity(
             scale.num_tokens, experts, capacity, **_NEAREST
         )
-        dispatch, mix = ABLATIONS.get(family, ("soft", "soft"))
-        router = SoftRouter(
-            experts, slots_per_expert=slots, dispatch=dispatch, combine=mix, **_NAMED
-        )
+        settings["slots_per_expert"] = slots
         capacity = slots * experts / scale.num_tokens
         if family == "soft":
             name.append(f"{slots}s")
             title.append(f"{slots} slot{'s' * (slots > 1)} each")
+    router = known.router(experts, **settings)
+    if known.is_sparse:
+        # Says now, not after hours, that an expert would get no slot.
+        router.capacity(group * scale.num_tokens)
     if experts != scale.num_experts:
         name.append(f"{experts}e")
         title.append(f"{experts} experts")
     if layers != scale.moe_layers:
         name.append("at" + "-".join(map(str, layers)))
         title.append(f"blocks {', '.join(map(str, layers))}")
-    if sparse and group != scale.group_images:
+    if known.is_sparse and group != scale.group_images:
         name.append(f"of{group}")
         title.append(f"groups of {group} image{'s' * (group > 1)}")
     if combine != "softmax":

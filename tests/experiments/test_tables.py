@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from keras_softmoe import evaluation, study
-from keras_softmoe.study import __main__ as command_line
-from tests.study import made_up
+from experiments import router_study as study
+from experiments.router_study import __main__ as command_line
+from keras_softmoe import evaluation
+from tests.experiments import made_up
 
-# Of the repository, with the results of studies.
-STUDIES = Path(__file__).parents[2] / "studies"
+COMMITTED = Path(study.__file__).parent / "small"
 
 
 def accuracy(name, seed):
@@ -128,10 +128,10 @@ def test_results_are_made_of_the_json_alone(results, tmp_path):
 
 def test_the_committed_study(tmp_path):
     """Its text comes from its JSON, and nobody has chosen among its seeds."""
-    kept = json.loads((STUDIES / "small" / "results.json").read_text("utf-8"))
+    kept = json.loads((COMMITTED / "results.json").read_text("utf-8"))
     command_line.write_results(kept, tmp_path)
     text = (tmp_path / "README.md").read_text("utf-8")
-    assert text == (STUDIES / "small" / "README.md").read_text("utf-8")
+    assert text == (COMMITTED / "README.md").read_text("utf-8")
     assert kept["scale"] == json.loads(json.dumps(study.SMALL.settings))
     trained = [
         name

@@ -1,7 +1,7 @@
 """Results of a study that was never run: numbers by formula, for tables and claims."""
 
-from keras_softmoe.study.cells import count, describe
-from keras_softmoe.study.configurations import STUDIES, configurations
+from experiments.router_study.cells import count, describe
+from experiments.router_study.configurations import STUDIES, configurations
 
 
 def results(scale, accuracy, studies=tuple(STUDIES)):

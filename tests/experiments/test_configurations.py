@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from keras_softmoe import ops, study
-from keras_softmoe.study.configurations import placements
+from experiments import router_study as study
+from experiments.router_study.configurations import placements
+from keras_softmoe import ops
 
 NEAREST = {"rounding": "round", "multiple_of": None}
 SCALES = [study.SMOKE, study.SMALL, study.FULL]

@@ -22,7 +22,7 @@ class Scale:
         num_heads: int, attention heads.
         hidden_dim: int, width of a token.
         mlp_dim: int, hidden width of MLPs and experts.
-        pooling: str, as in `models.ViTMoEBackbone`.
+        pooling: str, as in `ksm.models.ViTMoEBackbone`.
         num_experts: int, experts of a layer in the comparison of the routers.
         group_images: int, images that sparse routers route together.
         expert_counts: tuple of ints, for the study of experts at fixed slots.
@@ -55,7 +55,7 @@ class Scale:
 
     Example:
 
-    >>> longer = dataclasses.replace(ksm.study.SMALL, name="longer", epochs=24)
+    >>> longer = dataclasses.replace(SMALL, name="longer", epochs=24)
     """
 
     name: str

@@ -2,8 +2,8 @@
 
 import statistics
 
-from keras_softmoe.study.claims import METRICS, claims, value
-from keras_softmoe.study.configurations import STUDIES
+from experiments.router_study.claims import METRICS, claims, value
+from experiments.router_study.configurations import STUDIES
 
 _NONE = "–"
 _NAMED = {"keras": "Keras ", "python": "Python "}
@@ -19,7 +19,7 @@ def table(results, study="routers"):
     """The models of a study with what they cost and what they achieve.
 
     Args:
-        results: dict, what `study.run_study` returns, or read from its JSON.
+        results: dict, what `run_study` returns, or read from its JSON.
         study: str, one of the studies in it.
 
     Returns:
@@ -33,7 +33,7 @@ def table(results, study="routers"):
 
     Example:
 
-    >>> print(ksm.study.table(results, "placement"))
+    >>> print(table(results, "placement"))
     """
     if study not in results["studies"]:
         raise ValueError(
@@ -61,7 +61,7 @@ def claims_table(results):
 
     Example:
 
-    >>> print(ksm.study.claims_table(results))
+    >>> print(claims_table(results))
     """
     lines = []
     for claim in claims(results):
@@ -83,7 +83,7 @@ def report(results):
 
     Example:
 
-    >>> pathlib.Path("study.md").write_text(ksm.study.report(results))
+    >>> pathlib.Path("study.md").write_text(report(results))
     """
     parts = [f"# The router study, `{results['scale']['name']}`", _setup(results)]
     for study in results["studies"]:

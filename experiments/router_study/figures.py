@@ -3,22 +3,20 @@
 import itertools
 import statistics
 
+from experiments.router_study.configurations import FAMILIES, families
+from experiments.router_study.tables import finished_seeds, numbers
 from keras_softmoe.analysis.drawing import (
     MARKERS,
     PALETTE,
     as_percentages,
     new_figure,
     plain_axes,
-    spread_of,
 )
-from keras_softmoe.study.configurations import ABLATIONS, TITLES
-from keras_softmoe.study.tables import finished_seeds, numbers
 
 _NAMES = {
     "upstream_accuracy": "upstream accuracy",
     "fine_tuned_accuracy": "fine-tuned accuracy",
 }
-_GRAY = (*ABLATIONS, "identity")
 
 
 def plot_study(results, metric="upstream_accuracy"):
@@ -31,7 +29,7 @@ def plot_study(results, metric="upstream_accuracy"):
     hollow and a line joins them.
 
     Args:
-        results: dict, what `study.run_study` returns, or read from its JSON.
+        results: dict, what `run_study` returns, or read from its JSON.
         metric: str, `"upstream_accuracy"`, `"fine_tuned_accuracy"`, or `"10-shot"` and
             the like.
 
@@ -46,7 +44,7 @@ def plot_study(results, metric="upstream_accuracy"):
 
     Example:
 
-    >>> figure = ksm.study.plot_study(results, "10-shot")
+    >>> figure = plot_study(results, "10-shot")
     >>> figure.savefig("study_10_shot.png")
     """
     shots = [f"{count}-shot" for count in results["scale"]["shots"]]
@@ -64,12 +62,13 @@ def plot_study(results, metric="upstream_accuracy"):
         )
     figure = new_figure(9.0, 3.8)
     left, right = figure.subplots(1, 2, sharey=True)
-    markers = dict(zip(TITLES, itertools.cycle(MARKERS)))
-    colors = dict(zip((f for f in TITLES if f not in _GRAY), PALETTE, strict=True))
+    markers = dict(zip(FAMILIES, itertools.cycle(MARKERS)))
+    colored = families("dense", "token", "expert", "soft")
+    colors = dict(zip(colored, PALETTE, strict=True))
     for family, row in points.items():
         color, marker = colors.get(family, "0.5"), markers[family]
         for ax, cost in ((left, "ratio"), (right, "training_gflop")):
-            _draw_family(ax, row, cost, color, marker, TITLES[family])
+            _draw_family(ax, row, cost, color, marker, FAMILIES[family].title)
     left.set_xlabel("time of a training step, dense = 1", fontsize=9)
     right.set_xlabel("operations of the whole training, TFLOP", fontsize=9)
     task = f"{metric} accuracy on digits" if metric in shots else _NAMES[metric]
@@ -99,7 +98,7 @@ def _points(results, metric):
             "ratio": results["times"]["steps"][name]["ratio"],
             "training_gflop": known["training_gflop"] / 1e3,
             "mean": statistics.fmean(found),
-            "spread": spread_of(found),
+            "spread": statistics.stdev(found) if len(found) > 1 else 0.0,
             "slots": known["slots_per_token"] or 0,
         }
         points.setdefault(known["family"], []).append(point)

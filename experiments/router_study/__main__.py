@@ -1,21 +1,23 @@
-"""The router study from the command line: `python -m keras_softmoe.study`."""
+"""The router study from the command line: `python -m experiments.router_study`."""
 
 import argparse
 from pathlib import Path
 
 import keras
 
-from keras_softmoe.study.configurations import STUDIES
-from keras_softmoe.study.figures import plot_study
-from keras_softmoe.study.runner import run_study, write_json
-from keras_softmoe.study.scales import SCALES
-from keras_softmoe.study.tables import report
+from experiments.router_study.configurations import STUDIES
+from experiments.router_study.figures import plot_study
+from experiments.router_study.runner import run_study
+from experiments.router_study.scales import SCALES
+from experiments.router_study.tables import report
+from experiments.runs import write_json
+from keras_softmoe.files import replaced_file
 
 
 def main(arguments=None):
     """Run a study, or go on with it, and write its JSON, tables and figures."""
     parser = argparse.ArgumentParser(
-        prog="python -m keras_softmoe.study",
+        prog="python -m experiments.router_study",
         description="Train the models of the router study, or go on with it, and write "
         "results.json, README.md and two figures. The backend is Keras': set "
         "KERAS_BACKEND.",
@@ -45,7 +47,7 @@ def write_results(results, directory):
     """Write the JSON of a study, and tables and figures that are made of it alone.
 
     Args:
-        results: dict, what `study.run_study` returns.
+        results: dict, what `run_study` returns.
         directory: path.
     """
     directory = Path(directory)
@@ -56,9 +58,11 @@ def write_results(results, directory):
         last = f"{results['scale']['shots'][-1]}-shot"
         for metric in ("upstream_accuracy", last):
             name = f"{metric.replace('-', '_')}.png"
-            plot_study(results, metric).savefig(directory / name)
+            with replaced_file(directory / name) as file:
+                plot_study(results, metric).savefig(file)
             text += f"\n![{metric.replace('_', ' ')} against cost]({name})\n"
-    (directory / "README.md").write_text(text, encoding="utf-8")
+    with replaced_file(directory / "README.md") as file:
+        file.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from keras_softmoe import study
-from tests.study import made_up
+from experiments import router_study as study
+from tests.experiments import made_up
 
 BASE = {
     "dense": 0.30,

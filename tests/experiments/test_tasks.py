@@ -2,48 +2,28 @@
 
 import dataclasses
 
-import keras
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from keras_softmoe import datasets, study
-from keras_softmoe.study.cells import train_cell
-from keras_softmoe.study.models import Stopwatch, build_backbone, build_classifier
-from keras_softmoe.study.tasks import VALIDATION_SEED, Batches, upstream_task
-
-
-class Recorder:
-    """In place of a model: remembers what it was given to learn."""
-
-    def fit(self, batches, epochs, callbacks, **kwargs):
-        self.seen = []
-        for epoch in range(epochs):
-            for callback in callbacks:
-                callback.on_epoch_begin(epoch, {})
-            self.seen += [batches[index] for index in range(len(batches))]
+from experiments import router_study as study
+from experiments.router_study.cells import cell
+from experiments.router_study.models import Stopwatch, build_backbone, build_classifier
+from experiments.router_study.tasks import VALIDATION_SEED, upstream_task
+from experiments.runs import finish
+from keras_softmoe import datasets
 
 
 def test_glyphs_are_new_in_each_epoch(tmp_path):
-    scale, model = study.SMOKE, Recorder()
-    upstream_task(scale, tmp_path).fit(model, seed=3, callbacks=[])
-    images, labels = (np.concatenate(part) for part in zip(*model.seen, strict=True))
+    scale, task = study.SMOKE, upstream_task(study.SMOKE, tmp_path)
+    seen = [batch for epoch in range(scale.epochs) for batch in task.batches(3, epoch)]
+    images, labels = (np.concatenate(part) for part in zip(*seen, strict=True))
     number = scale.steps * scale.batch_size
     expected = datasets.glyphs(number, scale.image_size, seed=3, verbose=0)
     np.testing.assert_array_equal(images, expected[0])
     np.testing.assert_array_equal(labels, expected[1])
     # Images of validation are those of a seed that no model is trained on.
     assert VALIDATION_SEED not in scale.seeds
-
-
-def test_batches_are_whole():
-    batches = Batches(lambda epoch: (np.full((10, 2), epoch), np.arange(10)), 4)
-    assert len(batches) == 2
-    callback = batches.callback()
-    callback.on_epoch_begin(5, {})
-    images, labels = batches[1]
-    assert (images == 5).all() and images.dtype == "float32"
-    np.testing.assert_array_equal(labels, [4, 5, 6, 7])
 
 
 def test_accuracy_and_head(tmp_path):
@@ -54,11 +34,11 @@ def test_accuracy_and_head(tmp_path):
     _, labels = datasets.glyphs(
         scale.validation_images, scale.image_size, VALIDATION_SEED, verbose=0
     )
-    logits = keras.ops.convert_to_numpy(model(task.images(2)))
+    logits = model.predict(task.images(2), verbose=0)
     np.testing.assert_array_equal(logits, -2.0)
     bias = np.zeros(task.num_classes, "float32")
     bias[labels[0]] = 1.0
-    model.get_layer("logits").bias.assign(bias)
+    model.output_dense.bias.assign(bias)
     assert task.accuracy(model) == np.mean(labels == labels[0])
 
 
@@ -82,8 +62,8 @@ def test_a_data_set_of_tfds(tmp_path):
                 if next(steps, None) is None:
                     raise KeyboardInterrupt
 
-            cell = models["softmax_token_choice_k2"], 0, task, tmp_path / directory
-            return train_cell(scale, *cell, step)[0]
+            run = cell(scale, models["softmax_token_choice_k2"], 0, task)
+            return finish(run, tmp_path / directory, step)["results"]
 
         whole = train("whole")
         # In the second of two epochs.

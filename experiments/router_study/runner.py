@@ -1,18 +1,23 @@
 """Runs a study cell by cell; what is finished is kept."""
 
-import gc
-import json
-import os
 import platform
 import shutil
 from pathlib import Path
 
 import keras
 
-from keras_softmoe.study.cells import count, describe, train_cell
-from keras_softmoe.study.configurations import STUDIES, configurations
-from keras_softmoe.study.models import Stopwatch
-from keras_softmoe.study.tasks import upstream_task
+from experiments.router_study.cells import cell, cell_name, count, describe
+from experiments.router_study.configurations import STUDIES, configurations
+from experiments.router_study.models import Stopwatch
+from experiments.router_study.tasks import upstream_task
+from experiments.runs import (
+    backup_directory,
+    finish,
+    processor,
+    read_json,
+    result_file,
+    write_json,
+)
 
 _DENSE = "dense"
 
@@ -31,7 +36,7 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
     Args:
         scale: `Scale`.
         directory: path, where cells, images and backups are kept.
-        studies: sequence of names, see `study.configurations`.
+        studies: sequence of names, see `configurations`.
         seeds: sequence of ints, those of the scale that are to be trained now; all of
             them if `None`.
         verbose: 0 for silence, 1 for a progress bar over the steps of all cells with
@@ -53,7 +58,7 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
           experts, see `analysis.ExpertLoad`), and `"diverged"`, with which a cell has
           no other results.
         - `"times"`: the machine; `"steps"`, a step of each model and of the dense one
-          in turn, and their ratio; `"cells"`, seconds.
+          in turn, and their ratio; `"cells"`, seconds, see `runs.finish`.
 
     Raises:
         ValueError: if there is no such study, the directory is of another scale or
@@ -64,8 +69,8 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
 
     Example:
 
-    >>> results = ksm.study.run_study(ksm.study.SMALL, "build/study")
-    >>> print(ksm.study.report(results))
+    >>> results = run_study(SMALL, "build/study")
+    >>> print(report(results))
     """
     chosen = configurations(scale, studies)
     seeds = scale.seeds if seeds is None else tuple(seeds)
@@ -81,9 +86,10 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
     gather(scale, directory, studies)
     files.keep_to_one_backend()
     missing = [cell for cell in cells if not files.cell(*cell).exists()]
-    for cell in set(cells) - set(missing):
+    for name, seed in set(cells) - set(missing):
         # Left by a process that was stopped when its cell was written.
-        shutil.rmtree(files.backup(*cell), ignore_errors=True)
+        backup = backup_directory(directory, cell_name(name, seed))
+        shutil.rmtree(backup, ignore_errors=True)
     if missing:
         task = upstream_task(scale, files.images)
         _train(scale, models, missing, task, files, verbose)
@@ -96,7 +102,7 @@ def gather(scale, directory, studies=tuple(STUDIES)):
     Args:
         scale: `Scale`.
         directory: path, as of `run_study`.
-        studies: sequence of names, see `study.configurations`.
+        studies: sequence of names, see `configurations`.
 
     Returns:
         dict, as from `run_study`.
@@ -106,7 +112,7 @@ def gather(scale, directory, studies=tuple(STUDIES)):
 
     Example:
 
-    >>> results = ksm.study.gather(ksm.study.SMALL, "build/study")
+    >>> results = gather(SMALL, "build/study")
     """
     files = _Files(directory, scale)
     found = {
@@ -123,35 +129,17 @@ def gather(scale, directory, studies=tuple(STUDIES)):
             known = files.configuration(name)
             if not known.exists():
                 continue
-            known = _read(known)
+            known = read_json(known)
             found["configurations"][name] |= known["cost"]
             found["times"]["steps"][name] = known["times"]
             found["times"]["machine"] = known["machine"]
             cells = {str(s): files.cell(name, s) for s in scale.seeds}
-            cells = {s: _read(file) for s, file in cells.items() if file.exists()}
+            cells = {s: read_json(file) for s, file in cells.items() if file.exists()}
             for part in ("results", "times"):
                 of_seeds = {seed: cell[part] for seed, cell in cells.items()}
                 place = found["cells"] if part == "results" else found["times"]["cells"]
                 place[name] = of_seeds
     return found
-
-
-def write_json(path, content):
-    """Write a file aside and rename it, so that it is there whole or not at all.
-
-    Args:
-        path: path of the file. Its directory is made.
-        content: what JSON can hold.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(aside, "w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=1, allow_nan=False) + "\n")
-        file.flush()
-        # Or a machine that loses power may keep the name and lose the content.
-        os.fsync(file.fileno())
-    aside.replace(path)
 
 
 def _train(scale, models, cells, task, files, verbose):
@@ -172,16 +160,9 @@ def _train(scale, models, cells, task, files, verbose):
                 "machine": _machine(),
             }
             write_json(files.configuration(name), content)
-        backup = files.backup(name, seed)
-        results, times = train_cell(
-            scale, configuration, seed, task, backup, on_step=progress.step
-        )
-        content = {"results": results, "times": times}
-        write_json(files.cell(name, seed), content)
-        shutil.rmtree(backup, ignore_errors=True)
+        run = cell(scale, configuration, seed, task)
+        finish(run, files.directory, progress.step)
         progress.end_of_cell()
-        # Models refer to themselves: they would pile up over hundreds of cells.
-        gc.collect()
 
 
 class _Progress:
@@ -214,7 +195,7 @@ class _Files:
         known, settings = self.directory / "scale.json", scale.settings
         if not known.exists():
             write_json(known, settings)
-        kept = _read(known)
+        kept = read_json(known)
         if kept != settings:
             differ = sorted(n for n in settings if kept.get(n) != settings[n])
             raise ValueError(
@@ -229,7 +210,7 @@ class _Files:
         known = self.directory / "backend.json"
         if not known.exists():
             write_json(known, backend)
-        kept = _read(known)
+        kept = read_json(known)
         if kept != backend:
             raise ValueError(
                 "A directory holds the cells of one backend. Name another directory, "
@@ -241,19 +222,7 @@ class _Files:
         return self.directory / "configurations" / f"{name}.json"
 
     def cell(self, name, seed):
-        return self.directory / "cells" / f"{name}_seed{seed}.json"
-
-    def backup(self, name, seed):
-        return self.directory / "backup" / f"{name}_seed{seed}"
-
-
-def _read(path):
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(
-            f"'{path}' is damaged ({error}). Delete it: what it held is made again."
-        ) from error
+        return result_file(self.directory, cell_name(name, seed))
 
 
 def _machine():
@@ -262,6 +231,6 @@ def _machine():
     return {
         "backend": f"{backend} {module.__version__}",
         "keras": keras.__version__,
-        "processor": f"{os.cpu_count()} cores, {platform.machine()}",
+        "processor": processor(),
         "python": platform.python_version(),
     }

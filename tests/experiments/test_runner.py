@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from keras_softmoe import study
-from keras_softmoe.study import cells, runner
+from experiments import router_study as study
+from experiments.router_study import cells, runner
+from experiments.runs import finish
+from keras_softmoe import evaluation
 
 SCALE = dataclasses.replace(study.SMOKE, seeds=(3, 4), timed_rounds=1)
 # Its noise, and that of the order of images, has to be taken up again.
@@ -76,7 +78,7 @@ def test_results(uninterrupted):
 
 def test_what_is_finished_is_kept(uninterrupted, monkeypatch):
     directory, results = uninterrupted
-    monkeypatch.setattr(runner, "train_cell", None)
+    monkeypatch.setattr(runner, "finish", None)
     assert run(directory) == results
     assert study.gather(SCALE, directory, ("routers",)) == results
 
@@ -97,7 +99,7 @@ def test_an_interrupted_study(uninterrupted, tmp_path, monkeypatch):
         step(self)
 
     interrupted_step.count = 0
-    probe = cells.few_shot_probe
+    probe = evaluation.few_shot_probe
 
     def interrupted_probe(*args, **kwargs):
         if interruptions.count("probe") < 1 and "step" in interruptions:
@@ -106,7 +108,7 @@ def test_an_interrupted_study(uninterrupted, tmp_path, monkeypatch):
         return probe(*args, **kwargs)
 
     monkeypatch.setattr(runner._Progress, "step", interrupted_step)
-    monkeypatch.setattr(cells, "few_shot_probe", interrupted_probe)
+    monkeypatch.setattr(evaluation, "few_shot_probe", interrupted_probe)
     # The second seed first: cells do not depend on what was trained before them.
     for seeds in ((4,), None):
         for _ in range(10):
@@ -125,9 +127,9 @@ def test_models_that_diverge(tmp_path, monkeypatch):
     diverges = dataclasses.replace(SCALE, seeds=(0,), learning_rate=float("inf"))
     models = runner.configurations(diverges, ("routers",))["routers"]
     task = runner.upstream_task(diverges, tmp_path / "images")
-    found, times = cells.train_cell(diverges, models["dense"], 0, task, tmp_path)
-    assert found == {"diverged": True}
-    assert times["seconds"] > 0
+    found = finish(cells.cell(diverges, models["dense"], 0, task), tmp_path)
+    assert found["results"] == {"diverged": True}
+    assert found["times"]["seconds"] > 0
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_damaged_files_are_found_before_anything_is_trained(
     directory = copied(uninterrupted, tmp_path)
     (directory / part).write_text("")
     (directory / "cells" / "soft_4s_seed4.json").unlink()
-    monkeypatch.setattr(runner, "train_cell", None)
+    monkeypatch.setattr(runner, "finish", None)
     with pytest.raises(ValueError, match=f"{part}' is damaged.*Delete it"):
         run(directory)
 

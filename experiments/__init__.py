@@ -1,0 +1,1 @@
+"""Programs of this repository, which train through the library's public names."""

@@ -1,0 +1,163 @@
+"""One cell of a study: a configuration and a seed, trained and measured."""
+
+import keras
+import numpy as np
+
+import keras_softmoe as ksm
+from experiments.router_study.models import (
+    backbone_arguments,
+    build_backbone,
+    build_classifier,
+)
+from experiments.router_study.tasks import accuracy, compile_with_cosine
+from experiments.runs import EpochData, Run, batches_of, fit
+
+_FINE_TUNING_BATCH = 32
+
+
+def cell_name(name, seed):
+    """Name of the files of a configuration and a seed."""
+    return f"{name}_seed{seed}"
+
+
+def cell(scale, configuration, seed, task):
+    """The training of a model with a seed, and all that a study tells about it.
+
+    Args:
+        scale: `Scale`.
+        configuration: `Configuration`.
+        seed: int.
+        task: the scale's task, see `upstream_task`.
+
+    Returns:
+        `Run`. Its results are those of `run_study`; if the loss became infinite or NaN
+        they are `{"diverged": True}`.
+    """
+
+    def build():
+        model = build_classifier(
+            build_backbone(scale, configuration), task.num_classes, task.head_bias
+        )
+        task.compile(model, configuration.learning_rate or scale.learning_rate)
+        return model
+
+    def measure(model):
+        if not _is_finite(model):
+            return {"diverged": True}
+        return {
+            "diverged": False,
+            "upstream_accuracy": task.accuracy(model),
+            **_routing(scale, model, task),
+            **_transfer(scale, model, seed),
+        }
+
+    return Run(
+        name=cell_name(configuration.name, seed),
+        seed=seed,
+        build=build,
+        draw=lambda epoch: task.batches(seed, epoch),
+        epochs=scale.epochs,
+        steps_per_epoch=scale.steps_per_epoch,
+        measure=measure,
+    )
+
+
+def describe(scale, configuration):
+    """What a configuration is.
+
+    Args:
+        scale: `Scale`.
+        configuration: `Configuration`.
+
+    Returns:
+        dict that can be written as JSON.
+    """
+    return {
+        "title": configuration.title,
+        "family": configuration.family,
+        "num_experts": configuration.num_experts,
+        "slots_per_token": configuration.capacity,
+        "moe_layers": list(configuration.moe_layers),
+        "group_images": configuration.group_images,
+        "learning_rate": configuration.learning_rate or scale.learning_rate,
+        "router": configuration.router and configuration.router.get_config(),
+    }
+
+
+def count(scale, configuration, num_classes):
+    """What a configuration costs.
+
+    Args:
+        scale: `Scale`.
+        configuration: `Configuration`.
+        num_classes: int, classes of the upstream task.
+
+    Returns:
+        dict that can be written as JSON.
+    """
+    counted = ksm.evaluation.cost(
+        backbone_arguments(scale, configuration), num_classes=num_classes
+    )
+    images = scale.steps * scale.batch_size
+    return {
+        "parameters": counted.parameters,
+        "gflop_per_image": counted.gflop_per_image,
+        # Forward once, and twice as much backward.
+        "training_gflop": 3 * counted.gflop_per_image * images,
+    }
+
+
+def _routing(scale, model, task):
+    """Dropped tokens and the balance of experts, per block."""
+    if not model.backbone.moe_layers:
+        return {"dropped": None, "imbalance": None}
+    found = ksm.analysis.expert_load(
+        model, task.images(scale.routed_images), verbose=0
+    )
+    return {
+        "dropped": [load.dropped for load in found.values()],
+        "imbalance": [load.imbalance for load in found.values()],
+    }
+
+
+def _transfer(scale, model, seed):
+    """Few-shot and fine-tuned accuracy on the handwritten digits."""
+    train, test = (
+        [
+            array[: scale.transfer_images]
+            for array in ksm.datasets.digits(scale.image_size, split)
+        ]
+        for split in ("train", "test")
+    )
+    probe = ksm.evaluation.few_shot_probe(
+        model, train, test, shots=scale.shots, seeds=scale.draws, verbose=0
+    )
+    # After the probe: it changes the weights.
+    return {
+        "few_shot": {str(shots): result.mean for shots, result in probe.items()},
+        "fine_tuned_accuracy": _fine_tuned(scale, model.backbone, train, test, seed),
+    }
+
+
+def _fine_tuned(scale, backbone, train, test, seed):
+    keras.utils.set_random_seed(seed)
+    images, labels = train
+
+    def shuffled(epoch):
+        order = np.random.default_rng((seed, epoch)).permutation(len(labels))
+        return batches_of(images[order], labels[order], _FINE_TUNING_BATCH)
+
+    steps_per_epoch = len(labels) // _FINE_TUNING_BATCH
+    steps = scale.fine_tuning_epochs * steps_per_epoch
+    model = build_classifier(backbone, int(labels.max()) + 1)
+    compile_with_cosine(model, scale, steps, steps // 8, scale.fine_tuning_rate)
+    data = EpochData(shuffled, steps_per_epoch, model.preprocess_samples)
+    fit(model, data, scale.fine_tuning_epochs)
+    return accuracy(model, *test)
+
+
+def _is_finite(model):
+    return all(
+        bool(np.all(np.isfinite(keras.ops.convert_to_numpy(weight.value))))
+        for weight in model.trainable_variables
+    )

@@ -1,0 +1,252 @@
+"""How every experiment trains and measures a model, and keeps what is finished."""
+
+import dataclasses
+import gc
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import keras
+
+import keras_softmoe as ksm
+from keras_softmoe.files import replaced_file
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A model to train and to measure.
+
+    All that is random follows from the seed, so a run is the same whatever ran before
+    it, and if it was interrupted.
+
+    Attributes:
+        name: str, names the files of the run.
+        seed: int.
+        build: callable that returns the compiled task to train, a model with
+            `preprocess_samples`.
+        draw: callable from the number of an epoch to an iterator over its batches,
+            `(images, labels)` or `(images, captions)`; see `batches_of`.
+        epochs: int. A backup is written after each of them.
+        steps_per_epoch: int, batches that are taken of each iterator.
+        measure: callable from the trained model to a dict that JSON can hold.
+    """
+
+    name: str
+    seed: int
+    build: Callable
+    draw: Callable
+    epochs: int
+    steps_per_epoch: int
+    measure: Callable
+
+
+def result_file(directory, name):
+    """Path of the results of a run, which is there once the run is finished."""
+    return Path(directory, "cells", f"{name}.json")
+
+
+def backup_directory(directory, name):
+    """Path of what an interrupted run goes on from."""
+    return Path(directory, "backup", name)
+
+
+def finish(run, directory, on_step=None, verbose=0):
+    """Train and measure a model, unless that is done.
+
+    The results are written to a file of their own. Called again after an interruption,
+    training goes on after the last finished epoch, with the results that it would have
+    had (on the same machine and backend: nothing is promised of the last digits
+    elsewhere).
+
+    Args:
+        run: `Run`.
+        directory: path, where results and backups are kept.
+        on_step: optional callable without arguments, called after each step.
+        verbose: as in `fit`.
+
+    Returns:
+        dict that can be written as JSON: `"results"`, what `run.measure` returned, and
+        `"times"`: `"training_seconds"`, of all epochs, and `"seconds"`, of the process
+        that finished the run.
+    """
+    file = result_file(directory, run.name)
+    backup = backup_directory(directory, run.name)
+    if not file.exists():
+        started = time.perf_counter()
+        keras.utils.set_random_seed(run.seed)
+        model = run.build()
+        times = {"training_seconds": _train(run, model, backup, on_step, verbose)}
+        results = run.measure(model)
+        times["seconds"] = time.perf_counter() - started
+        write_json(file, {"results": results, "times": times})
+        # Models refer to themselves: they would pile up over hundreds of runs.
+        del model
+        gc.collect()
+    # It may have been left by a process that was stopped when its file was written.
+    shutil.rmtree(backup, ignore_errors=True)
+    return read_json(file)
+
+
+def batches_of(x, y, batch_size):
+    """Iterator over batches of arrays. A last, smaller batch is left out."""
+    starts = range(0, len(x) - batch_size + 1, batch_size)
+    return ((x[i : i + batch_size], y[i : i + batch_size]) for i in starts)
+
+
+def fit(model, data, epochs, callbacks=(), verbose=0):
+    """Train a task on `EpochData`.
+
+    KerasHub's tasks fit arrays and `tf.data` pipelines, which they prepare. Keras' own
+    `fit` takes data that are prepared.
+
+    Args:
+        model: compiled task.
+        data: `EpochData`.
+        epochs: int.
+        callbacks: sequence of callbacks, called after the data of an epoch are drawn.
+        verbose: as in `keras.Model.fit`.
+    """
+    keras.Model.fit(
+        model,
+        data,
+        epochs=epochs,
+        shuffle=False,
+        verbose=verbose,
+        callbacks=[data.callback(), *callbacks],
+    )
+
+
+class EpochData(keras.utils.PyDataset):
+    """Batches that are others in each epoch: those that a function gives for it.
+
+    Args:
+        draw: callable from the number of an epoch to an iterator over its batches.
+        length: int, batches that are taken of each iterator.
+        prepare: callable from the parts of a batch to what the model is fed.
+    """
+
+    def __init__(self, draw, length, prepare):
+        super().__init__()
+        self.draw, self.length, self.prepare = draw, length, prepare
+        self.batches = None
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if self.batches is None:
+            # Keras looks at the form of a batch before the first epoch.
+            self.start(0)
+        return self.prepare(*next(self.batches))
+
+    def start(self, epoch):
+        """Take the batches of an epoch."""
+        self.batches = self.draw(epoch)
+
+    def callback(self):
+        """What takes the right batches at the beginning of each epoch."""
+        return keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: self.start(epoch)
+        )
+
+
+def adamw(learning_rate, steps, warmup_steps, weight_decay, clip_norm=None):
+    """AdamW whose learning rate rises from 0 and then falls to 0 along a cosine.
+
+    Args:
+        learning_rate: float, the peak.
+        steps: int, steps of the whole training, warmup included.
+        warmup_steps: int, steps over which the learning rate rises.
+        weight_decay: float.
+        clip_norm: float or `None`, largest norm of the gradient of all parameters.
+
+    Returns:
+        `keras.optimizers.AdamW`.
+    """
+    schedule = keras.optimizers.schedules.CosineDecay(
+        0.0,
+        decay_steps=max(steps - warmup_steps, 1),
+        warmup_target=learning_rate,
+        warmup_steps=warmup_steps,
+    )
+    return keras.optimizers.AdamW(
+        schedule, weight_decay=weight_decay, global_clipnorm=clip_norm
+    )
+
+
+# === Files ===
+
+
+def write_json(path, content):
+    """Write a file that is there whole or not at all.
+
+    Args:
+        path: path of the file. Its directory is made.
+        content: what JSON can hold.
+    """
+    with replaced_file(path) as new, open(new, "w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=1, allow_nan=False) + "\n")
+        file.flush()
+        # Or a machine that loses power may keep the name and lose the content.
+        os.fsync(file.fileno())
+
+
+def read_json(path):
+    """What a file holds.
+
+    Raises:
+        ValueError: if it is damaged.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"'{path}' is damaged ({error}). Delete it: what it held is made again."
+        ) from error
+
+
+def processor():
+    """What this machine computes with, a str."""
+    return f"{os.cpu_count()} cores, {platform.machine()}"
+
+
+# === Parts ===
+
+
+def _train(run, model, backup, on_step, verbose):
+    """Train to the end of the last epoch; returns the seconds of all epochs."""
+    data = EpochData(run.draw, run.steps_per_epoch, model.preprocess_samples)
+    clock = _Clock(backup / "seconds.json")
+    callbacks = [
+        keras.callbacks.TerminateOnNaN(),
+        clock,
+        ksm.distribution.Backup(backup / "model", delete=False),
+    ]
+    if on_step:
+        callbacks.append(
+            keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs: on_step()
+            )
+        )
+    fit(model, data, run.epochs, callbacks, verbose)
+    return clock.seconds
+
+
+class _Clock(keras.callbacks.Callback):
+    """Seconds spent in finished epochs, those before an interruption among them."""
+
+    def __init__(self, file):
+        super().__init__()
+        self.file = file
+        self.seconds = read_json(file) if file.exists() else 0.0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.started = time.perf_counter()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seconds += time.perf_counter() - self.started
+        write_json(self.file, self.seconds)
