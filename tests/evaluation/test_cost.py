@@ -237,7 +237,7 @@ print(found.parameters, peak() - before, *heavy)
     ("model", "message"),
     [
         ("soft_moe_tni", "Unknown preset 'soft_moe_tni'"),
-        ("hf://me/model", "model='hf://me/model'.*Load it"),
+        ("hf://me/model", "preset='hf://me/model'.*Load it"),
         (routers.SoftRouter(4), "Received: model=<"),
         (None, "Received: model=None"),
         ({"patch_size": 4}, "Received: no image_shape, num_layers"),
