@@ -164,7 +164,7 @@ def find_directory(preset):
     if not path.is_dir():
         path = _directory(str(preset))
     if path is not None:
-        _check_config(path)
+        _read_config_file(path)
     return path
 
 
@@ -176,7 +176,7 @@ def read_config(preset):
 
     Returns:
         Registered name of the class (`"keras_softmoe>ViTMoEBackbone"`) and the dict of
-        its arguments, a router in it serialized.
+        its arguments, as `from_config` takes them: with a router, or a serialized one.
 
     Raises:
         ValueError: as in `find_directory`, or for a handle, which is not read.
@@ -188,11 +188,11 @@ def read_config(preset):
         )
     path = find_directory(preset)
     if path is None:
-        # As from a file: sequences are lists.
-        saved = json.loads(json.dumps(preset_files.config(architectures()[preset])))
-        return saved["registered_name"], saved["config"]
-    with explain_errors(path):
-        saved = _read_json(path / CONFIG_FILE)
+        # Serializing the router would import TensorFlow.
+        saved = preset_files.config(architectures()[preset])
+    else:
+        saved = _read_config_file(path)
+    with explain_errors(path or preset):
         return saved["registered_name"], saved["config"]
 
 
@@ -262,7 +262,8 @@ def _metadata(path, name):
         return _read_json(file) if file.is_file() else {}
 
 
-def _check_config(path):
+def _read_config_file(path):
+    """What `config.json` in a directory says, checked to be of a model of ours."""
     file = path / CONFIG_FILE
     if not file.is_file():
         raise ValueError(
@@ -270,13 +271,14 @@ def _check_config(path):
             "one with `model.save_to_preset(directory)`."
         )
     with explain_errors(path):
-        config = _read_json(file)
-    name = config.get("registered_name") if isinstance(config, dict) else None
+        saved = _read_json(file)
+    name = saved.get("registered_name") if isinstance(saved, dict) else None
     if not str(name).startswith("keras_softmoe>"):
         raise ValueError(
             f"The preset in '{path}' is not one of keras_softmoe: its {CONFIG_FILE} "
             f"was made for {name!r}. Load it with the library it belongs to."
         )
+    return saved
 
 
 def _read_json(file):

@@ -79,8 +79,11 @@ def preset_files(architecture):
     """
     about = metadata(architecture)
     converter = _image_converter(architecture)
+    backbone = config(architecture)
+    router = keras.saving.serialize_keras_object(backbone["config"]["router"])
+    backbone["config"]["router"] = router
     files = {
-        "config.json": config(architecture),
+        "config.json": backbone,
         "metadata.json": about,
         "image_converter.json": converter,
     }
@@ -100,12 +103,7 @@ def preset_files(architecture):
 
 
 def config(architecture):
-    """The serialized backbone of an architecture, a dict."""
-    router = architecture.router and architecture.router()
-    if router is not None:
-        # Not Keras' own function, which would import TensorFlow.
-        cls = type(router)
-        router = _serialized(cls.__module__, cls.__name__, router.get_config())
+    """The serialized backbone of an architecture, a dict with a router as it is."""
     return _serialized(
         _KINDS[architecture.backbone].module,
         architecture.backbone,
@@ -113,7 +111,7 @@ def config(architecture):
             "name": architecture.name,
             "trainable": True,
             **architecture.arguments,
-            "router": router,
+            "router": architecture.router and architecture.router(),
         },
     )
 

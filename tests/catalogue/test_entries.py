@@ -171,14 +171,15 @@ def test_read_config(catalogue):
     assert entries.read_config("vit_tiny") == (OURS["registered_name"], OURS["config"])
     name, config = entries.read_config(ARCHITECTURE)
     assert name == OURS["registered_name"]
-    assert config["image_shape"] == [224, 224, 3] and config["pooling"] == "gap"
+    assert config["image_shape"] == (224, 224, 3) and config["pooling"] == "gap"
 
 
 def test_an_architecture_becomes_a_directory_on_demand(catalogue):
     with open_preset(ARCHITECTURE, load_weights=False) as directory:
         assert presets.describe(ARCHITECTURE).path is None
         name, config = entries.read_config(directory)
-        assert (name, config) == entries.read_config(ARCHITECTURE)
+        assert json.dumps(config) == json.dumps(entries.read_config(ARCHITECTURE)[1])
+        assert name == OURS["registered_name"]
     # It is gone again.
     with pytest.raises(ValueError, match="Unknown preset"):
         opened(directory, load_weights=False)
