@@ -20,12 +20,11 @@ _FADED = 0.12
 
 
 def plot_expert_examples(examples, experts=None):
-    """Show the patches and words that go to each expert of a block most surely.
+    """Show the patches and words that are each expert's with the highest probability.
 
     One row for each expert: which share of the patches and of the text tokens choose it
-    first; the patches that the router is surest of, and the words, both with their
-    routing probabilities and surest first. A piece of a word that does not begin it has
-    a hyphen before it.
+    first; the patches and the words of the highest routing probabilities, with these
+    numbers and in falling order. A hyphen marks pieces that do not begin a word.
 
     Args:
         examples: `analysis.ExpertExamples`.

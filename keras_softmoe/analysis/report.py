@@ -180,11 +180,7 @@ def _add_routers(page, routers):
     # Equal routers in one row.
     rows = {}
     for layer, router in routers.items():
-        settings = ", ".join(
-            f"{name}={_setting(value)}"
-            for name, value in router.get_config().items()
-            if name not in _NO_SETTINGS and value not in (None, False)
-        )
+        settings = _settings(router.get_config())
         row = type(router).__name__, router.num_experts, settings
         rows.setdefault(row, []).append(drawing.block_title(layer))
     page.table(
@@ -193,13 +189,21 @@ def _add_routers(page, routers):
     )
 
 
+def _settings(config):
+    return ", ".join(
+        f"{name}={_setting(value)}"
+        for name, value in config.items()
+        if name not in _NO_SETTINGS and value not in (None, False)
+    )
+
+
 def _setting(value):
-    """A value in a configuration; of something serialized its class."""
-    if isinstance(value, dict):
-        return value.get("class_name", value)
+    """A value in a configuration; of something serialized its class and settings."""
+    if isinstance(value, dict) and "class_name" in value:
+        return f"{value['class_name']}({_settings(value['config'])})"
     if isinstance(value, list | tuple):
         return " + ".join(str(_setting(x)) for x in value)
-    return value
+    return f"{value:.4g}" if isinstance(value, float) else value
 
 
 def _add_load(page, loads):
