@@ -111,9 +111,7 @@ def _routing(scale, model, task):
     """Dropped tokens and the balance of experts, per block."""
     if not model.backbone.moe_layers:
         return {"dropped": None, "imbalance": None}
-    found = ksm.analysis.expert_load(
-        model, task.images(scale.routed_images), verbose=0
-    )
+    found = ksm.analysis.expert_load(model, task.images(scale.routed_images), verbose=0)
     return {
         "dropped": [load.dropped for load in found.values()],
         "imbalance": [load.imbalance for load in found.values()],

@@ -100,7 +100,7 @@ def is_number(value):
 
 
 def line_colors(names):
-    """One colour for each line: shades in order for numbers, distinct ones for names."""
+    """A colour for each line: shades in order for numbers, distinct ones for names."""
     names = list(names)
     ordered = len(names) > 2 and all(is_number(name) for name in names)
     if not ordered and len(names) <= len(PALETTE):
