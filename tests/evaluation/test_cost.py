@@ -9,7 +9,8 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import models, presets, routers
+from keras_softmoe import distribution, models, presets, routers
+from keras_softmoe.costs import LayerCost
 from keras_softmoe.evaluation import cost
 from tests.evaluation.products import count, multiply_adds
 from tests.models import tiny
@@ -281,3 +282,48 @@ def test_preset_of_another_class(tmp_path):
     (tmp_path / "config.json").write_text('{"registered_name": "keras_softmoe>Vi')
     with pytest.raises(ValueError, match="cannot be read"):
         cost(tmp_path)
+
+
+# === A user's own router ===
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class EveryOther(routers.Router):
+    """Tokens to experts in turn, two slots each, and a weight of its own."""
+
+    def build(self, tokens_shape):
+        self.bias = self.add_weight(shape=(tokens_shape[-1],), name="bias")
+
+    def capacity(self, num_tokens, training=False):
+        return 2
+
+    def cost(self, tokens_shape, training=False):
+        return LayerCost(float32_weights=tokens_shape[-1])
+
+    def call(self, tokens, valid=None, training=False):
+        raise AssertionError("counting calls nothing")
+
+
+def test_a_router_that_says_its_slots_is_counted():
+    arguments = {
+        "image_shape": (8, 8, 3),
+        "patch_size": 4,
+        "num_layers": 2,
+        "num_heads": 2,
+        "hidden_dim": 8,
+        "mlp_dim": 12,
+        "moe_layers": (1,),
+        "router": EveryOther(4),
+        "group_images": 16,
+        "pooling": "gap",
+    }
+    found = cost(arguments)
+    dense = cost({**arguments, "router": None, "moe_layers": ()})
+    mlp = (8 + 1) * 12 + (12 + 1) * 8
+    assert found.parameters - dense.parameters == 3 * mlp + 8
+    # 8 slots instead of 64 tokens for 16 images, two products of 8 x 12
+    saved = 2e-9 * (64 - 8) * 2 * 8 * 12 / 16
+    assert dense.gflop_per_image - found.gflop_per_image == pytest.approx(saved)
+    plan = distribution.plan(arguments, devices=2, memory=1e9)
+    slots = [t for t in plan.meshes[-1].transfers if t.what == "block_1/moe: slots"]
+    assert [t.bytes for t in slots] == [4 * 8 * 8]

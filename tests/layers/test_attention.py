@@ -1,5 +1,6 @@
 """Attention and what is built around it, against plain NumPy."""
 
+import keras
 import numpy as np
 import pytest
 
@@ -150,3 +151,38 @@ def test_heads_that_do_not_divide_the_width(num_heads):
     layer = layers.Attention(num_heads)
     with pytest.raises(ValueError, match=f"num_heads={num_heads}, width=8"):
         layer.build((None, 5, 8), (None, 5, 8))
+
+
+# === The layer after attention ===
+
+
+def test_any_layer_can_follow_attention():
+    mlp = keras.layers.Dense(8, name="mine")
+    layer = layers.EncoderBlock(2, mlp)
+    inputs = normal((2, 5, 8))
+    layer.build(inputs.shape)
+    randomize(layer)
+    tokens = norm(layer.attention_norm, inputs)
+    x = inputs + attend(layer.attention, tokens, tokens)
+    kernel, bias = map(to_numpy, (mlp.kernel, mlp.bias))
+    expected = x + norm(layer.mlp_norm, x) @ kernel + bias
+    np.testing.assert_allclose(to_numpy(layer(inputs)), expected, rtol=1e-4, atol=1e-4)
+    assert layer.mlp is mlp and layer.moe is None
+
+
+@pytest.mark.parametrize("mlp", [128, None, layers.MLP])
+def test_what_is_no_layer_is_refused(mlp):
+    with pytest.raises(ValueError, match=r"(?s)`mlp` is a layer.*Received: mlp="):
+        layers.EncoderBlock(2, mlp)
+
+
+def test_settings_of_the_moe_layer_are_written_once():
+    settings = layers.MoE.settings()
+    assert settings["group_images"] == 1 and settings["dispatcher"] == "auto"
+    router = routers.IdentityRouter(5)
+    encoder = layers.Encoder(2, 2, 8, 6, (1,), router, group_images=3)
+    assert encoder.blocks[0].moe is None
+    assert encoder.blocks[1].moe.group_images == 3
+    assert encoder.moe_settings == {**settings, "group_images": 3}
+    with pytest.raises(TypeError, match="(?s)layers.MoE.*group_images.*: depth, size"):
+        layers.Encoder(2, 2, 8, 6, (1,), router, size=3, depth=1)

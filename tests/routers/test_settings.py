@@ -5,6 +5,7 @@ import pytest
 
 from keras_softmoe import routers
 from tests import cases, twins
+from tests.references import to_numpy
 from tests.routers.sparse_routers import SPARSE, TOKEN_CHOICE, WIDTH, build, call
 
 
@@ -93,3 +94,66 @@ def test_a_refused_setting_changes_nothing():
         assert router.get_config() == before
     with pytest.raises(ValueError, match="Received: capacity_factor"):
         routers.SoftRouter(4).update(capacity_factor=2.0)
+
+
+# === Losses ===
+
+
+def losses_of(router):
+    """Losses of a training call on the same tokens and the same noise."""
+    router.build((None, 6, 8))
+    router.kernel.assign(np.random.default_rng(1).normal(size=router.kernel.shape))
+    router.seed_generator.state.assign([0, 0])
+    tokens = np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
+    return to_numpy(router(tokens, training=True).summary["auxiliary_loss"])
+
+
+def test_losses_are_objects_with_weights():
+    weights = {
+        "importance_loss_weight": 0.3,
+        "load_loss_weight": 0.2,
+        "gshard_loss_weight": 0.1,
+        "z_loss_weight": 0.4,
+    }
+    kinds = (
+        routers.ImportanceLoss,
+        routers.LoadLoss,
+        routers.GShardLoss,
+        routers.ZLoss,
+    )
+    losses = [
+        kind(weight=weight)
+        for kind, weight in zip(kinds, weights.values(), strict=True)
+    ]
+    router = routers.SoftmaxTokenChoiceRouter(4, losses=losses)
+    # As files that were saved before have them.
+    named = routers.SoftmaxTokenChoiceRouter(4, **weights)
+    assert named.routing_losses == router.routing_losses == tuple(losses)
+    each = [losses_of(routers.SoftmaxTokenChoiceRouter(4, losses=[x])) for x in losses]
+    np.testing.assert_allclose(losses_of(router), sum(each), rtol=1e-5)
+    assert np.abs(each).min() > 0
+
+
+def test_losses_by_default():
+    paper = (routers.ImportanceLoss(weight=0.005), routers.LoadLoss(weight=0.005))
+    assert routers.SoftmaxTokenChoiceRouter(4).routing_losses == paper
+    # Without noise there is no load loss.
+    router = routers.SoftmaxTokenChoiceRouter(4, noise_std=0.0)
+    assert router.routing_losses == paper[:1]
+    assert routers.SoftmaxTokenChoiceRouter(4, losses=()).routing_losses == ()
+    assert routers.SinkhornTokenChoiceRouter(4).routing_losses == ()
+    assert routers.SoftmaxExpertChoiceRouter(4).routing_losses == ()
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"losses": [routers.LoadLoss()], "noise_std": 0.0}, "noise.*LoadLoss"),
+        ({"losses": [routers.ZLoss(), routers.ZLoss()]}, "given once"),
+        ({"losses": ["z"]}, "are objects like.*'z'"),
+        ({"losses": (), "z_loss_weight": 0.1}, "Received: losses and z_loss_weight"),
+    ],
+)
+def test_bad_losses(settings, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        routers.SoftmaxTokenChoiceRouter(4, **settings)
