@@ -24,7 +24,7 @@ from keras_softmoe.catalogue import write as write
 def __getattr__(name):
     if name != "convert":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from keras_softmoe.models.loading import convert
+    from keras_softmoe.models.released import convert
 
     return convert
 

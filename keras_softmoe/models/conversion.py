@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from keras_softmoe.checkpoints import read_architecture, read_parameters
-from keras_softmoe.models.loading import write_converted
+from keras_softmoe.models.released import write_converted
 from keras_softmoe.models.vit_moe_backbone import ViTMoEBackbone
 from keras_softmoe.models.vit_moe_image_classifier import (
     ViTMoEImageClassifier,

@@ -8,7 +8,7 @@ import pytest
 
 from keras_softmoe import converters, models, routers
 from keras_softmoe.checkpoints import read_architecture
-from keras_softmoe.models import loading
+from keras_softmoe.models import released
 from tests.checkpoints import writer
 from tests.models import tiny
 from tests.references import to_numpy
@@ -286,7 +286,7 @@ def test_failure_while_writing(tmp_path, params, monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loading, "_note_origin", fail)
+    monkeypatch.setattr(released, "_note_origin", fail)
     assert_refused(tmp_path, None, KeyboardInterrupt)
 
 

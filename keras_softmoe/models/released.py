@@ -1,0 +1,169 @@
+"""Released checkpoints, converted to presets when they are first used.
+
+The preset says what the model is, so KerasHub makes it, as it would without weights,
+and the parameters of the checkpoint are put into it.
+"""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import keras_hub
+
+from keras_softmoe import catalogue
+from keras_softmoe.checkpoints import (
+    CheckpointError,
+    download_checkpoint,
+    read_architecture,
+    read_parameters,
+)
+from keras_softmoe.files import replaced_directory
+from keras_softmoe.layers.feedforward import weights_will_be_loaded
+from keras_softmoe.models.vmoe_params import load_vmoe_params
+
+
+def convert(name, prefix=None, verbose=1):
+    """Convert a released checkpoint to the preset of this name, once.
+
+    `from_preset` does it when the preset is first loaded, downloading the checkpoint
+    from where it was released. Where that is out of reach, fetch the files elsewhere
+    and call this with the `prefix` of the copies; `from_preset` then finds the preset.
+
+    Presets are kept in `keras_softmoe/` below the directory of Keras: the one that the
+    variable `KERAS_HOME` names, or `~/.keras`. Delete a directory there to have it
+    made anew.
+
+    Args:
+        name: str, the name of a convertible preset.
+        prefix: str or path, the common part of the checkpoint's files, before
+            `.index`. `None`: download them.
+        verbose: 0 or 1, whether to show progress.
+
+    Returns:
+        str, the preset's directory in the cache. If it is there already, nothing else
+        is done.
+
+    Raises:
+        ValueError: if the preset is none that is converted, the checkpoint cannot be
+            fetched (the message says what to do by hand), or it is damaged or another
+            model's.
+
+    Example:
+
+    >>> name = "vmoe_small_patch32_last2_8e_384_imagenet_light"
+    >>> prefix = "downloads/vmoe_s32_last2_ilsvrc2012_randaug_light1_ft_ilsvrc2012"
+    >>> ksm.presets.convert(name, prefix)
+    >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name)
+    """
+    preset = catalogue.describe(name)
+    if preset.kind != "convertible":
+        raise ValueError(
+            f"The preset {name!r} is not converted from a checkpoint: its kind is "
+            f"{preset.kind!r}. Convertible are: "
+            f"{', '.join(catalogue.names_of_kind('convertible'))}."
+        )
+    target = _cache() / name
+    # It is put there as a whole, or not at all.
+    if target.is_dir():
+        return str(target)
+    if prefix is not None:
+        return _convert(preset, prefix, target, verbose)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download.") as folder:
+        try:
+            prefix = download_checkpoint(preset.checkpoint, folder, verbose)
+        except (OSError, CheckpointError) as error:
+            url, file = preset.checkpoint, preset.checkpoint.rpartition("/")[2]
+            raise ValueError(
+                f"The weights of the preset {name!r} come from a released checkpoint, "
+                "which could not be fetched. Where there is a network, fetch these "
+                f"files: {url}.index and all of {url}.data-00000-of-... (the last "
+                f"number is how many there are), for example with `gcloud storage cp "
+                f'"{url}.index" "{url}.data-*" FOLDER`. Then convert them, once: '
+                f'`keras_softmoe.presets.convert("{name}", prefix="FOLDER/{file}")`. '
+                f"Reason: {error}"
+            ) from error
+        return _convert(preset, prefix, target, verbose)
+
+
+def _convert(preset, prefix, target, verbose):
+    checkpoint = read_parameters(prefix)
+    found = read_architecture(checkpoint.shapes)
+    try:
+        _check_same_model(found, preset)
+        # Whether there are pre-logits is left to the checkpoint.
+        with catalogue.explain_errors(preset.path), weights_will_be_loaded():
+            backbone = keras_hub.models.Backbone.from_preset(
+                str(preset.path),
+                load_weights=False,
+                dtype="float32",
+                representation_dim=found.representation_dim,
+            )
+            model = keras_hub.models.ImageClassifier.from_preset(
+                str(preset.path), load_weights=False, backbone=backbone
+            )
+        return write_converted(
+            model, checkpoint, target, preset.checkpoint, verbose=verbose
+        )
+    except ValueError as error:
+        error.add_note(f"The checkpoint of {preset.name!r} is {preset.checkpoint}.")
+        raise
+
+
+def _check_same_model(found, preset):
+    """Raise unless a checkpoint's sizes are those of a convertible preset."""
+    _, config = catalogue.read_config(preset.path)
+    with catalogue.explain_errors(preset.path):
+        task = json.loads((preset.path / "task.json").read_text(encoding="utf-8"))
+        expected = {
+            **config,
+            "num_experts": config["router"]["config"]["num_experts"],
+            "num_classes": task["config"]["num_classes"],
+        }
+    differing = [
+        f"{key} is {value}, not {expected[key]}"
+        for key, value in found._asdict().items()
+        if key in expected and key != "representation_dim"
+        # In JSON all sequences are lists.
+        if (list(value) if isinstance(value, tuple) else value) != expected[key]
+    ]
+    if differing:
+        raise ValueError(
+            f"The checkpoint is that of another model: {'; '.join(differing)}."
+        )
+
+
+def write_converted(model, checkpoint, directory, origin, preprocessor=None, verbose=1):
+    """Load a checkpoint into a model and save it as a preset that names its origin.
+
+    Args:
+        model: backbone or task of this library.
+        checkpoint: `Checkpoint` with its parameters, under V-MoE's names.
+        directory: str or path to write, which appears when all is written.
+        origin: str or path, where the checkpoint comes from.
+        preprocessor: what to save beside the model, if the model has none.
+        verbose: 0 or 1, whether to show a progress bar.
+
+    Returns:
+        str, `directory`.
+    """
+    load_vmoe_params(model, checkpoint, verbose=verbose)
+    with replaced_directory(directory) as new:
+        model.save_to_preset(str(new))
+        if preprocessor is not None:
+            preprocessor.save_to_preset(str(new))
+        _note_origin(new, origin)
+    return str(directory)
+
+
+def _note_origin(directory, origin):
+    file = directory / catalogue.METADATA_FILE
+    metadata = json.loads(file.read_text(encoding="utf-8"))
+    metadata |= {"kind": "converted", "checkpoint": str(origin)}
+    file.write_text(json.dumps(metadata, indent=4), encoding="utf-8")
+
+
+def _cache():
+    home = os.environ.get("KERAS_HOME") or Path("~", ".keras").expanduser()
+    return Path(home, "keras_softmoe")
