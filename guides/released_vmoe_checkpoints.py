@@ -42,7 +42,6 @@ from pathlib import Path
 os.environ.setdefault("KERAS_BACKEND", "jax")  # or "tensorflow", or "torch"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import keras
 import numpy as np
 
 import keras_softmoe as ksm
@@ -204,12 +203,23 @@ for change, outputs in (
 
 On another task, with a new head, at another resolution if you like: positions that
 were learned are resampled. The released checkpoints were themselves fine-tuned at
-384 x 384 from 224 x 224 in this way.
+384 x 384 from 224 x 224 in this way. `ksm.training.finetuning` is the paper's recipe:
+SGD with momentum, a warmup and a cosine. Its crops and flips are not for digits.
 """
 
 classifier = ksm.models.ViTMoEImageClassifier.from_preset(
     str(preset_dir), num_classes=10, image_shape=(40, 40, 3)
 )
-classifier.compile(optimizer=keras.optimizers.AdamW(5e-4, weight_decay=0.01))
-history = classifier.fit(images, labels, batch_size=32, epochs=EPOCHS, verbose=2)
+recipe = ksm.training.finetuning(
+    num_classes=10,
+    steps=EPOCHS * (NUM_TRAIN // 32),
+    peak_learning_rate=0.01,
+    image_size=40,
+    batch_size=32,
+    augmentation="none",
+    steps_per_epoch=NUM_TRAIN // 32,
+)
+recipe.compile(classifier)
+batches = recipe.training_data((images, labels))
+history = classifier.fit(batches, verbose=2, **recipe.fit_arguments)
 print(f"fine-tuned: loss {history.history['loss'][-1]:.3f}")

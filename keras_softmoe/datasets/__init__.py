@@ -6,9 +6,7 @@ imported when it is called.
 """
 
 from keras_softmoe.datasets.captioned_digits import DIGIT_NAMES as DIGIT_NAMES
-from keras_softmoe.datasets.captioned_digits import CaptionedDigits as CaptionedDigits
 from keras_softmoe.datasets.captioned_digits import captioned_digits as captioned_digits
-from keras_softmoe.datasets.captioned_shapes import CaptionedShapes as CaptionedShapes
 from keras_softmoe.datasets.captioned_shapes import captioned_shapes as captioned_shapes
 from keras_softmoe.datasets.digits import digits as digits
 from keras_softmoe.datasets.glyph_bank import GLYPH_CLASSES as GLYPH_CLASSES

@@ -4,7 +4,6 @@ import functools
 import hashlib
 import importlib
 import os
-import tempfile
 import zipfile
 
 import keras
@@ -20,6 +19,7 @@ from keras_softmoe.datasets.glyph_bank import (
     import_matplotlib,
 )
 from keras_softmoe.datasets.resampling import area_matrix, bilinear_matrix
+from keras_softmoe.files import replaced_file
 
 # Raise with any change to the pictures: old caches are then left alone.
 _VERSION = 1
@@ -226,14 +226,5 @@ def _read_cache(path):
 
 
 def _write_cache(path, images, labels):
-    """Writes aside and renames, so that no reader ever sees half a file."""
-    folder = os.path.dirname(path)
-    os.makedirs(folder, exist_ok=True)
-    handle, aside = tempfile.mkstemp(dir=folder, suffix=".partial")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, images=images, labels=labels)
-        os.replace(aside, path)
-    except BaseException:
-        os.remove(aside)
-        raise
+    with replaced_file(path) as aside, open(aside, "wb") as file:
+        np.savez(file, images=images, labels=labels)

@@ -1,4 +1,4 @@
-"""Schedules, optimizers and recipes of the papers' trainings."""
+"""Recipes of the papers' trainings, and what Keras lacks for them."""
 
 from keras_softmoe.training.losses import SigmoidCrossentropy as SigmoidCrossentropy
 from keras_softmoe.training.optimizers import SGD as SGD
@@ -19,7 +19,6 @@ from keras_softmoe.training.schedules import (
     WarmupPolynomialDecay as WarmupPolynomialDecay,
 )
 from keras_softmoe.training.schedules import WarmupRsqrtDecay as WarmupRsqrtDecay
-from keras_softmoe.training.soups import Soup as Soup
 from keras_softmoe.training.soups import greedy_soup as greedy_soup
 from keras_softmoe.training.transfer_recipes import finetuning as finetuning
 from keras_softmoe.training.transfer_recipes import vtab as vtab

@@ -44,7 +44,7 @@ class _ByVariable(OwnAverages):
             return
         super().build(variables)
         self._decay_rates = tuple(
-            first_match(self.weight_decay_rules, variable.path, 0.0)
+            _first_match(self.weight_decay_rules, variable.path, 0.0)
             for variable in variables
         )
 
@@ -55,7 +55,7 @@ class _ByVariable(OwnAverages):
                 gradient
                 if gradient is None
                 else gradient
-                * first_match(self.gradient_scale_rules, variable.path, 1.0)
+                * _first_match(self.gradient_scale_rules, variable.path, 1.0)
                 for gradient, variable in zip(grads, variables, strict=True)
             ]
         return super().apply(grads, trainable_variables)
@@ -264,7 +264,7 @@ class SGD(_ByVariable, keras.optimizers.SGD):
         self.assign_sub(variable, step * ops.cast(learning_rate, variable.dtype))
 
 
-def first_match(rules, path, default):
+def _first_match(rules, path, default):
     """Value of the first `(pattern, value)` whose pattern is found in the path."""
     for pattern, value in rules:
         if re.search(pattern, path):

@@ -84,33 +84,9 @@ def named_augmentation(augmentation):
 
 
 def training_batches(
-    data,
-    num_classes,
-    image_size,
-    batch_size,
-    augmentation,
-    shuffle_buffer=10_000,
-    seed=0,
+    data, num_classes, image_size, batch_size, augmentation, shuffle_buffer, seed
 ):
-    """Shuffled, augmented batches without end.
-
-    Args:
-        data: `(images, labels)` arrays, or a `tf.data.Dataset` of single `(image,
-            label)` pairs, which may differ in size. Images: `(height, width, 3)`, 0 to
-            255. Labels: int, or `(num_classes,)` with a 1 for each true class.
-        num_classes: int, number of classes.
-        image_size: int, side of the images that come out, in pixels.
-        batch_size: int, images per batch.
-        augmentation: `Augmentation`.
-        shuffle_buffer: int, images among which the next one is drawn. They are kept in
-            memory, at their original size.
-        seed: int. Repeats the order of the images, the crops and the flips. RandAugment
-            and MixUp run in parallel and take their numbers as they come.
-
-    Returns:
-        `tf.data.Dataset` of `(batch_size, image_size, image_size, 3)` float32 images
-        from 0 to 255 and `(batch_size, num_classes)` float32 labels.
-    """
+    """Shuffled, augmented batches without end, see `Recipe.training_data`."""
     import tensorflow as tf
 
     rows, labels_shape = _rows(data, num_classes)
@@ -145,20 +121,11 @@ def training_batches(
     return batches.prefetch(tf.data.AUTOTUNE)
 
 
-def evaluation_batches(data, num_classes, image_size, batch_size, crop_share=1.0):
-    """Batches of all images in their order, once.
+def evaluation_batches(data, num_classes, image_size, batch_size, crop_share):
+    """Batches of all images in their order, see `Recipe.evaluation_data`.
 
-    Args:
-        data: as in `training_batches`.
-        num_classes: int, number of classes.
-        image_size: int, side of the images that come out, in pixels.
-        batch_size: int, images per batch; the last one may be smaller.
-        crop_share: float. Below 1, the middle square is cut out whose side is this
-            share of the shorter side of the image. At 1 the whole image is squeezed
-            into a square.
-
-    Returns:
-        `tf.data.Dataset` as from `training_batches`.
+    With a `crop_share` below 1 the middle square is cut out whose side is this share of
+    the shorter side of the image. At 1 the whole image is squeezed into a square.
     """
     import tensorflow as tf
 

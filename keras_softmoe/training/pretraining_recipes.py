@@ -12,9 +12,9 @@ from keras_softmoe.training.schedules import WarmupPolynomialDecay, WarmupRsqrtD
 
 # Paths of our models' variables. Kernels are those of attention, MLPs, experts, sparse
 # routers, patches and head.
-KERNELS = "kernel$"
-HEAD_KERNEL = "predictions/kernel$"
-SOFT_ROUTER_SCALE = "router/scale$"
+_KERNELS = "kernel$"
+_HEAD_KERNEL = "predictions/kernel$"
+_SOFT_ROUTER_SCALE = "router/scale$"
 
 # For evaluation: the middle square of 224 of 256 pixels.
 _CENTRAL_CROP = 224 / 256
@@ -162,9 +162,9 @@ def soft_moe_pretraining(
         peak_learning_rate, steps, timescale, warmup_steps, cooldown_steps
     )
     decay = [
-        (HEAD_KERNEL, head_weight_decay),
-        (KERNELS, weight_decay),
-        (SOFT_ROUTER_SCALE, weight_decay),
+        (_HEAD_KERNEL, head_weight_decay),
+        (_KERNELS, weight_decay),
+        (_SOFT_ROUTER_SCALE, weight_decay),
     ]
     return Recipe(
         num_classes=num_classes,
@@ -251,7 +251,7 @@ def imagenet_from_scratch(
     schedule = WarmupPolynomialDecay(
         peak_learning_rate, steps, warmup_steps, end_learning_rate
     )
-    decay = [(KERNELS, weight_decay)]
+    decay = [(_KERNELS, weight_decay)]
     return Recipe(
         num_classes=num_classes,
         image_size=image_size,

@@ -12,9 +12,9 @@ from keras_softmoe.datasets import (
     SHAPE_COLOR_CLASSES,
     SHAPE_NAMES,
     SIZE_NAMES,
-    CaptionedShapes,
     captioned_shapes,
 )
+from keras_softmoe.datasets.captioned_shapes import CaptionedShapes
 from keras_softmoe.datasets.scenes import arrange, sample_scenes
 from tests.datasets.caption_reader import is_true, read_caption, scene_of
 

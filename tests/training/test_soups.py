@@ -7,7 +7,8 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe.training import Soup, greedy_soup
+from keras_softmoe.training import greedy_soup
+from keras_softmoe.training.soups import Soup
 
 
 def linear(*sizes):
