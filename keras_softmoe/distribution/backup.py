@@ -24,7 +24,7 @@ from keras_softmoe.keras_adapter import (
     replace_next_step,
     set_first_epoch,
 )
-from keras_softmoe.sharding import (
+from keras_softmoe.sharding.variables import (
     assign_shards,
     failed_processes,
     is_sharded,

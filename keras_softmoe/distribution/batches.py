@@ -3,7 +3,7 @@
 import keras
 
 from keras_softmoe.keras_adapter import lay_out_each_batch
-from keras_softmoe.sharding import process_index
+from keras_softmoe.sharding.variables import process_index
 
 
 class EachBatch:

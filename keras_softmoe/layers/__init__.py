@@ -7,7 +7,7 @@ from keras_softmoe.layers.embedding import PatchEmbedding as PatchEmbedding
 from keras_softmoe.layers.embedding import PositionEmbedding as PositionEmbedding
 from keras_softmoe.layers.embedding import TokenEmbedding as TokenEmbedding
 from keras_softmoe.layers.encoder import Encoder as Encoder
-from keras_softmoe.layers.encoder_block import EncoderBlock as EncoderBlock
+from keras_softmoe.layers.encoder import EncoderBlock as EncoderBlock
 from keras_softmoe.layers.feedforward import MLP as MLP
 from keras_softmoe.layers.feedforward import Experts as Experts
 from keras_softmoe.layers.moe import MoE as MoE

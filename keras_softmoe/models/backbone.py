@@ -10,7 +10,7 @@ from keras_softmoe.layers.feedforward import Experts
 from keras_softmoe.models.loading import load_and_save_presets
 from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.routers import record
-from keras_softmoe.sharding import load_shards
+from keras_softmoe.sharding.variables import load_shards
 
 
 @load_and_save_presets

@@ -6,7 +6,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.keras_adapter import flatten_layers
-from keras_softmoe.layers.encoder_block import EncoderBlock
+from keras_softmoe.layers.encoder import EncoderBlock
 from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_change
 
 # The input of a backbone that holds a modality.

@@ -20,7 +20,7 @@ from keras_softmoe.files import replaced_directory
 from keras_softmoe.layers.feedforward import weights_will_be_loaded
 from keras_softmoe.models.mutable_routing import pop_mutable_settings
 from keras_softmoe.models.released import convert
-from keras_softmoe.sharding import save_in_one_process
+from keras_softmoe.sharding.variables import save_in_one_process
 
 _TASK_FILE = "task.json"
 _TASK_WEIGHTS_FILE = "task.weights.h5"

@@ -6,7 +6,7 @@ from keras_softmoe.keras_adapter import map_predictions, wrap_compilation
 from keras_softmoe.models.run_checks import check_run
 from keras_softmoe.routers.limoe import LIMoERouter
 from keras_softmoe.routers.token_choice import TokenChoiceRouter
-from keras_softmoe.sharding import gather, num_processes
+from keras_softmoe.sharding.variables import gather, num_processes
 
 # What `from_preset` takes beside the arguments of the classes.
 MUTABLE_SETTINGS = tuple(

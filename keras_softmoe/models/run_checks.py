@@ -5,7 +5,8 @@ import warnings
 import keras
 
 from keras_softmoe.routers.recording import is_recording
-from keras_softmoe.sharding import check_model, is_sharded
+from keras_softmoe.sharding import check_model
+from keras_softmoe.sharding.variables import is_sharded
 
 
 def check_run(model, step):

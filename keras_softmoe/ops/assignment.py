@@ -9,7 +9,7 @@ backend.
 import keras
 from keras import ops
 
-from keras_softmoe.ops.largest import top_indices
+from keras_softmoe.ops.backend import top_indices
 
 PRIORITIES = ("position", "max", "sum", "pair", "random")
 

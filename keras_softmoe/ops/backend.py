@@ -7,8 +7,6 @@ depends on the backend for its speed.
 import keras
 from keras import ops
 
-from keras_softmoe.ops.softmax import softmax
-
 # An expert with fewer rows is a small product, see `affine` and `chunked_map`.
 _FEW_ROWS = 128
 # Experts of a chunk on JAX.
@@ -146,3 +144,44 @@ def add_rows(rows, index, num_rows):
     if keras.backend.backend() == "torch":
         return rows.new_zeros((num_rows, rows.shape[1])).index_add(0, index, rows)
     return ops.segment_sum(rows, index, num_segments=num_rows)
+
+
+def softmax(logits, axis=-1):
+    """Softmax that also takes an axis of size one.
+
+    Keras warns that this gives ones. With a single expert, slot or token it is meant.
+
+    Args:
+        logits: float tensor.
+        axis: int.
+
+    Returns:
+        Tensor like `logits`, which sums to one along the axis.
+    """
+    if logits.shape[axis] == 1:
+        return ops.ones_like(logits)
+    return ops.softmax(logits, axis=axis)
+
+
+# With `sharded=True`, for tensors whose first axis is sharded over devices, entries are
+# sorted: XLA hands all rows of a `top_k` to every device, a sort stays with its rows.
+
+
+def top_values(x, k, sharded=False):
+    """The `k` largest entries of the last axis, in descending order."""
+    if sharded:
+        return -ops.sort(-x, axis=-1)[..., :k]
+    return ops.top_k(x, k)[0]
+
+
+def top_indices(scores, k, sharded=False):
+    """Indices of the `k` largest entries of the last axis, ties to the lower index.
+
+    `top_k` promises that order on JAX and TensorFlow. PyTorch's does not, its
+    stable sort does.
+    """
+    if keras.backend.backend() == "torch" or sharded:
+        indices = ops.argsort(-scores, axis=-1)[..., :k]
+    else:
+        _, indices = ops.top_k(scores, k)
+    return ops.cast(indices, "int32")

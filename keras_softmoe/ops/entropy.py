@@ -9,7 +9,7 @@ import math
 from keras import ops
 
 from keras_softmoe.ops.assignment import check_num_selected_experts
-from keras_softmoe.ops.largest import top_values
+from keras_softmoe.ops.backend import top_values
 from keras_softmoe.ops.losses import mean_over_tokens
 
 # Keeps the logarithm and its derivative finite at zero, where x log x is zero.

@@ -5,7 +5,7 @@ Tokens whose `valid` is `False` are padding and count nowhere.
 
 from keras import ops
 
-from keras_softmoe.ops.largest import top_values
+from keras_softmoe.ops.backend import top_values
 
 
 def importance_loss(probs, valid=None):

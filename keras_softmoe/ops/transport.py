@@ -7,7 +7,7 @@ every expert receives `S / E`, so no expert can be everybody's favourite. Paddin
 
 from keras import ops
 
-from keras_softmoe.ops.largest import top_values
+from keras_softmoe.ops.backend import top_values
 
 # Stands for minus infinity where a true one would turn into NaN (inf - inf).
 _NEVER = -1e30

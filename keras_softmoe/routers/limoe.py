@@ -236,6 +236,10 @@ class LIMoERouter(SparseRouter):
             return probabilities
         return ops.take(probabilities, np.array(self.kept_experts), axis=-1)
 
+    @property
+    def choices_per_token(self):
+        return self.num_selected_experts
+
     def assign(self, selection, capacity, valid, masks):
         priority = self.priority
         if priority in _FIRST:

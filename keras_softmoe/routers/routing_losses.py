@@ -8,7 +8,7 @@ import keras
 from keras_softmoe.ops import entropy
 from keras_softmoe.ops import losses as balance
 from keras_softmoe.ops.assignment import check_num_selected_experts
-from keras_softmoe.ops.softmax import softmax
+from keras_softmoe.ops.backend import softmax
 from keras_softmoe.sharding import is_distributed
 
 MODALITIES = ("image", "text")

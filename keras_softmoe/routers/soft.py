@@ -4,8 +4,8 @@ import keras
 from keras import ops
 
 from keras_softmoe.costs import LayerCost
+from keras_softmoe.ops.backend import softmax
 from keras_softmoe.ops.routing import DenseRouting
-from keras_softmoe.ops.softmax import softmax
 from keras_softmoe.routers.router import Decision, Router
 from keras_softmoe.sharding import check_layer, replicate
 

@@ -59,9 +59,6 @@ class SparseRouter(Router):
     # Whether the gates feel the noise, or only the slot assignment does.
     noisy_gates = True
 
-    # The number of experts that a token chooses.
-    num_selected_experts = 1
-
     mutable_settings = ("capacity_factor", "eval_capacity_factor", "random_logits")
 
     def __init__(
@@ -109,7 +106,7 @@ class SparseRouter(Router):
                 "`losses=(ImportanceLoss(weight=0.005),)` alone."
             )
         self.routing_losses = checked_losses(
-            losses, self.num_predicted_experts, self.num_selected_experts, noise_std
+            losses, self.num_predicted_experts, self.choices_per_token, noise_std
         )
         # Always there: a setting that needs it can be switched on later.
         self.seed_generator = keras.random.SeedGenerator()
@@ -118,6 +115,11 @@ class SparseRouter(Router):
     def num_predicted_experts(self):
         """Int, the experts among which probabilities are distributed."""
         return self.num_experts
+
+    @property
+    def choices_per_token(self):
+        """Int, the choices of a token, which `capacity` makes room for."""
+        return 1
 
     def default_losses(self):
         """The losses of a router that is given none."""
@@ -245,7 +247,7 @@ class SparseRouter(Router):
     def slots(self, num_tokens, capacity_factor):
         """Slots per expert for a group of `num_tokens` tokens and a given factor."""
         return expert_capacity(
-            num_tokens * self.num_selected_experts,
+            num_tokens * self.choices_per_token,
             self.num_experts,
             capacity_factor,
             rounding=self.rounding,
@@ -275,7 +277,7 @@ class SparseRouter(Router):
             logits,
             noisy_logits,
             {None: valid, **valid_of},
-            self.num_selected_experts,
+            self.choices_per_token,
             self._logits_std,
         )
 

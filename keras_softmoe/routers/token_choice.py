@@ -9,7 +9,7 @@ from keras_softmoe.ops.assignment import (
     check_priority,
     token_choice,
 )
-from keras_softmoe.ops.largest import top_indices
+from keras_softmoe.ops.backend import top_indices
 from keras_softmoe.ops.transport import sinkhorn_plan
 from keras_softmoe.routers.router import check_num_experts
 from keras_softmoe.routers.routing_losses import ImportanceLoss, LoadLoss
@@ -80,6 +80,10 @@ class TokenChoiceRouter(SparseRouter):
         self.priority = priority
         self.keep_fraction = keep_fraction
         self.normalize_gates = normalize_gates
+
+    @property
+    def choices_per_token(self):
+        return self.num_selected_experts
 
     def assign(self, selection, capacity, valid, masks):
         return token_choice(
