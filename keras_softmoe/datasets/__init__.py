@@ -5,7 +5,6 @@ labels; those called captioned give a text for each image, too. What a loader ne
 imported when it is called.
 """
 
-from keras_softmoe.datasets.captioned_digits import DIGIT_NAMES as DIGIT_NAMES
 from keras_softmoe.datasets.captioned_digits import captioned_digits as captioned_digits
 from keras_softmoe.datasets.captioned_shapes import captioned_shapes as captioned_shapes
 from keras_softmoe.datasets.digits import digits as digits
@@ -13,10 +12,6 @@ from keras_softmoe.datasets.glyph_bank import GLYPH_CLASSES as GLYPH_CLASSES
 from keras_softmoe.datasets.glyphs import glyphs as glyphs
 from keras_softmoe.datasets.scenes import COLOR_NAMES as COLOR_NAMES
 from keras_softmoe.datasets.scenes import HELD_OUT_COMBINATIONS as HELD_OUT_COMBINATIONS
-from keras_softmoe.datasets.scenes import PLACE_NAMES as PLACE_NAMES
-from keras_softmoe.datasets.scenes import RELATION_NAMES as RELATION_NAMES
 from keras_softmoe.datasets.scenes import SHAPE_COLOR_CLASSES as SHAPE_COLOR_CLASSES
-from keras_softmoe.datasets.scenes import SHAPE_NAMES as SHAPE_NAMES
-from keras_softmoe.datasets.scenes import SIZE_NAMES as SIZE_NAMES
 from keras_softmoe.datasets.tfds import from_tfds as from_tfds
 from keras_softmoe.datasets.vocabulary import train_vocabulary as train_vocabulary

@@ -1,23 +1,11 @@
 """How good a model is, how good its features are, and what it costs."""
 
-from keras_softmoe.evaluation.cost import Cost as Cost
 from keras_softmoe.evaluation.cost import cost as cost
-from keras_softmoe.evaluation.few_shot import FewShotResult as FewShotResult
-from keras_softmoe.evaluation.few_shot import ShotResult as ShotResult
 from keras_softmoe.evaluation.few_shot import few_shot_probe as few_shot_probe
 from keras_softmoe.evaluation.metrics import PrecisionAt1 as PrecisionAt1
-from keras_softmoe.evaluation.retrieval import Retrieval as Retrieval
 from keras_softmoe.evaluation.retrieval import retrieval as retrieval
-from keras_softmoe.evaluation.ridge import L2_GRID as L2_GRID
-from keras_softmoe.evaluation.ridge import RidgeProbe as RidgeProbe
-from keras_softmoe.evaluation.ridge import best_l2 as best_l2
-from keras_softmoe.evaluation.ridge import ridge_probe as ridge_probe
-from keras_softmoe.evaluation.ridge import sample_support as sample_support
-from keras_softmoe.evaluation.sweeps import RouterAblation as RouterAblation
-from keras_softmoe.evaluation.sweeps import SweepRow as SweepRow
 from keras_softmoe.evaluation.sweeps import random_routers as random_routers
 from keras_softmoe.evaluation.sweeps import routing_sweep as routing_sweep
-from keras_softmoe.evaluation.zero_shot import ZeroShot as ZeroShot
 from keras_softmoe.evaluation.zero_shot import class_embeddings as class_embeddings
 from keras_softmoe.evaluation.zero_shot import classify as classify
 from keras_softmoe.evaluation.zero_shot import zero_shot as zero_shot

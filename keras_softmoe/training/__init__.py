@@ -3,7 +3,6 @@
 from keras_softmoe.training.losses import SigmoidCrossentropy as SigmoidCrossentropy
 from keras_softmoe.training.optimizers import SGD as SGD
 from keras_softmoe.training.optimizers import Adam as Adam
-from keras_softmoe.training.pipeline import AUGMENTATIONS as AUGMENTATIONS
 from keras_softmoe.training.pipeline import Augmentation as Augmentation
 from keras_softmoe.training.pretraining_recipes import (
     imagenet_from_scratch as imagenet_from_scratch,

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from keras_softmoe.analysis import SlotCorrelation, SoftStatistics
 from keras_softmoe.analysis.concentration import ConcentrationTotal
-from keras_softmoe.analysis.soft_statistics import TOKEN_WEIGHT_EDGES
+from keras_softmoe.analysis.slots import SlotCorrelation
+from keras_softmoe.analysis.soft_statistics import TOKEN_WEIGHT_EDGES, SoftStatistics
 
 NUM_EXPERTS, SLOTS, NUM_TOKENS, NUM_GROUPS = 3, 2, 5, 4
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import analysis, datasets, models, routers
-from keras_softmoe.analysis import ModalityStatistics
+from keras_softmoe.analysis.by_modality import ModalityStatistics
 from tests.analysis import pairs
 from tests.models import tiny
 

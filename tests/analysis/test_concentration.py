@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from keras_softmoe.analysis import Concentration
 from keras_softmoe.analysis.concentration import (
     BANDS,
     NUM_BINS,
+    Concentration,
     ConcentrationTotal,
     weights_needed,
 )

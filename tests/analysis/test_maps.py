@@ -4,7 +4,8 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe.analysis import RoutingMaps, main_experts, routing_maps
+from keras_softmoe.analysis import routing_maps
+from keras_softmoe.analysis.maps import RoutingMaps, main_experts
 from keras_softmoe.models import (
     ViTMoEBackbone,
     ViTMoEImageClassifier,

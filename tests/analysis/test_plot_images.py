@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe import analysis
-from keras_softmoe.analysis import main_experts, plot_experts, plot_slots, routing_maps
+from keras_softmoe.analysis import plot_experts, plot_slots, routing_maps
+from keras_softmoe.analysis.maps import main_experts
 from keras_softmoe.analysis.plot_images import _most_different_slots
 from keras_softmoe.models import ViTMoEBackbone
 from keras_softmoe.routers import (

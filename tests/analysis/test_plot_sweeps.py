@@ -9,7 +9,7 @@ from keras_softmoe.analysis import (
     plot_random_routers,
     plot_sweep,
 )
-from keras_softmoe.evaluation import RouterAblation, SweepRow
+from keras_softmoe.evaluation.sweeps import RouterAblation, SweepRow
 from tests.analysis.reading import legend_names, lines, png, tick_names
 from tests.models import tiny
 

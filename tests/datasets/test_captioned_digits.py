@@ -4,7 +4,8 @@ import sys
 import numpy as np
 import pytest
 
-from keras_softmoe.datasets import DIGIT_NAMES, captioned_digits, digits
+from keras_softmoe.datasets import captioned_digits, digits
+from keras_softmoe.datasets.captioned_digits import DIGIT_NAMES
 
 
 def _digits_named(caption):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_softmoe.evaluation import Retrieval, retrieval
+from keras_softmoe.evaluation import retrieval
+from keras_softmoe.evaluation.retrieval import Retrieval
 
 
 def embeddings(num, dim=6, seed=0):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_softmoe.evaluation import L2_GRID, best_l2, ridge_probe, sample_support
+from keras_softmoe.evaluation.ridge import L2_GRID, best_l2, ridge_probe, sample_support
 
 # (shots, l2 index) where the float32 reference is itself off, by up to 1.6: 42
 # images for 38 weights. Its float64 scores hold everywhere.

@@ -5,7 +5,8 @@ import pytest
 from keras import ops
 
 import keras_softmoe.models.class_embeddings as module
-from keras_softmoe.evaluation import ZeroShot, class_embeddings, classify, zero_shot
+from keras_softmoe.evaluation import class_embeddings, classify, zero_shot
+from keras_softmoe.evaluation.zero_shot import ZeroShot
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
