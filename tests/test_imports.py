@@ -82,7 +82,7 @@ def test_imports_point_to_the_ground(file):
     ("file", "source"),
     [
         ("layers/moe.py", "from keras_softmoe.models import ViTMoEBackbone"),
-        ("layers/moe.py", "from keras_softmoe.models.backbone import ViTMoEBackbone"),
+        ("layers/moe.py", "from keras_softmoe.models._backbone import ViTMoEBackbone"),
         ("layers/moe.py", "from keras_softmoe import ops, models"),
         ("layers/moe.py", "import keras_softmoe.models as models"),
         ("layers/moe.py", "import keras_softmoe"),
@@ -107,7 +107,7 @@ def test_an_upward_import_is_caught(file, source):
         ("layers/moe.py", "import keras, keras_hub.models\nfrom keras import ops"),
         ("layers/moe.py", "from keras_softmoe.layers.experts import Experts"),
         ("layers/moe.py", "from keras_softmoe import ops, routers"),
-        ("layers/moe.py", "import keras_softmoe.ops.routing as routing"),
+        ("layers/moe.py", "import keras_softmoe.ops._routing as routing"),
         ("layers/moe.py", "from . import experts\nfrom .experts import Experts"),
         ("layers/moe.py", "from ..ops.routing import combine\nfrom .. import ops"),
         ("layers/moe.py", "text = 'import keras_softmoe.models'"),
@@ -206,7 +206,8 @@ def foreign_private_names(source, ours):
     """What a file uses of the private parts of other packages."""
     modules = imported_modules(source, "keras_adapter.py")
     private = re.compile(r"(keras|keras_hub)\.src\b|\w+(\.\w+)*\._(?!_)")
-    yield from (module for module in modules if private.match(module))
+    others = (m for m in modules if m.partition(".")[0] != "keras_softmoe")
+    yield from (module for module in others if private.match(module))
     yield from (name for name in private_names(source) if name not in ours)
 
 
@@ -282,8 +283,50 @@ def test_a_private_hook_is_caught(source):
         "import keras\nkeras.StatelessScope()",
         "self._mine = other._mine",
         "from __future__ import annotations\nx.__class__",
-        "from keras_softmoe.layers.moe import MoE",
+        "from keras_softmoe.layers._moe import MoE",
     ],
 )
 def test_what_is_public_or_ours_is_allowed(source):
     assert list(foreign_private_names(source, {"_mine"})) == []
+
+
+# === What is private ===
+
+
+def private_imports(source, file):
+    """Modules of other rooms whose name says that they are private to these."""
+    for module in imported_modules(source, file):
+        package, *parts = module.split(".")
+        inside = package == "keras_softmoe" and parts and parts[0] != room_of(file)
+        if inside and any(part.startswith("_") for part in parts):
+            yield module
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file != "__init__.py"])
+def test_what_is_private_stays_in_its_room(file):
+    source = (PACKAGE / file).read_text(encoding="utf-8")
+    assert list(private_imports(source, file)) == []
+
+
+def test_a_private_import_is_caught():
+    source = "from keras_softmoe.ops._routing import combine"
+    assert len(list(private_imports(source, "layers/_moe.py"))) == 1
+    assert list(private_imports(source, "ops/_losses.py")) == []
+    source = "from keras_softmoe.ops import _routing"
+    assert len(list(private_imports(source, "layers/_moe.py"))) == 1
+    assert list(private_imports("import keras._src", "layers/_moe.py")) == []
+
+
+def test_modules_that_no_other_room_uses_are_private():
+    used = set()
+    programs = pathlib.Path(__file__).parent.parent.glob("experiments/**/*.py")
+    for path in (*PACKAGE.rglob("*.py"), *programs):
+        inside = path.is_relative_to(PACKAGE)
+        file = path.relative_to(PACKAGE).as_posix() if inside else "experiments"
+        for module in imported_modules(path.read_text(encoding="utf-8"), file):
+            package, *parts = module.split(".")
+            if package == "keras_softmoe" and parts and parts[0] != room_of(file):
+                used.add("/".join(parts[:2]) + ".py")
+    public = {file for file in FILES if "/" in file and "/_" not in file}
+    assert public
+    assert public - used == set()

@@ -6,80 +6,80 @@ model on one page. Both need matplotlib (the extra `viz`): without it they raise
 `ImportError` that says how to install it.
 """
 
-from keras_softmoe.analysis.by_modality import (
+from keras_softmoe.analysis._by_modality import (
     modality_statistics as modality_statistics,
 )
-from keras_softmoe.analysis.load import LoadReducer as LoadReducer
-from keras_softmoe.analysis.load import expert_load as expert_load
-from keras_softmoe.analysis.maps import routing_maps as routing_maps
-from keras_softmoe.analysis.modality_examples import expert_examples as expert_examples
-from keras_softmoe.analysis.modality_examples import pair_routing as pair_routing
-from keras_softmoe.analysis.peaks import peak_sweep as peak_sweep
-from keras_softmoe.analysis.plot_comparisons import (
+from keras_softmoe.analysis._load import LoadReducer as LoadReducer
+from keras_softmoe.analysis._load import expert_load as expert_load
+from keras_softmoe.analysis._maps import routing_maps as routing_maps
+from keras_softmoe.analysis._modality_examples import expert_examples as expert_examples
+from keras_softmoe.analysis._modality_examples import pair_routing as pair_routing
+from keras_softmoe.analysis._peaks import peak_sweep as peak_sweep
+from keras_softmoe.analysis._plot_comparisons import (
     plot_experts_in_use as plot_experts_in_use,
 )
-from keras_softmoe.analysis.plot_comparisons import plot_peaks as plot_peaks
-from keras_softmoe.analysis.plot_comparisons import (
+from keras_softmoe.analysis._plot_comparisons import plot_peaks as plot_peaks
+from keras_softmoe.analysis._plot_comparisons import (
     plot_routing_entropy as plot_routing_entropy,
 )
-from keras_softmoe.analysis.plot_dropped import (
+from keras_softmoe.analysis._plot_dropped import (
     plot_discarded_patches as plot_discarded_patches,
 )
-from keras_softmoe.analysis.plot_dropped import (
+from keras_softmoe.analysis._plot_dropped import (
     plot_dropped_tokens as plot_dropped_tokens,
 )
-from keras_softmoe.analysis.plot_heat_maps import (
+from keras_softmoe.analysis._plot_heat_maps import (
     plot_experts_by_class as plot_experts_by_class,
 )
-from keras_softmoe.analysis.plot_heat_maps import (
+from keras_softmoe.analysis._plot_heat_maps import (
     plot_experts_by_position as plot_experts_by_position,
 )
-from keras_softmoe.analysis.plot_heat_maps import (
+from keras_softmoe.analysis._plot_heat_maps import (
     plot_slot_correlation as plot_slot_correlation,
 )
-from keras_softmoe.analysis.plot_images import plot_experts as plot_experts
-from keras_softmoe.analysis.plot_images import plot_slots as plot_slots
-from keras_softmoe.analysis.plot_modalities import plot_coverage as plot_coverage
-from keras_softmoe.analysis.plot_modalities import (
+from keras_softmoe.analysis._plot_images import plot_experts as plot_experts
+from keras_softmoe.analysis._plot_images import plot_slots as plot_slots
+from keras_softmoe.analysis._plot_modalities import plot_coverage as plot_coverage
+from keras_softmoe.analysis._plot_modalities import (
     plot_modality_load as plot_modality_load,
 )
-from keras_softmoe.analysis.plot_modalities import (
+from keras_softmoe.analysis._plot_modalities import (
     plot_routing_confidence as plot_routing_confidence,
 )
-from keras_softmoe.analysis.plot_modality_examples import (
+from keras_softmoe.analysis._plot_modality_examples import (
     plot_expert_examples as plot_expert_examples,
 )
-from keras_softmoe.analysis.plot_modality_examples import plot_pair as plot_pair
-from keras_softmoe.analysis.plot_modality_queues import (
+from keras_softmoe.analysis._plot_modality_examples import plot_pair as plot_pair
+from keras_softmoe.analysis._plot_modality_queues import (
     plot_priorities as plot_priorities,
 )
-from keras_softmoe.analysis.plot_modality_queues import (
+from keras_softmoe.analysis._plot_modality_queues import (
     plot_trajectories as plot_trajectories,
 )
-from keras_softmoe.analysis.plot_soft import plot_concentration as plot_concentration
-from keras_softmoe.analysis.plot_soft import (
+from keras_softmoe.analysis._plot_soft import plot_concentration as plot_concentration
+from keras_softmoe.analysis._plot_soft import (
     plot_expert_contributions as plot_expert_contributions,
 )
-from keras_softmoe.analysis.plot_soft import plot_token_weights as plot_token_weights
-from keras_softmoe.analysis.plot_soft import (
+from keras_softmoe.analysis._plot_soft import plot_token_weights as plot_token_weights
+from keras_softmoe.analysis._plot_soft import (
     plot_tokens_per_slot as plot_tokens_per_slot,
 )
-from keras_softmoe.analysis.plot_statistics import (
+from keras_softmoe.analysis._plot_statistics import (
     plot_choice_weights as plot_choice_weights,
 )
-from keras_softmoe.analysis.plot_statistics import plot_expert_load as plot_expert_load
-from keras_softmoe.analysis.plot_statistics import (
+from keras_softmoe.analysis._plot_statistics import plot_expert_load as plot_expert_load
+from keras_softmoe.analysis._plot_statistics import (
     plot_experts_per_image as plot_experts_per_image,
 )
-from keras_softmoe.analysis.plot_sweeps import (
+from keras_softmoe.analysis._plot_sweeps import (
     plot_random_routers as plot_random_routers,
 )
-from keras_softmoe.analysis.plot_sweeps import plot_sweep as plot_sweep
-from keras_softmoe.analysis.report import routing_report as routing_report
-from keras_softmoe.analysis.slots import slot_correlation as slot_correlation
-from keras_softmoe.analysis.soft_statistics import SoftReducer as SoftReducer
-from keras_softmoe.analysis.soft_statistics import soft_statistics as soft_statistics
-from keras_softmoe.analysis.statistics import RoutingReducer as RoutingReducer
-from keras_softmoe.analysis.statistics import routing_statistics as routing_statistics
-from keras_softmoe.analysis.streaming import Reducer as Reducer
-from keras_softmoe.analysis.streaming import observe as observe
+from keras_softmoe.analysis._plot_sweeps import plot_sweep as plot_sweep
+from keras_softmoe.analysis._report import routing_report as routing_report
+from keras_softmoe.analysis._slots import slot_correlation as slot_correlation
+from keras_softmoe.analysis._soft_statistics import SoftReducer as SoftReducer
+from keras_softmoe.analysis._soft_statistics import soft_statistics as soft_statistics
+from keras_softmoe.analysis._statistics import RoutingReducer as RoutingReducer
+from keras_softmoe.analysis._statistics import routing_statistics as routing_statistics
+from keras_softmoe.analysis._streaming import Reducer as Reducer
+from keras_softmoe.analysis._streaming import observe as observe

@@ -4,19 +4,19 @@
 architectures, `preset_files` writes one as a directory, and `entries` knows all names.
 """
 
-from keras_softmoe.catalogue.entries import CONFIG_FILE as CONFIG_FILE
-from keras_softmoe.catalogue.entries import METADATA_FILE as METADATA_FILE
-from keras_softmoe.catalogue.entries import Preset as Preset
-from keras_softmoe.catalogue.entries import architectures as architectures
-from keras_softmoe.catalogue.entries import describe as describe
-from keras_softmoe.catalogue.entries import explain_errors as explain_errors
-from keras_softmoe.catalogue.entries import find_directory as find_directory
-from keras_softmoe.catalogue.entries import is_handle as is_handle
-from keras_softmoe.catalogue.entries import names as names
-from keras_softmoe.catalogue.entries import names_of_kind as names_of_kind
-from keras_softmoe.catalogue.entries import read_config as read_config
-from keras_softmoe.catalogue.entries import read_metadata as read_metadata
-from keras_softmoe.catalogue.entries import write as write
-from keras_softmoe.catalogue.moe_layers import every_n as every_n
-from keras_softmoe.catalogue.moe_layers import last_n as last_n
-from keras_softmoe.catalogue.moe_layers import second_half as second_half
+from keras_softmoe.catalogue._entries import CONFIG_FILE as CONFIG_FILE
+from keras_softmoe.catalogue._entries import METADATA_FILE as METADATA_FILE
+from keras_softmoe.catalogue._entries import Preset as Preset
+from keras_softmoe.catalogue._entries import architectures as architectures
+from keras_softmoe.catalogue._entries import describe as describe
+from keras_softmoe.catalogue._entries import explain_errors as explain_errors
+from keras_softmoe.catalogue._entries import find_directory as find_directory
+from keras_softmoe.catalogue._entries import is_handle as is_handle
+from keras_softmoe.catalogue._entries import names as names
+from keras_softmoe.catalogue._entries import names_of_kind as names_of_kind
+from keras_softmoe.catalogue._entries import read_config as read_config
+from keras_softmoe.catalogue._entries import read_metadata as read_metadata
+from keras_softmoe.catalogue._entries import write as write
+from keras_softmoe.catalogue._moe_layers import every_n as every_n
+from keras_softmoe.catalogue._moe_layers import last_n as last_n
+from keras_softmoe.catalogue._moe_layers import second_half as second_half

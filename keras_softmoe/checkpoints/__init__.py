@@ -4,14 +4,14 @@ This room knows arrays, their names and shapes, and no model. `models/conversion
 makes models of what it reads.
 """
 
-from keras_softmoe.checkpoints.architecture import (
+from keras_softmoe.checkpoints._architecture import (
     read_architecture as read_architecture,
 )
-from keras_softmoe.checkpoints.checkpoint import Checkpoint as Checkpoint
-from keras_softmoe.checkpoints.checkpoint import read_checkpoint as read_checkpoint
-from keras_softmoe.checkpoints.download import (
+from keras_softmoe.checkpoints._checkpoint import Checkpoint as Checkpoint
+from keras_softmoe.checkpoints._checkpoint import read_checkpoint as read_checkpoint
+from keras_softmoe.checkpoints._download import (
     download_checkpoint as download_checkpoint,
 )
-from keras_softmoe.checkpoints.parameters import read_parameters as read_parameters
-from keras_softmoe.checkpoints.stream import CheckpointError as CheckpointError
-from keras_softmoe.checkpoints.vit import read_vit_checkpoint as read_vit_checkpoint
+from keras_softmoe.checkpoints._parameters import read_parameters as read_parameters
+from keras_softmoe.checkpoints._stream import CheckpointError as CheckpointError
+from keras_softmoe.checkpoints._vit import read_vit_checkpoint as read_vit_checkpoint

@@ -1,11 +1,11 @@
 """How good a model is, how good its features are, and what it costs."""
 
-from keras_softmoe.evaluation.cost import cost as cost
-from keras_softmoe.evaluation.few_shot import few_shot_probe as few_shot_probe
-from keras_softmoe.evaluation.metrics import PrecisionAt1 as PrecisionAt1
-from keras_softmoe.evaluation.retrieval import retrieval as retrieval
+from keras_softmoe.evaluation._cost import cost as cost
+from keras_softmoe.evaluation._few_shot import few_shot_probe as few_shot_probe
+from keras_softmoe.evaluation._metrics import PrecisionAt1 as PrecisionAt1
+from keras_softmoe.evaluation._retrieval import retrieval as retrieval
+from keras_softmoe.evaluation._zero_shot import class_embeddings as class_embeddings
+from keras_softmoe.evaluation._zero_shot import classify as classify
+from keras_softmoe.evaluation._zero_shot import zero_shot as zero_shot
 from keras_softmoe.evaluation.sweeps import random_routers as random_routers
 from keras_softmoe.evaluation.sweeps import routing_sweep as routing_sweep
-from keras_softmoe.evaluation.zero_shot import class_embeddings as class_embeddings
-from keras_softmoe.evaluation.zero_shot import classify as classify
-from keras_softmoe.evaluation.zero_shot import zero_shot as zero_shot

@@ -1,15 +1,15 @@
 """Layers: experts, mixtures of experts, and the parts of a Vision Transformer."""
 
-from keras_softmoe.layers.attention import Attention as Attention
-from keras_softmoe.layers.contrastive import ContrastiveScale as ContrastiveScale
+from keras_softmoe.layers._attention import Attention as Attention
+from keras_softmoe.layers._contrastive import ContrastiveScale as ContrastiveScale
+from keras_softmoe.layers._encoder import Encoder as Encoder
+from keras_softmoe.layers._encoder import EncoderBlock as EncoderBlock
+from keras_softmoe.layers._moe import MoE as MoE
+from keras_softmoe.layers._moe import SoftMoE as SoftMoE
 from keras_softmoe.layers.embedding import ClassToken as ClassToken
 from keras_softmoe.layers.embedding import PatchEmbedding as PatchEmbedding
 from keras_softmoe.layers.embedding import PositionEmbedding as PositionEmbedding
 from keras_softmoe.layers.embedding import TokenEmbedding as TokenEmbedding
-from keras_softmoe.layers.encoder import Encoder as Encoder
-from keras_softmoe.layers.encoder import EncoderBlock as EncoderBlock
 from keras_softmoe.layers.feedforward import MLP as MLP
 from keras_softmoe.layers.feedforward import Experts as Experts
-from keras_softmoe.layers.moe import MoE as MoE
-from keras_softmoe.layers.moe import SoftMoE as SoftMoE
 from keras_softmoe.layers.pooling import AttentionPooling as AttentionPooling

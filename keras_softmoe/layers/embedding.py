@@ -5,7 +5,7 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe import costs
-from keras_softmoe.ops.position import resample_position_grid, sincos_2d_table
+from keras_softmoe.ops import resample_position_grid, sincos_2d_table
 
 POSITION_EMBEDDINGS = ("learned", "sincos2d", "none")
 

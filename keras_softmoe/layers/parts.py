@@ -6,7 +6,9 @@ from typing import NamedTuple
 import keras
 
 from keras_softmoe.costs import LayerCost, cost_of
-from keras_softmoe.layers.contrastive import ContrastiveScale
+from keras_softmoe.layers._contrastive import ContrastiveScale
+from keras_softmoe.layers._encoder import Encoder
+from keras_softmoe.layers._moe import MoE
 from keras_softmoe.layers.embedding import (
     POSITION_EMBEDDINGS,
     ClassToken,
@@ -15,8 +17,6 @@ from keras_softmoe.layers.embedding import (
     TokenEmbedding,
     patch_grid,
 )
-from keras_softmoe.layers.encoder import Encoder
-from keras_softmoe.layers.moe import MoE
 from keras_softmoe.layers.pooling import POOLINGS, TEXT_POOLINGS, AttentionPooling
 
 MODALITIES = ("image", "text")

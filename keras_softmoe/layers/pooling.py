@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from keras_softmoe import costs
-from keras_softmoe.layers.attention import Attention, layer_norm
+from keras_softmoe.layers._attention import Attention, layer_norm
 from keras_softmoe.layers.feedforward import MLP
 
 POOLINGS = ("token", "first", "gap", "map")

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from keras_softmoe.checkpoints import read_architecture, read_parameters
-from keras_softmoe.models.released import write_converted
-from keras_softmoe.models.vit_moe_backbone import ViTMoEBackbone
-from keras_softmoe.models.vit_moe_image_classifier import (
+from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
+from keras_softmoe.models._vit_moe_image_classifier import (
     ViTMoEImageClassifier,
     ViTMoEImageClassifierPreprocessor,
     ViTMoEImageConverter,
 )
+from keras_softmoe.models.released import write_converted
 from keras_softmoe.routers import SoftmaxTokenChoiceRouter, SoftRouter
 
 

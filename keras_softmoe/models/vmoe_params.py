@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_softmoe.checkpoints.checkpoint import Checkpoint
+from keras_softmoe.checkpoints import Checkpoint
 
 # Our variable (a pattern over the end of its path) -> their name. A word in braces is
 # translated. Values never change, and shapes only for the biases of expert banks.

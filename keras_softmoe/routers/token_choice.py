@@ -3,17 +3,16 @@
 import keras
 from keras import ops
 
+from keras_softmoe.ops import sinkhorn_plan, token_choice
 from keras_softmoe.ops.assignment import (
     check_keep_fraction,
     check_num_selected_experts,
     check_priority,
-    token_choice,
 )
 from keras_softmoe.ops.backend import top_indices
-from keras_softmoe.ops.transport import sinkhorn_plan
-from keras_softmoe.routers.router import check_num_experts
-from keras_softmoe.routers.routing_losses import ImportanceLoss, LoadLoss
-from keras_softmoe.routers.sparse import SparseRouter
+from keras_softmoe.routers._router import check_num_experts
+from keras_softmoe.routers._routing_losses import ImportanceLoss, LoadLoss
+from keras_softmoe.routers._sparse import SparseRouter
 from keras_softmoe.sharding import is_distributed
 
 

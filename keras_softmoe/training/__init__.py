@@ -1,23 +1,23 @@
 """Recipes of the papers' trainings, and what Keras lacks for them."""
 
-from keras_softmoe.training.losses import SigmoidCrossentropy as SigmoidCrossentropy
-from keras_softmoe.training.optimizers import SGD as SGD
-from keras_softmoe.training.optimizers import Adam as Adam
-from keras_softmoe.training.pipeline import Augmentation as Augmentation
-from keras_softmoe.training.pretraining_recipes import (
+from keras_softmoe.training._losses import SigmoidCrossentropy as SigmoidCrossentropy
+from keras_softmoe.training._optimizers import SGD as SGD
+from keras_softmoe.training._optimizers import Adam as Adam
+from keras_softmoe.training._pipeline import Augmentation as Augmentation
+from keras_softmoe.training._pretraining_recipes import (
     imagenet_from_scratch as imagenet_from_scratch,
 )
-from keras_softmoe.training.pretraining_recipes import (
+from keras_softmoe.training._pretraining_recipes import (
     soft_moe_pretraining as soft_moe_pretraining,
 )
-from keras_softmoe.training.pretraining_recipes import (
+from keras_softmoe.training._pretraining_recipes import (
     vmoe_pretraining as vmoe_pretraining,
 )
-from keras_softmoe.training.recipe import Recipe as Recipe
-from keras_softmoe.training.schedules import (
+from keras_softmoe.training._recipe import Recipe as Recipe
+from keras_softmoe.training._schedules import (
     WarmupPolynomialDecay as WarmupPolynomialDecay,
 )
-from keras_softmoe.training.schedules import WarmupRsqrtDecay as WarmupRsqrtDecay
-from keras_softmoe.training.soups import greedy_soup as greedy_soup
-from keras_softmoe.training.transfer_recipes import finetuning as finetuning
-from keras_softmoe.training.transfer_recipes import vtab as vtab
+from keras_softmoe.training._schedules import WarmupRsqrtDecay as WarmupRsqrtDecay
+from keras_softmoe.training._soups import greedy_soup as greedy_soup
+from keras_softmoe.training._transfer_recipes import finetuning as finetuning
+from keras_softmoe.training._transfer_recipes import vtab as vtab

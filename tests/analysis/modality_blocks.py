@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from keras_softmoe.analysis.by_modality import ModalityStatistics
+from keras_softmoe.analysis._by_modality import ModalityStatistics
 
 MODALITIES = ("image", "text")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import analysis, datasets, models, routers
-from keras_softmoe.analysis.by_modality import ModalityStatistics
+from keras_softmoe.analysis._by_modality import ModalityStatistics
 from tests.analysis import pairs
 from tests.models import tiny
 
@@ -28,7 +28,7 @@ def backbone():
 @pytest.fixture(autouse=True)
 def few_bins(monkeypatch):
     """Several places of a queue in a bin, also where queues are short."""
-    name = "keras_softmoe.analysis.by_modality._BINS_OF_EVEN_QUEUE"
+    name = "keras_softmoe.analysis._by_modality._BINS_OF_EVEN_QUEUE"
     monkeypatch.setattr(name, 1)
 
 

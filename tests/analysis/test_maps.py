@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe.analysis import routing_maps
-from keras_softmoe.analysis.maps import RoutingMaps, main_experts
+from keras_softmoe.analysis._maps import RoutingMaps, main_experts
 from keras_softmoe.models import (
     ViTMoEBackbone,
     ViTMoEImageClassifier,

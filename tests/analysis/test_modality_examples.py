@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import analysis, routers
-from keras_softmoe.analysis.modality_examples import _WordCounts
+from keras_softmoe.analysis._modality_examples import _WordCounts
 from tests.analysis import pairs
 from tests.models import tiny
 from tests.references import to_numpy

@@ -4,8 +4,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from keras_softmoe import files
-from keras_softmoe.analysis import page as pages
-from keras_softmoe.analysis.page import Page
+from keras_softmoe.analysis import _page as pages
+from keras_softmoe.analysis._page import Page
 from tests.analysis.reading import Reading
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from keras_softmoe import analysis
 from keras_softmoe.analysis import plot_experts, plot_slots, routing_maps
-from keras_softmoe.analysis.maps import main_experts
-from keras_softmoe.analysis.plot_images import _most_different_slots
+from keras_softmoe.analysis._maps import main_experts
+from keras_softmoe.analysis._plot_images import _most_different_slots
 from keras_softmoe.models import ViTMoEBackbone
 from keras_softmoe.routers import (
     IdentityRouter,

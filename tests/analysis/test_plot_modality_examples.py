@@ -7,8 +7,10 @@ from keras_softmoe.analysis import (
     ExpertExamples,
     PairRouting,
     plot_expert_examples,
-    plot_modality_examples,
     plot_pair,
+)
+from keras_softmoe.analysis import (
+    _plot_modality_examples as plot_modality_examples,
 )
 from tests.analysis import pairs
 from tests.analysis.reading import png

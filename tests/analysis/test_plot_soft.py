@@ -14,7 +14,7 @@ from keras_softmoe.analysis import (
     plot_token_weights,
     plot_tokens_per_slot,
 )
-from keras_softmoe.analysis.soft_statistics import TOKEN_WEIGHT_EDGES
+from keras_softmoe.analysis._soft_statistics import TOKEN_WEIGHT_EDGES
 from tests.analysis.reading import legend_names, lines, png, tick_names
 from tests.analysis.soft_blocks import (
     NUM_EXPERTS,

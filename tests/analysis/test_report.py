@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe import analysis, evaluation, layers, routers
-from keras_softmoe.analysis import page, routing_report
+from keras_softmoe.analysis import _page as page
+from keras_softmoe.analysis import routing_report
 from tests.analysis import pairs
 from tests.analysis.reading import Reading
 from tests.models import tiny

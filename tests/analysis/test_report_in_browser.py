@@ -4,7 +4,7 @@ import pytest
 
 import keras_softmoe as ksm
 from keras_softmoe.analysis import routing_report
-from keras_softmoe.analysis.page import MOST_BYTES
+from keras_softmoe.analysis._page import MOST_BYTES
 from tests.analysis.browser import CHROMIUM, browser
 from tests.analysis.reading import Reading
 

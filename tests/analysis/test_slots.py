@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import analysis, layers, routers
-from keras_softmoe.analysis.slots import SlotCorrelation
+from keras_softmoe.analysis._slots import SlotCorrelation
 from tests.models import tiny
 from tests.references import to_numpy
 

@@ -6,8 +6,8 @@ import keras
 import pytest
 
 from keras_softmoe import models, presets
-from keras_softmoe.catalogue import entries
-from keras_softmoe.models.loading import WEIGHTS_FILES, open_preset
+from keras_softmoe.catalogue import _entries as entries
+from keras_softmoe.models._loading import WEIGHTS_FILES, open_preset
 
 ARCHITECTURE = "vit_base_patch16_224"
 METADATA = {

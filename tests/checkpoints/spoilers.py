@@ -3,7 +3,7 @@
 import msgpack
 import numpy as np
 
-from keras_softmoe.checkpoints import checkpoint_index
+from keras_softmoe.checkpoints import _checkpoint_index as checkpoint_index
 from tests.checkpoints import writer
 
 ARRAYS = {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import checkpoints
-from keras_softmoe.checkpoints import stream
+from keras_softmoe.checkpoints import _stream as stream
 from tests.checkpoints import twin, writer
 from tests.checkpoints.memory import peak_memory
 from tests.checkpoints.spoilers import ARRAYS, CUTS

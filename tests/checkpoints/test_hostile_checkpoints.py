@@ -7,7 +7,8 @@ import msgpack
 import pytest
 
 from keras_softmoe import checkpoints
-from keras_softmoe.checkpoints import checkpoint_index, stream
+from keras_softmoe.checkpoints import _checkpoint_index as checkpoint_index
+from keras_softmoe.checkpoints import _stream as stream
 from tests.checkpoints import writer
 from tests.checkpoints.memory import peak_memory
 from tests.checkpoints.spoilers import ARRAYS, SPOILERS, Files

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe.datasets import captioned_digits, digits
-from keras_softmoe.datasets.captioned_digits import DIGIT_NAMES
+from keras_softmoe.datasets._captioned_digits import DIGIT_NAMES
 
 
 def _digits_named(caption):

@@ -14,8 +14,8 @@ from keras_softmoe.datasets import (
     SIZE_NAMES,
     captioned_shapes,
 )
-from keras_softmoe.datasets.captioned_shapes import CaptionedShapes
-from keras_softmoe.datasets.scenes import arrange, sample_scenes
+from keras_softmoe.datasets._captioned_shapes import CaptionedShapes
+from keras_softmoe.datasets._scenes import arrange, sample_scenes
 from tests.datasets.caption_reader import is_true, read_caption, scene_of
 
 HELD_OUT = [SHAPE_COLOR_CLASSES.index(name) for name in HELD_OUT_COMBINATIONS]

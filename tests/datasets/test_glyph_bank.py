@@ -4,7 +4,8 @@ import unicodedata
 import numpy as np
 import pytest
 
-from keras_softmoe.datasets import GLYPH_CLASSES, glyph_bank
+from keras_softmoe.datasets import GLYPH_CLASSES
+from keras_softmoe.datasets import _glyph_bank as glyph_bank
 
 
 def test_classes_hold_no_digit_of_any_script():

@@ -5,7 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from keras_softmoe.datasets import GLYPH_CLASSES, digits, glyphs, resampling
+from keras_softmoe.datasets import GLYPH_CLASSES, digits, glyphs
+from keras_softmoe.datasets import _resampling as resampling
 
 # The package shows the function under the module's name.
 module = sys.modules["keras_softmoe.datasets.glyphs"]

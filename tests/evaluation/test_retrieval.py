@@ -8,7 +8,7 @@ import pytest
 from keras import ops
 
 from keras_softmoe.evaluation import retrieval
-from keras_softmoe.evaluation.retrieval import Retrieval
+from keras_softmoe.evaluation._retrieval import Retrieval
 
 
 def embeddings(num, dim=6, seed=0):

@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from keras_softmoe.evaluation.ridge import L2_GRID, best_l2, ridge_probe, sample_support
+from keras_softmoe.evaluation._ridge import (
+    L2_GRID,
+    best_l2,
+    ridge_probe,
+    sample_support,
+)
 
 # (shots, l2 index) where the float32 reference is itself off, by up to 1.6: 42
 # images for 38 weights. Its float64 scores hold everywhere.
@@ -108,7 +113,7 @@ def test_accuracy_is_that_of_the_scores_whatever_the_rows(monkeypatch):
     ]
     assert len(set(expected)) > 1
     for rows in (1, 34, 35, 4096):
-        monkeypatch.setattr("keras_softmoe.evaluation.ridge.ROWS", rows)
+        monkeypatch.setattr("keras_softmoe.evaluation._ridge.ROWS", rows)
         np.testing.assert_allclose(probe.accuracy(x_test, y_test, L2_GRID), expected)
 
 

@@ -6,7 +6,7 @@ from keras import ops
 
 import keras_softmoe.models.class_embeddings as module
 from keras_softmoe.evaluation import class_embeddings, classify, zero_shot
-from keras_softmoe.evaluation.zero_shot import ZeroShot
+from keras_softmoe.evaluation._zero_shot import ZeroShot
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

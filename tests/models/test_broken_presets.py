@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import models, routers
-from keras_softmoe.catalogue import entries
+from keras_softmoe.catalogue import _entries as entries
 from tests.models import tiny
 
 pytestmark = tiny.LOADING_WRONG_WEIGHTS

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe import converters, evaluation, models, presets, routers
-from keras_softmoe.catalogue import entries
-from keras_softmoe.models.loading import open_preset
+from keras_softmoe.catalogue import _entries as entries
+from keras_softmoe.models._loading import open_preset
 from tests.checkpoints import writer
 from tests.models import tiny
 from tests.references import to_numpy

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import models, ops, routers
-from keras_softmoe.catalogue import entries
+from keras_softmoe.catalogue import _entries as entries
 from tests.layers.common import randomize
 from tests.models import tiny
 from tests.references import to_numpy

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from keras_softmoe import training
-from keras_softmoe.training import pipeline
+from keras_softmoe.training import _pipeline as pipeline
 
 NUM_CLASSES = 4
 

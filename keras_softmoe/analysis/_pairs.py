@@ -1,0 +1,138 @@
+"""Pairs of image and caption on their way through a LIMoE, batch by batch."""
+
+import numpy as np
+
+from keras_softmoe.analysis._inputs import backbone_of, prepared, tokens_choose
+from keras_softmoe.analysis._streaming import stream
+
+PADDING = 0
+
+
+class Pairs:
+    """Images and captions (or one of them alone) and the LIMoE that routes them.
+
+    Args:
+        model: `LIMoEBackbone`, or a task that has one.
+        images: `(N, height, width, channels)` array or `None`.
+        captions: `N` str or `(N, sequence_length)` ints, or `None`.
+        preprocessor: `None` or a `LIMoEPreprocessor`. By default a task's own.
+
+    Raises:
+        ValueError: if the model routes no pairs, its tokens do not choose experts,
+            there is nothing to route, or images and captions differ in number.
+    """
+
+    def __init__(self, model, images, captions, preprocessor):
+        self.backbone, self.preprocessor = backbone_of(model, preprocessor)
+        _check_routers(self.backbone)
+        counts = {len(x) for x in (images, captions) if x is not None}
+        if len(counts) != 1 or 0 in counts:
+            found = (
+                "none" if x is None else f"{len(x)} {name}"
+                for name, x in (("images", images), ("captions", captions))
+            )
+            raise ValueError(
+                "Pass images and as many captions, or `None` for one of them; at least "
+                f"one. Received: {', '.join(found)}."
+            )
+        (self.num_pairs,) = counts
+        self.images, self.captions = images, captions
+        rows, columns = self.backbone.patch_grid
+        # In the order of a pair's tokens.
+        self.tokens_of = {}
+        if images is not None:
+            self.tokens_of["image"] = rows * columns
+        if captions is not None:
+            self.tokens_of["text"] = self.backbone.sequence_length
+
+    @property
+    def tokenizer(self):
+        """What cut the captions into tokens, `None` if they came as ids."""
+        return getattr(self.preprocessor, "tokenizer", None)
+
+    def observe(self, reducers, batch_size, verbose):
+        """Route all pairs in one pass and return what reducers found, a tuple.
+
+        Args:
+            reducers: sequence of `streaming.Reducer`.
+            batch_size: int, pairs at a time, rounded up to whole groups.
+            verbose: as in `streaming.observe`.
+        """
+        group = self.backbone.group_images or 1
+        batch_size = -(-batch_size // group) * group
+        starts = range(0, self.num_pairs, batch_size)
+        batches = (self._inputs(slice(start, start + batch_size)) for start in starts)
+        model = self.backbone
+        if len(self.tokens_of) == 1:
+            (modality,) = self.tokens_of
+            model = getattr(model, f"{modality}_encoder")
+        routers = self.backbone.routers
+        stream(model, routers, batches, reducers, len(starts), verbose)
+        return tuple(reducer.result() for reducer in reducers)
+
+    def halves(self, inputs):
+        """Images and token ids out of the inputs of a batch, `None` if missing."""
+        if isinstance(inputs, dict):
+            return inputs["images"], inputs["token_ids"]
+        return (inputs, None) if "image" in self.tokens_of else (None, inputs)
+
+    def modality_masks(self, valid, token_ids):
+        """Which tokens belong to images and to text, and which are padding of text.
+
+        A group is the tokens of one pair after the other, first the image's.
+
+        Args:
+            valid: `(G, S)` bool array, `False` for the padding of groups.
+            token_ids: `(B, sequence_length)` int array, or `None` without captions.
+
+        Returns:
+            dict from each modality that is there to a `(G, S)` bool array, and a
+            `(G, S)` bool array.
+        """
+        # (tokens of a pair,)
+        modality = np.repeat(list(self.tokens_of), list(self.tokens_of.values()))
+        modality = np.tile(modality, valid.shape[1] // len(modality))
+        masks = {name: valid & (modality == name) for name in self.tokens_of}
+        is_padding = np.zeros_like(valid)
+        if token_ids is not None:
+            is_padding[masks["text"]] = np.ravel(token_ids) == PADDING
+        return masks, is_padding
+
+    def _inputs(self, rows):
+        # On first use, since `models` imports KerasHub.
+        from keras_softmoe.models.arguments import check_pairs
+
+        images = token_ids = None
+        if self.images is not None:
+            convert = getattr(self.preprocessor, "convert", None)
+            images = prepared(self.backbone, self.images[rows], convert)
+        if self.captions is not None:
+            token_ids = self._token_ids(self.captions[rows])
+        check_pairs(self.backbone, images, token_ids)
+        if len(self.tokens_of) == 2:
+            return {"images": images, "token_ids": token_ids}
+        return token_ids if images is None else images
+
+    def _token_ids(self, captions):
+        if np.asarray(captions).dtype.kind in "iu":
+            return np.asarray(captions)
+        if self.preprocessor is None:
+            raise ValueError(
+                "Without a preprocessor there is no tokenizer: pass token ids, "
+                f"(N, {self.backbone.sequence_length}) ints, or the task in place of "
+                f"its backbone. Received: captions of type {type(captions).__name__}, "
+                "preprocessor=None."
+            )
+        return self.preprocessor.tokenize(captions)
+
+
+def _check_routers(backbone):
+    routers = getattr(backbone, "routers", {})
+    choose = all(map(tokens_choose, routers.values()))
+    if not (routers and choose and hasattr(backbone, "sequence_length")):
+        raise ValueError(
+            "Pass a `LIMoEBackbone` with `moe_layers` whose tokens choose their "
+            "experts, as with a `LIMoERouter`, or a task that has one. Received: "
+            f"{type(backbone).__name__} with the routers "
+            f"{sorted({type(router).__name__ for router in routers.values()})}."
+        )

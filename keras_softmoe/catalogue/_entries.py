@@ -1,0 +1,285 @@
+"""The entries of the catalogue: their names, what they are, and where they are.
+
+An entry is either a directory in KerasHub's format (what has weights, or is converted
+from weights that others released) or an `Architecture`, a row of this room's tables.
+"""
+
+import contextlib
+import difflib
+import functools
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from keras_softmoe.catalogue import _preset_files as preset_files
+from keras_softmoe.catalogue._limoe import limoe
+from keras_softmoe.catalogue._vision import vision
+from keras_softmoe.files import replaced_directory
+
+CONFIG_FILE = "config.json"
+METADATA_FILE = "metadata.json"
+
+# Handles that KerasHub resolves itself.
+_REMOTE = ("hf://", "kaggle://", "modelscope://")
+
+
+class Preset(NamedTuple):
+    """One entry of the catalogue.
+
+    Attributes:
+        name: str, what `from_preset` takes.
+        kind: `"trained"`, `"convertible"` or `"architecture"`.
+        description: str, one sentence.
+        source: str, paper and section, or the training script.
+        licence: str, of the weights.
+        parameters: int, parameters of the backbone.
+        path: `pathlib.Path` of the directory. `None` for an architecture, of which
+            `presets.write` makes one.
+        checkpoint: str or `None`, where a convertible preset's weights come from.
+        accuracy: dict from data set to the published accuracy, from 0 to 1. Empty if
+            none was published; what it was measured on is in the card.
+    """
+
+    name: str
+    kind: str
+    description: str
+    source: str
+    licence: str
+    parameters: int
+    path: Path | None
+    checkpoint: str | None = None
+    accuracy: dict = {}
+
+
+def names():
+    """Names of all presets, sorted.
+
+    Returns:
+        list of str.
+
+    Example:
+
+    >>> "vit_base_patch16_224" in ksm.presets.names()
+    True
+    """
+    return sorted(_directory_names() | architectures().keys())
+
+
+def describe(name):
+    """What a preset is.
+
+    Args:
+        name: str, one of `names()`.
+
+    Returns:
+        `Preset`.
+
+    Raises:
+        ValueError: if the name is unknown (the message offers the nearest ones) or its
+            metadata is damaged.
+    """
+    path = _directory(name)
+    about = _metadata(path, name)
+    with explain_errors(path or name):
+        return Preset(
+            name=name,
+            kind=about["kind"],
+            description=about["description"],
+            source=about["source"],
+            licence=about["licence"],
+            parameters=about["parameter_count"],
+            path=path,
+            checkpoint=about.get("checkpoint"),
+            accuracy=about.get("accuracy", {}),
+        )
+
+
+def write(name, directory):
+    """Write an architecture as a preset directory in KerasHub's format.
+
+    `from_preset(name, load_weights=False)` does without. A directory is what
+    KerasHub's own classes and tools take. It has the configuration, the image
+    preprocessing and a model card.
+
+    Args:
+        name: str, the name of a preset of the kind `"architecture"`.
+        directory: str or path, made if it does not exist. Other files that are in it
+            are kept.
+
+    Returns:
+        str, `directory`.
+
+    Raises:
+        ValueError: if the name is unknown, or the preset has a directory already.
+
+    Example:
+
+    >>> ksm.presets.write("vit_base_patch16_224", "my_vit")
+    >>> model = keras_hub.models.Backbone.from_preset("my_vit", load_weights=False)
+    """
+    path = _directory(name)
+    if path is not None:
+        raise ValueError(
+            f"The preset {name!r} is a directory already: copy '{path}'. Received: "
+            f"name={name!r}."
+        )
+    with replaced_directory(directory) as new:
+        for file, text in preset_files.preset_files(architectures()[name]).items():
+            (new / file).write_text(text, encoding="utf-8")
+    return str(directory)
+
+
+@functools.cache
+def architectures():
+    """Dict from name to `Architecture`: the models whose weights were never released.
+
+    Source: V-MoE, Soft MoE, LIMoE and the router study; see `papers`.
+    """
+    return {each.name: each for each in (*vision(), *limoe())}
+
+
+# === For the rooms above ===
+
+
+def is_handle(preset):
+    """Whether KerasHub resolves this itself (`hf://...`, `kaggle://...`)."""
+    return str(preset).startswith(_REMOTE)
+
+
+def find_directory(preset):
+    """The directory of a preset, checked to be one of this library.
+
+    Args:
+        preset: str or path: a name of the catalogue or a directory.
+
+    Returns:
+        `pathlib.Path`, or `None` for an architecture, which has no directory.
+
+    Raises:
+        ValueError: if the name is unknown, or the directory is no preset of this
+            library.
+    """
+    path = Path(preset)
+    # A directory of the user's goes first, as for KerasHub.
+    if not path.is_dir():
+        path = _directory(str(preset))
+    if path is not None:
+        _read_config_file(path)
+    return path
+
+
+def read_config(preset):
+    """The class and the arguments of a preset's backbone. No model is built.
+
+    Args:
+        preset: str or path: a name of the catalogue or a directory.
+
+    Returns:
+        Registered name of the class (`"keras_softmoe>ViTMoEBackbone"`) and the dict of
+        its arguments, as `from_config` takes them: with a router, or a serialized one.
+
+    Raises:
+        ValueError: as in `find_directory`, or for a handle, which is not read.
+    """
+    if is_handle(preset):
+        raise ValueError(
+            "The configuration of a preset is read by name or from a directory on this "
+            f"machine. Received: preset={str(preset)!r}. Load it, then pass the model."
+        )
+    path = find_directory(preset)
+    if path is None:
+        # Serializing the router would import TensorFlow.
+        saved = preset_files.config(architectures()[preset])
+    else:
+        saved = _read_config_file(path)
+    with explain_errors(path or preset):
+        return saved["registered_name"], saved["config"]
+
+
+def read_metadata(preset):
+    """What a preset's `metadata.json` says, a dict; empty if it has no such file."""
+    return _metadata(find_directory(preset), preset)
+
+
+def names_of_kind(kind):
+    """Names of the presets of a kind, sorted."""
+    return [n for n in names() if _metadata(_directory(n), n).get("kind") == kind]
+
+
+@contextlib.contextmanager
+def explain_errors(preset):
+    """Turn what goes wrong while a preset is read into an error that says so.
+
+    Args:
+        preset: `pathlib.Path` of its directory, or str, its name or handle.
+    """
+    where = f"in '{preset}'" if isinstance(preset, Path) else repr(preset)
+    try:
+        yield
+    except (OSError, EOFError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"The preset {where} cannot be read: a file is damaged, truncated, or "
+            "belongs to another model. Restore it or save the preset again. Reason: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    except ValueError as error:
+        error.add_note(f"This happened while the preset {where} was read.")
+        raise
+
+
+def _root():
+    package = Path(__file__).parent.parent
+    # In a wheel the presets lie inside the package, in a checkout beside it.
+    inside = package / "_presets"
+    return inside if inside.is_dir() else package.parent / "presets"
+
+
+def _directory_names():
+    return {path.parent.name for path in _root().glob(f"*/{CONFIG_FILE}")}
+
+
+def _directory(name):
+    """Directory of a name of the catalogue, `None` for an architecture."""
+    # A name is one path component: nothing outside the catalogue.
+    if name in _directory_names():
+        return _root() / name
+    if name in architectures():
+        return None
+    near = difflib.get_close_matches(name, names(), n=3, cutoff=0.3)
+    raise ValueError(
+        f"Unknown preset {name!r}. "
+        + (f"Did you mean {' or '.join(map(repr, near))}? " if near else "")
+        + "See `keras_softmoe.presets.names()`, or pass the path of an existing "
+        f"preset directory. Received: preset={name!r}."
+    )
+
+
+def _metadata(path, name):
+    if path is None:
+        return preset_files.metadata(architectures()[name])
+    file = path / METADATA_FILE
+    with explain_errors(path):
+        return _read_json(file) if file.is_file() else {}
+
+
+def _read_config_file(path):
+    """What `config.json` in a directory says, checked to be of a model of ours."""
+    file = path / CONFIG_FILE
+    if not file.is_file():
+        raise ValueError(
+            f"The directory '{path}' is not a preset: it has no {CONFIG_FILE}. Save "
+            "one with `model.save_to_preset(directory)`."
+        )
+    with explain_errors(path):
+        saved = _read_json(file)
+    name = saved.get("registered_name") if isinstance(saved, dict) else None
+    if not str(name).startswith("keras_softmoe>"):
+        raise ValueError(
+            f"The preset in '{path}' is not one of keras_softmoe: its {CONFIG_FILE} "
+            f"was made for {name!r}. Load it with the library it belongs to."
+        )
+    return saved
+
+
+def _read_json(file):
+    return json.loads(file.read_text(encoding="utf-8"))

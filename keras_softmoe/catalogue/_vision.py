@@ -1,0 +1,259 @@
+"""The papers' image models whose weights were never released.
+
+Models that differ only in what can be changed on a loaded model (experts per token,
+capacity, images per group) are one entry with a list of settings, of which the first
+is the entry's own. V-MoE's table names its models by the experts per token: there,
+each row is an entry.
+"""
+
+from keras_softmoe import ops, routers
+from keras_softmoe.catalogue._architecture import (
+    IMAGE_SIZE,
+    NEAREST,
+    Architecture,
+    experts,
+    preset_name,
+    template,
+    vit,
+)
+from keras_softmoe.catalogue._moe_layers import every_n, last_n, second_half
+from keras_softmoe.catalogue._papers import (
+    EXPERT_CHOICE,
+    SIZES,
+    SOFT,
+    SOFT_CLASSES,
+    STUDY,
+    TOKEN_CHOICE,
+    VMOE,
+    VMOE_CLASSES,
+    VMOE_RELEASED,
+    VMOE_SIZES,
+)
+
+_VMOE_15B_NOTE = (
+    "Pooled by attention, as appendix B.3 says. The table's count is met to its last "
+    "digit by a class token, no pre-logits and a head for JFT-3B's 29,593 classes; "
+    "this model with 18,291 classes is 0.07 % above it."
+)
+_RELEASED_NOTE = (
+    "With 8 experts, as the released checkpoints have. Those are presets of "
+    "their own (`imagenet` in the name)."
+)
+
+# Router study, section 3.1: 32 experts in every second block, K or capacity 1 and 2.
+_STUDY_TOKEN_CHOICE = {
+    "token_choice": routers.SoftmaxTokenChoiceRouter,
+    "sinkhorn_token_choice": routers.SinkhornTokenChoiceRouter,
+}
+_STUDY_EXPERT_CHOICE = {
+    "expert_choice": routers.SoftmaxExpertChoiceRouter,
+    "sinkhorn_expert_choice": routers.SinkhornExpertChoiceRouter,
+    "sparse_transport_expert_choice": routers.SparseTransportExpertChoiceRouter,
+}
+
+
+def vision():
+    """All of them, a list of `Architecture`."""
+    return [*_vmoe(), *_soft_moe(), *_soft_moe_baselines(), *_router_study()]
+
+
+# === V-MoE ===
+
+
+def _vmoe():
+    for row, model, placement, k, parameters in VMOE:
+        published = {
+            "row": f"table 8, {row}" + (f", K = {k}" if placement else ""),
+            "parameters": parameters,
+            "head_classes": VMOE_CLASSES,
+        }
+        yield _vmoe_model(model, placement, 32, k, published)
+    yield _vmoe_model("15B/14", None, None, None, None)
+    for model in VMOE_RELEASED:
+        yield _vmoe_model(model, "every2", 8, 2, None)
+
+
+def _vmoe_model(model, placement, num_experts, k, published):
+    twin, arguments = _vmoe_dense(model)
+    is_15b, is_released = model == "15B/14", num_experts == 8
+    note = _VMOE_15B_NOTE if is_15b else _RELEASED_NOTE if is_released else None
+    rest = {
+        "source": "V-MoE, "
+        + ("released code" if is_released else "section 3.1 and table 8"),
+        "published": published,
+        "note": note,
+    }
+    if placement is None:
+        title = "Dense twin of V-MoE-15B" if is_15b else f"ViT-{model} of V-MoE"
+        return Architecture(twin, title, "", arguments=arguments, **rest)
+    if placement == "every2":
+        layers, where = every_n(arguments["num_layers"]), "every second block"
+    else:
+        number = int(placement.removeprefix("last"))
+        layers = last_n(arguments["num_layers"], number)
+        where = f"the last {number} of every second block"
+    marks = (placement, f"{num_experts}e", "" if k == 2 else f"k{k}")
+    return Architecture(
+        preset_name("vmoe", VMOE_SIZES, model, *marks),
+        "V-MoE-15B" if is_15b else f"V-MoE-{model}",
+        f"{num_experts} experts in {where}, K = {k}",
+        # The released code starts all experts of a block equal.
+        arguments=arguments | experts(layers, 8) | {"equal_experts": True},
+        router=template(
+            routers.SoftmaxTokenChoiceRouter,
+            num_experts,
+            num_selected_experts=k,
+            **({} if is_released else NEAREST),
+        ),
+        twin=twin,
+        **rest,
+    )
+
+
+def _vmoe_dense(model):
+    """Name and arguments of a dense model in V-MoE's set-up."""
+    arguments = vit(VMOE_SIZES, model)
+    if model == "15B/14":
+        arguments["pooling"] = "map"
+    else:
+        arguments["representation_dim"] = arguments["hidden_dim"]
+    return preset_name("vmoe_dense", VMOE_SIZES, model), arguments
+
+
+# === Soft MoE and its baselines ===
+
+
+def _soft_moe():
+    for model, rows in SOFT.items():
+        twin, dense = _soft_dense(model)
+        for num_experts, parameters, gflop, row in rows:
+            in_table_10 = [f"table 10, row {row}"] if row else []
+            published = {"row": "; ".join(in_table_10)} if row else {}
+            if parameters:
+                published = {
+                    "row": "; ".join(["table 9", *in_table_10]),
+                    "parameters": parameters,
+                    "head_classes": SOFT_CLASSES,
+                    "gflop_per_image": gflop,
+                }
+            rest = {
+                "source": "Soft MoE, sections 3.3 and 3.4, tables 9 and 10",
+                "published": published or None,
+            }
+            if not num_experts:
+                title = f"ViT-{model} of Soft MoE"
+                yield Architecture(twin, title, "", arguments=dense, **rest)
+                continue
+            yield Architecture(
+                preset_name("soft_moe", SIZES, model, f"{num_experts}e"),
+                f"Soft MoE {model}",
+                f"{num_experts} experts with one slot in the second half",
+                arguments=dense | experts(second_half(dense["num_layers"])),
+                router=template(routers.SoftRouter, num_experts),
+                twin=twin,
+                **rest,
+            )
+
+
+def _soft_moe_baselines():
+    for (model, num_experts), rows in EXPERT_CHOICE.items():
+        settings = [
+            {"row": row, "group_images": images, "capacity_factor": factor}
+            for row, (images, factor) in rows.items()
+        ]
+        router = template(
+            routers.SoftmaxExpertChoiceRouter,
+            num_experts,
+            capacity_factor=settings[0]["capacity_factor"],
+            **NEAREST,
+        )
+        yield _baseline("expert_choice", model, num_experts, router, settings)
+    for (model, num_experts), rows in TOKEN_CHOICE.items():
+        settings = [
+            {
+                "row": row,
+                "group_images": 8,
+                "num_selected_experts": k,
+                "capacity_factor": factor,
+            }
+            for row, (k, factor) in rows.items()
+        ]
+        router = template(
+            routers.SoftmaxTokenChoiceRouter,
+            num_experts,
+            capacity_factor=settings[0]["capacity_factor"],
+            priority="max",
+            **NEAREST,
+        )
+        yield _baseline("token_choice", model, num_experts, router, settings)
+
+
+def _baseline(family, model, num_experts, router, settings):
+    twin, dense = _soft_dense(model)
+    layers = second_half(dense["num_layers"])
+    rows = ", ".join(str(row) for row in sorted(s["row"] for s in settings))
+    return Architecture(
+        preset_name(family, SIZES, model, f"{num_experts}e"),
+        f"{family.replace('_', ' ').capitalize()} {model} of Soft MoE",
+        f"{num_experts} experts in the second half",
+        "Soft MoE, section 3.3 and table 10",
+        dense | experts(layers, settings[0]["group_images"]),
+        router,
+        twin,
+        {"row": f"table 10, row{'s' * (len(settings) > 1)} {rows}"},
+        settings,
+    )
+
+
+def _soft_dense(model):
+    """Name and arguments of a dense model in Soft MoE's set-up."""
+    return preset_name("vit", SIZES, model), vit(SIZES, model) | {
+        "pooling": "gap",
+        "position_embedding": "sincos2d",
+        "use_qk_norm": True,
+    }
+
+
+# === Router study ===
+
+
+def _router_study():
+    """The six routers in V-MoE's set-up, which the study takes over."""
+    for model in STUDY:
+        for family, router in _STUDY_TOKEN_CHOICE.items():
+            settings = [{"num_selected_experts": k} for k in (1, 2)]
+            yield _study_sparse(family, model, router, settings)
+        for family, router in _STUDY_EXPERT_CHOICE.items():
+            settings = [{"capacity_factor": float(c)} for c in (1, 2)]
+            yield _study_sparse(family, model, router, settings)
+        num_tokens = (IMAGE_SIZE // int(model.split("/")[1])) ** 2 + 1
+        for factor in (1.0, 2.0):
+            slots = ops.expert_capacity(num_tokens, 32, factor, **NEAREST)
+            yield _study(
+                "soft_moe",
+                model,
+                template(routers.SoftRouter, 32, slots_per_expert=slots),
+                what=f"32 experts with {slots} slots",
+                mark=f"{slots}s",
+            )
+
+
+def _study_sparse(family, model, router, settings):
+    router = template(router, 32, capacity_factor=1.0, **NEAREST)
+    return _study(family, model, router, settings=settings, group_images=8)
+
+
+def _study(
+    family, model, router, what="32 experts", mark="", settings=None, group_images=1
+):
+    twin, dense = _vmoe_dense(model)
+    return Architecture(
+        preset_name(family, VMOE_SIZES, model, "every2", "32e", mark),
+        f"{family.replace('_', ' ').capitalize()} {model} of the router study",
+        f"{what} in every second block",
+        "Router study, section 3.1",
+        dense | experts(every_n(dense["num_layers"]), group_images),
+        router,
+        twin,
+        settings=settings,
+    )

@@ -1,0 +1,52 @@
+"""Fetching the files of a checkpoint."""
+
+from pathlib import Path
+
+import keras
+
+from keras_softmoe.checkpoints._checkpoint_index import data_path, read_index
+from keras_softmoe.checkpoints._stream import open_file
+
+_BLOCK = 1 << 24
+
+
+def download_checkpoint(prefix, folder, verbose=1):
+    """Copy the files of a sharded checkpoint into a folder.
+
+    Args:
+        prefix: str, the files' common part, for example `gs://bucket/name`.
+        folder: str or path of an existing directory.
+        verbose: 0 or 1, whether to show progress bars.
+
+    Returns:
+        str, the prefix of the copies.
+
+    Raises:
+        CheckpointError: (a `ValueError`) if a file cannot be read, or the index is
+            damaged.
+
+    Example:
+
+    >>> url = "gs://vmoe_checkpoints/vmoe_s32_last2_ilsvrc2012_randaug_light1"
+    >>> checkpoint = ksm.converters.read_checkpoint(download_checkpoint(url, "."))
+    """
+    _, shard_count = read_index(prefix)
+    copy = str(Path(folder, prefix.rpartition("/")[2]))
+    _copy(f"{prefix}.index", f"{copy}.index", verbose=0)
+    for shard in range(shard_count):
+        _copy(
+            data_path(prefix, shard, shard_count),
+            data_path(copy, shard, shard_count),
+            verbose,
+        )
+    return copy
+
+
+def _copy(source, target, verbose):
+    if verbose:
+        print(f"Downloading {source}")
+    with open_file(source) as (file, size), open(target, "wb") as copy:
+        progress = keras.utils.Progbar(size, verbose=verbose, unit_name="byte")
+        while block := file.read(_BLOCK):
+            copy.write(block)
+            progress.add(len(block))

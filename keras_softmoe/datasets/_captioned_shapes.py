@@ -1,0 +1,131 @@
+"""Synthetic pictures of simple things with captions: images and text, no network."""
+
+from typing import NamedTuple
+
+import keras
+import numpy as np
+
+from keras_softmoe.datasets._captions import caption_scenes
+from keras_softmoe.datasets._scenes import Scenes, arrange, sample_scenes
+from keras_softmoe.datasets._shape_drawing import draw_scenes
+from keras_softmoe.datasets.checks import check_whole_numbers
+
+# Scenes are made in blocks, three random streams each: what is there and where, how it
+# is drawn, how it is told. Part of what a seed means.
+_BLOCK = 256
+
+
+class CaptionedShapes(NamedTuple):
+    """What `captioned_shapes` returns: arrays with one entry for each of N scenes.
+
+    Attributes are int32 arrays of shape (N,), -1 where a scene has no such attribute.
+
+    Args:
+        images: uint8 of shape (N, image_size, image_size, 3), 0 to 255.
+        captions: array of N str.
+        labels: the thing (of a pair the first), index into `SHAPE_COLOR_CLASSES`.
+            With `C = len(COLOR_NAMES)`, `labels // C` is an index into `SHAPE_NAMES`
+            and `labels % C` one into `COLOR_NAMES`.
+        sizes: its size, index into `SIZE_NAMES`.
+        counts: how many of it there are, 1 to 3; of either thing of a pair, 1.
+        places: where a lone thing is, index into `PLACE_NAMES`.
+        relations: where the first thing of a pair is, seen from the second one, index
+            into `RELATION_NAMES`.
+        second_labels: the second thing of a pair, index into `SHAPE_COLOR_CLASSES`.
+        second_sizes: its size, index into `SIZE_NAMES`.
+    """
+
+    images: np.ndarray
+    captions: np.ndarray
+    labels: np.ndarray
+    sizes: np.ndarray
+    counts: np.ndarray
+    places: np.ndarray
+    relations: np.ndarray
+    second_labels: np.ndarray
+    second_sizes: np.ndarray
+
+
+def captioned_shapes(
+    num_images, image_size=32, seed=0, start=0, combinations="train", verbose=1
+):
+    """Synthetic scenes of colored shapes, each with a caption.
+
+    A scene shows a lone thing in one of nine places, two or three like things, or two
+    different things side by side or one above the other: 8 shapes in 8 colors, small
+    or large, on a shaded and noisy background. Colors, sizes, places and rotations
+    vary a little within their name. A caption is plain English, lower case, from many
+    wordings, and mentions all or (mostly) a part of what is there: "a small red star
+    in the upper left corner", "two green rings", "the square is over the blue heart".
+
+    The combinations of shape and color named in `HELD_OUT_COMBINATIONS`, a quarter
+    of all, with each shape and each color twice, appear in no training scene and in no
+    caption of one, so that they are new to a model that has learned from those.
+
+    Image and caption `i` depend on `seed`, `combinations` and `i` alone (the image on
+    its size as well): a smaller set is the beginning of a larger one, and parts made
+    with `start` join to the whole. Another processor or version of NumPy may round a
+    value up instead of down.
+
+    Args:
+        num_images: int, number of scenes N, at least 1.
+        image_size: int, side of the images in pixels, at least 16.
+        seed: int, at least 0. Another seed gives other scenes.
+        start: int, index of the first scene, at least 0.
+        combinations: `"train"`, scenes without the held-out combinations;
+            `"held_out"`, lone and like things of exactly those combinations; or
+            `"all"`, scenes of any combinations.
+        verbose: int, 0 for silence, 1 for a progress bar.
+
+    Returns:
+        `CaptionedShapes`, a named tuple: `images`, `captions` and attributes.
+
+    Raises:
+        ValueError: If a number is out of range or `combinations` unknown.
+
+    Example:
+
+    ```python
+    images, captions, *_ = captioned_shapes(20_000)
+
+    # Zero-shot classification among the combinations that no caption has named.
+    data = captioned_shapes(1_000, combinations="held_out")
+    scores = model.zero_shot(data.images, HELD_OUT_COMBINATIONS, ["a picture of a {}"])
+    labels = np.array(SHAPE_COLOR_CLASSES)[data.labels]
+    labels = [HELD_OUT_COMBINATIONS.index(name) for name in labels]
+    ```
+    """
+    check_whole_numbers(1, num_images=num_images)
+    check_whole_numbers(16, image_size=image_size)
+    check_whole_numbers(0, seed=seed, start=start)
+    if combinations not in ("train", "held_out", "all"):
+        raise ValueError(
+            "`combinations` must be 'train', 'held_out' or 'all'. "
+            f"Received: combinations={combinations!r}. Use 'train' to learn from and "
+            "'held_out' to test on combinations that were not learned."
+        )
+    images = np.empty((num_images, image_size, image_size, 3), "uint8")
+    captions, scenes = [], []
+    bar = keras.utils.Progbar(num_images, unit_name="image") if verbose else None
+    done = 0
+    while done < num_images:
+        block, skip = divmod(start + done, _BLOCK)
+        take = min(_BLOCK - skip, num_images - done)
+        part = slice(skip, skip + take)
+        drawn, told, shown = _make_block(image_size, combinations, seed, block)
+        images[done : done + take] = drawn[part]
+        captions += told[part]
+        scenes.append([attribute[part] for attribute in shown])
+        done += take
+        if bar:
+            bar.update(done)
+    scenes = Scenes(*map(np.concatenate, zip(*scenes, strict=True)))
+    return CaptionedShapes(images, np.array(captions), **scenes._asdict())
+
+
+def _make_block(image_size, combinations, seed, block):
+    """Images, list of captions and `Scenes` of block number `block`."""
+    what, how, told = (np.random.default_rng((seed, block, i)) for i in range(3))
+    scenes = sample_scenes(_BLOCK, combinations, what)
+    images = draw_scenes(arrange(scenes, what), image_size, how)
+    return images, caption_scenes(scenes, told), scenes

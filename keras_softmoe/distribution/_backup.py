@@ -1,0 +1,304 @@
+"""Training that is interrupted at any point and resumed from there."""
+
+import numbers
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+
+import h5py
+import keras
+
+from keras_softmoe.distribution._backup_file import (
+    open_backup,
+    optimizer_name,
+    read,
+    shape_and_dtype,
+    variables_of,
+    write,
+)
+from keras_softmoe.files import replaced_file
+from keras_softmoe.keras_adapter import (
+    has_metrics,
+    make_metrics,
+    replace_next_step,
+    set_first_epoch,
+)
+from keras_softmoe.sharding.variables import (
+    assign_shards,
+    failed_processes,
+    is_sharded,
+    num_processes,
+    process_index,
+    save_in_one_process,
+)
+
+FILE = "training.h5"
+
+# Of the temporary neighbours of the file, see `replaced_file`.
+_PREFIX = f".{FILE}."
+
+
+class Backup(keras.callbacks.Callback):
+    """Callback that saves what `fit` needs to resume after it was interrupted.
+
+    Start the same program again, with the same arguments of `fit`: it finds the backup,
+    draws the batches that were done from the data without computing anything, and
+    resumes with the losses that it would have had. Saved are all variables: of the
+    model (the states of dropout and of noise among them), of its optimizer and of its
+    metrics. `keras.callbacks.BackupAndRestore` saves no random states, starts an
+    interrupted epoch again, and fails where several processes share a model.
+
+    Variables may be sharded over devices and processes, and over others when training
+    resumes. Where there are several processes, the first one writes and all of them
+    read, so they must share the directory.
+
+    The data must come in the same order when the program is started again: shuffle
+    with a seed. Without `steps_per_epoch` Keras iterates over the data from the
+    beginning in each epoch, so the order must be the same in each, or depend on the
+    epoch alone: `dataset.shuffle(..., seed=1, reshuffle_each_iteration=False)`. With
+    `steps_per_epoch` all epochs draw from one stream, `dataset.shuffle(..., seed=1)
+    .repeat()`: pass `one_stream=True` then.
+
+    Args:
+        directory: str or path. Nothing else should be kept there.
+        every: int, the number of batches between backups. `None`: only at the end of
+            each epoch, where there is one in any case.
+        one_stream: bool, whether all epochs draw from one stream. Not on PyTorch,
+            where Keras draws the batches itself.
+        delete: bool, whether the backup is removed when training has ended.
+
+    Raises:
+        ValueError: if `every` is not a positive integer, or `one_stream` is asked for
+            where it cannot be; when training starts, if the directory cannot be written
+            to, the backup cannot be read, is of another model or optimizer (nothing is
+            changed then), or some processes cannot see it.
+
+    The state of other callbacks is not saved: one that waits for an improvement counts
+    from zero. They are called for skipped batches as well, with the metrics as they
+    were when the backup was saved. Metrics may be others than before: they start from
+    zero within the epoch, with a warning.
+
+    Example:
+
+    >>> backup = ksm.distribution.Backup("runs/1/backup", every=500)
+    >>> model.fit(dataset, epochs=30, callbacks=[backup])
+    """
+
+    def __init__(self, directory, every=None, one_stream=False, delete=True):
+        super().__init__()
+        is_count = isinstance(every, numbers.Integral) and not isinstance(every, bool)
+        if every is not None and (not is_count or every < 1):
+            raise ValueError(
+                "`every` is a positive integer, the number of batches between backups, "
+                f"or `None` for the end of each epoch. Received: every={every!r}."
+            )
+        if one_stream and keras.backend.backend() == "torch":
+            raise ValueError(
+                "On PyTorch a callback cannot draw batches from the data, so what "
+                "earlier epochs took from one stream cannot be skipped. Received: "
+                f"one_stream={one_stream!r}. Leave `steps_per_epoch` out, so that each "
+                "epoch begins the data again, and with it `one_stream`."
+            )
+        self.path = Path(directory, FILE)
+        self.every = every
+        self.one_stream = one_stream
+        self.delete = delete
+        self._start()
+
+    def _start(self, epoch=0, batches=0):
+        # Batches of this epoch that are done, and those of them that are not saved
+        self._epoch, self._batches, self._unsaved = epoch, batches, 0
+        # Batches of earlier epochs that are to be drawn, and whether the first epoch of
+        # this `fit` was interrupted
+        self._earlier, self._is_resumed = 0, False
+        # What the backup has of metrics, and the logs of skipped batches
+        self._metrics, self._logs = None, {}
+
+    def on_train_begin(self, logs=None):
+        model = self.model
+        self._start()
+        self._check_directory()
+        missing = failed_processes(self.path.is_file())
+        if len(missing) == num_processes():
+            return
+        if missing:
+            raise ValueError(
+                "Some processes see a backup and others do not. All have to share the "
+                f"directory. Received: directory='{self.path.parent}', not seen by "
+                f"processes {missing}."
+            )
+        if model.optimizer is not None and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        with open_backup(self.path) as backup:
+            self._start(*backup.done)
+            self._restore(backup)
+        if self.one_stream:
+            self._earlier = self._epoch * self._steps()
+        set_first_epoch(model, self._epoch)
+        self._is_resumed = self._batches > 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+        set_first_epoch(self.model, None)
+        if not self._is_resumed:
+            self._batches = 0
+        elif has_metrics(self.model):
+            # Only now, because Keras resets them when an epoch begins.
+            self._restore_metrics()
+        self._is_resumed = False
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch < self._batches:
+            replace_next_step(self.model, self._skip)
+        elif self._earlier:
+            replace_next_step(self.model, self._skip_earlier)
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch < self._batches:
+            return
+        self._unsaved += batch + 1 - self._batches
+        self._batches = batch + 1
+        if self.every is not None and self._unsaved >= self.every:
+            self._save(self._epoch, self._batches)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._batches = 0
+        self._save(epoch + 1, 0)
+
+    def on_train_end(self, logs=None):
+        set_first_epoch(self.model, None)
+        if self.delete and process_index() == 0:
+            self.path.unlink(missing_ok=True)
+
+    def _skip(self, model, iterator):
+        """In place of a step that was done before the interruption: its logs."""
+        self._skip_earlier(model, iterator)
+        batch = _draw(iterator, model.steps_per_execution)
+        if self._metrics is not None:
+            make_metrics(model, batch)
+            self._restore_metrics()
+        return dict(self._logs)
+
+    def _skip_earlier(self, model, iterator):
+        """Before the first step: draw the batches of earlier epochs."""
+        _draw(iterator, self._earlier)
+        self._earlier = 0
+
+    def _steps(self):
+        if self.params["steps"] is None:
+            raise ValueError(
+                "How many batches an epoch draws from one stream has to be known. "
+                "Received: one_stream=True, steps_per_epoch=None. Pass "
+                "`steps_per_epoch` to `fit`, or leave `one_stream` out."
+            )
+        return self.params["steps"]
+
+    def _check_directory(self):
+        """Refuse one that cannot be written to, and remove what a killed run left."""
+        failure = None
+        if process_index() == 0:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                for left in self.path.parent.glob(f"{_PREFIX}*"):
+                    shutil.rmtree(left)
+                if self.path.is_dir():
+                    raise IsADirectoryError(f"'{self.path}' is a directory")
+                with tempfile.TemporaryDirectory(
+                    dir=self.path.parent, prefix=_PREFIX
+                ) as directory:
+                    Path(directory, FILE).touch()
+            except OSError as error:
+                failure = error
+        if failed_processes(failure is None):
+            raise ValueError(
+                "No backup can be written. Pass a directory that does not exist yet or "
+                "that this program may write to. Received: "
+                f"directory='{self.path.parent}'"
+                + (f" ({failure})." if failure else ", which process 0 cannot use.")
+            ) from failure
+
+    def _save(self, epoch, batches):
+        self._unsaved = 0
+        model = self.model
+
+        def save(path):
+            with h5py.File(path, "w") as file:
+                write(file, (epoch, batches), model)
+
+        save_in_one_process(save, lambda: replaced_file(self.path))
+
+    def _restore(self, backup):
+        """Restore model and optimizer; all checks come before the first change."""
+        model = self.model
+        if not model.built:
+            raise ValueError(
+                f"A model has to be built before the backup in '{self.path}' can be "
+                f"read into it. Received: the model {model.name!r} without variables. "
+                "Call it on a batch before `fit`."
+            )
+        name = optimizer_name(model.optimizer)
+        if backup.optimizer != name:
+            raise ValueError(
+                f"The backup in '{self.path}' is of another optimizer. Compile with "
+                "that one, or remove the file to start from the beginning. Received: "
+                f"{name}, for {backup.optimizer}."
+            )
+        variables = variables_of(model)
+        for kind in ("model", "optimizer"):
+            self._check(kind, variables[kind], backup.datasets[kind])
+        for kind in ("model", "optimizer"):
+            for variable, dataset in zip(
+                variables[kind], backup.datasets[kind], strict=True
+            ):
+                if is_sharded(variable):
+                    assign_shards(variable, dataset)
+                else:
+                    variable.assign(read(dataset))
+        # Between epochs they are reset.
+        if self._batches:
+            self._metrics = [
+                (shape_and_dtype(dataset), dataset.attrs["path"], read(dataset))
+                for dataset in backup.datasets["metrics"]
+            ]
+
+    def _check(self, kind, variables, datasets):
+        expected = [shape_and_dtype(variable) for variable in variables]
+        found = [shape_and_dtype(dataset) for dataset in datasets]
+        if found == expected:
+            return
+        pairs = zip(expected, found, strict=False)
+        first = next((f"{a}, for {b}" for a, b in pairs if a != b), "the same at first")
+        raise ValueError(
+            f"The backup in '{self.path}' is of another {kind}. Remove it to start "
+            f"from the beginning. Received: {len(expected)} variables, for "
+            f"{len(found)}, of which the first that differ are {first}."
+        )
+
+    def _restore_metrics(self):
+        model, metrics = self.model, self._metrics
+        variables = model.metrics_variables
+        now = [(shape_and_dtype(variable), variable.path) for variable in variables]
+        if now == [(spec, path) for spec, path, _ in metrics]:
+            for variable, (_, _, value) in zip(variables, metrics, strict=True):
+                variable.assign(value)
+        else:
+            warnings.warn(
+                f"The backup in '{self.path}' is of other metrics. Those of epoch "
+                f"{self._epoch + 1} start anew with batch {self._batches + 1}.",
+                stacklevel=2,
+            )
+        self._metrics = None
+        self._logs = model.get_metrics_result()
+
+
+def _draw(iterator, count):
+    """Draw batches, and return the first of them."""
+    # PyTorch is handed the batch itself.
+    if not count or not hasattr(iterator, "__next__"):
+        return None
+    first = next(iterator)
+    for _ in range(count - 1):
+        # Several steps in one may find fewer batches at the end of an epoch.
+        next(iterator, None)
+    return first

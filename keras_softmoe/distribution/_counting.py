@@ -1,0 +1,182 @@
+"""What a model keeps and computes, in bytes, before it is built."""
+
+from typing import NamedTuple
+
+import keras
+
+from keras_softmoe.evaluation import cost
+from keras_softmoe.evaluation.configuration import configuration
+
+_FLOAT32 = 4
+_ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class MoELayer(NamedTuple):
+    """A mixture of experts, as far as its placement goes.
+
+    Attributes:
+        path: str, for example `"block_1/moe"`.
+        num_experts: int.
+        expert_bytes: int, kernels and biases of all experts.
+        slot_parameter_bytes: int, `mu` of a soft router, 0 for the others.
+        slot_bytes: int, what all slots of one group of images hold, which is what
+            travels to the experts.
+    """
+
+    path: str
+    num_experts: int
+    expert_bytes: int
+    slot_parameter_bytes: int
+    slot_bytes: int
+
+
+class ModelSize(NamedTuple):
+    """A model, as far as its placement goes.
+
+    Attributes:
+        name: str.
+        parameters: int, numbers in all weights.
+        expert_parameters: int, those in kernels and biases of experts.
+        weight_bytes: int, of all weights.
+        dense_kernel_bytes: int, of the kernels that `shard_dense` cuts.
+        hidden_dim: int, the axis along which it cuts them.
+        moe_layers: tuple of `MoELayer`.
+        group_images: int, images (or pairs) that are routed together.
+        activation_bytes: int, what the backward pass of a group needs of the forward
+            pass, slots at the experts included.
+        shared_bytes: int, of the weights that images and captions use in turn, 0 where
+            there are images only.
+        embedding_bytes: int, of the embedding of one image or caption that a
+            contrastive loss compares, 0 without one.
+    """
+
+    name: str
+    parameters: int
+    expert_parameters: int
+    weight_bytes: int
+    dense_kernel_bytes: int
+    hidden_dim: int
+    moe_layers: tuple
+    group_images: int
+    activation_bytes: int
+    shared_bytes: int
+    embedding_bytes: int
+
+
+def model_size(model, num_classes=None, **changes):
+    """Size of a model for its placement. Nothing is built.
+
+    The activations are those that XLA was seen to keep from the forward to the backward
+    pass, without rematerialization (JAX 0.10 on a CPU, from its buffer assignments);
+    each layer says its own. Left out are what lives during one operation only,
+    embeddings of whole images and all that has no token axis.
+
+    Args:
+        model: preset, backbone, task or dict of arguments, as in `evaluation.cost`.
+        num_classes: as in `evaluation.cost`.
+        **changes: as in `evaluation.cost`.
+
+    Returns:
+        `ModelSize`.
+
+    Raises:
+        ValueError: as `evaluation.cost`, or if a group is the whole batch.
+    """
+    total = cost(model, num_classes, **changes)
+    found = configuration(model, num_classes, **changes)
+    group_images = found.group_images
+    if group_images is None:
+        raise ValueError(
+            "A group that is the whole batch cannot be divided among devices. Received:"
+            f" group_images={group_images}. Pass `group_images=`, the images that are"
+            " routed together."
+        )
+    policy = keras.dtype_policies.get(found.dtype or keras.config.dtype_policy())
+    variable = _ITEMSIZE[policy.variable_dtype]
+    compute = _ITEMSIZE[policy.compute_dtype]
+    layers = found.cost(group_images, training=True)
+    activations = (
+        compute * layers.kept
+        + _FLOAT32 * layers.kept_float32
+        + layers.kept_bytes
+        # Logits of classes, their exponentials and gradients
+        + group_images * 3 * _FLOAT32 * (found.num_classes or 0)
+    )
+    expert_parameters = sum(m.expert_weights for m in layers.mixtures)
+    shared_bytes = embedding_bytes = 0
+    if found.is_pair:
+        shared_bytes = variable * (_encoder_weights(found) - expert_parameters)
+        # In float32 whatever the dtype of computation
+        embedding_bytes = _FLOAT32 * found.parts.projection["image"].units
+    return ModelSize(
+        name=found.name,
+        parameters=total.parameters,
+        expert_parameters=expert_parameters,
+        weight_bytes=total.weight_bytes,
+        dense_kernel_bytes=variable * layers.sharded_kernels,
+        hidden_dim=found.arguments["hidden_dim"],
+        moe_layers=tuple(
+            MoELayer(
+                path=mixture.name,
+                num_experts=mixture.num_experts,
+                expert_bytes=variable * mixture.expert_weights,
+                slot_parameter_bytes=_FLOAT32 * mixture.slot_weights,
+                slot_bytes=compute * mixture.slots * mixture.slot_width,
+            )
+            for mixture in layers.mixtures
+        ),
+        group_images=group_images,
+        activation_bytes=activations,
+        shared_bytes=shared_bytes,
+        embedding_bytes=embedding_bytes,
+    )
+
+
+def _encoder_weights(found):
+    """Numbers in the weights of the encoder, which modalities share."""
+    tokens = (1, 1, found.arguments["hidden_dim"])
+    both = {"image": tokens, "text": tokens}
+    return found.parts.encoder.cost(both).weights
+
+
+# === Optimizers ===
+
+
+def optimizer_copies(optimizer):
+    """How often an optimizer keeps the size of the weights, and what it is called.
+
+    Args:
+        optimizer: str or `keras.optimizers.Optimizer`. One that is in use stays as it
+            is.
+
+    Returns:
+        `(copies, name)`: int and str.
+
+    Raises:
+        ValueError: if it is none, or keeps something else than whole copies.
+    """
+    given = optimizer
+    optimizer = keras.optimizers.get(optimizer)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ValueError(
+            "`optimizer` is the name of one or a `keras.optimizers.Optimizer`. "
+            f"Received: optimizer={given!r}. One that keeps nothing is 'sgd'."
+        )
+    # Some treat matrices in another way.
+    copies = {_copies_of(optimizer, shape) for shape in ((7,), (7, 5), (7, 5, 3))}
+    if len(copies) > 1 or None in copies:
+        raise ValueError(
+            "`plan` counts optimizers that keep whole copies of all weights, such as "
+            f"Adam, SGD or Lion. Received: optimizer={given!r}."
+        )
+    (copies,) = copies
+    moments = "moment" if copies == 1 else "moments"
+    return copies, f"{type(optimizer).__name__} with {copies} {moments}"
+
+
+def _copies_of(optimizer, shape):
+    """Variables in the shape of a weight; `None` if there are others."""
+    optimizer = type(optimizer).from_config(optimizer.get_config())
+    optimizer.build([keras.Variable(keras.ops.zeros(shape), name="weight")])
+    shapes = [tuple(v.shape) for v in optimizer.variables if v.shape != ()]
+    return len(shapes) if set(shapes) <= {shape} else None

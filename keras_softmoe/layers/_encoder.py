@@ -1,0 +1,271 @@
+"""The Transformer encoder: its block, dense or with experts, and the stack of them."""
+
+import keras
+
+from keras_softmoe.costs import LayerCost, cost_of, normalization
+from keras_softmoe.layers._attention import Attention, check_num_heads, layer_norm
+from keras_softmoe.layers._modalities import add, check_tokens_shape, each
+from keras_softmoe.layers._moe import MoE
+from keras_softmoe.layers.feedforward import MLP
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class EncoderBlock(keras.layers.Layer):
+    """Pre-norm Transformer block: attention, then an MLP or a mixture of experts.
+
+    Args:
+        num_heads: int, number of attention heads.
+        mlp: the layer after attention: `MLP`, `MoE` or any other that maps `(B, S, D)`
+            to `(B, S, D)`. It becomes a part of the block.
+        use_qk_norm: bool, whether queries and keys are normalized.
+        dropout_rate: float, dropout after attention and after the MLP or experts.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Call arguments:
+        inputs: `(B, S, D)` float tensor; or a dict from modalities (`"image"`,
+            `"text"`) to such tensors. Attention and an MLP see each of them apart; a
+            `MoE` is given all of them together.
+
+    Returns: `(B, S, D)` tensor, or a dict like the input.
+
+    Raises:
+        ValueError: if `mlp` is no layer, `num_heads` does not divide the width, or the
+            input has not rank 3.
+
+    Source: V-MoE, section 2.1 and figure 1; several modalities: LIMoE, section 2.
+
+    Example:
+
+    >>> router = ksm.routers.SoftRouter(num_experts=16)
+    >>> moe = ksm.layers.MoE(router, mlp_dim=128)
+    >>> block = ksm.layers.EncoderBlock(num_heads=4, mlp=moe)
+    >>> block(np.random.normal(size=(2, 16, 32))).shape
+    (2, 16, 32)
+    """
+
+    def __init__(self, num_heads, mlp, use_qk_norm=False, dropout_rate=0.0, **kwargs):
+        super().__init__(**kwargs)
+        if not isinstance(mlp, keras.layers.Layer):
+            raise ValueError(
+                "`mlp` is a layer, for example `layers.MLP(mlp_dim=128)` or "
+                "`layers.MoE(router, mlp_dim=128)`. "
+                f"Received: mlp={mlp!r}."
+            )
+        self.num_heads = num_heads
+        self.use_qk_norm = use_qk_norm
+        self.dropout_rate = dropout_rate
+        dtype = self.dtype_policy
+        self.attention_norm = layer_norm(dtype, "attention_norm")
+        self.attention = Attention(
+            num_heads, use_qk_norm=use_qk_norm, dtype=dtype, name="attention"
+        )
+        self.mlp_norm = layer_norm(dtype, "mlp_norm")
+        # Files of weights have mixtures of experts under a name of their own.
+        self.mlp = self.moe = None
+        if isinstance(mlp, MoE):
+            self.moe = mlp
+        else:
+            self.mlp = mlp
+        if dropout_rate:
+            self.dropout = keras.layers.Dropout(
+                dropout_rate, dtype=dtype, name="dropout"
+            )
+
+    def build(self, inputs_shape):
+        check_tokens_shape(inputs_shape)
+        # Modalities differ in the number of tokens, which only the experts look at.
+        is_dict = isinstance(inputs_shape, dict)
+        shape = next(iter(inputs_shape.values())) if is_dict else inputs_shape
+        self.attention_norm.build(shape)
+        self.attention.build(shape, shape)
+        self.mlp_norm.build(shape)
+        if self.moe is not None:
+            self.moe.build(inputs_shape)
+        else:
+            self.mlp.build(shape)
+        if self.dropout_rate:
+            self.dropout.build(shape)
+
+    def call(self, inputs, training=None):
+        x = add(inputs, each(lambda x: self._attend(x, training), inputs))
+        tokens = each(self.mlp_norm, x)
+        if self.moe is not None:
+            outputs = self.moe(tokens, training=training)
+        else:
+            outputs = each(self.mlp, tokens)
+        return add(x, each(lambda x: self._drop(x, training), outputs))
+
+    def _attend(self, x, training):
+        tokens = self.attention_norm(x)
+        return self._drop(self.attention(tokens, tokens), training)
+
+    def _drop(self, x, training):
+        return self.dropout(x, training=training) if self.dropout_rate else x
+
+    def compute_output_shape(self, inputs_shape):
+        return inputs_shape
+
+    def cost(self, inputs_shape, training=False):
+        is_dict = isinstance(inputs_shape, dict)
+        shapes = inputs_shape.values() if is_dict else [inputs_shape]
+        total = LayerCost()
+        for number, shape in enumerate(shapes):
+            batch, num_tokens, width = shape
+            part = normalization(shape) * 2 + self.attention.cost(shape, shape)
+            if self.moe is None:
+                part += cost_of(self.mlp, shape, training)
+            if self.dropout_rate:
+                part += LayerCost(kept_bytes=2 * batch * num_tokens * width)
+            # Modalities share the weights.
+            total += part if number == 0 else part.without_weights()
+        if self.moe is not None:
+            cost = self.moe.cost(inputs_shape, training)
+            mixtures = (m._replace(name=f"{self.name}/{m.name}") for m in cost.mixtures)
+            total += cost._replace(mixtures=tuple(mixtures))
+        return total
+
+    def get_config(self):
+        mlp = keras.saving.serialize_keras_object(self.moe or self.mlp)
+        # It is built with the block.
+        mlp.pop("build_config", None)
+        return {
+            **super().get_config(),
+            "num_heads": self.num_heads,
+            "mlp": mlp,
+            "use_qk_norm": self.use_qk_norm,
+            "dropout_rate": self.dropout_rate,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        mlp = keras.saving.deserialize_keras_object(config["mlp"])
+        return cls(**{**config, "mlp": mlp})
+
+
+class Encoder:
+    """Encoder blocks, some of them mixtures of experts, and the last normalization.
+
+    It is no layer itself: called while a model is put together, it makes its blocks
+    (`block_0`, `block_1`, ...) and the normalization (`encoder_norm`) layers of the
+    model.
+
+    Args:
+        num_layers: int, number of blocks.
+        num_heads: int, number of attention heads. Must divide `hidden_dim`.
+        hidden_dim: int, width `D` of a token.
+        mlp_dim: int, hidden width of MLPs and experts.
+        moe_layers: sequence of int, the blocks (counted from 0) whose MLP is a mixture
+            of experts.
+        router: the router of those blocks, a template: each block makes its own with
+            the same configuration. Or a list of routers, one for each of those blocks.
+            Required exactly if there are any.
+        use_qk_norm: bool, whether attention normalizes queries and keys.
+        dropout_rate: float, dropout in the blocks.
+        dtype: dtype or policy of all layers but the routers.
+        **moe_settings: other arguments of `layers.MoE`, the same for all blocks.
+
+    Call arguments:
+        inputs: `(B, S, D)` tensor, or a dict from modalities to such tensors.
+
+    Returns: normalized tokens, like the input.
+
+    Raises:
+        ValueError: if the heads do not divide the width, or `moe_layers` and `router`
+            do not fit.
+        TypeError: if `layers.MoE` has no such setting.
+    """
+
+    def __init__(
+        self,
+        num_layers,
+        num_heads,
+        hidden_dim,
+        mlp_dim,
+        moe_layers=(),
+        router=None,
+        use_qk_norm=False,
+        dropout_rate=0.0,
+        dtype=None,
+        **moe_settings,
+    ):
+        check_num_heads(num_heads, hidden_dim)
+        self.moe_layers = tuple(sorted(moe_layers))
+        self.moe_settings = _complete_settings(moe_settings)
+        routers = _router_of_block(self.moe_layers, router, num_layers)
+
+        def mlp(index):
+            if index not in routers:
+                return MLP(mlp_dim, dtype=dtype, name="mlp")
+            return MoE(
+                routers[index], mlp_dim, dtype=dtype, name="moe", **self.moe_settings
+            )
+
+        self.blocks = [
+            EncoderBlock(
+                num_heads,
+                mlp(index),
+                use_qk_norm=use_qk_norm,
+                dropout_rate=dropout_rate,
+                dtype=dtype,
+                name=f"block_{index}",
+            )
+            for index in range(num_layers)
+        ]
+        self.norm = layer_norm(dtype, "encoder_norm")
+
+    def __call__(self, inputs):
+        x = inputs
+        for block in self.blocks:
+            x = block(x)
+        return each(self.norm, x)
+
+    def cost(self, inputs_shape, training=False):
+        """What blocks and normalization cost, a `costs.LayerCost`."""
+        total = LayerCost()
+        for block in self.blocks:
+            total += block.cost(inputs_shape, training)
+        is_dict = isinstance(inputs_shape, dict)
+        for number, shape in enumerate(
+            inputs_shape.values() if is_dict else [inputs_shape]
+        ):
+            norm = cost_of(self.norm, shape)
+            # Modalities share the weights.
+            total += norm if number == 0 else norm.without_weights()
+        return total
+
+
+def _complete_settings(settings):
+    """All settings of `layers.MoE`, those that are not given with their defaults."""
+    accepted = MoE.settings()
+    unknown = sorted(settings.keys() - accepted.keys())
+    if unknown:
+        raise TypeError(
+            "Unknown arguments. Beside its own, a model takes those of `layers.MoE`: "
+            f"{', '.join(accepted)}. Received: {', '.join(unknown)}."
+        )
+    return {**accepted, **settings}
+
+
+def _router_of_block(moe_layers, router, num_layers):
+    """Dict from the index of each MoE block to its (template of a) router."""
+    wrong = [index for index in moe_layers if index not in range(num_layers)]
+    if wrong or len(set(moe_layers)) < len(moe_layers):
+        raise ValueError(
+            f"`moe_layers` counts blocks from 0 to {num_layers - 1}, each at most "
+            "once. "
+            f"Received: moe_layers={moe_layers}, num_layers={num_layers}."
+        )
+    if not isinstance(router, list | tuple):
+        if bool(moe_layers) != (router is not None):
+            raise ValueError(
+                "`moe_layers` and `router` go together: give both for mixtures of "
+                "experts, neither for a dense model. Received: "
+                f"moe_layers={moe_layers}, router={router!r}."
+            )
+        return dict.fromkeys(moe_layers, router)
+    if len(router) != len(moe_layers):
+        raise ValueError(
+            "A list of routers has one for each MoE block. Received: "
+            f"{len(router)} routers for moe_layers={moe_layers}."
+        )
+    return dict(zip(moe_layers, router, strict=True))

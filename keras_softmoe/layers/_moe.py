@@ -1,0 +1,376 @@
+"""The mixture-of-experts layer: router, dispatch, experts, combine."""
+
+import inspect
+import warnings
+
+import keras
+from keras import ops
+
+from keras_softmoe.costs import LayerCost, MixtureCost
+from keras_softmoe.layers._modalities import (
+    check_tokens_shape,
+    join,
+    joined_shape,
+    layout,
+    split,
+)
+from keras_softmoe.layers.feedforward import Experts
+from keras_softmoe.ops import SlotRouting, combine, dispatch, to_dense
+from keras_softmoe.routers import Router, SoftRouter
+from keras_softmoe.sharding import is_distributed, layout_of, num_shards
+
+DISPATCHERS = ("auto", "gather", "einsum")
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class MoE(keras.layers.Layer):
+    """Mixture of expert MLPs with any router, in place of a Transformer's MLP.
+
+    Images are cut into groups, the router decides for each group, tokens travel to
+    the experts' slots, and the experts' outputs travel back. A token that no expert
+    takes comes back as zeros, so in a residual block it passes unchanged.
+
+    Args:
+        router: a router from `keras_softmoe.routers`. It is a template: the layer
+            makes its own with the same configuration.
+        mlp_dim: int, hidden width of an expert.
+        group_images: int, images whose tokens are routed together. A batch that it
+            does not divide is filled up with padding, which takes no slot. `None`: the
+            whole batch, if its size is known when the call is traced.
+        dispatcher: how tokens reach the slots of a sparse router. `"gather"` copies
+            rows, `"einsum"` multiplies with one-hot weights (the one to use when
+            experts are sharded over devices), `"auto"` takes the one that was measured
+            to be faster: `"gather"`, except for groups of under 64 tokens. (The way
+            there and back took einsum 0.8 to 1.7 times as long as gather at 64 tokens,
+            2 to 6 times at 512 and 3 to 8 times at 1,024, on three backends.) Soft
+            routers mix all tokens, which is always a product.
+        equal_experts: bool, whether all experts start with the same weights.
+        expert_dropout_rate: float, dropout inside the experts.
+        remat_experts: bool, whether the experts' hidden activations are computed again
+            in the backward pass instead of kept, see `Experts`.
+        dispatch_dtype: `None` or `"bfloat16"`: the dtype to which tokens are rounded on
+            the way to the experts, and the experts' outputs on the way back. The
+            released V-MoE and Soft MoE code does so whatever the dtype of the rest.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Call arguments:
+        inputs: `(B, S, D)` float tensor; or a dict from modalities (`"image"`,
+            `"text"`) to such tensors, which are routed together: `S` is then the sum
+            of their tokens, first those of the modality that comes first in the
+            alphabet.
+
+    Returns: `(B, S, D)` tensor, or a dict like the input. What the router decides for
+        the `ceil(B / group_images)` groups of `group_images * S` tokens is seen with
+        `routers.record`.
+
+    Raises:
+        ValueError: if an argument is not among the accepted values, or the input has
+            not rank 3.
+
+    Source: V-MoE, section 2.2; Soft MoE, section 2.1; router study, section 2; several
+    modalities: LIMoE, section 2.
+
+    Example:
+
+    >>> router = ksm.routers.SoftmaxTokenChoiceRouter(num_experts=8, priority="max")
+    >>> layer = ksm.layers.MoE(router, mlp_dim=128, group_images=4)
+    >>> layer(np.random.normal(size=(6, 16, 32))).shape
+    (6, 16, 32)
+    """
+
+    def __init__(
+        self,
+        router,
+        mlp_dim,
+        group_images=1,
+        dispatcher="auto",
+        equal_experts=False,
+        expert_dropout_rate=0.0,
+        remat_experts=False,
+        dispatch_dtype=None,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        if not isinstance(router, Router):
+            raise ValueError(
+                "`router` must be a router from `keras_softmoe.routers`, for example "
+                f"`SoftRouter(num_experts=8)`. Received: router={router!r}."
+            )
+        if group_images is not None and group_images < 1:
+            raise ValueError(
+                "A group consists of at least one image. `group_images` must be a "
+                "positive integer, or `None` for the whole batch. "
+                f"Received: group_images={group_images}."
+            )
+        if dispatcher not in DISPATCHERS:
+            raise ValueError(
+                f"Unknown `dispatcher`. Accepted: {', '.join(map(repr, DISPATCHERS))}. "
+                f"Received: dispatcher={dispatcher!r}."
+            )
+        if dispatch_dtype not in (None, "bfloat16"):
+            raise ValueError(
+                "Unknown `dispatch_dtype`. Accepted: None, 'bfloat16'. "
+                f"Received: dispatch_dtype={dispatch_dtype!r}."
+            )
+        self.router = router.clone(name="router")
+        self.mlp_dim = mlp_dim
+        self.group_images = group_images
+        self.dispatcher = dispatcher
+        self.equal_experts = equal_experts
+        self.expert_dropout_rate = expert_dropout_rate
+        self.remat_experts = remat_experts
+        self.dispatch_dtype = dispatch_dtype
+        self.experts = Experts(
+            router.num_experts,
+            mlp_dim,
+            equal_experts=equal_experts,
+            dropout_rate=expert_dropout_rate,
+            remat=remat_experts,
+            dtype=self.dtype_policy,
+            name="experts",
+        )
+
+    def build(self, inputs_shape):
+        check_tokens_shape(inputs_shape)
+        _, num_tokens, width = joined_shape(inputs_shape)
+        group_tokens = self.group_images and self.group_images * num_tokens
+        self.router.build((None, group_tokens, width))
+        self.experts.build((None, self.router.num_experts, None, width))
+
+    def call(self, inputs, training=None):
+        x = join(inputs)
+        tokens, valid = self._group(x)
+        self._warn_of_split_groups(x.shape[0], tokens.shape[0])
+        modalities = {}
+        if self.router.knows_modalities:
+            modalities = {"modalities": layout(inputs)}
+        routing, _ = self.router(
+            tokens, valid=valid, training=training, summarize=False, **modalities
+        )
+        num_tokens = tokens.shape[1]
+        if isinstance(routing, SlotRouting) and self._multiplies(num_tokens):
+            routing = to_dense(routing, num_tokens)
+        sharded = is_distributed()
+        slots = dispatch(self._rounded(tokens), routing, sharded)
+        slots = self._rounded(self.experts(slots, training=training))
+        outputs = combine(slots, routing, num_tokens, sharded)
+        return split(self._ungroup(outputs, x), inputs)
+
+    def _warn_of_split_groups(self, batch, groups):
+        """Say so if images divide among devices, but groups of images do not."""
+        layout = layout_of(f"{self.experts.path}/slots_of_groups")
+        if layout is None or not (isinstance(batch, int) and isinstance(groups, int)):
+            return
+        parts = num_shards(layout.device_mesh, layout.axes[0])
+        if batch % parts == 0 and groups % parts:
+            warnings.warn(
+                f"A batch of {batch} images makes {groups} groups, which do not divide "
+                f"among {parts} devices: each of them routes all tokens of {self.path}."
+                f" The result is right, but slow. Received: group_images="
+                f"{self.group_images}. Use batches whose size is a multiple of "
+                "`group_images` times the number of devices.",
+                stacklevel=2,
+            )
+
+    def _multiplies(self, num_tokens):
+        if self.dispatcher == "auto":
+            return num_tokens < 64
+        return self.dispatcher == "einsum"
+
+    def _group(self, inputs):
+        """`(B, S, D)` images to `(G, S, D)` groups and the mask of real tokens."""
+        if self.group_images == 1:
+            return inputs, None
+        if self.group_images is None:
+            return self._group_whole_batch(inputs), None
+        batch, (num_tokens, width) = ops.shape(inputs)[0], inputs.shape[1:]
+        padding = -batch % self.group_images
+        tokens_of_group = self.group_images * num_tokens
+        valid = None
+        if not isinstance(padding, int) or padding > 0:
+            padded = batch + padding
+            # The batch may be known only when the graph runs, and so the padding:
+            # append as many empty images as could be needed, keep those that are.
+            empty = ops.zeros((self.group_images - 1, num_tokens, width), inputs.dtype)
+            inputs = ops.concatenate([inputs, empty], axis=0)[:padded]
+            valid = ops.less(ops.arange(padded), batch)
+            valid = ops.repeat(ops.expand_dims(valid, -1), num_tokens, axis=-1)
+            valid = ops.reshape(valid, (-1, tokens_of_group))
+        return ops.reshape(inputs, (-1, tokens_of_group, width)), valid
+
+    def _group_whole_batch(self, inputs):
+        batch, num_tokens, width = inputs.shape
+        if batch is None:
+            raise ValueError(
+                "`group_images=None` routes the whole batch as one group, and the size "
+                f"of a batch is not known while {keras.backend.backend()} traces a "
+                "function for batches of any size. Set `group_images` to the batch "
+                "size (smaller batches are padded), or feed a dataset made with "
+                "`.batch(batch_size, drop_remainder=True)`."
+            )
+        return ops.reshape(inputs, (1, batch * num_tokens, width))
+
+    def _rounded(self, x):
+        if self.dispatch_dtype is None:
+            return x
+        if keras.backend.backend() == "jax":
+            # Two casts in a row are a promise that XLA need not keep: it may go on
+            # with the excess precision.
+            from jax import lax
+
+            return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        return ops.cast(ops.cast(x, self.dispatch_dtype), x.dtype)
+
+    def _ungroup(self, outputs, inputs):
+        if self.group_images == 1:
+            return outputs
+        outputs = ops.reshape(outputs, (-1, *inputs.shape[1:]))
+        return outputs[: ops.shape(inputs)[0]]
+
+    def compute_output_spec(self, inputs, training=None):
+        # Written by hand because groups do not divide the batch sizes that Keras
+        # would try.
+        return keras.tree.map_structure(
+            lambda x: keras.KerasTensor(x.shape, dtype=self.compute_dtype), inputs
+        )
+
+    def cost(self, inputs_shape, training=False):
+        batch, num_tokens, width = joined_shape(inputs_shape)
+        group_images = self.group_images or batch
+        num_groups, group_tokens = -(-batch // group_images), group_images * num_tokens
+        num_experts = self.router.num_experts
+        capacity = self.router.capacity(group_tokens, training)
+        slots, all_tokens = num_experts * capacity, num_groups * group_tokens
+        router = self.router.cost((num_groups, group_tokens, width), training)
+        experts = self.experts.cost((num_groups, num_experts, capacity, width))
+        mixing = self.router.mixes_tokens or self._multiplies(group_tokens)
+        # Soft weights are kept by the router; others, and in half precision those too,
+        # are made for the products.
+        is_half = self.compute_dtype != "float32"
+        copies = mixing and (is_half or not self.router.mixes_tokens)
+        mixture = MixtureCost(
+            name=self.name,
+            num_experts=num_experts,
+            expert_weights=experts.weights,
+            slot_weights=router.slot_weights,
+            slots=num_groups * slots,
+            slot_width=width,
+        )
+        return (
+            router
+            + experts
+            + LayerCost(
+                products=mixing * all_tokens * width * 2 * slots,
+                kept=copies * 2 * all_tokens * slots,
+                # The router's copy of the tokens
+                kept_float32=is_half * all_tokens * width,
+                mixtures=(mixture,),
+            )
+        )
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "router": keras.saving.serialize_keras_object(self.router),
+            "mlp_dim": self.mlp_dim,
+            **{name: getattr(self, name) for name in self.settings()},
+        }
+
+    @classmethod
+    def settings(cls):
+        """Dict from the arguments after `router` and `mlp_dim` to their defaults.
+
+        Whatever puts several such layers together takes them as `**moe_settings`, and
+        hands them on.
+        """
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        return {
+            p.name: p.default
+            for p in parameters
+            if p.default is not p.empty and p.name not in ("router", "mlp_dim")
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        router = keras.saving.deserialize_keras_object(config["router"])
+        return cls(**{**config, "router": router})
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class SoftMoE(keras.layers.Layer):
+    """Soft mixture of expert MLPs: a drop-in for a Transformer's MLP.
+
+    Short for `MoE(SoftRouter(num_experts, slots_per_expert), mlp_dim)`. With as many
+    slots (`num_experts * slots_per_expert`) as tokens it costs as much as the dense
+    MLP; one slot per expert is usually best (section 3.5).
+
+    Args:
+        num_experts: int, number of experts.
+        mlp_dim: int, hidden width of an expert.
+        slots_per_expert: int, slots of each expert.
+        equal_experts: bool, whether all experts start with the same weights.
+        remat_experts: bool, see `MoE`.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Call arguments:
+        inputs: `(B, S, D)` float tensor.
+
+    Returns: `(B, S, D)` tensor.
+
+    Raises:
+        ValueError: if an argument is not positive, or the input has not rank 3.
+
+    Source: Soft MoE, section 2 (algorithm 1).
+
+    Example:
+
+    >>> layer = ksm.layers.SoftMoE(num_experts=16, mlp_dim=128)
+    >>> layer(np.random.normal(size=(2, 16, 32))).shape
+    (2, 16, 32)
+    """
+
+    def __init__(
+        self,
+        num_experts,
+        mlp_dim,
+        slots_per_expert=1,
+        equal_experts=False,
+        remat_experts=False,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.num_experts = num_experts
+        self.mlp_dim = mlp_dim
+        self.slots_per_expert = slots_per_expert
+        self.equal_experts = equal_experts
+        self.remat_experts = remat_experts
+        self.moe = MoE(
+            SoftRouter(num_experts, slots_per_expert),
+            mlp_dim,
+            equal_experts=equal_experts,
+            remat_experts=remat_experts,
+            dtype=self.dtype_policy,
+            name="moe",
+        )
+
+    def build(self, inputs_shape):
+        self.moe.build(inputs_shape)
+
+    def call(self, inputs, training=None):
+        return self.moe(inputs, training=training)
+
+    def compute_output_spec(self, inputs, training=None):
+        return self.moe.compute_output_spec(inputs, training)
+
+    def cost(self, inputs_shape, training=False):
+        return self.moe.cost(inputs_shape, training)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_experts": self.num_experts,
+            "mlp_dim": self.mlp_dim,
+            "slots_per_expert": self.slots_per_expert,
+            "equal_experts": self.equal_experts,
+            "remat_experts": self.remat_experts,
+        }

@@ -1,0 +1,110 @@
+"""What the backbones share: routers, presets, mutable settings."""
+
+import functools
+
+import keras
+import keras_hub
+
+from keras_softmoe.keras_adapter import flatten_layers
+from keras_softmoe.layers import Experts
+from keras_softmoe.models._loading import load_and_save_presets
+from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
+from keras_softmoe.routers import record
+from keras_softmoe.sharding.variables import load_shards
+
+
+@load_and_save_presets
+@recompile_on_change
+class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
+    """Base class of backbones whose encoder blocks may be mixtures of experts.
+
+    A subclass puts the model together from the layers in `layers.parts`, and then calls
+    `keep_arguments`.
+    """
+
+    def keep_arguments(self, encoder, **arguments):
+        """Keep the arguments of the constructor as attributes, for `get_config`.
+
+        Args:
+            encoder: `layers.Encoder`, whose settings are kept as well.
+            **arguments: all arguments that are not those of the encoder.
+        """
+        arguments |= {"moe_layers": encoder.moe_layers, **encoder.moe_settings}
+        for name, value in arguments.items():
+            setattr(self, name, value)
+        self._argument_names = tuple(arguments)
+
+    @property
+    def blocks(self):
+        """The encoder blocks, a list of `layers.EncoderBlock`."""
+        return [self.get_layer(f"block_{index}") for index in range(self.num_layers)]
+
+    @property
+    def routers(self):
+        """Dict from the index of each MoE block to its router."""
+        blocks = self.blocks
+        return {index: blocks[index].moe.router for index in self.moe_layers}
+
+    @property
+    def router(self):
+        """The router of the first MoE block, `None` in a dense model."""
+        return next(iter(self.routers.values()), None)
+
+    def decisions_of(self, function, *inputs):
+        """Dict from each MoE block to its `Decision` in the call of a function."""
+        with record() as decisions:
+            function(*inputs)
+        return {index: decisions[r.path] for index, r in self.routers.items()}
+
+    def load_weights(self, filepath, skip_mismatch=False, **kwargs):
+        load = functools.partial(
+            super().load_weights, filepath, skip_mismatch=skip_mismatch, **kwargs
+        )
+        if skip_mismatch or kwargs:
+            load()
+        else:
+            load_shards(self, filepath, _expert_banks(self), load)
+
+    def default_lora_layer_names(self):
+        """Layers that `enable_lora` adapts: attention, MLPs and expert banks."""
+        return [
+            *super().default_lora_layer_names(),
+            "intermediate_dense",
+            "output_dense",
+        ]
+
+    def serialized_routers(self):
+        """For `get_config`: one router if all blocks have equal ones, else a list."""
+        routers = [
+            keras.saving.serialize_keras_object(router)
+            for router in self.routers.values()
+        ]
+        if all(router == routers[0] for router in routers):
+            return routers[0] if routers else None
+        return routers
+
+    def get_config(self):
+        arguments = {name: getattr(self, name) for name in self._argument_names}
+        return {
+            **super().get_config(),
+            **arguments,
+            "router": self.serialized_routers(),
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        router = config["router"]
+        if isinstance(router, dict | list | tuple):
+            router = keras.saving.deserialize_keras_object(router)
+        return super().from_config({**config, "router": router})
+
+
+def _expert_banks(model):
+    """The kernels and biases of experts, of which a file holds what the model does."""
+    return [
+        bank
+        for layer in flatten_layers(model)
+        if isinstance(layer, Experts)
+        for bank in (layer.intermediate_dense, layer.output_dense)
+        if not bank.lora_enabled and bank.quantization_mode is None
+    ]

@@ -1,0 +1,382 @@
+"""Contrastive learning of images and captions: what the tasks share."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import keras
+import keras_hub
+import numpy as np
+from keras import ops
+
+from keras_softmoe.keras_adapter import kept_weights
+from keras_softmoe.layers.parts import check_choice
+from keras_softmoe.models._compilation import (
+    compile_again,
+    with_compilation,
+    with_optimizer,
+)
+from keras_softmoe.models._contrastive_preprocessor import (
+    LIMoEPreprocessor,
+    TwoTowerPreprocessor,
+    check_tokenizer,
+    fit_preprocessor,
+)
+from keras_softmoe.models._limoe_backbone import LIMoEBackbone
+from keras_softmoe.models._loading import load_and_save_presets
+from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
+from keras_softmoe.models._pair_encoding import PairEncoding
+from keras_softmoe.models._two_tower_backbone import TwoTowerBackbone
+from keras_softmoe.models.arguments import check_pairs
+from keras_softmoe.ops import sigmoid_contrastive_loss, softmax_contrastive_loss
+from keras_softmoe.sharding import check_model
+
+LOSSES = {"softmax": softmax_contrastive_loss, "sigmoid": sigmoid_contrastive_loss}
+
+
+@load_and_save_presets
+@recompile_on_change
+class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
+    """Base class: learns to tell which image and which caption belong together.
+
+    Args:
+        backbone: a model from `"images"` and `"token_ids"` to `"image_embedding"`,
+            `"text_embedding"`, `"logit_scale"` and perhaps `"logit_bias"`.
+        preprocessor: `None` or a `ContrastivePreprocessor`. If its image converter
+            resizes, it is set to the size that the backbone takes.
+        compile: bool, whether to compile at once with the defaults of `compile`.
+        name: str or `None`, name of the model.
+    """
+
+    def __init__(self, backbone, preprocessor=None, compile=True, name=None):
+        # === Layers ===
+        self.backbone = backbone
+        self.preprocessor = preprocessor
+        fit_preprocessor(preprocessor, backbone)
+
+        # === Functional Model ===
+        outputs = backbone(backbone.input)
+        names = ("image_embedding", "text_embedding", "logit_scale", "logit_bias")
+        super().__init__(
+            inputs=backbone.input,
+            outputs={name: outputs[name] for name in names if name in outputs},
+            compile=compile,
+            name=name,
+        )
+        check_model(self)
+
+    # === Training ===
+
+    def compile(self, optimizer="auto", loss="auto", metrics="auto", **kwargs):
+        """Configure training.
+
+        Args:
+            optimizer: `"auto"` (`AdamW` at 3e-4), a name or a
+                `keras.optimizers.Optimizer`.
+            loss: `"softmax"` (`ops.softmax_contrastive_loss`), `"sigmoid"`
+                (`ops.sigmoid_contrastive_loss`) or `"auto"`: the sigmoid loss if the
+                backbone has a `logit_bias`, else the softmax loss.
+            metrics: `"auto"`: `image_to_text_accuracy` and `text_to_image_accuracy`,
+                how often the pair is the most similar of its batch. `None` for none.
+            **kwargs: as in `keras.Model.compile`.
+
+        Raises:
+            ValueError: if loss or metrics are others.
+        """
+        if optimizer == "auto":
+            optimizer = keras.optimizers.AdamW(3e-4)
+        if loss in ("auto", None):
+            has_bias = "logit_bias" in self.backbone.output
+            loss = "sigmoid" if has_bias else "softmax"
+        check_choice("loss", loss, tuple(LOSSES))
+        check_choice("metrics", metrics, ("auto", None))
+        super().compile(optimizer=optimizer, **kwargs)
+        self._loss_name = loss
+        names = ("image_to_text_accuracy", "text_to_image_accuracy")
+        accuracies = [keras.metrics.Mean(name=name) for name in names]
+        # In an object that Keras does not track: it would add them to earlier ones.
+        self._own_metrics = SimpleNamespace(
+            accuracies=accuracies if metrics == "auto" else []
+        )
+
+    def get_config(self):
+        return with_compilation(self, super().get_config())
+
+    def get_compile_config(self):
+        config = super().get_compile_config()
+        if not config:
+            return config
+        metrics = "auto" if self._own_metrics.accuracies else None
+        config = {**config, "loss": self._loss_name, "metrics": metrics}
+        return with_optimizer(self, config)
+
+    def compile_from_config(self, config):
+        compile_again(self, config)
+
+    @property
+    def metrics(self):
+        own = getattr(self, "_own_metrics", None)
+        return [*super().metrics, *(own.accuracies if own else [])]
+
+    def logits(self, outputs):
+        """Scaled (and shifted) similarities of all images and captions of a batch.
+
+        Args:
+            outputs: dict, what the model returns for `B` pairs.
+
+        Returns:
+            `(B, B)` tensor, images in rows, captions in columns.
+        """
+        similarity = ops.matmul(
+            outputs["image_embedding"], ops.transpose(outputs["text_embedding"])
+        )
+        logits = ops.expand_dims(outputs["logit_scale"], -1) * similarity
+        if "logit_bias" in outputs:
+            logits = logits + ops.expand_dims(outputs["logit_bias"], -1)
+        return logits
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        """Mean contrastive loss; in training, plus the balancing losses of routers."""
+        loss = ops.mean(LOSSES[self._loss_name](self.logits(y_pred)))
+        if training:
+            loss = sum((ops.sum(extra) for extra in self.losses), start=loss)
+        return loss
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        accuracies = self._own_metrics.accuracies
+        if accuracies:
+            logits = self.logits(y_pred)
+            pair = ops.arange(ops.shape(logits)[0])
+            for metric, axis in zip(accuracies, (1, 0), strict=True):
+                found = ops.cast(ops.argmax(logits, axis=axis), pair.dtype)
+                metric.update_state(ops.cast(ops.equal(found, pair), "float32"))
+        return self.get_metrics_result()
+
+    def fit(
+        self,
+        x=None,
+        y=None,
+        batch_size=None,
+        validation_data=None,
+        shuffle=True,
+        **kwargs,
+    ):
+        """Train on pairs of image and caption.
+
+        Each batch is its own task, so arrays are shuffled before each epoch, and pairs
+        that do not fill the last batch sit this epoch out.
+
+        Args:
+            x: `(N, height, width, channels)` images from 0 to 255, or a `tf.data`
+                dataset of batches `(images, captions)`. Without a preprocessor images
+                are in `[-1, 1]` and captions are token ids.
+            y: `N` captions, list or array of str, or `(N, S)` int token ids. `None`
+                with a dataset.
+            batch_size: int, 32 if `None` (or `N` if that is less).
+            validation_data: optional `(images, captions)` or dataset. Pairs are
+                compared in batches of `validation_batch_size`, or else `batch_size`.
+            shuffle: bool, whether arrays are shuffled before each epoch.
+            **kwargs: as in `keras.Model.fit`.
+
+        Returns:
+            `keras.callbacks.History`.
+
+        Raises:
+            ValueError: if images and captions differ in number, there is only one pair,
+                or captions are not what the preprocessor takes. Nothing is then
+                trained.
+        """
+        self._check_compiled("fit")
+        validation_size = kwargs.pop("validation_batch_size", None) or batch_size
+        x = self._batches(x, y, batch_size, shuffle, "fit")
+        validation_data = self._validation(validation_data, validation_size)
+        with kept_weights(self, trains=True):
+            return super().fit(
+                x, validation_data=validation_data, shuffle=False, **kwargs
+            )
+
+    def evaluate(self, x=None, y=None, batch_size=None, **kwargs):
+        """Loss (without balancing losses) and accuracies on pairs.
+
+        All depend on the batch size, since a caption is compared with those of its
+        batch; `evaluation.retrieval` compares it with all. Pairs that do not fill the
+        last batch are left out.
+
+        Args:
+            x: as in `fit`.
+            y: as in `fit`.
+            batch_size: int, 32 if `None` (or `N` if that is less).
+            **kwargs: as in `keras.Model.evaluate`.
+
+        Returns:
+            As `keras.Model.evaluate`.
+
+        Raises:
+            ValueError: as `fit`.
+        """
+        self._check_compiled("evaluate")
+        x = self._batches(x, y, batch_size, False, "evaluate")
+        with kept_weights(self, trains=False):
+            return super().evaluate(x, **kwargs)
+
+    def _check_compiled(self, method):
+        if not self.compiled:
+            raise ValueError(
+                f"A model has to be compiled first: call `compile()` before `{method}`."
+            )
+
+    def _validation(self, data, batch_size):
+        if isinstance(data, tuple):
+            if len(data) != 2:
+                raise ValueError(
+                    "`validation_data` are pairs, (images, captions), without weights. "
+                    f"Received: a tuple of {len(data)}."
+                )
+            return self._batches(*data, batch_size, False, "fit")
+        return data
+
+    def _batches(self, x, y, batch_size, shuffle, method):
+        """`tf.data` batches of images and token ids, all of them full."""
+        if isinstance(x, dict):
+            images, captions = x["images"], x.get("captions", x.get("token_ids"))
+        elif y is None:
+            return x
+        else:
+            images, captions = x, y
+        # KerasHub has imported TensorFlow already.
+        import tensorflow as tf
+
+        images = np.asarray(images)
+        token_ids = self._token_ids(captions)
+        if len(images) != len(token_ids) or len(images) < 2:
+            raise ValueError(
+                f"`{method}` takes pairs, two or more: as many images as captions. "
+                f"Received: {len(images)} images, {len(token_ids)} captions."
+            )
+        batch_size = min(batch_size or 32, len(images))
+        if batch_size < 2:
+            raise ValueError(
+                "A pair is told from others of its batch, so there must be others. "
+                f"Received: batch_size={batch_size}."
+            )
+        pairs = tf.data.Dataset.from_tensor_slices((images, token_ids))
+        if shuffle:
+            pairs = pairs.shuffle(len(images))
+        return pairs.batch(batch_size, drop_remainder=True)
+
+    def preprocess_samples(self, x, y=None, sample_weight=None):
+        # Not `super()`: inside a `tf.data` pipeline AutoGraph would look for its class
+        # among the callers and may find another one.
+        if self.preprocessor is not None:
+            x = keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
+        elif y is not None:
+            x = {"images": x, "token_ids": y}
+        elif not isinstance(x, dict):
+            raise ValueError(
+                "A model without preprocessor takes pairs of images and token ids, or "
+                f"dicts of 'images' and 'token_ids'. Received: {type(x).__name__}."
+            )
+        check_pairs(self.backbone, x["images"], x["token_ids"])
+        return (x,)
+
+    # === Presets ===
+
+    @classmethod
+    def from_preset(cls, preset, load_weights=True, **kwargs):
+        """Load a model, with its tokenizer, from a preset.
+
+        Args:
+            preset: str: a name from `keras_softmoe.presets.names()`, the path of a
+                preset directory, or a KerasHub handle (`"hf://user/model"`).
+            load_weights: bool, whether to load weights or start from random ones.
+            **kwargs: what to change: `image_shape` (position embeddings are resampled),
+                `dtype`, `preprocessor`, and settings of the routers, see `set_routing`.
+
+        Returns:
+            A model of this class.
+
+        Raises:
+            ValueError: if the name is unknown (the message offers the nearest), the
+                preset has no weights, or a file is missing, damaged or foreign.
+
+        Example:
+
+        >>> name = "limoe_tiny_patch4_8e_32_shapes"
+        >>> model = ksm.models.LIMoEContrastive.from_preset(name)
+        """
+        # The decorator of the class has found the directory of the preset.
+        folder = Path(preset)
+        if "preprocessor" not in kwargs and folder.is_dir():
+            check_tokenizer(folder)
+        # KerasHub would read the preset's vocabulary into another's tokenizer.
+        preprocessor = kwargs.get("preprocessor")
+        if preprocessor is not None:
+            kwargs["preprocessor"] = None
+        model = super().from_preset(preset, load_weights=load_weights, **kwargs)
+        if preprocessor is not None:
+            fit_preprocessor(preprocessor, model.backbone)
+            model.preprocessor = preprocessor
+        return model
+
+    @property
+    def routers(self):
+        """Dict from each MoE block to its router."""
+        return self.backbone.routers
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class LIMoEContrastive(ContrastiveTask):
+    """Contrastive learning with one sparse tower for images and captions.
+
+    Pixels from 0 to 255 and captions go in, embeddings come out. Both halves of a batch
+    pass through the tower in one call, in training and in `evaluate`; `encode_image`
+    and `encode_text` take one half.
+
+    Args:
+        backbone: `LIMoEBackbone`.
+        preprocessor: `None` or a `LIMoEPreprocessor`. If its image converter resizes,
+            it is set to the size that the backbone takes.
+        compile: bool, whether to compile at once with the defaults of `compile`.
+        name: str or `None`, name of the model.
+
+    Returns, when called on a dict of `"images"` in `[-1, 1]` and `"token_ids"`: dict of
+        `"image_embedding"` and `"text_embedding"` `(B, width)`, rows of length one, and
+        `"logit_scale"` `(B,)` and, if there is one, `"logit_bias"` `(B,)`.
+
+    Raises:
+        ValueError: if texts of the preprocessor and the backbone differ in length.
+
+    Source: LIMoE, section 2.
+
+    Example:
+
+    >>> model = ksm.models.LIMoEContrastive(backbone, preprocessor)
+    >>> model.fit(images, captions, batch_size=128, epochs=10)
+    >>> model.zero_shot(images, ["red circle", "blue star"], ["a {}"]).argmax(-1)
+    """
+
+    backbone_cls = LIMoEBackbone
+    preprocessor_cls = LIMoEPreprocessor
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class TwoTowerContrastive(ContrastiveTask):
+    """Contrastive learning with a tower for images and one for captions.
+
+    Args:
+        backbone: `TwoTowerBackbone`.
+        preprocessor: `None` or a `TwoTowerPreprocessor`, as in `LIMoEContrastive`.
+        compile: bool, whether to compile at once with the defaults of `compile`.
+        name: str or `None`, name of the model.
+
+    Returns: as `LIMoEContrastive`.
+
+    Raises:
+        ValueError: if texts of the preprocessor and the backbone differ in length.
+
+    Source: Soft MoE, section 4.
+    """
+
+    backbone_cls = TwoTowerBackbone
+    preprocessor_cls = TwoTowerPreprocessor

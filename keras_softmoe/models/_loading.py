@@ -1,0 +1,205 @@
+"""The way from a name, a directory or a handle to a model.
+
+Every `from_preset` of this library begins here: `open_preset` finds the files, and
+KerasHub makes the object. A preset without a directory (an architecture) gets a
+temporary one. A released checkpoint is converted when it is first asked for
+(`released.py`), and the directory that this gives is loaded like any other.
+
+The classes are decorated with what is here, preprocessing with `load_from_presets`,
+models with `load_and_save_presets`. So nothing below them imports one, and
+`conversion.py`, which does, makes directories of checkpoints that are in no catalogue.
+"""
+
+import contextlib
+import functools
+import tempfile
+from pathlib import Path
+
+from keras_softmoe import catalogue
+from keras_softmoe.files import replaced_directory
+from keras_softmoe.layers.feedforward import weights_will_be_loaded
+from keras_softmoe.models._mutable_routing import pop_mutable_settings
+from keras_softmoe.models.released import convert
+from keras_softmoe.sharding.variables import save_in_one_process
+
+_TASK_FILE = "task.json"
+_TASK_WEIGHTS_FILE = "task.weights.h5"
+WEIGHTS_FILES = ("model.weights.h5", "model.weights.json")
+
+_FROM_PRESET = """Load a model from a preset.
+
+Args:
+    preset: str: a name from `keras_softmoe.presets.names()`, the path of a preset
+        directory, or a KerasHub handle (`"hf://user/model"`).
+    load_weights: bool, whether to load weights or start from random ones.
+    **kwargs: arguments of the class to change (with another `image_shape` the position
+        embeddings are resampled), and settings of the routers, see `set_routing`.
+
+Returns:
+    A model of this class.
+
+Raises:
+    ValueError: if the name is unknown (the message offers the nearest), the preset has
+        no weights, or a file is missing, damaged or foreign.
+
+Example:
+
+>>> name = "soft_moe_small_patch16_128e_224"
+>>> backbone = ksm.models.ViTMoEBackbone.from_preset(name, load_weights=False)
+"""
+
+_SAVE_TO_PRESET = """Save as a preset directory. If that fails, an existing one is kept.
+
+Where several processes share the model, all of them have to call this, and the first
+one writes.
+
+Args:
+    preset_dir: str, the directory.
+    max_shard_size: int or float, the size in GB over which weights are split into
+        several files, or `None`.
+"""
+
+
+def load_from_presets(cls):
+    """Class decorator: `from_preset` takes whatever `open_preset` does.
+
+    For classes without weights: converters, tokenizers, preprocessors. (A mixin would
+    have to come first, but KerasHub takes the first base of a class for its kind.)
+    """
+    read = cls.from_preset.__func__
+
+    @functools.wraps(read)
+    def from_preset(cls, preset, **kwargs):
+        with open_preset(preset, load_weights=False) as directory:
+            return read(cls, directory, **kwargs)
+
+    cls.from_preset = classmethod(from_preset)
+    return cls
+
+
+def load_and_save_presets(cls):
+    """Class decorator of models: `from_preset` and `save_to_preset` of all of them.
+
+    `from_preset` takes whatever `open_preset` does, and settings of the routers. If the
+    class has a `from_preset` of its own, that is given the directory of the preset.
+    """
+    read, save = cls.from_preset.__func__, cls.save_to_preset
+
+    @functools.wraps(read)
+    def from_preset(cls, preset, load_weights=True, **kwargs):
+        settings = pop_mutable_settings(kwargs)
+        opened = open_preset(preset, load_weights)
+        with opened as directory, weights_will_be_loaded(load_weights):
+            model = read(cls, directory, load_weights=load_weights, **kwargs)
+        model.set_routing(**settings)
+        return model
+
+    if "from_preset" not in vars(cls):
+        from_preset.__doc__ = _FROM_PRESET
+
+    @functools.wraps(save)
+    def save_to_preset(self, preset_dir, max_shard_size=10):
+        save_in_one_process(
+            lambda new: save(self, str(new), max_shard_size=max_shard_size),
+            lambda: replaced_directory(preset_dir, keep=_is_no_weights_file),
+        )
+
+    save_to_preset.__doc__ = _SAVE_TO_PRESET
+    cls.from_preset = classmethod(from_preset)
+    cls.save_to_preset = save_to_preset
+    return cls
+
+
+def _is_no_weights_file(path):
+    # In one file or in several: weights of the other kind would be older ones.
+    return not path.match("model*.weights.*")
+
+
+@contextlib.contextmanager
+def open_preset(preset, load_weights=True):
+    """Find the files of a preset, and explain what goes wrong while they are read.
+
+    Args:
+        preset: str or path: a name of the catalogue, a directory, or a handle that
+            KerasHub resolves (`hf://...`, `kaggle://...`).
+        load_weights: bool, whether weights are wanted.
+
+    Yields:
+        str, a directory, or the handle. For a convertible preset with weights that is
+        a directory of the cache, where it is put first if it is not there yet. For an
+        architecture it is a temporary one.
+
+    Raises:
+        ValueError: if the name is unknown, the directory is not a preset of this
+            library, or weights are wanted that do not exist or cannot be fetched.
+    """
+    with contextlib.ExitStack() as stack:
+        if catalogue.is_handle(preset):
+            place = directory = str(preset)
+        elif path := catalogue.find_directory(preset):
+            if load_weights and not _has_weights(path):
+                path = _with_weights(path)
+            place = directory = path
+        else:
+            place = str(preset)
+            if load_weights:
+                raise _never_released(place)
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            directory = catalogue.write(place, Path(folder, place))
+        with catalogue.explain_errors(place):
+            yield str(directory)
+
+
+def _has_weights(path):
+    """Whether a preset directory (`pathlib.Path`) has weights."""
+    return any((path / file).is_file() for file in WEIGHTS_FILES)
+
+
+def _with_weights(path):
+    """A directory with the weights that the one of this path does not have."""
+    kind = catalogue.read_metadata(path).get("kind")
+    if kind == "convertible":
+        return Path(convert(path.name))
+    if kind == "architecture":
+        raise _never_released(path.name)
+    raise ValueError(
+        f"The preset directory '{path}' has no weights: expected one of "
+        f"{', '.join(WEIGHTS_FILES)}. Copy the missing file there, save the "
+        "preset again, or pass `load_weights=False`."
+    )
+
+
+def _never_released(name):
+    return ValueError(
+        f"The preset {name!r} describes an architecture whose weights were never "
+        "released. Received: load_weights=True. Use "
+        "`from_preset(..., load_weights=False)` and train it, or choose a preset with "
+        f"weights: {', '.join(catalogue.names_of_kind('trained'))}."
+    )
+
+
+def check_task(directory, load_weights=True):
+    """Raise unless a preset holds a whole task: a backbone and its head.
+
+    Args:
+        directory: str, as `open_preset` yields it. A handle passes.
+        load_weights: bool, whether weights are wanted.
+
+    Raises:
+        ValueError: if the preset holds a backbone only, or no weights for the head.
+    """
+    if catalogue.is_handle(directory):
+        return
+    path = Path(directory)
+    if not (path / _TASK_FILE).is_file():
+        raise ValueError(
+            f"The preset {path.name!r} is a backbone without a head: it has no "
+            f"{_TASK_FILE}. Say what the new head is for: "
+            "`from_preset(..., num_classes=10)`."
+        )
+    if load_weights and not (path / _TASK_WEIGHTS_FILE).is_file():
+        raise ValueError(
+            f"The preset {path.name!r} has no weights for its head: "
+            f"{_TASK_WEIGHTS_FILE} is missing. Copy the file there, save the preset "
+            "again, or start from a new head: `from_preset(..., num_classes=10)`."
+        )

@@ -1,0 +1,109 @@
+"""Models whose routers have settings that may change after they are compiled."""
+
+from types import SimpleNamespace
+
+from keras_softmoe.keras_adapter import map_predictions, wrap_compilation
+from keras_softmoe.models._run_checks import check_run
+from keras_softmoe.routers import LIMoERouter
+from keras_softmoe.routers.token_choice import TokenChoiceRouter
+from keras_softmoe.sharding.variables import gather, num_processes
+
+# What `from_preset` takes beside the arguments of the classes.
+MUTABLE_SETTINGS = tuple(
+    dict.fromkeys((*TokenChoiceRouter.mutable_settings, *LIMoERouter.mutable_settings))
+)
+
+
+class MutableRouting:
+    """Mixin of models that recompile after settings of their routers have changed.
+
+    A compiled `predict`, `fit` or `evaluate` has the settings of its routers built
+    in. Before each call the model compares them with the current ones. A model of
+    another class around ours does not: compile it again.
+
+    A subclass has `routers`, a dict from the index of a block to its router, and is
+    decorated with `recompile_on_change`. (KerasHub takes the first base of a task for
+    the kind of task, so the mixin comes last and cannot override Keras' methods.)
+    """
+
+    # Settings that each step was compiled with. In an object of a class that Keras does
+    # not track: a dict would become part of the model.
+    _compiled_settings = None
+
+    def set_routing(self, layers=None, **settings):
+        """Change settings of the routers, for the next `predict`, `fit` or `evaluate`.
+
+        Args:
+            layers: int or sequence of int, the MoE blocks to change, counted as in
+                `moe_layers`. `None`: all.
+            **settings: what to change: `capacity_factor`, `eval_capacity_factor` and
+                `random_logits` of all sparse routers; `num_selected_experts` and
+                `priority` of those in which tokens choose, of all but LIMoE's also
+                `keep_fraction` and `normalize_gates`;
+                `single_modality_capacity_factor` of LIMoE's.
+
+        Raises:
+            ValueError: if a block has no router, a router has no such setting, or a
+                value is not accepted. The model is then unchanged.
+
+        Source: V-MoE, sections 2.4 and 4 and appendix E.4: `K` and `C` may differ from
+        those in training, "layer-wise" too (appendix E.3).
+
+        Example:
+
+        >>> model.set_routing(priority="max", capacity_factor=0.5)
+        >>> model.set_routing(layers=[3], num_selected_experts=1)
+        """
+        routers = self.routers
+        if layers is None:
+            layers = routers
+        layers = [layers] if isinstance(layers, int | str) else list(layers)
+        wrong = [index for index in layers if index not in routers]
+        if wrong:
+            raise ValueError(
+                "`layers` names blocks without a router. The MoE blocks are "
+                f"{sorted(routers)}. Received: layers={layers}."
+            )
+        if settings and not routers:
+            raise ValueError(
+                "A dense model has no routers to set. Received: "
+                f"{', '.join(settings)}. Leave these settings out."
+            )
+        if not settings:
+            # `from_preset` mostly has none: spare it the making of routers.
+            return
+        # All of them first, so that a refused value leaves no router changed.
+        for index in layers:
+            routers[index].with_settings(**settings)
+        for index in layers:
+            routers[index].update(**settings)
+
+    def _settings_changed(self, step):
+        """Whether settings have changed since this was last asked for a step."""
+        if self._compiled_settings is None:
+            self._compiled_settings = SimpleNamespace(
+                train=None, test=None, predict=None
+            )
+        now = {index: router.get_config() for index, router in self.routers.items()}
+        changed = getattr(self._compiled_settings, step) != now
+        setattr(self._compiled_settings, step, now)
+        return changed
+
+
+def recompile_on_change(cls):
+    """Class decorator: a model checks its routers and itself before each run."""
+    wrap_compilation(cls, _compile_if_changed)
+    return cls
+
+
+def _compile_if_changed(model, step, make):
+    check_run(model, step)
+    made = make(model._settings_changed(step))
+    if step == "predict" and num_processes() > 1:
+        map_predictions(model, gather)
+    return made
+
+
+def pop_mutable_settings(arguments):
+    """Take the settings of routers out of the arguments of `from_preset`."""
+    return {name: arguments.pop(name) for name in MUTABLE_SETTINGS if name in arguments}

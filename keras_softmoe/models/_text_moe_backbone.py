@@ -1,0 +1,122 @@
+"""Text towers, dense or with mixtures of experts."""
+
+import keras
+
+from keras_softmoe.layers.parts import TextParts
+from keras_softmoe.layers.pooling import pool
+from keras_softmoe.models._backbone import MoEBackbone
+from keras_softmoe.models.arguments import check_token_ids
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class TextMoEBackbone(MoEBackbone):
+    """Transformer encoder for short texts, the text tower of a two-tower model.
+
+    Every token attends to every other, padding included, as in the released code.
+
+    Args:
+        vocabulary_size: int, number of different tokens.
+        sequence_length: int `S`, tokens of a text, padding included.
+        num_layers: int, number of encoder blocks.
+        num_heads: int, number of attention heads. Must divide `hidden_dim`.
+        hidden_dim: int, width `D` of a token.
+        mlp_dim: int, hidden width of MLPs and experts.
+        moe_layers: tuple of int, the blocks (counted from 0) whose MLP is a mixture of
+            experts.
+        router: the router of those blocks, a template, or a list of routers, one for
+            each of those blocks. Required exactly if there are any.
+        pooling: what `pooled_output` is made of: `"last"` (the last token), `"first"`,
+            `"gap"` (the mean of all tokens), `"gmp"` (their maximum) or `"map"`
+            (multi-head attention pooling).
+        use_qk_norm: bool, whether attention normalizes queries and keys.
+        dropout_rate: float, dropout in the encoder blocks.
+        dtype: dtype or policy of all layers but the routers, which stay in float32.
+        name: str or `None`, name of the model.
+        trainable: bool, whether the weights are trained.
+        **moe_settings: further arguments of `layers.MoE` for all mixtures of experts:
+            `group_images`, `dispatcher`, `equal_experts`, `expert_dropout_rate`,
+            `remat_experts`, `dispatch_dtype`.
+
+    Returns, when called on `(B, S)` int token ids: dict of `"sequence_output"`
+        `(B, S, D)`, the normalized tokens, and `"pooled_output"` `(B, D)`.
+
+    Raises:
+        ValueError: if the heads do not divide the width, `moe_layers` and `router` do
+            not fit, or another argument is not among the accepted values.
+
+    Source: Soft MoE, section 4 (text tower of the contrastive models).
+
+    Example:
+
+    >>> text_backbone = ksm.models.TextMoEBackbone(
+    ...     vocabulary_size=500, sequence_length=16, num_layers=4, num_heads=4,
+    ...     hidden_dim=64, mlp_dim=128,
+    ... )
+    >>> text_backbone.predict(np.zeros((2, 16), "int32"))["pooled_output"].shape
+    (2, 64)
+    """
+
+    def __init__(
+        self,
+        vocabulary_size,
+        sequence_length,
+        num_layers,
+        num_heads,
+        hidden_dim,
+        mlp_dim,
+        moe_layers=(),
+        router=None,
+        pooling="last",
+        use_qk_norm=False,
+        dropout_rate=0.0,
+        dtype=None,
+        name=None,
+        trainable=True,
+        **moe_settings,
+    ):
+        arguments = {
+            "vocabulary_size": vocabulary_size,
+            "sequence_length": sequence_length,
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "hidden_dim": hidden_dim,
+            "mlp_dim": mlp_dim,
+            "pooling": pooling,
+            "use_qk_norm": use_qk_norm,
+            "dropout_rate": dropout_rate,
+        }
+
+        # === Layers ===
+        parts = TextParts.make(
+            **arguments,
+            moe_layers=moe_layers,
+            router=router,
+            dtype=dtype,
+            **moe_settings,
+        )
+
+        # === Functional Model ===
+        token_ids = keras.Input(
+            shape=(sequence_length,), dtype="int32", name="token_ids"
+        )
+        x = token_ids
+        for layer in parts.embedding:
+            x = layer(x)
+        sequence = parts.encoder(x)
+        super().__init__(
+            inputs=token_ids,
+            outputs={
+                "sequence_output": sequence,
+                "pooled_output": pool(sequence, pooling, parts.attention_pooling),
+            },
+            dtype=dtype,
+            name=name,
+            trainable=trainable,
+        )
+
+        # === Config ===
+        self.keep_arguments(parts.encoder, **arguments)
+
+    def predict(self, x, *args, **kwargs):
+        check_token_ids(x, self.sequence_length)
+        return super().predict(x, *args, **kwargs)

@@ -1,0 +1,192 @@
+"""Two towers, one for images and one for text, with embeddings in one space."""
+
+import keras
+import keras_hub
+
+from keras_softmoe.layers import ContrastiveScale
+from keras_softmoe.models._backbone import MoEBackbone
+from keras_softmoe.models._encoders import SingleModality, normalized
+from keras_softmoe.models.arguments import check_pairs
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class TwoTowerBackbone(MoEBackbone, SingleModality):
+    """An image tower and a text tower whose outputs are compared.
+
+    Either may have mixtures of experts; they share nothing.
+
+    Args:
+        image_backbone: `ViTMoEBackbone`.
+        text_backbone: `TextMoEBackbone`.
+        image_projection_dim: int or `None`: width of a dense layer on top of the image
+            tower. None of it if `None`.
+        text_projection_dim: the same for the text tower.
+        freeze_image: bool, whether the image tower stays as it is, in inference mode,
+            so that only the text tower learns ("locked image tuning").
+        logit_scale: float, initial value of the learned scale of similarities.
+        logit_bias: float or `None`, initial value of a learned bias of similarities;
+            `None` for none.
+        dtype: dtype or policy of the projections.
+        name: str or `None`, name of the model.
+        trainable: bool, whether the weights are trained.
+
+    Returns, when called on a dict of `"images"` `(B, height, width, channels)` and
+        `"token_ids"` `(B, S)` int32: dict of `"image_embedding"` and
+        `"text_embedding"` `(B, width)` float32 of length one, `"logit_scale"` `(B,)`
+        and, if there is one, `"logit_bias"` `(B,)`, the same number in each row.
+
+    Raises:
+        ValueError: if the embeddings of the towers differ in width.
+
+    Source: Soft MoE, section 4. Unlike in its released code, balancing losses of
+    experts in the towers are trained: `fit` adds them to the contrastive loss.
+
+    Example:
+
+    >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
+    >>> backbone = ksm.models.TwoTowerBackbone(
+    ...     ksm.models.ViTMoEBackbone.from_preset(name),
+    ...     text_backbone,
+    ...     text_projection_dim=96,
+    ...     freeze_image=True,
+    ... )
+    """
+
+    def __init__(
+        self,
+        image_backbone,
+        text_backbone,
+        image_projection_dim=None,
+        text_projection_dim=None,
+        freeze_image=False,
+        logit_scale=10.0,
+        logit_bias=None,
+        dtype=None,
+        name=None,
+        trainable=True,
+    ):
+        # === Layers ===
+        towers = {"image": image_backbone, "text": text_backbone}
+        dims = {"image": image_projection_dim, "text": text_projection_dim}
+        projection = {
+            modality: keras.layers.Dense(
+                dim,
+                kernel_initializer="lecun_normal",
+                dtype=dtype,
+                name=f"{modality}_projection",
+            )
+            for modality, dim in dims.items()
+            if dim is not None
+        }
+        _check_widths(towers, dims)
+        if freeze_image:
+            image_backbone.trainable = False
+        towers["image"] = _ImageTower(image_backbone, freeze_image, name="image_tower")
+
+        # === Functional Model ===
+        def encode(inputs):
+            outputs = {}
+            for modality, value in inputs.items():
+                x = towers[modality](value)["pooled_output"]
+                if modality in projection:
+                    x = projection[modality](x)
+                outputs[f"{modality}_embedding"] = normalized(x)
+            return outputs
+
+        images = keras.Input(shape=image_backbone.image_shape, name="images")
+        token_ids = keras.Input(
+            shape=(text_backbone.sequence_length,), dtype="int32", name="token_ids"
+        )
+        outputs = encode({"image": images, "text": token_ids})
+        scale = ContrastiveScale(logit_scale, logit_bias, name="contrastive_scale")
+        outputs |= scale(outputs["image_embedding"])
+        super().__init__(
+            inputs={"images": images, "token_ids": token_ids},
+            outputs=outputs,
+            dtype=dtype,
+            name=name,
+            trainable=trainable,
+        )
+
+        # === Config ===
+        self._encode = encode
+        self.image_backbone = image_backbone
+        self.text_backbone = text_backbone
+        self.image_projection_dim = image_projection_dim
+        self.text_projection_dim = text_projection_dim
+        self.freeze_image = freeze_image
+        self.logit_scale = logit_scale
+        self.logit_bias = logit_bias
+        self.image_shape = image_backbone.image_shape
+        self.sequence_length = text_backbone.sequence_length
+
+    @property
+    def routers(self):
+        """Dict from `"image"` or `"text"` and the index of a MoE block to its router.
+
+        Its keys are strings like `"image/3"`.
+        """
+        towers = {"image": self.image_backbone, "text": self.text_backbone}
+        return {
+            f"{modality}/{index}": router
+            for modality, tower in towers.items()
+            for index, router in tower.routers.items()
+        }
+
+    def predict(self, x, *args, **kwargs):
+        if isinstance(x, dict):
+            check_pairs(self, x.get("images"), x.get("token_ids"))
+        return super().predict(x, *args, **kwargs)
+
+    def get_config(self):
+        return {
+            **keras_hub.models.Backbone.get_config(self),
+            "image_backbone": keras.saving.serialize_keras_object(self.image_backbone),
+            "text_backbone": keras.saving.serialize_keras_object(self.text_backbone),
+            "image_projection_dim": self.image_projection_dim,
+            "text_projection_dim": self.text_projection_dim,
+            "freeze_image": self.freeze_image,
+            "logit_scale": self.logit_scale,
+            "logit_bias": self.logit_bias,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        towers = {
+            name: keras.saving.deserialize_keras_object(config[name])
+            for name in ("image_backbone", "text_backbone")
+        }
+        return cls(**{**config, **towers})
+
+
+class _ImageTower(keras.layers.Layer):
+    """Calls a model; a frozen one without noise, dropout and losses.
+
+    Freezing alone leaves them on, and `training=False` in the call of a layer is
+    overruled by the functional model that the layer is a part of.
+    """
+
+    def __init__(self, model, frozen, **kwargs):
+        super().__init__(autocast=False, **kwargs)
+        self.model = model
+        self.frozen = frozen
+        self.built = True
+
+    def call(self, images, training=None):
+        return self.model(images, training=False if self.frozen else training)
+
+    def compute_output_spec(self, images, training=None):
+        return self.model.compute_output_spec(images)
+
+
+def _check_widths(towers, dims):
+    widths = {
+        modality: dims[modality] or tower.output["pooled_output"].shape[-1]
+        for modality, tower in towers.items()
+    }
+    if widths["image"] != widths["text"]:
+        raise ValueError(
+            "Embeddings of images and text must have one width to be compared. "
+            f"Received: {widths['image']} for images, {widths['text']} for text. Set "
+            f"`text_projection_dim={widths['image']}`, or `image_projection_dim`."
+        )

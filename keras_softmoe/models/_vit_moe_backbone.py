@@ -1,0 +1,157 @@
+"""Vision Transformers with mixtures of experts: V-MoE, Soft MoE and dense twins."""
+
+import keras
+from keras import ops
+
+from keras_softmoe.layers.embedding import pair, patch_grid
+from keras_softmoe.layers.parts import ImageParts
+from keras_softmoe.layers.pooling import pool
+from keras_softmoe.models._backbone import MoEBackbone
+from keras_softmoe.models.arguments import check_images
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class ViTMoEBackbone(MoEBackbone):
+    """Vision Transformer in which some blocks are mixtures of experts.
+
+    With `moe_layers=()` it is a dense ViT. Images are expected in `[-1, 1]`, which is
+    what `ViTMoEImageConverter` makes of pixels from 0 to 255.
+
+    Args:
+        image_shape: `(height, width, channels)` of the images, in pixels.
+        patch_size: int or `(height, width)` of a patch. Must divide the image.
+        num_layers: int, number of encoder blocks.
+        num_heads: int, number of attention heads. Must divide `hidden_dim`.
+        hidden_dim: int, width `D` of a token.
+        mlp_dim: int, hidden width of MLPs and experts.
+        moe_layers: tuple of int, the blocks (counted from 0) whose MLP is a mixture of
+            experts.
+        router: the router of those blocks, a template: each block makes its own with
+            the same configuration. Or a list of routers, one for each of those blocks.
+            Required exactly if there are any.
+        pooling: what `pooled_output` is made of: `"token"` (a class token), `"first"`
+            (the first patch), `"gap"` (the mean of all tokens) or `"map"` (multi-head
+            attention pooling).
+        position_embedding: `"learned"`, `"sincos2d"` or `"none"`.
+        use_qk_norm: bool, whether attention normalizes queries and keys.
+        representation_dim: int or `None`. If given, `pooled_output` goes through one
+            more dense layer of that width with a tanh (the "pre-logits").
+        dropout_rate: float, dropout in the encoder blocks.
+        dtype: dtype or policy of all layers but the routers, which stay in float32.
+        name: str or `None`, name of the model.
+        trainable: bool, whether the weights are trained.
+        **moe_settings: further arguments of `layers.MoE` for all mixtures of experts:
+            `group_images`, `dispatcher`, `equal_experts`, `expert_dropout_rate`,
+            `remat_experts`, `dispatch_dtype`.
+
+    Returns, when called on `(B, height, width, channels)` images: dict of
+        `"sequence_output"` `(B, S, D)`, the normalized tokens (class token first), and
+        `"pooled_output"` `(B, D)` (or `(B, representation_dim)`).
+
+    Raises:
+        ValueError: if the patch does not divide the image, the heads do not divide the
+            width, `moe_layers` and `router` do not fit, or another argument is not
+            among the accepted values.
+
+    Source: V-MoE, section 2; Soft MoE, section 2.
+
+    Example:
+
+    >>> backbone = ksm.models.ViTMoEBackbone(
+    ...     image_shape=(32, 32, 3), patch_size=4, num_layers=4, num_heads=4,
+    ...     hidden_dim=64, mlp_dim=128, moe_layers=(2, 3),
+    ...     router=ksm.routers.SoftRouter(num_experts=16, slots_per_expert=4),
+    ...     pooling="gap",
+    ... )
+    >>> backbone.predict(np.zeros((2, 32, 32, 3)))["pooled_output"].shape
+    (2, 64)
+    """
+
+    def __init__(
+        self,
+        image_shape,
+        patch_size,
+        num_layers,
+        num_heads,
+        hidden_dim,
+        mlp_dim,
+        moe_layers=(),
+        router=None,
+        pooling="token",
+        position_embedding="learned",
+        use_qk_norm=False,
+        representation_dim=None,
+        dropout_rate=0.0,
+        dtype=None,
+        name=None,
+        trainable=True,
+        **moe_settings,
+    ):
+        arguments = {
+            "image_shape": tuple(image_shape),
+            "patch_size": pair(patch_size),
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "hidden_dim": hidden_dim,
+            "mlp_dim": mlp_dim,
+            "pooling": pooling,
+            "position_embedding": position_embedding,
+            "use_qk_norm": use_qk_norm,
+            "representation_dim": representation_dim,
+            "dropout_rate": dropout_rate,
+        }
+
+        # === Layers ===
+        parts = ImageParts.make(
+            **arguments,
+            moe_layers=moe_layers,
+            router=router,
+            dtype=dtype,
+            **moe_settings,
+        )
+
+        # === Functional Model ===
+        images = keras.Input(shape=image_shape, name="images")
+        x = images
+        for layer in parts.embedding:
+            x = layer(x)
+        sequence = parts.encoder(x)
+        x = pool(sequence, pooling, parts.attention_pooling)
+        if parts.pre_logits is not None:
+            x = parts.pre_logits(x)
+        super().__init__(
+            inputs=images,
+            outputs={"sequence_output": sequence, "pooled_output": x},
+            dtype=dtype,
+            name=name,
+            trainable=trainable,
+        )
+
+        # === Config ===
+        self.keep_arguments(parts.encoder, **arguments)
+        self.patch_grid = patch_grid(self.image_shape, self.patch_size)
+
+    def route(self, images):
+        """What the routers decide for a batch of images.
+
+        Args:
+            images: `(B, height, width, channels)` float array or tensor in `[-1, 1]`.
+
+        Returns:
+            dict from the index of each MoE block to its `routers.Decision`.
+
+        Raises:
+            ValueError: if the images have another shape than the model's.
+
+        Example:
+
+        >>> decisions = backbone.route(images)
+        >>> decisions[3].routing.dispatch  # (B, S, E, C) in a soft router's block
+        """
+        check_images(images, self.image_shape)
+        images = ops.convert_to_tensor(images, self.input.dtype)
+        return self.decisions_of(self, images)
+
+    def predict(self, x, *args, **kwargs):
+        check_images(x, self.image_shape)
+        return super().predict(x, *args, **kwargs)

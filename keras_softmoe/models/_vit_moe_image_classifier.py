@@ -1,0 +1,357 @@
+"""Image classification: converter, preprocessor and task."""
+
+import inspect
+
+import keras
+import keras_hub
+import numpy as np
+
+from keras_softmoe.keras_adapter import flatten_layers
+from keras_softmoe.layers import MoE
+from keras_softmoe.models._compilation import (
+    compile_again,
+    with_compilation,
+    with_optimizer,
+)
+from keras_softmoe.models._loading import (
+    check_task,
+    load_and_save_presets,
+    load_from_presets,
+)
+from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
+from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
+from keras_softmoe.models.arguments import check_images
+from keras_softmoe.sharding import check_model
+
+_CROSSENTROPIES = {
+    "binary_crossentropy": keras.losses.BinaryCrossentropy,
+    "categorical_crossentropy": keras.losses.CategoricalCrossentropy,
+    "sparse_categorical_crossentropy": keras.losses.SparseCategoricalCrossentropy,
+}
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+@load_from_presets
+class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
+    """Resizes images and maps pixels from `[0, 255]` to `[-1, 1]`.
+
+    Takes the arguments of `keras_hub.layers.ImageConverter`; `scale` and `offset` have
+    defaults for the models of this library. `from_preset` takes our preset names.
+
+    Source: V-MoE's released code (value range).
+    """
+
+    backbone_cls = ViTMoEBackbone
+
+    def __init__(self, image_size=None, scale=1.0 / 127.5, offset=-1.0, **kwargs):
+        super().__init__(image_size=image_size, scale=scale, offset=offset, **kwargs)
+        # It has no weights, but `quantize` refuses a model with an unbuilt layer.
+        self.resizing.built = True
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+@load_from_presets
+class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreprocessor):
+    """Prepares images (and passes labels through) for `ViTMoEImageClassifier`.
+
+    Args:
+        image_converter: `ViTMoEImageConverter` or `None`.
+        **kwargs: as in `keras_hub.models.ImageClassifierPreprocessor`.
+    """
+
+    backbone_cls = ViTMoEBackbone
+    image_converter_cls = ViTMoEImageConverter
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+@load_and_save_presets
+@recompile_on_change
+class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
+    """Image classifier on a `ViTMoEBackbone`.
+
+    Pixels from 0 to 255 go in, logits come out. `fit`, `evaluate` and `predict`
+    preprocess by themselves if there is a `preprocessor`.
+
+    Args:
+        backbone: `ViTMoEBackbone`.
+        num_classes: int, number of classes.
+        preprocessor: `None`, a `ViTMoEImageClassifierPreprocessor` or any callable. If
+            its image converter resizes, it is set to the size that the backbone takes.
+        activation: `None` (logits), str or callable, of the last layer.
+        dropout: float, dropout before the last layer.
+        head_dtype: dtype or policy of the head. That of the backbone if `None`.
+        compile: bool, whether to compile at once with the defaults of
+            `keras_hub.models.ImageClassifier.compile`.
+        name: str or `None`, name of the model.
+
+    Returns, when called on `(B, height, width, channels)` images in `[-1, 1]`:
+        `(B, num_classes)` logits (or activations).
+
+    Raises:
+        ValueError: if `num_classes` is under one.
+
+    Source: V-MoE, section 2.1. The head starts from zeros, as in its released code.
+
+    Example:
+
+    >>> classifier = ksm.models.ViTMoEImageClassifier(
+    ...     backbone,
+    ...     num_classes=10,
+    ...     preprocessor=ksm.models.ViTMoEImageClassifierPreprocessor(
+    ...         ksm.models.ViTMoEImageConverter(image_size=(32, 32))
+    ...     ),
+    ... )
+    >>> classifier.fit(images, labels, epochs=3)
+    """
+
+    backbone_cls = ViTMoEBackbone
+    preprocessor_cls = ViTMoEImageClassifierPreprocessor
+
+    def __init__(
+        self,
+        backbone,
+        num_classes,
+        preprocessor=None,
+        activation=None,
+        dropout=0.0,
+        head_dtype=None,
+        compile=True,
+        name=None,
+    ):
+        if num_classes < 1:
+            raise ValueError(
+                "A classifier needs at least one class. `num_classes` must be a "
+                f"positive integer. Received: num_classes={num_classes}."
+            )
+        # === Config ===
+        # First of all, because compiling asks for the activation.
+        self.num_classes = num_classes
+        self.activation = activation
+        self.dropout = dropout
+        self.head_dtype = head_dtype
+
+        # === Layers ===
+        self.backbone = backbone
+        self.preprocessor = preprocessor
+        _fit_converter(preprocessor, backbone.image_shape[:2])
+        self.output_dropout = keras.layers.Dropout(
+            dropout, dtype=backbone.dtype_policy, name="output_dropout"
+        )
+        self.output_dense = keras.layers.Dense(
+            num_classes,
+            activation=activation,
+            kernel_initializer="zeros",
+            dtype=head_dtype or backbone.dtype_policy,
+            name="predictions",
+        )
+
+        # === Functional Model ===
+        inputs = self.backbone.input
+        x = self.backbone(inputs)["pooled_output"]
+        x = self.output_dropout(x)
+        outputs = self.output_dense(x)
+        # KerasHub's own classifier would build its pooling: skip it.
+        keras_hub.models.Task.__init__(
+            self, inputs=inputs, outputs=outputs, compile=compile, name=name
+        )
+        check_model(self)
+
+    def compile(self, optimizer="auto", loss="auto", *, metrics="auto", **kwargs):
+        """Configure training, as `keras_hub.models.ImageClassifier.compile` does.
+
+        A cross-entropy given by its name is that of the logits, unless the model has
+        an activation. (Keras would take the logits for probabilities, and the loss
+        would soon be NaN.)
+
+        Args:
+            optimizer: `"auto"`, a name or a `keras.optimizers.Optimizer`.
+            loss: `"auto"` (the cross-entropy of int labels), a name or a
+                `keras.losses.Loss`.
+            metrics: `"auto"` (accuracy) or as in `keras.Model.compile`.
+            **kwargs: as in `keras.Model.compile`.
+        """
+        if (
+            self.activation is None
+            and isinstance(loss, str)
+            and loss in _CROSSENTROPIES
+        ):
+            loss = _CROSSENTROPIES[loss](from_logits=True)
+        # Keras would keep the metrics of an earlier call.
+        metrics = [] if metrics is None else metrics
+        super().compile(optimizer=optimizer, loss=loss, metrics=metrics, **kwargs)
+
+    def get_compile_config(self):
+        return with_optimizer(self, super().get_compile_config())
+
+    def compile_from_config(self, config):
+        compile_again(self, config)
+
+    @classmethod
+    def from_preset(cls, preset, load_weights=True, **kwargs):
+        """Load a classifier from a preset.
+
+        Args:
+            preset: str: a name from `keras_softmoe.presets.names()`, the path of a
+                preset directory, or a KerasHub handle (`"hf://user/model"`).
+            load_weights: bool, whether to load weights or start from random ones.
+            **kwargs: what to change: `num_classes` (for a new head), `image_shape`
+                (position embeddings are resampled), `dtype`, other arguments of this
+                class and of the backbone, and settings of the routers, see
+                `set_routing`.
+
+        Returns:
+            `ViTMoEImageClassifier`.
+
+        Raises:
+            ValueError: if the name is unknown (the message offers the nearest), the
+                preset has no weights, or a file is missing, damaged or foreign.
+
+        Example:
+
+        >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
+        >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name, num_classes=10)
+        """
+        # The decorator of the class has found the directory of the preset.
+        if "num_classes" not in kwargs:
+            check_task(preset, load_weights)
+        backbone_kwargs = _pop_backbone_arguments(cls, kwargs)
+        if backbone_kwargs:
+            # KerasHub hands on no others than these two.
+            for name in ("dtype", "image_shape"):
+                if name in kwargs:
+                    backbone_kwargs[name] = kwargs[name]
+            kwargs["backbone"] = cls.backbone_cls.from_preset(
+                preset, load_weights=load_weights, **backbone_kwargs
+            )
+        return super().from_preset(preset, load_weights=load_weights, **kwargs)
+
+    @property
+    def routers(self):
+        """Dict from the index of each MoE block to its router."""
+        return self.backbone.routers
+
+    # KerasHub's two methods take the state of the optimizer for weights of the head. It
+    # is twice the size of the model, and what it was saved for is lost anyway.
+
+    def save_task_weights(self, filepath):
+        keras.saving.save_weights(self, filepath, objects_to_skip=self._but_the_head())
+
+    def load_task_weights(self, filepath):
+        keras.saving.load_weights(self, filepath, objects_to_skip=self._but_the_head())
+
+    def _but_the_head(self):
+        return [*flatten_layers(self.backbone), self.optimizer]
+
+    def fit(
+        self,
+        x=None,
+        y=None,
+        batch_size=None,
+        sample_weight=None,
+        validation_data=None,
+        validation_split=None,
+        shuffle=True,
+        **kwargs,
+    ):
+        """Train, as `keras.Model.fit` does.
+
+        Arrays are shuffled before each epoch, which KerasHub's tasks leave out.
+
+        Args:
+            x: `(N, height, width, channels)` images from 0 to 255, or a `tf.data` or
+                grain dataset of batches `(x, y)`.
+            y: `(N,)` int labels, `None` with a dataset.
+            batch_size: int, 32 if `None`.
+            sample_weight: optional `(N,)` array.
+            validation_data: optional `(x, y)` or dataset.
+            validation_split: optional float, the share at the end of the arrays that
+                is kept for validation.
+            shuffle: bool, whether arrays are shuffled before each epoch.
+            **kwargs: as in `keras.Model.fit`.
+
+        Returns:
+            `keras.callbacks.History`.
+
+        Raises:
+            ValueError: if images and labels differ in number, or the images have
+                another shape than the model's and nothing resizes them.
+        """
+        if y is not None and shuffle:
+            arrays = [np.asarray(a) for a in (x, y, sample_weight) if a is not None]
+            if len({len(array) for array in arrays}) > 1:
+                raise ValueError(
+                    "Images, labels and sample weights must be equally many. Received: "
+                    f"{', '.join(str(len(array)) for array in arrays)}."
+                )
+            if validation_split and validation_data is None:
+                cut = int(len(arrays[0]) * (1.0 - validation_split))
+                validation_data = tuple(array[cut:] for array in arrays)
+                arrays = [array[:cut] for array in arrays]
+            x, y, sample_weight = _shuffled(arrays, batch_size or 32), None, None
+            batch_size = validation_split = None
+            # Keras would warn that it cannot shuffle a dataset.
+            shuffle = False
+        return super().fit(
+            x,
+            y,
+            batch_size=batch_size,
+            sample_weight=sample_weight,
+            validation_data=validation_data,
+            validation_split=validation_split,
+            shuffle=shuffle,
+            **kwargs,
+        )
+
+    def preprocess_samples(self, x, y=None, sample_weight=None):
+        # Not `super()`: inside a `tf.data` pipeline AutoGraph would look for its class
+        # among the callers and may find another one.
+        data = keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
+        images, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        check_images(images, self.backbone.image_shape)
+        return data
+
+    def get_config(self):
+        head_dtype = self.head_dtype
+        if self.output_dense.quantization_mode:
+            head_dtype = self.output_dense.dtype_policy
+        if head_dtype is not None:
+            head_dtype = keras.dtype_policies.get(head_dtype)
+            head_dtype = keras.dtype_policies.serialize(head_dtype)
+        config = {
+            **keras_hub.models.Task.get_config(self),
+            "num_classes": self.num_classes,
+            "activation": self.activation,
+            "dropout": self.dropout,
+            "head_dtype": head_dtype,
+        }
+        return with_compilation(self, config)
+
+
+def _pop_backbone_arguments(cls, arguments):
+    """Take what only the backbone's constructor accepts out of some arguments."""
+    own = {*inspect.signature(cls).parameters, "dtype", "image_shape"}
+    theirs = {*inspect.signature(cls.backbone_cls).parameters, *MoE.settings()}
+    return {
+        name: arguments.pop(name)
+        for name in list(arguments)
+        if name in theirs and name not in own
+    }
+
+
+def _shuffled(arrays, batch_size):
+    """`tf.data` batches of rows, in another order every time they are iterated."""
+    # KerasHub has imported TensorFlow already.
+    import tensorflow as tf
+
+    rows = tf.data.Dataset.from_tensor_slices(tuple(arrays))
+    return rows.shuffle(len(arrays[0])).batch(batch_size)
+
+
+def _fit_converter(preprocessor, image_size):
+    """Make a resizing image converter resize to what the backbone takes.
+
+    A preset that is loaded at another resolution brings the old size along.
+    """
+    converter = getattr(preprocessor, "image_converter", None)
+    if getattr(converter, "image_size", None) is not None:
+        converter.image_size = image_size

@@ -1,0 +1,267 @@
+"""Routers in which experts choose tokens."""
+
+import keras
+from keras import ops
+
+from keras_softmoe.ops import expert_choice, sinkhorn_plan, sparse_transport_plan
+from keras_softmoe.routers._sparse import SparseRouter
+from keras_softmoe.sharding import is_distributed
+
+
+class ExpertChoiceRouter(SparseRouter):
+    """Base class of the routers in which every expert chooses its best tokens.
+
+    Its arguments are those of `SparseRouter`.
+    """
+
+    def capacity(self, num_tokens, training=False):
+        # An expert cannot choose more tokens than there are, whatever the factor.
+        return min(super().capacity(num_tokens, training), num_tokens)
+
+    def assign(self, selection, capacity, valid, masks):
+        return expert_choice(selection, capacity, valid, sharded=is_distributed())
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class SoftmaxExpertChoiceRouter(ExpertChoiceRouter):
+    """Every expert chooses the tokens that find it most probable.
+
+    The probabilities are a softmax over experts, and the gates are the probabilities
+    of the chosen pairs. All slots are filled, so no balancing loss is needed; a token
+    may be chosen by several experts or by none.
+
+    Args:
+        num_experts: int, number of experts.
+        capacity_factor: float, slots per token: the average number of experts that
+            process a token. An expert takes at most all tokens of a group.
+        rounding: `"ceil"` or `"round"`, see `ops.expert_capacity`.
+        multiple_of: int or `None`, see `ops.expert_capacity`.
+        noise_std: float. In training, normal noise of standard deviation
+            `noise_std / num_experts` is added to the logits.
+        losses: sequence of `RoutingLoss`es, which are added up with their weights.
+            None by default; `(ZLoss(weight=1e-4),)` keeps logits small.
+        eval_capacity_factor: float or `None`, `capacity_factor` outside training;
+            `None` for the same.
+        random_logits: bool, whether the logits are normal noise instead (V-MoE,
+            appendix E.1: what routing at random does to a trained model).
+        **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
+
+    Weights: `kernel` `(D, E)`.
+
+    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`.
+
+    Raises:
+        ValueError: if an argument is not among the accepted values.
+
+    Source: router study, section 2 ("Softmax Expert Choice"); Soft MoE, section 3.
+
+    Example:
+
+    >>> router = ksm.routers.SoftmaxExpertChoiceRouter(4, multiple_of=None)
+    >>> decision = router(np.random.normal(size=(2, 16, 32)))
+    >>> decision.summary["load"]  # 16 / 4 tokens for everyone
+    [[4., 4., 4., 4.], [4., 4., 4., 4.]]
+    """
+
+    def __init__(
+        self,
+        num_experts,
+        capacity_factor=1.0,
+        rounding="ceil",
+        multiple_of=4,
+        noise_std=0.0,
+        losses=None,
+        eval_capacity_factor=None,
+        random_logits=False,
+        **kwargs,
+    ):
+        super().__init__(
+            num_experts,
+            capacity_factor=capacity_factor,
+            rounding=rounding,
+            multiple_of=multiple_of,
+            noise_std=noise_std,
+            losses=losses,
+            eval_capacity_factor=eval_capacity_factor,
+            random_logits=random_logits,
+            **kwargs,
+        )
+
+    def get_config(self):
+        return {**super().get_config(), "noise_std": self.noise_std}
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class SinkhornExpertChoiceRouter(ExpertChoiceRouter):
+    """Every expert chooses the tokens with the most weight in a balanced plan.
+
+    The plan is `ops.sinkhorn_plan` of the logits. Since every token sends out the
+    same total weight in it, fewer tokens stay without an expert than under
+    `SoftmaxExpertChoiceRouter`.
+
+    Args:
+        num_experts: int, number of experts.
+        capacity_factor: float, slots per token.
+        rounding: `"ceil"` or `"round"`, see `ops.expert_capacity`.
+        multiple_of: int or `None`, see `ops.expert_capacity`.
+        noise_std: float. In training, normal noise of standard deviation
+            `noise_std / num_experts` is added to the logits, for plan and gates.
+        losses: sequence of `RoutingLoss`es, which are added up with their weights.
+            None by default; `(ZLoss(weight=1e-4),)` keeps logits small.
+        num_iterations: int, number of Sinkhorn iterations.
+        combine: `"softmax"` (gates are probabilities, the plan has no gradient) or
+            `"plan"` (gates are entries of the plan, which then has a gradient).
+        eval_capacity_factor: float or `None`, `capacity_factor` outside training;
+            `None` for the same.
+        random_logits: bool, whether the logits are normal noise instead (V-MoE,
+            appendix E.1: what routing at random does to a trained model).
+        **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
+
+    Weights: `kernel` `(D, E)`.
+
+    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`;
+    `selection` in the summary is the plan.
+
+    Raises:
+        ValueError: if an argument is not among the accepted values.
+
+    Source: router study, section 2 ("Sinkhorn Expert Choice").
+
+    Example:
+
+    >>> router = ksm.routers.SinkhornExpertChoiceRouter(num_experts=8)
+    >>> decision = router(np.random.normal(size=(4, 16, 32)))
+    >>> keras.ops.sum(decision.summary["selection"], axis=2)[0]  # all 1
+    """
+
+    def __init__(
+        self,
+        num_experts,
+        capacity_factor=1.0,
+        rounding="ceil",
+        multiple_of=4,
+        noise_std=0.0,
+        losses=None,
+        num_iterations=20,
+        combine="softmax",
+        eval_capacity_factor=None,
+        random_logits=False,
+        **kwargs,
+    ):
+        super().__init__(
+            num_experts,
+            capacity_factor=capacity_factor,
+            rounding=rounding,
+            multiple_of=multiple_of,
+            noise_std=noise_std,
+            losses=losses,
+            combine=combine,
+            eval_capacity_factor=eval_capacity_factor,
+            random_logits=random_logits,
+            **kwargs,
+        )
+        self.num_iterations = num_iterations
+
+    def selection_scores(self, logits, probabilities, capacity, valid):
+        if self.combine == "softmax":
+            logits = ops.stop_gradient(logits)
+        return sinkhorn_plan(logits, self.num_iterations, valid)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "noise_std": self.noise_std,
+            "num_iterations": self.num_iterations,
+            "combine": self.combine,
+        }
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class SparseTransportExpertChoiceRouter(ExpertChoiceRouter):
+    """Experts choose by a balanced plan that respects their capacity.
+
+    The plan is `ops.sparse_transport_plan` of the softmax probabilities: it knows, as
+    the Sinkhorn plan does not, that an expert takes only `C` tokens. No noise is added
+    and no gradient flows through the plan.
+
+    Args:
+        num_experts: int, number of experts.
+        capacity_factor: float, slots per token.
+        rounding: `"ceil"` or `"round"`, see `ops.expert_capacity`.
+        multiple_of: int or `None`, see `ops.expert_capacity`.
+        losses: sequence of `RoutingLoss`es, which are added up with their weights.
+            None by default; `(ZLoss(weight=1e-4),)` keeps logits small.
+        num_iterations: int, number of steps of the solver.
+        learning_rate: float, step size of the solver.
+        combine: `"softmax"` (gates are probabilities) or `"plan"` (gates are entries of
+            the plan: then the router does not learn).
+        eval_capacity_factor: float or `None`, `capacity_factor` outside training;
+            `None` for the same.
+        random_logits: bool, whether the logits are normal noise instead (V-MoE,
+            appendix E.1: what routing at random does to a trained model).
+        **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
+
+    Weights: `kernel` `(D, E)`.
+
+    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`;
+    `selection` in the summary is the plan.
+
+    Raises:
+        ValueError: if an argument is not among the accepted values.
+
+    Source: router study, section 2 ("Sparsity-constrained Expert Choice").
+
+    Example:
+
+    >>> router = ksm.routers.SparseTransportExpertChoiceRouter(num_experts=8)
+    >>> decision = router(np.random.normal(size=(4, 16, 32)))
+    >>> decision.routing.filled.shape
+    (4, 8, 4)
+    """
+
+    def __init__(
+        self,
+        num_experts,
+        capacity_factor=1.0,
+        rounding="ceil",
+        multiple_of=4,
+        losses=None,
+        num_iterations=20,
+        learning_rate=0.01,
+        combine="softmax",
+        eval_capacity_factor=None,
+        random_logits=False,
+        **kwargs,
+    ):
+        super().__init__(
+            num_experts,
+            capacity_factor=capacity_factor,
+            rounding=rounding,
+            multiple_of=multiple_of,
+            noise_std=0.0,
+            losses=losses,
+            combine=combine,
+            eval_capacity_factor=eval_capacity_factor,
+            random_logits=random_logits,
+            **kwargs,
+        )
+        self.num_iterations = num_iterations
+        self.learning_rate = learning_rate
+
+    def selection_scores(self, logits, probabilities, capacity, valid):
+        return sparse_transport_plan(
+            probabilities,
+            capacity,
+            num_iterations=self.num_iterations,
+            learning_rate=self.learning_rate,
+            valid=valid,
+            sharded=is_distributed(),
+        )
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_iterations": self.num_iterations,
+            "learning_rate": self.learning_rate,
+            "combine": self.combine,
+        }

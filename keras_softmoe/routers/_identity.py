@@ -1,0 +1,58 @@
+"""The fixed router: tokens to experts in turn."""
+
+import keras
+from keras import ops
+
+from keras_softmoe.ops import SlotRouting, identity
+from keras_softmoe.ops.assignment import check_num_tokens
+from keras_softmoe.routers._router import Decision, Router
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class IdentityRouter(Router):
+    """Sends the first token to the first expert, the second to the second, ...
+
+    Nothing is learned and nothing is mixed: an ablation that shows what routing is
+    worth. Token `s` sits in slot `s // E` of expert `s % E` with gate 1.
+
+    Args:
+        num_experts: int, number of experts. Must divide the tokens of a group.
+        **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
+
+    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting` of
+    `S / E` slots per expert and the summary `load`, `dropped` and `auxiliary_loss`.
+
+    Raises:
+        ValueError: when built for, or called on, tokens whose number `num_experts`
+            does not divide.
+
+    Source: Soft MoE, section 3.6 and appendix A ("Identity").
+
+    Example:
+
+    >>> router = ksm.routers.IdentityRouter(num_experts=4)
+    >>> decision = router(np.zeros((1, 8, 16)))
+    >>> decision.routing.token[0]
+    [[0, 4], [1, 5], [2, 6], [3, 7]]
+    """
+
+    def capacity(self, num_tokens, training=False):
+        check_num_tokens(num_tokens, self.num_experts)
+        return num_tokens // self.num_experts
+
+    def build(self, tokens_shape):
+        """Create nothing, but say before work starts what cannot be routed."""
+        if tokens_shape[1] is not None:
+            check_num_tokens(tokens_shape[1], self.num_experts)
+
+    def call(self, tokens, valid=None, training=False):
+        num_groups, num_tokens = ops.shape(tokens)[0], tokens.shape[1]
+        token, filled = identity(num_groups, num_tokens, self.num_experts)
+        if valid is not None:
+            seats = ops.reshape(token, (num_groups, num_tokens))
+            real = ops.take_along_axis(valid, seats, axis=1)
+            filled = ops.reshape(real, ops.shape(token))
+            token = ops.where(filled, token, 0)
+        routing = SlotRouting(token, filled, ops.cast(filled, tokens.dtype))
+        summary = {"auxiliary_loss": ops.zeros_like(tokens[:, 0, 0])}
+        return Decision(routing, summary)

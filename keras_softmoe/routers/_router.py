@@ -1,0 +1,203 @@
+"""The one interface of all routers: tokens -> `Decision`."""
+
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops
+
+from keras_softmoe.costs import LayerCost
+from keras_softmoe.ops import SlotRouting, combine
+from keras_softmoe.routers.recording import is_recording, note
+from keras_softmoe.sharding import check_num_experts as check_num_shards
+from keras_softmoe.sharding import is_distributed
+
+
+class Decision(NamedTuple):
+    """What a router decided for each group of tokens.
+
+    Attributes:
+        routing: `SlotRouting` or `DenseRouting`, all a MoE layer needs.
+        summary: dict of tensors that describe the decision. Every router has
+            `"auxiliary_loss"` `(G,)`, the weighted sum of its balancing losses.
+            Routers that learn have `"logits"`; sparse ones also `"probabilities"`
+            and `"selection"` `(G, S, E)`, the scores that choose the slots.
+
+            What only an observer needs is computed only for one: when a router is
+            called directly, in a scope of `routers.record`, and when a MoE layer is
+            asked for its decision. That is `"valid"` `(G, S)` bool, `False` for
+            padding; and of a `SlotRouting` `"load"` `(G, E)`, the number of filled
+            slots of each expert, and `"dropped"` `(G, S)` bool, the tokens that no
+            expert takes (padding is not counted as dropped).
+    """
+
+    routing: Any
+    summary: dict
+
+
+class Router(keras.layers.Layer):
+    """Base class of all routers.
+
+    A subclass implements `call(tokens, valid=None, training=False) -> Decision`,
+    where `tokens` is `(G, S, D)` and `valid` an optional `(G, S)` bool tensor that
+    is `False` for padding. For `evaluation.cost` and `distribution.plan` it also
+    says how many slots it has, in `capacity`; if it has weights, in `cost` what they
+    are; and if its routing is a `DenseRouting`, `mixes_tokens = True`.
+
+    Routers compute in float32 under any dtype policy: a choice among experts that
+    flips with a rounding error flips the output with it.
+
+    Args:
+        num_experts: int, number of experts.
+        **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
+
+    Raises:
+        ValueError: if `num_experts` is under one, or the devices over which experts are
+            spread do not divide it.
+    """
+
+    # Whether a slot holds a mixture of tokens (`DenseRouting`) instead of one.
+    mixes_tokens = False
+
+    # Arguments of the constructor that may change later.
+    mutable_settings = ()
+
+    # Whether `call` also takes `modalities`: pairs of a modality's name and the number
+    # of its tokens, in the order in which they follow each other, again and again, in a
+    # group. `MoE` tells them to a router that wants to know.
+    knows_modalities = False
+
+    def __init__(self, num_experts, **kwargs):
+        check_num_experts(num_experts)
+        kwargs["dtype"] = "float32"
+        super().__init__(**kwargs)
+        self.num_experts = num_experts
+
+    def __call__(self, tokens, valid=None, summarize=True, **kwargs):
+        """Route tokens.
+
+        Args:
+            tokens: `(G, S, D)` float tensor.
+            valid: optional `(G, S)` bool tensor, `False` for padding.
+            summarize: bool, whether the summary has to be complete.
+            **kwargs: other arguments of `call`.
+
+        Returns:
+            `Decision`.
+        """
+        decision = super().__call__(tokens, valid=valid, **kwargs)
+        if isinstance(tokens, keras.KerasTensor):
+            return decision
+        if summarize or is_recording():
+            tokens = ops.convert_to_tensor(tokens)
+            decision = self.complete(decision, tokens, valid, **kwargs)
+            note(self, decision)
+        return decision
+
+    def call(self, tokens, valid=None, training=False):
+        raise TypeError(
+            f"`{type(self).__name__}` is abstract: it routes nothing. Use one of the "
+            "routers in `keras_softmoe.routers`, or implement `call`."
+        )
+
+    def capacity(self, num_tokens, training=False):
+        """Slots per expert for a group of `num_tokens` tokens, as a Python int."""
+        raise ValueError(
+            f"`{type(self).__name__}` does not say how many slots its experts have. "
+            "Implement `capacity(num_tokens, training=False)`, which returns the slots "
+            "of one expert for a group of so many tokens."
+        )
+
+    def cost(self, tokens_shape, training=False):
+        """What the router costs, a `costs.LayerCost`. Nothing, if it has no weights.
+
+        Args:
+            tokens_shape: `(G, S, D)`, all known.
+            training: bool, whether the settings of training count.
+        """
+        return LayerCost()
+
+    def complete(self, decision, tokens, valid, **kwargs):
+        """A decision with all that an observer may ask for, see `Decision`.
+
+        Args:
+            decision: what `call` returned.
+            tokens: `(G, S, D)` tensor.
+            valid: `(G, S)` bool tensor or `None`.
+            **kwargs: other arguments of the call.
+        """
+        routing, summary = decision
+        num_groups, num_tokens = ops.shape(tokens)[0], tokens.shape[1]
+        if valid is None:
+            valid = ops.ones((num_groups, num_tokens), "bool")
+        found = {"valid": valid}
+        if isinstance(routing, SlotRouting):
+            filled = ops.cast(routing.filled, "float32")
+            # (G, S): in how many slots each token is
+            slots_of_token = combine(
+                ops.expand_dims(filled, -1),
+                routing._replace(gate=filled),
+                num_tokens,
+                sharded=is_distributed(),
+            )[..., 0]
+            dropped = ops.logical_and(ops.equal(slots_of_token, 0.0), valid)
+            found |= {"load": ops.sum(filled, axis=-1), "dropped": dropped}
+        return Decision(routing, {**found, **summary})
+
+    def clone(self, name):
+        """A new router with the same configuration and its own weights."""
+        return type(self).from_config({**self.get_config(), "name": name})
+
+    def with_settings(self, **settings):
+        """A new router with some settings changed and its own weights.
+
+        Raises:
+            ValueError: if this router has no such mutable setting, or a value is not
+                accepted.
+        """
+        unknown = [name for name in settings if name not in self.mutable_settings]
+        if unknown:
+            accepted = ", ".join(self.mutable_settings)
+            raise ValueError(
+                f"`{type(self).__name__}` has no such setting that may change. "
+                f"Accepted: {accepted or 'none, as it chooses nothing; leave them out'}"
+                f". Received: {', '.join(unknown)}."
+            )
+        # Not `from_config`, which turns every error into a TypeError.
+        return type(self)(**{**self.get_config(), **settings})
+
+    def update(self, **settings):
+        """Change mutable settings. A function compiled before still has the old ones.
+
+        The models of this library notice and compile anew, see
+        `ViTMoEBackbone.set_routing`; after a change in your own model, call its
+        `compile` again.
+
+        Args:
+            **settings: names from `mutable_settings` and their new values.
+
+        Raises:
+            ValueError: if this router has no such mutable setting, or a value is not
+                accepted. The router is then unchanged.
+        """
+        changed = self.with_settings(**settings)
+        for name in settings:
+            setattr(self, name, getattr(changed, name))
+
+    def get_config(self):
+        # Without the dtype, which is always float32: Keras would import TensorFlow to
+        # write it down, for every layer that clones its router.
+        return {
+            "name": self.name,
+            "trainable": self.trainable,
+            "num_experts": self.num_experts,
+        }
+
+
+def check_num_experts(num_experts):
+    """Raise unless there are experts, which the active distribution can share out."""
+    if num_experts < 1:
+        raise ValueError(
+            "A router needs at least one expert. `num_experts` must be a positive "
+            f"integer. Received: num_experts={num_experts}."
+        )
+    check_num_shards(num_experts)

@@ -1,0 +1,337 @@
+"""What all learned sparse routers share."""
+
+import keras
+from keras import ops
+
+from keras_softmoe.costs import LayerCost
+from keras_softmoe.ops import SlotRouting, expert_capacity
+from keras_softmoe.routers._router import Decision, Router
+from keras_softmoe.routers._routing_losses import (
+    GShardLoss,
+    ImportanceLoss,
+    LoadLoss,
+    Routed,
+    ZLoss,
+    checked_losses,
+    serialize_loss,
+)
+
+# How losses were named before they were objects, in the order in which they are added.
+_NAMED_LOSSES = {
+    "importance_loss_weight": ImportanceLoss,
+    "load_loss_weight": LoadLoss,
+    "gshard_loss_weight": GShardLoss,
+    "z_loss_weight": ZLoss,
+}
+
+
+class SparseRouter(Router):
+    """Base class of the routers that learn a score for each token and expert.
+
+    The steps are the same for all: logits, noise in training, probabilities, selection
+    scores, slot assignment, gates, losses. Subclasses fill in the ones that differ:
+    `assign` and, where they need to, `predict_logits`, `probabilities_of`,
+    `selection_scores`, `weigh` and `total_loss`.
+
+    Args:
+        num_experts: int, number of experts.
+        capacity_factor: float, slots per choice.
+        rounding: `"ceil"` or `"round"`, see `ops.expert_capacity`.
+        multiple_of: int or `None`, see `ops.expert_capacity`.
+        noise_std: float. In training, normal noise of standard deviation
+            `noise_std / num_experts` is added to the logits.
+        losses: sequence of `RoutingLoss`es. `None` for those of `default_losses`.
+        eval_capacity_factor: float or `None`, slots per choice outside training;
+            `None` for the same as in training.
+        combine: `"softmax"` or `"plan"`: whether gates are softmax probabilities or
+            the selection scores.
+        random_logits: bool, whether the logits are normal noise and the tokens are not
+            looked at: what routing at random does to a trained model (V-MoE,
+            appendix E.1).
+        **kwargs: `name` and `trainable`, as in `keras.layers.Layer`; also the weights
+            of losses by the names that saved files have for them
+            (`importance_loss_weight`, ...).
+
+    Weights: `kernel` `(D, E)`.
+    """
+
+    # Whether the gates feel the noise, or only the slot assignment does.
+    noisy_gates = True
+
+    mutable_settings = ("capacity_factor", "eval_capacity_factor", "random_logits")
+
+    def __init__(
+        self,
+        num_experts,
+        *,
+        capacity_factor,
+        rounding,
+        multiple_of,
+        noise_std=0.0,
+        losses=None,
+        eval_capacity_factor=None,
+        combine="softmax",
+        random_logits=False,
+        **kwargs,
+    ):
+        if combine not in ("softmax", "plan"):
+            raise ValueError(
+                "Unknown `combine`. Accepted: 'softmax', 'plan'. "
+                f"Received: combine={combine!r}."
+            )
+        for factor in (capacity_factor, eval_capacity_factor):
+            if factor is not None and not factor > 0:
+                raise ValueError(
+                    "Experts without slots process nothing. `capacity_factor` and "
+                    "`eval_capacity_factor` must be positive. Received: "
+                    f"capacity_factor={capacity_factor}, "
+                    f"eval_capacity_factor={eval_capacity_factor}."
+                )
+        named = {name: kwargs.pop(name) for name in _NAMED_LOSSES if name in kwargs}
+        super().__init__(num_experts, **kwargs)
+        self.capacity_factor = capacity_factor
+        self.eval_capacity_factor = eval_capacity_factor
+        self.rounding = rounding
+        self.multiple_of = multiple_of
+        self.noise_std = noise_std
+        self.combine = combine
+        self.random_logits = random_logits
+        if losses is None:
+            losses = _renamed(self.default_losses(), named, noise_std)
+        elif named:
+            raise ValueError(
+                "Weights of losses are part of the losses. Received: losses and "
+                f"{', '.join(named)}. Pass, for example, "
+                "`losses=(ImportanceLoss(weight=0.005),)` alone."
+            )
+        self.routing_losses = checked_losses(
+            losses, self.num_predicted_experts, self.choices_per_token, noise_std
+        )
+        # Always there: a setting that needs it can be switched on later.
+        self.seed_generator = keras.random.SeedGenerator()
+
+    @property
+    def num_predicted_experts(self):
+        """Int, the experts among which probabilities are distributed."""
+        return self.num_experts
+
+    @property
+    def choices_per_token(self):
+        """Int, the choices of a token, which `capacity` makes room for."""
+        return 1
+
+    def default_losses(self):
+        """The losses of a router that is given none."""
+        return ()
+
+    def build(self, tokens_shape):
+        if tokens_shape[1] is not None:
+            # An error, if there is no slot at all, comes before work starts.
+            self.capacity(tokens_shape[1])
+        self.kernel = self.add_kernel(tokens_shape, "kernel")
+
+    def add_kernel(self, tokens_shape, name):
+        """A new weight that maps tokens to logits."""
+        return self.add_weight(
+            shape=(tokens_shape[-1], self.num_predicted_experts),
+            initializer="lecun_normal",
+            name=name,
+        )
+
+    def call(self, tokens, valid=None, training=False):
+        return self.route(tokens, valid, training, {})
+
+    def route(self, tokens, valid, training, masks):
+        """The `Decision` for a batch of groups.
+
+        Args:
+            tokens: `(G, S, D)` float tensor.
+            valid: `(G, S)` bool tensor, `False` for padding, or `None`.
+            training: bool.
+            masks: dict from modalities to the `(1, S)` bool tensors of their tokens;
+                empty for a router that knows no modalities.
+        """
+        # (G, S, E)
+        logits = self.predict_logits(tokens, masks)
+        if self.random_logits:
+            logits = self._noise_like(logits)
+        logits = self.mask_logits(logits, masks)
+        noisy_logits = logits
+        if training and self.noise_std:
+            noisy_logits = logits + self._logits_std * self._noise_like(logits)
+        routed = self._routed(logits, noisy_logits, valid, masks)
+        probabilities = self.probabilities_of(routed.noisy_probabilities)
+
+        capacity = self.group_capacity(tokens.shape[1], training, masks)
+        selection = self.selection_scores(noisy_logits, probabilities, capacity, valid)
+        token, filled = self.assign(selection, capacity, valid, masks)
+        if self.combine == "plan":
+            scores = selection
+        elif self.noisy_gates:
+            scores = probabilities
+        else:
+            scores = routed.probabilities
+        scores = self.weigh(scores, selection)
+        summary = {
+            "logits": logits,
+            "probabilities": probabilities,
+            "selection": selection,
+        }
+        if training:
+            summary["auxiliary_loss"] = self._auxiliary_loss(routed)
+            if any(loss.applies(routed) for loss in self.routing_losses):
+                self.add_loss(ops.mean(summary["auxiliary_loss"]))
+        return Decision(
+            SlotRouting(token, filled, gates(scores, token, filled)), summary
+        )
+
+    def complete(self, decision, tokens, valid, **kwargs):
+        decision = super().complete(decision, tokens, valid, **kwargs)
+        if "auxiliary_loss" not in decision.summary:
+            logits = decision.summary["logits"]
+            masks = self.modality_masks(tokens.shape[1], **kwargs)
+            routed = self._routed(logits, logits, valid, masks)
+            decision.summary["auxiliary_loss"] = self._auxiliary_loss(routed)
+        return decision
+
+    # === Steps that subclasses may replace ===
+
+    def modality_masks(self, num_tokens, **kwargs):
+        """Dict from modalities to the `(1, S)` bool tensors of their tokens."""
+        return {}
+
+    def predict_logits(self, tokens, masks):
+        """`(G, S, E)` logits."""
+        return ops.matmul(tokens, self.kernel)
+
+    def mask_logits(self, logits, masks):
+        """The logits, without experts that a modality must not use."""
+        return logits
+
+    def probabilities_of(self, probabilities):
+        """The probabilities of the experts that there are."""
+        return probabilities
+
+    def selection_scores(self, logits, probabilities, capacity, valid):
+        """The `(G, S, E)` scores that choose the slots."""
+        return probabilities
+
+    def assign(self, selection, capacity, valid, masks):
+        """`token` and `filled` of a `SlotRouting`, from the selection scores."""
+        raise TypeError(
+            f"`{type(self).__name__}` is abstract: it assigns no slots. Use one of the "
+            "routers in `keras_softmoe.routers`, or implement `assign`."
+        )
+
+    def weigh(self, scores, selection):
+        """The `(G, S, E)` weights at which gates are looked up."""
+        return scores
+
+    def total_loss(self, losses):
+        """One `(G,)` tensor from the list of weighted losses, at least one."""
+        return sum(losses[1:], start=losses[0])
+
+    # === Capacity and cost ===
+
+    def capacity(self, num_tokens, training=False):
+        capacity_factor = self.capacity_factor
+        if not training and self.eval_capacity_factor is not None:
+            capacity_factor = self.eval_capacity_factor
+        return self.slots(num_tokens, capacity_factor)
+
+    def group_capacity(self, num_tokens, training, masks):
+        """Slots per expert for a group with tokens of some modalities."""
+        return self.capacity(num_tokens, training)
+
+    def slots(self, num_tokens, capacity_factor):
+        """Slots per expert for a group of `num_tokens` tokens and a given factor."""
+        return expert_capacity(
+            num_tokens * self.choices_per_token,
+            self.num_experts,
+            capacity_factor,
+            rounding=self.rounding,
+            multiple_of=self.multiple_of,
+        )
+
+    def cost(self, tokens_shape, training=False):
+        num_groups, num_tokens, width = tokens_shape
+        num_tokens *= num_groups
+        return LayerCost(
+            float32_weights=width * self.num_logits,
+            products=num_tokens * width * self.num_logits,
+            # Logits, probabilities and scores
+            kept_float32=3 * num_tokens * self.num_experts,
+        )
+
+    @property
+    def num_logits(self):
+        """Int, products with a token of all kernels together."""
+        return self.num_predicted_experts
+
+    # === Losses ===
+
+    def _routed(self, logits, noisy_logits, valid, masks):
+        valid_of = {name: _and(mask, valid) for name, mask in masks.items()}
+        return Routed(
+            logits,
+            noisy_logits,
+            {None: valid, **valid_of},
+            self.choices_per_token,
+            self._logits_std,
+        )
+
+    def _auxiliary_loss(self, routed):
+        """`(G,)`, zeros if no loss applies."""
+        losses = [
+            loss(routed) if loss.weight == 1.0 else loss.weight * loss(routed)
+            for loss in self.routing_losses
+            if loss.applies(routed)
+        ]
+        return (
+            self.total_loss(losses)
+            if losses
+            else ops.zeros_like(routed.logits[:, 0, 0])
+        )
+
+    @property
+    def _logits_std(self):
+        return self.noise_std / self.num_experts
+
+    def _noise_like(self, logits):
+        return keras.random.normal(ops.shape(logits), seed=self.seed_generator)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "capacity_factor": self.capacity_factor,
+            "eval_capacity_factor": self.eval_capacity_factor,
+            "rounding": self.rounding,
+            "multiple_of": self.multiple_of,
+            "losses": [serialize_loss(loss) for loss in self.routing_losses],
+            "random_logits": self.random_logits,
+        }
+
+
+def gates(scores, token, filled):
+    """Look up the score of each slot's token at its expert; 0 where empty."""
+    # (G, E, S)
+    by_expert = ops.transpose(scores, (0, 2, 1))
+    return ops.where(filled, ops.take_along_axis(by_expert, token, axis=-1), 0.0)
+
+
+def _and(mask, valid):
+    return mask if valid is None else ops.logical_and(mask, valid)
+
+
+def _renamed(losses, weights, noise_std):
+    """Losses with weights by their former names, those without weight left out."""
+    by_name = {kind: name for name, kind in _NAMED_LOSSES.items()}
+    found = {by_name[type(loss)]: loss.weight for loss in losses} | weights
+    if not noise_std:
+        # The load loss is about the noise: without any there is none.
+        found.pop("load_loss_weight", None)
+    return tuple(
+        kind(weight=found[name])
+        for name, kind in _NAMED_LOSSES.items()
+        if found.get(name)
+    )

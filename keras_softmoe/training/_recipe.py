@@ -1,0 +1,163 @@
+"""What a training consists of, in one object that compiles a model and feeds `fit`."""
+
+import dataclasses
+from typing import Any
+
+import keras
+
+from keras_softmoe.datasets.checks import check_whole_numbers
+from keras_softmoe.training._pipeline import (
+    Augmentation,
+    evaluation_batches,
+    named_augmentation,
+    training_batches,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What it takes to train a classifier, made by functions such as `finetuning`.
+
+    Every part can be changed with `dataclasses.replace`. The schedule belongs to the
+    optimizer: give other `steps` to the function.
+
+    Attributes:
+        num_classes: int, number of classes.
+        image_size: int, side of the square images in pixels.
+        batch_size: int, images per step.
+        steps: int, steps of the whole training, at which the schedule ends.
+        optimizer: `keras.optimizers.Optimizer`; each compiled model gets its copy.
+        loss: `keras.losses.Loss` of dense labels and logits.
+        metrics: tuple of `keras.metrics.Metric`; each compiled model gets its copies.
+        augmentation: `Augmentation` of the training images, or its name in
+            `AUGMENTATIONS`.
+        central_crop: float, share of the shorter side of the image that is cut out for
+            evaluation; 1 takes the whole image.
+        steps_per_epoch: int, steps after which `fit` reports and validates; all steps
+            if `None`.
+
+    Raises:
+        ValueError: if a count is not positive, `steps_per_epoch` does not divide
+            `steps`, or there is no augmentation of that name.
+
+    Example:
+
+    >>> recipe = ksm.training.finetuning(num_classes=10, steps=2_500)
+    >>> recipe = dataclasses.replace(recipe, augmentation="medium1", batch_size=256)
+    >>> recipe.compile(classifier)
+    >>> classifier.fit(recipe.training_data((images, labels)), **recipe.fit_arguments)
+    """
+
+    num_classes: int
+    image_size: int
+    batch_size: int
+    steps: int
+    optimizer: Any
+    loss: Any
+    metrics: tuple
+    augmentation: Augmentation | str
+    central_crop: float = 1.0
+    steps_per_epoch: int | None = None
+
+    def __post_init__(self):
+        # The dataclass is frozen: a copy with other values comes from `replace`.
+        known = named_augmentation(self.augmentation)
+        object.__setattr__(self, "augmentation", known)
+        if self.steps_per_epoch is None:
+            object.__setattr__(self, "steps_per_epoch", self.steps)
+        names = ("num_classes", "image_size", "batch_size", "steps", "steps_per_epoch")
+        check_whole_numbers(1, **{name: getattr(self, name) for name in names})
+        if self.steps % self.steps_per_epoch:
+            raise ValueError(
+                "`steps_per_epoch` must divide `steps`, or training would end before "
+                f"the schedule or after it. Received: steps={self.steps}, "
+                f"steps_per_epoch={self.steps_per_epoch}."
+            )
+
+    def compile(self, model, **kwargs):
+        """Compile a model with the optimizer, the loss and the metrics.
+
+        Args:
+            model: `keras.Model` whose output is `(B, num_classes)` logits.
+            **kwargs: further arguments of `keras.Model.compile`.
+
+        Raises:
+            ValueError: if the model has another number of outputs.
+        """
+        if model.output_shape[-1] != self.num_classes:
+            raise ValueError(
+                "The recipe and the model must agree on the number of classes. "
+                f"Received: a model with output shape {model.output_shape}, "
+                f"num_classes={self.num_classes}."
+            )
+        copy = keras.saving.deserialize_keras_object(
+            keras.saving.serialize_keras_object(
+                {"optimizer": self.optimizer, "metrics": list(self.metrics)}
+            )
+        )
+        model.compile(
+            optimizer=copy["optimizer"],
+            loss=self.loss,
+            metrics=copy["metrics"],
+            **kwargs,
+        )
+
+    def training_data(self, data, shuffle_buffer=10_000, seed=0):
+        """Shuffled and augmented batches without end.
+
+        Args:
+            data: `(images, labels)` arrays, or a `tf.data.Dataset` of single `(image,
+                label)` pairs, which may differ in size. Images: `(height, width, 3)`,
+                0 to 255. Labels: int, or `(num_classes,)` with 1 for each true class.
+            shuffle_buffer: int, images among which the next one is drawn. They are
+                kept in memory, at their original size.
+            seed: int. Repeats the order of the images, the crops and the flips.
+                RandAugment and MixUp run in parallel and take their numbers as they
+                come.
+
+        Returns:
+            `tf.data.Dataset` of `(batch_size, image_size, image_size, 3)` float32
+            images, 0 to 255 (what a classifier with a preprocessor takes), and
+            `(batch_size, num_classes)` float32 labels.
+
+        Raises:
+            ValueError: if the data have another form.
+        """
+        return training_batches(
+            data,
+            self.num_classes,
+            self.image_size,
+            self.batch_size,
+            self.augmentation,
+            shuffle_buffer=shuffle_buffer,
+            seed=seed,
+        )
+
+    def evaluation_data(self, data):
+        """All images once, as they are, in batches for `evaluate` or validation.
+
+        Args:
+            data: as in `training_data`.
+
+        Returns:
+            `tf.data.Dataset` as from `training_data`; the last batch may be smaller.
+
+        Raises:
+            ValueError: if the data have another form.
+        """
+        return evaluation_batches(
+            data,
+            self.num_classes,
+            self.image_size,
+            self.batch_size,
+            self.central_crop,
+        )
+
+    @property
+    def fit_arguments(self):
+        """Keyword arguments of `fit`: epochs and steps, and not to shuffle again."""
+        return {
+            "epochs": self.steps // self.steps_per_epoch,
+            "steps_per_epoch": self.steps_per_epoch,
+            "shuffle": False,
+        }
