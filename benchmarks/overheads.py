@@ -28,12 +28,12 @@ NUM_EXPERTS = 32
 
 def token_choice(loss_weight, noise_std=1.0):
     """V-MoE's router, with one weight for both losses."""
+    losses = ()
+    if loss_weight:
+        kinds = (ksm.routers.ImportanceLoss, ksm.routers.LoadLoss)
+        losses = [kind(weight=loss_weight) for kind in kinds]
     return ksm.routers.SoftmaxTokenChoiceRouter(
-        NUM_EXPERTS,
-        priority="max",
-        noise_std=noise_std,
-        importance_loss_weight=loss_weight,
-        load_loss_weight=loss_weight,
+        NUM_EXPERTS, priority="max", noise_std=noise_std, losses=losses
     )
 
 

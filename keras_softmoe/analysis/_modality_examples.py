@@ -73,10 +73,10 @@ def expert_examples(
 ):
     """Find the patches and words that are sent to each expert of a block most surely.
 
-    A patch counts by its routing probability, and of an image only the surest one for
-    each expert, so that many images have their say. A word counts by its mean routing
-    probability over all places where it stands: words that always go to the expert come
-    first, however rare they are. Padding is a word like others.
+    A patch counts by its routing probability, and of an image only the most probable
+    one for each expert, so that many images are shown. A word counts by its mean
+    routing probability over all places where it stands: words that always go to the
+    expert come first, however rare they are. Padding is a word like others.
 
     Args:
         model: `LIMoEBackbone`, or a task that has one (its `preprocessor`, if any, is

@@ -40,12 +40,12 @@ def cost(model, num_classes=None, **changes):
     attention; MLPs; experts, over all their slots whether filled or not; the logits of
     routers; the dispatch and combine products of soft routers; attention pooling,
     pre-logits and head, or projections to embeddings. Left out are sums and elementwise
-    functions: biases, normalizations, softmax, GELU, transport plans and the search for
-    seats; and, of LIMoE, looking tokens up in the vocabulary and comparing embeddings
-    with each other. A sparse router's `"gather"` dispatch moves rows and so costs
-    nothing, its `"einsum"` dispatch is two products with one-hot matrices, which count.
-    Groups of images are full ones; a group without a size (`group_images=None`) is
-    counted as one image.
+    functions: biases, normalizations, softmax, GELU, transport plans and the assignment
+    of slots; and, of LIMoE, looking tokens up in the vocabulary and comparing
+    embeddings with each other. A sparse router's `"gather"` dispatch moves rows and so
+    costs nothing, its `"einsum"` dispatch is two products with one-hot matrices, which
+    count. Groups of images are full ones; a group without a size
+    (`group_images=None`) is counted as one image.
 
     For a LIMoE the operations are those of one pair, image and caption encoded
     together, as in training and as its paper compares costs; `group_images` counts

@@ -1,4 +1,4 @@
-"""Zero-shot classification: classes are told by their names alone."""
+"""Zero-shot classification: classes are given by their names alone."""
 
 from typing import NamedTuple
 

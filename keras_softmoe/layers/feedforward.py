@@ -123,7 +123,7 @@ class Experts(keras.layers.Layer):
 
     Raises:
         ValueError: if the input is not of rank 4 with `num_experts` as second axis, or
-            the devices over which experts are spread do not divide their number.
+            the devices over which experts are sharded do not divide their number.
 
     Source: V-MoE, section 2.2; for expert dropout, its fine-tuning settings (table 7)
     and Fedus et al. 2021 (Switch Transformer), section 2.4.
@@ -225,7 +225,7 @@ class Experts(keras.layers.Layer):
         if self.remat:
             hidden, mlp = keras.remat(hidden), keras.remat(mlp)
         if training and self.dropout_rate:
-            # Computed again, dropout would be another one.
+            # Dropout outside of `remat`, which would draw another mask.
             x = self.dropout(hidden(x, *weights[:2]), training=True)
             return affine(x, *weights[2:], sharded=sharded)
         return chunked_map(mlp, [x, *weights], sharded)

@@ -257,7 +257,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         batch_size = min(batch_size or 32, len(images))
         if batch_size < 2:
             raise ValueError(
-                "A pair is told from others of its batch, so there must be others. "
+                "A pair is compared with others of its batch, so there must be others. "
                 f"Received: batch_size={batch_size}."
             )
         pairs = tf.data.Dataset.from_tensor_slices((images, token_ids))

@@ -110,7 +110,7 @@ class PairEncoding:
     def zero_shot(
         self, images, class_names, templates=("{}",), batch_size=64, verbose=0
     ):
-        """Scores of classes that are told by their names alone.
+        """Scores of classes that are given by their names alone.
 
         Args:
             images: as in `encode_image`.

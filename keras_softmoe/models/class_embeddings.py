@@ -1,4 +1,4 @@
-"""Classes that are told by their names: from names to embeddings."""
+"""Zero-shot classes: from their names to embeddings."""
 
 from collections import Counter
 

@@ -12,7 +12,7 @@ def expert_capacity(
     1 there are as many slots as choices, if the choices spread evenly.
 
     Args:
-        num_tokens: int, the number of choices to seat in a group: tokens times
+        num_tokens: int, the number of choices that need slots in a group: tokens times
             experts per token for token choice, tokens for expert choice.
         num_experts: int, number of experts.
         capacity_factor: float, slots per choice.

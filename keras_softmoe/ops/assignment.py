@@ -1,4 +1,4 @@
-"""From scores to seats: which token sits in which slot.
+"""From scores to a slot assignment: which token is in which slot.
 
 Every function returns the pair `token` `(G, E, C)` int32 and `filled` `(G, E, C)`
 bool of a `SlotRouting`; the gates are looked up afterwards, so the scores that
@@ -26,15 +26,15 @@ def token_choice(
 ):
     """Every token chooses its best experts, as long as they have free slots.
 
-    All first choices are seated before all second choices, and so on; among equal
+    All first choices are assigned before all second choices, and so on; among equal
     choices the tokens come in the order of their priority. A choice that finds its
-    expert full is dropped and takes no other seat.
+    expert full is dropped and takes no other slot.
 
     Args:
         scores: `(G, S, E)` float tensor, how well token and expert suit each other.
         num_selected_experts: int, the number `K` of experts that a token chooses.
         capacity: int, the number `C` of slots of an expert. May exceed `S`.
-        priority: who is seated first.
+        priority: which tokens are assigned first.
 
             - `"position"`: tokens in their order (the vanilla algorithm).
             - `"max"`: tokens by their largest score, descending (batch prioritized
@@ -95,7 +95,7 @@ def token_choice(
     if keep_fraction < 1.0:
         valid = _best_tokens(chosen, rank, keep_fraction, valid, sharded)
     if valid is not None:
-        # Expert E does not exist: who is not valid queues there and is never seated.
+        # Padding chooses an expert E that does not exist, and so takes no slot.
         chosen = ops.where(ops.expand_dims(valid, -1), chosen, num_experts)
     # (G, K * S), the queue
     chosen = _by_choice(chosen)
@@ -103,7 +103,7 @@ def token_choice(
         chosen = ops.take_along_axis(chosen, order, axis=1)
 
     # Sorting by (expert, place in the queue) brings each expert's choices together
-    # in the order in which they are seated. The keys are unique, so the result
+    # in the order in which they are assigned. The keys are unique, so the result
     # depends on no backend's rule for ties.
     keys = chosen * num_choices + ops.arange(num_choices, dtype="int32")
     queue = ops.argsort(keys, axis=-1)
@@ -177,7 +177,7 @@ def expert_choice(scores, capacity, valid=None, sharded=False):
 
 
 def identity(num_groups, num_tokens, num_experts):
-    """Seat the tokens round robin, whatever they hold.
+    """Assign tokens to experts in turn, whatever they hold.
 
     Token `s` goes to slot `s // E` of expert `s % E`.
 

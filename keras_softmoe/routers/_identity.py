@@ -49,8 +49,8 @@ class IdentityRouter(Router):
         num_groups, num_tokens = ops.shape(tokens)[0], tokens.shape[1]
         token, filled = identity(num_groups, num_tokens, self.num_experts)
         if valid is not None:
-            seats = ops.reshape(token, (num_groups, num_tokens))
-            real = ops.take_along_axis(valid, seats, axis=1)
+            by_slot = ops.reshape(token, (num_groups, num_tokens))
+            real = ops.take_along_axis(valid, by_slot, axis=1)
             filled = ops.reshape(real, ops.shape(token))
             token = ops.where(filled, token, 0)
         routing = SlotRouting(token, filled, ops.cast(filled, tokens.dtype))

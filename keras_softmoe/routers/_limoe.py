@@ -33,8 +33,9 @@ class LIMoERouter(SparseRouter):
         num_selected_experts: int, the number `K` of experts that a token chooses.
         capacity_factor: float, slots per choice while images and text are routed
             together.
-        priority: who is seated first: `"sum"` (batch prioritized routing, by the sum of
-            a token's `K` largest probabilities; for `K = 1` the same as `"max"`),
+        priority: which tokens are assigned first: `"sum"` (batch prioritized routing,
+            by the sum of a token's `K` largest probabilities; for `K = 1` the same as
+            `"max"`),
             `"max"`, `"position"`, `"pair"` or `"random"` as in `ops.token_choice`;
             `"image_first"` or `"text_first"`, one modality before the other and by
             position among themselves.

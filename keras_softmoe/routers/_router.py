@@ -52,7 +52,7 @@ class Router(keras.layers.Layer):
 
     Raises:
         ValueError: if `num_experts` is under one, or the devices over which experts are
-            spread do not divide it.
+            sharded do not divide it.
     """
 
     # Whether a slot holds a mixture of tokens (`DenseRouting`) instead of one.

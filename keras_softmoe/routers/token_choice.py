@@ -128,7 +128,7 @@ class SoftmaxTokenChoiceRouter(TokenChoiceRouter):
         num_selected_experts: int, the number `K` of experts that a token chooses.
         capacity_factor: float, slots per choice: under 1 some choices are dropped
             even if they spread evenly.
-        priority: `"position"` (tokens are seated in their order), `"max"` (batch
+        priority: `"position"` (tokens in their order), `"max"` (batch
             prioritized routing: tokens with the largest probability first), `"sum"`,
             `"pair"` or `"random"`, see `ops.token_choice`.
         rounding: `"ceil"` or `"round"`, see `ops.expert_capacity`.
