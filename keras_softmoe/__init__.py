@@ -1,8 +1,9 @@
 """Vision mixtures of experts for Keras 3, on TensorFlow, JAX and PyTorch.
 
-`import keras_softmoe as ksm` loads Keras and the rooms `ops`, `routers` and `layers`,
-nothing more. The other rooms need KerasHub and TensorFlow, scikit-learn or matplotlib,
-and are imported when first used: `ksm.models` is enough, no second import is needed.
+`import keras_softmoe as ksm` loads Keras and the rooms `costs`, `ops`, `routers` and
+`layers`, nothing more. The other rooms need KerasHub and TensorFlow, scikit-learn or
+matplotlib, and are imported when first used: `ksm.models` is enough, no second import
+is needed.
 
 Keras finds a class by its registered name, so the module of the class has to be
 imported before something saved is loaded. The layers are registered by
@@ -14,6 +15,7 @@ KerasHub was imported before this package, `import keras_softmoe` alone does it.
 import importlib
 import sys
 
+from keras_softmoe import costs as costs
 from keras_softmoe import layers as layers
 from keras_softmoe import ops as ops
 from keras_softmoe import routers as routers
@@ -31,7 +33,7 @@ _LAZY_ROOMS = (
     "training",
 )
 
-__all__ = ["__version__", "layers", "ops", "routers", *_LAZY_ROOMS]
+__all__ = ["__version__", "costs", "layers", "ops", "routers", *_LAZY_ROOMS]
 
 
 def __getattr__(name):

@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 import keras
 
+# Bytes of a number; routers compute in float32 whatever the policy.
+ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
 
 class LayerCost(NamedTuple):
     """What a layer, or a sum of layers, takes for one batch of inputs.
@@ -45,7 +48,11 @@ class LayerCost(NamedTuple):
     def without_weights(self):
         """The cost of using the same layer once more."""
         return self._replace(
-            weights=0, float32_weights=0, sharded_kernels=0, slot_weights=0
+            weights=0,
+            float32_weights=0,
+            sharded_kernels=0,
+            slot_weights=0,
+            mixtures=(),
         )
 
 
@@ -92,7 +99,8 @@ def cost_of(layer, shape, training=False):
     if not hasattr(layer, "cost"):
         raise ValueError(
             "A layer has to say what it costs, with a method `cost(shape, training)` "
-            f"that returns a `LayerCost`. Received: layer={layer!r}."
+            "that returns a `keras_softmoe.costs.LayerCost`. Received: "
+            f"layer={layer!r}."
         )
     return layer.cost(shape, training)
 

@@ -55,7 +55,7 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
         - `"cells"`: dict from names to dicts from seeds (strings) to results:
           `"upstream_accuracy"`, `"few_shot"` (dict from shots to mean accuracy),
           `"fine_tuned_accuracy"`, `"dropped"` and `"imbalance"` (per block with
-          experts, see `analysis.ExpertLoad`), and `"diverged"`, with which a cell has
+          experts, see `analysis.expert_load`), and `"diverged"`, with which a cell has
           no other results.
         - `"times"`: the machine; `"steps"`, a step of each model and of the dense one
           in turn, and their ratio; `"cells"`, seconds, see `runs.finish`.

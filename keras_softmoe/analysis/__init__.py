@@ -11,6 +11,7 @@ from keras_softmoe.analysis._by_modality import (
 )
 from keras_softmoe.analysis._load import LoadReducer as LoadReducer
 from keras_softmoe.analysis._load import expert_load as expert_load
+from keras_softmoe.analysis._maps import main_experts as main_experts
 from keras_softmoe.analysis._maps import routing_maps as routing_maps
 from keras_softmoe.analysis._modality_examples import expert_examples as expert_examples
 from keras_softmoe.analysis._modality_examples import pair_routing as pair_routing

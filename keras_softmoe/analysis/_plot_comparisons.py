@@ -114,7 +114,7 @@ def plot_peaks(sweep, x="width of the model", score="score"):
     the softmax has collapsed to a one-hot vector.
 
     Args:
-        sweep: `analysis.PeakSweep`.
+        sweep: what `analysis.peak_sweep` returns.
         x: str, what the numbers along the axis are.
         score: str, what the scores are.
 

@@ -28,7 +28,7 @@ def plot_expert_examples(examples, experts=None):
     numbers and in falling order. A hyphen marks pieces that do not begin a word.
 
     Args:
-        examples: `analysis.ExpertExamples`.
+        examples: what `analysis.expert_examples` returns.
         experts: sequence of experts to show. All of them if `None`.
 
     Returns:

@@ -27,7 +27,7 @@ def plot_sweep(rows, x="capacity_factor", by="priority", baselines=None):
     numbers rise. Settings that are not numbers stand side by side, without lines.
 
     Args:
-        rows: list of `evaluation.SweepRow`, what `evaluation.routing_sweep` returns.
+        rows: what `evaluation.routing_sweep` returns.
             All settings but `x` and `by` are the same in all rows.
         x: str, the setting along the axis.
         by: str, the setting that tells the lines apart, or `None` for a single line.
@@ -115,7 +115,7 @@ def plot_random_routers(ablation):
     0 or above 100%.
 
     Args:
-        ablation: `evaluation.RouterAblation`, what `evaluation.random_routers` returns.
+        ablation: what `evaluation.random_routers` returns.
 
     Returns:
         `matplotlib.figure.Figure`.

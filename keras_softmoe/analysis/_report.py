@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from keras_softmoe.analysis import drawing
-from keras_softmoe.analysis._inputs import backbone_of, prepared
+from keras_softmoe.analysis._inputs import backbone_of, prepared, tokens_choose
 from keras_softmoe.analysis._load import LoadReducer
 from keras_softmoe.analysis._page import Page
 from keras_softmoe.analysis._plot_statistics import plot_expert_load
@@ -104,7 +104,7 @@ def routing_report(
         return page.write(path)
     _add_routers(page, routers)
     if _is_limoe(backbone):
-        if all(hasattr(router, "num_selected_experts") for router in routers.values()):
+        if all(map(tokens_choose, routers.values())):
             add_modalities(page, backbone, images, captions, num_pictures, run)
             return page.write(path)
         images = _pairs(backbone, images, captions, preprocessor)

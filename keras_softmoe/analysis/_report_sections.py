@@ -46,7 +46,7 @@ def add_pictures(page, backbone, images, preprocessor):
         )
     for layer in layers:
         # The slot of a sparse router holds one token at most: most pictures are empty.
-        if isinstance(backbone.routers[layer], SoftRouter):
+        if backbone.routers[layer].mixes_tokens:
             page.figure(
                 plot_images.plot_slots(
                     backbone, images, layer, preprocessor=preprocessor

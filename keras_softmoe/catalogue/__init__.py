@@ -1,13 +1,14 @@
 """The catalogue of presets: architectures as data, and directories with weights.
 
-`papers` has the tables of the papers, `vision` and `limoe` decode them into
-architectures, `preset_files` writes one as a directory, and `entries` knows all names.
+`_papers` has the tables of the papers, `_vision` and `_limoe` decode them into
+architectures, `_preset_files` writes one as a directory, `_entries` knows all names.
 """
 
 from keras_softmoe.catalogue._entries import CONFIG_FILE as CONFIG_FILE
 from keras_softmoe.catalogue._entries import METADATA_FILE as METADATA_FILE
 from keras_softmoe.catalogue._entries import Preset as Preset
 from keras_softmoe.catalogue._entries import architectures as architectures
+from keras_softmoe.catalogue._entries import check_task as check_task
 from keras_softmoe.catalogue._entries import describe as describe
 from keras_softmoe.catalogue._entries import explain_errors as explain_errors
 from keras_softmoe.catalogue._entries import find_directory as find_directory

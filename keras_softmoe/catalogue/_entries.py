@@ -18,6 +18,8 @@ from keras_softmoe.files import replaced_directory
 
 CONFIG_FILE = "config.json"
 METADATA_FILE = "metadata.json"
+_TASK_FILE = "task.json"
+_TASK_WEIGHTS_FILE = "task.weights.h5"
 
 # Handles that KerasHub resolves itself.
 _REMOTE = ("hf://", "kaggle://", "modelscope://")
@@ -133,7 +135,7 @@ def write(name, directory):
 def architectures():
     """Dict from name to `Architecture`: the models whose weights were never released.
 
-    Source: V-MoE, Soft MoE, LIMoE and the router study; see `papers`.
+    Source: V-MoE, Soft MoE, LIMoE and the router study; see `_papers`.
     """
     return {each.name: each for each in (*vision(), *limoe())}
 
@@ -199,6 +201,33 @@ def read_config(preset):
 def read_metadata(preset):
     """What a preset's `metadata.json` says, a dict; empty if it has no such file."""
     return _metadata(find_directory(preset), preset)
+
+
+def check_task(directory, load_weights=True):
+    """Raise unless a preset holds a whole task: a backbone and its head.
+
+    Args:
+        directory: str or path of a preset's directory. A handle passes.
+        load_weights: bool, whether weights are wanted.
+
+    Raises:
+        ValueError: if the preset holds a backbone only, or no weights for the head.
+    """
+    if is_handle(directory):
+        return
+    path = Path(directory)
+    if not (path / _TASK_FILE).is_file():
+        raise ValueError(
+            f"The preset {path.name!r} is a backbone without a head: it has no "
+            f"{_TASK_FILE}. Say what the new head is for: "
+            "`from_preset(..., num_classes=10)`."
+        )
+    if load_weights and not (path / _TASK_WEIGHTS_FILE).is_file():
+        raise ValueError(
+            f"The preset {path.name!r} has no weights for its head: "
+            f"{_TASK_WEIGHTS_FILE} is missing. Copy the file there, save the preset "
+            "again, or start from a new head: `from_preset(..., num_classes=10)`."
+        )
 
 
 def names_of_kind(kind):

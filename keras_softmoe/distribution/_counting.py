@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import keras
 
+from keras_softmoe.costs import ITEMSIZE
 from keras_softmoe.evaluation import cost
 from keras_softmoe.evaluation.configuration import configuration
 
-_FLOAT32 = 4
-_ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+_FLOAT32 = ITEMSIZE["float32"]
 
 
 class MoELayer(NamedTuple):
@@ -92,8 +92,8 @@ def model_size(model, num_classes=None, **changes):
             " routed together."
         )
     policy = keras.dtype_policies.get(found.dtype or keras.config.dtype_policy())
-    variable = _ITEMSIZE[policy.variable_dtype]
-    compute = _ITEMSIZE[policy.compute_dtype]
+    variable = ITEMSIZE[policy.variable_dtype]
+    compute = ITEMSIZE[policy.compute_dtype]
     layers = found.cost(group_images, training=True)
     activations = (
         compute * layers.kept

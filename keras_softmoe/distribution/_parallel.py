@@ -210,7 +210,7 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
     def get_tensor_layout(self, path):
         return self._match(path)
 
-    def check_num_experts(self, num_experts):
+    def check_divides_experts(self, num_experts):
         """Raise `PlacementError` if the devices do not divide a number of experts."""
         shards = self.num_expert_shards
         if num_experts % shards:

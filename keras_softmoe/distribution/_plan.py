@@ -57,7 +57,7 @@ class MeshPlan(NamedTuple):
 
     Attributes:
         shape: `(batch, experts)`, the `mesh_shape` of `expert_parallel`. The batch is
-            cut over all devices; experts are spread over the second axis and repeated
+            cut over all devices; experts are sharded over the second axis and repeated
             along the first. `(1, n)` stands for the papers' placement, one axis for
             both (no `mesh_shape`), and `(n, 1)` for `data_parallel`.
         weights: int, bytes of the weights.
@@ -172,7 +172,7 @@ def plan(
     Counted are, on each device:
 
     - weights, exactly: experts and the slot parameters of soft routers are divided by
-      the devices among which experts are spread, all others are repeated;
+      the devices over which experts are sharded, all others are repeated;
     - moments: whole copies of the weights, as many as the optimizer keeps, in the dtype
       of the weights. Single numbers (the step) are left out;
     - gradients: one copy of the weights. All of them are counted as if they were there
@@ -215,7 +215,7 @@ def plan(
         shard_dense: bool, whether dense kernels are cut over the axis of the batch, as
             with `expert_parallel(shard_dense=True)`. They are then gathered in every
             step, and on two axes their gradients are summed along the one whole, along
-            the other in pieces.
+            the other in shards.
         **changes: arguments of the backbone to change and settings of its routers, as
             in `from_preset`, for example `dtype="mixed_bfloat16"`.
 
@@ -339,11 +339,11 @@ def _transfers(model, shape, groups, shard_dense):
     if shard_dense and cut > 1:
         yield Transfer("dense kernels", "all-gather", 1, kernels, cut)
     if shard_dense and batch > 1 and experts > 1:
-        # XLA sums over the axis that cuts them first, and then keeps a piece.
+        # XLA sums over the axis that cuts them first, and then keeps a shard.
         repeated -= kernels
         yield Transfer("gradients of dense kernels", "all-reduce", 1, kernels, batch)
         yield Transfer(
-            "pieces of gradients of dense kernels",
+            "shards of gradients of dense kernels",
             "all-reduce",
             1,
             kernels // batch,

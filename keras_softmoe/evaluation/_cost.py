@@ -5,12 +5,8 @@ from typing import NamedTuple
 
 import keras
 
-from keras_softmoe.costs import dense
+from keras_softmoe.costs import ITEMSIZE, dense
 from keras_softmoe.evaluation.configuration import configuration
-
-# Routers compute in float32 whatever the policy.
-_FLOAT32_BYTES = 4
-_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class Cost(NamedTuple):
@@ -86,7 +82,7 @@ def cost(model, num_classes=None, **changes):
     batch_size = found.group_images or 1
     total = found.cost(batch_size)
     weight_bytes = _bytes(found.dtype) * total.weights
-    weight_bytes += _FLOAT32_BYTES * total.float32_weights
+    weight_bytes += ITEMSIZE["float32"] * total.float32_weights
     if found.num_classes is not None:
         _check_num_classes(found)
         head = dense(found.feature_dim, found.num_classes, batch_size)
@@ -104,12 +100,12 @@ def _bytes(dtype):
     """Bytes of a number in a weight under a dtype or policy, `None` for the global."""
     policy = keras.dtype_policies.get(dtype or keras.config.dtype_policy())
     is_map = isinstance(policy, keras.dtype_policies.DTypePolicyMap)
-    if is_map or policy.quantization_mode or policy.variable_dtype not in _BYTES:
+    if is_map or policy.quantization_mode or policy.variable_dtype not in ITEMSIZE:
         raise ValueError(
             "`cost` counts models in one float dtype, before they are quantized. "
             f"Received: dtype={dtype!r}. Sum the sizes of `model.weights` instead."
         )
-    return _BYTES[policy.variable_dtype]
+    return ITEMSIZE[policy.variable_dtype]
 
 
 def _check_num_classes(found):

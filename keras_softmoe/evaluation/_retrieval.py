@@ -150,12 +150,12 @@ def _compare(block, target, tolerance, axis):
 
 def _hit_rate(better, tied, right, k):
     """Mean probability that a right candidate is among the first `k`."""
-    seats = np.clip(k - better, 0, None)
+    places = np.clip(k - better, 0, None)
     # All of them taken by wrong ones, one after the other
     missed = np.ones(len(better))
-    for seat in range(int(np.minimum(seats, tied + 1).max(initial=0))):
-        taken = np.clip(tied - seat, 0, None) / np.maximum(tied + right - seat, 1)
-        missed = np.where(seat < seats, missed * taken, missed)
+    for place in range(int(np.minimum(places, tied + 1).max(initial=0))):
+        taken = np.clip(tied - place, 0, None) / np.maximum(tied + right - place, 1)
+        missed = np.where(place < places, missed * taken, missed)
     return (1.0 - missed).mean()
 
 

@@ -8,8 +8,7 @@ import keras
 
 from keras_softmoe import catalogue
 from keras_softmoe.layers.parts import ImageParts, PairParts, arguments_of
-from keras_softmoe.routers import LIMoERouter, Router
-from keras_softmoe.routers.token_choice import TokenChoiceRouter
+from keras_softmoe.routers import MUTABLE_SETTINGS, Router
 
 # The classes of backbones by the names that presets have for them.
 _PARTS = {
@@ -18,9 +17,6 @@ _PARTS = {
 }
 _PAIR_TASK = "keras_softmoe>LIMoEContrastive"
 
-_MUTABLE_SETTINGS = tuple(
-    dict.fromkeys((*TokenChoiceRouter.mutable_settings, *LIMoERouter.mutable_settings))
-)
 # Arguments of the backbones that say nothing about their layers.
 _IRRELEVANT = ("name", "trainable")
 
@@ -86,9 +82,7 @@ def configuration(model, num_classes=None, **changes):
             arguments are missing, unknown or do not go together.
     """
     kind, arguments, name, classes, head_dtype = _read(model)
-    settings = {
-        name: changes.pop(name) for name in _MUTABLE_SETTINGS if name in changes
-    }
+    settings = {name: changes.pop(name) for name in MUTABLE_SETTINGS if name in changes}
     arguments = {**arguments, **changes}
     for irrelevant in _IRRELEVANT:
         arguments.pop(irrelevant, None)

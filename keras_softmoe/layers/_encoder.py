@@ -16,7 +16,8 @@ class EncoderBlock(keras.layers.Layer):
     Args:
         num_heads: int, number of attention heads.
         mlp: the layer after attention: `MLP`, `MoE` or any other that maps `(B, S, D)`
-            to `(B, S, D)`. It becomes a part of the block.
+            to `(B, S, D)`. It becomes a part of the block and keeps its own dtype. (For
+            `cost` it needs a method `cost`, see `costs.cost_of`.)
         use_qk_norm: bool, whether queries and keys are normalized.
         dropout_rate: float, dropout after attention and after the MLP or experts.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
@@ -119,10 +120,9 @@ class EncoderBlock(keras.layers.Layer):
             # Modalities share the weights.
             total += part if number == 0 else part.without_weights()
         if self.moe is not None:
-            cost = self.moe.cost(inputs_shape, training)
-            mixtures = (m._replace(name=f"{self.name}/{m.name}") for m in cost.mixtures)
-            total += cost._replace(mixtures=tuple(mixtures))
-        return total
+            total += self.moe.cost(inputs_shape, training)
+        mixtures = (m._replace(name=f"{self.name}/{m.name}") for m in total.mixtures)
+        return total._replace(mixtures=tuple(mixtures))
 
     def get_config(self):
         mlp = keras.saving.serialize_keras_object(self.moe or self.mlp)
@@ -138,8 +138,24 @@ class EncoderBlock(keras.layers.Layer):
 
     @classmethod
     def from_config(cls, config):
+        if "mlp" not in config:
+            return cls(**_as_saved_now(config))
         mlp = keras.saving.deserialize_keras_object(config["mlp"])
         return cls(**{**config, "mlp": mlp})
+
+
+def _as_saved_now(config):
+    """The arguments of a block from a file that is older than its `mlp`."""
+    config = dict(config)
+    settings = {name: config.pop(name) for name in MoE.settings() if name in config}
+    mlp_dim, router = config.pop("mlp_dim"), config.pop("router")
+    dtype = config.get("dtype")
+    if router is None:
+        mlp = MLP(mlp_dim, dtype=dtype, name="mlp")
+    else:
+        router = keras.saving.deserialize_keras_object(router)
+        mlp = MoE(router, mlp_dim, dtype=dtype, name="moe", **settings)
+    return {**config, "mlp": mlp}
 
 
 class Encoder:
@@ -213,10 +229,11 @@ class Encoder:
         ]
         self.norm = layer_norm(dtype, "encoder_norm")
 
-    def __call__(self, inputs):
+    def __call__(self, inputs, training=None):
         x = inputs
         for block in self.blocks:
-            x = block(x)
+            # Not `None`, which would stand for what surrounds the call.
+            x = block(x) if training is None else block(x, training=training)
         return each(self.norm, x)
 
     def cost(self, inputs_shape, training=False):

@@ -158,10 +158,10 @@ class MoE(keras.layers.Layer):
 
     def _warn_of_split_groups(self, batch, groups):
         """Say so if images divide among devices, but groups of images do not."""
-        layout = layout_of(f"{self.experts.path}/slots_of_groups")
-        if layout is None or not (isinstance(batch, int) and isinstance(groups, int)):
+        sharding = layout_of(f"{self.experts.path}/slots_of_groups")
+        if sharding is None or not (isinstance(batch, int) and isinstance(groups, int)):
             return
-        parts = num_shards(layout.device_mesh, layout.axes[0])
+        parts = num_shards(sharding.device_mesh, sharding.axes[0])
         if batch % parts == 0 and groups % parts:
             warnings.warn(
                 f"A batch of {batch} images makes {groups} groups, which do not divide "
@@ -276,14 +276,14 @@ class MoE(keras.layers.Layer):
             **{name: getattr(self, name) for name in self.settings()},
         }
 
-    @classmethod
-    def settings(cls):
+    @staticmethod
+    def settings():
         """Dict from the arguments after `router` and `mlp_dim` to their defaults.
 
         Whatever puts several such layers together takes them as `**moe_settings`, and
         hands them on.
         """
-        parameters = inspect.signature(cls.__init__).parameters.values()
+        parameters = inspect.signature(MoE.__init__).parameters.values()
         return {
             p.name: p.default
             for p in parameters

@@ -11,8 +11,8 @@ from keras import ops
 from keras_softmoe import costs
 from keras_softmoe.ops.backend import affine, chunked_map
 from keras_softmoe.sharding import (
+    check_divides_experts,
     check_layer,
-    check_num_experts,
     constrain,
     is_distributed,
 )
@@ -144,7 +144,7 @@ class Experts(keras.layers.Layer):
         remat=False,
         **kwargs,
     ):
-        check_num_experts(num_experts)
+        check_divides_experts(num_experts)
         super().__init__(**kwargs)
         self.num_experts = num_experts
         self.mlp_dim = mlp_dim

@@ -50,10 +50,10 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         """The router of the first MoE block, `None` in a dense model."""
         return next(iter(self.routers.values()), None)
 
-    def decisions_of(self, function, *inputs):
+    def decisions_of(self, function):
         """Dict from each MoE block to its `Decision` in the call of a function."""
         with record() as decisions:
-            function(*inputs)
+            function()
         return {index: decisions[r.path] for index, r in self.routers.items()}
 
     def load_weights(self, filepath, skip_mismatch=False, **kwargs):

@@ -42,7 +42,7 @@ class SingleModality:
         if weights != compiled_weights:
             like = self.input[INPUTS[modality]]
             x = keras.Input(like.shape[1:], dtype=like.dtype, name=INPUTS[modality])
-            encoder = Encoder(
+            encoder = ModalityEncoder(
                 x, self._encode({modality: x}), name=f"{modality}_encoder"
             )
             setattr(self._encoders, modality, (encoder, weights))
@@ -50,7 +50,7 @@ class SingleModality:
 
 
 @recompile_on_change
-class Encoder(keras.Model, MutableRouting):
+class ModalityEncoder(keras.Model, MutableRouting):
     """The part of a backbone that one modality passes through."""
 
     @property

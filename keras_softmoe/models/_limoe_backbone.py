@@ -140,14 +140,14 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         poolings = {"image": image_pooling, "text": text_pooling}
 
         # === Functional Model ===
-        def encode(inputs):
+        def encode(inputs, training=None):
             """Sequence outputs and embeddings of the modalities that are there."""
             x = {}
             for modality, value in inputs.items():
                 for layer in parts.embedding[modality]:
                     value = layer(value)
                 x[modality] = value
-            x = parts.encoder(x)
+            x = parts.encoder(x, training)
             outputs = {f"{m}_sequence_output": tokens for m, tokens in x.items()}
             for modality, tokens in x.items():
                 tokens = pool(
@@ -200,7 +200,7 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         check_pairs(self, images, token_ids)
         inputs = {"image": images, "text": token_ids}
         inputs = {name: x for name, x in inputs.items() if x is not None}
-        return self.decisions_of(self._encode, inputs)
+        return self.decisions_of(lambda: self._encode(inputs, training=False))
 
     def predict(self, x, *args, **kwargs):
         if isinstance(x, dict):

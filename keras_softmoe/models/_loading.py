@@ -22,8 +22,6 @@ from keras_softmoe.models._mutable_routing import pop_mutable_settings
 from keras_softmoe.models.released import convert
 from keras_softmoe.sharding.variables import save_in_one_process
 
-_TASK_FILE = "task.json"
-_TASK_WEIGHTS_FILE = "task.weights.h5"
 WEIGHTS_FILES = ("model.weights.h5", "model.weights.json")
 
 _FROM_PRESET = """Load a model from a preset.
@@ -176,30 +174,3 @@ def _never_released(name):
         "`from_preset(..., load_weights=False)` and train it, or choose a preset with "
         f"weights: {', '.join(catalogue.names_of_kind('trained'))}."
     )
-
-
-def check_task(directory, load_weights=True):
-    """Raise unless a preset holds a whole task: a backbone and its head.
-
-    Args:
-        directory: str, as `open_preset` yields it. A handle passes.
-        load_weights: bool, whether weights are wanted.
-
-    Raises:
-        ValueError: if the preset holds a backbone only, or no weights for the head.
-    """
-    if catalogue.is_handle(directory):
-        return
-    path = Path(directory)
-    if not (path / _TASK_FILE).is_file():
-        raise ValueError(
-            f"The preset {path.name!r} is a backbone without a head: it has no "
-            f"{_TASK_FILE}. Say what the new head is for: "
-            "`from_preset(..., num_classes=10)`."
-        )
-    if load_weights and not (path / _TASK_WEIGHTS_FILE).is_file():
-        raise ValueError(
-            f"The preset {path.name!r} has no weights for its head: "
-            f"{_TASK_WEIGHTS_FILE} is missing. Copy the file there, save the preset "
-            "again, or start from a new head: `from_preset(..., num_classes=10)`."
-        )

@@ -4,14 +4,8 @@ from types import SimpleNamespace
 
 from keras_softmoe.keras_adapter import map_predictions, wrap_compilation
 from keras_softmoe.models._run_checks import check_run
-from keras_softmoe.routers import LIMoERouter
-from keras_softmoe.routers.token_choice import TokenChoiceRouter
+from keras_softmoe.routers import MUTABLE_SETTINGS
 from keras_softmoe.sharding.variables import gather, num_processes
-
-# What `from_preset` takes beside the arguments of the classes.
-MUTABLE_SETTINGS = tuple(
-    dict.fromkeys((*TokenChoiceRouter.mutable_settings, *LIMoERouter.mutable_settings))
-)
 
 
 class MutableRouting:

@@ -150,7 +150,7 @@ class ViTMoEBackbone(MoEBackbone):
         """
         check_images(images, self.image_shape)
         images = ops.convert_to_tensor(images, self.input.dtype)
-        return self.decisions_of(self, images)
+        return self.decisions_of(lambda: self(images, training=False))
 
     def predict(self, x, *args, **kwargs):
         check_images(x, self.image_shape)

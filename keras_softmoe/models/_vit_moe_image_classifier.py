@@ -6,6 +6,7 @@ import keras
 import keras_hub
 import numpy as np
 
+from keras_softmoe import catalogue
 from keras_softmoe.keras_adapter import flatten_layers
 from keras_softmoe.layers import MoE
 from keras_softmoe.models._compilation import (
@@ -14,7 +15,6 @@ from keras_softmoe.models._compilation import (
     with_optimizer,
 )
 from keras_softmoe.models._loading import (
-    check_task,
     load_and_save_presets,
     load_from_presets,
 )
@@ -213,14 +213,14 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         """
         # The decorator of the class has found the directory of the preset.
         if "num_classes" not in kwargs:
-            check_task(preset, load_weights)
+            catalogue.check_task(preset, load_weights)
         backbone_kwargs = _pop_backbone_arguments(cls, kwargs)
         if backbone_kwargs:
             # KerasHub hands on no others than these two.
             for name in ("dtype", "image_shape"):
                 if name in kwargs:
                     backbone_kwargs[name] = kwargs[name]
-            kwargs["backbone"] = cls.backbone_cls.from_preset(
+            kwargs["backbone"] = keras_hub.models.Backbone.from_preset(
                 preset, load_weights=load_weights, **backbone_kwargs
             )
         return super().from_preset(preset, load_weights=load_weights, **kwargs)

@@ -1,4 +1,4 @@
-"""Checks of what models are built from and fed with."""
+"""Checks of what models are fed with."""
 
 
 def check_images(images, image_shape):

@@ -150,7 +150,10 @@ def write_converted(model, checkpoint, directory, origin, preprocessor=None, ver
     """
     load_vmoe_params(model, checkpoint, verbose=verbose)
     with replaced_directory(directory) as new:
-        model.save_to_preset(str(new))
+        # KerasHub's own methods: the directory is already written aside.
+        is_task = isinstance(model, keras_hub.models.Task)
+        base = keras_hub.models.Task if is_task else keras_hub.models.Backbone
+        base.save_to_preset(model, str(new))
         if preprocessor is not None:
             preprocessor.save_to_preset(str(new))
         _note_origin(new, origin)

@@ -3,10 +3,11 @@
 import numpy as np
 from keras import ops
 
+from keras_softmoe.layers import MoE
 from keras_softmoe.models.vmoe_params import named_variables
 
 
-def upcycle(dense, moe_layers, router, group_images=1, dispatcher="auto"):
+def upcycle(dense, moe_layers, router, **moe_settings):
     """Turn a dense model into a mixture of experts that starts where it stands.
 
     Each expert of a block in `moe_layers` begins as a copy of that block's MLP, and
@@ -34,8 +35,8 @@ def upcycle(dense, moe_layers, router, group_images=1, dispatcher="auto"):
             stays as it is.
         moe_layers: tuple of int, the blocks (counted from 0) that get experts.
         router: a router from `keras_softmoe.routers`, a template.
-        group_images: int, images whose tokens are routed together, see `layers.MoE`.
-        dispatcher: how tokens reach their slots, see `layers.MoE`.
+        **moe_settings: other arguments of `layers.MoE`, such as `group_images` and
+            `dispatcher`. Those that are not given have its defaults.
 
     Returns:
         A model of the same class.
@@ -63,8 +64,8 @@ def upcycle(dense, moe_layers, router, group_images=1, dispatcher="auto"):
         **backbone.get_config(),
         "moe_layers": tuple(moe_layers),
         "router": router,
-        "group_images": group_images,
-        "dispatcher": dispatcher,
+        **MoE.settings(),
+        **moe_settings,
     }
     sparse = type(backbone).from_config(config)
     if backbone is not dense:

@@ -10,6 +10,7 @@ from keras_softmoe.routers._expert_choice import (
     SparseTransportExpertChoiceRouter as SparseTransportExpertChoiceRouter,
 )
 from keras_softmoe.routers._identity import IdentityRouter as IdentityRouter
+from keras_softmoe.routers._limoe import MUTABLE_SETTINGS as MUTABLE_SETTINGS
 from keras_softmoe.routers._limoe import LIMoERouter as LIMoERouter
 from keras_softmoe.routers._limoe import PrunedLIMoERouter as PrunedLIMoERouter
 from keras_softmoe.routers._router import Decision as Decision
@@ -29,10 +30,10 @@ from keras_softmoe.routers._routing_losses import ZLoss as ZLoss
 from keras_softmoe.routers._routing_losses import classic_losses as classic_losses
 from keras_softmoe.routers._routing_losses import entropy_losses as entropy_losses
 from keras_softmoe.routers._soft import SoftRouter as SoftRouter
-from keras_softmoe.routers.recording import record as record
-from keras_softmoe.routers.token_choice import (
+from keras_softmoe.routers._token_choice import (
     SinkhornTokenChoiceRouter as SinkhornTokenChoiceRouter,
 )
-from keras_softmoe.routers.token_choice import (
+from keras_softmoe.routers._token_choice import (
     SoftmaxTokenChoiceRouter as SoftmaxTokenChoiceRouter,
 )
+from keras_softmoe.routers.recording import record as record

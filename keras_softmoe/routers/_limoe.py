@@ -13,6 +13,7 @@ from keras_softmoe.routers._routing_losses import (
     entropy_losses,
 )
 from keras_softmoe.routers._sparse import SparseRouter
+from keras_softmoe.routers._token_choice import TokenChoiceRouter
 from keras_softmoe.sharding import is_distributed
 
 _FIRST = {"image_first": "image", "text_first": "text"}
@@ -74,7 +75,7 @@ class LIMoERouter(SparseRouter):
         valid: optional `(G, S)` bool tensor, `False` for padding.
         modalities: pairs of a modality's name and the number of its tokens, in the
             order in which they follow each other, again and again, in a group.
-            `layers.MoE` tells them when it is called on a dict.
+            `layers.MoE` passes them when it is called on a dict.
 
     Returns: `Decision` with a `SlotRouting`. In training, the mean of
         `auxiliary_loss` over the groups is added to the losses. It averages those of
@@ -163,6 +164,7 @@ class LIMoERouter(SparseRouter):
             rounding=rounding,
             multiple_of=multiple_of,
             noise_std=noise_std,
+            # All of them, the load loss without noise too: that is an error.
             losses=self.default_losses() if losses is None else losses,
             eval_capacity_factor=eval_capacity_factor,
             random_logits=random_logits,
@@ -312,8 +314,16 @@ class LIMoERouter(SparseRouter):
         }
 
 
+# The settings that any of the routers has, which may change after it was made.
+MUTABLE_SETTINGS = tuple(
+    dict.fromkeys((*TokenChoiceRouter.mutable_settings, *LIMoERouter.mutable_settings))
+)
+
+
 class PrunedLIMoERouter:
     """Another name of a `LIMoERouter` with `kept_experts`, which saved files may have.
+
+    What it makes is a `LIMoERouter`, and no instance of this class.
 
     Args:
         num_experts: int, number of experts that are left.

@@ -8,8 +8,7 @@ from keras import ops
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import SlotRouting, combine
 from keras_softmoe.routers.recording import is_recording, note
-from keras_softmoe.sharding import check_num_experts as check_num_shards
-from keras_softmoe.sharding import is_distributed
+from keras_softmoe.sharding import check_divides_experts, is_distributed
 
 
 class Decision(NamedTuple):
@@ -23,11 +22,11 @@ class Decision(NamedTuple):
             and `"selection"` `(G, S, E)`, the scores that choose the slots.
 
             What only an observer needs is computed only for one: when a router is
-            called directly, in a scope of `routers.record`, and when a MoE layer is
-            asked for its decision. That is `"valid"` `(G, S)` bool, `False` for
-            padding; and of a `SlotRouting` `"load"` `(G, E)`, the number of filled
-            slots of each expert, and `"dropped"` `(G, S)` bool, the tokens that no
-            expert takes (padding is not counted as dropped).
+            called directly, and in a scope of `routers.record`. That is `"valid"`
+            `(G, S)` bool, `False` for padding; `"auxiliary_loss"` outside of training;
+            and of a `SlotRouting` `"load"` `(G, E)`, the number of filled slots of each
+            expert, and `"dropped"` `(G, S)` bool, the tokens that no expert takes
+            (padding is not counted as dropped).
     """
 
     routing: Any
@@ -63,7 +62,7 @@ class Router(keras.layers.Layer):
 
     # Whether `call` also takes `modalities`: pairs of a modality's name and the number
     # of its tokens, in the order in which they follow each other, again and again, in a
-    # group. `MoE` tells them to a router that wants to know.
+    # group. `MoE` passes them to a router that wants to know.
     knows_modalities = False
 
     def __init__(self, num_experts, **kwargs):
@@ -72,26 +71,42 @@ class Router(keras.layers.Layer):
         super().__init__(**kwargs)
         self.num_experts = num_experts
 
-    def __call__(self, tokens, valid=None, summarize=True, **kwargs):
+    def __call__(self, tokens, valid=None, training=None, *, summarize=True, **kwargs):
         """Route tokens.
 
         Args:
             tokens: `(G, S, D)` float tensor.
             valid: optional `(G, S)` bool tensor, `False` for padding.
+            training: bool or `None`, as in `keras.layers.Layer`.
             summarize: bool, whether the summary has to be complete.
             **kwargs: other arguments of `call`.
 
         Returns:
             `Decision`.
         """
+        if training is not None:
+            kwargs["training"] = training
         decision = super().__call__(tokens, valid=valid, **kwargs)
-        if isinstance(tokens, keras.KerasTensor):
-            return decision
-        if summarize or is_recording():
+        is_symbolic = isinstance(tokens, keras.KerasTensor)
+        if not is_symbolic and (summarize or is_recording()):
             tokens = ops.convert_to_tensor(tokens)
             decision = self.complete(decision, tokens, valid, **kwargs)
             note(self, decision)
         return decision
+
+    def compute_output_spec(self, tokens, *args, **kwargs):
+        # Of a call in a functional model, whose summary is complete.
+        routing, summary = super().compute_output_spec(tokens, *args, **kwargs)
+        num_groups, num_tokens, _ = tokens.shape
+        found = {
+            "valid": keras.KerasTensor((num_groups, num_tokens), "bool"),
+            "auxiliary_loss": keras.KerasTensor((num_groups,), "float32"),
+        }
+        if isinstance(routing, SlotRouting):
+            load = keras.KerasTensor((num_groups, routing.token.shape[1]), "float32")
+            dropped = keras.KerasTensor((num_groups, num_tokens), "bool")
+            found |= {"load": load, "dropped": dropped}
+        return Decision(routing, {**found, **summary})
 
     def call(self, tokens, valid=None, training=False):
         raise TypeError(
@@ -141,6 +156,9 @@ class Router(keras.layers.Layer):
             )[..., 0]
             dropped = ops.logical_and(ops.equal(slots_of_token, 0.0), valid)
             found |= {"load": ops.sum(filled, axis=-1), "dropped": dropped}
+        if "auxiliary_loss" not in summary:
+            zeros = ops.zeros_like(tokens[:, 0, 0])
+            found["auxiliary_loss"] = ops.cast(zeros, "float32")
         return Decision(routing, {**found, **summary})
 
     def clone(self, name):
@@ -200,4 +218,4 @@ def check_num_experts(num_experts):
             "A router needs at least one expert. `num_experts` must be a positive "
             f"integer. Received: num_experts={num_experts}."
         )
-    check_num_shards(num_experts)
+    check_divides_experts(num_experts)

@@ -88,7 +88,9 @@ class RoutingLoss:
         return self.modality in routed.valid
 
     def get_config(self):
-        return {"modality": self.modality, "weight": self.weight}
+        # As in files that are older than the weight.
+        weight = {} if self.weight == 1.0 else {"weight": self.weight}
+        return {"modality": self.modality, **weight}
 
     @classmethod
     def from_config(cls, config):
@@ -101,10 +103,7 @@ class RoutingLoss:
         return hash((type(self), *self.get_config().values()))
 
     def __repr__(self):
-        config = self.get_config()
-        if self.weight == 1.0:
-            del config["weight"]
-        arguments = ", ".join(f"{k}={v!r}" for k, v in config.items())
+        arguments = ", ".join(f"{k}={v!r}" for k, v in self.get_config().items())
         return f"{type(self).__name__}({arguments})"
 
 
@@ -362,7 +361,9 @@ class MutualInformationLoss(RoutingLoss):
         return all(name in routed.valid for name in MODALITIES)
 
     def get_config(self):
-        return {"weight": self.weight}
+        config = super().get_config()
+        del config["modality"]
+        return config
 
 
 def classic_losses(by_modality=False):

@@ -133,7 +133,7 @@ class SoftRouter(Router):
         check_layer(self)
 
     def call(self, tokens, valid=None, training=False):
-        summary = {"auxiliary_loss": ops.zeros_like(tokens[:, 0, 0])}
+        summary = {}
         num_tokens = tokens.shape[1]
         slots = (self.num_experts, self.slots_per_expert)
         logits = None

@@ -97,7 +97,12 @@ class SparseRouter(Router):
         self.combine = combine
         self.random_logits = random_logits
         if losses is None:
-            losses = _renamed(self.default_losses(), named, noise_std)
+            losses = self.default_losses()
+            if named:
+                losses = _with_weights(losses, named)
+            if not noise_std:
+                # The load loss is about the noise: without any there is none.
+                losses = [loss for loss in losses if not isinstance(loss, LoadLoss)]
         elif named:
             raise ValueError(
                 "Weights of losses are part of the losses. Received: losses and "
@@ -178,21 +183,25 @@ class SparseRouter(Router):
             "selection": selection,
         }
         if training:
-            summary["auxiliary_loss"] = self._auxiliary_loss(routed)
-            if any(loss.applies(routed) for loss in self.routing_losses):
-                self.add_loss(ops.mean(summary["auxiliary_loss"]))
-        return Decision(
-            SlotRouting(token, filled, gates(scores, token, filled)), summary
-        )
+            auxiliary_loss = self._auxiliary_loss(routed)
+            if auxiliary_loss is not None:
+                summary["auxiliary_loss"] = auxiliary_loss
+                self.add_loss(ops.mean(auxiliary_loss))
+        routing = SlotRouting(token, filled, gates(scores, token, filled))
+        return Decision(routing, summary)
 
     def complete(self, decision, tokens, valid, **kwargs):
-        decision = super().complete(decision, tokens, valid, **kwargs)
-        if "auxiliary_loss" not in decision.summary:
-            logits = decision.summary["logits"]
+        summary = decision.summary
+        if "auxiliary_loss" not in summary:
             masks = self.modality_masks(tokens.shape[1], **kwargs)
+            logits = summary["logits"]
             routed = self._routed(logits, logits, valid, masks)
-            decision.summary["auxiliary_loss"] = self._auxiliary_loss(routed)
-        return decision
+            # In training `call` has found that none applies.
+            loss = None if kwargs.get("training") else self._auxiliary_loss(routed)
+            if loss is not None:
+                summary = {**summary, "auxiliary_loss": loss}
+                decision = decision._replace(summary=summary)
+        return super().complete(decision, tokens, valid, **kwargs)
 
     # === Steps that subclasses may replace ===
 
@@ -281,17 +290,13 @@ class SparseRouter(Router):
         )
 
     def _auxiliary_loss(self, routed):
-        """`(G,)`, zeros if no loss applies."""
+        """`(G,)`, `None` if no loss applies."""
         losses = [
             loss(routed) if loss.weight == 1.0 else loss.weight * loss(routed)
             for loss in self.routing_losses
             if loss.applies(routed)
         ]
-        return (
-            self.total_loss(losses)
-            if losses
-            else ops.zeros_like(routed.logits[:, 0, 0])
-        )
+        return self.total_loss(losses) if losses else None
 
     @property
     def _logits_std(self):
@@ -323,15 +328,12 @@ def _and(mask, valid):
     return mask if valid is None else ops.logical_and(mask, valid)
 
 
-def _renamed(losses, weights, noise_std):
+def _with_weights(losses, weights):
     """Losses with weights by their former names, those without weight left out."""
-    by_name = {kind: name for name, kind in _NAMED_LOSSES.items()}
-    found = {by_name[type(loss)]: loss.weight for loss in losses} | weights
-    if not noise_std:
-        # The load loss is about the noise: without any there is none.
-        found.pop("load_loss_weight", None)
-    return tuple(
-        kind(weight=found[name])
-        for name, kind in _NAMED_LOSSES.items()
-        if found.get(name)
-    )
+    by_kind = {type(loss): loss.weight for loss in losses}
+    by_kind |= {_NAMED_LOSSES[name]: weight for name, weight in weights.items()}
+    return [
+        kind(weight=by_kind[kind])
+        for kind in _NAMED_LOSSES.values()
+        if by_kind.get(kind)
+    ]

@@ -95,9 +95,9 @@ def num_shards(device_mesh, axis):
 # What the distributions of this library check. Those of Keras have no such methods.
 
 
-def check_num_experts(num_experts):
+def check_divides_experts(num_experts):
     """Let the active distribution refuse a number of experts, before they are made."""
-    _check("check_num_experts", num_experts)
+    _check("check_divides_experts", num_experts)
 
 
 def check_layer(layer):

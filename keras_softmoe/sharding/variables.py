@@ -16,6 +16,8 @@ import keras
 import ml_dtypes
 import numpy as np
 
+from keras_softmoe.keras_adapter import is_initialized
+
 # Whether variables are read through a `_Reader`.
 _IS_READING = contextvars.ContextVar("variables_are_read", default=False)
 
@@ -42,6 +44,9 @@ def failed_processes(is_well):
 
 def is_sharded(variable):
     """Whether no device has all of a variable."""
+    # A variable without a value would draw one.
+    if not is_initialized(variable):
+        return False
     sharding = getattr(variable.value, "sharding", None)
     return sharding is not None and not sharding.is_fully_replicated
 

@@ -4,14 +4,10 @@ import numpy as np
 import pytest
 
 from keras_softmoe.analysis import (
-    ExpertExamples,
-    PairRouting,
-    plot_expert_examples,
-    plot_pair,
-)
-from keras_softmoe.analysis import (
     _plot_modality_examples as plot_modality_examples,
 )
+from keras_softmoe.analysis import plot_expert_examples, plot_pair
+from keras_softmoe.analysis._modality_examples import ExpertExamples, PairRouting
 from tests.analysis import pairs
 from tests.analysis.reading import png
 from tests.references import to_numpy

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 
 from keras_softmoe.analysis import (
-    ExpertLoad,
-    PeakSweep,
     plot_concentration,
     plot_expert_contributions,
     plot_expert_load,
@@ -14,6 +12,8 @@ from keras_softmoe.analysis import (
     plot_token_weights,
     plot_tokens_per_slot,
 )
+from keras_softmoe.analysis._load import ExpertLoad
+from keras_softmoe.analysis._peaks import PeakSweep
 from keras_softmoe.analysis._soft_statistics import TOKEN_WEIGHT_EDGES
 from tests.analysis.reading import legend_names, lines, png, tick_names
 from tests.analysis.soft_blocks import (

@@ -5,13 +5,13 @@ import pytest
 
 from keras_softmoe import analysis, routers
 from keras_softmoe.analysis import (
-    RoutingStatistics,
     plot_choice_weights,
     plot_dropped_tokens,
     plot_experts_by_class,
     plot_experts_by_position,
     plot_experts_per_image,
 )
+from keras_softmoe.analysis._statistics import RoutingStatistics
 from tests.analysis.reading import legend_names, png, tick_names
 from tests.models import tiny
 

@@ -7,15 +7,18 @@ from scipy import ndimage
 from keras_softmoe.datasets import (
     COLOR_NAMES,
     HELD_OUT_COMBINATIONS,
-    PLACE_NAMES,
-    RELATION_NAMES,
     SHAPE_COLOR_CLASSES,
-    SHAPE_NAMES,
-    SIZE_NAMES,
     captioned_shapes,
 )
 from keras_softmoe.datasets._captioned_shapes import CaptionedShapes
-from keras_softmoe.datasets._scenes import arrange, sample_scenes
+from keras_softmoe.datasets._scenes import (
+    PLACE_NAMES,
+    RELATION_NAMES,
+    SHAPE_NAMES,
+    SIZE_NAMES,
+    arrange,
+    sample_scenes,
+)
 from tests.datasets.caption_reader import is_true, read_caption, scene_of
 
 HELD_OUT = [SHAPE_COLOR_CLASSES.index(name) for name in HELD_OUT_COMBINATIONS]

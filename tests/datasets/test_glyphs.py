@@ -9,7 +9,7 @@ from keras_softmoe.datasets import GLYPH_CLASSES, digits, glyphs
 from keras_softmoe.datasets import _resampling as resampling
 
 # The package shows the function under the module's name.
-module = sys.modules["keras_softmoe.datasets.glyphs"]
+module = sys.modules["keras_softmoe.datasets._glyphs"]
 
 
 def test_shapes_types_and_classes():

@@ -7,12 +7,8 @@ import keras_hub
 import numpy as np
 import pytest
 
-from keras_softmoe.evaluation import (
-    L2_GRID,
-    few_shot_probe,
-    ridge_probe,
-    sample_support,
-)
+from keras_softmoe.evaluation import few_shot_probe
+from keras_softmoe.evaluation._ridge import L2_GRID, ridge_probe, sample_support
 
 
 def blobs(counts, dim=6, seed=0, spread=1.0):

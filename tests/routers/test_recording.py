@@ -166,3 +166,35 @@ def test_keys_of_ones_own():
         router(DATA)
         router(DATA)
     assert list(decisions) == [2, "2 (2)"]
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        routers.SoftRouter(4),
+        routers.IdentityRouter(4),
+        routers.SoftmaxTokenChoiceRouter(4),
+        routers.SinkhornExpertChoiceRouter(4),
+    ],
+    ids=lambda router: type(router).__name__,
+)
+def test_a_router_in_a_functional_model(router):
+    inputs = keras.Input((16, 8))
+    decision = router(inputs)
+    expected = numbers(router(DATA))
+    assert set(decision.summary) == set(expected.summary)
+    built = keras.Model(inputs, decision.summary)
+    found = numbers(built(DATA))
+    for name, value in expected.summary.items():
+        assert decision.summary[name].shape == (None, *value.shape[1:]), name
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_training_is_the_third_argument():
+    router = routers.SoftmaxTokenChoiceRouter(4, noise_std=8.0)
+    quiet, same = (numbers(router(DATA, None, False)) for _ in range(2))
+    noisy = numbers(router(DATA, None, True))
+    np.testing.assert_array_equal(
+        quiet.summary["probabilities"], same.summary["probabilities"]
+    )
+    assert np.abs(noisy.summary["probabilities"] - quiet.summary["probabilities"]).max()

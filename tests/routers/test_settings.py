@@ -1,5 +1,6 @@
 """Settings of the routers that seat single tokens, some of which may change later."""
 
+import keras
 import numpy as np
 import pytest
 
@@ -157,3 +158,22 @@ def test_losses_by_default():
 def test_bad_losses(settings, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         routers.SoftmaxTokenChoiceRouter(4, **settings)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class LargestLogit(routers.RoutingLoss):
+    """A loss of a user, which knows nothing of weights."""
+
+    def __init__(self, modality=None):
+        super().__init__(modality)
+
+    def __call__(self, routed):
+        return keras.ops.max(routed.logits, axis=(1, 2))
+
+
+def test_a_loss_of_a_user_is_cloned_with_its_router():
+    router = routers.SoftmaxExpertChoiceRouter(4, losses=[LargestLogit()])
+    copy = router.clone(name="copy")
+    assert copy.routing_losses == (LargestLogit(),)
+    loss = losses_of(copy)
+    assert loss.shape == (2,) and loss[0] > 0
