@@ -158,6 +158,6 @@ def _check_labels(labels, num_images, num_classes):
 
 def _classes():
     # On first use, since `models` imports KerasHub.
-    from keras_softmoe.models.class_embeddings import class_embeddings
+    from keras_softmoe.models import class_embeddings
 
     return class_embeddings

@@ -120,7 +120,7 @@ def test_prefix_is_a_str_or_a_path_or_a_url(tmp_path):
 def test_below():
     arrays = {"params/a": np.zeros(2), "params/b/c": np.zeros(3), "step": np.zeros(())}
     lazy = {
-        name: checkpoints.checkpoint.LazyArray(a.shape, a.dtype, lambda a=a: a)
+        name: checkpoints._checkpoint.LazyArray(a.shape, a.dtype, lambda a=a: a)
         for name, a in arrays.items()
     }
     below = checkpoints.Checkpoint(lazy).below("params/")

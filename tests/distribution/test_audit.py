@@ -208,7 +208,7 @@ def test_each_expert_variable_has_one_rule_that_cuts_its_experts(kind):
 
 
 def test_layouts_of_our_own_add_to_the_rules_or_replace_them():
-    name = next(iter(distribution.layouts.EXPERT_RULES))
+    name = next(iter(distribution._layouts.EXPERT_RULES))
     layouts = layout_map(
         mesh(2, 4),
         layouts={name: ("batch", None, None), ".*/mine": (("batch", "expert"),)},
