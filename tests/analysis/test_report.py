@@ -154,7 +154,7 @@ def test_limoe(report, captions):
     ]
     assert found.tables[2][1:] == rows
     assert len(rows) == (2 if captions is None else 4)
-    assert "losses=ImportanceLoss(weight=1) + " in found.tables[1][1][3]
+    assert "losses=ImportanceLoss() + " in found.tables[1][1][3]
     assert "registered_name" not in found.tables[1][1][3]
     # Pairs only where there are captions.
     assert len(found.images) == (6 if captions is None else 8)
