@@ -144,9 +144,10 @@ class MoE(keras.layers.Layer):
         modalities = {}
         if self.router.knows_modalities:
             modalities = {"modalities": layout(inputs)}
-        routing, _ = self.router(
+        decision = self.router(
             tokens, valid=valid, training=training, summarize=False, **modalities
         )
+        routing = decision.routing
         num_tokens = tokens.shape[1]
         if isinstance(routing, SlotRouting) and self._multiplies(num_tokens):
             routing = to_dense(routing, num_tokens)
