@@ -9,6 +9,8 @@ import platform
 import keras
 from timing import Patience
 
+from keras_softmoe.files import replaced_file
+
 
 def command_line(description, shapes):
     """Parser of the options that every benchmark takes.
@@ -166,9 +168,7 @@ def describe(machine):
 
 
 def write_json(path, content):
-    """Write aside and rename, so that no reader ever finds half a file."""
-    aside = f"{path}.part"
-    with open(aside, "w", encoding="utf-8") as file:
+    """Write a file that no reader ever finds half written."""
+    with replaced_file(path) as new, open(new, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=2)
         file.write("\n")
-    os.replace(aside, path)

@@ -1,10 +1,12 @@
 """The Transformer encoder: its block, dense or with experts, and the stack of them."""
 
+import math
+
 import keras
 
 from keras_softmoe.costs import LayerCost, cost_of, normalization
 from keras_softmoe.layers._attention import Attention, check_num_heads, layer_norm
-from keras_softmoe.layers._modalities import add, check_tokens_shape, each
+from keras_softmoe.layers._modalities import add, check_tokens_shape, each, sum_costs
 from keras_softmoe.layers._moe import MoE
 from keras_softmoe.layers.feedforward import MLP
 
@@ -107,18 +109,15 @@ class EncoderBlock(keras.layers.Layer):
         return inputs_shape
 
     def cost(self, inputs_shape, training=False):
-        is_dict = isinstance(inputs_shape, dict)
-        shapes = inputs_shape.values() if is_dict else [inputs_shape]
-        total = LayerCost()
-        for number, shape in enumerate(shapes):
-            batch, num_tokens, width = shape
+        def cost_of_modality(shape):
             part = normalization(shape) * 2 + self.attention.cost(shape, shape)
             if self.moe is None:
                 part += cost_of(self.mlp, shape, training)
             if self.dropout_rate:
-                part += LayerCost(kept_bytes=2 * batch * num_tokens * width)
-            # Modalities share the weights.
-            total += part if number == 0 else part.without_weights()
+                part += LayerCost(kept_bytes=2 * math.prod(shape))
+            return part
+
+        total = sum_costs(cost_of_modality, inputs_shape)
         if self.moe is not None:
             total += self.moe.cost(inputs_shape, training)
         mixtures = (m._replace(name=f"{self.name}/{m.name}") for m in total.mixtures)
@@ -238,16 +237,9 @@ class Encoder:
 
     def cost(self, inputs_shape, training=False):
         """What blocks and normalization cost, a `costs.LayerCost`."""
-        total = LayerCost()
+        total = sum_costs(lambda shape: cost_of(self.norm, shape), inputs_shape)
         for block in self.blocks:
             total += block.cost(inputs_shape, training)
-        is_dict = isinstance(inputs_shape, dict)
-        for number, shape in enumerate(
-            inputs_shape.values() if is_dict else [inputs_shape]
-        ):
-            norm = cost_of(self.norm, shape)
-            # Modalities share the weights.
-            total += norm if number == 0 else norm.without_weights()
         return total
 
 

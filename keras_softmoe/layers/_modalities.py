@@ -77,5 +77,17 @@ def check_tokens_shape(shapes):
         )
 
 
+def sum_costs(cost_of_shape, shapes):
+    """What a layer costs that is applied to each modality: its weights count once.
+
+    Args:
+        cost_of_shape: callable from a shape to a `costs.LayerCost`.
+        shapes: dict of shapes, or one of them.
+    """
+    parts = shapes.values() if isinstance(shapes, dict) else [shapes]
+    first, *others = map(cost_of_shape, parts)
+    return sum((cost.without_weights() for cost in others), start=first)
+
+
 def _shape(tokens):
     return getattr(tokens, "shape", tokens)
