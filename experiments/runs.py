@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import math
 import os
 import platform
 import shutil
@@ -33,6 +34,8 @@ class Run:
         epochs: int. A backup is written after each of them.
         steps_per_epoch: int, batches that are taken of each iterator.
         measure: callable from the trained model to a dict that JSON can hold.
+        watch: optional callable from the model after each epoch to a dict that JSON
+            can hold. It must leave the model as it is.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Run:
     epochs: int
     steps_per_epoch: int
     measure: Callable
+    watch: Callable | None = None
 
 
 def result_file(directory, name):
@@ -70,8 +74,9 @@ def finish(run, directory, on_step=None, verbose=0):
 
     Returns:
         dict that can be written as JSON: `"results"`, what `run.measure` returned, and
-        `"times"`: `"training_seconds"`, of all epochs, and `"seconds"`, of the process
-        that finished the run.
+        with `run.watch` `"curve"`, a list of the mean training loss and what it
+        returned for each epoch; `"times"`: `"training_seconds"`, of all epochs, and
+        `"seconds"`, of the process that finished the run.
     """
     file = result_file(directory, run.name)
     backup = backup_directory(directory, run.name)
@@ -79,8 +84,11 @@ def finish(run, directory, on_step=None, verbose=0):
         started = time.perf_counter()
         keras.utils.set_random_seed(run.seed)
         model = run.build()
-        times = {"training_seconds": _train(run, model, backup, on_step, verbose)}
+        diary = _train(run, model, backup, on_step, verbose)
+        times = {"training_seconds": diary.seconds}
         results = run.measure(model)
+        if run.watch:
+            results["curve"] = diary.curve
         times["seconds"] = time.perf_counter() - started
         write_json(file, {"results": results, "times": times})
         # Models refer to themselves: they would pile up over hundreds of runs.
@@ -218,12 +226,12 @@ def processor():
 
 
 def _train(run, model, backup, on_step, verbose):
-    """Train to the end of the last epoch; returns the seconds of all epochs."""
+    """Train to the end of the last epoch; returns the `_Diary` of all epochs."""
     data = EpochData(run.draw, run.steps_per_epoch, model.preprocess_samples)
-    clock = _Clock(backup / "seconds.json")
+    diary = _Diary(backup / "diary.json", run.watch)
     callbacks = [
         keras.callbacks.TerminateOnNaN(),
-        clock,
+        diary,
         ksm.distribution.Backup(backup / "model", delete=False),
     ]
     if on_step:
@@ -233,20 +241,31 @@ def _train(run, model, backup, on_step, verbose):
             )
         )
     fit(model, data, run.epochs, callbacks, verbose)
-    return clock.seconds
+    return diary
 
 
-class _Clock(keras.callbacks.Callback):
-    """Seconds spent in finished epochs, those before an interruption among them."""
+class _Diary(keras.callbacks.Callback):
+    """What finished epochs took and brought, those before an interruption among them.
 
-    def __init__(self, file):
+    Attributes:
+        seconds: float, the time spent in all epochs.
+        curve: list of dicts, one for each epoch.
+    """
+
+    def __init__(self, file, watch):
         super().__init__()
-        self.file = file
-        self.seconds = read_json(file) if file.exists() else 0.0
+        self.file, self.watch = file, watch
+        kept = read_json(file) if file.exists() else {"seconds": 0.0, "curve": []}
+        self.seconds, self.curve = kept["seconds"], kept["curve"]
 
     def on_epoch_begin(self, epoch, logs=None):
         self.started = time.perf_counter()
 
     def on_epoch_end(self, epoch, logs=None):
         self.seconds += time.perf_counter() - self.started
-        write_json(self.file, self.seconds)
+        # A training that diverged is stopped after this epoch.
+        if self.watch and math.isfinite(logs["loss"]):
+            # An epoch that ended without a backup is there already.
+            del self.curve[epoch:]
+            self.curve.append({"loss": logs["loss"], **self.watch(self.model)})
+        write_json(self.file, {"seconds": self.seconds, "curve": self.curve})

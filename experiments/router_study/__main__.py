@@ -6,7 +6,7 @@ from pathlib import Path
 import keras
 
 from experiments.router_study.configurations import STUDIES
-from experiments.router_study.figures import plot_study
+from experiments.router_study.figures import plot_curves, plot_study
 from experiments.router_study.runner import run_study
 from experiments.router_study.scales import SCALES
 from experiments.router_study.tables import report
@@ -53,7 +53,7 @@ def write_results(results, directory):
     directory = Path(directory)
     write_json(directory / "results.json", results)
     text = report(results)
-    # Figures are of the routers; side studies have their tables.
+    # Figures are of these; side studies have their tables.
     if "routers" in results["studies"]:
         last = f"{results['scale']['shots'][-1]}-shot"
         for metric in ("upstream_accuracy", last):
@@ -61,6 +61,11 @@ def write_results(results, directory):
             with replaced_file(directory / name) as file:
                 plot_study(results, metric).savefig(file)
             text += f"\n![{metric.replace('_', ' ')} against cost]({name})\n"
+    curves = [s for s in ("headline", "initial_scale") if s in results["studies"]]
+    if curves:
+        with replaced_file(directory / "curves.png") as file:
+            plot_curves(results, curves).savefig(file)
+        text += "\n![accuracy and sharpness while training](curves.png)\n"
     with replaced_file(directory / "README.md") as file:
         file.write_text(text, encoding="utf-8")
 

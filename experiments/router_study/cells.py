@@ -38,7 +38,7 @@ def cell(scale, configuration, seed, task):
         model = build_classifier(
             build_backbone(scale, configuration), task.num_classes, task.head_bias
         )
-        task.compile(model, configuration.learning_rate or scale.learning_rate)
+        task.compile(model, configuration.learning_rate)
         return model
 
     def measure(model):
@@ -51,6 +51,12 @@ def cell(scale, configuration, seed, task):
             **_transfer(scale, model, seed),
         }
 
+    def watch(model):
+        return {
+            "accuracy": task.accuracy(model, scale.watched_images),
+            "sharpness": _sharpness(model, task.images(scale.watched_images // 8)[0]),
+        }
+
     return Run(
         name=cell_name(configuration.name, seed),
         seed=seed,
@@ -59,6 +65,7 @@ def cell(scale, configuration, seed, task):
         epochs=scale.epochs,
         steps_per_epoch=scale.steps_per_epoch,
         measure=measure,
+        watch=watch,
     )
 
 
@@ -79,7 +86,7 @@ def describe(scale, configuration):
         "slots_per_token": configuration.capacity,
         "moe_layers": list(configuration.moe_layers),
         "group_images": configuration.group_images,
-        "learning_rate": configuration.learning_rate or scale.learning_rate,
+        "learning_rate": configuration.learning_rate,
         "router": configuration.router and configuration.router.get_config(),
     }
 
@@ -108,25 +115,38 @@ def count(scale, configuration, num_classes):
 
 
 def _routing(scale, model, task):
-    """Dropped tokens and the balance of experts, per block."""
+    """Dropped tokens, the balance of experts and what explains them, per block."""
+    names = ("dropped", "imbalance", "position_share", "label_share", "sharpness")
     if not model.backbone.moe_layers:
-        return {"dropped": None, "imbalance": None}
-    found = ksm.analysis.expert_load(model, task.images(scale.routed_images), verbose=0)
+        return dict.fromkeys(names)
+    images, labels = task.images(scale.routed_images)
+    load, information = ksm.analysis.observe(
+        model,
+        images,
+        [ksm.analysis.LoadReducer(), ksm.analysis.InformationReducer(model, labels)],
+        verbose=0,
+    )
     return {
-        "dropped": [load.dropped for load in found.values()],
-        "imbalance": [load.imbalance for load in found.values()],
+        "dropped": [x.dropped for x in load.values()],
+        "imbalance": [x.imbalance for x in load.values()],
+        "position_share": [x.position_share for x in information.values()],
+        "label_share": [x.label_share for x in information.values()],
+        "sharpness": _sharpness(model, images),
     }
+
+
+def _sharpness(model, images):
+    """The largest dispatch and combine weights in even shares, per soft block."""
+    routers = model.backbone.routers.values()
+    if not any(isinstance(router, ksm.routers.SoftRouter) for router in routers):
+        return None
+    found = ksm.analysis.soft_statistics(model, images, verbose=0)
+    return [[x.dispatch_sharpness, x.combine_sharpness] for x in found.values()]
 
 
 def _transfer(scale, model, seed):
     """Few-shot and fine-tuned accuracy on the handwritten digits."""
-    train, test = (
-        [
-            array[: scale.transfer_images]
-            for array in ksm.datasets.digits(scale.image_size, split)
-        ]
-        for split in ("train", "test")
-    )
+    train, test = (_digits(scale, split) for split in ("train", "test"))
     probe = ksm.evaluation.few_shot_probe(
         model, train, test, shots=scale.shots, seeds=scale.draws, verbose=0
     )
@@ -135,6 +155,15 @@ def _transfer(scale, model, seed):
         "few_shot": {str(shots): result.mean for shots, result in probe.items()},
         "fine_tuned_accuracy": _fine_tuned(scale, model.backbone, train, test, seed),
     }
+
+
+def _digits(scale, split):
+    """Handwritten digits as large as the glyphs, in the middle of the image."""
+    images, labels = ksm.datasets.digits(scale.glyph_size, split)
+    before = (scale.image_size - scale.glyph_size) // 2
+    after = scale.image_size - scale.glyph_size - before
+    images = np.pad(images, ((0, 0), (before, after), (before, after), (0, 0)))
+    return images[: scale.transfer_images], labels[: scale.transfer_images]
 
 
 def _fine_tuned(scale, backbone, train, test, seed):

@@ -1,77 +1,19 @@
 """What the papers found, and whether it shows in the results of a study."""
 
-import math
-import statistics
-from typing import NamedTuple
+import itertools
 
+from experiments.router_study.comparisons import Claim, corrected, differences
 from experiments.router_study.configurations import families
 
-# A difference counts if it is larger than this many standard errors.
-_CLEAR = 2.0
-# Smaller differences are rounding errors.
-_ROUNDING = 1e-9
-METRICS = {
-    "upstream_accuracy": "upstream accuracy",
-    "10-shot": "10-shot accuracy",
-}
-
-
-class Difference(NamedTuple):
-    """What one side of a comparison has more than the other.
-
-    Attributes:
-        name: str, what is compared.
-        mean: float, over the seeds.
-        error: float, standard error of the mean; NaN with one seed.
-        seeds: int, number of seeds in which all models of both sides are there.
-    """
-
-    name: str
-    mean: float
-    error: float
-    seeds: int
-
-
-class Claim(NamedTuple):
-    """A claim of the papers, and what a study says about it.
-
-    Attributes:
-        text: str, the claim.
-        source: str, paper and section, table or figure.
-        differences: dict from a metric (a key of `METRICS`) to a list of `Difference`:
-            the claim holds if all of them are positive.
-    """
-
-    text: str
-    source: str
-    differences: dict
-
-    def verdict(self, metric):
-        """Whether the claim appears.
-
-        Args:
-            metric: str, `"upstream_accuracy"` or `"10-shot"`.
-
-        Returns:
-            str: `"yes"` (all differences are above two standard errors), `"no"` (one is
-            below minus two), `"open"` (neither), or `"not run"`.
-        """
-        found = self.differences[metric]
-        if not found:
-            return "not run"
-        # With one seed nothing is clear: comparisons with NaN are false.
-        if any(d.mean < -_CLEAR * d.error - _ROUNDING for d in found):
-            return "no"
-        clear = all(d.mean > _CLEAR * d.error + _ROUNDING for d in found)
-        return "yes" if clear else "open"
+_ACCURACIES = ("upstream_accuracy", "5-shot")
+_DROPPED = ("dropped",)
 
 
 def claims(results):
     """Compare the models of a study as the papers do.
 
     Every difference is taken within each seed, whose images all models saw, and then
-    averaged. Nothing is tuned for a claim: all models have the hyperparameters of the
-    dense one.
+    averaged. Nothing is tuned for a claim.
 
     Args:
         results: dict, what `run_study` returns, or read from its JSON.
@@ -80,52 +22,67 @@ def claims(results):
         list of `Claim`. One whose models are not there, or not in any common seed, has
         no differences.
 
-    Source: router study, sections 3.2 to 3.4; Soft MoE, sections 3.5 and 3.6 and
-    appendices A, C and D.
+    Source: router study, sections 3.2 to 3.4; Soft MoE, sections 3.3, 3.5 and 3.6 and
+    appendices A to D and F; V-MoE, section 4 and appendix C.
 
     Example:
 
     >>> for claim in claims(results):
     ...     print(claim.text, claim.verdict("upstream_accuracy"))
     """
-    return [
+    found = [
         Claim(
             text,
             source,
-            {metric: _differences(results, contrasts, metric) for metric in METRICS},
+            {metric: differences(results, contrasts, metric) for metric in metrics},
         )
-        for text, source, contrasts in _statements(results)
+        for text, source, contrasts, metrics in _statements(results)
     ]
-
-
-def value(results, name, seed, metric):
-    """One number of a cell.
-
-    Args:
-        results: dict, as for `claims`.
-        name: str, a configuration.
-        seed: str.
-        metric: str, `"upstream_accuracy"`, `"fine_tuned_accuracy"`, `"dropped"` or
-            `"imbalance"` (mean over the blocks), or `"1-shot"`, `"5-shot"` and so on.
-
-    Returns:
-        float, or `None` if there is no such number: the cell is missing or diverged, or
-        the model has no experts.
-    """
-    cell = results["cells"].get(name, {}).get(seed)
-    if cell is None or cell["diverged"]:
-        return None
-    if metric.endswith("-shot"):
-        return cell["few_shot"].get(metric.removesuffix("-shot"))
-    number = cell[metric]
-    return statistics.fmean(number) if isinstance(number, list) else number
+    return corrected(found)
 
 
 # === The claims ===
 
 
 def _statements(results):
-    """Text, source, and contrasts: dicts from configurations to coefficients."""
+    """Text, source, contrasts and metrics of each claim.
+
+    Contrasts are dicts from configurations to coefficients.
+    """
+    for text, source, contrasts, *metrics in (
+        *_of_headline(results),
+        *_of_routers(results),
+        *_of_fixed(results),
+        *_of_side_studies(results),
+    ):
+        yield text, source, contrasts, metrics[0] if metrics else _ACCURACIES
+
+
+def _of_headline(results):
+    in_study = results["studies"].get("headline", [])
+    soft, *_ = *_of_family(results, "headline", "soft"), None
+    token, *_ = *_of_family(results, "headline", "softmax_token_choice"), None
+    for title, name, source in (
+        ("Soft MoE", soft, "Soft MoE, section 3.3 and figure 3"),
+        ("Token choice with batch priority", token, "V-MoE, section 4; Soft MoE, F"),
+    ):
+        yield (
+            f"{title} is better than the dense model of the same cost",
+            source,
+            {f"{_title(results, name)} - dense": {name: 1, "dense": -1}}
+            if name in in_study
+            else {},
+        )
+    yield (
+        "Soft MoE is better than token choice",
+        "Soft MoE, section 3.3 and figure 3",
+        {"soft - token choice with batch priority": {soft: 1, token: -1}}
+        if soft and token
+        else {},
+    )
+
+
+def _of_routers(results):
     by_capacity = _by_capacity(results)
     routers = results["studies"].get("routers", [])
     soft, token, expert = (
@@ -143,36 +100,93 @@ def _statements(results):
         {"expert - token choice": _mean_minus_mean(expert, token)},
     )
     yield (
+        "Who chooses matters more than the affinity",
+        "router study, sections 3.2 and 3.3",
+        _allocation_and_affinity(by_capacity),
+    )
+    yield (
         "Sinkhorn helps token choice more than expert choice",
         "router study, section 3.2",
         _sinkhorn_gains(by_capacity),
     )
     yield (
         "Every mixture of experts is better than the dense model",
-        "Soft MoE, section 3.6 and table 3; router study, introduction",
+        "router study, introduction",
         {
             f"{_title(results, name)} - dense": {name: 1, "dense": -1}
             for name in routers
             if name != "dense"
         },
     )
+    two = by_capacity.get("softmax_token_choice", {})
+    yield (
+        "Two experts per token are better than one",
+        "V-MoE, section 4 and table 8",
+        {"K = 2 - K = 1": {two[2]: 1, two[1]: -1}} if two else {},
+    )
+
+
+def _of_fixed(results):
+    by_family = {
+        _known(results, name, "family"): name
+        for name in results["studies"].get("fixed", [])
+    }
+    soft, soft_uniform, uniform_soft, uniform, identity, permuted = (
+        by_family.get(family)
+        for family in (
+            "soft",
+            "soft_uniform",
+            "uniform_soft",
+            "uniform",
+            "identity",
+            "permuted_identity",
+        )
+    )
     yield (
         "Dispatch mixing matters more than combine mixing",
         "Soft MoE, section 3.6 and table 3",
-        {"soft / uniform - uniform / soft": {"soft_uniform": 1, "uniform_soft": -1}},
+        {"soft / uniform - uniform / soft": {soft_uniform: 1, uniform_soft: -1}}
+        if by_family
+        else {},
     )
-    one = by_capacity.get("soft", {}).get(1)
-    fixed = [n for n in routers if _known(results, n, "family") in families("fixed")]
     yield (
         "Identity and uniform are between the dense model and Soft MoE",
         "Soft MoE, section 3.6 and table 3",
-        {f"soft - {name}": {one: 1, name: -1} for name in fixed if one}
-        | {f"{name} - dense": {name: 1, "dense": -1} for name in fixed},
+        {f"soft - {name}": {soft: 1, name: -1} for name in (uniform, identity)}
+        | {f"{name} - dense": {name: 1, "dense": -1} for name in (uniform, identity)}
+        if by_family
+        else {},
+    )
+    yield (
+        "What identity is worth is worth of positions",
+        "ours: a control",
+        {"identity - identity of permuted tokens": {identity: 1, permuted: -1}}
+        if by_family
+        else {},
+    )
+
+
+def _of_side_studies(results):
+    yield (
+        "A scale that starts at sqrt(D) helps Soft MoE in a short training",
+        "ours",
+        _initial_scale(results),
+    )
+    yield (
+        "Batch priority helps, the more the lower the capacity",
+        "V-MoE, appendix C; Soft MoE, table 8",
+        _batch_priority(results),
     )
     yield (
         "One slot per expert is best at a given number of slots",
         "Soft MoE, section 3.5 and figure 6",
         _one_slot(results),
+    )
+    yield (
+        "The more experts, the more tokens are dropped",
+        "Soft MoE, appendix B and figures 8 to 11",
+        _dropping(results),
+        _DROPPED,
     )
     yield (
         "More slots for the same experts help expert choice more than Soft MoE",
@@ -229,6 +243,68 @@ def _sinkhorn_gains(by_capacity):
         "gain of token choice - of expert choice": gains["token"]
         | {name: -factor for name, factor in gains["expert"].items()},
     }
+
+
+def _allocation_and_affinity(by_capacity):
+    allocation, affinity = {}, {}
+    for way, kind in ((1, "expert"), (-1, "token")):
+        for sign, score in ((1, "sinkhorn"), (-1, "softmax")):
+            names = by_capacity.get(f"{score}_{kind}_choice", {}).values()
+            if not names:
+                return {}
+            allocation |= {name: way / 2 / len(names) for name in names}
+            affinity |= {name: sign / 2 / len(names) for name in names}
+    # Both are positive if the first is larger than the second is in size.
+    return {
+        f"expert - token choice {sign} (Sinkhorn - softmax)": {
+            name: allocation[name] + (1 if sign == "+" else -1) * affinity[name]
+            for name in allocation
+        }
+        for sign in "-+"
+    }
+
+
+def _initial_scale(results):
+    names = {
+        _known(results, name, "router")["initial_scale"]: name
+        for name in results["studies"].get("initial_scale", [])
+        if not name.endswith("_plain")
+    }
+    if not names:
+        return {}
+    started = names["unit_variance"]
+    return {
+        f"from sqrt(D) - from {start:g}": {started: 1, name: -1}
+        for start, name in names.items()
+        if name != started
+    }
+
+
+def _batch_priority(results):
+    gains = {}
+    for name in results["studies"].get("priority", []):
+        if name.endswith("_bpr"):
+            other = name.removesuffix("_bpr")
+            factor = _known(results, name, "router")["capacity_factor"]
+            gains[factor] = {name: 1, other: -1}
+    if not gains:
+        return {}
+    least, most = min(gains), max(gains)
+    return {f"gain at C = {c:g}": gain for c, gain in gains.items()} | {
+        f"gain at C = {least:g} - at C = {most:g}": gains[least]
+        | {name: -factor for name, factor in gains[most].items()}
+    }
+
+
+def _dropping(results):
+    contrasts = {}
+    for family in ("softmax_expert_choice", "softmax_token_choice"):
+        names = _of_family(results, "experts", family)
+        names.sort(key=lambda name: _known(results, name, "num_experts"))
+        for few, many in itertools.pairwise(names):
+            text = f"{_title(results, many)} - {_title(results, few)}"
+            contrasts[text] = {many: 1, few: -1}
+    return contrasts
 
 
 def _one_slot(results):
@@ -302,34 +378,3 @@ def _known(results, name, key):
 
 def _title(results, name):
     return _known(results, name, "title")
-
-
-# === Numbers ===
-
-
-def _differences(results, contrasts, metric):
-    """One `Difference` for each contrast; none at all unless all can be computed."""
-    found = []
-    for name, contrast in contrasts.items():
-        by_seed = _by_seed(results, contrast or {}, metric)
-        if not by_seed:
-            return []
-        error = math.nan
-        if len(by_seed) > 1:
-            error = statistics.stdev(by_seed) / math.sqrt(len(by_seed))
-        difference = statistics.fmean(by_seed)
-        found.append(Difference(name, difference, error, len(by_seed)))
-    return found
-
-
-def _by_seed(results, contrast, metric):
-    """The sum of coefficients times numbers, for each seed that has them all."""
-    sums = []
-    for seed in map(str, results["scale"]["seeds"]):
-        terms = [
-            (factor, value(results, name, seed, metric))
-            for name, factor in contrast.items()
-        ]
-        if terms and all(number is not None for _, number in terms):
-            sums.append(sum(factor * number for factor, number in terms))
-    return sums

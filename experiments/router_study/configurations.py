@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from experiments.router_study.permuted_identity import PermutedIdentityRouter
 from keras_softmoe import ops, routers
 
 
@@ -28,6 +29,10 @@ class Family(NamedTuple):
         return self.kind in ("token", "expert")
 
 
+# The papers' 300,000 steps can move a scale that starts at 1 by 90, thousands of steps
+# hardly at all: see the study "initial_scale".
+_SCALED = {"initial_scale": "unit_variance"}
+
 FAMILIES = {
     "dense": Family("Dense ViT", "dense"),
     "softmax_token_choice": Family(
@@ -47,12 +52,18 @@ FAMILIES = {
         "expert",
         routers.SparseTransportExpertChoiceRouter,
     ),
-    "soft": Family("Soft MoE", "soft", routers.SoftRouter),
+    "soft": Family("Soft MoE", "soft", routers.SoftRouter, _SCALED),
     "soft_uniform": Family(
-        "Soft / uniform", "half fixed", routers.SoftRouter, {"combine": "uniform"}
+        "Soft / uniform",
+        "half fixed",
+        routers.SoftRouter,
+        {"combine": "uniform"} | _SCALED,
     ),
     "uniform_soft": Family(
-        "Uniform / soft", "half fixed", routers.SoftRouter, {"dispatch": "uniform"}
+        "Uniform / soft",
+        "half fixed",
+        routers.SoftRouter,
+        {"dispatch": "uniform"} | _SCALED,
     ),
     "uniform": Family(
         "Uniform",
@@ -61,6 +72,9 @@ FAMILIES = {
         {"dispatch": "uniform", "combine": "uniform"},
     ),
     "identity": Family("Identity", "fixed", routers.IdentityRouter),
+    "permuted_identity": Family(
+        "Identity of permuted tokens", "fixed", PermutedIdentityRouter
+    ),
 }
 
 
@@ -70,12 +84,16 @@ def families(*kinds):
 
 
 STUDIES = {
+    "learning_rate": "Learning rates",
+    "headline": "Mixtures against the dense model of the same cost",
     "routers": "Routers",
+    "fixed": "Soft MoE and fixed routing in the last half of the blocks",
+    "initial_scale": "Where the scale of Soft MoE starts",
+    "priority": "Batch priority and capacity in training",
     "combine": "With and without softmax combine",
     "experts": "Experts at fixed slots",
     "slots": "Slots at fixed experts",
     "placement": "Placement of the expert layers",
-    "learning_rate": "Learning rate of the dense model",
 }
 # The nearest whole number of slots, as in V-MoE, section 2.3.
 _NEAREST = {"rounding": "round", "multiple_of": None}
@@ -95,7 +113,7 @@ class Configuration(NamedTuple):
         group_images: int, images whose tokens are routed together.
         capacity: float or `None`, slots per token (`K` of token choice).
         num_experts: int or `None`, experts per layer.
-        learning_rate: float or `None`, instead of the scale's.
+        learning_rate: float, the peak.
     """
 
     name: str
@@ -106,19 +124,25 @@ class Configuration(NamedTuple):
     group_images: int = 1
     capacity: float | None = None
     num_experts: int | None = None
-    learning_rate: float | None = None
+    learning_rate: float = 0.0
 
 
 def configurations(scale, studies=tuple(STUDIES)):
     """The models of a study, none twice.
 
-    `"routers"`: a dense model, six routers with one and two slots per token, and four
-    fixed routings (router study, section 3; Soft MoE, table 3). `"combine"`: Sinkhorn
-    token choice that weighs by the plan (router study, figure 3). `"experts"`: more
-    experts with fewer slots each (Soft MoE, figure 6). `"slots"`: more slots for the
-    same experts (figure 12), of expert choice also within single images.
-    `"placement"`: as many experts in few or many layers (tables 5 to 7).
-    `"learning_rate"`: what the learning rate of all was chosen from.
+    `"learning_rate"`: what the learning rates of the others were chosen from, with a
+    seed of its own. `"headline"`: a dense model, and mixtures of its cost, with more
+    seeds. `"routers"`: a dense model and six routers with one and two slots per token
+    (router study, section 3). `"fixed"`: Soft MoE with one slot per expert in the last
+    half of the blocks, and routing that is fixed in part or whole (Soft MoE, table 3);
+    identity of permuted tokens is the control of what their positions are worth.
+    `"initial_scale"`: Soft MoE whose scale starts elsewhere, and without normalization.
+    `"priority"`: token choice with and without batch priority at low capacity (Soft
+    MoE, table 8; V-MoE, appendix C). `"combine"`: Sinkhorn token choice that weighs by
+    the plan (router study, figure 3). `"experts"`: more experts with fewer slots each
+    (Soft MoE, figure 6 and appendix B). `"slots"`: more slots for the same experts
+    (figure 12), of expert choice also within single images. `"placement"`: as many
+    experts in few or many layers (tables 5 to 7).
 
     Args:
         scale: `Scale`.
@@ -135,15 +159,19 @@ def configurations(scale, studies=tuple(STUDIES)):
 
     >>> found = configurations(SMALL)
     >>> len(found["routers"])
-    17
+    13
     """
     makers = {
+        "learning_rate": _learning_rate,
+        "headline": _headline,
         "routers": _routers,
+        "fixed": _fixed,
+        "initial_scale": _initial_scale,
+        "priority": _priority,
         "combine": _combine,
         "experts": _experts,
         "slots": _slots,
         "placement": _placement,
-        "learning_rate": _learning_rate,
     }
     if not studies or any(study not in makers for study in studies):
         raise ValueError(
@@ -156,13 +184,50 @@ def configurations(scale, studies=tuple(STUDIES)):
 # === Studies ===
 
 
+def _learning_rate(scale):
+    for rate in scale.learning_rates:
+        yield _dense(scale, rate)
+        for family in ("softmax_token_choice", "softmax_expert_choice", "soft"):
+            yield _mixture(scale, family, learning_rate=rate)
+
+
+def _headline(scale):
+    yield _dense(scale)
+    yield _mixture(scale, "soft")
+    yield _mixture(scale, "soft", initial_scale=1.0)
+    yield _mixture(scale, "softmax_token_choice", priority="max")
+    yield _mixture(scale, "softmax_expert_choice")
+    yield _mixture(scale, "identity")
+
+
 def _routers(scale):
-    yield _dense()
+    yield _dense(scale)
     for factor in (1, 2):
         for family in families("token", "expert", "soft"):
             yield _mixture(scale, family, factor)
-    for family in families("half fixed", "fixed"):
-        yield _mixture(scale, family)
+
+
+def _fixed(scale):
+    yield _dense(scale)
+    layers = tuple(range(scale.num_layers // 2, scale.num_layers))
+    for family in families("soft", "half fixed", "fixed"):
+        yield _mixture(scale, family, moe_layers=layers)
+
+
+def _initial_scale(scale):
+    for start in ("unit_variance", 1.0, 4.0, None):
+        yield _mixture(scale, "soft", initial_scale=start)
+
+
+def _priority(scale):
+    for factor in (0.25, 0.5, 1.0):
+        for priority in ("position", "max"):
+            yield _mixture(
+                scale,
+                "softmax_token_choice",
+                capacity_factor=factor,
+                priority=priority,
+            )
 
 
 def _combine(scale):
@@ -172,8 +237,11 @@ def _combine(scale):
 
 
 def _experts(scale):
-    for family in ("soft", "softmax_expert_choice", "softmax_token_choice"):
-        for num_experts in scale.expert_counts:
+    for num_experts in scale.expert_counts:
+        # As many slots as experts at most, of a soft router.
+        capacity = max(scale.expert_counts) / scale.num_tokens
+        yield _mixture(scale, "soft", max(capacity, 1), num_experts)
+        for family in ("softmax_expert_choice", "softmax_token_choice"):
             yield _mixture(scale, family, num_experts=num_experts)
 
 
@@ -221,20 +289,16 @@ def placements(num_layers):
     return list(dict.fromkeys(found))
 
 
-def _learning_rate(scale):
-    for rate in scale.learning_rates:
-        yield _dense(None if rate == scale.learning_rate else rate)
-
-
 # === One model ===
 
 
-def _dense(learning_rate=None):
+def _dense(scale, learning_rate=None):
     name, title = "dense", FAMILIES["dense"].title
     if learning_rate is not None:
         name += f"_lr{learning_rate:g}"
         title += f", learning rate {learning_rate:g}"
-    return Configuration(name, "dense", title, learning_rate=learning_rate)
+    rate = learning_rate or scale.rate("dense")
+    return Configuration(name, "dense", title, learning_rate=rate)
 
 
 def _mixture(
@@ -247,6 +311,9 @@ def _mixture(
     combine="softmax",
     priority="position",
     slots=None,
+    capacity_factor=1.0,
+    initial_scale="unit_variance",
+    learning_rate=None,
 ):
     """A mixture of experts. What differs from the scale's default is in its name."""
     known = FAMILIES[family]
@@ -256,7 +323,7 @@ def _mixture(
     name, title = [family], [known.title]
     settings = {**known.settings, **_NAMED}
 
-    if family == "identity":
+    if "identity" in family:
         # It has no slots to spare: as many experts as share the tokens of an image.
         experts = max(n for n in range(1, experts + 1) if scale.num_tokens % n == 0)
     elif known.is_sparse:
@@ -266,7 +333,7 @@ def _mixture(
         letter = "K" if known.kind == "token" else "c"
         if known.kind == "token":
             settings |= {"num_selected_experts": capacity, "priority": priority}
-            settings["capacity_factor"] = 1.0
+            settings["capacity_factor"] = capacity_factor
         else:
             settings["capacity_factor"] = float(capacity)
         name.append(f"{letter.lower()}{capacity:g}")
@@ -280,6 +347,14 @@ def _mixture(
         if family == "soft":
             name.append(f"{slots}s")
             title.append(f"{slots} slot{'s' * (slots > 1)} each")
+            if initial_scale is None:
+                settings |= {"initial_scale": 1.0, "normalize": False}
+                name.append("plain")
+                title.append("plain logits")
+            elif initial_scale != "unit_variance":
+                settings["initial_scale"] = initial_scale
+                name.append(f"scale{initial_scale:g}")
+                title.append(f"scale from {initial_scale:g}")
     router = known.router(experts, **settings)
     if known.is_sparse:
         # Says now, not after hours, that an expert would get no slot.
@@ -293,12 +368,18 @@ def _mixture(
     if known.is_sparse and group != scale.group_images:
         name.append(f"of{group}")
         title.append(f"groups of {group} image{'s' * (group > 1)}")
+    if capacity_factor != 1:
+        name.append(f"c{capacity_factor:g}")
+        title.append(f"C = {capacity_factor:g}")
     if combine != "softmax":
         name.append(combine)
         title.append("weighed by the plan")
     if priority == "max":
         name.append("bpr")
         title.append("batch priority")
+    if learning_rate is not None:
+        name.append(f"lr{learning_rate:g}")
+        title.append(f"learning rate {learning_rate:g}")
     return Configuration(
         "_".join(name),
         family,
@@ -308,4 +389,5 @@ def _mixture(
         group,
         capacity,
         experts,
+        learning_rate or scale.rate(known.kind),
     )

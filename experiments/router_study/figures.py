@@ -3,8 +3,10 @@
 import itertools
 import statistics
 
-from experiments.router_study.configurations import FAMILIES, families
-from experiments.router_study.tables import finished_seeds, numbers
+import numpy as np
+
+from experiments.router_study.configurations import FAMILIES, STUDIES, families
+from experiments.router_study.tables import numbers, seeds_of
 from keras_softmoe.analysis.drawing import (
     MARKERS,
     PALETTE,
@@ -78,7 +80,7 @@ def plot_study(results, metric="upstream_accuracy"):
     as_percentages(left.yaxis)
     handles, names = left.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right center", fontsize=8)
-    count = len(finished_seeds(results))
+    count = len(results["scale"]["seeds"])
     title = f"Scale {results['scale']['name']}, {count} seed{'s' * (count > 1)}"
     if any(len(row) > 1 for row in points.values()):
         title += "; hollow: the fewest slots per token"
@@ -86,11 +88,98 @@ def plot_study(results, metric="upstream_accuracy"):
     return figure
 
 
+def plot_curves(results, studies=("headline", "initial_scale")):
+    """Show how models learn, and how sharply their soft routers route meanwhile.
+
+    One row for each study. Left: accuracy on images that were not trained on, against
+    the images seen; lines are means over seeds, bands reach from the least to the most.
+    Right: the largest dispatch weight of a slot in even shares, the mean of the blocks;
+    at 1 (dashed) every slot is the mean of the image.
+
+    Args:
+        results: dict, what `run_study` returns, or read from its JSON.
+        studies: sequence of names of studies.
+
+    Returns:
+        `matplotlib.figure.Figure`.
+
+    Raises:
+        ValueError: if nothing of a study is finished.
+        ImportError: if matplotlib is missing.
+
+    Example:
+
+    >>> plot_curves(results).savefig("curves.png")
+    """
+    curves = {study: _curves(results, study) for study in studies}
+    if not all(curves.values()):
+        raise ValueError(
+            "Nothing of these studies is finished. Received: "
+            f"studies={[study for study in studies if not curves[study]]}."
+        )
+    figure = new_figure(9.0, 3.2 * len(studies))
+    for row, study in zip(
+        figure.subplots(len(studies), 2, squeeze=False), studies, strict=True
+    ):
+        accuracy, sharpness = row
+        for color, (title, found) in zip(
+            itertools.cycle(PALETTE), curves[study].items()
+        ):
+            for ax, values in zip(row, found, strict=True):
+                if values is not None:
+                    images = _images_seen(results, values.shape[1])
+                    ax.plot(images, values.mean(0), color=color, lw=1.2, label=title)
+                    ends = values.min(0), values.max(0)
+                    ax.fill_between(images, *ends, color=color, alpha=0.2, lw=0)
+        as_percentages(accuracy.yaxis)
+        accuracy.set_ylabel("upstream accuracy", fontsize=9)
+        accuracy.legend(fontsize=7, loc="lower right")
+        sharpness.axhline(1.0, color="0.5", ls="--", lw=0.8)
+        sharpness.set_ylabel("largest dispatch weight, even shares", fontsize=9)
+        for ax in row:
+            plain_axes(ax)
+            ax.set_xlabel("images seen, thousands", fontsize=9)
+        accuracy.set_title(STUDIES[study], fontsize=9, loc="left")
+    return figure
+
+
+def _images_seen(results, epochs):
+    scale = results["scale"]
+    part = scale["steps_per_epoch"] * scale["batch_size"] / 1e3
+    return [part * (epoch + 1) for epoch in range(epochs)]
+
+
+def _curves(results, study):
+    """Title -> accuracy and sharpness, `(seeds, epochs)` arrays, or `None`."""
+    found = {}
+    for name in results["studies"].get(study, ()):
+        cells = results["cells"].get(name, {})
+        curves = [
+            cells[seed]["curve"]
+            for seed in seeds_of(results, study)
+            if seed in cells and not cells[seed]["diverged"]
+        ]
+        if not curves:
+            continue
+        accuracy = [[point["accuracy"] for point in curve] for curve in curves]
+        sharpness = None
+        if curves[0][0]["sharpness"]:
+            sharpness = np.array(
+                [
+                    [np.mean(point["sharpness"], axis=0)[0] for point in curve]
+                    for curve in curves
+                ]
+            )
+        title = results["configurations"][name]["title"]
+        found[title] = np.array(accuracy), sharpness
+    return found
+
+
 def _points(results, metric):
     """Family -> list of dicts with both costs, mean and spread."""
     points = {}
     for name in results["studies"]["routers"]:
-        found = numbers(results, name, metric)
+        found = numbers(results, name, metric, seeds_of(results, "routers"))
         if not found:
             continue
         known = results["configurations"][name]

@@ -120,7 +120,7 @@ class Stopwatch:
         model = build_classifier(backbone, self.task.num_classes)
         # Prepared images: what is timed is the model.
         model.preprocessor = None
-        self.task.compile(model, self.scale.learning_rate)
+        self.task.compile(model, configuration.learning_rate)
 
         def step():
             model.train_on_batch(self.images, self.labels)

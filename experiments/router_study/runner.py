@@ -38,7 +38,7 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
         directory: path, where cells, images and backups are kept.
         studies: sequence of names, see `configurations`.
         seeds: sequence of ints, those of the scale that are to be trained now; all of
-            them if `None`.
+            them if `None`. A study trains those of them that it has.
         verbose: 0 for silence, 1 for a progress bar over the steps of all cells with
             the time that is left, 2 for one line.
 
@@ -54,9 +54,12 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
           image).
         - `"cells"`: dict from names to dicts from seeds (strings) to results:
           `"upstream_accuracy"`, `"few_shot"` (dict from shots to mean accuracy),
-          `"fine_tuned_accuracy"`, `"dropped"` and `"imbalance"` (per block with
-          experts, see `analysis.expert_load`), and `"diverged"`, with which a cell has
-          no other results.
+          `"fine_tuned_accuracy"`; per block with experts `"dropped"` and `"imbalance"`
+          (see `analysis.expert_load`), `"position_share"` and `"label_share"` (see
+          `analysis.expert_information`) and, of a soft router, `"sharpness"` (that of
+          dispatch and of combine, see `analysis.SoftStatistics`); `"curve"`, for each
+          epoch `"loss"`, `"accuracy"` and `"sharpness"`; and `"diverged"`, with which
+          a cell has no other results but the curve.
         - `"times"`: the machine; `"steps"`, a step of each model and of the dense one
           in turn, and their ratio; `"cells"`, seconds, see `runs.finish`.
 
@@ -73,15 +76,24 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
     >>> print(report(results))
     """
     chosen = configurations(scale, studies)
-    seeds = scale.seeds if seeds is None else tuple(seeds)
-    if not seeds or set(seeds) - set(scale.seeds):
+    known = (scale.rate_seed, *scale.all_seeds)
+    seeds = known if seeds is None else tuple(seeds)
+    if not seeds or set(seeds) - set(known):
         raise ValueError(
-            f"The scale has the seeds {scale.seeds}. Name some of them, or change it "
-            f"with `dataclasses.replace`. Received: seeds={seeds}."
+            f"The scale has the seeds {known}. Name some of them, or change it with "
+            f"`dataclasses.replace`. Received: seeds={seeds}."
         )
     files = _Files(directory, scale)
     models = {name: c for study in chosen.values() for name, c in study.items()}
-    cells = [(name, seed) for seed in seeds for name in models]
+    cells = [
+        (name, seed)
+        for seed in seeds
+        for name in models
+        if any(
+            name in of_study and seed in scale.seeds_of(study)
+            for study, of_study in chosen.items()
+        )
+    ]
     # What is damaged is found now, not after the training of the others.
     gather(scale, directory, studies)
     files.keep_to_one_backend()
@@ -133,7 +145,8 @@ def gather(scale, directory, studies=tuple(STUDIES)):
             found["configurations"][name] |= known["cost"]
             found["times"]["steps"][name] = known["times"]
             found["times"]["machine"] = known["machine"]
-            cells = {str(s): files.cell(name, s) for s in scale.seeds}
+            seeds = (scale.rate_seed, *scale.all_seeds)
+            cells = {str(s): files.cell(name, s) for s in seeds}
             cells = {s: read_json(file) for s, file in cells.items() if file.exists()}
             for part in ("results", "times"):
                 of_seeds = {seed: cell[part] for seed, cell in cells.items()}
@@ -143,7 +156,7 @@ def gather(scale, directory, studies=tuple(STUDIES)):
 
 
 def _train(scale, models, cells, task, files, verbose):
-    dense = configurations(scale, ("routers",))["routers"][_DENSE]
+    dense = configurations(scale, ("headline",))["headline"][_DENSE]
     progress = _Progress(scale.steps, len(cells), verbose)
     stopwatch = None
     for name, seed in cells:

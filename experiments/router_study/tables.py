@@ -2,10 +2,28 @@
 
 import statistics
 
-from experiments.router_study.claims import METRICS, claims, value
+from experiments.router_study.claims import claims
+from experiments.router_study.comparisons import CONFIDENCE, value
 from experiments.router_study.configurations import STUDIES
 
 _NONE = "–"
+_METRICS = {
+    "upstream_accuracy": "upstream accuracy",
+    "5-shot": "5-shot accuracy",
+    "dropped": "dropped tokens",
+}
+_NOT_ASKED = """\
+- *A mixture is worth a dense model of several times its cost* (V-MoE, section 4; Soft
+  MoE, section 3.3): takes dense models of many sizes, trained for long.
+- *Inference at low capacity keeps its accuracy under batch priority* (V-MoE, section
+  4): asked of the trained presets, in `guides/vmoe_at_low_capacity.py`.
+- *Soft MoE is fast with thousands of experts* (Soft MoE, section 3.5): asked by the
+  benchmarks.
+- *Gains hold from JFT to ImageNet, to contrastive training and at 15 billion
+  parameters* (V-MoE, section 4; Soft MoE, section 4; LIMoE, section 4): the data were
+  never released.
+- *Experts for modalities and concepts* (LIMoE, sections 3 and 4): asked of the LIMoE
+  presets, with their cards, and in `limoe_losses.json`."""
 _NAMED = {"keras": "Keras ", "python": "Python "}
 _VERDICTS = {
     "yes": "appears",
@@ -24,9 +42,11 @@ def table(results, study="routers"):
 
     Returns:
         str, a Markdown table. Accuracies in percent are means over the seeds with the
-        standard deviation; a step is timed against the dense model's; dropped tokens
-        and imbalance (the fullest expert over the mean) are means over blocks and
-        seeds. How many seeds diverged is said beside the model.
+        standard deviation; a step is timed against the dense model's; dropped tokens,
+        imbalance (the fullest expert over the mean), position (how much of the expert's
+        entropy it explains) and sharpness (the largest dispatch weight of a slot, in
+        even shares) are means over blocks and seeds. How many seeds diverged is said
+        beside the model.
 
     Raises:
         ValueError: if there is no such study in the results.
@@ -43,9 +63,10 @@ def table(results, study="routers"):
     shots = results["scale"]["shots"]
     head = ["model", "parameters", "MFLOP", "step", "upstream"]
     head += [f"{count}-shot" for count in shots]
-    head += ["fine-tuned", "dropped", "imbalance"]
+    head += ["fine-tuned", "dropped", "imbalance", "position", "sharpness"]
     rows = [head, ["---", *["---:"] * (len(head) - 1)]]
-    rows += [_row(results, name) for name in results["studies"][study]]
+    seeds = seeds_of(results, study)
+    rows += [_row(results, name, seeds) for name in results["studies"][study]]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -57,7 +78,7 @@ def claims_table(results):
 
     Returns:
         str, Markdown: for each claim the verdict under each metric, and the differences
-        in percentage points with their standard errors.
+        in percentage points with their t-intervals.
 
     Example:
 
@@ -66,9 +87,13 @@ def claims_table(results):
     lines = []
     for claim in claims(results):
         lines.append(f"- **{claim.text}** ({claim.source}).")
-        for metric, name in METRICS.items():
+        for metric in claim.differences:
             verdict = _VERDICTS[claim.verdict(metric)]
-            lines.append(f"    - {name}: {verdict}.{_listed(claim, metric)}")
+            if claim.survives(metric):
+                verdict += ", after the correction too"
+            lines.append(
+                f"    - {_METRICS[metric]}: {verdict}.{_listed(claim, metric)}"
+            )
     return "\n".join(lines)
 
 
@@ -86,15 +111,17 @@ def report(results):
     >>> pathlib.Path("study.md").write_text(report(results))
     """
     parts = [f"# The router study, `{results['scale']['name']}`", _setup(results)]
+    parts += ["## The claims of the papers", _reading(results), claims_table(results)]
+    parts += ["## Claims that cannot be asked here", _NOT_ASKED]
     for study in results["studies"]:
         parts += [f"## {STUDIES[study]}", table(results, study)]
-    parts += ["## The claims of the papers", _reading(results), claims_table(results)]
     return "\n\n".join(parts) + "\n"
 
 
-def _row(results, name):
+def _row(results, name, seeds):
     known = results["configurations"][name]
     cells = results["cells"].get(name, {})
+    cells = {seed: cell for seed, cell in cells.items() if seed in seeds}
     diverged = sum(cell["diverged"] for cell in cells.values())
     title = known["title"] + (f" ({diverged} diverged)" if diverged else "")
     shots = [f"{count}-shot" for count in results["scale"]["shots"]]
@@ -105,15 +132,25 @@ def _row(results, name):
         f"{known['parameters']:,}" if "parameters" in known else _NONE,
         f"{1e3 * known['gflop_per_image']:,.1f}" if "parameters" in known else _NONE,
         f"{times['ratio']:.2f}" if times else _NONE,
-        *(_percent(numbers(results, name, metric)) for metric in metrics),
-        _percent(numbers(results, name, "dropped"), spread=False),
-        _plain(numbers(results, name, "imbalance")),
+        *(_percent(numbers(results, name, metric, seeds)) for metric in metrics),
+        _percent(numbers(results, name, "dropped", seeds), spread=False),
+        _plain(numbers(results, name, "imbalance", seeds)),
+        _percent(numbers(results, name, "position_share", seeds), spread=False),
+        _plain(numbers(results, name, "sharpness", seeds)),
     ]
 
 
-def numbers(results, name, metric):
+def seeds_of(results, study):
+    """Seeds of the models of a study, strings."""
+    scale = results["scale"]
+    seeds = [scale["rate_seed"]] if study == "learning_rate" else scale["seeds"]
+    if study == "headline":
+        seeds = seeds + scale["more_seeds"]
+    return list(map(str, seeds))
+
+
+def numbers(results, name, metric, seeds):
     """One number of all seeds in which there is one, a list of floats."""
-    seeds = map(str, results["scale"]["seeds"])
     found = [value(results, name, seed, metric) for seed in seeds]
     return [number for number in found if number is not None]
 
@@ -136,7 +173,7 @@ def _listed(claim, metric):
     if not found:
         return ""
     texts = [
-        f"{d.name}: {100 * d.mean:+.2f} ± {100 * d.error:.2f}"
+        f"{d.name}: {100 * d.mean:+.2f} ± {100 * d.margin:.2f} ({d.seeds} seeds)"
         if d.seeds > 1
         else f"{d.name}: {100 * d.mean:+.2f} (one seed)"
         for d in found
@@ -154,7 +191,8 @@ def _setup(results):
     images = scale["epochs"] * scale["steps_per_epoch"] * scale["batch_size"]
     machine = times["machine"] or {"backend": "no machine yet"}
     machine = ", ".join(_NAMED.get(n, "") + text for n, text in machine.items())
-    rates = ", ".join(f"{rate:g}" for rate in scale["learning_rates"])
+    tried = ", ".join(f"{rate:g}" for rate in scale["learning_rates"])
+    rates = ", ".join(f"{rate:g} ({kind})" for kind, rate in scale["rates"].items())
     layers, dim, mlp_dim = (scale[n] for n in ("num_layers", "hidden_dim", "mlp_dim"))
     return (
         f"{count} trainings, seeds {', '.join(finished_seeds(results))}; the "
@@ -165,25 +203,36 @@ def _setup(results):
         f"{scale['image_size']}; where nothing else is said every second block has "
         f"{scale['num_experts']} experts and sparse routers route "
         f"{scale['group_images']} images together. Each saw the same {images:,} images "
-        f"of {data}, in batches of {scale['batch_size']}. One set of hyperparameters, "
-        f"chosen for the dense model (learning rate {scale['learning_rate']:g}, "
-        f"compared with others in the study `learning_rate`: {rates}), serves all; "
-        "noise and losses of the "
-        "routers are those of the papers. Digits: scikit-learn's handwritten ones, "
+        f"of {data}, in batches of {scale['batch_size']}. One set of hyperparameters "
+        f"serves all but for the peak learning rate, the best of {tried} for one model "
+        f"of each kind, with seed {scale['rate_seed']}, which no other result is of: "
+        f"{rates}; routing that is fixed in part or whole has that of Soft MoE. The "
+        "scale of Soft MoE starts at the root of the width where nothing else is said; "
+        "noise and losses of the routers are those of the papers. Digits: "
+        "scikit-learn's handwritten ones, "
         f"never seen upstream, {scale['draws']} draws. MFLOP: of predicting one image. "
         "Step: time of a training step over the dense model's, measured in turn. "
-        "Accuracies in percent, mean ± standard deviation over seeds."
+        "Accuracies in percent, mean ± standard deviation over seeds. Position: the "
+        "share of the entropy of a token's expert that its place explains. Sharpness: "
+        "the largest dispatch weight of a slot in even shares; at 1 a slot is the mean "
+        "of the image."
     )
 
 
 def _reading(results):
+    every = [
+        d
+        for claim in claims(results)
+        for metric in claim.differences
+        for d in claim.differences[metric]
+    ]
     return (
-        f"Differences in percentage points, taken within each of "
-        f"{len(finished_seeds(results))} seeds; ± is the standard error of their "
-        "mean. *Appears*: all differences are above two standard errors. With so few "
-        "seeds that is weak evidence: the error itself is uncertain, and many "
-        "differences are looked at. One scale shows what happens at that scale: it "
-        "neither proves nor refutes what the papers found at another."
+        "Differences in percentage points, taken within each seed; ± is half of the "
+        f"{100 * CONFIDENCE:g} % t-interval of their mean. *Appears*: all intervals of "
+        f"a claim are above zero. {len(every)} differences are looked at, so that some "
+        "intervals miss zero by chance: *after the correction too* means Holm's, for "
+        "all that are looked at under the same metric. One scale shows what happens at "
+        "that scale: it neither proves nor refutes what the papers found at another."
     )
 
 

@@ -53,18 +53,27 @@ class GlyphTask:
         glyphs = self._glyphs(number, seed, epoch * number)
         return batches_of(*glyphs, self.scale.batch_size)
 
-    def accuracy(self, model):
+    def accuracy(self, model, number=None):
         """Accuracy on images that no model is trained on, a float."""
-        images, labels = self._glyphs(self.scale.validation_images, VALIDATION_SEED)
-        return accuracy(model, images, labels)
+        return accuracy(model, *self.images(number or self.scale.validation_images))
 
     def images(self, number):
-        """Some of those images, uint8 `(number, height, width, 3)`."""
-        return self._glyphs(self.scale.validation_images, VALIDATION_SEED)[0][:number]
+        """The first of those images, uint8 `(number, height, width, 3)`, and labels."""
+        images, labels = self._glyphs(self.scale.validation_images, VALIDATION_SEED)
+        return images[:number], labels[:number]
 
     def _glyphs(self, number, seed, start=0):
+        scale = self.scale
         return ksm.datasets.glyphs(
-            number, self.scale.image_size, seed, start, self.directory, verbose=0
+            number,
+            scale.image_size,
+            seed,
+            start,
+            self.directory,
+            verbose=0,
+            placement=scale.placement,
+            distractors=scale.distractors,
+            glyph_size=scale.glyph_size,
         )
 
 
@@ -102,17 +111,20 @@ class TfdsTask:
         data = self._recipe().training_data(train, seed=int(state))
         return data.as_numpy_iterator()
 
-    def accuracy(self, model):
-        """Accuracy on the validation split, a float."""
+    def accuracy(self, model, number=None):
+        """Accuracy on images of the validation split, a float."""
         right = [
             np.argmax(model.predict(images, verbose=0), axis=-1) == labels
-            for images, labels in self._validation(self.scale.validation_images)
+            for images, labels in self._validation(
+                number or self.scale.validation_images
+            )
         ]
         return float(np.mean(np.concatenate(right)))
 
     def images(self, number):
-        """Some images of the validation split, uint8 `(number, height, width, 3)`."""
-        return np.concatenate([images for images, _ in self._validation(number)])
+        """The first images of that split, uint8 `(N, height, width, 3)`, and labels."""
+        batches = zip(*self._validation(number), strict=True)
+        return tuple(map(np.concatenate, batches))
 
     def _validation(self, number):
         rows = self._images(self.validation).unbatch().take(number)
@@ -128,12 +140,12 @@ class TfdsTask:
             crop_to_aspect_ratio=True,
         )
 
-    def _recipe(self, learning_rate=None):
+    def _recipe(self, learning_rate=0.0):
         scale = self.scale
         return ksm.training.vmoe_pretraining(
             self.num_classes,
             scale.steps,
-            peak_learning_rate=learning_rate or scale.learning_rate,
+            peak_learning_rate=learning_rate,
             warmup_steps=scale.warmup_steps,
             weight_decay=scale.weight_decay,
             clip_norm=scale.clip_norm,

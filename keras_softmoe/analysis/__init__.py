@@ -9,12 +9,15 @@ model on one page. Both need matplotlib (the extra `viz`): without it they raise
 from keras_softmoe.analysis._by_modality import (
     modality_statistics as modality_statistics,
 )
+from keras_softmoe.analysis._information import InformationReducer as InformationReducer
+from keras_softmoe.analysis._information import expert_information as expert_information
 from keras_softmoe.analysis._load import LoadReducer as LoadReducer
 from keras_softmoe.analysis._load import expert_load as expert_load
 from keras_softmoe.analysis._maps import main_experts as main_experts
 from keras_softmoe.analysis._maps import routing_maps as routing_maps
 from keras_softmoe.analysis._modality_examples import expert_examples as expert_examples
 from keras_softmoe.analysis._modality_examples import pair_routing as pair_routing
+from keras_softmoe.analysis._monitor import RoutingMonitor as RoutingMonitor
 from keras_softmoe.analysis._peaks import peak_sweep as peak_sweep
 from keras_softmoe.analysis._plot_comparisons import (
     plot_experts_in_use as plot_experts_in_use,

@@ -81,6 +81,19 @@ class SoftStatistics(NamedTuple):
         """
         return float(self.combine.mean[0])
 
+    @property
+    def dispatch_sharpness(self):
+        """Float from 1: `dispatch_peak` in even shares, `1 / S` each.
+
+        At 1 every slot is the mean of all tokens: the layer does not route.
+        """
+        return self.dispatch_peak * len(self.dispatch.mean)
+
+    @property
+    def combine_sharpness(self):
+        """Float from 1: `combine_peak` in even shares, `1 / (E * C)` each."""
+        return self.combine_peak * len(self.combine.mean)
+
     def tokens_above(self, weight):
         """The share of tokens whose total dispatch weight is at least so much.
 

@@ -74,7 +74,7 @@ def routing_statistics(
     """
     reducer = RoutingReducer(model, labels)
     if labels is not None:
-        _check_labels(len(images), labels)
+        check_labels(len(images), labels)
     (found,) = observe(model, images, [reducer], batch_size, preprocessor, verbose)
     return found
 
@@ -129,14 +129,14 @@ class _Sums:
         # (images, tokens, E) each
         taken, weights, given = (
             values.reshape(-1, num_tokens, values.shape[-1])[is_image]
-            for values in _by_token(decision)
+            for values in experts_of_tokens(decision)
         )
         self.experts_per_image.append(taken.any(1).sum(-1))
         self.weight_by_position += weights.sum(0, dtype="float64")
         if self.labels is not None:
             classes = np.arange(self.labels.max() + 1)[:, None]
             rows = slice(self.num_images, self.num_images + len(weights))
-            _check_labels(rows.stop, self.labels[: rows.stop])
+            check_labels(rows.stop, self.labels[: rows.stop])
             member = classes == self.labels[rows]
             self.weight_by_class += member @ weights.mean(1, dtype="float64")
         self.num_images += len(weights)
@@ -152,7 +152,7 @@ class _Sums:
         num_tokens = self.weight_by_position.shape[0]
         weight_by_class = None
         if self.labels is not None:
-            _check_labels(self.num_images, self.labels)
+            check_labels(self.num_images, self.labels)
             count = np.bincount(self.labels)[:, None]
             with np.errstate(invalid="ignore"):
                 weight_by_class = self.weight_by_class / count
@@ -166,7 +166,7 @@ class _Sums:
         )
 
 
-def _by_token(decision):
+def experts_of_tokens(decision):
     """Which experts take a token, the weights of their outputs, the router's weights.
 
     Returns:
@@ -187,7 +187,7 @@ def _by_token(decision):
     return taken, weights, summary.get("probabilities", weights)
 
 
-def _check_labels(num_images, labels):
+def check_labels(num_images, labels):
     if len(labels) != num_images:
         raise ValueError(
             "Each image has one label. Received: "

@@ -303,7 +303,8 @@ class SoftMoE(keras.layers.Layer):
 
     Short for `MoE(SoftRouter(num_experts, slots_per_expert), mlp_dim)`. With as many
     slots (`num_experts * slots_per_expert`) as tokens it costs as much as the dense
-    MLP; one slot per expert is usually best (section 3.5).
+    MLP; one slot per expert is usually best (section 3.5). In a training of less than
+    some ten thousand steps set `initial_scale="unit_variance"`, see `SoftRouter`.
 
     Args:
         num_experts: int, number of experts.
@@ -311,6 +312,7 @@ class SoftMoE(keras.layers.Layer):
         slots_per_expert: int, slots of each expert.
         equal_experts: bool, whether all experts start with the same weights.
         remat_experts: bool, see `MoE`.
+        initial_scale: float, or `"unit_variance"`, see `SoftRouter`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
@@ -337,6 +339,7 @@ class SoftMoE(keras.layers.Layer):
         slots_per_expert=1,
         equal_experts=False,
         remat_experts=False,
+        initial_scale=1.0,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -345,8 +348,9 @@ class SoftMoE(keras.layers.Layer):
         self.slots_per_expert = slots_per_expert
         self.equal_experts = equal_experts
         self.remat_experts = remat_experts
+        self.initial_scale = initial_scale
         self.moe = MoE(
-            SoftRouter(num_experts, slots_per_expert),
+            SoftRouter(num_experts, slots_per_expert, initial_scale=initial_scale),
             mlp_dim,
             equal_experts=equal_experts,
             remat_experts=remat_experts,
@@ -374,4 +378,5 @@ class SoftMoE(keras.layers.Layer):
             "slots_per_expert": self.slots_per_expert,
             "equal_experts": self.equal_experts,
             "remat_experts": self.remat_experts,
+            "initial_scale": self.initial_scale,
         }

@@ -1,5 +1,7 @@
 """The soft router: every slot mixes all tokens."""
 
+import math
+
 import keras
 from keras import ops
 
@@ -13,6 +15,7 @@ from keras_softmoe.sharding import check_layer, replicate
 # number to the norm itself, which has no gradient at an all-zero token (padding).
 _EPSILON = 1e-6
 _NEVER = -1e30
+_UNIT_VARIANCE = "unit_variance"
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -37,6 +40,12 @@ class SoftRouter(Router):
         normalize: bool, whether the logits are a scaled cosine (the default, needed
             at large widths: appendix E) or the plain product `X mu` of equation 1,
             which has no scale.
+        initial_scale: float over 0, where the learned `scale` starts (1 in the
+            papers), or `"unit_variance"` for `sqrt(D)`, with which the logits of
+            random directions have variance 1, as those of equation 1 have. An
+            optimizer like Adam moves it by no more than the sum of the learning rates:
+            by 90 in the papers' 300,000 steps, by a few units in some thousands, where
+            a slot would stay the mean of all tokens.
         noise_std: float, standard deviation of normal noise on the logits in
             training. Unlike that of the sparse routers it is not divided by the
             number of experts.
@@ -76,6 +85,7 @@ class SoftRouter(Router):
         combine="soft",
         normalize=True,
         noise_std=0.0,
+        initial_scale=1.0,
         **kwargs,
     ):
         for argument, value in (("dispatch", dispatch), ("combine", combine)):
@@ -89,12 +99,14 @@ class SoftRouter(Router):
                 "An expert needs at least one slot. `slots_per_expert` must be a "
                 f"positive integer. Received: slots_per_expert={slots_per_expert}."
             )
+        _check_scale(initial_scale, normalize)
         super().__init__(num_experts, **kwargs)
         self.slots_per_expert = slots_per_expert
         self.dispatch = dispatch
         self.combine = combine
         self.normalize = normalize
         self.noise_std = noise_std
+        self.initial_scale = initial_scale
         if noise_std:
             self.seed_generator = keras.random.SeedGenerator()
 
@@ -129,7 +141,14 @@ class SoftRouter(Router):
             name="mu",
         )
         if self.normalize:
-            self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+            scale = self.initial_scale
+            if scale == _UNIT_VARIANCE:
+                scale = math.sqrt(tokens_shape[-1])
+            self.scale = self.add_weight(
+                shape=(),
+                initializer=keras.initializers.Constant(scale),
+                name="scale",
+            )
         check_layer(self)
 
     def call(self, tokens, valid=None, training=False):
@@ -192,7 +211,23 @@ class SoftRouter(Router):
             "combine": self.combine,
             "normalize": self.normalize,
             "noise_std": self.noise_std,
+            "initial_scale": self.initial_scale,
         }
+
+
+def _check_scale(initial_scale, normalize):
+    is_number = isinstance(initial_scale, (int, float)) and initial_scale > 0
+    if not is_number and initial_scale != _UNIT_VARIANCE:
+        raise ValueError(
+            f"`initial_scale` is a number over 0, or '{_UNIT_VARIANCE}' for the square "
+            f"root of the tokens' width. Received: initial_scale={initial_scale!r}."
+        )
+    if not normalize and initial_scale != 1:
+        raise ValueError(
+            "Logits that are not normalized have no scale. Leave `initial_scale` out, "
+            f"or set `normalize=True`. Received: initial_scale={initial_scale!r}, "
+            "normalize=False."
+        )
 
 
 def _inverse_norm(x, axis):

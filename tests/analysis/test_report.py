@@ -58,7 +58,10 @@ def test_soft_classifier(report):
     assert ["parameters", f"{model.count_params():,}"] in model_table
     gflop = evaluation.cost(model).gflop_per_image
     assert ["GFLOP for an image (or a pair)", f"{gflop:.3g}"] in model_table
-    settings = "slots_per_expert=2, dispatch=soft, combine=soft, normalize=True"
+    settings = (
+        "slots_per_expert=2, dispatch=soft, combine=soft, normalize=True, "
+        "initial_scale=1"
+    )
     assert router_table[1:] == [["block 0, block 1", "SoftRouter", "3", settings]]
     statistics = analysis.soft_statistics(model, images, verbose=0)
     load = analysis.expert_load(model, images, verbose=0)

@@ -66,6 +66,50 @@ def test_classes_can_be_told_apart():
     assert np.mean((test @ weights).argmax(-1) == labels) > 0.05
 
 
+ANYWHERE = {"image_size": 24, "placement": "anywhere", "glyph_size": 16}
+
+
+def test_anywhere_is_the_same_glyph_somewhere():
+    small, labels = (x[:300] for x in glyphs(300, image_size=16, seed=5, verbose=0))
+    images, same = glyphs(300, seed=5, verbose=0, **ANYWHERE)
+    np.testing.assert_array_equal(same, labels)
+    assert images.shape == (300, 24, 24, 3)
+    places = set()
+    for picture, image in zip(small[..., 0] > 128, images[..., 0] > 128, strict=True):
+        # Noise is drawn anew, so some grey pixels fall on the other side.
+        different = {
+            (top, left): np.mean(picture != image[top : top + 16, left : left + 16])
+            for top in range(9)
+            for left in range(9)
+        }
+        place = min(different, key=different.get)
+        assert different[place] < 0.15
+        places.add(place)
+    # All 81 places are equally likely.
+    assert len(places) > 60
+
+
+def test_two_thirds_of_the_image():
+    default = glyphs(20, 24, placement="anywhere", verbose=0)[0]
+    np.testing.assert_array_equal(glyphs(20, verbose=0, **ANYWHERE)[0], default)
+    middle = glyphs(20, 24, glyph_size=16, verbose=0)[0]
+    assert middle[:, :, 2].mean() < 30 < middle[:, :, 12].mean()
+
+
+def test_distractors_lie_beside_the_glyph():
+    clear, labels = glyphs(300, verbose=0, **ANYWHERE)
+    images, same = glyphs(300, distractors=2, verbose=0, **ANYWHERE)
+    np.testing.assert_array_equal(same, labels)
+    added = images[..., 0] > clear[..., 0].astype(int) + 100
+    # Two squares of a ninth of the image each, a third of it ink, partly on the glyph.
+    assert 0.02 < added.mean() < 0.1
+    assert np.mean(added.any((1, 2))) > 0.9
+    hidden = (clear[..., 0] > 200) & (images[..., 0] < 100)
+    assert hidden.mean() < 0.001
+    part = glyphs(7, start=260, distractors=2, verbose=0, **ANYWHERE)[0]
+    np.testing.assert_array_equal(part, images[260:267])
+
+
 @pytest.mark.parametrize(
     "arguments, received",
     [
@@ -75,6 +119,10 @@ def test_classes_can_be_told_apart():
         ({"num_images": 1, "image_size": 7}, "image_size=7"),
         ({"num_images": 1, "seed": -1}, "seed=-1"),
         ({"num_images": 1, "start": -1}, "start=-1"),
+        ({"num_images": 1, "placement": "left"}, "placement='left'"),
+        ({"num_images": 1, "distractors": -1}, "distractors=-1"),
+        ({"num_images": 1, "glyph_size": 7}, "glyph_size=7"),
+        ({"num_images": 1, "glyph_size": 33}, "glyph_size=33, image_size=32"),
     ],
 )
 def test_bad_arguments(arguments, received):
@@ -101,7 +149,8 @@ def test_cache_is_read_back(tmp_path, monkeypatch):
     again, labels_again = glyphs(30, cache_dir=folder, verbose=0)
     np.testing.assert_array_equal(again, images)
     np.testing.assert_array_equal(labels_again, labels)
-    for other in ({"seed": 1}, {"start": 1}, {"image_size": 16}):
+    others = ({"seed": 1}, {"start": 1}, {"image_size": 16}, {"distractors": 1})
+    for other in (*others, {"placement": "anywhere"}, {"glyph_size": 16}):
         with pytest.raises(RuntimeError, match="drawn again"):
             glyphs(30, cache_dir=folder, verbose=0, **other)
     monkeypatch.setattr(module, "_VERSION", module._VERSION + 1)

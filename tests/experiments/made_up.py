@@ -10,7 +10,7 @@ def results(scale, accuracy, studies=tuple(STUDIES)):
     Args:
         scale: `Scale`.
         accuracy: callable from the name of a configuration and a seed to its upstream
-            accuracy, or `None` for a cell that is missing. 10-shot accuracy is half of
+            accuracy, or `None` for a cell that is missing. 5-shot accuracy is half of
             it.
         studies: names of studies.
     """
@@ -28,9 +28,15 @@ def results(scale, accuracy, studies=tuple(STUDIES)):
             **describe(scale, configuration),
             **count(scale, configuration, num_classes=179),
         }
+        seeds = {
+            seed
+            for study, of_study in chosen.items()
+            for seed in scale.seeds_of(study)
+            if name in of_study
+        }
         cells = {
             str(seed): cell(accuracy(name, seed), configuration)
-            for seed in scale.seeds
+            for seed in sorted(seeds)
             if accuracy(name, seed) is not None
         }
         found["cells"][name] = cells
@@ -44,11 +50,20 @@ def results(scale, accuracy, studies=tuple(STUDIES)):
 def cell(accuracy, configuration):
     """Results of one cell."""
     layers = len(configuration.moe_layers)
+    sharpness = [[3.0, 2.0]] * layers if configuration.family == "soft" else None
     return {
         "diverged": False,
         "upstream_accuracy": accuracy,
-        "few_shot": {"1": accuracy / 10, "5": accuracy / 5, "10": accuracy / 2},
+        "few_shot": {"1": accuracy / 10, "5": accuracy / 2, "10": accuracy / 1.25},
         "fine_tuned_accuracy": 0.9,
-        "dropped": [0.25] * layers or None,
+        # Grows with the experts.
+        "dropped": [(configuration.num_experts or 0) / 64] * layers or None,
         "imbalance": [2.0] * layers or None,
+        "position_share": [0.5] * layers or None,
+        "label_share": [0.1] * layers or None,
+        "sharpness": sharpness,
+        "curve": [
+            {"loss": 2.0, "accuracy": accuracy * part, "sharpness": sharpness}
+            for part in (0.5, 1.0)
+        ],
     }

@@ -12,7 +12,7 @@ from experiments.router_study import cells, runner
 from experiments.runs import finish
 from keras_softmoe import evaluation
 
-SCALE = dataclasses.replace(study.SMOKE, seeds=(3, 4), timed_rounds=1)
+SCALE = dataclasses.replace(study.SMOKE, seeds=(3, 4), more_seeds=(), timed_rounds=1)
 # Its noise, and that of the order of images, has to be taken up again.
 NAMES = ("dense", "softmax_token_choice_k2", "soft_4s")
 
@@ -23,7 +23,8 @@ def few_models(monkeypatch):
 
     def few(scale, studies):
         models = every(scale, ("routers",))["routers"]
-        return {"routers": {name: models[name] for name in NAMES}}
+        found = {"routers": {name: models[name] for name in NAMES}}
+        return found | {"headline": {"dense": models["dense"]}}
 
     monkeypatch.setattr(runner, "configurations", few)
 
@@ -68,7 +69,18 @@ def test_results(uninterrupted):
         assert 0 < times["training_seconds"] < times["seconds"]
     soft, dense = (results["cells"][name]["3"] for name in ("soft_4s", "dense"))
     assert soft["dropped"] == [0.0] and soft["imbalance"][0] >= 1
-    assert dense["dropped"] is None and dense["imbalance"] is None
+    assert 0 <= soft["position_share"][0] <= 1
+    for cell in (soft, dense):
+        assert len(cell["curve"]) == SCALE.epochs
+        assert all(
+            0 <= point["accuracy"] <= 1 < point["loss"] for point in cell["curve"]
+        )
+    # Of 16 tokens and 16 slots
+    for point in (*soft["curve"], soft):
+        ((dispatch, combine),) = point["sharpness"]
+        assert 1 <= dispatch <= 16 and 1 <= combine <= 16
+    for part in ("dropped", "imbalance", "position_share", "label_share", "sharpness"):
+        assert dense[part] is None
     assert all(t["ratio"] > 0 for t in results["times"]["steps"].values())
     left = {path.name for path in directory.iterdir()}
     folders = {"images", "cells", "configurations", "backup"}
@@ -124,11 +136,12 @@ def test_an_interrupted_study(uninterrupted, tmp_path, monkeypatch):
 
 
 def test_models_that_diverge(tmp_path, monkeypatch):
-    diverges = dataclasses.replace(SCALE, seeds=(0,), learning_rate=float("inf"))
+    rates = {"dense": float("inf"), "token": 1.0, "expert": 1.0, "soft": 1.0}
+    diverges = dataclasses.replace(SCALE, seeds=(0,), rates=rates)
     models = runner.configurations(diverges, ("routers",))["routers"]
     task = runner.upstream_task(diverges, tmp_path / "images")
     found = finish(cells.cell(diverges, models["dense"], 0, task), tmp_path)
-    assert found["results"] == {"diverged": True}
+    assert found["results"] == {"diverged": True, "curve": []}
     assert found["times"]["seconds"] > 0
 
 
@@ -174,5 +187,5 @@ def test_a_directory_of_another_scale(tmp_path):
 
 
 def test_seeds_that_the_scale_lacks(tmp_path):
-    with pytest.raises(ValueError, match=r"seeds \(3, 4\).*Received: seeds=\(5,\)"):
+    with pytest.raises(ValueError, match=r"\(100, 3, 4\).*Received: seeds=\(5,\)"):
         run(tmp_path, seeds=(5,))

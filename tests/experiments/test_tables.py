@@ -30,12 +30,12 @@ def cells_of(text):
 
 def test_a_row(results):
     rows = cells_of(study.table(results))
-    assert list(rows)[0] == "Dense ViT" and len(rows) == 17
+    assert list(rows)[0] == "Dense ViT" and len(rows) == 13
     row = rows["Sinkhorn token choice, K = 2"]
     router = study.configurations(study.SMALL)["routers"]["sinkhorn_token_choice_k2"]
     cost = evaluation.cost(
         {
-            "image_shape": (32, 32, 3),
+            "image_shape": (16, 16, 3),
             "patch_size": 4,
             "num_layers": 4,
             "num_heads": 4,
@@ -56,65 +56,82 @@ def test_a_row(results):
         "step": "1.50",
         "upstream": "51.0 ± 1.0",
         "1-shot": "5.1 ± 0.1",
-        "5-shot": "10.2 ± 0.2",
-        "10-shot": "25.5 ± 0.5",
+        "5-shot": "25.5 ± 0.5",
+        "10-shot": "40.8 ± 0.8",
         "fine-tuned": "90.0 ± 0.0",
         "dropped": "25.0",
         "imbalance": "2.00",
+        "position": "50.0",
+        "sharpness": "–",
     }
-    assert rows["Dense ViT"]["dropped"] == rows["Dense ViT"]["imbalance"] == "–"
+    for column in ("dropped", "imbalance", "position", "sharpness"):
+        assert rows["Dense ViT"][column] == "–"
+    assert rows["Soft MoE, 1 slot each"]["sharpness"] == "3.00"
+    # Six seeds, 0.50 to 0.55.
+    headline = cells_of(study.table(results, "headline"))
+    assert headline["Dense ViT"]["upstream"] == "52.5 ± 1.9"
+    # One of its own.
+    rates = cells_of(study.table(results, "learning_rate"))
+    assert rates["Dense ViT, learning rate 0.001"]["upstream"] == "150.0"
 
 
 def test_what_is_not_there_yet(results):
-    del results["times"]["steps"]["soft_4s"]
+    del results["times"]["steps"]["soft_2s"]
     for key in ("parameters", "gflop_per_image", "training_gflop"):
-        del results["configurations"]["soft_4s"][key]
-    results["cells"]["soft_4s"] = {}
-    results["cells"]["identity"]["1"] = {"diverged": True}
+        del results["configurations"]["soft_2s"][key]
+    results["cells"]["soft_2s"] = {}
+    results["cells"]["soft_1s"]["1"] = {"diverged": True, "curve": []}
     rows = cells_of(study.table(results))
-    assert set(rows["Soft MoE, 4 slots each"].values()) == {
-        "Soft MoE, 4 slots each",
+    assert set(rows["Soft MoE, 2 slots each"].values()) == {
+        "Soft MoE, 2 slots each",
         "–",
     }
-    assert rows["Identity (1 diverged)"]["upstream"] == "51.0 ± 1.4"
+    assert rows["Soft MoE, 1 slot each (1 diverged)"]["upstream"] == "51.0 ± 1.4"
 
 
 def test_report(results):
     text = study.report(results)
     for study_name in results["studies"]:
         assert study.table(results, study_name) in text
-    assert text.count("\n- **") == 10
+    assert text.count("\n- **") == 19
     models = sum(map(len, results["cells"].values()))
-    assert f"{models} trainings, seeds 0, 1, 2; the processes" in text
+    assert f"{models} trainings, seeds 0, 1, 2, 3, 4, 5, 100; the processes" in text
     assert f" {models}.0 hours" in text
-    assert "(learning rate 0.003, compared with others" in text
-    assert "65,536 images" in text
+    assert "the best of 0.001, 0.002, 0.004 for one model of each kind" in text
+    assert "512,000 images" in text
+    every = [
+        d for c in study.claims(results) for m in c.differences.values() for d in m
+    ]
+    assert f"{len(every)} differences are looked at" in text
 
 
 def test_seeds_that_are_not_there_are_not_counted(results):
     for cells in results["cells"].values():
-        del cells["1"], cells["2"]
-    text = study.report(results)
-    assert "trainings, seeds 0; " in text and "each of 1 seeds" in text
-    assert study.plot_study(results).get_suptitle().startswith("Scale small, 1 seed;")
+        for seed in set(cells) - {"0"}:
+            del cells[seed]
+    assert "trainings, seeds 0; " in study.report(results)
 
 
 def test_claims_in_words():
     def dispatch_matters(name, seed):
-        return 0.5 + (name == "soft_uniform") * (0.02 + 0.001 * seed)
+        return 0.5 + name.startswith("soft_uniform") * (0.02 + 0.001 * seed)
 
-    results = made_up.results(study.SMALL, dispatch_matters, ("routers",))
+    results = made_up.results(study.SMALL, dispatch_matters, ("fixed",))
     lines = study.claims_table(results).splitlines()
     (place,) = (i for i, line in enumerate(lines) if "Dispatch mixing" in line)
+    # 0.0577 points, 4.303 times
     assert lines[place + 1].strip() == (
-        "- upstream accuracy: appears. soft / uniform - uniform / soft: +2.10 ± 0.06."
+        "- upstream accuracy: appears, after the correction too. "
+        "soft / uniform - uniform / soft: +2.10 ± 0.25 (3 seeds)."
     )
-    assert sum("not run" in line for line in lines) == 8
+    # Two metrics each, of dropping one.
+    assert sum("not run" in line for line in lines) == 2 * 15 + 1
 
 
 def test_results_are_made_of_the_json_alone(results, tmp_path):
     command_line.write_results(results, tmp_path / "one")
-    names = ["10_shot.png", "README.md", "results.json", "upstream_accuracy.png"]
+    names = ["10_shot.png", "README.md", "curves.png", "results.json"]
+    names.append("upstream_accuracy.png")
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == names
     kept = json.loads((tmp_path / "one" / "results.json").read_text())
     assert kept == results
@@ -133,12 +150,28 @@ def test_the_committed_study(tmp_path):
     text = (tmp_path / "README.md").read_text("utf-8")
     assert text == (COMMITTED / "README.md").read_text("utf-8")
     assert kept["scale"] == json.loads(json.dumps(study.SMALL.settings))
-    trained = [
-        name
-        for name in kept["studies"]["routers"]
-        if set(kept["cells"][name]) == {"0", "1", "2"}
-    ]
-    assert len(trained) == 17
+    for name in kept["studies"]["headline"]:
+        assert set(kept["cells"][name]) == set("012345")
+    for name in kept["studies"]["routers"]:
+        assert {"0", "1", "2"} <= set(kept["cells"][name])
+
+
+def test_learning_rates_are_the_best_of_those_tried():
+    kept = json.loads((COMMITTED / "results.json").read_text("utf-8"))
+    best = {}
+    for name in kept["studies"]["learning_rate"]:
+        known = kept["configurations"][name]
+        kind = study.configurations(study.SMALL)["learning_rate"][name].family
+        accuracy = kept["cells"][name]["100"]["upstream_accuracy"]
+        best.setdefault(kind, {})[accuracy] = known["learning_rate"]
+    best = {kind: rates[max(rates)] for kind, rates in best.items()}
+    rates = study.SMALL.rates
+    assert best == {
+        "dense": rates["dense"],
+        "softmax_token_choice": rates["token"],
+        "softmax_expert_choice": rates["expert"],
+        "soft": rates["soft"],
+    }
 
 
 def test_command_line(results, tmp_path, monkeypatch, capsys):
@@ -157,21 +190,21 @@ def test_command_line(results, tmp_path, monkeypatch, capsys):
 
 
 def test_figure(results):
-    results["times"]["steps"]["soft_8s"]["ratio"] = 2.5
+    results["times"]["steps"]["soft_2s"]["ratio"] = 2.5
     figure = study.plot_study(results, "5-shot")
     left, right = figure.axes
     assert left.get_ylabel() == "5-shot accuracy on digits"
     for ax in (left, right):
-        # A point with its spread for each of 17 models, hollow or in the legend.
-        assert len(ax.containers) == 17
+        # A point with its spread for each of 13 models, hollow or in the legend.
+        assert len(ax.containers) == 13
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert len(names) == len(set(names)) == 11
+    assert len(names) == len(set(names)) == 7
     (soft,) = (
         line
         for line in left.lines
         if len(line.get_xdata()) == 2 and list(line.get_xdata()) == [1.5, 2.5]
     )
-    assert list(soft.get_ydata()) == pytest.approx([0.51 / 5] * 2)
+    assert list(soft.get_ydata()) == pytest.approx([0.51 / 2] * 2)
     costs = {
         round(c["training_gflop"] / 1e3, 9)
         for name, c in results["configurations"].items()
@@ -179,6 +212,27 @@ def test_figure(results):
     }
     drawn = {round(float(c.lines[0].get_xdata()[0]), 9) for c in right.containers}
     assert drawn == costs
+
+
+def test_curves(results):
+    figure = study.plot_curves(results)
+    assert len(figure.axes) == 4
+    accuracy, sharpness = figure.axes[:2]
+    dense = accuracy.lines[0]
+    # 250 steps of 128 images; the mean of six seeds, half and whole.
+    assert list(dense.get_xdata()) == [32.0, 64.0]
+    assert list(dense.get_ydata()) == pytest.approx([0.525 / 2, 0.525])
+    names = [text.get_text() for text in accuracy.get_legend().get_texts()]
+    known = results["configurations"]
+    assert names == [known[n]["title"] for n in results["studies"]["headline"]]
+    # Two soft models, and the line of an even share.
+    assert [list(line.get_ydata()) for line in sharpness.lines] == [
+        [3.0, 3.0],
+        [3.0, 3.0],
+        [1.0, 1.0],
+    ]
+    with pytest.raises(ValueError, match=r"finished. Received: studies=\['seeds'\]"):
+        study.plot_curves(results, ["headline", "seeds"])
 
 
 def test_what_cannot_be_shown(results):

@@ -7,7 +7,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 from experiments import router_study as study
-from experiments.router_study.cells import cell
+from experiments.router_study.cells import _digits, cell
 from experiments.router_study.models import Stopwatch, build_backbone, build_classifier
 from experiments.router_study.tasks import VALIDATION_SEED, upstream_task
 from experiments.runs import finish
@@ -23,7 +23,7 @@ def test_glyphs_are_new_in_each_epoch(tmp_path):
     np.testing.assert_array_equal(images, expected[0])
     np.testing.assert_array_equal(labels, expected[1])
     # Images of validation are those of a seed that no model is trained on.
-    assert VALIDATION_SEED not in scale.seeds
+    assert VALIDATION_SEED not in (*scale.all_seeds, scale.rate_seed)
 
 
 def test_accuracy_and_head(tmp_path):
@@ -34,12 +34,27 @@ def test_accuracy_and_head(tmp_path):
     _, labels = datasets.glyphs(
         scale.validation_images, scale.image_size, VALIDATION_SEED, verbose=0
     )
-    logits = model.predict(task.images(2), verbose=0)
+    images, same = task.images(2)
+    np.testing.assert_array_equal(same, labels[:2])
+    logits = model.predict(images, verbose=0)
     np.testing.assert_array_equal(logits, -2.0)
     bias = np.zeros(task.num_classes, "float32")
     bias[labels[0]] = 1.0
     model.output_dense.bias.assign(bias)
     assert task.accuracy(model) == np.mean(labels == labels[0])
+
+
+def test_glyphs_anywhere(tmp_path):
+    scale = dataclasses.replace(study.ANYWHERE, validation_images=8)
+    images, _ = upstream_task(scale, tmp_path).images(8)
+    expected, _ = datasets.glyphs(
+        8, 24, VALIDATION_SEED, verbose=0, placement="anywhere", distractors=2
+    )
+    np.testing.assert_array_equal(images, expected)
+    # Digits are as large as glyphs, in the middle.
+    digits, _ = _digits(scale, "test")
+    assert digits.shape[1:] == (24, 24, 3)
+    assert not digits[:, :4].any() and digits[:, 4:20, 4:20].std() > 20
 
 
 def test_a_data_set_of_tfds(tmp_path):
@@ -52,7 +67,8 @@ def test_a_data_set_of_tfds(tmp_path):
         assert task.num_classes == 10 and task.validation == "test"
         # Log of 1 over 10 classes.
         assert task.head_bias == pytest.approx(-2.302585)
-        assert task.images(5).shape == (5, 16, 16, 3)
+        images, labels = task.images(5)
+        assert images.shape == (5, 16, 16, 3) and labels.shape == (5,)
         assert Stopwatch(scale, task, models["dense"]).measure(models["soft_4s"])
 
         def train(directory, stop=100):

@@ -140,6 +140,19 @@ def test_initial_dispatch_is_spread_out():
     assert dispatch.max(1).mean() < 0.02
 
 
+@pytest.mark.parametrize("start, scale", [(4, 4.0), ("unit_variance", 512**0.5)])
+def test_initial_scale(start, scale):
+    """A softmax of logits with unit variance, as equation 1 has without a norm."""
+    tokens = np.random.default_rng(0).normal(size=(2, 196, 512)).astype("float32")
+    router = routers.SoftRouter(128, initial_scale=start)
+    decision = router(tokens)
+    np.testing.assert_allclose(to_numpy(router.scale.value), scale, rtol=1e-6)
+    spread = to_numpy(decision.summary["logits"]).std()
+    np.testing.assert_allclose(spread, scale / 512**0.5, rtol=0.05)
+    copy = routers.SoftRouter.from_config(router.get_config())
+    assert copy.initial_scale == start
+
+
 def test_noise(set_noise):
     shape = SHAPES[2]
     tokens = cases.array("normal", (*shape[:2], WIDTH), 0)
@@ -193,6 +206,9 @@ def test_float32_under_mixed_bfloat16():
         ({"num_experts": 4, "slots_per_expert": 0}, "0"),
         ({"num_experts": 4, "dispatch": "hard"}, "hard"),
         ({"num_experts": 4, "combine": "hard"}, "hard"),
+        ({"num_experts": 4, "initial_scale": 0}, "initial_scale=0"),
+        ({"num_experts": 4, "initial_scale": "large"}, "initial_scale='large'"),
+        ({"num_experts": 4, "initial_scale": 2.0, "normalize": False}, "2.0"),
     ],
 )
 def test_bad_arguments_are_named(kwargs, received):
