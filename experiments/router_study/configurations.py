@@ -196,8 +196,6 @@ def _headline(scale):
     yield _mixture(scale, "soft")
     yield _mixture(scale, "soft", initial_scale=1.0)
     yield _mixture(scale, "softmax_token_choice", priority="max")
-    yield _mixture(scale, "softmax_expert_choice")
-    yield _mixture(scale, "identity")
 
 
 def _routers(scale):

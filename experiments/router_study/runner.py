@@ -49,7 +49,7 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
         - `"scale"`: the settings of the scale.
         - `"studies"`: dict from studies to names of configurations.
         - `"configurations"`: dict from names to what is known without training and,
-          once the first cell was begun, `"parameters"`, `"gflop_per_image"` and
+          once all cells were trained, `"parameters"`, `"gflop_per_image"` and
           `"training_gflop"` (three times the operations of a prediction for each
           image).
         - `"cells"`: dict from names to dicts from seeds (strings) to results:
@@ -102,9 +102,12 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
         # Left by a process that was stopped when its cell was written.
         backup = backup_directory(directory, cell_name(name, seed))
         shutil.rmtree(backup, ignore_errors=True)
-    if missing:
+    uncounted = [name for name in models if not files.configuration(name).exists()]
+    if missing or uncounted:
         task = upstream_task(scale, files.images)
-        _train(scale, models, missing, task, files, verbose)
+        _train(scale, missing, models, task, files, verbose)
+        # At the end: where several processes train, they would time each other.
+        _count_and_time(scale, uncounted, models, task, files)
     return gather(scale, directory, studies)
 
 
@@ -139,12 +142,11 @@ def gather(scale, directory, studies=tuple(STUDIES)):
         for name in models:
             found["configurations"][name] = describe(scale, models[name])
             known = files.configuration(name)
-            if not known.exists():
-                continue
-            known = read_json(known)
-            found["configurations"][name] |= known["cost"]
-            found["times"]["steps"][name] = known["times"]
-            found["times"]["machine"] = known["machine"]
+            if known.exists():
+                known = read_json(known)
+                found["configurations"][name] |= known["cost"]
+                found["times"]["steps"][name] = known["times"]
+                found["times"]["machine"] = known["machine"]
             seeds = (scale.rate_seed, *scale.all_seeds)
             cells = {str(s): files.cell(name, s) for s in seeds}
             cells = {s: read_json(file) for s, file in cells.items() if file.exists()}
@@ -155,27 +157,27 @@ def gather(scale, directory, studies=tuple(STUDIES)):
     return found
 
 
-def _train(scale, models, cells, task, files, verbose):
-    dense = configurations(scale, ("headline",))["headline"][_DENSE]
+def _train(scale, cells, models, task, files, verbose):
     progress = _Progress(scale.steps, len(cells), verbose)
-    stopwatch = None
     for name, seed in cells:
-        if files.cell(name, seed).exists():
-            # Another process was faster.
-            progress.end_of_cell()
-            continue
-        configuration = models[name]
-        if not files.configuration(name).exists():
-            stopwatch = stopwatch or Stopwatch(scale, task, dense)
-            content = {
-                "cost": count(scale, configuration, task.num_classes),
-                "times": stopwatch.measure(configuration),
-                "machine": _machine(),
-            }
-            write_json(files.configuration(name), content)
-        run = cell(scale, configuration, seed, task)
-        finish(run, files.directory, progress.step)
+        # Unless another process was faster.
+        if not files.cell(name, seed).exists():
+            run = cell(scale, models[name], seed, task)
+            finish(run, files.directory, progress.step)
         progress.end_of_cell()
+
+
+def _count_and_time(scale, names, models, task, files):
+    """What models cost, and the time of their training steps beside the dense one."""
+    dense = configurations(scale, ("headline",))["headline"][_DENSE]
+    stopwatch = Stopwatch(scale, task, dense)
+    for name in names:
+        content = {
+            "cost": count(scale, models[name], task.num_classes),
+            "times": stopwatch.measure(models[name]),
+            "machine": _machine(),
+        }
+        write_json(files.configuration(name), content)
 
 
 class _Progress:
