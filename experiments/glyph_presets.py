@@ -2,22 +2,26 @@
 
 One dense Vision Transformer and three mixtures of experts of the same width, depth and
 compute learn to tell 179 rendered letters and signs apart (`datasets.glyphs`,
-synthetic, no digits among them). A fifth one, whose tokens choose two experts each in
-groups of eight images, is there to try low capacity on. Each image is seen once: every
-epoch draws new ones. Then each model is measured on the real handwritten digits that it
-never saw, few-shot and fine-tuned, and a card is written beside its weights.
+synthetic, no digits among them): half of them fill the image, half lie anywhere in it
+among pieces of others, so that the place of a patch does not tell what it shows. A
+fifth model, whose tokens choose two experts each in groups of eight images, is there to
+try low capacity on. Each image is seen once: every epoch draws new ones. Then each
+model is measured on the real handwritten digits that it never saw, few-shot and
+fine-tuned, and a card is written beside its weights.
 
-    python -m experiments.glyph_presets                            # the four
-    python -m experiments.glyph_presets --only token_choice_k2     # one
+    python -m experiments.glyph_presets                            # all
+    python -m experiments.glyph_presets --only soft --seeds 1      # one training
 
-Needs the extras of one backend and `datasets`, `viz`. The four take less than an hour
-on two cores with `KERAS_BACKEND=jax`. After an interruption the same command goes on
-where it stopped: finished models are kept in `presets/` and only measured (delete a
-directory to train it anew), the running one is saved after each epoch in
-`build/training/`.
+The dense model, Soft MoE and token choice have three seeds, so that differences come
+with an interval; a preset holds the weights of the first seed, whatever the others do.
+
+Needs the extras of one backend and `datasets`, `viz`. A training takes about an hour
+of a core. After an interruption the same command goes on where it stopped: finished
+trainings are kept in `build/training/`, the running one is saved after each epoch.
 """
 
 import argparse
+import shutil
 import time
 from pathlib import Path
 
@@ -25,15 +29,10 @@ import keras
 import numpy as np
 
 import keras_softmoe as ksm
-from experiments.cards import (
-    machine,
-    read_metadata,
-    spread,
-    write_card,
-    write_metadata,
-)
+from experiments.cards import machine, spread, write_card, write_metadata
 from experiments.runs import Run, adamw, batches_of, finish, result_file
-from keras_softmoe import datasets, evaluation, models, routers
+from keras_softmoe import analysis, datasets, evaluation, models, routers
+from keras_softmoe.files import replaced_directory
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "training"
@@ -41,92 +40,110 @@ WORK = ROOT / "build" / "training"
 IMAGE_SIZE = 32
 BATCH_SIZE = 64
 EPOCH_IMAGES = 8192
-EPOCHS = 16
+EPOCHS = 64
 WARMUP_STEPS = 200
 LEARNING_RATE = 1.5e-3
 WEIGHT_DECAY = 0.01
-SEED = 0
-VALIDATION_SEED = 1
+# No model is trained on the images of this seed.
+VALIDATION_SEED = 10_000
+VALIDATION_IMAGES = 4096
+WATCHED_IMAGES = 512
+# Where glyphs lie, half of the images each.
+LAYOUTS = {
+    "center": {},
+    "anywhere": {"placement": "anywhere", "distractors": 2},
+}
 
 FEW_SHOT_DRAWS = 20
 FINE_TUNING_SEEDS = 3
 FINE_TUNING_EPOCHS = 12
 
-# Short name -> name of the preset, its router, what to call it.
+# Short name -> name of the preset, its router, what to call it, seeds.
 TWINS = {
-    "dense": ("vit_tiny_patch4_32_glyphs", None, "Dense ViT"),
+    "dense": ("vit_tiny_patch4_32_glyphs", None, "Dense ViT", (0, 1, 2)),
     "soft": (
         "soft_moe_tiny_patch4_16e_32_glyphs",
-        routers.SoftRouter(16, slots_per_expert=4),
+        routers.SoftRouter(16, slots_per_expert=4, initial_scale="unit_variance"),
         "Soft MoE",
+        (0, 1, 2),
     ),
     "token_choice": (
         "vmoe_tiny_patch4_16e_32_glyphs",
-        routers.SoftmaxTokenChoiceRouter(16, priority="max", multiple_of=None),
+        routers.SoftmaxTokenChoiceRouter(16, priority="max"),
         "V-MoE (token choice, K = 1, C = 1.05, batch priority)",
+        (0, 1, 2),
     ),
     "expert_choice": (
         "expert_choice_tiny_patch4_16e_32_glyphs",
-        routers.SoftmaxExpertChoiceRouter(16, multiple_of=None),
+        routers.SoftmaxExpertChoiceRouter(16),
         "Expert choice (c = 1)",
+        (0,),
     ),
     "token_choice_k2": (
         "vmoe_tiny_patch4_16e_k2_32_glyphs",
         # As V-MoE is released: no batch priority in training, groups of eight images.
-        routers.SoftmaxTokenChoiceRouter(16, num_selected_experts=2, multiple_of=None),
+        routers.SoftmaxTokenChoiceRouter(16, num_selected_experts=2),
         "V-MoE (token choice, K = 2, C = 1.05, groups of 8 images)",
+        (0,),
     ),
 }
 GROUP_IMAGES = {"token_choice_k2": 8}
-EQUAL_COST = ("dense", "soft", "token_choice", "expert_choice")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", choices=TWINS, action="append")
+    parser.add_argument("--seeds", type=int, nargs="+", help="train these seeds only")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--output", type=Path, default=ROOT / "presets")
     arguments = parser.parse_args()
-    for twin in arguments.only or EQUAL_COST:
-        train_or_measure(twin, arguments.epochs, arguments.output / TWINS[twin][0])
+    for twin in arguments.only or TWINS:
+        name, _, _, seeds = TWINS[twin]
+        for seed in seeds:
+            if arguments.seeds is None or seed in arguments.seeds:
+                print(f"\n{name}, seed {seed}")
+                finish(training_run(twin, seed, arguments.epochs), WORK, verbose=2)
+        publish(twin, arguments.epochs, arguments.output / name)
 
 
-def train_or_measure(twin, epochs, directory):
-    """Train a preset unless it is there, measure it, and write its card."""
-    print(f"\n{directory.name}")
-    if "training" in read_metadata(directory):
-        write_card(directory, card(directory, measure(directory)))
+def publish(twin, epochs, directory):
+    """Write weights, metadata and card of a preset, once all its seeds are trained."""
+    name, _, title, seeds = TWINS[twin]
+    trained = [training_run(twin, seed, epochs) for seed in seeds]
+    if not all(result_file(WORK, run.name).exists() for run in trained):
+        print(f"{name}: other seeds are missing, nothing is written yet")
         return
-    run = training_run(twin, epochs, directory)
-    finished = finish(run, WORK, verbose=2)
-    write_metadata(
-        directory,
-        kind="trained",
-        description=f"{TWINS[twin][2]}, 96 wide, 6 blocks, trained on synthetic "
-        "glyphs at 32 x 32.",
-        source="experiments/glyph_presets.py",
-        licence="Apache-2.0",
-        training={
-            "seed": SEED,
-            "images": epochs * EPOCH_IMAGES,
-            "minutes": round(finished["times"]["training_seconds"] / 60, 1),
-            **machine(),
-        },
-    )
-    write_card(directory, card(directory, finished["results"]))
-    # From now on the directory is what is kept.
-    result_file(WORK, run.name).unlink()
+    runs = []
+    for run in trained:
+        finished = finish(run, WORK)
+        minutes = round(finished["times"]["training_seconds"] / 60, 1)
+        runs.append({"seed": run.seed, "minutes": minutes, **finished["results"]})
+    with replaced_directory(directory) as aside:
+        shutil.copytree(weights_directory(trained[0].name), aside, dirs_exist_ok=True)
+        metadata = write_metadata(
+            aside,
+            kind="trained",
+            description=f"{title}, 96 wide, 6 blocks, trained on synthetic glyphs at "
+            "32 x 32.",
+            source="experiments/glyph_presets.py",
+            licence="Apache-2.0",
+            training={"seed": seeds[0], "images": epochs * EPOCH_IMAGES, **machine()},
+            runs=runs,
+        )
+        write_card(aside, card(name, metadata))
+    print(f"{name}: weights, metadata and card written")
 
 
 # === Training ===
 
 
-def training_run(twin, epochs, directory):
+def training_run(twin, seed, epochs):
     """The training of a model, which is saved as a preset and measured as one.
 
     Image `i` of epoch `e` depends on the seed, `e` and `i` alone, so a run that is
     taken up again sees what an uninterrupted one would have seen.
     """
+    name = f"{TWINS[twin][0]}_{epochs}_{seed}"
     steps_per_epoch = EPOCH_IMAGES // BATCH_SIZE
 
     def build():
@@ -145,16 +162,36 @@ def training_run(twin, epochs, directory):
         return classifier
 
     def draw(epoch):
-        start = epoch * EPOCH_IMAGES
-        glyphs = datasets.glyphs(EPOCH_IMAGES, IMAGE_SIZE, SEED, start, verbose=0)
-        return batches_of(*glyphs, BATCH_SIZE)
+        images, labels = draw_glyphs(EPOCH_IMAGES, seed, epoch * EPOCH_IMAGES)
+        order = np.random.default_rng((seed, epoch)).permutation(len(labels))
+        return batches_of(images[order], labels[order], BATCH_SIZE)
 
     def save_and_measure(classifier):
-        classifier.save_to_preset(str(directory))
+        directory = weights_directory(name)
+        with replaced_directory(directory) as aside:
+            classifier.save_to_preset(str(aside))
         return measure(directory)
 
-    name = f"{directory.name}_{epochs}"
-    return Run(name, SEED, build, draw, epochs, steps_per_epoch, save_and_measure)
+    return Run(
+        name, seed, build, draw, epochs, steps_per_epoch, save_and_measure, watch
+    )
+
+
+def draw_glyphs(number, seed, start=0):
+    """Images and labels, as many of each layout, one layout after the other."""
+    each = number // len(LAYOUTS)
+    parts = [
+        datasets.glyphs(
+            each, IMAGE_SIZE, seed, start // len(LAYOUTS), verbose=0, **layout
+        )
+        for layout in LAYOUTS.values()
+    ]
+    return tuple(map(np.concatenate, zip(*parts, strict=True)))
+
+
+def weights_directory(name):
+    """Where a finished training leaves its weights."""
+    return WORK / "presets" / name
 
 
 def build_backbone(router, group_images):
@@ -176,13 +213,27 @@ def build_backbone(router, group_images):
 # === Measuring ===
 
 
+def watch(classifier):
+    """Accuracy on glyphs, and the sharpness of dispatch weights of each soft block."""
+    routes_softly = any(
+        isinstance(router, routers.SoftRouter)
+        for router in classifier.backbone.routers.values()
+    )
+    images, labels = draw_glyphs(WATCHED_IMAGES, VALIDATION_SEED)
+    predicted = classifier.predict(images, batch_size=BATCH_SIZE, verbose=0)
+    found = {"accuracy": float(np.mean(predicted.argmax(-1) == labels))}
+    if routes_softly:
+        statistics = analysis.soft_statistics(classifier, images, verbose=0)
+        found["sharpness"] = [s.dispatch_sharpness for s in statistics.values()]
+    return found
+
+
 def measure(directory):
     """Upstream accuracy, few-shot accuracy and fine-tuned accuracy of a preset."""
     classifier = models.ViTMoEImageClassifier.from_preset(str(directory))
-    images, labels = datasets.glyphs(
-        5000, image_size=IMAGE_SIZE, seed=VALIDATION_SEED, verbose=0
-    )
-    predicted = classifier.predict(images, batch_size=BATCH_SIZE, verbose=0)
+    by_layout = {
+        name: upstream_accuracy(classifier, layout) for name, layout in LAYOUTS.items()
+    }
     train_set, test_set = (datasets.digits(IMAGE_SIZE, s) for s in ("train", "test"))
     few_shot = {
         name: probe(backbone, train_set, test_set)
@@ -193,11 +244,20 @@ def measure(directory):
         for seed in range(FINE_TUNING_SEEDS)
     ]
     return {
-        "upstream_accuracy": float(np.mean(predicted.argmax(-1) == labels)),
+        "upstream_accuracy": float(np.mean(list(by_layout.values()))),
+        "upstream_accuracy_by_layout": by_layout,
         "few_shot": few_shot,
         "fine_tuned": [accuracy for accuracy, _ in fine_tuned],
         "fine_tuning_seconds": [round(seconds, 1) for _, seconds in fine_tuned],
     }
+
+
+def upstream_accuracy(classifier, layout):
+    images, labels = datasets.glyphs(
+        VALIDATION_IMAGES, IMAGE_SIZE, VALIDATION_SEED, verbose=0, **layout
+    )
+    predicted = classifier.predict(images, batch_size=BATCH_SIZE, verbose=0)
+    return float(np.mean(predicted.argmax(-1) == labels))
 
 
 def probe(backbone, train_set, test_set):
@@ -224,37 +284,43 @@ def fine_tune(directory, train_set, test_set, seed):
 # === Cards ===
 
 
-def card(directory, metrics):
-    """Put the metrics into the metadata of a preset, and tell all of it in words."""
-    metadata = write_metadata(directory, metrics=metrics)
-    training = metadata["training"]
+def card(name, metadata):
+    """What the metadata of a preset say, in words."""
+    runs, training = metadata["runs"], metadata["training"]
+    first = runs[0]
     rows = "\n".join(
-        f"| {shots} | {spread(metrics['few_shot']['model'][shots])} "
-        f"| {spread(metrics['few_shot']['raw pixels'][shots])} |"
+        f"| {shots} | {spread(first['few_shot']['model'][shots])} "
+        f"| {spread(first['few_shot']['raw pixels'][shots])} |"
         for shots in ("1", "5", "10")
     )
-    return f"""# {directory.name}
+    seeds = "\n".join(
+        f"| {run['seed']} | {run['upstream_accuracy_by_layout']['center']:.3f} "
+        f"| {run['upstream_accuracy_by_layout']['anywhere']:.3f} "
+        f"| {np.mean(run['few_shot']['model']['5']):.3f} "
+        f"| {np.mean(run['fine_tuned']):.3f} | {sharpness(run)} |"
+        for run in runs
+    )
+    minutes = np.mean([run["minutes"] for run in runs])
+    return f"""# {name}
 
 {metadata["description"]} {metadata["parameter_count"]:,} parameters.
 
 ```python
 import keras_softmoe as ksm
 
-name = "{directory.name}"
+name = "{name}"
 classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)
 ```
 
 **Data.** {training["images"]:,} synthetic images of 179 letters and signs, rendered
 from the fonts that ship with matplotlib (`keras_softmoe.datasets.glyphs`, seed
-{training["seed"]}), each seen once. No digits.
+{training["seed"]}), each seen once: half fill the image, half lie anywhere in it among
+pieces of others. No digits.
 
 **Training.** `experiments/glyph_presets.py`, seed {training["seed"]}: AdamW, peak
 learning rate {LEARNING_RATE}, {WARMUP_STEPS} steps of warm-up, cosine decay, batch
-{BATCH_SIZE}, weight decay {WEIGHT_DECAY}. {training["minutes"]} minutes on
+{BATCH_SIZE}, weight decay {WEIGHT_DECAY}. {minutes:.0f} minutes on one of
 {training["processor"]} with {training["backend"]}.
-
-**Glyphs.** Accuracy on 5,000 images that were not trained on:
-{metrics["upstream_accuracy"]:.3f}.
 
 **Handwritten digits, few-shot** (scikit-learn's, never seen in training; linear probe,
 mean ± standard deviation over {FEW_SHOT_DRAWS} support draws, penalty chosen on
@@ -266,13 +332,27 @@ training images):
 
 **Handwritten digits, fine-tuned** with `fit` on one half (901 images,
 {FINE_TUNING_EPOCHS} epochs, AdamW, cosine decay), tested
-on the other half (896 images): {spread(metrics["fine_tuned"])} over
-{FINE_TUNING_SEEDS} seeds, {np.mean(metrics["fine_tuning_seconds"]):.0f} s each.
+on the other half (896 images): {spread(first["fine_tuned"])} over
+{FINE_TUNING_SEEDS} seeds, {np.mean(first["fine_tuning_seconds"]):.0f} s each.
+
+**All trainings**, of which the first is here: accuracy on
+{VALIDATION_IMAGES:,} glyphs of each layout that were not trained on, 5-shot and
+fine-tuned accuracy on digits, and how sharply soft routers end (the largest dispatch
+weight of a slot in even shares, by block; 1 is a mean of the image).
+
+| seed | glyphs that fill the image | anywhere | 5 shots | fine-tuned | sharpness |
+|---|---|---|---|---|---|
+{seeds}
 
 **Limits.** A small model for trying the library out, not for use on photographs.
 
 **Licence.** Apache-2.0.
 """
+
+
+def sharpness(run):
+    last = run["curve"][-1].get("sharpness")
+    return ", ".join(f"{value:.1f}" for value in last) if last else ""
 
 
 if __name__ == "__main__":
