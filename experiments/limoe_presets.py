@@ -102,38 +102,52 @@ def train_and_measure(kind, seed, epochs, directory):
 # === Models ===
 
 
-def build(kind, losses=None):
-    """A task with new weights. `losses` of the router; the entropy set by default."""
-    tokenizer = models.LIMoETokenizer(vocabulary(), name="tokenizer")
-    router = None
-    if kind == "limoe":
-        if losses is None:
-            losses = routers.classic_losses() + routers.entropy_losses(
-                NUM_EXPERTS, TEXT_EXPERTS, IMAGE_EXPERTS
-            )
-        router = routers.LIMoERouter(
-            NUM_EXPERTS, losses=losses, loss_weight=LOSS_WEIGHT
-        )
-    backbone = models.LIMoEBackbone(
-        image_shape=(IMAGE_SIZE, IMAGE_SIZE, 3),
-        patch_size=PATCH_SIZE,
-        vocabulary_size=tokenizer.vocabulary_size(),
-        sequence_length=SEQUENCE_LENGTH,
-        num_layers=4,
-        num_heads=4,
-        hidden_dim=64,
-        mlp_dim=128,
-        moe_layers=models.every_n(4) if router else (),
-        router=router,
-        embedding_dim=128,
-        name=NAMES[kind],
+def limoe_router(**settings):
+    """The router of the LIMoE, with some settings changed."""
+    experts = settings.get("num_experts", NUM_EXPERTS)
+    # As large a part of the experts, however many there are.
+    minima = (
+        max(n * experts / NUM_EXPERTS, 1.0) for n in (TEXT_EXPERTS, IMAGE_EXPERTS)
     )
+    losses = routers.classic_losses() + routers.entropy_losses(
+        experts, *minima, settings.get("num_selected_experts", 1)
+    )
+    return routers.LIMoERouter(
+        **{
+            "num_experts": experts,
+            "losses": losses,
+            "loss_weight": LOSS_WEIGHT,
+            **settings,
+        }
+    )
+
+
+def build(kind, router_settings=None, **backbone_settings):
+    """A task with new weights, with some settings of router and backbone changed."""
+    tokenizer = models.LIMoETokenizer(vocabulary(), name="tokenizer")
+    router = limoe_router(**(router_settings or {})) if kind == "limoe" else None
+    settings = {
+        "image_shape": (IMAGE_SIZE, IMAGE_SIZE, 3),
+        "patch_size": PATCH_SIZE,
+        "vocabulary_size": tokenizer.vocabulary_size(),
+        "sequence_length": SEQUENCE_LENGTH,
+        "num_layers": 4,
+        "num_heads": 4,
+        "hidden_dim": 64,
+        "mlp_dim": 128,
+        "moe_layers": models.every_n(4) if router else (),
+        "router": router,
+        "embedding_dim": 128,
+        "name": NAMES[kind],
+        **backbone_settings,
+    }
+    backbone = models.LIMoEBackbone(**settings)
     preprocessor = models.LIMoEPreprocessor(
         tokenizer,
         models.LIMoEImageConverter(
             image_size=(IMAGE_SIZE, IMAGE_SIZE), name="image_converter"
         ),
-        sequence_length=SEQUENCE_LENGTH,
+        sequence_length=settings["sequence_length"],
         name="preprocessor",
     )
     return models.LIMoEContrastive(backbone, preprocessor)
@@ -148,15 +162,15 @@ def vocabulary():
 # === Training ===
 
 
-def training_run(name, kind, seed, epochs, measure, losses=None):
-    """The training of a model.
+def training_run(name, kind, seed, epochs, measure, **settings):
+    """The training of a model, `build(kind, **settings)`.
 
     The data of a seed are the same for every model, image by image.
     """
     steps_per_epoch = EPOCH_PAIRS // BATCH_SIZE
 
     def build_and_compile():
-        model = build(kind, losses)
+        model = build(kind, **settings)
         steps = epochs * steps_per_epoch
         model.compile(
             adamw(LEARNING_RATE, steps, WARMUP_STEPS, WEIGHT_DECAY, clip_norm=1.0)

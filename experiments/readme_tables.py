@@ -19,7 +19,7 @@ from keras_softmoe.files import replaced_file
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 COUNTS = ROOT / "keras_softmoe" / "catalogue" / "counts.json"
-LOSSES = Path(__file__).with_name("limoe_losses.json")
+LOSSES = Path(__file__).with_name("limoe") / "losses.json"
 NAMES = """\
 A name tells family, size, patch, placement of the experts (the second half of the
 blocks, if nothing else is said), experts, experts per token (`k1`) or slots per expert
@@ -119,15 +119,15 @@ def contrastive_table(found):
 
 
 def losses_table():
-    """What losses on routing do, from short runs (`experiments/limoe_losses.py`)."""
+    """What losses on routing do, from short runs (`experiments/limoe_sweeps.py`)."""
     runs = json.loads(LOSSES.read_text(encoding="utf-8"))
     rows = [
         "| losses | seeds | new, of 64 | image → caption | caption → image "
         "| text experts | text dropped |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name in sorted({run["losses"] for run in runs}, key=lambda n: ("=" in n, n)):
-        chosen = [run for run in runs if run["losses"] == name]
+    for name in sorted({run["variant"] for run in runs}, key=lambda n: ("=" in n, n)):
+        chosen = [run for run in runs if run["variant"] == name]
         cells = [
             name,
             str(len(chosen)),

@@ -23,7 +23,7 @@ _NOT_ASKED = """\
   parameters* (V-MoE, section 4; Soft MoE, section 4; LIMoE, section 4): the data were
   never released.
 - *Experts for modalities and concepts* (LIMoE, sections 3 and 4): asked of the LIMoE
-  presets, with their cards, and in `limoe_losses.json`."""
+  presets, with their cards, and in `experiments/limoe`."""
 _NAMED = {"keras": "Keras ", "python": "Python "}
 _VERDICTS = {
     "yes": "appears",

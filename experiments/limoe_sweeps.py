@@ -1,0 +1,186 @@
+"""Settings of LIMoE, one at a time, in short trainings: the paper's sweeps in small.
+
+Each sweep trains the LIMoE of `experiments/limoe_presets.py` with one thing changed,
+with a few seeds, and measures what the presets are measured by, and how many experts
+each modality uses.
+
+    python -m experiments.limoe_sweeps                       # the losses
+    python -m experiments.limoe_sweeps --sweep experts groups
+
+- `losses`: classic losses, entropy losses, both, and the soft minimum of text experts
+  (appendix B, tables 3 to 5, figure 10)
+- `experts`: how many experts there are (appendix E.2, figure 12)
+- `choices`: how many experts a token chooses (appendix E.1, table 6)
+- `groups`: how many pairs are routed together (appendix E.5, figure 16)
+- `priority`: which tokens are assigned first (figure 6)
+- `ratio`: how many tokens an image has for one of text (figure 5)
+
+The results are written to `experiments/limoe/SWEEP.json` after each run, and runs that
+are in it are not repeated. An interrupted run goes on after its last finished epoch.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from experiments.limoe_presets import (
+    IMAGE_EXPERTS,
+    IMAGE_SIZE,
+    NUM_CLASSIFIED,
+    NUM_EXPERTS,
+    TEST_SEED,
+    TEXT_EXPERTS,
+    WORK,
+    measure,
+    training_run,
+)
+from experiments.runs import finish, read_json, write_json
+from keras_softmoe import analysis, datasets, routers
+from keras_softmoe.files import replaced_file
+
+RESULTS = Path(__file__).resolve().parent / "limoe"
+FIGURE = RESULTS.parents[1] / "guides" / "limoe_text_experts.png"
+
+EPOCHS = 2
+SEEDS = (0, 1, 2)
+SOFT_MINIMA = (1, 4, 6)
+THRESHOLD_SEEDS = (0,)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sweep", nargs="+", choices=SWEEPS, default=["losses"])
+    parser.add_argument("--only", nargs="+", help="names of variants, such as classic")
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    for sweep in arguments.sweep:
+        file = arguments.output / f"{sweep}.json"
+        for name, settings, seeds in SWEEPS[sweep]():
+            if arguments.only and name not in arguments.only:
+                continue
+            for seed in seeds:
+                if any((r["variant"], r["seed"]) == (name, seed) for r in runs(file)):
+                    continue
+                print(f"\n{sweep}: {name}, seed {seed}")
+                result = train_and_measure(
+                    sweep, name, settings, seed, arguments.epochs
+                )
+                print(result)
+                # Read again: another process may have added runs meanwhile.
+                write_json(file, [*runs(file), result])
+    if "losses" in arguments.sweep:
+        with replaced_file(FIGURE) as aside:
+            figure(runs(arguments.output / "losses.json")).savefig(aside, dpi=150)
+
+
+def train_and_measure(sweep, name, settings, seed, epochs):
+    """Results of one run."""
+    run = training_run(
+        f"{sweep}_{name}_{epochs}_{seed}",
+        "limoe",
+        seed,
+        epochs,
+        lambda model: {**measure(model), **usage(model)},
+        **settings,
+    )
+    finished = finish(run, WORK, verbose=2)
+    return {
+        "variant": name,
+        "seed": seed,
+        "epochs": epochs,
+        "minutes": finished["times"]["training_seconds"] / 60,
+        **finished["results"],
+    }
+
+
+# === Sweeps: name, settings and seeds of each variant ===
+
+
+def _losses():
+    classic = routers.classic_losses()
+
+    def entropy(text_experts):
+        return routers.entropy_losses(NUM_EXPERTS, text_experts, IMAGE_EXPERTS)
+
+    def variant(name, losses, seeds):
+        return name, {"router_settings": {"losses": losses}}, seeds
+
+    yield variant("both", classic + entropy(TEXT_EXPERTS), SEEDS)
+    yield variant("classic", classic, SEEDS)
+    yield variant("entropy", entropy(TEXT_EXPERTS), SEEDS)
+    for minimum in SOFT_MINIMA:
+        yield variant(f"S={minimum}", classic + entropy(minimum), THRESHOLD_SEEDS)
+
+
+def _of_router(setting, values):
+    for value in values:
+        yield f"{setting}={value}", {"router_settings": {setting: value}}, SEEDS
+
+
+def _groups():
+    for pairs in (32, 8, 4, 1):
+        yield f"group_images={pairs}", {"group_images": pairs}, SEEDS
+
+
+def _ratio():
+    # 16, 4 and 1 patches for each of 16 tokens of text.
+    for patch_size in (2, 4, 8):
+        yield f"patch_size={patch_size}", {"patch_size": patch_size}, SEEDS
+
+
+SWEEPS = {
+    "losses": _losses,
+    "experts": lambda: _of_router("num_experts", (2, 4, 8, 16)),
+    "choices": lambda: _of_router("num_selected_experts", (1, 2)),
+    "groups": _groups,
+    "priority": lambda: _of_router(
+        "priority", ("sum", "position", "random", "image_first", "text_first")
+    ),
+    "ratio": _ratio,
+}
+
+
+# === Results ===
+
+
+def runs(file):
+    """The runs that are finished."""
+    return read_json(file) if file.exists() else []
+
+
+def figure(finished):
+    """Experts in use against the soft minimum for text."""
+    by_threshold = {}
+    for run in finished:
+        minimum = {"both": TEXT_EXPERTS}.get(run["variant"])
+        if run["variant"].startswith("S="):
+            minimum = int(run["variant"][2:])
+        if minimum is not None:
+            found = by_threshold.setdefault(minimum, {"image": [], "text": []})
+            for modality, values in found.items():
+                values.append(float(np.mean(run[f"{modality}_experts"])))
+    return analysis.plot_experts_in_use(by_threshold)
+
+
+def usage(model):
+    """Experts that serve 90 % of the tokens of a modality, and what is dropped."""
+    test = datasets.captioned_shapes(NUM_CLASSIFIED, IMAGE_SIZE, TEST_SEED, verbose=0)
+    statistics = analysis.modality_statistics(
+        model, test.images, test.captions, verbose=0
+    )
+    found = {}
+    for modality in ("image", "text"):
+        needed = [s.experts_needed(0.9)[modality] for s in statistics.values()]
+        dropped = [s.dropped[modality] for s in statistics.values()]
+        found[f"{modality}_experts"] = needed
+        found[f"{modality}_entropy"] = [
+            s.entropy[modality] for s in statistics.values()
+        ]
+        found[f"{modality}_dropped"] = float(np.mean(dropped))
+    return found
+
+
+if __name__ == "__main__":
+    main()
