@@ -61,7 +61,7 @@ def cell(scale, configuration, seed, task):
         name=cell_name(configuration.name, seed),
         seed=seed,
         build=build,
-        draw=lambda epoch: task.batches(seed, epoch),
+        draw=lambda epoch: task.batches(seed, epoch, configuration.data_share),
         epochs=scale.epochs,
         steps_per_epoch=scale.steps_per_epoch,
         measure=measure,
@@ -87,6 +87,7 @@ def describe(scale, configuration):
         "moe_layers": list(configuration.moe_layers),
         "group_images": configuration.group_images,
         "learning_rate": configuration.learning_rate,
+        "data_share": configuration.data_share,
         "router": configuration.router and configuration.router.get_config(),
     }
 

@@ -178,6 +178,11 @@ def _of_side_studies(results):
         _batch_priority(results),
     )
     yield (
+        "With little data the mixture's gain over the dense model is lost",
+        "V-MoE, appendix E.6 and figure 37",
+        _less_data(results),
+    )
+    yield (
         "One slot per expert is best at a given number of slots",
         "Soft MoE, section 3.5 and figure 6",
         _one_slot(results),
@@ -293,6 +298,21 @@ def _batch_priority(results):
     return {f"gain at C = {c:g}": gain for c, gain in gains.items()} | {
         f"gain at C = {least:g} - at C = {most:g}": gains[least]
         | {name: -factor for name, factor in gains[most].items()}
+    }
+
+
+def _less_data(results):
+    gains = {}
+    for name in results["studies"].get("data", []):
+        known = results["configurations"][name]
+        sign = -1 if known["family"] == "dense" else 1
+        gains.setdefault(known["data_share"], {})[name] = sign
+    if not gains:
+        return {}
+    least = min(gains)
+    return {
+        f"gain with all images - with {least:g} of them": gains[1.0]
+        | {name: -sign for name, sign in gains[least].items()}
     }
 
 

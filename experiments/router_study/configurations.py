@@ -90,6 +90,7 @@ STUDIES = {
     "fixed": "Soft MoE and fixed routing in the last half of the blocks",
     "initial_scale": "Where the scale of Soft MoE starts",
     "priority": "Batch priority and capacity in training",
+    "data": "Less data",
     "combine": "With and without softmax combine",
     "experts": "Experts at fixed slots",
     "slots": "Slots at fixed experts",
@@ -114,6 +115,7 @@ class Configuration(NamedTuple):
         capacity: float or `None`, slots per token (`K` of token choice).
         num_experts: int or `None`, experts per layer.
         learning_rate: float, the peak.
+        data_share: float, the part of the images that is seen, again and again.
     """
 
     name: str
@@ -125,6 +127,7 @@ class Configuration(NamedTuple):
     capacity: float | None = None
     num_experts: int | None = None
     learning_rate: float = 0.0
+    data_share: float = 1.0
 
 
 def configurations(scale, studies=tuple(STUDIES)):
@@ -138,8 +141,9 @@ def configurations(scale, studies=tuple(STUDIES)):
     identity of permuted tokens is the control of what their positions are worth.
     `"initial_scale"`: Soft MoE whose scale starts elsewhere, and without normalization.
     `"priority"`: token choice with and without batch priority at low capacity (Soft
-    MoE, table 8; V-MoE, appendix C). `"combine"`: Sinkhorn token choice that weighs by
-    the plan (router study, figure 3). `"experts"`: more experts with fewer slots each
+    MoE, table 8; V-MoE, appendix C). `"data"`: a part of the images, seen several times
+    (V-MoE, appendix E.6 and figure 37). `"combine"`: Sinkhorn token choice that weighs
+    by the plan (router study, figure 3). `"experts"`: more experts with fewer slots each
     (Soft MoE, figure 6 and appendix B). `"slots"`: more slots for the same experts
     (figure 12), of expert choice also within single images. `"placement"`: as many
     experts in few or many layers (tables 5 to 7).
@@ -168,6 +172,7 @@ def configurations(scale, studies=tuple(STUDIES)):
         "fixed": _fixed,
         "initial_scale": _initial_scale,
         "priority": _priority,
+        "data": _data,
         "combine": _combine,
         "experts": _experts,
         "slots": _slots,
@@ -226,6 +231,20 @@ def _priority(scale):
                 capacity_factor=factor,
                 priority=priority,
             )
+
+
+def _data(scale):
+    for share in (1.0, 1 / 4, 1 / 16):
+        dense = _dense(scale)
+        mixture = _mixture(scale, "softmax_token_choice", priority="max")
+        for c in (dense, mixture):
+            if share < 1:
+                c = c._replace(
+                    name=f"{c.name}_data{share:g}",
+                    title=f"{c.title}, {share:g} of the images",
+                    data_share=share,
+                )
+            yield c
 
 
 def _combine(scale):

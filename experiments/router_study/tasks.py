@@ -47,11 +47,18 @@ class GlyphTask:
             model, scale, scale.steps, scale.warmup_steps, learning_rate
         )
 
-    def batches(self, seed, epoch):
-        """Iterator over the batches that the models of a seed see in an epoch."""
+    def batches(self, seed, epoch, share=1.0):
+        """Iterator over the batches that the models of a seed see in an epoch.
+
+        Under a share of 1 the images of the first epochs come again, in other orders.
+        """
         number = self.scale.steps_per_epoch * self.scale.batch_size
-        glyphs = self._glyphs(number, seed, epoch * number)
-        return batches_of(*glyphs, self.scale.batch_size)
+        first_epochs = max(round(share * self.scale.epochs), 1)
+        images, labels = self._glyphs(number, seed, epoch % first_epochs * number)
+        if epoch >= first_epochs:
+            order = np.random.default_rng((seed, epoch)).permutation(number)
+            images, labels = images[order], labels[order]
+        return batches_of(images, labels, self.scale.batch_size)
 
     def accuracy(self, model, number=None):
         """Accuracy on images that no model is trained on, a float."""
@@ -96,6 +103,7 @@ class TfdsTask:
         builder.download_and_prepare()
         info = builder.info
         self.num_classes = info.features[info.supervised_keys[1]].num_classes
+        self.splits = info.splits
         self.head_bias = -math.log(self.num_classes)
         self.validation = "validation" if "validation" in info.splits else "test"
 
@@ -103,11 +111,13 @@ class TfdsTask:
         """Compile a model with V-MoE's optimizer, schedule, loss and metric."""
         self._recipe(learning_rate).compile(model)
 
-    def batches(self, seed, epoch):
+    def batches(self, seed, epoch, share=1.0):
         """Iterator over the batches that the models of a seed see in an epoch."""
         # An interrupted training goes on with the next epoch: it has its own order.
         (state,) = np.random.SeedSequence((seed, epoch)).generate_state(1)
         train = self._images("train").unbatch()
+        if share < 1:
+            train = train.take(int(share * self.splits["train"].num_examples))
         data = self._recipe().training_data(train, seed=int(state))
         return data.as_numpy_iterator()
 

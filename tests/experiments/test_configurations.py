@@ -69,7 +69,7 @@ def test_models_that_studies_share():
             assert same == (c._replace(router=None), config)
     # No two names for the same model either, but for those of another seed.
     settings = [
-        (c.family, c.moe_layers, c.group_images, c.learning_rate, str(config))
+        (*c[1:2], *c[4:6], *c[8:], str(config))
         for name, (c, config) in by_name.items()
         if name not in found["learning_rate"]
     ]

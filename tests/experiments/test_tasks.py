@@ -44,6 +44,23 @@ def test_accuracy_and_head(tmp_path):
     assert task.accuracy(model) == np.mean(labels == labels[0])
 
 
+def test_less_data_comes_again_in_another_order(tmp_path):
+    scale = dataclasses.replace(study.SMOKE, epochs=4)
+    task = upstream_task(scale, tmp_path)
+
+    def images(epoch, share):
+        return np.concatenate([x for x, _ in task.batches(3, epoch, share)])
+
+    half = [images(epoch, 0.5) for epoch in range(4)]
+    for epoch in (0, 1):
+        np.testing.assert_array_equal(half[epoch], images(epoch, 1.0))
+        again = half[epoch + 2]
+        assert not np.array_equal(again, half[epoch])
+        np.testing.assert_array_equal(
+            *(np.sort(x.reshape(len(x), -1), axis=0) for x in (again, half[epoch]))
+        )
+
+
 def test_glyphs_anywhere(tmp_path):
     scale = dataclasses.replace(study.ANYWHERE, validation_images=8)
     images, _ = upstream_task(scale, tmp_path).images(8)
