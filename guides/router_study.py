@@ -81,10 +81,11 @@ for study, of_study in models.items():
 """
 Besides `"headline"` and `"routers"` there are `"fixed"` (what is looking at the tokens
 worth?), `"initial_scale"` (how sharply does Soft MoE route at the start?), `"priority"`
-(batch priority in training), `"data"` (the same images again and again), `"combine"` (does Sinkhorn token choice weigh experts by
-the softmax or by the plan?), `"experts"` (many experts with one slot each, or few with
-many?), `"slots"` (more slots for the same experts), `"placement"` (experts in the last
-layers, or spread, or all in one) and `"learning_rate"`.
+(batch priority in training), `"data"` (the same images again and again), `"combine"`
+(does Sinkhorn token choice weigh experts by the softmax or by the plan?), `"experts"`
+(many experts with one slot each, or few with many?), `"slots"` (more slots for the same
+experts), `"placement"` (experts in the last layers, or spread, or all in one) and
+`"learning_rate"`.
 
 ## Training
 

@@ -1,8 +1,8 @@
 """The router study: many routers in one model, on the same images, with seeds."""
 
+from experiments.comparisons import Claim as Claim
+from experiments.comparisons import Difference as Difference
 from experiments.router_study.claims import claims as claims
-from experiments.router_study.comparisons import Claim as Claim
-from experiments.router_study.comparisons import Difference as Difference
 from experiments.router_study.configurations import Configuration as Configuration
 from experiments.router_study.configurations import configurations as configurations
 from experiments.router_study.figures import plot_curves as plot_curves

@@ -1,8 +1,9 @@
 """What the papers found, and whether it shows in the results of a study."""
 
 import itertools
+import statistics
 
-from experiments.router_study.comparisons import Claim, corrected, differences
+from experiments.comparisons import Claim, corrected, difference
 from experiments.router_study.configurations import families
 
 _ACCURACIES = ("upstream_accuracy", "5-shot")
@@ -34,11 +35,38 @@ def claims(results):
         Claim(
             text,
             source,
-            {metric: differences(results, contrasts, metric) for metric in metrics},
+            {metric: _differences(results, contrasts, metric) for metric in metrics},
         )
         for text, source, contrasts, metrics in _statements(results)
     ]
     return corrected(found)
+
+
+def value(results, name, seed, metric):
+    """One number of a cell.
+
+    Args:
+        results: dict, as for `claims`.
+        name: str, a configuration.
+        seed: str.
+        metric: str, `"upstream_accuracy"`, `"fine_tuned_accuracy"`; of the blocks with
+            experts, in the mean, `"dropped"`, `"imbalance"`, `"position_share"`,
+            `"label_share"` or `"sharpness"` (of the dispatch weights); or `"1-shot"`,
+            `"5-shot"` and so on.
+
+    Returns:
+        float, or `None` if there is no such number: the cell is missing or diverged, or
+        the model has no experts.
+    """
+    cell = results["cells"].get(name, {}).get(seed)
+    if cell is None or cell["diverged"]:
+        return None
+    if metric.endswith("-shot"):
+        return cell["few_shot"].get(metric.removesuffix("-shot"))
+    number = cell[metric]
+    if metric == "sharpness" and number is not None:
+        number = [dispatch for dispatch, _ in number]
+    return statistics.fmean(number) if isinstance(number, list) else number
 
 
 # === The claims ===
@@ -398,3 +426,31 @@ def _known(results, name, key):
 
 def _title(results, name):
     return _known(results, name, "title")
+
+
+# === Numbers ===
+
+
+def _differences(results, contrasts, metric):
+    """One `Difference` for each contrast; none at all unless all can be computed."""
+    found = []
+    for name, contrast in contrasts.items():
+        by_seed = _by_seed(results, contrast or {}, metric)
+        if not by_seed:
+            return []
+        found.append(difference(name, by_seed))
+    return found
+
+
+def _by_seed(results, contrast, metric):
+    """The sum of coefficients times numbers, for each seed that has them all."""
+    sums = []
+    scale = results["scale"]
+    for seed in map(str, scale["seeds"] + scale["more_seeds"]):
+        terms = [
+            (factor, value(results, name, seed, metric))
+            for name, factor in contrast.items()
+        ]
+        if terms and all(number is not None for _, number in terms):
+            sums.append(sum(factor * number for factor, number in terms))
+    return sums

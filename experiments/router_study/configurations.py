@@ -143,7 +143,7 @@ def configurations(scale, studies=tuple(STUDIES)):
     `"priority"`: token choice with and without batch priority at low capacity (Soft
     MoE, table 8; V-MoE, appendix C). `"data"`: a part of the images, seen several times
     (V-MoE, appendix E.6 and figure 37). `"combine"`: Sinkhorn token choice that weighs
-    by the plan (router study, figure 3). `"experts"`: more experts with fewer slots each
+    by the plan (router study, figure 3). `"experts"`: more experts with fewer slots
     (Soft MoE, figure 6 and appendix B). `"slots"`: more slots for the same experts
     (figure 12), of expert choice also within single images. `"placement"`: as many
     experts in few or many layers (tables 5 to 7).

@@ -2,17 +2,17 @@
 
 import statistics
 
-from experiments.router_study.claims import claims
-from experiments.router_study.comparisons import CONFIDENCE, value
+from experiments.comparisons import in_words, reading
+from experiments.router_study.claims import claims, value
 from experiments.router_study.configurations import STUDIES
 
 _NONE = "–"
-_METRICS = {
+METRICS = {
     "upstream_accuracy": "upstream accuracy",
     "5-shot": "5-shot accuracy",
     "dropped": "dropped tokens",
 }
-_NOT_ASKED = """\
+NOT_ASKED = """\
 - *A mixture is worth a dense model of several times its cost* (V-MoE, section 4; Soft
   MoE, section 3.3): takes dense models of many sizes, trained for long.
 - *Inference at low capacity keeps its accuracy under batch priority* (V-MoE, section
@@ -22,15 +22,9 @@ _NOT_ASKED = """\
 - *Gains hold from JFT to ImageNet, to contrastive training and at 15 billion
   parameters* (V-MoE, section 4; Soft MoE, section 4; LIMoE, section 4): the data were
   never released.
-- *Experts for modalities and concepts* (LIMoE, sections 3 and 4): asked of the LIMoE
-  presets, with their cards, and in `experiments/limoe`."""
+- *Experts for concepts* (V-MoE, section 5; LIMoE, section 4 and appendix F): pictures,
+  see `routing_report` and `guides/limoe_routing.py`."""
 _NAMED = {"keras": "Keras ", "python": "Python "}
-_VERDICTS = {
-    "yes": "appears",
-    "no": "does not appear, a difference is clearly the other way",
-    "open": "within the noise",
-    "not run": "not run",
-}
 
 
 def table(results, study="routers"):
@@ -84,17 +78,7 @@ def claims_table(results):
 
     >>> print(claims_table(results))
     """
-    lines = []
-    for claim in claims(results):
-        lines.append(f"- **{claim.text}** ({claim.source}).")
-        for metric in claim.differences:
-            verdict = _VERDICTS[claim.verdict(metric)]
-            if claim.survives(metric):
-                verdict += ", after the correction too"
-            lines.append(
-                f"    - {_METRICS[metric]}: {verdict}.{_listed(claim, metric)}"
-            )
-    return "\n".join(lines)
+    return in_words(claims(results), METRICS)
 
 
 def report(results):
@@ -111,8 +95,12 @@ def report(results):
     >>> pathlib.Path("study.md").write_text(report(results))
     """
     parts = [f"# The router study, `{results['scale']['name']}`", _setup(results)]
-    parts += ["## The claims of the papers", _reading(results), claims_table(results)]
-    parts += ["## Claims that cannot be asked here", _NOT_ASKED]
+    parts += [
+        "## The claims of the papers",
+        reading(claims(results)),
+        claims_table(results),
+    ]
+    parts += ["## Claims that cannot be asked here", NOT_ASKED]
     for study in results["studies"]:
         parts += [f"## {STUDIES[study]}", table(results, study)]
     return "\n\n".join(parts) + "\n"
@@ -168,19 +156,6 @@ def _plain(found):
     return f"{statistics.fmean(found):.2f}" if found else _NONE
 
 
-def _listed(claim, metric):
-    found = claim.differences[metric]
-    if not found:
-        return ""
-    texts = [
-        f"{d.name}: {100 * d.mean:+.2f} ± {100 * d.margin:.2f} ({d.seeds} seeds)"
-        if d.seeds > 1
-        else f"{d.name}: {100 * d.mean:+.2f} (one seed)"
-        for d in found
-    ]
-    return f" {'; '.join(texts)}."
-
-
 def _setup(results):
     scale, times = results["scale"], results["times"]
     seconds = sum(
@@ -216,23 +191,6 @@ def _setup(results):
         "share of the entropy of a token's expert that its place explains. Sharpness: "
         "the largest dispatch weight of a slot in even shares; at 1 a slot is the mean "
         "of the image."
-    )
-
-
-def _reading(results):
-    every = [
-        d
-        for claim in claims(results)
-        for metric in claim.differences
-        for d in claim.differences[metric]
-    ]
-    return (
-        "Differences in percentage points, taken within each seed; ± is half of the "
-        f"{100 * CONFIDENCE:g} % t-interval of their mean. *Appears*: all intervals of "
-        f"a claim are above zero. {len(every)} differences are looked at, so that some "
-        "intervals miss zero by chance: *after the correction too* means Holm's, for "
-        "all that are looked at under the same metric. One scale shows what happens at "
-        "that scale: it neither proves nor refutes what the papers found at another."
     )
 
 

@@ -10,6 +10,12 @@ from scipy import stats
 CONFIDENCE = 0.95
 # Smaller differences are rounding errors.
 _ROUNDING = 1e-9
+_VERDICTS = {
+    "yes": "appears",
+    "no": "does not appear, a difference is clearly the other way",
+    "open": "within the noise",
+    "not run": "not run",
+}
 
 
 class Difference(NamedTuple):
@@ -95,46 +101,20 @@ class Claim(NamedTuple):
         return self.verdict(metric) == "no" and any(d.mean < 0 for d in clear)
 
 
-def value(results, name, seed, metric):
-    """One number of a cell.
+def difference(name, by_seed):
+    """The mean of what a comparison gives for each seed, with its error.
 
     Args:
-        results: dict, as for `claims`.
-        name: str, a configuration.
-        seed: str.
-        metric: str, `"upstream_accuracy"`, `"fine_tuned_accuracy"`; of the blocks with
-            experts, in the mean, `"dropped"`, `"imbalance"`, `"position_share"`,
-            `"label_share"` or `"sharpness"` (of the dispatch weights); or `"1-shot"`,
-            `"5-shot"` and so on.
+        name: str, what is compared.
+        by_seed: sequence of floats.
 
     Returns:
-        float, or `None` if there is no such number: the cell is missing or diverged, or
-        the model has no experts.
+        `Difference`.
     """
-    cell = results["cells"].get(name, {}).get(seed)
-    if cell is None or cell["diverged"]:
-        return None
-    if metric.endswith("-shot"):
-        return cell["few_shot"].get(metric.removesuffix("-shot"))
-    number = cell[metric]
-    if metric == "sharpness" and number is not None:
-        number = [dispatch for dispatch, _ in number]
-    return statistics.fmean(number) if isinstance(number, list) else number
-
-
-def differences(results, contrasts, metric):
-    """One `Difference` for each contrast; none at all unless all can be computed."""
-    found = []
-    for name, contrast in contrasts.items():
-        by_seed = _by_seed(results, contrast or {}, metric)
-        if not by_seed:
-            return []
-        error = math.nan
-        if len(by_seed) > 1:
-            error = statistics.stdev(by_seed) / math.sqrt(len(by_seed))
-        difference = statistics.fmean(by_seed)
-        found.append(Difference(name, difference, error, len(by_seed)))
-    return found
+    error = math.nan
+    if len(by_seed) > 1:
+        error = statistics.stdev(by_seed) / math.sqrt(len(by_seed))
+    return Difference(name, statistics.fmean(by_seed), error, len(by_seed))
 
 
 def corrected(found):
@@ -167,15 +147,45 @@ def corrected(found):
     ]
 
 
-def _by_seed(results, contrast, metric):
-    """The sum of coefficients times numbers, for each seed that has them all."""
-    sums = []
-    scale = results["scale"]
-    for seed in map(str, scale["seeds"] + scale["more_seeds"]):
-        terms = [
-            (factor, value(results, name, seed, metric))
-            for name, factor in contrast.items()
-        ]
-        if terms and all(number is not None for _, number in terms):
-            sums.append(sum(factor * number for factor, number in terms))
-    return sums
+def in_words(claims, metrics):
+    """What the claims say, and what the results say about them.
+
+    Args:
+        claims: list of `Claim`.
+        metrics: dict from metrics to what they are called.
+
+    Returns:
+        str, Markdown: for each claim the verdict under each metric, and the differences
+        in percentage points with their t-intervals.
+    """
+    lines = []
+    for claim in claims:
+        lines.append(f"- **{claim.text}** ({claim.source}).")
+        for metric, found in claim.differences.items():
+            verdict = _VERDICTS[claim.verdict(metric)]
+            if claim.survives(metric):
+                verdict += ", after the correction too"
+            listed = "; ".join(map(_listed, found))
+            ending = f" {listed}." if listed else ""
+            lines.append(f"    - {metrics[metric]}: {verdict}.{ending}")
+    return "\n".join(lines)
+
+
+def reading(claims):
+    """How to read `in_words`, str."""
+    count = sum(len(d) for claim in claims for d in claim.differences.values())
+    return (
+        "Differences in percentage points, taken within each seed; ± is half of the "
+        f"{100 * CONFIDENCE:g} % t-interval of their mean. *Appears*: all intervals of "
+        f"a claim are above zero. {count} differences are looked at, so that some "
+        "intervals miss zero by chance: *after the correction too* means Holm's, for "
+        "all that are looked at under the same metric. One scale shows what happens at "
+        "that scale: it neither proves nor refutes what the papers found at another."
+    )
+
+
+def _listed(found):
+    text = f"{found.name}: {100 * found.mean:+.2f}"
+    if found.seeds == 1:
+        return f"{text} (one seed)"
+    return f"{text} ± {100 * found.margin:.2f} ({found.seeds} seeds)"

@@ -1,0 +1,47 @@
+"""One page with every claim of the papers that is asked here, and its verdict.
+
+    python -m experiments.claims
+
+writes `experiments/CLAIMS.md` from what is committed: the JSON of the router study, the
+metadata of the LIMoE presets and the sweeps. Nothing is trained.
+"""
+
+from pathlib import Path
+
+from experiments import limoe_claims
+from experiments.comparisons import in_words, reading
+from experiments.router_study.claims import claims as claims_of_study
+from experiments.router_study.tables import METRICS, NOT_ASKED
+from experiments.runs import read_json
+from keras_softmoe.files import replaced_file
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE / "CLAIMS.md"
+
+
+def main():
+    with replaced_file(PAGE) as file:
+        file.write_text(page(), encoding="utf-8")
+    print(f"{PAGE}: written")
+
+
+def page():
+    """The page, Markdown."""
+    parts = ["# The claims of the papers, and what shows here"]
+    for file in sorted(HERE.glob("router_study/*/results.json")):
+        found = claims_of_study(read_json(file))
+        scale = file.parent.name
+        parts += [
+            f"## Routers, scale `{scale}`",
+            f"[Tables, figures and set-up](router_study/{scale})",
+            reading(found),
+            in_words(found, METRICS),
+        ]
+    found = limoe_claims.claims()
+    parts += ["## LIMoE", in_words(found, limoe_claims.METRICS)]
+    parts += ["## Not asked", NOT_ASKED]
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    main()

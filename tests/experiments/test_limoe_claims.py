@@ -1,0 +1,76 @@
+"""Claims about LIMoE, from made-up runs, and the page of all claims."""
+
+import json
+
+import pytest
+from scipy import stats
+
+from experiments import claims as page_of_claims
+from experiments import limoe_claims
+
+PRESETS, DROPPED, EXPERTS, MORE, CHOICES, GROUPS, PRIORITY = range(7)
+
+
+def run(variant, seed, value):
+    return {
+        "variant": variant,
+        "seed": seed,
+        "zero_shot_new_of_64": value,
+        "image_to_text_recall_at_1": value / 2,
+        "text_dropped": value,
+        "text_experts": [value, 3 * value],
+    }
+
+
+@pytest.fixture
+def sweeps(tmp_path, monkeypatch):
+    monkeypatch.setattr(limoe_claims, "RESULTS", tmp_path)
+
+    def write(sweep, values):
+        found = [
+            run(variant, seed, value)
+            for variant, by_seed in values.items()
+            for seed, value in enumerate(by_seed)
+        ]
+        (tmp_path / f"{sweep}.json").write_text(json.dumps(found))
+
+    return write
+
+
+def test_differences_are_taken_within_seeds(sweeps):
+    two, one = (0.5, 0.8, 0.6), (0.4, 0.6, 0.5)
+    sweeps(
+        "choices", {"num_selected_experts=2": two, "num_selected_experts=1": (*one, 0)}
+    )
+    claims = limoe_claims.claims()
+    (found,) = claims[CHOICES].differences["zero_shot_new_of_64"]
+    by_seed = [x - y for x, y in zip(two, one, strict=True)]
+    assert found.mean == pytest.approx(sum(by_seed) / 3) and found.seeds == 3
+    interval = stats.ttest_1samp(by_seed, 0).confidence_interval()
+    assert found.mean - found.margin == pytest.approx(interval.low)
+    (half,) = claims[CHOICES].differences["image_to_text_recall_at_1"]
+    assert half.mean == pytest.approx(found.mean / 2)
+    for claim in (MORE, GROUPS, PRIORITY, EXPERTS, DROPPED):
+        assert all(
+            claims[claim].verdict(metric) == "not run"
+            for metric in claims[claim].differences
+        )
+
+
+def test_blocks_are_averaged(sweeps):
+    sweeps("losses", {"S=1": (1.0,), "S=4": (2.0,), "S=6": (3.5,)})
+    found = limoe_claims.claims()[EXPERTS].differences["text_experts"]
+    # Means of the value and three times the value, in hundreds.
+    assert [d.mean for d in found] == pytest.approx([0.03, 0.02])
+
+
+def test_committed_presets_are_compared():
+    (found,) = limoe_claims.claims()[PRESETS].differences["zero_shot_new_of_64"]
+    assert found.seeds == 3
+
+
+def test_the_committed_page():
+    text = page_of_claims.PAGE.read_text(encoding="utf-8")
+    assert text == page_of_claims.page()
+    for paper in ("Soft MoE", "V-MoE", "LIMoE", "router study"):
+        assert paper in text
