@@ -15,7 +15,7 @@ fine-tuned, and a card is written beside its weights.
 The dense model, Soft MoE and token choice have three seeds, so that differences come
 with an interval; a preset holds the weights of the first seed, whatever the others do.
 
-Needs the extras of one backend and `datasets`, `viz`. A training takes about an hour
+Needs the extras of one backend and `datasets`, `viz`. A training takes half an hour
 of a core. After an interruption the same command goes on where it stopped: finished
 trainings are kept in `build/training/`, the running one is saved after each epoch.
 """
@@ -40,7 +40,7 @@ WORK = ROOT / "build" / "training"
 IMAGE_SIZE = 32
 BATCH_SIZE = 64
 EPOCH_IMAGES = 8192
-EPOCHS = 64
+EPOCHS = 32
 WARMUP_STEPS = 200
 LEARNING_RATE = 1.5e-3
 WEIGHT_DECAY = 0.01

@@ -247,12 +247,14 @@ def _study(
     family, model, router, what="32 experts", mark="", settings=None, group_images=1
 ):
     twin, dense = _vmoe_dense(model)
+    layers = every_n(dense["num_layers"])
     return Architecture(
         preset_name(family, VMOE_SIZES, model, "every2", "32e", mark),
         f"{family.replace('_', ' ').capitalize()} {model} of the router study",
         f"{what} in every second block",
         "Router study, section 3.1",
-        dense | experts(every_n(dense["num_layers"]), group_images),
+        # V-MoE's experts of a block start equal.
+        dense | experts(layers, group_images) | {"equal_experts": True},
         router,
         twin,
         settings=settings,
