@@ -64,7 +64,7 @@ FOLDER.mkdir(parents=True, exist_ok=True)
 ## Who takes part
 
 A scale says what all models have in common. Each kind of router has the learning rate
-that is best for one router of its kind, out of three and with a seed that no result is
+that is best for one router of its kind, out of a few and with a seed that no result is
 of. Nothing else is tuned.
 """
 

@@ -11,7 +11,7 @@ class Scale:
 
     Change parts of it with `dataclasses.replace`. The hyperparameters of training are
     the same for every model, but for the learning rate: each kind of router has the
-    best of three for one router of its kind, see the study `"learning_rate"`.
+    best of a few for one router of its kind, see the study `"learning_rate"`.
 
     Attributes:
         name: str, what the scale is called.
@@ -209,7 +209,7 @@ SMALL = Scale(
     batch_size=128,
     epochs=16,
     steps_per_epoch=250,
-    learning_rates=(1e-3, 2e-3, 4e-3),
+    learning_rates=(1e-3, 2e-3, 4e-3, 8e-3),
     rates={"dense": 2e-3, "token": 2e-3, "expert": 2e-3, "soft": 2e-3},
     warmup_steps=200,
     weight_decay=0.01,
