@@ -53,6 +53,7 @@ FINE_TUNING_SEEDS = 3
 FINE_TUNING_EPOCHS = 12
 
 # Short name -> name of the preset, its router, what to call it.
+# 64 tokens at C = 1.05 make 4.2 slots; rounded up, there is one to spare.
 TWINS = {
     "dense": ("vit_tiny_patch4_32_glyphs", None, "Dense ViT"),
     "soft": (
@@ -62,18 +63,18 @@ TWINS = {
     ),
     "token_choice": (
         "vmoe_tiny_patch4_16e_32_glyphs",
-        routers.SoftmaxTokenChoiceRouter(16, priority="max", multiple_of=None),
+        routers.SoftmaxTokenChoiceRouter(16, priority="max", rounding="ceil"),
         "V-MoE (token choice, K = 1, C = 1.05, batch priority)",
     ),
     "expert_choice": (
         "expert_choice_tiny_patch4_16e_32_glyphs",
-        routers.SoftmaxExpertChoiceRouter(16, multiple_of=None),
+        routers.SoftmaxExpertChoiceRouter(16, rounding="ceil"),
         "Expert choice (c = 1)",
     ),
     "token_choice_k2": (
         "vmoe_tiny_patch4_16e_k2_32_glyphs",
         # As V-MoE is released: no batch priority in training, groups of eight images.
-        routers.SoftmaxTokenChoiceRouter(16, num_selected_experts=2, multiple_of=None),
+        routers.SoftmaxTokenChoiceRouter(16, num_selected_experts=2, rounding="ceil"),
         "V-MoE (token choice, K = 2, C = 1.05, groups of 8 images)",
     ),
 }

@@ -112,7 +112,11 @@ def build(kind, losses=None):
                 NUM_EXPERTS, TEXT_EXPERTS, IMAGE_EXPERTS
             )
         router = routers.LIMoERouter(
-            NUM_EXPERTS, losses=losses, loss_weight=LOSS_WEIGHT
+            NUM_EXPERTS,
+            losses=losses,
+            loss_weight=LOSS_WEIGHT,
+            rounding="ceil",
+            multiple_of=4,
         )
     backbone = models.LIMoEBackbone(
         image_shape=(IMAGE_SIZE, IMAGE_SIZE, 3),

@@ -10,7 +10,7 @@ from keras_softmoe.analysis._by_modality import ModalityStatistics
 from tests.analysis import pairs
 from tests.models import tiny
 
-SCARCE = {"capacity_factor": 0.75, "multiple_of": None}
+SCARCE = {"capacity_factor": 0.75}
 ROUTERS = {
     "one_choice": pairs.SCARCE,
     "two_choices": routers.LIMoERouter(4, num_selected_experts=2, **SCARCE),

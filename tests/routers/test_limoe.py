@@ -311,7 +311,7 @@ def test_mutual_information_of_routing():
 @pytest.mark.parametrize("name", ["image", "text"])
 @pytest.mark.parametrize("form", FORMS)
 def test_one_modality(form, name):
-    router = build(losses=ALL, loss_weight=1.0, multiple_of=4, **FORMS[form])
+    router = build(losses=ALL, loss_weight=1.0, **FORMS[form])
     modalities = ((name, NUM_TOKENS // 2),)
     (token, filled, gate), summary = call(router, tokens(), modalities=modalities)
     # Sixteen times the room, which is more than all: everybody has a seat.

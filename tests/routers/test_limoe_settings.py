@@ -116,7 +116,7 @@ def test_router_is_revived(cls):
         "image_experts": 3,
         "text_experts": 2,
         "single_modality_capacity_factor": 3.0,
-        "rounding": "round",
+        "rounding": "ceil",
         "multiple_of": 2,
         "noise_std": 0.5,
         "eval_capacity_factor": 2.5,
