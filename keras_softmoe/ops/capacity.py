@@ -28,10 +28,10 @@ def expert_capacity(
     make 2 slots for each expert, and with the released code's rounding 4, which is
     twice the compute.
 
-    The added slots also take choices that would otherwise be dropped. Without them a
-    low factor drops what it says (0.5 at least half of the choices), and in a small
-    group a little slack is rounded away: 16 choices, 4 experts and a factor of 1.05
-    make 4 slots for each expert, none to spare.
+    The added slots also take choices that would otherwise be dropped. With the default
+    a low factor drops what it says (at 0.5 about half of the choices, or more if they
+    spread unevenly), and in a small group a little slack is rounded away: 16 choices, 4
+    experts and a factor of 1.05 make 4 slots for each expert, none to spare.
 
     Args:
         num_tokens: int, the number of choices that need slots in a group: tokens times

@@ -310,8 +310,9 @@ class GlobalEntropyLoss(RoutingLoss):
             if not 0 < soft_minimum < math.inf:
                 raise ValueError(
                     "`soft_minimum` is a number of experts that has a logarithm: it "
-                    f"must be positive. Received: soft_minimum={soft_minimum}. To ask "
-                    "for nothing, leave the loss out."
+                    "must be positive and finite. Received: "
+                    f"soft_minimum={soft_minimum}. To ask for nothing, leave the loss "
+                    "out."
                 )
             threshold = math.log(soft_minimum)
         if not math.isfinite(threshold):
