@@ -56,17 +56,25 @@ LONG_SHAPES = {
 }
 
 _routers = ksm.routers
+# As many slots as in all results so far: those of the released code's rounding.
+ROUNDED_UP = {"rounding": "ceil", "multiple_of": 4}
 # Functions: a router with noise takes memory of the device as soon as it is there.
 ROUTERS = {
     "soft_128x1": lambda: _routers.SoftRouter(128),
     "soft_32x6": lambda: _routers.SoftRouter(32, slots_per_expert=6),
-    "token_choice": lambda: _routers.SoftmaxTokenChoiceRouter(32, priority="max"),
-    "expert_choice": lambda: _routers.SoftmaxExpertChoiceRouter(32),
-    "sinkhorn_token_choice": lambda: _routers.SinkhornTokenChoiceRouter(
-        32, priority="max"
+    "token_choice": lambda: _routers.SoftmaxTokenChoiceRouter(
+        32, priority="max", **ROUNDED_UP
     ),
-    "sinkhorn_expert_choice": lambda: _routers.SinkhornExpertChoiceRouter(32),
-    "sparse_transport": lambda: _routers.SparseTransportExpertChoiceRouter(32),
+    "expert_choice": lambda: _routers.SoftmaxExpertChoiceRouter(32, **ROUNDED_UP),
+    "sinkhorn_token_choice": lambda: _routers.SinkhornTokenChoiceRouter(
+        32, priority="max", **ROUNDED_UP
+    ),
+    "sinkhorn_expert_choice": lambda: _routers.SinkhornExpertChoiceRouter(
+        32, **ROUNDED_UP
+    ),
+    "sparse_transport": lambda: _routers.SparseTransportExpertChoiceRouter(
+        32, **ROUNDED_UP
+    ),
     "identity": lambda: _routers.IdentityRouter(32),
 }
 

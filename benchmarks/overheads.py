@@ -33,7 +33,13 @@ def token_choice(loss_weight, noise_std=1.0):
         kinds = (ksm.routers.ImportanceLoss, ksm.routers.LoadLoss)
         losses = [kind(weight=loss_weight) for kind in kinds]
     return ksm.routers.SoftmaxTokenChoiceRouter(
-        NUM_EXPERTS, priority="max", noise_std=noise_std, losses=losses
+        NUM_EXPERTS,
+        priority="max",
+        noise_std=noise_std,
+        losses=losses,
+        # As many slots as in all results so far
+        rounding="ceil",
+        multiple_of=4,
     )
 
 

@@ -136,7 +136,9 @@ The names and shapes of the parameters tell most of the model: widths, heads, wh
 blocks have experts, and so on. What they do not tell are arguments. Their defaults are
 the settings of the released models:
 
-- the **router**: token choice with K = 2 and a capacity factor of 1.05;
+- the **router**: token choice with K = 2 and a capacity factor of 1.05, and slots
+  rounded up to a multiple of four (`rounding="ceil", multiple_of=4`; a router made by
+  hand has the nearest whole number, as in the paper);
 - **groups** of 8 images that share the experts' slots;
 - **bfloat16**: the released code rounds tokens on their way to the experts and back,
   and a model that was trained so computes a little differently without it.
@@ -157,7 +159,7 @@ ksm.converters.convert_vmoe_checkpoint(
         num_selected_experts=1,
         capacity_factor=1.05,
         priority="max",
-        multiple_of=None,
+        rounding="ceil",
     ),
     group_images=1,
     dispatch_dtype=None,

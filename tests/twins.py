@@ -80,7 +80,9 @@ def combine_outputs(outputs, combine):
 # === Assignment ===
 
 
-def expert_capacity(num_tokens, num_experts, factor, rounding="ceil", multiple_of=4):
+def expert_capacity(
+    num_tokens, num_experts, factor, rounding="round", multiple_of=None
+):
     """Slots per expert; raises ValueError below one slot."""
     exact = (num_tokens * factor) / num_experts
     # Python rounds halves to even.

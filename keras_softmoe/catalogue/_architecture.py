@@ -6,11 +6,6 @@ from typing import NamedTuple
 
 IMAGE_SIZE = 224
 
-# An expert has the nearest whole number of slots: V-MoE, section 2.3. That rounding
-# reproduces the training FLOPs of V-MoE table 8 and Soft MoE table 10. The released
-# code's, the default of our routers, goes up to a multiple of four.
-NEAREST = {"rounding": "round", "multiple_of": None}
-
 
 class Architecture(NamedTuple):
     """A model whose weights were never released.

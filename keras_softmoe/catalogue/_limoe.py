@@ -5,7 +5,6 @@ import functools
 from keras_softmoe import routers
 from keras_softmoe.catalogue._architecture import (
     IMAGE_SIZE,
-    NEAREST,
     Architecture,
     experts,
     preset_name,
@@ -103,7 +102,7 @@ def _router(text_experts, image_experts):
     losses = routers.classic_losses() + routers.entropy_losses(
         _NUM_EXPERTS, text_experts, image_experts
     )
-    return routers.LIMoERouter(_NUM_EXPERTS, losses=losses, name="router", **NEAREST)
+    return routers.LIMoERouter(_NUM_EXPERTS, losses=losses, name="router")
 
 
 def _published(row, results):

@@ -4,12 +4,15 @@ Models that differ only in what can be changed on a loaded model (experts per to
 capacity, images per group) are one entry with a list of settings, of which the first
 is the entry's own. V-MoE's table names its models by the experts per token: there,
 each row is an entry.
+
+Routers have the default's number of slots, the nearest whole one: it reproduces the
+training FLOPs of V-MoE table 8 and Soft MoE table 10. What is of the released code
+rounds as that does.
 """
 
 from keras_softmoe import ops, routers
 from keras_softmoe.catalogue._architecture import (
     IMAGE_SIZE,
-    NEAREST,
     Architecture,
     experts,
     preset_name,
@@ -29,6 +32,7 @@ from keras_softmoe.catalogue._papers import (
     VMOE_RELEASED,
     VMOE_SIZES,
 )
+from keras_softmoe.ops.capacity import RELEASED
 
 _VMOE_15B_NOTE = (
     "Pooled by attention, as appendix B.3 says. The table's count is met to its last "
@@ -103,7 +107,7 @@ def _vmoe_model(model, placement, num_experts, k, published):
             routers.SoftmaxTokenChoiceRouter,
             num_experts,
             num_selected_experts=k,
-            **({} if is_released else NEAREST),
+            **(RELEASED if is_released else {}),
         ),
         twin=twin,
         **rest,
@@ -165,7 +169,6 @@ def _soft_moe_baselines():
             routers.SoftmaxExpertChoiceRouter,
             num_experts,
             capacity_factor=settings[0]["capacity_factor"],
-            **NEAREST,
         )
         yield _baseline("expert_choice", model, num_experts, router, settings)
     for (model, num_experts), rows in TOKEN_CHOICE.items():
@@ -183,7 +186,6 @@ def _soft_moe_baselines():
             num_experts,
             capacity_factor=settings[0]["capacity_factor"],
             priority="max",
-            **NEAREST,
         )
         yield _baseline("token_choice", model, num_experts, router, settings)
 
@@ -228,7 +230,7 @@ def _router_study():
             yield _study_sparse(family, model, router, settings)
         num_tokens = (IMAGE_SIZE // int(model.split("/")[1])) ** 2 + 1
         for factor in (1.0, 2.0):
-            slots = ops.expert_capacity(num_tokens, 32, factor, **NEAREST)
+            slots = ops.expert_capacity(num_tokens, 32, factor)
             yield _study(
                 "soft_moe",
                 model,
@@ -239,7 +241,7 @@ def _router_study():
 
 
 def _study_sparse(family, model, router, settings):
-    router = template(router, 32, capacity_factor=1.0, **NEAREST)
+    router = template(router, 32, capacity_factor=1.0)
     return _study(family, model, router, settings=settings, group_images=8)
 
 

@@ -10,6 +10,7 @@ from keras_softmoe.models._vit_moe_image_classifier import (
     ViTMoEImageConverter,
 )
 from keras_softmoe.models.released import write_converted
+from keras_softmoe.ops.capacity import RELEASED
 from keras_softmoe.routers import SoftmaxTokenChoiceRouter, SoftRouter
 
 
@@ -46,7 +47,8 @@ def convert_vmoe_checkpoint(
             the number of learned positions.
         router: a router from `keras_softmoe.routers`, a template. By default
             `SoftmaxTokenChoiceRouter(num_experts, num_selected_experts=2,
-            capacity_factor=1.05)`, or the `SoftRouter` that the parameters belong to.
+            capacity_factor=1.05, rounding="ceil", multiple_of=4)`, or the `SoftRouter`
+            that the parameters belong to.
         group_images: int, images whose tokens are routed together. By default 8, and 1
             for a `SoftRouter`.
         dispatch_dtype: `"bfloat16"` or `None`, see `layers.MoE`. The released code
@@ -134,7 +136,10 @@ def _router(architecture, given):
         if architecture.slots_per_expert is not None:
             return SoftRouter(architecture.num_experts, architecture.slots_per_expert)
         return SoftmaxTokenChoiceRouter(
-            architecture.num_experts, num_selected_experts=2, capacity_factor=1.05
+            architecture.num_experts,
+            num_selected_experts=2,
+            capacity_factor=1.05,
+            **RELEASED,
         )
     if given.num_experts != architecture.num_experts:
         raise ValueError(

@@ -97,17 +97,19 @@ def global_entropy_loss(probs, threshold, valid=None):
     Args:
         probs: `(G, S, E)` float tensor, each token's probabilities over experts.
         threshold: float in nats, at most `log(E)`: the logarithm of the soft minimum
-            of experts.
+            of experts. A negative one, a soft minimum of less than one expert, asks
+            for nothing: no entropy is below it, and the loss is zero.
         valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
 
     Returns:
         `(G,)` tensor: `max(0, threshold - entropy)`.
 
     Raises:
-        ValueError: if the threshold is negative or over `log(E)`, which no
-            probabilities reach.
+        ValueError: if the threshold is over `log(E)`, which no probabilities reach, or
+            not finite.
 
-    Source: LIMoE, section 2.2.2 ("global entropy") and appendix B.2.
+    Source: LIMoE, section 2.2.2 ("global entropy") and appendix B.2; table 5 (runs of
+    figure 12) has `log(0.8)`.
 
     Example:
 
@@ -118,11 +120,12 @@ def global_entropy_loss(probs, threshold, valid=None):
     num_experts = probs.shape[-1]
     largest = math.log(num_experts)
     # Some slack for `log` in single precision.
-    if not 0.0 <= threshold <= largest + 1e-6:
+    if not -math.inf < threshold <= largest + 1e-6:
         raise ValueError(
-            "The entropy of a choice among experts lies between 0 and their logarithm: "
-            f"`threshold` must be between 0 and log({num_experts}) = {largest:.4f}. "
-            f"Received: threshold={threshold}. To ask for S experts, pass log(S)."
+            "The entropy of a choice among experts is at most their logarithm: "
+            f"`threshold` must be finite and at most log({num_experts}) = "
+            f"{largest:.4f}. Received: threshold={threshold}. To ask for S experts, "
+            "pass log(S)."
         )
     entropy = _entropy(mean_over_tokens(probs, valid))
     return ops.relu(threshold - entropy)

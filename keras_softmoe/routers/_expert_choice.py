@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.ops import expert_choice, sinkhorn_plan, sparse_transport_plan
+from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING
 from keras_softmoe.routers._sparse import SparseRouter
 from keras_softmoe.sharding import is_distributed
 
@@ -34,7 +35,7 @@ class SoftmaxExpertChoiceRouter(ExpertChoiceRouter):
         num_experts: int, number of experts.
         capacity_factor: float, slots per token: the average number of experts that
             process a token. An expert takes at most all tokens of a group.
-        rounding: `"ceil"` or `"round"`, see `ops.expert_capacity`.
+        rounding: `"round"` or `"ceil"`, see `ops.expert_capacity`.
         multiple_of: int or `None`, see `ops.expert_capacity`.
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits.
@@ -57,7 +58,7 @@ class SoftmaxExpertChoiceRouter(ExpertChoiceRouter):
 
     Example:
 
-    >>> router = ksm.routers.SoftmaxExpertChoiceRouter(4, multiple_of=None)
+    >>> router = ksm.routers.SoftmaxExpertChoiceRouter(num_experts=4)
     >>> decision = router(np.random.normal(size=(2, 16, 32)))
     >>> decision.summary["load"]  # 16 / 4 tokens for everyone
     [[4., 4., 4., 4.], [4., 4., 4., 4.]]
@@ -67,8 +68,8 @@ class SoftmaxExpertChoiceRouter(ExpertChoiceRouter):
         self,
         num_experts,
         capacity_factor=1.0,
-        rounding="ceil",
-        multiple_of=4,
+        rounding=ROUNDING,
+        multiple_of=MULTIPLE_OF,
         noise_std=0.0,
         losses=None,
         eval_capacity_factor=None,
@@ -102,7 +103,7 @@ class SinkhornExpertChoiceRouter(ExpertChoiceRouter):
     Args:
         num_experts: int, number of experts.
         capacity_factor: float, slots per token.
-        rounding: `"ceil"` or `"round"`, see `ops.expert_capacity`.
+        rounding: `"round"` or `"ceil"`, see `ops.expert_capacity`.
         multiple_of: int or `None`, see `ops.expert_capacity`.
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits, for plan and gates.
@@ -138,8 +139,8 @@ class SinkhornExpertChoiceRouter(ExpertChoiceRouter):
         self,
         num_experts,
         capacity_factor=1.0,
-        rounding="ceil",
-        multiple_of=4,
+        rounding=ROUNDING,
+        multiple_of=MULTIPLE_OF,
         noise_std=0.0,
         losses=None,
         num_iterations=20,
@@ -187,7 +188,7 @@ class SparseTransportExpertChoiceRouter(ExpertChoiceRouter):
     Args:
         num_experts: int, number of experts.
         capacity_factor: float, slots per token.
-        rounding: `"ceil"` or `"round"`, see `ops.expert_capacity`.
+        rounding: `"round"` or `"ceil"`, see `ops.expert_capacity`.
         multiple_of: int or `None`, see `ops.expert_capacity`.
         losses: sequence of `RoutingLoss`es, which are added up with their weights.
             None by default; `(ZLoss(weight=1e-4),)` keeps logits small.
@@ -216,15 +217,15 @@ class SparseTransportExpertChoiceRouter(ExpertChoiceRouter):
     >>> router = ksm.routers.SparseTransportExpertChoiceRouter(num_experts=8)
     >>> decision = router(np.random.normal(size=(4, 16, 32)))
     >>> decision.routing.filled.shape
-    (4, 8, 4)
+    (4, 8, 2)
     """
 
     def __init__(
         self,
         num_experts,
         capacity_factor=1.0,
-        rounding="ceil",
-        multiple_of=4,
+        rounding=ROUNDING,
+        multiple_of=MULTIPLE_OF,
         losses=None,
         num_iterations=20,
         learning_rate=0.01,

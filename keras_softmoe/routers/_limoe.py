@@ -6,6 +6,7 @@ from keras import ops
 
 from keras_softmoe.ops import token_choice
 from keras_softmoe.ops.assignment import PRIORITIES, check_num_selected_experts
+from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING
 from keras_softmoe.routers._router import check_num_experts
 from keras_softmoe.routers._routing_losses import (
     MODALITIES,
@@ -51,7 +52,7 @@ class LIMoERouter(SparseRouter):
             `None`. Experts are disjoint if the two add up to `num_experts`.
         single_modality_capacity_factor: float, slots per choice where there are only
             images or only text, which do not use all experts.
-        rounding: `"ceil"` or `"round"`, see `ops.expert_capacity`.
+        rounding: `"round"` or `"ceil"`, see `ops.expert_capacity`.
         multiple_of: int or `None`, see `ops.expert_capacity`.
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits that choose and weigh.
@@ -99,7 +100,7 @@ class LIMoERouter(SparseRouter):
     >>> tokens = np.random.normal(size=(2, 24, 32))
     >>> decision = router(tokens, modalities=(("image", 16), ("text", 8)))
     >>> decision.routing.token.shape
-    (2, 8, 4)
+    (2, 8, 3)
     """
 
     knows_modalities = True
@@ -123,8 +124,8 @@ class LIMoERouter(SparseRouter):
         image_experts=None,
         text_experts=None,
         single_modality_capacity_factor=16.0,
-        rounding="ceil",
-        multiple_of=4,
+        rounding=ROUNDING,
+        multiple_of=MULTIPLE_OF,
         noise_std=1.0,
         eval_capacity_factor=None,
         random_logits=False,

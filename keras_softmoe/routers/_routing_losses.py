@@ -275,19 +275,21 @@ class MergedEntropyLoss(RoutingLoss):
 class GlobalEntropyLoss(RoutingLoss):
     """`ops.global_entropy_loss`: a modality on at least so many experts.
 
-    Give one of the two numbers.
+    Give one of the two numbers. Under one expert nothing is asked for: the loss is zero
+    whatever the routing, and only counts among those that a `LIMoERouter` averages.
 
     Args:
         modality: `"image"`, `"text"` or `None` for the tokens of both together.
-        soft_minimum: float `S`, experts that have to be used (evenly; more, if
-            unevenly) for the loss to be zero.
-        threshold: float, its logarithm, in nats.
+        soft_minimum: positive float `S`, experts that have to be used (evenly; more,
+            if unevenly) for the loss to be zero.
+        threshold: float, its logarithm, in nats. May be negative.
         weight: as in `RoutingLoss`.
 
     Raises:
-        ValueError: if both or none are given, or under one expert is asked for.
+        ValueError: if both or none are given, or `S` is not positive and finite.
 
-    Source: LIMoE, appendix B.2: `S = exp(threshold)`.
+    Source: LIMoE, appendix B.2: `S = exp(threshold)`; table 5 (runs of figure 12) has
+    `log(0.8)`.
 
     Example:
 
@@ -305,16 +307,18 @@ class GlobalEntropyLoss(RoutingLoss):
                 f"threshold={threshold}."
             )
         if threshold is None:
-            if not soft_minimum >= 1:
+            if not 0 < soft_minimum < math.inf:
                 raise ValueError(
-                    "A modality uses at least one expert: `soft_minimum` must be 1 or "
-                    f"more. Received: soft_minimum={soft_minimum}."
+                    "`soft_minimum` is a number of experts that has a logarithm: it "
+                    "must be positive and finite. Received: "
+                    f"soft_minimum={soft_minimum}. To ask for nothing, leave the loss "
+                    "out."
                 )
             threshold = math.log(soft_minimum)
-        if not threshold >= 0:
+        if not math.isfinite(threshold):
             raise ValueError(
-                "An entropy is not negative: `threshold` must be 0 or more. "
-                f"Received: threshold={threshold}."
+                "`threshold` must be a finite number. Received: "
+                f"threshold={threshold}. To ask for nothing, leave the loss out."
             )
         self.threshold = float(threshold)
 
@@ -393,19 +397,22 @@ def entropy_losses(
 
     Args:
         num_experts: int, number of experts of the router.
-        text_experts: float, soft minimum of experts for text. 9 of 32 if `None`.
-        image_experts: float, soft minimum of experts for images. 20 of 32 if `None`.
+        text_experts: float, soft minimum of experts for text, see `GlobalEntropyLoss`.
+            9 of 32 if `None`, as in most ablations; the paper's models with 4 to 64
+            experts (figure 12) have `0.6 * num_experts`.
+        image_experts: float, soft minimum of experts for images. 20 of 32 if `None`; in
+            figure 12 `0.2 * num_experts`, which is under one for 4 experts.
         num_selected_experts: int, the number `K` of experts that a token chooses.
 
     Returns:
         tuple of `RoutingLoss`.
 
     Raises:
-        ValueError: if a soft minimum is under one, or `num_selected_experts` is not in
-            `[1, num_experts]`.
+        ValueError: if a soft minimum is not positive, or `num_selected_experts` is not
+            in `[1, num_experts]`.
 
     Source: LIMoE, section 4.1 ("entropy"), appendices A.2 (thresholds), E.1 (K > 1) and
-    E.2 (thresholds grow with the number of experts).
+    E.2 (thresholds grow with the number of experts), table 5.
 
     Example:
 

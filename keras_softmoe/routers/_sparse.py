@@ -36,7 +36,7 @@ class SparseRouter(Router):
     Args:
         num_experts: int, number of experts.
         capacity_factor: float, slots per choice.
-        rounding: `"ceil"` or `"round"`, see `ops.expert_capacity`.
+        rounding: `"round"` or `"ceil"`, see `ops.expert_capacity`.
         multiple_of: int or `None`, see `ops.expert_capacity`.
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits.

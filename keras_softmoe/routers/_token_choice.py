@@ -10,6 +10,7 @@ from keras_softmoe.ops.assignment import (
     check_priority,
 )
 from keras_softmoe.ops.backend import top_indices
+from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING
 from keras_softmoe.routers._router import check_num_experts
 from keras_softmoe.routers._routing_losses import ImportanceLoss, LoadLoss
 from keras_softmoe.routers._sparse import SparseRouter
@@ -50,8 +51,8 @@ class TokenChoiceRouter(SparseRouter):
         num_selected_experts=1,
         capacity_factor=1.05,
         priority="position",
-        rounding="ceil",
-        multiple_of=4,
+        rounding=ROUNDING,
+        multiple_of=MULTIPLE_OF,
         noise_std=1.0,
         losses=None,
         eval_capacity_factor=None,
@@ -131,7 +132,7 @@ class SoftmaxTokenChoiceRouter(TokenChoiceRouter):
         priority: `"position"` (tokens in their order), `"max"` (batch
             prioritized routing: tokens with the largest probability first), `"sum"`,
             `"pair"` or `"random"`, see `ops.token_choice`.
-        rounding: `"ceil"` or `"round"`, see `ops.expert_capacity`.
+        rounding: `"round"` or `"ceil"`, see `ops.expert_capacity`.
         multiple_of: int or `None`, see `ops.expert_capacity`.
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits that choose and weigh.
@@ -167,7 +168,7 @@ class SoftmaxTokenChoiceRouter(TokenChoiceRouter):
     >>> router = ksm.routers.SoftmaxTokenChoiceRouter(8, num_selected_experts=2)
     >>> decision = router(np.random.normal(size=(4, 16, 32)))
     >>> decision.routing.token.shape
-    (4, 8, 8)
+    (4, 8, 4)
     """
 
     def default_losses(self):
@@ -189,7 +190,7 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
         capacity_factor: float, slots per choice.
         priority: `"position"`, `"max"` (tokens with the largest entry in the plan
             first), `"sum"`, `"pair"` or `"random"`, see `ops.token_choice`.
-        rounding: `"ceil"` or `"round"`, see `ops.expert_capacity`.
+        rounding: `"round"` or `"ceil"`, see `ops.expert_capacity`.
         multiple_of: int or `None`, see `ops.expert_capacity`.
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits.
@@ -235,8 +236,8 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
         num_selected_experts=1,
         capacity_factor=1.05,
         priority="position",
-        rounding="ceil",
-        multiple_of=4,
+        rounding=ROUNDING,
+        multiple_of=MULTIPLE_OF,
         noise_std=1.0,
         losses=None,
         num_iterations=20,

@@ -16,7 +16,7 @@ NUM_PAIRS, GROUP_PAIRS = 3, 2
 TOKENS_OF = {"image": NUM_PATCHES, "text": SEQUENCE_LENGTH}
 
 
-SCARCE = routers.LIMoERouter(4, capacity_factor=0.75, multiple_of=None)
+SCARCE = routers.LIMoERouter(4, capacity_factor=0.75)
 
 
 def limoe(router=SCARCE, **overrides):

@@ -34,7 +34,7 @@ def test_position_is_all_that_identity_knows():
 
 
 def test_sparse_routers_against_scikit_learn():
-    router = routers.SoftmaxTokenChoiceRouter(4, capacity_factor=0.5, multiple_of=None)
+    router = routers.SoftmaxTokenChoiceRouter(4, capacity_factor=0.5)
     labels = np.array([0, 2, 2, 0, 2])
     # Five images in groups of two: padding in the last one.
     backbone, images, found = information(router, labels=labels, group_images=2)

@@ -9,8 +9,8 @@ from tests.recorded import recorded
 from tests.references import to_numpy
 
 ROUTERS = {
-    "token choice": routers.SoftmaxTokenChoiceRouter(3, 1, 0.5, multiple_of=None),
-    "expert choice": routers.SoftmaxExpertChoiceRouter(3, 0.5, multiple_of=None),
+    "token choice": routers.SoftmaxTokenChoiceRouter(3, 1, 0.5),
+    "expert choice": routers.SoftmaxExpertChoiceRouter(3, 0.5),
     "identity": routers.IdentityRouter(4),
     "soft": routers.SoftRouter(3, slots_per_expert=2),
 }

@@ -54,7 +54,7 @@ def test_soft_weights_lie_on_the_grid(pooling):
 
 def test_seats_of_grouped_images_find_their_image():
     # Six images in groups of four: the second group is half padding.
-    router = SoftmaxTokenChoiceRouter(3, 2, capacity_factor=0.6, multiple_of=None)
+    router = SoftmaxTokenChoiceRouter(3, 2, capacity_factor=0.6)
     backbone = make_backbone(router, pooling="token", group_images=4)
     images = make_images(6)
     maps = routing_maps(backbone, images)

@@ -143,9 +143,7 @@ def test_a_word_is_judged_by_all_its_places():
 @pytest.mark.parametrize("num_selected_experts", [1, 2])
 def test_a_pair(num_selected_experts):
     # Alone in its group it finds every expert full but for one slot.
-    router = routers.LIMoERouter(
-        4, num_selected_experts, capacity_factor=0.3, multiple_of=None
-    )
+    router = routers.LIMoERouter(4, num_selected_experts, capacity_factor=0.3)
     backbone = pairs.limoe(router, group_images=1)
     image, ids = pairs.images()[0], pairs.token_ids()[0]
     found = analysis.pair_routing(

@@ -39,7 +39,7 @@ def test_sharpness():
 
 
 def test_load():
-    router = routers.SoftmaxTokenChoiceRouter(4, capacity_factor=0.5, multiple_of=None)
+    router = routers.SoftmaxTokenChoiceRouter(4, capacity_factor=0.75)
     classifier, images, history = fit(router)
     load = analysis.expert_load(classifier, images, verbose=0)[BLOCK]
     assert history[f"dropped_{BLOCK}"][-1] == pytest.approx(load.dropped)

@@ -22,10 +22,8 @@ from tests.analysis.reading import png
 ROUTERS = {
     "soft": lambda: SoftRouter(4, slots_per_expert=2),
     "uniform": lambda: SoftRouter(4, dispatch="uniform", combine="uniform"),
-    "token choice": lambda: SoftmaxTokenChoiceRouter(
-        4, capacity_factor=0.5, multiple_of=None
-    ),
-    "expert choice": lambda: SoftmaxExpertChoiceRouter(4, multiple_of=None),
+    "token choice": lambda: SoftmaxTokenChoiceRouter(4, capacity_factor=0.5),
+    "expert choice": lambda: SoftmaxExpertChoiceRouter(4),
     "identity": lambda: IdentityRouter(4),
 }
 

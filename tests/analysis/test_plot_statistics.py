@@ -298,7 +298,7 @@ def test_dropped_tokens_of_other_things(given, message):
 
 def test_a_model_from_end_to_end():
     router = routers.SoftmaxTokenChoiceRouter(
-        4, num_selected_experts=2, capacity_factor=0.5, multiple_of=None
+        4, num_selected_experts=2, capacity_factor=0.5
     )
     model = tiny.classifier(moe_layers=(0, 1), router=router)
     given = analysis.routing_statistics(

@@ -17,7 +17,7 @@ from tests.models import tiny
 
 # It would seat everything, were it not for `eval_capacity_factor`.
 ROUTER = routers.SoftmaxTokenChoiceRouter(
-    4, capacity_factor=4.0, eval_capacity_factor=1.0, multiple_of=None
+    4, capacity_factor=4.0, eval_capacity_factor=1.0
 )
 CAPACITIES = (1.0, 0.25)
 

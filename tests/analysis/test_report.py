@@ -118,9 +118,7 @@ def test_a_model_of_ones_own(report):
     x = layers.SoftMoE(2, 8, name="mixed")(x)
     uniform = routers.SoftRouter(2, dispatch="uniform", combine="uniform")
     x = layers.MoE(uniform, 8, name="uniform")(x)
-    choosing = routers.SoftmaxTokenChoiceRouter(
-        2, capacity_factor=0.5, multiple_of=None
-    )
+    choosing = routers.SoftmaxTokenChoiceRouter(2, capacity_factor=0.5)
     x = layers.MoE(choosing, 8, name="choosing")(x)
     model = keras.Model(inputs, x, name="my_model")
     data = np.random.default_rng(0).normal(size=(3, 4, 6)).astype("float32")

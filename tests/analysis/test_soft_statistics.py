@@ -188,7 +188,7 @@ def own_model():
     """A user's model: two soft layers, one that chooses, and a name given twice."""
     inputs = keras.Input((NUM_TOKENS, 6))
     x = inputs + layers.SoftMoE(3, 8, slots_per_expert=2, name="mixed")(inputs)
-    choosing = routers.SoftmaxTokenChoiceRouter(2, multiple_of=None)
+    choosing = routers.SoftmaxTokenChoiceRouter(2)
     x = x + layers.MoE(choosing, 8)(x)
     x = x + layers.MoE(routers.SoftRouter(2), 8, name="grouped", group_images=2)(x)
     return keras.Model(inputs, x)

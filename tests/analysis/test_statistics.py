@@ -9,11 +9,11 @@ from tests.models import tiny
 from tests.references import to_numpy
 
 TOKEN_CHOICE = routers.SoftmaxTokenChoiceRouter(
-    4, num_selected_experts=2, capacity_factor=0.5, multiple_of=None
+    4, num_selected_experts=2, capacity_factor=0.5
 )
 ROUTERS = {
     "token_choice": TOKEN_CHOICE,
-    "expert_choice": routers.SoftmaxExpertChoiceRouter(4, 0.5, multiple_of=None),
+    "expert_choice": routers.SoftmaxExpertChoiceRouter(4, 0.5),
     "identity": routers.IdentityRouter(4),
     "soft": routers.SoftRouter(4, slots_per_expert=2),
 }

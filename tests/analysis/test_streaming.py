@@ -45,7 +45,7 @@ def own_model(spy=None):
     inputs = keras.Input((NUM_TOKENS, 6))
     x = inputs if spy is None else spy(inputs)
     x = x + layers.SoftMoE(3, 8, name="soft")(x)
-    router = routers.SoftmaxTokenChoiceRouter(2, 1, 0.5, multiple_of=None)
+    router = routers.SoftmaxTokenChoiceRouter(2, 1, 0.5)
     x = layers.MoE(router, 8, group_images=2, name="sparse")(x)
     return keras.Model(inputs, x)
 

@@ -94,6 +94,17 @@ def arguments(name):
     return catalogue.read_config(name)[1]
 
 
+def test_slots_are_those_of_the_source():
+    # The nearest whole number in the papers, a multiple of four in the released code.
+    found = {True: set(), False: set()}
+    for name, metadata in METADATA.items():
+        config = router.get_config() if (router := arguments(name)["router"]) else {}
+        if "rounding" in config:
+            is_code = metadata["source"] == "V-MoE, released code"
+            found[is_code].add((config["rounding"], config["multiple_of"]))
+    assert found == {True: {("ceil", 4)}, False: {("round", None)}}
+
+
 def test_dense_twins():
     of_experts = ("name", "moe_layers", "router", "group_images", "equal_experts")
     for name, metadata in METADATA.items():

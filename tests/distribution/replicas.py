@@ -32,9 +32,7 @@ def make_model():
         mlp_dim=12,
         moe_layers=(0, 1),
         # Not before the devices are settled: a router has variables.
-        router=routers.SoftmaxTokenChoiceRouter(
-            4, capacity_factor=0.75, multiple_of=None, noise_std=0.0
-        ),
+        router=routers.SoftmaxTokenChoiceRouter(4, capacity_factor=0.75, noise_std=0.0),
         # A replica has four images of each batch.
         group_images=8,
         pooling="gap",

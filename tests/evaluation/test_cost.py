@@ -15,7 +15,8 @@ from keras_softmoe.evaluation import cost
 from tests.evaluation.products import count, multiply_adds
 from tests.models import tiny
 
-ROUND = {"rounding": "round", "multiple_of": None}
+# What rounds up to more slots than the default
+RELEASED = {"rounding": "ceil", "multiple_of": 4}
 MODELS = {
     "dense": tiny.DENSE,
     "token": {**tiny.DENSE, "pooling": "token", "representation_dim": 5},
@@ -46,7 +47,7 @@ MODELS = {
     },
     # Groups of 64 tokens: rows are moved
     "token choice, large groups": {
-        "router": routers.SinkhornTokenChoiceRouter(4, capacity_factor=0.75, **ROUND),
+        "router": routers.SinkhornTokenChoiceRouter(4, capacity_factor=0.75),
         "group_images": 16,
         "pooling": "gap",
     },
@@ -56,7 +57,7 @@ MODELS = {
         "dispatcher": "gather",
     },
     "expert choice, einsum": {
-        "router": routers.SinkhornExpertChoiceRouter(2, **ROUND),
+        "router": routers.SinkhornExpertChoiceRouter(2),
         "dispatcher": "einsum",
         "group_images": 16,
         "pooling": "gap",
@@ -64,12 +65,14 @@ MODELS = {
     "a router for each block": {
         "router": [
             routers.SoftRouter(4),
-            routers.SoftmaxTokenChoiceRouter(2, eval_capacity_factor=2.0, **ROUND),
+            routers.SoftmaxTokenChoiceRouter(2, eval_capacity_factor=2.0),
         ],
         "moe_layers": (0, 1),
     },
     "transport": {
-        "router": routers.SparseTransportExpertChoiceRouter(4, num_iterations=2)
+        "router": routers.SparseTransportExpertChoiceRouter(
+            4, num_iterations=2, **RELEASED
+        )
     },
 }
 

@@ -21,8 +21,7 @@ ARGUMENTS = {
     "mlp_dim": 12,
     "embedding_dim": 5,
 }
-ROUND = {"rounding": "round", "multiple_of": None}
-ROUTER = routers.LIMoERouter(4, capacity_factor=2.0, **ROUND)
+ROUTER = routers.LIMoERouter(4, capacity_factor=2.0)
 SPARSE = {"moe_layers": (1,), "router": ROUTER}
 MODELS = {
     "dense": {},
@@ -53,8 +52,8 @@ MODELS = {
     "pruned": {
         "moe_layers": (0, 1),
         "router": [
-            routers.PrunedLIMoERouter(2, (1, 4), 5, **ROUND),
-            routers.PrunedLIMoERouter(1, (0,), 3, per_modality=True, **ROUND),
+            routers.PrunedLIMoERouter(2, (1, 4), 5),
+            routers.PrunedLIMoERouter(1, (0,), 3, per_modality=True),
         ],
         "group_images": 2,
     },

@@ -6,9 +6,7 @@ import pytest
 from keras_softmoe import evaluation, routers
 from tests.models import tiny
 
-ROUTER = routers.SoftmaxTokenChoiceRouter(
-    4, num_selected_experts=2, multiple_of=None, noise_std=0.0
-)
+ROUTER = routers.SoftmaxTokenChoiceRouter(4, num_selected_experts=2, noise_std=0.0)
 MOE = {"moe_layers": (0, 1), "router": ROUTER, "group_images": 2}
 TEST = (tiny.pixels(7), tiny.labels(7))
 

@@ -16,7 +16,6 @@ TOKENS = (6, 8)
 NOISY = {
     "noise_std": 1.0,
     "z_loss_weight": 0.1,
-    "multiple_of": None,
     "capacity_factor": 2.0,
 }
 # Name -> router, its number of weights, of seed generators and of added losses.
@@ -48,7 +47,7 @@ ROUTERS = {
         1,
     ),
     "sparse_transport": (
-        routers.SparseTransportExpertChoiceRouter(3, multiple_of=None),
+        routers.SparseTransportExpertChoiceRouter(3),
         1,
         1,
         0,
@@ -110,7 +109,7 @@ def test_router_configuration_is_kept_by_the_layer():
         2,
         1.5,
         "max",
-        "round",
+        "ceil",
         2,
         0.5,
         (routers.GShardLoss(weight=0.3), routers.ZLoss(weight=0.4)),
@@ -132,7 +131,7 @@ def test_router_configuration_is_kept_by_the_layer():
         "num_selected_experts": 2,
         "capacity_factor": 1.5,
         "priority": "max",
-        "rounding": "round",
+        "rounding": "ceil",
         "multiple_of": 2,
         "noise_std": 0.5,
         "num_iterations": 7,

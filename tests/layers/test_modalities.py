@@ -16,11 +16,11 @@ from tests.references import to_numpy
 WIDTH, NUM_EXPERTS, MLP_DIM = 8, 4, 6
 LENGTHS = {"image": 4, "text": 2}
 PLAIN = routers.SoftmaxTokenChoiceRouter(
-    NUM_EXPERTS, priority="max", capacity_factor=0.5, multiple_of=None
+    NUM_EXPERTS, priority="max", capacity_factor=0.5
 )
 LOSSES = (routers.LocalEntropyLoss("text"), routers.ZLoss("image"))
 LIMOE = routers.LIMoERouter(
-    NUM_EXPERTS, capacity_factor=0.5, multiple_of=None, losses=LOSSES, loss_weight=1.0
+    NUM_EXPERTS, capacity_factor=0.5, losses=LOSSES, loss_weight=1.0
 )
 # Room for every token.
 AMPLE = routers.LIMoERouter(NUM_EXPERTS, capacity_factor=NUM_EXPERTS, losses=LOSSES)

@@ -13,7 +13,7 @@ from tests.references import to_numpy
 NUM_TOKENS, WIDTH, NUM_EXPERTS, MLP_DIM = 4, 8, 4, 6
 SHAPE = (NUM_TOKENS, WIDTH)
 # So tight that tokens are dropped, and that padding would take others' slots.
-TIGHT = {"capacity_factor": 0.5, "multiple_of": None}
+TIGHT = {"capacity_factor": 0.5}
 ROUTERS = {
     "soft": routers.SoftRouter(NUM_EXPERTS, slots_per_expert=2),
     "identity": routers.IdentityRouter(NUM_EXPERTS),
@@ -136,7 +136,7 @@ def test_batch_sizes_in_a_compiled_model(name, dispatcher):
 
 def test_groups_of_images_compete_for_slots():
     # One slot per expert and image alone; routed together, an image may take more.
-    router = routers.SoftmaxExpertChoiceRouter(2, capacity_factor=0.5, multiple_of=None)
+    router = routers.SoftmaxExpertChoiceRouter(2, capacity_factor=0.5)
     layer = build(router, group_images=2)
     layer.router.kernel.assign(np.eye(WIDTH)[:, :2])
     inputs = np.zeros((2, *SHAPE), "float32")
@@ -219,9 +219,7 @@ def test_more_choices_than_experts():
 
 
 def test_less_than_one_slot():
-    router = routers.SoftmaxExpertChoiceRouter(
-        16, capacity_factor=0.1, rounding="round"
-    )
+    router = routers.SoftmaxExpertChoiceRouter(16, capacity_factor=0.1)
     layer = layers.MoE(router, MLP_DIM)
     with pytest.raises(ValueError, match="less than one slot"):
         layer(normal((2, *SHAPE)))

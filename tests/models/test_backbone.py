@@ -264,11 +264,7 @@ def test_equal_experts(equal_experts):
             "num_tokens=5.*num_experts=4",
         ),
         (
-            {
-                "router": routers.SoftmaxExpertChoiceRouter(
-                    16, capacity_factor=0.1, rounding="round"
-                )
-            },
+            {"router": routers.SoftmaxExpertChoiceRouter(16, capacity_factor=0.1)},
             "less than one slot.*num_tokens=5, num_experts=16",
         ),
     ],

@@ -24,7 +24,7 @@ SAVED = {
     "soft": {"pooling": "map", "use_qk_norm": True},
     "token_choice": {"router": tiny.SPARSE, "group_images": 2},
     "expert_choice": {
-        "router": routers.SinkhornExpertChoiceRouter(4, multiple_of=None),
+        "router": routers.SinkhornExpertChoiceRouter(4),
         "pooling": "gap",
         "position_embedding": "sincos2d",
     },

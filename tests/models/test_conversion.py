@@ -14,7 +14,7 @@ from tests.models import tiny
 from tests.references import to_numpy
 
 ROUTER = routers.SoftmaxTokenChoiceRouter(
-    4, num_selected_experts=3, priority="max", capacity_factor=0.5, multiple_of=None
+    4, num_selected_experts=3, priority="max", capacity_factor=0.5
 )
 # What a checkpoint alone says: arguments of the backbone.
 FOUND = {

@@ -10,7 +10,7 @@ from tests.references import to_numpy
 
 pytestmark = tiny.FITTING
 ROUTER = routers.SoftmaxTokenChoiceRouter(
-    4, num_selected_experts=2, capacity_factor=1.0, multiple_of=None, noise_std=0.0
+    4, num_selected_experts=2, capacity_factor=1.0, noise_std=0.0
 )
 MOE = {"moe_layers": (0, 1), "router": ROUTER}
 CHANGES = [

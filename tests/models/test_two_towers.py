@@ -13,12 +13,8 @@ from tests.references import to_numpy
 
 WIDTH = 8
 # Noise that would show, and a loss.
-NOISY = routers.SoftmaxTokenChoiceRouter(
-    4, noise_std=8.0, importance_loss_weight=1.0, multiple_of=None
-)
-QUIET = routers.SoftmaxTokenChoiceRouter(
-    4, noise_std=0.0, importance_loss_weight=1.0, multiple_of=None
-)
+NOISY = routers.SoftmaxTokenChoiceRouter(4, noise_std=8.0, importance_loss_weight=1.0)
+QUIET = routers.SoftmaxTokenChoiceRouter(4, noise_std=0.0, importance_loss_weight=1.0)
 
 
 def text_tower(**overrides):

@@ -29,14 +29,13 @@ def token_choice(num_selected_experts, room=1.0, **arguments):
         NUM_EXPERTS,
         num_selected_experts,
         capacity_factor=factor,
-        multiple_of=None,
         **arguments,
     )
 
 
 def expert_choice(capacity_factor):
     return routers.SoftmaxExpertChoiceRouter(
-        NUM_EXPERTS, capacity_factor=capacity_factor, multiple_of=None
+        NUM_EXPERTS, capacity_factor=capacity_factor
     )
 
 

@@ -10,9 +10,7 @@ IMAGE_SHAPE = (8, 8, 3)
 NUM_CLASSES = 3
 SOFT = routers.SoftRouter(4)
 # Groups of two images drop tokens; no multiple, so that the capacity is the ratio.
-SPARSE = routers.SoftmaxTokenChoiceRouter(
-    4, priority="max", capacity_factor=0.75, multiple_of=None
-)
+SPARSE = routers.SoftmaxTokenChoiceRouter(4, priority="max", capacity_factor=0.75)
 DENSE = {"moe_layers": (), "router": None}
 
 # What Keras and KerasHub warn of in ordinary use.

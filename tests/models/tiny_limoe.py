@@ -47,7 +47,6 @@ LOSS_TWINS = [
 ROUTER = routers.LIMoERouter(
     4,
     capacity_factor=0.75,
-    multiple_of=None,
     losses=LOSSES,
     loss_weight=0.5,
     noise_std=0.0,

@@ -156,7 +156,7 @@ def test_priorities_agree_where_everybody_finds_a_seat(priority):
     for s in range(8):
         scores[0, s, s % 4] = 0.6 + 0.01 * s
         scores[0, s, (s + 1) % 4] = 0.3 - 0.01 * s
-    capacity = ops.expert_capacity(8 * 2, 4, 1.05, multiple_of=None)
+    capacity = ops.expert_capacity(8 * 2, 4, 1.05)
     token, filled = map(
         to_numpy, ops.token_choice(scores, 2, capacity, priority=priority)
     )

@@ -25,7 +25,7 @@ def assert_close(actual, expected):
 @given(
     logits=cases.scores(),
     num_selected_experts=st.sampled_from([1, 2]),
-    share=st.sampled_from([0.0, 0.5, 1.0]),
+    share=st.sampled_from([-0.2, 0.0, 0.5, 1.0]),
     seed=cases.seeds,
 )
 def test_twins(logits, num_selected_experts, share, seed):
@@ -116,6 +116,19 @@ def test_gradients(name):
         )
 
 
+@pytest.mark.parametrize("soft_minimum", [0.2, 0.8, 1.0])
+def test_one_expert_is_always_used(soft_minimum):
+    # So to ask for less is to ask for nothing: zero even if all tokens agree.
+    probs = probabilities(cases.array("normal", (2, 8, 4), 0))
+    probs[1] = np.eye(4)[2]
+    losses, (gradient,) = value_and_gradients(
+        lambda p: keras.ops.sum(ops.global_entropy_loss(p, np.log(soft_minimum))),
+        [probs],
+    )
+    assert to_numpy(losses) == 0.0
+    np.testing.assert_array_equal(gradient, 0.0)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_are_finite_where_a_probability_is_zero(name):
     sure = np.tile(np.eye(4, dtype="float32"), (1, 2, 1))
@@ -128,7 +141,8 @@ def test_gradients_are_finite_where_a_probability_is_zero(name):
     "call, received",
     [
         (lambda p: ops.global_entropy_loss(p, 1.5), "threshold=1.5"),
-        (lambda p: ops.global_entropy_loss(p, -0.1), "threshold=-0.1"),
+        (lambda p: ops.global_entropy_loss(p, -np.inf), "threshold=-inf"),
+        (lambda p: ops.global_entropy_loss(p, np.nan), "threshold=nan"),
         (lambda p: ops.target_entropy_loss(p, 5), "5"),
         (lambda p: ops.merged_entropy_loss(p, 0), "0"),
         (lambda p: ops.mutual_information_loss([]), "0 modalities"),

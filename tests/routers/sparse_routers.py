@@ -7,8 +7,8 @@ from tests.references import to_numpy
 
 WIDTH = 4
 
-# No noise unless a test asks for it, and no rounding of the capacity to a multiple.
-PLAIN = {"multiple_of": 1, "noise_std": 0.0}
+# No noise unless a test asks for it.
+PLAIN = {"noise_std": 0.0}
 
 # Name -> callable from the number of experts (and overrides) to a router.
 SPARSE = {
@@ -25,7 +25,7 @@ SPARSE = {
         e, **{**PLAIN, **kwargs}
     ),
     "sparse_transport": lambda e, **kwargs: routers.SparseTransportExpertChoiceRouter(
-        e, **{"multiple_of": 1, **kwargs}
+        e, **kwargs
     ),
 }
 TOKEN_CHOICE = ["softmax_token_choice", "sinkhorn_token_choice"]

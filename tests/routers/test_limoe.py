@@ -82,9 +82,7 @@ def test_router_is_its_twin(form, num_choices, padded):
     assert not summary["probabilities"][~reachable].any()
 
     # The seats follow exactly from the scores that the router itself reports.
-    capacity = twins.expert_capacity(
-        num_choices * NUM_TOKENS, NUM_EXPERTS, 0.5, multiple_of=1
-    )
+    capacity = twins.expert_capacity(num_choices * NUM_TOKENS, NUM_EXPERTS, 0.5)
     seats = twin.token_choice(
         summary["selection"], num_choices, capacity, "sum", NAMES, valid
     )
@@ -144,6 +142,19 @@ def test_a_modality_that_comes_first_loses_no_token_to_the_other():
 
 
 # === Losses ===
+
+
+def test_a_soft_minimum_of_less_than_one_expert_is_averaged():
+    # Images in figure 12's model with four experts: the loss is zero, and one of two.
+    local = routers.LocalEntropyLoss("text")
+    nothing = routers.GlobalEntropyLoss("image", soft_minimum=0.8)
+    both, one = (build(losses=losses) for losses in ((local, nothing), (local,)))
+    of_both, of_one = (call(r, tokens())[1]["auxiliary_loss"] for r in (both, one))
+    twin_losses = [(twin.local, "text"), (twin.at_least(0.8), "image")]
+    expected = twin.auxiliary_loss(twin_losses, routed(both, tokens()), 0.04)
+    np.testing.assert_allclose(of_both, expected, rtol=2e-5)
+    np.testing.assert_allclose(of_both, of_one / 2, rtol=1e-6)
+    assert (of_both > 0).all()
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -300,7 +311,7 @@ def test_mutual_information_of_routing():
 @pytest.mark.parametrize("name", ["image", "text"])
 @pytest.mark.parametrize("form", FORMS)
 def test_one_modality(form, name):
-    router = build(losses=ALL, loss_weight=1.0, multiple_of=4, **FORMS[form])
+    router = build(losses=ALL, loss_weight=1.0, **FORMS[form])
     modalities = ((name, NUM_TOKENS // 2),)
     (token, filled, gate), summary = call(router, tokens(), modalities=modalities)
     # Sixteen times the room, which is more than all: everybody has a seat.
@@ -325,7 +336,9 @@ def test_one_modality(form, name):
 
 def test_room_for_one_modality():
     router = build(
-        capacity_factor=0.5, eval_capacity_factor=1.5, single_modality_capacity_factor=2
+        capacity_factor=0.5,
+        eval_capacity_factor=1.75,
+        single_modality_capacity_factor=2,
     )
     # Twelve tokens, four experts
     assert router.capacity(12, training=True) == 2

@@ -67,6 +67,16 @@ def test_default_losses_are_both_sets(num_choices):
     assert router.loss_weight == 0.04
 
 
+@pytest.mark.parametrize("num_experts", [4, 8, 16, 32, 64])
+def test_thresholds_of_figure_12(num_experts):
+    # Table 5: log(2.4) and log(0.8) for 4 experts, ..., log(38.4) and log(12.8) for 64.
+    losses = routers.entropy_losses(num_experts, 0.6 * num_experts, 0.2 * num_experts)
+    expected = np.log([0.6 * num_experts, 0.2 * num_experts])
+    np.testing.assert_allclose([loss.threshold for loss in losses[1:]], expected)
+    router = routers.LIMoERouter(num_experts, losses=losses)
+    assert router.clone("other").routing_losses == losses
+
+
 def test_threshold_is_a_soft_minimum():
     one, other = (
         routers.GlobalEntropyLoss("text", soft_minimum=9),
@@ -106,7 +116,7 @@ def test_router_is_revived(cls):
         "image_experts": 3,
         "text_experts": 2,
         "single_modality_capacity_factor": 3.0,
-        "rounding": "round",
+        "rounding": "ceil",
         "multiple_of": 2,
         "noise_std": 0.5,
         "eval_capacity_factor": 2.5,
@@ -289,9 +299,12 @@ def test_a_pruned_router_is_asked_for_experts_that_there_were():
             {"soft_minimum": 2, "threshold": 0.5},
             "either `soft_minimum`.*soft_minimum=2, threshold=0.5",
         ),
-        ({"soft_minimum": 0.5}, "1 or more.*soft_minimum=0.5"),
-        ({"threshold": -0.1}, "0 or more.*threshold=-0.1"),
-        ({"threshold": math.nan}, "0 or more.*threshold=nan"),
+        ({"soft_minimum": 0}, "positive.*soft_minimum=0"),
+        ({"soft_minimum": -1.0}, "positive.*soft_minimum=-1.0"),
+        ({"soft_minimum": math.nan}, "positive.*soft_minimum=nan"),
+        ({"soft_minimum": math.inf}, "positive.*soft_minimum=inf"),
+        ({"threshold": -math.inf}, "finite.*threshold=-inf"),
+        ({"threshold": math.nan}, "finite.*threshold=nan"),
         ({"modality": "audio", "threshold": 1.0}, "'image', 'text'.*modality='audio'"),
     ],
 )
@@ -301,8 +314,8 @@ def test_bad_threshold(arguments, message):
 
 
 def test_bad_entropy_losses():
-    with pytest.raises(ValueError, match="soft_minimum=0.5"):
-        routers.entropy_losses(4, text_experts=0.5)
+    with pytest.raises(ValueError, match="soft_minimum=0.0"):
+        routers.entropy_losses(4, text_experts=0.0)
     with pytest.raises(ValueError, match="between 1 and 4.*num_selected_experts=5"):
         routers.entropy_losses(4, num_selected_experts=5)
 

@@ -16,7 +16,7 @@ def model():
     """A model of a user: a soft layer, then a sparse one over groups of two images."""
     inputs = keras.Input((16, 8))
     x = layers.SoftMoE(4, 16, name="soft")(inputs)
-    router = routers.SoftmaxTokenChoiceRouter(4, capacity_factor=0.5, multiple_of=None)
+    router = routers.SoftmaxTokenChoiceRouter(4, capacity_factor=0.5)
     x = layers.MoE(router, 16, group_images=2, name="sparse")(x)
     return keras.Model(inputs, x)
 

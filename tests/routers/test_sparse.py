@@ -27,9 +27,7 @@ SHAPES = [(1, 3, 5), (2, 4, 1), (2, 8, 4)]
 
 def capacity_of(router, num_tokens):
     choices = num_tokens * getattr(router, "num_selected_experts", 1)
-    return twins.expert_capacity(
-        choices, router.num_experts, router.capacity_factor, multiple_of=1
-    )
+    return twins.expert_capacity(choices, router.num_experts, router.capacity_factor)
 
 
 def selection_twin(name, logits, capacity, valid):
@@ -332,7 +330,7 @@ def test_an_expert_takes_at_most_all_tokens():
         ),
         (lambda: routers.IdentityRouter(3)(np.zeros((1, 8, 4), "float32")), "8"),
         (
-            lambda: routers.SoftmaxExpertChoiceRouter(4, 0.01, rounding="round")(
+            lambda: routers.SoftmaxExpertChoiceRouter(4, 0.01)(
                 np.zeros((1, 8, 4), "float32")
             ),
             "0.01",

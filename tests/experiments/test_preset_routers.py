@@ -1,0 +1,29 @@
+"""The scripts that train the presets make the routers that the presets have."""
+
+import keras
+import pytest
+
+from experiments import glyph_presets, limoe_presets
+from keras_softmoe import catalogue
+
+TRAINED = {name: router for name, router, _ in glyph_presets.TWINS.values() if router}
+
+
+def settings(router):
+    """Its configuration but for the name."""
+    return {**router.get_config(), "name": None}
+
+
+def saved_router(preset):
+    _, config = catalogue.read_config(preset)
+    return keras.saving.deserialize_keras_object(config["router"])
+
+
+@pytest.mark.parametrize("preset", TRAINED)
+def test_glyph_presets(preset):
+    assert settings(TRAINED[preset]) == settings(saved_router(preset))
+
+
+def test_limoe_preset():
+    router = limoe_presets.build("limoe").backbone.router
+    assert settings(router) == settings(saved_router(limoe_presets.NAMES["limoe"]))
