@@ -53,7 +53,10 @@ def main():
     path = pathlib.Path("build", f"routing_{keras.backend.backend()}.png").resolve()
     path.parent.mkdir(exist_ok=True)
     ksm.analysis.plot_slots(classifier, test[0][chosen]).savefig(path)
-    print("Each map shows what one slot of one expert takes in. Saved as", path)
+    print("Each map shows what one slot of one expert looks at (orange) and what it")
+    print(
+        "ignores (blue); none has a colour where it takes in all alike. Saved as", path
+    )
 
     print(f"\nDone in {time.perf_counter() - start:.0f} seconds.")
 

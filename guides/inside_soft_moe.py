@@ -118,7 +118,8 @@ figure = ksm.analysis.plot_tokens_per_slot(statistics)
 figure.savefig(FIGURES / "soft_tokens_per_slot.png")
 
 """
-Where in the images the tokens are that a slot prefers:
+Where in the images the tokens are that a slot prefers (orange) and those that it
+ignores (blue). A slot that takes in the mean of all tokens has no colour:
 """
 
 figure = ksm.analysis.plot_slots(model, images[:4], layer=3)
@@ -248,6 +249,11 @@ text apart.
 """
 
 path = ksm.analysis.routing_report(
-    model, images[:512], FIGURES / "soft_report.html", labels=labels[:512], verbose=0
+    model,
+    images[:512],
+    FIGURES / "soft_report.html",
+    labels=labels[:512],
+    class_names=ksm.datasets.GLYPH_CLASSES,
+    verbose=0,
 )
 print(f"report: {path}, {path.stat().st_size / 1e6:.1f} MB")

@@ -32,6 +32,9 @@ from keras_softmoe.analysis._plot_dropped import (
 from keras_softmoe.analysis._plot_dropped import (
     plot_dropped_tokens as plot_dropped_tokens,
 )
+from keras_softmoe.analysis._plot_expert_patches import (
+    plot_expert_patches as plot_expert_patches,
+)
 from keras_softmoe.analysis._plot_heat_maps import (
     plot_experts_by_class as plot_experts_by_class,
 )

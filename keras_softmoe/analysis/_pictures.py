@@ -65,9 +65,8 @@ def end_of_scale(values, quantile, least=0.0):
     return max(np.quantile(positive, quantile), least) if positive.size else least or 1
 
 
-def draw_scale(figure, drawn, axes, label="", is_cut=False, size=7, aspect=30):
-    """The scale of what is drawn in some axes, with an arrow where it is cut off."""
-    extend = "max" if is_cut else "neither"
+def draw_scale(figure, drawn, axes, label="", extend="neither", size=7, aspect=30):
+    """The scale of what is drawn in some axes, with arrows where it is cut off."""
     bar = figure.colorbar(drawn, ax=axes, extend=extend, aspect=aspect, pad=0.02)
     bar.ax.tick_params(labelsize=size)
     bar.set_label(label, fontsize=size + 1)

@@ -110,8 +110,8 @@ def plot_peaks(sweep, x="width of the model", score="score"):
     Beside each other: the mean over slots of the largest dispatch weight, the mean over
     tokens of the largest combine weight, and the scores, if there are any. Thick lines
     are means over the blocks and seeds, with error bars of one standard deviation over
-    seeds (of weights, not below 0 or above 100%); thin lines are single blocks. At 100%
-    the softmax has collapsed to a one-hot vector.
+    seeds (not below 0 or above 1 of weights, nor of scores that all lie between); thin
+    lines are single blocks. At 100% the softmax has collapsed to a one-hot vector.
 
     Args:
         sweep: what `analysis.peak_sweep` returns.
@@ -145,7 +145,9 @@ def plot_peaks(sweep, x="width of the model", score="score"):
         ax.set_ylim(0, 1.03 * max(peaks.max(), 0.1))
         drawing.as_percentages(ax.yaxis)
     if sweep.scores is not None:
-        _draw_modes(axes[-1], sweep, sweep.scores[..., None])
+        inside = np.all((sweep.scores >= 0) & (sweep.scores <= 1))
+        limits = (0, 1) if inside else (-np.inf, np.inf)
+        _draw_modes(axes[-1], sweep, sweep.scores[..., None], limits=limits)
         axes[-1].set_title(score, fontsize=9)
     for ax in axes:
         _number_axis(ax, sweep.values)
@@ -195,7 +197,10 @@ def _draw_modalities(ax, points):
     for name, style in drawing.MODALITY_STYLES.items():
         line = {s: found[name] for s, found in points.items() if name in found}
         if line:
-            handles[name] = drawing.draw_seeds(ax, list(line), line.values(), **style)
+            values = line.values()
+            handles[name] = drawing.draw_seeds(
+                ax, list(line), values, (0, np.inf), **style
+            )
     drawing.plain_axes(ax)
     return handles
 

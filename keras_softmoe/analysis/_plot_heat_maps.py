@@ -6,6 +6,7 @@ import numpy as np
 
 from keras_softmoe.analysis import _pictures as pictures
 from keras_softmoe.analysis import drawing
+from keras_softmoe.analysis._class_names import drawable_names
 from keras_softmoe.analysis._slots import SlotCorrelation
 from keras_softmoe.analysis._statistics import RoutingStatistics
 
@@ -21,14 +22,16 @@ def plot_experts_by_class(statistics, class_names=None, layers=None, sort=True):
 
     One panel for each MoE block: experts from left to right, classes from top to
     bottom, and the mean weight of the expert's output over all tokens of the images of
-    the class. Each panel has its own scale, from zero on. Classes without images are
-    left out.
+    the class. Each panel has its own scale, from zero on, with a white line at the mean
+    of all, which each would have if all were alike. Classes without images are left
+    out.
 
     Args:
         statistics: what `analysis.routing_statistics` returns when it is given
             labels.
-        class_names: optional sequence of str, names of the classes. Their numbers if
-            `None`.
+        class_names: optional sequence of str, names of the classes, such as
+            `datasets.GLYPH_CLASSES`. A class whose name the fonts of matplotlib's
+            settings cannot draw has its number; if `None`, all have.
         layers: sequence of blocks to show. All of them if `None`.
         sort: bool, whether to order each panel by itself, so that structure shows: each
             class goes with the expert that exceeds its own mean over the classes most
@@ -64,7 +67,7 @@ def plot_experts_by_class(statistics, class_names=None, layers=None, sort=True):
             )
         # (classes, E)
         weights = block.weight_by_class
-        names = _check_class_names(class_names, len(weights))
+        names = drawable_names(class_names, len(weights))
         classes = np.flatnonzero(~np.isnan(weights).any(axis=1))
         experts = np.arange(weights.shape[1])
         if sort:
@@ -80,7 +83,7 @@ def plot_experts_by_class(statistics, class_names=None, layers=None, sort=True):
         _write_names(ax.yaxis, [names[index] for index in classes])
         ax.set_xlabel("expert", fontsize=8)
         _draw_scale(figure, drawn, ax)
-    figure.suptitle("Mean weight of each expert by class", fontsize=11)
+    _write_title(figure, "class")
     return figure
 
 
@@ -88,8 +91,9 @@ def plot_experts_by_position(statistics, layers=None, patch_grid=None, sort=True
     """Show where in the images each expert works, on average over many.
 
     One panel for each MoE block, with a little map of the image for each expert: the
-    mean weight of its output at each patch. Each panel has its own scale, from zero on.
-    The class token, if there is one, is left out.
+    mean weight of its output at each patch. Each panel has its own scale, from zero on,
+    with a white line at the mean of all, which each would have if all were alike. The
+    class token, if there is one, is left out.
 
     Args:
         statistics: what `analysis.routing_statistics` returns.
@@ -134,7 +138,7 @@ def plot_experts_by_position(statistics, layers=None, patch_grid=None, sort=True
             ax.text(column - 0.5, row - 0.6, expert, fontsize=6, ha="left", va="bottom")
         ax.set_axis_off()
         _draw_scale(figure, image, ax)
-    figure.suptitle("Mean weight of each expert by position", fontsize=11)
+    _write_title(figure, "position")
     return figure
 
 
@@ -191,18 +195,6 @@ def plot_slot_correlation(correlations, layers=None):
 
 
 # === Data ===
-
-
-def _check_class_names(class_names, num_classes):
-    """The names, or numbers in their place."""
-    if class_names is None:
-        return range(num_classes)
-    if len(class_names) < num_classes:
-        raise ValueError(
-            f"`class_names` must have a name for each of the {num_classes} classes. "
-            f"Received: {len(class_names)} names."
-        )
-    return class_names
 
 
 def _stairs(weights, classes):
@@ -263,9 +255,19 @@ def _write_names(axis, names, rotation=0):
     axis.set_tick_params(labelsize=6, rotation=rotation, length=2)
 
 
+def _write_title(figure, what):
+    title = f"Mean weight of each expert by {what}"
+    figure.suptitle(
+        f"{title}\nwhite line on the scale: the weight if all were alike", fontsize=9
+    )
+
+
 def _draw_scale(figure, drawn, ax):
-    is_cut = drawn.get_array().max() > drawn.norm.vmax
-    pictures.draw_scale(figure, drawn, ax, is_cut=is_cut, size=6)
+    values = drawn.get_array()
+    extend = "max" if values.max() > drawn.norm.vmax else "neither"
+    bar = pictures.draw_scale(figure, drawn, ax, extend=extend, size=6)
+    # Where experts and rows are all alike.
+    bar.ax.axhline(values.mean(), color="white", lw=1.5)
 
 
 def _mean_cosines(block):

@@ -8,16 +8,22 @@ from keras_softmoe.analysis._maps import main_experts, routing_maps
 
 # Brightness of the pictures that lie under a map.
 _DIMMED = 0.6
+# Colours of less and of more than an even share.
+_LESS_AND_MORE = (drawing.PALETTE[0], "#FFB000")
+# What nothing counts as on a scale of ratios.
+_LEAST_SHARE = 1e-9
 # Up to this many patches in a row, the number of its expert is written on a patch.
 _MOST_NUMBERS = 16
 
 
 def plot_slots(model, images, layer=None, slots=6, preprocessor=None):
-    """Show which patches some slots of a block take, image by image.
+    """Show what some slots of a block look at and what they ignore, image by image.
 
-    One row for each image: the picture, then one map for each slot, which colours the
-    patches that the slot gives more than an even share of its dispatch weight. Under a
-    soft router a slot mixes all patches; under a sparse one it holds one at most.
+    One row for each image: the picture, then one map for each slot. Orange patches get
+    more than an even share of the slot's dispatch weight, blue ones less; a patch with
+    an even share is left as it is. The scale is one of ratios and reaches four even
+    shares at least, so that a slot that takes in the mean of all patches looks flat.
+    Under a sparse router a slot holds one patch at most.
 
     Args:
         model: `ViTMoEBackbone`, or a task that has one.
@@ -47,8 +53,8 @@ def plot_slots(model, images, layer=None, slots=6, preprocessor=None):
     # (slots, B, rows, columns), 1 if a slot took all tokens alike
     shares = np.stack([maps.dispatch[..., e, c] for e, c in chosen])
     shares *= maps.group_tokens
-    top = pictures.end_of_scale(shares, 0.995, least=1.25)
-    scale = matplotlib.colors.Normalize(1, top)
+    top = pictures.end_of_scale(shares, 0.995, least=4.0)
+    scale = matplotlib.colors.LogNorm(1 / top, top)
     colors = matplotlib.colors.ListedColormap(_see_through())
     names = [f"expert {expert}, slot {slot}" for expert, slot in chosen]
     figure, axes = pictures.image_rows(maps.images, names, extra_width=0.9)
@@ -57,17 +63,24 @@ def plot_slots(model, images, layer=None, slots=6, preprocessor=None):
     ):
         for ax, share in zip(row, by_slot, strict=True):
             pictures.draw_picture(ax, image, _DIMMED)
+            share = np.maximum(share, _LEAST_SHARE)
             pictures.draw_map(ax, image, share, cmap=colors, norm=scale)
     bar = pictures.draw_scale(
         figure,
         matplotlib.cm.ScalarMappable(scale, colors),
         figure.axes,
         f"dispatch weight, in even shares (1/{maps.group_tokens})",
-        is_cut=shares.max() > top,
+        extend="both",
         size=8,
         aspect=12 * len(axes),
     )
     bar.ax.set_facecolor(str(_DIMMED / 2))
+    bar.ax.axhline(1, color="white", lw=1.2)
+    doublings = int(np.log2(top))
+    ticks = 2.0 ** np.arange(-doublings, doublings + 1)
+    names = ["1 (even)" if tick == 1 else f"{tick:.2g}" for tick in ticks]
+    bar.set_ticks(ticks, labels=names, minor=False)
+    bar.minorticks_off()
     figure.suptitle(f"What slots take in, block {maps.layer}", fontsize=11)
     return figure
 
@@ -76,8 +89,11 @@ def plot_experts(model, images, layer=None, preprocessor=None):
     """Show which expert each patch of some images listens to most.
 
     Above, the pictures; below, each patch in the colour of its main expert (see
-    `analysis.main_experts`), hatched grey if no expert takes it (dropped). Beside
-    them, the number of patches in each colour.
+    `analysis.main_experts`), hatched grey if no expert takes it (dropped). The colour
+    is full where the weight of that expert is two even shares (`2 / E`) or more, and
+    fades out towards one: a patch that listens to all experts alike is white. Beside
+    them, the number of patches of each main expert, in full colour those of full
+    colour, and as a dashed line an even share of the patches.
 
     Args:
         model: `ViTMoEBackbone`, or a task that has one.
@@ -103,6 +119,9 @@ def plot_experts(model, images, layer=None, preprocessor=None):
     # (B, rows, columns)
     experts = main_experts(maps)
     num_experts = maps.combine.shape[-2]
+    # 0 at an even share, 1 from two of them on
+    weights = maps.combine.sum(axis=-1).max(axis=-1)
+    clearness = np.clip(weights * num_experts - 1, 0, 1) * (experts >= 0)
     colors = _expert_colors(num_experts)
     columns = len(experts)
     figure = pictures.picture_figure(2, columns, extra_width=3.0)
@@ -110,10 +129,17 @@ def plot_experts(model, images, layer=None, preprocessor=None):
     for column, image in enumerate(maps.images):
         pictures.draw_picture(figure.add_subplot(grid[0, column]), image)
         ax = figure.add_subplot(grid[1, column])
-        _draw_experts(ax, image, experts[column], colors)
-    counts = np.bincount(experts.ravel() + 1, minlength=num_experts + 1)
-    _draw_counts(figure.add_subplot(grid[:, -1]), counts, colors)
-    figure.suptitle(f"Main expert of each patch, block {maps.layer}", fontsize=11)
+        _draw_experts(ax, image, experts[column], clearness[column], colors)
+    # Dropped patches first: of all, and of those of full colour.
+    counts, clear = (
+        np.bincount(experts[shown] + 1, minlength=num_experts + 1)
+        for shown in (experts >= -1, clearness >= 1)
+    )
+    _draw_counts(figure.add_subplot(grid[:, -1]), counts, clear[1:], colors)
+    title = f"Main expert of each patch, block {maps.layer}"
+    scale = f"white: an even share of the weight (1/{num_experts}), "
+    scale += "full colour: twice that or more"
+    figure.suptitle(f"{title}\n{scale}", fontsize=9)
     return figure
 
 
@@ -166,8 +192,9 @@ def _most_different_slots(dispatch, count):
 # === Drawing ===
 
 
-def _draw_experts(ax, image, experts, colors):
-    pictures.draw_map(ax, image, colors[experts])
+def _draw_experts(ax, image, experts, clearness, colors):
+    shown = np.concatenate([colors[experts], clearness[..., None]], axis=-1)
+    pictures.draw_map(ax, image, shown)
     pictures.hatch_patches(ax, image, experts < 0)
     rows, columns = experts.shape
     height, width = image.shape[0] / rows, image.shape[1] / columns
@@ -180,14 +207,19 @@ def _draw_experts(ax, image, experts, colors):
                 ha="center",
                 va="center_baseline",
                 fontsize=48 / max(rows, columns, 6),
+                alpha=clearness[row, column],
             )
 
 
-def _draw_counts(ax, counts, colors):
+def _draw_counts(ax, counts, clear, colors):
     """Horizontal bars: dropped patches (the first count), then each expert's."""
     dropped, counts = counts[0], counts[1:]
     experts = np.arange(len(counts))
-    ax.barh(experts, counts, color=colors, ec="black", lw=0.4)
+    ax.barh(experts, counts, color="white", ec="black", lw=0.4)
+    ax.barh(experts, clear, color=colors, ec="black", lw=0.4)
+    ax.axvline(counts.mean(), color="black", ls="--", lw=1)
+    above = {"transform": ax.get_xaxis_transform(), "ha": "center", "va": "bottom"}
+    ax.text(counts.mean(), 1.0, "even", fontsize=7, **above)
     places = names = experts[:: -(-len(experts) // 20)].tolist()
     if dropped:
         bottom = len(counts) + 0.5
@@ -201,9 +233,11 @@ def _draw_counts(ax, counts, colors):
 
 
 def _see_through():
-    """Dark orange to light yellow, with the picture shining through small values."""
-    colors = np.array(drawing.shades(256, "inferno", 0.55, 1))
-    colors[:, 3] = np.linspace(0, 0.9, 256) ** 0.5
+    """From blue to orange; in the middle only the picture is seen."""
+    less, more = drawing.import_matplotlib().colors.to_rgba_array(_LESS_AND_MORE)
+    strength = np.linspace(-1, 1, 511)
+    colors = np.where(strength[:, None] < 0, less, more)
+    colors[:, 3] = 0.9 * np.abs(strength)
     return colors
 
 

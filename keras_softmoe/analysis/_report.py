@@ -7,16 +7,18 @@ import keras
 import numpy as np
 
 from keras_softmoe.analysis import drawing
+from keras_softmoe.analysis._information import InformationReducer
 from keras_softmoe.analysis._inputs import backbone_of, prepared, tokens_choose
 from keras_softmoe.analysis._load import LoadReducer
 from keras_softmoe.analysis._page import Page
+from keras_softmoe.analysis._plot_expert_patches import PatchReducer
 from keras_softmoe.analysis._plot_statistics import plot_expert_load
-from keras_softmoe.analysis._report_sections import (
-    add_modalities,
+from keras_softmoe.analysis._report_images import (
     add_pictures,
-    add_soft,
     add_specialization,
+    sparse_ends,
 )
+from keras_softmoe.analysis._report_sections import add_modalities, add_soft
 from keras_softmoe.analysis._soft_statistics import SoftReducer
 from keras_softmoe.analysis._statistics import RoutingReducer
 from keras_softmoe.analysis._streaming import all_routers, observe
@@ -46,11 +48,13 @@ def routing_report(
 
     It has what applies to the model. Any router: its settings, the load of the experts,
     dropped tokens. Images in a backbone or classifier of this library: the experts of
-    patches, experts by position and by class, the choices of sparse routers. Soft
-    routers, in a user's model too: what tokens give and slots take, how alike slots
-    are. A LIMoE: load, confidence, priorities and paths of images and text, and for
-    each expert the tokens that its router is most certain of. Of a dense model the page
-    says that it routes nothing.
+    patches, what slots look at (soft routers) or the patches that experts take (sparse
+    ones), the choices of sparse routers, how much position and class tell about the
+    expert, experts by position and by class. Soft routers, in a user's model too: what
+    tokens give and slots take, how alike slots are. A LIMoE: load, confidence,
+    priorities and paths of images and text, and for each expert the tokens that its
+    router is most certain of. Of a dense model the page says that it routes nothing.
+    Beside numbers stands what an even use of experts or tokens would give.
 
     Args:
         model: `ViTMoEBackbone`, `LIMoEBackbone`, a task that has one of them, or any
@@ -63,8 +67,10 @@ def routing_report(
             with the images.
         labels: optional `(N,)` int array, classes of the images. A `ViTMoEBackbone` or
             its task is shown class by class then.
-        class_names: optional sequence of str, names of the classes.
-        num_pictures: int, how many of the images are shown patch by patch.
+        class_names: optional sequence of str, names of the classes, as in
+            `analysis.plot_experts_by_class`.
+        num_pictures: int, how many of the images are shown patch by patch. With 0 no
+            patches are shown.
         title: str, heading of the page. If `None`, "How ... routes", with the name of
             the model if it was given one, else with its class.
         batch_size: int, images routed at a time.
@@ -87,7 +93,10 @@ def routing_report(
     >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
     >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name)
     >>> images, labels = ksm.datasets.glyphs(512, image_size=32, seed=1)
-    >>> ksm.analysis.routing_report(model, images, "report.html", labels=labels)
+    >>> names = ksm.datasets.GLYPH_CLASSES
+    >>> ksm.analysis.routing_report(
+    ...     model, images, "report.html", labels=labels, class_names=names
+    ... )
     PosixPath('report.html')
     """
     drawing.import_matplotlib()
@@ -112,6 +121,9 @@ def routing_report(
     reducers = {"load": LoadReducer()}
     if hasattr(backbone, "patch_grid") and not _is_limoe(backbone):
         reducers["routing"] = RoutingReducer(backbone, labels)
+        reducers["information"] = InformationReducer(backbone, labels)
+        if num_pictures:
+            reducers |= {n: PatchReducer(backbone, n) for n in sparse_ends(backbone)}
     if any(isinstance(router, SoftRouter) for router in routers.values()):
         reducers["soft"] = SoftReducer(backbone)
     results = observe(backbone, images, list(reducers.values()), **run)
@@ -119,8 +131,11 @@ def routing_report(
     _add_load(page, found["load"])
     if "routing" in found:
         if num_pictures:
-            add_pictures(page, backbone, images[:num_pictures], preprocessor)
-        add_specialization(page, backbone, found["routing"], class_names)
+            patches = [found[layer] for layer in sparse_ends(backbone)]
+            add_pictures(page, backbone, images[:num_pictures], preprocessor, patches)
+        add_specialization(
+            page, backbone, found["routing"], found["information"], class_names
+        )
     if "soft" in found:
         add_soft(page, found["soft"], routers, backbone)
     return page.write(path)
@@ -213,7 +228,7 @@ def _add_load(page, loads):
         "then passes the block unchanged.",
     )
     page.table(
-        ["block", "tokens", "dropped", "busiest expert, in even shares"],
+        ["block", "tokens", "dropped", "busiest expert, in even shares (even 1×)"],
         [
             [
                 drawing.block_title(layer),

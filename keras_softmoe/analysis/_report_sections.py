@@ -1,12 +1,9 @@
-"""The sections of a routing report that depend on the kind of the model."""
+"""The sections of a routing report about soft routers and about LIMoE."""
 
 import math
 
 from keras_softmoe.analysis import (
     _plot_heat_maps as plot_heat_maps,
-)
-from keras_softmoe.analysis import (
-    _plot_images as plot_images,
 )
 from keras_softmoe.analysis import (
     _plot_modalities as plot_modalities,
@@ -21,74 +18,14 @@ from keras_softmoe.analysis import (
     _plot_soft as plot_soft,
 )
 from keras_softmoe.analysis import (
-    _plot_statistics as plot_statistics,
-)
-from keras_softmoe.analysis import (
     drawing,
 )
 from keras_softmoe.analysis._by_modality import modality_statistics
 from keras_softmoe.analysis._modality_examples import expert_examples
 from keras_softmoe.analysis._slots import slot_correlation
-from keras_softmoe.routers import IdentityRouter, SoftRouter
+from keras_softmoe.routers import SoftRouter
 
-
-def add_pictures(page, backbone, images, preprocessor):
-    """Show some images, patch by patch, at the first and the last MoE block."""
-    layers = dict.fromkeys((backbone.moe_layers[0], backbone.moe_layers[-1]))
-    page.section("Images")
-    for layer in layers:
-        page.figure(
-            plot_images.plot_experts(
-                backbone, images, layer, preprocessor=preprocessor
-            ),
-            f"The expert that each patch listens to most, block {layer}. Hatched "
-            "patches are dropped. The bars count patches.",
-        )
-    for layer in layers:
-        # The slot of a sparse router holds one token at most: most pictures are empty.
-        if backbone.routers[layer].mixes_tokens:
-            page.figure(
-                plot_images.plot_slots(
-                    backbone, images, layer, preprocessor=preprocessor
-                ),
-                f"What some slots take in, block {layer}: patches that the slot gives "
-                "more than an even share of its weight. The slots that differ most are "
-                "shown.",
-            )
-
-
-def add_specialization(page, backbone, statistics, class_names):
-    """Show what experts are for, and how routers that choose distribute weight."""
-    sparse = [
-        layer
-        for layer, router in backbone.routers.items()
-        if not isinstance(router, SoftRouter | IdentityRouter)
-    ]
-    if sparse:
-        page.section("Choices")
-        page.figure(
-            plot_statistics.plot_choice_weights(statistics, sparse),
-            "The largest weights that the router gives to the experts of a token. Near "
-            "1/E all experts are alike to it, near 1 it is sure.",
-        )
-        page.figure(
-            plot_statistics.plot_experts_per_image(statistics, sparse),
-            "How many experts work on an image, over all its tokens.",
-        )
-    page.section("Specialization")
-    page.figure(
-        plot_heat_maps.plot_experts_by_position(
-            statistics, patch_grid=backbone.patch_grid
-        ),
-        "Where in the images each expert works: mean weight of its output, patch by "
-        "patch. Experts that choose by position come first.",
-    )
-    if any(block.weight_by_class is not None for block in statistics.values()):
-        page.figure(
-            plot_heat_maps.plot_experts_by_class(statistics, class_names),
-            "How much each expert works on the images of each class. Stairs that lead "
-            "down are experts with classes of their own.",
-        )
+_SHARE = 0.9
 
 
 def add_soft(page, statistics, routers, model):
@@ -104,17 +41,21 @@ def add_soft(page, statistics, routers, model):
         "What tokens give and slots take",
         "A slot takes in an average of all tokens (dispatch weights), and a token gets "
         "back an average of all slots' outputs (combine weights). In the table, the "
-        "largest weights are means and the numbers for 90% medians; behind them what a "
-        "uniform average would give.",
+        "largest weights are means and the numbers for 90% medians; behind them what "
+        "an even average would give. Sharpness is the largest weight in even shares: "
+        "at 1× every slot is the mean of all tokens, or every token gets the mean of "
+        "all slots, and the layer does not route.",
     )
     page.table(
         [
             "block",
             "largest dispatch weight",
+            "dispatch sharpness (even 1×)",
             "tokens for 90% of a slot",
             "largest combine weight",
+            "combine sharpness (even 1×)",
             "slots for 90% of a token",
-            "most and least important expert",
+            "most and least important expert (even 1×)",
         ],
         [_soft_row(layer, block) for layer, block in statistics.items()],
     )
@@ -177,7 +118,8 @@ def add_modalities(page, backbone, images, captions, num_pictures, run):
                 name,
                 f"{block.num_tokens[name]:,}",
                 f"{100 * block.dropped[name]:.3g}%",
-                f"{block.experts_needed(0.9)[name]} of {len(block.padding)}",
+                f"{block.experts_needed(_SHARE)[name]} of {len(block.padding)} "
+                f"(even {_even_count(len(block.padding))})",
             ]
             for layer, block in statistics.items()
             for name in block.num_tokens
@@ -232,18 +174,23 @@ def _soft_row(layer, block):
     contribution = block.expert_contribution
     return [
         drawing.block_title(layer),
-        *_concentrated(block.dispatch_peak, block.dispatch),
-        *_concentrated(block.combine_peak, block.combine),
+        *_concentrated(block.dispatch_peak, block.dispatch_sharpness, block.dispatch),
+        *_concentrated(block.combine_peak, block.combine_sharpness, block.combine),
         f"{contribution.argmax()} and {contribution.argmin()}, "
         f"{contribution.max() / contribution[contribution > 0].min():.3g}× apart",
     ]
 
 
-def _concentrated(peak, concentration):
-    """The largest weight and the number for 90%, each beside a uniform average's."""
-    count, share = len(concentration.mean), 0.9
+def _concentrated(peak, sharpness, concentration):
+    """The largest weight and the number for 90%, each beside an even average's."""
+    count = len(concentration.mean)
     return [
-        f"{100 * peak:.3g}% (uniform {100 / count:.3g}%)",
-        f"{concentration.needed(share)} of {count} "
-        f"(uniform {math.ceil(round(share * count, 6))})",
+        f"{100 * peak:.3g}% (even {100 / count:.3g}%)",
+        f"{sharpness:.2f}×",
+        f"{concentration.needed(_SHARE)} of {count} (even {_even_count(count)})",
     ]
+
+
+def _even_count(count):
+    """How many of so many are needed for 90% where all have the same."""
+    return math.ceil(round(_SHARE * count, 6))

@@ -35,6 +35,7 @@ def import_matplotlib():
         import matplotlib.cm
         import matplotlib.colors
         import matplotlib.figure
+        import matplotlib.font_manager
         import matplotlib.lines
         import matplotlib.patches
         import matplotlib.path

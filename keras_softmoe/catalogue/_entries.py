@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from keras_softmoe.catalogue import _preset_files as preset_files
+from keras_softmoe.catalogue._accuracy import accuracies
 from keras_softmoe.catalogue._limoe import limoe
 from keras_softmoe.catalogue._vision import vision
 from keras_softmoe.files import replaced_directory
@@ -38,8 +39,9 @@ class Preset(NamedTuple):
         path: `pathlib.Path` of the directory. `None` for an architecture, of which
             `presets.write` makes one.
         checkpoint: str or `None`, where a convertible preset's weights come from.
-        accuracy: dict from data set to the published accuracy, from 0 to 1. Empty if
-            none was published; what it was measured on is in the card.
+        accuracy: dict from data set to accuracy, from 0 to 1: the published one, of a
+            preset that was trained here the measured one. Empty if there is none; how
+            it was measured is in the card.
     """
 
     name: str
@@ -92,7 +94,7 @@ def describe(name):
             parameters=about["parameter_count"],
             path=path,
             checkpoint=about.get("checkpoint"),
-            accuracy=about.get("accuracy", {}),
+            accuracy=accuracies(about),
         )
 
 

@@ -17,7 +17,7 @@ from keras_softmoe.routers import (
     SoftmaxTokenChoiceRouter,
     SoftRouter,
 )
-from tests.analysis.reading import png
+from tests.analysis.reading import png, tick_names
 
 ROUTERS = {
     "soft": lambda: SoftRouter(4, slots_per_expert=2),
@@ -68,11 +68,43 @@ def test_slots_are_drawn_where_they_take():
             # In even shares of the 8 patches.
             weights = 8 * maps.dispatch[row, :, :, expert, slot]
             np.testing.assert_allclose(drawn.get_array(), weights, rtol=1e-5)
+            assert weights.min() < 1 < weights.max()
             assert drawn.get_extent() == [0, 16, 8, 0]
             assert drawn.norm is axes[0, 1].get_images()[-1].norm
-    assert drawn.norm.vmin == 1.0
-    assert drawn.norm.vmax > 1.0
+    # An even share is in the middle of a scale of ratios.
+    np.testing.assert_allclose(drawn.norm([0.25, 0.5, 1, 2, 4]), np.linspace(0, 1, 5))
+    scale = figure.axes[-1]
+    assert tick_names(scale.yaxis) == ["0.25", "0.5", "1 (even)", "2", "4"]
     assert "block 0" in figure.get_suptitle()
+
+
+def test_slots_that_route_show_it():
+    images = make_images()
+    backbone = make_backbone(ROUTERS["soft"]())
+
+    def strength():
+        """How far colours are from that of an even share, on average."""
+        drawn = [
+            ax.get_images()[-1]
+            for ax in plot_slots(backbone, images, slots=2).axes
+            if len(ax.get_images()) > 1
+        ]
+        return np.mean([d.cmap(d.norm(d.get_array()))[..., 3].mean() for d in drawn])
+
+    faint = strength()
+    backbone.routers[0].scale.assign(30.0)
+    assert strength() > 0.5 > 0.25 > faint
+    backbone = make_backbone(ROUTERS["uniform"]())
+    assert strength() < 0.01
+
+
+def test_nothing_is_at_the_end_of_the_scale():
+    backbone = make_backbone(ROUTERS["expert choice"]())
+    (ax,) = plot_slots(backbone, make_images(1), slots=[(0, 0)]).axes[1:2]
+    drawn = ax.get_images()[-1]
+    assert sorted(drawn.norm(drawn.get_array()).ravel() >= 1) == [False] * 7 + [True]
+    assert not np.ma.getmaskarray(drawn.get_array()).any()
+    assert (drawn.norm(drawn.get_array()).ravel() < 0).sum() == 7
 
 
 def test_an_even_share_is_one_of_the_group():
@@ -116,7 +148,11 @@ def test_the_slots_shown_differ():
 def test_experts_are_drawn_where_they_work():
     backbone, images = make_backbone(ROUTERS["token choice"]()), make_images()
     figure = plot_experts(backbone, images)
-    experts = main_experts(routing_maps(backbone, images))
+    maps = routing_maps(backbone, images)
+    experts = main_experts(maps)
+    weights = maps.combine.sum(-1).max(-1)
+    clear = weights >= 2 / 4
+    assert clear.any() and not clear.all()
     dropped = int((experts < 0).sum())
     assert dropped > 0
     for index in range(2):
@@ -124,9 +160,14 @@ def test_experts_are_drawn_where_they_work():
         pixels, cover = (image.get_array() for image in ax.get_images())
         # Equal colours are equal experts.
         taken = experts[index] >= 0
-        _, seen = np.unique(pixels[taken], axis=0, return_inverse=True)
+        _, seen = np.unique(pixels[taken][:, :3], axis=0, return_inverse=True)
         _, wanted = np.unique(experts[index][taken], return_inverse=True)
         assert (np.equal.outer(seen, seen) == np.equal.outer(wanted, wanted)).all()
+        # None at an even share of one in four, full from two of them on.
+        opacity = np.where(taken, np.clip(4 * weights[index] - 1, 0, 1), 0)
+        np.testing.assert_allclose(pixels[..., 3], opacity, atol=1e-6)
+        found = [text.get_alpha() for text in ax.texts]
+        np.testing.assert_allclose(found, opacity[taken], atol=1e-6)
         numbers = [int(text.get_text()) for text in ax.texts]
         assert numbers == experts[index][experts[index] >= 0].tolist()
         dropped_here = experts[index] < 0
@@ -135,12 +176,24 @@ def test_experts_are_drawn_where_they_work():
         covered = ~np.ma.getmaskarray(hatched.get_array())
         np.testing.assert_array_equal(covered, dropped_here)
     bars = [bar.get_width() for bar in figure.axes[-1].patches]
-    assert bars == [*((experts == expert).sum() for expert in range(4)), dropped]
+    assert bars == [
+        *((experts == expert).sum() for expert in range(4)),
+        *((experts == expert)[clear].sum() for expert in range(4)),
+        dropped,
+    ]
+    (even,) = figure.axes[-1].lines
+    assert even.get_xdata() == pytest.approx([(16 - dropped) / 4] * 2)
+
+
+def test_patches_that_listen_to_all_experts_are_white():
+    figure = plot_experts(make_backbone(ROUTERS["uniform"]()), make_images(1))
+    pixels = figure.axes[1].get_images()[0].get_array()
+    np.testing.assert_allclose(pixels[..., 3], 0, atol=1e-5)
 
 
 def test_many_experts_have_many_colours():
     backbone = make_backbone(SoftRouter(40))
-    bars = plot_experts(backbone, make_images()).axes[-1].patches
+    bars = plot_experts(backbone, make_images()).axes[-1].containers[1]
     assert len({bar.get_facecolor() for bar in bars}) == 40
 
 

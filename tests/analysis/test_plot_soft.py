@@ -240,8 +240,10 @@ def test_peaks(num_seeds):
             assert bool(spreads) == (num_seeds > 1)
             if spreads:
                 ends = np.array(spreads[0].get_segments())[:, :, 1]
-                spread = by_seed.std(axis=-1, ddof=1)
-                np.testing.assert_allclose(np.diff(ends)[:, 0], 2 * spread)
+                mean, spread = by_seed.mean(axis=-1), by_seed.std(axis=-1, ddof=1)
+                # All of them are shares.
+                expected = np.clip([mean - spread, mean + spread], 0, 1).T
+                np.testing.assert_allclose(ends, expected)
     # Each block by itself.
     thin = [line for line in figure.axes[0].lines if line.get_linewidth() < 1]
     found = np.array([line.get_ydata() for line in thin])
@@ -251,6 +253,15 @@ def test_peaks(num_seeds):
     assert figure.get_supxlabel() == "width"
     assert figure.axes[2].get_title() == "accuracy"
     assert png(figure).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("factor, is_clipped", [(1.0, True), (2.0, False)])
+def test_scores_that_are_shares_have_bars_inside(factor, is_clipped):
+    scores = factor * np.tile([0.2, 1.0, 1.0], (2, 3, 1))
+    figure = plot_peaks(make_sweep(scores=scores))
+    for _, bars in lines(figure.axes[2]).values():
+        assert (bars.max() == 1) == is_clipped
+        assert bars.max() >= 1
 
 
 def test_peaks_without_scores_in_one_mode():

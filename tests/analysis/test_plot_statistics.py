@@ -12,6 +12,7 @@ from keras_softmoe.analysis import (
     plot_experts_per_image,
 )
 from keras_softmoe.analysis._statistics import RoutingStatistics
+from keras_softmoe.datasets import GLYPH_CLASSES
 from tests.analysis.reading import legend_names, png, tick_names
 from tests.models import tiny
 
@@ -43,6 +44,14 @@ def panels(figure):
     """Dict from the block to its axes, without those of colour bars."""
     titled = [ax for ax in figure.axes if ax.get_title().startswith("block")]
     return {int(ax.get_title().removeprefix("block ")): ax for ax in titled}
+
+
+def even_line(image):
+    """Where the white line on the scale of an image is."""
+    lines = [line for line in image.colorbar.ax.lines if line.get_color() == "white"]
+    ((low, high),) = (line.get_ydata() for line in lines)
+    assert low == high
+    return low
 
 
 def picture(ax):
@@ -84,6 +93,7 @@ def test_experts_by_class_in_the_order_of_the_numbers():
         np.testing.assert_array_equal(image.get_array(), weights)
         assert image.norm.vmin == 0
         np.testing.assert_allclose(image.norm.vmax, np.quantile(weights, 0.995))
+        np.testing.assert_allclose(even_line(image), weights.mean())
         assert tick_names(ax.xaxis) == ["0", "1", "2"]
         assert tick_names(ax.yaxis) == [*np.array(list("abcd"))[kept[layer]]]
 
@@ -119,6 +129,19 @@ def test_a_few_large_weights_are_off_the_scale():
         np.testing.assert_allclose(shown.norm.vmax, np.quantile(values, quantile))
         assert shown.norm.vmax < values.max() == 100.0
         assert shown.colorbar.extend == "max"
+
+
+def test_names_that_fonts_lack_are_numbers(recwarn):
+    block = make_block()
+    # A letter of Georgian, which the font has, and of Linear B, which it has not.
+    names = ["ჯ", "\U00010000", "two words", "a \U00010000"]
+    figure = plot_experts_by_class({1: block}, names, sort=False)
+    assert tick_names(panels(figure)[1].yaxis) == ["ჯ", "1", "two words", "3"]
+    glyphs = make_block(num_classes=len(GLYPH_CLASSES))
+    shown = panels(plot_experts_by_class({1: glyphs}, GLYPH_CLASSES, sort=False))[1]
+    assert tick_names(shown.yaxis) == list(GLYPH_CLASSES[::9])
+    assert png(figure) and png(shown.figure)
+    assert not [w for w in recwarn if "missing from" in str(w.message)]
 
 
 def test_many_classes_have_some_names():
@@ -172,6 +195,7 @@ def test_experts_by_position(num_tokens, patch_grid, shape):
             np.testing.assert_array_equal(tile, patches[:, expert].reshape(shape))
         assert list(tiles) == np.argsort(-patches.std(0), kind="stable").tolist()
         assert picture(ax).norm.vmin == 0
+        np.testing.assert_allclose(even_line(picture(ax)), patches.mean())
     unsorted = panels(plot_experts_by_position(given, None, patch_grid, sort=False))
     assert list(mosaic_tiles(unsorted[1], shape)) == list(range(7))
 

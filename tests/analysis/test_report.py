@@ -53,7 +53,7 @@ def test_soft_classifier(report):
     found = report(model, images, labels=tiny.labels(5), num_pictures=1)
     assert found.title == "How ViTMoEImageClassifier routes"
     assert found.headings == [*ALL, *PATCHES, *SOFT]
-    model_table, router_table, load_table, soft_table = found.tables
+    model_table, router_table, load_table, told_table, soft_table = found.tables
     assert model_table[1] == ["model", "ViTMoEImageClassifier"]
     assert ["parameters", f"{model.count_params():,}"] in model_table
     gflop = evaluation.cost(model).gflop_per_image
@@ -65,16 +65,25 @@ def test_soft_classifier(report):
     assert router_table[1:] == [["block 0, block 1", "SoftRouter", "3", settings]]
     statistics = analysis.soft_statistics(model, images, verbose=0)
     load = analysis.expert_load(model, images, verbose=0)
+    told = analysis.expert_information(model, images, tiny.labels(5), verbose=0)
     for block in (0, 1):
+        assert told_table[1 + block] == [
+            f"block {block}",
+            f"{told[block].entropy:.2f} bits (even 1.58)",
+            f"{100 * told[block].position_share:.1f}%",
+            f"{100 * told[block].label_share:.1f}%",
+        ]
         row = [f"block {block}", "25", "0%", f"{load[block].imbalance:.2f}×"]
         assert load_table[1 + block] == row
         contribution = statistics[block].expert_contribution
         assert soft_table[1 + block] == [
             f"block {block}",
-            f"{100 * statistics[block].dispatch_peak:.3g}% (uniform 20%)",
-            f"{statistics[block].dispatch.needed(0.9)} of 5 (uniform 5)",
-            f"{100 * statistics[block].combine_peak:.3g}% (uniform 16.7%)",
-            f"{statistics[block].combine.needed(0.9)} of 6 (uniform 6)",
+            f"{100 * statistics[block].dispatch_peak:.3g}% (even 20%)",
+            f"{statistics[block].dispatch_sharpness:.2f}×",
+            f"{statistics[block].dispatch.needed(0.9)} of 5 (even 5)",
+            f"{100 * statistics[block].combine_peak:.3g}% (even 16.7%)",
+            f"{statistics[block].combine_sharpness:.2f}×",
+            f"{statistics[block].combine.needed(0.9)} of 6 (even 6)",
             f"{contribution.argmax()} and {contribution.argmin()}, "
             f"{contribution.max() / contribution.min():.3g}× apart",
         ]
@@ -96,8 +105,15 @@ def test_sparse_backbone(report):
         f"{100 * statistics.dropped:.3g}%",
     ]
     assert len(found.images) == 4
-    # Experts of one block, and no slots, which hold one token at most.
-    assert len(report(backbone, images, num_pictures=1).images) == 5
+    # Without labels nothing about classes.
+    (told,) = analysis.expert_information(backbone, images, verbose=0).values()
+    assert found.tables[3][0][-1] == "explained by position"
+    assert found.tables[3][1][-1] == f"{100 * told.position_share:.1f}%"
+    # Experts of one block, and the patches that they take in place of slots.
+    captions = report(backbone, images, num_pictures=1).captions
+    assert len(captions) == 6
+    assert sum("slots" in caption for caption in captions) == 0
+    assert sum("busiest experts of block 1" in caption for caption in captions) == 1
 
 
 def test_identity_chooses_nothing(report):
@@ -148,7 +164,7 @@ def test_limoe(report, captions):
             name,
             f"{s.num_tokens[name]:,}",
             f"{100 * s.dropped[name]:.3g}%",
-            f"{s.experts_needed(0.9)[name]} of 4",
+            f"{s.experts_needed(0.9)[name]} of 4 (even 4)",
         ]
         for block, s in statistics.items()
         for name in s.num_tokens

@@ -1,0 +1,29 @@
+"""The accuracies that the metadata of a preset hold."""
+
+import numpy as np
+
+# Entries in the metadata of presets that were trained here, and on what they are.
+_MEASURED = {
+    "upstream_accuracy": "glyphs",
+    "zero_shot_new_of_64": "scenes, new combinations, of 64 names",
+    "zero_shot_new_of_16": "scenes, new combinations, of 16 names",
+    "zero_shot_seen_of_64": "scenes, seen combinations, of 64 names",
+    "fine_tuned": "digits, fine-tuned",
+}
+
+
+def accuracies(metadata):
+    """Dict from data set to accuracy, from 0 to 1: published, or measured by us.
+
+    Of several trainings it is the first one's, whose weights the preset holds. Where
+    one model was measured several times, it is the mean.
+    """
+    if "accuracy" in metadata:
+        return metadata["accuracy"]
+    runs = metadata.get("runs") or [metadata.get("metrics", {})]
+    found = {name: runs[0][key] for key, name in _MEASURED.items() if key in runs[0]}
+    for layout, value in runs[0].get("upstream_accuracy_by_layout", {}).items():
+        found[f"glyphs, {layout}"] = value
+    for shots, values in runs[0].get("few_shot", {}).get("model", {}).items():
+        found[f"digits, few-shot, {shots} of a class"] = values
+    return {name: float(np.mean(values)) for name, values in found.items()}
