@@ -3,7 +3,7 @@ Title: Which experts serve which modality
 Author: keras_softmoe authors
 Date created: 2026/11/20
 Last modified: 2026/11/20
-Description: Look into a LIMoE: load, confidence, priorities, examples, and pruning.
+Description: Look into a LIMoE: load, confidence, priorities, words, and pruning.
 Accelerator: None
 """
 
@@ -28,17 +28,18 @@ os.environ.setdefault("KERAS_BACKEND", "jax")  # or "tensorflow", or "torch"
 import time
 from pathlib import Path
 
+import keras
 import numpy as np
 
 import keras_softmoe as ksm
 
 PRESET = "limoe_tiny_patch4_8e_32_shapes"
-NUM_PAIRS, KEPT = 1024, (8, 6, 4, 2)
+NUM_PAIRS, KEPT, EVERY = 1024, (8, 6, 4, 2), 8
 
 # The tests run this guide with fewer pairs.
 SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"
 if SHORT:
-    NUM_PAIRS, KEPT = 64, (8, 4)
+    NUM_PAIRS, KEPT, EVERY = 64, (8, 4), 1
 
 FIGURES = Path("build")
 FIGURES.mkdir(exist_ok=True)
@@ -106,6 +107,37 @@ figure = ksm.analysis.plot_pair(model, scenes.images[0], scenes.captions[0], lay
 figure.savefig(FIGURES / "limoe_pair.png")
 
 """
+## Kinds of words
+
+Any callable that gives each word of a caption a tag can divide the text of an expert
+into kinds: a tagger for parts of speech (the paper used NLTK's, whose data have to be
+downloaded), or, for the few words of these captions, a list.
+"""
+
+shapes = {name.split()[-1] for name in ksm.datasets.SHAPE_COLOR_CLASSES}
+KINDS = {
+    "color": ksm.datasets.COLOR_NAMES,
+    "shape": shapes | {shape + "s" for shape in shapes} | {"crosses"},
+    "size": ("small", "little", "tiny", "large", "big", "huge"),
+    "determiner": ("a", "an", "the", "this"),
+    "number": ("two", "three", "2", "3"),
+}
+kind_of = {word: kind for kind, words in KINDS.items() for word in words}
+
+
+def tagger(words):
+    return [kind_of.get(word, "other") for word in words]
+
+
+tags = ksm.analysis.tag_statistics(
+    model, scenes.captions, tagger, scenes.images, verbose=0
+)
+most = tags[3].seated.sum(axis=0).argmax()
+for tag, share in zip(tags[3].tags, tags[3].share[:, most], strict=True):
+    print(f"of the text of expert {most} in block 3 {100 * share:3.0f} % is {tag}")
+ksm.analysis.plot_tags(tags).savefig(FIGURES / "limoe_tags.png")
+
+"""
 ## Pruning
 
 Which experts does text alone use? Coverage says how much of the text the `m` most used
@@ -122,8 +154,7 @@ figure.savefig(FIGURES / "limoe_coverage.png")
 The rest can go. `"router_pred"` lets the router go on distributing its probabilities
 among all experts, of which only some are left; with `"router_drop"` they are
 distributed among those, so that their outputs count for more than in training. Images
-are encoded by the whole model, text by the pruned one. Their weights and the time to
-encode the captions shrink.
+are encoded by the whole model, text by the pruned one.
 """
 
 new = ksm.datasets.captioned_shapes(
@@ -135,28 +166,55 @@ images = model.encode_image(new.images)
 usage = {block: s.routed["text"] for block, s in text.items()}
 
 
-def measured(encoder):
-    """Zero-shot accuracy, bytes of weights, and seconds to encode the captions."""
+def accuracy(encoder):
+    """Zero-shot accuracy with the names of classes encoded by a model."""
     classes = ksm.evaluation.class_embeddings(encoder, names, templates)
-    accuracy = ksm.evaluation.classify(images, classes, new.labels).accuracy
-    bytes_ = ksm.evaluation.cost(encoder.backbone).weight_bytes
+    return ksm.evaluation.classify(images, classes, new.labels).accuracy
+
+
+curve = ksm.evaluation.pruning_curve(model, usage, accuracy, KEPT, verbose=0)
+print(f"whole model: accuracy {curve.whole[0]:.3f}")
+for method, values in curve.values.items():
+    for kept, value in zip(curve.num_experts, values[:, 0], strict=True):
+        print(f"{kept} text experts, {method}: accuracy {value:.3f}")
+figure = ksm.analysis.plot_pruning(curve, "zero-shot accuracy")
+figure.savefig(FIGURES / "limoe_pruning.png")
+
+"""
+The weights and the time to encode the captions shrink.
+"""
+
+
+def seconds(encoder):
     encoder.encode_text(scenes.captions)  # compiles
     times = []
     for _ in range(3):
         started = time.perf_counter()
         encoder.encode_text(scenes.captions)
         times.append(time.perf_counter() - started)
-    return accuracy, bytes_, min(times)
+    return min(times)
 
 
-accuracy, bytes_, seconds = measured(model)
-print(f"whole model: accuracy {accuracy:.3f}, {bytes_ / 1e6:.2f} MB, time 1")
-for kept in KEPT:
-    for method in ("router_pred", "router_drop"):
-        pruned = ksm.models.prune_experts(model, usage, kept, method=method)
-        smaller = ksm.models.LIMoEContrastive(pruned, model.preprocessor)
-        accuracy, bytes_, took = measured(smaller)
-        print(
-            f"{kept} text experts, {method}: accuracy {accuracy:.3f}, "
-            f"{bytes_ / 1e6:.2f} MB, time {took / seconds:.2f}"
-        )
+pruned = ksm.models.prune_experts(model, usage, KEPT[-1])
+smaller = ksm.models.LIMoEContrastive(pruned, model.preprocessor)
+whole_bytes, bytes_ = (
+    ksm.evaluation.cost(m.backbone).weight_bytes for m in (model, smaller)
+)
+print(
+    f"{KEPT[-1]} text experts: {bytes_ / 1e6:.2f} MB of {whole_bytes / 1e6:.2f} MB, "
+    f"time {seconds(smaller) / seconds(model):.2f}"
+)
+
+"""
+In a training of your own, a callback averages the usage over the last steps, as the
+paper does. Here are a few more steps of the preset.
+"""
+
+monitor = ksm.analysis.UsageMonitor(
+    scenes.images[:64], scenes.captions[:64], every=EVERY
+)
+model.compile(optimizer=keras.optimizers.AdamW(1e-4))
+model.fit(scenes.images, scenes.captions, batch_size=64, verbose=0, callbacks=[monitor])
+for block, share in monitor.usage("text").items():
+    kept = np.sort(share)[::-1][: KEPT[-1]].sum()
+    print(f"block {block}: {KEPT[-1]} experts hold {100 * kept:.1f} % of the text")

@@ -18,7 +18,12 @@ from keras_softmoe.analysis._maps import routing_maps as routing_maps
 from keras_softmoe.analysis._modality_examples import expert_examples as expert_examples
 from keras_softmoe.analysis._modality_examples import pair_routing as pair_routing
 from keras_softmoe.analysis._monitor import RoutingMonitor as RoutingMonitor
+from keras_softmoe.analysis._monitor import UsageMonitor as UsageMonitor
 from keras_softmoe.analysis._peaks import peak_sweep as peak_sweep
+from keras_softmoe.analysis._plot_ablations import plot_pruning as plot_pruning
+from keras_softmoe.analysis._plot_ablations import (
+    plot_random_routers as plot_random_routers,
+)
 from keras_softmoe.analysis._plot_comparisons import (
     plot_experts_in_use as plot_experts_in_use,
 )
@@ -78,10 +83,9 @@ from keras_softmoe.analysis._plot_statistics import plot_expert_load as plot_exp
 from keras_softmoe.analysis._plot_statistics import (
     plot_experts_per_image as plot_experts_per_image,
 )
-from keras_softmoe.analysis._plot_sweeps import (
-    plot_random_routers as plot_random_routers,
-)
+from keras_softmoe.analysis._plot_sweeps import plot_pareto as plot_pareto
 from keras_softmoe.analysis._plot_sweeps import plot_sweep as plot_sweep
+from keras_softmoe.analysis._plot_tags import plot_tags as plot_tags
 from keras_softmoe.analysis._report import routing_report as routing_report
 from keras_softmoe.analysis._slots import slot_correlation as slot_correlation
 from keras_softmoe.analysis._soft_statistics import SoftReducer as SoftReducer
@@ -90,3 +94,4 @@ from keras_softmoe.analysis._statistics import RoutingReducer as RoutingReducer
 from keras_softmoe.analysis._statistics import routing_statistics as routing_statistics
 from keras_softmoe.analysis._streaming import Reducer as Reducer
 from keras_softmoe.analysis._streaming import observe as observe
+from keras_softmoe.analysis._tags import tag_statistics as tag_statistics

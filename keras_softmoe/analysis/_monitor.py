@@ -1,9 +1,14 @@
 """What routers do while a model is trained."""
 
-import keras
+from collections import deque
 
+import keras
+import numpy as np
+
+from keras_softmoe.analysis._by_modality import ModalityReducer
 from keras_softmoe.analysis._inputs import backbone_of
 from keras_softmoe.analysis._load import LoadReducer
+from keras_softmoe.analysis._pairs import Pairs
 from keras_softmoe.analysis._soft_statistics import SoftReducer
 from keras_softmoe.analysis._streaming import all_routers, observe
 from keras_softmoe.routers import SoftRouter
@@ -74,3 +79,111 @@ class RoutingMonitor(keras.callbacks.Callback):
                 found[f"dropped_{block}"] = statistics.dropped
                 found[f"imbalance_{block}"] = statistics.imbalance
         return found
+
+
+class UsageMonitor(keras.callbacks.Callback):
+    """Callback that averages during training how much each modality uses each expert.
+
+    Every so many steps some pairs are routed with the weights of that time, and the
+    share of a modality's tokens that each expert processes is noted. `usage` is the
+    mean of the last measurements, by which `models.prune_experts` and
+    `evaluation.pruning_curve` choose the experts to keep.
+
+    Args:
+        images: `(N, height, width, channels)` array of pairs to route, as the model
+            takes them, or `None` for text alone. One batch of the training data is
+            enough.
+        captions: `N` str, or `(N, sequence_length)` ints, or `None` for images alone.
+        every: int, steps of the optimizer between measurements.
+        last: int, how many of the last measurements are averaged.
+        batch_size: int, pairs routed at a time, rounded up to whole groups.
+        preprocessor: as in `analysis.modality_statistics`.
+
+    Raises:
+        ValueError: if `every` or `last` is under one; at the beginning of the training,
+            as `analysis.modality_statistics`.
+
+    Source: LIMoE, appendix E.4: the last 2,500 steps, measured every 50 steps, on the
+    batches of the training itself. Here the pairs are always the same, and they are
+    routed as outside of training, without noise.
+
+    Example:
+
+    >>> monitor = ksm.analysis.UsageMonitor(images[:256], captions[:256])
+    >>> model.fit(images, captions, epochs=10, callbacks=[monitor])
+    >>> pruned = ksm.models.prune_experts(model, monitor.usage("text"), num_experts=4)
+    """
+
+    def __init__(
+        self,
+        images=None,
+        captions=None,
+        every=50,
+        last=50,
+        batch_size=64,
+        preprocessor=None,
+    ):
+        super().__init__()
+        if every < 1 or last < 1:
+            raise ValueError(
+                "Steps between measurements, and measurements to average, are at least "
+                f"one. Received: every={every}, last={last}."
+            )
+        self.images, self.captions = images, captions
+        self.every, self.last = every, last
+        self.batch_size = batch_size
+        self.preprocessor = preprocessor
+        self._shares = deque(maxlen=last)
+
+    def usage(self, modality):
+        """The mean share of a modality's tokens that each expert processes.
+
+        Args:
+            modality: `"image"` or `"text"`.
+
+        Returns:
+            dict from the index of each MoE block to an `(E,)` float64 array.
+
+        Raises:
+            ValueError: if nothing was measured yet, or not this modality.
+        """
+        blocks = self._shares[0] if self._shares else {}
+        measured = next(iter(blocks.values()), {})
+        if modality not in measured:
+            raise ValueError(
+                "There is a usage of the modalities that were measured, every "
+                f"{self.every} steps of a training: {list(measured)}. Received: "
+                f"modality={modality!r}."
+            )
+        return {
+            block: np.mean([shares[block][modality] for shares in self._shares], axis=0)
+            for block in blocks
+        }
+
+    def on_train_begin(self, logs=None):
+        self._shares.clear()
+        self._steps = 0
+        # An error comes before work starts.
+        self._pairs()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._batches = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        # With several steps in an execution `batch` is the last of them.
+        before, self._steps = self._steps, self._steps + batch + 1 - self._batches
+        self._batches = batch + 1
+        if before // self.every == self._steps // self.every:
+            return
+        pairs = self._pairs()
+        reducers = [ModalityReducer(pairs)]
+        (statistics,) = pairs.observe(reducers, self.batch_size, verbose=0)
+        self._shares.append(
+            {
+                block: {m: s.seated[m] / s.num_tokens[m] for m in s.num_tokens}
+                for block, s in statistics.items()
+            }
+        )
+
+    def _pairs(self):
+        return Pairs(self.model, self.images, self.captions, self.preprocessor)

@@ -1,8 +1,11 @@
-"""Figures of one trained model under other settings of its routers."""
+"""Figures of trained models under other settings of their routers."""
 
 import numpy as np
 
 from keras_softmoe.analysis import drawing
+from keras_softmoe.analysis._plot_ablations import draw_level
+from keras_softmoe.evaluation import pareto_front
+from keras_softmoe.evaluation.sweeps import costs_of
 
 # What is cut down to save compute: drawn falling, and on a scale of ratios.
 _CUT_DOWN = ("capacity_factor", "eval_capacity_factor", "keep_fraction")
@@ -14,6 +17,15 @@ _NAMES = {
     "num_selected_experts": "experts per token K",
     "random_logits": "random logits",
 }
+# Where there is little room.
+_SYMBOLS = {"capacity_factor": "C", "num_selected_experts": "K"}
+_COST_NAMES = {
+    "gflop_per_image": "GFLOP per image",
+    "seconds_per_image": "time per image (ms)",
+    "relative_time": "time / that of the unchanged model",
+}
+# The largest cost in smallest ones.
+_MOST_ON_A_LINEAR_AXIS = 10.0
 # Accuracies lie between them.
 _LIMITS = (0.0, 1.0)
 
@@ -81,7 +93,8 @@ def plot_sweep(rows, x="capacity_factor", by="priority", baselines=None):
     handles = list(ax.containers) if by is not None else []
     for index, (name, accuracies) in enumerate((baselines or {}).items()):
         color = drawing.PALETTE[-1 - index % len(drawing.PALETTE)]
-        handles.append(_draw_level(ax, accuracies, name, color))
+        level = draw_level(ax, accuracies, label=name, color=color)
+        handles.append(level)
 
     if x in _CUT_DOWN and numeric:
         ax.set_xscale("log")
@@ -106,66 +119,98 @@ def plot_sweep(rows, x="capacity_factor", by="priority", baselines=None):
     return figure
 
 
-def plot_random_routers(ablation):
-    """Show the accuracy with routers that choose at random beside the learned one.
+def plot_pareto(rows, cost="gflop_per_image", by=None):
+    """Show accuracy against cost, and the Pareto front.
 
-    On the left one router at a time is random, on the right those of a block and all
-    MoE blocks before it. Points are means over the seeds, error bars and the band
-    around the learned accuracy reach one standard deviation up and down, but not below
-    0 or above 100%.
+    Points are means over the seeds, error bars reach one standard deviation up and
+    down, but not below 0 or above 100%. Those on the front, see
+    `evaluation.pareto_front`, are filled, joined by steps and numbered, and the legend
+    names the settings in which the rows differ; the others are hollow. With `by` each
+    of its values has a front of its own.
 
     Args:
-        ablation: what `evaluation.random_routers` returns.
+        rows: what `evaluation.routing_sweep` returns. Rows of several models are told
+            apart by a setting: `row._replace(settings={"model": name})`.
+        cost: `"gflop_per_image"`, `"seconds_per_image"` or `"relative_time"`. The axis
+            is logarithmic where costs differ more than tenfold.
+        by: str, the setting that tells fronts apart, or `None` for a single front.
 
     Returns:
         `matplotlib.figure.Figure`.
 
     Raises:
-        ValueError: if there is no block in `ablation`.
+        ValueError: if there are no rows, or a row lacks the cost or `by`.
 
-    Source: V-MoE, appendix E.1 (figures 27 and 28).
+    Source: V-MoE, figures 2 and 3 (numbers in tables 10 and 11); Soft MoE, section 3.3
+    (figure 3).
 
     Example:
 
-    >>> ablation = ksm.evaluation.random_routers(classifier, (images, labels))
-    >>> figure = ksm.analysis.plot_random_routers(ablation)
+    >>> rows = ksm.evaluation.routing_sweep(
+    ...     classifier, (images, labels), time_repeats=5,
+    ...     priority=("max", "position"), capacity_factor=(1.05, 0.5, 0.25),
+    ... )
+    >>> figure = ksm.analysis.plot_pareto(rows, "relative_time", by="priority")
     """
     drawing.import_matplotlib()
-    if not ablation.single or list(ablation.single) != list(ablation.cumulative):
-        raise ValueError(
-            "`ablation` must have accuracies of the same blocks, and of at least one, "
-            "with a single router and with several at random. Received: "
-            f"single of the blocks {list(ablation.single)}, "
-            f"cumulative of the blocks {list(ablation.cumulative)}."
+    rows = list(rows)
+    costs = costs_of(rows, cost)
+    groups = _groups(rows, by)
+    varied = [
+        name
+        for name in dict.fromkeys(name for row in rows for name in row.settings)
+        if name != by and len({str(row.settings.get(name)) for row in rows}) > 1
+    ]
+    figure = drawing.new_figure(7.2, 3.6)
+    ax = figure.subplots()
+    legend, number = {}, 0
+    styles = drawing.line_styles(groups)
+    for (value, group), style in zip(groups.items(), styles, strict=True):
+        front = pareto_front(group, cost)
+        beaten = [row for row in group if not any(row is best for best in front)]
+        label = "Pareto front" if by is None else _value_name(by, value)
+        kinds = (
+            (beaten, {"ls": "none", "mfc": "white", "label": "_"}),
+            (front, {"drawstyle": "steps-post", "label": label}),
         )
-    names = [str(layer) for layer in ablation.single]
-    figure = drawing.new_figure(max(5.6, 3.2 + 0.32 * len(names)), 3.1)
-    axes = figure.subplots(1, 2, sharey=True)
-    panels = (
-        ("One router at random", "block of the router", ablation.single),
-        ("All routers up to a block at random", "last block", ablation.cumulative),
+        for drawn, kind in kinds:
+            if drawn:
+                legend[label] = drawing.draw_seeds(
+                    ax,
+                    [getattr(row, cost) for row in drawn],
+                    [row.accuracies for row in drawn],
+                    _LIMITS,
+                    **{**style, **kind},
+                )
+        points = {}
+        for row in front:
+            point = getattr(row, cost), np.mean(row.accuracies)
+            points.setdefault(point, []).append(_settings_name(row, varied))
+        for point, names in points.items():
+            number += 1
+            ax.annotate(
+                *(str(number), point, (-3, 4)),
+                textcoords="offset points",
+                ha="right",
+                fontsize=7,
+                color=style["color"],
+            )
+            (legend[f"{number}: {' or '.join(names)}"],) = ax.plot([], [], ls="none")
+    if costs.min() > 0 and costs.max() > _MOST_ON_A_LINEAR_AXIS * costs.min():
+        ax.set_xscale("log")
+    drawing.plain_axes(ax)
+    drawing.as_percentages(ax.yaxis)
+    if cost == "seconds_per_image":
+        drawing.format_ticks(ax.xaxis, lambda seconds: f"{1000 * seconds:.4g}")
+    drawing.label_axes(ax, _COST_NAMES[cost], _accuracy_label(rows))
+    figure.legend(
+        legend.values(),
+        legend.keys(),
+        title=by and _NAMES.get(by, by),
+        loc="outside right upper",
+        fontsize=8,
+        title_fontsize=8,
     )
-    for ax, (title, label, accuracies) in zip(axes, panels, strict=True):
-        _draw_level(ax, ablation.learned, "all learned", drawing.PALETTE[1])
-        drawing.draw_seeds(
-            ax,
-            range(len(names)),
-            accuracies.values(),
-            _LIMITS,
-            ls="-" if accuracies is ablation.cumulative else "none",
-            label="random",
-            color=drawing.PALETTE[0],
-            marker="o",
-        )
-        ax.set_title(title, fontsize=9)
-        drawing.label_axes(ax, label)
-        drawing.name_ticks(ax.xaxis, range(len(names)), names)
-        ax.margins(x=0.5 / max(len(names) - 1, 1))
-        drawing.plain_axes(ax)
-    drawing.as_percentages(axes[0].yaxis)
-    spread = " (± standard deviation)" if np.size(ablation.learned) > 1 else ""
-    drawing.label_axes(axes[0], y=f"accuracy{spread}")
-    axes[1].legend(fontsize=8)
     return figure
 
 
@@ -208,16 +253,20 @@ def _lines(rows, x, by):
     return lines, fixed
 
 
-# === Drawing ===
+def _groups(rows, by):
+    """Dict from the values of a setting to their rows, `None` to all without one."""
+    groups = {}
+    for row in rows:
+        if by is not None and by not in row.settings:
+            raise ValueError(
+                "`by` must be a setting of all rows (`by=None` for a single front). A "
+                f"row has: {', '.join(row.settings)}. Received: by={by!r}."
+            )
+        groups.setdefault(None if by is None else row.settings[by], []).append(row)
+    return groups
 
 
-def _draw_level(ax, accuracies, label, color):
-    """A dashed horizontal line at the mean, in the band of the seeds; returns it."""
-    mean, spread = np.mean(accuracies), drawing.spread_of(accuracies)
-    if spread:
-        ends = np.clip([mean - spread, mean + spread], *_LIMITS)
-        ax.axhspan(*ends, color=color, alpha=0.15, lw=0)
-    return ax.axhline(mean, color=color, ls="--", lw=1.0, label=label, zorder=1)
+# === Names ===
 
 
 def _accuracy_label(rows):
@@ -227,6 +276,15 @@ def _accuracy_label(rows):
         return "accuracy"
     seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     return f"accuracy (± standard deviation of {seeds} seeds)"
+
+
+def _settings_name(row, names):
+    """Those of the settings of a row that have these names."""
+    return ", ".join(
+        f"{_SYMBOLS.get(name, name)} = {_value_name(name, value)}"
+        for name, value in row.settings.items()
+        if name in names
+    )
 
 
 def _value_name(setting, value):

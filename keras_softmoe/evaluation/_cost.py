@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import keras
 
-from keras_softmoe.costs import ITEMSIZE, dense
+from keras_softmoe.costs import ITEMSIZE, LayerCost, dense
 from keras_softmoe.evaluation.configuration import configuration
 
 
@@ -79,21 +79,43 @@ def cost(model, num_classes=None, **changes):
     35.1...
     """
     found = configuration(model, num_classes, **changes)
-    batch_size = found.group_images or 1
-    total = found.cost(batch_size)
-    weight_bytes = _bytes(found.dtype) * total.weights
-    weight_bytes += ITEMSIZE["float32"] * total.float32_weights
-    if found.num_classes is not None:
-        _check_num_classes(found)
-        head = dense(found.feature_dim, found.num_classes, batch_size)
-        total += head
+    layers, head = _layers_and_head(found)
+    total = layers + head
+    weight_bytes = _bytes(found.dtype) * layers.weights
+    weight_bytes += ITEMSIZE["float32"] * layers.float32_weights
+    if head.weights:
         dtype = found.dtype if found.head_dtype is None else found.head_dtype
         weight_bytes += _bytes(dtype) * head.weights
     return Cost(
         parameters=total.weights + total.float32_weights,
-        gflop_per_image=2e-9 * total.products / batch_size,
+        gflop_per_image=_gflop_per_image(found, total),
         weight_bytes=weight_bytes,
     )
+
+
+def gflop_per_image(model):
+    """As in `Cost`, also of a model that was quantized, whose operations are as many.
+
+    Args:
+        model: as in `cost`.
+    """
+    found = configuration(model)
+    layers, head = _layers_and_head(found)
+    return _gflop_per_image(found, layers + head)
+
+
+def _layers_and_head(found):
+    """Two `LayerCost`s for a batch of one group; that of no head is empty."""
+    batch_size = found.group_images or 1
+    layers = found.cost(batch_size)
+    if found.num_classes is None:
+        return layers, LayerCost()
+    _check_num_classes(found)
+    return layers, dense(found.feature_dim, found.num_classes, batch_size)
+
+
+def _gflop_per_image(found, total):
+    return 2e-9 * total.products / (found.group_images or 1)
 
 
 def _bytes(dtype):

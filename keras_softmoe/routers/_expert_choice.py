@@ -43,8 +43,9 @@ class SoftmaxExpertChoiceRouter(ExpertChoiceRouter):
             None by default; `(ZLoss(weight=1e-4),)` keeps logits small.
         eval_capacity_factor: float or `None`, `capacity_factor` outside training;
             `None` for the same.
-        random_logits: bool, whether the logits are normal noise instead (V-MoE,
-            appendix E.1: what routing at random does to a trained model).
+        random_logits: bool, whether the logits are normal noise instead; `"permuted"`:
+            each token's own, in random order. What routing at random does to a trained
+            model (V-MoE, appendix E.1).
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
     Weights: `kernel` `(D, E)`.
@@ -114,8 +115,9 @@ class SinkhornExpertChoiceRouter(ExpertChoiceRouter):
             `"plan"` (gates are entries of the plan, which then has a gradient).
         eval_capacity_factor: float or `None`, `capacity_factor` outside training;
             `None` for the same.
-        random_logits: bool, whether the logits are normal noise instead (V-MoE,
-            appendix E.1: what routing at random does to a trained model).
+        random_logits: bool, whether the logits are normal noise instead; `"permuted"`:
+            each token's own, in random order. What routing at random does to a trained
+            model (V-MoE, appendix E.1).
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
     Weights: `kernel` `(D, E)`.
@@ -198,8 +200,9 @@ class SparseTransportExpertChoiceRouter(ExpertChoiceRouter):
             the plan: then the router does not learn).
         eval_capacity_factor: float or `None`, `capacity_factor` outside training;
             `None` for the same.
-        random_logits: bool, whether the logits are normal noise instead (V-MoE,
-            appendix E.1: what routing at random does to a trained model).
+        random_logits: bool, whether the logits are normal noise instead; `"permuted"`:
+            each token's own, in random order. What routing at random does to a trained
+            model (V-MoE, appendix E.1).
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
     Weights: `kernel` `(D, E)`.

@@ -58,7 +58,9 @@ class LIMoERouter(SparseRouter):
             `noise_std / num_experts` is added to the logits that choose and weigh.
         eval_capacity_factor: float or `None`, `capacity_factor` outside training;
             `None` for the same.
-        random_logits: bool, whether the logits are normal noise instead.
+        random_logits: bool, whether the logits are normal noise instead; `"permuted"`:
+            each token's own, in random order. What routing at random does to a trained
+            model (V-MoE, appendix E.1).
         kept_experts: `None`, or of a pruned router the experts that are left: a
             sequence of `num_experts` ints, ascending, under `num_predicted_experts`.
             Probabilities are still distributed among all experts that the model was

@@ -45,9 +45,11 @@ class SparseRouter(Router):
             `None` for the same as in training.
         combine: `"softmax"` or `"plan"`: whether gates are softmax probabilities or
             the selection scores.
-        random_logits: bool, whether the logits are normal noise and the tokens are not
-            looked at: what routing at random does to a trained model (V-MoE,
-            appendix E.1).
+        random_logits: what routing at random does to a trained model (V-MoE, appendix
+            E.1). `True`: the logits are normal noise and the tokens are not looked at.
+            `"permuted"`: the logits of each token are permuted among the experts, drawn
+            anew for each token and call, so that probabilities and gates stay as large
+            as they are. `False`: neither.
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`; also the weights
             of losses by the names that saved files have for them
             (`importance_loss_weight`, ...).
@@ -87,6 +89,11 @@ class SparseRouter(Router):
                     f"capacity_factor={capacity_factor}, "
                     f"eval_capacity_factor={eval_capacity_factor}."
                 )
+        if random_logits not in (False, True, "permuted"):
+            raise ValueError(
+                "Unknown `random_logits`. Accepted: False, True, 'permuted'. "
+                f"Received: random_logits={random_logits!r}."
+            )
         named = {name: kwargs.pop(name) for name in _NAMED_LOSSES if name in kwargs}
         super().__init__(num_experts, **kwargs)
         self.capacity_factor = capacity_factor
@@ -159,7 +166,12 @@ class SparseRouter(Router):
         # (G, S, E)
         logits = self.predict_logits(tokens, masks)
         if self.random_logits:
-            logits = self._noise_like(logits)
+            noise = self._noise_like(logits)
+            if self.random_logits == "permuted":
+                order = ops.argsort(noise, axis=-1)
+                logits = ops.take_along_axis(logits, order, axis=-1)
+            else:
+                logits = noise
         logits = self.mask_logits(logits, masks)
         noisy_logits = logits
         if training and self.noise_std:

@@ -147,8 +147,9 @@ class SoftmaxTokenChoiceRouter(TokenChoiceRouter):
             their sum. For a softmax that is the same as taking the softmax over the
             chosen logits only, "softmax(TOP-K)" in V-MoE's table 3; with one choice
             the router then gets no gradient.
-        random_logits: bool, whether the logits are normal noise instead (V-MoE,
-            appendix E.1: what routing at random does to a trained model).
+        random_logits: bool, whether the logits are normal noise instead; `"permuted"`:
+            each token's own, in random order. What routing at random does to a trained
+            model (V-MoE, appendix E.1).
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
     Weights: `kernel` `(D, E)`.
@@ -207,8 +208,9 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
             their sum. For a softmax that is the same as taking the softmax over the
             chosen logits only, "softmax(TOP-K)" in V-MoE's table 3; with one choice
             the router then gets no gradient.
-        random_logits: bool, whether the logits are normal noise instead (V-MoE,
-            appendix E.1: what routing at random does to a trained model).
+        random_logits: bool, whether the logits are normal noise instead; `"permuted"`:
+            each token's own, in random order. What routing at random does to a trained
+            model (V-MoE, appendix E.1).
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
     Weights: `kernel` `(D, E)`.

@@ -1,10 +1,11 @@
 """Routing in the logs of a training."""
 
+import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import analysis, routers
-from tests.models import tiny
+from keras_softmoe import analysis, models, routers
+from tests.models import tiny, tiny_limoe
 
 BLOCK = 1
 
@@ -50,3 +51,101 @@ def test_load():
 def test_a_dense_model():
     with pytest.raises(ValueError, match="MoE layers"):
         fit(None)
+
+
+# === Usage by modality ===
+
+
+def limoe_pairs(count=8):
+    return tiny.pixels(count), tiny_limoe.captions(count)
+
+
+class Statistics(keras.callbacks.Callback):
+    """What `modality_statistics` counts after each step."""
+
+    def __init__(self, images, captions):
+        super().__init__()
+        self.pairs = images, captions
+        self.found = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        found = analysis.modality_statistics(self.model, *self.pairs, verbose=0)
+        self.found.append(found)
+
+
+def test_usage_is_the_mean_of_the_last_measurements():
+    images, captions = limoe_pairs()
+    model = tiny_limoe.task()
+    model.compile(keras.optimizers.SGD(1.0))
+    routed = images[:4], captions[:4]
+    monitor = analysis.UsageMonitor(*routed, every=3, last=2)
+    beside = Statistics(*routed)
+    # Three epochs of four steps, measured after steps 3, 6, 9 and 12; counted anew in
+    # the second training.
+    for _ in range(2):
+        beside.found.clear()
+        model.fit(
+            *(images, captions),
+            batch_size=2,
+            epochs=3,
+            verbose=0,
+            callbacks=[monitor, beside],
+        )
+    assert len(beside.found) == 12
+    measured = [beside.found[step - 1] for step in (9, 12)]
+    for modality in ("image", "text"):
+        usage = monitor.usage(modality)
+        assert list(usage) == [0, 1]
+        for block, share in usage.items():
+            expected = np.mean(
+                [
+                    s[block].seated[modality] / s[block].num_tokens[modality]
+                    for s in measured
+                ],
+                axis=0,
+            )
+            np.testing.assert_allclose(share, expected, rtol=1e-12)
+    # It tells which experts to keep.
+    usage = monitor.usage("text")
+    pruned = models.prune_experts(model, usage, 2)
+    for block, router in pruned.routers.items():
+        best = np.argsort(-usage[block], kind="stable")[:2]
+        assert router.kept_experts == tuple(sorted(best))
+
+
+def test_several_steps_in_an_execution():
+    """As `fit` calls it with `steps_per_execution=2`: with the last step of each."""
+    _, captions = limoe_pairs()
+    model = tiny_limoe.task()
+    monitor = analysis.UsageMonitor(captions=captions, every=3)
+    monitor.set_model(model)
+    monitor.on_train_begin()
+    monitor.on_epoch_begin(0)
+    monitor.on_train_batch_end(1)
+    with pytest.raises(ValueError, match="every 3 steps"):
+        monitor.usage("text")
+    # The third step is in the second execution.
+    monitor.on_train_batch_end(3)
+    found = analysis.modality_statistics(model, captions=captions, verbose=0)
+    for block, share in monitor.usage("text").items():
+        expected = found[block].seated["text"] / (8 * tiny_limoe.LENGTH)
+        np.testing.assert_allclose(share, expected)
+
+
+def test_usage_that_was_not_measured():
+    images, captions = limoe_pairs()
+    monitor = analysis.UsageMonitor(captions=captions, every=1)
+    with pytest.raises(ValueError, match=r"\[\]. Received: modality='text'"):
+        monitor.usage("text")
+    model = tiny_limoe.task()
+    model.fit(images, captions, batch_size=8, verbose=0, callbacks=[monitor])
+    with pytest.raises(ValueError, match=r"\['text'\]. Received: modality='image'"):
+        monitor.usage("image")
+    for wrong in ({"every": 0}, {"last": 0}):
+        with pytest.raises(ValueError, match="Received: every="):
+            analysis.UsageMonitor(captions=captions, **wrong)
+    classifier = tiny.classifier()
+    with pytest.raises(ValueError, match="LIMoEBackbone"):
+        classifier.fit(
+            *(tiny.pixels(3), tiny.labels(3)), verbose=0, callbacks=[monitor]
+        )

@@ -6,10 +6,10 @@ import pytest
 from keras_softmoe import analysis, routers
 from keras_softmoe.analysis import (
     plot_discarded_patches,
-    plot_random_routers,
+    plot_pareto,
     plot_sweep,
 )
-from keras_softmoe.evaluation.sweeps import RouterAblation, SweepRow
+from keras_softmoe.evaluation.sweeps import SweepRow
 from tests.analysis.reading import legend_names, lines, png, tick_names
 from tests.models import tiny
 
@@ -206,38 +206,89 @@ def test_rows_that_do_not_make_a_figure(rows, arguments, message):
         plot_sweep(rows, **arguments)
 
 
-# === Random routers ===
+# === Pareto fronts ===
 
 
-def test_random_routers_beside_the_learned():
-    ablation = RouterAblation(
-        learned=np.array([0.8, 0.9]),
-        single={1: np.array([0.7, 0.7]), 3: np.array([0.5, 0.6])},
-        cumulative={1: np.array([0.7, 0.7]), 3: np.array([0.1, 0.2])},
-    )
-    figure = plot_random_routers(ablation)
-    for ax, accuracies in zip(
-        figure.axes, (ablation.single, ablation.cumulative), strict=True
-    ):
-        points, spread = lines(ax)["random"]
-        means = np.array([values.mean() for values in accuracies.values()])
-        np.testing.assert_allclose(points, np.c_[[0, 1], means])
-        reach = [[0, 0], np.sqrt([0.005, 0.005])]
-        np.testing.assert_allclose(np.abs(spread - means[:, None]), reach, atol=1e-12)
-        assert tick_names(ax.xaxis) == ["1", "3"]
-        (level,) = [line for line in ax.lines if line.get_linestyle() == "--"]
-        np.testing.assert_allclose(level.get_ydata(), 0.85)
-        (band,) = ax.patches
-        np.testing.assert_allclose(band.get_height(), 2 * np.sqrt(0.005))
-    assert "single" not in figure.axes[1].get_title()
-    assert legend_names(figure.axes[1].get_legend()) == ["all learned", "random"]
+def costly_rows(**kwargs):
+    """Two families; in each the second row of three is not on the front."""
+    numbers = {
+        "max": ((1.0, 0.5), (2.0, 0.4), (4.0, 0.7)),
+        "position": ((1.5, 0.3), (1.5, 0.2), (3.0, 0.6)),
+    }
+    return [
+        SweepRow(
+            {"priority": name, "capacity_factor": 0.25 * (i + 1), "seeds": 3},
+            accuracy + 0.01 * np.arange(-1, 2),
+            gflop_per_image=cost,
+            seconds_per_image=cost / 1000,
+            relative_time=cost * kwargs.get("stretch", 1.0) ** i,
+        )
+        for name, points in numbers.items()
+        for i, (cost, accuracy) in enumerate(points)
+    ]
+
+
+def test_a_front_for_each_family():
+    figure = plot_pareto(costly_rows(), by="priority")
+    (ax,) = figure.axes
+    fronts = {b.get_label(): b for b in ax.containers if b.get_label() != "_"}
+    assert list(fronts) == ["max (batch prioritized)", "position (vanilla)"]
+    expected = ([[1.0, 0.5], [4.0, 0.7]], [[1.5, 0.3], [3.0, 0.6]])
+    for bars, points in zip(fronts.values(), expected, strict=True):
+        line = bars.lines[0]
+        np.testing.assert_allclose(line.get_xydata(), points)
+        assert line.get_drawstyle() == "steps-post"
+        assert line.get_markerfacecolor() == line.get_color()
+    beaten = [bars.lines[0] for bars in ax.containers if bars.get_label() == "_"]
+    points = np.concatenate([line.get_xydata() for line in beaten])
+    np.testing.assert_allclose(points, [[2.0, 0.4], [1.5, 0.2]])
+    for line in beaten:
+        assert line.get_linestyle() == "None"
+        assert line.get_markerfacecolor() == "white"
+    assert [text.get_text() for text in ax.texts] == ["1", "2", "3", "4"]
+    # Named by what differs, and not by what tells the fronts apart.
+    assert legend_names(figure.legends[0]) == [
+        *("max (batch prioritized)", "1: C = 0.25", "2: C = 0.75"),
+        *("position (vanilla)", "3: C = 0.25", "4: C = 0.75"),
+    ]
+    assert ax.get_xlabel() == "GFLOP per image" and ax.get_xscale() == "linear"
+    assert "3 seeds" in ax.get_ylabel()
     assert png(figure).startswith(b"\x89PNG")
 
 
+def test_one_front_of_all_rows():
+    figure = plot_pareto(costly_rows(), "seconds_per_image")
+    (ax,) = figure.axes
+    (front,) = (bars for bars in ax.containers if bars.get_label() != "_")
+    expected = [[0.001, 0.5], [0.003, 0.6], [0.004, 0.7]]
+    np.testing.assert_allclose(front.lines[0].get_xydata(), expected)
+    names = legend_names(figure.legends[0])
+    assert names[0] == "Pareto front" and len(names) == 4
+    assert names[1] == "1: priority = max (batch prioritized), C = 0.25"
+    figure.draw_without_rendering()
+    assert "ms" in ax.get_xlabel() and "1" in tick_names(ax.xaxis)
+
+
+def test_equal_points_have_one_number():
+    rows = [SweepRow({"a": a}, np.array([0.5]), gflop_per_image=1.0) for a in (1, 2)]
+    figure = plot_pareto(rows)
+    assert [text.get_text() for text in figure.axes[0].texts] == ["1"]
+    assert legend_names(figure.legends[0])[1:] == ["1: a = 1 or a = 2"]
+
+
+def test_costs_far_apart_are_drawn_as_ratios():
+    ax = plot_pareto(costly_rows(stretch=3.0), "relative_time").axes[0]
+    assert ax.get_xscale() == "log" and "unchanged" in ax.get_xlabel()
+
+
 @pytest.mark.parametrize(
-    "single, cumulative", [({}, {}), ({1: np.zeros(1)}, {2: np.zeros(1)})]
+    "rows, arguments, message",
+    [
+        ([], {}, "Received: 0 rows"),
+        (make_rows(a=[1], b=[2]), {}, "cost='gflop_per_image'"),
+        (costly_rows(), {"by": "model"}, "capacity_factor.*Received: by='model'"),
+    ],
 )
-def test_ablations_that_do_not_make_a_figure(single, cumulative):
-    received = f"blocks {list(single)}, cumulative of the blocks {list(cumulative)}"
-    with pytest.raises(ValueError, match=received.replace("[", r"\[")):
-        plot_random_routers(RouterAblation(np.zeros(1), single, cumulative))
+def test_rows_without_a_front(rows, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plot_pareto(rows, **arguments)

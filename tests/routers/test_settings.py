@@ -66,6 +66,28 @@ def test_random_logits_look_at_no_token(name, set_noise):
 
 
 @pytest.mark.parametrize("name", SPARSE)
+def test_permuted_logits_are_the_tokens_own(name, set_noise):
+    noise = cases.array("normal", (2, 8, 4), 3)
+    tokens = cases.array("normal", (2, 8, WIDTH), 0)
+    router = build(name, 4, WIDTH)
+    _, learned = call(router, tokens)
+    router.update(random_logits="permuted")
+    undrawn = set_noise(noise)
+    (token, filled, gate), permuted = call(router, tokens)
+    assert not undrawn
+    order = np.argsort(noise, axis=-1)
+    expected = np.take_along_axis(learned["logits"], order, axis=-1)
+    np.testing.assert_array_equal(permuted["logits"], expected)
+    expected = twins.gates(twins.softmax(expected), token, filled)
+    np.testing.assert_allclose(gate, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_unknown_random_logits():
+    with pytest.raises(ValueError, match="'permuted'. Received: random_logits='no'"):
+        build("softmax_token_choice", 4, WIDTH, random_logits="no")
+
+
+@pytest.mark.parametrize("name", SPARSE)
 def test_mutable_settings_change_the_next_call(name):
     tokens = cases.array("normal", (2, 8, WIDTH), 0)
     settings = {"capacity_factor": 0.5}

@@ -1,0 +1,114 @@
+"""What a LIMoE is worth with fewer and fewer experts."""
+
+from typing import NamedTuple
+
+import keras
+import numpy as np
+
+
+class PruningCurve(NamedTuple):
+    """A metric of a LIMoE that keeps some of its experts.
+
+    Attributes:
+        num_experts: `(n,)` int64 array, experts kept in each MoE block, rising.
+        values: dict from `"router_pred"` and `"router_drop"`, as asked for, to an
+            `(n, repeats)` float64 array of what the metric gave.
+        whole: `(repeats,)` float64 array, the metric of the model as it is.
+    """
+
+    num_experts: np.ndarray
+    values: dict
+    whole: np.ndarray
+
+
+def pruning_curve(
+    model,
+    usage,
+    metric,
+    num_experts=None,
+    methods=("router_pred", "router_drop"),
+    verbose=1,
+):
+    """Measure a LIMoE that keeps only the experts that a modality uses most.
+
+    Nothing is trained, and the model stays as it is. One pruned model is held at a
+    time.
+
+    Args:
+        model: `LIMoEBackbone` with `routers.LIMoERouter`s, or a `LIMoEContrastive`.
+        usage: dict from each MoE block to an `(E,)` array, how much the modality uses
+            each expert, as for `models.prune_experts`: counted by
+            `analysis.modality_statistics`, or averaged during training by
+            `analysis.UsageMonitor`.
+        metric: callable from a pruned model, of the same class as `model`, to a number,
+            or to several ones, such as one for each seed. It is your measure of what
+            the modality is used for: `evaluation.classify`, `retrieval`, ...
+        num_experts: sequence of ints, how many experts to keep in each block. By
+            default all of them and half as many again and again, down to what a token
+            chooses.
+        methods: sequence of str, ways to prune, see `models.prune_experts`.
+        verbose: 0 for silence, 1 for a progress bar, 2 for one line.
+
+    Returns:
+        `PruningCurve`.
+
+    Raises:
+        ValueError: as `models.prune_experts`, or if there is nothing to measure.
+
+    Source: LIMoE, appendix E.4 (figures 14 and 15).
+
+    Example: how many experts does text need, beside images encoded by the whole model?
+
+    >>> def accuracy(encoder):
+    ...     classes = ksm.evaluation.class_embeddings(encoder, names)
+    ...     return ksm.evaluation.classify(images, classes, labels).accuracy
+    >>> statistics = ksm.analysis.modality_statistics(model, captions=captions)
+    >>> usage = {block: s.routed["text"] for block, s in statistics.items()}
+    >>> curve = ksm.evaluation.pruning_curve(model, usage, accuracy)
+    >>> dict(zip(curve.num_experts, curve.values["router_pred"].mean(axis=1)))
+    """
+    # On first use, since `models` imports KerasHub.
+    from keras_softmoe.models import prune_experts
+
+    backbone = getattr(model, "backbone", model)
+    if num_experts is None:
+        num_experts = _halves(getattr(backbone, "routers", {}).values())
+    num_experts = sorted(set(num_experts))
+    methods = list(methods)
+    if not num_experts or not methods:
+        raise ValueError(
+            "A curve needs numbers of experts and ways to prune. Received: "
+            f"num_experts={num_experts}, methods={methods}."
+        )
+
+    def measure(pruned):
+        if backbone is not model:
+            pruned = type(model)(pruned, model.preprocessor)
+        return np.atleast_1d(np.asarray(metric(pruned), "float64"))
+
+    total = len(num_experts) * len(methods)
+    bar = keras.utils.Progbar(1 + total, verbose=verbose, unit_name="model")
+    values = {method: [] for method in methods}
+    # The largest first: an error in the usage comes before work starts.
+    for count in reversed(num_experts):
+        for method in methods:
+            pruned = prune_experts(model, usage, count, method)
+            values[method].insert(0, measure(pruned))
+            bar.add(1)
+    whole = np.atleast_1d(np.asarray(metric(model), "float64"))
+    bar.add(1)
+    values = {method: np.array(rows) for method, rows in values.items()}
+    return PruningCurve(np.array(num_experts), values, whole)
+
+
+def _halves(routers):
+    """All experts, half of them, and so on, at least as many as a token chooses."""
+    count = min((router.num_experts for router in routers), default=1)
+    least = max(
+        (getattr(router, "num_selected_experts", 1) for router in routers), default=1
+    )
+    found = []
+    while count >= least:
+        found.append(count)
+        count //= 2
+    return found

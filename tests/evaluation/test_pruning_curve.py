@@ -1,0 +1,91 @@
+"""What a metric says of pruned models, against models pruned by hand."""
+
+import numpy as np
+import pytest
+
+from keras_softmoe import evaluation, models
+from keras_softmoe.evaluation.pruning import PruningCurve
+from tests.models import tiny, tiny_limoe
+
+# Of the four experts of blocks 0 and 1.
+USAGE = {0: [5, 1, 7, 0], 1: np.array([0.1, 0.2, 0.3, 0.4])}
+IDS = tiny_limoe.token_ids()
+
+
+def embedding(backbone):
+    return tiny.predict(backbone.text_encoder, IDS)["text_embedding"]
+
+
+def norms(model):
+    """Two numbers that depend on the weights of a backbone, or a task's."""
+    return embedding(getattr(model, "backbone", model))[:2, 0]
+
+
+@pytest.mark.parametrize("make", [tiny_limoe.backbone, tiny_limoe.task])
+def test_curve(make):
+    model = make()
+    seen = []
+
+    def metric(pruned):
+        assert type(pruned) is type(model)
+        if pruned is not model and hasattr(model, "preprocessor"):
+            assert pruned.preprocessor is model.preprocessor
+        seen.append(pruned is model)
+        return norms(pruned)
+
+    curve = evaluation.pruning_curve(model, USAGE, metric, verbose=0)
+    assert isinstance(curve, PruningCurve)
+    # Each once, and once the model itself.
+    assert seen == 6 * [False] + [True]
+    np.testing.assert_array_equal(curve.num_experts, [1, 2, 4])
+    assert list(curve.values) == ["router_pred", "router_drop"]
+    for method, values in curve.values.items():
+        assert values.shape == (3, 2) and values.dtype == "float64"
+        for count, found in zip((1, 2, 4), values, strict=True):
+            pruned = models.prune_experts(model, USAGE, count, method)
+            np.testing.assert_allclose(found, norms(pruned), rtol=1e-6)
+        # All experts are as good as the model.
+        np.testing.assert_allclose(values[-1], curve.whole, rtol=1e-6)
+        assert not np.allclose(values[0], curve.whole)
+
+
+def test_one_number_and_chosen_counts():
+    model = tiny_limoe.backbone()
+    curve = evaluation.pruning_curve(
+        model,
+        USAGE,
+        lambda pruned: pruned.count_params(),
+        num_experts=(3, 2),
+        methods=["router_drop"],
+        verbose=0,
+    )
+    assert curve.num_experts.tolist() == [2, 3]
+    (values,) = curve.values.values()
+    assert values.shape == (2, 1) and (np.diff(values, axis=0) > 0).all()
+    assert curve.whole.tolist() == [model.count_params()]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"num_experts": ()}, r"Received: num_experts=\[\]"),
+        ({"methods": ()}, r"methods=\[\]"),
+        ({"num_experts": (2, 9)}, "num_experts=9"),
+        ({"usage": {0: USAGE[0]}}, r"blocks \[1\] is missing"),
+    ],
+)
+def test_bad_arguments_come_before_the_work(arguments, message):
+    def metric(model):
+        raise AssertionError
+
+    arguments = {"usage": USAGE, **arguments}
+    with pytest.raises(ValueError, match=message):
+        evaluation.pruning_curve(
+            tiny_limoe.backbone(), metric=metric, verbose=0, **arguments
+        )
+
+
+def test_a_dense_model_is_not_pruned():
+    model = tiny_limoe.backbone(**tiny_limoe.DENSE)
+    with pytest.raises(ValueError, match="Pruned are"):
+        evaluation.pruning_curve(model, {}, norms, verbose=0)
