@@ -1,5 +1,6 @@
 """Recipes of the papers' trainings, and what Keras lacks for them."""
 
+from keras_softmoe.training._adafactor import Adafactor as Adafactor
 from keras_softmoe.training._losses import SigmoidCrossentropy as SigmoidCrossentropy
 from keras_softmoe.training._optimizers import SGD as SGD
 from keras_softmoe.training._optimizers import Adam as Adam
