@@ -135,8 +135,6 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
     def update_step(self, gradient, variable, learning_rate):
         self.decay_variable(variable, learning_rate)
         index = index_of(self, variable)
-        # TensorFlow has the gradient of an embedding as a few of its rows.
-        gradient = ops.convert_to_tensor(gradient, sparse=False)
         gradient = ops.cast(gradient, "float32")
         step = gradient * self._inverse_root(gradient, index)
         if self.beta_1:

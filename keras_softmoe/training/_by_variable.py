@@ -7,6 +7,7 @@ without a bias to the first step.
 import math
 import re
 
+import keras
 from keras import ops
 
 from keras_softmoe.keras_adapter import (
@@ -45,6 +46,7 @@ class ByVariable(OwnAverages):
         )
 
     def apply(self, grads, trainable_variables=None):
+        grads = [g if g is None else _dense(g) for g in grads]
         if self.gradient_scale_rules:
             variables = trainable_variables or variables_of(self)
             grads = [
@@ -100,6 +102,15 @@ class ByVariable(OwnAverages):
             "weight_decay_rules": self.weight_decay_rules,
             "gradient_scale_rules": self.gradient_scale_rules,
         }
+
+
+def _dense(gradient):
+    """All of a gradient. TensorFlow has those of embeddings as some of their rows."""
+    if keras.backend.backend() != "tensorflow":
+        return gradient
+    import tensorflow as tf
+
+    return tf.convert_to_tensor(gradient)
 
 
 def _first_match(rules, path, default):

@@ -236,6 +236,21 @@ def test_mixed_precision(cls):
 
 
 @ALL
+def test_embeddings(cls):
+    # Of a batch only the rows that were looked up have a gradient.
+    inputs = keras.Input((4,), dtype="int32")
+    x = keras.layers.Embedding(50, 40, name="tokens")(inputs)
+    model = keras.Model(inputs, keras.ops.mean(x, axis=1))
+    model.compile(cls(0.1, gradient_scale_rules=[("tokens", 2.0)]), "mse")
+    (table,) = model.trainable_variables
+    before = to_numpy(table.value)
+    model.fit(np.array([[1, 2, 3, 3]]), np.ones((1, 40)), verbose=0)
+    moved = np.abs(to_numpy(table.value) - before).max(axis=1)
+    assert (moved[[1, 2, 3]] > 1e-3).all()
+    np.testing.assert_array_equal(np.delete(moved, [1, 2, 3]), 0.0)
+
+
+@ALL
 def test_what_is_not_trained_does_not_decay(cls):
     model = make_model(cls)
     model.get_layer("block").enable_lora(1)
