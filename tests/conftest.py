@@ -26,6 +26,7 @@ RUNS_ON = {
     "test_benchmark*.py": ("torch",),
     "test_package.py": ("jax",),
     "test_trained_*.py": ("torch",),
+    "training/test_pair_pipeline.py": ("torch",),
     "training/test_soups.py": ("torch",),
 }
 collect_ignore_glob = [

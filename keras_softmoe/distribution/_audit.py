@@ -112,9 +112,10 @@ def audit(model, distribution=None):
 
     The table says what each device holds. Everything may be replicated on every device
     except what belongs to experts: their kernels and biases, the slot parameters of
-    soft routers, and the moments that an optimizer keeps of those. (Adafactor's sums of
-    rows and columns do not have the name of a variable, and may be replicated: they are
-    no larger than an expert's width or hidden width.)
+    soft routers, and the moments that an optimizer keeps of those. (Adafactor's means
+    of rows and columns have other shapes than their variable and are not checked:
+    `training.Adafactor` shards those of experts, `keras.optimizers.Adafactor` does not.
+    They are no larger than an expert's width or hidden width.)
 
     Args:
         model: `keras.Model` or layer that is built. For the optimizer's variables to be

@@ -162,8 +162,9 @@ def optimizer_copies(optimizer):
             "`optimizer` is the name of one or a `keras.optimizers.Optimizer`. "
             f"Received: optimizer={given!r}. One that keeps nothing is 'sgd'."
         )
-    # Some treat matrices in another way.
-    copies = {_copies_of(optimizer, shape) for shape in ((7,), (7, 5), (7, 5, 3))}
+    # Some treat matrices in another way, or large ones.
+    shapes = ((7,), (7, 5), (7, 5, 3), (200, 150))
+    copies = {_copies_of(optimizer, shape) for shape in shapes}
     if len(copies) > 1 or None in copies:
         raise ValueError(
             "`plan` counts optimizers that keep whole copies of all weights, such as "

@@ -1,18 +1,29 @@
 """Recipes of the papers' trainings, and what Keras lacks for them."""
 
+from keras_softmoe.training._adafactor import Adafactor as Adafactor
+from keras_softmoe.training._contrastive_recipes import (
+    limoe_pretraining as limoe_pretraining,
+)
+from keras_softmoe.training._contrastive_recipes import (
+    soft_moe_contrastive as soft_moe_contrastive,
+)
+from keras_softmoe.training._imagenet_recipe import (
+    imagenet_from_scratch as imagenet_from_scratch,
+)
 from keras_softmoe.training._losses import SigmoidCrossentropy as SigmoidCrossentropy
 from keras_softmoe.training._optimizers import SGD as SGD
 from keras_softmoe.training._optimizers import Adam as Adam
 from keras_softmoe.training._pipeline import Augmentation as Augmentation
 from keras_softmoe.training._pretraining_recipes import (
-    imagenet_from_scratch as imagenet_from_scratch,
+    soft_moe_pretraining as soft_moe_pretraining,
 )
 from keras_softmoe.training._pretraining_recipes import (
-    soft_moe_pretraining as soft_moe_pretraining,
+    vmoe_15b_pretraining as vmoe_15b_pretraining,
 )
 from keras_softmoe.training._pretraining_recipes import (
     vmoe_pretraining as vmoe_pretraining,
 )
+from keras_softmoe.training._recipe import ContrastiveRecipe as ContrastiveRecipe
 from keras_softmoe.training._recipe import Recipe as Recipe
 from keras_softmoe.training._schedules import (
     WarmupPolynomialDecay as WarmupPolynomialDecay,

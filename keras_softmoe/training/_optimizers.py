@@ -3,111 +3,18 @@
 Keras' optimizers do most of it: `global_clipnorm`, `clipvalue`, `clipnorm`,
 `gradient_accumulation_steps` and `weight_decay` (one rate for all variables, times the
 learning rate) give the same numbers and are taken from there. What Keras lacks is
-added: rates of decay that depend on the variable, gradients scaled by variable,
-averages without a bias to the first step, and the papers' order of operations.
+added: what `ByVariable` has, and the papers' order of operations.
 """
-
-import math
-import re
 
 import keras
 from keras import ops
 
-from keras_softmoe.keras_adapter import (
-    OwnAverages,
-    averages_of,
-    index_of,
-    num_gradients,
-    variables_of,
-)
-
-
-class _ByVariable(OwnAverages):
-    """What both optimizers add to Keras'. Mixed into an optimizer, in front of it."""
-
-    def __init__(self, weight_decay_rules, gradient_scale_rules, **kwargs):
-        super().__init__(**kwargs)
-        if weight_decay_rules and self.weight_decay is not None:
-            raise ValueError(
-                "`weight_decay` is one rate for all variables, `weight_decay_rules` "
-                "are rates by variable. Give one of them. Received: "
-                f"weight_decay={self.weight_decay}, "
-                f"weight_decay_rules={weight_decay_rules!r}."
-            )
-        self.weight_decay_rules = _check_rules("weight_decay_rules", weight_decay_rules)
-        self.gradient_scale_rules = _check_rules(
-            "gradient_scale_rules", gradient_scale_rules
-        )
-
-    def build(self, variables):
-        if self.built:
-            return
-        super().build(variables)
-        self._decay_rates = tuple(
-            _first_match(self.weight_decay_rules, variable.path, 0.0)
-            for variable in variables
-        )
-
-    def apply(self, grads, trainable_variables=None):
-        if self.gradient_scale_rules:
-            variables = trainable_variables or variables_of(self)
-            grads = [
-                gradient
-                if gradient is None
-                else gradient
-                * _first_match(self.gradient_scale_rules, variable.path, 1.0)
-                for gradient, variable in zip(grads, variables, strict=True)
-            ]
-        return super().apply(grads, trainable_variables)
-
-    def _decay(self, variable, learning_rate):
-        """The decay of one step. The gradient is computed already: order is free."""
-        rate = self._decay_rates[index_of(self, variable)]
-        if rate:
-            self.assign_sub(
-                variable, variable * ops.cast(rate * learning_rate, variable.dtype)
-            )
-
-    def update_averages(self, trainable_variables):
-        # Keras starts its average from the variables after the first step. With the
-        # momentum of V-MoE-15B they are still 97 % of it after 30,000 steps; here all
-        # steps weigh what the momentum says.
-        if not self.use_ema:
-            return
-        every = self.gradient_accumulation_steps or 1
-        taken = num_gradients(self) + 1
-        steps = ops.cast(ops.maximum(taken // every, 1), "float32")
-        # Between the steps of an accumulated gradient nothing changes.
-        share = ops.where(
-            ops.equal(taken % every, 0),
-            _share_of_newest(steps, self.ema_momentum),
-            0.0,
-        )
-        averages = averages_of(self)
-        for variable, average in zip(trainable_variables, averages, strict=True):
-            if average is not None:
-                step = ops.cast(share, average.dtype) * (variable - average)
-                average.assign(average + step)
-
-    def finalize_variable_values(self, var_list):
-        super().finalize_variable_values(var_list)
-        if self.use_ema:
-            # On JAX variable and average would now share their memory, and the first
-            # step of the next `fit` fails because it may use it up only once.
-            for average in averages_of(self):
-                if average is not None:
-                    average.assign(ops.copy(average))
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "weight_decay_rules": self.weight_decay_rules,
-            "gradient_scale_rules": self.gradient_scale_rules,
-        }
+from keras_softmoe.keras_adapter import index_of
+from keras_softmoe.training._by_variable import ByVariable, weight_of_all
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class Adam(_ByVariable, keras.optimizers.Optimizer):
+class Adam(ByVariable, keras.optimizers.Optimizer):
     """Adam, with weight decay and gradient scale by variable.
 
     Differs from `keras.optimizers.Adam` in two more things. `epsilon` is added to the
@@ -179,7 +86,7 @@ class Adam(_ByVariable, keras.optimizers.Optimizer):
         )
 
     def update_step(self, gradient, variable, learning_rate):
-        self._decay(variable, learning_rate)
+        self.decay_variable(variable, learning_rate)
         index, dtype = index_of(self, variable), variable.dtype
         momentum, velocity = self.momentums[index], self.velocities[index]
         gradient = ops.cast(gradient, dtype)
@@ -189,8 +96,8 @@ class Adam(_ByVariable, keras.optimizers.Optimizer):
         )
         # In float32 whatever the variables are: bfloat16 takes 0.999 for 1.
         steps = ops.cast(self.iterations, "float32") + 1.0
-        rate = learning_rate / _weight_of_all(steps, self.beta_1)
-        root = ops.sqrt(velocity / ops.cast(_weight_of_all(steps, self.beta_2), dtype))
+        rate = learning_rate / weight_of_all(steps, self.beta_1)
+        root = ops.sqrt(velocity / ops.cast(weight_of_all(steps, self.beta_2), dtype))
         self.assign_sub(
             variable, ops.cast(rate, dtype) * momentum / (root + self.epsilon)
         )
@@ -205,7 +112,7 @@ class Adam(_ByVariable, keras.optimizers.Optimizer):
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class SGD(_ByVariable, keras.optimizers.SGD):
+class SGD(ByVariable, keras.optimizers.SGD):
     """SGD with momentum, with weight decay and gradient scale by variable.
 
     Differs from `keras.optimizers.SGD` in two more things. The learning rate scales the
@@ -255,57 +162,10 @@ class SGD(_ByVariable, keras.optimizers.SGD):
         )
 
     def update_step(self, gradient, variable, learning_rate):
-        self._decay(variable, learning_rate)
+        self.decay_variable(variable, learning_rate)
         step = ops.cast(gradient, variable.dtype)
         if self.momentum:
             momentum = self.momentums[index_of(self, variable)]
             self.assign(momentum, momentum * self.momentum + step)
             step = step + self.momentum * momentum if self.nesterov else momentum
         self.assign_sub(variable, step * ops.cast(learning_rate, variable.dtype))
-
-
-def _first_match(rules, path, default):
-    """Value of the first `(pattern, value)` whose pattern is found in the path."""
-    for pattern, value in rules:
-        if re.search(pattern, path):
-            return value
-    return default
-
-
-def _check_rules(name, rules):
-    """The rules as a tuple of pairs; raise if they are none."""
-    checked = []
-    for rule in rules or ():
-        try:
-            pattern, value = rule
-            re.compile(pattern)
-            value = float(value)
-        except (TypeError, ValueError, re.error) as error:
-            raise ValueError(
-                f"`{name}` must be pairs of a regular expression and a number, for "
-                f"example [('kernel$', 0.03)]. Received: {name}={rules!r}, where "
-                f"{rule!r} is no such pair: {error}."
-            ) from error
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(
-                f"The numbers in `{name}` must be finite and at least 0. "
-                f"Received: {name}={rules!r}."
-            )
-        checked.append((pattern, value))
-    return tuple(checked)
-
-
-def _weight_of_all(steps, momentum):
-    """What all values weigh in an average that started from 0: `1 - momentum ** steps`.
-
-    Written so that a momentum near 1 loses no digits; float32.
-    """
-    return -ops.expm1(steps * math.log(momentum)) if momentum else ops.ones_like(steps)
-
-
-def _share_of_newest(steps, momentum):
-    """How much of the newest value enters a debiased average of `steps` values."""
-    if momentum == 1:
-        # The limit, an arithmetic mean.
-        return 1.0 / steps
-    return (1.0 - momentum) / _weight_of_all(steps, momentum)

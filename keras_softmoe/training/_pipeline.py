@@ -90,35 +90,58 @@ def training_batches(
     import tensorflow as tf
 
     rows, labels_shape = _rows(data, num_classes)
-    if isinstance(data, tuple):
-        shuffle_buffer = min(shuffle_buffer, len(data[0]))
-    rows = rows.shuffle(shuffle_buffer, seed=seed).repeat()
-    seeds = tf.data.Dataset.random(seed=seed).batch(2)
-    rand_augment = _rand_augment(augmentation)
+    augmented = augmented_rows(
+        rows, data, image_size, augmentation, shuffle_buffer, seed
+    )
     mix_up = keras.layers.MixUp(augmentation.mixup_alpha, dtype="float32")
 
-    def augment(row, seed):
-        image, label = row
-        image = tf.cast(image, "float32")
-        if augmentation.crop:
-            image = _random_crop(image, seed)
-        image = _resize(image, image_size)
-        if augmentation.flip:
-            image = tf.image.stateless_random_flip_left_right(image, seed + 1)
-        if rand_augment:
-            image = rand_augment(image, seed + 2)
+    def dense(image, label):
         return image, _dense_label(label, num_classes, labels_shape)
 
     def mix(images, labels):
         mixed = mix_up({"images": images, "labels": labels}, training=True)
         return mixed["images"], mixed["labels"]
 
-    batches = tf.data.Dataset.zip((rows, seeds))
-    batches = batches.map(augment, num_parallel_calls=tf.data.AUTOTUNE)
+    batches = augmented.map(dense, num_parallel_calls=tf.data.AUTOTUNE)
     batches = batches.batch(batch_size, drop_remainder=True)
     if augmentation.mixup_alpha:
         batches = batches.map(mix, num_parallel_calls=tf.data.AUTOTUNE)
     return batches.prefetch(tf.data.AUTOTUNE)
+
+
+def augmented_rows(rows, data, image_size, augmentation, shuffle_buffer, seed):
+    """Shuffled rows without end, of an augmented image and what belongs to it.
+
+    Args:
+        rows: `tf.data.Dataset` of pairs, the first of which is an image.
+        data: what it was made of, of which a tuple tells how many there are.
+        image_size: int, side to which images are resized.
+        augmentation: `Augmentation`. MixUp is none of a single image.
+        shuffle_buffer: int, rows among which the next one is drawn.
+        seed: int.
+    """
+    import tensorflow as tf
+
+    if isinstance(data, tuple):
+        shuffle_buffer = min(shuffle_buffer, len(data[0]))
+    rows = rows.shuffle(shuffle_buffer, seed=seed).repeat()
+    seeds = tf.data.Dataset.random(seed=seed).batch(2)
+    rand_augment = _rand_augment(augmentation)
+
+    def augment(row, seed):
+        image, other = row
+        image = tf.cast(image, "float32")
+        if augmentation.crop:
+            image = _random_crop(image, seed)
+        image = resize(image, image_size)
+        if augmentation.flip:
+            image = tf.image.stateless_random_flip_left_right(image, seed + 1)
+        if rand_augment:
+            image = rand_augment(image, seed + 2)
+        return image, other
+
+    rows = tf.data.Dataset.zip((rows, seeds))
+    return rows.map(augment, num_parallel_calls=tf.data.AUTOTUNE)
 
 
 def evaluation_batches(data, num_classes, image_size, batch_size, crop_share):
@@ -136,7 +159,7 @@ def evaluation_batches(data, num_classes, image_size, batch_size, crop_share):
         if crop_share < 1.0:
             image = _central_square(image, crop_share)
         label = _dense_label(label, num_classes, labels_shape)
-        return _resize(image, image_size), label
+        return resize(image, image_size), label
 
     batches = rows.map(convert, num_parallel_calls=tf.data.AUTOTUNE)
     return batches.batch(batch_size).prefetch(tf.data.AUTOTUNE)
@@ -249,7 +272,7 @@ def _central_square(image, share):
     return image[top : top + side, left : left + side]
 
 
-def _resize(image, size):
+def resize(image, size):
     import tensorflow as tf
 
     image = tf.image.resize(image, (size, size))

@@ -6,6 +6,10 @@ from typing import Any
 import keras
 
 from keras_softmoe.datasets.checks import check_whole_numbers
+from keras_softmoe.training._pair_pipeline import (
+    evaluation_pairs,
+    training_pairs,
+)
 from keras_softmoe.training._pipeline import (
     Augmentation,
     evaluation_batches,
@@ -14,8 +18,44 @@ from keras_softmoe.training._pipeline import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Training:
+    """What all recipes have. Attributes: see `Recipe`."""
+
+    image_size: int
+    batch_size: int
+    steps: int
+    optimizer: Any
+    augmentation: Augmentation | str
+    steps_per_epoch: int | None = None
+
+    def __post_init__(self):
+        # It is frozen: a copy with other values comes from `replace`.
+        known = named_augmentation(self.augmentation)
+        object.__setattr__(self, "augmentation", known)
+        if self.steps_per_epoch is None:
+            object.__setattr__(self, "steps_per_epoch", self.steps)
+        names = ("image_size", "batch_size", "steps", "steps_per_epoch")
+        check_whole_numbers(1, **{name: getattr(self, name) for name in names})
+        if self.steps % self.steps_per_epoch:
+            raise ValueError(
+                "`steps_per_epoch` must divide `steps`, or training would end before "
+                f"the schedule or after it. Received: steps={self.steps}, "
+                f"steps_per_epoch={self.steps_per_epoch}."
+            )
+
+    @property
+    def fit_arguments(self):
+        """Keyword arguments of `fit`: epochs and steps, and not to shuffle again."""
+        return {
+            "epochs": self.steps // self.steps_per_epoch,
+            "steps_per_epoch": self.steps_per_epoch,
+            "shuffle": False,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe(_Training):
     """What it takes to train a classifier, made by functions such as `finetuning`.
 
     Every part can be changed with `dataclasses.replace`. The schedule belongs to the
@@ -49,30 +89,13 @@ class Recipe:
     """
 
     num_classes: int
-    image_size: int
-    batch_size: int
-    steps: int
-    optimizer: Any
     loss: Any
     metrics: tuple
-    augmentation: Augmentation | str
     central_crop: float = 1.0
-    steps_per_epoch: int | None = None
 
     def __post_init__(self):
-        # The dataclass is frozen: a copy with other values comes from `replace`.
-        known = named_augmentation(self.augmentation)
-        object.__setattr__(self, "augmentation", known)
-        if self.steps_per_epoch is None:
-            object.__setattr__(self, "steps_per_epoch", self.steps)
-        names = ("num_classes", "image_size", "batch_size", "steps", "steps_per_epoch")
-        check_whole_numbers(1, **{name: getattr(self, name) for name in names})
-        if self.steps % self.steps_per_epoch:
-            raise ValueError(
-                "`steps_per_epoch` must divide `steps`, or training would end before "
-                f"the schedule or after it. Received: steps={self.steps}, "
-                f"steps_per_epoch={self.steps_per_epoch}."
-            )
+        super().__post_init__()
+        check_whole_numbers(1, num_classes=self.num_classes)
 
     def compile(self, model, **kwargs):
         """Compile a model with the optimizer, the loss and the metrics.
@@ -90,15 +113,10 @@ class Recipe:
                 f"Received: a model with output shape {model.output_shape}, "
                 f"num_classes={self.num_classes}."
             )
-        copy = keras.saving.deserialize_keras_object(
-            keras.saving.serialize_keras_object(
-                {"optimizer": self.optimizer, "metrics": list(self.metrics)}
-            )
-        )
         model.compile(
-            optimizer=copy["optimizer"],
+            optimizer=_copy(self.optimizer),
             loss=self.loss,
-            metrics=copy["metrics"],
+            metrics=[_copy(metric) for metric in self.metrics],
             **kwargs,
         )
 
@@ -153,11 +171,120 @@ class Recipe:
             self.central_crop,
         )
 
-    @property
-    def fit_arguments(self):
-        """Keyword arguments of `fit`: epochs and steps, and not to shuffle again."""
-        return {
-            "epochs": self.steps // self.steps_per_epoch,
-            "steps_per_epoch": self.steps_per_epoch,
-            "shuffle": False,
-        }
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContrastiveRecipe(_Training):
+    """What it takes to train on pairs of image and caption.
+
+    Made by `limoe_pretraining` and `soft_moe_contrastive`. Every part can be changed
+    with `dataclasses.replace`. The schedule belongs to the optimizer: give other
+    `steps` to the function.
+
+    Attributes:
+        image_size: int, side of the square images in pixels.
+        batch_size: int, pairs per step, all of which are compared with each other.
+        steps: int, steps of the whole training, at which the schedule ends.
+        optimizer: `keras.optimizers.Optimizer`; each compiled model gets its copy.
+        loss: str, as in `models.LIMoEContrastive.compile`.
+        augmentation: `Augmentation` of the training images, or its name in
+            `AUGMENTATIONS`. Without MixUp. Whoever mirrors images has captions that say
+            nothing of left and right.
+        steps_per_epoch: int, steps after which `fit` reports and validates; all steps
+            if `None`.
+
+    Raises:
+        ValueError: if a count is not positive, a batch has one pair, `steps_per_epoch`
+            does not divide `steps`, there is no augmentation of that name, or it mixes
+            images.
+
+    Example:
+
+    >>> recipe = ksm.training.limoe_pretraining(
+    ...     steps=2_000, warmup_steps=200, batch_size=256, image_size=32
+    ... )
+    >>> recipe.compile(model)
+    >>> model.fit(recipe.training_data((images, captions)), **recipe.fit_arguments)
+    """
+
+    loss: str = "auto"
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_whole_numbers(2, batch_size=self.batch_size)
+        if self.augmentation.mixup_alpha:
+            raise ValueError(
+                "MixUp mixes labels as it mixes images, and captions cannot be mixed. "
+                f"Received: augmentation={self.augmentation!r}. Leave it out: "
+                "`training.Augmentation(num_operations=2, magnitude=10)`."
+            )
+
+    def compile(self, model, **kwargs):
+        """Compile a model with the optimizer and the loss.
+
+        Args:
+            model: `models.LIMoEContrastive` or `models.TwoTowerContrastive`.
+            **kwargs: further arguments of its `compile`.
+
+        Raises:
+            ValueError: if the model is another one.
+        """
+        # Not at the top: it loads KerasHub and TensorFlow.
+        from keras_softmoe.models import LIMoEContrastive, TwoTowerContrastive
+
+        if not isinstance(model, LIMoEContrastive | TwoTowerContrastive):
+            raise ValueError(
+                "Pairs are learned by a `models.LIMoEContrastive` or a "
+                f"`models.TwoTowerContrastive`. Received: {type(model).__name__}. Make "
+                "one of its backbone."
+            )
+        model.compile(optimizer=_copy(self.optimizer), loss=self.loss, **kwargs)
+
+    def training_data(self, data, shuffle_buffer=10_000, seed=0):
+        """Shuffled batches without end, the images augmented.
+
+        Args:
+            data: `(images, captions)`, or a `tf.data.Dataset` of single `(image,
+                caption)` pairs, whose images may differ in size. Images: `(height,
+                width, 3)`, 0 to 255. Captions: str, or `(S,)` int token ids.
+            shuffle_buffer: int, pairs among which the next one is drawn. They are kept
+                in memory, the images at their original size.
+            seed: int, see `Recipe.training_data`.
+
+        Returns:
+            `tf.data.Dataset` of `(batch_size, image_size, image_size, 3)` float32
+            images, 0 to 255, and `batch_size` captions: what a model with a
+            preprocessor takes.
+
+        Raises:
+            ValueError: if the data have another form.
+        """
+        return training_pairs(
+            data,
+            self.image_size,
+            self.batch_size,
+            self.augmentation,
+            shuffle_buffer=shuffle_buffer,
+            seed=seed,
+        )
+
+    def evaluation_data(self, data):
+        """All pairs once, as they are, in batches for `evaluate` or validation.
+
+        Args:
+            data: as in `training_data`.
+
+        Returns:
+            `tf.data.Dataset` as from `training_data`. Pairs that do not fill the last
+            batch are left out: accuracies depend on how many captions are compared.
+
+        Raises:
+            ValueError: if the data have another form.
+        """
+        return evaluation_pairs(data, self.image_size, self.batch_size)
+
+
+def _copy(part):
+    """A new Keras object with the configuration of another."""
+    return keras.saving.deserialize_keras_object(
+        keras.saving.serialize_keras_object(part)
+    )

@@ -183,6 +183,23 @@ class WarmupRsqrtDecay(_WarmupSchedule):
         }
 
 
+def warmup_cosine_decay(peak_learning_rate, steps, warmup_steps, end_learning_rate=0.0):
+    """Keras' cosine after a linear warmup, with the arguments of the others.
+
+    Keras counts the decay without the warmup, and the end as a share of the peak.
+    """
+    check_positive(peak_learning_rate=peak_learning_rate)
+    check_numbers(warmup_steps=warmup_steps, end_learning_rate=end_learning_rate)
+    check_decay(steps, warmup_steps)
+    return keras.optimizers.schedules.CosineDecay(
+        0.0,
+        decay_steps=steps - warmup_steps,
+        alpha=end_learning_rate / peak_learning_rate,
+        warmup_target=peak_learning_rate,
+        warmup_steps=warmup_steps,
+    )
+
+
 def check_decay(total_steps, warmup_steps):
     """Raise unless there are steps left after the warmup."""
     if not math.isfinite(total_steps) or total_steps <= warmup_steps:

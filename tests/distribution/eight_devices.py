@@ -13,7 +13,7 @@ import warnings
 import keras
 import numpy as np
 
-from keras_softmoe import distribution, models
+from keras_softmoe import distribution, models, training
 from tests.distribution import tiny_models as tiny
 from tests.distribution.collectives import collectives
 
@@ -104,6 +104,25 @@ class Program:
             with placed.scope():
                 model = tiny.classifier("soft", num_layers=2, moe_layers=(1,))
                 told[str(shape or (1, 8))] = self._step(model)
+        return told
+
+    def adafactor(self):
+        """Losses with means of squares along two axes, and what one device holds."""
+        told = {}
+        for placement in ("one device", "one axis"):
+            keras.distribution.set_distribution(PLACEMENTS[placement]())
+            model = tiny.classifier("soft")
+            model.compile(training.Adafactor(3e-3, min_dim_size_to_factor=16))
+            losses = tiny.StepLosses()
+            data = tiny.batches(3 * tiny.BATCH)
+            model.fit(data, verbose=0, shuffle=False, callbacks=[losses])
+            told[placement] = losses.values
+        distribution.audit(model)
+        told["shards"] = {
+            v.path.partition("experts_")[2]: _shapes(v)
+            for v in model.optimizer.variables
+            if "experts" in v.path
+        }
         return told
 
     def _step(self, model):

@@ -96,6 +96,22 @@ def test_moments_lie_with_their_experts(found, kind):
         assert shard == shape, path
 
 
+def test_what_adafactor_keeps_lies_with_its_experts(found):
+    told = found["adafactor"]
+    np.testing.assert_allclose(told["one axis"], told["one device"], rtol=0, atol=1e-4)
+    kept = {
+        "kernel_momentum": (16, 20),
+        "kernel_mean_of_axis_1": (1, 20),
+        "kernel_mean_of_axis_2": (16, 1),
+        "bias_momentum": (1, 20),
+        "bias_velocity": (1, 20),
+    }
+    for name, rest in kept.items():
+        shape, shard = told["shards"][f"intermediate_dense_{name}"]
+        assert (shape, shard) == ([tiny.NUM_EXPERTS, *rest], [1, *rest]), name
+    assert len(told["shards"]) == 2 * len(kept)
+
+
 def test_expert_bytes_fall_with_the_number_of_devices(found):
     told = {int(count): value for count, value in found["expert_bytes"].items()}
     # E (D H + H + H D + D) for the experts, D E C for mu, four bytes each

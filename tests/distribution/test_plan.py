@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import models, presets, routers
+from keras_softmoe import models, presets, routers, training
 from keras_softmoe.distribution import layout_map, plan
 from keras_softmoe.evaluation import cost
 from tests.models import tiny
@@ -140,7 +140,9 @@ def test_moments_are_what_the_optimizer_keeps(optimizer, copies):
     assert by_hand(kept, (8, 1)) == found.meshes[0].moments
 
 
-@pytest.mark.parametrize("optimizer", ["adafactor", keras.optimizers.Muon()])
+@pytest.mark.parametrize(
+    "optimizer", ["adafactor", training.Adafactor(), keras.optimizers.Muon()]
+)
 def test_optimizers_without_whole_copies(optimizer):
     with pytest.raises(ValueError, match="whole copies.*Received: optimizer="):
         plan(tiny.backbone(**SOFT), DEVICES, 1e9, optimizer=optimizer)

@@ -19,9 +19,4 @@ INEXPRESSIBLE = {
     (r"j_posembed_resize", r"expand_tile_.*"): (
         "repeating a dense MLP for every expert is upcycling, not resampling"
     ),
-    (r"l_optimizers", r"adafactor(_nofactor)?/final/.*"): (
-        "`keras.optimizers.Adafactor` multiplies a step by the size of the variable, "
-        "bounds its rate by 1 / sqrt(step), has no momentum and factors every variable "
-        "along its last two axes; only its clipping can be switched off"
-    ),
 }

@@ -88,6 +88,11 @@ def make_optimizer(config, total_steps, adam=training.Adam, sgd=training.SGD):
         "gradient_scale_rules": config.get("gradient_scale"),
         "weight_decay_rules" if isinstance(decay, list) else "weight_decay": decay,
     }
+    if config["name"] == "big_vision_adafactor":
+        momentum = 0.9 if config.get("momentum", True) else 0.0
+        names = "min_dim_size_to_factor", "momentum_dtype"
+        arguments |= {name: config[name] for name in names if name in config}
+        return training.Adafactor(beta_1=momentum, **arguments)
     if config["name"] == "sgd":
         return sgd(momentum=config.get("momentum", 0.0), **arguments)
     assert config["name"] == "adam"
@@ -121,6 +126,8 @@ def test_schedules(reference):
 
 
 OPTIMIZERS = [
+    "adafactor",
+    "adafactor_nofactor",
     "adam",
     "adam_clip_scale",
     "sgd_momentum_absclip_frozen",

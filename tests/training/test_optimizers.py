@@ -1,4 +1,4 @@
-"""Adam and SGD: rules by variable, order of operations, averages, saving."""
+"""All optimizers: rules by variable, order of operations, averages, saving."""
 
 import keras
 import numpy as np
@@ -8,7 +8,7 @@ from keras_softmoe import training
 from tests.references import to_numpy
 
 SCHEDULE = training.WarmupPolynomialDecay(0.1, 8, 2)
-BOTH = pytest.mark.parametrize("cls", [training.Adam, training.SGD])
+ALL = pytest.mark.parametrize("cls", [training.Adafactor, training.Adam, training.SGD])
 
 
 def make_variables(dtype="float32"):
@@ -117,7 +117,7 @@ def test_sgd_at_a_constant_rate_is_that_of_keras(momentum):
     assert_equal(*results)
 
 
-@BOTH
+@ALL
 def test_first_matching_rule_decides(cls):
     variables = make_variables()
     start = initial(variables)
@@ -129,7 +129,7 @@ def test_first_matching_rule_decides(cls):
     np.testing.assert_array_equal(end[1], start[1])
 
 
-@BOTH
+@ALL
 def test_gradients_are_scaled_before_they_are_clipped(cls):
     variables = make_variables()
     (gradients,) = make_gradients(variables, 1)
@@ -142,7 +142,7 @@ def test_gradients_are_scaled_before_they_are_clipped(cls):
     assert_equal(actual[-1], expected[-1])
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.999999, 1.0])
 def test_average_is_debiased(cls, momentum):
     variables = make_variables()
@@ -157,7 +157,7 @@ def test_average_is_debiased(cls, momentum):
     assert_equal(initial(variables), expected)
 
 
-@BOTH
+@ALL
 def test_accumulated_gradients(cls):
     arguments = {
         "learning_rate": 0.1,
@@ -182,7 +182,7 @@ def test_accumulated_gradients(cls):
     assert_equal(initial(variables), initial(twins))
 
 
-@BOTH
+@ALL
 def test_bfloat16_variables(cls):
     results = []
     for dtype in ("float32", "bfloat16"):
@@ -211,7 +211,7 @@ def weights(model):
     return [to_numpy(v.value) for v in model.trainable_variables]
 
 
-@BOTH
+@ALL
 def test_training_goes_on_after_saving(cls, tmp_path):
     model = make_model(cls, global_clipnorm=1.0, gradient_scale_rules=[("bias", 2.0)])
     fit(model, epochs=3)
@@ -223,7 +223,7 @@ def test_training_goes_on_after_saving(cls, tmp_path):
     assert_equal(weights(restored), weights(model))
 
 
-@BOTH
+@ALL
 def test_mixed_precision(cls):
     keras.config.set_dtype_policy("mixed_bfloat16")
     model = make_model(cls, use_ema=True)
@@ -235,7 +235,22 @@ def test_mixed_precision(cls):
         assert (a != b).any()
 
 
-@BOTH
+@ALL
+def test_embeddings(cls):
+    # Of a batch only the rows that were looked up have a gradient.
+    inputs = keras.Input((4,), dtype="int32")
+    x = keras.layers.Embedding(50, 40, name="tokens")(inputs)
+    model = keras.Model(inputs, keras.ops.mean(x, axis=1))
+    model.compile(cls(0.1, gradient_scale_rules=[("tokens", 2.0)]), "mse")
+    (table,) = model.trainable_variables
+    before = to_numpy(table.value)
+    model.fit(np.array([[1, 2, 3, 3]]), np.ones((1, 40)), verbose=0)
+    moved = np.abs(to_numpy(table.value) - before).max(axis=1)
+    assert (moved[[1, 2, 3]] > 1e-3).all()
+    np.testing.assert_array_equal(np.delete(moved, [1, 2, 3]), 0.0)
+
+
+@ALL
 def test_what_is_not_trained_does_not_decay(cls):
     model = make_model(cls)
     model.get_layer("block").enable_lora(1)
@@ -249,7 +264,7 @@ def test_what_is_not_trained_does_not_decay(cls):
     assert any((a != b).any() for a, b in zip(weights(model), trained, strict=True))
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(
     "arguments",
     [

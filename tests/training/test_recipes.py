@@ -37,6 +37,13 @@ RECIPES = {
         0.01,
         [(r"router/scale$", 0.03), (r"kernel$", 0.03)],
     ),
+    "vmoe_15b_pretraining": (
+        training.vmoe_15b_pretraining(
+            peak_learning_rate=0.01, cooldown_steps=5, **SHORT
+        ),
+        0.01,
+        [(r"router/scale$", 0.03), (r"kernel$", 0.03)],
+    ),
     "imagenet_from_scratch": (
         training.imagenet_from_scratch(peak_learning_rate=0.01, **SHORT),
         0.01,
@@ -116,6 +123,15 @@ def test_the_papers_numbers():
     assert recipe.augmentation == training.Augmentation(crop=False, flip=False)
     recipe = training.soft_moe_pretraining(29_593)
     assert recipe.optimizer.weight_decay_rules[0] == ("predictions/kernel$", 3.0)
+    recipe = training.vmoe_15b_pretraining(30_000, steps=2_900_000)
+    assert isinstance(recipe.optimizer, training.Adafactor)
+    assert recipe.optimizer.momentum_dtype == "bfloat16"
+    assert recipe.optimizer.weight_decay_rules[:2] == (
+        ("predictions/kernel$", 3.0),
+        ("kernel$", 0.03),
+    )
+    schedule = recipe.optimizer.get_config()["learning_rate"]["config"]
+    assert schedule["peak_learning_rate"] == 8e-4
 
 
 @pytest.mark.parametrize(

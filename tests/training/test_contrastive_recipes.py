@@ -1,0 +1,230 @@
+"""Recipes for pairs: they train small models, decay what they should, name mistakes."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_softmoe import datasets, models, routers, training
+from tests.models import tiny
+from tests.references import to_numpy
+
+STEPS = 40
+SHORT = {
+    "steps": STEPS,
+    "image_size": 8,
+    "batch_size": 16,
+    "warmup_steps": 0,
+    "steps_per_epoch": 10,
+}
+RECIPES = {
+    "limoe": training.limoe_pretraining(peak_learning_rate=0.02, **SHORT),
+    "towers": training.soft_moe_contrastive(peak_learning_rate=0.005, **SHORT),
+    "towers frozen": training.soft_moe_contrastive(peak_learning_rate=0.005, **SHORT),
+}
+# Decoupled from the rate: what a kernel loses in a step at the peak.
+DECAY = 1e-5
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    images, captions, _ = datasets.captioned_digits(8, split="train")
+    return images[:64], captions[:64]
+
+
+@pytest.fixture(scope="module")
+def vocabulary(pairs):
+    return datasets.train_vocabulary(pairs[1], 90)
+
+
+def make_preprocessor(cls, vocabulary):
+    return cls(
+        models.LIMoETokenizer(vocabulary),
+        models.LIMoEImageConverter(tiny.IMAGE_SHAPE[:2]),
+        sequence_length=16,
+        truncate=True,
+    )
+
+
+TRANSFORMER = {"num_layers": 2, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 32}
+
+
+def make_limoe(vocabulary):
+    backbone = models.LIMoEBackbone(
+        image_shape=tiny.IMAGE_SHAPE,
+        patch_size=4,
+        vocabulary_size=90,
+        sequence_length=16,
+        moe_layers=(1,),
+        router=routers.LIMoERouter(4),
+        embedding_dim=8,
+        group_images=16,
+        **TRANSFORMER,
+    )
+    preprocessor = make_preprocessor(models.LIMoEPreprocessor, vocabulary)
+    return models.LIMoEContrastive(backbone, preprocessor)
+
+
+def make_towers(vocabulary, **arguments):
+    towers = models.TwoTowerBackbone(
+        models.ViTMoEBackbone(
+            tiny.IMAGE_SHAPE,
+            4,
+            moe_layers=(1,),
+            router=routers.SoftRouter(4),
+            pooling="gap",
+            **TRANSFORMER,
+        ),
+        models.TextMoEBackbone(90, 16, pooling="gap", **TRANSFORMER),
+        **arguments,
+    )
+    preprocessor = make_preprocessor(models.TwoTowerPreprocessor, vocabulary)
+    return models.TwoTowerContrastive(towers, preprocessor)
+
+
+def values(model):
+    return {v.path: to_numpy(v.value) for v in model.trainable_variables}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe(name, pairs, vocabulary):
+    recipe = RECIPES[name]
+    if name.startswith("limoe"):
+        model = make_limoe(vocabulary)
+    else:
+        model = make_towers(vocabulary, freeze_image="frozen" in name)
+        trained = {path.partition("/")[0] for path in values(model)}
+        assert ("patch_embedding" in trained) == ("frozen" not in name)
+    recipe.compile(model)
+    validation = recipe.evaluation_data(pairs)
+    history = model.fit(
+        recipe.training_data(pairs),
+        validation_data=validation,
+        verbose=0,
+        **recipe.fit_arguments,
+    ).history
+    assert len(history["loss"]) == 4
+    assert history["val_loss"][-1] < 0.9 * history["val_loss"][0]
+    assert int(to_numpy(model.optimizer.iterations.value)) == STEPS
+    assert model.optimizer is not recipe.optimizer
+    assert isinstance(model.optimizer, training.Adafactor)
+
+
+@pytest.mark.parametrize("peak", [0.02, 0.001])
+def test_decay_is_decoupled_from_the_rate(peak, vocabulary):
+    recipe = training.limoe_pretraining(peak_learning_rate=peak, **SHORT)
+    model = make_limoe(vocabulary)
+    recipe.compile(model)
+    variables = model.trainable_variables
+    start = values(model)
+    # Large enough to be seen in float32.
+    for variable in variables:
+        variable.assign(np.ones(variable.shape))
+    zeros = [keras.ops.zeros(v.shape) for v in variables]
+    model.optimizer.apply(zeros, variables)
+    for variable in variables:
+        lost = DECAY if variable.path.endswith("kernel") else 0.0
+        np.testing.assert_allclose(
+            to_numpy(variable.value), 1.0 - lost, rtol=2e-7, err_msg=variable.path
+        )
+    assert any(path.endswith("kernel") for path in start)
+
+
+def test_the_loss_of_two_towers_goes_with_their_bias(vocabulary, pairs):
+    augmentation = training.Augmentation(num_operations=2, magnitude=10)
+    recipe = training.soft_moe_contrastive(augmentation=augmentation, **SHORT)
+    for bias, loss in ((None, "softmax"), (-10.0, "sigmoid")):
+        model = make_towers(vocabulary, logit_bias=bias)
+        recipe.compile(model, metrics=None)
+        config = model.get_compile_config()
+        assert (config["loss"], config["metrics"]) == (loss, None)
+    data = recipe.training_data(pairs)
+    history = model.fit(data, steps_per_epoch=2, shuffle=False, verbose=0).history
+    assert np.isfinite(history["loss"]).all()
+
+
+# === The papers' numbers ===
+
+
+def rates(recipe, steps):
+    """The learning rate at some steps."""
+    schedule = recipe.optimizer.get_config()["learning_rate"]
+    schedule = keras.saving.deserialize_keras_object(schedule)
+    return [float(to_numpy(schedule(step))) for step in steps]
+
+
+def test_the_scaling_study():
+    recipe = training.limoe_pretraining()
+    assert (recipe.batch_size, recipe.image_size) == (16_384, 224)
+    middle = (40_000 + 781_250) // 2
+    steps = [0, 20_000, 40_000, middle, 781_250]
+    expected = [0.0, 5e-4, 1e-3, 5e-4, 0.0]
+    np.testing.assert_allclose(rates(recipe, steps), expected, rtol=1e-5, atol=1e-9)
+    optimizer = recipe.optimizer
+    assert optimizer.momentum_dtype == "bfloat16"
+    assert optimizer.global_clipnorm is None
+    ((pattern, rate),) = optimizer.weight_decay_rules
+    assert pattern == "kernel$"
+    np.testing.assert_allclose(rate * 1e-3, 1e-5)
+    assert recipe.loss == "softmax"
+
+
+def test_the_largest_model():
+    recipe = training.limoe_pretraining(
+        825_000,
+        timescale=10_000,
+        cooldown_steps=125_000,
+        batch_size=21_502,
+        image_size=288,
+    )
+    before = 1e-3 / np.sqrt(1 + 660_000 / 10_000)
+    steps = [40_000, 700_000, 762_500, 825_000]
+    expected = [1e-3, before, before / 2, 0.0]
+    np.testing.assert_allclose(rates(recipe, steps), expected, rtol=1e-5, atol=1e-9)
+
+
+def test_a_cooldown_goes_on_from_a_saved_model(vocabulary, tmp_path, pairs):
+    recipe = training.limoe_pretraining(peak_learning_rate=0.02, timescale=10, **SHORT)
+    model = make_limoe(vocabulary)
+    recipe.compile(model)
+    settings = {"steps_per_epoch": 5, "shuffle": False, "verbose": 0}
+    model.fit(recipe.training_data(pairs), **settings)
+    model.save(tmp_path / "step_5.keras")
+    model = keras.saving.load_model(tmp_path / "step_5.keras")
+    model.optimizer.learning_rate = training.WarmupRsqrtDecay(
+        0.02, 10, timescale=10, cooldown_steps=5
+    )
+    model.fit(recipe.training_data(pairs), **settings)
+    assert int(to_numpy(model.optimizer.iterations.value)) == 10
+    assert float(to_numpy(model.optimizer.learning_rate)) == 0.0
+    # At a rate of zero nothing changes any more.
+    before = values(model)
+    model.fit(recipe.training_data(pairs), **settings)
+    for path, value in values(model).items():
+        np.testing.assert_array_equal(value, before[path], err_msg=path)
+
+
+# === Mistakes ===
+
+
+@pytest.mark.parametrize(
+    "arguments, received",
+    [
+        ({"steps": 100}, "total_steps=100, warmup_steps=40000"),
+        ({"cooldown_steps": 10}, "cooldown_steps=10, timescale=None"),
+        ({"augmentation": "light1"}, "augmentation=.*mixup_alpha=0.2"),
+        ({"augmentation": "gentle"}, "augmentation='gentle'"),
+        ({"batch_size": 1}, "batch_size=1"),
+        ({"peak_learning_rate": 0.0}, "peak_learning_rate=0.0"),
+        ({"peak_learning_rate": 0.0, "timescale": 10}, "peak_learning_rate=0.0"),
+        ({"timescale": 0.0}, "timescale=0.0"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, received):
+    with pytest.raises(ValueError, match=f"(?s)Received: .*{received}"):
+        training.limoe_pretraining(**arguments)
+
+
+def test_another_model_is_named():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+    with pytest.raises(ValueError, match="Received: Sequential"):
+        RECIPES["limoe"].compile(model)
