@@ -11,6 +11,7 @@ from pathlib import Path
 from experiments import limoe_claims
 from experiments.comparisons import in_words, reading
 from experiments.router_study.claims import claims as claims_of_study
+from experiments.router_study.scales import SCALES
 from experiments.router_study.tables import METRICS, NOT_ASKED
 from experiments.runs import read_json
 from keras_softmoe.files import replaced_file
@@ -28,9 +29,11 @@ def main():
 def page():
     """The page, Markdown."""
     parts = ["# The claims of the papers, and what shows here"]
-    for file in sorted(HERE.glob("router_study/*/results.json")):
+    for scale in SCALES:
+        file = HERE / "router_study" / scale / "results.json"
+        if not file.exists():
+            continue
         found = claims_of_study(read_json(file))
-        scale = file.parent.name
         parts += [
             f"## Routers, scale `{scale}`",
             f"[Tables, figures and set-up](router_study/{scale})",
