@@ -20,7 +20,8 @@ def prune_experts(model, usage, num_experts, method="router_pred"):
         model: `LIMoEBackbone` with `routers.LIMoERouter`s, or a task that has one.
         usage: dict from each MoE block to an `(E,)` array, how many tokens of the
             modality each expert was chosen for, as measured on data by
-            `analysis.modality_statistics`.
+            `analysis.modality_statistics`, or during training by
+            `analysis.UsageMonitor`.
         num_experts: int, experts to keep in each block, those with the most tokens
             (of equals the first).
         method: `"router_pred"`: probabilities are still distributed among all experts,
