@@ -93,7 +93,8 @@ def test_slots_that_route_show_it():
 
     faint = strength()
     backbone.routers[0].scale.assign(30.0)
-    assert strength() > 0.5 > 0.25 > faint
+    # With random weights about 0.9 and 0.2.
+    assert strength() > 0.6 > 0.4 > faint
     backbone = make_backbone(ROUTERS["uniform"]())
     assert strength() < 0.01
 

@@ -11,9 +11,9 @@ from keras_softmoe.analysis import (
     plot_experts_by_position,
     plot_experts_per_image,
 )
-from keras_softmoe.analysis._statistics import RoutingStatistics
 from keras_softmoe.datasets import GLYPH_CLASSES
 from tests.analysis.reading import legend_names, png, tick_names
+from tests.analysis.routing_blocks import make_block, statistics
 from tests.models import tiny
 
 BY_BLOCK = [
@@ -22,22 +22,6 @@ BY_BLOCK = [
     plot_experts_by_position,
     plot_experts_per_image,
 ]
-
-
-def make_block(seed=0, num_experts=3, num_tokens=5, num_classes=4, num_choices=2):
-    rng = np.random.default_rng(seed)
-    return RoutingStatistics(
-        dropped=rng.uniform(),
-        load=rng.uniform(size=num_experts),
-        experts_per_image=rng.integers(0, num_experts + 1, size=20),
-        weight_by_position=rng.uniform(size=(num_tokens, num_experts)),
-        weight_by_class=rng.uniform(size=(num_classes, num_experts)),
-        choice_histogram=rng.integers(1, 9, size=(num_choices, 50)),
-    )
-
-
-def statistics(layers=(1, 3), **kwargs):
-    return {layer: make_block(layer, **kwargs) for layer in layers}
 
 
 def panels(figure):
@@ -263,58 +247,6 @@ def test_experts_per_image():
         np.testing.assert_allclose(mean.get_xdata(), used.mean())
         (name,) = legend_names(ax.get_legend())
         assert name == f"mean {used.mean():.1f} of 3"
-
-
-# === Dropped tokens ===
-
-
-def test_dropped_tokens():
-    given = {count: statistics(num_experts=count) for count in (16, 4)}
-    figure = plot_dropped_tokens(given)
-    (ax,) = figure.axes
-    for line, layer in zip(ax.lines, (1, 3), strict=True):
-        expected = [[count, given[count][layer].dropped] for count in (4, 16)]
-        np.testing.assert_allclose(line.get_xydata(), expected)
-    assert tick_names(ax.xaxis) == ["4", "16"]
-    (legend,) = figure.legends
-    assert legend_names(legend) == ["block 1", "block 3"]
-    assert png(figure).startswith(b"\x89PNG")
-
-
-def test_dropped_tokens_side_by_side():
-    largest = statistics((3,), num_experts=8)
-    largest[3] = largest[3]._replace(dropped=1.0)
-    given = {
-        "tokens choose": {4: statistics(num_experts=4), 8: statistics(num_experts=8)},
-        # One block fewer.
-        "experts choose": {8: largest},
-    }
-    figure = plot_dropped_tokens(given)
-    assert [ax.get_title() for ax in figure.axes] == list(given)
-    first, second = figure.axes
-    assert first.get_ylim() == second.get_ylim()
-    assert first.get_ylim()[1] > 1.0
-    assert [len(line.get_xdata()) for line in first.lines] == [2, 2]
-    assert [len(line.get_xdata()) for line in second.lines] == [0, 1]
-    # A block has the same colour everywhere.
-    assert first.lines[1].get_color() == second.lines[1].get_color()
-    assert legend_names(figure.legends[0]) == ["block 1", "block 3"]
-
-
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ({}, "Received: {}"),
-        (None, "Received: None"),
-        ({"tokens choose": {}}, "Received: {}"),
-        ({8: {}}, "statistics of type dict"),
-        (statistics(), "statistics of type RoutingStatistics"),
-        ({8: statistics()}, "Received: 8 for a model with 3 experts in block 1"),
-    ],
-)
-def test_dropped_tokens_of_other_things(given, message):
-    with pytest.raises(ValueError, match=message):
-        plot_dropped_tokens(given)
 
 
 # === A model ===
