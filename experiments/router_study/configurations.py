@@ -96,8 +96,6 @@ STUDIES = {
     "slots": "Slots at fixed experts",
     "placement": "Placement of the expert layers",
 }
-# The nearest whole number of slots, as in V-MoE, section 2.3.
-_NEAREST = {"rounding": "round", "multiple_of": None}
 # A name that Keras makes up would count the routers made before.
 _NAMED = {"name": "router"}
 
@@ -344,7 +342,6 @@ def _mixture(
         # It has no slots to spare: as many experts as share the tokens of an image.
         experts = max(n for n in range(1, experts + 1) if scale.num_tokens % n == 0)
     elif known.is_sparse:
-        settings |= _NEAREST
         if combine != "softmax":
             settings["combine"] = combine
         letter = "K" if known.kind == "token" else "c"
@@ -356,9 +353,7 @@ def _mixture(
         name.append(f"{letter.lower()}{capacity:g}")
         title.append(f"{letter} = {capacity:g}")
     else:
-        slots = slots or ops.expert_capacity(
-            scale.num_tokens, experts, capacity, **_NEAREST
-        )
+        slots = slots or ops.expert_capacity(scale.num_tokens, experts, capacity)
         settings["slots_per_expert"] = slots
         capacity = slots * experts / scale.num_tokens
         if family == "soft":

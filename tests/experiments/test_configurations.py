@@ -8,7 +8,6 @@ from experiments import router_study as study
 from experiments.router_study.configurations import placements
 from keras_softmoe import ops
 
-NEAREST = {"rounding": "round", "multiple_of": None}
 SCALES = [study.SMOKE, study.SMALL, study.ANYWHERE, study.FULL]
 
 
@@ -45,7 +44,7 @@ def test_the_papers_model():
     """The router study's B/32: 32 experts, 50 tokens, in every second of 12 blocks."""
     models = study.configurations(study.FULL, ("routers",))["routers"]
     assert study.FULL.num_tokens == 50
-    slots = [ops.expert_capacity(50, 32, c, **NEAREST) for c in (1, 2)]
+    slots = [ops.expert_capacity(50, 32, c) for c in (1, 2)]
     assert slots == [2, 3]
     assert all(f"soft_{count}s" in models for count in slots)
     # 32 does not divide the tokens.
