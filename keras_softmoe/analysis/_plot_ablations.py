@@ -96,7 +96,8 @@ def plot_pruning(curves, metric="metric"):
 
     One line for each way to prune, falling from all experts on the left to few on the
     right; the dashed line is the model that was not pruned. Error bars reach one
-    standard deviation up and down where there are several values of a point.
+    standard deviation up and down where there are several values of a point, but not
+    below 0 or above 1 if all values lie between.
 
     Args:
         curves: what `evaluation.pruning_curve` returns, or a dict from names to several
@@ -127,12 +128,13 @@ def plot_pruning(curves, metric="metric"):
         )
     figure, axes = drawing.panel_grid(len(named), 3.6, 2.8, sharey=True)
     for ax, (name, curve) in zip(axes, named.items(), strict=True):
-        draw_level(
-            ax, curve.whole, (-np.inf, np.inf), label="not pruned", color=_LEVEL_COLOR
-        )
+        limits = limits_of([curve.whole, *curve.values.values()])
+        draw_level(ax, curve.whole, limits, label="not pruned", color=_LEVEL_COLOR)
         styles = drawing.line_styles(curve.values, _COLORS)
         for (method, values), style in zip(curve.values.items(), styles, strict=False):
-            drawing.draw_seeds(ax, curve.num_experts, values, label=method, **style)
+            drawing.draw_seeds(
+                ax, curve.num_experts, values, limits, label=method, **style
+            )
         ax.set_xscale("log", base=2)
         ax.invert_xaxis()
         drawing.name_ticks(ax.xaxis, curve.num_experts, curve.num_experts)
@@ -144,6 +146,13 @@ def plot_pruning(curves, metric="metric"):
     drawing.label_axes(figure, "experts kept in each block")
     drawing.label_axes(axes[0], y=metric)
     return figure
+
+
+def limits_of(scores):
+    """Where scores can lie: from 0 to 1 if all do, as accuracies, else anywhere."""
+    scores = np.concatenate([np.ravel(values) for values in scores])
+    inside = scores.min() >= 0 and scores.max() <= 1
+    return (0, 1) if inside else (-np.inf, np.inf)
 
 
 def draw_level(ax, values, limits=_LIMITS, **style):

@@ -5,6 +5,7 @@ import numpy as np
 from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._by_modality import ModalityStatistics
 from keras_softmoe.analysis._peaks import PeakSweep
+from keras_softmoe.analysis._plot_ablations import limits_of
 
 _THRESHOLD = "experts asked for, S = exp(threshold for text)"
 _MODES = {True: "normalized", False: "not normalized"}
@@ -145,8 +146,7 @@ def plot_peaks(sweep, x="width of the model", score="score"):
         ax.set_ylim(0, 1.03 * max(peaks.max(), 0.1))
         drawing.as_percentages(ax.yaxis)
     if sweep.scores is not None:
-        inside = np.all((sweep.scores >= 0) & (sweep.scores <= 1))
-        limits = (0, 1) if inside else (-np.inf, np.inf)
+        limits = limits_of(sweep.scores)
         _draw_modes(axes[-1], sweep, sweep.scores[..., None], limits=limits)
         axes[-1].set_title(score, fontsize=9)
     for ax in axes:

@@ -89,7 +89,8 @@ def test_pruning():
             means = shift - lost + np.array([0.2, 0.4, 0.7])
             np.testing.assert_allclose(points, np.c_[[1, 2, 6], means])
             deviation = np.sqrt([0.02, 0.0, 0.02])
-            expected = np.c_[means - deviation, means + deviation]
+            # All are accuracies.
+            expected = np.clip(np.c_[means - deviation, means + deviation], 0, 1)
             np.testing.assert_allclose(spread, expected, atol=1e-12)
         left, right = ax.get_xlim()
         assert left > right
@@ -100,6 +101,12 @@ def test_pruning():
     names = legend_names(figure.axes[-1].get_legend())
     assert names == ["not pruned", "router_pred", "router_drop"]
     assert png(figure).startswith(b"\x89PNG")
+
+
+def test_bars_of_other_metrics_are_whole():
+    (ax,) = plot_pruning(curve(1.0), "bits").axes
+    for points, spread in lines(ax).values():
+        np.testing.assert_allclose(spread.mean(axis=1), points[:, 1])
 
 
 def test_pruning_one_modality():
