@@ -1,6 +1,7 @@
 """The mixture-of-experts layer: router, dispatch, experts, combine."""
 
 import inspect
+import numbers
 import warnings
 
 import keras
@@ -96,12 +97,7 @@ class MoE(keras.layers.Layer):
                 "`router` must be a router from `keras_softmoe.routers`, for example "
                 f"`SoftRouter(num_experts=8)`. Received: router={router!r}."
             )
-        if group_images is not None and group_images < 1:
-            raise ValueError(
-                "A group consists of at least one image. `group_images` must be a "
-                "positive integer, or `None` for the whole batch. "
-                f"Received: group_images={group_images}."
-            )
+        self.check_group_images(group_images)
         if dispatcher not in DISPATCHERS:
             raise ValueError(
                 f"Unknown `dispatcher`. Accepted: {', '.join(map(repr, DISPATCHERS))}. "
@@ -133,9 +129,32 @@ class MoE(keras.layers.Layer):
     def build(self, inputs_shape):
         check_tokens_shape(inputs_shape)
         _, num_tokens, width = joined_shape(inputs_shape)
+        # Of one image, which `check_group_images` has to know.
+        self.num_tokens = num_tokens
         group_tokens = self.group_images and self.group_images * num_tokens
         self.router.build((None, group_tokens, width))
         self.experts.build((None, self.router.num_experts, None, width))
+
+    def check_group_images(self, group_images, router=None):
+        """Raise unless so many images can be routed together.
+
+        Args:
+            group_images: what `group_images` is to become.
+            router: the router in its settings of then; the layer's own if `None`.
+
+        Raises:
+            ValueError: if it is no positive integer and not `None`, or the router
+                refuses groups of so many tokens.
+        """
+        is_count = isinstance(group_images, numbers.Integral) and group_images >= 1
+        if not (is_count or group_images is None):
+            raise ValueError(
+                "A group consists of at least one image. `group_images` must be a "
+                "positive integer, or `None` for the whole batch. "
+                f"Received: group_images={group_images!r}."
+            )
+        if self.built and is_count:
+            (router or self.router).check_group(group_images * self.num_tokens)
 
     def call(self, inputs, training=None):
         x = join(inputs)
@@ -270,9 +289,12 @@ class MoE(keras.layers.Layer):
         )
 
     def get_config(self):
+        router = keras.saving.serialize_keras_object(self.router)
+        # A template is not built; of a group whose size has changed it could not be.
+        router.pop("build_config", None)
         return {
             **super().get_config(),
-            "router": keras.saving.serialize_keras_object(self.router),
+            "router": router,
             "mlp_dim": self.mlp_dim,
             **{name: getattr(self, name) for name in self.settings()},
         }

@@ -30,14 +30,26 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
             **arguments: all arguments that are not those of the encoder.
         """
         arguments |= {"moe_layers": encoder.moe_layers, **encoder.moe_settings}
+        self._argument_names = tuple(arguments)
+        # Kept by the mixtures of experts, in which it may change; a dense model has
+        # none.
+        self._group_images = arguments.pop("group_images")
         for name, value in arguments.items():
             setattr(self, name, value)
-        self._argument_names = tuple(arguments)
 
     @property
     def blocks(self):
         """The encoder blocks, a list of `layers.EncoderBlock`."""
         return [self.get_layer(f"block_{index}") for index in range(self.num_layers)]
+
+    @property
+    def group_images(self):
+        """Int, images (or pairs) that are routed together; `None` for the whole batch.
+
+        To be set by `set_routing`.
+        """
+        layers = [block.moe for block in self.blocks if block.moe is not None]
+        return layers[0].group_images if layers else self._group_images
 
     @property
     def routers(self):
@@ -75,10 +87,8 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
 
     def serialized_routers(self):
         """For `get_config`: one router if all blocks have equal ones, else a list."""
-        routers = [
-            keras.saving.serialize_keras_object(router)
-            for router in self.routers.values()
-        ]
+        blocks = self.blocks
+        routers = [blocks[i].moe.get_config()["router"] for i in self.moe_layers]
         if all(router == routers[0] for router in routers):
             return routers[0] if routers else None
         return routers

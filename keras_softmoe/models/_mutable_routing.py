@@ -2,7 +2,12 @@
 
 from types import SimpleNamespace
 
-from keras_softmoe.keras_adapter import map_predictions, wrap_compilation
+from keras_softmoe.keras_adapter import (
+    flatten_layers,
+    map_predictions,
+    wrap_compilation,
+)
+from keras_softmoe.layers import MoE
 from keras_softmoe.models._run_checks import check_run
 from keras_softmoe.routers import MUTABLE_SETTINGS
 from keras_softmoe.sharding.variables import gather, num_processes
@@ -11,9 +16,9 @@ from keras_softmoe.sharding.variables import gather, num_processes
 class MutableRouting:
     """Mixin of models that recompile after settings of their routers have changed.
 
-    A compiled `predict`, `fit` or `evaluate` has the settings of its routers built
-    in. Before each call the model compares them with the current ones. A model of
-    another class around ours does not: compile it again.
+    A compiled `predict`, `fit` or `evaluate` has the settings of its routers built in,
+    and the groups in which they route. Before each call the model compares them with
+    the current ones. A model of another class around ours does not: compile it again.
 
     A subclass has `routers`, a dict from the index of a block to its router, and is
     decorated with `recompile_on_change`. (KerasHub takes the first base of a task for
@@ -34,21 +39,26 @@ class MutableRouting:
                 `random_logits` of all sparse routers; `num_selected_experts` and
                 `priority` of those in which tokens choose, of all but LIMoE's also
                 `keep_fraction` and `normalize_gates`;
-                `single_modality_capacity_factor` of LIMoE's.
+                `single_modality_capacity_factor` of LIMoE's. And of all blocks at once
+                `group_images`, the images (or pairs) that are routed together, see
+                `layers.MoE`.
 
         Raises:
-            ValueError: if a block has no router, a router has no such setting, or a
-                value is not accepted. The model is then unchanged.
+            ValueError: if a block has no router, a router has no such setting, a value
+                is not accepted, or `group_images` is to change in some blocks only. The
+                model is then unchanged.
 
         Source: V-MoE, sections 2.4 and 4 and appendix E.4: `K` and `C` may differ from
-        those in training, "layer-wise" too (appendix E.3).
+        those in training, "layer-wise" too (appendix E.3). Groups: V-MoE, appendix E.7;
+        LIMoE, appendix E.5.
 
         Example:
 
         >>> model.set_routing(priority="max", capacity_factor=0.5)
         >>> model.set_routing(layers=[3], num_selected_experts=1)
+        >>> model.set_routing(group_images=8)
         """
-        routers = self.routers
+        routers, chosen = self.routers, layers
         if layers is None:
             layers = routers
         layers = [layers] if isinstance(layers, int | str) else list(layers)
@@ -66,11 +76,25 @@ class MutableRouting:
         if not settings:
             # `from_preset` mostly has none: spare it the making of routers.
             return
+        groups = {n: settings.pop(n) for n in ("group_images",) if n in settings}
+        if groups and chosen is not None:
+            raise ValueError(
+                "`group_images` is one number for all MoE blocks of a model. Received: "
+                f"layers={layers}, group_images={groups['group_images']!r}. Leave "
+                "`layers` out, and set what differs from block to block by itself."
+            )
         # All of them first, so that a refused value leaves no router changed.
-        for index in layers:
-            routers[index].with_settings(**settings)
+        changed = {
+            id(routers[index]): routers[index].with_settings(**settings)
+            for index in layers
+        }
+        mixtures = mixtures_of(self) if groups else []
+        for layer in mixtures:
+            layer.check_group_images(router=changed.get(id(layer.router)), **groups)
         for index in layers:
             routers[index].update(**settings)
+        for layer in mixtures:
+            layer.group_images = groups["group_images"]
 
     def _settings_changed(self, step):
         """Whether settings have changed since this was last asked for a step."""
@@ -78,10 +102,18 @@ class MutableRouting:
             self._compiled_settings = SimpleNamespace(
                 train=None, test=None, predict=None
             )
-        now = {index: router.get_config() for index, router in self.routers.items()}
+        now = (
+            {index: router.get_config() for index, router in self.routers.items()},
+            [layer.group_images for layer in mixtures_of(self)],
+        )
         changed = getattr(self._compiled_settings, step) != now
         setattr(self._compiled_settings, step, now)
         return changed
+
+
+def mixtures_of(model):
+    """All `layers.MoE` in a model, a list."""
+    return [layer for layer in flatten_layers(model) if isinstance(layer, MoE)]
 
 
 def recompile_on_change(cls):

@@ -43,7 +43,10 @@ class IdentityRouter(Router):
     def build(self, tokens_shape):
         """Create nothing, but say before work starts what cannot be routed."""
         if tokens_shape[1] is not None:
-            check_num_tokens(tokens_shape[1], self.num_experts)
+            self.check_group(tokens_shape[1])
+
+    def check_group(self, num_tokens):
+        check_num_tokens(num_tokens, self.num_experts)
 
     def call(self, tokens, valid=None, training=False):
         num_groups, num_tokens = ops.shape(tokens)[0], tokens.shape[1]

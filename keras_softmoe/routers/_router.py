@@ -122,6 +122,13 @@ class Router(keras.layers.Layer):
             "of one expert for a group of so many tokens."
         )
 
+    def check_group(self, num_tokens):
+        """Raise if a group of `num_tokens` tokens cannot be routed.
+
+        Called when a layer is built and when its groups are to change, so that the
+        error comes before work starts. A subclass says what it refuses; here nothing.
+        """
+
     def cost(self, tokens_shape, training=False):
         """What the router costs, a `costs.LayerCost`. Nothing, if it has no weights.
 

@@ -138,9 +138,12 @@ class SparseRouter(Router):
 
     def build(self, tokens_shape):
         if tokens_shape[1] is not None:
-            # An error, if there is no slot at all, comes before work starts.
-            self.capacity(tokens_shape[1])
+            self.check_group(tokens_shape[1])
         self.kernel = self.add_kernel(tokens_shape, "kernel")
+
+    def check_group(self, num_tokens):
+        # An error, if there is no slot at all
+        self.capacity(num_tokens)
 
     def add_kernel(self, tokens_shape, name):
         """A new weight that maps tokens to logits."""

@@ -5,13 +5,14 @@ import numpy as np
 import pytest
 
 from keras_softmoe import models, routers
-from tests.models import tiny
+from tests.models import tiny, tiny_limoe
 from tests.references import to_numpy
 
 pytestmark = tiny.FITTING
 ROUTER = routers.SoftmaxTokenChoiceRouter(
     4, num_selected_experts=2, capacity_factor=1.0, noise_std=0.0
 )
+ROUNDING = routers.SoftmaxTokenChoiceRouter(4, multiple_of=None, rounding="round")
 MOE = {"moe_layers": (0, 1), "router": ROUTER}
 CHANGES = [
     {"num_selected_experts": 1},
@@ -85,6 +86,120 @@ def test_training_and_evaluation_obey():
     np.testing.assert_allclose(loss, expected, rtol=1e-4)
 
 
+# === Groups ===
+
+
+def test_groups_of_images():
+    # Predictions, an evaluation and a step of training are those of a model built so.
+    x, y = tiny.pixels(6), tiny.labels(6)
+    model = tiny.classifier(**MOE)
+    weights = model.get_weights()
+
+    def measure(model):
+        model.set_weights(weights)
+        model.fit(x, y, batch_size=6, shuffle=False, verbose=0)
+        return [
+            model.evaluate(x, y, batch_size=6, verbose=0, return_dict=True)["loss"],
+            *tiny.predict(model, x, batch_size=6).ravel(),
+        ]
+
+    def compiled(model):
+        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+        return model
+
+    compiled(model)
+    seen = [measure(model)]
+    for group_images in (4, 6, 1):
+        model.set_routing(group_images=group_images)
+        new = tiny.classifier(**MOE, group_images=group_images)
+        actual, expected = measure(model), measure(compiled(new))
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
+        # Capacity and competition are others in each.
+        differences = [np.abs(np.subtract(actual, other)).max() for other in seen]
+        assert min(differences) > 1e-4 if group_images != 1 else differences[0] < 1e-6
+        seen.append(actual)
+        assert model.backbone.group_images == group_images
+        assert model.backbone.get_config() == {
+            **new.backbone.get_config(),
+            "name": model.backbone.name,
+        }
+
+
+def test_groups_with_other_settings_and_files(tmp_path):
+    model = tiny.classifier(**MOE)
+    x = tiny.pixels(4)
+    tiny.predict(model, x)
+    model.backbone.set_routing(group_images=2, capacity_factor=0.5)
+    expected = tiny.predict(model, x)
+    other = fresh(model, capacity_factor=0.5)
+    assert np.abs(tiny.predict(other, x) - expected).max() > 1e-4
+    other.set_routing(group_images=2)
+    np.testing.assert_allclose(tiny.predict(other, x), expected, rtol=1e-5, atol=1e-6)
+
+    model.save(tmp_path / "model.keras")
+    model.save_to_preset(str(tmp_path / "preset"))
+    for revived in (
+        keras.saving.load_model(tmp_path / "model.keras"),
+        models.ViTMoEImageClassifier.from_preset(str(tmp_path / "preset")),
+    ):
+        assert revived.backbone.group_images == 2
+        actual = tiny.predict(revived, x)
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_configuration_forgets_groups_that_were():
+    # Two slots for 40 tokens; none for the 5 that the model was built with.
+    model = tiny.backbone(router=ROUNDING)
+    model.set_routing(group_images=8, capacity_factor=0.2)
+    revived = models.ViTMoEBackbone.from_config(model.get_config())
+    assert revived.get_config() == model.get_config()
+    layer = model.blocks[1].moe
+    assert type(layer).from_config(layer.get_config()).group_images == 8
+
+
+def test_groups_of_pairs():
+    model = tiny_limoe.task()
+    images, captions = tiny.pixels(4), tiny_limoe.captions(4)
+
+    def encode(model):
+        pairs = tiny_limoe.pairs(4)
+        both = tiny.predict(model.backbone, pairs)
+        return [
+            both["image_embedding"],
+            both["text_embedding"],
+            model.encode_image(images),
+            model.encode_text(captions),
+        ]
+
+    before = encode(model)
+    model.set_routing(group_images=4)
+    after = encode(model)
+    new = tiny_limoe.task(group_images=4)
+    new.set_weights(model.get_weights())
+    for actual, expected in zip(after, encode(new), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    assert np.abs(after[0] - before[0]).max() > 1e-4
+
+
+def test_groups_of_both_towers():
+    text = models.TextMoEBackbone(50, 8, 1, 2, 8, 12, moe_layers=(0,), router=ROUTER)
+    towers = models.TwoTowerBackbone(tiny.backbone(**MOE), text)
+    towers.set_routing(group_images=3)
+    towers.text_backbone.set_routing(group_images=2)
+    revived = models.TwoTowerBackbone.from_config(towers.get_config())
+    for model in (towers, revived):
+        assert model.image_backbone.group_images == 3
+        assert model.text_backbone.group_images == 2
+    # The whole batch
+    towers.set_routing(group_images=None)
+    assert towers.image_backbone.group_images is None
+
+
+def test_a_dense_model_keeps_its_argument():
+    model = tiny.backbone(**tiny.DENSE, group_images=3)
+    assert model.group_images == model.get_config()["group_images"] == 3
+
+
 def test_chosen_layers_only():
     model = tiny.classifier(**MOE)
     x = tiny.pixels(4)
@@ -142,6 +257,22 @@ def test_expert_dropout_at_load(tmp_path):
         (MOE, {"slots_per_expert": 2}, "slots_per_expert"),
         ({}, {"capacity_factor": 2.0}, "capacity_factor"),
         (tiny.DENSE, {"capacity_factor": 2.0}, "capacity_factor"),
+        (tiny.DENSE, {"group_images": 2}, "group_images"),
+        (MOE, {"group_images": 0, "num_selected_experts": 1}, "group_images=0"),
+        (MOE, {"group_images": 2.5}, "group_images=2.5"),
+        (MOE, {"group_images": 2, "num_selected_experts": 5}, "num_selected_experts=5"),
+        (MOE, {"group_images": 2, "layers": [1]}, r"layers=\[1\], group_images=2"),
+        # 5 tokens of an image, of which 4 experts would take none.
+        (
+            {"router": ROUNDING, "group_images": 8},
+            {"group_images": 1, "capacity_factor": 0.05},
+            "capacity_factor=0.05",
+        ),
+        (
+            {"router": routers.IdentityRouter(4), "group_images": 4},
+            {"group_images": 1},
+            "num_experts=4",
+        ),
     ],
 )
 def test_bad_settings_change_nothing(overrides, arguments, received):
