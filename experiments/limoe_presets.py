@@ -117,6 +117,8 @@ def limoe_router(**settings):
             "num_experts": experts,
             "losses": losses,
             "loss_weight": LOSS_WEIGHT,
+            "rounding": "ceil",
+            "multiple_of": 4,
             **settings,
         }
     )
