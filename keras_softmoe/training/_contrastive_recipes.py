@@ -48,9 +48,9 @@ def limoe_pretraining(
     H/14 has a reciprocal square root in place of the cosine, and a linear cooldown of
     125,000 steps after 700,000 others: `timescale=10_000, cooldown_steps=125_000`. The
     paper does not state the timescale; this one is Soft MoE's. Three more cooldowns of
-    40,000 steps start from step 650,000. To start one, load the model that was saved
-    there, let the optimizer go on with another schedule, and stir the checkpoints of
-    all of them into one with `greedy_soup`:
+    40,000 steps start from step 650,000; `greedy_soup` averages checkpoints of all of
+    them. To start one, load the model that was saved there, give its optimizer the
+    schedule that ends earlier, and go on with `fit`:
 
     >>> model.optimizer.learning_rate = ksm.training.WarmupRsqrtDecay(
     ...     1e-3, 690_000, timescale=10_000, warmup_steps=40_000, cooldown_steps=40_000
