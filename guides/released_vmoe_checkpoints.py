@@ -154,13 +154,8 @@ ksm.converters.convert_vmoe_checkpoint(
     image_shape=(32, 32, 3),
     pooling="gap",
     position_embedding="sincos2d",
-    router=ksm.routers.SoftmaxTokenChoiceRouter(
-        num_experts=16,
-        num_selected_experts=1,
-        capacity_factor=1.05,
-        priority="max",
-        rounding="ceil",
-    ),
+    # Or one made by hand: `ksm.routers.SoftmaxTokenChoiceRouter(num_experts=16, ...)`
+    router=original.backbone.router,
     group_images=1,
     dispatch_dtype=None,
 )

@@ -12,9 +12,9 @@ from tests.analysis.reading import png
 
 ROUTERS = {
     "token choice": lambda: routers.SoftmaxTokenChoiceRouter(
-        3, num_selected_experts=2, capacity_factor=0.5, multiple_of=None
+        3, num_selected_experts=2, capacity_factor=0.5
     ),
-    "expert choice": lambda: routers.SoftmaxExpertChoiceRouter(3, multiple_of=None),
+    "expert choice": lambda: routers.SoftmaxExpertChoiceRouter(3),
     "soft": lambda: routers.SoftRouter(3),
 }
 
