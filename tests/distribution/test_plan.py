@@ -41,14 +41,17 @@ VIT = {
     "soft": {**SOFT, "moe_layers": (0, 1), "pooling": "map"},
     "token choice": TOKEN_CHOICE,
     "expert choice": {
-        "router": routers.SoftmaxExpertChoiceRouter(8),
+        "router": routers.SoftmaxExpertChoiceRouter(8, capacity_factor=2.0),
         "pooling": "gap",
         "use_qk_norm": True,
     },
     "uniform": {"router": routers.SoftRouter(8, dispatch="uniform", combine="uniform")},
     "identity": {"router": routers.IdentityRouter(8), "group_images": 8},
     "two kinds": {
-        "router": [routers.SoftRouter(8), routers.SoftmaxExpertChoiceRouter(16)],
+        "router": [
+            routers.SoftRouter(8),
+            routers.SoftmaxExpertChoiceRouter(16, capacity_factor=4.0),
+        ],
         "moe_layers": (0, 1),
         "representation_dim": 6,
     },

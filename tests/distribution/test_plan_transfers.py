@@ -29,7 +29,7 @@ def transfers(planned, shape):
         (SOFT, {}),
         (TOKEN_CHOICE, {}),
         ({**TOKEN_CHOICE, "group_images": 4}, {"capacity_factor": 2.0}),
-        ({"router": routers.SoftmaxExpertChoiceRouter(8)}, {}),
+        ({"router": routers.SoftmaxExpertChoiceRouter(8, 2.0)}, {}),
         ({"router": routers.IdentityRouter(8), "group_images": 8}, {}),
         ({**SOFT, "dtype": "mixed_bfloat16"}, {}),
     ],
