@@ -144,7 +144,8 @@ In code:
 """
 
 for claim in router_study.claims(results):
-    print(f"{claim.verdict('upstream_accuracy')}: {claim.text}")
+    for metric in claim.differences:
+        print(f"{metric}: {claim.verdict(metric)}: {claim.text}")
 
 """
 ## A study of your own
