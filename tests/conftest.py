@@ -14,11 +14,15 @@ from tests.references import Reference
 # long: of what computes without one, and of what is long and made of parts that are
 # tested on all. (`models/test_backends.py` compares presets on all of them.)
 RUNS_ON = {
+    # Figures and tables of arrays that are tested on every backend.
+    "analysis/test_plot_*.py": ("torch",),
     "analysis/test_report*.py": ("torch",),
+    "analysis/test_tags.py": ("torch",),
     "checkpoints/test_checkpoint_fuzz.py": ("jax",),
     "models/test_conversion.py": ("torch",),
     "datasets/*": ("jax",),
     "distribution/test_plan*.py": ("jax",),
+    "evaluation/test_pruning_curve.py": ("torch",),
     "experiments/*": ("torch",),
     "models/test_broken_presets.py": ("torch",),
     "models/test_contrastive_input.py": ("torch",),
