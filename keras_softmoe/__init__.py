@@ -28,6 +28,7 @@ _LAZY_ROOMS = (
     "datasets",
     "distribution",
     "evaluation",
+    "exporting",
     "models",
     "presets",
     "training",

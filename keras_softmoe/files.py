@@ -15,6 +15,9 @@ from pathlib import Path
 def replaced_file(path):
     """Write a file aside and put it in place when all of it is written.
 
+    What is written beside it, because a file of that kind consists of several, is put
+    in place before it.
+
     Args:
         path: str or path. Its directory is made if it does not exist.
 
@@ -26,6 +29,9 @@ def replaced_file(path):
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as aside:
         new = Path(aside, path.name)
         yield new
+        for other in Path(aside).iterdir():
+            if other != new:
+                os.replace(other, path.with_name(other.name))
         os.replace(new, path)
 
 

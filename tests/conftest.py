@@ -39,6 +39,15 @@ collect_ignore_glob = [
     if keras.backend.backend() not in backends
 ]
 
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all-exports",
+        action="store_true",
+        help="export every router to every format, and write experiments/EXPORTS.md",
+    )
+
+
 hypothesis.settings.register_profile(
     "reproducible",
     derandomize=True,

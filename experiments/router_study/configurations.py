@@ -85,6 +85,7 @@ def families(*kinds):
 
 STUDIES = {
     "learning_rate": "Learning rates",
+    "close_rates": "Learning rates that are close",
     "headline": "Mixtures against the dense model of the same cost",
     "routers": "Routers",
     "fixed": "Soft MoE and fixed routing in the last half of the blocks",
@@ -132,7 +133,8 @@ def configurations(scale, studies=tuple(STUDIES)):
     """The models of a study, none twice.
 
     `"learning_rate"`: what the learning rates of the others were chosen from, with a
-    seed of its own. `"headline"`: a dense model, and mixtures of its cost, with more
+    seed of its own; `"close_rates"`: those that it does not decide between, with more
+    such seeds. `"headline"`: a dense model, and mixtures of its cost, with more
     seeds. `"routers"`: a dense model and six routers with one and two slots per token
     (router study, section 3). `"fixed"`: Soft MoE with one slot per expert in the last
     half of the blocks, and routing that is fixed in part or whole (Soft MoE, table 3);
@@ -164,7 +166,8 @@ def configurations(scale, studies=tuple(STUDIES)):
     13
     """
     makers = {
-        "learning_rate": _learning_rate,
+        "learning_rate": lambda scale: _rates(scale, scale.learning_rates),
+        "close_rates": lambda scale: _rates(scale, scale.close_rates),
         "headline": _headline,
         "routers": _routers,
         "fixed": _fixed,
@@ -187,8 +190,8 @@ def configurations(scale, studies=tuple(STUDIES)):
 # === Studies ===
 
 
-def _learning_rate(scale):
-    for rate in scale.learning_rates:
+def _rates(scale, rates):
+    for rate in rates:
         yield _dense(scale, rate)
         for family in ("softmax_token_choice", "softmax_expert_choice", "soft"):
             yield _mixture(scale, family, learning_rate=rate)

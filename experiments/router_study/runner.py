@@ -76,7 +76,7 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
     >>> print(report(results))
     """
     chosen = configurations(scale, studies)
-    known = (scale.rate_seed, *scale.all_seeds)
+    known = (*scale.rate_seeds, *scale.all_seeds)
     seeds = known if seeds is None else tuple(seeds)
     if not seeds or set(seeds) - set(known):
         raise ValueError(
@@ -147,7 +147,7 @@ def gather(scale, directory, studies=tuple(STUDIES)):
                 found["configurations"][name] |= known["cost"]
                 found["times"]["steps"][name] = known["times"]
                 found["times"]["machine"] = known["machine"]
-            seeds = (scale.rate_seed, *scale.all_seeds)
+            seeds = (*scale.rate_seeds, *scale.all_seeds)
             cells = {str(s): files.cell(name, s) for s in seeds}
             cells = {s: read_json(file) for s, file in cells.items() if file.exists()}
             for part in ("results", "times"):

@@ -19,8 +19,8 @@ class Scale:
             models of a seed see the same images.
         more_seeds: tuple of ints, seeds that the models of the study `"headline"` have
             besides.
-        rate_seed: int, the seed with which learning rates are chosen. No result is of
-            this seed.
+        rate_seeds: tuple of ints, seeds with which learning rates are chosen: all rates
+            with the first, `close_rates` with all of them. No result is of these.
         image_size: int, side of the images in pixels.
         placement: str, where glyphs lie, as in `ksm.datasets.glyphs`.
         distractors: int, pieces of other glyphs in an image, as there.
@@ -43,6 +43,8 @@ class Scale:
             point of the learning curve measured.
         steps_per_epoch: int, steps of a part.
         learning_rates: tuple of floats, the peaks that are tried.
+        close_rates: tuple of floats, those of them between which the first seed does
+            not decide: some kind of router is within half a point of its best there.
         rates: dict from `"dense"`, `"token"`, `"expert"` and `"soft"` to the peak that
             was best. Routings that are fixed in part or whole have that of `"soft"`,
             whose ablations they are.
@@ -73,7 +75,7 @@ class Scale:
     name: str
     seeds: tuple
     more_seeds: tuple
-    rate_seed: int
+    rate_seeds: tuple
     image_size: int
     placement: str
     distractors: int
@@ -93,6 +95,7 @@ class Scale:
     epochs: int
     steps_per_epoch: int
     learning_rates: tuple
+    close_rates: tuple
     rates: dict
     warmup_steps: int
     weight_decay: float
@@ -121,7 +124,9 @@ class Scale:
     def seeds_of(self, study):
         """Seeds of the models of a study, see `configurations`."""
         if study == "learning_rate":
-            return (self.rate_seed,)
+            return self.rate_seeds[:1]
+        if study == "close_rates":
+            return self.rate_seeds
         return self.all_seeds if study == "headline" else self.seeds
 
     def rate(self, kind):
@@ -151,7 +156,7 @@ SMOKE = Scale(
     name="smoke",
     seeds=(0, 1),
     more_seeds=(2,),
-    rate_seed=100,
+    rate_seeds=(100, 101),
     image_size=16,
     placement="center",
     distractors=0,
@@ -171,6 +176,7 @@ SMOKE = Scale(
     epochs=2,
     steps_per_epoch=2,
     learning_rates=(3e-4, 1e-3),
+    close_rates=(1e-3,),
     rates={"dense": 1e-3, "token": 1e-3, "expert": 1e-3, "soft": 1e-3},
     warmup_steps=1,
     weight_decay=0.01,
@@ -190,7 +196,7 @@ SMALL = Scale(
     name="small",
     seeds=(0, 1, 2),
     more_seeds=(3, 4, 5),
-    rate_seed=100,
+    rate_seeds=(100, 101, 102),
     image_size=16,
     placement="center",
     distractors=0,
@@ -209,8 +215,9 @@ SMALL = Scale(
     batch_size=128,
     epochs=16,
     steps_per_epoch=250,
-    learning_rates=(1e-3, 2e-3, 4e-3, 8e-3),
-    rates={"dense": 4e-3, "token": 4e-3, "expert": 4e-3, "soft": 4e-3},
+    learning_rates=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+    close_rates=(4e-3, 8e-3),
+    rates={"dense": 4e-3, "token": 8e-3, "expert": 4e-3, "soft": 8e-3},
     warmup_steps=200,
     weight_decay=0.01,
     clip_norm=1.0,
@@ -246,7 +253,7 @@ FULL = Scale(
     name="full",
     seeds=(0, 1, 2),
     more_seeds=(3, 4, 5),
-    rate_seed=100,
+    rate_seeds=(100,),
     image_size=224,
     placement="center",
     distractors=0,
@@ -267,6 +274,7 @@ FULL = Scale(
     epochs=90,
     steps_per_epoch=312,
     learning_rates=(4e-4, 8e-4, 1.6e-3),
+    close_rates=(),
     rates={"dense": 8e-4, "token": 8e-4, "expert": 8e-4, "soft": 8e-4},
     warmup_steps=10_000,
     weight_decay=0.1,

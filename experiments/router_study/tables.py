@@ -131,10 +131,12 @@ def _row(results, name, seeds):
 def seeds_of(results, study):
     """Seeds of the models of a study, strings."""
     scale = results["scale"]
-    seeds = [scale["rate_seed"]] if study == "learning_rate" else scale["seeds"]
-    if study == "headline":
-        seeds = seeds + scale["more_seeds"]
-    return list(map(str, seeds))
+    seeds = {
+        "learning_rate": scale["rate_seeds"][:1],
+        "close_rates": scale["rate_seeds"],
+        "headline": scale["seeds"] + scale["more_seeds"],
+    }
+    return list(map(str, seeds.get(study, scale["seeds"])))
 
 
 def numbers(results, name, metric, seeds):
@@ -180,7 +182,8 @@ def _setup(results):
         f"{scale['group_images']} images together. Each saw the same {images:,} images "
         f"of {data}, in batches of {scale['batch_size']}. One set of hyperparameters "
         f"serves all but for the peak learning rate, the best of {tried} for one model "
-        f"of each kind, with seed {scale['rate_seed']}, which no other result is of: "
+        f"of each kind, with seed {scale['rate_seeds'][0]} and where that does not "
+        f"decide with {len(scale['rate_seeds'])} seeds, of which no other result is: "
         f"{rates}; routing that is fixed in part or whole has that of Soft MoE. The "
         "scale of Soft MoE starts at the root of the width where nothing else is said; "
         "noise and losses of the routers are those of the papers. Digits: "

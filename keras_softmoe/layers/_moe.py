@@ -204,19 +204,21 @@ class MoE(keras.layers.Layer):
         if self.group_images is None:
             return self._group_whole_batch(inputs), None
         batch, (num_tokens, width) = ops.shape(inputs)[0], inputs.shape[1:]
-        padding = -batch % self.group_images
+        # In this order compilers see that groups times images is the padded batch.
+        groups = (batch + self.group_images - 1) // self.group_images
+        padded = groups * self.group_images
         tokens_of_group = self.group_images * num_tokens
         valid = None
-        if not isinstance(padding, int) or padding > 0:
-            padded = batch + padding
+        if not isinstance(batch, int) or padded > batch:
             # The batch may be known only when the graph runs, and so the padding:
             # append as many empty images as could be needed, keep those that are.
             empty = ops.zeros((self.group_images - 1, num_tokens, width), inputs.dtype)
             inputs = ops.concatenate([inputs, empty], axis=0)[:padded]
-            valid = ops.less(ops.arange(padded), batch)
+            # Not `ops.less`, which makes a constant of what PyTorch exports as open.
+            valid = ops.arange(padded, dtype="int32") < batch
             valid = ops.repeat(ops.expand_dims(valid, -1), num_tokens, axis=-1)
-            valid = ops.reshape(valid, (-1, tokens_of_group))
-        return ops.reshape(inputs, (-1, tokens_of_group, width)), valid
+            valid = ops.reshape(valid, (groups, tokens_of_group))
+        return ops.reshape(inputs, (groups, tokens_of_group, width)), valid
 
     def _group_whole_batch(self, inputs):
         batch, num_tokens, width = inputs.shape

@@ -5,6 +5,7 @@ import functools
 import keras
 import keras_hub
 
+from keras_softmoe.exporting import exportable
 from keras_softmoe.keras_adapter import flatten_layers
 from keras_softmoe.layers import Experts
 from keras_softmoe.models._loading import load_and_save_presets
@@ -14,6 +15,7 @@ from keras_softmoe.sharding.variables import load_shards
 
 
 @load_and_save_presets
+@exportable
 @recompile_on_change
 class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     """Base class of backbones whose encoder blocks may be mixtures of experts.

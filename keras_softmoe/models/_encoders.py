@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import keras
 from keras import ops
 
+from keras_softmoe.exporting import exportable
 from keras_softmoe.keras_adapter import flatten_layers
 from keras_softmoe.layers import EncoderBlock
 from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
@@ -49,6 +50,8 @@ class SingleModality:
         return encoder
 
 
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+@exportable
 @recompile_on_change
 class ModalityEncoder(keras.Model, MutableRouting):
     """The part of a backbone that one modality passes through."""

@@ -7,6 +7,7 @@ import keras_hub
 import numpy as np
 
 from keras_softmoe import catalogue
+from keras_softmoe.exporting import exportable
 from keras_softmoe.keras_adapter import flatten_layers
 from keras_softmoe.layers import MoE
 from keras_softmoe.models._compilation import (
@@ -65,6 +66,7 @@ class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreproce
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 @load_and_save_presets
+@exportable
 @recompile_on_change
 class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     """Image classifier on a `ViTMoEBackbone`.

@@ -9,7 +9,7 @@ backend.
 import keras
 from keras import ops
 
-from keras_softmoe.ops.backend import top_indices
+from keras_softmoe.ops.backend import take_along, top_indices
 
 PRIORITIES = ("position", "max", "sum", "pair", "random")
 
@@ -86,7 +86,7 @@ def token_choice(
         rank = ops.convert_to_tensor(priority)
         order = _queue_order(rank, num_selected_experts, sharded)
     elif priority != "position":
-        chosen_scores = ops.take_along_axis(scores, chosen, axis=-1)
+        chosen_scores = take_along(scores, chosen, axis=-1)
         rank = _rank_tokens(chosen_scores, priority, seed)
         if priority == "pair":
             order = top_indices(_by_choice(chosen_scores), num_choices, sharded)
@@ -100,7 +100,7 @@ def token_choice(
     # (G, K * S), the queue
     chosen = _by_choice(chosen)
     if order is not None:
-        chosen = ops.take_along_axis(chosen, order, axis=1)
+        chosen = take_along(chosen, order, axis=1)
 
     # Sorting by (expert, place in the queue) brings each expert's choices together
     # in the order in which they are assigned. The keys are unique, so the result
@@ -119,9 +119,9 @@ def token_choice(
     place = ops.where(filled, ops.expand_dims(start, -1) + slots, 0)
     place = ops.reshape(place, (-1, num_experts * capacity))
     # (G, E * C), the choice that got the slot
-    choice = ops.take_along_axis(queue, place, axis=1)
+    choice = take_along(queue, place, axis=1)
     if order is not None:
-        choice = ops.take_along_axis(order, choice, axis=1)
+        choice = take_along(order, choice, axis=1)
     token = ops.reshape(
         ops.cast(choice, "int32") % num_tokens, (-1, num_experts, capacity)
     )
@@ -170,9 +170,7 @@ def expert_choice(scores, capacity, valid=None, sharded=False):
     if valid is None:
         return token, ops.ones_like(token, dtype="bool")
     # Scores can be -inf themselves, so ask the mask who is real.
-    filled = ops.take_along_axis(
-        ops.broadcast_to(valid, ops.shape(scores)), token, axis=-1
-    )
+    filled = take_along(ops.broadcast_to(valid, ops.shape(scores)), token, axis=-1)
     return ops.where(filled, token, 0), filled
 
 

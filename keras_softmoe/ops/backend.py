@@ -44,7 +44,7 @@ def affine(x, kernel, bias, sharded=False):
     if stacked:
         on_processor = _is_jax_on("cpu") and not sharded
         # A chunk of `chunked_map` is already small.
-        if on_processor and x.shape[0] > _CHUNK and x.shape[1] < _FEW_ROWS:
+        if on_processor and x.shape[0] > _CHUNK and _are_few(x.shape[1]):
             products = ops.map(lambda pair: ops.matmul(*pair), (x, kernel))
         else:
             products = ops.matmul(x, kernel)
@@ -85,6 +85,11 @@ def attend(query, key, value):
     return ops.transpose(means, (0, 2, 1, 3))
 
 
+def _are_few(rows):
+    """Whether rows are few. Exported for batches of any size, nothing is known."""
+    return isinstance(rows, int) and rows < _FEW_ROWS
+
+
 def _is_jax_on(*platforms):
     if keras.backend.backend() != "jax":
         return False
@@ -115,7 +120,7 @@ def chunked_map(fn, operands, sharded=False):
 
         # Gradients would be put together from as many parts, which costs more.
         all_at_once = torch.is_grad_enabled() or operands[0].device.type != "cpu"
-        if all_at_once or rows < _FEW_ROWS or count <= 4:
+        if all_at_once or count <= 4 or not isinstance(rows, int) or _are_few(rows):
             return fn(*operands)
         chunks = zip(*(x.split(4) for x in operands), strict=True)
         return torch.cat([fn(*chunk) for chunk in chunks])
@@ -144,6 +149,26 @@ def add_rows(rows, index, num_rows):
     if keras.backend.backend() == "torch":
         return rows.new_zeros((num_rows, rows.shape[1])).index_add(0, index, rows)
     return ops.segment_sum(rows, index, num_segments=num_rows)
+
+
+def take_along(x, indices, axis):
+    """`keras.ops.take_along_axis` for tensors that differ in the size of one axis only.
+
+    PyTorch's own way of it, which Keras calls, also brings other axes to equal sizes,
+    and takes the size of a batch for a constant of a model that is exported.
+
+    Args:
+        x: tensor.
+        indices: int tensor of the same rank, none negative.
+        axis: int.
+
+    Returns:
+        Tensor of the shape of `indices`.
+    """
+    if keras.backend.backend() == "torch":
+        x, indices = ops.convert_to_tensor(x), ops.convert_to_tensor(indices)
+        return x.gather(axis, indices.long())
+    return ops.take_along_axis(x, indices, axis=axis)
 
 
 def softmax(logits, axis=-1):

@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_softmoe.ops import SlotRouting, identity
 from keras_softmoe.ops.assignment import check_num_tokens
+from keras_softmoe.ops.backend import take_along
 from keras_softmoe.routers._router import Decision, Router
 
 
@@ -53,7 +54,7 @@ class IdentityRouter(Router):
         token, filled = identity(num_groups, num_tokens, self.num_experts)
         if valid is not None:
             by_slot = ops.reshape(token, (num_groups, num_tokens))
-            real = ops.take_along_axis(valid, by_slot, axis=1)
+            real = take_along(valid, by_slot, axis=1)
             filled = ops.reshape(real, ops.shape(token))
             token = ops.where(filled, token, 0)
         routing = SlotRouting(token, filled, ops.cast(filled, tokens.dtype))

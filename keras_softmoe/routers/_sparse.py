@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import SlotRouting, expert_capacity
+from keras_softmoe.ops.backend import take_along
 from keras_softmoe.routers._router import Decision, Router
 from keras_softmoe.routers._routing_losses import (
     GShardLoss,
@@ -172,7 +173,7 @@ class SparseRouter(Router):
             noise = self._noise_like(logits)
             if self.random_logits == "permuted":
                 order = ops.argsort(noise, axis=-1)
-                logits = ops.take_along_axis(logits, order, axis=-1)
+                logits = take_along(logits, order, axis=-1)
             else:
                 logits = noise
         logits = self.mask_logits(logits, masks)
@@ -336,7 +337,7 @@ def gates(scores, token, filled):
     """Look up the score of each slot's token at its expert; 0 where empty."""
     # (G, E, S)
     by_expert = ops.transpose(scores, (0, 2, 1))
-    return ops.where(filled, ops.take_along_axis(by_expert, token, axis=-1), 0.0)
+    return ops.where(filled, take_along(by_expert, token, axis=-1), 0.0)
 
 
 def _and(mask, valid):

@@ -9,7 +9,7 @@ from keras_softmoe.ops.assignment import (
     check_num_selected_experts,
     check_priority,
 )
-from keras_softmoe.ops.backend import top_indices
+from keras_softmoe.ops.backend import take_along, top_indices
 from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING
 from keras_softmoe.routers._router import check_num_experts
 from keras_softmoe.routers._routing_losses import ImportanceLoss, LoadLoss
@@ -103,7 +103,7 @@ class TokenChoiceRouter(SparseRouter):
         chosen = top_indices(
             selection, self.num_selected_experts, sharded=is_distributed()
         )
-        chosen_scores = ops.take_along_axis(scores, chosen, axis=-1)
+        chosen_scores = take_along(scores, chosen, axis=-1)
         return scores / ops.sum(chosen_scores, axis=-1, keepdims=True)
 
     def get_config(self):

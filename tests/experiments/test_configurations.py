@@ -120,7 +120,9 @@ def test_learning_rates():
     tried = [c.learning_rate for c in found["learning_rate"].values()]
     assert tried == [rate for rate in scale.learning_rates for _ in range(4)]
     expected = {"dense": 1.0, "token": 2.0, "expert": 3.0}
-    for name in set(found) - {"learning_rate"}:
+    again = [c.learning_rate for c in found["close_rates"].values()]
+    assert again == [rate for rate in scale.close_rates for _ in range(4)]
+    for name in set(found) - {"learning_rate", "close_rates"}:
         for c in found[name].values():
             kind = next((k for k in expected if k in c.family), "soft")
             assert c.learning_rate == expected.get(kind, 4.0)

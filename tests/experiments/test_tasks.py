@@ -23,7 +23,7 @@ def test_glyphs_are_new_in_each_epoch(tmp_path):
     np.testing.assert_array_equal(images, expected[0])
     np.testing.assert_array_equal(labels, expected[1])
     # Images of validation are those of a seed that no model is trained on.
-    assert VALIDATION_SEED not in (*scale.all_seeds, scale.rate_seed)
+    assert VALIDATION_SEED not in (*scale.all_seeds, *scale.rate_seeds)
 
 
 def test_accuracy_and_head(tmp_path):

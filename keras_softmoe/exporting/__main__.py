@@ -1,0 +1,30 @@
+"""Writes files for `export_model` of a process with another backend.
+
+python -m keras_softmoe.exporting JOB...
+"""
+
+import importlib
+import sys
+from pathlib import Path
+
+import keras
+
+from keras_softmoe.exporting._export import job_from_json
+from keras_softmoe.exporting._write import write
+
+
+def main():
+    """Load the model of each job and write it."""
+    for file in sys.argv[1:]:
+        job = job_from_json(Path(file).read_text(encoding="utf-8"))
+        for module in job.pop("modules"):
+            importlib.import_module(module)
+        # The model is that of the process that asks.
+        model = keras.saving.load_model(
+            job.pop("model"), compile=False, safe_mode=False
+        )
+        write(model, **job)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Writing a file with the backend in use."""
+
+import contextlib
+import logging
+import re
+
+import keras
+from keras import ops
+
+from keras_softmoe.files import replaced_directory, replaced_file
+from keras_softmoe.keras_adapter import flatten_layers
+from keras_softmoe.layers import MoE
+
+
+def write(model, filepath, format, input_signature, preprocessing, options):
+    """Write a model with the backend in use, which must be that of the format.
+
+    Args:
+        model: `keras.Model`.
+        filepath: str or path, replaced when all is written.
+        format: str, see `export_model`.
+        input_signature: list of `keras.InputSpec`s, or of structures of them.
+        preprocessing: bool, see `export_model`.
+        options: dict of further arguments of `keras.Model.export`.
+    """
+    if preprocessing:
+        model, input_signature = _from_pixels(model, input_signature)
+    replaced = replaced_directory if format == "tf_saved_model" else replaced_file
+    batch = keras.tree.flatten(input_signature)[0].shape[0]
+    with replaced(filepath) as aside, _quiet(), _groups_of(model, batch):
+        if format == "torch":
+            _write_torch(model, aside, input_signature, options)
+            return
+        # Not `model.export`, which is `export_model` again.
+        keras.Model.export(
+            model,
+            str(aside),
+            format=format,
+            verbose=False,
+            input_signature=input_signature,
+            **options,
+        )
+
+
+def image_converter(model):
+    """The image converter of a model, whose only input must be images.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    preprocessor = getattr(model, "preprocessor", None)
+    converter = getattr(preprocessor, "image_converter", None)
+    if converter is None or not isinstance(model.input, keras.KerasTensor):
+        raise ValueError(
+            "`preprocessing=True` needs a model with images as its only input and a "
+            "preprocessor with an image converter, such as an image classifier from a "
+            f"preset. Received: {model.name!r}, a `{type(model).__name__}`. Leave it "
+            "out, and prepare the inputs before they come to the file."
+        )
+    return converter
+
+
+class FromPixels(keras.Model):
+    """A model behind its image converter, without what a converter does in pipelines.
+
+    Args:
+        model: `keras.Model` with an image converter.
+        pixels_shape: `(B, height, width, channels)`, `None` where open. Pixels of
+            another size than the model's are resized.
+
+    Raises:
+        ValueError: if the model has no image converter, or one that does not resize.
+    """
+
+    def __init__(self, model, pixels_shape):
+        super().__init__(name=model.name)
+        self.model = model
+        self.converter = image_converter(model)
+        self.resizes = tuple(pixels_shape[1:3]) != tuple(model.input.shape[1:3])
+        if self.resizes and self.converter.image_size is None:
+            raise ValueError(
+                "The image converter of this model does not resize. Received: pixels "
+                f"of shape {pixels_shape}, images of shape {model.input.shape}."
+            )
+
+    def call(self, pixels):
+        x = self.converter.resizing(pixels) if self.resizes else pixels
+        x = ops.cast(x, "float32")
+        if self.converter.scale is not None:
+            x = x * ops.convert_to_tensor(self.converter.scale, "float32")
+        if self.converter.offset is not None:
+            x = x + ops.convert_to_tensor(self.converter.offset, "float32")
+        return self.model(x, training=False)
+
+
+def _from_pixels(model, input_signature):
+    (spec,) = input_signature
+    model = FromPixels(model, spec.shape)
+    # Builds it.
+    model(keras.KerasTensor(spec.shape, dtype=spec.dtype, name="pixels"))
+    return model, [keras.InputSpec(dtype=spec.dtype, shape=spec.shape, name="pixels")]
+
+
+def _write_torch(model, filepath, input_signature, options):
+    """Write a `.pt2` file.
+
+    Keras' own traces a batch of two images. In a model that routes several images
+    together that is one group, and PyTorch would take one group for all that there is.
+    """
+    import torch
+    from torch.fx.experimental import _config
+
+    groups = [x.group_images for x in flatten_layers(model) if isinstance(x, MoE)]
+    traced_batch = 2 * max(filter(None, groups), default=1) + 1
+    batch = torch.export.Dim("batch", min=1)
+
+    def example(spec):
+        shape = [traced_batch, *spec.shape[1:]] if spec.shape[0] is None else spec.shape
+        dtype = getattr(torch, spec.dtype)
+        return torch.zeros([64 if n is None else n for n in shape], dtype=dtype)
+
+    def open_axes(spec):
+        axes = [axis for axis, size in enumerate(spec.shape) if size is None]
+        return {a: torch.export.Dim.AUTO if a else batch for a in axes}
+
+    examples = tuple(keras.tree.map_structure(example, input_signature))
+    shapes = tuple(keras.tree.map_structure(open_axes, input_signature))
+    arguments = {
+        # Keras' layers take `*args`, which is one argument.
+        "dynamic_shapes": (shapes,),
+        "strict": False,
+        "prefer_deferred_runtime_asserts_over_guards": True,
+        **options,
+    }
+    # Numbers of groups that are open may be one, too.
+    with _config.patch(backed_size_oblivious=True):
+        exported = torch.export.export(model, examples, **arguments)
+    _allow_one(exported.graph_module.graph)
+    torch.export.save(exported, filepath)
+
+
+def _allow_one(graph):
+    """Take assertions out of a graph that a batch, or a number of groups, is not one.
+
+    PyTorch makes them when it looks how tensors lie in memory, which is another
+    question where there is one row. Nothing that is computed depends on them.
+    """
+    import torch
+
+    for node in list(graph.nodes):
+        is_assertion = node.target is torch.ops.aten._assert_scalar.default
+        if is_assertion and re.search(r"expression Ne\(.*, 1\) on", node.args[1]):
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+@contextlib.contextmanager
+def _groups_of(model, batch):
+    """Scope in which what is routed with the whole batch has groups of that size.
+
+    TensorFlow traces a model once more, for batches of any size.
+    """
+    layers = [x for x in flatten_layers(model) if isinstance(x, MoE)]
+    whole = [layer for layer in layers if layer.group_images is None]
+    for layer in whole:
+        layer.group_images = batch
+    try:
+        yield
+    finally:
+        for layer in whole:
+            layer.group_images = None
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Scope without the progress that converters log."""
+    logger = logging.getLogger("tf2onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,329 @@
+"""Exported files, run by their own runtimes, against the models that they are of.
+
+Each router is exported to ONNX and each format is tried from every backend. All routers
+to all formats, and the table of it:
+
+    KERAS_BACKEND=torch python -m pytest tests/exporting --all-exports
+"""
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import keras_softmoe as ksm
+from experiments import export_table
+from keras_softmoe import layers, models, routers
+from keras_softmoe.exporting import FORMATS, _export, export_model
+
+BACKEND = keras.backend.backend()
+RUNNER = Path(__file__).with_name("run_files.py")
+BATCHES = (1, 3, 16)
+TOLERANCE = 1e-4
+
+ROUTERS = {
+    "soft": lambda: routers.SoftRouter(4, 2),
+    "token choice, gather": lambda: routers.SoftmaxTokenChoiceRouter(
+        4, num_selected_experts=2, capacity_factor=0.75
+    ),
+    "token choice, einsum": lambda: routers.SoftmaxTokenChoiceRouter(
+        4, num_selected_experts=2, capacity_factor=0.75
+    ),
+    "batch priority": lambda: routers.SoftmaxTokenChoiceRouter(
+        4, priority="max", capacity_factor=0.5
+    ),
+    "Sinkhorn token choice": lambda: routers.SinkhornTokenChoiceRouter(4),
+    "expert choice": lambda: routers.SoftmaxExpertChoiceRouter(4),
+    "Sinkhorn expert choice": lambda: routers.SinkhornExpertChoiceRouter(4),
+    "sparse transport": lambda: routers.SparseTransportExpertChoiceRouter(4),
+    "identity": lambda: routers.IdentityRouter(4),
+}
+# The others of a short run are the same code with another router.
+SHORT = [(name, "onnx") for name in ROUTERS]
+SHORT += [("batch priority", format) for format in FORMATS if format != "onnx"]
+
+
+# Long, and written by the same process from each backend but TensorFlow.
+ONCE = pytest.mark.skipif(BACKEND != "jax", reason="On one backend, see above.")
+
+
+def classifier(router):
+    """A small classifier that routes the tokens of four images together."""
+    keras.utils.set_random_seed(0)
+    backbone = models.ViTMoEBackbone(
+        image_shape=(16, 16, 3),
+        patch_size=4,
+        num_layers=2,
+        num_heads=2,
+        hidden_dim=16,
+        mlp_dim=32,
+        moe_layers=(1,),
+        router=ROUTERS[router](),
+        group_images=4,
+        dispatcher="einsum" if "einsum" in router else "gather",
+        pooling="gap",
+        position_embedding="sincos2d",
+    )
+    preprocessor = models.ViTMoEImageClassifierPreprocessor(
+        models.ViTMoEImageConverter(image_size=(16, 16))
+    )
+    model = models.ViTMoEImageClassifier(backbone, 5, preprocessor, compile=False)
+    # It starts with zeros, and all results would be equal.
+    model.output_dense.kernel.assign(np.random.default_rng(0).normal(size=(16, 5)))
+    return model
+
+
+def images(batch, size=16, low=-1, high=1):
+    x = np.random.default_rng(batch).uniform(low, high, (batch, size, size, 3))
+    return x.astype("float32")
+
+
+def run(files, inputs, folder):
+    """What files make of inputs, in one process: a list of dicts by size of batch."""
+    np.savez(folder / "inputs.npz", **{str(len(x)): x for x in inputs})
+    jobs = [
+        {
+            "format": format,
+            "file": str(file),
+            "inputs": str(folder / "inputs.npz"),
+            "outputs": str(folder / f"outputs{index}.npz"),
+        }
+        for index, (format, file) in enumerate(files)
+    ]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    done = subprocess.run(
+        [sys.executable, str(RUNNER), str(folder / "jobs.json")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [dict(np.load(job["outputs"])) for job in jobs]
+
+
+def difference(outputs, function, inputs):
+    """The largest difference of the outputs for all batches."""
+    return max(
+        float(np.abs(outputs[str(len(x))] - to_numpy(function(x))).max())
+        for x in inputs
+    )
+
+
+def to_numpy(x):
+    return keras.ops.convert_to_numpy(x)
+
+
+def export_all(models_and_files, folder):
+    """`export_model` for many, which needs one other process for each backend only."""
+    by_backend = {}
+    for number, (model, format, file, arguments) in enumerate(models_and_files):
+        backend = FORMATS[format].backend
+        if backend == BACKEND:
+            export_model(model, file, format, verbose=False, **arguments)
+            continue
+        _export._check(model, file, format, preprocessing=False)
+        aside = folder / f"job{number}"
+        aside.mkdir()
+        signature = _export._signature(model, None)
+        job = {"format": format, "input_signature": signature, **arguments}
+        job = {"preprocessing": False, "options": {}, **job}
+        saved = _export.save_job(model, file, job, backend, aside)
+        by_backend.setdefault(backend, []).append(saved)
+    for backend, jobs in by_backend.items():
+        _export.run_jobs(jobs, backend)
+
+
+def test_every_router_and_every_format(tmp_path, pytestconfig):
+    """Outputs of the files for one image, an open group and several groups."""
+    complete = pytestconfig.getoption("--all-exports")
+    cells = [(r, f) for r in ROUTERS for f in FORMATS] if complete else SHORT
+    of_router = {router: classifier(router) for router in dict(cells)}
+    files = [
+        (format, tmp_path / f"{index}{FORMATS[format].suffix}")
+        for index, (_, format) in enumerate(cells)
+    ]
+    jobs = [
+        (of_router[router], format, file, {})
+        for (router, format), (_, file) in zip(cells, files, strict=True)
+    ]
+    export_all(jobs, tmp_path)
+    inputs = [images(batch) for batch in BATCHES]
+    outputs = dict(zip(cells, run(files, inputs, tmp_path), strict=True))
+    found = {
+        (router, format): difference(outputs[router, format], of_router[router], inputs)
+        for router, format in cells
+    }
+    if complete:
+        export_table.write(BACKEND, found)
+    assert {cell: error for cell, error in found.items() if error > TOLERANCE} == {}
+
+
+@pytest.mark.parametrize(
+    "format", ["onnx"] if BACKEND == "tensorflow" else ["onnx", "torch"]
+)
+def test_pixels(tmp_path, format):
+    """A file with the preprocessing inside takes what `predict` takes."""
+    model = classifier("soft")
+    file = tmp_path / f"model{FORMATS[format].suffix}"
+    model.export(file, format=format, preprocessing=True, verbose=False)
+    inputs = [images(batch, low=0, high=255) for batch in BATCHES]
+    (outputs,) = run([(format, file)], inputs, tmp_path)
+    assert difference(outputs, lambda x: model.predict(x, verbose=0), inputs) < 1e-4
+
+
+@ONCE
+def test_pixels_of_another_size(tmp_path):
+    model = classifier("soft")
+    signature = [keras.InputSpec(shape=(None, 24, 24, 3), dtype="float32")]
+    file = tmp_path / "model.onnx"
+    model.export(
+        file, "onnx", preprocessing=True, input_signature=signature, verbose=False
+    )
+    inputs = [images(3, size=24, low=0, high=255)]
+    (outputs,) = run([("onnx", file)], inputs, tmp_path)
+    assert difference(outputs, lambda x: model.predict(x, verbose=0), inputs) < 1e-4
+    with pytest.raises(ValueError, match="resizing of images"):
+        model.export(
+            tmp_path / "model.pt2",
+            "torch",
+            preprocessing=True,
+            input_signature=signature,
+        )
+
+
+def test_settings_of_routers_as_they_stand(tmp_path):
+    """A file has the settings of the moment, and not those of the constructor."""
+    model = classifier("batch priority")
+    before = to_numpy(model(images(4)))
+    model.set_routing(capacity_factor=0.25, group_images=2)
+    file = tmp_path / "model.onnx"
+    model.export(file, format="onnx", verbose=False)
+    inputs = [images(4)]
+    (outputs,) = run([("onnx", file)], inputs, tmp_path)
+    assert difference(outputs, model, inputs) < TOLERANCE
+    assert np.abs(outputs["4"] - before).max() > 1e-3
+
+
+def test_functional_model_of_a_user(tmp_path):
+    inputs = keras.Input((10, 8))
+    x = layers.SoftMoE(4, 16)(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(3)(x))
+    file = tmp_path / "model.onnx"
+    ksm.exporting.export_model(model, file, "onnx", verbose=False)
+    data = [np.random.default_rng(b).normal(size=(b, 10, 8)) for b in BATCHES]
+    data = [x.astype("float32") for x in data]
+    (outputs,) = run([("onnx", file)], data, tmp_path)
+    assert difference(outputs, model, data) < TOLERANCE
+
+
+@ONCE
+def test_encoders_of_limoe(tmp_path):
+    name = "limoe_tiny_patch4_8e_32_shapes"
+    backbone = models.LIMoEBackbone.from_preset(name)
+    image, text = tmp_path / "image.onnx", tmp_path / "text.onnx"
+    jobs = [
+        (backbone.image_encoder, "onnx", image, {}),
+        (backbone.text_encoder, "onnx", text, {}),
+    ]
+    export_all(jobs, tmp_path)
+    inputs = [images(batch, size=32) for batch in BATCHES]
+    (outputs,) = run([("onnx", image)], inputs, tmp_path)
+    encode = backbone.image_encoder
+    assert difference(outputs, lambda x: encode(x)["image_embedding"], inputs) < 1e-4
+    rng = np.random.default_rng(0)
+    inputs = [rng.integers(0, 300, (b, 16)).astype("int32") for b in BATCHES]
+    (outputs,) = run([("onnx", text)], inputs, tmp_path)
+    encode = backbone.text_encoder
+    assert difference(outputs, lambda x: encode(x)["text_embedding"], inputs) < 1e-4
+
+
+def test_fixed_batch_for_groups_of_the_whole_batch(tmp_path):
+    model = classifier("expert choice")
+    model.set_routing(group_images=None)
+    file = tmp_path / f"model{'' if BACKEND == 'tensorflow' else '.pt2'}"
+    format = "tf_saved_model" if BACKEND == "tensorflow" else "torch"
+    with pytest.raises(ValueError, match="size of the batch"):
+        model.export(file, format=format)
+    signature = [keras.InputSpec(shape=(6, 16, 16, 3), dtype="float32")]
+    model.export(file, format=format, input_signature=signature, verbose=False)
+    assert model.backbone.group_images is None
+    (outputs,) = run([(format, file)], [images(6)], tmp_path)
+    assert difference(outputs, model, [images(6)]) < TOLERANCE
+
+
+# === What cannot be exported ===
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "message"),
+    [
+        ("m", {"format": "pb"}, "Accepted: 'tf_saved_model'.*Received: format='pb'"),
+        ("m.pb", {"format": "onnx"}, "ends in '.onnx'. Received: .*m.pb"),
+    ],
+)
+def test_unknown_format(tmp_path, file, arguments, message):
+    model = classifier("soft")
+    with pytest.raises(ValueError, match=message):
+        model.export(tmp_path / file, **arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_package(tmp_path, monkeypatch):
+    found = _export.find_spec
+    monkeypatch.setattr(
+        _export, "find_spec", lambda name: None if name == "tf2onnx" else found(name)
+    )
+    with pytest.raises(ImportError, match="pip install tf2onnx"):
+        classifier("soft").export(tmp_path / "model.onnx", format="onnx")
+
+
+def test_models_that_no_file_can_hold(tmp_path):
+    model = classifier("batch priority")
+    file = tmp_path / "model.onnx"
+    model.set_routing(priority="random")
+    with pytest.raises(ValueError, match="priority='random'.*set_routing"):
+        model.export(file, format="onnx")
+    model.set_routing(priority="max", random_logits=True)
+    with pytest.raises(ValueError, match="random_logits=True"):
+        model.export(file, format="onnx")
+    with pytest.raises(ValueError, match="needs a model with images as its only"):
+        model.backbone.export(file, format="onnx", preprocessing=True)
+    half = layers.SoftMoE(2, 4, dtype="mixed_bfloat16")
+    inputs = keras.Input((3, 4))
+    with pytest.raises(ValueError, match="float32.*bfloat16"):
+        export_model(keras.Model(inputs, half(inputs)), file, "onnx")
+    with pytest.raises(ValueError, match="Only a `keras.Model` that is built"):
+        export_model(half, file, "onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
+def test_quantized_models(tmp_path):
+    model = classifier("soft")
+    model.quantize("int8")
+    for format in ("litert", "openvino"):
+        file = tmp_path / f"model{FORMATS[format].suffix}"
+        with pytest.raises(ValueError, match="does not take quantized models"):
+            model.export(file, format)
+
+
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="It writes ONNX itself.")
+def test_classes_and_options_of_this_program_only(tmp_path, monkeypatch):
+    """What another process could not know is refused before anything is saved."""
+    cls = types.new_class("Own", (keras.layers.Dense,))
+    cls.__module__ = "__main__"
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, cls(2)(inputs))
+    file = tmp_path / "model.onnx"
+    with pytest.raises(ValueError, match="Own, defined in `__main__`.*KERAS_BACKEND"):
+        export_model(model, file, "onnx")
+    model = keras.Model(inputs, keras.layers.Dense(2)(inputs))
+    with pytest.raises(ValueError, match="to which not every option can be sent"):
+        export_model(model, file, "onnx", extra=object())
+    with pytest.raises(RuntimeError, match="failed. Its last words:"):
+        export_model(model, file, "onnx", opset_version="none", verbose=False)
+    assert list(tmp_path.iterdir()) == []
