@@ -24,6 +24,8 @@ class Attention(keras.layers.Layer):
     Call arguments:
         queries: `(B, Q, D)` float tensor.
         tokens: `(B, S, D)` float tensor.
+        tokens_mask: optional `(B, S)` bool tensor, `False` for tokens that get no
+            attention.
 
     Returns: `(B, Q, D)` tensor.
 
@@ -38,6 +40,7 @@ class Attention(keras.layers.Layer):
         super().__init__(**kwargs)
         self.num_heads = num_heads
         self.use_qk_norm = use_qk_norm
+        self.supports_masking = True
 
     def build(self, queries_shape, tokens_shape):
         width = queries_shape[-1]
@@ -75,7 +78,7 @@ class Attention(keras.layers.Layer):
             self.key_norm = layer_norm(self.dtype_policy, "key_norm", center=False)
             self.key_norm.build(heads_shape)
 
-    def call(self, queries, tokens):
+    def call(self, queries, tokens, tokens_mask=None):
         width = queries.shape[-1]
         heads = (self.num_heads, width // self.num_heads)
         # (B, Q, heads, head_dim) and twice (B, S, heads, head_dim)
@@ -84,7 +87,8 @@ class Attention(keras.layers.Layer):
         value = _project(self.value, tokens, *heads)
         if self.use_qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        return _project(self.attention_output, attend(query, key, value), width)
+        means = attend(query, key, value, tokens_mask)
+        return _project(self.attention_output, means, width)
 
     def compute_output_shape(self, queries_shape, tokens_shape):
         return queries_shape

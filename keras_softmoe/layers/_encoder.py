@@ -1,12 +1,19 @@
 """The Transformer encoder: its block, dense or with experts, and the stack of them."""
 
+import inspect
 import math
 
 import keras
 
 from keras_softmoe.costs import LayerCost, cost_of, normalization
 from keras_softmoe.layers._attention import Attention, check_num_heads, layer_norm
-from keras_softmoe.layers._modalities import add, check_tokens_shape, each, sum_costs
+from keras_softmoe.layers._modalities import (
+    add,
+    check_tokens_shape,
+    each,
+    masks_like,
+    sum_costs,
+)
 from keras_softmoe.layers._moe import MoE
 from keras_softmoe.layers.feedforward import MLP
 
@@ -28,6 +35,8 @@ class EncoderBlock(keras.layers.Layer):
         inputs: `(B, S, D)` float tensor; or a dict from modalities (`"image"`,
             `"text"`) to such tensors. Attention and an MLP see each of them apart; a
             `MoE` is given all of them together.
+        mask: optional `(B, S)` bool tensor, or a dict of them; `False` for tokens that
+            get no attention and that experts leave out, see `MoE`.
 
     Returns: `(B, S, D)` tensor, or a dict like the input.
 
@@ -73,6 +82,9 @@ class EncoderBlock(keras.layers.Layer):
             self.dropout = keras.layers.Dropout(
                 dropout_rate, dtype=dtype, name="dropout"
             )
+        self.supports_masking = True
+        # An MLP needs no mask: it looks at each token by itself.
+        self._masks_mlp = "mask" in inspect.signature(mlp.call).parameters
 
     def build(self, inputs_shape):
         check_tokens_shape(inputs_shape)
@@ -89,21 +101,27 @@ class EncoderBlock(keras.layers.Layer):
         if self.dropout_rate:
             self.dropout.build(shape)
 
-    def call(self, inputs, training=None):
-        x = add(inputs, each(lambda x: self._attend(x, training), inputs))
+    def call(self, inputs, mask=None, training=None):
+        x = add(inputs, each(lambda x, m: self._attend(x, m, training), inputs, mask))
         tokens = each(self.mlp_norm, x)
         if self.moe is not None:
-            outputs = self.moe(tokens, training=training)
+            outputs = self.moe(tokens, mask=mask, training=training)
+        elif self._masks_mlp:
+            outputs = each(lambda x, m: self.mlp(x, mask=m), tokens, mask)
         else:
             outputs = each(self.mlp, tokens)
         return add(x, each(lambda x: self._drop(x, training), outputs))
 
-    def _attend(self, x, training):
+    def _attend(self, x, mask, training):
         tokens = self.attention_norm(x)
-        return self._drop(self.attention(tokens, tokens), training)
+        means = self.attention(tokens, tokens, tokens_mask=mask)
+        return self._drop(means, training)
 
     def _drop(self, x, training):
         return self.dropout(x, training=training) if self.dropout_rate else x
+
+    def compute_mask(self, inputs, previous_mask=None):
+        return masks_like(inputs, previous_mask)
 
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
@@ -181,6 +199,7 @@ class Encoder:
 
     Call arguments:
         inputs: `(B, S, D)` tensor, or a dict from modalities to such tensors.
+        mask: optional `(B, S)` bool tensor, or a dict of them, see `EncoderBlock`.
 
     Returns: normalized tokens, like the input.
 
@@ -228,11 +247,13 @@ class Encoder:
         ]
         self.norm = layer_norm(dtype, "encoder_norm")
 
-    def __call__(self, inputs, training=None):
+    def __call__(self, inputs, training=None, mask=None):
         x = inputs
+        # Not `None`, which would stand for what surrounds the call.
+        known = {"training": training, "mask": mask}
+        known = {name: value for name, value in known.items() if value is not None}
         for block in self.blocks:
-            # Not `None`, which would stand for what surrounds the call.
-            x = block(x) if training is None else block(x, training=training)
+            x = block(x, **known)
         return each(self.norm, x)
 
     def cost(self, inputs_shape, training=False):

@@ -4,15 +4,36 @@ Where there is just one, a plain tensor does. What these functions take and retu
 either.
 """
 
+import math
+
 import keras
 from keras import ops
 
 
-def each(function, tokens):
-    """Apply a function to the tokens of each modality."""
+def each(function, tokens, *others):
+    """Apply a function to the tokens of each modality, and what else there is of it.
+
+    Args:
+        function: callable.
+        tokens: dict from modalities to tokens, or tokens.
+        *others: of the same structure, for further arguments. `None` and what a dict
+            lacks is `None` for each.
+    """
     if isinstance(tokens, dict):
-        return {name: function(x) for name, x in tokens.items()}
-    return function(tokens)
+        others = [other or {} for other in others]
+        return {
+            name: function(x, *(other.get(name) for other in others))
+            for name, x in tokens.items()
+        }
+    return function(tokens, *others)
+
+
+def masks_like(tokens, masks):
+    """Masks with an entry for each modality, as Keras hands them on; `None` for none.
+
+    It would take the only entry of a shorter dict for the mask of the first modality.
+    """
+    return None if masks is None else each(lambda _, mask: mask, tokens, masks)
 
 
 def add(x, y):
@@ -60,15 +81,53 @@ def joined_shape(shapes):
     return (batch, sum(count for _, count in layout(shapes)), width)
 
 
-def check_tokens_shape(shapes):
-    """Raise unless shapes are `(batch, tokens, width)` with known tokens and width."""
+def join_masks(masks, tokens):
+    """`(B, S)` mask of what `join` returns, `None` if no modality has one.
+
+    Args:
+        masks: dict of `(B, S)` bool tensors or `None`, or one of them.
+        tokens: the tokens that they are of.
+    """
+    if not isinstance(tokens, dict):
+        return masks
+    if masks is None or all(mask is None for mask in masks.values()):
+        return None
+    parts = []
+    for name, _ in layout(tokens):
+        mask = masks.get(name)
+        if mask is None:
+            mask = ops.ones_like(tokens[name][..., 0], dtype="bool")
+        parts.append(mask)
+    return ops.concatenate(parts, axis=1)
+
+
+def as_sequence(tokens):
+    """`(B, ..., D)` tokens as `(B, S, D)`: the axes between are one."""
+    return each(lambda x: ops.reshape(x, _sequence_shape(x.shape)), tokens)
+
+
+def sequence_shapes(shapes):
+    """The shapes of what `as_sequence` returns, `B` as it is."""
+    return each(lambda shape: (shape[0], *_sequence_shape(shape)[1:]), shapes)
+
+
+def _sequence_shape(shape):
+    return (-1, math.prod(shape[1:-1]), shape[-1])
+
+
+def check_tokens_shape(shapes, any_rank=False):
+    """Raise unless shapes are `(batch, tokens, width)` with known tokens and width.
+
+    With `any_rank` there may be several axes of tokens, which must all be known.
+    """
     parts = shapes.values() if isinstance(shapes, dict) else [shapes]
     for shape in parts:
-        if len(shape) != 3 or shape[1] is None or shape[2] is None:
+        has_rank = len(shape) >= 3 if any_rank else len(shape) == 3
+        if not has_rank or None in tuple(shape[1:]):
+            axes = "(batch, ..., width)" if any_rank else "(batch, tokens, width)"
             raise ValueError(
-                "Routing needs tokens of shape (batch, tokens, width), the last two "
-                f"known beforehand. Received: shape={tuple(shape)}. Reshape images or "
-                "feature maps to a sequence first."
+                f"Tokens have a shape {axes}, of which all but the first are known "
+                f"beforehand. Received: shape={tuple(shape)}."
             )
     if not parts or len({shape[2] for shape in parts}) > 1:
         raise ValueError(

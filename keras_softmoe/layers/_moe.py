@@ -1,6 +1,7 @@
 """The mixture-of-experts layer: router, dispatch, experts, combine."""
 
 import inspect
+import math
 import numbers
 import warnings
 
@@ -9,10 +10,15 @@ from keras import ops
 
 from keras_softmoe.costs import LayerCost, MixtureCost
 from keras_softmoe.layers._modalities import (
+    as_sequence,
     check_tokens_shape,
+    each,
     join,
+    join_masks,
     joined_shape,
     layout,
+    masks_like,
+    sequence_shapes,
     split,
 )
 from keras_softmoe.layers.feedforward import Experts
@@ -55,18 +61,24 @@ class MoE(keras.layers.Layer):
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
-        inputs: `(B, S, D)` float tensor; or a dict from modalities (`"image"`,
-            `"text"`) to such tensors, which are routed together: `S` is then the sum
-            of their tokens, first those of the modality that comes first in the
-            alphabet.
+        inputs: `(B, S, D)` float tensor, or `(B, ..., D)` with several axes of tokens
+            (a feature map, a video), which are one sequence to the router; or a dict
+            from modalities (`"image"`, `"text"`) to such tensors, which are routed
+            together: `S` is then the sum of their tokens, first those of the modality
+            that comes first in the alphabet.
+        mask: optional bool tensor of the shape of the inputs without `D`, or a dict of
+            them; `False` for tokens that are not there. A layer that makes a mask
+            (`keras.layers.Embedding(mask_zero=True)`) passes it by itself. Such tokens
+            take no slot, get zeros, and count in no loss and no statistic; the others
+            are routed as in a sequence without them, with the capacity of its length.
 
-    Returns: `(B, S, D)` tensor, or a dict like the input. What the router decides for
-        the `ceil(B / group_images)` groups of `group_images * S` tokens is seen with
+    Returns: tensor like the input, or a dict. What the router decides for the
+        `ceil(B / group_images)` groups of `group_images * S` tokens is seen with
         `routers.record`.
 
     Raises:
         ValueError: if an argument is not among the accepted values, or the input has
-            not rank 3.
+            no axis of tokens.
 
     Source: V-MoE, section 2.2; Soft MoE, section 2.1; router study, section 2; several
     modalities: LIMoE, section 2.
@@ -125,10 +137,11 @@ class MoE(keras.layers.Layer):
             dtype=self.dtype_policy,
             name="experts",
         )
+        self.supports_masking = True
 
     def build(self, inputs_shape):
-        check_tokens_shape(inputs_shape)
-        _, num_tokens, width = joined_shape(inputs_shape)
+        check_tokens_shape(inputs_shape, any_rank=True)
+        _, num_tokens, width = joined_shape(sequence_shapes(inputs_shape))
         # Of one image, which `check_group_images` has to know.
         self.num_tokens = num_tokens
         group_tokens = self.group_images and self.group_images * num_tokens
@@ -156,15 +169,20 @@ class MoE(keras.layers.Layer):
         if self.built and is_count:
             (router or self.router).check_group(group_images * self.num_tokens)
 
-    def call(self, inputs, training=None):
-        x = join(inputs)
-        tokens, valid = self._group(x)
+    def call(self, inputs, mask=None, training=None):
+        sequences = as_sequence(inputs)
+        x = join(sequences)
+        if mask is not None:
+            mask = join_masks(each(self._mask_sequence, mask), sequences)
+        tokens, valid, num_tokens = self._group(x, mask)
         self._warn_of_split_groups(x.shape[0], tokens.shape[0])
-        modalities = {}
+        known = {}
         if self.router.knows_modalities:
-            modalities = {"modalities": layout(inputs)}
+            known["modalities"] = layout(sequences)
+        if self.router.knows_num_tokens and num_tokens is not None:
+            known["num_tokens"] = num_tokens
         decision = self.router(
-            tokens, valid=valid, training=training, summarize=False, **modalities
+            tokens, valid=valid, training=training, summarize=False, **known
         )
         routing = decision.routing
         num_tokens = tokens.shape[1]
@@ -174,7 +192,15 @@ class MoE(keras.layers.Layer):
         slots = dispatch(self._rounded(tokens), routing, sharded)
         slots = self._rounded(self.experts(slots, training=training))
         outputs = combine(slots, routing, num_tokens, sharded)
-        return split(self._ungroup(outputs, x), inputs)
+        outputs = split(self._ungroup(outputs, x), sequences)
+        return keras.tree.map_structure(
+            lambda y, like: ops.reshape(y, (-1, *like.shape[1:])), outputs, inputs
+        )
+
+    def _mask_sequence(self, mask):
+        if mask is None or len(mask.shape) == 2:
+            return mask
+        return ops.reshape(mask, (-1, math.prod(mask.shape[1:])))
 
     def _warn_of_split_groups(self, batch, groups):
         """Say so if images divide among devices, but groups of images do not."""
@@ -197,28 +223,53 @@ class MoE(keras.layers.Layer):
             return num_tokens < 64
         return self.dispatcher == "einsum"
 
-    def _group(self, inputs):
-        """`(B, S, D)` images to `(G, S, D)` groups and the mask of real tokens."""
+    def _group(self, inputs, mask):
+        """Images to groups.
+
+        Args:
+            inputs: `(B, S, D)` tensor.
+            mask: `(B, S)` bool tensor or `None`.
+
+        Returns:
+            `(G, S, D)` tokens; the `(G, S)` mask of real tokens, or `None`; and the
+            `(G,)` numbers of tokens for which there are to be slots, or `None` if there
+            is no mask. Images that only fill up a batch count for the latter as much
+            as the others of their group.
+        """
         if self.group_images == 1:
-            return inputs, None
+            return inputs, mask, _count(mask)
         if self.group_images is None:
-            return self._group_whole_batch(inputs), None
+            if mask is not None:
+                mask = ops.reshape(mask, (1, -1))
+            return self._group_whole_batch(inputs), mask, _count(mask)
         batch, (num_tokens, width) = ops.shape(inputs)[0], inputs.shape[1:]
         # In this order compilers see that groups times images is the padded batch.
         groups = (batch + self.group_images - 1) // self.group_images
         padded = groups * self.group_images
         tokens_of_group = self.group_images * num_tokens
-        valid = None
-        if not isinstance(batch, int) or padded > batch:
+        is_padded = not isinstance(batch, int) or padded > batch
+        valid, images = mask, self.group_images
+        if is_padded:
             # The batch may be known only when the graph runs, and so the padding:
             # append as many empty images as could be needed, keep those that are.
             empty = ops.zeros((self.group_images - 1, num_tokens, width), inputs.dtype)
             inputs = ops.concatenate([inputs, empty], axis=0)[:padded]
             # Not `ops.less`, which makes a constant of what PyTorch exports as open.
-            valid = ops.arange(padded, dtype="int32") < batch
-            valid = ops.repeat(ops.expand_dims(valid, -1), num_tokens, axis=-1)
+            is_image = ops.arange(padded, dtype="int32") < batch
+            images = ops.reshape(is_image, (groups, self.group_images))
+            images = ops.sum(ops.cast(images, "int32"), axis=-1)
+            valid = ops.repeat(ops.expand_dims(is_image, -1), num_tokens, axis=-1)
+            if mask is not None:
+                empty = ops.zeros((self.group_images - 1, num_tokens), "bool")
+                mask = ops.concatenate([mask, empty], axis=0)[:padded]
+                valid = ops.logical_and(valid, mask)
+        tokens = ops.reshape(inputs, (groups, tokens_of_group, width))
+        if valid is not None:
             valid = ops.reshape(valid, (groups, tokens_of_group))
-        return ops.reshape(inputs, (groups, tokens_of_group, width)), valid
+        count = None
+        if mask is not None:
+            count = _count(valid) * self.group_images // images
+        return tokens, valid, count
 
     def _group_whole_batch(self, inputs):
         batch, num_tokens, width = inputs.shape
@@ -249,7 +300,10 @@ class MoE(keras.layers.Layer):
         outputs = ops.reshape(outputs, (-1, *inputs.shape[1:]))
         return outputs[: ops.shape(inputs)[0]]
 
-    def compute_output_spec(self, inputs, training=None):
+    def compute_mask(self, inputs, previous_mask=None):
+        return masks_like(inputs, previous_mask)
+
+    def compute_output_spec(self, inputs, mask=None, training=None):
         # Written by hand because groups do not divide the batch sizes that Keras
         # would try.
         return keras.tree.map_structure(
@@ -257,7 +311,7 @@ class MoE(keras.layers.Layer):
         )
 
     def cost(self, inputs_shape, training=False):
-        batch, num_tokens, width = joined_shape(inputs_shape)
+        batch, num_tokens, width = joined_shape(sequence_shapes(inputs_shape))
         group_images = self.group_images or batch
         num_groups, group_tokens = -(-batch // group_images), group_images * num_tokens
         num_experts = self.router.num_experts
@@ -321,6 +375,11 @@ class MoE(keras.layers.Layer):
         return cls(**{**config, "router": router})
 
 
+def _count(mask):
+    """`(G,)` int32, the tokens of a `(G, S)` mask, or `None`."""
+    return None if mask is None else ops.sum(ops.cast(mask, "int32"), axis=-1)
+
+
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class SoftMoE(keras.layers.Layer):
     """Soft mixture of expert MLPs: a drop-in for a Transformer's MLP.
@@ -340,12 +399,13 @@ class SoftMoE(keras.layers.Layer):
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
-        inputs: `(B, S, D)` float tensor.
+        inputs: `(B, S, D)` float tensor, or `(B, ..., D)`, see `MoE`.
+        mask: optional bool tensor of that shape without `D`, see `MoE`.
 
-    Returns: `(B, S, D)` tensor.
+    Returns: tensor like the input.
 
     Raises:
-        ValueError: if an argument is not positive, or the input has not rank 3.
+        ValueError: if an argument is not positive, or the input has no axis of tokens.
 
     Source: Soft MoE, section 2 (algorithm 1).
 
@@ -381,15 +441,16 @@ class SoftMoE(keras.layers.Layer):
             dtype=self.dtype_policy,
             name="moe",
         )
+        self.supports_masking = True
 
     def build(self, inputs_shape):
         self.moe.build(inputs_shape)
 
-    def call(self, inputs, training=None):
-        return self.moe(inputs, training=training)
+    def call(self, inputs, mask=None, training=None):
+        return self.moe(inputs, mask=mask, training=training)
 
-    def compute_output_spec(self, inputs, training=None):
-        return self.moe.compute_output_spec(inputs, training)
+    def compute_output_spec(self, inputs, mask=None, training=None):
+        return self.moe.compute_output_spec(inputs)
 
     def cost(self, inputs_shape, training=False):
         return self.moe.cost(inputs_shape, training)

@@ -227,9 +227,12 @@ class TokenEmbedding(keras.layers.Layer):
         vocabulary_size: int, number of different tokens.
         sequence_length: int `S`, tokens of a text.
         hidden_dim: int, width `D` of a token.
+        mask_padding: bool, whether padding (id 0) is masked for the layers that follow,
+            as by `keras.layers.Embedding(mask_zero=True)`. If not it is a token like
+            any other.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
-    Maps `(B, S)` ids to `(B, S, D)` tokens. Padding is a token like any other.
+    Maps `(B, S)` ids to `(B, S, D)` tokens.
 
     Raises:
         ValueError: if the texts have another length.
@@ -238,7 +241,14 @@ class TokenEmbedding(keras.layers.Layer):
     released code.
     """
 
-    def __init__(self, vocabulary_size, sequence_length, hidden_dim, **kwargs):
+    def __init__(
+        self,
+        vocabulary_size,
+        sequence_length,
+        hidden_dim,
+        mask_padding=False,
+        **kwargs,
+    ):
         super().__init__(**kwargs)
         for name, value in (
             ("vocabulary_size", vocabulary_size),
@@ -252,6 +262,8 @@ class TokenEmbedding(keras.layers.Layer):
         self.vocabulary_size = vocabulary_size
         self.sequence_length = sequence_length
         self.hidden_dim = hidden_dim
+        self.mask_padding = mask_padding
+        self.supports_masking = mask_padding
         self.token_embedding = keras.layers.Embedding(
             vocabulary_size,
             hidden_dim,
@@ -279,6 +291,10 @@ class TokenEmbedding(keras.layers.Layer):
         tokens = self.token_embedding(token_ids)
         return tokens + ops.cast(self.position_embedding, tokens.dtype)
 
+    def compute_mask(self, token_ids, previous_mask=None):
+        """`(B, S)` bool tensor, `False` for padding; `None` if it is not masked."""
+        return ops.not_equal(token_ids, 0) if self.mask_padding else None
+
     def compute_output_shape(self, token_ids_shape):
         return (*token_ids_shape, self.hidden_dim)
 
@@ -296,6 +312,7 @@ class TokenEmbedding(keras.layers.Layer):
             "vocabulary_size": self.vocabulary_size,
             "sequence_length": self.sequence_length,
             "hidden_dim": self.hidden_dim,
+            "mask_padding": self.mask_padding,
         }
 
 

@@ -58,6 +58,7 @@ class MLP(keras.layers.Layer):
     def __init__(self, mlp_dim, **kwargs):
         super().__init__(**kwargs)
         self.mlp_dim = mlp_dim
+        self.supports_masking = True
 
     def build(self, inputs_shape):
         self.intermediate_dense = keras.layers.Dense(

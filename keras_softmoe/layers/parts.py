@@ -111,7 +111,13 @@ class TextParts(NamedTuple):
 
     @classmethod
     def make(
-        cls, vocabulary_size, sequence_length, pooling="last", dtype=None, **encoder
+        cls,
+        vocabulary_size,
+        sequence_length,
+        pooling="last",
+        mask_padding=False,
+        dtype=None,
+        **encoder,
     ):
         """Make the layers from arguments of the backbone; none is built.
 
@@ -120,7 +126,8 @@ class TextParts(NamedTuple):
         """
         check_choice("pooling", pooling, TEXT_POOLINGS)
         blocks = Encoder(dtype=dtype, **encoder)
-        embedding = [_token_embedding(vocabulary_size, sequence_length, encoder, dtype)]
+        text = (vocabulary_size, sequence_length, mask_padding)
+        embedding = [_token_embedding(*text, encoder, dtype)]
         attention_pooling = None
         if pooling == "map":
             attention_pooling = _attention_pooling("attention_pooling", encoder, dtype)
@@ -165,6 +172,7 @@ class PairParts(NamedTuple):
         logit_scale=10.0,
         logit_bias=None,
         group_images=32,
+        mask_padding=False,
         dtype=None,
         **encoder,
     ):
@@ -178,14 +186,13 @@ class PairParts(NamedTuple):
         for modality, pooling in poolings.items():
             check_choice(f"{modality}_pooling", pooling, TEXT_POOLINGS)
         blocks = Encoder(dtype=dtype, group_images=group_images, **encoder)
+        text = (vocabulary_size, sequence_length, mask_padding)
         embedding = {
             "image": [
                 _patch_embedding(patch_size, encoder, dtype),
                 PositionEmbedding(grid, dtype=dtype, name="image_position_embedding"),
             ],
-            "text": [
-                _token_embedding(vocabulary_size, sequence_length, encoder, dtype)
-            ],
+            "text": [_token_embedding(*text, encoder, dtype)],
         }
         attention_pooling = {
             modality: _attention_pooling(
@@ -268,11 +275,12 @@ def _patch_embedding(patch_size, encoder, dtype):
     )
 
 
-def _token_embedding(vocabulary_size, sequence_length, encoder, dtype):
+def _token_embedding(vocabulary_size, sequence_length, mask_padding, encoder, dtype):
     return TokenEmbedding(
         vocabulary_size,
         sequence_length,
         encoder["hidden_dim"],
+        mask_padding=mask_padding,
         dtype=dtype,
         name="token_embedding",
     )

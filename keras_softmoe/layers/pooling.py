@@ -12,7 +12,7 @@ POOLINGS = ("token", "first", "gap", "map")
 TEXT_POOLINGS = ("last", "first", "gap", "gmp", "map")
 
 
-def pool(tokens, pooling, attention_pooling=None):
+def pool(tokens, pooling, attention_pooling=None, mask=None):
     """`(B, S, D)` tokens to `(B, D)`.
 
     Args:
@@ -20,14 +20,39 @@ def pool(tokens, pooling, attention_pooling=None):
         pooling: `"token"` or `"first"` (the first), `"last"`, `"gap"` (their mean),
             `"gmp"` (their maximum) or `"map"` (attention).
         attention_pooling: `AttentionPooling` layer for `"map"`.
+        mask: optional `(B, S)` bool tensor, `False` for tokens to leave out. The vector
+            of a text without any token is that of zeros.
     """
     if pooling == "map":
-        return attention_pooling(tokens)
+        return attention_pooling(tokens, mask=mask)
+    if mask is not None:
+        return _pool_masked(tokens, pooling, mask)
     if pooling == "gap":
         return ops.mean(tokens, axis=1)
     if pooling == "gmp":
         return ops.max(tokens, axis=1)
     return tokens[:, -1] if pooling == "last" else tokens[:, 0]
+
+
+def _pool_masked(tokens, pooling, mask):
+    mask = ops.expand_dims(mask, -1)
+    # (B, 1)
+    is_any = ops.any(mask, axis=1)
+    tokens = ops.where(mask, tokens, 0.0)
+    if pooling == "gap":
+        count = ops.sum(ops.cast(mask, tokens.dtype), axis=1)
+        return ops.sum(tokens, axis=1) / ops.maximum(count, 1.0)
+    if pooling == "gmp":
+        largest = ops.max(ops.where(mask, tokens, -float("inf")), axis=1)
+        return ops.where(is_any, largest, 0.0)
+    # The first, or the last, of those that are there.
+    count = tokens.shape[1]
+    steps = (1, count + 1, 1) if pooling == "last" else (count, 0, -1)
+    place = ops.arange(*steps, dtype="int32")
+    places = ops.where(mask[..., 0], place, 0)
+    is_chosen = ops.equal(places, ops.max(places, axis=1, keepdims=True))
+    chosen = ops.logical_and(ops.expand_dims(is_chosen, -1), mask)
+    return ops.sum(ops.where(chosen, tokens, 0.0), axis=1)
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -42,7 +67,11 @@ class AttentionPooling(keras.layers.Layer):
         use_qk_norm: bool, whether query and keys are normalized.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
-    Maps `(B, S, D)` tokens to `(B, D)`.
+    Call arguments:
+        tokens: `(B, S, D)` tensor.
+        mask: optional `(B, S)` bool tensor, `False` for tokens that get no attention.
+
+    Returns: `(B, D)` tensor.
 
     Source: Zhai et al. 2022 (Scaling Vision Transformers), section 3.3.
     """
@@ -58,6 +87,7 @@ class AttentionPooling(keras.layers.Layer):
         )
         self.mlp_norm = layer_norm(dtype, "mlp_norm")
         self.mlp = MLP(mlp_dim, dtype=dtype, name="mlp")
+        self.supports_masking = True
 
     def build(self, tokens_shape):
         width = tokens_shape[-1]
@@ -68,11 +98,14 @@ class AttentionPooling(keras.layers.Layer):
         self.mlp_norm.build((None, 1, width))
         self.mlp.build((None, 1, width))
 
-    def call(self, tokens):
+    def call(self, tokens, mask=None):
         # (B, 1, D)
         probe = ops.cast(self.probe, tokens.dtype) + ops.zeros_like(tokens[:, :1])
-        y = self.attention(probe, tokens)
+        y = self.attention(probe, tokens, tokens_mask=mask)
         return (y + self.mlp(self.mlp_norm(y)))[:, 0]
+
+    def compute_mask(self, tokens, previous_mask=None):
+        return None
 
     def compute_output_shape(self, tokens_shape):
         return (tokens_shape[0], tokens_shape[2])

@@ -21,7 +21,7 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
 
     With `moe_layers=()` it is a dense one-tower model. Images are expected in
     `[-1, 1]`. A text that is shorter than the sequence ends in padding, tokens like any
-    others.
+    others unless they are masked.
 
     Args:
         image_shape: `(height, width, channels)` of the images, in pixels.
@@ -44,6 +44,10 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         logit_scale: float, initial value of the learned scale of similarities.
         logit_bias: float or `None`, initial value of a learned bias of similarities,
             which the sigmoid loss wants (-10); `None` for none.
+        mask_padding: bool, whether padding (id 0) gets no attention and no slot, and
+            counts neither in the losses of routers nor in the pooling; a text is then
+            encoded as if the sequence ended with it. The paper routes it
+            like any other token.
         use_qk_norm: bool, whether attention normalizes queries and keys.
         dropout_rate: float, dropout in the encoder blocks.
         group_images: int or `None`, pairs of image and text that are routed together,
@@ -102,6 +106,7 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         text_pooling="gap",
         logit_scale=10.0,
         logit_bias=None,
+        mask_padding=False,
         use_qk_norm=False,
         dropout_rate=0.0,
         group_images=32,
@@ -124,6 +129,7 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
             "text_pooling": text_pooling,
             "logit_scale": logit_scale,
             "logit_bias": logit_bias,
+            "mask_padding": mask_padding,
             "use_qk_norm": use_qk_norm,
             "dropout_rate": dropout_rate,
         }
@@ -142,16 +148,22 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         # === Functional Model ===
         def encode(inputs, training=None):
             """Sequence outputs and embeddings of the modalities that are there."""
-            x = {}
+            x, mask = {}, None
             for modality, value in inputs.items():
                 for layer in parts.embedding[modality]:
                     value = layer(value)
                 x[modality] = value
-            x = parts.encoder(x, training)
+            if mask_padding and "text" in inputs:
+                (embedding,) = parts.embedding["text"]
+                mask = {"text": embedding.compute_mask(inputs["text"])}
+            x = parts.encoder(x, training, mask)
             outputs = {f"{m}_sequence_output": tokens for m, tokens in x.items()}
             for modality, tokens in x.items():
                 tokens = pool(
-                    tokens, poolings[modality], parts.attention_pooling.get(modality)
+                    tokens,
+                    poolings[modality],
+                    parts.attention_pooling.get(modality),
+                    (mask or {}).get(modality),
                 )
                 outputs[f"{modality}_embedding"] = normalized(
                     parts.projection[modality](tokens)

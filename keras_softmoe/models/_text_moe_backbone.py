@@ -12,7 +12,7 @@ from keras_softmoe.models.arguments import check_token_ids
 class TextMoEBackbone(MoEBackbone):
     """Transformer encoder for short texts, the text tower of a two-tower model.
 
-    Every token attends to every other, padding included, as in the released code.
+    Every token attends to every other, padding included unless it is masked.
 
     Args:
         vocabulary_size: int, number of different tokens.
@@ -28,6 +28,10 @@ class TextMoEBackbone(MoEBackbone):
         pooling: what `pooled_output` is made of: `"last"` (the last token), `"first"`,
             `"gap"` (the mean of all tokens), `"gmp"` (their maximum) or `"map"`
             (multi-head attention pooling).
+        mask_padding: bool, whether padding (id 0) gets no attention and no slot, and
+            counts neither in the losses of routers nor in the pooling; a text is then
+            encoded as if the sequence ended with it. The released models do
+            not mask it.
         use_qk_norm: bool, whether attention normalizes queries and keys.
         dropout_rate: float, dropout in the encoder blocks.
         dtype: dtype or policy of all layers but the routers, which stay in float32.
@@ -67,6 +71,7 @@ class TextMoEBackbone(MoEBackbone):
         moe_layers=(),
         router=None,
         pooling="last",
+        mask_padding=False,
         use_qk_norm=False,
         dropout_rate=0.0,
         dtype=None,
@@ -82,6 +87,7 @@ class TextMoEBackbone(MoEBackbone):
             "hidden_dim": hidden_dim,
             "mlp_dim": mlp_dim,
             "pooling": pooling,
+            "mask_padding": mask_padding,
             "use_qk_norm": use_qk_norm,
             "dropout_rate": dropout_rate,
         }
@@ -99,16 +105,13 @@ class TextMoEBackbone(MoEBackbone):
         token_ids = keras.Input(
             shape=(sequence_length,), dtype="int32", name="token_ids"
         )
-        x = token_ids
-        for layer in parts.embedding:
-            x = layer(x)
-        sequence = parts.encoder(x)
+        (embedding,) = parts.embedding
+        mask = embedding.compute_mask(token_ids)
+        sequence = parts.encoder(embedding(token_ids), mask=mask)
+        pooled = pool(sequence, pooling, parts.attention_pooling, mask)
         super().__init__(
             inputs=token_ids,
-            outputs={
-                "sequence_output": sequence,
-                "pooled_output": pool(sequence, pooling, parts.attention_pooling),
-            },
+            outputs={"sequence_output": sequence, "pooled_output": pooled},
             dtype=dtype,
             name=name,
             trainable=trainable,

@@ -63,6 +63,7 @@ def sparse_transport_plan(
     tolerance=1e-3,
     valid=None,
     sharded=False,
+    limit=None,
 ):
     """Transport plan in which an expert receives at most `capacity` tokens.
 
@@ -83,6 +84,8 @@ def sparse_transport_plan(
             and none at all where this already holds at zero.
         valid: optional `(G, S)` bool tensor, `False` for padding.
         sharded: bool, see `token_choice`.
+        limit: optional `(G,)` int tensor, for each group its own largest number of
+            non-zeros, from 1 to `capacity`.
 
     Returns:
         `(G, S, E)` tensor, the plan. No gradient flows through it.
@@ -110,9 +113,12 @@ def sparse_transport_plan(
         scores = ops.where(valid, scores, _NEVER)
         row = ops.where(valid, row, 0.0)
 
+    if limit is not None:
+        limit = ops.minimum(ops.reshape(limit, (-1, 1, 1)), capacity)
+
     def plan_of(dual):
         points = ops.divide(dual + scores, column)
-        return column * _project(points, capacity, sharded)
+        return column * _project(points, capacity, sharded, limit)
 
     def gradient_at(dual):
         return ops.sum(plan_of(dual), axis=1, keepdims=True) - row
@@ -141,18 +147,23 @@ def sparse_transport_plan(
     return ops.stop_gradient(ops.transpose(plan_of(dual), (0, 2, 1)))
 
 
-def _project(points, k, sharded):
+def _project(points, k, sharded, limit=None):
     """Nearest points on the simplex (last axis) with at most `k` non-zeros.
 
-    Ties for the last non-zero go to the lower index.
+    Ties for the last non-zero go to the lower index. `limit`, if there is one, is an
+    int tensor with numbers up to `k`, which take its place.
     """
     # (..., k), descending
     largest = top_values(points, k, sharded)
     counts = ops.arange(1, k + 1, dtype=points.dtype)
     # The simplex threshold is the largest of these candidates.
-    threshold = ops.max(
-        (ops.cumsum(largest, axis=-1) - 1.0) / counts, axis=-1, keepdims=True
-    )
+    candidates = (ops.cumsum(largest, axis=-1) - 1.0) / counts
+    if limit is not None:
+        inside = ops.arange(k, dtype="int32") < limit
+        candidates = ops.where(inside, candidates, -float("inf"))
+        largest = ops.where(inside, largest, float("inf"))
+        k = limit
+    threshold = ops.max(candidates, axis=-1, keepdims=True)
     # Not `largest[..., -1:]`: XLA would replace `top_k` and the slice by a full sort.
     last = ops.min(largest, axis=-1, keepdims=True)
     above = points > last
@@ -168,7 +179,8 @@ def _num_tokens(scores, valid):
     """Number of tokens in each group that are not padding, `(G, 1, 1)` float."""
     if valid is None:
         return ops.full_like(scores[:, :1, :1], scores.shape[1])
-    count = ops.sum(ops.cast(valid, scores.dtype), axis=1)
+    # A group without any token has an empty plan in any case.
+    count = ops.maximum(ops.sum(ops.cast(valid, scores.dtype), axis=1), 1.0)
     return ops.reshape(count, (-1, 1, 1))
 
 

@@ -11,6 +11,8 @@ from keras import ops
 _FEW_ROWS = 128
 # Experts of a chunk on JAX.
 _CHUNK = 8
+# A logit of what gets no attention. Finite in float16, too.
+_NEVER = -6e4
 
 
 def affine(x, kernel, bias, sharded=False):
@@ -53,7 +55,7 @@ def affine(x, kernel, bias, sharded=False):
     return ops.reshape(rows, (*ops.shape(x)[:-1], kernel.shape[-1]))
 
 
-def attend(query, key, value):
+def attend(query, key, value, mask=None):
     """`keras.ops.dot_product_attention`, with the softmax in float32 at least.
 
     That is what JAX does on accelerators, where it has fused programs. On processors
@@ -64,23 +66,36 @@ def attend(query, key, value):
         query: `(B, Q, heads, head_dim)` tensor.
         key: `(B, S, heads, head_dim)` tensor.
         value: `(B, S, heads, head_dim)` tensor.
+        mask: optional `(B, S)` bool tensor, `False` for tokens that get no attention.
+            If all of an image are, they get equal parts.
 
     Returns:
         `(B, Q, heads, head_dim)` tensor.
     """
-    if _is_jax_on("gpu", "tpu"):
+    if mask is not None:
+        # (B, 1, 1, S)
+        mask = ops.expand_dims(ops.expand_dims(mask, 1), 1)
+    if _is_jax_on("gpu", "tpu") and mask is None:
         return ops.dot_product_attention(query, key, value)
     query, key, value = (ops.transpose(x, (0, 2, 1, 3)) for x in (query, key, value))
     if keras.backend.backend() == "torch":
         import torch
 
-        means = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        if mask is not None:
+            # As a bias: of an image without any token a bool mask makes NaN.
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, _NEVER)
+        means = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask
+        )
     else:
         query = query * query.shape[-1] ** -0.5
         # (B, heads, Q, S)
         logits = ops.matmul(query, ops.transpose(key, (0, 1, 3, 2)))
         at_least = keras.backend.result_type(logits.dtype, "float32")
-        weights = softmax(ops.cast(logits, at_least))
+        logits = ops.cast(logits, at_least)
+        if mask is not None:
+            logits = ops.where(mask, logits, _NEVER)
+        weights = softmax(logits)
         means = ops.matmul(ops.cast(weights, value.dtype), value)
     return ops.transpose(means, (0, 2, 1, 3))
 

@@ -7,6 +7,9 @@ from keras import ops
 
 from keras_softmoe.ops.backend import top_values
 
+# Under the square of any mean that is not zero
+_TINY = 1e-37
+
 
 def importance_loss(probs, valid=None):
     """Squared coefficient of variation of the experts' importance.
@@ -126,14 +129,18 @@ def mean_over_tokens(values, valid):
     """Mean of `(G, S, N)` values over the real tokens, `(G, N)`."""
     if valid is None:
         return ops.mean(values, axis=1)
-    count = ops.sum(ops.cast(valid, values.dtype), axis=1)
+    # In a group without any token the mean is zero.
+    count = ops.maximum(ops.sum(ops.cast(valid, values.dtype), axis=1), 1.0)
     return ops.sum(_zero_padding(values, valid), axis=1) / ops.expand_dims(count, -1)
 
 
 def _squared_variation(values):
-    """Squared coefficient of variation over the last axis: (std / mean) ** 2."""
+    """Squared coefficient of variation over the last axis: (std / mean) ** 2.
+
+    Zero where all values are, of a group without any token.
+    """
     mean = ops.mean(values, axis=-1)
-    return ops.var(values, axis=-1) / ops.square(mean)
+    return ops.var(values, axis=-1) / ops.maximum(ops.square(mean), _TINY)
 
 
 def _normal_cdf(x):

@@ -165,7 +165,7 @@ class SinkhornExpertChoiceRouter(ExpertChoiceRouter):
         )
         self.num_iterations = num_iterations
 
-    def selection_scores(self, logits, probabilities, capacity, valid):
+    def selection_scores(self, logits, probabilities, capacity, valid, limit):
         if self.combine == "softmax":
             logits = ops.stop_gradient(logits)
         return sinkhorn_plan(logits, self.num_iterations, valid)
@@ -252,7 +252,7 @@ class SparseTransportExpertChoiceRouter(ExpertChoiceRouter):
         self.num_iterations = num_iterations
         self.learning_rate = learning_rate
 
-    def selection_scores(self, logits, probabilities, capacity, valid):
+    def selection_scores(self, logits, probabilities, capacity, valid, limit):
         return sparse_transport_plan(
             probabilities,
             capacity,
@@ -260,6 +260,7 @@ class SparseTransportExpertChoiceRouter(ExpertChoiceRouter):
             learning_rate=self.learning_rate,
             valid=valid,
             sharded=is_distributed(),
+            limit=limit,
         )
 
     def get_config(self):

@@ -53,9 +53,13 @@ class IdentityRouter(Router):
         num_groups, num_tokens = ops.shape(tokens)[0], tokens.shape[1]
         token, filled = identity(num_groups, num_tokens, self.num_experts)
         if valid is not None:
-            by_slot = ops.reshape(token, (num_groups, num_tokens))
-            real = take_along(valid, by_slot, axis=1)
-            filled = ops.reshape(real, ops.shape(token))
-            token = ops.where(filled, token, 0)
+            # Real tokens take the places of a sequence that has no others.
+            index = ops.arange(num_tokens, dtype="int32")
+            order = ops.argsort(ops.where(valid, index, index + num_tokens), axis=-1)
+            count = ops.sum(ops.cast(valid, "int32"), axis=-1)
+            filled = token < ops.reshape(count, (-1, 1, 1))
+            place = ops.reshape(token, (num_groups, num_tokens))
+            by_slot = ops.reshape(take_along(order, place, axis=1), ops.shape(token))
+            token = ops.where(filled, ops.cast(by_slot, "int32"), 0)
         routing = SlotRouting(token, filled, ops.cast(filled, tokens.dtype))
         return Decision(routing, {})

@@ -196,20 +196,20 @@ class LIMoERouter(SparseRouter):
         for name in kernels:
             setattr(self, name, self.add_kernel(tokens_shape, name))
 
-    def call(self, tokens, valid=None, training=False, modalities=()):
+    def call(self, tokens, valid=None, training=False, modalities=(), num_tokens=None):
         masks = self.modality_masks(tokens.shape[1], modalities)
-        return self.route(tokens, valid, training, masks)
+        return self.route(tokens, valid, training, masks, num_tokens)
 
-    def modality_masks(self, num_tokens, modalities=(), **kwargs):
+    def modality_masks(self, group_tokens, modalities=(), **kwargs):
         names = [name for name, count in modalities for _ in range(count)]
-        if not names or set(names) - set(MODALITIES) or num_tokens % len(names):
+        if not names or set(names) - set(MODALITIES) or group_tokens % len(names):
             raise ValueError(
                 "This router has to know which tokens are of images and which of text: "
                 "call `layers.MoE` on a dict with `'image'`, `'text'` or both, or pass "
                 "`modalities=(('image', 64), ('text', 16))`. Received: "
-                f"modalities={modalities} for {num_tokens} tokens in a group."
+                f"modalities={modalities} for {group_tokens} tokens in a group."
             )
-        names = np.tile(names, num_tokens // len(names))
+        names = np.tile(names, group_tokens // len(names))
         return {
             name: ops.convert_to_tensor((names == name)[None]) for name, _ in modalities
         }

@@ -65,11 +65,19 @@ class Router(keras.layers.Layer):
     # group. `MoE` passes them to a router that wants to know.
     knows_modalities = False
 
+    # Whether `call` also takes `num_tokens`, a `(G,)` int tensor: the tokens of each
+    # group for which there are to be slots. `MoE` passes it to a router that wants to
+    # know where tokens are masked: a masked sequence is then routed like a shorter one.
+    # (Images that only fill up a batch are padding as well, but leave the slots alone.)
+    knows_num_tokens = False
+
     def __init__(self, num_experts, **kwargs):
         check_num_experts(num_experts)
         kwargs["dtype"] = "float32"
         super().__init__(**kwargs)
         self.num_experts = num_experts
+        # What is masked comes as `valid`, and slots have no mask.
+        self.supports_masking = True
 
     def __call__(self, tokens, valid=None, training=None, *, summarize=True, **kwargs):
         """Route tokens.
@@ -113,6 +121,9 @@ class Router(keras.layers.Layer):
             f"`{type(self).__name__}` is abstract: it routes nothing. Use one of the "
             "routers in `keras_softmoe.routers`, or implement `call`."
         )
+
+    def compute_mask(self, tokens, previous_mask=None):
+        return None
 
     def capacity(self, num_tokens, training=False):
         """Slots per expert for a group of `num_tokens` tokens, as a Python int."""

@@ -162,6 +162,9 @@ class SoftRouter(Router):
             summary["logits"] = ops.reshape(logits, (-1, num_tokens, *slots))
         dispatch = self._dispatch_weights(tokens, logits, valid)
         combine = self._combine_weights(tokens, logits)
+        if valid is not None:
+            # Padding takes nothing from the slots either.
+            combine = combine * ops.cast(ops.expand_dims(valid, -1), combine.dtype)
         routing = DenseRouting(
             ops.reshape(dispatch, (-1, num_tokens, *slots)),
             ops.reshape(combine, (-1, num_tokens, *slots)),

@@ -1,6 +1,7 @@
 """What all learned sparse routers share."""
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_softmoe.costs import LayerCost
@@ -57,6 +58,8 @@ class SparseRouter(Router):
 
     Weights: `kernel` `(D, E)`.
     """
+
+    knows_num_tokens = True
 
     # Whether the gates feel the noise, or only the slot assignment does.
     noisy_gates = True
@@ -154,10 +157,10 @@ class SparseRouter(Router):
             name=name,
         )
 
-    def call(self, tokens, valid=None, training=False):
-        return self.route(tokens, valid, training, {})
+    def call(self, tokens, valid=None, training=False, num_tokens=None):
+        return self.route(tokens, valid, training, {}, num_tokens)
 
-    def route(self, tokens, valid, training, masks):
+    def route(self, tokens, valid, training, masks, num_tokens=None):
         """The `Decision` for a batch of groups.
 
         Args:
@@ -166,6 +169,8 @@ class SparseRouter(Router):
             training: bool.
             masks: dict from modalities to the `(1, S)` bool tensors of their tokens;
                 empty for a router that knows no modalities.
+            num_tokens: optional `(G,)` int tensor, the tokens of each group for which
+                there are slots; all `S` if `None`.
         """
         # (G, S, E)
         logits = self.predict_logits(tokens, masks)
@@ -184,8 +189,19 @@ class SparseRouter(Router):
         probabilities = self.probabilities_of(routed.noisy_probabilities)
 
         capacity = self.group_capacity(tokens.shape[1], training, masks)
-        selection = self.selection_scores(noisy_logits, probabilities, capacity, valid)
+        limit = None
+        if num_tokens is not None:
+            limit = self._group_limit(num_tokens, tokens.shape[1], training, masks)
+        selection = self.selection_scores(
+            noisy_logits, probabilities, capacity, valid, limit
+        )
         token, filled = self.assign(selection, capacity, valid, masks)
+        if limit is not None:
+            # Slots are filled in the order of the queue, so the first ones are those
+            # that a smaller capacity leaves.
+            slots = ops.arange(capacity, dtype="int32")
+            filled = ops.logical_and(filled, slots < ops.reshape(limit, (-1, 1, 1)))
+            token = ops.where(filled, token, 0)
         if self.combine == "plan":
             scores = selection
         elif self.noisy_gates:
@@ -202,7 +218,7 @@ class SparseRouter(Router):
             auxiliary_loss = self._auxiliary_loss(routed)
             if auxiliary_loss is not None:
                 summary["auxiliary_loss"] = auxiliary_loss
-                self.add_loss(ops.mean(auxiliary_loss))
+                self.add_loss(_mean_of_groups(auxiliary_loss, num_tokens))
         routing = SlotRouting(token, filled, gates(scores, token, filled))
         return Decision(routing, summary)
 
@@ -221,7 +237,7 @@ class SparseRouter(Router):
 
     # === Steps that subclasses may replace ===
 
-    def modality_masks(self, num_tokens, **kwargs):
+    def modality_masks(self, group_tokens, **kwargs):
         """Dict from modalities to the `(1, S)` bool tensors of their tokens."""
         return {}
 
@@ -237,8 +253,11 @@ class SparseRouter(Router):
         """The probabilities of the experts that there are."""
         return probabilities
 
-    def selection_scores(self, logits, probabilities, capacity, valid):
-        """The `(G, S, E)` scores that choose the slots."""
+    def selection_scores(self, logits, probabilities, capacity, valid, limit):
+        """The `(G, S, E)` scores that choose the slots.
+
+        `limit`, if not `None`, is the `(G,)` capacity of each group by itself.
+        """
         return probabilities
 
     def assign(self, selection, capacity, valid, masks):
@@ -267,6 +286,20 @@ class SparseRouter(Router):
     def group_capacity(self, num_tokens, training, masks):
         """Slots per expert for a group with tokens of some modalities."""
         return self.capacity(num_tokens, training)
+
+    def _group_limit(self, num_tokens, largest, training, masks):
+        """`(G,)` int: the capacity of groups of so many tokens, one slot at least."""
+
+        def capacity(count):
+            try:
+                return self.group_capacity(count, training, masks)
+            except ValueError:
+                # Of that many tokens alone it would be under one slot.
+                return 1
+
+        capacities = [1, *map(capacity, range(1, largest + 1))]
+        table = ops.convert_to_tensor(np.array(capacities, "int32"))
+        return ops.take(table, num_tokens, axis=0)
 
     def slots(self, num_tokens, capacity_factor):
         """Slots per expert for a group of `num_tokens` tokens and a given factor."""
@@ -338,6 +371,14 @@ def gates(scores, token, filled):
     # (G, E, S)
     by_expert = ops.transpose(scores, (0, 2, 1))
     return ops.where(filled, take_along(by_expert, token, axis=-1), 0.0)
+
+
+def _mean_of_groups(losses, num_tokens):
+    """Mean over the groups that have tokens."""
+    if num_tokens is None:
+        return ops.mean(losses)
+    counts = ops.cast(num_tokens > 0, losses.dtype)
+    return ops.sum(losses * counts) / ops.maximum(ops.sum(counts), 1.0)
 
 
 def _and(mask, valid):

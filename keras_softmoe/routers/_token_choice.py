@@ -268,7 +268,7 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
         )
         self.num_iterations = num_iterations
 
-    def selection_scores(self, logits, probabilities, capacity, valid):
+    def selection_scores(self, logits, probabilities, capacity, valid, limit):
         if self.combine == "softmax":
             logits = ops.stop_gradient(logits)
         return sinkhorn_plan(logits, self.num_iterations, valid)

@@ -199,7 +199,7 @@ def test_bad_argument(arguments, message):
         layers.MoE(**{"router": ROUTERS["soft"], "mlp_dim": MLP_DIM, **arguments})
 
 
-@pytest.mark.parametrize("shape", [(2, 8), (2, 3, 3, 8), (2, None, 8), (2, 4, None)])
+@pytest.mark.parametrize("shape", [(2, 8), (2, 3, None, 8), (2, None, 8), (2, 4, None)])
 @pytest.mark.parametrize(
     "layer",
     [
@@ -209,7 +209,7 @@ def test_bad_argument(arguments, message):
     ],
 )
 def test_wrong_rank(layer, shape):
-    with pytest.raises(ValueError, match=r"\(batch, tokens, width\).*shape=\(2,"):
+    with pytest.raises(ValueError, match=r"\(batch, .*, width\).*shape=\(2,"):
         layer().build(shape)
 
 
