@@ -1,12 +1,13 @@
-"""Every hook into what Keras keeps private, each with its reason.
+"""Every hook into what Keras and PyTorch keep private, each with its reason.
 
-No other file imports `keras.src`, uses an attribute of Keras whose name begins with an
+No other file imports `keras.src`, uses an attribute of theirs whose name begins with an
 underscore, or replaces a function that Keras has compiled. (On the ground floor and not
 in `models`: `distribution` serves models that never load KerasHub.)
 """
 
 import contextlib
 import functools
+import re
 
 import keras
 
@@ -311,3 +312,36 @@ def lay_out_each_batch(layout_of):
 
     distribute_data_input.lays_out_each_batch = True
     distribution_lib.distribute_data_input = distribute_data_input
+
+
+# === PyTorch's export ===
+
+
+def sizes_may_be_one():
+    """Scope in which `torch.export` takes no open size for more than one.
+
+    A batch may be one image, and the groups in which images are routed one group.
+    Would be replaced by: `torch.export.Dim` for sizes that follow from others.
+    """
+    from torch.fx.experimental import _config
+
+    return _config.patch(backed_size_oblivious=True)
+
+
+def drop_assertions_of_more_than_one(graph):
+    """Take assertions out of an exported graph that an open size is not one.
+
+    PyTorch makes them when it looks how tensors lie in memory, which is another
+    question where there is one row. Nothing that is computed depends on them.
+    Would be replaced by: `torch.export` that asks only for what it needs.
+
+    Args:
+        graph: `torch.fx.Graph`.
+    """
+    import torch
+
+    for node in list(graph.nodes):
+        is_assertion = node.target is torch.ops.aten._assert_scalar.default
+        if is_assertion and re.search(r"expression Ne\(.*, 1\) on", node.args[1]):
+            graph.erase_node(node)
+    graph.eliminate_dead_code()

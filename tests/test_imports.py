@@ -23,6 +23,7 @@ ROOMS = (
     "layers",
     "checkpoints",
     "catalogue",
+    "exporting",
     "models",
     "presets",
     "converters",

@@ -2,13 +2,16 @@
 
 import contextlib
 import logging
-import re
 
 import keras
 from keras import ops
 
 from keras_softmoe.files import replaced_directory, replaced_file
-from keras_softmoe.keras_adapter import flatten_layers
+from keras_softmoe.keras_adapter import (
+    drop_assertions_of_more_than_one,
+    flatten_layers,
+    sizes_may_be_one,
+)
 from keras_softmoe.layers import MoE
 
 
@@ -108,7 +111,6 @@ def _write_torch(model, filepath, input_signature, options):
     together that is one group, and PyTorch would take one group for all that there is.
     """
     import torch
-    from torch.fx.experimental import _config
 
     groups = [x.group_images for x in flatten_layers(model) if isinstance(x, MoE)]
     traced_batch = 2 * max(filter(None, groups), default=1) + 1
@@ -125,33 +127,24 @@ def _write_torch(model, filepath, input_signature, options):
 
     examples = tuple(keras.tree.map_structure(example, input_signature))
     shapes = tuple(keras.tree.map_structure(open_axes, input_signature))
+
+    class Module(torch.nn.Module):
+        def forward(self, *inputs):
+            return model(*inputs, training=False)
+
     arguments = {
-        # Keras' layers take `*args`, which is one argument.
+        # `*inputs` is one argument.
         "dynamic_shapes": (shapes,),
         "strict": False,
         "prefer_deferred_runtime_asserts_over_guards": True,
         **options,
     }
-    # Numbers of groups that are open may be one, too.
-    with _config.patch(backed_size_oblivious=True):
-        exported = torch.export.export(model, examples, **arguments)
-    _allow_one(exported.graph_module.graph)
+    with sizes_may_be_one():
+        # The weights are constants of what is called. Those of a module are written
+        # once more.
+        exported = torch.export.export(Module(), examples, **arguments)
+    drop_assertions_of_more_than_one(exported.graph_module.graph)
     torch.export.save(exported, filepath)
-
-
-def _allow_one(graph):
-    """Take assertions out of a graph that a batch, or a number of groups, is not one.
-
-    PyTorch makes them when it looks how tensors lie in memory, which is another
-    question where there is one row. Nothing that is computed depends on them.
-    """
-    import torch
-
-    for node in list(graph.nodes):
-        is_assertion = node.target is torch.ops.aten._assert_scalar.default
-        if is_assertion and re.search(r"expression Ne\(.*, 1\) on", node.args[1]):
-            graph.erase_node(node)
-    graph.eliminate_dead_code()
 
 
 @contextlib.contextmanager

@@ -40,6 +40,12 @@ def check_demo(lines, folder):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def check_exporting(lines, folder):
+    assert lines[-1].startswith("refused: A file gives the same result each time")
+    (measured,) = (line for line in lines if line.startswith("onnx "))
+    assert float(measured.split()[-1]) < 1e-4
+
+
 def check_few_shot_probing(lines, folder):
     assert "expert choice against raw pixels at 2 shots:" in lines[-1]
 
@@ -168,6 +174,7 @@ CHECKS = {
     "data_parallel_on_tensorflow.py": (check_data_parallel, ("tensorflow",)),
     "data_parallel_on_torch.py": (check_data_parallel, ("torch",)),
     "demo.py": (check_demo, ("jax", "tensorflow", "torch")),
+    "exporting.py": (check_exporting, ("torch",)),
     "few_shot_probing.py": (check_few_shot_probing, ("torch",)),
     "fit_on_a_small_dataset.py": (check_fit_on_a_small_dataset, ("torch",)),
     "inside_soft_moe.py": (check_inside_soft_moe, ("torch",)),
