@@ -17,6 +17,11 @@ from keras_softmoe.distribution._backup_file import (
     variables_of,
     write,
 )
+from keras_softmoe.distribution._generators import (
+    generator_states,
+    set_backend_states,
+    set_generator_states,
+)
 from keras_softmoe.files import replaced_file
 from keras_softmoe.keras_adapter import (
     has_metrics,
@@ -46,7 +51,9 @@ class Backup(keras.callbacks.Callback):
     draws the batches that were done from the data without computing anything, and
     resumes with the losses that it would have had. Saved are all variables: of the
     model (the states of dropout and of noise among them), of its optimizer and of its
-    metrics. `keras.callbacks.BackupAndRestore` saves no random states, starts an
+    metrics; and, if one process trains, the global random generators of Python, NumPy
+    and the backend: PyTorch's draws what dropout without a seed drops, and perhaps the
+    order of the data. `keras.callbacks.BackupAndRestore` saves no random states, starts an
     interrupted epoch again, and fails where several processes share a model.
 
     Variables may be sharded over devices and processes, and over others when training
@@ -114,6 +121,8 @@ class Backup(keras.callbacks.Callback):
         self._earlier, self._is_resumed = 0, False
         # What the backup has of metrics, and the logs of skipped batches
         self._metrics, self._logs = None, {}
+        # Random generators: when the epoch began, and as the backup has them
+        self._generators, self._saved_generators = {}, None
 
     def on_train_begin(self, logs=None):
         model = self.model
@@ -133,6 +142,8 @@ class Backup(keras.callbacks.Callback):
         with open_backup(self.path) as backup:
             self._start(*backup.done)
             self._restore(backup)
+            if num_processes() == 1:
+                self._saved_generators = backup.generators
         if self.one_stream:
             self._earlier = self._epoch * self._steps()
         set_first_epoch(model, self._epoch)
@@ -141,6 +152,10 @@ class Backup(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
         set_first_epoch(self.model, None)
+        if self._saved_generators is not None:
+            # With the order of data that is drawn for this epoch
+            set_generator_states(self._saved_generators[0])
+        self._generators = generator_states()
         if not self._is_resumed:
             self._batches = 0
         elif has_metrics(self.model):
@@ -156,7 +171,13 @@ class Backup(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         if batch < self._batches:
+            if batch + 1 == self._batches and self._saved_generators is not None:
+                # The steps that were skipped have drawn nothing. (Data have: Python's
+                # and NumPy's generators go on by themselves.)
+                set_backend_states(self._saved_generators[1])
+                self._saved_generators = None
             return
+        self._saved_generators = None
         self._unsaved += batch + 1 - self._batches
         self._batches = batch + 1
         if self.every is not None and self._unsaved >= self.every:
@@ -220,11 +241,13 @@ class Backup(keras.callbacks.Callback):
 
     def _save(self, epoch, batches):
         self._unsaved = 0
-        model = self.model
+        model, now = self.model, generator_states()
+        # Between epochs the next one begins with those of now.
+        generators = (self._generators if batches else now, now)
 
         def save(path):
             with h5py.File(path, "w") as file:
-                write(file, (epoch, batches), model)
+                write(file, (epoch, batches), model, generators)
 
         save_in_one_process(save, lambda: replaced_file(self.path))
 

@@ -8,6 +8,8 @@ import keras
 import ml_dtypes
 import numpy as np
 
+_GENERATORS = ("epoch", "now")
+
 
 class BackupFile(NamedTuple):
     """What the file of a backup holds.
@@ -16,11 +18,13 @@ class BackupFile(NamedTuple):
         done: pair of int, see `write`.
         optimizer: str, its `optimizer_name`.
         datasets: dict from a kind, see `variables_of`, to a list of `h5py.Dataset`.
+        generators: pair of dicts, see `write`; `None` in files that are older.
     """
 
     done: tuple
     optimizer: str
     datasets: dict
+    generators: tuple | None
 
 
 def variables_of(model):
@@ -51,15 +55,20 @@ def shape_and_dtype(variable):
     return tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype)
 
 
-def write(file, done, model):
+def write(file, done, model, generators):
     """Write all variables of a model to an open file.
 
     Args:
         file: `h5py.File`.
         done: pair of int: epochs that are done, and batches of the next one.
         model: `keras.Model`.
+        generators: pair of dicts, the `generator_states` when the epoch began and those
+            of now.
     """
     file.attrs["done"] = done
+    for when, states in zip(_GENERATORS, generators, strict=True):
+        for name, state in states.items():
+            file[f"generators/{when}/{name}"] = state
     file.attrs["optimizer"] = optimizer_name(model.optimizer)
     for kind, variables in variables_of(model).items():
         file.create_group(kind)
@@ -102,8 +111,14 @@ def open_backup(path):
             for dataset in sum(datasets.values(), start=[]):
                 if not {"dtype", "path"} <= set(dataset.attrs):
                     raise KeyError(f"{dataset.name} has no dtype or no path")
+            generators = None
+            if "generators" in file:
+                generators = tuple(
+                    {n: np.asarray(s) for n, s in file[f"generators/{when}"].items()}
+                    for when in _GENERATORS
+                )
             optimizer = str(file.attrs["optimizer"])
-            backup = BackupFile((epoch, batches), optimizer, datasets)
+            backup = BackupFile((epoch, batches), optimizer, datasets, generators)
         except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"The backup in '{path}' cannot be read: it is damaged, or not a file "

@@ -7,6 +7,7 @@ backend.
 """
 
 import keras
+import ml_dtypes
 from keras import ops
 
 from keras_softmoe.ops.backend import take_along, top_indices
@@ -164,6 +165,11 @@ def expert_choice(scores, capacity, valid=None, sharded=False):
     scores = ops.transpose(scores, (0, 2, 1))
     if valid is not None:
         valid = ops.expand_dims(valid, 1)
+        # Real tokens come first, whatever their scores: -inf and NaN are the lowest.
+        lowest = float(
+            ml_dtypes.finfo(keras.backend.standardize_dtype(scores.dtype)).min
+        )
+        scores = ops.where(scores > lowest, scores, lowest)
         scores = ops.where(valid, scores, -float("inf"))
     # (G, E, C)
     token = top_indices(scores, capacity, sharded)

@@ -217,11 +217,16 @@ def top_values(x, k, sharded=False):
 def top_indices(scores, k, sharded=False):
     """Indices of the `k` largest entries of the last axis, ties to the lower index.
 
-    `top_k` promises that order on JAX and TensorFlow. PyTorch's does not, its
-    stable sort does.
+    `top_k` promises that order on JAX and TensorFlow, but to JAX 0 is more than -0.
+    PyTorch's does not promise it, its stable sort does.
     """
-    if keras.backend.backend() == "torch" or sharded:
+    if keras.backend.backend() == "torch":
+        scores = ops.convert_to_tensor(scores)
+        indices = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    elif sharded:
         indices = ops.argsort(-scores, axis=-1)[..., :k]
     else:
+        if keras.backend.backend() == "jax":
+            scores = ops.where(scores == 0, ops.zeros_like(scores), scores)
         _, indices = ops.top_k(scores, k)
     return ops.cast(indices, "int32")

@@ -103,8 +103,10 @@ class TokenChoiceRouter(SparseRouter):
         chosen = top_indices(
             selection, self.num_selected_experts, sharded=is_distributed()
         )
-        chosen_scores = take_along(scores, chosen, axis=-1)
-        return scores / ops.sum(chosen_scores, axis=-1, keepdims=True)
+        total = ops.sum(take_along(scores, chosen, axis=-1), axis=-1, keepdims=True)
+        # Zero for padding in a plan, and where the probabilities of all choices have
+        # come to nothing: there is no gate then.
+        return ops.where(total > 0, scores / ops.where(total > 0, total, 1.0), 0.0)
 
     def get_config(self):
         return {

@@ -1,5 +1,6 @@
 """Backups on one device: what goes on, what is refused, and what is left behind."""
 
+import random
 import tempfile
 import warnings
 
@@ -126,6 +127,46 @@ def test_training_goes_on_as_if_nothing_had_happened(whole, steps, tmp_path):
     for now, before in zip(values(model), values(expected), strict=True):
         np.testing.assert_allclose(now, before, rtol=0, atol=1e-6)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("steps", [3, STEPS + 1, 2 * STEPS])
+def test_what_global_generators_draw(steps, tmp_path):
+    """Dropout without a seed, and data in a random order from NumPy and Python."""
+
+    def model():
+        made = classifier()
+        made.pop()
+        made.add(keras.layers.Dropout(0.5))
+        made.add(keras.layers.Dense(3, name="last"))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        made.compile("adam", loss, jit_compile=keras.backend.backend() == "jax")
+        return made
+
+    class Epochs(keras.utils.PyDataset):
+        def __len__(self):
+            return STEPS
+
+        def __getitem__(self, index):
+            rows = np.random.permutation(len(IMAGES))[:BATCH]  # noqa: NPY002
+            return IMAGES[rows] * random.uniform(0.5, 1.5), LABELS[rows]
+
+    def run(*callbacks):
+        made = model()
+        made.fit(Epochs(), epochs=EPOCHS, shuffle=False, verbose=0, callbacks=callbacks)
+        return values(made)
+
+    def start(seed):
+        random.seed(seed)
+        keras.utils.set_random_seed(seed)
+
+    start(1)
+    expected = run()
+    start(1)
+    with pytest.raises(KeyboardInterrupt):
+        run(Backup(tmp_path, every=2), Watch(steps))
+    start(2)
+    for now, before in zip(run(Backup(tmp_path)), expected, strict=True):
+        np.testing.assert_allclose(now, before, rtol=0, atol=1e-6)
 
 
 def test_an_epoch_of_which_only_the_end_was_missing(whole, tmp_path):

@@ -198,6 +198,31 @@ def test_bfloat16_scores(assign):
     assert_same_slots(actual, expected)
 
 
+def test_ties_of_zeros_with_a_sign():
+    """-0 and 0 are equal, so the lower index comes first."""
+    scores = np.zeros((1, 12, 2), "float32")
+    scores[0, [1, 2, 3, 5, 7]] = -0.0
+    token, _ = ops.expert_choice(scores, capacity=5)
+    np.testing.assert_array_equal(to_numpy(token), [[[0, 1, 2, 3, 4]] * 2])
+
+
+def test_priorities_without_a_sign():
+    scores = np.full((1, 4, 1), 0.5, "float32")
+    priority = np.array([[1, 3, 0, 2]], "uint8")
+    token, _ = ops.token_choice(scores, 1, capacity=2, priority=priority)
+    np.testing.assert_array_equal(to_numpy(token), [[[1, 3]]])
+
+
+@pytest.mark.parametrize("worst", [-np.inf, np.nan])
+def test_real_tokens_before_padding_whatever_their_scores(worst):
+    scores = np.zeros((1, 4, 1), "float32")
+    scores[0, 1] = worst
+    valid = np.array([[False, True, False, True]])
+    token, filled = ops.expert_choice(scores, capacity=3, valid=valid)
+    np.testing.assert_array_equal(to_numpy(filled), [[[True, True, False]]])
+    np.testing.assert_array_equal(to_numpy(token), [[[3, 1, 0]]])
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 6, 1), (2, 8, 4), (1, 6, 3)])
 def test_identity_is_round_robin(shape):
     assert_same_slots(ops.identity(*shape), twins.identity(*shape))

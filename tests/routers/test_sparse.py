@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from keras_softmoe import routers
+from keras_softmoe import layers, routers
 from tests import cases, twins
 from tests.gradients import layer_gradients
 from tests.references import to_numpy
@@ -340,3 +340,27 @@ def test_an_expert_takes_at_most_all_tokens():
 def test_bad_arguments_are_named(make, received):
     with pytest.raises(ValueError, match=f"Received: .*{received}"):
         make()
+
+
+def test_normalized_gates_of_a_plan_without_weight():
+    """Padding has no weight in a plan, and some choices none in a softmax."""
+    router = routers.SinkhornTokenChoiceRouter(
+        4, num_selected_experts=2, combine="plan", normalize_gates=True, noise_std=0.0
+    )
+    layer = layers.MoE(router, mlp_dim=8, group_images=4)
+    x = np.random.default_rng(0).normal(size=(6, 5, 3)).astype("float32")
+    layer.build(x.shape)
+    loss, of_inputs, of_weights = layer_gradients(
+        layer, x, lambda y, losses: keras.ops.sum(y * y), training=True
+    )
+    assert np.isfinite(loss)
+    for gradient in (of_inputs, *of_weights.values()):
+        assert np.isfinite(gradient).all()
+
+    router = routers.SinkhornTokenChoiceRouter(2, normalize_gates=True)
+    router.build((1, 2, 2))
+    router.kernel.assign(np.eye(2))
+    # Both prefer expert 0 by far; the plan gives one of them to expert 1, to which the
+    # softmax gives nothing.
+    gate = router(np.array([[[400.0, 0.0], [300.0, 0.0]]], "float32")).routing.gate
+    assert np.isfinite(to_numpy(gate)).all()
