@@ -53,8 +53,10 @@ class Backup(keras.callbacks.Callback):
     model (the states of dropout and of noise among them), of its optimizer and of its
     metrics; and, if one process trains, the global random generators of Python, NumPy
     and the backend: PyTorch's draws what dropout without a seed drops, and perhaps the
-    order of the data. `keras.callbacks.BackupAndRestore` saves no random states, starts an
-    interrupted epoch again, and fails where several processes share a model.
+    order of the data.
+
+    `keras.callbacks.BackupAndRestore` saves no random states, starts an interrupted
+    epoch again, and fails where several processes share a model.
 
     Variables may be sharded over devices and processes, and over others when training
     resumes. Where there are several processes, the first one writes and all of them
