@@ -1,14 +1,24 @@
 """Files and directories that appear whole or not at all.
 
 What is written goes to a temporary neighbour, which takes the place of the target when
-all of it is written. Where writing fails, what was there before stays as it was.
+all of it is written. Where writing fails, what was there before stays as it was; what
+processes leave behind that are killed is cleared away by the next that writes there.
 """
 
 import contextlib
+import ctypes
 import os
+import platform
 import shutil
+import sys
 import tempfile
+import time
 from pathlib import Path
+
+# Of the neighbours: `.NAME.aside-MACHINE-PROCESS-RANDOM`.
+_ASIDE = f"aside-{platform.node()}"
+# How long a process waits for another one, between two looks, in seconds.
+_PATIENCE = 0.2
 
 
 @contextlib.contextmanager
@@ -25,8 +35,7 @@ def replaced_file(path):
         `pathlib.Path` of the file to write, with the same suffixes.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as aside:
+    with _aside(path) as aside:
         new = Path(aside, path.name)
         yield new
         for other in Path(aside).iterdir():
@@ -39,6 +48,10 @@ def replaced_file(path):
 def replaced_directory(directory, keep=lambda path: True):
     """Write a directory aside and put it in place when all of it is written.
 
+    Where the system can exchange two directories in one step (Linux), there is no
+    moment without the one or the other. Elsewhere a process that is killed between two
+    steps leaves the old one aside, from where `recover` brings it back.
+
     Args:
         directory: str or path, made if it does not exist.
         keep: callable from the relative `pathlib.Path` of a file that is there already
@@ -49,22 +62,154 @@ def replaced_directory(directory, keep=lambda path: True):
         `pathlib.Path` of an empty directory to write to.
     """
     directory = Path(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=directory.parent, prefix=f".{directory.name}."
-    ) as aside:
+    recover(directory)
+    with _aside(directory) as aside:
         new, old = Path(aside, "new"), Path(aside, "old")
         new.mkdir()
         yield new
-        if directory.exists():
-            _copy_missing(directory, new, keep)
-            directory.rename(old)
+        if not directory.exists():
+            new.rename(directory)
+            return
+        _copy_missing(directory, new, keep)
+        if _exchange(new, directory):
+            return
+        directory.rename(old)
         try:
             new.rename(directory)
         except OSError:
-            if old.exists():
-                old.rename(directory)
+            old.rename(directory)
             raise
+
+
+def recover(directory):
+    """Bring a directory back that a killed process has left aside, if it is missing.
+
+    Args:
+        directory: str or path.
+    """
+    directory = Path(directory)
+    if directory.exists():
+        return
+    for aside in _asides_of_the_dead(directory):
+        # If both are there, it was killed between its two steps.
+        if (aside / "old").is_dir():
+            with contextlib.suppress(OSError):
+                (aside / "old").rename(directory)
+                return
+
+
+def read_whole(directory, read):
+    """Read a directory that others may be replacing, all of it from one version.
+
+    Args:
+        directory: str or path.
+        read: callable without arguments that reads it. It is called again if the
+            directory was replaced meanwhile.
+
+    Returns:
+        What `read` returns.
+    """
+    for _ in range(9):
+        before = _identity(directory)
+        try:
+            found = read()
+        except Exception:
+            # Perhaps it found parts of two versions.
+            if _identity(directory) == before:
+                raise
+            continue
+        if _identity(directory) == before:
+            return found
+    return read()
+
+
+@contextlib.contextmanager
+def one_process(path, waiting=None):
+    """Scope that only one process is in at a time; the others wait.
+
+    The system ends it with the process. (On Windows nobody waits.)
+
+    Args:
+        path: str or path of a file that stands for the scope. It stays there, empty.
+        waiting: str or `None`, what to print if there is somebody to wait for.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if waiting:
+                    print(waiting)
+                    waiting = None
+                time.sleep(_PATIENCE)
+        yield
+
+
+@contextlib.contextmanager
+def _aside(path):
+    """A temporary neighbour of a path; those of dead processes are removed first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in _asides_of_the_dead(path):
+        if path.exists() or not (left / "old").is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+    prefix = f".{path.name}.{_ASIDE}-{os.getpid()}-"
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix) as aside:
+        yield aside
+
+
+def _asides_of_the_dead(path):
+    """What processes of this machine have left beside a path that run no more."""
+    for found in path.parent.glob(f".{_escaped(path.name)}.{_escaped(_ASIDE)}-*-*"):
+        process = found.name.rsplit("-", 2)[-2]
+        if process.isdigit() and not _runs(int(process)):
+            yield found
+
+
+def _escaped(name):
+    """A name as a pattern that only it fits."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def _runs(process):
+    if process == os.getpid() or os.name != "posix":
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        # Of another user
+        return True
+    return True
+
+
+def _exchange(first, second):
+    """Exchange two directories in one step; `False` where the system cannot."""
+    if sys.platform != "linux":
+        return False
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    here, exchange = -100, 2
+    return not rename(here, os.fsencode(first), here, os.fsencode(second), exchange)
+
+
+def _identity(directory):
+    """What tells one version of a directory from the next, `None` if there is none."""
+    try:
+        found = os.stat(directory)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _copy_missing(source, target, keep):

@@ -1,8 +1,17 @@
 """Files and directories that appear whole or not at all."""
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
-from keras_softmoe.files import replaced_directory, replaced_file
+from keras_softmoe.files import (
+    read_whole,
+    recover,
+    replaced_directory,
+    replaced_file,
+)
 
 
 def texts(directory):
@@ -62,3 +71,100 @@ def test_files_that_are_not_kept(tmp_path):
     with replaced_directory(target, lambda path: path.suffix == ".json") as aside:
         (aside / "model.weights.json").write_text("new")
     assert texts(target) == {"metadata.json": "old", "model.weights.json": "new"}
+
+
+# === Processes that are killed, and several at once ===
+
+KILLED = """
+import os, sys, signal
+from keras_softmoe import files
+
+if sys.argv[2] == "exchange":
+    files._exchange = lambda *paths: False
+    rename = files.Path.rename
+
+    def killed(self, target):
+        if self.name == "new":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rename(self, target)
+
+    files.Path.rename = killed
+with files.replaced_directory(sys.argv[1]) as aside:
+    (aside / "config.json").write_text("second")
+    if sys.argv[2] == "write":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def killed(target, where):
+    done = subprocess.run([sys.executable, "-c", KILLED, str(target), where])
+    assert done.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("where", ["write", "exchange"])
+def test_a_process_that_is_killed(where, tmp_path):
+    """What was there is there, and the next one to write clears up."""
+    target = tmp_path / "preset"
+    with replaced_directory(target) as aside:
+        (aside / "config.json").write_text("first")
+    killed(target, where)
+    assert len(list(tmp_path.iterdir())) == (2 if where == "write" else 1)
+    recover(target)
+    assert texts(target) == {"config.json": "first"}
+    with replaced_directory(target) as aside:
+        (aside / "config.json").write_text("third")
+    assert texts(tmp_path) == {"preset/config.json": "third"}
+    assert [path.name for path in tmp_path.iterdir()] == ["preset"]
+
+
+def test_what_a_living_process_writes_stays(tmp_path):
+    with replaced_file(tmp_path / "a") as first, replaced_file(tmp_path / "a") as other:
+        first.write_text("first")
+        other.write_text("other")
+    assert texts(tmp_path) == {"a": "first"}
+
+
+def test_directories_are_read_whole(tmp_path):
+    """A reader beside a writer gets all of one version, or reads again."""
+    target = tmp_path / "preset"
+
+    def write(content):
+        with replaced_directory(target) as aside:
+            for name in ("config", "weights"):
+                (aside / name).write_text(content)
+
+    write("first")
+    reads = []
+
+    def read():
+        config = (target / "config").read_text()
+        if not reads:
+            write("second")
+        reads.append((config, (target / "weights").read_text()))
+        return reads[-1]
+
+    assert read_whole(target, read) == ("second", "second")
+    assert reads == [("first", "second"), ("second", "second")]
+    with pytest.raises(FileNotFoundError):
+        read_whole(target, lambda: (target / "none").read_text())
+
+
+def test_one_process_at_a_time(tmp_path, capfd):
+    program = """
+import sys, time
+from keras_softmoe.files import one_process
+
+with one_process(sys.argv[1], "waiting"):
+    with open(sys.argv[2], "a") as file:
+        file.write("in ")
+        file.flush()
+        time.sleep(0.5)
+        file.write("out ")
+"""
+    arguments = [str(tmp_path / "lock"), str(tmp_path / "log")]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program, *arguments]) for _ in range(3)
+    ]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert (tmp_path / "log").read_text() == "in out " * 3
+    assert "waiting" in capfd.readouterr().out

@@ -15,7 +15,7 @@ from keras_softmoe.catalogue import _preset_files as preset_files
 from keras_softmoe.catalogue._accuracy import accuracies
 from keras_softmoe.catalogue._limoe import limoe
 from keras_softmoe.catalogue._vision import vision
-from keras_softmoe.files import replaced_directory
+from keras_softmoe.files import recover, replaced_directory
 
 CONFIG_FILE = "config.json"
 METADATA_FILE = "metadata.json"
@@ -164,6 +164,7 @@ def find_directory(preset):
             library.
     """
     path = Path(preset)
+    recover(path)
     # A directory of the user's goes first, as for KerasHub.
     if not path.is_dir():
         path = _directory(str(preset))

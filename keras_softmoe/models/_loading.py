@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from keras_softmoe import catalogue
-from keras_softmoe.files import replaced_directory
+from keras_softmoe.files import read_whole, replaced_directory
 from keras_softmoe.layers.feedforward import weights_will_be_loaded
 from keras_softmoe.models._mutable_routing import pop_mutable_settings
 from keras_softmoe.models.released import convert
@@ -88,7 +88,10 @@ def load_and_save_presets(cls):
         settings = pop_mutable_settings(kwargs)
         opened = open_preset(preset, load_weights)
         with opened as directory, weights_will_be_loaded(load_weights):
-            model = read(cls, directory, load_weights=load_weights, **kwargs)
+            model = read_whole(
+                directory,
+                lambda: read(cls, directory, load_weights=load_weights, **kwargs),
+            )
         model.set_routing(**settings)
         return model
 

@@ -18,7 +18,7 @@ from keras_softmoe.checkpoints import (
     read_architecture,
     read_parameters,
 )
-from keras_softmoe.files import replaced_directory
+from keras_softmoe.files import one_process, replaced_directory
 from keras_softmoe.layers.feedforward import weights_will_be_loaded
 from keras_softmoe.models.vmoe_params import load_vmoe_params
 
@@ -64,12 +64,18 @@ def convert(name, prefix=None, verbose=1):
             f"{', '.join(catalogue.names_of_kind('convertible'))}."
         )
     target = _cache() / name
-    # It is put there as a whole, or not at all.
-    if target.is_dir():
-        return str(target)
-    if prefix is not None:
-        return _convert(preset, prefix, target, verbose)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    waiting = f"Another process converts {name!r}: waiting for it ..."
+    with one_process(target.with_name(f".{name}.lock"), verbose and waiting):
+        # It is put there as a whole, or not at all; perhaps by that process.
+        if target.is_dir():
+            return str(target)
+        if prefix is not None:
+            return _convert(preset, prefix, target, verbose)
+        return _fetch_and_convert(preset, target, verbose)
+
+
+def _fetch_and_convert(preset, target, verbose):
+    name = preset.name
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download.") as folder:
         try:
             prefix = download_checkpoint(preset.checkpoint, folder, verbose)
