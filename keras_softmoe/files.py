@@ -130,7 +130,7 @@ def one_process(path, waiting=None):
     The system ends it with the process. (On Windows nobody waits.)
 
     Args:
-        path: str or path of a file that stands for the scope. It stays there, empty.
+        path: str or path of a file that stands for the scope, and is there as long.
         waiting: str or `None`, what to print if there is somebody to wait for.
     """
     try:
@@ -140,17 +140,24 @@ def one_process(path, waiting=None):
         return
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        while True:
+    while True:
+        with path.open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
             except BlockingIOError:
                 if waiting:
                     print(waiting)
                     waiting = None
                 time.sleep(_PATIENCE)
-        yield
+                continue
+            if _identity(path) != _identity(file.fileno()):
+                # Who had it before has removed it.
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
 
 
 @contextlib.contextmanager
@@ -203,10 +210,10 @@ def _exchange(first, second):
     return not rename(here, os.fsencode(first), here, os.fsencode(second), exchange)
 
 
-def _identity(directory):
-    """What tells one version of a directory from the next, `None` if there is none."""
+def _identity(path):
+    """What tells one version of a path from the next, `None` if there is none."""
     try:
-        found = os.stat(directory)
+        found = os.stat(path)
     except OSError:
         return None
     return found.st_dev, found.st_ino

@@ -167,4 +167,5 @@ with one_process(sys.argv[1], "waiting"):
     ]
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert (tmp_path / "log").read_text() == "in out " * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
     assert "waiting" in capfd.readouterr().out
