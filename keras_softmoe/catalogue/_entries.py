@@ -238,6 +238,14 @@ def names_of_kind(kind):
     return [n for n in names() if _metadata(_directory(n), n).get("kind") == kind]
 
 
+# What damaged files end in: h5py's own errors are of the third line.
+_OF_DAMAGE = (
+    *(OSError, EOFError, json.JSONDecodeError, UnicodeDecodeError),
+    *(KeyError, IndexError, AttributeError, TypeError),
+    *(RuntimeError, RecursionError, MemoryError),
+)
+
+
 @contextlib.contextmanager
 def explain_errors(preset):
     """Turn what goes wrong while a preset is read into an error that says so.
@@ -248,7 +256,7 @@ def explain_errors(preset):
     where = f"in '{preset}'" if isinstance(preset, Path) else repr(preset)
     try:
         yield
-    except (OSError, EOFError, KeyError, json.JSONDecodeError) as error:
+    except _OF_DAMAGE as error:
         raise ValueError(
             f"The preset {where} cannot be read: a file is damaged, truncated, or "
             "belongs to another model. Restore it or save the preset again. Reason: "

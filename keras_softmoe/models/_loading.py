@@ -15,12 +15,15 @@ import functools
 import tempfile
 from pathlib import Path
 
+import keras
+import numpy as np
+
 from keras_softmoe import catalogue
 from keras_softmoe.files import read_whole, replaced_directory
 from keras_softmoe.layers.feedforward import weights_will_be_loaded
 from keras_softmoe.models._mutable_routing import pop_mutable_settings
 from keras_softmoe.models.released import convert
-from keras_softmoe.sharding.variables import save_in_one_process
+from keras_softmoe.sharding.variables import is_sharded, save_in_one_process
 
 WEIGHTS_FILES = ("model.weights.h5", "model.weights.json")
 
@@ -92,6 +95,8 @@ def load_and_save_presets(cls):
                 directory,
                 lambda: read(cls, directory, load_weights=load_weights, **kwargs),
             )
+            if load_weights:
+                _check_finite(model, preset)
         model.set_routing(**settings)
         return model
 
@@ -109,6 +114,21 @@ def load_and_save_presets(cls):
     cls.from_preset = classmethod(from_preset)
     cls.save_to_preset = save_to_preset
     return cls
+
+
+def _check_finite(model, preset):
+    """Raise if a weight is not a number: the model would say nothing else any more."""
+    for variable in model.variables:
+        is_float = keras.backend.is_float_dtype(variable.dtype)
+        if not is_float or is_sharded(variable):
+            continue
+        if not np.isfinite(keras.ops.convert_to_numpy(variable.value)).all():
+            raise ValueError(
+                f"The weights of the preset {str(preset)!r} are not all finite: its "
+                "file is damaged, or its training had failed. Received: NaN or "
+                f"infinity in {variable.path!r}. Restore the file, or start anew with "
+                "`load_weights=False`."
+            )
 
 
 def _is_no_weights_file(path):

@@ -104,6 +104,33 @@ def test_damaged_weights(preset, load, damage):
         load(preset)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_flipped_bits(preset, seed):
+    """They load (most are in a number) or are refused by name; nothing else."""
+    file = preset / "model.weights.h5"
+    content = bytearray(file.read_bytes())
+    rng = np.random.default_rng(seed)
+    # In what HDF5 keeps of itself, mostly at the beginning.
+    place = rng.integers(len(content) if seed % 2 else 4000)
+    content[place] ^= 1 << rng.integers(8)
+    file.write_bytes(bytes(content))
+    try:
+        load_backbone(preset)
+    except ValueError as error:
+        assert str(preset) in "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+def test_weights_that_are_no_numbers(preset):
+    model = load_classifier(preset)
+    kernel = model.backbone.get_layer("patch_embedding").trainable_variables[0]
+    value = np.array(keras.ops.convert_to_numpy(kernel))
+    value.flat[3] = np.nan
+    kernel.assign(value)
+    model.save_to_preset(str(preset))
+    with pytest.raises(ValueError, match="not all finite.*patch_embedding"):
+        load_classifier(preset)
+
+
 @pytest.mark.parametrize(
     "load, kind",
     [
