@@ -44,6 +44,10 @@ class AttentionPooling(keras.layers.Layer):
 
     Maps `(B, S, D)` tokens to `(B, D)`.
 
+    Raises:
+        ValueError: if a size is not a positive integer, or the heads do not divide the
+            width.
+
     Source: Zhai et al. 2022 (Scaling Vision Transformers), section 3.3.
     """
 
