@@ -28,6 +28,7 @@ RUNS_ON = {
     "models/test_contrastive_input.py": ("torch",),
     "models/test_pruning.py": ("jax", "torch"),
     "test_benchmark*.py": ("torch",),
+    "test_checks.py": ("torch",),
     "test_package.py": ("jax",),
     "test_trained_*.py": ("torch",),
     "training/test_pair_pipeline.py": ("torch",),

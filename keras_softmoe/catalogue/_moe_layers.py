@@ -1,6 +1,6 @@
 """Which blocks of a Transformer are mixtures of experts."""
 
-import numbers
+from keras_softmoe.checks import is_whole_number
 
 
 def every_n(num_layers, n=2):
@@ -85,7 +85,7 @@ def second_half(num_layers):
 
 
 def _check(num_layers, argument, value, largest):
-    is_count = isinstance(value, numbers.Integral) and value >= 1
+    is_count = is_whole_number(value)
     if not is_count or (largest is not None and value > largest):
         upto = "" if largest is None else f" and at most {largest}"
         layers = "" if argument == "num_layers" else f", num_layers={num_layers}"

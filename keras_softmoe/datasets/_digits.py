@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.datasets._resampling import bilinear_matrix
-from keras_softmoe.datasets.checks import check_whole_numbers
 
 # The images are 8 x 8 counts of inked pixels, 0 to 16.
 _SIDE = 8

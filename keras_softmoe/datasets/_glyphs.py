@@ -10,6 +10,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
+from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.datasets._glyph_bank import (
     BOX,
     FIELD,
@@ -19,7 +20,6 @@ from keras_softmoe.datasets._glyph_bank import (
     import_matplotlib,
 )
 from keras_softmoe.datasets._resampling import area_matrix, bilinear_matrix
-from keras_softmoe.datasets.checks import check_whole_numbers
 from keras_softmoe.files import replaced_file
 
 # Raise with any change to the pictures: old caches are then left alone.

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_softmoe.datasets.checks import check_whole_numbers
+from keras_softmoe.checks import check_whole_numbers
 
 
 def from_tfds(

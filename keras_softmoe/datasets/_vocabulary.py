@@ -5,7 +5,7 @@ import string
 
 import numpy as np
 
-from keras_softmoe.datasets.checks import check_whole_numbers
+from keras_softmoe.checks import check_whole_numbers
 
 # What anybody may type into a caption, once in lower case.
 _CHARACTERS = string.ascii_lowercase + string.digits + string.punctuation

@@ -1,6 +1,5 @@
 """Training that is interrupted at any point and resumed from there."""
 
-import numbers
 import shutil
 import tempfile
 import warnings
@@ -9,6 +8,7 @@ from pathlib import Path
 import h5py
 import keras
 
+from keras_softmoe.checks import is_whole_number
 from keras_softmoe.distribution._backup_file import (
     open_backup,
     optimizer_name,
@@ -96,8 +96,7 @@ class Backup(keras.callbacks.Callback):
 
     def __init__(self, directory, every=None, one_stream=False, delete=True):
         super().__init__()
-        is_count = isinstance(every, numbers.Integral) and not isinstance(every, bool)
-        if every is not None and (not is_count or every < 1):
+        if every is not None and not is_whole_number(every):
             raise ValueError(
                 "`every` is a positive integer, the number of batches between backups, "
                 f"or `None` for the end of each epoch. Received: every={every!r}."

@@ -4,6 +4,7 @@ import math
 import numbers
 from typing import NamedTuple
 
+from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.distribution._counting import model_size, optimizer_copies
 
 # Two tensors go out in the forward pass, and their gradients come back the same way:
@@ -236,7 +237,7 @@ def plan(
     >>> print(plan)
     >>> [mesh.shape for mesh in plan.fitting]
     """
-    _check_count("devices", devices)
+    check_whole_numbers(1, devices=devices)
     is_number = isinstance(memory, numbers.Real) and not isinstance(memory, bool)
     if not is_number or not 0 < memory < math.inf:
         raise ValueError(
@@ -248,7 +249,7 @@ def plan(
     smallest = devices * model.group_images
     if batch_size is None:
         batch_size = smallest
-    _check_count("batch_size", batch_size)
+    check_whole_numbers(1, batch_size=batch_size)
     if batch_size % smallest:
         raise ValueError(
             "Each device needs whole groups of images, equally many. `batch_size` must "
@@ -371,13 +372,6 @@ def _of_pairs(model, devices, groups):
 
 
 # === Words ===
-
-
-def _check_count(argument, value):
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
-        raise ValueError(
-            f"`{argument}` must be a positive integer. Received: {argument}={value!r}."
-        )
 
 
 def _short(number):

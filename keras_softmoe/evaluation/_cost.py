@@ -1,10 +1,10 @@
 """What a model costs, from its configuration: nothing is built or loaded."""
 
-import numbers
 from typing import NamedTuple
 
 import keras
 
+from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.costs import ITEMSIZE, LayerCost, dense
 from keras_softmoe.evaluation.configuration import configuration
 
@@ -137,8 +137,4 @@ def _check_num_classes(found):
             "A LIMoE has no head: it tells classes by their names. Received: "
             f"num_classes={num_classes!r}. Leave it out."
         )
-    if not isinstance(num_classes, numbers.Integral) or num_classes < 1:
-        raise ValueError(
-            "`num_classes` must be a positive integer, or `None` for no head. "
-            f"Received: num_classes={num_classes!r}."
-        )
+    check_whole_numbers(1, num_classes=num_classes)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import keras
 import numpy as np
 
+from keras_softmoe.checks import check_whole_numbers, is_whole_number
 from keras_softmoe.evaluation._ridge import (
     L2_GRID,
     best_l2,
@@ -169,9 +170,9 @@ def few_shot_probe(
     ```
     """
     shots = _integers("shots", shots, minimum=1)
-    _check_count("batch_size", batch_size)
+    check_whole_numbers(1, batch_size=batch_size)
     if not np.iterable(seeds):
-        _check_count("seeds", seeds)
+        check_whole_numbers(1, seeds=seeds)
         seeds = range(seeds)
     seeds = _integers("seeds", seeds, minimum=0)
     grid = _grid(l2)
@@ -292,24 +293,13 @@ def _to_matrix(output, size, flatten):
 def _integers(name, values, minimum):
     """Returns `values` as a tuple of distinct ints."""
     found = tuple(values) if np.iterable(values) else (None,)
-    whole = all(
-        isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        for value in found
-    )
-    if not found or not whole or min(found) < minimum or len(set(found)) < len(found):
+    whole = all(is_whole_number(value, minimum) for value in found)
+    if not found or not whole or len(set(found)) < len(found):
         raise ValueError(
             f"`{name}` must be distinct integers, each at least {minimum}. "
             f"Received: {name}={values}. Pass, for example, {name}=(1, 5, 10)."
         )
     return tuple(int(value) for value in found)
-
-
-def _check_count(name, value):
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
-        raise ValueError(
-            f"`{name}` must be a positive integer. "
-            f"Received: {name}={value!r}. Pass, for example, {name}=10."
-        )
 
 
 def _grid(l2):

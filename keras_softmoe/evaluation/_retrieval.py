@@ -1,10 +1,11 @@
 """How often an image finds its caption among all captions, and a caption its image."""
 
-import numbers
 from typing import NamedTuple
 
 import numpy as np
 from keras import ops
+
+from keras_softmoe.checks import check_whole_numbers, is_whole_number
 
 
 class Retrieval(NamedTuple):
@@ -88,16 +89,12 @@ def retrieval(
         )
     owner = _owner(image_of_caption, len(images), len(texts))
     ks = tuple(ks) if np.iterable(ks) else (ks,)
-    if not ks or not all(map(_is_count, ks)) or len(set(ks)) < len(ks):
+    if not ks or not all(map(is_whole_number, ks)) or len(set(ks)) < len(ks):
         raise ValueError(
             "`ks` must be distinct positive integers. "
             f"Received: ks={ks}. Pass, for example, ks=(1, 5, 10)."
         )
-    if not _is_count(chunk_size):
-        raise ValueError(
-            "`chunk_size` must be a positive integer. "
-            f"Received: chunk_size={chunk_size!r}."
-        )
+    check_whole_numbers(1, chunk_size=chunk_size)
     of_image, of_text = _ranks(images, texts, owner, chunk_size)
     return Retrieval(
         {int(k): float(_hit_rate(*of_image, k)) for k in ks},
@@ -228,8 +225,3 @@ def _owner(image_of_caption, num_images, num_captions):
             f"{without[:5].tolist()}. Leave out images without captions."
         )
     return owner
-
-
-def _is_count(value):
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return is_integer and value >= 1

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_softmoe import catalogue
+from keras_softmoe.checks import did_you_mean
 from keras_softmoe.layers.parts import ImageParts, PairParts, arguments_of
 from keras_softmoe.routers import MUTABLE_SETTINGS, Router
 
@@ -146,8 +147,8 @@ def _check_arguments(kind, arguments):
         raise ValueError(
             f"The arguments of `{kind.partition('>')[2]}` are "
             f"{', '.join(required)}, and optionally {', '.join(optional)}. Received: "
-            + ("no " + ", ".join(missing) if missing else "also " + ", ".join(unknown))
-            + "."
+            + ("also " + ", ".join(unknown) if unknown else "no " + ", ".join(missing))
+            + f".{did_you_mean(unknown, [*required, *optional])}"
         )
 
 

@@ -6,6 +6,7 @@ import keras
 from keras import ops
 
 from keras_softmoe import costs
+from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.ops.backend import affine, attend
 
 
@@ -30,13 +31,14 @@ class Attention(keras.layers.Layer):
     Returns: `(B, Q, D)` tensor.
 
     Raises:
-        ValueError: if `num_heads` does not divide the width.
+        ValueError: if `num_heads` is not a positive integer that divides the width.
 
     Source: Dosovitskiy et al. 2021, appendix A; the normalization: Dehghani et al.
     2023 (ViT-22B), section 2.
     """
 
     def __init__(self, num_heads, use_qk_norm=False, **kwargs):
+        check_whole_numbers(1, num_heads=num_heads)
         super().__init__(**kwargs)
         self.num_heads = num_heads
         self.use_qk_norm = use_qk_norm
@@ -143,8 +145,8 @@ def layer_norm(dtype, name, center=True):
 
 
 def check_num_heads(num_heads, width):
-    """Raise unless `num_heads` is positive and divides `width`."""
-    if num_heads < 1 or width % num_heads:
+    """Raise unless `num_heads` divides `width`."""
+    if width % num_heads:
         raise ValueError(
             "The heads share the width equally, so `num_heads` must divide it. "
             f"Received: num_heads={num_heads}, width={width}."

@@ -5,6 +5,7 @@ import math
 import keras
 from keras import ops
 
+from keras_softmoe.checks import check_numbers
 from keras_softmoe.costs import LayerCost
 
 
@@ -30,11 +31,9 @@ class ContrastiveScale(keras.layers.Layer):
     """
 
     def __init__(self, scale=10.0, bias=None, **kwargs):
-        if not scale > 0:
-            raise ValueError(
-                "Similarities are scaled by a positive number. Received: "
-                f"scale={scale}."
-            )
+        check_numbers(over=0, scale=scale)
+        if bias is not None:
+            check_numbers(bias=bias)
         # Half precision would round its logarithm.
         super().__init__(**{**kwargs, "dtype": "float32"})
         self.scale = scale

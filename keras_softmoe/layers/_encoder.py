@@ -4,7 +4,14 @@ import inspect
 import math
 
 import keras
+import numpy as np
 
+from keras_softmoe.checks import (
+    check_names,
+    check_numbers,
+    check_whole_numbers,
+    is_whole_number,
+)
 from keras_softmoe.costs import LayerCost, cost_of, normalization
 from keras_softmoe.layers._attention import Attention, check_num_heads, layer_norm
 from keras_softmoe.layers._modalities import (
@@ -63,6 +70,7 @@ class EncoderBlock(keras.layers.Layer):
                 "`layers.MoE(router, mlp_dim=128)`. "
                 f"Received: mlp={mlp!r}."
             )
+        check_numbers(least=0, under=1, dropout_rate=dropout_rate)
         self.num_heads = num_heads
         self.use_qk_norm = use_qk_norm
         self.dropout_rate = dropout_rate
@@ -204,8 +212,8 @@ class Encoder:
     Returns: normalized tokens, like the input.
 
     Raises:
-        ValueError: if the heads do not divide the width, or `moe_layers` and `router`
-            do not fit.
+        ValueError: if a size is not a positive integer, the heads do not divide the
+            width, or `moe_layers` and `router` do not fit.
         TypeError: if `layers.MoE` has no such setting.
     """
 
@@ -222,10 +230,17 @@ class Encoder:
         dtype=None,
         **moe_settings,
     ):
+        check_whole_numbers(
+            1,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            hidden_dim=hidden_dim,
+            mlp_dim=mlp_dim,
+        )
         check_num_heads(num_heads, hidden_dim)
-        self.moe_layers = tuple(sorted(moe_layers))
+        self.moe_layers = _block_indices(moe_layers, num_layers)
         self.moe_settings = _complete_settings(moe_settings)
-        routers = _router_of_block(self.moe_layers, router, num_layers)
+        routers = _router_of_block(self.moe_layers, router)
 
         def mlp(index):
             if index not in routers:
@@ -267,24 +282,29 @@ class Encoder:
 def _complete_settings(settings):
     """All settings of `layers.MoE`, those that are not given with their defaults."""
     accepted = MoE.settings()
-    unknown = sorted(settings.keys() - accepted.keys())
-    if unknown:
-        raise TypeError(
-            "Unknown arguments. Beside its own, a model takes those of `layers.MoE`: "
-            f"{', '.join(accepted)}. Received: {', '.join(unknown)}."
-        )
+    check_names("`layers.MoE`, to which further arguments go,", settings, accepted)
     return {**accepted, **settings}
 
 
-def _router_of_block(moe_layers, router, num_layers):
-    """Dict from the index of each MoE block to its (template of a) router."""
-    wrong = [index for index in moe_layers if index not in range(num_layers)]
-    if wrong or len(set(moe_layers)) < len(moe_layers):
+def _block_indices(moe_layers, num_layers):
+    """Ascending tuple of the indices of blocks."""
+    indices = tuple(moe_layers) if np.iterable(moe_layers) else (None,)
+    wrong = not all(is_whole_number(index, 0) for index in indices)
+    if (
+        wrong
+        or len(set(indices)) < len(indices)
+        or max(indices, default=0) >= num_layers
+    ):
         raise ValueError(
             f"`moe_layers` counts blocks from 0 to {num_layers - 1}, each at most "
-            "once. "
-            f"Received: moe_layers={moe_layers}, num_layers={num_layers}."
+            f"once. Received: moe_layers={moe_layers!r}, num_layers={num_layers}. Pass "
+            f"a tuple of ints, for example ({num_layers - 1},)."
         )
+    return tuple(sorted(indices))
+
+
+def _router_of_block(moe_layers, router):
+    """Dict from the index of each MoE block to its (template of a) router."""
     if not isinstance(router, list | tuple):
         if bool(moe_layers) != (router is not None):
             raise ValueError(

@@ -2,12 +2,12 @@
 
 import inspect
 import math
-import numbers
 import warnings
 
 import keras
 from keras import ops
 
+from keras_softmoe.checks import check_numbers, check_whole_numbers, is_whole_number
 from keras_softmoe.costs import LayerCost, MixtureCost
 from keras_softmoe.layers._modalities import (
     as_sequence,
@@ -109,6 +109,8 @@ class MoE(keras.layers.Layer):
                 "`router` must be a router from `keras_softmoe.routers`, for example "
                 f"`SoftRouter(num_experts=8)`. Received: router={router!r}."
             )
+        check_whole_numbers(1, mlp_dim=mlp_dim)
+        check_numbers(least=0, under=1, expert_dropout_rate=expert_dropout_rate)
         self.check_group_images(group_images)
         if dispatcher not in DISPATCHERS:
             raise ValueError(
@@ -159,7 +161,7 @@ class MoE(keras.layers.Layer):
             ValueError: if it is no positive integer and not `None`, or the router
                 refuses groups of so many tokens.
         """
-        is_count = isinstance(group_images, numbers.Integral) and group_images >= 1
+        is_count = is_whole_number(group_images)
         if not (is_count or group_images is None):
             raise ValueError(
                 "A group consists of at least one image. `group_images` must be a "

@@ -5,6 +5,7 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe import costs
+from keras_softmoe.checks import check_whole_numbers, is_whole_number
 from keras_softmoe.ops import resample_position_grid, sincos_2d_table
 
 POSITION_EMBEDDINGS = ("learned", "sincos2d", "none")
@@ -21,10 +22,14 @@ class PatchEmbedding(keras.layers.Layer):
 
     Maps `(B, height, width, channels)` images to `(B, S, D)` tokens, row by row.
 
+    Raises:
+        ValueError: if a size is not a positive integer.
+
     Source: Dosovitskiy et al. 2021, section 3.1.
     """
 
     def __init__(self, patch_size, hidden_dim, **kwargs):
+        check_whole_numbers(1, hidden_dim=hidden_dim)
         super().__init__(**kwargs)
         self.patch_size = pair(patch_size)
         self.hidden_dim = hidden_dim
@@ -131,7 +136,7 @@ class PositionEmbedding(keras.layers.Layer):
                 "Unknown position embedding. Accepted: 'learned', 'sincos2d'. "
                 f"Received: kind={kind!r}."
             )
-        self.grid = tuple(grid)
+        self.grid = pair(grid, "grid")
         self.kind = kind
         self.has_class_token = has_class_token
 
@@ -235,7 +240,8 @@ class TokenEmbedding(keras.layers.Layer):
     Maps `(B, S)` ids to `(B, S, D)` tokens.
 
     Raises:
-        ValueError: if the texts have another length.
+        ValueError: if a size is not a positive integer, or the texts have another
+            length.
 
     Source: LIMoE, section 2; how the weights start: the two-tower models of Soft MoE's
     released code.
@@ -250,15 +256,12 @@ class TokenEmbedding(keras.layers.Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        for name, value in (
-            ("vocabulary_size", vocabulary_size),
-            ("sequence_length", sequence_length),
-            ("hidden_dim", hidden_dim),
-        ):
-            if value < 1:
-                raise ValueError(
-                    f"`{name}` must be a positive integer. Received: {name}={value}."
-                )
+        check_whole_numbers(
+            1,
+            vocabulary_size=vocabulary_size,
+            sequence_length=sequence_length,
+            hidden_dim=hidden_dim,
+        )
         self.vocabulary_size = vocabulary_size
         self.sequence_length = sequence_length
         self.hidden_dim = hidden_dim
@@ -316,9 +319,39 @@ class TokenEmbedding(keras.layers.Layer):
         }
 
 
-def pair(size):
-    """`(height, width)` of a size that may be given as one number."""
-    return (size, size) if isinstance(size, int) else tuple(size)
+def pair(size, name="patch_size"):
+    """`(height, width)` of a size that may be given as one number.
+
+    Args:
+        size: int or two of them.
+        name: str, the argument.
+
+    Raises:
+        ValueError: if they are not positive integers.
+    """
+    sizes = tuple(size) if np.iterable(size) else (size, size)
+    if len(sizes) != 2 or not all(map(is_whole_number, sizes)):
+        raise ValueError(
+            f"`{name}` must be a positive integer, or two of them for height and width."
+            f" Received: {name}={size!r}. Pass, for example, {name}=(4, 4)."
+        )
+    return sizes
+
+
+def checked_image_shape(image_shape):
+    """`(height, width, channels)`, a tuple.
+
+    Raises:
+        ValueError: if they are not three positive integers.
+    """
+    shape = tuple(image_shape) if np.iterable(image_shape) else ()
+    if len(shape) != 3 or not all(map(is_whole_number, shape)):
+        raise ValueError(
+            "`image_shape` must be (height, width, channels), all known and positive "
+            f"integers. Received: image_shape={image_shape!r}. Pass, for example, "
+            "image_shape=(224, 224, 3)."
+        )
+    return shape
 
 
 def patch_grid(image_shape, patch_size):
@@ -332,17 +365,12 @@ def patch_grid(image_shape, patch_size):
         ValueError: if the patches do not cover the image exactly.
     """
     patch_size = pair(patch_size)
-    if len(image_shape) != 3 or None in tuple(image_shape):
-        raise ValueError(
-            "`image_shape` must be (height, width, channels), all known. "
-            f"Received: image_shape={image_shape}."
-        )
-    height, width, _ = image_shape
+    height, width, _ = image_shape = checked_image_shape(image_shape)
     if height % patch_size[0] or width % patch_size[1]:
         raise ValueError(
             "The patches must cover the image exactly: the patch size has to divide "
             "height and width. Received: "
-            f"image_shape={tuple(image_shape)}, patch_size={patch_size}. Resize the "
+            f"image_shape={image_shape}, patch_size={patch_size}. Resize the "
             "images or choose another patch size."
         )
     return height // patch_size[0], width // patch_size[1]

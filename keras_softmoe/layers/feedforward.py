@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from keras_softmoe import costs
+from keras_softmoe.checks import check_numbers, check_whole_numbers
 from keras_softmoe.ops.backend import affine, chunked_map
 from keras_softmoe.sharding import (
     check_divides_experts,
@@ -52,12 +53,16 @@ class MLP(keras.layers.Layer):
 
     Maps `(..., D)` to `(..., D)`.
 
+    Raises:
+        ValueError: if `mlp_dim` is not a positive integer.
+
     Source: V-MoE, section 2.1.
     """
 
     def __init__(self, mlp_dim, **kwargs):
+        check_whole_numbers(1, mlp_dim=mlp_dim)
         super().__init__(**kwargs)
-        self.mlp_dim = mlp_dim
+        self.mlp_dim = int(mlp_dim)
         self.supports_masking = True
 
     def build(self, inputs_shape):
@@ -123,8 +128,9 @@ class Experts(keras.layers.Layer):
     `keras_softmoe.distribution.expert_parallel`.
 
     Raises:
-        ValueError: if the input is not of rank 4 with `num_experts` as second axis, or
-            the devices over which experts are sharded do not divide their number.
+        ValueError: if an argument is not among the accepted values, the input is not of
+            rank 4 with `num_experts` as second axis, or the devices over which experts
+            are sharded do not divide their number.
 
     Source: V-MoE, section 2.2; for expert dropout, its fine-tuning settings (table 7)
     and Fedus et al. 2021 (Switch Transformer), section 2.4.
@@ -145,6 +151,8 @@ class Experts(keras.layers.Layer):
         remat=False,
         **kwargs,
     ):
+        check_whole_numbers(1, num_experts=num_experts, mlp_dim=mlp_dim)
+        check_numbers(least=0, under=1, dropout_rate=dropout_rate)
         check_divides_experts(num_experts)
         super().__init__(**kwargs)
         self.num_experts = num_experts

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import keras
 
+from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.costs import LayerCost, cost_of
 from keras_softmoe.layers._contrastive import ContrastiveScale
 from keras_softmoe.layers._encoder import Encoder
@@ -76,8 +77,9 @@ class ImageParts(NamedTuple):
         if pooling == "map":
             attention_pooling = _attention_pooling("attention_pooling", encoder, dtype)
         if representation_dim is not None:
+            check_whole_numbers(1, representation_dim=representation_dim)
             pre_logits = keras.layers.Dense(
-                representation_dim,
+                int(representation_dim),
                 activation="tanh",
                 kernel_initializer="lecun_normal",
                 dtype=dtype,
@@ -182,6 +184,7 @@ class PairParts(NamedTuple):
             ValueError: as `ImageParts.make`.
         """
         grid = patch_grid(image_shape, patch_size)
+        check_whole_numbers(1, embedding_dim=embedding_dim)
         poolings = {"image": image_pooling, "text": text_pooling}
         for modality, pooling in poolings.items():
             check_choice(f"{modality}_pooling", pooling, TEXT_POOLINGS)
@@ -203,7 +206,7 @@ class PairParts(NamedTuple):
         }
         projection = {
             modality: keras.layers.Dense(
-                embedding_dim,
+                int(embedding_dim),
                 use_bias=False,
                 dtype=dtype,
                 name=f"{modality}_projection",

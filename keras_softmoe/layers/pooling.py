@@ -73,6 +73,10 @@ class AttentionPooling(keras.layers.Layer):
 
     Returns: `(B, D)` tensor.
 
+    Raises:
+        ValueError: if a size is not a positive integer, or the heads do not divide the
+            width.
+
     Source: Zhai et al. 2022 (Scaling Vision Transformers), section 3.3.
     """
 

@@ -23,11 +23,11 @@ from keras_softmoe.models._contrastive_preprocessor import (
     fit_preprocessor,
 )
 from keras_softmoe.models._limoe_backbone import LIMoEBackbone
-from keras_softmoe.models._loading import load_and_save_presets
+from keras_softmoe.models._loading import load_and_save_presets, with_backbone
 from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.models._pair_encoding import PairEncoding
 from keras_softmoe.models._two_tower_backbone import TwoTowerBackbone
-from keras_softmoe.models.arguments import check_pairs
+from keras_softmoe.models.arguments import check_kind, check_pairs, offer_names
 from keras_softmoe.ops import sigmoid_contrastive_loss, softmax_contrastive_loss
 from keras_softmoe.sharding import check_model
 
@@ -37,6 +37,7 @@ LOSSES = {"softmax": softmax_contrastive_loss, "sigmoid": sigmoid_contrastive_lo
 @load_and_save_presets
 @exportable
 @recompile_on_change
+@offer_names
 class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
     """Base class: learns to tell which image and which caption belong together.
 
@@ -50,6 +51,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
     """
 
     def __init__(self, backbone, preprocessor=None, compile=True, name=None):
+        check_kind("backbone", backbone, self.backbone_cls)
         # === Layers ===
         self.backbone = backbone
         self.preprocessor = preprocessor
@@ -293,7 +295,8 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
                 preset directory, or a KerasHub handle (`"hf://user/model"`).
             load_weights: bool, whether to load weights or start from random ones.
             **kwargs: what to change: `image_shape` (position embeddings are resampled),
-                `dtype`, `preprocessor`, and settings of the routers, see `set_routing`.
+                `dtype`, `preprocessor`, other arguments of this class and of the
+                backbone, and settings of the routers, see `set_routing`.
 
         Returns:
             A model of this class.
@@ -315,6 +318,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         preprocessor = kwargs.get("preprocessor")
         if preprocessor is not None:
             kwargs["preprocessor"] = None
+        kwargs = with_backbone(cls, preset, load_weights, kwargs)
         model = super().from_preset(preset, load_weights=load_weights, **kwargs)
         if preprocessor is not None:
             fit_preprocessor(preprocessor, model.backbone)

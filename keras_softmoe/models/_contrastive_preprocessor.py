@@ -7,6 +7,7 @@ import keras
 import keras_hub
 import numpy as np
 
+from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.models._limoe_backbone import LIMoEBackbone
 from keras_softmoe.models._loading import load_from_presets
 from keras_softmoe.models._two_tower_backbone import TwoTowerBackbone
@@ -93,11 +94,7 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
                 "too long: make the tokenizer without a length. Received: a tokenizer "
                 f"with sequence_length={tokenizer.sequence_length}."
             )
-        if sequence_length < 1:
-            raise ValueError(
-                "A text has at least one token. Received: "
-                f"sequence_length={sequence_length}."
-            )
+        check_whole_numbers(1, sequence_length=sequence_length)
         self.tokenizer = tokenizer
         self.image_converter = image_converter
         self.sequence_length = sequence_length

@@ -2,15 +2,16 @@
 
 import keras
 
-from keras_softmoe.layers.embedding import pair, patch_grid
+from keras_softmoe.layers.embedding import checked_image_shape, pair, patch_grid
 from keras_softmoe.layers.parts import PairParts
 from keras_softmoe.layers.pooling import pool
 from keras_softmoe.models._backbone import MoEBackbone
 from keras_softmoe.models._encoders import SingleModality, normalized
-from keras_softmoe.models.arguments import check_pairs
+from keras_softmoe.models.arguments import check_pairs, offer_names
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
+@offer_names
 class LIMoEBackbone(MoEBackbone, SingleModality):
     """One Transformer for images and text, some of whose blocks mix experts.
 
@@ -116,7 +117,7 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         **moe_settings,
     ):
         arguments = {
-            "image_shape": tuple(image_shape),
+            "image_shape": checked_image_shape(image_shape),
             "patch_size": pair(patch_size),
             "vocabulary_size": vocabulary_size,
             "sequence_length": sequence_length,
@@ -170,7 +171,7 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
                 )
             return outputs
 
-        images = keras.Input(shape=image_shape, name="images")
+        images = keras.Input(shape=arguments["image_shape"], name="images")
         token_ids = keras.Input(
             shape=(sequence_length,), dtype="int32", name="token_ids"
         )

@@ -16,13 +16,17 @@ import tempfile
 from pathlib import Path
 
 import keras
+import keras_hub
 import numpy as np
 
 from keras_softmoe import catalogue
+from keras_softmoe.checks import check_names
 from keras_softmoe.files import read_whole, replaced_directory
 from keras_softmoe.layers.feedforward import weights_will_be_loaded
 from keras_softmoe.models._mutable_routing import pop_mutable_settings
+from keras_softmoe.models.arguments import arguments_of
 from keras_softmoe.models.released import convert
+from keras_softmoe.routers import MUTABLE_SETTINGS
 from keras_softmoe.sharding.variables import is_sharded, save_in_one_process
 
 WEIGHTS_FILES = ("model.weights.h5", "model.weights.json")
@@ -42,6 +46,7 @@ Returns:
 Raises:
     ValueError: if the name is unknown (the message offers the nearest), the preset has
         no weights, or a file is missing, damaged or foreign.
+    TypeError: if there is no such argument (the message offers the nearest).
 
 Example:
 
@@ -71,6 +76,8 @@ def load_from_presets(cls):
 
     @functools.wraps(read)
     def from_preset(cls, preset, **kwargs):
+        accepted = [*arguments_of(cls), "config_file"]
+        check_names(f"`{cls.__name__}.from_preset`", kwargs, accepted)
         with open_preset(preset, load_weights=False) as directory:
             return read(cls, directory, **kwargs)
 
@@ -88,6 +95,10 @@ def load_and_save_presets(cls):
 
     @functools.wraps(read)
     def from_preset(cls, preset, load_weights=True, **kwargs):
+        accepted = [*arguments_of(cls), *MUTABLE_SETTINGS]
+        if hasattr(cls, "backbone_cls"):
+            accepted += arguments_of(cls.backbone_cls)
+        check_names(f"`{cls.__name__}.from_preset`", kwargs, accepted)
         settings = pop_mutable_settings(kwargs)
         opened = open_preset(preset, load_weights)
         with opened as directory, weights_will_be_loaded(load_weights):
@@ -129,6 +140,31 @@ def _check_finite(model, preset):
                 f"infinity in {variable.path!r}. Restore the file, or start anew with "
                 "`load_weights=False`."
             )
+
+
+def with_backbone(cls, preset, load_weights, arguments):
+    """Arguments of a task's `from_preset`, with a backbone in place of its arguments.
+
+    KerasHub hands on two of them, `dtype` and `image_shape`: with those alone, nothing
+    is changed.
+
+    Args:
+        cls: class of the task.
+        preset: str, directory or handle.
+        load_weights: bool, whether the backbone is to have weights.
+        arguments: dict, what `from_preset` was given.
+    """
+    handed_on = ("dtype", "image_shape")
+    own = {*arguments_of(cls), *handed_on}
+    of_backbone = {n: x for n, x in arguments.items() if n not in own}
+    if not of_backbone:
+        return arguments
+    arguments = {n: x for n, x in arguments.items() if n in own}
+    of_backbone |= {n: arguments[n] for n in handed_on if n in arguments}
+    backbone = keras_hub.models.Backbone.from_preset(
+        preset, load_weights=load_weights, **of_backbone
+    )
+    return {**arguments, "backbone": backbone}
 
 
 def _is_no_weights_file(path):

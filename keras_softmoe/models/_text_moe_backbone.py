@@ -5,10 +5,11 @@ import keras
 from keras_softmoe.layers.parts import TextParts
 from keras_softmoe.layers.pooling import pool
 from keras_softmoe.models._backbone import MoEBackbone
-from keras_softmoe.models.arguments import check_token_ids
+from keras_softmoe.models.arguments import check_token_ids, offer_names
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
+@offer_names
 class TextMoEBackbone(MoEBackbone):
     """Transformer encoder for short texts, the text tower of a two-tower model.
 

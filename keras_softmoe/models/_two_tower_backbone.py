@@ -3,13 +3,17 @@
 import keras
 import keras_hub
 
+from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.layers import ContrastiveScale
 from keras_softmoe.models._backbone import MoEBackbone
 from keras_softmoe.models._encoders import SingleModality, normalized
-from keras_softmoe.models.arguments import check_pairs
+from keras_softmoe.models._text_moe_backbone import TextMoEBackbone
+from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
+from keras_softmoe.models.arguments import check_kind, check_pairs, offer_names
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
+@offer_names
 class TwoTowerBackbone(MoEBackbone, SingleModality):
     """An image tower and a text tower whose outputs are compared.
 
@@ -36,7 +40,8 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
         and, if there is one, `"logit_bias"` `(B,)`, the same number in each row.
 
     Raises:
-        ValueError: if the embeddings of the towers differ in width.
+        ValueError: if an argument is of another kind, or the embeddings of the towers
+            differ in width.
 
     Source: Soft MoE, section 4. Unlike in its released code, balancing losses of
     experts in the towers are trained: `fit` adds them to the contrastive loss.
@@ -66,11 +71,16 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
         trainable=True,
     ):
         # === Layers ===
+        check_kind("image_backbone", image_backbone, ViTMoEBackbone)
+        check_kind("text_backbone", text_backbone, TextMoEBackbone)
         towers = {"image": image_backbone, "text": text_backbone}
         dims = {"image": image_projection_dim, "text": text_projection_dim}
+        for modality, dim in dims.items():
+            if dim is not None:
+                check_whole_numbers(1, **{f"{modality}_projection_dim": dim})
         projection = {
             modality: keras.layers.Dense(
-                dim,
+                int(dim),
                 kernel_initializer="lecun_normal",
                 dtype=dtype,
                 name=f"{modality}_projection",

@@ -3,14 +3,15 @@
 import keras
 from keras import ops
 
-from keras_softmoe.layers.embedding import pair, patch_grid
+from keras_softmoe.layers.embedding import checked_image_shape, pair, patch_grid
 from keras_softmoe.layers.parts import ImageParts
 from keras_softmoe.layers.pooling import pool
 from keras_softmoe.models._backbone import MoEBackbone
-from keras_softmoe.models.arguments import check_images
+from keras_softmoe.models.arguments import check_images, offer_names
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
+@offer_names
 class ViTMoEBackbone(MoEBackbone):
     """Vision Transformer in which some blocks are mixtures of experts.
 
@@ -88,7 +89,7 @@ class ViTMoEBackbone(MoEBackbone):
         **moe_settings,
     ):
         arguments = {
-            "image_shape": tuple(image_shape),
+            "image_shape": checked_image_shape(image_shape),
             "patch_size": pair(patch_size),
             "num_layers": num_layers,
             "num_heads": num_heads,
@@ -111,7 +112,7 @@ class ViTMoEBackbone(MoEBackbone):
         )
 
         # === Functional Model ===
-        images = keras.Input(shape=image_shape, name="images")
+        images = keras.Input(shape=arguments["image_shape"], name="images")
         x = images
         for layer in parts.embedding:
             x = layer(x)

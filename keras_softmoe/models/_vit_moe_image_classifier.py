@@ -1,15 +1,13 @@
 """Image classification: converter, preprocessor and task."""
 
-import inspect
-
 import keras
 import keras_hub
 import numpy as np
 
 from keras_softmoe import catalogue
+from keras_softmoe.checks import check_numbers, check_whole_numbers
 from keras_softmoe.exporting import exportable
 from keras_softmoe.keras_adapter import flatten_layers
-from keras_softmoe.layers import MoE
 from keras_softmoe.models._compilation import (
     compile_again,
     with_compilation,
@@ -18,10 +16,11 @@ from keras_softmoe.models._compilation import (
 from keras_softmoe.models._loading import (
     load_and_save_presets,
     load_from_presets,
+    with_backbone,
 )
 from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
-from keras_softmoe.models.arguments import check_images
+from keras_softmoe.models.arguments import check_images, check_kind, offer_names
 from keras_softmoe.sharding import check_model
 
 _CROSSENTROPIES = {
@@ -68,6 +67,7 @@ class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreproce
 @load_and_save_presets
 @exportable
 @recompile_on_change
+@offer_names
 class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     """Image classifier on a `ViTMoEBackbone`.
 
@@ -90,7 +90,8 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         `(B, num_classes)` logits (or activations).
 
     Raises:
-        ValueError: if `num_classes` is under one.
+        ValueError: if `num_classes` is not a positive integer, or another argument is
+            not among the accepted values.
 
     Source: V-MoE, section 2.1. The head starts from zeros, as in its released code.
 
@@ -120,14 +121,12 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         compile=True,
         name=None,
     ):
-        if num_classes < 1:
-            raise ValueError(
-                "A classifier needs at least one class. `num_classes` must be a "
-                f"positive integer. Received: num_classes={num_classes}."
-            )
+        check_kind("backbone", backbone, self.backbone_cls)
+        check_whole_numbers(1, num_classes=num_classes)
+        check_numbers(least=0, under=1, dropout=dropout)
         # === Config ===
         # First of all, because compiling asks for the activation.
-        self.num_classes = num_classes
+        self.num_classes = num_classes = int(num_classes)
         self.activation = activation
         self.dropout = dropout
         self.head_dtype = head_dtype
@@ -216,15 +215,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         # The decorator of the class has found the directory of the preset.
         if "num_classes" not in kwargs:
             catalogue.check_task(preset, load_weights)
-        backbone_kwargs = _pop_backbone_arguments(cls, kwargs)
-        if backbone_kwargs:
-            # KerasHub hands on no others than these two.
-            for name in ("dtype", "image_shape"):
-                if name in kwargs:
-                    backbone_kwargs[name] = kwargs[name]
-            kwargs["backbone"] = keras_hub.models.Backbone.from_preset(
-                preset, load_weights=load_weights, **backbone_kwargs
-            )
+        kwargs = with_backbone(cls, preset, load_weights, kwargs)
         return super().from_preset(preset, load_weights=load_weights, **kwargs)
 
     @property
@@ -327,17 +318,6 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
             "head_dtype": head_dtype,
         }
         return with_compilation(self, config)
-
-
-def _pop_backbone_arguments(cls, arguments):
-    """Take what only the backbone's constructor accepts out of some arguments."""
-    own = {*inspect.signature(cls).parameters, "dtype", "image_shape"}
-    theirs = {*inspect.signature(cls.backbone_cls).parameters, *MoE.settings()}
-    return {
-        name: arguments.pop(name)
-        for name in list(arguments)
-        if name in theirs and name not in own
-    }
 
 
 def _shuffled(arrays, batch_size):

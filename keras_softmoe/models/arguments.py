@@ -1,4 +1,53 @@
-"""Checks of what models are fed with."""
+"""Checks of what models are made of and fed with."""
+
+import functools
+import inspect
+
+from keras_softmoe.checks import check_names
+from keras_softmoe.layers import MoE
+
+
+def arguments_of(cls):
+    """The names of all arguments that the constructor of a class takes, a list.
+
+    Those that it hands on to its base class count, and those of `layers.MoE` where it
+    takes them.
+    """
+    names = []
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        _, *parameters = inspect.signature(base.__init__).parameters.values()
+        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        names += [p.name for p in parameters if p.kind not in kinds]
+        further = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
+        if further == ["moe_settings"]:
+            names += MoE.settings()
+        if further != ["kwargs"]:
+            break
+    return names
+
+
+def offer_names(cls):
+    """Class decorator: for a misspelt argument the constructor offers the right one."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self, *args, **kwargs):
+        check_names(f"`{cls.__name__}`", kwargs, arguments_of(cls))
+        init(self, *args, **kwargs)
+
+    cls.__init__ = __init__
+    return cls
+
+
+def check_kind(name, value, kind):
+    """Raise unless an argument is an instance of a class."""
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"`{name}` must be a `{kind.__name__}`: make one, or load one with "
+            f"`{kind.__name__}.from_preset`. Received: {name}={value!r}."
+        )
 
 
 def check_images(images, image_shape):

@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_softmoe.checks import check_numbers, check_whole_numbers
 from keras_softmoe.ops import expert_choice, sinkhorn_plan, sparse_transport_plan
 from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING
 from keras_softmoe.routers._sparse import SparseRouter
@@ -163,6 +164,7 @@ class SinkhornExpertChoiceRouter(ExpertChoiceRouter):
             random_logits=random_logits,
             **kwargs,
         )
+        check_whole_numbers(1, num_iterations=num_iterations)
         self.num_iterations = num_iterations
 
     def selection_scores(self, logits, probabilities, capacity, valid, limit):
@@ -249,7 +251,9 @@ class SparseTransportExpertChoiceRouter(ExpertChoiceRouter):
             random_logits=random_logits,
             **kwargs,
         )
+        check_whole_numbers(1, num_iterations=num_iterations)
         self.num_iterations = num_iterations
+        check_numbers(over=0, learning_rate=learning_rate)
         self.learning_rate = learning_rate
 
     def selection_scores(self, logits, probabilities, capacity, valid, limit):

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_softmoe.checks import check_numbers, check_whole_numbers
 from keras_softmoe.ops import token_choice
 from keras_softmoe.ops.assignment import PRIORITIES, check_num_selected_experts
 from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING
@@ -136,19 +137,25 @@ class LIMoERouter(SparseRouter):
         **kwargs,
     ):
         check_num_experts(num_experts)
+        check_whole_numbers(1, num_selected_experts=num_selected_experts)
         check_num_selected_experts(num_selected_experts, num_experts)
+        counts = {
+            "image_experts": image_experts,
+            "text_experts": text_experts,
+            "num_predicted_experts": num_predicted_experts,
+        }
+        counts = {name: n for name, n in counts.items() if n is not None}
+        check_whole_numbers(1, **counts)
+        check_numbers(loss_weight=loss_weight)
         accepted = (*PRIORITIES, *_FIRST)
         if priority not in accepted:
             raise ValueError(
                 f"Unknown `priority`. Accepted: {', '.join(map(repr, accepted))}. "
                 f"Received: priority={priority!r}."
             )
-        if not single_modality_capacity_factor > 0:
-            raise ValueError(
-                "Experts without slots process nothing. "
-                "`single_modality_capacity_factor` must be positive. Received: "
-                f"single_modality_capacity_factor={single_modality_capacity_factor}."
-            )
+        check_numbers(
+            over=0, single_modality_capacity_factor=single_modality_capacity_factor
+        )
         self.num_selected_experts = num_selected_experts
         self.priority = priority
         self.loss_weight = loss_weight

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
+from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import SlotRouting, combine
 from keras_softmoe.routers.recording import is_recording, note
@@ -50,8 +51,8 @@ class Router(keras.layers.Layer):
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
     Raises:
-        ValueError: if `num_experts` is under one, or the devices over which experts are
-            sharded do not divide it.
+        ValueError: if `num_experts` is not a positive integer, or the devices over
+            which experts are sharded do not divide it.
     """
 
     # Whether a slot holds a mixture of tokens (`DenseRouting`) instead of one.
@@ -231,9 +232,5 @@ class Router(keras.layers.Layer):
 
 def check_num_experts(num_experts):
     """Raise unless there are experts, which the active distribution can share out."""
-    if num_experts < 1:
-        raise ValueError(
-            "A router needs at least one expert. `num_experts` must be a positive "
-            f"integer. Received: num_experts={num_experts}."
-        )
+    check_whole_numbers(1, num_experts=num_experts)
     check_divides_experts(num_experts)

@@ -5,6 +5,7 @@ import math
 
 import keras
 
+from keras_softmoe.checks import check_numbers
 from keras_softmoe.ops import entropy
 from keras_softmoe.ops import losses as balance
 from keras_softmoe.ops.assignment import check_num_selected_experts
@@ -70,6 +71,7 @@ class RoutingLoss:
                 "Unknown modality. Accepted: 'image', 'text', or `None` for the tokens "
                 f"of both. Received: modality={modality!r}."
             )
+        check_numbers(weight=weight)
         self.modality = modality
         self.weight = weight
 

@@ -1,10 +1,12 @@
 """The soft router: every slot mixes all tokens."""
 
 import math
+import numbers
 
 import keras
 from keras import ops
 
+from keras_softmoe.checks import check_numbers, check_whole_numbers
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import DenseRouting
 from keras_softmoe.ops.backend import softmax
@@ -94,11 +96,8 @@ class SoftRouter(Router):
                     f"Unknown `{argument}`. Accepted: 'soft', 'uniform'. "
                     f"Received: {argument}={value!r}."
                 )
-        if slots_per_expert < 1:
-            raise ValueError(
-                "An expert needs at least one slot. `slots_per_expert` must be a "
-                f"positive integer. Received: slots_per_expert={slots_per_expert}."
-            )
+        check_whole_numbers(1, slots_per_expert=slots_per_expert)
+        check_numbers(least=0, noise_std=noise_std)
         _check_scale(initial_scale, normalize)
         super().__init__(num_experts, **kwargs)
         self.slots_per_expert = slots_per_expert
@@ -219,7 +218,7 @@ class SoftRouter(Router):
 
 
 def _check_scale(initial_scale, normalize):
-    is_number = isinstance(initial_scale, (int, float)) and initial_scale > 0
+    is_number = isinstance(initial_scale, numbers.Real) and 0 < initial_scale < math.inf
     if not is_number and initial_scale != _UNIT_VARIANCE:
         raise ValueError(
             f"`initial_scale` is a number over 0, or '{_UNIT_VARIANCE}' for the square "

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_softmoe.checks import check_numbers, check_whole_numbers
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import SlotRouting, expert_capacity
 from keras_softmoe.ops.backend import take_along
@@ -85,14 +86,12 @@ class SparseRouter(Router):
                 "Unknown `combine`. Accepted: 'softmax', 'plan'. "
                 f"Received: combine={combine!r}."
             )
-        for factor in (capacity_factor, eval_capacity_factor):
-            if factor is not None and not factor > 0:
-                raise ValueError(
-                    "Experts without slots process nothing. `capacity_factor` and "
-                    "`eval_capacity_factor` must be positive. Received: "
-                    f"capacity_factor={capacity_factor}, "
-                    f"eval_capacity_factor={eval_capacity_factor}."
-                )
+        check_numbers(over=0, capacity_factor=capacity_factor)
+        if eval_capacity_factor is not None:
+            check_numbers(over=0, eval_capacity_factor=eval_capacity_factor)
+        if multiple_of is not None:
+            check_whole_numbers(0, multiple_of=multiple_of)
+        check_numbers(least=0, noise_std=noise_std)
         if random_logits not in (False, True, "permuted"):
             raise ValueError(
                 "Unknown `random_logits`. Accepted: False, True, 'permuted'. "

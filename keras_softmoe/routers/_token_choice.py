@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_softmoe.checks import check_numbers, check_whole_numbers
 from keras_softmoe.ops import sinkhorn_plan, token_choice
 from keras_softmoe.ops.assignment import (
     check_keep_fraction,
@@ -62,8 +63,10 @@ class TokenChoiceRouter(SparseRouter):
         **kwargs,
     ):
         check_num_experts(num_experts)
+        check_whole_numbers(1, num_selected_experts=num_selected_experts)
         check_num_selected_experts(num_selected_experts, num_experts)
         check_priority(priority)
+        check_numbers(keep_fraction=keep_fraction)
         check_keep_fraction(keep_fraction)
         self.num_selected_experts = num_selected_experts
         super().__init__(
@@ -268,6 +271,7 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
             random_logits=random_logits,
             **kwargs,
         )
+        check_whole_numbers(1, num_iterations=num_iterations)
         self.num_iterations = num_iterations
 
     def selection_scores(self, logits, probabilities, capacity, valid, limit):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import keras
 
-from keras_softmoe.datasets.checks import check_whole_numbers
+from keras_softmoe.checks import check_whole_numbers
 
 
 class Augmentation(NamedTuple):

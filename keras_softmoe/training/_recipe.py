@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_softmoe.datasets.checks import check_whole_numbers
+from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.training._pair_pipeline import (
     evaluation_pairs,
     training_pairs,

@@ -1,13 +1,14 @@
 """Averages of checkpoints that are better than the best of them."""
 
 import math
-import numbers
 import os
 from typing import NamedTuple
 
 import keras
 import numpy as np
 from keras import ops
+
+from keras_softmoe.checks import check_whole_numbers
 
 _SUFFIXES = (".weights.h5", ".weights.json", ".keras")
 
@@ -75,11 +76,7 @@ def greedy_soup(model, checkpoints, score, max_size=8, verbose=1):
     >>> ksm.training.greedy_soup(model, files, score)
     Soup(chosen=(4, 2, 4), scores=(0.81, 0.824, 0.826), alone=(0.75, ..., 0.81))
     """
-    if not isinstance(max_size, numbers.Integral) or max_size < 1:
-        raise ValueError(
-            "A soup has one part or more: `max_size` must be a positive integer. "
-            f"Received: max_size={max_size!r}."
-        )
+    check_whole_numbers(1, max_size=max_size)
     _check_model(model)
     checkpoints = _check_checkpoints(model, checkpoints)
     before = model.get_weights()

@@ -184,7 +184,7 @@ def test_settings_of_the_moe_layer_are_written_once():
     assert encoder.blocks[0].moe is None
     assert encoder.blocks[1].moe.group_images == 3
     assert encoder.moe_settings == {**settings, "group_images": 3}
-    with pytest.raises(TypeError, match="(?s)layers.MoE.*group_images.*: depth, size"):
+    with pytest.raises(TypeError, match="(?s)layers.MoE.*group_images.*: size, depth"):
         layers.Encoder(2, 2, 8, 6, (1,), router, size=3, depth=1)
 
 

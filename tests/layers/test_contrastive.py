@@ -45,7 +45,7 @@ def test_scale_is_never_rounded():
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
 def test_scale_must_be_positive(scale):
-    with pytest.raises(ValueError, match=f"positive number.*scale={scale}"):
+    with pytest.raises(ValueError, match=f"number over 0.*scale={scale}"):
         layers.ContrastiveScale(scale)
 
 

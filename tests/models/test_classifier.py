@@ -230,7 +230,7 @@ def test_wrong_images(preprocessor):
 
 
 def test_wrong_arguments():
-    with pytest.raises(ValueError, match="at least one class.*num_classes=0"):
+    with pytest.raises(ValueError, match="positive integer.*num_classes=0"):
         models.ViTMoEImageClassifier(tiny.backbone(), 0)
     with pytest.raises(TypeError, match="num_labels"):
         models.ViTMoEImageClassifier(tiny.backbone(), 3, num_labels=3)

@@ -307,7 +307,7 @@ def test_bad_preprocessors():
     tokenizer = models.LIMoETokenizer(tiny_limoe.vocabulary(), sequence_length=4)
     with pytest.raises(ValueError, match="without a length.*sequence_length=4"):
         models.LIMoEPreprocessor(tokenizer)
-    with pytest.raises(ValueError, match="at least one token.*sequence_length=0"):
+    with pytest.raises(ValueError, match="positive integer.*sequence_length=0"):
         tiny_limoe.preprocessor(sequence_length=0)
 
 

@@ -313,7 +313,7 @@ def test_preset(tmp_path):
         ({"text_pooling": "mean"}, "'last', 'first'.*text_pooling='mean'"),
         ({"vocabulary_size": 0}, "positive integer.*vocabulary_size=0"),
         ({"sequence_length": 0}, "positive integer.*sequence_length=0"),
-        ({"logit_scale": 0.0}, "positive number.*scale=0.0"),
+        ({"logit_scale": 0.0}, "number over 0.*scale=0.0"),
         ({"group_images": 0}, "at least one image.*group_images=0"),
         ({"dispatcher": "sort"}, "'auto', 'gather', 'einsum'.*dispatcher='sort'"),
     ],

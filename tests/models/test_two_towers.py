@@ -250,5 +250,5 @@ def test_widths_must_agree():
         towers(text_projection_dim=6)
     with pytest.raises(ValueError, match="5 for images, 8 for text"):
         towers(image_projection_dim=5)
-    with pytest.raises(ValueError, match="positive number.*scale=-1.0"):
+    with pytest.raises(ValueError, match="number over 0.*scale=-1.0"):
         towers(logit_scale=-1.0)

@@ -1,0 +1,333 @@
+"""Sizes, rates and misspelt names are refused in the library's own words."""
+
+import re
+
+import numpy as np
+import pytest
+
+from keras_softmoe import checks, evaluation, layers, models, routers
+from tests.models import tiny, tiny_limoe
+
+NO_SIZES = [0, -1, 2.5, 4.0, "4", True, None, [4]]
+
+
+def assert_refused(make, name, value, error=ValueError):
+    with pytest.raises(error) as caught:
+        make(**{name: value})
+    message = str(caught.value)
+    # What is accepted, what was given, and what to do about it.
+    assert f"`{name}` must be" in message, message
+    assert f"Received: {name}={value!r}. Pass" in message, message
+
+
+# === Layers ===
+
+SOFT = routers.SoftRouter(4)
+# Name -> callable, its arguments that are sizes, and those that are rates.
+LAYERS = {
+    "MoE": (
+        lambda **x: layers.MoE(SOFT, **{"mlp_dim": 8, **x}),
+        ["mlp_dim"],
+        ["expert_dropout_rate"],
+    ),
+    "SoftMoE": (
+        lambda **x: layers.SoftMoE(**{"num_experts": 4, "mlp_dim": 8, **x}),
+        ["num_experts", "mlp_dim", "slots_per_expert"],
+        [],
+    ),
+    "Experts": (
+        lambda **x: layers.Experts(**{"num_experts": 4, "mlp_dim": 8, **x}),
+        ["num_experts", "mlp_dim"],
+        ["dropout_rate"],
+    ),
+    "MLP": (layers.MLP, ["mlp_dim"], []),
+    "Attention": (layers.Attention, ["num_heads"], []),
+    "AttentionPooling": (
+        lambda **x: layers.AttentionPooling(**{"num_heads": 2, "mlp_dim": 8, **x}),
+        ["num_heads", "mlp_dim"],
+        [],
+    ),
+    "EncoderBlock": (
+        lambda **x: layers.EncoderBlock(
+            **{"num_heads": 2, "mlp": layers.MLP(mlp_dim=8), **x}
+        ),
+        ["num_heads"],
+        ["dropout_rate"],
+    ),
+    "PatchEmbedding": (
+        lambda **x: layers.PatchEmbedding(**{"patch_size": 4, "hidden_dim": 8, **x}),
+        ["hidden_dim", "patch_size"],
+        [],
+    ),
+    "PositionEmbedding": (layers.PositionEmbedding, ["grid"], []),
+    "TokenEmbedding": (
+        lambda **x: layers.TokenEmbedding(
+            **{"vocabulary_size": 9, "sequence_length": 4, "hidden_dim": 8, **x}
+        ),
+        ["vocabulary_size", "sequence_length", "hidden_dim"],
+        [],
+    ),
+}
+SIZES = [(layer, name) for layer, (_, names, _) in LAYERS.items() for name in names]
+RATES = [(layer, name) for layer, (*_, names) in LAYERS.items() for name in names]
+
+
+@pytest.mark.parametrize("value", NO_SIZES, ids=repr)
+@pytest.mark.parametrize("layer, name", SIZES)
+def test_sizes_of_layers(layer, name, value):
+    assert_refused(LAYERS[layer][0], name, value)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.0, "0.1", None, float("nan")], ids=repr)
+@pytest.mark.parametrize("layer, name", RATES)
+def test_rates_of_layers(layer, name, value):
+    assert_refused(LAYERS[layer][0], name, value)
+
+
+def test_integers_of_numpy_are_sizes():
+    layer = layers.SoftMoE(np.int64(4), np.int32(8), slots_per_expert=np.uint8(2))
+    assert layer(np.zeros((1, 3, 6), "float32")).shape == (1, 3, 6)
+
+
+# === Routers ===
+
+# Name -> class, its arguments that are sizes, and those that are numbers over 0.
+SPARSE = ["capacity_factor"]
+ROUTERS = {
+    "SoftRouter": (["num_experts", "slots_per_expert"], ["initial_scale"]),
+    "IdentityRouter": (["num_experts"], []),
+    "SoftmaxTokenChoiceRouter": (["num_experts", "num_selected_experts"], SPARSE),
+    "SinkhornTokenChoiceRouter": (
+        ["num_experts", "num_selected_experts", "num_iterations"],
+        SPARSE,
+    ),
+    "SoftmaxExpertChoiceRouter": (["num_experts"], SPARSE),
+    "SinkhornExpertChoiceRouter": (["num_experts", "num_iterations"], SPARSE),
+    "SparseTransportExpertChoiceRouter": (
+        ["num_experts", "num_iterations"],
+        [*SPARSE, "learning_rate"],
+    ),
+    "LIMoERouter": (
+        ["num_experts", "num_selected_experts"],
+        [*SPARSE, "single_modality_capacity_factor"],
+    ),
+}
+
+
+def router(cls, **arguments):
+    return getattr(routers, cls)(**{"num_experts": 4, **arguments})
+
+
+@pytest.mark.parametrize("value", NO_SIZES, ids=repr)
+@pytest.mark.parametrize(
+    "cls, name", [(cls, name) for cls, (names, _) in ROUTERS.items() for name in names]
+)
+def test_sizes_of_routers(cls, name, value):
+    assert_refused(lambda **x: router(cls, **x), name, value)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "1.0", None, float("inf")], ids=repr)
+@pytest.mark.parametrize(
+    "cls, name", [(cls, name) for cls, (_, names) in ROUTERS.items() for name in names]
+)
+def test_numbers_of_routers(cls, name, value):
+    with pytest.raises(ValueError, match=f"`{name}`.*Received: {name}="):
+        router(cls, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "cls, wrong",
+    [
+        ("SoftRouter", {"noise_std": -1.0}),
+        ("SoftmaxTokenChoiceRouter", {"noise_std": "1"}),
+        ("SoftmaxTokenChoiceRouter", {"keep_fraction": "half"}),
+        ("SoftmaxTokenChoiceRouter", {"eval_capacity_factor": 0.0}),
+        ("SoftmaxTokenChoiceRouter", {"multiple_of": 2.5}),
+        ("LIMoERouter", {"image_experts": 2.0}),
+        ("LIMoERouter", {"loss_weight": "0.04"}),
+    ],
+)
+def test_other_numbers_of_routers(cls, wrong):
+    ((name, value),) = wrong.items()
+    assert_refused(lambda **x: router(cls, **x), name, value)
+
+
+def test_weights_of_losses():
+    assert_refused(routers.ImportanceLoss, "weight", "0.1")
+
+
+# === Models ===
+
+BACKBONE = {
+    "image_shape": (8, 8, 3),
+    "patch_size": 4,
+    "num_layers": 2,
+    "num_heads": 2,
+    "hidden_dim": 8,
+    "mlp_dim": 12,
+}
+TEXT = {
+    "vocabulary_size": 20,
+    "sequence_length": 4,
+    "num_layers": 2,
+    "num_heads": 2,
+    "hidden_dim": 8,
+    "mlp_dim": 12,
+}
+BACKBONES = {
+    models.ViTMoEBackbone: BACKBONE | {"representation_dim": 8},
+    models.TextMoEBackbone: TEXT,
+    models.LIMoEBackbone: BACKBONE | TEXT | {"embedding_dim": 8},
+}
+MODEL_SIZES = [
+    (cls, name)
+    for cls, arguments in BACKBONES.items()
+    for name in arguments
+    if name != "image_shape"
+]
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "4"], ids=repr)
+@pytest.mark.parametrize("cls, name", MODEL_SIZES)
+def test_sizes_of_backbones(cls, name, value):
+    assert_refused(lambda **x: cls(**{**BACKBONES[cls], **x}), name, value)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "4"], ids=repr)
+@pytest.mark.parametrize("cls, name", MODEL_SIZES)
+def test_what_cannot_be_built_is_not_counted(cls, name, value):
+    if cls is not models.TextMoEBackbone:
+        arguments = {**BACKBONES[cls], name: value}
+        with pytest.raises(ValueError, match=f"(?s)`{name}`.*Received: {name}="):
+            evaluation.cost(arguments)
+
+
+@pytest.mark.parametrize("value", [8, (8, 8), (8, 8, 0), (8, 8, "3"), "8x8", None])
+def test_shapes_of_images(value):
+    for make in (lambda x: models.ViTMoEBackbone(**x), evaluation.cost):
+        assert_refused(
+            lambda make=make, **x: make({**BACKBONE, **x}), "image_shape", value
+        )
+
+
+@pytest.mark.parametrize("value", [1, "1", (1.0,), ("1",), (True,), (-1,), (2,)])
+def test_blocks_with_experts(value):
+    with pytest.raises(ValueError, match=r"from 0 to 1.*Received: moe_layers=.*\(1,\)"):
+        models.ViTMoEBackbone(**BACKBONE, moe_layers=value, router=SOFT)
+
+
+@pytest.mark.parametrize("value", [0, 2.5, "10", None], ids=repr)
+def test_numbers_of_classes(value):
+    assert_refused(
+        lambda **x: models.ViTMoEImageClassifier(tiny.backbone(), **x),
+        "num_classes",
+        value,
+    )
+
+
+def test_tasks_want_a_backbone():
+    for make in (
+        lambda x: models.ViTMoEImageClassifier(x, 3),
+        lambda x: models.LIMoEContrastive(x),
+        lambda x: models.TwoTowerContrastive(x),
+        lambda x: models.TwoTowerBackbone(x, x),
+    ):
+        with pytest.raises(ValueError, match="backbone` must be a `.*from_preset`"):
+            make("soft_moe_tiny")
+
+
+def test_projections_of_towers():
+    towers = tiny.backbone(), models.TextMoEBackbone(**TEXT)
+    for name in ("image_projection_dim", "text_projection_dim"):
+        assert_refused(lambda **x: models.TwoTowerBackbone(*towers, **x), name, "8")
+
+
+def test_a_model_of_numpy_sizes_is_saved(tmp_path):
+    sizes = {name: np.array(value)[()] for name, value in BACKBONE.items()}
+    sizes |= {"representation_dim": np.int64(8), "group_images": np.int64(2)}
+    model = models.ViTMoEBackbone(**sizes, moe_layers=np.array([1]), router=SOFT)
+    classifier = models.ViTMoEImageClassifier(model, np.int64(3))
+    assert classifier.predict(tiny.images(1), verbose=0).shape == (1, 3)
+    model.save_to_preset(str(tmp_path / "preset"))
+    revived = models.ViTMoEBackbone.from_preset(str(tmp_path / "preset"))
+    x = tiny.images(1)
+    np.testing.assert_array_equal(
+        revived.predict(x, verbose=0)["pooled_output"],
+        model.predict(x, verbose=0)["pooled_output"],
+    )
+
+
+# === Names ===
+
+
+def test_misspelt_arguments_of_constructors():
+    settings = ", ".join(layers.MoE.settings())
+    for make, wrong, near, accepted in (
+        (lambda **x: models.ViTMoEBackbone(**x), "num_layer", "num_layers", settings),
+        (lambda **x: models.TextMoEBackbone(**x), "hiden_dim", "hidden_dim", settings),
+        (
+            lambda **x: models.LIMoEBackbone(**x),
+            "group_image",
+            "group_images",
+            "embedding_dim",
+        ),
+        (
+            lambda **x: models.TwoTowerBackbone(**x),
+            "freeze_images",
+            "freeze_image",
+            "logit_scale",
+        ),
+        (
+            lambda **x: models.ViTMoEImageClassifier(tiny.backbone(), 3, **x),
+            "drop_out",
+            "dropout",
+            "head_dtype",
+        ),
+        (
+            lambda **x: models.LIMoEContrastive(tiny_limoe.backbone(), **x),
+            "preproccessor",
+            "preprocessor",
+            "compile",
+        ),
+    ):
+        message = (
+            rf"Did you mean `{near}`\? Accepted: .*{accepted}.*Received: {wrong}\."
+        )
+        with pytest.raises(TypeError, match=message):
+            make(**{wrong: 1})
+
+
+@pytest.mark.parametrize(
+    "cls, wrong, near",
+    [
+        (models.ViTMoEBackbone, "num_selected_expert", "num_selected_experts"),
+        (models.ViTMoEBackbone, "hiden_dim", "hidden_dim"),
+        (models.ViTMoEImageClassifier, "num_clases", "num_classes"),
+        (models.ViTMoEImageClassifier, "image_shpe", "image_shape"),
+        (models.ViTMoEImageClassifier, "dropout_rat", "dropout_rate"),
+        (models.LIMoEContrastive, "preproccessor", "preprocessor"),
+        (models.LIMoEContrastive, "capacity_facter", "capacity_factor"),
+        (models.ViTMoEImageClassifierPreprocessor, "image_convertr", "image_converter"),
+        (models.ViTMoEImageConverter, "image_sise", "image_size"),
+        (models.LIMoETokenizer, "sequence_lenght", "sequence_length"),
+    ],
+)
+def test_misspelt_arguments_of_presets(cls, wrong, near, monkeypatch):
+    # Before the preset is looked for, so before any weights are read or fetched.
+    with pytest.raises(TypeError) as caught:
+        cls.from_preset("no_such_preset", **{wrong: 1})
+    message = str(caught.value)
+    assert f"`{cls.__name__}.from_preset`" in message
+    assert f"Did you mean `{near}`?" in message
+    assert re.search(rf"Accepted: .*{near}.* Received: {wrong}\.", message)
+    assert len(message) < 1500
+
+
+def test_names_of_cost():
+    with pytest.raises(ValueError, match=r"Did you mean `num_layers`\?"):
+        evaluation.cost(BACKBONE, num_layer=3)
+
+
+def test_a_name_without_a_neighbour():
+    with pytest.raises(TypeError, match=r"argument. Accepted: size. Received: xyz."):
+        checks.check_names("`f`", {"xyz": 1, "size": 2}, ["size", "size"])
