@@ -10,6 +10,7 @@ from keras_softmoe import catalogue
 from keras_softmoe.exporting import exportable
 from keras_softmoe.keras_adapter import flatten_layers
 from keras_softmoe.layers import MoE
+from keras_softmoe.models._adaptation import quantizable
 from keras_softmoe.models._compilation import (
     compile_again,
     with_compilation,
@@ -67,6 +68,7 @@ class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreproce
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 @load_and_save_presets
 @exportable
+@quantizable
 @recompile_on_change
 class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     """Image classifier on a `ViTMoEBackbone`.
