@@ -20,11 +20,11 @@ def merge_lora(model):
     The model computes the same, with ordinary layers: expert banks, and those of Keras
     as in attention. Files need no such call, they hold the sum anyway.
 
-    What `enable_lora` froze stays frozen, but for the kernels that had factors:
-    `model.trainable = True` frees it. Compile again before training goes on, and a
-    model of one's own around this one before anything. In int8 and in int4 sums are
-    rounded to the bits of the kernels, which takes small changes away: merge first,
-    then quantize.
+    What `enable_lora` froze stays frozen, but for the kernels that had factors. To free
+    all of it set `model.trainable = False` and then `True` (TensorFlow passes over a
+    value that is there already). Compile again before training goes on, and a model of
+    one's own around this one before anything. In int8 and in int4 sums are rounded to
+    the bits of the kernels, which takes small changes away: merge, then quantize.
 
     Args:
         model: `keras.Model` or `keras.Layer`.
@@ -40,7 +40,7 @@ def merge_lora(model):
     >>> ksm.models.merge_lora(model)
     """
     layers = flatten_layers(model)
-    adapted = [layer for layer in layers if getattr(layer, "lora_enabled", False)]
+    adapted = [layer for layer in layers if _has_factors(layer)]
     for layer in adapted:
         merge_lora_of_layer(layer)
     for layer in layers:
@@ -49,6 +49,15 @@ def merge_lora(model):
             # On TensorFlow they have the factors built in.
             layer.train_function = layer.test_function = layer.predict_function = None
     return [layer.path for layer in adapted]
+
+
+def has_factors(model):
+    """Whether a layer of a model has factors of LoRA."""
+    return any(map(_has_factors, flatten_layers(model)))
+
+
+def _has_factors(layer):
+    return getattr(layer, "lora_enabled", False)
 
 
 def quantizable(cls):
