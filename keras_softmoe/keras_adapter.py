@@ -33,6 +33,29 @@ def is_initialized(variable):
     return variable._value is not None
 
 
+# === LoRA and quantization ===
+
+
+def forget_adapted_layers(layer):
+    """Let a backbone of KerasHub know that no layer of it has LoRA factors any more.
+
+    It notes the layers in `enable_lora`, and saves the factors of those.
+    Would be replaced by: a `Backbone.merge_lora` of KerasHub.
+    """
+    if getattr(layer, "_lora_enabled_layers", None):
+        layer._lora_enabled_layers = []
+
+
+def is_quantized_under(filters, layer):
+    """Whether `Model.quantize(..., filters=filters)` quantizes a layer.
+
+    Would be replaced by: a public `keras.quantizers.should_quantize_layer`.
+    """
+    from keras.src.quantizers.utils import should_quantize_layer
+
+    return should_quantize_layer(layer, filters)
+
+
 # === `fit`, `evaluate` and `predict` ===
 
 

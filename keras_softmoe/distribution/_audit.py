@@ -194,9 +194,7 @@ class _Findings:
                 self.expert_axes[id(layer.mu)] = 1
         elif isinstance(layer, Experts):
             for variable in layer.variables:
-                # LoRA's second factor belongs to all experts.
-                shared = variable.path.endswith("lora_kernel_b")
-                if len(variable.shape) > 1 and not shared:
+                if len(variable.shape) > 1:
                     self.expert_axes[id(variable)] = 0
             for name in _SLOTS:
                 self._check_slots(f"{layer.path}/{name}")

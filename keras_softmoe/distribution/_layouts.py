@@ -34,12 +34,15 @@ EXPERT_RULES = {
     # block_1/moe/experts/intermediate_dense/bias (E, 1, H)
     # block_1/moe/experts/output_dense/bias (E, 1, D)
     rf"{_BANK}/bias": (EXPERTS, None, None),
-    # After `quantize("int8")`:
-    # block_1/moe/experts/intermediate_dense/kernel_scale (E, 1, H)
+    # After `quantize("int8")`, or "int4" with its kernel (E, D, H / 2) and n blocks:
+    # block_1/moe/experts/intermediate_dense/kernel_scale (E, 1 or n, H)
     rf"{_BANK}/kernel_scale": (EXPERTS, None, None),
-    # After `enable_lora(rank)`; the other factor, (rank, H), belongs to all experts:
+    # block_1/moe/experts/intermediate_dense/kernel_zero (E, n, H)
+    rf"{_BANK}/kernel_zero": (EXPERTS, None, None),
+    # After `enable_lora(rank)`:
     # block_1/moe/experts/intermediate_dense/lora_kernel_a (E, D, rank)
-    rf"{_BANK}/lora_kernel_a": (EXPERTS, None, None),
+    # block_1/moe/experts/intermediate_dense/lora_kernel_b (E, rank, H)
+    rf"{_BANK}/lora_kernel_[ab]": (EXPERTS, None, None),
     # block_1/moe/router/mu (D, E, C), of a soft router
     rf"{_ROUTER}/mu": (None, EXPERTS, None),
 }

@@ -4,6 +4,7 @@ from keras_softmoe.layers._attention import Attention as Attention
 from keras_softmoe.layers._contrastive import ContrastiveScale as ContrastiveScale
 from keras_softmoe.layers._encoder import Encoder as Encoder
 from keras_softmoe.layers._encoder import EncoderBlock as EncoderBlock
+from keras_softmoe.layers._expert_bank import ExpertBank as ExpertBank
 from keras_softmoe.layers._moe import MoE as MoE
 from keras_softmoe.layers._moe import SoftMoE as SoftMoE
 from keras_softmoe.layers.embedding import ClassToken as ClassToken

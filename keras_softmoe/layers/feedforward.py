@@ -10,6 +10,8 @@ from keras import ops
 
 from keras_softmoe import costs
 from keras_softmoe.checks import check_numbers, check_whole_numbers
+from keras_softmoe.layers._expert_bank import ExpertBank
+from keras_softmoe.layers.lora import per_expert
 from keras_softmoe.ops.backend import affine, chunked_map
 from keras_softmoe.sharding import (
     check_divides_experts,
@@ -104,9 +106,8 @@ class MLP(keras.layers.Layer):
 class Experts(keras.layers.Layer):
     """A bank of MLPs, one per expert, each applied to its own slots.
 
-    Both layers are `keras.layers.EinsumDense`, so `quantize("int8")` and
-    `enable_lora` work on the whole bank (a LoRA update shares its second factor among
-    the experts of a bank).
+    Both layers are `layers.ExpertBank`: `keras.layers.EinsumDense` whose `quantize` and
+    `enable_lora` treat each expert by itself.
 
     Args:
         num_experts: int, number `E` of experts.
@@ -184,16 +185,12 @@ class Experts(keras.layers.Layer):
         check_layer(self)
 
     def _bank(self, equation, output_shape, bias_axes, name):
-        # Without the axes the initializer would take the experts for a receptive
-        # field and start each of them too small by the root of their number.
-        kernel_initializer = keras.initializers.VarianceScaling(
-            1.0, "fan_avg", "uniform", input_axes=[1], output_axes=[2]
-        )
+        kernel_initializer = per_expert("glorot_uniform")
         if self.equal_experts:
             kernel_initializer = EqualExperts(kernel_initializer)
         if _WAIT_FOR_WEIGHTS.get():
             kernel_initializer = "zeros"
-        return keras.layers.EinsumDense(
+        return ExpertBank(
             equation,
             output_shape=output_shape,
             bias_axes=bias_axes,
@@ -223,7 +220,8 @@ class Experts(keras.layers.Layer):
     def _mlps(self, x, training):
         """What the experts make of their slots, `(E, G * C, D)`."""
         first, second = self.intermediate_dense, self.output_dense
-        if first.quantization_mode:
+        # In int4 a bank has a kernel of floats, as without quantization.
+        if {first.quantization_mode, second.quantization_mode} & {"int8", "float8"}:
             return second(self.dropout(gelu(first(x)), training=training))
         banks = (first.kernel, first.bias, second.kernel, second.bias)
         # Views: of variables themselves TensorFlow's `remat` counts gradients twice.

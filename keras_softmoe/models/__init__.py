@@ -3,6 +3,7 @@
 from keras_softmoe.catalogue import every_n as every_n
 from keras_softmoe.catalogue import last_n as last_n
 from keras_softmoe.catalogue import second_half as second_half
+from keras_softmoe.models._adaptation import merge_lora as merge_lora
 from keras_softmoe.models._contrastive import LIMoEContrastive as LIMoEContrastive
 from keras_softmoe.models._contrastive import TwoTowerContrastive as TwoTowerContrastive
 from keras_softmoe.models._contrastive_preprocessor import (

@@ -8,6 +8,7 @@ import keras_hub
 from keras_softmoe.exporting import exportable
 from keras_softmoe.keras_adapter import flatten_layers
 from keras_softmoe.layers import Experts
+from keras_softmoe.models._adaptation import check_lora_file, quantizable
 from keras_softmoe.models._loading import load_and_save_presets
 from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.routers import record
@@ -16,6 +17,7 @@ from keras_softmoe.sharding.variables import load_shards
 
 @load_and_save_presets
 @exportable
+@quantizable
 @recompile_on_change
 class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     """Base class of backbones whose encoder blocks may be mixtures of experts.
@@ -86,6 +88,10 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
             "intermediate_dense",
             "output_dense",
         ]
+
+    def load_lora_weights(self, filepath):
+        check_lora_file(self, filepath)
+        super().load_lora_weights(filepath)
 
     def serialized_routers(self):
         """For `get_config`: one router if all blocks have equal ones, else a list."""

@@ -5,19 +5,47 @@ back with other losses and without the state of its optimizer. These functions a
 such a class does in `get_config`, `get_compile_config` and `compile_from_config`.
 """
 
+import contextlib
+import contextvars
+
 import keras
+
+from keras_softmoe.models._adaptation import has_factors
+
+_IN_PRESET = contextvars.ContextVar("configuration_is_for_a_preset", default=False)
+
+
+@contextlib.contextmanager
+def preset_is_saved():
+    """Scope in which configurations go into presets, which have no optimizer's state.
+
+    A model with LoRA comes back compiled from there, and uncompiled from other files.
+    """
+    token = _IN_PRESET.set(True)
+    try:
+        yield
+    finally:
+        _IN_PRESET.reset(token)
 
 
 def with_compilation(model, config):
     """The configuration of a model, which tells whether it was ever compiled.
 
-    Its file has no state of an optimizer then: revived it has to be without one.
+    Its file has no state of an optimizer then: revived it has to be without one. With
+    LoRA the state is that of factors, which a file does not have: there it is the sum.
     """
-    return config if model.compiled else {**config, "compile": False}
+    if model.compiled and (_IN_PRESET.get() or not has_factors(model)):
+        return config
+    return {**config, "compile": False}
 
 
 def with_optimizer(model, compile_config):
-    """What a model was compiled with, and whether its optimizer has variables yet."""
+    """What a model was compiled with, and whether its optimizer has variables yet.
+
+    `None` for a model with LoRA, see `with_compilation`.
+    """
+    if has_factors(model):
+        return None
     if not compile_config:
         return compile_config
     # Beside the optimizer's arguments, where others than `compile_again` pass it over.

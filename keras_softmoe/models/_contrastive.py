@@ -11,6 +11,7 @@ from keras import ops
 from keras_softmoe.exporting import exportable
 from keras_softmoe.keras_adapter import kept_weights
 from keras_softmoe.layers.parts import check_choice
+from keras_softmoe.models._adaptation import quantizable
 from keras_softmoe.models._compilation import (
     compile_again,
     with_compilation,
@@ -36,6 +37,7 @@ LOSSES = {"softmax": softmax_contrastive_loss, "sigmoid": sigmoid_contrastive_lo
 
 @load_and_save_presets
 @exportable
+@quantizable
 @recompile_on_change
 @offer_names
 class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):

@@ -23,6 +23,7 @@ from keras_softmoe import catalogue
 from keras_softmoe.checks import check_names
 from keras_softmoe.files import read_whole, replaced_directory
 from keras_softmoe.layers.feedforward import weights_will_be_loaded
+from keras_softmoe.models._compilation import preset_is_saved
 from keras_softmoe.models._mutable_routing import pop_mutable_settings
 from keras_softmoe.models.arguments import arguments_of
 from keras_softmoe.models.released import convert
@@ -116,10 +117,11 @@ def load_and_save_presets(cls):
 
     @functools.wraps(save)
     def save_to_preset(self, preset_dir, max_shard_size=10):
-        save_in_one_process(
-            lambda new: save(self, str(new), max_shard_size=max_shard_size),
-            lambda: replaced_directory(preset_dir, keep=_is_no_weights_file),
-        )
+        with preset_is_saved():
+            save_in_one_process(
+                lambda new: save(self, str(new), max_shard_size=max_shard_size),
+                lambda: replaced_directory(preset_dir, keep=_is_no_weights_file),
+            )
 
     save_to_preset.__doc__ = _SAVE_TO_PRESET
     cls.from_preset = classmethod(from_preset)

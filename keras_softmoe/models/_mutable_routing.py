@@ -17,7 +17,8 @@ class MutableRouting:
     """Mixin of models that recompile after settings of their routers have changed.
 
     A compiled `predict`, `fit` or `evaluate` has the settings of its routers built in,
-    and the groups in which they route. Before each call the model compares them with
+    the groups in which they route, and the weights (others after a part of the model
+    was quantized or given LoRA factors). Before each call the model compares them with
     the current ones. A model of another class around ours does not: compile it again.
 
     A subclass has `routers`, a dict from the index of a block to its router, and is
@@ -105,6 +106,7 @@ class MutableRouting:
         now = (
             {index: router.get_config() for index, router in self.routers.items()},
             [layer.group_images for layer in mixtures_of(self)],
+            [(weight.path, weight.dtype) for weight in self.weights],
         )
         changed = getattr(self._compiled_settings, step) != now
         setattr(self._compiled_settings, step, now)

@@ -8,6 +8,7 @@ from keras_softmoe import catalogue
 from keras_softmoe.checks import check_numbers, check_whole_numbers
 from keras_softmoe.exporting import exportable
 from keras_softmoe.keras_adapter import flatten_layers
+from keras_softmoe.models._adaptation import quantizable
 from keras_softmoe.models._compilation import (
     compile_again,
     with_compilation,
@@ -66,6 +67,7 @@ class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreproce
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 @load_and_save_presets
 @exportable
+@quantizable
 @recompile_on_change
 @offer_names
 class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):

@@ -1,9 +1,12 @@
-"""LoRA and int8 quantization: they reach the expert banks."""
+"""LoRA and quantization of whole models: they reach the expert banks."""
 
+import h5py
 import keras
 import numpy as np
+import pytest
 
-from keras_softmoe import models
+import keras_softmoe as ksm
+from keras_softmoe import layers, models
 from tests.models import tiny
 from tests.references import to_numpy
 
@@ -65,9 +68,213 @@ def test_lora_is_merged_when_saved(tmp_path):
     model.save_to_preset(str(tmp_path / "adapted"))
     revived = models.ViTMoEImageClassifier.from_preset(str(tmp_path / "adapted"))
     assert not any("lora" in w.path for w in revived.weights)
+    assert revived.compiled
     np.testing.assert_allclose(
         tiny.predict(revived, tiny.pixels(3)), expected, rtol=1e-4, atol=1e-4
     )
+
+
+def adapted(rank=2):
+    """A compiled classifier that has learned factors."""
+    model = tiny.classifier()
+    model.backbone.enable_lora(rank)
+    model.compile(keras.optimizers.Adam(0.01))
+    model.fit(tiny.pixels(8), tiny.labels(8), batch_size=4, verbose=0)
+    return model
+
+
+def paths(model):
+    """Paths of the weights below the name of the model, and whether they learn."""
+    return {w.path.removeprefix(f"{model.name}/"): w.trainable for w in model.weights}
+
+
+def test_merged_model_is_an_ordinary_one():
+    model, x = adapted(), tiny.pixels(3)
+    expected = tiny.predict(model, x)
+    # The backbone alone; the classifier around it was compiled with the factors.
+    merged = models.merge_lora(model.backbone)
+    assert len(merged) == 8 and EXPERT_BANKS <= set(merged)
+    np.testing.assert_allclose(tiny.predict(model, x), expected, rtol=1e-4, atol=1e-4)
+    plain = tiny.classifier()
+    assert list(paths(model)) == list(paths(plain))
+    assert models.merge_lora(model) == []
+    with pytest.raises(ValueError, match="no lora-enabled layers"):
+        model.backbone.save_lora_weights("x.lora.h5")
+    model.trainable = False
+    model.trainable = True
+    assert paths(model) == paths(plain)
+    plain.set_weights(model.get_weights())
+    np.testing.assert_allclose(tiny.predict(plain, x), expected, rtol=1e-4, atol=1e-4)
+    # And once more
+    model.backbone.enable_lora(1)
+    np.testing.assert_allclose(tiny.predict(model, x), expected, rtol=1e-4, atol=1e-4)
+    assert ksm.evaluation.cost(model) == ksm.evaluation.cost(plain)
+
+
+def test_every_layer_of_keras_is_merged():
+    inputs = keras.Input((4, 6), dtype="int32")
+    x = keras.layers.Embedding(7, 3)(inputs)
+    x = keras.layers.Conv2D(5, 2)(x)
+    x = keras.layers.Dense(6)(x)
+    x = keras.layers.EinsumDense("bhwd,dkn->bhwkn", (3, 5, 2, 4), bias_axes="kn")(x)
+    x = keras.layers.Reshape((15, 8))(x)
+    model = keras.Model(inputs, layers.SoftMoE(3, 6)(x))
+    plain = paths(model)
+    rng = np.random.default_rng(0)
+    for layer in model._flatten_layers(include_self=False):
+        if hasattr(layer, "enable_lora"):
+            layer.enable_lora(2)
+            for weight in layer.trainable_weights:
+                weight.assign(rng.normal(size=weight.shape) * 0.3)
+    assert len(paths(model)) == len(plain) + 2 * 6
+    ids = np.random.default_rng(0).integers(0, 7, (2, 4, 6))
+    expected = tiny.predict(model, ids)
+    assert len(models.merge_lora(model)) == 6
+    assert paths(model) == plain
+    np.testing.assert_allclose(tiny.predict(model, ids), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_lora_in_files(tmp_path):
+    model, x = adapted(), tiny.pixels(3)
+    expected = tiny.predict(model, x)
+    # The sum, which a model without factors loads
+    model.backbone.save_weights(tmp_path / "sum.weights.h5")
+    model.save(tmp_path / "sum.keras")
+    plain = tiny.classifier()
+    plain.set_weights([*plain.get_weights()[:-2], *model.get_weights()[-2:]])
+    plain.backbone.load_weights(tmp_path / "sum.weights.h5")
+    for other in (plain, keras.saving.load_model(tmp_path / "sum.keras")):
+        assert not any("lora" in w.path for w in other.weights)
+        # A file has no optimizer's state for the kernels.
+        assert other.compiled == (other is plain)
+        np.testing.assert_allclose(
+            tiny.predict(other, x), expected, rtol=1e-4, atol=1e-4
+        )
+    # The factors, for a model that has the kernels
+    file = str(tmp_path / "factors.lora.h5")
+    model.backbone.save_lora_weights(file)
+    other = tiny.backbone()
+    other.load_lora_weights(file)
+    for index, block in enumerate(other.blocks):
+        for weight, value in zip(
+            block.weights, model.backbone.blocks[index].weights, strict=True
+        ):
+            if "lora_kernel" in weight.path:
+                np.testing.assert_array_equal(to_numpy(weight), to_numpy(value))
+    assert other.blocks[1].moe.experts.output_dense.lora_enabled
+
+
+def test_factors_that_experts_shared_are_refused(tmp_path):
+    file = str(tmp_path / "old.lora.h5")
+    backbone = tiny.backbone()
+    backbone.enable_lora(2)
+    backbone.save_lora_weights(file)
+    with h5py.File(file, "r+") as store:
+        for group in store["lora"].values():
+            values = group["vars"] if "vars" in group else group
+            if len(values.get("lora_kernel_b", np.zeros(1)).shape) == 3:
+                shared = values["lora_kernel_b"][0]
+                del values["lora_kernel_b"]
+                values["lora_kernel_b"] = shared
+    other = tiny.backbone()
+    with pytest.raises(ValueError, match=r"share the second.*shape=\(2, .*old\.lora"):
+        other.load_lora_weights(file)
+    assert not any("lora" in w.path for w in other.weights)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_lora_of_a_quantized_model(mode, tmp_path):
+    model, x = tiny.classifier(), tiny.pixels(8)
+    model.backbone.quantize(mode)
+    before = tiny.predict(model, x)
+    model.backbone.enable_lora(2)
+    np.testing.assert_allclose(tiny.predict(model, x), before, rtol=1e-3, atol=1e-4)
+    model.compile(keras.optimizers.Adam(0.03))
+    kernels = [
+        (w, to_numpy(w)) for w in model.backbone.weights if w.path.endswith("kernel")
+    ]
+    model.fit(x, tiny.labels(8), batch_size=4, epochs=3, verbose=0)
+    for weight, value in kernels:
+        np.testing.assert_array_equal(to_numpy(weight), value)
+    after = tiny.predict(model, x)
+    assert np.abs(after - before).max() > 0.01
+    # The factors in a file of their own, exactly
+    file = str(tmp_path / "factors.lora.h5")
+    model.backbone.save_lora_weights(file)
+    model.backbone.load_lora_weights(file)
+    np.testing.assert_array_equal(tiny.predict(model, x), after)
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        (
+            keras.quantizers.GPTQConfig(dataset=["x"], tokenizer=lambda x: x),
+            "not quantized by 'gptq'.*Take 'int8'",
+        ),
+        (
+            keras.quantizers.AWQConfig(dataset=["x"], tokenizer=lambda x: x),
+            "not quantized by 'awq'.*Take 'int8'",
+        ),
+        (
+            keras.quantizers.Int4QuantizationConfig(
+                activation_quantizer=keras.quantizers.AbsMaxQuantizer(), block_size=-1
+            ),
+            "a config with activation_quantizer",
+        ),
+    ],
+)
+def test_refused_modes_change_nothing(config, words):
+    model = tiny.classifier()
+    for part in (model, model.backbone):
+        with pytest.raises(ValueError, match=words):
+            part.quantize(config=config)
+    assert not layers_where(model, lambda x: x.quantization_mode)
+    # Without the experts it is none of our business.
+    if config.mode == "int4":
+        model.quantize(
+            config=config, filters=lambda x: not isinstance(x, layers.ExpertBank)
+        )
+        assert layers_where(model, lambda x: x.quantization_mode == "int4")
+
+
+def test_own_model_around_experts_is_refused_by_the_bank():
+    model = keras.Sequential([keras.Input((4, 6)), layers.SoftMoE(3, 8)])
+    config = keras.quantizers.GPTQConfig(dataset=["x"], tokenizer=lambda x: x)
+    with pytest.raises(ValueError, match="not quantized by 'gptq'.*Take 'int8'"):
+        model.quantize("gptq", config=config)
+
+
+def test_int4_reaches_the_experts_and_round_trips(tmp_path):
+    model, x = tiny.classifier(hidden_dim=32, mlp_dim=48), tiny.pixels(8)
+    expected = tiny.predict(model, x)
+    # After a prediction, which TensorFlow has compiled with the old kernels
+    model.backbone.quantize(
+        config=keras.quantizers.Int4QuantizationConfig(block_size=16)
+    )
+    actual = tiny.predict(model, x)
+    assert 0 < np.abs(actual - expected).mean() < 0.4 * expected.std()
+    for path in EXPERT_BANKS:
+        bank = getattr(model.backbone.blocks[1].moe.experts, path.split("/")[-1])
+        assert bank.quantization_mode == "int4"
+        width, units = bank.kernel.shape[1:]
+        assert {w.name: tuple(w.shape) for w in bank.weights} == {
+            "kernel": (4, width, units // 2),
+            "kernel_scale": (4, width // 16, units),
+            "kernel_zero": (4, width // 16, units),
+            "bias": (4, 1, units),
+        }
+    model.save_to_preset(str(tmp_path / "int4"))
+    model.save(tmp_path / "int4.keras")
+    for revived in (
+        models.ViTMoEImageClassifier.from_preset(str(tmp_path / "int4")),
+        keras.saving.load_model(tmp_path / "int4.keras"),
+    ):
+        for one, other in zip(revived.get_weights(), model.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other)
+        np.testing.assert_allclose(
+            tiny.predict(revived, x), actual, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_int8_reaches_the_experts_and_round_trips(tmp_path):

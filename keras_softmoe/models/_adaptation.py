@@ -1,0 +1,104 @@
+"""LoRA and quantization of whole models."""
+
+import functools
+
+import h5py
+import keras
+
+from keras_softmoe.keras_adapter import (
+    flatten_layers,
+    forget_adapted_layers,
+    is_quantized_under,
+)
+from keras_softmoe.layers import ExpertBank
+from keras_softmoe.layers.lora import merge_lora as merge_lora_of_layer
+
+
+def merge_lora(model):
+    """Fold the factors of LoRA into the kernels, in all layers of a model.
+
+    The model computes the same, with ordinary layers: expert banks, and those of Keras
+    as in attention. Files need no such call, they hold the sum anyway.
+
+    What `enable_lora` froze stays frozen, but for the kernels that had factors. To free
+    all of it set `model.trainable = False` and then `True` (TensorFlow passes over a
+    value that is there already). Compile again before training goes on, and a model of
+    one's own around this one before anything. In int8 and in int4 sums are rounded to
+    the bits of the kernels, which takes small changes away: merge, then quantize.
+
+    Args:
+        model: `keras.Model` or `keras.Layer`.
+
+    Returns:
+        list of str, the paths of the layers that had factors.
+
+    Example:
+
+    >>> model.backbone.enable_lora(4)
+    >>> model.compile("adam")
+    >>> model.fit(images, labels)
+    >>> ksm.models.merge_lora(model)
+    """
+    layers = flatten_layers(model)
+    adapted = [layer for layer in layers if _has_factors(layer)]
+    for layer in adapted:
+        merge_lora_of_layer(layer)
+    for layer in layers:
+        forget_adapted_layers(layer)
+        if adapted and isinstance(layer, keras.Model):
+            # On TensorFlow they have the factors built in.
+            layer.train_function = layer.test_function = layer.predict_function = None
+    return [layer.path for layer in adapted]
+
+
+def has_factors(model):
+    """Whether a layer of a model has factors of LoRA."""
+    return any(map(_has_factors, flatten_layers(model)))
+
+
+def _has_factors(layer):
+    return getattr(layer, "lora_enabled", False)
+
+
+def quantizable(cls):
+    """Class decorator of models: `quantize` refuses a mode before any layer changes."""
+    quantize = cls.quantize
+
+    @functools.wraps(quantize)
+    def checked(self, mode=None, config=None, filters=None, **kwargs):
+        for layer in flatten_layers(self):
+            if isinstance(layer, ExpertBank) and is_quantized_under(filters, layer):
+                layer.check_quantization(mode, config)
+        return quantize(self, mode, config=config, filters=filters, **kwargs)
+
+    cls.quantize = checked
+    return cls
+
+
+def check_lora_file(model, filepath):
+    """Refuse a file of factors in which expert banks share their second one.
+
+    Args:
+        model: `keras_hub.models.Backbone`.
+        filepath: str or path, as `save_lora_weights` writes it.
+
+    Raises:
+        ValueError: as said.
+    """
+    # KerasHub counts them like this.
+    layers = [x for x in flatten_layers(model) if x is not model and x.weights]
+    with h5py.File(filepath, "r") as file:
+        for index, layer in enumerate(layers):
+            factor = file.get(f"lora/{index}/vars/lora_kernel_b")
+            if (
+                isinstance(layer, ExpertBank)
+                and len(getattr(factor, "shape", "EDH")) < 3
+            ):
+                raise ValueError(
+                    "The file is older than the factors that each expert has for "
+                    "itself: its experts share the second one. Received: shape="
+                    f"{tuple(factor.shape)} for {layer.path!r} in '{filepath}', not "
+                    "(experts, rank, units). Train the factors again; or, with the "
+                    "version that wrote the file, save the model with what it has "
+                    "learned (`save_to_preset`), and load that."
+                )
