@@ -179,8 +179,11 @@ for mode, size in sizes.items():
 """
 ## Side by side
 
-At this size all three ways are quick. Which one wins depends on how far the new images
-are from the old ones: run it with your own.
+With 20 images of each class the frozen probe is hard to beat: it has little that could
+overfit, and these features fit digits. In one run with 30 of each class full
+fine-tuning passed it (0.970 against 0.965, LoRA 0.964); one seed each, so read no more
+into it than that. The further the new images are from the old ones, the more has to
+change: run it with your own.
 """
 
 print(f"{'':20} accuracy   trained  seconds")
