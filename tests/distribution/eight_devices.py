@@ -125,6 +125,44 @@ class Program:
         }
         return told
 
+    def adapters(self):
+        """LoRA of sharded experts: losses, what is sent, and what one device holds."""
+        told = {}
+        for placement in ("one device", "one axis", "2 x 4"):
+            keras.distribution.set_distribution(PLACEMENTS[placement]())
+            model = tiny.classifier("soft")
+            # Drawn one after the other, on any placement
+            model.backbone.enable_lora(2)
+            model.compile(training.Adam(3e-3))
+            losses = tiny.StepLosses()
+            data = tiny.batches(4 * tiny.BATCH)
+            self._new_texts()
+            model.fit(data, verbose=0, shuffle=False, callbacks=[losses])
+            (text,) = self._new_texts()
+            told[placement] = {"losses": losses.values, "collectives": _sent(text)}
+            told[placement]["shards"] = self._expert_shards(model)
+            images = tiny.images(tiny.BATCH)
+            told[placement]["predictions"] = model.predict(images, verbose=0).tolist()
+            models.merge_lora(model)
+            model.compile(training.Adam(3e-3))
+            told[placement]["merged"] = model.predict(images, verbose=0).tolist()
+            with warnings.catch_warnings(action="ignore"):
+                # Of the layers that it leaves as they are
+                model.backbone.quantize("int4")
+            told[placement]["int4"] = model.predict(images, verbose=0).tolist()
+            told[placement]["shards of int4"] = self._expert_shards(model)
+        return told
+
+    def _expert_shards(self, model):
+        if keras.distribution.distribution() is None:
+            return None
+        rows = distribution.audit(model).rows
+        return {
+            row.path.partition("experts/")[2]: row.shard_shape
+            for row in rows
+            if "experts/" in row.path
+        }
+
     def _step(self, model):
         self._new_texts()
         model.train_on_batch(tiny.images(tiny.BATCH), tiny.labels(tiny.BATCH))

@@ -112,6 +112,31 @@ def test_what_adafactor_keeps_lies_with_its_experts(found):
     assert len(told["shards"]) == 2 * len(kept)
 
 
+@pytest.mark.parametrize("placement", ("one axis", "2 x 4"))
+def test_factors_of_lora_lie_with_their_experts(found, placement):
+    alone, told = found["adapters"]["one device"], found["adapters"][placement]
+    for name in ("losses", "predictions", "merged", "int4"):
+        np.testing.assert_allclose(told[name], alone[name], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(told["merged"], told["predictions"], rtol=0, atol=1e-4)
+    assert len(sent(told, "all-to-all")) == 4
+    assert {c["name"] for c in told["collectives"]} == {"all-to-all", "all-reduce"}
+    own = tiny.NUM_EXPERTS // {"one axis": 8, "2 x 4": 4}[placement]
+    for name, width, units in (("intermediate", 16, 20), ("output", 20, 16)):
+        bank = {"kernel": (width, units), "bias": (1, units)}
+        expected = bank | {"lora_kernel_a": (width, 2), "lora_kernel_b": (2, units)}
+        quantized = bank | {"kernel": (width, units // 2)}
+        quantized |= {"kernel_scale": (1, units), "kernel_zero": (1, units)}
+        for shards, shapes in (
+            (told["shards"], expected),
+            (told["shards of int4"], quantized),
+        ):
+            of_bank = {k: v for k, v in shards.items() if k.startswith(f"{name}_dense")}
+            assert of_bank == {
+                f"{name}_dense/{variable}": [own, *shape]
+                for variable, shape in shapes.items()
+            }
+
+
 def test_expert_bytes_fall_with_the_number_of_devices(found):
     told = {int(count): value for count, value in found["expert_bytes"].items()}
     # E (D H + H + H D + D) for the experts, D E C for mu, four bytes each

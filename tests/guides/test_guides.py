@@ -46,6 +46,22 @@ def check_exporting(lines, folder):
     assert float(measured.split()[-1]) < 1e-4
 
 
+def check_adapting(lines, folder):
+    (merged,) = (line for line in lines if line.startswith("largest difference"))
+    assert "merging 24 layers" in merged and float(merged.split()[-1]) < 1e-3
+    sizes = [float(x.split()[-2]) for x in lines if x.startswith("weights in")]
+    assert sizes[0] > 3 * sizes[1] > 4 * sizes[2]
+    assert [line[:20].strip() for line in lines[-5:]] == [
+        "frozen probe",
+        "LoRA, rank 4",
+        "full fine-tuning",
+        "LoRA, then int8",
+        "LoRA, then int4",
+    ]
+    trained = [int(line.split()[-2].replace(",", "")) for line in lines[-5:]]
+    assert 100 * trained[0] < 10 * trained[1] + 1 < trained[2] and trained[4] == 0
+
+
 def check_few_shot_probing(lines, folder):
     assert "expert choice against raw pixels at 2 shots:" in lines[-1]
 
@@ -171,6 +187,7 @@ def check_data_parallel(lines, folder):
 
 # Guide -> how to check what it printed and wrote, and where it runs.
 CHECKS = {
+    "adapting.py": (check_adapting, ("torch",)),
     "data_parallel_on_tensorflow.py": (check_data_parallel, ("tensorflow",)),
     "data_parallel_on_torch.py": (check_data_parallel, ("torch",)),
     "demo.py": (check_demo, ("jax", "tensorflow", "torch")),
