@@ -146,8 +146,8 @@ report("full fine-tuning", accuracy(model), num_trained(model), start)
 ## Fewer bits
 
 `quantize` rounds what was learned; nothing is trained. In `"int8"` inputs are rounded
-as well, and the whole model may be. In `"int4"` the head should stay as it is: it is
-small, and its errors are those of the logits. Each expert has scales of its own. GPTQ
+as well, and the whole model is. In `"int4"` the head stays as it is: it is small, and
+its errors are those of the logits. Each expert has scales of its own. GPTQ
 and AWQ are refused for expert banks, before anything is changed: Keras would calibrate
 the experts of a bank together.
 
@@ -170,7 +170,7 @@ for mode in ("int8", "int4"):
     model = ksm.models.ViTMoEImageClassifier.from_preset(path)
     with warnings.catch_warnings(action="ignore"):
         # Of the layers that have nothing to quantize
-        (model if mode == "int8" else model.backbone).quantize(mode)
+        model.quantize(mode)
     report(f"LoRA, then {mode}", accuracy(model), 0, start)
     sizes[mode] = num_bytes(model)
 for mode, size in sizes.items():

@@ -84,7 +84,8 @@ def test_int4_keeps_the_accuracy_on_digits(name, digits):
     with_probe_as_head(classifier, images[::4], labels[::4])
     before = accuracy(classifier, test_images, test_labels)
     # Not the head: a ridge regression sets large weights off against each other.
-    classifier.backbone.quantize("int4")
+    classifier.quantize("int4")
+    assert not classifier.output_dense.quantization_mode
     assert classifier.backbone.blocks[-1].moe.experts.output_dense.quantization_mode
     after = accuracy(classifier, test_images, test_labels)
     assert before > 0.95
