@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import keras
 import keras_hub
-import numpy as np
 from keras import ops
 
 from keras_softmoe.exporting import exportable
@@ -23,12 +22,19 @@ from keras_softmoe.models._contrastive_preprocessor import (
     check_tokenizer,
     fit_preprocessor,
 )
+from keras_softmoe.models._data import prepare
 from keras_softmoe.models._limoe_backbone import LIMoEBackbone
 from keras_softmoe.models._loading import load_and_save_presets, with_backbone
 from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.models._pair_encoding import PairEncoding
+from keras_softmoe.models._pictures import as_arrays, repeat_grey
 from keras_softmoe.models._two_tower_backbone import TwoTowerBackbone
-from keras_softmoe.models.arguments import check_kind, check_pairs, offer_names
+from keras_softmoe.models.arguments import (
+    check_images,
+    check_kind,
+    check_pairs,
+    offer_names,
+)
 from keras_softmoe.ops import sigmoid_contrastive_loss, softmax_contrastive_loss
 from keras_softmoe.sharding import check_model
 
@@ -174,13 +180,15 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         that do not fill the last batch sit this epoch out.
 
         Args:
-            x: `(N, height, width, channels)` images from 0 to 255, or a `tf.data`
-                dataset of batches `(images, captions)`. Without a preprocessor images
-                are in `[-1, 1]` and captions are token ids.
+            x: `(N, height, width, channels)` images from 0 to 255, an array or a list
+                of arrays or PIL images, or whatever gives batches `(images, captions)`:
+                a `tf.data` or grain dataset, a PyTorch `DataLoader`, a
+                `keras.utils.PyDataset`, a generator. Without a preprocessor images are
+                in `[-1, 1]` and captions are token ids.
             y: `N` captions, list or array of str, or `(N, S)` int token ids. `None`
-                with a dataset.
+                with batches.
             batch_size: int, 32 if `None` (or `N` if that is less).
-            validation_data: optional `(images, captions)` or dataset. Pairs are
+            validation_data: optional `(images, captions)` or batches. Pairs are
                 compared in batches of `validation_batch_size`, or else `batch_size`.
             shuffle: bool, whether arrays are shuffled before each epoch.
             **kwargs: as in `keras.Model.fit`.
@@ -198,8 +206,9 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         x = self._batches(x, y, batch_size, shuffle, "fit")
         validation_data = self._validation(validation_data, validation_size)
         with kept_weights(self, trains=True):
-            return super().fit(
-                x, validation_data=validation_data, shuffle=False, **kwargs
+            # Not KerasHub's, which would preprocess what it knows, and refuse the rest.
+            return keras.Model.fit(
+                self, x, validation_data=validation_data, shuffle=False, **kwargs
             )
 
     def evaluate(self, x=None, y=None, batch_size=None, **kwargs):
@@ -222,9 +231,29 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             ValueError: as `fit`.
         """
         self._check_compiled("evaluate")
-        x = self._batches(x, y, batch_size, False, "evaluate")
+        if not kwargs.get("_use_cached_eval_dataset"):
+            x = self._batches(x, y, batch_size, False, "evaluate")
         with kept_weights(self, trains=False):
-            return super().evaluate(x, **kwargs)
+            return keras.Model.evaluate(self, x, **kwargs)
+
+    def predict(self, x, batch_size=None, **kwargs):
+        """What the model returns for pairs, see its class.
+
+        Args:
+            x: dict of `"images"` and `"captions"` (without a preprocessor:
+                `"token_ids"`), or batches of pairs, as in `fit`.
+            batch_size: int, 32 if `None`.
+            **kwargs: as in `keras.Model.predict`.
+
+        Returns:
+            dict of arrays.
+
+        Raises:
+            ValueError: as `fit`.
+        """
+        x = prepare(self, x, batch_size=batch_size)
+        with kept_weights(self, trains=False):
+            return keras.Model.predict(self, x, **kwargs)
 
     def _check_compiled(self, method):
         if not self.compiled:
@@ -240,20 +269,17 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
                     f"Received: a tuple of {len(data)}."
                 )
             return self._batches(*data, batch_size, False, "fit")
-        return data
+        return None if data is None else prepare(self, data)
 
     def _batches(self, x, y, batch_size, shuffle, method):
-        """`tf.data` batches of images and token ids, all of them full."""
+        """What `keras.Model.fit` takes; of arrays batches that are all full."""
         if isinstance(x, dict):
             images, captions = x["images"], x.get("captions", x.get("token_ids"))
         elif y is None:
-            return x
+            return prepare(self, x, batch_size=batch_size, shuffle=shuffle)
         else:
             images, captions = x, y
-        # KerasHub has imported TensorFlow already.
-        import tensorflow as tf
-
-        images = np.asarray(images)
+        images = as_arrays(images)
         token_ids = self._token_ids(captions)
         if len(images) != len(token_ids) or len(images) < 2:
             raise ValueError(
@@ -266,10 +292,28 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
                 "A pair is compared with others of its batch, so there must be others. "
                 f"Received: batch_size={batch_size}."
             )
-        pairs = tf.data.Dataset.from_tensor_slices((images, token_ids))
-        if shuffle:
-            pairs = pairs.shuffle(len(images))
-        return pairs.batch(batch_size, drop_remainder=True)
+        return prepare(
+            self,
+            images,
+            token_ids,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            drop_remainder=True,
+        )
+
+    def check_input(self, x):
+        """Raise unless images are what the model takes, before they are preprocessed.
+
+        Args:
+            x: array, or `tf.TensorSpec` of a batch; or a dict with such `"images"`.
+        """
+        images = x.get("images") if isinstance(x, dict) else x
+        check_images(
+            images,
+            self.backbone.image_shape,
+            any_size=getattr(self.preprocessor, "image_size", None) is not None,
+            grey=True,
+        )
 
     def preprocess_samples(self, x, y=None, sample_weight=None):
         # Not `super()`: inside a `tf.data` pipeline AutoGraph would look for its class
@@ -283,6 +327,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
                 "A model without preprocessor takes pairs of images and token ids, or "
                 f"dicts of 'images' and 'token_ids'. Received: {type(x).__name__}."
             )
+        x = {**x, "images": repeat_grey(x["images"], self.backbone.image_shape[-1])}
         check_pairs(self.backbone, x["images"], x["token_ids"])
         return (x,)
 

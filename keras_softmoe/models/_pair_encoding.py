@@ -4,6 +4,7 @@ import keras
 import numpy as np
 
 from keras_softmoe.models._contrastive_preprocessor import checked_captions
+from keras_softmoe.models._pictures import as_arrays, repeat_grey
 from keras_softmoe.models.arguments import check_pairs
 from keras_softmoe.models.class_embeddings import class_embeddings
 
@@ -19,8 +20,8 @@ class PairEncoding:
         """Embeddings of images alone.
 
         Args:
-            images: `(N, height, width, channels)` array, from 0 to 255 (without a
-                preprocessor: in `[-1, 1]`).
+            images: `(N, height, width, channels)` array, or list of arrays or PIL
+                images, from 0 to 255 (without a preprocessor: in `[-1, 1]`).
             batch_size: int, images per forward pass.
             verbose: 0 or 1, whether to show a progress bar.
 
@@ -37,7 +38,14 @@ class PairEncoding:
 
         >>> model.encode_image(images) @ model.encode_text(captions).T
         """
-        convert = getattr(self.preprocessor, "convert", lambda images: images)
+        images, channels = as_arrays(images), self.backbone.image_shape[-1]
+        self.check_input(images)
+
+        def convert(batch):
+            if self.preprocessor is not None:
+                batch = self.preprocessor.convert(batch)
+            return repeat_grey(batch, channels)
+
         encoder = self.backbone.image_encoder
         return self._encode(encoder, images, convert, "image", batch_size, verbose)
 

@@ -2,24 +2,25 @@
 
 import keras
 import keras_hub
-import numpy as np
 
 from keras_softmoe import catalogue
 from keras_softmoe.checks import check_numbers, check_whole_numbers
 from keras_softmoe.exporting import exportable
-from keras_softmoe.keras_adapter import flatten_layers
+from keras_softmoe.keras_adapter import flatten_layers, kept_weights
 from keras_softmoe.models._adaptation import quantizable
 from keras_softmoe.models._compilation import (
     compile_again,
     with_compilation,
     with_optimizer,
 )
+from keras_softmoe.models._data import gives_batches, no_outputs, prepare
 from keras_softmoe.models._loading import (
     load_and_save_presets,
     load_from_presets,
     with_backbone,
 )
 from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
+from keras_softmoe.models._pictures import as_arrays, repeat_grey, without_pil
 from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
 from keras_softmoe.models.arguments import check_images, check_kind, offer_names
 from keras_softmoe.sharding import check_model
@@ -36,7 +37,8 @@ _CROSSENTROPIES = {
 class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
     """Resizes images and maps pixels from `[0, 255]` to `[-1, 1]`.
 
-    Takes the arguments of `keras_hub.layers.ImageConverter`; `scale` and `offset` have
+    Takes arrays, PIL images and lists of them. Its arguments are those of
+    `keras_hub.layers.ImageConverter`; `scale` and `offset` have
     defaults for the models of this library. `from_preset` takes our preset names.
 
     Source: V-MoE's released code (value range).
@@ -48,6 +50,9 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
         super().__init__(image_size=image_size, scale=scale, offset=offset, **kwargs)
         # It has no weights, but `quantize` refuses a model with an unbuilt layer.
         self.resizing.built = True
+
+    def call(self, inputs):
+        return super().call(without_pil(inputs))
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -253,57 +258,125 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         Arrays are shuffled before each epoch, which KerasHub's tasks leave out.
 
         Args:
-            x: `(N, height, width, channels)` images from 0 to 255, or a `tf.data` or
-                grain dataset of batches `(x, y)`.
-            y: `(N,)` int labels, `None` with a dataset.
-            batch_size: int, 32 if `None`.
+            x: `(N, height, width, channels)` images from 0 to 255, an array or a list
+                of arrays or PIL images, the channel of grey ones repeated as often as
+                the model has channels. Or whatever gives batches `(x, y)`: a `tf.data`
+                or grain dataset, a PyTorch `DataLoader`, a `keras.utils.PyDataset`, a
+                generator.
+            y: `(N,)` int labels, `None` with batches.
+            batch_size: int, 32 if `None`. `None` with batches.
             sample_weight: optional `(N,)` array.
-            validation_data: optional `(x, y)` or dataset.
+            validation_data: optional `(x, y)` or batches.
             validation_split: optional float, the share at the end of the arrays that
                 is kept for validation.
-            shuffle: bool, whether arrays are shuffled before each epoch.
+            shuffle: bool, whether arrays (and the batches of a `PyDataset`) are
+                shuffled before each epoch.
             **kwargs: as in `keras.Model.fit`.
 
         Returns:
             `keras.callbacks.History`.
 
         Raises:
-            ValueError: if images and labels differ in number, or the images have
-                another shape than the model's and nothing resizes them.
+            ValueError: if images and labels differ in number, there are none, or the
+                images have another shape than the model's and nothing resizes them.
+                Nothing is then trained.
         """
-        if y is not None and shuffle:
-            arrays = [np.asarray(a) for a in (x, y, sample_weight) if a is not None]
-            if len({len(array) for array in arrays}) > 1:
-                raise ValueError(
-                    "Images, labels and sample weights must be equally many. Received: "
-                    f"{', '.join(str(len(array)) for array in arrays)}."
-                )
-            if validation_split and validation_data is None:
-                cut = int(len(arrays[0]) * (1.0 - validation_split))
-                validation_data = tuple(array[cut:] for array in arrays)
-                arrays = [array[:cut] for array in arrays]
-            x, y, sample_weight = _shuffled(arrays, batch_size or 32), None, None
-            batch_size = validation_split = None
-            # Keras would warn that it cannot shuffle a dataset.
-            shuffle = False
-        return super().fit(
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = _split(
+                x, y, sample_weight, validation_split
+            )
+        validation_size = kwargs.pop("validation_batch_size", None) or batch_size
+        class_weight = kwargs.get("class_weight")
+        x = prepare(
+            self,
             x,
             y,
+            sample_weight,
             batch_size=batch_size,
-            sample_weight=sample_weight,
-            validation_data=validation_data,
-            validation_split=validation_split,
             shuffle=shuffle,
-            **kwargs,
+            class_weight=class_weight,
         )
+        if isinstance(validation_data, (tuple, list)):
+            validation_data = prepare(
+                self, *validation_data, batch_size=validation_size
+            )
+        elif validation_data is not None:
+            validation_data = prepare(self, validation_data)
+        with kept_weights(self, trains=True):
+            # Not KerasHub's, which would preprocess what it knows, and refuse the rest.
+            return keras.Model.fit(
+                self, x, validation_data=validation_data, shuffle=False, **kwargs
+            )
+
+    def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
+        """Loss (without balancing losses) and metrics, as `keras.Model.evaluate` does.
+
+        Args:
+            x: as in `fit`.
+            y: as in `fit`.
+            batch_size: int, 32 if `None`.
+            sample_weight: optional `(N,)` array.
+            **kwargs: as in `keras.Model.evaluate`.
+
+        Returns:
+            As `keras.Model.evaluate`.
+
+        Raises:
+            ValueError: as `fit`.
+        """
+        if not kwargs.get("_use_cached_eval_dataset"):
+            x = prepare(self, x, y, sample_weight, batch_size=batch_size)
+        with kept_weights(self, trains=False):
+            return keras.Model.evaluate(self, x, **kwargs)
+
+    def predict(self, x, batch_size=None, **kwargs):
+        """Logits (or activations) of images.
+
+        Args:
+            x: images, as in `fit`, or batches of them (labels are passed over).
+            batch_size: int, 32 if `None`.
+            **kwargs: as in `keras.Model.predict`.
+
+        Returns:
+            `(N, num_classes)` array.
+
+        Raises:
+            ValueError: if the images have another shape than the model's and nothing
+                resizes them.
+        """
+        if not gives_batches(x):
+            x = as_arrays(x)
+            if getattr(x, "shape", ())[:1] == (0,):
+                return no_outputs(self)
+        x = prepare(self, x, batch_size=batch_size)
+        with kept_weights(self, trains=False):
+            return keras.Model.predict(self, x, **kwargs)
+
+    def check_input(self, x):
+        """Raise unless images are what the model takes, before they are preprocessed.
+
+        Args:
+            x: array, or `tf.TensorSpec` of a batch.
+        """
+        if self.preprocessor is None or hasattr(self.preprocessor, "image_converter"):
+            check_images(
+                x,
+                self.backbone.image_shape,
+                any_size=getattr(self.preprocessor, "image_size", None) is not None,
+                grey=True,
+            )
 
     def preprocess_samples(self, x, y=None, sample_weight=None):
+        if not hasattr(x, "shape"):
+            x = as_arrays(x)
+        self.check_input(x)
         # Not `super()`: inside a `tf.data` pipeline AutoGraph would look for its class
         # among the callers and may find another one.
         data = keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
-        images, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        check_images(images, self.backbone.image_shape)
-        return data
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        x = repeat_grey(x, self.backbone.image_shape[-1])
+        check_images(x, self.backbone.image_shape)
+        return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
 
     def get_config(self):
         head_dtype = self.head_dtype
@@ -322,13 +395,18 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         return with_compilation(self, config)
 
 
-def _shuffled(arrays, batch_size):
-    """`tf.data` batches of rows, in another order every time they are iterated."""
-    # KerasHub has imported TensorFlow already.
-    import tensorflow as tf
-
-    rows = tf.data.Dataset.from_tensor_slices(tuple(arrays))
-    return rows.shuffle(len(arrays[0])).batch(batch_size)
+def _split(x, y, sample_weight, validation_split):
+    """Arrays for training, and the share of them at the end for validation."""
+    if gives_batches(x):
+        raise ValueError(
+            "`validation_split` cuts arrays in two. Received: validation_split="
+            f"{validation_split} with x={type(x).__name__}. Pass other batches as "
+            "`validation_data`."
+        )
+    arrays = [None if a is None else as_arrays(a) for a in (x, y, sample_weight)]
+    cut = int(len(arrays[0]) * (1.0 - validation_split))
+    first = [None if a is None else a[:cut] for a in arrays]
+    return first, tuple(a[cut:] for a in arrays if a is not None)
 
 
 def _fit_converter(preprocessor, image_size):

@@ -37,6 +37,8 @@ def offer_names(cls):
         check_names(f"`{cls.__name__}`", kwargs, arguments_of(cls))
         init(self, *args, **kwargs)
 
+    # By their signature Keras knows constructors of functional models.
+    __init__.__signature__ = inspect.signature(init)
     cls.__init__ = __init__
     return cls
 
@@ -50,26 +52,64 @@ def check_kind(name, value, kind):
         )
 
 
-def check_images(images, image_shape):
+def check_images(images, image_shape, any_size=False, grey=False):
     """Raise unless a batch of images has the shape that a model takes.
 
     Keras finds out as well, but on JAX in the middle of a step, when it has taken the
     weights out of the model and does not put them back. What has no shape (a dataset)
     and dimensions that are not known yet pass.
+
+    Args:
+        images: array, tensor or `tf.TensorSpec`.
+        image_shape: `(height, width, channels)` of the model.
+        any_size: bool, whether something will resize the images.
+        grey: bool, whether something will repeat the channel of grey images.
     """
     shape = getattr(images, "shape", None)
     if shape is None or getattr(shape, "rank", 0) is None:
         return
-    expected = (None, *image_shape)
+    shape, expected = tuple(shape), (None, *image_shape)
+    accepted = (None, None, None, image_shape[-1]) if any_size else expected
+    if grey and len(shape) == 4 and shape[-1] == 1:
+        accepted = (*accepted[:3], 1)
     if len(shape) != 4 or any(
         None not in sizes and sizes[0] != sizes[1]
-        for sizes in zip(shape, expected, strict=True)
+        for sizes in zip(shape, accepted, strict=True)
     ):
         raise ValueError(
             "The model takes images of shape (batch, height, width, channels) = "
-            f"{expected}. Received: images of shape {tuple(shape)}. Resize them, "
-            "repeat a grey channel, or put a single image into a batch of one."
+            f"{expected}. Received: images of shape {shape}. "
+            f"{_remedy(shape, image_shape)}"
         )
+    kind = getattr(images.dtype, "kind", "f")
+    if kind in "OSU":
+        raise ValueError(
+            "Images are arrays of numbers. Received: images of dtype "
+            f"{images.dtype}. Read the files first, for example with PIL's "
+            "`Image.open`."
+        )
+
+
+def _remedy(shape, image_shape):
+    channels = image_shape[-1]
+    if len(shape) == 3 and shape[-1] in (1, 3, 4, channels):
+        return (
+            "Make a batch of one of a single image, `images[None]`, and batches of a "
+            "dataset of single images, `dataset.batch(32)`."
+        )
+    if len(shape) == 3:
+        return "Give grey images an axis of channels: `images[..., None]`."
+    if len(shape) != 4:
+        return "Give them four axes."
+    if shape[-1] == channels:
+        return "Resize them, or load the model with another `image_shape`."
+    if shape[1] == channels:
+        return "Put the channels last: `numpy.moveaxis(images, 1, -1)`."
+    if shape[-1] == 4 and channels == 3:
+        return "Leave the alpha channel out: `images[..., :3]`."
+    if channels == 1:
+        return "Make them grey: `images.mean(-1, keepdims=True)`."
+    return f"Repeat a grey channel: `numpy.repeat(images, {channels}, axis=-1)`."
 
 
 def check_token_ids(token_ids, sequence_length):
