@@ -256,6 +256,7 @@ def test_models_that_diverged():
 def test_part_of_the_studies(name):
     of_study = {
         "learning_rate": set(),
+        "close_rates": set(),
         "headline": {SOFT_HEADLINE, TOKEN_HEADLINE, SOFT_TOKEN},
         "routers": {TOKEN, EXPERT, AFFINITY, SINKHORN, DENSE, TWO},
         "fixed": {DISPATCH, BETWEEN, POSITION},

@@ -187,5 +187,5 @@ def test_a_directory_of_another_scale(tmp_path):
 
 
 def test_seeds_that_the_scale_lacks(tmp_path):
-    with pytest.raises(ValueError, match=r"\(100, 3, 4\).*Received: seeds=\(5,\)"):
+    with pytest.raises(ValueError, match=r"\(100, 101, 3, 4\).*Received: seeds=\(5,\)"):
         run(tmp_path, seeds=(5,))

@@ -97,9 +97,15 @@ def test_report(results):
         assert study.table(results, study_name) in text
     assert text.count("\n- **") == 20
     models = sum(map(len, results["cells"].values()))
-    assert f"{models} trainings, seeds 0, 1, 2, 3, 4, 5, 100; the processes" in text
+    assert (
+        f"{models} trainings, seeds 0, 1, 2, 3, 4, 5, 100, 101, 102; the processes"
+        in text
+    )
     assert f" {models}.0 hours" in text
-    assert "the best of 0.001, 0.002, 0.004, 0.008 for one model of each kind" in text
+    assert (
+        "the best of 0.001, 0.002, 0.004, 0.008, 0.016 for one model of each kind"
+        in text
+    )
     assert "512,000 images" in text
     every = [
         d for c in study.claims(results) for m in c.differences.values() for d in m
