@@ -1,6 +1,5 @@
 """Losses of routers: which quantity, of which tokens, with which weight."""
 
-import functools
 import math
 
 import keras
