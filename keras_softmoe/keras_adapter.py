@@ -38,6 +38,17 @@ def is_initialized(variable):
     return variable._value is not None
 
 
+def register_parameters(model):
+    """Make the weights of a KerasHub model parameters of the PyTorch module that it is.
+
+    While they are put together such models set attributes past PyTorch, which then
+    knows of no parameters: an optimizer of `model.parameters()` would train nothing.
+    Would be replaced by: KerasHub registering them, as Keras does.
+    """
+    if keras.backend.backend() == "torch":
+        model._track_variables()
+
+
 # === LoRA and quantization ===
 
 

@@ -6,7 +6,7 @@ import keras
 import keras_hub
 
 from keras_softmoe.exporting import exportable
-from keras_softmoe.keras_adapter import flatten_layers
+from keras_softmoe.keras_adapter import flatten_layers, register_parameters
 from keras_softmoe.layers import Experts
 from keras_softmoe.models._adaptation import check_lora_file, quantizable
 from keras_softmoe.models._loading import load_and_save_presets
@@ -25,6 +25,10 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     A subclass puts the model together from the layers in `layers.parts`, and then calls
     `keep_arguments`.
     """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        register_parameters(self)
 
     def keep_arguments(self, encoder, **arguments):
         """Keep the arguments of the constructor as attributes, for `get_config`.

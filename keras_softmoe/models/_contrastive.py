@@ -8,7 +8,7 @@ import keras_hub
 from keras import ops
 
 from keras_softmoe.exporting import exportable
-from keras_softmoe.keras_adapter import kept_weights
+from keras_softmoe.keras_adapter import kept_weights, register_parameters
 from keras_softmoe.layers.parts import check_choice
 from keras_softmoe.models._adaptation import quantizable
 from keras_softmoe.models._compilation import (
@@ -74,6 +74,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             compile=compile,
             name=name,
         )
+        register_parameters(self)
         check_model(self)
 
     # === Training ===

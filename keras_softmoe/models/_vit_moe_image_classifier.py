@@ -6,7 +6,11 @@ import keras_hub
 from keras_softmoe import catalogue
 from keras_softmoe.checks import check_numbers, check_whole_numbers
 from keras_softmoe.exporting import exportable
-from keras_softmoe.keras_adapter import flatten_layers, kept_weights
+from keras_softmoe.keras_adapter import (
+    flatten_layers,
+    kept_weights,
+    register_parameters,
+)
 from keras_softmoe.models._adaptation import quantizable
 from keras_softmoe.models._compilation import (
     compile_again,
@@ -162,6 +166,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         keras_hub.models.Task.__init__(
             self, inputs=inputs, outputs=outputs, compile=compile, name=name
         )
+        register_parameters(self)
         check_model(self)
 
     def compile(self, optimizer="auto", loss="auto", *, metrics="auto", **kwargs):

@@ -1,6 +1,5 @@
 """Losses of routers: which quantity, of which tokens, with which weight."""
 
-import functools
 import math
 
 import keras
@@ -29,6 +28,10 @@ class Routed:
             where none is padding.
         num_selected_experts: int, the number `K` of experts that a token chooses.
         noise_std: float, standard deviation of the noise on the logits.
+
+    Attributes:
+        probabilities: `(G, S, E)` tensor, without noise.
+        noisy_probabilities: `(G, S, E)` tensor, with noise.
     """
 
     def __init__(self, logits, noisy_logits, valid, num_selected_experts, noise_std):
@@ -37,18 +40,11 @@ class Routed:
         self.valid = valid
         self.num_selected_experts = num_selected_experts
         self.noise_std = noise_std
-
-    @functools.cached_property
-    def probabilities(self):
-        """`(G, S, E)` tensor, without noise."""
-        return softmax(self.logits, axis=-1)
-
-    @functools.cached_property
-    def noisy_probabilities(self):
-        """`(G, S, E)` tensor, with noise."""
-        if self.noisy_logits is self.logits:
-            return self.probabilities
-        return softmax(self.noisy_logits, axis=-1)
+        # At once, and not when first asked for: `torch.compile` could not look into
+        # `functools.cached_property`.
+        self.probabilities = self.noisy_probabilities = softmax(logits, axis=-1)
+        if noisy_logits is not logits:
+            self.noisy_probabilities = softmax(noisy_logits, axis=-1)
 
 
 class RoutingLoss:

@@ -11,6 +11,9 @@ from keras import ops
 
 # The scopes that are open.
 _SCOPES = contextvars.ContextVar("scopes_that_record", default=())
+# Their ids, in any thread. `torch.compile` cannot look into the other one: it would cut
+# each model into pieces, and compile them again and again.
+_OPEN = {}
 
 
 @contextlib.contextmanager
@@ -55,9 +58,11 @@ def record(key=None):
     """
     scope = _Scope({}, [], _is_staging(), key or operator.attrgetter("path"))
     token = _SCOPES.set((*_SCOPES.get(), scope))
+    _OPEN[id(scope)] = True
     try:
         yield scope.decisions
     finally:
+        del _OPEN[id(scope)]
         _SCOPES.reset(token)
     if scope.missed:
         raise ValueError(
@@ -80,7 +85,7 @@ class _Scope(NamedTuple):
 
 def is_recording():
     """Whether a scope of `record` is open."""
-    return bool(_SCOPES.get())
+    return bool(_OPEN) and bool(_SCOPES.get())
 
 
 def note(router, decision):
