@@ -51,6 +51,15 @@ def check_numbers(least=None, over=None, under=None, **arguments):
             )
 
 
+def check_choice(argument, value, accepted):
+    """Raise unless the value of an argument is among the accepted ones, a tuple."""
+    if value not in accepted:
+        raise ValueError(
+            f"Unknown `{argument}`. Accepted: {', '.join(map(repr, accepted))}. "
+            f"Received: {argument}={value!r}."
+        )
+
+
 def check_names(owner, given, accepted):
     """Raise unless all names of arguments are accepted.
 

@@ -7,6 +7,7 @@ processes leave behind that are killed is cleared away by the next that writes t
 
 import contextlib
 import ctypes
+import glob
 import os
 import platform
 import shutil
@@ -174,15 +175,11 @@ def _aside(path):
 
 def _asides_of_the_dead(path):
     """What processes of this machine have left beside a path that run no more."""
-    for found in path.parent.glob(f".{_escaped(path.name)}.{_escaped(_ASIDE)}-*-*"):
+    name = f".{path.name}.{_ASIDE}"
+    for found in path.parent.glob(f"{glob.escape(name)}-*-*"):
         process = found.name.rsplit("-", 2)[-2]
         if process.isdigit() and not _runs(int(process)):
             yield found
-
-
-def _escaped(name):
-    """A name as a pattern that only it fits."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 def _runs(process):

@@ -7,6 +7,7 @@ import numpy as np
 from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._concentration import BANDS
 from keras_softmoe.analysis._soft_statistics import TOKEN_WEIGHT_EDGES, SoftStatistics
+from keras_softmoe.checks import check_choice
 
 # For "dispatch" and "combine": colours of the bands, what is counted, of what.
 _KINDS = {
@@ -220,11 +221,7 @@ def plot_concentration(statistics, weights="dispatch", layers=None, levels=BANDS
     >>> figure = ksm.analysis.plot_concentration(statistics, "combine")
     """
     drawing.import_matplotlib()
-    if weights not in _KINDS:
-        raise ValueError(
-            f"Unknown `weights`. Accepted: {', '.join(map(repr, _KINDS))}. "
-            f"Received: weights={weights!r}."
-        )
+    check_choice("weights", weights, tuple(_KINDS))
     colormap, counted, whole = _KINDS[weights]
     levels = sorted(levels)
     # From dark to light

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from keras_softmoe.checks import check_choice
 from keras_softmoe.evaluation.sweeps import (
     accuracies_of,
     check_test,
@@ -72,11 +73,7 @@ def random_routers(
     >>> ablation = ksm.evaluation.random_routers(classifier, (images, labels))
     >>> {layer: a.mean() for layer, a in ablation.single.items()}
     """
-    if control not in _CONTROLS:
-        raise ValueError(
-            f"Unknown `control`. Accepted: {', '.join(map(repr, _CONTROLS))}. "
-            f"Received: control={control!r}."
-        )
+    check_choice("control", control, tuple(_CONTROLS))
     images, labels = check_test(test)
     layers = sorted(classifier.routers)
     runs = [[layer] for layer in layers]

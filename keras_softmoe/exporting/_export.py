@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import keras
 
+from keras_softmoe.checks import check_choice
 from keras_softmoe.exporting._write import image_converter, write
 from keras_softmoe.keras_adapter import flatten_layers
-from keras_softmoe.layers import MoE
+from keras_softmoe.layers.parts import mixtures_of
 from keras_softmoe.routers import Router
 
 
@@ -101,17 +102,7 @@ def export_model(
     ... )
     >>> model.export("classifier.onnx", format="onnx", preprocessing=True)
     """
-    _check(model, filepath, format, preprocessing)
-    signature = _signature(model, input_signature)
-    _check_groups(model, signature)
-    if preprocessing and format == "torch":
-        _check_size(model, signature)
-    job = {
-        "format": format,
-        "input_signature": signature,
-        "preprocessing": preprocessing,
-        "options": kwargs,
-    }
+    job = checked_job(model, filepath, format, input_signature, preprocessing, kwargs)
     backend = FORMATS[format].backend
     if keras.backend.backend() == backend:
         write(model, filepath, **job)
@@ -136,16 +127,34 @@ def exportable(cls):
     return cls
 
 
+def checked_job(
+    model, filepath, format, input_signature=None, preprocessing=False, options=None
+):
+    """What `write` has to know besides model and file, a dict.
+
+    Raises:
+        ValueError: as `export_model`.
+        ImportError: as `export_model`.
+    """
+    _check(model, filepath, format, preprocessing)
+    signature = _signature(model, input_signature)
+    _check_groups(model, signature)
+    if preprocessing and format == "torch":
+        _check_size(model, signature)
+    return {
+        "format": format,
+        "input_signature": signature,
+        "preprocessing": preprocessing,
+        "options": options or {},
+    }
+
+
 # === What cannot be exported ===
 
 
 def _check(model, filepath, format, preprocessing):
     """Raise if it is known at once that the file cannot be written."""
-    if format not in FORMATS:
-        raise ValueError(
-            f"Unknown `format`. Accepted: {', '.join(map(repr, FORMATS))}. "
-            f"Received: format={format!r}."
-        )
+    check_choice("format", format, tuple(FORMATS))
     suffix, backend, packages, has_half_precision, has_quantized = FORMATS[format]
     if suffix and Path(filepath).suffix != suffix:
         raise ValueError(
@@ -189,14 +198,13 @@ def _check(model, filepath, format, preprocessing):
 
 
 def _check_deterministic(router):
-    if getattr(router, "random_logits", False) or (
-        getattr(router, "priority", None) == "random"
-    ):
+    random_logits = getattr(router, "random_logits", False)
+    priority = getattr(router, "priority", None)
+    if random_logits or priority == "random":
         raise ValueError(
             "A file gives the same result each time, so routing at random cannot be "
-            f"exported. Received: {router.path} with random_logits="
-            f"{getattr(router, 'random_logits', False)!r}, priority="
-            f"{getattr(router, 'priority', None)!r}. Change them with "
+            f"exported. Received: {router.path} with random_logits={random_logits!r}, "
+            f"priority={priority!r}. Change them with "
             "`set_routing(random_logits=False, priority='max')`."
         )
 
@@ -204,8 +212,8 @@ def _check_deterministic(router):
 def _check_groups(model, signature):
     """Raise if groups are to be the whole batch, and its size is open."""
     batches = {spec.shape[0] for spec in keras.tree.flatten(signature)}
-    mixtures = [x for x in flatten_layers(model) if isinstance(x, MoE)]
-    if None in batches and any(layer.group_images is None for layer in mixtures):
+    is_whole = any(layer.group_images is None for layer in mixtures_of(model))
+    if None in batches and is_whole:
         raise ValueError(
             "`group_images=None` routes a whole batch as one group, so the file has to "
             "know the size of the batch. Pass, for example, `input_signature="

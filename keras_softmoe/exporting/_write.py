@@ -9,10 +9,9 @@ from keras import ops
 from keras_softmoe.files import replaced_directory, replaced_file
 from keras_softmoe.keras_adapter import (
     drop_assertions_of_more_than_one,
-    flatten_layers,
     sizes_may_be_one,
 )
-from keras_softmoe.layers import MoE
+from keras_softmoe.layers.parts import mixtures_of
 
 
 def write(model, filepath, format, input_signature, preprocessing, options):
@@ -112,7 +111,7 @@ def _write_torch(model, filepath, input_signature, options):
     """
     import torch
 
-    groups = [x.group_images for x in flatten_layers(model) if isinstance(x, MoE)]
+    groups = [layer.group_images for layer in mixtures_of(model)]
     traced_batch = 2 * max(filter(None, groups), default=1) + 1
     batch = torch.export.Dim("batch", min=1)
 
@@ -153,8 +152,7 @@ def _groups_of(model, batch):
 
     TensorFlow traces a model once more, for batches of any size.
     """
-    layers = [x for x in flatten_layers(model) if isinstance(x, MoE)]
-    whole = [layer for layer in layers if layer.group_images is None]
+    whole = [layer for layer in mixtures_of(model) if layer.group_images is None]
     for layer in whole:
         layer.group_images = batch
     try:

@@ -7,7 +7,12 @@ import warnings
 import keras
 from keras import ops
 
-from keras_softmoe.checks import check_numbers, check_whole_numbers, is_whole_number
+from keras_softmoe.checks import (
+    check_choice,
+    check_numbers,
+    check_whole_numbers,
+    is_whole_number,
+)
 from keras_softmoe.costs import LayerCost, MixtureCost
 from keras_softmoe.layers._modalities import (
     as_sequence,
@@ -112,16 +117,8 @@ class MoE(keras.layers.Layer):
         check_whole_numbers(1, mlp_dim=mlp_dim)
         check_numbers(least=0, under=1, expert_dropout_rate=expert_dropout_rate)
         self.check_group_images(group_images)
-        if dispatcher not in DISPATCHERS:
-            raise ValueError(
-                f"Unknown `dispatcher`. Accepted: {', '.join(map(repr, DISPATCHERS))}. "
-                f"Received: dispatcher={dispatcher!r}."
-            )
-        if dispatch_dtype not in (None, "bfloat16"):
-            raise ValueError(
-                "Unknown `dispatch_dtype`. Accepted: None, 'bfloat16'. "
-                f"Received: dispatch_dtype={dispatch_dtype!r}."
-            )
+        check_choice("dispatcher", dispatcher, DISPATCHERS)
+        check_choice("dispatch_dtype", dispatch_dtype, (None, "bfloat16"))
         self.router = router.clone(name="router")
         self.mlp_dim = mlp_dim
         self.group_images = group_images

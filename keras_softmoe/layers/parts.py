@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import keras
 
-from keras_softmoe.checks import check_whole_numbers
+from keras_softmoe.checks import check_choice, check_whole_numbers
 from keras_softmoe.costs import LayerCost, cost_of
+from keras_softmoe.keras_adapter import flatten_layers
 from keras_softmoe.layers._contrastive import ContrastiveScale
 from keras_softmoe.layers._encoder import Encoder
 from keras_softmoe.layers._moe import MoE
@@ -239,6 +240,11 @@ class PairParts(NamedTuple):
         return total + self.scale.cost(vectors)
 
 
+def mixtures_of(model):
+    """All `layers.MoE` in a model, a list."""
+    return [layer for layer in flatten_layers(model) if isinstance(layer, MoE)]
+
+
 def arguments_of(parts):
     """The arguments that parts are made from.
 
@@ -261,15 +267,6 @@ def arguments_of(parts):
     required = tuple(name for name in names if found[name])
     optional = tuple(name for name in names if not found[name])
     return required, tuple(dict.fromkeys((*optional, *MoE.settings())))
-
-
-def check_choice(argument, value, accepted):
-    """Raise unless the value of an argument is among the accepted ones."""
-    if value not in accepted:
-        raise ValueError(
-            f"Unknown `{argument}`. Accepted: {', '.join(map(repr, accepted))}. "
-            f"Received: {argument}={value!r}."
-        )
 
 
 def _patch_embedding(patch_size, encoder, dtype):

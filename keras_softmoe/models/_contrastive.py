@@ -7,9 +7,9 @@ import keras
 import keras_hub
 from keras import ops
 
+from keras_softmoe.checks import check_choice
 from keras_softmoe.exporting import exportable
 from keras_softmoe.keras_adapter import kept_weights, register_parameters
-from keras_softmoe.layers.parts import check_choice
 from keras_softmoe.models._adaptation import quantizable
 from keras_softmoe.models._compilation import (
     compile_again,

@@ -3,11 +3,10 @@
 from types import SimpleNamespace
 
 from keras_softmoe.keras_adapter import (
-    flatten_layers,
     map_predictions,
     wrap_compilation,
 )
-from keras_softmoe.layers import MoE
+from keras_softmoe.layers.parts import mixtures_of
 from keras_softmoe.models._run_checks import check_run
 from keras_softmoe.routers import MUTABLE_SETTINGS
 from keras_softmoe.sharding.variables import gather, num_processes
@@ -111,11 +110,6 @@ class MutableRouting:
         changed = getattr(self._compiled_settings, step) != now
         setattr(self._compiled_settings, step, now)
         return changed
-
-
-def mixtures_of(model):
-    """All `layers.MoE` in a model, a list."""
-    return [layer for layer in flatten_layers(model) if isinstance(layer, MoE)]
 
 
 def recompile_on_change(cls):

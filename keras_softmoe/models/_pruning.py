@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-from keras_softmoe.layers.parts import check_choice
+from keras_softmoe.checks import check_choice
 from keras_softmoe.models._limoe_backbone import LIMoEBackbone
 from keras_softmoe.routers import LIMoERouter
 

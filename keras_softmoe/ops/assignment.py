@@ -10,6 +10,7 @@ import keras
 import ml_dtypes
 from keras import ops
 
+from keras_softmoe.checks import check_choice
 from keras_softmoe.ops.backend import take_along, top_indices
 
 PRIORITIES = ("position", "max", "sum", "pair", "random")
@@ -230,11 +231,7 @@ def check_num_selected_experts(num_selected_experts, num_experts):
 
 def check_priority(priority):
     """Raise unless `priority` is one of `PRIORITIES`."""
-    if priority not in PRIORITIES:
-        raise ValueError(
-            f"Unknown `priority`. Accepted: {', '.join(map(repr, PRIORITIES))}. "
-            f"Received: priority={priority!r}."
-        )
+    check_choice("priority", priority, PRIORITIES)
 
 
 def _check_capacity(capacity):

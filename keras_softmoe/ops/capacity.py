@@ -2,6 +2,8 @@
 
 import math
 
+from keras_softmoe.checks import check_choice
+
 # As the papers have it: the nearest whole number. The default of all routers.
 ROUNDING, MULTIPLE_OF = "round", None
 
@@ -58,11 +60,7 @@ def expert_capacity(
     2
     """
     roundings = {"ceil": math.ceil, "round": round}
-    if rounding not in roundings:
-        raise ValueError(
-            "Unknown `rounding`. Accepted: 'round', 'ceil'. "
-            f"Received: rounding={rounding!r}."
-        )
+    check_choice("rounding", rounding, ("round", "ceil"))
     if num_tokens < 1 or num_experts < 1 or (multiple_of or 0) < 0:
         raise ValueError(
             "Tokens and experts are counted from 1, and `multiple_of` is a positive "

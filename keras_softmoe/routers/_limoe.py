@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_softmoe.checks import check_numbers, check_whole_numbers
+from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
 from keras_softmoe.ops import token_choice
 from keras_softmoe.ops.assignment import PRIORITIES, check_num_selected_experts
 from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING
@@ -147,12 +147,7 @@ class LIMoERouter(SparseRouter):
         counts = {name: n for name, n in counts.items() if n is not None}
         check_whole_numbers(1, **counts)
         check_numbers(loss_weight=loss_weight)
-        accepted = (*PRIORITIES, *_FIRST)
-        if priority not in accepted:
-            raise ValueError(
-                f"Unknown `priority`. Accepted: {', '.join(map(repr, accepted))}. "
-                f"Received: priority={priority!r}."
-            )
+        check_choice("priority", priority, (*PRIORITIES, *_FIRST))
         check_numbers(
             over=0, single_modality_capacity_factor=single_modality_capacity_factor
         )

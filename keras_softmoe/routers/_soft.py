@@ -6,7 +6,7 @@ import numbers
 import keras
 from keras import ops
 
-from keras_softmoe.checks import check_numbers, check_whole_numbers
+from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import DenseRouting
 from keras_softmoe.ops.backend import softmax
@@ -91,11 +91,7 @@ class SoftRouter(Router):
         **kwargs,
     ):
         for argument, value in (("dispatch", dispatch), ("combine", combine)):
-            if value not in ("soft", "uniform"):
-                raise ValueError(
-                    f"Unknown `{argument}`. Accepted: 'soft', 'uniform'. "
-                    f"Received: {argument}={value!r}."
-                )
+            check_choice(argument, value, ("soft", "uniform"))
         check_whole_numbers(1, slots_per_expert=slots_per_expert)
         check_numbers(least=0, noise_std=noise_std)
         _check_scale(initial_scale, normalize)

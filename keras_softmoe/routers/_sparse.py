@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_softmoe.checks import check_numbers, check_whole_numbers
+from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import SlotRouting, expert_capacity
 from keras_softmoe.ops.backend import take_along
@@ -81,22 +81,14 @@ class SparseRouter(Router):
         random_logits=False,
         **kwargs,
     ):
-        if combine not in ("softmax", "plan"):
-            raise ValueError(
-                "Unknown `combine`. Accepted: 'softmax', 'plan'. "
-                f"Received: combine={combine!r}."
-            )
+        check_choice("combine", combine, ("softmax", "plan"))
         check_numbers(over=0, capacity_factor=capacity_factor)
         if eval_capacity_factor is not None:
             check_numbers(over=0, eval_capacity_factor=eval_capacity_factor)
         if multiple_of is not None:
             check_whole_numbers(0, multiple_of=multiple_of)
         check_numbers(least=0, noise_std=noise_std)
-        if random_logits not in (False, True, "permuted"):
-            raise ValueError(
-                "Unknown `random_logits`. Accepted: False, True, 'permuted'. "
-                f"Received: random_logits={random_logits!r}."
-            )
+        check_choice("random_logits", random_logits, (False, True, "permuted"))
         named = {name: kwargs.pop(name) for name in _NAMED_LOSSES if name in kwargs}
         super().__init__(num_experts, **kwargs)
         self.capacity_factor = capacity_factor

@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_softmoe.checks import check_choice
 from keras_softmoe.keras_adapter import index_of
 from keras_softmoe.sharding import layout_of
 from keras_softmoe.training._by_variable import ByVariable
@@ -80,12 +81,7 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
         **kwargs,
     ):
         _check_decays(beta_1, beta_2_decay, max_beta_2)
-        if momentum_dtype not in _MOMENTUM_DTYPES:
-            raise ValueError(
-                "Unknown `momentum_dtype`. Accepted: "
-                f"{', '.join(map(repr, _MOMENTUM_DTYPES))}. "
-                f"Received: momentum_dtype={momentum_dtype!r}."
-            )
+        check_choice("momentum_dtype", momentum_dtype, _MOMENTUM_DTYPES)
         super().__init__(
             weight_decay_rules=weight_decay_rules,
             gradient_scale_rules=gradient_scale_rules,

@@ -120,17 +120,14 @@ def to_numpy(x):
 def export_all(models_and_files, folder):
     """`export_model` for many, which needs one other process for each backend only."""
     by_backend = {}
-    for number, (model, format, file, arguments) in enumerate(models_and_files):
+    for number, (model, format, file) in enumerate(models_and_files):
         backend = FORMATS[format].backend
         if backend == BACKEND:
-            export_model(model, file, format, verbose=False, **arguments)
+            export_model(model, file, format, verbose=False)
             continue
-        _export._check(model, file, format, preprocessing=False)
+        job = _export.checked_job(model, file, format)
         aside = folder / f"job{number}"
         aside.mkdir()
-        signature = _export._signature(model, None)
-        job = {"format": format, "input_signature": signature, **arguments}
-        job = {"preprocessing": False, "options": {}, **job}
         saved = _export.save_job(model, file, job, backend, aside)
         by_backend.setdefault(backend, []).append(saved)
     for backend, jobs in by_backend.items():
@@ -147,7 +144,7 @@ def test_every_router_and_every_format(tmp_path, pytestconfig):
         for index, (_, format) in enumerate(cells)
     ]
     jobs = [
-        (of_router[router], format, file, {})
+        (of_router[router], format, file)
         for (router, format), (_, file) in zip(cells, files, strict=True)
     ]
     export_all(jobs, tmp_path)
@@ -226,8 +223,8 @@ def test_encoders_of_limoe(tmp_path):
     backbone = models.LIMoEBackbone.from_preset(name)
     image, text = tmp_path / "image.onnx", tmp_path / "text.onnx"
     jobs = [
-        (backbone.image_encoder, "onnx", image, {}),
-        (backbone.text_encoder, "onnx", text, {}),
+        (backbone.image_encoder, "onnx", image),
+        (backbone.text_encoder, "onnx", text),
     ]
     export_all(jobs, tmp_path)
     inputs = [images(batch, size=32) for batch in BATCHES]

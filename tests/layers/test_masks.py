@@ -125,25 +125,35 @@ def test_mask_of_an_embedding_arrives():
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+TEXT = {
+    "vocabulary_size": 20,
+    "num_layers": 2,
+    "num_heads": 2,
+    "hidden_dim": 8,
+    "mlp_dim": 16,
+    "moe_layers": (1,),
+}
+
+
+def long_and_short(cls, settings):
+    """Backbones for texts of eight and of four tokens, with the same weights."""
+    long, short = (cls(sequence_length=n, **settings) for n in (8, 4))
+    for to, of in zip(short.weights, long.weights, strict=True):
+        value = to_numpy(of)
+        to.assign(value[:, :4] if value.shape != tuple(to.shape) else value)
+    return long, short
+
+
 @pytest.mark.parametrize("pooling", ["last", "first", "gap", "gmp", "map"])
 def test_text_tower(pooling):
     """With `mask_padding` a padded text is a shorter one."""
     settings = {
-        "vocabulary_size": 20,
-        "num_layers": 2,
-        "num_heads": 2,
-        "hidden_dim": 8,
-        "mlp_dim": 16,
-        "moe_layers": (1,),
+        **TEXT,
         "router": routers.SoftmaxTokenChoiceRouter(2, capacity_factor=1.0),
         "pooling": pooling,
         "mask_padding": True,
     }
-    long = models.TextMoEBackbone(sequence_length=8, **settings)
-    short = models.TextMoEBackbone(sequence_length=4, **settings)
-    for to, of in zip(short.weights, long.weights, strict=True):
-        value = to_numpy(of)
-        to.assign(value[:, :4] if value.shape != tuple(to.shape) else value)
+    long, short = long_and_short(models.TextMoEBackbone, settings)
     text = np.array([[1, 2, 3, 4], [5, 6, 7, 1]])
     expected = to_numpy(short(text)["pooled_output"])
     found = to_numpy(long(np.pad(text, ((0, 0), (0, 4))))["pooled_output"])
@@ -159,21 +169,12 @@ def test_limoe_masks_padding_on_request():
     settings = {
         "image_shape": (8, 8, 3),
         "patch_size": 4,
-        "vocabulary_size": 20,
-        "num_layers": 2,
-        "num_heads": 2,
-        "hidden_dim": 8,
-        "mlp_dim": 16,
-        "moe_layers": (1,),
+        **TEXT,
         "router": routers.LIMoERouter(2),
         "group_images": 2,
         "mask_padding": True,
     }
-    long = models.LIMoEBackbone(sequence_length=8, **settings)
-    short = models.LIMoEBackbone(sequence_length=4, **settings)
-    for to, of in zip(short.weights, long.weights, strict=True):
-        value = to_numpy(of)
-        to.assign(value[:, :4] if value.shape != tuple(to.shape) else value)
+    long, short = long_and_short(models.LIMoEBackbone, settings)
     images = np.random.default_rng(0).normal(size=(2, 8, 8, 3)).astype("float32")
     text = np.array([[1, 2, 3, 4], [5, 6, 7, 1]])
     expected = short({"images": images, "token_ids": text})
