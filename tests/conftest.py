@@ -14,24 +14,36 @@ from tests.references import Reference
 # long: of what computes without one, and of what is long and made of parts that are
 # tested on all. (`models/test_backends.py` compares presets on all of them.)
 RUNS_ON = {
-    # Figures and tables of arrays that are tested on every backend.
+    # Figures and tables of arrays, and what is counted over decisions: `test_load.py`,
+    # `test_statistics.py` and `test_soft_statistics.py` see those of every backend.
+    "analysis/test_by_modality.py": ("torch",),
+    "analysis/test_information.py": ("torch",),
+    "analysis/test_maps.py": ("torch",),
+    "analysis/test_monitor.py": ("jax",),
     "analysis/test_plot_*.py": ("torch",),
     "analysis/test_report*.py": ("torch",),
+    "analysis/test_streaming.py": ("torch",),
     "analysis/test_tags.py": ("torch",),
     "checkpoints/test_checkpoint_fuzz.py": ("jax",),
+    "models/test_adaptation.py": ("jax", "torch"),
     "models/test_conversion.py": ("torch",),
+    "models/test_data.py": ("torch",),
     "datasets/*": ("jax",),
     "distribution/test_plan*.py": ("jax",),
     "evaluation/test_pruning_curve.py": ("torch",),
+    "evaluation/test_sweeps.py": ("torch",),
     "experiments/*": ("torch",),
     "models/test_broken_presets.py": ("torch",),
     "models/test_contrastive_input.py": ("torch",),
-    "models/test_pruning.py": ("jax", "torch"),
+    "models/test_pruning.py": ("torch",),
     "test_benchmark*.py": ("torch",),
     "test_checks.py": ("torch",),
     "test_package.py": ("jax",),
     "test_trained_*.py": ("torch",),
+    "training/test_contrastive_recipes.py": ("torch",),
+    "training/test_finetuning.py": ("torch",),
     "training/test_pair_pipeline.py": ("torch",),
+    "training/test_recipes.py": ("torch",),
     "training/test_soups.py": ("torch",),
 }
 collect_ignore_glob = [

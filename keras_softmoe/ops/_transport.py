@@ -7,10 +7,14 @@ every expert receives `S / E`, so no expert can be everybody's favourite. Paddin
 
 from keras import ops
 
-from keras_softmoe.ops.backend import top_values
+from keras_softmoe.ops.backend import compiled_on_jax, top_values
 
 # Stands for minus infinity where a true one would turn into NaN (inf - inf).
 _NEVER = -1e30
+# Scalings of a plan before it is computed anew from its logarithm. One changes no entry
+# by more than the square of the number of tokens, so what was too small for a float32
+# stays small, and four of them overflow with no less than 50,000 tokens.
+_SCALINGS = 4
 
 
 def sinkhorn_plan(logits, num_iterations=20, valid=None):
@@ -19,7 +23,8 @@ def sinkhorn_plan(logits, num_iterations=20, valid=None):
     The plan `P` maximizes `<P, logits> + entropy(P)` over all plans. Each iteration
     scales the columns (experts) to their marginals and then the rows (tokens), so
     the token marginals hold exactly and the expert marginals in the limit. The
-    scalings are kept as logarithms: logits of any size are safe.
+    scalings are kept as logarithms between every four iterations: logits of any size
+    are safe, and most iterations are two products of the plan and a vector.
 
     Args:
         logits: `(G, S, E)` float tensor.
@@ -35,24 +40,41 @@ def sinkhorn_plan(logits, num_iterations=20, valid=None):
     Source: router study, section 2 ("Sinkhorn Token Choice").
     """
     _check_num_iterations(num_iterations)
-    logits = ops.convert_to_tensor(logits)
-    tokens = _num_tokens(logits, valid)
+    return _sinkhorn_plan(ops.convert_to_tensor(logits), num_iterations, valid)
+
+
+@compiled_on_jax("num_iterations")
+def _sinkhorn_plan(logits, num_iterations, valid):
     # (G, 1, 1)
-    log_column = ops.log(tokens / logits.shape[-1])
+    mass = _num_tokens(logits, valid) / logits.shape[-1]
     if valid is not None:
-        logits = ops.where(ops.expand_dims(valid, -1), logits, _NEVER)
-    # (G, S, 1)
-    log_row_scale = ops.zeros_like(logits[..., :1])
-    for _ in range(num_iterations):
-        # (G, 1, E)
-        log_column_scale = log_column - ops.logsumexp(
-            logits + log_row_scale, axis=1, keepdims=True
+        valid = ops.expand_dims(valid, -1)
+        logits = ops.where(valid, logits, _NEVER)
+
+    def iterate(log_rows, log_columns, count=_SCALINGS):
+        plan = ops.exp(logits + log_rows + log_columns)
+        rows = ops.ones_like(log_rows)
+        for _ in range(count):
+            columns = mass / ops.sum(plan * rows, axis=1, keepdims=True)
+            sums = ops.sum(plan * columns, axis=2, keepdims=True)
+            rows = 1.0 / (sums if valid is None else ops.where(valid, sums, 1.0))
+        return log_rows + ops.log(rows), log_columns + ops.log(columns)
+
+    # (G, 1, E), (G, S, 1)
+    log_columns = ops.log(mass) - ops.logsumexp(logits, axis=1, keepdims=True)
+    log_rows = -ops.logsumexp(logits + log_columns, axis=2, keepdims=True)
+    if valid is not None:
+        # Rows of padding have nothing to send: undo their scaling.
+        log_rows = ops.where(valid, log_rows, 0.0)
+    scales, left = (log_rows, log_columns), num_iterations - 1
+    if left % _SCALINGS:
+        scales = iterate(*scales, left % _SCALINGS)
+    if left >= _SCALINGS:
+        scales = ops.fori_loop(
+            0, left // _SCALINGS, lambda _, scales: iterate(*scales), scales
         )
-        log_row_scale = -ops.logsumexp(logits + log_column_scale, axis=2, keepdims=True)
-        if valid is not None:
-            # Rows of padding have nothing to send: undo their scaling.
-            log_row_scale = ops.where(ops.expand_dims(valid, -1), log_row_scale, 0.0)
-    return ops.exp(logits + log_row_scale + log_column_scale)
+    log_rows, log_columns = scales
+    return ops.exp(logits + log_rows + log_columns)
 
 
 def sparse_transport_plan(
@@ -101,8 +123,17 @@ def sparse_transport_plan(
             "A column needs at least one non-zero. `capacity` must be a positive "
             f"integer. Received: capacity={capacity}."
         )
-    scores = ops.stop_gradient(ops.convert_to_tensor(scores))
+    scores = ops.convert_to_tensor(scores)
     capacity = min(capacity, scores.shape[1])
+    solver = (num_iterations, learning_rate, tolerance)
+    return _sparse_transport_plan(scores, capacity, *solver, valid, sharded, limit)
+
+
+@compiled_on_jax("capacity", "num_iterations", "learning_rate", "tolerance", "sharded")
+def _sparse_transport_plan(
+    scores, capacity, num_iterations, learning_rate, tolerance, valid, sharded, limit
+):
+    scores = ops.stop_gradient(scores)
     # (G, 1, 1)
     column = _num_tokens(scores, valid) / scores.shape[-1]
     # (G, E, S), (G, 1, S)

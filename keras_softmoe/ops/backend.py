@@ -4,6 +4,8 @@ Each says in the words of `keras.ops` what it computes; nothing else in the laye
 depends on the backend for its speed.
 """
 
+import functools
+
 import keras
 from keras import ops
 
@@ -13,6 +15,25 @@ _FEW_ROWS = 128
 _CHUNK = 8
 # A logit of what gets no attention. Finite in float16, too.
 _NEVER = -6e4
+
+
+def compiled_on_jax(*static):
+    """Decorator of a function with a loop: on JAX it is compiled once for its shapes.
+
+    Without, JAX compiles the loop of an eager call anew each time.
+
+    Args:
+        *static: str, the names of arguments that are no tensors.
+    """
+
+    def decorate(fn):
+        if keras.backend.backend() != "jax":
+            return fn
+        import jax
+
+        return functools.wraps(fn)(jax.jit(fn, static_argnames=static))
+
+    return decorate
 
 
 def affine(x, kernel, bias, sharded=False):

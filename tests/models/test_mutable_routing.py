@@ -109,7 +109,7 @@ def test_groups_of_images():
 
     compiled(model)
     seen = [measure(model)]
-    for group_images in (4, 6, 1):
+    for group_images in (4, 1):
         model.set_routing(group_images=group_images)
         new = tiny.classifier(**MOE, group_images=group_images)
         actual, expected = measure(model), measure(compiled(new))
