@@ -6,12 +6,14 @@ in `models`: `distribution` serves models that never load KerasHub.)
 """
 
 import contextlib
+import contextvars
 import functools
 import itertools
 import re
 import sys
 
 import keras
+import numpy as np
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
@@ -47,6 +49,63 @@ def register_parameters(model):
     """
     if keras.backend.backend() == "torch":
         model._track_variables()
+
+
+_WILL_BE_LOADED = contextvars.ContextVar("will_be_loaded", default=False)
+_IS_NOT_DRAWN = contextvars.ContextVar("is_not_drawn", default=False)
+
+
+@contextlib.contextmanager
+def weights_will_be_loaded(sure=True):
+    """Announce that backbones built in this scope are given all of their weights.
+
+    Args:
+        sure: bool, `False` for a scope that changes nothing.
+    """
+    token = _WILL_BE_LOADED.set(sure)
+    try:
+        yield
+    finally:
+        _WILL_BE_LOADED.reset(token)
+
+
+@contextlib.contextmanager
+def without_random_numbers():
+    """Weights that are made in this scope start as zeros if others will be loaded.
+
+    To draw them takes a multiple of their memory, and on JAX seconds to compile, for
+    nothing.
+    Would be replaced by: a way of Keras to build a model whose weights are loaded.
+    """
+    _let_variables_start_as_zeros()
+    token = _IS_NOT_DRAWN.set(_WILL_BE_LOADED.get())
+    try:
+        yield
+    finally:
+        _IS_NOT_DRAWN.reset(token)
+
+
+@functools.cache
+def _let_variables_start_as_zeros():
+    """Replace how variables are initialized, once, for the scope above."""
+    initialize = keras.Variable._initialize_with_initializer
+
+    def initialize_with(variable, initializer):
+        # Seeds are whole numbers, and no weights.
+        if _IS_NOT_DRAWN.get() and keras.backend.is_float_dtype(variable.dtype):
+            initializer = keras.initializers.Zeros() if _is_distributed() else _zeros
+        initialize(variable, initializer)
+
+    keras.Variable._initialize_with_initializer = initialize_with
+
+
+def _is_distributed():
+    return keras.distribution.distribution() is not None
+
+
+def _zeros(shape, dtype):
+    # Of NumPy: for its own zeros JAX would compile a program for each shape.
+    return keras.ops.convert_to_tensor(np.zeros(shape, "float32"), dtype=dtype)
 
 
 # === LoRA and quantization ===

@@ -1,7 +1,5 @@
 """Two dense layers with a GELU between: once, or once per expert."""
 
-import contextlib
-import contextvars
 import functools
 import math
 
@@ -19,25 +17,6 @@ from keras_softmoe.sharding import (
     constrain,
     is_distributed,
 )
-
-_WAIT_FOR_WEIGHTS = contextvars.ContextVar("wait_for_weights", default=False)
-
-
-@contextlib.contextmanager
-def weights_will_be_loaded(sure=True):
-    """Kernels of experts that are built in this scope start as zeros.
-
-    To draw random ones takes a multiple of their memory, and time, for nothing if
-    weights are loaded over them.
-
-    Args:
-        sure: bool, `False` for a scope that changes nothing.
-    """
-    token = _WAIT_FOR_WEIGHTS.set(sure)
-    try:
-        yield
-    finally:
-        _WAIT_FOR_WEIGHTS.reset(token)
 
 
 def gelu(x):
@@ -188,8 +167,6 @@ class Experts(keras.layers.Layer):
         kernel_initializer = per_expert("glorot_uniform")
         if self.equal_experts:
             kernel_initializer = EqualExperts(kernel_initializer)
-        if _WAIT_FOR_WEIGHTS.get():
-            kernel_initializer = "zeros"
         return ExpertBank(
             equation,
             output_shape=output_shape,

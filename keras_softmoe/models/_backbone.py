@@ -6,7 +6,11 @@ import keras
 import keras_hub
 
 from keras_softmoe.exporting import exportable
-from keras_softmoe.keras_adapter import flatten_layers, register_parameters
+from keras_softmoe.keras_adapter import (
+    flatten_layers,
+    register_parameters,
+    without_random_numbers,
+)
 from keras_softmoe.layers import Experts
 from keras_softmoe.models._adaptation import check_lora_file, quantizable
 from keras_softmoe.models._loading import load_and_save_presets
@@ -118,7 +122,8 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         router = config["router"]
         if isinstance(router, dict | list | tuple):
             router = keras.saving.deserialize_keras_object(router)
-        return super().from_config({**config, "router": router})
+        with without_random_numbers():
+            return super().from_config({**config, "router": router})
 
 
 def _expert_banks(model):

@@ -22,7 +22,7 @@ import numpy as np
 from keras_softmoe import catalogue
 from keras_softmoe.checks import check_names
 from keras_softmoe.files import read_whole, replaced_directory
-from keras_softmoe.layers.feedforward import weights_will_be_loaded
+from keras_softmoe.keras_adapter import weights_will_be_loaded
 from keras_softmoe.models._compilation import preset_is_saved
 from keras_softmoe.models._mutable_routing import pop_mutable_settings
 from keras_softmoe.models.arguments import arguments_of

@@ -19,7 +19,7 @@ from keras_softmoe.checkpoints import (
     read_parameters,
 )
 from keras_softmoe.files import one_process, replaced_directory
-from keras_softmoe.layers.feedforward import weights_will_be_loaded
+from keras_softmoe.keras_adapter import weights_will_be_loaded
 from keras_softmoe.models.vmoe_params import load_vmoe_params
 
 
