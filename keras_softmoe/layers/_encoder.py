@@ -14,6 +14,7 @@ from keras_softmoe.checks import (
 )
 from keras_softmoe.costs import LayerCost, cost_of, normalization
 from keras_softmoe.layers._attention import Attention, check_num_heads, layer_norm
+from keras_softmoe.layers._layer_scale import LayerScale
 from keras_softmoe.layers._modalities import (
     add,
     check_tokens_shape,
@@ -36,6 +37,10 @@ class EncoderBlock(keras.layers.Layer):
             `cost` it needs a method `cost`, see `costs.cost_of`.)
         use_qk_norm: bool, whether queries and keys are normalized.
         dropout_rate: float, dropout after attention and after the MLP or experts.
+        layer_norm_epsilon: float, what normalizations add to the variance.
+        layer_scale: float or `None`. If given, what attention and what MLP or experts
+            add to the tokens is multiplied by a learned factor per channel, at first
+            this one, see `LayerScale`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
@@ -48,8 +53,8 @@ class EncoderBlock(keras.layers.Layer):
     Returns: `(B, S, D)` tensor, or a dict like the input.
 
     Raises:
-        ValueError: if `mlp` is no layer, `num_heads` does not divide the width, or the
-            input has not rank 3.
+        ValueError: if `mlp` is no layer, `num_heads` does not divide the width, a
+            number is out of range, or the input has not rank 3.
 
     Source: V-MoE, section 2.1 and figure 1; several modalities: LIMoE, section 2.
 
@@ -62,7 +67,16 @@ class EncoderBlock(keras.layers.Layer):
     (2, 16, 32)
     """
 
-    def __init__(self, num_heads, mlp, use_qk_norm=False, dropout_rate=0.0, **kwargs):
+    def __init__(
+        self,
+        num_heads,
+        mlp,
+        use_qk_norm=False,
+        dropout_rate=0.0,
+        layer_norm_epsilon=1e-6,
+        layer_scale=None,
+        **kwargs,
+    ):
         super().__init__(**kwargs)
         if not isinstance(mlp, keras.layers.Layer):
             raise ValueError(
@@ -74,12 +88,14 @@ class EncoderBlock(keras.layers.Layer):
         self.num_heads = num_heads
         self.use_qk_norm = use_qk_norm
         self.dropout_rate = dropout_rate
-        dtype = self.dtype_policy
-        self.attention_norm = layer_norm(dtype, "attention_norm")
+        self.layer_norm_epsilon = layer_norm_epsilon
+        self.layer_scale = layer_scale
+        dtype, epsilon = self.dtype_policy, layer_norm_epsilon
+        self.attention_norm = layer_norm(dtype, "attention_norm", epsilon=epsilon)
         self.attention = Attention(
             num_heads, use_qk_norm=use_qk_norm, dtype=dtype, name="attention"
         )
-        self.mlp_norm = layer_norm(dtype, "mlp_norm")
+        self.mlp_norm = layer_norm(dtype, "mlp_norm", epsilon=epsilon)
         # Files of weights have mixtures of experts under a name of their own.
         self.mlp = self.moe = None
         if isinstance(mlp, MoE):
@@ -90,6 +106,11 @@ class EncoderBlock(keras.layers.Layer):
             self.dropout = keras.layers.Dropout(
                 dropout_rate, dtype=dtype, name="dropout"
             )
+        if layer_scale is not None:
+            self.attention_scale = LayerScale(
+                layer_scale, dtype=dtype, name="attention_scale"
+            )
+            self.mlp_scale = LayerScale(layer_scale, dtype=dtype, name="mlp_scale")
         self.supports_masking = True
         # An MLP needs no mask: it looks at each token by itself.
         self._masks_mlp = "mask" in inspect.signature(mlp.call).parameters
@@ -108,6 +129,9 @@ class EncoderBlock(keras.layers.Layer):
             self.mlp.build(shape)
         if self.dropout_rate:
             self.dropout.build(shape)
+        if self.layer_scale is not None:
+            self.attention_scale.build(shape)
+            self.mlp_scale.build(shape)
 
     def call(self, inputs, mask=None, training=None):
         x = add(inputs, each(lambda x, m: self._attend(x, m, training), inputs, mask))
@@ -118,11 +142,15 @@ class EncoderBlock(keras.layers.Layer):
             outputs = each(lambda x, m: self.mlp(x, mask=m), tokens, mask)
         else:
             outputs = each(self.mlp, tokens)
+        if self.layer_scale is not None:
+            outputs = each(self.mlp_scale, outputs)
         return add(x, each(lambda x: self._drop(x, training), outputs))
 
     def _attend(self, x, mask, training):
         tokens = self.attention_norm(x)
         means = self.attention(tokens, tokens, tokens_mask=mask)
+        if self.layer_scale is not None:
+            means = self.attention_scale(means)
         return self._drop(means, training)
 
     def _drop(self, x, training):
@@ -141,6 +169,8 @@ class EncoderBlock(keras.layers.Layer):
                 part += cost_of(self.mlp, shape, training)
             if self.dropout_rate:
                 part += LayerCost(kept_bytes=2 * math.prod(shape))
+            if self.layer_scale is not None:
+                part += self.attention_scale.cost(shape) + self.mlp_scale.cost(shape)
             return part
 
         total = sum_costs(cost_of_modality, inputs_shape)
@@ -159,6 +189,8 @@ class EncoderBlock(keras.layers.Layer):
             "mlp": mlp,
             "use_qk_norm": self.use_qk_norm,
             "dropout_rate": self.dropout_rate,
+            "layer_norm_epsilon": self.layer_norm_epsilon,
+            "layer_scale": self.layer_scale,
         }
 
     @classmethod
@@ -202,6 +234,9 @@ class Encoder:
             Required exactly if there are any.
         use_qk_norm: bool, whether attention normalizes queries and keys.
         dropout_rate: float, dropout in the blocks.
+        activation: of MLPs and experts, as in `MLP`.
+        layer_norm_epsilon: float, what normalizations add to the variance.
+        layer_scale: float or `None`, see `EncoderBlock`.
         dtype: dtype or policy of all layers but the routers.
         **moe_settings: other arguments of `layers.MoE`, the same for all blocks.
 
@@ -227,6 +262,9 @@ class Encoder:
         router=None,
         use_qk_norm=False,
         dropout_rate=0.0,
+        activation="gelu_tanh",
+        layer_norm_epsilon=1e-6,
+        layer_scale=None,
         dtype=None,
         **moe_settings,
     ):
@@ -243,10 +281,11 @@ class Encoder:
         routers = _router_of_block(self.moe_layers, router)
 
         def mlp(index):
+            known = {"activation": activation, "dtype": dtype}
             if index not in routers:
-                return MLP(mlp_dim, dtype=dtype, name="mlp")
+                return MLP(mlp_dim, name="mlp", **known)
             return MoE(
-                routers[index], mlp_dim, dtype=dtype, name="moe", **self.moe_settings
+                routers[index], mlp_dim, name="moe", **known, **self.moe_settings
             )
 
         self.blocks = [
@@ -255,12 +294,14 @@ class Encoder:
                 mlp(index),
                 use_qk_norm=use_qk_norm,
                 dropout_rate=dropout_rate,
+                layer_norm_epsilon=layer_norm_epsilon,
+                layer_scale=layer_scale,
                 dtype=dtype,
                 name=f"block_{index}",
             )
             for index in range(num_layers)
         ]
-        self.norm = layer_norm(dtype, "encoder_norm")
+        self.norm = layer_norm(dtype, "encoder_norm", epsilon=layer_norm_epsilon)
 
     def __call__(self, inputs, training=None, mask=None):
         x = inputs

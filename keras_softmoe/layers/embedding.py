@@ -5,8 +5,8 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe import costs
-from keras_softmoe.checks import check_whole_numbers, is_whole_number
-from keras_softmoe.ops import resample_position_grid, sincos_2d_table
+from keras_softmoe.checks import check_choice, check_whole_numbers, is_whole_number
+from keras_softmoe.ops import RESAMPLINGS, resample_position_grid, sincos_2d_table
 
 POSITION_EMBEDDINGS = ("learned", "sincos2d", "none")
 
@@ -106,30 +106,97 @@ class ClassToken(keras.layers.Layer):
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
+class Registers(keras.layers.Layer):
+    """Puts learned tokens that belong to no patch in front of the patches.
+
+    Registers and DeiT's distillation token are such. They have no positions: a position
+    that is the same for all images is part of the token.
+
+    Args:
+        num_registers: int, number `R` of tokens.
+        has_class_token: bool, whether there is a class token, which stays the first.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Maps `(B, S, D)` to `(B, S + R, D)`.
+
+    Raises:
+        ValueError: if `num_registers` is not a positive integer.
+
+    Source: Darcet et al. 2024 (Vision Transformers need registers), section 2.2; for
+    the distillation token, Touvron et al. 2021 (DeiT), section 4.
+    """
+
+    def __init__(self, num_registers, has_class_token=False, **kwargs):
+        check_whole_numbers(1, num_registers=num_registers)
+        super().__init__(**kwargs)
+        self.num_registers = num_registers
+        self.has_class_token = has_class_token
+
+    def build(self, tokens_shape):
+        self.registers = self.add_weight(
+            shape=(1, self.num_registers, tokens_shape[-1]),
+            initializer=keras.initializers.RandomNormal(stddev=0.02),
+            name="registers",
+        )
+
+    def call(self, tokens):
+        first = int(self.has_class_token)
+        registers = ops.cast(self.registers, tokens.dtype)
+        # Broadcast without asking for the batch size, which may be unknown.
+        registers = registers + ops.zeros_like(tokens[:, :1])
+        parts = [tokens[:, :first], registers, tokens[:, first:]]
+        return ops.concatenate(parts[1 - first :], axis=1)
+
+    def compute_output_shape(self, tokens_shape):
+        batch, num_tokens, width = tokens_shape
+        return (batch, num_tokens + self.num_registers, width)
+
+    def cost(self, tokens_shape, training=False):
+        return costs.LayerCost(weights=self.num_registers * tokens_shape[-1])
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_registers": self.num_registers,
+            "has_class_token": self.has_class_token,
+        }
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
 class PositionEmbedding(keras.layers.Layer):
     """Adds to each token where in the image it comes from.
 
     Weights that were saved for another grid of patches are resampled when they are
-    loaded (bilinear, corners aligned), which is how a model moves to another
-    resolution.
+    loaded, which is how a model moves to another resolution.
 
     Args:
         grid: `(rows, columns)` of patches.
         kind: `"learned"` (one vector for each token, class token included) or
             `"sincos2d"` (fixed, for patches only).
-        has_class_token: bool, whether the first token is a class token.
+        has_class_token: bool, whether the first token is a class token. Its vector
+            stays as it is.
+        resampling: how weights are resampled, `"bilinear"`, `"bicubic"` or
+            `"bicubic_antialias"`, see `ops.resample_position_grid`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps `(B, S, D)` to `(B, S, D)`.
 
     Raises:
-        ValueError: if the number of tokens does not fit the grid, or saved weights
-            have another width.
+        ValueError: if the number of tokens does not fit the grid, a word is not among
+            the accepted ones, or saved weights have another width.
 
     Source: V-MoE, section 4.4 (resolution); Soft MoE, released code (`sincos2d`).
     """
 
-    def __init__(self, grid, kind="learned", has_class_token=False, **kwargs):
+    def __init__(
+        self,
+        grid,
+        kind="learned",
+        has_class_token=False,
+        resampling="bilinear",
+        **kwargs,
+    ):
+        check_choice("resampling", resampling, RESAMPLINGS)
         super().__init__(**kwargs)
         if kind not in POSITION_EMBEDDINGS[:2]:
             raise ValueError(
@@ -139,6 +206,7 @@ class PositionEmbedding(keras.layers.Layer):
         self.grid = pair(grid, "grid")
         self.kind = kind
         self.has_class_token = has_class_token
+        self.resampling = resampling
 
     def build(self, tokens_shape):
         _, num_tokens, width = tokens_shape
@@ -210,7 +278,8 @@ class PositionEmbedding(keras.layers.Layer):
         if tuple(grid) == self.grid:
             return table
         patches = np.reshape(table[:, first:], (*grid, width))
-        patches = ops.reshape(resample_position_grid(patches, *self.grid), (-1, width))
+        patches = resample_position_grid(patches, *self.grid, self.resampling)
+        patches = ops.reshape(patches, (-1, width))
         return ops.concatenate(
             [ops.convert_to_tensor(table[:, :first]), patches[None]], axis=1
         )
@@ -221,6 +290,7 @@ class PositionEmbedding(keras.layers.Layer):
             "grid": self.grid,
             "kind": self.kind,
             "has_class_token": self.has_class_token,
+            "resampling": self.resampling,
         }
 
 
