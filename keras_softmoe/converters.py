@@ -8,6 +8,7 @@ from keras_softmoe.checkpoints import Checkpoint as Checkpoint
 from keras_softmoe.checkpoints import CheckpointError as CheckpointError
 from keras_softmoe.checkpoints import download_checkpoint as download_checkpoint
 from keras_softmoe.checkpoints import read_checkpoint as read_checkpoint
+from keras_softmoe.checkpoints import read_safetensors as read_safetensors
 from keras_softmoe.checkpoints import read_vit_checkpoint as read_vit_checkpoint
 
 _NEED_MODELS = (

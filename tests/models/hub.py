@@ -13,7 +13,9 @@ def _vit(**overrides):
     return keras_hub.models.ViTBackbone(**{**arguments, **overrides})
 
 
-def _vit_classifier(intermediate_dim=None, pooling="token", activation=None, **backbone):
+def _vit_classifier(
+    intermediate_dim=None, pooling="token", activation=None, **backbone
+):
     return keras_hub.models.ViTImageClassifier(
         _vit(**backbone),
         3,
