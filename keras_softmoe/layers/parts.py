@@ -11,12 +11,11 @@ from keras_softmoe.keras_adapter import flatten_layers
 from keras_softmoe.layers._contrastive import ContrastiveScale
 from keras_softmoe.layers._encoder import Encoder
 from keras_softmoe.layers._moe import MoE
+from keras_softmoe.layers._prefix_tokens import ClassToken, Registers
 from keras_softmoe.layers.embedding import (
     POSITION_EMBEDDINGS,
-    ClassToken,
     PatchEmbedding,
     PositionEmbedding,
-    Registers,
     TokenEmbedding,
     patch_grid,
 )

@@ -49,6 +49,7 @@ def _siglip(**overrides):
 MODELS = {
     "ViTBackbone": _vit,
     "ViTBackbone, rectangle": lambda **x: _vit(**{"image_shape": (8, 12, 3), **x}),
+    "ViTBackbone, epsilon": lambda **x: _vit(layer_norm_epsilon=1e-2, **x),
     "ViTBackbone, no class token": lambda **x: _vit(use_class_token=False, **x),
     "ViTImageClassifier": lambda **x: _vit_classifier(5, **x),
     "ViTImageClassifier, gap": lambda **x: _vit_classifier(
