@@ -1,7 +1,7 @@
 """A dense Vision Transformer of this library from wherever there is one.
 
 Files and models of other libraries are first read as a `Checkpoint` under V-MoE's names
-(`checkpoints/`, `keras_hub_params.py`). What is here finds out which of them a source
+(`checkpoints/`, `_keras_hub_params.py`). What is here finds out which of them a source
 is, and makes the model.
 """
 
@@ -11,18 +11,18 @@ from keras import ops
 
 from keras_softmoe.checkpoints import Checkpoint, read_architecture, read_parameters
 from keras_softmoe.checks import check_names
-from keras_softmoe.models._vit_moe_image_classifier import (
-    ViTMoEImageClassifierPreprocessor,
-    ViTMoEImageConverter,
-)
-from keras_softmoe.models.conversion import model_for
-from keras_softmoe.models.keras_hub_params import read_keras_hub
-from keras_softmoe.models.source_kinds import (
+from keras_softmoe.models._keras_hub_params import read_keras_hub
+from keras_softmoe.models._source_kinds import (
     converter_settings,
     find_file,
     from_keras_hub,
     own_model,
 )
+from keras_softmoe.models._vit_moe_image_classifier import (
+    ViTMoEImageClassifierPreprocessor,
+    ViTMoEImageConverter,
+)
+from keras_softmoe.models.conversion import model_for
 from keras_softmoe.models.vmoe_params import load_vmoe_params
 
 _SETTINGS = ("activation", "layer_norm_epsilon", "position_resampling")

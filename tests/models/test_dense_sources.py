@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import converters, evaluation, models, routers
-from keras_softmoe.models import source_kinds
+from keras_softmoe.models import _source_kinds as source_kinds
 from tests.models import hub, tiny
 from tests.ops import bicubic_twin
 from tests.references import to_numpy

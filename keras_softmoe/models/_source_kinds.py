@@ -14,11 +14,11 @@ from keras_softmoe.checkpoints import (
     CheckpointError,
     read_text_beside,
 )
+from keras_softmoe.models._keras_hub_params import SUPPORTED
 from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
 from keras_softmoe.models._vit_moe_image_classifier import (
     ViTMoEImageClassifier,
 )
-from keras_softmoe.models.keras_hub_params import SUPPORTED
 
 _WEIGHTS = "model.safetensors"
 _SUFFIXES = (".npz", ".safetensors")
