@@ -15,7 +15,8 @@ from keras_softmoe.checkpoints._checkpoint_index import (
     read_dtype,
     read_index,
 )
-from keras_softmoe.checkpoints._stream import Stream, open_file
+from keras_softmoe.checkpoints._files import open_file
+from keras_softmoe.checkpoints._stream import Stream
 
 # The key that marks a data file.
 _MARKER = "__msgpack_array_chunk_a87ca2__"

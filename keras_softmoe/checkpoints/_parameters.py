@@ -5,8 +5,9 @@ import os
 from pathlib import Path
 
 from keras_softmoe.checkpoints._checkpoint import Checkpoint, read_checkpoint
+from keras_softmoe.checkpoints._files import is_remote
 from keras_softmoe.checkpoints._safetensors import read_safetensors
-from keras_softmoe.checkpoints._stream import CheckpointError, is_remote
+from keras_softmoe.checkpoints._stream import CheckpointError
 from keras_softmoe.checkpoints._torch_names import read_torch_names
 from keras_softmoe.checkpoints._vit import read_vit_checkpoint
 

@@ -12,7 +12,8 @@ import ml_dtypes
 import numpy as np
 
 from keras_softmoe.checkpoints._checkpoint import Checkpoint, LazyArray
-from keras_softmoe.checkpoints._stream import CheckpointError, open_file
+from keras_softmoe.checkpoints._files import open_file
+from keras_softmoe.checkpoints._stream import CheckpointError
 from keras_softmoe.checks import is_whole_number
 
 # A thousand arrays take about a tenth of it.

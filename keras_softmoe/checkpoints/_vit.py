@@ -9,8 +9,9 @@ import ml_dtypes
 import numpy as np
 
 from keras_softmoe.checkpoints._checkpoint import Checkpoint, LazyArray
+from keras_softmoe.checkpoints._files import open_file
 from keras_softmoe.checkpoints._prefix_tokens import POSITIONS, place_tokens
-from keras_softmoe.checkpoints._stream import CheckpointError, open_file
+from keras_softmoe.checkpoints._stream import CheckpointError
 from keras_softmoe.checkpoints._translation import same, translate
 
 # Weights hardly compress: an archive that grows much more is none of weights.
