@@ -68,7 +68,7 @@ it what all models here take: numbers from -1 to 1.
 glyphs, classes = ksm.datasets.glyphs(NUM_GLYPHS, image_size=32, seed=0, verbose=0)
 backbone = keras_hub.models.ViTBackbone(
     image_shape=(32, 32, 3),
-    patch_size=4,
+    patch_size=8,
     num_layers=4,
     num_heads=4,
     hidden_dim=64,

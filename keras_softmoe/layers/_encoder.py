@@ -107,6 +107,7 @@ class EncoderBlock(keras.layers.Layer):
                 dropout_rate, dtype=dtype, name="dropout"
             )
         if layer_scale is not None:
+            check_numbers(over=0, layer_scale=layer_scale)
             self.attention_scale = LayerScale(
                 layer_scale, dtype=dtype, name="attention_scale"
             )

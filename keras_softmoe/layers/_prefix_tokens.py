@@ -62,7 +62,7 @@ class Registers(keras.layers.Layer):
     def __init__(self, num_registers, has_class_token=False, **kwargs):
         check_whole_numbers(1, num_registers=num_registers)
         super().__init__(**kwargs)
-        self.num_registers = num_registers
+        self.num_registers = int(num_registers)
         self.has_class_token = has_class_token
 
     def build(self, tokens_shape):

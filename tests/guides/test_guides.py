@@ -99,7 +99,7 @@ def check_real_weights(lines, folder):
     assert changes["KerasHub and ours"] < 1e-4 and changes["V-MoE"] < 1e-4
     assert changes["Soft MoE"] > 1e-3
     assert "activation: gelu, epsilon: 1e-06" in lines
-    assert "at 48 x 48: 12 x 12 patches" in lines
+    assert "at 48 x 48: 6 x 6 patches" in lines
     names = [line.split(":")[0] for line in lines if ": accuracy " in line]
     assert names == ["dense", "V-MoE", "Soft MoE"]
 

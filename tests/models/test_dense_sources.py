@@ -1,5 +1,7 @@
 """Dense models of KerasHub, as models of this library: KerasHub is the judge."""
 
+import json
+
 import keras
 import keras_hub
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 
 from keras_softmoe import converters, evaluation, models, routers
 from keras_softmoe.models import _source_kinds as source_kinds
-from tests.models import hub, tiny
+from tests.checkpoints import safetensors_file
+from tests.models import hub, tiny, torch_twin
 from tests.ops import bicubic_twin
 from tests.references import to_numpy
 
@@ -164,6 +167,38 @@ def test_own_models():
     assert type(converters.dense_model(name)) is models.ViTMoEImageClassifier
     with pytest.raises(ValueError, match="as it is.*Received: activation"):
         converters.dense_model(model, activation="gelu")
+
+
+def test_handle_of_hugging_face(tmp_path, monkeypatch):
+    """Of a repository that is no preset the file is fetched, and read here."""
+    hub_package = pytest.importorskip("huggingface_hub")
+    arrays = torch_twin.state("vit", pre_logits=True)
+    safetensors_file.save(tmp_path / "model.safetensors", arrays)
+    about = {"num_attention_heads": torch_twin.HEADS, "hidden_act": "gelu"}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    asked = []
+
+    def snapshot_download(name, allow_patterns):
+        asked.append((name, tuple(allow_patterns)))
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub_package, "snapshot_download", snapshot_download)
+    model = converters.dense_model("hf://google/vit")
+    tokens, _ = torch_twin.forward("vit", arrays, tiny.images(2, hub.SHAPE))
+    outputs = model(tiny.images(2, hub.SHAPE))["sequence_output"]
+    np.testing.assert_allclose(to_numpy(outputs), tokens, atol=1e-4)
+    texts = ("*.json",)
+    assert asked == [
+        ("google/vit", texts),
+        ("google/vit", (*texts, "model.safetensors")),
+    ]
+
+    def fail(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr(hub_package, "snapshot_download", fail)
+    with pytest.raises(ValueError, match="model.safetensors and the .json.*no network"):
+        converters.dense_model("hf://google/vit")
 
 
 # === Refused ===
