@@ -18,6 +18,7 @@ from keras_softmoe.models._keras_hub_params import SUPPORTED
 from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
 from keras_softmoe.models._vit_moe_image_classifier import (
     ViTMoEImageClassifier,
+    ViTMoEImageConverter,
 )
 
 _WEIGHTS = "model.safetensors"
@@ -38,11 +39,9 @@ def own_model(source):
     """
     if isinstance(source, ViTMoEBackbone | ViTMoEImageClassifier):
         return source
-    if not _is_path(source) or catalogue.is_handle(source):
+    if not _is_own_preset(source):
         return None
     name = str(source)
-    if not (_is_ours(_registered_name(name)) or _is_in_catalogue(name)):
-        return None
     kind, _ = catalogue.read_config(name)
     if kind != "keras_softmoe>ViTMoEBackbone":
         raise ValueError(
@@ -123,12 +122,12 @@ def from_keras_hub(source):
 def converter_settings(source):
     """Arguments of a `ViTMoEImageConverter` that makes a source's images of pixels."""
     if _is_path(source):
-        if own_model(source) is None and (path := find_file(source)) is not None:
+        if _is_own_preset(source):
+            converter = ViTMoEImageConverter.from_preset(str(source))
+        elif (path := find_file(source)) is not None:
             return _settings_beside(path)
-        try:
-            converter = keras_hub.layers.ImageConverter.from_preset(os.fspath(source))
-        except (ValueError, OSError):
-            return {}
+        else:
+            converter = _converter_of_keras_hub(source)
     else:
         preprocessor = getattr(source, "preprocessor", None)
         converter = getattr(preprocessor, "image_converter", None)
@@ -136,6 +135,14 @@ def converter_settings(source):
         return {}
     config = converter.get_config()
     return {name: config[name] for name in _CONVERTER if name in config}
+
+
+def _converter_of_keras_hub(preset):
+    """The image converter of a preset, or `None` if it has none."""
+    try:
+        return keras_hub.layers.ImageConverter.from_preset(os.fspath(preset))
+    except (ValueError, OSError):
+        return None
 
 
 def _settings_beside(path):
@@ -163,12 +170,13 @@ def _is_path(source):
     return isinstance(source, str | os.PathLike)
 
 
-def _is_ours(registered_name):
-    return registered_name.startswith("keras_softmoe>")
-
-
-def _is_in_catalogue(name):
-    return not Path(name).exists() and name in catalogue.names()
+def _is_own_preset(source):
+    """Whether a source is the name or directory of a preset of this library."""
+    if not _is_path(source) or catalogue.is_handle(source):
+        return False
+    if _registered_name(str(source)).startswith("keras_softmoe>"):
+        return True
+    return not Path(source).exists() and str(source) in catalogue.names()
 
 
 def _registered_name(directory):

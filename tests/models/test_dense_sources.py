@@ -159,12 +159,31 @@ def test_upcycled(name):
     assert evaluation.cost(sparse).parameters == sparse.count_params()
 
 
+def test_two_towers():
+    """The one for images."""
+    vision = hub.make("SigLIPVisionEncoder")
+    text = keras_hub.models.SigLIPTextEncoder(
+        vocabulary_size=9,
+        embedding_dim=8,
+        hidden_dim=8,
+        num_layers=1,
+        num_heads=2,
+        intermediate_dim=8,
+        max_sequence_length=4,
+        projection_dim=8,
+    )
+    ours = converters.dense_model(keras_hub.models.SigLIPBackbone(vision, text))
+    assert_same_features(ours, vision, tiny.images(3, hub.SHAPE))
+
+
 def test_own_models():
     model = tiny.classifier(**tiny.DENSE)
     assert converters.dense_model(model) is model
     assert converters.dense_model(model, head=False) is model.backbone
     name = "vit_tiny_patch4_32_glyphs"
     assert type(converters.dense_model(name)) is models.ViTMoEImageClassifier
+    converter = converters.image_preprocessor(name, (8, 8)).image_converter
+    assert (converter.scale, converter.offset) == (1 / 127.5, -1.0)
     with pytest.raises(ValueError, match="as it is.*Received: activation"):
         converters.dense_model(model, activation="gelu")
 

@@ -4,10 +4,12 @@ The judge is a twin of them in NumPy. `test_torch_judges.py` compares with the l
 themselves, where they are installed.
 """
 
+import json
+
 import numpy as np
 import pytest
 
-from keras_softmoe import converters
+from keras_softmoe import converters, routers
 from tests.checkpoints import safetensors_file
 from tests.models import tiny, torch_twin
 from tests.references import to_numpy
@@ -51,7 +53,13 @@ def assert_close(ours, expected):
 def test_file(tmp_path, case):
     kind, arrays, prefix = twin_of(case)
     path = safetensors_file.save(tmp_path / "model.safetensors", arrays)
-    model = converters.dense_model(path, num_heads=torch_twin.HEADS)
+    about = {"num_attention_heads": torch_twin.HEADS}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    model = converters.dense_model(path)
     assert hasattr(model, "backbone") == ("head" in CASES[case][1])
-    images = tiny.images(2, SHAPE)
-    assert_computes(model, *torch_twin.forward(kind, arrays, images, prefix))
+    expected = torch_twin.forward(kind, arrays, tiny.images(2, SHAPE), prefix)
+    assert_computes(model, *expected)
+    router = routers.SoftmaxTokenChoiceRouter(
+        4, num_selected_experts=2, capacity_factor=2.0, normalize_gates=True
+    )
+    assert_computes(converters.upcycle(tmp_path, (1,), router), *expected)
