@@ -19,7 +19,11 @@ RUNS_ON = {
     "analysis/test_report*.py": ("torch",),
     "analysis/test_tags.py": ("torch",),
     "checkpoints/test_checkpoint_fuzz.py": ("jax",),
+    "checkpoints/test_remote.py": ("tensorflow",),
+    "checkpoints/test_safetensors.py": ("tensorflow",),
     "models/test_conversion.py": ("torch",),
+    # `timm` and `transformers` are of PyTorch.
+    "models/test_torch_judges.py": ("torch",),
     "datasets/*": ("jax",),
     "distribution/test_plan*.py": ("jax",),
     "evaluation/test_pruning_curve.py": ("torch",),

@@ -40,11 +40,19 @@ def weights_will_be_loaded(sure=True):
         _WAIT_FOR_WEIGHTS.reset(token)
 
 
+def _exact_gelu(x):
+    if keras.backend.backend() == "tensorflow":
+        # Its own has the complementary error function, which runtimes of exported files
+        # do not know.
+        return 0.5 * x * (1.0 + ops.erf(math.sqrt(0.5) * x))
+    return ops.gelu(x, approximate=False)
+
+
 # The papers' code has the tanh approximation everywhere; models that come from PyTorch
 # have the exact one.
 _ACTIVATIONS = {
     "gelu_tanh": functools.partial(ops.gelu, approximate=True),
-    "gelu": functools.partial(ops.gelu, approximate=False),
+    "gelu": _exact_gelu,
 }
 ACTIVATIONS = tuple(_ACTIVATIONS)
 
