@@ -56,7 +56,7 @@ keras.utils.set_random_seed(0)
 
 # The tests run this guide with fewer images.
 SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"
-NUM_GLYPHS, NUM_DIGITS, EPOCHS = (64, 32, 1) if SHORT else (8192, 901, 5)
+NUM_GLYPHS, NUM_DIGITS, EPOCHS = (64, 32, 1) if SHORT else (4096, 901, 5)
 
 """
 ## A dense model
