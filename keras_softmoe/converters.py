@@ -8,10 +8,13 @@ from keras_softmoe.checkpoints import Checkpoint as Checkpoint
 from keras_softmoe.checkpoints import CheckpointError as CheckpointError
 from keras_softmoe.checkpoints import download_checkpoint as download_checkpoint
 from keras_softmoe.checkpoints import read_checkpoint as read_checkpoint
+from keras_softmoe.checkpoints import read_safetensors as read_safetensors
 from keras_softmoe.checkpoints import read_vit_checkpoint as read_vit_checkpoint
 
 _NEED_MODELS = (
     "convert_vmoe_checkpoint",
+    "dense_model",
+    "image_preprocessor",
     "load_vmoe_params",
     "to_vmoe_params",
     "upcycle",
@@ -22,11 +25,14 @@ def __getattr__(name):
     if name not in _NEED_MODELS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from keras_softmoe.models.conversion import convert_vmoe_checkpoint
+    from keras_softmoe.models.dense_sources import dense_model, image_preprocessor
     from keras_softmoe.models.upcycling import upcycle
     from keras_softmoe.models.vmoe_params import load_vmoe_params, to_vmoe_params
 
     return {
         "convert_vmoe_checkpoint": convert_vmoe_checkpoint,
+        "dense_model": dense_model,
+        "image_preprocessor": image_preprocessor,
         "load_vmoe_params": load_vmoe_params,
         "to_vmoe_params": to_vmoe_params,
         "upcycle": upcycle,

@@ -51,34 +51,22 @@ def register_parameters(model):
         model._track_variables()
 
 
-_WILL_BE_LOADED = contextvars.ContextVar("will_be_loaded", default=False)
 _IS_NOT_DRAWN = contextvars.ContextVar("is_not_drawn", default=False)
 
 
 @contextlib.contextmanager
-def weights_will_be_loaded(sure=True):
-    """Announce that backbones built in this scope are given all of their weights.
-
-    Args:
-        sure: bool, `False` for a scope that changes nothing.
-    """
-    token = _WILL_BE_LOADED.set(sure)
-    try:
-        yield
-    finally:
-        _WILL_BE_LOADED.reset(token)
-
-
-@contextlib.contextmanager
-def without_random_numbers():
-    """Weights that are made in this scope start as zeros if others will be loaded.
+def without_random_numbers(sure=True):
+    """Weights that are made in this scope start as zeros: others will be loaded.
 
     To draw them takes a multiple of their memory, and on JAX seconds to compile, for
     nothing.
     Would be replaced by: a way of Keras to build a model whose weights are loaded.
+
+    Args:
+        sure: bool, `False` for a scope that changes nothing.
     """
     _let_variables_start_as_zeros()
-    token = _IS_NOT_DRAWN.set(_WILL_BE_LOADED.get())
+    token = _IS_NOT_DRAWN.set(sure)
     try:
         yield
     finally:

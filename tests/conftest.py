@@ -25,9 +25,13 @@ RUNS_ON = {
     "analysis/test_streaming.py": ("torch",),
     "analysis/test_tags.py": ("torch",),
     "checkpoints/test_checkpoint_fuzz.py": ("jax",),
+    "checkpoints/test_remote.py": ("tensorflow",),
+    "checkpoints/test_safetensors.py": ("tensorflow",),
     "models/test_adaptation.py": ("jax", "torch"),
     "models/test_conversion.py": ("torch",),
     "models/test_data.py": ("torch",),
+    # `timm` and `transformers` are of PyTorch.
+    "models/test_torch_judges.py": ("torch",),
     "datasets/*": ("jax",),
     "distribution/test_plan*.py": ("jax",),
     "evaluation/test_pruning_curve.py": ("torch",),

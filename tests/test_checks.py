@@ -257,6 +257,27 @@ def test_a_model_of_numpy_sizes_is_saved(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"activation": "relu"}, "Unknown `activation`. Accepted: 'gelu_tanh', 'gelu'"),
+        ({"position_resampling": "nearest"}, "Unknown `position_resampling`"),
+        ({"layer_norm_epsilon": 0.0}, "`layer_norm_epsilon` must be"),
+        ({"layer_norm_epsilon": "1e-6"}, "`layer_norm_epsilon` must be"),
+        ({"layer_scale": 0.0}, "`layer_scale` must be"),
+        ({"layer_scale": "small"}, "`layer_scale` must be"),
+        ({"num_registers": -1}, "`num_registers` must be"),
+        ({"num_registers": 1.5}, "`num_registers` must be"),
+    ],
+)
+def test_what_dense_models_were_trained_with(wrong, message):
+    (value,) = wrong.values()
+    with pytest.raises(ValueError, match=f"{message}.*Received: .*{value!r}"):
+        tiny.backbone(**wrong)
+    with pytest.raises(ValueError, match=message):
+        evaluation.cost({**BACKBONE, **wrong})
+
+
 # === Names ===
 
 

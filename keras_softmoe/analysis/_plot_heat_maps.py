@@ -208,17 +208,19 @@ def _stairs(weights, classes):
 
 
 def _position_maps(weights, patch_grid):
-    """`(T, E)` to `(E, rows, columns)`, without a class token."""
+    """`(T, E)` to `(E, rows, columns)`, without class token and registers."""
     num_tokens = len(weights)
     grid = (math.isqrt(num_tokens),) * 2 if patch_grid is None else patch_grid
     num_patches = grid[0] * grid[1]
-    if num_tokens - num_patches not in (0, 1):
+    # Only who gives the grid can have more than a class token beside the patches.
+    in_front = num_tokens - num_patches
+    if in_front < 0 or (in_front > 1 and patch_grid is None):
         raise ValueError(
             f"The {num_tokens} tokens are not the patches of such a grid, with or "
             "without a class token. Give the backbone's `patch_grid`. "
             f"Received: patch_grid={patch_grid}."
         )
-    return weights[num_tokens - num_patches :].T.reshape(-1, *grid)
+    return weights[in_front:].T.reshape(-1, *grid)
 
 
 def _by_variation(maps):

@@ -26,6 +26,8 @@ class CheckpointArchitecture(NamedTuple):
         has_attention_pooling: bool.
         num_patches: int, or `None` if positions are not learned.
         use_qk_norm: bool.
+        has_layer_scale: bool.
+        num_registers: int, tokens between class token and patches.
         representation_dim: int or `None`, width of the pre-logits.
         num_classes: int or `None`, width of the head.
     """
@@ -43,6 +45,8 @@ class CheckpointArchitecture(NamedTuple):
     has_attention_pooling: bool
     num_patches: int | None
     use_qk_norm: bool
+    has_layer_scale: bool
+    num_registers: int
     representation_dim: int | None
     num_classes: int | None
 
@@ -138,6 +142,9 @@ def read_architecture(shapes):
     positions, has_class_token = None, "cls" in shapes
     if (name := "Encoder/posembed_input/pos_embedding") in shapes:
         _, positions, _ = _shape(shapes, name, (1, None, hidden_dim))
+    num_registers = 0
+    if (name := "registers") in shapes:
+        _, num_registers, _ = _shape(shapes, name, (1, None, hidden_dim))
     representation_dim = num_classes = None
     if (name := "pre_logits/kernel") in shapes:
         representation_dim = _shape(shapes, name, (hidden_dim, None))[-1]
@@ -158,6 +165,8 @@ def read_architecture(shapes):
         has_attention_pooling="MapHead/probe" in shapes,
         num_patches=positions and positions - has_class_token,
         use_qk_norm="SelfAttention/query_ln/scale" in first,
+        has_layer_scale="LayerScale_0/scale" in first,
+        num_registers=num_registers,
         representation_dim=representation_dim,
         num_classes=num_classes,
     )

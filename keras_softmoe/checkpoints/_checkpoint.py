@@ -15,7 +15,8 @@ from keras_softmoe.checkpoints._checkpoint_index import (
     read_dtype,
     read_index,
 )
-from keras_softmoe.checkpoints._stream import Stream, open_file
+from keras_softmoe.checkpoints._files import open_file
+from keras_softmoe.checkpoints._stream import Stream
 
 # The key that marks a data file.
 _MARKER = "__msgpack_array_chunk_a87ca2__"
@@ -47,10 +48,13 @@ class Checkpoint(collections.abc.Mapping):
     Attributes:
         shapes: dict from name to shape, known without reading the arrays.
         dtypes: dict from name to dtype.
+        settings: dict of arguments of a backbone that its parameters do not tell, but
+            the format or a file beside it does.
     """
 
-    def __init__(self, arrays):
+    def __init__(self, arrays, settings=None):
         self._arrays = dict(arrays)
+        self.settings = dict(settings or {})
         self.shapes = {name: array.shape for name, array in self._arrays.items()}
         self.dtypes = {name: array.dtype for name, array in self._arrays.items()}
 
@@ -69,7 +73,19 @@ class Checkpoint(collections.abc.Mapping):
                 name.removeprefix(prefix): array
                 for name, array in self._arrays.items()
                 if name.startswith(prefix)
-            }
+            },
+            self.settings,
+        )
+
+    def without(self, prefix):
+        """All arrays but those whose names begin with `prefix`."""
+        return Checkpoint(
+            {
+                name: array
+                for name, array in self._arrays.items()
+                if not name.startswith(prefix)
+            },
+            self.settings,
         )
 
     def __getitem__(self, name):

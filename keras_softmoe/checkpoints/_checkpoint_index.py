@@ -9,7 +9,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from keras_softmoe.checkpoints._stream import CheckpointError, Stream, open_file
+from keras_softmoe.checkpoints._files import open_file
+from keras_softmoe.checkpoints._stream import CheckpointError, Stream
 
 # Far above what a checkpoint needs (the index of 15 B parameters takes under a
 # megabyte), and low enough to keep what a hostile file can cost small.

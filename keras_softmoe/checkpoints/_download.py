@@ -5,16 +5,25 @@ from pathlib import Path
 import keras
 
 from keras_softmoe.checkpoints._checkpoint_index import data_path, read_index
-from keras_softmoe.checkpoints._stream import open_file
+from keras_softmoe.checkpoints._files import open_file
+from keras_softmoe.checkpoints._remote import download, web_address
 
 _BLOCK = 1 << 24
+_SUFFIXES = (".npz", ".safetensors")
+
+
+def is_one_file(prefix):
+    """Whether a checkpoint is a single file (`.npz`, `.safetensors`), not shards."""
+    return str(prefix).endswith(_SUFFIXES)
 
 
 def download_checkpoint(prefix, folder, verbose=1):
-    """Copy the files of a sharded checkpoint into a folder.
+    """Copy the file or the files of a checkpoint into a folder.
 
     Args:
-        prefix: str, the files' common part, for example `gs://bucket/name`.
+        prefix: str, the files' common part, for example `gs://bucket/name`, or the one
+            file that ends in `.npz` or `.safetensors`. Public buckets are read over
+            HTTPS.
         folder: str or path of an existing directory.
         verbose: 0 or 1, whether to show progress bars.
 
@@ -30,9 +39,12 @@ def download_checkpoint(prefix, folder, verbose=1):
     >>> url = "gs://vmoe_checkpoints/vmoe_s32_last2_ilsvrc2012_randaug_light1"
     >>> checkpoint = ksm.converters.read_checkpoint(download_checkpoint(url, "."))
     """
-    _, shard_count = read_index(prefix)
     copy = str(Path(folder, prefix.rpartition("/")[2]))
+    if is_one_file(prefix):
+        _copy(prefix, copy, verbose)
+        return copy
     _copy(f"{prefix}.index", f"{copy}.index", verbose=0)
+    _, shard_count = read_index(copy)
     for shard in range(shard_count):
         _copy(
             data_path(prefix, shard, shard_count),
@@ -45,6 +57,9 @@ def download_checkpoint(prefix, folder, verbose=1):
 def _copy(source, target, verbose):
     if verbose:
         print(f"Downloading {source}")
+    if web_address(source) is not None:
+        download(source, Path(target).parent, verbose)
+        return
     with open_file(source) as (file, size), open(target, "wb") as copy:
         progress = keras.utils.Progbar(size, verbose=verbose, unit_name="byte")
         while block := file.read(_BLOCK):

@@ -1,17 +1,31 @@
 """The parameters of a model, in whichever format they were saved."""
 
+import json
 import os
+from pathlib import Path
 
 from keras_softmoe.checkpoints._checkpoint import Checkpoint, read_checkpoint
+from keras_softmoe.checkpoints._files import is_remote
+from keras_softmoe.checkpoints._safetensors import read_safetensors
+from keras_softmoe.checkpoints._stream import CheckpointError
+from keras_softmoe.checkpoints._torch_names import read_torch_names
 from keras_softmoe.checkpoints._vit import read_vit_checkpoint
 
+CONFIG_FILE = "config.json"
+PREPROCESSOR_FILE = "preprocessor_config.json"
+_MAX_TEXT = 1 << 20
 
-def read_parameters(source):
+
+def read_parameters(source, num_heads=None, image_shape=None):
     """Open the parameters of a model.
 
     Args:
-        source: str or path: the common part of a sharded checkpoint's files, or an
-            `.npz` file of an original Vision Transformer. Or a `Checkpoint`.
+        source: str or path: the common part of a sharded checkpoint's files, an `.npz`
+            file of an original Vision Transformer or of big_vision, or a `.safetensors`
+            file of `timm` or `transformers`. Or a `Checkpoint`.
+        num_heads: int, for a `.safetensors` file whose width does not tell it.
+        image_shape: `(height, width, channels)`, for a `.safetensors` file of a model
+            for images that are no squares.
 
     Returns:
         `Checkpoint` under V-MoE's names. Of a saved state of training it has only the
@@ -24,8 +38,43 @@ def read_parameters(source):
         checkpoint = source
     elif os.fspath(source).endswith(".npz"):
         checkpoint = read_vit_checkpoint(source)
+    elif os.fspath(source).endswith(".safetensors"):
+        path = os.fspath(source)
+        about = read_text_beside(path, CONFIG_FILE)
+        arrays = read_safetensors(path)
+        return read_torch_names(arrays, path, about, num_heads, image_shape)
     else:
         checkpoint = read_checkpoint(source)
     if any(name.startswith("params/") for name in checkpoint):
         return checkpoint.below("params/")
     return checkpoint
+
+
+def read_text_beside(path, name):
+    """What a JSON file in the directory of another file says, a dict.
+
+    Args:
+        path: str, the other file.
+        name: str, of the JSON file.
+
+    Returns:
+        dict, empty if there is no such file.
+
+    Raises:
+        CheckpointError: if it is damaged.
+    """
+    file = Path(path).parent / name
+    if is_remote(path) or not file.is_file():
+        return {}
+    try:
+        if file.stat().st_size > _MAX_TEXT:
+            raise ValueError(f"over {_MAX_TEXT} bytes")
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"The file '{file}', which says what the model beside it is, cannot be "
+            f"read: {str(error)[:80]}. Fetch it again, or move the weights elsewhere."
+        ) from error
+    return found

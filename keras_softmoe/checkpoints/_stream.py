@@ -1,8 +1,5 @@
 """msgpack read header by header, from files that nobody vouches for."""
 
-import contextlib
-import os
-
 import msgpack
 
 # What the library may hold at a time. Names, numbers and small slices are read by it;
@@ -157,47 +154,3 @@ class Stream:
             raise self.error(f"An object claims to end at byte {end}")
         self.seek(start)
         return end
-
-
-@contextlib.contextmanager
-def open_file(path):
-    """Open a local file, or one that TensorFlow's `tf.io.gfile` reads (`gs://...`).
-
-    Args:
-        path: str.
-
-    Yields:
-        A binary file that can seek, and its size in bytes.
-
-    Raises:
-        CheckpointError: if there is no such file, or it cannot be read.
-    """
-    failures = (OSError,)
-    if is_remote(path):
-        # Seconds and hundreds of MB, for those who read from a bucket.
-        import tensorflow as tf
-
-        failures = (OSError, tf.errors.OpError)
-    try:
-        if is_remote(path):
-            file = tf.io.gfile.GFile(path, "rb")
-            size = file.size()
-        else:
-            # A pipe or a device would keep the reader waiting.
-            if not os.path.isfile(path):
-                raise FileNotFoundError("no such file")
-            file = open(path, "rb")
-            size = os.path.getsize(path)
-        with file:
-            yield file, size
-    except failures as error:
-        raise CheckpointError(
-            f"The file '{path}' cannot be read ({type(error).__name__}: {error}). A "
-            "sharded checkpoint is PREFIX.index and all of PREFIX.data-00000-of-..., "
-            "in one place."
-        ) from error
-
-
-def is_remote(path):
-    """Whether a path is a URL (`gs://bucket/name`)."""
-    return "://" in path

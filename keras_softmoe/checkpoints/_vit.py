@@ -1,15 +1,18 @@
-"""Checkpoints of the original Vision Transformers (`.npz`)."""
+"""Checkpoints of Vision Transformers in `.npz` files: original, AugReg, big_vision."""
 
 import contextlib
+import functools
 import os
-import re
 import zipfile
 
 import ml_dtypes
 import numpy as np
 
 from keras_softmoe.checkpoints._checkpoint import Checkpoint, LazyArray
-from keras_softmoe.checkpoints._stream import CheckpointError, open_file
+from keras_softmoe.checkpoints._files import open_file
+from keras_softmoe.checkpoints._prefix_tokens import POSITIONS, place_tokens
+from keras_softmoe.checkpoints._stream import CheckpointError
+from keras_softmoe.checkpoints._translation import same, translate
 
 # Weights hardly compress: an archive that grows much more is none of weights.
 _MAX_GROWTH = 16
@@ -18,30 +21,53 @@ _MAX_SMALL = 1 << 26
 # Their name (a pattern) -> V-MoE's. The children of a block are numbered by kind in
 # newer files (LayerNorm_0 and 1) and jointly in older ones (LayerNorm_0 and 2).
 _BLOCK = r"Transformer/(encoderblock_\d+)"
-_RULES = (
-    (r"(embedding/(?:kernel|bias)|cls|(?:pre_logits|head)/(?:kernel|bias))", r"\1"),
-    (r"Transformer/(posembed_input/pos_embedding)", r"Encoder/\1"),
-    (r"Transformer/(encoder_norm/(?:scale|bias))", r"Encoder/\1"),
-    (_BLOCK + r"/LayerNorm_0/(scale|bias)", r"Encoder/\1/LayerNorm_0/\2"),
-    (_BLOCK + r"/LayerNorm_[12]/(scale|bias)", r"Encoder/\1/LayerNorm_1/\2"),
-    (
-        _BLOCK + r"/MultiHeadDotProductAttention_[01]"
-        r"/((?:query|key|value|out)/(?:kernel|bias))",
-        r"Encoder/\1/SelfAttention/\2",
-    ),
-    (
-        _BLOCK + r"/MlpBlock_[03]/(Dense_[01]/(?:kernel|bias))",
-        r"Encoder/\1/Mlp/\2",
-    ),
+_POOLING = "MapHead/MultiHeadDotProductAttention"
+_RULES = tuple(
+    (*rule, same)
+    for rule in (
+        (r"(embedding/(?:kernel|bias)|cls|(?:pre_logits|head)/(?:kernel|bias))", r"\1"),
+        (r"Transformer/(posembed_input/pos_embedding)", r"Encoder/\1"),
+        # big_vision's, without one for the class token
+        (r"pos_embedding", POSITIONS),
+        (r"Transformer/(encoder_norm/(?:scale|bias))", r"Encoder/\1"),
+        (_BLOCK + r"/LayerNorm_0/(scale|bias)", r"Encoder/\1/LayerNorm_0/\2"),
+        (_BLOCK + r"/LayerNorm_[12]/(scale|bias)", r"Encoder/\1/LayerNorm_1/\2"),
+        (
+            _BLOCK + r"/MultiHeadDotProductAttention_[01]"
+            r"/((?:query|key|value|out)/(?:kernel|bias))",
+            r"Encoder/\1/SelfAttention/\2",
+        ),
+        (
+            _BLOCK + r"/MlpBlock_[03]/(Dense_[01]/(?:kernel|bias))",
+            r"Encoder/\1/Mlp/\2",
+        ),
+        (r"MAPHead_0/probe", r"MapHead/probe"),
+        (
+            r"MAPHead_0/MultiHeadDotProductAttention_0"
+            r"/((?:query|key|value|out)/(?:kernel|bias))",
+            _POOLING + r"/\1",
+        ),
+        (r"MAPHead_0/LayerNorm_0/(scale|bias)", r"MapHead/LayerNorm/\1"),
+        (
+            r"MAPHead_0/MlpBlock_0/(Dense_[01]/(?:kernel|bias))",
+            r"MapHead/Mlp/\1",
+        ),
+    )
 )
+# Blocks that big_vision's `scan` has stacked.
+_STACKED = "Transformer/encoderblock/"
+_MAX_BLOCKS = 1024
 
 
 def read_vit_checkpoint(path):
-    """Open a checkpoint of an original Vision Transformer, an `.npz` file.
+    """Open a checkpoint of a Vision Transformer of Google's, an `.npz` file.
 
-    Both numberings of the blocks' children are understood. The names that come out
-    are V-MoE's, so `load_vmoe_params` and `convert_vmoe_checkpoint` take the result.
-    Nothing is unpickled, and the file is checked before anything is returned.
+    Those of the original repository and of AugReg, in both numberings of the blocks'
+    children, and those of big_vision: below `params/`, blocks stacked or not, with
+    attention pooling or a class token; of two towers (SigLIP) the one for images. The
+    names that come out are V-MoE's, so `load_vmoe_params` and `convert_vmoe_checkpoint`
+    take the result. Nothing is unpickled, and the file is checked before anything is
+    returned.
 
     Args:
         path: str or path, or a URL that `tf.io.gfile` reads (`gs://...`).
@@ -54,7 +80,8 @@ def read_vit_checkpoint(path):
         CheckpointError: (a `ValueError`) if the file is missing or damaged, or holds
             anything but the parameters of a plain Vision Transformer.
 
-    Source: Dosovitskiy et al. 2021, released code (names of the parameters).
+    Source: Dosovitskiy et al. 2021, released code, and big_vision's (names of the
+    parameters).
 
     Example:
 
@@ -63,23 +90,72 @@ def read_vit_checkpoint(path):
     (768, 3072)
     """
     path = os.fspath(path)
-    arrays, unknown = {}, []
-    for member, shape, dtype in _members(path):
-        name = _translate(member)
-        if name is None:
-            unknown.append(member)
-        elif name in arrays:
-            raise CheckpointError(f"'{path}' holds {name!r} in both numberings.")
-        else:
-            arrays[name] = _lazy(path, member, shape, dtype)
-    if unknown:
-        raise CheckpointError(
-            f"'{path}' is no plain Vision Transformer: of {len(arrays) + len(unknown)} "
-            f"arrays, {len(unknown)} have no place in one (a hybrid with convolutions, "
-            "or a training state?). Received: "
-            f"{', '.join(sorted(unknown)[:5])}."
-        )
+    arrays = {
+        member: _lazy(path, member, shape, dtype)
+        for member, shape, dtype in _members(path)
+    }
+    arrays = _of_images(arrays)
+    where = f"'{path}'"
+    arrays = translate(_unstacked(arrays, where), _RULES, where)
+    if POSITIONS in arrays:
+        if "Encoder/posembed_input/pos_embedding" in arrays:
+            raise CheckpointError(f"{where} holds positions in two places.")
+        if len(shape := arrays[POSITIONS].shape) != 3 or shape[0] != 1:
+            raise CheckpointError(f"{where} has positions of the shape {shape}.")
+        arrays = place_tokens(arrays, (0,))
     return Checkpoint(arrays)
+
+
+def _of_images(arrays):
+    """Parameters of the tower for images, without what was trained beside them."""
+    for prefix in ("params/", "img/"):
+        below = [name for name in arrays if name.startswith(prefix)]
+        if below:
+            arrays = {name.removeprefix(prefix): arrays[name] for name in below}
+    return arrays
+
+
+def _unstacked(arrays, where):
+    """Arrays of all blocks, `(L, ...)`, as one for each block."""
+    stacked = {name: a for name, a in arrays.items() if name.startswith(_STACKED)}
+    counts = {array.shape[:1] for array in stacked.values()}
+    if len(counts) > 1 or counts & {(), (0,)}:
+        raise CheckpointError(
+            f"The stacked blocks of {where} are not equally many. Received: first axes "
+            f"{sorted(counts)}."
+        )
+    unstacked = {name: a for name, a in arrays.items() if name not in stacked}
+    for (count,) in counts:
+        if count > _MAX_BLOCKS:
+            raise CheckpointError(f"{where} has {count} stacked blocks.")
+        for name, array in stacked.items():
+            stack = _Stack(array)
+            for index in range(count):
+                name_of_block = name.replace(_STACKED, f"{_STACKED[:-1]}_{index}/")
+                if name_of_block in unstacked:
+                    raise CheckpointError(f"{where} holds {name_of_block!r} twice.")
+                part = functools.partial(stack.read, index)
+                unstacked[name_of_block] = LazyArray(array.shape[1:], array.dtype, part)
+    return unstacked
+
+
+class _Stack:
+    """An array of several blocks, read once for all that take their part of it."""
+
+    def __init__(self, array):
+        self._array = array
+        self._read = None
+        self._taken = set()
+
+    def read(self, index):
+        """The part of a block. Who is the last to take one lets go of the array."""
+        array = self._array.read() if self._read is None else self._read
+        self._taken.add(index)
+        is_last = len(self._taken) == len(array)
+        self._read = None if is_last else array
+        if is_last:
+            self._taken.clear()
+        return array[index]
 
 
 def _members(path):
@@ -112,14 +188,6 @@ def _read_header(member):
     else:
         shape, _, dtype = np.lib.format.read_array_header_2_0(member)
     return shape, dtype, member.tell()
-
-
-def _translate(member):
-    for pattern, name in _RULES:
-        match = re.fullmatch(pattern, member)
-        if match:
-            return match.expand(name)
-    return None
 
 
 def _lazy(path, member, shape, dtype):

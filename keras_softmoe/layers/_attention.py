@@ -6,7 +6,7 @@ import keras
 from keras import ops
 
 from keras_softmoe import costs
-from keras_softmoe.checks import check_whole_numbers
+from keras_softmoe.checks import check_numbers, check_whole_numbers
 from keras_softmoe.ops.backend import affine, attend
 
 
@@ -137,10 +137,11 @@ def _project(dense, x, *outputs):
     return ops.reshape(projected, (-1, num_tokens, *outputs))
 
 
-def layer_norm(dtype, name, center=True):
-    """Layer normalization with the epsilon of the papers' code."""
+def layer_norm(dtype, name, center=True, epsilon=1e-6):
+    """Layer normalization, if nothing is said with the epsilon of the papers' code."""
+    check_numbers(over=0, layer_norm_epsilon=epsilon)
     return keras.layers.LayerNormalization(
-        epsilon=1e-6, center=center, dtype=dtype, name=name
+        epsilon=epsilon, center=center, dtype=dtype, name=name
     )
 
 

@@ -1,186 +1,21 @@
-"""The Transformer encoder: its block, dense or with experts, and the stack of them."""
+"""The Transformer encoder: a stack of blocks, some of them mixtures of experts."""
 
-import inspect
-import math
-
-import keras
 import numpy as np
 
 from keras_softmoe.checks import (
     check_names,
-    check_numbers,
     check_whole_numbers,
     is_whole_number,
 )
-from keras_softmoe.costs import LayerCost, cost_of, normalization
-from keras_softmoe.layers._attention import Attention, check_num_heads, layer_norm
+from keras_softmoe.costs import cost_of
+from keras_softmoe.layers._attention import check_num_heads, layer_norm
+from keras_softmoe.layers._encoder_block import EncoderBlock
+from keras_softmoe.layers._feedforward import MLP
 from keras_softmoe.layers._modalities import (
-    add,
-    check_tokens_shape,
     each,
-    masks_like,
     sum_costs,
 )
 from keras_softmoe.layers._moe import MoE
-from keras_softmoe.layers.feedforward import MLP
-
-
-@keras.saving.register_keras_serializable(package="keras_softmoe")
-class EncoderBlock(keras.layers.Layer):
-    """Pre-norm Transformer block: attention, then an MLP or a mixture of experts.
-
-    Args:
-        num_heads: int, number of attention heads.
-        mlp: the layer after attention: `MLP`, `MoE` or any other that maps `(B, S, D)`
-            to `(B, S, D)`. It becomes a part of the block and keeps its own dtype. (For
-            `cost` it needs a method `cost`, see `costs.cost_of`.)
-        use_qk_norm: bool, whether queries and keys are normalized.
-        dropout_rate: float, dropout after attention and after the MLP or experts.
-        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
-
-    Call arguments:
-        inputs: `(B, S, D)` float tensor; or a dict from modalities (`"image"`,
-            `"text"`) to such tensors. Attention and an MLP see each of them apart; a
-            `MoE` is given all of them together.
-        mask: optional `(B, S)` bool tensor, or a dict of them; `False` for tokens that
-            get no attention and that experts leave out, see `MoE`.
-
-    Returns: `(B, S, D)` tensor, or a dict like the input.
-
-    Raises:
-        ValueError: if `mlp` is no layer, `num_heads` does not divide the width, or the
-            input has not rank 3.
-
-    Source: V-MoE, section 2.1 and figure 1; several modalities: LIMoE, section 2.
-
-    Example:
-
-    >>> router = ksm.routers.SoftRouter(num_experts=16)
-    >>> moe = ksm.layers.MoE(router, mlp_dim=128)
-    >>> block = ksm.layers.EncoderBlock(num_heads=4, mlp=moe)
-    >>> block(np.random.normal(size=(2, 16, 32))).shape
-    (2, 16, 32)
-    """
-
-    def __init__(self, num_heads, mlp, use_qk_norm=False, dropout_rate=0.0, **kwargs):
-        super().__init__(**kwargs)
-        if not isinstance(mlp, keras.layers.Layer):
-            raise ValueError(
-                "`mlp` is a layer, for example `layers.MLP(mlp_dim=128)` or "
-                "`layers.MoE(router, mlp_dim=128)`. "
-                f"Received: mlp={mlp!r}."
-            )
-        check_numbers(least=0, under=1, dropout_rate=dropout_rate)
-        self.num_heads = num_heads
-        self.use_qk_norm = use_qk_norm
-        self.dropout_rate = dropout_rate
-        dtype = self.dtype_policy
-        self.attention_norm = layer_norm(dtype, "attention_norm")
-        self.attention = Attention(
-            num_heads, use_qk_norm=use_qk_norm, dtype=dtype, name="attention"
-        )
-        self.mlp_norm = layer_norm(dtype, "mlp_norm")
-        # Files of weights have mixtures of experts under a name of their own.
-        self.mlp = self.moe = None
-        if isinstance(mlp, MoE):
-            self.moe = mlp
-        else:
-            self.mlp = mlp
-        if dropout_rate:
-            self.dropout = keras.layers.Dropout(
-                dropout_rate, dtype=dtype, name="dropout"
-            )
-        self.supports_masking = True
-        # An MLP needs no mask: it looks at each token by itself.
-        self._masks_mlp = "mask" in inspect.signature(mlp.call).parameters
-
-    def build(self, inputs_shape):
-        check_tokens_shape(inputs_shape)
-        # Modalities differ in the number of tokens, which only the experts look at.
-        is_dict = isinstance(inputs_shape, dict)
-        shape = next(iter(inputs_shape.values())) if is_dict else inputs_shape
-        self.attention_norm.build(shape)
-        self.attention.build(shape, shape)
-        self.mlp_norm.build(shape)
-        if self.moe is not None:
-            self.moe.build(inputs_shape)
-        else:
-            self.mlp.build(shape)
-        if self.dropout_rate:
-            self.dropout.build(shape)
-
-    def call(self, inputs, mask=None, training=None):
-        x = add(inputs, each(lambda x, m: self._attend(x, m, training), inputs, mask))
-        tokens = each(self.mlp_norm, x)
-        if self.moe is not None:
-            outputs = self.moe(tokens, mask=mask, training=training)
-        elif self._masks_mlp:
-            outputs = each(lambda x, m: self.mlp(x, mask=m), tokens, mask)
-        else:
-            outputs = each(self.mlp, tokens)
-        return add(x, each(lambda x: self._drop(x, training), outputs))
-
-    def _attend(self, x, mask, training):
-        tokens = self.attention_norm(x)
-        means = self.attention(tokens, tokens, tokens_mask=mask)
-        return self._drop(means, training)
-
-    def _drop(self, x, training):
-        return self.dropout(x, training=training) if self.dropout_rate else x
-
-    def compute_mask(self, inputs, previous_mask=None):
-        return masks_like(inputs, previous_mask)
-
-    def compute_output_shape(self, inputs_shape):
-        return inputs_shape
-
-    def cost(self, inputs_shape, training=False):
-        def cost_of_modality(shape):
-            part = normalization(shape) * 2 + self.attention.cost(shape, shape)
-            if self.moe is None:
-                part += cost_of(self.mlp, shape, training)
-            if self.dropout_rate:
-                part += LayerCost(kept_bytes=2 * math.prod(shape))
-            return part
-
-        total = sum_costs(cost_of_modality, inputs_shape)
-        if self.moe is not None:
-            total += self.moe.cost(inputs_shape, training)
-        mixtures = (m._replace(name=f"{self.name}/{m.name}") for m in total.mixtures)
-        return total._replace(mixtures=tuple(mixtures))
-
-    def get_config(self):
-        mlp = keras.saving.serialize_keras_object(self.moe or self.mlp)
-        # It is built with the block.
-        mlp.pop("build_config", None)
-        return {
-            **super().get_config(),
-            "num_heads": self.num_heads,
-            "mlp": mlp,
-            "use_qk_norm": self.use_qk_norm,
-            "dropout_rate": self.dropout_rate,
-        }
-
-    @classmethod
-    def from_config(cls, config):
-        if "mlp" not in config:
-            return cls(**_as_saved_now(config))
-        mlp = keras.saving.deserialize_keras_object(config["mlp"])
-        return cls(**{**config, "mlp": mlp})
-
-
-def _as_saved_now(config):
-    """The arguments of a block from a file that is older than its `mlp`."""
-    config = dict(config)
-    settings = {name: config.pop(name) for name in MoE.settings() if name in config}
-    mlp_dim, router = config.pop("mlp_dim"), config.pop("router")
-    dtype = config.get("dtype")
-    if router is None:
-        mlp = MLP(mlp_dim, dtype=dtype, name="mlp")
-    else:
-        router = keras.saving.deserialize_keras_object(router)
-        mlp = MoE(router, mlp_dim, dtype=dtype, name="moe", **settings)
-    return {**config, "mlp": mlp}
 
 
 class Encoder:
@@ -202,6 +37,9 @@ class Encoder:
             Required exactly if there are any.
         use_qk_norm: bool, whether attention normalizes queries and keys.
         dropout_rate: float, dropout in the blocks.
+        activation: of MLPs and experts, as in `MLP`.
+        layer_norm_epsilon: float, what normalizations add to the variance.
+        layer_scale: float or `None`, see `EncoderBlock`.
         dtype: dtype or policy of all layers but the routers.
         **moe_settings: other arguments of `layers.MoE`, the same for all blocks.
 
@@ -227,6 +65,9 @@ class Encoder:
         router=None,
         use_qk_norm=False,
         dropout_rate=0.0,
+        activation="gelu_tanh",
+        layer_norm_epsilon=1e-6,
+        layer_scale=None,
         dtype=None,
         **moe_settings,
     ):
@@ -243,10 +84,11 @@ class Encoder:
         routers = _router_of_block(self.moe_layers, router)
 
         def mlp(index):
+            known = {"activation": activation, "dtype": dtype}
             if index not in routers:
-                return MLP(mlp_dim, dtype=dtype, name="mlp")
+                return MLP(mlp_dim, name="mlp", **known)
             return MoE(
-                routers[index], mlp_dim, dtype=dtype, name="moe", **self.moe_settings
+                routers[index], mlp_dim, name="moe", **known, **self.moe_settings
             )
 
         self.blocks = [
@@ -255,12 +97,14 @@ class Encoder:
                 mlp(index),
                 use_qk_norm=use_qk_norm,
                 dropout_rate=dropout_rate,
+                layer_norm_epsilon=layer_norm_epsilon,
+                layer_scale=layer_scale,
                 dtype=dtype,
                 name=f"block_{index}",
             )
             for index in range(num_layers)
         ]
-        self.norm = layer_norm(dtype, "encoder_norm")
+        self.norm = layer_norm(dtype, "encoder_norm", epsilon=layer_norm_epsilon)
 
     def __call__(self, inputs, training=None, mask=None):
         x = inputs

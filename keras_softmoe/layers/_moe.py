@@ -14,6 +14,7 @@ from keras_softmoe.checks import (
     is_whole_number,
 )
 from keras_softmoe.costs import LayerCost, MixtureCost
+from keras_softmoe.layers._feedforward import Experts
 from keras_softmoe.layers._modalities import (
     as_sequence,
     check_tokens_shape,
@@ -26,7 +27,6 @@ from keras_softmoe.layers._modalities import (
     sequence_shapes,
     split,
 )
-from keras_softmoe.layers.feedforward import Experts
 from keras_softmoe.ops import SlotRouting, combine, dispatch, to_dense
 from keras_softmoe.routers import Router, SoftRouter
 from keras_softmoe.sharding import is_distributed, layout_of, num_shards
@@ -63,6 +63,7 @@ class MoE(keras.layers.Layer):
         dispatch_dtype: `None` or `"bfloat16"`: the dtype to which tokens are rounded on
             the way to the experts, and the experts' outputs on the way back. The
             released V-MoE and Soft MoE code does so whatever the dtype of the rest.
+        activation: the experts', as in `MLP`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
@@ -106,6 +107,7 @@ class MoE(keras.layers.Layer):
         expert_dropout_rate=0.0,
         remat_experts=False,
         dispatch_dtype=None,
+        activation="gelu_tanh",
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -127,12 +129,14 @@ class MoE(keras.layers.Layer):
         self.expert_dropout_rate = expert_dropout_rate
         self.remat_experts = remat_experts
         self.dispatch_dtype = dispatch_dtype
+        self.activation = activation
         self.experts = Experts(
             router.num_experts,
             mlp_dim,
             equal_experts=equal_experts,
             dropout_rate=expert_dropout_rate,
             remat=remat_experts,
+            activation=activation,
             dtype=self.dtype_policy,
             name="experts",
         )
@@ -351,21 +355,23 @@ class MoE(keras.layers.Layer):
             **super().get_config(),
             "router": router,
             "mlp_dim": self.mlp_dim,
+            "activation": self.activation,
             **{name: getattr(self, name) for name in self.settings()},
         }
 
     @staticmethod
     def settings():
-        """Dict from the arguments after `router` and `mlp_dim` to their defaults.
+        """Dict from the arguments that only mixtures of experts have to their defaults.
 
         Whatever puts several such layers together takes them as `**moe_settings`, and
         hands them on.
         """
+        shared = ("router", "mlp_dim", "activation")
         parameters = inspect.signature(MoE.__init__).parameters.values()
         return {
             p.name: p.default
             for p in parameters
-            if p.default is not p.empty and p.name not in ("router", "mlp_dim")
+            if p.default is not p.empty and p.name not in shared
         }
 
     @classmethod

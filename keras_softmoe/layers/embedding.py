@@ -5,8 +5,8 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe import costs
-from keras_softmoe.checks import check_whole_numbers, is_whole_number
-from keras_softmoe.ops import resample_position_grid, sincos_2d_table
+from keras_softmoe.checks import check_choice, check_whole_numbers, is_whole_number
+from keras_softmoe.ops import RESAMPLINGS, resample_position_grid, sincos_2d_table
 
 POSITION_EMBEDDINGS = ("learned", "sincos2d", "none")
 
@@ -75,61 +75,40 @@ class PatchEmbedding(keras.layers.Layer):
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class ClassToken(keras.layers.Layer):
-    """Puts a learned token in front of the others.
-
-    Maps `(B, S, D)` to `(B, S + 1, D)`.
-
-    Source: Dosovitskiy et al. 2021, section 3.1.
-    """
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-
-    def build(self, tokens_shape):
-        self.class_token = self.add_weight(
-            shape=(1, 1, tokens_shape[-1]), initializer="zeros", name="class_token"
-        )
-
-    def call(self, tokens):
-        token = ops.cast(self.class_token, tokens.dtype)
-        # Broadcast without asking for the batch size, which may be unknown.
-        token = token + ops.zeros_like(tokens[:, :1])
-        return ops.concatenate([token, tokens], axis=1)
-
-    def compute_output_shape(self, tokens_shape):
-        batch, num_tokens, width = tokens_shape
-        return (batch, num_tokens + 1, width)
-
-    def cost(self, tokens_shape, training=False):
-        return costs.LayerCost(weights=tokens_shape[-1])
-
-
-@keras.saving.register_keras_serializable(package="keras_softmoe")
 class PositionEmbedding(keras.layers.Layer):
     """Adds to each token where in the image it comes from.
 
     Weights that were saved for another grid of patches are resampled when they are
-    loaded (bilinear, corners aligned), which is how a model moves to another
-    resolution.
+    loaded, which is how a model moves to another resolution.
 
     Args:
         grid: `(rows, columns)` of patches.
         kind: `"learned"` (one vector for each token, class token included) or
             `"sincos2d"` (fixed, for patches only).
-        has_class_token: bool, whether the first token is a class token.
+        has_class_token: bool, whether the first token is a class token. Its vector
+            stays as it is.
+        resampling: how weights are resampled, `"bilinear"`, `"bicubic"` or
+            `"bicubic_antialias"`, see `ops.resample_position_grid`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps `(B, S, D)` to `(B, S, D)`.
 
     Raises:
-        ValueError: if the number of tokens does not fit the grid, or saved weights
-            have another width.
+        ValueError: if the number of tokens does not fit the grid, a word is not among
+            the accepted ones, or saved weights have another width.
 
     Source: V-MoE, section 4.4 (resolution); Soft MoE, released code (`sincos2d`).
     """
 
-    def __init__(self, grid, kind="learned", has_class_token=False, **kwargs):
+    def __init__(
+        self,
+        grid,
+        kind="learned",
+        has_class_token=False,
+        resampling="bilinear",
+        **kwargs,
+    ):
+        check_choice("resampling", resampling, RESAMPLINGS)
         super().__init__(**kwargs)
         if kind not in POSITION_EMBEDDINGS[:2]:
             raise ValueError(
@@ -139,6 +118,7 @@ class PositionEmbedding(keras.layers.Layer):
         self.grid = pair(grid, "grid")
         self.kind = kind
         self.has_class_token = has_class_token
+        self.resampling = resampling
 
     def build(self, tokens_shape):
         _, num_tokens, width = tokens_shape
@@ -210,7 +190,8 @@ class PositionEmbedding(keras.layers.Layer):
         if tuple(grid) == self.grid:
             return table
         patches = np.reshape(table[:, first:], (*grid, width))
-        patches = ops.reshape(resample_position_grid(patches, *self.grid), (-1, width))
+        patches = resample_position_grid(patches, *self.grid, self.resampling)
+        patches = ops.reshape(patches, (-1, width))
         return ops.concatenate(
             [ops.convert_to_tensor(table[:, :first]), patches[None]], axis=1
         )
@@ -221,6 +202,7 @@ class PositionEmbedding(keras.layers.Layer):
             "grid": self.grid,
             "kind": self.kind,
             "has_class_token": self.has_class_token,
+            "resampling": self.resampling,
         }
 
 

@@ -11,17 +11,21 @@ from keras_softmoe.keras_adapter import flatten_layers
 from keras_softmoe.layers._contrastive import ContrastiveScale
 from keras_softmoe.layers._encoder import Encoder
 from keras_softmoe.layers._moe import MoE
+from keras_softmoe.layers._prefix_tokens import ClassToken, Registers
 from keras_softmoe.layers.embedding import (
     POSITION_EMBEDDINGS,
-    ClassToken,
     PatchEmbedding,
     PositionEmbedding,
     TokenEmbedding,
     patch_grid,
 )
 from keras_softmoe.layers.pooling import POOLINGS, TEXT_POOLINGS, AttentionPooling
+from keras_softmoe.ops import RESAMPLINGS
 
 MODALITIES = ("image", "text")
+# Of the encoder's arguments those that only models of images take, for they are what
+# dense ones were trained with.
+_OF_IMAGES = ("activation", "layer_norm_epsilon", "layer_scale")
 
 
 class ImageParts(NamedTuple):
@@ -46,6 +50,8 @@ class ImageParts(NamedTuple):
         patch_size,
         pooling="token",
         position_embedding="learned",
+        position_resampling="bilinear",
+        num_registers=0,
         representation_dim=None,
         dtype=None,
         **encoder,
@@ -59,6 +65,8 @@ class ImageParts(NamedTuple):
         grid = patch_grid(image_shape, patch_size)
         check_choice("pooling", pooling, POOLINGS)
         check_choice("position_embedding", position_embedding, POSITION_EMBEDDINGS)
+        check_choice("position_resampling", position_resampling, RESAMPLINGS)
+        check_whole_numbers(0, num_registers=num_registers)
         blocks = Encoder(dtype=dtype, **encoder)
         embedding = [_patch_embedding(patch_size, encoder, dtype)]
         has_class_token = pooling == "token"
@@ -70,9 +78,14 @@ class ImageParts(NamedTuple):
                     grid,
                     kind=position_embedding,
                     has_class_token=has_class_token,
+                    resampling=position_resampling,
                     dtype=dtype,
                     name="position_embedding",
                 )
+            )
+        if num_registers:
+            embedding.append(
+                Registers(num_registers, has_class_token, dtype=dtype, name="registers")
             )
         attention_pooling = pre_logits = None
         if pooling == "map":
@@ -255,7 +268,9 @@ def arguments_of(parts):
         `(required, optional)`, tuples of str.
     """
     own = inspect.signature(parts.make).parameters
-    encoder = inspect.signature(Encoder).parameters
+    encoder = dict(inspect.signature(Encoder).parameters)
+    if parts is not ImageParts:
+        encoder = {name: p for name, p in encoder.items() if name not in _OF_IMAGES}
     found = {
         name: p.default is p.empty
         for name, p in (encoder | own).items()
@@ -291,6 +306,8 @@ def _attention_pooling(name, encoder, dtype):
         encoder["num_heads"],
         encoder["mlp_dim"],
         use_qk_norm=encoder.get("use_qk_norm", False),
+        activation=encoder.get("activation", "gelu_tanh"),
+        layer_norm_epsilon=encoder.get("layer_norm_epsilon", 1e-6),
         dtype=dtype,
         name=name,
     )

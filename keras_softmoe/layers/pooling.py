@@ -5,14 +5,14 @@ from keras import ops
 
 from keras_softmoe import costs
 from keras_softmoe.layers._attention import Attention, layer_norm
-from keras_softmoe.layers.feedforward import MLP
+from keras_softmoe.layers._feedforward import MLP
 
 POOLINGS = ("token", "first", "gap", "map")
 # Of what has no class token.
 TEXT_POOLINGS = ("last", "first", "gap", "gmp", "map")
 
 
-def pool(tokens, pooling, attention_pooling=None, mask=None):
+def pool(tokens, pooling, attention_pooling=None, mask=None, num_registers=0):
     """`(B, S, D)` tokens to `(B, D)`.
 
     Args:
@@ -22,9 +22,14 @@ def pool(tokens, pooling, attention_pooling=None, mask=None):
         attention_pooling: `AttentionPooling` layer for `"map"`.
         mask: optional `(B, S)` bool tensor, `False` for tokens to leave out. The vector
             of a text without any token is that of zeros.
+        num_registers: int, how many tokens in front are no patches: they are neither
+            the first one nor part of a mean. (They come after a class token, which is
+            pooled by itself.)
     """
     if pooling == "map":
         return attention_pooling(tokens, mask=mask)
+    if pooling in ("first", "gap"):
+        tokens = tokens[:, num_registers:]
     if mask is not None:
         return _pool_masked(tokens, pooling, mask)
     if pooling == "gap":
@@ -65,6 +70,8 @@ class AttentionPooling(keras.layers.Layer):
         num_heads: int, number of attention heads.
         mlp_dim: int, hidden width of the MLP.
         use_qk_norm: bool, whether query and keys are normalized.
+        activation: the MLP's, as in `MLP`.
+        layer_norm_epsilon: float, what normalizations add to the variance.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
@@ -80,17 +87,27 @@ class AttentionPooling(keras.layers.Layer):
     Source: Zhai et al. 2022 (Scaling Vision Transformers), section 3.3.
     """
 
-    def __init__(self, num_heads, mlp_dim, use_qk_norm=False, **kwargs):
+    def __init__(
+        self,
+        num_heads,
+        mlp_dim,
+        use_qk_norm=False,
+        activation="gelu_tanh",
+        layer_norm_epsilon=1e-6,
+        **kwargs,
+    ):
         super().__init__(**kwargs)
         self.num_heads = num_heads
         self.mlp_dim = mlp_dim
         self.use_qk_norm = use_qk_norm
+        self.activation = activation
+        self.layer_norm_epsilon = layer_norm_epsilon
         dtype = self.dtype_policy
         self.attention = Attention(
             num_heads, use_qk_norm=use_qk_norm, dtype=dtype, name="attention"
         )
-        self.mlp_norm = layer_norm(dtype, "mlp_norm")
-        self.mlp = MLP(mlp_dim, dtype=dtype, name="mlp")
+        self.mlp_norm = layer_norm(dtype, "mlp_norm", epsilon=layer_norm_epsilon)
+        self.mlp = MLP(mlp_dim, activation=activation, dtype=dtype, name="mlp")
         self.supports_masking = True
 
     def build(self, tokens_shape):
@@ -130,4 +147,6 @@ class AttentionPooling(keras.layers.Layer):
             "num_heads": self.num_heads,
             "mlp_dim": self.mlp_dim,
             "use_qk_norm": self.use_qk_norm,
+            "activation": self.activation,
+            "layer_norm_epsilon": self.layer_norm_epsilon,
         }

@@ -13,7 +13,7 @@ from keras_softmoe.keras_adapter import (
 )
 from keras_softmoe.layers import Experts
 from keras_softmoe.models._adaptation import check_lora_file, quantizable
-from keras_softmoe.models._loading import load_and_save_presets
+from keras_softmoe.models._loading import WEIGHTS_FOLLOW, load_and_save_presets
 from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.routers import record
 from keras_softmoe.sharding.variables import load_shards
@@ -122,7 +122,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         router = config["router"]
         if isinstance(router, dict | list | tuple):
             router = keras.saving.deserialize_keras_object(router)
-        with without_random_numbers():
+        with without_random_numbers(WEIGHTS_FOLLOW.get()):
             return super().from_config({**config, "router": router})
 
 

@@ -11,6 +11,7 @@ models with `load_and_save_presets`. So nothing below them imports one, and
 """
 
 import contextlib
+import contextvars
 import functools
 import tempfile
 from pathlib import Path
@@ -22,7 +23,6 @@ import numpy as np
 from keras_softmoe import catalogue
 from keras_softmoe.checks import check_names
 from keras_softmoe.files import read_whole, replaced_directory
-from keras_softmoe.keras_adapter import weights_will_be_loaded
 from keras_softmoe.models._compilation import preset_is_saved
 from keras_softmoe.models._mutable_routing import pop_mutable_settings
 from keras_softmoe.models.arguments import arguments_of
@@ -30,6 +30,9 @@ from keras_softmoe.models.released import convert
 from keras_softmoe.routers import MUTABLE_SETTINGS
 from keras_softmoe.sharding.variables import is_sharded, save_in_one_process
 
+# Whether all weights of the backbone that is made from a configuration will be loaded.
+# (Those of a new head are drawn.)
+WEIGHTS_FOLLOW = contextvars.ContextVar("weights_follow", default=False)
 WEIGHTS_FILES = ("model.weights.h5", "model.weights.json")
 
 _FROM_PRESET = """Load a model from a preset.
@@ -101,14 +104,17 @@ def load_and_save_presets(cls):
             accepted += arguments_of(cls.backbone_cls)
         check_names(f"`{cls.__name__}.from_preset`", kwargs, accepted)
         settings = pop_mutable_settings(kwargs)
-        opened = open_preset(preset, load_weights)
-        with opened as directory, weights_will_be_loaded(load_weights):
-            model = read_whole(
-                directory,
-                lambda: read(cls, directory, load_weights=load_weights, **kwargs),
-            )
-            if load_weights:
-                _check_finite(model, preset)
+        token = WEIGHTS_FOLLOW.set(load_weights)
+        try:
+            with open_preset(preset, load_weights) as directory:
+                model = read_whole(
+                    directory,
+                    lambda: read(cls, directory, load_weights=load_weights, **kwargs),
+                )
+                if load_weights:
+                    _check_finite(model, preset)
+        finally:
+            WEIGHTS_FOLLOW.reset(token)
         model.set_routing(**settings)
         return model
 

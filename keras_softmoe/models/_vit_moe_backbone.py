@@ -34,10 +34,20 @@ class ViTMoEBackbone(MoEBackbone):
             (the first patch), `"gap"` (the mean of all tokens) or `"map"` (multi-head
             attention pooling).
         position_embedding: `"learned"`, `"sincos2d"` or `"none"`.
+        position_resampling: how learned positions move to another resolution:
+            `"bilinear"`, `"bicubic"` or `"bicubic_antialias"`, see
+            `ops.resample_position_grid`.
+        num_registers: int, learned tokens between class token and patches (registers,
+            DeiT's distillation token). `"gap"` and `"first"` leave them out.
         use_qk_norm: bool, whether attention normalizes queries and keys.
         representation_dim: int or `None`. If given, `pooled_output` goes through one
             more dense layer of that width with a tanh (the "pre-logits").
         dropout_rate: float, dropout in the encoder blocks.
+        activation: of MLPs and experts: `"gelu_tanh"` (GELU in the tanh approximation,
+            as in the papers' code) or `"gelu"` (exact).
+        layer_norm_epsilon: float, what layer normalizations add to the variance.
+        layer_scale: float or `None`. If given, what a block adds to its tokens is
+            multiplied by learned factors, at first this one, see `layers.LayerScale`.
         dtype: dtype or policy of all layers but the routers, which stay in float32.
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.
@@ -46,8 +56,8 @@ class ViTMoEBackbone(MoEBackbone):
             `remat_experts`, `dispatch_dtype`.
 
     Returns, when called on `(B, height, width, channels)` images: dict of
-        `"sequence_output"` `(B, S, D)`, the normalized tokens (class token first), and
-        `"pooled_output"` `(B, D)` (or `(B, representation_dim)`).
+        `"sequence_output"` `(B, S, D)`, the normalized tokens (class token first, then
+        registers), and `"pooled_output"` `(B, D)` (or `(B, representation_dim)`).
 
     Raises:
         ValueError: if the patch does not divide the image, the heads do not divide the
@@ -83,6 +93,11 @@ class ViTMoEBackbone(MoEBackbone):
         use_qk_norm=False,
         representation_dim=None,
         dropout_rate=0.0,
+        position_resampling="bilinear",
+        num_registers=0,
+        activation="gelu_tanh",
+        layer_norm_epsilon=1e-6,
+        layer_scale=None,
         dtype=None,
         name=None,
         trainable=True,
@@ -100,6 +115,11 @@ class ViTMoEBackbone(MoEBackbone):
             "use_qk_norm": use_qk_norm,
             "representation_dim": representation_dim,
             "dropout_rate": dropout_rate,
+            "position_resampling": position_resampling,
+            "num_registers": num_registers,
+            "activation": activation,
+            "layer_norm_epsilon": layer_norm_epsilon,
+            "layer_scale": layer_scale,
         }
 
         # === Layers ===
@@ -117,7 +137,9 @@ class ViTMoEBackbone(MoEBackbone):
         for layer in parts.embedding:
             x = layer(x)
         sequence = parts.encoder(x)
-        x = pool(sequence, pooling, parts.attention_pooling)
+        x = pool(
+            sequence, pooling, parts.attention_pooling, num_registers=num_registers
+        )
         if parts.pre_logits is not None:
             x = parts.pre_logits(x)
         super().__init__(

@@ -1,8 +1,9 @@
-"""From a checkpoint of another library to a preset directory."""
+"""From a checkpoint of another library to a model and to a preset directory."""
 
 from pathlib import Path
 
 from keras_softmoe.checkpoints import read_architecture, read_parameters
+from keras_softmoe.keras_adapter import without_random_numbers
 from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
 from keras_softmoe.models._vit_moe_image_classifier import (
     ViTMoEImageClassifier,
@@ -12,6 +13,9 @@ from keras_softmoe.models._vit_moe_image_classifier import (
 from keras_softmoe.models.released import write_converted
 from keras_softmoe.ops.capacity import RELEASED
 from keras_softmoe.routers import SoftmaxTokenChoiceRouter, SoftRouter
+
+# Where a format does not tell with what it started.
+_LAYER_SCALE = 1e-5
 
 
 def convert_vmoe_checkpoint(
@@ -26,7 +30,7 @@ def convert_vmoe_checkpoint(
     preprocessor=None,
     verbose=1,
 ):
-    """Convert a released V-MoE or ViT checkpoint to a preset directory.
+    """Convert a checkpoint of a V-MoE or a Vision Transformer to a preset directory.
 
     Names and shapes of the parameters tell nearly all of the model: sizes, which
     blocks have experts and how many, class token or pooling, pre-logits and head. The
@@ -38,9 +42,10 @@ def convert_vmoe_checkpoint(
 
     Args:
         prefix: str or path: the common part of a sharded checkpoint's files
-            (`PREFIX.index`, `PREFIX.data-00000-of-00001`, ...), or the `.npz` file of
-            an original Vision Transformer. With `://` in it (`gs://bucket/name`) it is
-            read through `tf.io.gfile`. Or a `Checkpoint`.
+            (`PREFIX.index`, `PREFIX.data-00000-of-00001`, ...), or a file of a Vision
+            Transformer: `.npz` (original, AugReg, big_vision) or `.safetensors`
+            (`timm`, `transformers`). Or a URL of these (`gs://bucket/name`). Or a
+            `Checkpoint`.
         preset_dir: str or path of the directory to write. It must not exist yet, or be
             empty.
         image_shape: `(height, width, channels)` in pixels. By default a square, from
@@ -84,10 +89,64 @@ def convert_vmoe_checkpoint(
             f"The directory '{target}' is not empty. Received: "
             f"preset_dir={str(preset_dir)!r}. Choose another one, or remove it."
         )
-    checkpoint = read_parameters(prefix)
+    checkpoint = read_parameters(prefix, image_shape=image_shape)
+    model, preprocessor = model_for(
+        checkpoint,
+        image_shape=image_shape,
+        router=router,
+        group_images=group_images,
+        dispatch_dtype=dispatch_dtype,
+        pooling=pooling,
+        position_embedding=position_embedding,
+        preprocessor=preprocessor,
+    )
+    return write_converted(
+        model, checkpoint, target, prefix, preprocessor=preprocessor, verbose=verbose
+    )
+
+
+def model_for(
+    checkpoint,
+    image_shape=None,
+    router=None,
+    group_images=None,
+    dispatch_dtype="bfloat16",
+    pooling=None,
+    position_embedding=None,
+    preprocessor=None,
+    activation=None,
+):
+    """A model that the parameters of a checkpoint fit, still without them.
+
+    Args:
+        checkpoint: `Checkpoint` under V-MoE's names.
+        image_shape: as in `convert_vmoe_checkpoint`, as all that follow.
+        router: the router.
+        group_images: int.
+        dispatch_dtype: `"bfloat16"` or `None`.
+        pooling: str.
+        position_embedding: str.
+        preprocessor: a preprocessor.
+        activation: what the head of a classifier ends in, `None` for logits.
+
+    Returns:
+        `(model, preprocessor)`: a classifier that has its preprocessor, and `None`, or
+        a backbone and the preprocessor that belongs to it.
+
+    Raises:
+        CheckpointError: if these are not the parameters of such a model.
+        ValueError: if an argument contradicts them.
+    """
     architecture = read_architecture(checkpoint.shapes)
+    settings = dict(checkpoint.settings)
+    image_shape = image_shape or settings.pop("image_shape", None)
+    settings.pop("image_shape", None)
+    layer_scale = settings.pop("layer_scale", _LAYER_SCALE)
     image_shape = architecture.image_shape(image_shape)
     arguments = {
+        **settings,
+        "layer_scale": layer_scale if architecture.has_layer_scale else None,
+        "num_registers": architecture.num_registers,
         "image_shape": image_shape,
         "patch_size": architecture.patch_size,
         "num_layers": architecture.num_layers,
@@ -113,17 +172,18 @@ def convert_vmoe_checkpoint(
         preprocessor = ViTMoEImageClassifierPreprocessor(
             ViTMoEImageConverter(image_size=image_shape[:2])
         )
-    model, beside = ViTMoEBackbone(**arguments), preprocessor
-    if architecture.num_classes is not None:
-        model, beside = (
-            ViTMoEImageClassifier(
-                model, architecture.num_classes, preprocessor=preprocessor
-            ),
-            None,
-        )
-    return write_converted(
-        model, checkpoint, target, prefix, preprocessor=beside, verbose=verbose
+    # Its weights are loaded over what it starts from.
+    with without_random_numbers():
+        backbone = ViTMoEBackbone(**arguments)
+    if architecture.num_classes is None:
+        return backbone, preprocessor
+    classifier = ViTMoEImageClassifier(
+        backbone,
+        architecture.num_classes,
+        preprocessor=preprocessor,
+        activation=activation,
     )
+    return classifier, None
 
 
 def _router(architecture, given):

@@ -6,6 +6,7 @@ and the parameters of the checkpoint are put into it.
 
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from keras_softmoe import catalogue
 from keras_softmoe.checkpoints import (
     CheckpointError,
     download_checkpoint,
+    is_one_file,
     read_architecture,
     read_parameters,
+    web_address,
 )
 from keras_softmoe.files import one_process, replaced_directory
-from keras_softmoe.keras_adapter import weights_will_be_loaded
+from keras_softmoe.keras_adapter import without_random_numbers
 from keras_softmoe.models.vmoe_params import load_vmoe_params
 
 
@@ -37,7 +40,7 @@ def convert(name, prefix=None, verbose=1):
     Args:
         name: str, the name of a convertible preset.
         prefix: str or path, the common part of the checkpoint's files, before
-            `.index`. `None`: download them.
+            `.index`, or its one `.npz` file. `None`: download them.
         verbose: 0 or 1, whether to show progress.
 
     Returns:
@@ -76,21 +79,37 @@ def convert(name, prefix=None, verbose=1):
 
 def _fetch_and_convert(preset, target, verbose):
     name = preset.name
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download.") as folder:
+    prefix = f".{name}.download."
+    # What a process that was killed has left. No other one is here.
+    for left in target.parent.glob(f"{prefix}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as folder:
         try:
-            prefix = download_checkpoint(preset.checkpoint, folder, verbose)
+            copy = download_checkpoint(preset.checkpoint, folder, verbose)
         except (OSError, CheckpointError) as error:
-            url, file = preset.checkpoint, preset.checkpoint.rpartition("/")[2]
             raise ValueError(
                 f"The weights of the preset {name!r} come from a released checkpoint, "
-                "which could not be fetched. Where there is a network, fetch these "
-                f"files: {url}.index and all of {url}.data-00000-of-... (the last "
-                f"number is how many there are), for example with `gcloud storage cp "
-                f'"{url}.index" "{url}.data-*" FOLDER`. Then convert them, once: '
-                f'`keras_softmoe.presets.convert("{name}", prefix="FOLDER/{file}")`. '
+                "which could not be fetched. Where there is a network, fetch "
+                f"{_by_hand(preset.checkpoint)} Then convert, once: "
+                f'`keras_softmoe.presets.convert("{name}", '
+                f'prefix="FOLDER/{preset.checkpoint.rpartition("/")[2]}")`. '
                 f"Reason: {error}"
             ) from error
-        return _convert(preset, prefix, target, verbose)
+        return _convert(preset, copy, target, verbose)
+
+
+def _by_hand(url):
+    """Which files a checkpoint consists of, and how to fetch them."""
+    if is_one_file(url):
+        return (
+            f"this file to FOLDER: {web_address(url) or url} (`gcloud storage cp "
+            f'"{url}" FOLDER`, for example).'
+        )
+    return (
+        f"these files: {url}.index and all of {url}.data-00000-of-... (the last number "
+        f'is how many there are), for example with `gcloud storage cp "{url}.index" '
+        f'"{url}.data-*" FOLDER`.'
+    )
 
 
 def _convert(preset, prefix, target, verbose):
@@ -99,7 +118,7 @@ def _convert(preset, prefix, target, verbose):
     try:
         _check_same_model(found, preset)
         # Whether there are pre-logits is left to the checkpoint.
-        with catalogue.explain_errors(preset.path), weights_will_be_loaded():
+        with catalogue.explain_errors(preset.path), without_random_numbers():
             backbone = keras_hub.models.Backbone.from_preset(
                 str(preset.path),
                 load_weights=False,
@@ -124,7 +143,7 @@ def _check_same_model(found, preset):
         task = json.loads((preset.path / "task.json").read_text(encoding="utf-8"))
         expected = {
             **config,
-            "num_experts": config["router"]["config"]["num_experts"],
+            "num_experts": (config.get("router") or _DENSE)["config"]["num_experts"],
             "num_classes": task["config"]["num_classes"],
         }
     differing = [
@@ -171,6 +190,10 @@ def _note_origin(directory, origin):
     metadata = json.loads(file.read_text(encoding="utf-8"))
     metadata |= {"kind": "converted", "checkpoint": str(origin)}
     file.write_text(json.dumps(metadata, indent=4), encoding="utf-8")
+
+
+# What stands for the router of a dense model.
+_DENSE = {"config": {"num_experts": None}}
 
 
 def _cache():

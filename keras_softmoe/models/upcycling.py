@@ -4,6 +4,7 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe.layers import MoE
+from keras_softmoe.models.dense_sources import dense_model
 from keras_softmoe.models.vmoe_params import named_variables
 
 
@@ -31,8 +32,10 @@ def upcycle(dense, moe_layers, router, **moe_settings):
     Where it does not, some training brings the quality back.
 
     Args:
-        dense: a `ViTMoEBackbone` without experts, or an image classifier on one. It
-            stays as it is.
+        dense: a `ViTMoEBackbone` without experts, or an image classifier on one, which
+            stays as it is. Or whatever `dense_model` makes one of: a preset name of
+            this library or of KerasHub, a model of KerasHub, a file, a directory or a
+            handle.
         moe_layers: tuple of int, the blocks (counted from 0) that get experts.
         router: a router from `keras_softmoe.routers`, a template.
         **moe_settings: other arguments of `layers.MoE`, such as `group_images` and
@@ -54,6 +57,7 @@ def upcycle(dense, moe_layers, router, **moe_settings):
     ... )
     >>> sparse = ksm.converters.upcycle(dense, moe_layers=(9, 11), router=router)
     """
+    dense = dense_model(dense)
     backbone = getattr(dense, "backbone", dense)
     if backbone.moe_layers:
         raise ValueError(

@@ -44,6 +44,9 @@ _RULES = (
     (r"block_(\d+)/moe/router/(mu|scale)", r"{block}\1/Moe/Router/\2"),
     (r"block_(\d+)/moe/router/kernel", r"{block}\1/Moe/Router/dense/kernel"),
     (r"encoder_norm/(gamma|beta)", r"Encoder/encoder_norm/{\1}"),
+    # V-MoE's models have neither of these.
+    (r"block_(\d+)/(attention|mlp)_scale/gamma", r"{block}\1/LayerScale_{\2}/scale"),
+    (r"registers/registers", r"registers"),
     (r"attention_pooling/probe", r"MapHead/probe"),
     (
         r"attention_pooling/attention/(query|key|value)/(kernel|bias)",
@@ -79,6 +82,8 @@ _WORDS = {
     "beta": "bias",
     "intermediate": "Dense_0",
     "output": "Dense_1",
+    "attention": "0",
+    "mlp": "1",
 }
 
 

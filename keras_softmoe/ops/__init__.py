@@ -6,6 +6,7 @@ from keras_softmoe.ops._contrastive import (
 from keras_softmoe.ops._contrastive import (
     softmax_contrastive_loss as softmax_contrastive_loss,
 )
+from keras_softmoe.ops._position import RESAMPLINGS as RESAMPLINGS
 from keras_softmoe.ops._position import (
     resample_position_grid as resample_position_grid,
 )

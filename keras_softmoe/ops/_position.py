@@ -40,25 +40,32 @@ def sincos_2d_table(height, width, hidden_dim, temperature=10000.0):
     return np.concatenate(parts, axis=1).astype("float32")
 
 
-def resample_position_grid(grid, height, width):
-    """Resize a grid of position embeddings, bilinearly and with aligned corners.
+def resample_position_grid(grid, height, width, resampling="bilinear"):
+    """Resize a grid of position embeddings, as the code that they come from does.
 
-    Corner patches keep their embeddings: entry `i` of the new axis is read at
-    `i * (old - 1) / (new - 1)` of the old one. An axis of length one is repeated.
+    - `"bilinear"`, with aligned corners: corner patches keep their embeddings, entry
+      `i` of the new axis is read at `i * (old - 1) / (new - 1)` of the old one. An axis
+      of length one is repeated. (V-MoE, original ViT, big_vision)
+    - `"bicubic"`: entry `i` is read at `(i + 0.5) * old / new - 0.5`, with the cubic
+      kernel of `a = -0.75`, as by PyTorch's `interpolate`. (`transformers`)
+    - `"bicubic_antialias"`: the same with `a = -0.5` and, where the grid becomes
+      smaller, a kernel that is as much wider. (`timm`, DINOv2 with registers)
 
     Args:
         grid: `(h, w, D)` float tensor or array.
         height: int, new number of rows.
         width: int, new number of columns.
+        resampling: str, one of these.
 
     Returns:
         `(height, width, D)` tensor.
 
-    Source: V-MoE, section 4.4, after Dosovitskiy et al. 2021, section 3.2.
+    Source: V-MoE, section 4.4, after Dosovitskiy et al. 2021, section 3.2; for the
+    cubic kernel, Keys 1981.
     """
     grid = ops.convert_to_tensor(grid)
-    rows = _interpolation(grid.shape[0], height)
-    columns = _interpolation(grid.shape[1], width)
+    rows = _INTERPOLATIONS[resampling](grid.shape[0], height)
+    columns = _INTERPOLATIONS[resampling](grid.shape[1], width)
     return ops.einsum(
         "hi,wj,ijd->hwd",
         ops.cast(rows, grid.dtype),
@@ -67,8 +74,45 @@ def resample_position_grid(grid, height, width):
     )
 
 
-def _interpolation(old, new):
+def _linear(old, new):
     """`(new, old)` matrix of linear interpolation weights, corners aligned."""
     source = np.linspace(0.0, old - 1.0, new)
     distance = np.abs(source[:, None] - np.arange(old))
     return np.maximum(1.0 - distance, 0.0)
+
+
+def _cubic(old, new):
+    """`(new, old)` matrix of cubic interpolation weights, the ends repeated."""
+    source = (np.arange(new) + 0.5) * old / new - 0.5
+    weights = np.zeros((new, old))
+    for step in range(-1, 3):
+        place = np.floor(source) + step
+        # What lies outside of the axis is the entry at its end.
+        inside = np.clip(place, 0, old - 1).astype(int)
+        weights[np.arange(new), inside] += _cubic_kernel(source - place, -0.75)
+    return weights
+
+
+def _cubic_antialias(old, new):
+    """The same with a kernel as wide as the step, cut off at the ends."""
+    step = max(old / new, 1.0)
+    source = (np.arange(new) + 0.5) * old / new - 0.5
+    distance = source[:, None] - np.arange(old)
+    weights = _cubic_kernel(distance / step, -0.5)
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def _cubic_kernel(distance, a):
+    """Keys' kernel, which is zero from a distance of two on."""
+    x = np.abs(distance)
+    near = ((a + 2.0) * x - (a + 3.0)) * x**2 + 1.0
+    far = a * (((x - 5.0) * x + 8.0) * x - 4.0)
+    return np.where(x <= 1.0, near, np.where(x < 2.0, far, 0.0))
+
+
+_INTERPOLATIONS = {
+    "bilinear": _linear,
+    "bicubic": _cubic,
+    "bicubic_antialias": _cubic_antialias,
+}
+RESAMPLINGS = tuple(_INTERPOLATIONS)

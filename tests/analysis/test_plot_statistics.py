@@ -164,6 +164,8 @@ def mosaic_tiles(ax, shape):
         (16, None, (4, 4)),
         (17, None, (4, 4)),
         (9, (2, 4), (2, 4)),
+        # With registers
+        (11, (2, 4), (2, 4)),
         (8, (4, 2), (4, 2)),
         (1, None, (1, 1)),
     ],
@@ -184,9 +186,7 @@ def test_experts_by_position(num_tokens, patch_grid, shape):
     assert list(mosaic_tiles(unsorted[1], shape)) == list(range(7))
 
 
-@pytest.mark.parametrize(
-    "num_tokens, patch_grid", [(8, None), (8, (3, 3)), (8, (2, 3))]
-)
+@pytest.mark.parametrize("num_tokens, patch_grid", [(8, None), (8, (3, 3))])
 def test_positions_that_form_no_grid(num_tokens, patch_grid):
     with pytest.raises(ValueError, match="The 8 tokens.*Received: patch_grid="):
         plot_experts_by_position(statistics(num_tokens=num_tokens), None, patch_grid)

@@ -121,7 +121,7 @@ def test_real_catalogue():
             has_weights = any((preset.path / file).is_file() for file in WEIGHTS_FILES)
             assert has_weights == (preset.kind == "trained")
     assert [kinds.count(k) for k in ("trained", "convertible", "architecture")] == [
-        *(7, 5, 124)
+        *(7, 11, 124)
     ]
 
 

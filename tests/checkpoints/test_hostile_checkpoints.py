@@ -8,7 +8,7 @@ import pytest
 
 from keras_softmoe import checkpoints
 from keras_softmoe.checkpoints import _checkpoint_index as checkpoint_index
-from keras_softmoe.checkpoints import _stream as stream
+from keras_softmoe.checkpoints import _files as opening
 from tests.checkpoints import writer
 from tests.checkpoints.memory import peak_memory
 from tests.checkpoints.spoilers import ARRAYS, SPOILERS, Files
@@ -47,7 +47,7 @@ def test_only_files_of_the_prefix_are_opened(tmp_path, monkeypatch):
         opened.append(os.path.basename(path))
         return open(path, mode)
 
-    monkeypatch.setattr(stream, "open", spy, raising=False)
+    monkeypatch.setattr(opening, "open", spy, raising=False)
     dict(checkpoints.read_checkpoint(tmp_path / "ckpt"))
     assert set(opened) == {"ckpt.index", *(f"ckpt.data-0000{i}-of-00002" for i in "01")}
 

@@ -95,7 +95,7 @@ def refused(path, message):
 def test_both_numberings_in_one_file(tmp_path, params):
     names = {vit_name(name, n): a for n in (NEW, OLD) for name, a in params.items()}
     np.savez(tmp_path / "vit.npz", **names)
-    refused(tmp_path / "vit.npz", "in both numberings")
+    refused(tmp_path / "vit.npz", "holds '.*' twice, as 'Transformer/")
 
 
 def test_other_arrays(tmp_path, params):
@@ -161,9 +161,146 @@ def test_what_is_no_archive(tmp_path):
     refused(path, "cannot be read as an .npz file")
 
 
-def test_fuzz(tmp_path, params):
+# === big_vision ===
+
+
+def big_vision(params, stacked):
+    """The same parameters under big_vision's names."""
+    arrays = {}
+    for name, array in params.items():
+        name = vit_name(name, NEW)
+        name = name.replace(
+            "MapHead/MultiHeadDotProductAttention",
+            "MAPHead_0/MultiHeadDotProductAttention_0",
+        )
+        name = name.replace("MapHead/LayerNorm", "MAPHead_0/LayerNorm_0")
+        name = name.replace("MapHead/Mlp", "MAPHead_0/MlpBlock_0")
+        name = name.replace("MapHead/", "MAPHead_0/")
+        if name == "Transformer/posembed_input/pos_embedding":
+            name = "pos_embedding"
+            if "cls" in params:
+                # Its class token has none.
+                assert not array[:, 0].any()
+                array = array[:, 1:]
+        arrays[f"params/{name}"] = array
+    if stacked:
+        block = re.compile("encoderblock_[0-9]+")
+        names = sorted({block.sub("encoderblock", name) for name in arrays})
+        arrays = {
+            name: np.stack(
+                [
+                    arrays[name.replace("encoderblock", f"encoderblock_{i}")]
+                    for i in range(2)
+                ]
+            )
+            if "encoderblock" in name
+            else arrays[name]
+            for name in names
+        }
+    return arrays
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("pooling", ["map", "token", "gap"])
+def test_big_vision(tmp_path, pooling, stacked):
+    model = tiny.classifier(pooling=pooling, **tiny.DENSE)
+    if pooling == "token":
+        table = model.backbone.get_layer("position_embedding").embedding
+        table.assign(to_numpy(table) * np.array([[[0.0]] + [[1.0]] * 4]))
+    params = converters.to_vmoe_params(model)
+    arrays = big_vision(params, stacked)
+    assert ("params/Transformer/encoderblock/LayerNorm_0/scale" in arrays) == stacked
+    np.savez(tmp_path / "model.npz", **arrays)
+    loaded = converters.dense_model(tmp_path / "model.npz")
+    for one, weight in zip(loaded.weights, model.weights, strict=True):
+        np.testing.assert_array_equal(to_numpy(one), to_numpy(weight), one.path)
+    assert loaded.backbone.activation == "gelu_tanh"
+    images = tiny.images(2)
+    np.testing.assert_array_equal(to_numpy(loaded(images)), to_numpy(model(images)))
+
+
+def test_tower_of_siglip(tmp_path):
+    model = tiny.backbone(pooling="map", **tiny.DENSE)
+    arrays = big_vision(converters.to_vmoe_params(model), stacked=True)
+    arrays = {name.replace("params/", "params/img/"): a for name, a in arrays.items()}
+    arrays |= {"params/t": np.zeros(1), "params/txt/head/bias": np.zeros(3)}
+    arrays |= {"opt/0/count": np.zeros(1)}
+    np.savez(tmp_path / "siglip.npz", **arrays)
+    loaded = converters.dense_model(tmp_path / "siglip.npz")
+    for one, weight in zip(loaded.weights, model.weights, strict=True):
+        np.testing.assert_array_equal(to_numpy(one), to_numpy(weight), one.path)
+    # Each of its arrays can be read again.
+    checkpoint = converters.read_vit_checkpoint(tmp_path / "siglip.npz")
+    first, second = (dict(checkpoint) for _ in range(2))
+    for name, array in first.items():
+        np.testing.assert_array_equal(second[name], array)
+
+
+BAD_STACKS = {
+    "other number of blocks": (
+        {"Transformer/encoderblock/LayerNorm_1/bias": np.zeros((3, 8))},
+        "not equally many",
+    ),
+    "no blocks": (
+        {"Transformer/encoderblock/LayerNorm_0/bias": np.zeros((0, 8))},
+        "not equally many",
+    ),
+    "a number": (
+        {"Transformer/encoderblock/LayerNorm_0/bias": np.zeros(())},
+        "not equally many",
+    ),
+    "blocks in both ways": (
+        {"Transformer/encoderblock_0/LayerNorm_1/bias": np.zeros(8)},
+        "holds .* twice",
+    ),
+    "positions twice": (
+        {"Transformer/posembed_input/pos_embedding": np.zeros((1, 4, 8))},
+        "positions in two places",
+    ),
+    "positions of another rank": ({"pos_embedding": np.zeros((4, 8))}, "of the shape"),
+    "positions that are no square": (
+        {"pos_embedding": np.zeros((1, 5, 8))},
+        "no square|5 learned positions|pos_embedding",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STACKS)
+def test_bad_stacks(tmp_path, case):
+    model = tiny.backbone(pooling="map", **tiny.DENSE)
+    arrays = big_vision(converters.to_vmoe_params(model), stacked=True)
+    change, message = BAD_STACKS[case]
+    arrays |= {f"params/{name}": array for name, array in change.items()}
+    np.savez(tmp_path / "model.npz", **arrays)
+    with pytest.raises(ValueError, match=message):
+        converters.dense_model(tmp_path / "model.npz")
+
+
+# === Damaged ===
+
+
+def original_and_some(tmp_path, params):
     some = {n: params[n] for n in ("cls", "embedding/bias", "pre_logits/kernel")}
-    content = save(tmp_path / "vit.npz", some).read_bytes()
+    save(tmp_path / "vit.npz", some)
+    return some
+
+
+def stacked_and_some(tmp_path, params):
+    model = tiny.backbone(pooling="map", **tiny.DENSE)
+    params = converters.to_vmoe_params(model)
+    kept = ("LayerNorm_0", "Mlp/Dense_0/bias", "MapHead/probe", "embedding/bias")
+    some = {
+        name: array for name, array in params.items() if any(k in name for k in kept)
+    }
+    np.savez(tmp_path / "vit.npz", **big_vision(some, stacked=True))
+    return some
+
+
+@pytest.mark.parametrize("write", [original_and_some, stacked_and_some])
+def test_fuzz(tmp_path, params, write):
+    """300 files with some bits flipped, a fifth of them with the end cut off."""
+    some = write(tmp_path, params)
+    content = (tmp_path / "vit.npz").read_bytes()
     rng, path, read = random.Random(0), tmp_path / "mutated.npz", 0
     for _ in range(300):
         mutated = bytearray(content)

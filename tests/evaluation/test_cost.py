@@ -27,6 +27,13 @@ MODELS = {
         "pooling": "first",
         "position_embedding": "none",
     },
+    "registers": {
+        "num_registers": 3,
+        "layer_scale": 0.5,
+        "activation": "gelu",
+        "layer_norm_epsilon": 1e-3,
+        "pooling": "gap",
+    },
     "map": {**tiny.DENSE, "pooling": "map", "use_qk_norm": True},
     "soft": {
         "router": routers.SoftRouter(4, slots_per_expert=2),

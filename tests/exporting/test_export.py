@@ -212,6 +212,26 @@ def test_settings_of_routers_as_they_stand(tmp_path):
 
 
 @WHERE_ONNX_IS_WRITTEN
+def test_what_dense_models_were_trained_with(tmp_path):
+    """Runtimes know no complementary error function, which TensorFlow's GELU has."""
+    model = models.ViTMoEBackbone(
+        *((8, 8, 3), 4, 2, 2, 8, 12, (1,), ksm.routers.SoftRouter(4)),
+        pooling="gap",
+        activation="gelu",
+        num_registers=2,
+        layer_scale=0.5,
+    )
+    formats = {"onnx": "a.onnx", "litert": "a.tflite", "openvino": "a.xml"}
+    files = [(format, tmp_path / name) for format, name in formats.items()]
+    for format, file in files:
+        ksm.exporting.export_model(model, file, format, verbose=False)
+    data = [images(batch, size=8) for batch in BATCHES]
+    for outputs in run(files, data, tmp_path):
+        pooled = difference(outputs, lambda x: model(x)["pooled_output"], data)
+        assert pooled < TOLERANCE
+
+
+@WHERE_ONNX_IS_WRITTEN
 def test_functional_model_of_a_user(tmp_path):
     inputs = keras.Input((10, 8))
     x = layers.SoftMoE(4, 16)(inputs)

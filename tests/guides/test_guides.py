@@ -90,6 +90,20 @@ def check_released_vmoe_checkpoints(lines, folder):
     assert float(loaded.split(":")[1]) < 1e-5
 
 
+def check_real_weights(lines, folder):
+    changes = {
+        line.split(":")[0]: float(line.split()[-1])
+        for line in lines
+        if "by up to" in line
+    }
+    assert changes["KerasHub and ours"] < 1e-4 and changes["V-MoE"] < 1e-4
+    assert changes["Soft MoE"] > 1e-3
+    assert "activation: gelu, epsilon: 1e-06" in lines
+    assert "at 48 x 48: 6 x 6 patches" in lines
+    names = [line.split(":")[0] for line in lines if ": accuracy " in line]
+    assert names == ["dense", "V-MoE", "Soft MoE"]
+
+
 def check_upcycling(lines, folder):
     assert "from ViT to V-MoE: logits change by up to" in lines[-1]
     (kept,) = (line for line in lines if line.startswith("largest difference"))
@@ -198,6 +212,7 @@ CHECKS = {
     "limoe_routing.py": (check_limoe_routing, ("torch",)),
     "limoe_zero_shot.py": (check_limoe_zero_shot, ("torch",)),
     "placing_experts.py": (check_placing_experts, ("jax",)),
+    "real_weights.py": (check_real_weights, ("torch",)),
     "released_vmoe_checkpoints.py": (check_released_vmoe_checkpoints, ("torch",)),
     "router_study.py": (check_router_study, ("torch",)),
     "switching_backends.py": (check_switching_backends, ("torch",)),

@@ -1,6 +1,7 @@
 """Each layer alone: the shared layer test."""
 
 import keras
+import numpy as np
 import pytest
 
 from keras_softmoe import layers, routers
@@ -11,6 +12,7 @@ from tests.layers.common import (
     encoder_block,
     revive,
 )
+from tests.references import to_numpy
 
 TOKENS = (6, 8)
 NOISY = {
@@ -187,6 +189,40 @@ def test_dense_encoder_block(use_qk_norm, dropout_rate):
 
     num_weights = BLOCK_WEIGHTS + MLP_WEIGHTS + 2 * use_qk_norm
     check_layer(make, TOKENS, TOKENS, num_weights, num_seeds=int(dropout_rate > 0))
+
+
+def test_encoder_block_with_layer_scale():
+    def make(**kwargs):
+        mlp = layers.MLP(5, activation="gelu", dtype=kwargs.get("dtype"), name="mlp")
+        return layers.EncoderBlock(
+            2, mlp, layer_norm_epsilon=1e-3, layer_scale=0.5, **kwargs
+        )
+
+    check_layer(make, TOKENS, TOKENS, BLOCK_WEIGHTS + MLP_WEIGHTS + 2)
+
+
+def test_layer_scale():
+    def make(**kwargs):
+        return layers.LayerScale(0.5, **kwargs)
+
+    check_layer(make, TOKENS, TOKENS, 1)
+    outputs = to_numpy(make()(np.ones((1, 3, 8))))
+    np.testing.assert_array_equal(outputs, np.full((1, 3, 8), 0.5))
+
+
+@pytest.mark.parametrize("has_class_token", [False, True])
+def test_registers(has_class_token):
+    def make(**kwargs):
+        return layers.Registers(2, has_class_token, **kwargs)
+
+    check_layer(make, TOKENS, (8, 8), 1)
+    layer, tokens = make(), np.arange(48, dtype="float32").reshape(1, 6, 8)
+    outputs = to_numpy(layer(tokens))
+    first = int(has_class_token)
+    patches = np.delete(outputs, [first, first + 1], axis=1)
+    np.testing.assert_array_equal(patches, tokens)
+    registers = outputs[:, first : first + 2]
+    np.testing.assert_array_equal(registers, to_numpy(layer.registers))
 
 
 @pytest.mark.parametrize("use_qk_norm", [False, True])

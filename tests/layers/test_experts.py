@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers
-from keras_softmoe.layers.feedforward import EqualExperts
+from keras_softmoe.layers._feedforward import EqualExperts
 from tests import twins
 from tests.gradients import layer_gradients
 from tests.layers.common import normal, randomize

@@ -214,6 +214,52 @@ def test_configuration_round_trip():
     assert [w.path for w in revived.weights] == [w.path for w in model.weights]
 
 
+def test_what_dense_models_were_trained_with():
+    settings = {
+        "activation": "gelu",
+        "layer_norm_epsilon": 1e-3,
+        "layer_scale": 0.5,
+        "num_registers": 2,
+        "position_resampling": "bicubic",
+    }
+    model = tiny.backbone(**settings, pooling="map")
+    revived = models.ViTMoEBackbone.from_config(model.get_config())
+    assert revived.get_config() == model.get_config()
+    assert {name: getattr(revived, name) for name in settings} == settings
+    dense, sparse = revived.blocks
+    pooling = revived.get_layer("attention_pooling")
+    layers_with_one = (dense.mlp, sparse.moe, sparse.moe.experts, pooling, pooling.mlp)
+    assert {layer.activation for layer in layers_with_one} == {"gelu"}
+    norms = [
+        *(norm for b in (dense, sparse) for norm in (b.attention_norm, b.mlp_norm)),
+        revived.get_layer("encoder_norm"),
+        pooling.mlp_norm,
+    ]
+    assert {norm.epsilon for norm in norms} == {1e-3}
+    # Without them a model is as it was before there were any.
+    plain = tiny.backbone()
+    assert {w.path for w in model.weights} - {w.path for w in plain.weights} > {
+        "registers/registers",
+        "block_0/attention_scale/gamma",
+        "block_1/mlp_scale/gamma",
+    }
+    defaults = {**plain.get_config(), "name": "other"}
+    for name in settings:
+        defaults.pop(name)
+    again = models.ViTMoEBackbone.from_config(defaults)
+    assert [w.path for w in again.weights] == [w.path for w in plain.weights]
+
+
+@pytest.mark.parametrize("pooling", ["gap", "first"])
+def test_registers_are_not_pooled(pooling):
+    model = tiny.backbone(num_registers=2, pooling=pooling)
+    outputs = {name: to_numpy(x) for name, x in model(tiny.images(2)).items()}
+    tokens = outputs["sequence_output"]
+    assert tokens.shape[1] == 2 + 4
+    expected = tokens[:, 2:].mean(1) if pooling == "gap" else tokens[:, 2]
+    np.testing.assert_allclose(outputs["pooled_output"], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_layer_settings_reach_the_layers():
     model = tiny.backbone(
         use_qk_norm=True, dropout_rate=0.1, group_images=3, dispatcher="einsum"

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from keras_softmoe import converters, evaluation, models, presets, routers
 from keras_softmoe.catalogue import _entries as entries
 from keras_softmoe.models._loading import open_preset
-from tests.checkpoints import writer
+from tests.checkpoints import server, writer
+from tests.checkpoints.test_vit import save
 from tests.models import tiny
 from tests.references import to_numpy
 
@@ -164,11 +166,92 @@ def test_cache_below_the_home_directory(released, tmp_path, monkeypatch):
     assert directory == str(tmp_path / ".keras" / "keras_softmoe" / NAME)
 
 
+# === Over the web ===
+
+DENSE_NAME = "vit_nano_patch4_8_shapes"
+
+
+@pytest.fixture
+def on_the_web(tmp_path, monkeypatch):
+    """A dense model in an original checkpoint on a server, and a preset for it."""
+    model = tiny.classifier(**tiny.DENSE)
+    folder, root = tmp_path / "web", tmp_path / "presets"
+    folder.mkdir()
+    save(folder / "vit_nano.npz", converters.to_vmoe_params(model))
+    model.save_to_preset(str(root / DENSE_NAME))
+    for file in (root / DENSE_NAME).glob("*.weights.h5"):
+        file.unlink()
+    about = json.loads((presets.describe(REAL[0]).path / "metadata.json").read_text())
+    with server.serve(folder) as (url, handler):
+        about["checkpoint"] = f"{url}/vit_nano.npz"
+        (root / DENSE_NAME / "metadata.json").write_text(json.dumps(about))
+        monkeypatch.setattr(entries, "_root", lambda: root)
+        monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
+        yield model, url, handler
+
+
+def test_downloaded_once(on_the_web, tmp_path):
+    model, _, handler = on_the_web
+    cache = tmp_path / "keras" / "keras_softmoe"
+    # What a process has left that was killed.
+    left = cache / f".{DENSE_NAME}.download.old"
+    left.mkdir(parents=True)
+    (left / "vit_nano.npz").write_bytes(b"half")
+    assert_loaded(models.ViTMoEImageClassifier.from_preset(DENSE_NAME), model)
+    assert [path.name for path in cache.iterdir()] == [DENSE_NAME]
+    count = len(handler.asked)
+    assert_loaded(converters.dense_model(DENSE_NAME), model)
+    router = routers.IdentityRouter(5)
+    sparse = converters.upcycle(DENSE_NAME, moe_layers=(1,), router=router)
+    assert sparse.backbone.moe_layers == (1,)
+    assert len(handler.asked) == count
+
+
+def test_two_processes_download_once(on_the_web, tmp_path):
+    _, _, handler = on_the_web
+    threads = [
+        threading.Thread(
+            target=presets.convert, args=(DENSE_NAME,), kwargs={"verbose": 0}
+        )
+        for _ in range(2)
+    ]
+    # The lock is one of the file: two openings of it exclude each other in one process.
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [method for method, *_ in handler.asked].count("GET") == 1
+    assert (tmp_path / "keras" / "keras_softmoe" / DENSE_NAME).is_dir()
+
+
+def test_what_to_do_off_line(on_the_web, tmp_path):
+    model, url, _ = on_the_web
+    web = tmp_path / "web"
+    web.rename(tmp_path / "FOLDER")
+    with pytest.raises(ValueError) as error:
+        models.ViTMoEImageClassifier.from_preset(DENSE_NAME)
+    message = str(error.value)
+    assert f"this file to FOLDER: {url}/vit_nano.npz" in message
+    call = (
+        f'keras_softmoe.presets.convert("{DENSE_NAME}", prefix="FOLDER/vit_nano.npz")'
+    )
+    assert call in message
+    prefix = tmp_path / "FOLDER" / "vit_nano.npz"
+    presets.convert(DENSE_NAME, prefix=prefix, verbose=0)
+    assert_loaded(models.ViTMoEImageClassifier.from_preset(DENSE_NAME), model)
+
+
 # === The real ones ===
 
 
-def test_five_checkpoints_were_released():
+def test_eleven_checkpoints_were_released():
     assert REAL == [
+        "vit_base_patch16_224_augreg_imagenet21k",
+        "vit_base_patch32_224_augreg_imagenet21k",
+        "vit_large_patch16_224_augreg_imagenet21k",
+        "vit_small_patch16_224_augreg_imagenet21k",
+        "vit_small_patch32_224_augreg_imagenet21k",
+        "vit_tiny_patch16_224_augreg_imagenet21k",
         "vmoe_base_patch16_every2_8e_224_imagenet21k",
         "vmoe_base_patch16_every2_8e_384_imagenet",
         "vmoe_small_patch32_last2_8e_224_imagenet_light",
@@ -176,8 +259,9 @@ def test_five_checkpoints_were_released():
         "vmoe_small_patch32_last2_8e_384_imagenet_light",
     ]
     urls = {presets.describe(name).checkpoint for name in REAL}
-    assert len(urls) == 5
-    assert all(url.startswith("gs://vmoe_checkpoints/vmoe_") for url in urls)
+    assert len(urls) == 11
+    starts = ("gs://vmoe_checkpoints/vmoe_", "gs://vit_models/augreg/")
+    assert all(url.startswith(starts) for url in urls)
 
 
 @pytest.mark.parametrize("name", REAL)

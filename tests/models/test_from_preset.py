@@ -109,6 +109,25 @@ def test_other_dtype(tmp_path):
     assert np.median(np.abs(actual - expected)) < 0.05 * expected.std()
 
 
+def test_what_will_be_loaded_is_not_drawn(tmp_path, monkeypatch):
+    model = tiny.classifier(router=tiny.SPARSE)
+    path, dense = save(model, tmp_path), keras.layers.Dense(3, "relu")
+
+    def draw(self, *args, **kwargs):
+        raise AssertionError("A random initializer was called.")
+
+    for cls in (keras.initializers.VarianceScaling, keras.initializers.RandomNormal):
+        monkeypatch.setattr(cls, "__call__", draw)
+    revived = models.ViTMoEImageClassifier.from_preset(path)
+    assert_equal_weights(revived, model)
+    for build in (
+        lambda: models.ViTMoEImageClassifier.from_preset(path, load_weights=False),
+        lambda: dense.build((None, 2)),
+    ):
+        with pytest.raises(AssertionError, match="random initializer"):
+            build()
+
+
 def test_other_number_of_classes(tmp_path):
     model = tiny.classifier()
     revived = models.ViTMoEImageClassifier.from_preset(

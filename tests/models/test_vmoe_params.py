@@ -21,6 +21,12 @@ MODELS = {
     # With a random state, which is no parameter
     "token_choice": {"router": tiny.SPARSE, "dropout_rate": 0.1},
     "expert_choice": {"router": routers.SinkhornExpertChoiceRouter(4)},
+    "registers": {
+        "router": tiny.SPARSE,
+        "num_registers": 2,
+        "layer_scale": 0.5,
+        "moe_layers": (0,),
+    },
     "dense_sincos": {**tiny.DENSE, "position_embedding": "sincos2d"},
 }
 ATTENTION = {

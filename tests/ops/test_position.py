@@ -1,10 +1,12 @@
 """Sine-cosine table and position-grid resampling."""
 
+import keras
 import numpy as np
 import pytest
 
 from keras_softmoe import ops
 from tests import twins
+from tests.ops import bicubic_twin
 from tests.references import to_numpy
 
 
@@ -48,3 +50,23 @@ def test_corners_are_kept():
         grid[[0, 0, -1, -1], [0, -1, 0, -1]],
         rtol=1e-6,
     )
+
+
+@pytest.mark.parametrize("antialias", [False, True])
+@pytest.mark.parametrize(
+    "old, new", [((2, 3), (5, 4)), ((6, 5), (2, 3)), ((1, 1), (2, 2))]
+)
+def test_bicubic(old, new, antialias):
+    grid = np.random.default_rng(0).normal(size=(*old, 4)).astype("float32")
+    name = "bicubic_antialias" if antialias else "bicubic"
+    ours = to_numpy(ops.resample_position_grid(grid, *new, name))
+    expected = bicubic_twin.resample(grid, *new, antialias)
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
+    if keras.backend.backend() == "torch":
+        import torch
+
+        images = torch.from_numpy(np.moveaxis(grid, -1, 0)[None].copy())
+        theirs = torch.nn.functional.interpolate(
+            images, new, mode="bicubic", antialias=antialias
+        )
+        np.testing.assert_allclose(np.moveaxis(ours, -1, 0)[None], theirs, atol=1e-5)

@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from keras_softmoe import costs
-from keras_softmoe.checks import check_numbers, check_whole_numbers
+from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
 from keras_softmoe.layers._expert_bank import ExpertBank
 from keras_softmoe.layers.lora import per_expert
 from keras_softmoe.ops.backend import affine, chunked_map
@@ -19,9 +19,21 @@ from keras_softmoe.sharding import (
 )
 
 
-def gelu(x):
-    """GELU in the tanh approximation, which the papers' code uses everywhere."""
-    return ops.gelu(x, approximate=True)
+def _exact_gelu(x):
+    if keras.backend.backend() == "tensorflow":
+        # Its own has the complementary error function, which runtimes of exported files
+        # do not know.
+        return 0.5 * x * (1.0 + ops.erf(math.sqrt(0.5) * x))
+    return ops.gelu(x, approximate=False)
+
+
+# The papers' code has the tanh approximation everywhere; models that come from PyTorch
+# have the exact one.
+_ACTIVATIONS = {
+    "gelu_tanh": functools.partial(ops.gelu, approximate=True),
+    "gelu": _exact_gelu,
+}
+ACTIVATIONS = tuple(_ACTIVATIONS)
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -30,20 +42,24 @@ class MLP(keras.layers.Layer):
 
     Args:
         mlp_dim: int, hidden width.
+        activation: `"gelu_tanh"` (GELU in the tanh approximation) or `"gelu"` (exact).
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps `(..., D)` to `(..., D)`.
 
     Raises:
-        ValueError: if `mlp_dim` is not a positive integer.
+        ValueError: if `mlp_dim` is not a positive integer, or the activation is none
+            of these.
 
     Source: V-MoE, section 2.1.
     """
 
-    def __init__(self, mlp_dim, **kwargs):
+    def __init__(self, mlp_dim, activation="gelu_tanh", **kwargs):
         check_whole_numbers(1, mlp_dim=mlp_dim)
+        check_choice("activation", activation, ACTIVATIONS)
         super().__init__(**kwargs)
         self.mlp_dim = int(mlp_dim)
+        self.activation = activation
         self.supports_masking = True
 
     def build(self, inputs_shape):
@@ -63,8 +79,8 @@ class MLP(keras.layers.Layer):
         self.output_dense.build((*inputs_shape[:-1], self.mlp_dim))
 
     def call(self, inputs):
-        hidden = gelu(_multiply(self.intermediate_dense, inputs))
-        return _multiply(self.output_dense, hidden)
+        hidden = _multiply(self.intermediate_dense, inputs)
+        return _multiply(self.output_dense, _ACTIVATIONS[self.activation](hidden))
 
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
@@ -74,11 +90,15 @@ class MLP(keras.layers.Layer):
         rows = math.prod(rows)
         total = costs.dense(width, self.mlp_dim, rows, is_sharded=True)
         total += costs.dense(self.mlp_dim, width, rows, is_sharded=True)
-        # Before GELU, its tanh, after
+        # Before GELU, its tanh or error function, after
         return total + costs.LayerCost(kept=3 * rows * self.mlp_dim)
 
     def get_config(self):
-        return {**super().get_config(), "mlp_dim": self.mlp_dim}
+        return {
+            **super().get_config(),
+            "mlp_dim": self.mlp_dim,
+            "activation": self.activation,
+        }
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -100,6 +120,7 @@ class Experts(keras.layers.Layer):
             numbers, where the slots themselves have `D`. With dropout, what it leaves
             of them is kept. (XLA on a processor finds that the same is computed twice,
             and keeps it.)
+        activation: as in `MLP`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps slots `(G, E, C, D)` to outputs `(G, E, C, D)`. Under a distribution that names
@@ -129,10 +150,12 @@ class Experts(keras.layers.Layer):
         equal_experts=False,
         dropout_rate=0.0,
         remat=False,
+        activation="gelu_tanh",
         **kwargs,
     ):
         check_whole_numbers(1, num_experts=num_experts, mlp_dim=mlp_dim)
         check_numbers(least=0, under=1, dropout_rate=dropout_rate)
+        check_choice("activation", activation, ACTIVATIONS)
         check_divides_experts(num_experts)
         super().__init__(**kwargs)
         self.num_experts = num_experts
@@ -140,6 +163,7 @@ class Experts(keras.layers.Layer):
         self.equal_experts = equal_experts
         self.dropout_rate = dropout_rate
         self.remat = remat
+        self.activation = activation
         self.dropout = keras.layers.Dropout(
             dropout_rate, dtype=self.dtype_policy, name="dropout"
         )
@@ -199,13 +223,15 @@ class Experts(keras.layers.Layer):
         first, second = self.intermediate_dense, self.output_dense
         # In int4 a bank has a kernel of floats, as without quantization.
         if {first.quantization_mode, second.quantization_mode} & {"int8", "float8"}:
-            return second(self.dropout(gelu(first(x)), training=training))
+            hidden = _ACTIVATIONS[self.activation](first(x))
+            return second(self.dropout(hidden, training=training))
         banks = (first.kernel, first.bias, second.kernel, second.bias)
         # Views: of variables themselves TensorFlow's `remat` counts gradients twice.
         weights = [ops.reshape(weight, weight.shape) for weight in banks]
         sharded = is_distributed()
-        # Not as an argument of the function, which `remat` would make a tensor of.
-        hidden, mlp = (functools.partial(f, sharded=sharded) for f in (_hidden, _mlp))
+        # Not as arguments of the function, which `remat` would make tensors of.
+        known = {"activation": self.activation, "sharded": sharded}
+        hidden, mlp = (functools.partial(f, **known) for f in (_hidden, _mlp))
         if self.remat:
             hidden, mlp = keras.remat(hidden), keras.remat(mlp)
         if training and self.dropout_rate:
@@ -241,15 +267,16 @@ class Experts(keras.layers.Layer):
             "equal_experts": self.equal_experts,
             "dropout_rate": self.dropout_rate,
             "remat": self.remat,
+            "activation": self.activation,
         }
 
 
-def _hidden(x, kernel, bias, sharded):
-    return gelu(affine(x, kernel, bias, sharded))
+def _hidden(x, kernel, bias, activation, sharded):
+    return _ACTIVATIONS[activation](affine(x, kernel, bias, sharded))
 
 
-def _mlp(x, kernel, bias, output_kernel, output_bias, sharded):
-    hidden = _hidden(x, kernel, bias, sharded)
+def _mlp(x, kernel, bias, output_kernel, output_bias, activation, sharded):
+    hidden = _hidden(x, kernel, bias, activation, sharded)
     return affine(hidden, output_kernel, output_bias, sharded)
 
 

@@ -1,0 +1,212 @@
+"""The Transformer encoder's block, dense or with experts."""
+
+import inspect
+import math
+
+import keras
+
+from keras_softmoe.checks import (
+    check_numbers,
+)
+from keras_softmoe.costs import LayerCost, cost_of, normalization
+from keras_softmoe.layers._attention import Attention, layer_norm
+from keras_softmoe.layers._feedforward import MLP
+from keras_softmoe.layers._layer_scale import LayerScale
+from keras_softmoe.layers._modalities import (
+    add,
+    check_tokens_shape,
+    each,
+    masks_like,
+    sum_costs,
+)
+from keras_softmoe.layers._moe import MoE
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class EncoderBlock(keras.layers.Layer):
+    """Pre-norm Transformer block: attention, then an MLP or a mixture of experts.
+
+    Args:
+        num_heads: int, number of attention heads.
+        mlp: the layer after attention: `MLP`, `MoE` or any other that maps `(B, S, D)`
+            to `(B, S, D)`. It becomes a part of the block and keeps its own dtype. (For
+            `cost` it needs a method `cost`, see `costs.cost_of`.)
+        use_qk_norm: bool, whether queries and keys are normalized.
+        dropout_rate: float, dropout after attention and after the MLP or experts.
+        layer_norm_epsilon: float, what normalizations add to the variance.
+        layer_scale: float or `None`. If given, what attention and what MLP or experts
+            add to the tokens is multiplied by a learned factor per channel, at first
+            this one, see `LayerScale`.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Call arguments:
+        inputs: `(B, S, D)` float tensor; or a dict from modalities (`"image"`,
+            `"text"`) to such tensors. Attention and an MLP see each of them apart; a
+            `MoE` is given all of them together.
+        mask: optional `(B, S)` bool tensor, or a dict of them; `False` for tokens that
+            get no attention and that experts leave out, see `MoE`.
+
+    Returns: `(B, S, D)` tensor, or a dict like the input.
+
+    Raises:
+        ValueError: if `mlp` is no layer, `num_heads` does not divide the width, a
+            number is out of range, or the input has not rank 3.
+
+    Source: V-MoE, section 2.1 and figure 1; several modalities: LIMoE, section 2.
+
+    Example:
+
+    >>> router = ksm.routers.SoftRouter(num_experts=16)
+    >>> moe = ksm.layers.MoE(router, mlp_dim=128)
+    >>> block = ksm.layers.EncoderBlock(num_heads=4, mlp=moe)
+    >>> block(np.random.normal(size=(2, 16, 32))).shape
+    (2, 16, 32)
+    """
+
+    def __init__(
+        self,
+        num_heads,
+        mlp,
+        use_qk_norm=False,
+        dropout_rate=0.0,
+        layer_norm_epsilon=1e-6,
+        layer_scale=None,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        if not isinstance(mlp, keras.layers.Layer):
+            raise ValueError(
+                "`mlp` is a layer, for example `layers.MLP(mlp_dim=128)` or "
+                "`layers.MoE(router, mlp_dim=128)`. "
+                f"Received: mlp={mlp!r}."
+            )
+        check_numbers(least=0, under=1, dropout_rate=dropout_rate)
+        self.num_heads = num_heads
+        self.use_qk_norm = use_qk_norm
+        self.dropout_rate = dropout_rate
+        self.layer_norm_epsilon = layer_norm_epsilon
+        self.layer_scale = layer_scale
+        dtype, epsilon = self.dtype_policy, layer_norm_epsilon
+        self.attention_norm = layer_norm(dtype, "attention_norm", epsilon=epsilon)
+        self.attention = Attention(
+            num_heads, use_qk_norm=use_qk_norm, dtype=dtype, name="attention"
+        )
+        self.mlp_norm = layer_norm(dtype, "mlp_norm", epsilon=epsilon)
+        # Files of weights have mixtures of experts under a name of their own.
+        self.mlp = self.moe = None
+        if isinstance(mlp, MoE):
+            self.moe = mlp
+        else:
+            self.mlp = mlp
+        if dropout_rate:
+            self.dropout = keras.layers.Dropout(
+                dropout_rate, dtype=dtype, name="dropout"
+            )
+        if layer_scale is not None:
+            check_numbers(over=0, layer_scale=layer_scale)
+            self.attention_scale = LayerScale(
+                layer_scale, dtype=dtype, name="attention_scale"
+            )
+            self.mlp_scale = LayerScale(layer_scale, dtype=dtype, name="mlp_scale")
+        self.supports_masking = True
+        # An MLP needs no mask: it looks at each token by itself.
+        self._masks_mlp = "mask" in inspect.signature(mlp.call).parameters
+
+    def build(self, inputs_shape):
+        check_tokens_shape(inputs_shape)
+        # Modalities differ in the number of tokens, which only the experts look at.
+        is_dict = isinstance(inputs_shape, dict)
+        shape = next(iter(inputs_shape.values())) if is_dict else inputs_shape
+        self.attention_norm.build(shape)
+        self.attention.build(shape, shape)
+        self.mlp_norm.build(shape)
+        if self.moe is not None:
+            self.moe.build(inputs_shape)
+        else:
+            self.mlp.build(shape)
+        if self.dropout_rate:
+            self.dropout.build(shape)
+        if self.layer_scale is not None:
+            self.attention_scale.build(shape)
+            self.mlp_scale.build(shape)
+
+    def call(self, inputs, mask=None, training=None):
+        x = add(inputs, each(lambda x, m: self._attend(x, m, training), inputs, mask))
+        tokens = each(self.mlp_norm, x)
+        if self.moe is not None:
+            outputs = self.moe(tokens, mask=mask, training=training)
+        elif self._masks_mlp:
+            outputs = each(lambda x, m: self.mlp(x, mask=m), tokens, mask)
+        else:
+            outputs = each(self.mlp, tokens)
+        if self.layer_scale is not None:
+            outputs = each(self.mlp_scale, outputs)
+        return add(x, each(lambda x: self._drop(x, training), outputs))
+
+    def _attend(self, x, mask, training):
+        tokens = self.attention_norm(x)
+        means = self.attention(tokens, tokens, tokens_mask=mask)
+        if self.layer_scale is not None:
+            means = self.attention_scale(means)
+        return self._drop(means, training)
+
+    def _drop(self, x, training):
+        return self.dropout(x, training=training) if self.dropout_rate else x
+
+    def compute_mask(self, inputs, previous_mask=None):
+        return masks_like(inputs, previous_mask)
+
+    def compute_output_shape(self, inputs_shape):
+        return inputs_shape
+
+    def cost(self, inputs_shape, training=False):
+        def cost_of_modality(shape):
+            part = normalization(shape) * 2 + self.attention.cost(shape, shape)
+            if self.moe is None:
+                part += cost_of(self.mlp, shape, training)
+            if self.dropout_rate:
+                part += LayerCost(kept_bytes=2 * math.prod(shape))
+            if self.layer_scale is not None:
+                part += self.attention_scale.cost(shape) + self.mlp_scale.cost(shape)
+            return part
+
+        total = sum_costs(cost_of_modality, inputs_shape)
+        if self.moe is not None:
+            total += self.moe.cost(inputs_shape, training)
+        mixtures = (m._replace(name=f"{self.name}/{m.name}") for m in total.mixtures)
+        return total._replace(mixtures=tuple(mixtures))
+
+    def get_config(self):
+        mlp = keras.saving.serialize_keras_object(self.moe or self.mlp)
+        # It is built with the block.
+        mlp.pop("build_config", None)
+        return {
+            **super().get_config(),
+            "num_heads": self.num_heads,
+            "mlp": mlp,
+            "use_qk_norm": self.use_qk_norm,
+            "dropout_rate": self.dropout_rate,
+            "layer_norm_epsilon": self.layer_norm_epsilon,
+            "layer_scale": self.layer_scale,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        if "mlp" not in config:
+            return cls(**_as_saved_now(config))
+        mlp = keras.saving.deserialize_keras_object(config["mlp"])
+        return cls(**{**config, "mlp": mlp})
+
+
+def _as_saved_now(config):
+    """The arguments of a block from a file that is older than its `mlp`."""
+    config = dict(config)
+    settings = {name: config.pop(name) for name in MoE.settings() if name in config}
+    mlp_dim, router = config.pop("mlp_dim"), config.pop("router")
+    dtype = config.get("dtype")
+    if router is None:
+        mlp = MLP(mlp_dim, dtype=dtype, name="mlp")
+    else:
+        router = keras.saving.deserialize_keras_object(router)
+        mlp = MoE(router, mlp_dim, dtype=dtype, name="moe", **settings)
+    return {**config, "mlp": mlp}

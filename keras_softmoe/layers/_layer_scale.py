@@ -1,0 +1,51 @@
+"""Layer scale: what a block adds to its tokens, with a learned factor per channel."""
+
+import math
+
+import keras
+from keras import ops
+
+from keras_softmoe.checks import check_numbers
+from keras_softmoe.costs import LayerCost
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class LayerScale(keras.layers.Layer):
+    """Multiplies each channel by a learned number.
+
+    Args:
+        initial_value: float over 0, what the numbers are at first.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Maps `(..., D)` to `(..., D)`.
+
+    Raises:
+        ValueError: if `initial_value` is not a positive number.
+
+    Source: Touvron et al. 2021 (CaiT), section 2.1.
+    """
+
+    def __init__(self, initial_value=1e-5, **kwargs):
+        check_numbers(over=0, initial_value=initial_value)
+        super().__init__(**kwargs)
+        self.initial_value = initial_value
+        self.supports_masking = True
+
+    def build(self, inputs_shape):
+        self.gamma = self.add_weight(
+            shape=(inputs_shape[-1],),
+            initializer=keras.initializers.Constant(self.initial_value),
+            name="gamma",
+        )
+
+    def call(self, inputs):
+        return inputs * ops.cast(self.gamma, inputs.dtype)
+
+    def compute_output_shape(self, inputs_shape):
+        return inputs_shape
+
+    def cost(self, inputs_shape, training=False):
+        return LayerCost(weights=inputs_shape[-1], kept=math.prod(inputs_shape))
+
+    def get_config(self):
+        return {**super().get_config(), "initial_value": self.initial_value}

@@ -1,0 +1,289 @@
+"""Parameters of KerasHub's Vision Transformers under V-MoE's names.
+
+Like files of other libraries they are read by tables of rules, from the end of a
+variable's path to V-MoE's name.
+"""
+
+import re
+from collections import Counter
+
+import keras
+import keras_hub
+import numpy as np
+from keras import ops
+
+from keras_softmoe.checkpoints import (
+    Checkpoint,
+    LazyArray,
+    place_tokens,
+    same,
+    token,
+    translate,
+)
+from keras_softmoe.keras_adapter import flatten_layers
+
+_OURS = r"Encoder/encoderblock_\1/"
+# Whatever stands before the part of a path that tells.
+_ANY = r"(?:.*[/_])?"
+
+
+def _norm(theirs, ours):
+    return (
+        (_ANY + theirs + "/gamma", ours + "/scale", same),
+        (_ANY + theirs + "/beta", ours + "/bias", same),
+    )
+
+
+def _same(theirs, ours):
+    return tuple(
+        (_ANY + f"{theirs}/{part}", f"{ours}/{part}", same)
+        for part in ("kernel", "bias")
+    )
+
+
+def _attention(theirs, ours):
+    rules = [
+        rule
+        for part in ("query", "key", "value")
+        for rule in _same(f"{theirs}/{part}", f"{ours}/{part}")
+    ]
+    return (*rules, *_same(f"{theirs}/attention_output", f"{ours}/out"))
+
+
+def _block(theirs, first_norm, second_norm, attention, mlp):
+    """Rules for a block; the first group of `theirs` is its number."""
+    return (
+        *_norm(f"{theirs}/{first_norm}", _OURS + "LayerNorm_0"),
+        *_norm(f"{theirs}/{second_norm}", _OURS + "LayerNorm_1"),
+        *_attention(f"{theirs}/{attention}", _OURS + "SelfAttention"),
+        *_same(f"{theirs}/{mlp[0]}", _OURS + "Mlp/Dense_0"),
+        *_same(f"{theirs}/{mlp[1]}", _OURS + "Mlp/Dense_1"),
+    )
+
+
+_HEAD = (*_same("predictions", "head"), *_same("pre_logits", "pre_logits"))
+_NUMBERED = r"transformer_block_(\d+)"
+_VIT = (
+    *_same("patch_embedding", "embedding"),
+    (_ANY + "class_token", "cls", token),
+    (_ANY + "position_embedding/embeddings", "positions", token),
+    *_block(_NUMBERED, "ln_1", "ln_2", "mha", ("mlp/dense_1", "mlp/dense_2")),
+    *_norm("encoder/ln", "Encoder/encoder_norm"),
+    *_HEAD,
+)
+_DEIT = (
+    *_same("patch_embedding", "embedding"),
+    (_ANY + "class_token", "cls", token),
+    (_ANY + "distillation_token", "distillation_token", token),
+    (_ANY + "position_embedding", "positions", token),
+    *_block(_NUMBERED, "ln_1", "ln_2", "mha", ("mlp/dense", "output_layer/output")),
+    *_norm("encoder/ln", "Encoder/encoder_norm"),
+    *_HEAD,
+)
+_DINO_BLOCK = r"layers_(\d+)"
+_DINOV2 = (
+    *_same("patch_embeddings/projection", "embedding"),
+    (_ANY + "cls_token", "cls", token),
+    (_ANY + "register_tokens", "registers", token),
+    (_ANY + "interpolated_position_embeddings", "positions", token),
+    # What the interpolated ones are made from when weights are loaded, and what only
+    # training on masked images needs.
+    (_ANY + r"(?:position_embeddings|mask_token)", None, same),
+    *_block(
+        _DINO_BLOCK, "norm1", "norm2", "attention/attention", ("mlp/fc1", "mlp/fc2")
+    ),
+    (
+        _ANY + _DINO_BLOCK + "/layer_scale1/lambda1",
+        _OURS + "LayerScale_0/scale",
+        same,
+    ),
+    (
+        _ANY + _DINO_BLOCK + "/layer_scale2/lambda1",
+        _OURS + "LayerScale_1/scale",
+        same,
+    ),
+    *_norm("layernorm", "Encoder/encoder_norm"),
+)
+_SIGLIP = (
+    *_same("patch_embedding", "embedding"),
+    (_ANY + "position_embedding/embeddings", "positions", token),
+    (_ANY + "position_ids", None, same),
+    *_block(
+        r"encoder_block_(\d+)",
+        "layer_norm1",
+        "layer_norm2",
+        "self_attn",
+        ("mlp/fc1", "mlp/fc2"),
+    ),
+    *_norm("post_layer_norm", "Encoder/encoder_norm"),
+    # It has no name of its own.
+    (_ANY + r"head/variable(?:_\d+)?", "MapHead/probe", token),
+    *_attention("head/attention", "MapHead/MultiHeadDotProductAttention"),
+    *_norm("head/layernorm", "MapHead/LayerNorm"),
+    *_same("head/mlp/fc1", "MapHead/Mlp/Dense_0"),
+    *_same("head/mlp/fc2", "MapHead/Mlp/Dense_1"),
+)
+
+# Name of the backbone's class -> rules, number of the first block, activation
+SUPPORTED = {
+    "ViTBackbone": (_VIT, 1, "gelu"),
+    "DeiTBackbone": (_DEIT, 1, "gelu"),
+    "DINOV2Backbone": (_DINOV2, 0, "gelu"),
+    "SigLIPVisionEncoder": (_SIGLIP, 0, None),
+}
+# Classes that are asked for, and what ours would need for them.
+_REFUSED = {
+    "DINOV3Backbone": "rotations of queries and keys by position (RoPE)",
+    "CLIPVisionEncoder": "a normalization before the first block, and QuickGELU",
+    "CLIPBackbone": "a normalization before the first block, and QuickGELU",
+}
+_ACTIVATIONS = {"gelu_approximate": "gelu_tanh", "gelu": "gelu"}
+# In float32 nobody sees which of two as small is added to a variance.
+_SMALL_EPSILON = 1e-5
+
+
+def backbone_of(model):
+    """The part of a KerasHub model that is, or may be, a Vision Transformer.
+
+    Args:
+        model: backbone, image classifier or two-tower model of KerasHub.
+    """
+    backbone = getattr(model, "backbone", model)
+    return getattr(backbone, "vision_encoder", backbone)
+
+
+def read_keras_hub(model):
+    """Parameters of a Vision Transformer of KerasHub under V-MoE's names.
+
+    Args:
+        model: `ViTBackbone`, `DeiTBackbone`, `DINOV2Backbone` or `SigLIPVisionEncoder`,
+            or what has one of them as `backbone` or `vision_encoder`. The head of an
+            image classifier comes along.
+
+    Returns:
+        `Checkpoint`, whose `settings` are the arguments of the backbone that its names
+        and shapes do not tell.
+
+    Raises:
+        ValueError: if the model is none of these, has parts that ours do not, or
+            variables that no rule names (a quantized or LoRA-adapted model, for
+            example).
+    """
+    backbone = backbone_of(model)
+    name = _class_name(backbone)
+    rules, first_block, activation = SUPPORTED[name]
+    if getattr(backbone, "use_swiglu_ffn", False):
+        raise ValueError(_needs(model, "MLPs with gates (SwiGLU)"))
+    if activation is None:
+        activation = _ACTIVATIONS.get(backbone.intermediate_activation)
+        if activation is None:
+            raise ValueError(
+                _needs(model, f"the activation {backbone.intermediate_activation!r}")
+            )
+    owner = model if _is_classifier(model) else backbone
+    arrays = {variable.path: _lazy(variable) for variable in owner.weights}
+    arrays = translate(arrays, rules, f"the {name}", backbone.num_heads)
+    arrays = {_renumbered(name, first_block): a for name, a in arrays.items()}
+    image_shape = _image_shape(backbone)
+    patches = _num_patches(image_shape, backbone.patch_size)
+    covered = sum(name in arrays for name in ("cls", "distillation_token"))
+    settings = {
+        "image_shape": image_shape,
+        "activation": activation,
+        "layer_norm_epsilon": _epsilon(model, backbone),
+        "position_resampling": "bicubic",
+    }
+    if getattr(backbone, "antialias_in_interpolation", False):
+        settings["position_resampling"] = "bicubic_antialias"
+    if hasattr(backbone, "layer_scale_init_value"):
+        settings["layer_scale"] = backbone.layer_scale_init_value
+    if _is_classifier(model) and (model.pooling == "gap") == ("cls" in arrays):
+        raise ValueError(
+            _needs(
+                model,
+                f"pooling={model.pooling!r} of tokens that are "
+                f"{'' if 'cls' in arrays else 'not '}led by a class token",
+            )
+        )
+    return Checkpoint(place_tokens(arrays, (covered,), patches), settings)
+
+
+def _class_name(backbone):
+    """Name of a class of KerasHub that is supported."""
+    for name in SUPPORTED:
+        if isinstance(backbone, getattr(keras_hub.models, name)):
+            return name
+    for name, missing in _REFUSED.items():
+        cls = getattr(keras_hub.models, name, None)
+        if cls is not None and isinstance(backbone, cls):
+            raise ValueError(_needs(backbone, missing))
+    raise ValueError(
+        "A dense Vision Transformer is asked for: one of this library, or KerasHub's "
+        f"{', '.join(SUPPORTED)}. Received: {type(backbone).__name__}."
+    )
+
+
+def _needs(model, missing):
+    return (
+        f"A {type(model).__name__} cannot become a model of this library, which has "
+        f"not what it needs: {missing}. Supported are KerasHub's "
+        f"{', '.join(SUPPORTED)} with plain MLPs."
+    )
+
+
+def _is_classifier(model):
+    return isinstance(model, keras_hub.models.ImageClassifier)
+
+
+def _renumbered(name, first_block):
+    def shift(match):
+        return f"encoderblock_{int(match[1]) - first_block}"
+
+    return re.sub(r"encoderblock_(\d+)", shift, name)
+
+
+def _lazy(variable):
+    def read():
+        value = ops.convert_to_numpy(variable.value)
+        # A copy: NumPy may share the memory of the variable, and JAX deletes that.
+        return np.array(value)
+
+    return LazyArray(tuple(variable.shape), np.dtype("float32"), read)
+
+
+def _image_shape(backbone):
+    """`(height, width, channels)`, of whole patches only.
+
+    (KerasHub's convolutions leave out what remains at the right and at the bottom.)
+    """
+    shape = tuple(backbone.image_shape)
+    formats = {
+        getattr(layer, "data_format", None) for layer in flatten_layers(backbone)
+    }
+    if "channels_first" in formats:
+        shape = (*shape[1:], shape[0])
+    rows, columns = _pair(backbone.patch_size)
+    return (shape[0] // rows * rows, shape[1] // columns * columns, shape[2])
+
+
+def _num_patches(image_shape, patch_size):
+    height, width = _pair(patch_size)
+    return (image_shape[0] // height) * (image_shape[1] // width)
+
+
+def _pair(size):
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def _epsilon(model, backbone):
+    """The one that nearly all normalizations have, if the others are as small."""
+    epsilons = Counter(
+        layer.epsilon
+        for layer in flatten_layers(backbone)
+        if isinstance(layer, keras.layers.LayerNormalization)
+    )
+    if len(epsilons) > 1 and max(epsilons) > _SMALL_EPSILON:
+        raise ValueError(
+            _needs(model, f"normalizations of different epsilon, {sorted(epsilons)}")
+        )
+    return float(epsilons.most_common(1)[0][0])

@@ -1,0 +1,175 @@
+"""A dense Vision Transformer of this library from wherever there is one.
+
+Files and models of other libraries are first read as a `Checkpoint` under V-MoE's names
+(`checkpoints/`, `_keras_hub_params.py`). What is here finds out which of them a source
+is, and makes the model.
+"""
+
+import keras_hub
+import numpy as np
+from keras import ops
+
+from keras_softmoe.checkpoints import Checkpoint, read_architecture, read_parameters
+from keras_softmoe.checks import check_names
+from keras_softmoe.models._keras_hub_params import read_keras_hub
+from keras_softmoe.models._source_kinds import (
+    converter_settings,
+    find_file,
+    from_keras_hub,
+    own_model,
+)
+from keras_softmoe.models._vit_moe_image_classifier import (
+    ViTMoEImageClassifierPreprocessor,
+    ViTMoEImageConverter,
+)
+from keras_softmoe.models.conversion import model_for
+from keras_softmoe.models.vmoe_params import load_vmoe_params
+
+_SETTINGS = ("activation", "layer_norm_epsilon", "position_resampling")
+_CHOICES = ("pooling", "position_embedding")
+
+
+def dense_model(source, image_shape=None, head=True, **changes):
+    """A dense model of this library with the weights of a source.
+
+    A source is one of these, or a preset name, a directory or a handle (`hf://...`,
+    `kaggle://...`) of it:
+
+    - a model of this library, which comes back as it is;
+    - KerasHub's `ViTBackbone`, `ViTImageClassifier`, `DeiTBackbone`,
+      `DeiTImageClassifier`, `DINOV2Backbone` and `SigLIPVisionEncoder` (or the
+      `SigLIPBackbone` around it);
+    - an `.npz` file of an original Vision Transformer, AugReg or big_vision;
+    - a `.safetensors` file of `timm` or `transformers` (ViT, DeiT, DINOv2, SigLIP).
+
+    The model computes what the source does: the same activation, epsilon, layer scale
+    and tokens in front of the patches. It takes the images that the source takes, which
+    are not in `[-1, 1]` for all of them: `image_preprocessor` makes them of pixels.
+    Dropout is off.
+
+    Args:
+        source: a model, str or path, or a `Checkpoint`.
+        image_shape: `(height, width, channels)`. With another one than the source's its
+            positions are resampled as the source's own code does it, and the tokens in
+            front of the patches stay as they are. Files of models for images that are
+            no squares need it, as theirs.
+        head: bool, whether to keep the head for classes, if there is one.
+        **changes: of files, what neither they nor a `config.json` beside them tells:
+            `num_heads`, `activation`, `layer_norm_epsilon`, `position_resampling`,
+            `pooling`, `position_embedding`, see `ViTMoEBackbone`.
+
+    Returns:
+        `ViTMoEImageClassifier` if there is a head, otherwise `ViTMoEBackbone`.
+
+    Raises:
+        CheckpointError: (a `ValueError`) if a file is missing, damaged or none of a
+            plain Vision Transformer; the message lists the names that do not fit.
+        ValueError: if the source is unknown, cannot be fetched, or is a model that
+            needs what ours do not have (DINOv3, CLIP, MLPs with gates).
+
+    Example:
+
+    >>> vit = ksm.converters.dense_model("vit_base_patch16_224_imagenet21k")
+    >>> vit.save_to_preset("my_vit_b16")
+    """
+    check_names("`dense_model`", changes, ("num_heads", *_SETTINGS, *_CHOICES))
+    model = own_model(source)
+    if model is None:
+        model = _converted(source, image_shape, head, changes)
+    elif changes:
+        raise ValueError(
+            "A model of this library is as it is. Received: "
+            f"{', '.join(changes)} for source={source!r}. Leave these arguments out."
+        )
+    if not head:
+        model = getattr(model, "backbone", model)
+    backbone = getattr(model, "backbone", model)
+    if image_shape is not None and tuple(image_shape) != tuple(backbone.image_shape):
+        return _at_resolution(model, tuple(image_shape))
+    return model
+
+
+def image_preprocessor(source, image_size=None):
+    """What makes the images that a source takes of pixels from 0 to 255.
+
+    Args:
+        source: as in `dense_model`.
+        image_size: `(height, width)` to resize to, or `None`. A `ViTMoEImageClassifier`
+            sets it to what its backbone takes if it is given.
+
+    Returns:
+        `ViTMoEImageClassifierPreprocessor`: that of the source (a classifier or preset
+        of KerasHub, or what a `preprocessor_config.json` beside a file says), or one
+        that maps pixels to `[-1, 1]`.
+
+    Raises:
+        ValueError: as `dense_model`.
+
+    Example:
+
+    >>> preprocessor = ksm.converters.image_preprocessor("dinov2_small", (224, 224))
+    """
+    converter = ViTMoEImageConverter(image_size, **converter_settings(source))
+    return ViTMoEImageClassifierPreprocessor(converter)
+
+
+def _converted(source, image_shape, head, changes):
+    """A model of this library from a source of another one."""
+    changes, activation = dict(changes), None
+    if isinstance(source, Checkpoint):
+        checkpoint = source
+    elif (path := find_file(source)) is not None:
+        checkpoint = read_parameters(path, changes.pop("num_heads", None), image_shape)
+    else:
+        model = from_keras_hub(source)
+        if own_model(model) is not None:
+            return model
+        checkpoint = read_keras_hub(model)
+        if isinstance(model, keras_hub.models.ImageClassifier):
+            activation = model.activation
+    if not head:
+        checkpoint = checkpoint.without("head/")
+    for name in _SETTINGS:
+        if name in changes:
+            checkpoint.settings[name] = changes.pop(name)
+    preprocessor = None
+    if any(name.startswith("head/") for name in checkpoint):
+        # The classifier sets the size.
+        preprocessor = image_preprocessor(source, (1, 1))
+    model, _ = model_for(
+        checkpoint,
+        image_shape=_native_shape(checkpoint, image_shape),
+        preprocessor=preprocessor,
+        activation=activation,
+        **changes,
+    )
+    load_vmoe_params(model, checkpoint)
+    return model
+
+
+def _native_shape(checkpoint, image_shape):
+    """The shape of images that parameters are for, if it is the given one."""
+    if image_shape is None:
+        return None
+    found = read_architecture(checkpoint.shapes)
+    height, width = found.patch_size
+    num_patches = (image_shape[0] // height) * (image_shape[1] // width)
+    return image_shape if found.num_patches in (None, num_patches) else None
+
+
+def _at_resolution(model, image_shape):
+    """The same model for images of another shape."""
+    backbone = getattr(model, "backbone", model)
+    new = new_backbone = type(backbone).from_config(
+        {**backbone.get_config(), "image_shape": image_shape}
+    )
+    if backbone is not model:
+        new = type(model).from_config({**model.get_config(), "backbone": new})
+    for variable, old in zip(new.weights, model.weights, strict=True):
+        # A copy, because on JAX two models that share memory delete it for each other.
+        value = np.array(ops.convert_to_numpy(old))
+        if value.shape != tuple(variable.shape):
+            layer = new_backbone.get_layer("position_embedding")
+            value = layer.resample(value, backbone.patch_grid)
+        variable.assign(value)
+    return new
