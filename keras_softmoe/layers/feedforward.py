@@ -84,8 +84,11 @@ class MLP(keras.layers.Layer):
         self.output_dense.build((*inputs_shape[:-1], self.mlp_dim))
 
     def call(self, inputs):
-        hidden = gelu(_multiply(self.intermediate_dense, inputs))
-        return _multiply(self.output_dense, hidden)
+        return _multiply(self.output_dense, self.hidden(inputs))
+
+    def hidden(self, inputs):
+        """What the second layer is given, `(..., H)`."""
+        return gelu(_multiply(self.intermediate_dense, inputs))
 
     def compute_output_shape(self, inputs_shape):
         return inputs_shape

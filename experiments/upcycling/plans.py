@@ -1,0 +1,127 @@
+"""What is trained: from which dense model, for how long, and as what."""
+
+import dataclasses
+from typing import NamedTuple
+
+from experiments.router_study.scales import SMALL as SMALL_STUDY
+from experiments.router_study.scales import SMOKE as SMOKE_STUDY
+from keras_softmoe import routers
+
+DENSE = "dense"
+# Of what the dense model is continued as, see `variants`.
+VARIANTS = (DENSE, "copies", "noise", "clusters", "clusters_gated", "soft")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A dense model, and how long it and its mixtures are trained further.
+
+    Attributes:
+        scale: `router_study.scales.Scale` of the dense start: model, images, training.
+            `scale.seeds` are those of which there are results, `scale.rate_seeds` those
+            with which the learning rate of the continuation is chosen. A seed gives the
+            start, the images and all that is random.
+        epochs: int, epochs of the continuation, on images that the start has not seen.
+        warmup_steps: int, steps over which its learning rate rises again; then it falls
+            to 0 along a cosine, once more.
+        learning_rates: tuple of floats, the peaks that the dense model is tried with.
+        learning_rate: float, the best of them, which all models have.
+        num_images: int, images that clusters and positions are found with: the first
+            ones of the continuation.
+    """
+
+    scale: object
+    epochs: int
+    warmup_steps: int
+    learning_rates: tuple
+    learning_rate: float
+    num_images: int
+
+    @property
+    def name(self):
+        """What the plan is called, a str."""
+        return self.scale.name
+
+    @property
+    def steps(self):
+        """Steps of the continuation."""
+        return self.epochs * self.scale.steps_per_epoch
+
+    @property
+    def settings(self):
+        """All attributes, as they are written to JSON."""
+        settings = {**dataclasses.asdict(self), "scale": self.scale.settings}
+        return {**settings, "learning_rates": list(self.learning_rates)}
+
+
+class Variant(NamedTuple):
+    """What a dense model is continued as.
+
+    Attributes:
+        title: str.
+        router: router, the template, or `None` for the dense model.
+        start: dict of arguments of `upcycle`; `images` are added where they are needed.
+    """
+
+    title: str
+    router: object = None
+    start: dict = {}
+
+
+def variants(scale):
+    """What is compared, a dict from names to `Variant`.
+
+    All have as many slots as tokens, so that they cost what the dense model costs but
+    for the router. Gates of token choice are normalized: with room for every token the
+    first prediction is then the dense one, and it is the losses alone that train the
+    router.
+    """
+
+    def token_choice(title, normalize_gates=True, **start):
+        router = routers.SoftmaxTokenChoiceRouter(
+            scale.num_experts,
+            num_selected_experts=1,
+            capacity_factor=1.0,
+            priority="max",
+            normalize_gates=normalize_gates,
+            name="router",
+        )
+        return Variant(f"Token choice, {title}", router, start)
+
+    soft = routers.SoftRouter(
+        scale.num_experts, scale.num_tokens // scale.num_experts, name="router"
+    )
+    clusters = {"start": "clusters"}
+    found = (
+        Variant("Dense, continued"),
+        token_choice("copies"),
+        token_choice("copies with noise", noise_std=0.1),
+        token_choice("clusters", **clusters),
+        token_choice(
+            "clusters, gates not normalized", normalize_gates=False, **clusters
+        ),
+        Variant("Soft MoE, positions", soft, {"start": "positions"}),
+    )
+    return dict(zip(VARIANTS, found, strict=True))
+
+
+SMOKE = Plan(
+    scale=SMOKE_STUDY,
+    epochs=2,
+    warmup_steps=1,
+    learning_rates=(3e-4, 1e-3),
+    learning_rate=1e-3,
+    num_images=16,
+)
+
+# So long that all of it takes about an hour of one core.
+SMALL = Plan(
+    scale=dataclasses.replace(SMALL_STUDY, epochs=10, rate_seeds=(100,), more_seeds=()),
+    epochs=6,
+    warmup_steps=100,
+    learning_rates=(1e-3, 2e-3, 4e-3),
+    learning_rate=2e-3,
+    num_images=512,
+)
+
+PLANS = {plan.name: plan for plan in (SMOKE, SMALL)}

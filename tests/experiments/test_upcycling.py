@@ -1,0 +1,104 @@
+"""The experiment on upcycling: cells, what is kept, and what is read from results."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from experiments.upcycling import __main__ as program
+from experiments.upcycling import tables
+from experiments.upcycling.cells import Cell, task_of
+from experiments.upcycling.plans import SMALL, SMOKE, VARIANTS, variants
+
+PLAN = dataclasses.replace(
+    SMOKE, scale=dataclasses.replace(SMOKE.scale, seeds=(3, 4), more_seeds=())
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Directory and results of all variants with a seed, and of the rates."""
+    directory = tmp_path_factory.mktemp("upcycling")
+    cells = [Cell(name, 3, PLAN.learning_rate) for name in VARIANTS]
+    program.train(PLAN, [*cells, *program.rate_cells(PLAN)[:1]], directory)
+    return directory, program.gather(PLAN, directory)
+
+
+def test_results(finished):
+    _, results = finished
+    assert json.loads(json.dumps(results)) == results
+    assert list(results["cells"]) == list(VARIANTS)
+    for name, by_seed in results["cells"].items():
+        (cell,) = by_seed.values()
+        assert not cell["diverged"] and len(cell["curve"]) == PLAN.epochs
+        before = cell["before"]
+        assert (before["feature_difference"] == 0) == (name == "dense")
+        assert (cell["accuracy_with_room"] is None) == (name in ("dense", "soft"))
+        assert list(cell["few_shot"]) == ["1", "5", "10"]
+    start = results["starts"]["3"]
+    dense = results["cells"]["dense"]["3"]["before"]
+    assert start["upstream_accuracy"] == dense["upstream_accuracy"]
+    assert start["few_shot"] == dense["few_shot"]
+    assert list(results["rates"]["0.0003"]) == ["100"] and not results["rates"]["0.001"]
+
+
+def test_costs_are_equal_but_for_the_router(finished):
+    _, results = finished
+    costs = {n: v["training_gflop"] for n, v in results["variants"].items()}
+    for name, cost in costs.items():
+        assert costs["dense"] <= cost < 1.6 * costs["dense"], name
+    assert (
+        program.cost_of(SMALL, variants(SMALL.scale)["copies"], 62)["gflop_per_image"]
+        < 1.1
+        * program.cost_of(SMALL, variants(SMALL.scale)["dense"], 62)["gflop_per_image"]
+    )
+
+
+def test_what_is_finished_is_not_trained_again(finished, monkeypatch):
+    directory, results = finished
+    monkeypatch.setattr("experiments.runs._train", None)
+    program.train(PLAN, [Cell("copies", 3, PLAN.learning_rate)], directory)
+    assert program.gather(PLAN, directory) == results
+
+
+def test_a_directory_holds_one_plan(finished):
+    directory, _ = finished
+    longer = dataclasses.replace(PLAN, epochs=3, learning_rate=1.0)
+    with pytest.raises(ValueError, match=r"differs in \['epochs'\]"):
+        program.train(longer, [], directory)
+
+
+def test_further_images_are_new(finished):
+    directory, _ = finished
+    task = task_of(PLAN, directory / "images")
+    epochs = PLAN.scale.epochs + PLAN.epochs
+    drawn = [next(task.batches(3, epoch))[0] for epoch in range(epochs)]
+    pairs = [(a, b) for a in range(epochs) for b in range(a)]
+    assert all(np.any(drawn[a] != drawn[b]) for a, b in pairs)
+
+
+def test_report(finished):
+    _, results = finished
+    text = tables.report(results)
+    for variant in results["variants"].values():
+        assert text.count(f"| {variant['title']} |") == 2
+    # One seed gives no interval.
+    assert "(one seed)" in text and "within the noise" in text
+
+
+def test_claims_of_made_up_results(finished):
+    _, results = finished
+    results = json.loads(json.dumps(results))
+    for name, by_seed in results["cells"].items():
+        (cell,) = by_seed.values()
+        gain = {"copies": 0.1, "clusters": 0.05}.get(name, 0.0)
+        for seed, spread in enumerate((0.0, 0.001, -0.001)):
+            accuracy = 0.5 + gain * (1 + spread)
+            by_seed[str(seed)] = {**cell, "upstream_accuracy": accuracy}
+        del by_seed["3"]
+    found = {c.text: c for c in tables.claims(results)}
+    verdicts = [c.verdict("upstream_accuracy") for c in found.values()]
+    assert verdicts == ["yes", "no", "no", "open", "open"]
+    ahead = next(iter(found.values())).differences["upstream_accuracy"][0]
+    assert ahead.mean == pytest.approx(0.1) and ahead.seeds == 3
