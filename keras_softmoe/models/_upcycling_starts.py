@@ -64,13 +64,10 @@ def tokens_for_mlps(backbone, layers, images):
     Returns:
         dict from block to `(B, S, D)` float32 array.
     """
-    blocks = [backbone.blocks[layer] for layer in layers]
-    model = keras.Model(
-        backbone.input, [_BeforeMLP(block)(block.input) for block in blocks]
-    )
-    outputs = model.predict(images, batch_size=32, verbose=0)
-    arrays = (np.asarray(tokens, "float32") for tokens in outputs)
-    return dict(zip(layers, arrays, strict=True))
+    blocks = {layer: backbone.blocks[layer] for layer in layers}
+    tokens = {str(i): _BeforeMLP(block)(block.input) for i, block in blocks.items()}
+    found = keras.Model(backbone.input, tokens).predict(images, 32, verbose=0)
+    return {layer: found[str(layer)].astype("float32") for layer in layers}
 
 
 def prepare_images(dense, backbone, images):

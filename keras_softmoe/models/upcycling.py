@@ -16,6 +16,7 @@ from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
 from keras_softmoe.models.vmoe_params import named_variables
 
 _STARTS = ("copies", "clusters", "positions")
+_CONFIDENCE = {"clusters": 0.9, "positions": 0.5}
 
 
 def upcycle(
@@ -26,7 +27,7 @@ def upcycle(
     images=None,
     noise_std=0.0,
     energy=0.99,
-    confidence=0.9,
+    confidence=None,
     seed=0,
     **moe_settings,
 ):
@@ -83,10 +84,11 @@ def upcycle(
             experts, of each kernel's own standard deviation. 0 adds none.
         energy: float in (0, 1], for `"clusters"`. With 1 the experts stay copies.
         confidence: float under 1, for the latter two: the mean, over the tokens, of the
-            probability of the first choice (of a soft router the largest combine weight
-            among the places), which is what the router's weights are scaled to.
-            The higher it is, the closer to the dense model and the smaller the
-            router's gradient.
+            probability of their first choice (of a soft router the largest combine
+            weight), to which the router's weights are scaled. The surer, the smaller
+            the router's gradient. `None` for 0.9 from clusters, so that a token gets
+            nearly all of its expert's output, and 0.5 from positions: places cannot be
+            told apart without error, and surer errors are larger.
         seed: int, of noise and clusters.
         **moe_settings: other arguments of `layers.MoE`, such as `group_images` and
             `dispatcher`. Those that are not given have its defaults.
@@ -125,6 +127,8 @@ def upcycle(
             "Only a dense model can be upcycled. Received: a model with experts in the "
             f"blocks {tuple(backbone.moe_layers)}."
         )
+    if confidence is None:
+        confidence = _CONFIDENCE.get(start)
     _check(backbone, router, start, images, noise_std, energy, confidence, seed)
     config = {
         **backbone.get_config(),
