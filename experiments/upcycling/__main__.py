@@ -10,11 +10,12 @@ from experiments.upcycling.cells import (
     Cell,
     continued_run,
     cost_of,
+    measured_start,
     start_name,
     start_run,
     task_of,
 )
-from experiments.upcycling.plans import DENSE, PLANS, VARIANTS, variants
+from experiments.upcycling.plans import DENSE, PLANS, VARIANTS, soft_starts, variants
 from experiments.upcycling.tables import report
 from keras_softmoe.files import replaced_file
 
@@ -47,11 +48,12 @@ def main(arguments=None):
     work = arguments.work or Path("build", "upcycling", plan.name)
     print(f"{plan.name} on {keras.backend.backend()}, kept in {work}")
     if arguments.rates:
-        cells = rate_cells(plan)
+        seeds, cells = (), rate_cells(plan)
     else:
         seeds = plan.scale.seeds if arguments.seeds is None else arguments.seeds
         cells = [Cell(n, s, plan.learning_rate) for s in seeds for n in VARIANTS]
     train(plan, cells, work)
+    measure_starts(plan, seeds, work)
     results = gather(plan, work)
     output = arguments.output or work
     write_json(output / "results.json", results)
@@ -85,12 +87,31 @@ def train(plan, cells, directory):
         _finish(continued_run(plan, cell, task, weights), directory)
 
 
+def measure_starts(plan, seeds, directory):
+    """Measure the ways into a Soft MoE, from the dense starts that are trained.
+
+    Args:
+        plan: `Plan`.
+        seeds: sequence of int.
+        directory: path, where everything is kept.
+    """
+    task = task_of(plan, Path(directory, "images"))
+    for seed in seeds:
+        weights = Path(directory, "starts", f"{start_name(seed)}.npz")
+        for name, variant in soft_starts(plan.scale).items():
+            file = _before_file(directory, name, seed)
+            if not file.exists():
+                found = measured_start(plan, variant, seed, task, weights)
+                write_json(file, found)
+
+
 def gather(plan, directory):
     """All that is finished, a dict that can be written as JSON.
 
     Everything in it but `"times"` follows from plan and seeds: `"plan"`, its settings;
     `"variants"`, what each is and costs; by seed the results (see `cells`) of the dense
-    `"starts"`, of the `"cells"` of each variant, and of the `"rates"` that were tried.
+    `"starts"`, of the `"cells"` of each variant, and of the `"rates"` that were tried;
+    `"soft_starts"`, by title and seed what ways into a Soft MoE keep without training.
     """
     num_classes = task_of(plan, Path(directory, "images")).num_classes
     times = {}
@@ -130,6 +151,14 @@ def gather(plan, directory):
             )
             for rate in plan.learning_rates
         },
+        "soft_starts": {
+            variant.title: {
+                str(seed): read_json(file)
+                for seed in scale.seeds
+                if (file := _before_file(directory, name, seed)).exists()
+            }
+            for name, variant in soft_starts(scale).items()
+        },
         "times": {
             "machine": {
                 "backend": keras.backend.backend(),
@@ -139,6 +168,10 @@ def gather(plan, directory):
             "cells": times,
         },
     }
+
+
+def _before_file(directory, name, seed):
+    return Path(directory, "before", f"{name}_seed{seed}.json")
 
 
 def _finish(run, directory):

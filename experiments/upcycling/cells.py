@@ -98,8 +98,7 @@ def continued_run(plan, cell, task, file):
     before = {}
 
     def build():
-        dense = _dense(plan, task)
-        ksm.converters.load_vmoe_params(dense, dict(np.load(file)))
+        dense = _started(plan, task, file)
         model = _upcycled(plan, variant, dense, task, seed)
         before.update(_measured(plan, task, model))
         before["feature_difference"] = _feature_difference(dense, model, task)
@@ -118,6 +117,31 @@ def continued_run(plan, cell, task, file):
         measure=lambda model: {"before": before, **_measured(plan, task, model)},
         watch=lambda model: _watched(plan, task, model),
     )
+
+
+def measured_start(plan, variant, seed, task, file):
+    """What a start keeps of the dense model, before any training.
+
+    Args:
+        plan: `Plan`.
+        variant: `Variant`.
+        seed: int.
+        task: see `task_of`.
+        file: path of the weights of the dense model with this seed.
+
+    Returns:
+        dict with `"feature_difference"`, `"upstream_accuracy"` and what becomes of the
+        tokens.
+    """
+    keras.utils.set_random_seed(seed)
+    dense = _started(plan, task, file)
+    model = _upcycled(plan, variant, dense, task, seed)
+    return {
+        "diverged": False,
+        "feature_difference": _feature_difference(dense, model, task),
+        "upstream_accuracy": task.accuracy(model),
+        **_routing(model, task.images(plan.scale.routed_images)[0]),
+    }
 
 
 def start_name(seed):
@@ -153,6 +177,12 @@ def _dense_backbone(plan):
 
 def _dense(plan, task):
     return build_classifier(_dense_backbone(plan), task.num_classes)
+
+
+def _started(plan, task, file):
+    dense = _dense(plan, task)
+    ksm.converters.load_vmoe_params(dense, dict(np.load(file)))
+    return dense
 
 
 def _group_images(plan, variant):

@@ -100,9 +100,29 @@ def variants(scale):
         token_choice(
             "clusters, gates not normalized", normalize_gates=False, **clusters
         ),
-        Variant("Soft MoE, positions", soft, {"start": "positions"}),
+        Variant("Soft MoE, clusters", soft, {"start": "clusters", "energy": 1}),
     )
     return dict(zip(VARIANTS, found, strict=True))
+
+
+def soft_starts(scale):
+    """Ways into a Soft MoE that are measured and not trained, as `variants`."""
+    soft = variants(scale)["soft"]
+    scaled = routers.SoftRouter(
+        **{**soft.router.get_config(), "initial_scale": "unit_variance"}
+    )
+    found = {
+        "soft_random": Variant("random", soft.router),
+        "soft_scaled": Variant("random, scale from the root of the width", scaled),
+    }
+    for confidence in (0.5, 0.9, 0.99):
+        for start, settings in (("clusters", {"energy": 1}), ("positions", {})):
+            found[f"soft_{start}_{confidence:g}"] = Variant(
+                f"{start}, confidence {confidence:g}",
+                soft.router,
+                {"start": start, "confidence": confidence, **settings},
+            )
+    return found
 
 
 SMOKE = Plan(

@@ -27,7 +27,7 @@ _CLAIMS = (
         _CLUSTERED,
         [("clusters", DENSE), ("clusters_gated", DENSE)],
     ),
-    ("So does Soft MoE from positions", "ours", [("soft", DENSE)]),
+    ("So does Soft MoE from clusters", "ours", [("soft", DENSE)]),
 )
 _NONE = "–"
 
@@ -100,6 +100,19 @@ def curves_table(results):
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def starts_table(results):
+    """Markdown: what ways into a Soft MoE keep of the dense model, without training."""
+    head = ["router starts from", "features differ by", "accuracy kept"]
+    rows = [head, ["---", "---:", "---:"]]
+    for title, by_seed in results["soft_starts"].items():
+        cells = list(by_seed.values())
+        found = (
+            _percent(cells, m) for m in ("feature_difference", "upstream_accuracy")
+        )
+        rows.append([title, *found])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def report(results):
     """The whole experiment as text, Markdown."""
     found = claims(results)
@@ -130,6 +143,7 @@ def report(results):
     )
     parts = [f"# Upcycling, `{scale['name']}`", setup, table(results)]
     parts += ["## While training", curves_table(results)]
+    parts += ["## Ways into a Soft MoE, before training", starts_table(results)]
     parts += ["## Claims", reading(found), in_words(found, METRICS)]
     return "\n\n".join(parts) + "\n"
 

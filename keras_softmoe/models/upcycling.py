@@ -16,7 +16,6 @@ from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
 from keras_softmoe.models.vmoe_params import named_variables
 
 _STARTS = ("copies", "clusters", "positions")
-_CONFIDENCE = {"clusters": 0.9, "positions": 0.5}
 
 
 def upcycle(
@@ -27,7 +26,7 @@ def upcycle(
     images=None,
     noise_std=0.0,
     energy=0.99,
-    confidence=None,
+    confidence=0.9,
     seed=0,
     **moe_settings,
 ):
@@ -45,8 +44,8 @@ def upcycle(
       are replaced by the ones of lowest rank that keep a share `energy` of the squares
       of what they make of the cluster's tokens.
     - `"positions"`, of a soft router alone: each slot takes the token of one place of
-      the image, as sharply as `confidence` says, and gives its output back to that
-      place. With fewer slots than tokens, neighbours share one.
+      the image and gives its output back to that place, as far as the tokens tell where
+      they are from. With fewer slots than tokens, neighbours share one.
 
     Whether the new model computes at first what the dense one did is a question of the
     router, as long as all experts of a block are equal (`"copies"` without noise, or
@@ -65,7 +64,9 @@ def upcycle(
       a token that none takes gets nothing.
     - Soft routing: never exactly. An expert sees averages of tokens, and the MLP of an
       average is not the average of MLPs: its GELU is not linear. With random weights
-      every slot is about the mean of the image. From positions the averages are sharp.
+      every slot is about the mean of the image. From clusters (with `energy=1`) a slot
+      is the mean of tokens that are alike, from positions nearly a single token, where
+      a place shows. Which is closer is up to the model: try both.
 
     Where it does not, some training brings the quality back.
 
@@ -86,9 +87,7 @@ def upcycle(
         confidence: float under 1, for the latter two: the mean, over the tokens, of the
             probability of their first choice (of a soft router the largest combine
             weight), to which the router's weights are scaled. The surer, the smaller
-            the router's gradient. `None` for 0.9 from clusters, so that a token gets
-            nearly all of its expert's output, and 0.5 from positions: places cannot be
-            told apart without error, and surer errors are larger.
+            the router's gradient.
         seed: int, of noise and clusters.
         **moe_settings: other arguments of `layers.MoE`, such as `group_images` and
             `dispatcher`. Those that are not given have its defaults.
@@ -127,8 +126,6 @@ def upcycle(
             "Only a dense model can be upcycled. Received: a model with experts in the "
             f"blocks {tuple(backbone.moe_layers)}."
         )
-    if confidence is None:
-        confidence = _CONFIDENCE.get(start)
     _check(backbone, router, start, images, noise_std, energy, confidence, seed)
     config = {
         **backbone.get_config(),

@@ -14,13 +14,14 @@ from experiments.upcycling.plans import SMALL, SMOKE, VARIANTS, variants
 PLAN = dataclasses.replace(
     SMOKE, scale=dataclasses.replace(SMOKE.scale, seeds=(3, 4), more_seeds=())
 )
+TRAINED = ("dense", "copies", "clusters", "soft")
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Directory and results of all variants with a seed, and of the rates."""
+    """Directory and results of most variants with a seed, and of a rate."""
     directory = tmp_path_factory.mktemp("upcycling")
-    cells = [Cell(name, 3, PLAN.learning_rate) for name in VARIANTS]
+    cells = [Cell(name, 3, PLAN.learning_rate) for name in TRAINED]
     program.train(PLAN, [*cells, *program.rate_cells(PLAN)[:1]], directory)
     return directory, program.gather(PLAN, directory)
 
@@ -29,8 +30,8 @@ def test_results(finished):
     _, results = finished
     assert json.loads(json.dumps(results)) == results
     assert list(results["cells"]) == list(VARIANTS)
-    for name, by_seed in results["cells"].items():
-        (cell,) = by_seed.values()
+    for name in TRAINED:
+        (cell,) = results["cells"][name].values()
         assert not cell["diverged"] and len(cell["curve"]) == PLAN.epochs
         before = cell["before"]
         assert (before["feature_difference"] == 0) == (name == "dense")
@@ -81,8 +82,9 @@ def test_further_images_are_new(finished):
 def test_report(finished):
     _, results = finished
     text = tables.report(results)
-    for variant in results["variants"].values():
-        assert text.count(f"| {variant['title']} |") == 2
+    for name, variant in results["variants"].items():
+        # In the table of results, and in that of the curves.
+        assert text.count(f"| {variant['title']} |") == 1 + (name in TRAINED)
     # One seed gives no interval.
     assert "(one seed)" in text and "within the noise" in text
 
@@ -90,7 +92,8 @@ def test_report(finished):
 def test_claims_of_made_up_results(finished):
     _, results = finished
     results = json.loads(json.dumps(results))
-    for name, by_seed in results["cells"].items():
+    for name in TRAINED:
+        by_seed = results["cells"][name]
         (cell,) = by_seed.values()
         gain = {"copies": 0.1, "clusters": 0.05}.get(name, 0.0)
         for seed, spread in enumerate((0.0, 0.001, -0.001)):
@@ -99,6 +102,6 @@ def test_claims_of_made_up_results(finished):
         del by_seed["3"]
     found = {c.text: c for c in tables.claims(results)}
     verdicts = [c.verdict("upstream_accuracy") for c in found.values()]
-    assert verdicts == ["yes", "no", "no", "open", "open"]
+    assert verdicts == ["yes", "not run", "no", "yes", "open"]
     ahead = next(iter(found.values())).differences["upstream_accuracy"][0]
     assert ahead.mean == pytest.approx(0.1) and ahead.seeds == 3
