@@ -33,6 +33,9 @@ def main(arguments=None):
         "--seeds", type=int, nargs="*", help="train these of the plan's seeds only"
     )
     parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="and these"
+    )
+    parser.add_argument(
         "--rates",
         action="store_true",
         help="train what the learning rate is chosen from, and no other cell",
@@ -51,7 +54,8 @@ def main(arguments=None):
         seeds, cells = (), rate_cells(plan)
     else:
         seeds = plan.scale.seeds if arguments.seeds is None else arguments.seeds
-        cells = [Cell(n, s, plan.learning_rate) for s in seeds for n in VARIANTS]
+        names = arguments.variants
+        cells = [Cell(n, s, plan.learning_rate) for s in seeds for n in names]
     train(plan, cells, work)
     measure_starts(plan, seeds, work)
     results = gather(plan, work)
@@ -184,7 +188,8 @@ def _keep_to(directory, plan):
     """Refuse to mix plans or backends in one directory."""
     kept, here = Path(directory, "plan.json"), plan.settings
     # The rate is chosen on the way, and part of the names of the cells.
-    here = {**here, "learning_rate": None, "backend": keras.backend.backend()}
+    here = {name: here[name] for name in here if "learning_rate" not in name}
+    here["backend"] = keras.backend.backend()
     if not kept.exists():
         write_json(kept, here)
     before = read_json(kept)

@@ -140,8 +140,8 @@ SMALL = Plan(
     scale=dataclasses.replace(SMALL_STUDY, epochs=8, rate_seeds=(100,), more_seeds=()),
     epochs=4,
     warmup_steps=100,
-    learning_rates=(1e-3, 2e-3, 4e-3),
-    learning_rate=2e-3,
+    learning_rates=(1e-3, 2e-3, 4e-3, 8e-3),
+    learning_rate=8e-3,
     num_images=512,
 )
 
