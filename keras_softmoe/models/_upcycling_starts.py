@@ -83,6 +83,10 @@ def prepare_images(dense, backbone, images):
         images = preprocessor(images)
     images = ops.convert_to_numpy(images)
     check_images(images, backbone.image_shape)
+    if not len(images):
+        raise ValueError(
+            "There is nothing to start from. Received: no image. Pass some hundred."
+        )
     if preprocessor is None and images.dtype.kind in "iu":
         raise ValueError(
             "A backbone takes images in [-1, 1], which integers are not. Received: "

@@ -374,6 +374,7 @@ def test_routers_without_weights(dense, router, message):
         ({"noise_std": -1}, "`noise_std`.*at least 0"),
         ({"seed": -1}, "`seed`"),
         ({"images": MANY[0]}, "Make a batch of one"),
+        ({"images": MANY[:0]}, "nothing to start from"),
         ({"images": MANY[:, :4]}, "Resize them"),
         ({"images": tiny.pixels(2).astype("uint8")}, r"in \[-1, 1\], which integers"),
     ],
