@@ -82,13 +82,14 @@ def upcycle(
             as the backbone takes them for a backbone. The tokens of all of them are
             kept in memory, `4 * B * S * D` bytes for each block.
         noise_std: float, standard deviation of normal noise on the kernels of the
-            experts, of each kernel's own standard deviation. 0 adds none.
+            experts, in units of that of each kernel itself. 0 adds none.
         energy: float in (0, 1], for `"clusters"`. With 1 the experts stay copies.
         confidence: float under 1, for the latter two: the mean, over the tokens, of the
             probability of their first choice (of a soft router the largest combine
             weight), to which the router's weights are scaled. The surer, the smaller
             the router's gradient.
-        seed: int, of noise and clusters.
+        seed: int, of noise and clusters. (Random weights follow
+            `keras.utils.set_random_seed`.)
         **moe_settings: other arguments of `layers.MoE`, such as `group_images` and
             `dispatcher`. Those that are not given have its defaults.
 
@@ -127,6 +128,8 @@ def upcycle(
             f"blocks {tuple(backbone.moe_layers)}."
         )
     _check(backbone, router, start, images, noise_std, energy, confidence, seed)
+    if start != "copies":
+        images = prepare_images(dense, backbone, images)
     config = {
         **backbone.get_config(),
         "moe_layers": tuple(moe_layers),
@@ -139,7 +142,6 @@ def upcycle(
         sparse = type(dense).from_config({**dense.get_config(), "backbone": mixture})
     _copy(dense, sparse)
     if start != "copies":
-        images = prepare_images(dense, backbone, images)
         tokens_of = tokens_for_mlps(backbone, mixture.moe_layers, images)
         for layer, tokens in tokens_of.items():
             moe, mlp = mixture.blocks[layer].moe, backbone.blocks[layer].mlp
