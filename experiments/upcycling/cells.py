@@ -100,8 +100,7 @@ def continued_run(plan, cell, task, file):
     def build():
         dense = _started(plan, task, file)
         model = _upcycled(plan, variant, dense, task, seed)
-        before.update(_measured(plan, task, model))
-        before["feature_difference"] = _feature_difference(dense, model, task)
+        before.update(_kept(dense, model, task))
         compile_with_cosine(
             model, scale, plan.steps, plan.warmup_steps, cell.learning_rate
         )
@@ -135,13 +134,7 @@ def measured_start(plan, variant, seed, task, file):
     """
     keras.utils.set_random_seed(seed)
     dense = _started(plan, task, file)
-    model = _upcycled(plan, variant, dense, task, seed)
-    return {
-        "diverged": False,
-        "feature_difference": _feature_difference(dense, model, task),
-        "upstream_accuracy": task.accuracy(model),
-        **_routing(model, task.images(plan.scale.routed_images)[0]),
-    }
+    return _kept(dense, _upcycled(plan, variant, dense, task, seed), task)
 
 
 def start_name(seed):
@@ -227,6 +220,16 @@ def _measured(plan, task, model):
         "accuracy_with_room": _accuracy_with_room(scale, model, task),
         "few_shot": {str(shots): result.mean for shots, result in probe.items()},
         **_routing(model, task.images(scale.routed_images)[0]),
+    }
+
+
+def _kept(dense, model, task):
+    """What a model that is not trained further has of the dense one."""
+    return {
+        "diverged": False,
+        "feature_difference": _feature_difference(dense, model, task),
+        "upstream_accuracy": task.accuracy(model),
+        **_routing(model, task.images(task.scale.routed_images)[0]),
     }
 
 
