@@ -234,19 +234,14 @@ def test_clusters_are_routed_to_their_experts(dense):
     "router",
     [
         routers.SoftmaxTokenChoiceRouter(4, priority="max", capacity_factor=1.0),
-        routers.SinkhornTokenChoiceRouter(4),
-        routers.SoftmaxExpertChoiceRouter(4),
-        routers.SparseTransportExpertChoiceRouter(4),
-        routers.SoftRouter(4),
+        routers.SinkhornExpertChoiceRouter(4),
         routers.SoftRouter(2, slots_per_expert=2),
-        routers.SoftRouter(4, normalize=False),
-        routers.SoftRouter(4, combine="uniform"),
+        routers.SoftRouter(4, normalize=False, combine="uniform"),
     ],
     ids=lambda router: type(router).__name__,
 )
 def test_clusters_for_every_router_with_weights(dense, router):
     sparse = clustered(dense, router, group_images=2)
-    assert np.isfinite(to_numpy(sparse(IMAGES)["pooled_output"])).all()
     logits = sparse.route(MANY)[1].summary["logits"]
     # (tokens, experts or slots)
     logits = keras.ops.reshape(logits, (-1, 4))
@@ -311,7 +306,6 @@ def placed():
 @pytest.mark.parametrize(
     "router",
     [
-        routers.SoftRouter(4),
         routers.SoftRouter(4, slots_per_expert=2),
         routers.SoftRouter(4, normalize=False),
     ],
