@@ -15,7 +15,14 @@ from experiments.upcycling.cells import (
     start_run,
     task_of,
 )
-from experiments.upcycling.plans import DENSE, PLANS, VARIANTS, soft_starts, variants
+from experiments.upcycling.plans import (
+    CONTROLS,
+    DENSE,
+    PLANS,
+    VARIANTS,
+    soft_starts,
+    variants,
+)
 from experiments.upcycling.tables import report
 from keras_softmoe.files import replaced_file
 
@@ -33,12 +40,15 @@ def main(arguments=None):
         "--seeds", type=int, nargs="*", help="train these of the plan's seeds only"
     )
     parser.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="and these"
+        "--variants",
+        nargs="+",
+        choices=VARIANTS + CONTROLS,
+        help="train these only [all that cost the same; for --rates the dense model]",
     )
     parser.add_argument(
         "--rates",
         action="store_true",
-        help="train what the learning rate is chosen from, and no other cell",
+        help="train with each learning rate that is tried, for one to be chosen",
     )
     parser.add_argument(
         "--work", type=Path, help="where cells are kept [build/upcycling/PLAN]"
@@ -51,10 +61,10 @@ def main(arguments=None):
     work = arguments.work or Path("build", "upcycling", plan.name)
     print(f"{plan.name} on {keras.backend.backend()}, kept in {work}")
     if arguments.rates:
-        seeds, cells = (), rate_cells(plan)
+        seeds, cells = (), rate_cells(plan, arguments.variants or [DENSE])
     else:
         seeds = plan.scale.seeds if arguments.seeds is None else arguments.seeds
-        names = arguments.variants
+        names = arguments.variants or VARIANTS
         cells = [Cell(n, s, plan.learning_rate) for s in seeds for n in names]
     train(plan, cells, work)
     measure_starts(plan, seeds, work)
@@ -66,10 +76,11 @@ def main(arguments=None):
     print(f"\n{report(results)}\nWritten to {output}")
 
 
-def rate_cells(plan):
-    """What the learning rate is chosen from, a list of `Cell`."""
+def rate_cells(plan, names):
+    """Variants with each learning rate, a list of `Cell`."""
     return [
-        Cell(DENSE, seed, rate)
+        Cell(name, seed, rate)
+        for name in names
         for seed in plan.scale.rate_seeds
         for rate in plan.learning_rates
     ]
@@ -114,8 +125,8 @@ def gather(plan, directory):
 
     Everything in it but `"times"` follows from plan and seeds: `"plan"`, its settings;
     `"variants"`, what each is and costs; by seed the results (see `cells`) of the dense
-    `"starts"`, of the `"cells"` of each variant, and of the `"rates"` that were tried;
-    `"soft_starts"`, by title and seed what ways into a Soft MoE keep without training.
+    `"starts"`, of the `"cells"` of each variant, and of the `"rates"` that were tried
+    with each; and `"soft_starts"`, what ways into a Soft MoE keep without training.
     """
     num_classes = task_of(plan, Path(directory, "images")).num_classes
     times = {}
@@ -147,13 +158,16 @@ def gather(plan, directory):
         "starts": by_seed((*scale.rate_seeds, *scale.seeds), start_name),
         "cells": {
             name: by_seed(scale.seeds, lambda seed, n=name: Cell(n, seed, chosen).name)
-            for name in VARIANTS
+            for name in variants(scale)
         },
         "rates": {
-            f"{rate:g}": by_seed(
-                scale.rate_seeds, lambda seed, r=rate: Cell(DENSE, seed, r).name
-            )
-            for rate in plan.learning_rates
+            name: {
+                f"{rate:g}": by_seed(
+                    scale.rate_seeds, lambda seed, n=name, r=rate: Cell(n, seed, r).name
+                )
+                for rate in plan.learning_rates
+            }
+            for name in variants(scale)
         },
         "soft_starts": {
             variant.title: {

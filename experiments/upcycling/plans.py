@@ -10,6 +10,8 @@ from keras_softmoe import routers
 DENSE = "dense"
 # Of what the dense model is continued as, see `variants`.
 VARIANTS = (DENSE, "copies", "noise", "clusters", "clusters_gated", "soft")
+# Costs more, and shows what dropped tokens are worth.
+CONTROLS = ("copies_room",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +76,14 @@ def variants(scale):
     All have as many slots as tokens, so that they cost what the dense model costs but
     for the router. Gates of token choice are normalized: with room for every token the
     first prediction is then the dense one, and it is the losses alone that train the
-    router.
+    router. The controls have twice as many slots.
     """
 
-    def token_choice(title, normalize_gates=True, **start):
+    def token_choice(title, normalize_gates=True, capacity_factor=1.0, **start):
         router = routers.SoftmaxTokenChoiceRouter(
             scale.num_experts,
             num_selected_experts=1,
-            capacity_factor=1.0,
+            capacity_factor=capacity_factor,
             priority="max",
             normalize_gates=normalize_gates,
             name="router",
@@ -101,8 +103,9 @@ def variants(scale):
             "clusters, gates not normalized", normalize_gates=False, **clusters
         ),
         Variant("Soft MoE, clusters", soft, {"start": "clusters", "energy": 1}),
+        token_choice("copies, twice the slots (costs more)", capacity_factor=2.0),
     )
-    return dict(zip(VARIANTS, found, strict=True))
+    return dict(zip(VARIANTS + CONTROLS, found, strict=True))
 
 
 def soft_starts(scale):

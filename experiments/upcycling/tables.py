@@ -113,6 +113,18 @@ def starts_table(results):
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def rates_table(results):
+    """Markdown: upstream accuracy with each learning rate, of its own seed."""
+    rates = list(results["rates"][DENSE])
+    rows = [["model", *rates], ["---", *["---:"] * len(rates)]]
+    for name, by_rate in results["rates"].items():
+        found = [list(by_seed.values()) for by_seed in by_rate.values()]
+        if any(found):
+            cells = (_percent(cells, "upstream_accuracy") for cells in found)
+            rows.append([results["variants"][name]["title"], *cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def report(results):
     """The whole experiment as text, Markdown."""
     found = claims(results)
@@ -130,9 +142,9 @@ def report(results):
         f"same {continued:,} further ones: the learning rate rises to "
         f"{plan['learning_rate']:g} in {plan['warmup_steps']} steps and falls to 0 "
         "along a cosine, with fresh moments of the optimizer, for all of them. The "
-        f"peak is the best of {', '.join(results['rates'])} for the dense model, with "
-        "a seed of which there is no other result"
-        f"{_rates(results)}. Mixtures have {scale['num_experts']} experts in every "
+        f"peak is the best of {', '.join(results['rates'][DENSE])} for the dense model,"
+        " with a seed of which there is no other result. Mixtures have "
+        f"{scale['num_experts']} experts in every "
         "second block and as many slots as tokens, so that a step costs what a dense "
         "one costs but for the router; batch priority decides who is turned away. "
         f"Clusters and positions are found with {plan['num_images']} images.\n\n"
@@ -144,18 +156,9 @@ def report(results):
     parts = [f"# Upcycling, `{scale['name']}`", setup, table(results)]
     parts += ["## While training", curves_table(results)]
     parts += ["## Ways into a Soft MoE, before training", starts_table(results)]
+    parts += ["## Learning rates", rates_table(results)]
     parts += ["## Claims", reading(found), in_words(found, METRICS)]
     return "\n\n".join(parts) + "\n"
-
-
-def _rates(results):
-    listed = [
-        f"{100 * value(cell, 'upstream_accuracy'):.1f} % at {rate}"
-        for rate, by_seed in results["rates"].items()
-        for cell in by_seed.values()
-        if not cell["diverged"]
-    ]
-    return f" ({', '.join(listed)})" if listed else ""
 
 
 def _row(title, known, cells):
