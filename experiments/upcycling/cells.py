@@ -149,7 +149,7 @@ def cost_of(plan, variant, num_classes):
         arguments |= {
             "moe_layers": plan.scale.moe_layers,
             "router": variant.router,
-            "group_images": _group_images(plan, variant),
+            "group_images": variant.group_images,
         }
     counted = ksm.evaluation.cost(arguments, num_classes=num_classes)
     images = plan.steps * plan.scale.batch_size
@@ -178,10 +178,6 @@ def _started(plan, task, file):
     return dense
 
 
-def _group_images(plan, variant):
-    return 1 if variant.router.mixes_tokens else plan.scale.group_images
-
-
 def _upcycled(plan, variant, dense, task, seed):
     if variant.router is None:
         return dense
@@ -197,7 +193,7 @@ def _upcycled(plan, variant, dense, task, seed):
         dense,
         plan.scale.moe_layers,
         variant.router,
-        group_images=_group_images(plan, variant),
+        group_images=variant.group_images,
         **{"seed": seed, **start},
     )
 

@@ -9,7 +9,16 @@ from keras_softmoe import routers
 
 DENSE = "dense"
 # Of what the dense model is continued as, see `variants`.
-VARIANTS = (DENSE, "copies", "noise", "clusters", "clusters_gated", "soft")
+VARIANTS = (
+    DENSE,
+    "copies",
+    "noise",
+    "clusters",
+    "soft",
+    "clusters_gated",
+    "copies_groups",
+    "clusters_groups",
+)
 # Costs more, and shows what dropped tokens are worth.
 CONTROLS = ("copies_room",)
 
@@ -63,11 +72,13 @@ class Variant(NamedTuple):
         title: str.
         router: router, the template, or `None` for the dense model.
         start: dict of arguments of `upcycle`; `images` are added where they are needed.
+        group_images: int, images that are routed together.
     """
 
     title: str
     router: object = None
     start: dict = {}
+    group_images: int = 1
 
 
 def variants(scale):
@@ -76,10 +87,18 @@ def variants(scale):
     All have as many slots as tokens, so that they cost what the dense model costs but
     for the router. Gates of token choice are normalized: with room for every token the
     first prediction is then the dense one, and it is the losses alone that train the
-    router. The controls have twice as many slots.
+    router. Groups are those of the study, or half a batch: tokens of an image are
+    alike, above all in the last block, so that those of few images crowd at few
+    experts. The controls have twice as many slots.
     """
 
-    def token_choice(title, normalize_gates=True, capacity_factor=1.0, **start):
+    def token_choice(
+        title,
+        normalize_gates=True,
+        capacity_factor=1.0,
+        group_images=scale.group_images,
+        **start,
+    ):
         router = routers.SoftmaxTokenChoiceRouter(
             scale.num_experts,
             num_selected_experts=1,
@@ -88,21 +107,25 @@ def variants(scale):
             normalize_gates=normalize_gates,
             name="router",
         )
-        return Variant(f"Token choice, {title}", router, start)
+        return Variant(f"Token choice, {title}", router, start, group_images)
 
     soft = routers.SoftRouter(
         scale.num_experts, scale.num_tokens // scale.num_experts, name="router"
     )
     clusters = {"start": "clusters"}
+    groups = {"group_images": scale.batch_size // 2}
+    in_groups = f"groups of {scale.batch_size // 2} images"
     found = (
         Variant("Dense, continued"),
         token_choice("copies"),
         token_choice("copies with noise", noise_std=0.1),
         token_choice("clusters", **clusters),
+        Variant("Soft MoE, clusters", soft, {"start": "clusters", "energy": 1}),
         token_choice(
             "clusters, gates not normalized", normalize_gates=False, **clusters
         ),
-        Variant("Soft MoE, clusters", soft, {"start": "clusters", "energy": 1}),
+        token_choice(f"copies, {in_groups}", **groups),
+        token_choice(f"clusters, {in_groups}", **clusters, **groups),
         token_choice("copies, twice the slots (costs more)", capacity_factor=2.0),
     )
     return dict(zip(VARIANTS + CONTROLS, found, strict=True))

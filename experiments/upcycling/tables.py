@@ -15,19 +15,20 @@ _SOURCE = "Sparse Upcycling, section 4"
 _CLUSTERED = "Cluster-aware Upcycling, abstract"
 # Claim, its source, and what is to be ahead of what.
 _CLAIMS = (
+    ("Upcycling to token choice pays", _SOURCE, [("copies", DENSE)]),
     (
-        "Upcycled to token choice, a model gains more than the dense one goes on to",
-        _SOURCE,
-        [("copies", DENSE)],
+        "Upcycling to token choice pays in larger groups",
+        "ours",
+        [("copies_groups", DENSE), ("clusters_groups", DENSE)],
     ),
     ("Noise on the copies helps", "ours", [("noise", "copies")]),
     ("Clusters are a better start than copies", _CLUSTERED, [("clusters", "copies")]),
     (
-        "From clusters token choice gains more than the dense model",
+        "Upcycling to token choice from clusters pays",
         _CLUSTERED,
         [("clusters", DENSE), ("clusters_gated", DENSE)],
     ),
-    ("So does Soft MoE from clusters", "ours", [("soft", DENSE)]),
+    ("Upcycling to Soft MoE from clusters pays", "ours", [("soft", DENSE)]),
 )
 _NONE = "–"
 
