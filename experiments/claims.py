@@ -2,8 +2,8 @@
 
     python -m experiments.claims
 
-writes `experiments/CLAIMS.md` from what is committed: the JSON of the router study, the
-metadata of the LIMoE presets and the sweeps. Nothing is trained.
+writes `experiments/CLAIMS.md` from what is committed: the JSON of the router study and
+of upcycling, the metadata of the LIMoE presets and the sweeps. Nothing is trained.
 """
 
 from pathlib import Path
@@ -14,6 +14,8 @@ from experiments.router_study.claims import claims as claims_of_study
 from experiments.router_study.scales import SCALES
 from experiments.router_study.tables import METRICS, NOT_ASKED
 from experiments.runs import read_json
+from experiments.upcycling import tables as upcycling
+from experiments.upcycling.plans import PLANS
 from keras_softmoe.files import replaced_file
 
 HERE = Path(__file__).resolve().parent
@@ -39,6 +41,16 @@ def page():
             f"[Tables, figures and set-up](router_study/{scale})",
             reading(found),
             in_words(found, METRICS),
+        ]
+    for plan in PLANS:
+        file = HERE / "upcycling" / plan / "results.json"
+        if not file.exists():
+            continue
+        found = upcycling.claims(read_json(file))
+        parts += [
+            f"## Upcycling, plan `{plan}`",
+            f"[Tables and set-up](upcycling/{plan})",
+            in_words(found, upcycling.METRICS),
         ]
     found = limoe_claims.claims()
     parts += ["## LIMoE", in_words(found, limoe_claims.METRICS)]

@@ -118,8 +118,9 @@ print(f"at 48 x 48: {larger.patch_grid[0]} x {larger.patch_grid[1]} patches")
 
 The last two of the blocks get eight experts each, copies of their MLP. With gates that
 sum to one and room for every choice, the V-MoE is the dense model at first. The Soft
-MoE is not: its experts see averages of tokens. Both are changed by training from here
-on.
+MoE is not: its experts see averages of tokens. It stays closer if its slots start from
+clusters of the tokens of some images, so that they average what is alike. Both are
+changed by training from here on.
 """
 
 preprocessor = ksm.converters.image_preprocessor(vit, image_size=(32, 32))
@@ -127,13 +128,12 @@ routers = {
     "V-MoE": ksm.routers.SoftmaxTokenChoiceRouter(
         8, num_selected_experts=2, capacity_factor=4.0, normalize_gates=True
     ),
-    "Soft MoE": ksm.routers.SoftRouter(
-        8, slots_per_expert=8, initial_scale="unit_variance"
-    ),
+    "Soft MoE": ksm.routers.SoftRouter(8, slots_per_expert=8),
 }
+starts = {"Soft MoE": {"start": "clusters", "images": glyphs[:128] / 127.5 - 1.0}}
 models = {"dense": dense}
 for name, router in routers.items():
-    models[name] = ksm.converters.upcycle(dense, moe_layers=(2, 3), router=router)
+    models[name] = ksm.converters.upcycle(dense, (2, 3), router, **starts.get(name, {}))
     outputs = models[name](images)["pooled_output"]
     change = np.abs(keras.ops.convert_to_numpy(outputs) - ours[:, 0]).max()
     print(f"{name}: features change by up to {change:.1e}")

@@ -40,6 +40,7 @@ RUNS_ON = {
     "models/test_broken_presets.py": ("torch",),
     "models/test_contrastive_input.py": ("torch",),
     "models/test_pruning.py": ("torch",),
+    "models/test_token_statistics.py": ("torch",),
     "test_benchmark*.py": ("torch",),
     "test_checks.py": ("torch",),
     "test_package.py": ("jax",),

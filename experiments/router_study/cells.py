@@ -42,7 +42,7 @@ def cell(scale, configuration, seed, task):
         return model
 
     def measure(model):
-        if not _is_finite(model):
+        if not is_finite(model):
             return {"diverged": True}
         return {
             "diverged": False,
@@ -54,7 +54,7 @@ def cell(scale, configuration, seed, task):
     def watch(model):
         return {
             "accuracy": task.accuracy(model, scale.watched_images),
-            "sharpness": _sharpness(model, task.images(scale.watched_images // 8)[0]),
+            "sharpness": sharpness_of(model, task.images(scale.watched_images // 8)[0]),
         }
 
     return Run(
@@ -132,11 +132,11 @@ def _routing(scale, model, task):
         "imbalance": [x.imbalance for x in load.values()],
         "position_share": [x.position_share for x in information.values()],
         "label_share": [x.label_share for x in information.values()],
-        "sharpness": _sharpness(model, images),
+        "sharpness": sharpness_of(model, images),
     }
 
 
-def _sharpness(model, images):
+def sharpness_of(model, images):
     """The largest dispatch and combine weights in even shares, per soft block."""
     routers = model.backbone.routers.values()
     if not any(isinstance(router, ksm.routers.SoftRouter) for router in routers):
@@ -147,7 +147,7 @@ def _sharpness(model, images):
 
 def _transfer(scale, model, seed):
     """Few-shot and fine-tuned accuracy on the handwritten digits."""
-    train, test = (_digits(scale, split) for split in ("train", "test"))
+    train, test = (digits(scale, split) for split in ("train", "test"))
     probe = ksm.evaluation.few_shot_probe(
         model, train, test, shots=scale.shots, seeds=scale.draws, verbose=0
     )
@@ -158,7 +158,7 @@ def _transfer(scale, model, seed):
     }
 
 
-def _digits(scale, split):
+def digits(scale, split):
     """Handwritten digits as large as the glyphs, in the middle of the image."""
     images, labels = ksm.datasets.digits(scale.glyph_size, split)
     before = (scale.image_size - scale.glyph_size) // 2
@@ -184,7 +184,8 @@ def _fine_tuned(scale, backbone, train, test, seed):
     return accuracy(model, *test)
 
 
-def _is_finite(model):
+def is_finite(model):
+    """Whether no weight that is trained has become infinite or NaN."""
     return all(
         bool(np.all(np.isfinite(keras.ops.convert_to_numpy(weight.value))))
         for weight in model.trainable_variables

@@ -131,8 +131,7 @@ class EncoderBlock(keras.layers.Layer):
             self.mlp_scale.build(shape)
 
     def call(self, inputs, mask=None, training=None):
-        x = add(inputs, each(lambda x, m: self._attend(x, m, training), inputs, mask))
-        tokens = each(self.mlp_norm, x)
+        x, tokens = self.before_mlp(inputs, mask, training)
         if self.moe is not None:
             outputs = self.moe(tokens, mask=mask, training=training)
         elif self._masks_mlp:
@@ -142,6 +141,11 @@ class EncoderBlock(keras.layers.Layer):
         if self.layer_scale is not None:
             outputs = each(self.mlp_scale, outputs)
         return add(x, each(lambda x: self._drop(x, training), outputs))
+
+    def before_mlp(self, inputs, mask=None, training=None):
+        """The sum after attention, and its normalized tokens: what the MLP is given."""
+        x = add(inputs, each(lambda x, m: self._attend(x, m, training), inputs, mask))
+        return x, each(self.mlp_norm, x)
 
     def _attend(self, x, mask, training):
         tokens = self.attention_norm(x)

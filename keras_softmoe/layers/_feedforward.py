@@ -79,8 +79,12 @@ class MLP(keras.layers.Layer):
         self.output_dense.build((*inputs_shape[:-1], self.mlp_dim))
 
     def call(self, inputs):
+        return _multiply(self.output_dense, self.hidden(inputs))
+
+    def hidden(self, inputs):
+        """What the second layer is given, `(..., H)`."""
         hidden = _multiply(self.intermediate_dense, inputs)
-        return _multiply(self.output_dense, _ACTIVATIONS[self.activation](hidden))
+        return _ACTIVATIONS[self.activation](hidden)
 
     def compute_output_shape(self, inputs_shape):
         return inputs_shape

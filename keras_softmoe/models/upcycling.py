@@ -3,31 +3,72 @@
 import numpy as np
 from keras import ops
 
+from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
 from keras_softmoe.layers import MoE
+from keras_softmoe.models._backbone import MoEBackbone
+from keras_softmoe.models._upcycling_starts import (
+    check_start,
+    prepare_images,
+    start_from_clusters,
+    start_from_positions,
+    tokens_for_mlps,
+)
+from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
 from keras_softmoe.models.dense_sources import dense_model
 from keras_softmoe.models.vmoe_params import named_variables
 
+_STARTS = ("copies", "clusters", "positions")
 
-def upcycle(dense, moe_layers, router, **moe_settings):
+
+def upcycle(
+    dense,
+    moe_layers,
+    router,
+    start="copies",
+    images=None,
+    noise_std=0.0,
+    energy=0.99,
+    confidence=0.9,
+    seed=0,
+    **moe_settings,
+):
     """Turn a dense model into a mixture of experts that starts where it stands.
 
     Each expert of a block in `moe_layers` begins as a copy of that block's MLP, and
-    all else is copied as it is. The routers are new, with random weights.
+    all else is copied as it is. How the routers begin, and whether the experts differ,
+    is up to `start`:
+
+    - `"copies"`: the experts are equal, the routers new, with random weights.
+    - `"clusters"`: the tokens that the dense MLP is given for some images are put into
+      as many clusters as there are experts (for a soft router: slots). The centroids
+      become the router's weights, so that each expert is visited by the tokens of its
+      cluster, and each expert keeps of the MLP what its own tokens need: both kernels
+      are replaced by the ones of lowest rank that keep a share `energy` of the squares
+      of what they make of the cluster's tokens.
+    - `"positions"`, of a soft router alone: each slot takes the token of one place of
+      the image and gives its output back to that place, as far as the tokens tell where
+      they are from. With fewer slots than tokens, neighbours share one.
 
     Whether the new model computes at first what the dense one did is a question of the
-    router, since all experts of a block are equal at first:
+    router, as long as all experts of a block are equal (`"copies"` without noise, or
+    `energy=1`):
 
     - `IdentityRouter`: yes, exactly. Every token visits one expert, with weight 1.
     - Token choice: yes, if the gates of a token sum to one and no choice is dropped.
       They do with `normalize_gates=True`, or if every token chooses all experts. To
       drop nothing takes `capacity_factor=num_experts / num_selected_experts`, which
       leaves room for every token at every expert. With other gates a token gets its
-      MLP's output times the sum of its gates, with less room possibly nothing.
+      MLP's output times the sum of its gates, with less room possibly nothing. From
+      clusters the gate of one choice is near `confidence` without that; from random
+      weights it is small.
     - Expert choice: only with `capacity_factor=num_experts`, where every expert takes
       all tokens. Otherwise it is up to the experts how many of them take a token, and
       a token that none takes gets nothing.
-    - Soft routing: no, whatever the weights. An expert sees averages of tokens, and
-      the MLP of an average is not the average of MLPs: its GELU is not linear.
+    - Soft routing: never exactly. An expert sees averages of tokens, and the MLP of an
+      average is not the average of MLPs: its GELU is not linear. With random weights
+      every slot is about the mean of the image. From clusters (with `energy=1`) a slot
+      is the mean of tokens that are alike, from positions nearly a single token, where
+      a place shows. Which is closer is up to the model: try both.
 
     Where it does not, some training brings the quality back.
 
@@ -37,7 +78,22 @@ def upcycle(dense, moe_layers, router, **moe_settings):
             this library or of KerasHub, a model of KerasHub, a file, a directory or a
             handle.
         moe_layers: tuple of int, the blocks (counted from 0) that get experts.
-        router: a router from `keras_softmoe.routers`, a template.
+        router: a router from `keras_softmoe.routers`, a template; or a list of them,
+            one for each of those blocks.
+        start: `"copies"`, `"clusters"` or `"positions"`.
+        images: `(B, height, width, channels)` array of some hundred images, for the
+            latter two: pixels from 0 to 255 for a classifier, which prepares them, and
+            as the backbone takes them for a backbone. The tokens of all of them are
+            kept in memory, `4 * B * S * D` bytes for each block.
+        noise_std: float, standard deviation of normal noise on the kernels of the
+            experts, in units of that of each kernel itself. 0 adds none.
+        energy: float in (0, 1], for `"clusters"`. With 1 the experts stay copies.
+        confidence: float under 1, for the latter two: the mean, over the tokens, of the
+            probability of their first choice (of a soft router the largest combine
+            weight), to which the router's weights are scaled. The surer, the smaller
+            the router's gradient.
+        seed: int, of noise and clusters. (Random weights follow
+            `keras.utils.set_random_seed`.)
         **moe_settings: other arguments of `layers.MoE`, such as `group_images` and
             `dispatcher`. Those that are not given have its defaults.
 
@@ -45,10 +101,19 @@ def upcycle(dense, moe_layers, router, **moe_settings):
         A model of the same class.
 
     Raises:
-        ValueError: if `dense` has experts already, or `moe_layers` and `router` do not
-            fit it.
+        ValueError: if `dense` has experts already, `moe_layers` and `router` do not fit
+            it, images are missing, too few or not needed, the router has no weights
+            that could start so, or another argument is not among the accepted values.
 
-    Source: Komatsuzaki et al. 2023 (Sparse Upcycling), section 3.
+    Source: Komatsuzaki et al. 2023 (Sparse Upcycling), section 3; for clusters Chu et
+    al. 2026 (Cluster-aware Upcycling, arXiv 2604.13508), whose steps were taken from
+    its abstract and from summaries of it. What differs from those: the decomposition is
+    computed without whitening the tokens by a Cholesky factor and back, from the
+    singular vectors of the kernel's outputs, which gives the same kernel (see
+    `truncated_kernel`) also where the tokens of a cluster span less than the width; the
+    centroids are scaled to a `confidence` instead of to length one; and
+    its loss, the distillation from a running average of the model with all experts in
+    use, is a matter of training and left out. Positions are ours.
 
     Example:
 
@@ -56,14 +121,21 @@ def upcycle(dense, moe_layers, router, **moe_settings):
     ...     8, num_selected_experts=2, capacity_factor=4.0, normalize_gates=True
     ... )
     >>> sparse = ksm.converters.upcycle(dense, moe_layers=(9, 11), router=router)
+    >>> clustered = ksm.converters.upcycle(
+    ...     dense, (9, 11), router, start="clusters", images=images
+    ... )
     """
-    dense = dense_model(dense)
+    if not isinstance(getattr(dense, "backbone", dense), MoEBackbone):
+        dense = dense_model(dense)
     backbone = getattr(dense, "backbone", dense)
     if backbone.moe_layers:
         raise ValueError(
             "Only a dense model can be upcycled. Received: a model with experts in the "
             f"blocks {tuple(backbone.moe_layers)}."
         )
+    _check(backbone, router, start, images, noise_std, energy, confidence, seed)
+    if start != "copies":
+        images = prepare_images(dense, backbone, images)
     config = {
         **backbone.get_config(),
         "moe_layers": tuple(moe_layers),
@@ -71,9 +143,52 @@ def upcycle(dense, moe_layers, router, **moe_settings):
         **MoE.settings(),
         **moe_settings,
     }
-    sparse = type(backbone).from_config(config)
+    sparse = mixture = type(backbone).from_config(config)
     if backbone is not dense:
-        sparse = type(dense).from_config({**dense.get_config(), "backbone": sparse})
+        sparse = type(dense).from_config({**dense.get_config(), "backbone": mixture})
+    _copy(dense, sparse)
+    if start != "copies":
+        tokens_of = tokens_for_mlps(backbone, mixture.moe_layers, images)
+        for layer, tokens in tokens_of.items():
+            moe, mlp = mixture.blocks[layer].moe, backbone.blocks[layer].mlp
+            if start == "clusters":
+                rng = np.random.default_rng((seed, layer))
+                start_from_clusters(moe, mlp, tokens, energy, confidence, rng)
+            else:
+                start_from_positions(moe, tokens, confidence)
+    if noise_std:
+        _add_noise(sparse, noise_std, seed)
+    return sparse
+
+
+def _check(backbone, router, start, images, noise_std, energy, confidence, seed):
+    check_choice("start", start, _STARTS)
+    check_numbers(least=0, noise_std=noise_std)
+    check_whole_numbers(0, seed=seed)
+    if start == "copies":
+        if images is not None:
+            raise ValueError(
+                'Copies look at no images. Received: start="copies" with images. Leave '
+                'them out, or take `start="clusters"` or `start="positions"`.'
+            )
+        return
+    if not isinstance(backbone, ViTMoEBackbone):
+        raise ValueError(
+            "Only a model that takes images alone can start from them. Received: "
+            f'start={start!r} for a `{type(backbone).__name__}`. Take `start="copies"`.'
+        )
+    check_numbers(over=0, energy=energy)
+    if energy > 1:
+        raise ValueError(
+            "`energy` is the share that is kept, 1 for all of it. Received: "
+            f"energy={energy!r}."
+        )
+    for template in router if isinstance(router, list | tuple) else [router]:
+        check_start(start, template, images, confidence)
+
+
+def _copy(dense, sparse):
+    """Give the new model the weights of the old one, each expert those of its MLP."""
     sources = named_variables(dense)
     for name, variable in named_variables(sparse).items():
         if "/Moe/Router/" in name:
@@ -85,4 +200,14 @@ def upcycle(dense, moe_layers, router, **moe_settings):
             # (E, D, H), or (E, 1, H)
             value = value.reshape(-1, value.shape[-1])
         variable.assign(np.broadcast_to(value, variable.shape))
-    return sparse
+
+
+def _add_noise(sparse, noise_std, seed):
+    """Add normal noise to the kernels of all experts, relative to their spread."""
+    rng = np.random.default_rng(seed)
+    for name, variable in named_variables(sparse).items():
+        if "/Moe/Mlp/" in name and name.endswith("kernel"):
+            kernel = ops.convert_to_numpy(variable).astype("float32")
+            std = noise_std * kernel.std(axis=(1, 2), keepdims=True)
+            noise = rng.standard_normal(kernel.shape, "float32")
+            variable.assign(kernel + std * noise)

@@ -186,6 +186,11 @@ class LIMoERouter(SparseRouter):
         # Of two kernels both are applied to all tokens.
         return self.num_predicted_experts * (1 + self.per_modality)
 
+    @property
+    def num_directions(self):
+        is_pruned = self.kept_experts is not None
+        return 0 if self.per_modality or is_pruned else self.num_experts
+
     def default_losses(self):
         return classic_losses() + entropy_losses(
             self.num_predicted_experts, num_selected_experts=self.num_selected_experts

@@ -58,6 +58,13 @@ class Router(keras.layers.Layer):
     # Whether a slot holds a mixture of tokens (`DenseRouting`) instead of one.
     mixes_tokens = False
 
+    # How many directions tokens are compared with, see `set_directions`; 0 if there are
+    # no such weights.
+    num_directions = 0
+
+    # Whether it is directions of tokens that are compared, and not tokens.
+    normalizes_tokens = False
+
     # Arguments of the constructor that may change later.
     mutable_settings = ()
 
@@ -179,6 +186,21 @@ class Router(keras.layers.Layer):
             zeros = ops.zeros_like(tokens[:, 0, 0])
             found["auxiliary_loss"] = ops.cast(zeros, "float32")
         return Decision(routing, {**found, **summary})
+
+    def set_directions(self, directions):
+        """Let the logits be the products of tokens and directions.
+
+        Args:
+            directions: `(num_directions, D)` array, all of one length: one for each
+                expert, or of a soft router for each slot, expert by expert.
+
+        Raises:
+            ValueError: if the router has no such weights.
+        """
+        raise ValueError(
+            f"`{type(self).__name__}` has no weights that tokens are compared with. "
+            f"Received: directions of shape {directions.shape}."
+        )
 
     def clone(self, name):
         """A new router with the same configuration and its own weights."""

@@ -4,6 +4,7 @@ import math
 import numbers
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
@@ -145,6 +146,27 @@ class SoftRouter(Router):
                 name="scale",
             )
         check_layer(self)
+
+    @property
+    def num_directions(self):
+        return self._learns * self.num_experts * self.slots_per_expert
+
+    @property
+    def normalizes_tokens(self):
+        return self.normalize
+
+    def set_directions(self, directions):
+        if not self._learns:
+            super().set_directions(directions)
+        # (D, E * C)
+        mu = np.transpose(directions)
+        if self.normalize:
+            length = np.linalg.norm(mu, axis=0).mean()
+            self.scale.assign(length)
+            # Their own length says only how far a step of training turns them: as far
+            # as those that `build` makes.
+            mu = mu / (length * math.sqrt(self.num_experts))
+        self.mu.assign(np.reshape(mu, self.mu.shape))
 
     def call(self, tokens, valid=None, training=False):
         summary = {}

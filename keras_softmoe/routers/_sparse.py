@@ -226,6 +226,13 @@ class SparseRouter(Router):
                 decision = decision._replace(summary=summary)
         return super().complete(decision, tokens, valid, **kwargs)
 
+    @property
+    def num_directions(self):
+        return self.num_experts
+
+    def set_directions(self, directions):
+        self.kernel.assign(np.transpose(directions))
+
     # === Steps that subclasses may replace ===
 
     def modality_masks(self, group_tokens, **kwargs):

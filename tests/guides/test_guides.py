@@ -117,6 +117,10 @@ def check_upcycling(lines, folder):
     assert same < set(changes) and len(changes) == 6
     for name, change in changes.items():
         assert change < 1e-4 if name in same else change > 1e-2, name
+    new, clusters, positions = (
+        float(line.split()[-3]) for line in lines if line.startswith("soft, ")
+    )
+    assert max(clusters, positions) < new
 
 
 def check_vmoe_at_low_capacity(lines, folder):

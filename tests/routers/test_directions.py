@@ -1,0 +1,66 @@
+"""Routers whose weights are given: what tokens are compared with."""
+
+import numpy as np
+import pytest
+
+from keras_softmoe import routers
+from tests import cases
+from tests.references import to_numpy
+from tests.routers.sparse_routers import SPARSE, WIDTH, build
+
+TOKENS = cases.array("normal", (2, 8, WIDTH), 0)
+
+
+def directions(number):
+    """Vectors of length three."""
+    vectors = cases.array("normal", (1, number, WIDTH), 1)[0]
+    return 3 * vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+
+
+def logits(router):
+    return to_numpy(router(TOKENS).summary["logits"]).reshape(2, 8, -1)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse(name):
+    router = build(name, 4, WIDTH)
+    assert router.num_directions == 4 and not router.normalizes_tokens
+    router.set_directions(directions(4))
+    np.testing.assert_allclose(logits(router), TOKENS @ directions(4).T, atol=1e-4)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_soft(normalize):
+    router = routers.SoftRouter(4, slots_per_expert=2, normalize=normalize)
+    router.build(TOKENS.shape)
+    assert router.num_directions == 8 and router.normalizes_tokens == normalize
+    lengths = np.linalg.norm(to_numpy(router.mu), axis=0)
+    router.set_directions(directions(8))
+    tokens = TOKENS
+    if normalize:
+        tokens = TOKENS / np.linalg.norm(TOKENS, axis=-1, keepdims=True)
+        # As long as new ones, so that a step of training turns them as far.
+        given = np.linalg.norm(to_numpy(router.mu), axis=0)
+        np.testing.assert_allclose(given, 0.5, rtol=1e-5)
+        assert lengths.mean() == pytest.approx(0.5, rel=0.3)
+    np.testing.assert_allclose(logits(router), tokens @ directions(8).T, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        routers.IdentityRouter(4),
+        routers.SoftRouter(4, dispatch="uniform", combine="uniform"),
+    ],
+    ids=lambda router: type(router).__name__,
+)
+def test_without_weights(router):
+    router.build(TOKENS.shape)
+    assert router.num_directions == 0
+    with pytest.raises(ValueError, match=r"no weights.*of shape \(4, "):
+        router.set_directions(directions(4))
+
+
+def test_one_kernel_for_all_tokens():
+    assert routers.LIMoERouter(4).num_directions == 4
+    assert routers.LIMoERouter(4, per_modality=True).num_directions == 0
