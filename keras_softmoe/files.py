@@ -7,9 +7,11 @@ processes leave behind that are killed is cleared away by the next that writes t
 
 import contextlib
 import ctypes
+import errno
 import glob
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
@@ -20,6 +22,40 @@ from pathlib import Path
 _ASIDE = f"aside-{platform.node()}"
 # How long a process waits for another one, between two looks, in seconds.
 _PATIENCE = 0.2
+# What a system says that will not have something written.
+_REFUSALS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO),
+    *(errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
+    errno.ENAMETOOLONG,
+}
+
+
+class NotWritten(OSError, ValueError):
+    """A file or directory that could not be written. What was there before still is."""
+
+
+@contextlib.contextmanager
+def explain_refusals(path):
+    """Turn what a system says that will not have a path written into `NotWritten`.
+
+    Args:
+        path: str or path.
+    """
+    try:
+        yield
+    except NotWritten:
+        raise
+    except (OSError, RuntimeError) as error:
+        # When it closes a file HDF5 knows the reason only in words.
+        number = re.search(r"errno = (\d+)", str(error))
+        number = getattr(error, "errno", None) or (number and int(number[1]))
+        if number not in _REFUSALS:
+            raise
+        raise NotWritten(
+            f"'{path}' cannot be written ({os.strerror(number)}); what was there "
+            "before is unchanged. Make room, or choose a directory that this program "
+            f"may write to. Reason: {error}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -34,9 +70,12 @@ def replaced_file(path):
 
     Yields:
         `pathlib.Path` of the file to write, with the same suffixes.
+
+    Raises:
+        NotWritten: (an `OSError` and a `ValueError`) if the system refuses.
     """
     path = Path(path)
-    with _aside(path) as aside:
+    with explain_refusals(path), _aside(path) as aside:
         new = Path(aside, path.name)
         yield new
         for other in Path(aside).iterdir():
@@ -61,10 +100,15 @@ def replaced_directory(directory, keep=lambda path: True):
 
     Yields:
         `pathlib.Path` of an empty directory to write to.
+
+    Raises:
+        NotWritten: (an `OSError` and a `ValueError`) if the system refuses.
     """
     directory = Path(directory)
-    recover(directory)
-    with _aside(directory) as aside:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(explain_refusals(directory))
+        recover(directory)
+        aside = stack.enter_context(_aside(directory))
         new, old = Path(aside, "new"), Path(aside, "old")
         new.mkdir()
         yield new

@@ -5,10 +5,10 @@ import re
 import numpy as np
 import pytest
 
-from keras_softmoe import checks, evaluation, layers, models, routers
+from keras_softmoe import checks, distribution, evaluation, layers, models, routers
 from tests.models import tiny, tiny_limoe
 
-NO_SIZES = [0, -1, 2.5, 4.0, "4", True, None, [4]]
+NO_SIZES = [0, -1, 2.5, 4.0, "4", True, None, [4], 10**30]
 
 
 def assert_refused(make, name, value, error=ValueError):
@@ -17,7 +17,8 @@ def assert_refused(make, name, value, error=ValueError):
     message = str(caught.value)
     # What is accepted, what was given, and what to do about it.
     assert f"`{name}` must be" in message, message
-    assert f"Received: {name}={value!r}. Pass" in message, message
+    assert f"Received: {name}={checks.quote(value)}. Pass" in message, message
+    assert len(message) < 1000
 
 
 # === Layers ===
@@ -152,6 +153,33 @@ def test_other_numbers_of_routers(cls, wrong):
     assert_refused(lambda **x: router(cls, **x), name, value)
 
 
+@pytest.mark.parametrize(
+    "cls, name, value",
+    [
+        ("SoftmaxTokenChoiceRouter", "rounding", "floor"),
+        ("SoftmaxExpertChoiceRouter", "rounding", None),
+        ("SoftmaxTokenChoiceRouter", "random_logits", "x"),
+        ("SoftmaxTokenChoiceRouter", "random_logits", np.zeros(3)),
+        ("SoftmaxTokenChoiceRouter", "normalize_gates", "yes"),
+        ("SoftRouter", "normalize", None),
+        ("LIMoERouter", "per_modality", 2),
+        ("LIMoERouter", "priority", ["max"]),
+    ],
+)
+def test_choices_of_routers(cls, name, value):
+    with pytest.raises(ValueError, match=f"Unknown `{name}`.*Received: {name}="):
+        router(cls, **{name: value})
+
+
+def test_capacity_is_at_most_the_number_of_tokens():
+    """More slots would stay empty, whatever the factor."""
+    for cls in ("SoftmaxTokenChoiceRouter", "SoftmaxExpertChoiceRouter", "LIMoERouter"):
+        made = router(cls, capacity_factor=1e7, eval_capacity_factor=1e29)
+        assert made.capacity(6, training=True) == made.capacity(6) == 6
+    with pytest.raises(ValueError, match="`capacity_factor`.*under 1e.30"):
+        router("SoftmaxTokenChoiceRouter", capacity_factor=1e308)
+
+
 def test_weights_of_losses():
     assert_refused(routers.ImportanceLoss, "weight", "0.1")
 
@@ -255,6 +283,57 @@ def test_a_model_of_numpy_sizes_is_saved(tmp_path):
         revived.predict(x, verbose=0)["pooled_output"],
         model.predict(x, verbose=0)["pooled_output"],
     )
+
+
+# === What no machine holds ===
+
+
+@pytest.mark.parametrize("name", sorted(set(BACKBONE) | {"group_images"}))
+def test_sizes_beyond_all_machines(name):
+    value = 10**9
+    wrong = (value, value, 3) if name == "image_shape" else value
+    moe = {"moe_layers": (1,), "router": SOFT}
+    for make in (lambda x: models.ViTMoEBackbone(**x), evaluation.cost):
+        with pytest.raises(ValueError, match=f"`{name}`.*at most [0-9,]+.*Received"):
+            make({**BACKBONE, **moe, name: wrong})
+
+
+def test_models_that_exceed_the_memory(monkeypatch):
+    large = {**BACKBONE, "hidden_dim": 2**16, "mlp_dim": 2**20, "num_layers": 200}
+    with pytest.raises(ValueError, match=r"weights, which even in half.*Received: a"):
+        models.ViTMoEBackbone(**large)
+    assert evaluation.cost(large).parameters > 1e13
+    # A router of the user's own need not count its slots.
+    monkeypatch.setattr(routers.SoftRouter, "capacity", routers.Router.capacity)
+    models.ViTMoEBackbone(**BACKBONE, moe_layers=(1,), router=SOFT)
+
+
+def test_more_patches_than_attention_compares():
+    with pytest.raises(ValueError, match="at most 65,536 patches.*1024 x 1024 patches"):
+        evaluation.cost({**BACKBONE, "image_shape": (4096, 4096, 3)})
+
+
+def test_messages_quote_the_beginning_only():
+    for wrong in (
+        {"moe_layers": tuple(range(10**6))},
+        {"moe_layers": [[0] * 10**6]},
+        {"image_shape": (8,) * 10**6},
+        {"hidden_dim": "8" * 10**6},
+        {"pooling": "x" * 10**6},
+        {"num_layers": 10**5000},
+    ):
+        with pytest.raises(ValueError) as caught:
+            models.ViTMoEBackbone(**{**BACKBONE, "router": SOFT, **wrong})
+        assert len(str(caught.value)) < 1000
+
+
+def test_plans_for_any_number_of_devices():
+    moe = {"moe_layers": (1,), "router": SOFT}
+    with pytest.raises(ValueError, match="`devices`.*at most 1,048,576"):
+        distribution.plan({**BACKBONE, **moe}, 10**9, 80e9)
+    # Only numbers that divide the experts are tried.
+    found = distribution.plan({**BACKBONE, **moe}, 2**20, 80e9)
+    assert [mesh.shape[1] for mesh in found.meshes] == [1, 2, 4]
 
 
 # === Names ===

@@ -15,12 +15,18 @@ from keras_softmoe.catalogue import _preset_files as preset_files
 from keras_softmoe.catalogue._accuracy import accuracies
 from keras_softmoe.catalogue._limoe import limoe
 from keras_softmoe.catalogue._vision import vision
+from keras_softmoe.checks import quote
 from keras_softmoe.files import recover, replaced_directory
 
 CONFIG_FILE = "config.json"
 METADATA_FILE = "metadata.json"
 _TASK_FILE = "task.json"
 _TASK_WEIGHTS_FILE = "task.weights.h5"
+
+# Of a file of text, which all of it is read at once; the largest here have some 20 kB.
+_MAX_TEXT_BYTES = 1 << 22
+# Of the message of an error in a preset: some quote the whole configuration.
+_MAX_MESSAGE = 2000
 
 # Handles that KerasHub resolves itself.
 _REMOTE = ("hf://", "kaggle://", "modelscope://")
@@ -260,9 +266,13 @@ def explain_errors(preset):
         raise ValueError(
             f"The preset {where} cannot be read: a file is damaged, truncated, or "
             "belongs to another model. Restore it or save the preset again. Reason: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {str(error)[:_MAX_MESSAGE]}"
         ) from error
     except ValueError as error:
+        message = str(error)
+        if len(message) > _MAX_MESSAGE:
+            middle = _MAX_MESSAGE // 2
+            error.args = (f"{message[:middle]} [...] {message[-middle // 2 :]}",)
         error.add_note(f"This happened while the preset {where} was read.")
         raise
 
@@ -310,15 +320,35 @@ def _read_config_file(path):
             f"The directory '{path}' is not a preset: it has no {CONFIG_FILE}. Save "
             "one with `model.save_to_preset(directory)`."
         )
+    _check_files(path)
     with explain_errors(path):
         saved = _read_json(file)
     name = saved.get("registered_name") if isinstance(saved, dict) else None
     if not str(name).startswith("keras_softmoe>"):
         raise ValueError(
             f"The preset in '{path}' is not one of keras_softmoe: its {CONFIG_FILE} "
-            f"was made for {name!r}. Load it with the library it belongs to."
+            f"was made for {quote(name)}. Load it with the library it belongs to."
         )
     return saved
+
+
+def _check_files(path):
+    """Raise if a file of a preset is none, or one of text is too long to be one."""
+    for file in path.iterdir():
+        if file.suffix not in (".json", ".h5"):
+            continue
+        if not file.is_file():
+            # From a pipe nothing would ever come.
+            raise ValueError(
+                f"The preset in '{path}' is damaged: '{file.name}' is no file, or a "
+                "link to nothing. Restore it or save the preset again."
+            )
+        if file.suffix == ".json" and file.stat().st_size > _MAX_TEXT_BYTES:
+            raise ValueError(
+                f"The preset in '{path}' is damaged: '{file.name}' has "
+                f"{file.stat().st_size:,} bytes, and no configuration has more than "
+                f"{_MAX_TEXT_BYTES:,}. Restore it or save the preset again."
+            )
 
 
 def _read_json(file):

@@ -6,6 +6,7 @@ import keras
 
 from keras_softmoe.checkpoints._checkpoint_index import data_path, read_index
 from keras_softmoe.checkpoints._stream import open_file
+from keras_softmoe.files import explain_refusals
 
 _BLOCK = 1 << 24
 
@@ -45,8 +46,9 @@ def download_checkpoint(prefix, folder, verbose=1):
 def _copy(source, target, verbose):
     if verbose:
         print(f"Downloading {source}")
-    with open_file(source) as (file, size), open(target, "wb") as copy:
+    with open_file(source) as (file, size), explain_refusals(target):
         progress = keras.utils.Progbar(size, verbose=verbose, unit_name="byte")
-        while block := file.read(_BLOCK):
-            copy.write(block)
-            progress.add(len(block))
+        with open(target, "wb") as copy:
+            while block := file.read(_BLOCK):
+                copy.write(block)
+                progress.add(len(block))

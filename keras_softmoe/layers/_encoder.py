@@ -7,10 +7,12 @@ import keras
 import numpy as np
 
 from keras_softmoe.checks import (
+    check_bools,
     check_names,
     check_numbers,
     check_whole_numbers,
     is_whole_number,
+    quote,
 )
 from keras_softmoe.costs import LayerCost, cost_of, normalization
 from keras_softmoe.layers._attention import Attention, check_num_heads, layer_norm
@@ -71,6 +73,7 @@ class EncoderBlock(keras.layers.Layer):
                 f"Received: mlp={mlp!r}."
             )
         check_numbers(least=0, under=1, dropout_rate=dropout_rate)
+        check_bools(use_qk_norm=use_qk_norm)
         self.num_heads = num_heads
         self.use_qk_norm = use_qk_norm
         self.dropout_rate = dropout_rate
@@ -289,6 +292,7 @@ def _complete_settings(settings):
 def _block_indices(moe_layers, num_layers):
     """Ascending tuple of the indices of blocks."""
     indices = tuple(moe_layers) if np.iterable(moe_layers) else (None,)
+    indices = indices[: num_layers + 1]
     wrong = not all(is_whole_number(index, 0) for index in indices)
     if (
         wrong
@@ -297,8 +301,9 @@ def _block_indices(moe_layers, num_layers):
     ):
         raise ValueError(
             f"`moe_layers` counts blocks from 0 to {num_layers - 1}, each at most "
-            f"once. Received: moe_layers={moe_layers!r}, num_layers={num_layers}. Pass "
-            f"a tuple of ints, for example ({num_layers - 1},)."
+            f"once. Received: moe_layers={quote(moe_layers)}, "
+            f"num_layers={num_layers}. Pass a tuple of ints, for example "
+            f"({num_layers - 1},)."
         )
     return tuple(sorted(indices))
 
@@ -310,7 +315,7 @@ def _router_of_block(moe_layers, router):
             raise ValueError(
                 "`moe_layers` and `router` go together: give both for mixtures of "
                 "experts, neither for a dense model. Received: "
-                f"moe_layers={moe_layers}, router={router!r}."
+                f"moe_layers={moe_layers}, router={quote(router)}."
             )
         return dict.fromkeys(moe_layers, router)
     if len(router) != len(moe_layers):

@@ -12,6 +12,7 @@ models with `load_and_save_presets`. So nothing below them imports one, and
 
 import contextlib
 import functools
+import os
 import tempfile
 from pathlib import Path
 
@@ -20,11 +21,12 @@ import keras_hub
 import numpy as np
 
 from keras_softmoe import catalogue
-from keras_softmoe.checks import check_names
+from keras_softmoe.checks import check_names, quote
 from keras_softmoe.files import read_whole, replaced_directory
 from keras_softmoe.layers.feedforward import weights_will_be_loaded
 from keras_softmoe.models._compilation import preset_is_saved
 from keras_softmoe.models._mutable_routing import pop_mutable_settings
+from keras_softmoe.models._size import weights_from
 from keras_softmoe.models.arguments import arguments_of
 from keras_softmoe.models.released import convert
 from keras_softmoe.routers import MUTABLE_SETTINGS
@@ -102,7 +104,11 @@ def load_and_save_presets(cls):
         check_names(f"`{cls.__name__}.from_preset`", kwargs, accepted)
         settings = pop_mutable_settings(kwargs)
         opened = open_preset(preset, load_weights)
-        with opened as directory, weights_will_be_loaded(load_weights):
+        with (
+            opened as directory,
+            weights_will_be_loaded(load_weights),
+            weights_from(directory if load_weights else None),
+        ):
             model = read_whole(
                 directory,
                 lambda: read(cls, directory, load_weights=load_weights, **kwargs),
@@ -192,6 +198,11 @@ def open_preset(preset, load_weights=True):
         ValueError: if the name is unknown, the directory is not a preset of this
             library, or weights are wanted that do not exist or cannot be fetched.
     """
+    if not isinstance(preset, str | os.PathLike):
+        raise ValueError(
+            "`preset` must be a name, the path of a directory or a handle. Received: "
+            f"preset={quote(preset)}. See `keras_softmoe.presets.names()`."
+        )
     with contextlib.ExitStack() as stack:
         if catalogue.is_handle(preset):
             place = directory = str(preset)

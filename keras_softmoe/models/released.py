@@ -18,7 +18,7 @@ from keras_softmoe.checkpoints import (
     read_architecture,
     read_parameters,
 )
-from keras_softmoe.files import one_process, replaced_directory
+from keras_softmoe.files import NotWritten, one_process, replaced_directory
 from keras_softmoe.layers.feedforward import weights_will_be_loaded
 from keras_softmoe.models.vmoe_params import load_vmoe_params
 
@@ -64,14 +64,24 @@ def convert(name, prefix=None, verbose=1):
             f"{', '.join(catalogue.names_of_kind('convertible'))}."
         )
     target = _cache() / name
+    if target.is_dir():
+        return str(target)
     waiting = f"Another process converts {name!r}: waiting for it ..."
-    with one_process(target.with_name(f".{name}.lock"), verbose and waiting):
-        # It is put there as a whole, or not at all; perhaps by that process.
-        if target.is_dir():
-            return str(target)
-        if prefix is not None:
-            return _convert(preset, prefix, target, verbose)
-        return _fetch_and_convert(preset, target, verbose)
+    try:
+        with one_process(target.with_name(f".{name}.lock"), verbose and waiting):
+            # It is put there as a whole, or not at all; perhaps by that process.
+            if target.is_dir():
+                return str(target)
+            if prefix is not None:
+                return _convert(preset, prefix, target, verbose)
+            return _fetch_and_convert(preset, target, verbose)
+    except OSError as error:
+        raise ValueError(
+            f"The converted preset {name!r} cannot be kept in '{target.parent}', below "
+            "the directory of Keras. Make room there, or set the variable `KERAS_HOME` "
+            "to a directory that this program may write to. Reason: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _fetch_and_convert(preset, target, verbose):
@@ -79,6 +89,8 @@ def _fetch_and_convert(preset, target, verbose):
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download.") as folder:
         try:
             prefix = download_checkpoint(preset.checkpoint, folder, verbose)
+        except NotWritten:
+            raise
         except (OSError, CheckpointError) as error:
             url, file = preset.checkpoint, preset.checkpoint.rpartition("/")[2]
             raise ValueError(

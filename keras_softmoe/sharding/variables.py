@@ -180,7 +180,7 @@ def _find_datasets(model, filepath, variables):
             file.visititems(lambda name, item: _note(names, name, item))
     name_of = {id(numbered[number]): name for number, name in names.items()}
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(h5py.File(p)) for p in _files(filepath)]
+        files = [stack.enter_context(h5py.File(p)) for p in weight_files(filepath)]
         found = []
         for variable in variables:
             name = name_of.get(id(variable))
@@ -189,7 +189,12 @@ def _find_datasets(model, filepath, variables):
         yield found
 
 
-def _files(filepath):
+def weight_files(filepath):
+    """The files that weights are in: that of a path, or those that it is cut into.
+
+    Args:
+        filepath: str or path, `*.weights.h5` or `*.weights.json`.
+    """
     filepath = Path(filepath)
     if filepath.suffix != ".json":
         return [filepath]
