@@ -133,7 +133,8 @@ def recover(directory):
         directory: str or path.
     """
     directory = Path(directory)
-    if directory.exists():
+    # Which is not so sure to be a path that it may raise an error.
+    if os.path.exists(directory):
         return
     for aside in _asides_of_the_dead(directory):
         # If both are there, it was killed between its two steps.

@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import functools
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -172,7 +173,7 @@ def find_directory(preset):
     path = Path(preset)
     recover(path)
     # A directory of the user's goes first, as for KerasHub.
-    if not path.is_dir():
+    if not os.path.isdir(path):
         path = _directory(str(preset))
     if path is not None:
         _read_config_file(path)
@@ -273,7 +274,10 @@ def explain_errors(preset):
         if len(message) > _MAX_MESSAGE:
             middle = _MAX_MESSAGE // 2
             error.args = (f"{message[:middle]} [...] {message[-middle // 2 :]}",)
-        error.add_note(f"This happened while the preset {where} was read.")
+        error.add_note(
+            f"This happened while the preset {where} was read. If nothing was changed "
+            "on purpose, restore it or save it again."
+        )
         raise
 
 
@@ -295,12 +299,12 @@ def _directory(name):
         return _root() / name
     if name in architectures():
         return None
-    near = difflib.get_close_matches(name, names(), n=3, cutoff=0.3)
+    near = difflib.get_close_matches(name[:200], names(), n=3, cutoff=0.3)
     raise ValueError(
-        f"Unknown preset {name!r}. "
+        f"Unknown preset {quote(name)}. "
         + (f"Did you mean {' or '.join(map(repr, near))}? " if near else "")
         + "See `keras_softmoe.presets.names()`, or pass the path of an existing "
-        f"preset directory. Received: preset={name!r}."
+        f"preset directory. Received: preset={quote(name)}."
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import h5py
 import keras
 
-from keras_softmoe.checks import is_whole_number
+from keras_softmoe.checks import is_whole_number, quote
 from keras_softmoe.distribution._backup_file import (
     open_backup,
     optimizer_name,
@@ -99,7 +99,8 @@ class Backup(keras.callbacks.Callback):
         if every is not None and not is_whole_number(every):
             raise ValueError(
                 "`every` is a positive integer, the number of batches between backups, "
-                f"or `None` for the end of each epoch. Received: every={every!r}."
+                "or `None` for the end of each epoch. Received: "
+                f"every={quote(every)}. Pass one of these."
             )
         if one_stream and keras.backend.backend() == "torch":
             raise ValueError(

@@ -239,7 +239,7 @@ def plan(
     """
     check_whole_numbers(1, devices=devices)
     is_number = isinstance(memory, numbers.Real) and not isinstance(memory, bool)
-    if not is_number or not 0 < memory < math.inf:
+    if not is_number or not 0 < memory < 1e30:
         raise ValueError(
             "`memory` must be a finite positive number, the bytes of each device. "
             f"Received: memory={quote(memory)}. For 80 GB pass `memory=80e9`."

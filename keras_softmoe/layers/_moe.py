@@ -115,7 +115,8 @@ class MoE(keras.layers.Layer):
         if not isinstance(router, Router):
             raise ValueError(
                 "`router` must be a router from `keras_softmoe.routers`, for example "
-                f"`SoftRouter(num_experts=8)`. Received: router={quote(router)}."
+                f"`SoftRouter(num_experts=8)`: make one. Received: "
+                f"router={quote(router)}."
             )
         check_whole_numbers(1, mlp_dim=mlp_dim)
         check_numbers(least=0, under=1, expert_dropout_rate=expert_dropout_rate)
@@ -167,7 +168,8 @@ class MoE(keras.layers.Layer):
             raise ValueError(
                 "A group consists of at least one image. `group_images` must be a "
                 f"positive integer{at_most('group_images')}, or `None` for the whole "
-                f"batch. Received: group_images={quote(group_images)}."
+                f"batch: pass one of these. Received: "
+                f"group_images={quote(group_images)}."
             )
         if self.built and is_count:
             (router or self.router).check_group(group_images * self.num_tokens)

@@ -8,6 +8,7 @@ from keras_softmoe import costs
 from keras_softmoe.checks import (
     LARGEST,
     at_most,
+    check_choice,
     check_whole_numbers,
     is_whole_number,
     quote,
@@ -137,11 +138,7 @@ class PositionEmbedding(keras.layers.Layer):
 
     def __init__(self, grid, kind="learned", has_class_token=False, **kwargs):
         super().__init__(**kwargs)
-        if kind not in POSITION_EMBEDDINGS[:2]:
-            raise ValueError(
-                "Unknown position embedding. Accepted: 'learned', 'sincos2d'. "
-                f"Received: kind={kind!r}."
-            )
+        check_choice("kind", kind, POSITION_EMBEDDINGS[:2])
         self.grid = pair(grid, "grid")
         self.kind = kind
         self.has_class_token = has_class_token
