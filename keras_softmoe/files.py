@@ -59,7 +59,7 @@ def explain_refusals(path):
 
 
 @contextlib.contextmanager
-def replaced_file(path):
+def replaced_file(path, room=0):
     """Write a file aside and put it in place when all of it is written.
 
     What is written beside it, because a file of that kind consists of several, is put
@@ -67,6 +67,8 @@ def replaced_file(path):
 
     Args:
         path: str or path. Its directory is made if it does not exist.
+        room: int, the bytes that there has to be room for before anything is written.
+            HDF5 does not get over a write that the system refuses: the process dies.
 
     Yields:
         `pathlib.Path` of the file to write, with the same suffixes.
@@ -76,6 +78,7 @@ def replaced_file(path):
     """
     path = Path(path)
     with explain_refusals(path), _aside(path) as aside:
+        _check_room(aside, room)
         new = Path(aside, path.name)
         yield new
         for other in Path(aside).iterdir():
@@ -85,7 +88,7 @@ def replaced_file(path):
 
 
 @contextlib.contextmanager
-def replaced_directory(directory, keep=lambda path: True):
+def replaced_directory(directory, keep=lambda path: True, room=0):
     """Write a directory aside and put it in place when all of it is written.
 
     Where the system can exchange two directories in one step (Linux), there is no
@@ -97,6 +100,7 @@ def replaced_directory(directory, keep=lambda path: True):
         keep: callable from the relative `pathlib.Path` of a file that is there already
             and was not written again, to whether it is kept. All are, by default. It is
             called when the new files are written.
+        room: int, see `replaced_file`.
 
     Yields:
         `pathlib.Path` of an empty directory to write to.
@@ -109,6 +113,7 @@ def replaced_directory(directory, keep=lambda path: True):
         stack.enter_context(explain_refusals(directory))
         recover(directory)
         aside = stack.enter_context(_aside(directory))
+        _check_room(aside, room)
         new, old = Path(aside, "new"), Path(aside, "old")
         new.mkdir()
         yield new
@@ -216,6 +221,36 @@ def _aside(path):
     prefix = f".{path.name}.{_ASIDE}-{os.getpid()}-"
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix) as aside:
         yield aside
+
+
+def _check_room(directory, size):
+    """Raise an `OSError` if so many bytes cannot be written in a directory."""
+    if not size:
+        return
+    with tempfile.TemporaryFile(dir=directory) as file:
+        if not _allocate(file.fileno(), size):
+            if shutil.disk_usage(directory).free < size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _allocate(file, size):
+    """Give an empty file its size, without writing; `False` where nobody can.
+
+    Unlike the free space of the disk this knows of quotas and limits.
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        allocate = ctypes.CDLL(None, use_errno=True).fallocate
+    except (OSError, AttributeError):
+        return False
+    allocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    if not allocate(file, 0, 0, size):
+        return True
+    number = ctypes.get_errno()
+    if number in _REFUSALS:
+        raise OSError(number, os.strerror(number))
+    return False
 
 
 def _asides_of_the_dead(path):

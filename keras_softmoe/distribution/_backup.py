@@ -35,6 +35,7 @@ from keras_softmoe.sharding.variables import (
     is_sharded,
     num_processes,
     process_index,
+    room_for,
     save_in_one_process,
 )
 
@@ -251,7 +252,8 @@ class Backup(keras.callbacks.Callback):
             with h5py.File(path, "w") as file:
                 write(file, (epoch, batches), model, generators)
 
-        save_in_one_process(save, lambda: replaced_file(self.path))
+        room = room_for(sum(variables_of(model).values(), start=[]))
+        save_in_one_process(save, lambda: replaced_file(self.path, room))
 
     def _restore(self, backup):
         """Restore model and optimizer; all checks come before the first change."""

@@ -30,7 +30,11 @@ from keras_softmoe.models._size import weights_from
 from keras_softmoe.models.arguments import arguments_of
 from keras_softmoe.models.released import convert
 from keras_softmoe.routers import MUTABLE_SETTINGS
-from keras_softmoe.sharding.variables import is_sharded, save_in_one_process
+from keras_softmoe.sharding.variables import (
+    is_sharded,
+    room_for,
+    save_in_one_process,
+)
 
 WEIGHTS_FILES = ("model.weights.h5", "model.weights.json")
 
@@ -126,7 +130,9 @@ def load_and_save_presets(cls):
         with preset_is_saved():
             save_in_one_process(
                 lambda new: save(self, str(new), max_shard_size=max_shard_size),
-                lambda: replaced_directory(preset_dir, keep=_is_no_weights_file),
+                lambda: replaced_directory(
+                    preset_dir, keep=_is_no_weights_file, room=room_for(self.variables)
+                ),
             )
 
     save_to_preset.__doc__ = _SAVE_TO_PRESET

@@ -21,6 +21,7 @@ from keras_softmoe.checkpoints import (
 from keras_softmoe.files import NotWritten, one_process, replaced_directory
 from keras_softmoe.layers.feedforward import weights_will_be_loaded
 from keras_softmoe.models.vmoe_params import load_vmoe_params
+from keras_softmoe.sharding.variables import room_for
 
 
 def convert(name, prefix=None, verbose=1):
@@ -64,10 +65,11 @@ def convert(name, prefix=None, verbose=1):
             f"{', '.join(catalogue.names_of_kind('convertible'))}."
         )
     target = _cache() / name
-    if target.is_dir():
-        return str(target)
     waiting = f"Another process converts {name!r}: waiting for it ..."
     try:
+        if target.is_dir():
+            # Perhaps nothing can be written there.
+            return str(target)
         with one_process(target.with_name(f".{name}.lock"), verbose and waiting):
             # It is put there as a whole, or not at all; perhaps by that process.
             if target.is_dir():
@@ -167,7 +169,7 @@ def write_converted(model, checkpoint, directory, origin, preprocessor=None, ver
         str, `directory`.
     """
     load_vmoe_params(model, checkpoint, verbose=verbose)
-    with replaced_directory(directory) as new:
+    with replaced_directory(directory, room=room_for(model.variables)) as new:
         # KerasHub's own methods: the directory is already written aside.
         is_task = isinstance(model, keras_hub.models.Task)
         base = keras_hub.models.Task if is_task else keras_hub.models.Backbone

@@ -8,6 +8,7 @@ the shards of its devices.
 
 import contextlib
 import contextvars
+import math
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,9 @@ import ml_dtypes
 import numpy as np
 
 from keras_softmoe.keras_adapter import is_initialized
+
+# What HDF5 takes beside the numbers, in bytes.
+_OVERHEAD, _OVERHEAD_OF_VARIABLE = 1 << 14, 1 << 12
 
 # Whether variables are read through a `_Reader`.
 _IS_READING = contextvars.ContextVar("variables_are_read", default=False)
@@ -58,6 +62,16 @@ def gather(value):
     from jax.experimental import multihost_utils
 
     return multihost_utils.process_allgather(value, tiled=True)
+
+
+def room_for(variables):
+    """The bytes that a file of HDF5 takes for variables, roughly: int."""
+    return _OVERHEAD + sum(
+        _OVERHEAD_OF_VARIABLE
+        + math.prod(v.shape)
+        * np.dtype(keras.backend.standardize_dtype(v.dtype)).itemsize
+        for v in variables
+    )
 
 
 def save_in_one_process(save, target):
