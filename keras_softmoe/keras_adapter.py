@@ -49,6 +49,23 @@ def register_parameters(model):
         model._track_variables()
 
 
+# === Presets ===
+
+
+def has_preset_file(preset, file):
+    """Whether a preset has a file; of a handle it is fetched.
+
+    Would be replaced by: a public function of KerasHub that finds files by a handle.
+
+    Args:
+        preset: str or path of a directory, or a handle.
+        file: str, name of the file.
+    """
+    from keras_hub.src.utils.preset_utils import check_file_exists
+
+    return check_file_exists(str(preset), file)
+
+
 # === LoRA and quantization ===
 
 

@@ -18,6 +18,7 @@ from keras_softmoe.catalogue._limoe import limoe
 from keras_softmoe.catalogue._vision import vision
 from keras_softmoe.checks import quote
 from keras_softmoe.files import recover, replaced_directory
+from keras_softmoe.keras_adapter import has_preset_file
 
 CONFIG_FILE = "config.json"
 METADATA_FILE = "metadata.json"
@@ -217,24 +218,23 @@ def check_task(directory, load_weights=True):
     """Raise unless a preset holds a whole task: a backbone and its head.
 
     Args:
-        directory: str or path of a preset's directory. A handle passes.
+        directory: str or path of a preset's directory, or a handle.
         load_weights: bool, whether weights are wanted.
 
     Raises:
         ValueError: if the preset holds a backbone only, or no weights for the head.
     """
-    if is_handle(directory):
-        return
-    path = Path(directory)
-    if not (path / _TASK_FILE).is_file():
+    name = str(directory) if is_handle(directory) else Path(directory).name
+    if not has_preset_file(directory, _TASK_FILE):
         raise ValueError(
-            f"The preset {path.name!r} is a backbone without a head: it has no "
+            f"The preset {name!r} is a backbone without a head: it has no "
             f"{_TASK_FILE}. Say what the new head is for: "
             "`from_preset(..., num_classes=10)`."
         )
-    if load_weights and not (path / _TASK_WEIGHTS_FILE).is_file():
+    if load_weights and not has_preset_file(directory, _TASK_WEIGHTS_FILE):
+        # KerasHub would go on with a new head.
         raise ValueError(
-            f"The preset {path.name!r} has no weights for its head: "
+            f"The preset {name!r} has no weights for its head: "
             f"{_TASK_WEIGHTS_FILE} is missing. Copy the file there, save the preset "
             "again, or start from a new head: `from_preset(..., num_classes=10)`."
         )
@@ -264,11 +264,7 @@ def explain_errors(preset):
     try:
         yield
     except _OF_DAMAGE as error:
-        raise ValueError(
-            f"The preset {where} cannot be read: a file is damaged, truncated, or "
-            "belongs to another model. Restore it or save the preset again. Reason: "
-            f"{type(error).__name__}: {str(error)[:_MAX_MESSAGE]}"
-        ) from error
+        raise _unreadable(where, error) from error
     except ValueError as error:
         message = str(error)
         if len(message) > _MAX_MESSAGE:
@@ -279,6 +275,19 @@ def explain_errors(preset):
             "on purpose, restore it or save it again."
         )
         raise
+    except Exception as error:
+        # Libraries that fetch files have errors of their own for a broken connection.
+        if isinstance(preset, Path) or not is_handle(preset):
+            raise
+        raise _unreadable(where, error) from error
+
+
+def _unreadable(where, error):
+    return ValueError(
+        f"The preset {where} cannot be read: a file is damaged, truncated, could not be "
+        "fetched, or belongs to another model. Restore it, save it or fetch it again. "
+        f"Reason: {type(error).__name__}: {str(error)[:_MAX_MESSAGE]}"
+    )
 
 
 def _root():
