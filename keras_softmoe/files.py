@@ -141,7 +141,9 @@ def recover(directory):
     # Which is not so sure to be a path that it may raise an error.
     if os.path.exists(directory):
         return
-    for aside in _asides_of_the_dead(directory):
+    for aside, target in _asides_of_the_dead(directory.parent):
+        if target != directory:
+            continue
         # If both are there, it was killed between its two steps.
         if (aside / "old").is_dir():
             with contextlib.suppress(OSError):
@@ -213,10 +215,14 @@ def one_process(path, waiting=None):
 
 @contextlib.contextmanager
 def _aside(path):
-    """A temporary neighbour of a path; those of dead processes are removed first."""
+    """A temporary neighbour of a path; those of dead processes are removed first.
+
+    Of all paths beside it: a process that is killed just after it has put a file in
+    place may have been the last one to write that file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in _asides_of_the_dead(path):
-        if path.exists() or not (left / "old").is_dir():
+    for left, target in _asides_of_the_dead(path.parent):
+        if target.exists() or not (left / "old").is_dir():
             shutil.rmtree(left, ignore_errors=True)
     prefix = f".{path.name}.{_ASIDE}-{os.getpid()}-"
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix) as aside:
@@ -253,13 +259,17 @@ def _allocate(file, size):
     return False
 
 
-def _asides_of_the_dead(path):
-    """What processes of this machine have left beside a path that run no more."""
-    name = f".{path.name}.{_ASIDE}"
-    for found in path.parent.glob(f"{glob.escape(name)}-*-*"):
-        process = found.name.rsplit("-", 2)[-2]
+def _asides_of_the_dead(folder):
+    """What processes of this machine have left that run no more, and beside what.
+
+    Yields:
+        Two `pathlib.Path`s, the directory aside and the path that it belongs to.
+    """
+    for found in folder.glob(f".*.{glob.escape(_ASIDE)}-*-*"):
+        name, _, process = found.name[1:].rpartition(f".{_ASIDE}-")
+        process = process.partition("-")[0]
         if process.isdigit() and not _runs(int(process)):
-            yield found
+            yield found, folder / name
 
 
 def _runs(process):

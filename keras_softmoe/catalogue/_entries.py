@@ -284,8 +284,9 @@ def explain_errors(preset):
 
 def _unreadable(where, error):
     return ValueError(
-        f"The preset {where} cannot be read: a file is damaged, truncated, could not be "
-        "fetched, or belongs to another model. Restore it, save it or fetch it again. "
+        f"The preset {where} cannot be read: a file is damaged, truncated, could not "
+        "be fetched, or belongs to another model. Restore it, save it or fetch it "
+        "again. "
         f"Reason: {type(error).__name__}: {str(error)[:_MAX_MESSAGE]}"
     )
 
@@ -347,10 +348,9 @@ def _read_config_file(path):
 
 def _check_files(path):
     """Raise if a file of a preset is none, or one of text is too long to be one."""
-    for file in path.iterdir():
-        if file.suffix not in (".json", ".h5"):
-            continue
-        if not file.is_file():
+    for file in path.rglob("*"):
+        is_folder = file.is_dir() and file.suffix not in (".json", ".h5")
+        if not (file.is_file() or is_folder):
             # From a pipe nothing would ever come.
             raise ValueError(
                 f"The preset in '{path}' is damaged: '{file.name}' is no file, or a "

@@ -111,7 +111,8 @@ _CHOICE_KINDS = _SPARSE_KINDS | {
 
 
 def _sizes(arguments):
-    return {name: "shape" if name == "image_shape" else "size" for name in arguments}
+    special = {"image_shape": "shape", "representation_dim": "optional size"}
+    return {name: special.get(name, "size") for name in arguments}
 
 
 @functools.cache

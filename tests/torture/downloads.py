@@ -6,6 +6,7 @@ The server runs on the loopback address and speaks as much of the protocol of
 
 import contextlib
 import http.server
+import itertools
 import pathlib
 import shutil
 import tempfile
@@ -148,7 +149,9 @@ def bad_downloads(tally, num_downloads, seed):
         files = ["config.json", "task.json", "model.weights.h5", "task.weights.h5"]
         expected = [to_numpy(weight) for weight in model.weights]
         rng = np.random.default_rng(seed)
-        for number in range(num_downloads):
+        for number in itertools.count():
+            if tally.cases >= num_downloads:
+                break
             behaviour = BEHAVIOURS[number % len(BEHAVIOURS)]
             file = files[rng.integers(len(files))]
             cache = folder / f"cache_{number}"
