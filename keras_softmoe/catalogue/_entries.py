@@ -245,14 +245,6 @@ def names_of_kind(kind):
     return [n for n in names() if _metadata(_directory(n), n).get("kind") == kind]
 
 
-# What damaged files end in: h5py's own errors are of the third line.
-_OF_DAMAGE = (
-    *(OSError, EOFError, json.JSONDecodeError, UnicodeDecodeError),
-    *(KeyError, IndexError, AttributeError, TypeError),
-    *(RuntimeError, RecursionError, MemoryError),
-)
-
-
 @contextlib.contextmanager
 def explain_errors(preset):
     """Turn what goes wrong while a preset is read into an error that says so.
@@ -263,7 +255,7 @@ def explain_errors(preset):
     where = f"in '{preset}'" if isinstance(preset, Path) else repr(preset)
     try:
         yield
-    except _OF_DAMAGE as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise _unreadable(where, error) from error
     except ValueError as error:
         message = str(error)
@@ -276,9 +268,7 @@ def explain_errors(preset):
         )
         raise
     except Exception as error:
-        # Libraries that fetch files have errors of their own for a broken connection.
-        if isinstance(preset, Path) or not is_handle(preset):
-            raise
+        # Libraries that fetch, unpack or read files have many errors of their own.
         raise _unreadable(where, error) from error
 
 

@@ -27,7 +27,12 @@ from keras_softmoe.models._loading import (
 from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.models._pictures import as_arrays, repeat_grey, without_pil
 from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
-from keras_softmoe.models.arguments import check_images, check_kind, offer_names
+from keras_softmoe.models.arguments import (
+    check_images,
+    check_kind,
+    check_preprocessor,
+    offer_names,
+)
 from keras_softmoe.sharding import check_model
 
 _CROSSENTROPIES = {
@@ -136,6 +141,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         check_kind("backbone", backbone, self.backbone_cls)
         check_whole_numbers(1, num_classes=num_classes)
         check_numbers(least=0, under=1, dropout=dropout)
+        check_preprocessor(preprocessor)
         # === Config ===
         # First of all, because compiling asks for the activation.
         self.num_classes = num_classes = int(num_classes)

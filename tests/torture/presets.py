@@ -31,6 +31,14 @@ HOSTILE = [
 ]
 
 
+# What somebody does who runs code or writes.
+_HARM = {
+    *("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "os.rename"),
+    *("os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate"),
+    *("os.chmod", "shutil.rmtree", "socket.connect"),
+}
+
+
 class Canary:
     """A file outside, which nobody may open, and one that code would make."""
 
@@ -44,18 +52,30 @@ class Canary:
         sys.addaudithook(self._hear)
 
     def _hear(self, event, arguments):
-        if self._is_watching and event in ("open", "os.system", "subprocess.Popen"):
-            if event != "open" or str(self.secret) in str(arguments[0]):
-                self._seen.append((event, str(arguments[0])[:80]))
+        if not self._is_watching:
+            return
+        if event == "open":
+            path, _, flags = arguments
+            writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            own = ("/dev/", "/proc/")
+            is_own = str(path).startswith(own) or "__pycache__" in str(path)
+            if str(self.secret) in str(path) or (writes and not is_own):
+                self._seen.append((event, str(path)[:80]))
+        elif event in _HARM:
+            self._seen.append((event, str(arguments)[:80]))
 
     def __enter__(self):
         self._seen.clear()
+        # HDF5 opens files without telling Python. Who reads one that was never read
+        # since it was written changes the time of that, if the file system keeps it.
+        os.utime(self.secret, ns=(0, 1))
         self._is_watching = True
 
     def __exit__(self, *exception):
         self._is_watching = False
-        assert not self._seen, f"opened or ran {self._seen}"
+        assert not self._seen, f"opened, wrote or ran {self._seen}"
         assert not self.made.exists(), "code was executed"
+        assert not os.stat(self.secret).st_atime_ns, "opened the secret"
 
     def values(self):
         """Values that open the secret, or run code, in the hands of the careless."""
