@@ -65,12 +65,13 @@ def convert(name, prefix=None, verbose=1):
             f"{', '.join(catalogue.names_of_kind('convertible'))}."
         )
     target = _cache() / name
+    lock = target.with_name(f".{name}.lock")
     waiting = f"Another process converts {name!r}: waiting for it ..."
     try:
-        if target.is_dir():
-            # Perhaps nothing can be written there.
+        # Perhaps nothing can be written there. (A lock is left by a killed process.)
+        if target.is_dir() and not os.access(lock, os.W_OK):
             return str(target)
-        with one_process(target.with_name(f".{name}.lock"), verbose and waiting):
+        with one_process(lock, verbose and waiting):
             # It is put there as a whole, or not at all; perhaps by that process.
             if target.is_dir():
                 return str(target)
