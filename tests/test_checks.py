@@ -1,5 +1,6 @@
 """Sizes, rates and misspelt names are refused in the library's own words."""
 
+import functools
 import re
 
 import numpy as np
@@ -7,8 +8,7 @@ import pytest
 
 from keras_softmoe import checks, distribution, evaluation, layers, models, routers
 from tests.models import tiny, tiny_limoe
-
-NO_SIZES = [0, -1, 2.5, 4.0, "4", True, None, [4], 10**30]
+from tests.torture.arguments import BACKBONE, BACKBONES, NO_SIZES, TEXT, targets
 
 
 def assert_refused(make, name, value, error=ValueError):
@@ -21,68 +21,38 @@ def assert_refused(make, name, value, error=ValueError):
     assert len(message) < 1000
 
 
+SOFT = routers.SoftRouter(4)
+
+
+def arguments_of(names, kind):
+    """Pairs of a target and an argument of it of some kind."""
+    return [
+        (name, argument)
+        for name in names
+        for argument, of_kind in targets()[name].kinds.items()
+        if of_kind == kind
+    ]
+
+
+def call(name, **arguments):
+    return targets()[name].call(**{**targets()[name].good, **arguments})
+
+
 # === Layers ===
 
-SOFT = routers.SoftRouter(4)
-# Name -> callable, its arguments that are sizes, and those that are rates.
-LAYERS = {
-    "MoE": (
-        lambda **x: layers.MoE(SOFT, **{"mlp_dim": 8, **x}),
-        ["mlp_dim"],
-        ["expert_dropout_rate"],
-    ),
-    "SoftMoE": (
-        lambda **x: layers.SoftMoE(**{"num_experts": 4, "mlp_dim": 8, **x}),
-        ["num_experts", "mlp_dim", "slots_per_expert"],
-        [],
-    ),
-    "Experts": (
-        lambda **x: layers.Experts(**{"num_experts": 4, "mlp_dim": 8, **x}),
-        ["num_experts", "mlp_dim"],
-        ["dropout_rate"],
-    ),
-    "MLP": (layers.MLP, ["mlp_dim"], []),
-    "Attention": (layers.Attention, ["num_heads"], []),
-    "AttentionPooling": (
-        lambda **x: layers.AttentionPooling(**{"num_heads": 2, "mlp_dim": 8, **x}),
-        ["num_heads", "mlp_dim"],
-        [],
-    ),
-    "EncoderBlock": (
-        lambda **x: layers.EncoderBlock(
-            **{"num_heads": 2, "mlp": layers.MLP(mlp_dim=8), **x}
-        ),
-        ["num_heads"],
-        ["dropout_rate"],
-    ),
-    "PatchEmbedding": (
-        lambda **x: layers.PatchEmbedding(**{"patch_size": 4, "hidden_dim": 8, **x}),
-        ["hidden_dim", "patch_size"],
-        [],
-    ),
-    "PositionEmbedding": (layers.PositionEmbedding, ["grid"], []),
-    "TokenEmbedding": (
-        lambda **x: layers.TokenEmbedding(
-            **{"vocabulary_size": 9, "sequence_length": 4, "hidden_dim": 8, **x}
-        ),
-        ["vocabulary_size", "sequence_length", "hidden_dim"],
-        [],
-    ),
-}
-SIZES = [(layer, name) for layer, (_, names, _) in LAYERS.items() for name in names]
-RATES = [(layer, name) for layer, (*_, names) in LAYERS.items() for name in names]
+LAYERS = [name for name in targets() if hasattr(layers, name)]
 
 
 @pytest.mark.parametrize("value", NO_SIZES, ids=repr)
-@pytest.mark.parametrize("layer, name", SIZES)
+@pytest.mark.parametrize("layer, name", arguments_of(LAYERS, "size"))
 def test_sizes_of_layers(layer, name, value):
-    assert_refused(LAYERS[layer][0], name, value)
+    assert_refused(functools.partial(call, layer), name, value)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.0, "0.1", None, float("nan")], ids=repr)
-@pytest.mark.parametrize("layer, name", RATES)
+@pytest.mark.parametrize("layer, name", arguments_of(LAYERS, "rate"))
 def test_rates_of_layers(layer, name, value):
-    assert_refused(LAYERS[layer][0], name, value)
+    assert_refused(functools.partial(call, layer), name, value)
 
 
 def test_integers_of_numpy_are_sizes():
@@ -92,27 +62,7 @@ def test_integers_of_numpy_are_sizes():
 
 # === Routers ===
 
-# Name -> class, its arguments that are sizes, and those that are numbers over 0.
-SPARSE = ["capacity_factor"]
-ROUTERS = {
-    "SoftRouter": (["num_experts", "slots_per_expert"], ["initial_scale"]),
-    "IdentityRouter": (["num_experts"], []),
-    "SoftmaxTokenChoiceRouter": (["num_experts", "num_selected_experts"], SPARSE),
-    "SinkhornTokenChoiceRouter": (
-        ["num_experts", "num_selected_experts", "num_iterations"],
-        SPARSE,
-    ),
-    "SoftmaxExpertChoiceRouter": (["num_experts"], SPARSE),
-    "SinkhornExpertChoiceRouter": (["num_experts", "num_iterations"], SPARSE),
-    "SparseTransportExpertChoiceRouter": (
-        ["num_experts", "num_iterations"],
-        [*SPARSE, "learning_rate"],
-    ),
-    "LIMoERouter": (
-        ["num_experts", "num_selected_experts"],
-        [*SPARSE, "single_modality_capacity_factor"],
-    ),
-}
+ROUTERS = [name for name in targets() if name.endswith("Router")]
 
 
 def router(cls, **arguments):
@@ -120,17 +70,13 @@ def router(cls, **arguments):
 
 
 @pytest.mark.parametrize("value", NO_SIZES, ids=repr)
-@pytest.mark.parametrize(
-    "cls, name", [(cls, name) for cls, (names, _) in ROUTERS.items() for name in names]
-)
+@pytest.mark.parametrize("cls, name", arguments_of(ROUTERS, "size"))
 def test_sizes_of_routers(cls, name, value):
     assert_refused(lambda **x: router(cls, **x), name, value)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, "1.0", None, float("inf")], ids=repr)
-@pytest.mark.parametrize(
-    "cls, name", [(cls, name) for cls, (_, names) in ROUTERS.items() for name in names]
-)
+@pytest.mark.parametrize("cls, name", arguments_of(ROUTERS, "positive"))
 def test_numbers_of_routers(cls, name, value):
     with pytest.raises(ValueError, match=f"`{name}`.*Received: {name}="):
         router(cls, **{name: value})
@@ -186,27 +132,6 @@ def test_weights_of_losses():
 
 # === Models ===
 
-BACKBONE = {
-    "image_shape": (8, 8, 3),
-    "patch_size": 4,
-    "num_layers": 2,
-    "num_heads": 2,
-    "hidden_dim": 8,
-    "mlp_dim": 12,
-}
-TEXT = {
-    "vocabulary_size": 20,
-    "sequence_length": 4,
-    "num_layers": 2,
-    "num_heads": 2,
-    "hidden_dim": 8,
-    "mlp_dim": 12,
-}
-BACKBONES = {
-    models.ViTMoEBackbone: BACKBONE | {"representation_dim": 8},
-    models.TextMoEBackbone: TEXT,
-    models.LIMoEBackbone: BACKBONE | TEXT | {"embedding_dim": 8},
-}
 MODEL_SIZES = [
     (cls, name)
     for cls, arguments in BACKBONES.items()

@@ -9,15 +9,15 @@ import pytest
 
 from keras_softmoe import models
 from tests.models import tiny, tiny_limoe
-from tests.torture import presets as torture
 from tests.torture.campaign import Tally
+from tests.torture.damage import Canary
 
 pytestmark = tiny.LOADING_WRONG_WEIGHTS
 
 
 @pytest.fixture(scope="module")
 def canary(tmp_path_factory):
-    return torture.Canary(tmp_path_factory.mktemp("outside"))
+    return Canary(tmp_path_factory.mktemp("outside"))
 
 
 @pytest.fixture(scope="module")
