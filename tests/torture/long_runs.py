@@ -114,7 +114,7 @@ class _Killer(keras.callbacks.Callback):
 
 def main(steps, kill_at, directory, result):
     model = noisy_classifier()
-    callbacks = [Backup(directory, every=7), _Killer(int(kill_at))]
+    callbacks = [Backup(directory, every=40), _Killer(int(kill_at))]
     epochs = int(steps) // STEPS_PER_EPOCH
     model.fit(_Batches(), epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
     np.savez(result, **{str(i): to_numpy(v) for i, v in enumerate(model.variables)})
