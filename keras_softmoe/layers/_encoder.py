@@ -321,7 +321,7 @@ def _router_of_block(moe_layers, router):
     if len(router) != len(moe_layers):
         raise ValueError(
             "A list of routers has one for each MoE block. Received: "
-            f"{len(router)} routers as `router` for moe_layers={moe_layers}. Give as "
+            f"{len(router)} routers for moe_layers={moe_layers}. Give as "
             "many, or one for all."
         )
     return dict(zip(moe_layers, router, strict=True))

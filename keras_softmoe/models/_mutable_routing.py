@@ -72,7 +72,9 @@ class MutableRouting:
             layers = routers
         is_one = isinstance(layers, str) or not np.iterable(layers)
         layers = [layers] if is_one else list(layers)
-        wrong = [i for i in layers if not (is_whole_number(i, 0) and i in routers)]
+        # Of two towers a block is named by a str.
+        known = [i for i in layers if isinstance(i, str) or is_whole_number(i, 0)]
+        wrong = len(known) < len(layers) or not set(known) <= routers.keys()
         if wrong:
             raise ValueError(
                 "`layers` names blocks without a router. The MoE blocks are "
