@@ -34,6 +34,7 @@ def test_targets_take_good_arguments():
     assert not tally.failures
 
 
+@on_torch
 def test_a_killed_training_ends_like_another():
     tally = Tally("training")
     long_runs.killed_training(tally, 100, 60)
