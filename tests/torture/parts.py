@@ -28,7 +28,7 @@ PARTS = {
     "routings": (
         routings.routings,
         _each(3400),
-        {"torch": 150, "jax": 24, "tensorflow": 36},
+        {"torch": 140, "jax": 14, "tensorflow": 28},
     ),
     "calls with a bad argument": (
         arguments.bad_calls,

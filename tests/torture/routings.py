@@ -18,18 +18,19 @@ COMPARED = ("normal", "ties", "equal", "zero")
 FLAVOURS = (*cases.FLAVOURS, "normal", "normal")
 FACTORS = (0.3, 0.5, 0.75, 1.0, 1.05, 2.0, 8.0, 1e7)
 TOLERANCE = {"rtol": 1e-4, "atol": 5e-5}
-BATCHES = 12
 
 
 def routings(tally, num_routings, seed):
     """Route batches with random routers; each batch is a case."""
-    for setup in range(-(-num_routings // BATCHES)):
+    # As many of a setup as leave each kind of router at least one.
+    batches = min(12, max(1, num_routings // len(KINDS)))
+    for setup in range(-(-num_routings // batches)):
         rng = np.random.default_rng((seed, setup))
         kind = KINDS[setup % len(KINDS)]
         name = f"{kind.__name__}, seed {seed}, setup {setup}"
         with tally.case(f"{name}: made", seconds=60):
             check = kind(rng)
-        for batch in range(min(BATCHES, num_routings - setup * BATCHES)):
+        for batch in range(min(batches, num_routings - setup * batches)):
             with tally.case(f"{name}, batch {batch}", seconds=60):
                 check(str(rng.choice(FLAVOURS)), int(rng.integers(1 << 30)))
 
