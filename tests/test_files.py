@@ -99,6 +99,18 @@ def test_what_the_system_refuses(replaced, tmp_path):
     assert texts(tmp_path) == {"file": "whole"}
 
 
+@pytest.mark.parametrize("replaced", [replaced_file, replaced_directory])
+def test_room_is_made_sure_of(replaced, tmp_path):
+    """Before anything is written: HDF5 does not get over a write that is refused."""
+    with replaced(tmp_path / "small", room=1000) as aside:
+        assert not any(path.is_file() for path in aside.parent.iterdir())
+        aside.mkdir(exist_ok=True) if replaced is replaced_directory else aside.touch()
+    with pytest.raises(NotWritten, match="large' cannot be written.*Make room"):
+        with replaced(tmp_path / "large", room=1 << 60):
+            raise AssertionError("not even tried")
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
 # === Processes that are killed, and several at once ===
 
 KILLED = """
