@@ -22,8 +22,8 @@ TOLERANCE = {"rtol": 1e-4, "atol": 5e-5}
 
 def routings(tally, num_routings, seed):
     """Route batches with random routers; each batch is a case."""
-    # As many of a setup as leave each kind of router at least one.
-    batches = min(12, max(1, num_routings // len(KINDS)))
+    # Few enough of a setup that each kind of router has one.
+    batches = min(40, max(1, num_routings // len(KINDS)))
     for setup in range(-(-num_routings // batches)):
         rng = np.random.default_rng((seed, setup))
         kind = KINDS[setup % len(KINDS)]
