@@ -2,6 +2,7 @@
 # make demo      the main job on real images; backend from KERAS_BACKEND, JAX if unset
 # make test      lint, then the whole suite on each backend in its own process
 # make bench     layers and models beside their rivals on each backend, and tables of it
+# make torture   a hostile campaign on each backend, and a table of what it found
 # make format    format the code and mend what the linter can mend
 # make clean     remove what the other targets wrote, except .venv
 
@@ -22,14 +23,15 @@ INSTALLED := .venv/.installed
 BACKENDS := jax tensorflow torch
 SUITES := $(BACKENDS:%=test-%)
 LOGS := $(BACKENDS:%=build/%.log)
+TORTURES := $(BACKENDS:%=torture-%)
 
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
-$(SUITES): export OMP_NUM_THREADS ?= 1
-$(SUITES): export TF_NUM_INTRAOP_THREADS ?= 1
-$(SUITES): export TF_NUM_INTEROP_THREADS ?= 1
+$(SUITES) $(TORTURES): export OMP_NUM_THREADS ?= 1
+$(SUITES) $(TORTURES): export TF_NUM_INTRAOP_THREADS ?= 1
+$(SUITES) $(TORTURES): export TF_NUM_INTEROP_THREADS ?= 1
 
-.PHONY: install demo test lint $(SUITES) bench format clean
+.PHONY: install demo test lint $(SUITES) bench torture $(TORTURES) format clean
 
 install: $(INSTALLED)
 
@@ -56,7 +58,7 @@ lint: install
 	$(VENV)/ruff format --check .
 	$(VENV)/ruff check .
 
-test-jax: export XLA_FLAGS ?= $(shell XLA_FLAGS="$(QUICK_XLA)" $(VENV)/python -c \
+test-jax torture-jax: export XLA_FLAGS ?= $(shell XLA_FLAGS="$(QUICK_XLA)" $(VENV)/python -c \
     "import jax; jax.numpy.ones(1) + 1" 2> /dev/null && echo "$(QUICK_XLA)")
 
 # An own KERAS_HOME: the user's Keras settings and caches are neither read nor written.
@@ -80,6 +82,20 @@ bench: install
 	done
 	$(VENV)/python benchmarks/tables.py --output benchmarks/RESULTS.md \
 	    --readme README.md
+
+# Most of an hour. Each backend says what it found; the table comes last, and what failed
+# is in build/torture/.
+torture: install
+	@status=0; \
+	$(MAKE) --no-print-directory --keep-going $(TORTURES) || status=$$?; \
+	KERAS_BACKEND=torch $(VENV)/python -m tests.torture --tables || status=$$?; \
+	exit $$status
+
+$(TORTURES): torture-%: install
+	@rm -rf build/keras-torture-$* build/torture/$*.json
+	@mkdir -p build/keras-torture-$*
+	@KERAS_BACKEND=$* KERAS_HOME=$(CURDIR)/build/keras-torture-$* MPLBACKEND=agg \
+	    $(VENV)/python -m tests.torture 2> build/torture-$*.log
 
 format: install
 	$(VENV)/ruff check --fix .

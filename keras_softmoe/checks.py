@@ -1,29 +1,84 @@
 """Checks of arguments, which say what was wrong, what is accepted and what to do."""
 
 import difflib
-import math
 import numbers
+import reprlib
+
+# The largest values of arguments that are taken, by their names: far more than any
+# model of the papers has, and few enough for a machine. What goes wrong above them is
+# a slip of the pen or a file that is damaged or hostile, and costs hours or all memory.
+LARGEST = {
+    "num_layers": 256,
+    "num_heads": 1024,
+    "hidden_dim": 1 << 16,
+    "mlp_dim": 1 << 20,
+    "num_experts": 1 << 16,
+    "num_predicted_experts": 1 << 16,
+    "slots_per_expert": 1 << 16,
+    "num_iterations": 10_000,
+    "multiple_of": 1 << 16,
+    "group_images": 1 << 16,
+    "image_shape": 1 << 16,
+    "patch_size": 1 << 16,
+    "grid": 1 << 16,
+    "num_patches": 1 << 16,
+    "sequence_length": 1 << 16,
+    "vocabulary_size": 1 << 24,
+    "num_classes": 1 << 24,
+    "representation_dim": 1 << 16,
+    "embedding_dim": 1 << 16,
+    "num_registers": 1 << 16,
+    "image_projection_dim": 1 << 16,
+    "text_projection_dim": 1 << 16,
+    "devices": 1 << 20,
+}
+# Of other whole numbers, and of numbers that float32 can still multiply.
+_LARGEST_INTEGER, _LARGEST_NUMBER = 1 << 63, 1e30
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 160
+_SHORT.maxtuple = _SHORT.maxlist = _SHORT.maxdict = 12
 
 
-def is_whole_number(value, least=1):
-    """Whether a value is an integer of at least so much. NumPy's are, bools are not."""
+def quote(value):
+    """A value as messages quote it: its `repr`, without the middle of what is long."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:
+        # Python writes no integers of many thousand digits.
+        return f"a {type(value).__name__}"
+
+
+def is_whole_number(value, least=1, name=None):
+    """Whether a value is an integer of at least so much. NumPy's are, bools are not.
+
+    Args:
+        value: anything.
+        least: int.
+        name: str or `None`, the argument, for which there may be a largest value.
+    """
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return is_integer and value >= least
+    return is_integer and least <= value <= LARGEST.get(name, _LARGEST_INTEGER)
 
 
 def check_whole_numbers(least, **arguments):
     """Raise unless every argument is a whole number, `least` or more.
 
-    Integers of NumPy are accepted. Some layers of Keras refuse them: convert with `int`
-    what goes there.
+    And at most what `LARGEST` says for its name. Integers of NumPy are accepted. Some
+    layers of Keras refuse them: convert with `int` what goes there.
     """
     wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
     for name, value in arguments.items():
-        if not is_whole_number(value, least):
+        if not is_whole_number(value, least, name):
             raise ValueError(
-                f"`{name}` must be {wanted}. Received: {name}={value!r}. Pass such an "
-                "int."
+                f"`{name}` must be {wanted}{at_most(name)}. Received: "
+                f"{name}={quote(value)}. Pass such an int."
             )
+
+
+def at_most(name):
+    """The words for the largest value of an argument, nothing if there is none."""
+    return f", at most {LARGEST[name]:,}" if name in LARGEST else ""
 
 
 def check_numbers(least=None, over=None, under=None, **arguments):
@@ -35,29 +90,39 @@ def check_numbers(least=None, over=None, under=None, **arguments):
         under: float or `None`, what every number must be less than.
         **arguments: the arguments.
     """
+    under = _LARGEST_NUMBER if under is None else under
     bounds = [("at least", least), ("over", over), ("under", under)]
     wanted = " and ".join(f"{word} {n:g}" for word, n in bounds if n is not None)
     for name, value in arguments.items():
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if (
-            not (is_number and math.isfinite(value))
+            not (is_number and -_LARGEST_NUMBER < value < under)
             or (least is not None and value < least)
             or (over is not None and value <= over)
-            or (under is not None and value >= under)
         ):
             raise ValueError(
-                f"`{name}` must be a finite number{' ' * bool(wanted)}{wanted}. "
-                f"Received: {name}={value!r}. Pass such a float or int."
+                f"`{name}` must be a finite number {wanted}. "
+                f"Received: {name}={quote(value)}. Pass such a float or int."
             )
 
 
 def check_choice(argument, value, accepted):
-    """Raise unless the value of an argument is among the accepted ones, a tuple."""
-    if value not in accepted:
+    """Raise unless the value of an argument is among the accepted ones, a tuple.
+
+    All of them are strings, bools or `None`, so arrays need not be compared.
+    """
+    is_array = hasattr(value, "__array__") and getattr(value, "ndim", 1)
+    if is_array or value not in accepted:
         raise ValueError(
             f"Unknown `{argument}`. Accepted: {', '.join(map(repr, accepted))}. "
-            f"Received: {argument}={value!r}."
+            f"Received: {argument}={quote(value)}."
         )
+
+
+def check_bools(**arguments):
+    """Raise unless every argument is `True` or `False`."""
+    for name, value in arguments.items():
+        check_choice(name, value, (False, True))
 
 
 def check_names(owner, given, accepted):
@@ -76,12 +141,14 @@ def check_names(owner, given, accepted):
     if unknown:
         raise TypeError(
             f"{owner} has no such argument.{did_you_mean(unknown, accepted)} "
-            f"Accepted: {', '.join(accepted)}. Received: {', '.join(unknown)}."
+            f"Accepted: {', '.join(accepted)}. Received: "
+            f"{', '.join(unknown[:12])}{', ...' * (len(unknown) > 12)}."
         )
 
 
 def did_you_mean(unknown, accepted):
     """A sentence with the nearest accepted name for each unknown one, or nothing."""
-    nearest = [difflib.get_close_matches(name, accepted, n=1) for name in unknown]
+    names = [name[:80] for name in unknown if isinstance(name, str)][:12]
+    nearest = [difflib.get_close_matches(name, accepted, n=1) for name in names]
     hints = [f"`{near}`" for found in nearest for near in found]
     return f" Did you mean {' and '.join(dict.fromkeys(hints))}?" if hints else ""

@@ -7,9 +7,11 @@ processes leave behind that are killed is cleared away by the next that writes t
 
 import contextlib
 import ctypes
+import errno
 import glob
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
@@ -20,10 +22,44 @@ from pathlib import Path
 _ASIDE = f"aside-{platform.node()}"
 # How long a process waits for another one, between two looks, in seconds.
 _PATIENCE = 0.2
+# What a system says that will not have something written.
+_REFUSALS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO),
+    *(errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
+    errno.ENAMETOOLONG,
+}
+
+
+class NotWritten(OSError, ValueError):
+    """A file or directory that could not be written. What was there before still is."""
 
 
 @contextlib.contextmanager
-def replaced_file(path):
+def explain_refusals(path):
+    """Turn what a system says that will not have a path written into `NotWritten`.
+
+    Args:
+        path: str or path.
+    """
+    try:
+        yield
+    except NotWritten:
+        raise
+    except (OSError, RuntimeError) as error:
+        # When it closes a file HDF5 knows the reason only in words.
+        number = re.search(r"errno = (\d+)", str(error))
+        number = getattr(error, "errno", None) or (number and int(number[1]))
+        if number not in _REFUSALS:
+            raise
+        raise NotWritten(
+            f"'{path}' cannot be written ({os.strerror(number)}); what was there "
+            "before is unchanged. Make room, or choose a directory that this program "
+            f"may write to. Reason: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def replaced_file(path, room=0):
     """Write a file aside and put it in place when all of it is written.
 
     What is written beside it, because a file of that kind consists of several, is put
@@ -31,12 +67,18 @@ def replaced_file(path):
 
     Args:
         path: str or path. Its directory is made if it does not exist.
+        room: int, the bytes that there has to be room for before anything is written.
+            HDF5 does not get over a write that the system refuses: the process dies.
 
     Yields:
         `pathlib.Path` of the file to write, with the same suffixes.
+
+    Raises:
+        NotWritten: (an `OSError` and a `ValueError`) if the system refuses.
     """
     path = Path(path)
-    with _aside(path) as aside:
+    with explain_refusals(path), _aside(path) as aside:
+        _check_room(aside, room)
         new = Path(aside, path.name)
         yield new
         for other in Path(aside).iterdir():
@@ -46,7 +88,7 @@ def replaced_file(path):
 
 
 @contextlib.contextmanager
-def replaced_directory(directory, keep=lambda path: True):
+def replaced_directory(directory, keep=lambda path: True, room=0):
     """Write a directory aside and put it in place when all of it is written.
 
     Where the system can exchange two directories in one step (Linux), there is no
@@ -58,13 +100,20 @@ def replaced_directory(directory, keep=lambda path: True):
         keep: callable from the relative `pathlib.Path` of a file that is there already
             and was not written again, to whether it is kept. All are, by default. It is
             called when the new files are written.
+        room: int, see `replaced_file`.
 
     Yields:
         `pathlib.Path` of an empty directory to write to.
+
+    Raises:
+        NotWritten: (an `OSError` and a `ValueError`) if the system refuses.
     """
     directory = Path(directory)
-    recover(directory)
-    with _aside(directory) as aside:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(explain_refusals(directory))
+        recover(directory)
+        aside = stack.enter_context(_aside(directory))
+        _check_room(aside, room)
         new, old = Path(aside, "new"), Path(aside, "old")
         new.mkdir()
         yield new
@@ -89,9 +138,12 @@ def recover(directory):
         directory: str or path.
     """
     directory = Path(directory)
-    if directory.exists():
+    # Which is not so sure to be a path that it may raise an error.
+    if os.path.exists(directory):
         return
-    for aside in _asides_of_the_dead(directory):
+    for aside, target in _asides_of_the_dead(directory.parent):
+        if target != directory:
+            continue
         # If both are there, it was killed between its two steps.
         if (aside / "old").is_dir():
             with contextlib.suppress(OSError):
@@ -163,23 +215,61 @@ def one_process(path, waiting=None):
 
 @contextlib.contextmanager
 def _aside(path):
-    """A temporary neighbour of a path; those of dead processes are removed first."""
+    """A temporary neighbour of a path; those of dead processes are removed first.
+
+    Of all paths beside it: a process that is killed just after it has put a file in
+    place may have been the last one to write that file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in _asides_of_the_dead(path):
-        if path.exists() or not (left / "old").is_dir():
+    for left, target in _asides_of_the_dead(path.parent):
+        if target.exists() or not (left / "old").is_dir():
             shutil.rmtree(left, ignore_errors=True)
     prefix = f".{path.name}.{_ASIDE}-{os.getpid()}-"
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix) as aside:
         yield aside
 
 
-def _asides_of_the_dead(path):
-    """What processes of this machine have left beside a path that run no more."""
-    name = f".{path.name}.{_ASIDE}"
-    for found in path.parent.glob(f"{glob.escape(name)}-*-*"):
-        process = found.name.rsplit("-", 2)[-2]
+def _check_room(directory, size):
+    """Raise an `OSError` if so many bytes cannot be written in a directory."""
+    if not size:
+        return
+    with tempfile.TemporaryFile(dir=directory) as file:
+        if not _allocate(file.fileno(), size):
+            if shutil.disk_usage(directory).free < size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _allocate(file, size):
+    """Give an empty file its size, without writing; `False` where nobody can.
+
+    Unlike the free space of the disk this knows of quotas and limits.
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        allocate = ctypes.CDLL(None, use_errno=True).fallocate
+    except (OSError, AttributeError):
+        return False
+    allocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    if not allocate(file, 0, 0, size):
+        return True
+    number = ctypes.get_errno()
+    if number in _REFUSALS:
+        raise OSError(number, os.strerror(number))
+    return False
+
+
+def _asides_of_the_dead(folder):
+    """What processes of this machine have left that run no more, and beside what.
+
+    Yields:
+        Two `pathlib.Path`s, the directory aside and the path that it belongs to.
+    """
+    for found in folder.glob(f".*.{glob.escape(_ASIDE)}-*-*"):
+        name, _, process = found.name[1:].rpartition(f".{_ASIDE}-")
+        process = process.partition("-")[0]
         if process.isdigit() and not _runs(int(process)):
-            yield found
+            yield found, folder / name
 
 
 def _runs(process):

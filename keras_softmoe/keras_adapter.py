@@ -96,6 +96,23 @@ def _zeros(shape, dtype):
     return keras.ops.convert_to_tensor(np.zeros(shape, "float32"), dtype=dtype)
 
 
+# === Presets ===
+
+
+def has_preset_file(preset, file):
+    """Whether a preset has a file; of a handle it is fetched.
+
+    Would be replaced by: a public function of KerasHub that finds files by a handle.
+
+    Args:
+        preset: str or path of a directory, or a handle.
+        file: str, name of the file.
+    """
+    from keras_hub.src.utils.preset_utils import check_file_exists
+
+    return check_file_exists(str(preset), file)
+
+
 # === LoRA and quantization ===
 
 

@@ -44,6 +44,7 @@ RUNS_ON = {
     "test_benchmark*.py": ("torch",),
     "test_checks.py": ("torch",),
     "test_package.py": ("jax",),
+    "test_security.py": ("torch",),
     "test_trained_*.py": ("torch",),
     "training/test_contrastive_recipes.py": ("torch",),
     "training/test_finetuning.py": ("torch",),

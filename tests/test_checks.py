@@ -1,14 +1,14 @@
 """Sizes, rates and misspelt names are refused in the library's own words."""
 
+import functools
 import re
 
 import numpy as np
 import pytest
 
-from keras_softmoe import checks, evaluation, layers, models, routers
+from keras_softmoe import checks, distribution, evaluation, layers, models, routers
 from tests.models import tiny, tiny_limoe
-
-NO_SIZES = [0, -1, 2.5, 4.0, "4", True, None, [4]]
+from tests.torture.arguments import BACKBONE, BACKBONES, NO_SIZES, TEXT, targets
 
 
 def assert_refused(make, name, value, error=ValueError):
@@ -17,71 +17,42 @@ def assert_refused(make, name, value, error=ValueError):
     message = str(caught.value)
     # What is accepted, what was given, and what to do about it.
     assert f"`{name}` must be" in message, message
-    assert f"Received: {name}={value!r}. Pass" in message, message
+    assert f"Received: {name}={checks.quote(value)}. Pass" in message, message
+    assert len(message) < 1000
+
+
+SOFT = routers.SoftRouter(4)
+
+
+def arguments_of(names, kind):
+    """Pairs of a target and an argument of it of some kind."""
+    return [
+        (name, argument)
+        for name in names
+        for argument, of_kind in targets()[name].kinds.items()
+        if of_kind == kind
+    ]
+
+
+def call(name, **arguments):
+    return targets()[name].call(**{**targets()[name].good, **arguments})
 
 
 # === Layers ===
 
-SOFT = routers.SoftRouter(4)
-# Name -> callable, its arguments that are sizes, and those that are rates.
-LAYERS = {
-    "MoE": (
-        lambda **x: layers.MoE(SOFT, **{"mlp_dim": 8, **x}),
-        ["mlp_dim"],
-        ["expert_dropout_rate"],
-    ),
-    "SoftMoE": (
-        lambda **x: layers.SoftMoE(**{"num_experts": 4, "mlp_dim": 8, **x}),
-        ["num_experts", "mlp_dim", "slots_per_expert"],
-        [],
-    ),
-    "Experts": (
-        lambda **x: layers.Experts(**{"num_experts": 4, "mlp_dim": 8, **x}),
-        ["num_experts", "mlp_dim"],
-        ["dropout_rate"],
-    ),
-    "MLP": (layers.MLP, ["mlp_dim"], []),
-    "Attention": (layers.Attention, ["num_heads"], []),
-    "AttentionPooling": (
-        lambda **x: layers.AttentionPooling(**{"num_heads": 2, "mlp_dim": 8, **x}),
-        ["num_heads", "mlp_dim"],
-        [],
-    ),
-    "EncoderBlock": (
-        lambda **x: layers.EncoderBlock(
-            **{"num_heads": 2, "mlp": layers.MLP(mlp_dim=8), **x}
-        ),
-        ["num_heads"],
-        ["dropout_rate"],
-    ),
-    "PatchEmbedding": (
-        lambda **x: layers.PatchEmbedding(**{"patch_size": 4, "hidden_dim": 8, **x}),
-        ["hidden_dim", "patch_size"],
-        [],
-    ),
-    "PositionEmbedding": (layers.PositionEmbedding, ["grid"], []),
-    "TokenEmbedding": (
-        lambda **x: layers.TokenEmbedding(
-            **{"vocabulary_size": 9, "sequence_length": 4, "hidden_dim": 8, **x}
-        ),
-        ["vocabulary_size", "sequence_length", "hidden_dim"],
-        [],
-    ),
-}
-SIZES = [(layer, name) for layer, (_, names, _) in LAYERS.items() for name in names]
-RATES = [(layer, name) for layer, (*_, names) in LAYERS.items() for name in names]
+LAYERS = [name for name in targets() if hasattr(layers, name)]
 
 
 @pytest.mark.parametrize("value", NO_SIZES, ids=repr)
-@pytest.mark.parametrize("layer, name", SIZES)
+@pytest.mark.parametrize("layer, name", arguments_of(LAYERS, "size"))
 def test_sizes_of_layers(layer, name, value):
-    assert_refused(LAYERS[layer][0], name, value)
+    assert_refused(functools.partial(call, layer), name, value)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.0, "0.1", None, float("nan")], ids=repr)
-@pytest.mark.parametrize("layer, name", RATES)
+@pytest.mark.parametrize("layer, name", arguments_of(LAYERS, "rate"))
 def test_rates_of_layers(layer, name, value):
-    assert_refused(LAYERS[layer][0], name, value)
+    assert_refused(functools.partial(call, layer), name, value)
 
 
 def test_integers_of_numpy_are_sizes():
@@ -91,27 +62,7 @@ def test_integers_of_numpy_are_sizes():
 
 # === Routers ===
 
-# Name -> class, its arguments that are sizes, and those that are numbers over 0.
-SPARSE = ["capacity_factor"]
-ROUTERS = {
-    "SoftRouter": (["num_experts", "slots_per_expert"], ["initial_scale"]),
-    "IdentityRouter": (["num_experts"], []),
-    "SoftmaxTokenChoiceRouter": (["num_experts", "num_selected_experts"], SPARSE),
-    "SinkhornTokenChoiceRouter": (
-        ["num_experts", "num_selected_experts", "num_iterations"],
-        SPARSE,
-    ),
-    "SoftmaxExpertChoiceRouter": (["num_experts"], SPARSE),
-    "SinkhornExpertChoiceRouter": (["num_experts", "num_iterations"], SPARSE),
-    "SparseTransportExpertChoiceRouter": (
-        ["num_experts", "num_iterations"],
-        [*SPARSE, "learning_rate"],
-    ),
-    "LIMoERouter": (
-        ["num_experts", "num_selected_experts"],
-        [*SPARSE, "single_modality_capacity_factor"],
-    ),
-}
+ROUTERS = [name for name in targets() if name.endswith("Router")]
 
 
 def router(cls, **arguments):
@@ -119,17 +70,13 @@ def router(cls, **arguments):
 
 
 @pytest.mark.parametrize("value", NO_SIZES, ids=repr)
-@pytest.mark.parametrize(
-    "cls, name", [(cls, name) for cls, (names, _) in ROUTERS.items() for name in names]
-)
+@pytest.mark.parametrize("cls, name", arguments_of(ROUTERS, "size"))
 def test_sizes_of_routers(cls, name, value):
     assert_refused(lambda **x: router(cls, **x), name, value)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, "1.0", None, float("inf")], ids=repr)
-@pytest.mark.parametrize(
-    "cls, name", [(cls, name) for cls, (_, names) in ROUTERS.items() for name in names]
-)
+@pytest.mark.parametrize("cls, name", arguments_of(ROUTERS, "positive"))
 def test_numbers_of_routers(cls, name, value):
     with pytest.raises(ValueError, match=f"`{name}`.*Received: {name}="):
         router(cls, **{name: value})
@@ -152,33 +99,39 @@ def test_other_numbers_of_routers(cls, wrong):
     assert_refused(lambda **x: router(cls, **x), name, value)
 
 
+@pytest.mark.parametrize(
+    "cls, name, value",
+    [
+        ("SoftmaxTokenChoiceRouter", "rounding", "floor"),
+        ("SoftmaxExpertChoiceRouter", "rounding", None),
+        ("SoftmaxTokenChoiceRouter", "random_logits", "x"),
+        ("SoftmaxTokenChoiceRouter", "random_logits", np.zeros(3)),
+        ("SoftmaxTokenChoiceRouter", "normalize_gates", "yes"),
+        ("SoftRouter", "normalize", None),
+        ("LIMoERouter", "per_modality", 2),
+        ("LIMoERouter", "priority", ["max"]),
+    ],
+)
+def test_choices_of_routers(cls, name, value):
+    with pytest.raises(ValueError, match=f"Unknown `{name}`.*Received: {name}="):
+        router(cls, **{name: value})
+
+
+def test_capacity_is_at_most_the_number_of_tokens():
+    """More slots would stay empty, whatever the factor."""
+    for cls in ("SoftmaxTokenChoiceRouter", "SoftmaxExpertChoiceRouter", "LIMoERouter"):
+        made = router(cls, capacity_factor=1e7, eval_capacity_factor=1e29)
+        assert made.capacity(6, training=True) == made.capacity(6) == 6
+    with pytest.raises(ValueError, match="`capacity_factor`.*under 1e.30"):
+        router("SoftmaxTokenChoiceRouter", capacity_factor=1e308)
+
+
 def test_weights_of_losses():
     assert_refused(routers.ImportanceLoss, "weight", "0.1")
 
 
 # === Models ===
 
-BACKBONE = {
-    "image_shape": (8, 8, 3),
-    "patch_size": 4,
-    "num_layers": 2,
-    "num_heads": 2,
-    "hidden_dim": 8,
-    "mlp_dim": 12,
-}
-TEXT = {
-    "vocabulary_size": 20,
-    "sequence_length": 4,
-    "num_layers": 2,
-    "num_heads": 2,
-    "hidden_dim": 8,
-    "mlp_dim": 12,
-}
-BACKBONES = {
-    models.ViTMoEBackbone: BACKBONE | {"representation_dim": 8},
-    models.TextMoEBackbone: TEXT,
-    models.LIMoEBackbone: BACKBONE | TEXT | {"embedding_dim": 8},
-}
 MODEL_SIZES = [
     (cls, name)
     for cls, arguments in BACKBONES.items()
@@ -276,6 +229,57 @@ def test_what_dense_models_were_trained_with(wrong, message):
         tiny.backbone(**wrong)
     with pytest.raises(ValueError, match=message):
         evaluation.cost({**BACKBONE, **wrong})
+
+
+# === What no machine holds ===
+
+
+@pytest.mark.parametrize("name", sorted(set(BACKBONE) | {"group_images"}))
+def test_sizes_beyond_all_machines(name):
+    value = 10**9
+    wrong = (value, value, 3) if name == "image_shape" else value
+    moe = {"moe_layers": (1,), "router": SOFT}
+    for make in (lambda x: models.ViTMoEBackbone(**x), evaluation.cost):
+        with pytest.raises(ValueError, match=f"`{name}`.*at most [0-9,]+.*Received"):
+            make({**BACKBONE, **moe, name: wrong})
+
+
+def test_models_that_exceed_the_memory(monkeypatch):
+    large = {**BACKBONE, "hidden_dim": 2**16, "mlp_dim": 2**20, "num_layers": 200}
+    with pytest.raises(ValueError, match=r"weights, which even in half.*Received: a"):
+        models.ViTMoEBackbone(**large)
+    assert evaluation.cost(large).parameters > 1e13
+    # A router of the user's own need not count its slots.
+    monkeypatch.setattr(routers.SoftRouter, "capacity", routers.Router.capacity)
+    models.ViTMoEBackbone(**BACKBONE, moe_layers=(1,), router=SOFT)
+
+
+def test_more_patches_than_attention_compares():
+    with pytest.raises(ValueError, match="at most 65,536 patches.*1024 x 1024 patches"):
+        evaluation.cost({**BACKBONE, "image_shape": (4096, 4096, 3)})
+
+
+def test_messages_quote_the_beginning_only():
+    for wrong in (
+        {"moe_layers": tuple(range(10**6))},
+        {"moe_layers": [[0] * 10**6]},
+        {"image_shape": (8,) * 10**6},
+        {"hidden_dim": "8" * 10**6},
+        {"pooling": "x" * 10**6},
+        {"num_layers": 10**5000},
+    ):
+        with pytest.raises(ValueError) as caught:
+            models.ViTMoEBackbone(**{**BACKBONE, "router": SOFT, **wrong})
+        assert len(str(caught.value)) < 1000
+
+
+def test_plans_for_any_number_of_devices():
+    moe = {"moe_layers": (1,), "router": SOFT}
+    with pytest.raises(ValueError, match="`devices`.*at most 1,048,576"):
+        distribution.plan({**BACKBONE, **moe}, 10**9, 80e9)
+    # Only numbers that divide the experts are tried.
+    found = distribution.plan({**BACKBONE, **moe}, 2**20, 80e9)
+    assert [mesh.shape[1] for mesh in found.meshes] == [1, 2, 4]
 
 
 # === Names ===

@@ -1,5 +1,6 @@
 """Files and directories that appear whole or not at all."""
 
+import errno
 import signal
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 
 from keras_softmoe.files import (
+    NotWritten,
     read_whole,
     recover,
     replaced_directory,
@@ -71,6 +73,42 @@ def test_files_that_are_not_kept(tmp_path):
     with replaced_directory(target, lambda path: path.suffix == ".json") as aside:
         (aside / "model.weights.json").write_text("new")
     assert texts(target) == {"metadata.json": "old", "model.weights.json": "new"}
+
+
+@pytest.mark.parametrize("replaced", [replaced_file, replaced_directory])
+def test_what_the_system_refuses(replaced, tmp_path):
+    """The error says what could not be written, why, and what to do."""
+    (tmp_path / "file").write_text("whole")
+    for path in (tmp_path / "file" / "below", tmp_path / ("a" * 300)):
+        with pytest.raises(NotWritten, match="cannot be written.*choose a directory"):
+            with replaced(path) as aside:
+                aside.touch()
+    full = [
+        OSError(errno.ENOSPC, "No space left on device"),
+        # As h5py has it when it closes a file
+        RuntimeError("Can't decrement id (unable to close file, errno = 28, error"),
+    ]
+    for error in full:
+        with pytest.raises(ValueError, match="/new' cannot be written.*No space left"):
+            with replaced(tmp_path / "new"):
+                raise error
+    with pytest.raises(OSError, match="another") as caught:
+        with replaced(tmp_path / "new"):
+            raise OSError("another")
+    assert not isinstance(caught.value, NotWritten)
+    assert texts(tmp_path) == {"file": "whole"}
+
+
+@pytest.mark.parametrize("replaced", [replaced_file, replaced_directory])
+def test_room_is_made_sure_of(replaced, tmp_path):
+    """Before anything is written: HDF5 does not get over a write that is refused."""
+    with replaced(tmp_path / "small", room=1000) as aside:
+        assert not any(path.is_file() for path in aside.parent.iterdir())
+        aside.mkdir(exist_ok=True) if replaced is replaced_directory else aside.touch()
+    with pytest.raises(NotWritten, match="large' cannot be written.*Make room"):
+        with replaced(tmp_path / "large", room=1 << 60):
+            raise AssertionError("not even tried")
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
 
 
 # === Processes that are killed, and several at once ===

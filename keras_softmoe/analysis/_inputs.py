@@ -4,6 +4,8 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_softmoe.checks import check_whole_numbers
+
 
 def backbone_of(model, preprocessor=None):
     """The backbone of a task (or the model itself) and the preprocessor to use."""
@@ -89,6 +91,7 @@ def batches_of(model, data, batch_size, preprocessor):
         count = len(data)
         batches = (data[i] for i in range(count))
     elif isinstance(data, dict) or hasattr(data, "shape"):
+        check_whole_numbers(1, batch_size=batch_size)
         starts = range(0, len(keras.tree.flatten(data)[0]), batch_size)
         count = len(starts)
         batches = (_rows(data, start, start + batch_size) for start in starts)

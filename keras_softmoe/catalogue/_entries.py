@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import functools
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,12 +16,19 @@ from keras_softmoe.catalogue import _preset_files as preset_files
 from keras_softmoe.catalogue._accuracy import accuracies
 from keras_softmoe.catalogue._limoe import limoe
 from keras_softmoe.catalogue._vision import vision
+from keras_softmoe.checks import quote
 from keras_softmoe.files import recover, replaced_directory
+from keras_softmoe.keras_adapter import has_preset_file
 
 CONFIG_FILE = "config.json"
 METADATA_FILE = "metadata.json"
 _TASK_FILE = "task.json"
 _TASK_WEIGHTS_FILE = "task.weights.h5"
+
+# Of a file of text, which all of it is read at once; the largest here have some 20 kB.
+_MAX_TEXT_BYTES = 1 << 22
+# Of the message of an error in a preset: some quote the whole configuration.
+_MAX_MESSAGE = 2000
 
 # Handles that KerasHub resolves itself.
 _REMOTE = ("hf://", "kaggle://", "modelscope://")
@@ -166,7 +174,7 @@ def find_directory(preset):
     path = Path(preset)
     recover(path)
     # A directory of the user's goes first, as for KerasHub.
-    if not path.is_dir():
+    if not os.path.isdir(path):
         path = _directory(str(preset))
     if path is not None:
         _read_config_file(path)
@@ -210,24 +218,23 @@ def check_task(directory, load_weights=True):
     """Raise unless a preset holds a whole task: a backbone and its head.
 
     Args:
-        directory: str or path of a preset's directory. A handle passes.
+        directory: str or path of a preset's directory, or a handle.
         load_weights: bool, whether weights are wanted.
 
     Raises:
         ValueError: if the preset holds a backbone only, or no weights for the head.
     """
-    if is_handle(directory):
-        return
-    path = Path(directory)
-    if not (path / _TASK_FILE).is_file():
+    name = str(directory) if is_handle(directory) else Path(directory).name
+    if not has_preset_file(directory, _TASK_FILE):
         raise ValueError(
-            f"The preset {path.name!r} is a backbone without a head: it has no "
+            f"The preset {name!r} is a backbone without a head: it has no "
             f"{_TASK_FILE}. Say what the new head is for: "
             "`from_preset(..., num_classes=10)`."
         )
-    if load_weights and not (path / _TASK_WEIGHTS_FILE).is_file():
+    if load_weights and not has_preset_file(directory, _TASK_WEIGHTS_FILE):
+        # KerasHub would go on with a new head.
         raise ValueError(
-            f"The preset {path.name!r} has no weights for its head: "
+            f"The preset {name!r} has no weights for its head: "
             f"{_TASK_WEIGHTS_FILE} is missing. Copy the file there, save the preset "
             "again, or start from a new head: `from_preset(..., num_classes=10)`."
         )
@@ -236,14 +243,6 @@ def check_task(directory, load_weights=True):
 def names_of_kind(kind):
     """Names of the presets of a kind, sorted."""
     return [n for n in names() if _metadata(_directory(n), n).get("kind") == kind]
-
-
-# What damaged files end in: h5py's own errors are of the third line.
-_OF_DAMAGE = (
-    *(OSError, EOFError, json.JSONDecodeError, UnicodeDecodeError),
-    *(KeyError, IndexError, AttributeError, TypeError),
-    *(RuntimeError, RecursionError, MemoryError),
-)
 
 
 @contextlib.contextmanager
@@ -256,15 +255,30 @@ def explain_errors(preset):
     where = f"in '{preset}'" if isinstance(preset, Path) else repr(preset)
     try:
         yield
-    except _OF_DAMAGE as error:
-        raise ValueError(
-            f"The preset {where} cannot be read: a file is damaged, truncated, or "
-            "belongs to another model. Restore it or save the preset again. Reason: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise _unreadable(where, error) from error
     except ValueError as error:
-        error.add_note(f"This happened while the preset {where} was read.")
+        message = str(error)
+        if len(message) > _MAX_MESSAGE:
+            middle = _MAX_MESSAGE // 2
+            error.args = (f"{message[:middle]} [...] {message[-middle // 2 :]}",)
+        error.add_note(
+            f"This happened while the preset {where} was read. If nothing was changed "
+            "on purpose, restore it or save it again."
+        )
         raise
+    except Exception as error:
+        # Libraries that fetch, unpack or read files have many errors of their own.
+        raise _unreadable(where, error) from error
+
+
+def _unreadable(where, error):
+    return ValueError(
+        f"The preset {where} cannot be read: a file is damaged, truncated, could not "
+        "be fetched, or belongs to another model. Restore it, save it or fetch it "
+        "again. "
+        f"Reason: {type(error).__name__}: {str(error)[:_MAX_MESSAGE]}"
+    )
 
 
 def _root():
@@ -285,12 +299,12 @@ def _directory(name):
         return _root() / name
     if name in architectures():
         return None
-    near = difflib.get_close_matches(name, names(), n=3, cutoff=0.3)
+    near = difflib.get_close_matches(name[:200], names(), n=3, cutoff=0.3)
     raise ValueError(
-        f"Unknown preset {name!r}. "
+        f"Unknown preset {quote(name)}. "
         + (f"Did you mean {' or '.join(map(repr, near))}? " if near else "")
         + "See `keras_softmoe.presets.names()`, or pass the path of an existing "
-        f"preset directory. Received: preset={name!r}."
+        f"preset directory. Received: preset={quote(name)}."
     )
 
 
@@ -310,15 +324,34 @@ def _read_config_file(path):
             f"The directory '{path}' is not a preset: it has no {CONFIG_FILE}. Save "
             "one with `model.save_to_preset(directory)`."
         )
+    _check_files(path)
     with explain_errors(path):
         saved = _read_json(file)
     name = saved.get("registered_name") if isinstance(saved, dict) else None
     if not str(name).startswith("keras_softmoe>"):
         raise ValueError(
             f"The preset in '{path}' is not one of keras_softmoe: its {CONFIG_FILE} "
-            f"was made for {name!r}. Load it with the library it belongs to."
+            f"was made for {quote(name)}. Load it with the library it belongs to."
         )
     return saved
+
+
+def _check_files(path):
+    """Raise if a file of a preset is none, or one of text is too long to be one."""
+    for file in path.rglob("*"):
+        is_folder = file.is_dir() and file.suffix not in (".json", ".h5")
+        if not (file.is_file() or is_folder):
+            # From a pipe nothing would ever come.
+            raise ValueError(
+                f"The preset in '{path}' is damaged: '{file.name}' is no file, or a "
+                "link to nothing. Restore it or save the preset again."
+            )
+        if file.suffix == ".json" and file.stat().st_size > _MAX_TEXT_BYTES:
+            raise ValueError(
+                f"The preset in '{path}' is damaged: '{file.name}' has "
+                f"{file.stat().st_size:,} bytes, and no configuration has more than "
+                f"{_MAX_TEXT_BYTES:,}. Restore it or save the preset again."
+            )
 
 
 def _read_json(file):

@@ -7,6 +7,7 @@ import keras
 from keras_softmoe.checkpoints._checkpoint_index import data_path, read_index
 from keras_softmoe.checkpoints._files import open_file
 from keras_softmoe.checkpoints._remote import download, web_address
+from keras_softmoe.files import explain_refusals
 
 _BLOCK = 1 << 24
 _SUFFIXES = (".npz", ".safetensors")
@@ -58,10 +59,12 @@ def _copy(source, target, verbose):
     if verbose:
         print(f"Downloading {source}")
     if web_address(source) is not None:
-        download(source, Path(target).parent, verbose)
+        with explain_refusals(target):
+            download(source, Path(target).parent, verbose)
         return
-    with open_file(source) as (file, size), open(target, "wb") as copy:
+    with open_file(source) as (file, size), explain_refusals(target):
         progress = keras.utils.Progbar(size, verbose=verbose, unit_name="byte")
-        while block := file.read(_BLOCK):
-            copy.write(block)
-            progress.add(len(block))
+        with open(target, "wb") as copy:
+            while block := file.read(_BLOCK):
+                copy.write(block)
+                progress.add(len(block))

@@ -48,7 +48,7 @@ def open_file(path):
         raise CheckpointError(
             f"The file '{path}' cannot be read ({type(error).__name__}: {error}). A "
             "sharded checkpoint is PREFIX.index and all of PREFIX.data-00000-of-..., "
-            "in one place."
+            "in one place. Fetch what is missing."
         ) from error
 
 

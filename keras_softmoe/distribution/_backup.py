@@ -8,7 +8,7 @@ from pathlib import Path
 import h5py
 import keras
 
-from keras_softmoe.checks import is_whole_number
+from keras_softmoe.checks import is_whole_number, quote
 from keras_softmoe.distribution._backup_file import (
     open_backup,
     optimizer_name,
@@ -35,6 +35,7 @@ from keras_softmoe.sharding.variables import (
     is_sharded,
     num_processes,
     process_index,
+    room_for,
     save_in_one_process,
 )
 
@@ -99,7 +100,8 @@ class Backup(keras.callbacks.Callback):
         if every is not None and not is_whole_number(every):
             raise ValueError(
                 "`every` is a positive integer, the number of batches between backups, "
-                f"or `None` for the end of each epoch. Received: every={every!r}."
+                "or `None` for the end of each epoch. Received: "
+                f"every={quote(every)}. Pass one of these."
             )
         if one_stream and keras.backend.backend() == "torch":
             raise ValueError(
@@ -250,7 +252,8 @@ class Backup(keras.callbacks.Callback):
             with h5py.File(path, "w") as file:
                 write(file, (epoch, batches), model, generators)
 
-        save_in_one_process(save, lambda: replaced_file(self.path))
+        room = room_for(sum(variables_of(model).values(), start=[]))
+        save_in_one_process(save, lambda: replaced_file(self.path, room))
 
     def _restore(self, backup):
         """Restore model and optimizer; all checks come before the first change."""

@@ -4,7 +4,7 @@ import math
 import numbers
 from typing import NamedTuple
 
-from keras_softmoe.checks import check_whole_numbers
+from keras_softmoe.checks import check_whole_numbers, quote
 from keras_softmoe.distribution._counting import model_size, optimizer_copies
 
 # Two tensors go out in the forward pass, and their gradients come back the same way:
@@ -239,10 +239,10 @@ def plan(
     """
     check_whole_numbers(1, devices=devices)
     is_number = isinstance(memory, numbers.Real) and not isinstance(memory, bool)
-    if not is_number or not 0 < memory < math.inf:
+    if not is_number or not 0 < memory < 1e30:
         raise ValueError(
             "`memory` must be a finite positive number, the bytes of each device. "
-            f"Received: memory={memory!r}. For 80 GB pass `memory=80e9`."
+            f"Received: memory={quote(memory)}. For 80 GB pass `memory=80e9`."
         )
     copies, name = optimizer_copies(optimizer)
     model = model_size(preset, num_classes, **changes)
@@ -258,11 +258,17 @@ def plan(
             f"batch_size={batch_size}."
         )
     groups = batch_size // smallest
+    # Of a dense model all devices hold all.
+    counts = [moe.num_experts for moe in model.moe_layers] or [1]
+    shared = math.gcd(devices, *counts)
     shapes = [
         (devices // experts, experts)
-        for experts in range(1, devices + 1)
-        if _divides(experts, devices, model, shard_dense)
+        for experts in range(1, shared + 1)
+        if shared % experts == 0
     ]
+    if shard_dense:
+        width = model.hidden_dim
+        shapes = [shape for shape in shapes if width % _dense_shards(shape) == 0]
     meshes = (
         _mesh_plan(model, shape, copies, groups, memory, shard_dense)
         for shape in shapes
@@ -277,16 +283,6 @@ def plan(
         name,
         tuple(meshes),
     )
-
-
-def _divides(experts, devices, model, shard_dense):
-    """Whether so many devices may share the experts."""
-    if devices % experts or any(m.num_experts % experts for m in model.moe_layers):
-        return False
-    if experts > 1 and not model.moe_layers:
-        return False
-    cut = _dense_shards((devices // experts, experts)) if shard_dense else 1
-    return model.hidden_dim % cut == 0
 
 
 def _dense_shards(shape):

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.evaluation._retrieval import check_embeddings
 
 
@@ -68,6 +69,7 @@ def zero_shot(
     >>> found.accuracy, found.predictions
     (0.75, array([0, 0, 1, 0]))
     """
+    check_whole_numbers(1, batch_size=batch_size)
     names = _classes().check_names(class_names)
     if labels is not None:
         labels = _check_labels(labels, len(images), len(names))

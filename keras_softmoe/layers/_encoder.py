@@ -6,6 +6,7 @@ from keras_softmoe.checks import (
     check_names,
     check_whole_numbers,
     is_whole_number,
+    quote,
 )
 from keras_softmoe.costs import cost_of
 from keras_softmoe.layers._attention import check_num_heads, layer_norm
@@ -133,6 +134,7 @@ def _complete_settings(settings):
 def _block_indices(moe_layers, num_layers):
     """Ascending tuple of the indices of blocks."""
     indices = tuple(moe_layers) if np.iterable(moe_layers) else (None,)
+    indices = indices[: num_layers + 1]
     wrong = not all(is_whole_number(index, 0) for index in indices)
     if (
         wrong
@@ -141,8 +143,9 @@ def _block_indices(moe_layers, num_layers):
     ):
         raise ValueError(
             f"`moe_layers` counts blocks from 0 to {num_layers - 1}, each at most "
-            f"once. Received: moe_layers={moe_layers!r}, num_layers={num_layers}. Pass "
-            f"a tuple of ints, for example ({num_layers - 1},)."
+            f"once. Received: moe_layers={quote(moe_layers)}, "
+            f"num_layers={num_layers}. Pass a tuple of ints, for example "
+            f"({num_layers - 1},)."
         )
     return tuple(sorted(indices))
 
@@ -154,12 +157,13 @@ def _router_of_block(moe_layers, router):
             raise ValueError(
                 "`moe_layers` and `router` go together: give both for mixtures of "
                 "experts, neither for a dense model. Received: "
-                f"moe_layers={moe_layers}, router={router!r}."
+                f"moe_layers={moe_layers}, router={quote(router)}."
             )
         return dict.fromkeys(moe_layers, router)
     if len(router) != len(moe_layers):
         raise ValueError(
             "A list of routers has one for each MoE block. Received: "
-            f"{len(router)} routers for moe_layers={moe_layers}."
+            f"{len(router)} routers for moe_layers={moe_layers}. Give as "
+            "many, or one for all."
         )
     return dict(zip(moe_layers, router, strict=True))

@@ -5,9 +5,7 @@ import math
 
 import keras
 
-from keras_softmoe.checks import (
-    check_numbers,
-)
+from keras_softmoe.checks import check_bools, check_numbers
 from keras_softmoe.costs import LayerCost, cost_of, normalization
 from keras_softmoe.layers._attention import Attention, layer_norm
 from keras_softmoe.layers._feedforward import MLP
@@ -81,6 +79,7 @@ class EncoderBlock(keras.layers.Layer):
                 f"Received: mlp={mlp!r}."
             )
         check_numbers(least=0, under=1, dropout_rate=dropout_rate)
+        check_bools(use_qk_norm=use_qk_norm)
         self.num_heads = num_heads
         self.use_qk_norm = use_qk_norm
         self.dropout_rate = dropout_rate

@@ -8,10 +8,13 @@ import keras
 from keras import ops
 
 from keras_softmoe.checks import (
+    at_most,
+    check_bools,
     check_choice,
     check_numbers,
     check_whole_numbers,
     is_whole_number,
+    quote,
 )
 from keras_softmoe.costs import LayerCost, MixtureCost
 from keras_softmoe.layers._feedforward import Experts
@@ -114,11 +117,13 @@ class MoE(keras.layers.Layer):
         if not isinstance(router, Router):
             raise ValueError(
                 "`router` must be a router from `keras_softmoe.routers`, for example "
-                f"`SoftRouter(num_experts=8)`. Received: router={router!r}."
+                f"`SoftRouter(num_experts=8)`: make one. Received: "
+                f"router={quote(router)}."
             )
         check_whole_numbers(1, mlp_dim=mlp_dim)
         check_numbers(least=0, under=1, expert_dropout_rate=expert_dropout_rate)
         self.check_group_images(group_images)
+        check_bools(equal_experts=equal_experts, remat_experts=remat_experts)
         check_choice("dispatcher", dispatcher, DISPATCHERS)
         check_choice("dispatch_dtype", dispatch_dtype, (None, "bfloat16"))
         self.router = router.clone(name="router")
@@ -162,12 +167,13 @@ class MoE(keras.layers.Layer):
             ValueError: if it is no positive integer and not `None`, or the router
                 refuses groups of so many tokens.
         """
-        is_count = is_whole_number(group_images)
+        is_count = is_whole_number(group_images, 1, "group_images")
         if not (is_count or group_images is None):
             raise ValueError(
                 "A group consists of at least one image. `group_images` must be a "
-                "positive integer, or `None` for the whole batch. "
-                f"Received: group_images={group_images!r}."
+                f"positive integer{at_most('group_images')}, or `None` for the whole "
+                f"batch: pass one of these. Received: "
+                f"group_images={quote(group_images)}."
             )
         if self.built and is_count:
             (router or self.router).check_group(group_images * self.num_tokens)

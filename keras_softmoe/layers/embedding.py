@@ -5,7 +5,14 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe import costs
-from keras_softmoe.checks import check_choice, check_whole_numbers, is_whole_number
+from keras_softmoe.checks import (
+    LARGEST,
+    at_most,
+    check_choice,
+    check_whole_numbers,
+    is_whole_number,
+    quote,
+)
 from keras_softmoe.ops import RESAMPLINGS, resample_position_grid, sincos_2d_table
 
 POSITION_EMBEDDINGS = ("learned", "sincos2d", "none")
@@ -110,11 +117,7 @@ class PositionEmbedding(keras.layers.Layer):
     ):
         check_choice("resampling", resampling, RESAMPLINGS)
         super().__init__(**kwargs)
-        if kind not in POSITION_EMBEDDINGS[:2]:
-            raise ValueError(
-                "Unknown position embedding. Accepted: 'learned', 'sincos2d'. "
-                f"Received: kind={kind!r}."
-            )
+        check_choice("kind", kind, POSITION_EMBEDDINGS[:2])
         self.grid = pair(grid, "grid")
         self.kind = kind
         self.has_class_token = has_class_token
@@ -312,10 +315,11 @@ def pair(size, name="patch_size"):
         ValueError: if they are not positive integers.
     """
     sizes = tuple(size) if np.iterable(size) else (size, size)
-    if len(sizes) != 2 or not all(map(is_whole_number, sizes)):
+    if len(sizes) != 2 or not all(is_whole_number(s, 1, name) for s in sizes):
         raise ValueError(
-            f"`{name}` must be a positive integer, or two of them for height and width."
-            f" Received: {name}={size!r}. Pass, for example, {name}=(4, 4)."
+            f"`{name}` must be a positive integer, or two of them for height and width"
+            f"{at_most(name)}. Received: {name}={quote(size)}. Pass, for example, "
+            f"{name}=(4, 4)."
         )
     return sizes
 
@@ -327,11 +331,12 @@ def checked_image_shape(image_shape):
         ValueError: if they are not three positive integers.
     """
     shape = tuple(image_shape) if np.iterable(image_shape) else ()
-    if len(shape) != 3 or not all(map(is_whole_number, shape)):
+    name = "image_shape"
+    if len(shape) != 3 or not all(is_whole_number(size, 1, name) for size in shape):
         raise ValueError(
-            "`image_shape` must be (height, width, channels), all known and positive "
-            f"integers. Received: image_shape={image_shape!r}. Pass, for example, "
-            "image_shape=(224, 224, 3)."
+            f"`{name}` must be (height, width, channels), all known and positive "
+            f"integers{at_most(name)}. Received: {name}={quote(image_shape)}. Pass, "
+            f"for example, {name}=(224, 224, 3)."
         )
     return shape
 
@@ -355,4 +360,12 @@ def patch_grid(image_shape, patch_size):
             f"image_shape={image_shape}, patch_size={patch_size}. Resize the "
             "images or choose another patch size."
         )
-    return height // patch_size[0], width // patch_size[1]
+    rows, columns = height // patch_size[0], width // patch_size[1]
+    if rows * columns > LARGEST["num_patches"]:
+        raise ValueError(
+            f"An image must have at most {LARGEST['num_patches']:,} patches, since "
+            "attention compares each with each. Received: "
+            f"image_shape={image_shape}, patch_size={patch_size}, {rows} x {columns} "
+            "patches. Choose larger patches or smaller images."
+        )
+    return rows, columns

@@ -2,6 +2,7 @@
 
 import functools
 
+import h5py
 import keras
 import keras_hub
 
@@ -13,10 +14,11 @@ from keras_softmoe.keras_adapter import (
 )
 from keras_softmoe.layers import Experts
 from keras_softmoe.models._adaptation import check_lora_file, quantizable
-from keras_softmoe.models._loading import WEIGHTS_FOLLOW, load_and_save_presets
+from keras_softmoe.models._loading import load_and_save_presets
 from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
+from keras_softmoe.models._size import weights_follow
 from keras_softmoe.routers import record
-from keras_softmoe.sharding.variables import load_shards
+from keras_softmoe.sharding.variables import load_shards, weight_files
 
 
 @load_and_save_presets
@@ -87,6 +89,8 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         if skip_mismatch or kwargs:
             load()
         else:
+            if hasattr(self, "num_layers"):
+                _check_blocks(filepath, self.num_layers)
             load_shards(self, filepath, _expert_banks(self), load)
 
     def default_lora_layer_names(self):
@@ -122,8 +126,23 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         router = config["router"]
         if isinstance(router, dict | list | tuple):
             router = keras.saving.deserialize_keras_object(router)
-        with without_random_numbers(WEIGHTS_FOLLOW.get()):
+        with without_random_numbers(weights_follow()):
             return super().from_config({**config, "router": router})
+
+
+def _check_blocks(filepath, num_layers):
+    """Raise if a file has weights of further blocks, which Keras would leave out."""
+    # Keras counts the layers of a class: `encoder_block`, `encoder_block_1`, ...
+    further = f"layers/encoder_block_{num_layers}"
+    for path in weight_files(filepath):
+        with h5py.File(path) as file:
+            if further in file:
+                raise ValueError(
+                    f"The weights in '{path}' are those of a model with more blocks, "
+                    "the last of which would be left out. Received: "
+                    f"num_layers={num_layers}. Leave `num_layers` as it was saved, or "
+                    "start anew with `load_weights=False`."
+                )
 
 
 def _expert_banks(model):

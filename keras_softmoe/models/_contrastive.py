@@ -7,7 +7,7 @@ import keras
 import keras_hub
 from keras import ops
 
-from keras_softmoe.checks import check_choice
+from keras_softmoe.checks import check_choice, check_whole_numbers
 from keras_softmoe.exporting import exportable
 from keras_softmoe.keras_adapter import kept_weights, register_parameters
 from keras_softmoe.models._adaptation import quantizable
@@ -287,6 +287,8 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
                 f"`{method}` takes pairs, two or more: as many images as captions. "
                 f"Received: {len(images)} images, {len(token_ids)} captions."
             )
+        if batch_size is not None:
+            check_whole_numbers(1, batch_size=batch_size)
         batch_size = min(batch_size or 32, len(images))
         if batch_size < 2:
             raise ValueError(

@@ -12,6 +12,7 @@ from keras_softmoe.models._limoe_backbone import LIMoEBackbone
 from keras_softmoe.models._loading import load_from_presets
 from keras_softmoe.models._two_tower_backbone import TwoTowerBackbone
 from keras_softmoe.models._vit_moe_image_classifier import ViTMoEImageConverter
+from keras_softmoe.models.arguments import check_preprocessor
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -264,6 +265,7 @@ def check_tokenizer(folder):
 
 def fit_preprocessor(preprocessor, backbone):
     """Make images the size that the backbone takes, and compare the texts' length."""
+    check_preprocessor(preprocessor)
     converter = getattr(preprocessor, "image_converter", None)
     if getattr(converter, "image_size", None) is not None:
         converter.image_size = backbone.image_shape[:2]

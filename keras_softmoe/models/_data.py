@@ -10,6 +10,7 @@ one.
 import keras
 import numpy as np
 
+from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.keras_adapter import BatchesOf
 from keras_softmoe.models._pictures import as_arrays
 
@@ -50,12 +51,15 @@ def prepare(
             takes care.
 
     Raises:
-        ValueError: if arrays differ in length or there are none, or batches are given
-            together with what they should contain.
+        ValueError: if arrays differ in length or there are none, images are not finite
+            or labels are no classes, or batches are given together with what they
+            should contain. (The batches of `tf.data` are not looked at.)
     """
     # KerasHub has imported TensorFlow already.
     import tensorflow as tf
 
+    if batch_size is not None:
+        check_whole_numbers(1, batch_size=batch_size)
     if gives_batches(x):
         extra = {"y": y, "sample_weight": sample_weight, "batch_size": batch_size}
         extra = [name for name, value in extra.items() if value is not None]
@@ -78,10 +82,11 @@ def prepare(
 
     def preprocess(batch):
         x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
-        y, weight = (None if a is None else as_arrays(a) for a in (y, weight))
+        x, y, weight = (None if a is None else as_arrays(a) for a in (x, y, weight))
+        _check_numbers(model, x, y)
         if class_weight is not None:
             weight = _weights(y, weight, class_weight)
-        data = model.preprocess_samples(as_arrays(x), y, weight)
+        data = model.preprocess_samples(x, y, weight)
         data = keras.utils.unpack_x_y_sample_weight(data)
         data = [part for part in data if part is not None]
         return tuple(keras.tree.map_structure(keras.ops.convert_to_numpy, data))
@@ -102,9 +107,28 @@ def _rows(model, x, y, sample_weight, shuffle):
             f"{', '.join(map(str, counts))}."
         )
     if not counts[0]:
-        raise ValueError("There are no images. Received: 0 of them.")
+        raise ValueError("There are no images. Received: 0 of them. Pass one or more.")
+    _check_numbers(model, *arrays[: 1 if y is None else 2])
     rows = tf.data.Dataset.from_tensor_slices(tuple(arrays))
     return rows.shuffle(counts[0]) if shuffle else rows
+
+
+def _check_numbers(model, x, y=None):
+    """Raise unless arrays hold numbers that can be learned from.
+
+    One NaN among the images makes all weights NaN.
+    """
+    for array in keras.tree.flatten(x):
+        is_float = getattr(array.dtype, "kind", None) == "f"
+        if is_float and not np.isfinite(array).all():
+            wrong = np.argwhere(~np.isfinite(array))[0]
+            raise ValueError(
+                "Images must be finite numbers. Received: NaN or infinity, first in "
+                f"image {wrong[0]} of {len(array)}. Leave such images out, or mend "
+                "what made them: `numpy.isfinite(images).all()` tells."
+            )
+    if y is not None and hasattr(model, "check_labels"):
+        model.check_labels(y)
 
 
 def no_outputs(model):

@@ -7,6 +7,7 @@ from keras_softmoe.layers.parts import PairParts
 from keras_softmoe.layers.pooling import pool
 from keras_softmoe.models._backbone import MoEBackbone
 from keras_softmoe.models._encoders import SingleModality, normalized
+from keras_softmoe.models._size import check_size
 from keras_softmoe.models.arguments import check_pairs, offer_names
 
 
@@ -144,6 +145,8 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
             dtype=dtype,
             **moe_settings,
         )
+        shapes = {"image": (1, *arguments["image_shape"]), "text": (1, sequence_length)}
+        check_size(lambda: parts.cost(shapes), name)
         poolings = {"image": image_pooling, "text": text_pooling}
 
         # === Functional Model ===

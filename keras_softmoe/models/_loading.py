@@ -11,8 +11,8 @@ models with `load_and_save_presets`. So nothing below them imports one, and
 """
 
 import contextlib
-import contextvars
 import functools
+import os
 import tempfile
 from pathlib import Path
 
@@ -21,18 +21,20 @@ import keras_hub
 import numpy as np
 
 from keras_softmoe import catalogue
-from keras_softmoe.checks import check_names
+from keras_softmoe.checks import check_names, quote
 from keras_softmoe.files import read_whole, replaced_directory
 from keras_softmoe.models._compilation import preset_is_saved
 from keras_softmoe.models._mutable_routing import pop_mutable_settings
+from keras_softmoe.models._size import weights_from
 from keras_softmoe.models.arguments import arguments_of
 from keras_softmoe.models.released import convert
 from keras_softmoe.routers import MUTABLE_SETTINGS
-from keras_softmoe.sharding.variables import is_sharded, save_in_one_process
+from keras_softmoe.sharding.variables import (
+    is_sharded,
+    room_for,
+    save_in_one_process,
+)
 
-# Whether all weights of the backbone that is made from a configuration will be loaded.
-# (Those of a new head are drawn.)
-WEIGHTS_FOLLOW = contextvars.ContextVar("weights_follow", default=False)
 WEIGHTS_FILES = ("model.weights.h5", "model.weights.json")
 
 _FROM_PRESET = """Load a model from a preset.
@@ -104,17 +106,16 @@ def load_and_save_presets(cls):
             accepted += arguments_of(cls.backbone_cls)
         check_names(f"`{cls.__name__}.from_preset`", kwargs, accepted)
         settings = pop_mutable_settings(kwargs)
-        token = WEIGHTS_FOLLOW.set(load_weights)
-        try:
-            with open_preset(preset, load_weights) as directory:
-                model = read_whole(
-                    directory,
-                    lambda: read(cls, directory, load_weights=load_weights, **kwargs),
-                )
-                if load_weights:
-                    _check_finite(model, preset)
-        finally:
-            WEIGHTS_FOLLOW.reset(token)
+        with (
+            open_preset(preset, load_weights) as directory,
+            weights_from(directory if load_weights else None),
+        ):
+            model = read_whole(
+                directory,
+                lambda: read(cls, directory, load_weights=load_weights, **kwargs),
+            )
+            if load_weights:
+                _check_finite(model, preset)
         model.set_routing(**settings)
         return model
 
@@ -126,7 +127,9 @@ def load_and_save_presets(cls):
         with preset_is_saved():
             save_in_one_process(
                 lambda new: save(self, str(new), max_shard_size=max_shard_size),
-                lambda: replaced_directory(preset_dir, keep=_is_no_weights_file),
+                lambda: replaced_directory(
+                    preset_dir, keep=_is_no_weights_file, room=room_for(self.variables)
+                ),
             )
 
     save_to_preset.__doc__ = _SAVE_TO_PRESET
@@ -198,6 +201,11 @@ def open_preset(preset, load_weights=True):
         ValueError: if the name is unknown, the directory is not a preset of this
             library, or weights are wanted that do not exist or cannot be fetched.
     """
+    if not isinstance(preset, str | os.PathLike):
+        raise ValueError(
+            "`preset` must be a name, the path of a directory or a handle. Received: "
+            f"preset={quote(preset)}. See `keras_softmoe.presets.names()`."
+        )
     with contextlib.ExitStack() as stack:
         if catalogue.is_handle(preset):
             place = directory = str(preset)

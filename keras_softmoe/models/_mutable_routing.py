@@ -2,6 +2,9 @@
 
 from types import SimpleNamespace
 
+import numpy as np
+
+from keras_softmoe.checks import is_whole_number, quote
 from keras_softmoe.keras_adapter import (
     map_predictions,
     wrap_compilation,
@@ -43,6 +46,12 @@ class MutableRouting:
                 `group_images`, the images (or pairs) that are routed together, see
                 `layers.MoE`.
 
+        Settings belong to the model, not to a call. Where several threads share a model
+        and one of them changes settings, what runs in another at that moment follows
+        the old ones, the new ones, or in some blocks these and in others those. Give
+        each thread that wants its own settings its own model (`from_preset` once more),
+        or let one lock guard `set_routing` and the call that follows it.
+
         Raises:
             ValueError: if a block has no router, a router has no such setting, a value
                 is not accepted, or `group_images` is to change in some blocks only. The
@@ -61,12 +70,16 @@ class MutableRouting:
         routers, chosen = self.routers, layers
         if layers is None:
             layers = routers
-        layers = [layers] if isinstance(layers, int | str) else list(layers)
-        wrong = [index for index in layers if index not in routers]
+        is_one = isinstance(layers, str) or not np.iterable(layers)
+        layers = [layers] if is_one else list(layers)
+        # Of two towers a block is named by a str.
+        known = [i for i in layers if isinstance(i, str) or is_whole_number(i, 0)]
+        wrong = len(known) < len(layers) or not set(known) <= routers.keys()
         if wrong:
             raise ValueError(
                 "`layers` names blocks without a router. The MoE blocks are "
-                f"{sorted(routers)}. Received: layers={layers}."
+                f"{sorted(routers)}. Received: layers={quote(layers)}. Name some of "
+                "them, or leave `layers` out."
             )
         if settings and not routers:
             raise ValueError(

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 
+from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.models._contrastive_preprocessor import checked_captions
 from keras_softmoe.models._pictures import as_arrays, repeat_grey
 from keras_softmoe.models.arguments import check_pairs
@@ -76,6 +77,7 @@ class PairEncoding:
             raise ValueError(f"There is nothing to encode. Received: {inputs!r}.")
         bar = keras.utils.Progbar(len(inputs), verbose=verbose, unit_name=modality)
         embeddings = []
+        check_whole_numbers(1, batch_size=batch_size)
         for start in range(0, len(inputs), batch_size):
             batch = convert(inputs[start : start + batch_size])
             halves = {"image": None, "text": None} | {modality: batch}

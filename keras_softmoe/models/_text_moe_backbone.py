@@ -5,6 +5,7 @@ import keras
 from keras_softmoe.layers.parts import TextParts
 from keras_softmoe.layers.pooling import pool
 from keras_softmoe.models._backbone import MoEBackbone
+from keras_softmoe.models._size import check_size
 from keras_softmoe.models.arguments import check_token_ids, offer_names
 
 
@@ -101,6 +102,7 @@ class TextMoEBackbone(MoEBackbone):
             dtype=dtype,
             **moe_settings,
         )
+        check_size(lambda: parts.cost((1, sequence_length)), name)
 
         # === Functional Model ===
         token_ids = keras.Input(

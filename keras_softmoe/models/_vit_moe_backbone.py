@@ -7,6 +7,7 @@ from keras_softmoe.layers.embedding import checked_image_shape, pair, patch_grid
 from keras_softmoe.layers.parts import ImageParts
 from keras_softmoe.layers.pooling import pool
 from keras_softmoe.models._backbone import MoEBackbone
+from keras_softmoe.models._size import check_size
 from keras_softmoe.models.arguments import check_images, offer_names
 
 
@@ -130,6 +131,7 @@ class ViTMoEBackbone(MoEBackbone):
             dtype=dtype,
             **moe_settings,
         )
+        check_size(lambda: parts.cost((1, *arguments["image_shape"])), name)
 
         # === Functional Model ===
         images = keras.Input(shape=arguments["image_shape"], name="images")

@@ -2,9 +2,10 @@
 
 import keras
 import keras_hub
+import numpy as np
 
 from keras_softmoe import catalogue
-from keras_softmoe.checks import check_numbers, check_whole_numbers
+from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
 from keras_softmoe.exporting import exportable
 from keras_softmoe.keras_adapter import (
     flatten_layers,
@@ -26,7 +27,12 @@ from keras_softmoe.models._loading import (
 from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.models._pictures import as_arrays, repeat_grey, without_pil
 from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
-from keras_softmoe.models.arguments import check_images, check_kind, offer_names
+from keras_softmoe.models.arguments import (
+    check_images,
+    check_kind,
+    check_preprocessor,
+    offer_names,
+)
 from keras_softmoe.sharding import check_model
 
 _CROSSENTROPIES = {
@@ -135,6 +141,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         check_kind("backbone", backbone, self.backbone_cls)
         check_whole_numbers(1, num_classes=num_classes)
         check_numbers(least=0, under=1, dropout=dropout)
+        check_preprocessor(preprocessor)
         # === Config ===
         # First of all, because compiling asks for the activation.
         self.num_classes = num_classes = int(num_classes)
@@ -371,6 +378,25 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
                 grey=True,
             )
 
+    def check_labels(self, y):
+        """Raise unless labels are classes of the model, where the loss wants classes.
+
+        Args:
+            y: array of labels.
+        """
+        loss = keras.losses.get(self.loss) if isinstance(self.loss, str) else self.loss
+        if not isinstance(loss, keras.losses.SparseCategoricalCrossentropy):
+            return
+        y, ignored = np.asarray(y), loss.ignore_class
+        if y.dtype.kind not in "biuf":
+            raise _wrong_labels(f"labels of dtype {y.dtype}", self.num_classes)
+        wrong = (y != np.floor(y)) | (y < 0) | (y >= self.num_classes)
+        if ignored is not None:
+            wrong &= y != ignored
+        if wrong.any():
+            found = f"labels with {quote(y[wrong][:5].tolist())}"
+            raise _wrong_labels(found, self.num_classes)
+
     def preprocess_samples(self, x, y=None, sample_weight=None):
         if not hasattr(x, "shape"):
             x = as_arrays(x)
@@ -398,6 +424,14 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
             "head_dtype": head_dtype,
         }
         return with_compilation(self, config)
+
+
+def _wrong_labels(received, num_classes):
+    return ValueError(
+        f"Labels must be whole numbers from 0 to {num_classes - 1}, one for each image."
+        f" Received: {received}. Turn one-hot labels into numbers with "
+        "`labels.argmax(-1)`, or compile with the loss that they are for."
+    )
 
 
 def _split(x, y, sample_weight, validation_split):

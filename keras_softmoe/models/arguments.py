@@ -3,7 +3,7 @@
 import functools
 import inspect
 
-from keras_softmoe.checks import check_names
+from keras_softmoe.checks import check_names, quote
 from keras_softmoe.layers import MoE
 
 
@@ -48,8 +48,20 @@ def check_kind(name, value, kind):
     if not isinstance(value, kind):
         raise ValueError(
             f"`{name}` must be a `{kind.__name__}`: make one, or load one with "
-            f"`{kind.__name__}.from_preset`. Received: {name}={value!r}."
+            f"`{kind.__name__}.from_preset`. Received: {name}={quote(value)}."
         )
+
+
+def check_preprocessor(preprocessor):
+    """Raise unless what preprocesses, and what of it converts images, can be called."""
+    converter = getattr(preprocessor, "image_converter", None)
+    for name, value in (("preprocessor", preprocessor), ("image_converter", converter)):
+        if value is not None and not callable(value):
+            raise ValueError(
+                f"`{name}` must be callable, or `None`. Received: "
+                f"{name}={quote(value)}. Make one, for example with "
+                "`ViTMoEImageConverter(image_size)`."
+            )
 
 
 def check_images(images, image_shape, any_size=False, grey=False):

@@ -21,9 +21,10 @@ from keras_softmoe.checkpoints import (
     read_parameters,
     web_address,
 )
-from keras_softmoe.files import one_process, replaced_directory
+from keras_softmoe.files import NotWritten, one_process, replaced_directory
 from keras_softmoe.keras_adapter import without_random_numbers
 from keras_softmoe.models.vmoe_params import load_vmoe_params
+from keras_softmoe.sharding.variables import room_for
 
 
 def convert(name, prefix=None, verbose=1):
@@ -67,14 +68,26 @@ def convert(name, prefix=None, verbose=1):
             f"{', '.join(catalogue.names_of_kind('convertible'))}."
         )
     target = _cache() / name
+    lock = target.with_name(f".{name}.lock")
     waiting = f"Another process converts {name!r}: waiting for it ..."
-    with one_process(target.with_name(f".{name}.lock"), verbose and waiting):
-        # It is put there as a whole, or not at all; perhaps by that process.
-        if target.is_dir():
+    try:
+        # Perhaps nothing can be written there. (A lock is left by a killed process.)
+        if target.is_dir() and not os.access(lock, os.W_OK):
             return str(target)
-        if prefix is not None:
-            return _convert(preset, prefix, target, verbose)
-        return _fetch_and_convert(preset, target, verbose)
+        with one_process(lock, verbose and waiting):
+            # It is put there as a whole, or not at all; perhaps by that process.
+            if target.is_dir():
+                return str(target)
+            if prefix is not None:
+                return _convert(preset, prefix, target, verbose)
+            return _fetch_and_convert(preset, target, verbose)
+    except OSError as error:
+        raise ValueError(
+            f"The converted preset {name!r} cannot be kept in '{target.parent}', below "
+            "the directory of Keras. Make room there, or set the variable `KERAS_HOME` "
+            "to a directory that this program may write to. Reason: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _fetch_and_convert(preset, target, verbose):
@@ -86,6 +99,8 @@ def _fetch_and_convert(preset, target, verbose):
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as folder:
         try:
             copy = download_checkpoint(preset.checkpoint, folder, verbose)
+        except NotWritten:
+            raise
         except (OSError, CheckpointError) as error:
             raise ValueError(
                 f"The weights of the preset {name!r} come from a released checkpoint, "
@@ -174,7 +189,7 @@ def write_converted(model, checkpoint, directory, origin, preprocessor=None, ver
         str, `directory`.
     """
     load_vmoe_params(model, checkpoint, verbose=verbose)
-    with replaced_directory(directory) as new:
+    with replaced_directory(directory, room=room_for(model.variables)) as new:
         # KerasHub's own methods: the directory is already written aside.
         is_task = isinstance(model, keras_hub.models.Task)
         base = keras_hub.models.Task if is_task else keras_hub.models.Backbone

@@ -97,9 +97,10 @@ def load_vmoe_params(model, params, verbose=0):
         verbose: 0 or 1, whether to show a progress bar.
 
     Raises:
-        ValueError: if a variable of the model finds no array, an array no variable, or
-            a shape does not fit. The message lists all of them; the model is then
-            unchanged.
+        ValueError: if a variable of the model finds no array, an array no variable, a
+            shape does not fit or an array holds no real numbers. The message lists all
+            of them; the model is then unchanged. Also if a number is not finite; the
+            arrays before it are then in the model.
 
     Example:
 
@@ -110,6 +111,7 @@ def load_vmoe_params(model, params, verbose=0):
         shapes = {name: params.shapes[key] for name, key in keys.items()}
     else:
         shapes = {name: np.shape(params[key]) for name, key in keys.items()}
+    _check_dtypes(params, keys)
     named = named_variables(model)
     _check_fit(named, shapes)
     progress = keras.utils.Progbar(len(named), verbose=verbose, unit_name="array")
@@ -118,8 +120,30 @@ def load_vmoe_params(model, params, verbose=0):
         if array.dtype.name == "bfloat16":
             # Not every backend takes NumPy arrays of it.
             array = array.astype("float32")
+        if not np.isfinite(array).all():
+            raise ValueError(
+                "Parameters must be finite numbers: the file is damaged, or the "
+                f"training had failed. Received: NaN or infinity in {name!r}. Fetch "
+                "the file again, or take an earlier one."
+            )
         variable.assign(np.reshape(array, variable.shape))
         progress.add(1)
+
+
+def _check_dtypes(params, keys):
+    """Raise unless all arrays hold real numbers."""
+    dtypes = getattr(params, "dtypes", {})
+    wrong = []
+    for name, key in keys.items():
+        dtype = dtypes[key] if key in dtypes else np.asarray(params[key]).dtype
+        if dtype.kind not in "fiu" and dtype.name != "bfloat16":
+            wrong.append(f"{name} ({dtype})")
+    if wrong:
+        raise ValueError(
+            "Parameters must be real numbers. Received: "
+            f"{', '.join(sorted(wrong)[:5])}. Of complex numbers the imaginary part "
+            "would be lost: these are the parameters of something else."
+        )
 
 
 def _check_fit(named, shapes):

@@ -2,10 +2,11 @@
 
 import math
 
-from keras_softmoe.checks import check_choice
+from keras_softmoe.checks import check_choice, check_numbers
 
 # As the papers have it: the nearest whole number. The default of all routers.
 ROUNDING, MULTIPLE_OF = "round", None
+ROUNDINGS = ("round", "ceil")
 
 # As the released V-MoE code has it, and so the checkpoints that were trained with it.
 RELEASED = {"rounding": "ceil", "multiple_of": 4}
@@ -60,7 +61,8 @@ def expert_capacity(
     2
     """
     roundings = {"ceil": math.ceil, "round": round}
-    check_choice("rounding", rounding, ("round", "ceil"))
+    check_choice("rounding", rounding, ROUNDINGS)
+    check_numbers(over=0, capacity_factor=capacity_factor)
     if num_tokens < 1 or num_experts < 1 or (multiple_of or 0) < 0:
         raise ValueError(
             "Tokens and experts are counted from 1, and `multiple_of` is a positive "

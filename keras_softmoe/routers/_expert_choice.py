@@ -16,10 +16,6 @@ class ExpertChoiceRouter(SparseRouter):
     Its arguments are those of `SparseRouter`.
     """
 
-    def capacity(self, num_tokens, training=False):
-        # An expert cannot choose more tokens than there are, whatever the factor.
-        return min(super().capacity(num_tokens, training), num_tokens)
-
     def assign(self, selection, capacity, valid, masks):
         return expert_choice(selection, capacity, valid, sharded=is_distributed())
 

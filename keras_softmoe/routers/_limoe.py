@@ -4,7 +4,12 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
+from keras_softmoe.checks import (
+    check_bools,
+    check_choice,
+    check_numbers,
+    check_whole_numbers,
+)
 from keras_softmoe.ops import token_choice
 from keras_softmoe.ops.assignment import PRIORITIES, check_num_selected_experts
 from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING
@@ -147,6 +152,7 @@ class LIMoERouter(SparseRouter):
         counts = {name: n for name, n in counts.items() if n is not None}
         check_whole_numbers(1, **counts)
         check_numbers(loss_weight=loss_weight)
+        check_bools(per_modality=per_modality)
         check_choice("priority", priority, (*PRIORITIES, *_FIRST))
         check_numbers(
             over=0, single_modality_capacity_factor=single_modality_capacity_factor
@@ -277,9 +283,7 @@ class LIMoERouter(SparseRouter):
     def capacity(self, num_tokens, training=False, single_modality=False):
         if not single_modality:
             return super().capacity(num_tokens, training)
-        slots = self.slots(num_tokens, self.single_modality_capacity_factor)
-        # No expert is given more than all tokens.
-        return min(slots, num_tokens)
+        return self.slots(num_tokens, self.single_modality_capacity_factor)
 
     def _masked_experts(self, modality):
         """`(E,)` bool array: the experts that a modality must not use."""

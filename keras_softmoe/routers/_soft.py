@@ -7,7 +7,13 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
+from keras_softmoe.checks import (
+    check_bools,
+    check_choice,
+    check_numbers,
+    check_whole_numbers,
+    quote,
+)
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import DenseRouting
 from keras_softmoe.ops.backend import softmax
@@ -94,6 +100,7 @@ class SoftRouter(Router):
         for argument, value in (("dispatch", dispatch), ("combine", combine)):
             check_choice(argument, value, ("soft", "uniform"))
         check_whole_numbers(1, slots_per_expert=slots_per_expert)
+        check_bools(normalize=normalize)
         check_numbers(least=0, noise_std=noise_std)
         _check_scale(initial_scale, normalize)
         super().__init__(num_experts, **kwargs)
@@ -236,11 +243,15 @@ class SoftRouter(Router):
 
 
 def _check_scale(initial_scale, normalize):
-    is_number = isinstance(initial_scale, numbers.Real) and 0 < initial_scale < math.inf
-    if not is_number and initial_scale != _UNIT_VARIANCE:
+    is_number = isinstance(initial_scale, numbers.Real) and 0 < initial_scale < 1e30
+    is_unit_variance = isinstance(initial_scale, str) and (
+        initial_scale == _UNIT_VARIANCE
+    )
+    if not is_number and not is_unit_variance:
         raise ValueError(
             f"`initial_scale` is a number over 0, or '{_UNIT_VARIANCE}' for the square "
-            f"root of the tokens' width. Received: initial_scale={initial_scale!r}."
+            "root of the tokens' width. Received: initial_scale="
+            f"{quote(initial_scale)}. Pass one of them."
         )
     if not normalize and initial_scale != 1:
         raise ValueError(

@@ -8,6 +8,7 @@ from keras_softmoe.checks import check_choice, check_numbers, check_whole_number
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import SlotRouting, expert_capacity
 from keras_softmoe.ops.backend import take_along
+from keras_softmoe.ops.capacity import ROUNDINGS
 from keras_softmoe.routers._router import Decision, Router
 from keras_softmoe.routers._routing_losses import (
     GShardLoss,
@@ -89,6 +90,7 @@ class SparseRouter(Router):
             check_whole_numbers(0, multiple_of=multiple_of)
         check_numbers(least=0, noise_std=noise_std)
         check_choice("random_logits", random_logits, (False, True, "permuted"))
+        check_choice("rounding", rounding, ROUNDINGS)
         named = {name: kwargs.pop(name) for name in _NAMED_LOSSES if name in kwargs}
         super().__init__(num_experts, **kwargs)
         self.capacity_factor = capacity_factor
@@ -300,14 +302,19 @@ class SparseRouter(Router):
         return ops.take(table, num_tokens, axis=0)
 
     def slots(self, num_tokens, capacity_factor):
-        """Slots per expert for a group of `num_tokens` tokens and a given factor."""
-        return expert_capacity(
+        """Slots per expert for a group of `num_tokens` tokens and a given factor.
+
+        An expert is given no token twice, so at most as many as there are tokens:
+        further slots would only be computed.
+        """
+        capacity = expert_capacity(
             num_tokens * self.choices_per_token,
             self.num_experts,
             capacity_factor,
             rounding=self.rounding,
             multiple_of=self.multiple_of,
         )
+        return min(capacity, num_tokens)
 
     def cost(self, tokens_shape, training=False):
         num_groups, num_tokens, width = tokens_shape

@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_softmoe.checks import check_numbers, check_whole_numbers
+from keras_softmoe.checks import check_bools, check_numbers, check_whole_numbers
 from keras_softmoe.ops import sinkhorn_plan, token_choice
 from keras_softmoe.ops.assignment import (
     check_keep_fraction,
@@ -68,6 +68,7 @@ class TokenChoiceRouter(SparseRouter):
         check_priority(priority)
         check_numbers(keep_fraction=keep_fraction)
         check_keep_fraction(keep_fraction)
+        check_bools(normalize_gates=normalize_gates)
         self.num_selected_experts = num_selected_experts
         super().__init__(
             num_experts,

@@ -8,6 +8,7 @@ the shards of its devices.
 
 import contextlib
 import contextvars
+import math
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,9 @@ import ml_dtypes
 import numpy as np
 
 from keras_softmoe.keras_adapter import is_initialized
+
+# What HDF5 takes beside the numbers, in bytes.
+_OVERHEAD, _OVERHEAD_OF_VARIABLE = 1 << 14, 1 << 12
 
 # Whether variables are read through a `_Reader`.
 _IS_READING = contextvars.ContextVar("variables_are_read", default=False)
@@ -58,6 +62,16 @@ def gather(value):
     from jax.experimental import multihost_utils
 
     return multihost_utils.process_allgather(value, tiled=True)
+
+
+def room_for(variables):
+    """The bytes that a file of HDF5 takes for variables, roughly: int."""
+    return _OVERHEAD + sum(
+        _OVERHEAD_OF_VARIABLE
+        + math.prod(v.shape)
+        * np.dtype(keras.backend.standardize_dtype(v.dtype)).itemsize
+        for v in variables
+    )
 
 
 def save_in_one_process(save, target):
@@ -180,7 +194,7 @@ def _find_datasets(model, filepath, variables):
             file.visititems(lambda name, item: _note(names, name, item))
     name_of = {id(numbered[number]): name for number, name in names.items()}
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(h5py.File(p)) for p in _files(filepath)]
+        files = [stack.enter_context(h5py.File(p)) for p in weight_files(filepath)]
         found = []
         for variable in variables:
             name = name_of.get(id(variable))
@@ -189,7 +203,12 @@ def _find_datasets(model, filepath, variables):
         yield found
 
 
-def _files(filepath):
+def weight_files(filepath):
+    """The files that weights are in: that of a path, or those that it is cut into.
+
+    Args:
+        filepath: str or path, `*.weights.h5` or `*.weights.json`.
+    """
     filepath = Path(filepath)
     if filepath.suffix != ".json":
         return [filepath]

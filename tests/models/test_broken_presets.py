@@ -1,6 +1,7 @@
 """Presets that cannot be loaded say why; a failed save leaves the old one alone."""
 
 import json
+import os
 import shutil
 
 import keras
@@ -210,6 +211,69 @@ def test_wrong_override(preset):
     for load in (load_backbone, load_classifier):
         with pytest.raises(TypeError, match="num_blocks"):
             load(preset, num_blocks=3)
+
+
+# === What costs time or memory ===
+
+
+def edit(file, **changes):
+    """Change arguments of the backbone in a file of a preset."""
+    saved = json.loads(file.read_text())
+    config = saved["config"]
+    config.get("backbone", {"config": config})["config"].update(changes)
+    file.write_text(json.dumps(saved))
+
+
+@pytest.mark.parametrize("file", ["config.json", "task.json", "preprocessor.json"])
+def test_files_of_text_without_end(preset, file):
+    with open(preset / file, "a") as long:
+        long.truncate(1 << 30)
+    with pytest.raises(ValueError, match=f"'{file}' has 1,073,741,824 bytes"):
+        load_classifier(preset)
+    (preset / file).unlink()
+    os.mkfifo(preset / file)
+    with pytest.raises(ValueError, match=f"'{file}' is no file|has no config.json"):
+        load_classifier(preset)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"num_layers": 10**5}, "num_layers=100000"),
+        ({"mlp_dim": 10**9}, "mlp_dim=1000000000"),
+        # What each of them may be, but not all together
+        ({"mlp_dim": 2**20, "hidden_dim": 2**16}, "no place"),
+        ({"moe_layers": list(range(10**5))}, r"moe_layers=\[0, 1, 2, .*\.\.\.\]"),
+        ({"image_shape": [4096, 4096, 3]}, "65,536 patches"),
+    ],
+)
+def test_configurations_that_no_machine_holds(preset, load, changes, message):
+    for file in ("config.json", "task.json"):
+        edit(preset / file, **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        load(preset)
+    assert len(explanation(error)) < 3000
+    assert str(preset) in explanation(error)
+
+
+@BOTH
+def test_fewer_blocks_than_the_weights_have(preset, load):
+    dense = {"num_layers": 1, "moe_layers": (), "router": None}
+    with pytest.raises(ValueError, match="a model with more blocks.*num_layers=1"):
+        load(preset, **dense)
+    assert load(preset, load_weights=False, **dense)
+    for file in ("config.json", "task.json"):
+        edit(preset / file, **dense)
+    with pytest.raises(ValueError, match="a model with more blocks"):
+        load(preset)
+
+
+@pytest.mark.parametrize("preset", [None, 3, b"name", ["name"]], ids=repr)
+def test_what_is_no_name(preset):
+    for cls in (models.ViTMoEBackbone, models.ViTMoEImageConverter):
+        with pytest.raises(ValueError, match="`preset` must be a name.*preset="):
+            cls.from_preset(preset)
 
 
 # === Names ===

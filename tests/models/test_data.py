@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import models
+from keras_softmoe import evaluation, models
 from tests.models import tiny, tiny_limoe
 from tests.references import to_numpy
 
@@ -158,6 +158,48 @@ def test_lengths_differ(model, x):
     for method in (model.fit, model.evaluate):
         with pytest.raises(ValueError, match="equally many.*10, 9"):
             method(x, tiny.labels(9), verbose=0)
+
+
+def test_numbers_that_destroy_a_model(model, x):
+    """One NaN among the images, and all weights would be NaN."""
+    before, y = [to_numpy(w) for w in model.weights], tiny.labels(NUM_IMAGES)
+    wrong = x.copy()
+    wrong[1, 1, 2, 0] = np.nan
+    for method in (model.fit, model.evaluate):
+        with pytest.raises(ValueError, match="finite.*first in image 1 of 10"):
+            method(wrong, y, verbose=0)
+        with pytest.raises(ValueError, match="finite.*first in image 1 of 4"):
+            method(batches(wrong, y), verbose=0)
+    for now, weight in zip(model.weights, before, strict=True):
+        np.testing.assert_array_equal(to_numpy(now), weight)
+
+
+def test_labels_that_are_no_classes(model, x):
+    for wrong in (0.5, tiny.NUM_CLASSES, -1, np.nan):
+        y = tiny.labels(NUM_IMAGES).astype("float32")
+        y[4] = wrong
+        for method in (model.fit, model.evaluate):
+            with pytest.raises(ValueError, match=rf"from 0 to 2.*with \[{wrong}"):
+                method(x, y, verbose=0)
+    with pytest.raises(ValueError, match="labels of dtype object"):
+        model.fit(x, ["cat"] * NUM_IMAGES, verbose=0)
+    # Whole numbers are, whatever their dtype.
+    model.evaluate(x, tiny.labels(NUM_IMAGES).astype("float64"), verbose=0)
+
+
+def test_sizes_of_batches(model, pair_model, x):
+    for size in (0, -1, 2.5, "8"):
+        for run in (
+            lambda size=size: model.fit(x, tiny.labels(10), size, verbose=0),
+            lambda size=size: model.predict(x, size),
+            lambda size=size: pair_model.zero_shot(x, ["a", "b"], batch_size=size),
+            lambda size=size: pair_model.encode_text(["a"], batch_size=size),
+            lambda size=size: evaluation.zero_shot(
+                pair_model, x, ["a", "b"], ["{}"], batch_size=size
+            ),
+        ):
+            with pytest.raises(ValueError, match="`batch_size` must be a positive"):
+                run()
 
 
 def test_converter(x):

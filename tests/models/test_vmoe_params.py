@@ -161,6 +161,22 @@ def test_kernel_of_another_layout_is_refused():
         converters.load_vmoe_params(model, params)
 
 
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        (np.full(3, 1j), "real numbers.*head/bias .complex128.*imaginary"),
+        (np.array(["a", "b", "c"]), "real numbers.*head/bias"),
+        (np.array([0.0, np.nan, 1.0]), "finite.*'head/bias'"),
+        (np.array([0.0, np.inf, 1.0]), "finite.*'head/bias'"),
+    ],
+)
+def test_values_that_no_weight_has(values, message):
+    model = tiny.classifier()
+    params = converters.to_vmoe_params(model)
+    with pytest.raises(ValueError, match=message):
+        converters.load_vmoe_params(model, {**params, "head/bias": values})
+
+
 def test_backbone_takes_no_head():
     classifier = tiny.classifier()
     params = converters.to_vmoe_params(classifier)

@@ -345,10 +345,10 @@ def test_room_for_one_modality():
     assert router.capacity(12, training=False) == 5
     for training in (True, False):
         assert router.capacity(12, training, single_modality=True) == 6
-    # For one modality no more than there are tokens.
+    # No more than there are tokens
     router.update(single_modality_capacity_factor=16, capacity_factor=16)
     assert router.capacity(12, training=True, single_modality=True) == 12
-    assert router.capacity(12, training=True) == 48
+    assert router.capacity(12, training=True) == 12
 
 
 def test_without_losses_that_apply_there_is_none():

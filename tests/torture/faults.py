@@ -1,0 +1,310 @@
+"""Processes that are killed, disks that are full, caches that cannot be written.
+
+After a kill at any moment what was there before is there, or what was to come, whole;
+and the next to write clears up.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import resource
+import shutil
+import signal
+import tempfile
+
+import h5py
+import keras
+import numpy as np
+
+from keras_softmoe import converters, models, presets, routers
+from keras_softmoe.catalogue import _entries as entries
+from keras_softmoe.distribution import Backup
+from keras_softmoe.distribution._backup_file import open_backup
+from keras_softmoe.files import NotWritten, replaced_file
+from tests.checkpoints import writer
+from tests.models import tiny
+from tests.processes import Program
+from tests.references import to_numpy
+from tests.torture import victims
+
+KINDS = ("save", "convert", "backup", "study")
+KILLED = (-signal.SIGKILL, -signal.SIGALRM)
+
+
+def kills(tally, num_kills, seed, kinds=KINDS):
+    """Kill programs that save, convert, back up or finish a run; a kill is a case."""
+    rng = np.random.default_rng(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        wholes = {kind: _Whole(kind, pathlib.Path(folder, kind)) for kind in kinds}
+        for number in range(num_kills):
+            whole = wholes[kinds[number % len(kinds)]]
+            if number // len(kinds) % 2:
+                when = ("time", float(rng.random() * whole.seconds))
+            else:
+                when = ("event", int(rng.integers(1, whole.events + 1)))
+            with tally.case(f"{whole.kind}, killed at {when}", seconds=300):
+                whole.kill_and_check(*when, number)
+
+
+class _Whole:
+    """A program that runs to its end, and what it leaves."""
+
+    def __init__(self, kind, folder):
+        self.kind, self.folder = kind, folder
+        folder.mkdir()
+        if kind == "convert":
+            release(folder)
+        elif kind == "save":
+            victims.version(1).save_to_preset(str(folder / "first"))
+        self.directory = self._fresh("whole_run")
+        self._run("never")
+        known = json.loads((folder / "whole").read_text())
+        self.events, self.seconds = known["events"], known["seconds"]
+        self.result = self._result()
+
+    def _fresh(self, name):
+        directory = self.folder / name
+        directory.mkdir()
+        if self.kind == "save":
+            shutil.copytree(self.folder / "first", directory / "preset")
+        return directory
+
+    def _run(self, *when):
+        code, output = Program(
+            "tests.torture.victims", self.kind, self.directory, *when
+        ).wait()
+        assert code in (0, *KILLED), output[-2000:]
+        return code
+
+    def kill_and_check(self, when, at, number):
+        self.directory = self._fresh(f"run_{number}")
+        killed = self._run(when, at)
+        if self.kind == "save":
+            self._check_saved()
+        elif self.kind == "backup" and killed:
+            file = self.directory / "backup" / "training.h5"
+            if file.exists():
+                with open_backup(file) as backup:
+                    assert backup.done[0] <= victims.EPOCHS
+        if killed:
+            self._run("time", 600)
+        assert self._result() == self.result
+        for left in list(self.directory.rglob(".*")):
+            # The next to write there clears up.
+            with (
+                contextlib.suppress(FileNotFoundError),
+                replaced_file(left.with_name("other")) as new,
+            ):
+                new.touch()
+        hidden = [p.name for p in self.directory.rglob(".*")]
+        assert not hidden, f"left behind: {hidden}"
+        shutil.rmtree(self.directory)
+
+    def _check_saved(self):
+        """The preset is that of one save, all of it."""
+        model = models.ViTMoEImageClassifier.from_preset(str(self.directory / "preset"))
+        values = {float(v) for w in model.weights for v in np.ravel(to_numpy(w))}
+        assert values in ({1.0}, {2.0}), f"a mixture: {values}"
+        assert model.name == f"version_{int(values.pop())}"
+
+    def _result(self):
+        """What the program made, to be compared."""
+        if self.kind == "save":
+            self._check_saved()
+            return sorted(p.name for p in (self.directory / "preset").iterdir())
+        if self.kind == "backup":
+            with np.load(self.folder / "trained.npz") as file:
+                found = {name: file[name].tolist() for name in file}
+            (self.folder / "trained.npz").unlink()
+            return found
+        if self.kind == "study":
+            (file,) = (self.directory / "cells").glob("[!.]*")
+            return json.loads(file.read_text())["results"]
+        return _weights_in(self.directory / "keras_softmoe" / victims.NAME)
+
+
+def _weights_in(preset):
+    """Dict from datasets of a preset to their bytes."""
+    found = {}
+
+    def note(name, item):
+        if isinstance(item, h5py.Dataset):
+            found[name] = np.asarray(item).tobytes()
+
+    for file in sorted(preset.glob("*.h5")):
+        with h5py.File(file) as opened:
+            opened.visititems(note)
+    assert found
+    return found
+
+
+def release(folder):
+    """A catalogue with a convertible preset, and the checkpoint that it comes from."""
+    router = routers.SoftmaxTokenChoiceRouter(4, num_selected_experts=2)
+    model = tiny.classifier(router=router)
+    (folder / "bucket").mkdir()
+    params = converters.to_vmoe_params(model)
+    writer.write_checkpoint(folder / "bucket" / "vmoe_nano", params, num_shards=2)
+    preset = folder / "catalogue" / victims.NAME
+    model.save_to_preset(str(preset))
+    for file in preset.glob("*.weights.h5"):
+        file.unlink()
+    real = next(n for n in presets.names() if presets.describe(n).kind == "convertible")
+    about = json.loads((presets.describe(real).path / "metadata.json").read_text())
+    about["checkpoint"] = f"file://{folder}/bucket/vmoe_nano"
+    (preset / "metadata.json").write_text(json.dumps(about))
+
+
+# === No room, no permission ===
+
+
+@contextlib.contextmanager
+def _largest_file(size):
+    """Scope in which the system lets no file grow over a size: `EFBIG`.
+
+    The limit of the process, as a quota or a full disk would be: the write that exceeds
+    it fails, in the middle of a file. (A disk of a given size takes a superuser.)
+    """
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def full_disks(tally, num_disks, seed):
+    """Save, convert and back up with room for 0.2 to 5 times the largest file."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        release(folder)
+        first, second = victims.version(1), victims.version(2)
+        first.save_to_preset(str(folder / "preset"))
+        size = max(p.stat().st_size for p in (folder / "preset").iterdir())
+        trained = victims.trained_model()
+        victims.fit(trained, Backup(folder / "whole", delete=False))
+        backup_size = (folder / "whole" / "training.h5").stat().st_size
+        for number, factor in enumerate(np.geomspace(0.2, 5, num_disks)):
+            for kind in ("save", "convert", "backup"):
+                name = f"{kind} with room for {factor:.2f} times the largest file"
+                home = folder / f"home_{number}"
+                with tally.case(name, mentions=["cannot be"], seconds=120):
+                    try:
+                        if kind == "save":
+                            with _largest_file(int(factor * size)):
+                                second.save_to_preset(str(folder / "preset"))
+                        elif kind == "convert":
+                            with (
+                                _catalogue(folder, home),
+                                _largest_file(int(factor * size)),
+                            ):
+                                presets.convert(victims.NAME, verbose=0)
+                        else:
+                            backup = Backup(home / "backup", every=1)
+                            with _largest_file(int(factor * backup_size)):
+                                victims.fit(trained, backup, epochs=1)
+                    finally:
+                        _check_nothing_lost(kind, folder, home)
+                        first.save_to_preset(str(folder / "preset"))
+
+
+def _check_nothing_lost(kind, folder, home):
+    if kind == "save":
+        path = str(folder / "preset")
+        model = models.ViTMoEImageClassifier.from_preset(path)
+        values = {float(v) for w in model.weights for v in np.ravel(to_numpy(w))}
+        assert values in ({1.0}, {2.0}), values
+    elif kind == "convert" and (home / "keras_softmoe").exists():
+        left = [p.name for p in (home / "keras_softmoe").iterdir()]
+        assert left in ([], [victims.NAME]), left
+    elif kind == "backup" and (home / "backup").exists():
+        left = [p.name for p in (home / "backup").iterdir()]
+        assert left in ([], ["training.h5"]), left
+
+
+@contextlib.contextmanager
+def _catalogue(folder, home):
+    root, before = entries._root, os.environ.get("KERAS_HOME")
+    entries._root = lambda: folder / "catalogue"
+    os.environ["KERAS_HOME"] = str(home)
+    try:
+        yield
+    finally:
+        entries._root = root
+        os.environ.pop("KERAS_HOME")
+        if before is not None:
+            os.environ["KERAS_HOME"] = before
+
+
+def unwritable_places(tally):
+    """A cache, a preset or a backup where nothing can be written.
+
+    (Not by its mode, which does not stop a superuser: a file stands where a directory
+    has to be, and a name is longer than any file system allows.)
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        release(folder)
+        (folder / "file").touch()
+        model = victims.version(1)
+        trained = victims.trained_model()
+        for place in (folder / "file" / "below", folder / ("a" * 300)):
+            name = place.name[:8]
+            with tally.case(f"convert to {name}", [victims.NAME, "KERAS_HOME"]):
+                with _catalogue(folder, place):
+                    presets.convert(victims.NAME, verbose=0)
+                raise AssertionError("was written")
+            with tally.case(f"load from {name}", [victims.NAME, "KERAS_HOME"]):
+                with _catalogue(folder, place):
+                    models.ViTMoEImageClassifier.from_preset(victims.NAME)
+                raise AssertionError("was written")
+            with tally.case(f"save to {name}", [name]):
+                model.save_to_preset(str(place))
+                raise AssertionError("was written")
+            with tally.case(f"back up to {name}", [name]):
+                victims.fit(trained, Backup(place))
+                raise AssertionError("was written")
+            with tally.case(f"write an architecture to {name}", [name]):
+                presets.write("vit_small_patch16_224", place)
+                raise AssertionError("was written")
+        assert issubclass(NotWritten, ValueError) and keras.backend.backend()
+
+
+# === Several processes ===
+
+
+def three_at_once(tally, rounds):
+    """Three processes convert one preset; two save one while this one reads it."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        release(folder)
+        for number in range(rounds):
+            home = folder / f"home_{number}"
+            home.mkdir()
+            with tally.case(f"three converting, round {number}", seconds=300):
+                programs = [
+                    Program("tests.torture.victims", "convert", home, "time", 600)
+                    for _ in range(3)
+                ]
+                for program in programs:
+                    code, output = program.wait()
+                    assert code == 0, output[-2000:]
+                left = [p.name for p in (home / "keras_softmoe").iterdir()]
+                assert left == [victims.NAME], left
+                assert _weights_in(home / "keras_softmoe" / victims.NAME)
+            shared = folder / f"shared_{number}"
+            shared.mkdir()
+            victims.version(1).save_to_preset(str(shared / "preset"))
+            with tally.case(f"two saving, one reading, round {number}", seconds=300):
+                programs = [
+                    Program("tests.torture.victims", "save", shared, "time", 600)
+                    for _ in range(2)
+                ]
+                for _ in range(6):
+                    _check_nothing_lost("save", shared, None)
+                for program in programs:
+                    code, output = program.wait()
+                    assert code == 0, output[-2000:]
+                _check_nothing_lost("save", shared, None)
+                assert [p.name for p in shared.iterdir()] == ["preset"]

@@ -1,0 +1,190 @@
+"""Long runs: trainings that are killed, memory that must not grow, threads."""
+
+import gc
+import os
+import pathlib
+import signal
+import sys
+import tempfile
+import threading
+
+import keras
+import numpy as np
+
+from keras_softmoe import models, routers
+from keras_softmoe.distribution import Backup
+from tests.models import tiny
+from tests.processes import Program
+from tests.references import to_numpy
+from tests.torture.campaign import resident_megabytes
+
+STEPS_PER_EPOCH = 100
+
+
+def killed_training(tally, steps, every):
+    """Train with dropout, expert dropout and noise, killed every so many steps.
+
+    What comes out is what the same training gives that nothing interrupts. It is
+    repeated by other processes, so nothing of a process can have been left out.
+
+    Args:
+        tally: `Tally`.
+        steps: int, a multiple of 100.
+        every: int, steps between kills.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        whole, parts = folder / "whole.npz", folder / "parts.npz"
+        with tally.case(f"{steps} steps without a kill", seconds=3000):
+            assert _train(steps, 0, folder / "none", whole) == 0
+        for kill_at in (*range(every, steps, every), 0):
+            with tally.case(f"killed at step {kill_at}", seconds=3000):
+                code = _train(steps, kill_at, folder / "backup", parts)
+                assert code == (-signal.SIGKILL if kill_at else 0)
+        with tally.case("equal to the one without a kill"):
+            with np.load(whole) as expected, np.load(parts) as found:
+                assert sorted(expected) == sorted(found)
+                for name, value in expected.items():
+                    # To the bit, but for what threads of TensorFlow add up.
+                    tolerance = 0 if keras.backend.backend() != "tensorflow" else 1e-6
+                    np.testing.assert_allclose(
+                        found[name], value, rtol=tolerance, atol=tolerance
+                    )
+
+
+def _train(steps, kill_at, directory, result):
+    program = Program("tests.torture.long_runs", steps, kill_at, directory, result)
+    code, output = program.wait()
+    assert code in (0, -signal.SIGKILL), output[-2000:]
+    return code
+
+
+def noisy_classifier():
+    """A classifier that draws random numbers wherever one can."""
+    keras.utils.set_random_seed(11)
+    model = models.ViTMoEImageClassifier(
+        models.ViTMoEBackbone(
+            tiny.IMAGE_SHAPE,
+            patch_size=4,
+            num_layers=2,
+            num_heads=2,
+            hidden_dim=8,
+            mlp_dim=12,
+            moe_layers=(1,),
+            router=routers.SoftmaxTokenChoiceRouter(
+                4, num_selected_experts=2, noise_std=1.0, priority="random"
+            ),
+            group_images=2,
+            dropout_rate=0.1,
+            expert_dropout_rate=0.2,
+        ),
+        tiny.NUM_CLASSES,
+        dropout=0.1,
+        compile=False,
+    )
+    jit = keras.backend.backend() == "jax"
+    model.compile(keras.optimizers.Adam(1e-3), metrics=[], jit_compile=jit)
+    return model
+
+
+class _Batches(keras.utils.PyDataset):
+    """Images of an epoch, the same whenever it is begun."""
+
+    def __len__(self):
+        return STEPS_PER_EPOCH
+
+    def __getitem__(self, index):
+        return tiny.images(4, seed=index), tiny.labels(4)
+
+
+class _Killer(keras.callbacks.Callback):
+    """Kills this process after a step, counted from the beginning of the training."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.before = epoch * STEPS_PER_EPOCH
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.before + batch + 1 == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(steps, kill_at, directory, result):
+    model = noisy_classifier()
+    callbacks = [Backup(directory, every=40), _Killer(int(kill_at))]
+    epochs = int(steps) // STEPS_PER_EPOCH
+    model.fit(_Batches(), epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
+    np.savez(result, **{str(i): to_numpy(v) for i, v in enumerate(model.variables)})
+
+
+# === Memory ===
+
+
+def flat_memory(tally, repetitions, megabytes=40):
+    """Memory after many calls is that after a tenth of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny.classifier(router=tiny.SPARSE)
+        model.save_to_preset(folder)
+        x, y = tiny.pixels(4), tiny.labels(4)
+        batch = tiny.images(4)
+        calls = {
+            "predict": lambda: model.predict(x, verbose=0),
+            "train_on_batch": lambda: model.train_on_batch(batch, y),
+            "from_preset": lambda: models.ViTMoEImageClassifier.from_preset(folder),
+        }
+        for name, call in calls.items():
+            with tally.case(f"{repetitions} times {name}", seconds=3000):
+                for number in range(repetitions):
+                    call()
+                    if number == repetitions // 10:
+                        before = _resident()
+                grown = _resident() - before
+                assert grown < megabytes, f"{grown:.0f} MB more"
+
+
+def _resident():
+    # Models refer to themselves, and Keras keeps names.
+    keras.backend.clear_session(free_memory=True)
+    gc.collect()
+    return resident_megabytes()
+
+
+# === Threads ===
+
+
+def two_threads(tally, rounds):
+    """Two models in two threads, each with settings of its own."""
+    pair = [tiny.classifier(router=tiny.SPARSE) for _ in range(2)]
+    factors, x = (0.5, 2.0), tiny.pixels(6)
+    expected = []
+    for model, factor in zip(pair, factors, strict=True):
+        model.set_routing(capacity_factor=factor)
+        expected.append(model.predict(x, verbose=0))
+    assert not np.allclose(*expected)
+    wrong = []
+
+    def run(index):
+        try:
+            # As others would, back and forth
+            for factor in (factors[1 - index], factors[index]):
+                pair[index].set_routing(capacity_factor=factor)
+                found = pair[index].predict(x, verbose=0)
+            np.testing.assert_allclose(found, expected[index], rtol=1e-4, atol=1e-5)
+        except Exception as error:
+            wrong.append(f"{type(error).__name__}: {error}"[:300])
+
+    for number in range(rounds):
+        with tally.case(f"two models in two threads, round {number}", seconds=600):
+            threads = [threading.Thread(target=run, args=(index,)) for index in (0, 1)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert not wrong, wrong
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,96 @@
+"""The parts of the campaign, with as many cases as the long and the short form take."""
+
+import keras
+
+from tests.torture import (
+    arguments,
+    checkpoints,
+    downloads,
+    faults,
+    long_runs,
+    presets,
+    routings,
+)
+
+BACKENDS = ("torch", "jax", "tensorflow")
+SEED = 1
+
+
+def _each(on_torch, on_others=None):
+    """Numbers of cases by backend; PyTorch, the quickest, has most."""
+    on_others = on_torch if on_others is None else on_others
+    return {"torch": on_torch, "jax": on_others, "tensorflow": on_others}
+
+
+# Name -> callable `(tally, cases, seed)`, and how many cases there are on each backend
+# in the long form and in the short one.
+PARTS = {
+    "routings": (
+        routings.routings,
+        _each(3400),
+        {"torch": 140, "jax": 14, "tensorflow": 28},
+    ),
+    "calls with a bad argument": (
+        arguments.bad_calls,
+        _each(1200, 300),
+        {"torch": 200},
+    ),
+    "damaged presets": (
+        presets.damaged_presets,
+        _each(500, 200),
+        {"torch": 30, "jax": 8, "tensorflow": 8},
+    ),
+    "damaged .keras files": (
+        presets.damaged_keras_files,
+        _each(150, 30),
+        {"torch": 12},
+    ),
+    "damaged checkpoints": (
+        lambda tally, cases, seed: checkpoints.damaged_checkpoints(
+            tally, checkpoints.own_checkpoint(), cases, seed
+        ),
+        {"torch": 2000},
+        {},
+    ),
+    "kills": (faults.kills, _each(120, 40), {"torch": 4}),
+    "full disks": (
+        lambda tally, cases, seed: faults.full_disks(tally, cases // 3, seed),
+        _each(36, 9),
+        {"torch": 9},
+    ),
+    "places that cannot be written": (
+        lambda tally, cases, seed: faults.unwritable_places(tally),
+        _each(10),
+        {"torch": 10},
+    ),
+    "three processes at once": (
+        lambda tally, cases, seed: faults.three_at_once(tally, cases // 2),
+        _each(6, 2),
+        {},
+    ),
+    "bad downloads": (
+        downloads.bad_downloads,
+        {"torch": 96},
+        {"torch": 12},
+    ),
+    "killed trainings": (
+        lambda tally, cases, seed: long_runs.killed_training(tally, 2000, 350),
+        _each(8),
+        {},
+    ),
+    "memory of 1,000 calls": (
+        lambda tally, cases, seed: long_runs.flat_memory(tally, 1000),
+        _each(3),
+        {},
+    ),
+    "two threads": (
+        lambda tally, cases, seed: long_runs.two_threads(tally, cases),
+        _each(50),
+        {"torch": 2},
+    ),
+}
+
+
+def cases_of(part, is_short):
+    """How many cases of a part there are on this backend; 0 for none."""
+    return PARTS[part][2 if is_short else 1].get(keras.backend.backend(), 0)

@@ -1,0 +1,130 @@
+"""Programs that write files, and are killed while they do.
+
+Arguments: what to do, the directory to do it in, and when to be killed: `event N`, when
+Python is about to touch the directory for the N-th time; `time S`, after S seconds,
+which may be in the middle of what HDF5 writes; or `never`. In that case the program
+leaves the number of events and the seconds in the file `whole` beside the directory.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+
+import keras
+import numpy as np
+
+from keras_softmoe import presets
+from keras_softmoe.catalogue import _entries as entries
+from keras_softmoe.distribution import Backup
+from tests.models import tiny
+from tests.references import to_numpy
+
+NAME = "vmoe_nano_patch4_8_shapes"
+BATCHES, EPOCHS = 4, 2
+
+
+def save(directory):
+    """Save the second version of a preset over the first."""
+    model = version(2)
+    return lambda: model.save_to_preset(str(directory / "preset"))
+
+
+def convert(directory):
+    """Convert a released checkpoint for the first time."""
+    entries._root = lambda: directory.parent / "catalogue"
+    os.environ["KERAS_HOME"] = str(directory)
+    prefix = directory.parent / "bucket" / "vmoe_nano"
+    return lambda: presets.convert(NAME, prefix, verbose=0)
+
+
+def backup(directory):
+    """Train with a backup after every batch."""
+    model = trained_model()
+
+    def run():
+        fit(model, Backup(directory / "backup", every=1))
+        weights = {str(i): to_numpy(w) for i, w in enumerate(model.weights)}
+        np.savez(directory.parent / "trained.npz", **weights)
+
+    return run
+
+
+def study(directory):
+    """Train and measure one model of a study."""
+    from experiments.runs import finish
+    from tests.experiments.test_runs import make_run
+
+    return lambda: finish(make_run(), directory)
+
+
+def version(number):
+    """A classifier all of whose weights are one number, which its name tells too."""
+    model = tiny.classifier({"name": f"version_{number}"})
+    for weight in model.weights:
+        weight.assign(np.full(weight.shape, number, weight.dtype))
+    return model
+
+
+def trained_model():
+    """A model that draws from all generators there are, the same each time."""
+    keras.utils.set_random_seed(5)
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(8, activation="relu"),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dropout(0.2, seed=3),
+            keras.layers.Dense(3),
+        ]
+    )
+    jit = keras.backend.backend() == "jax"
+    model.compile("adam", "mse", jit_compile=jit)
+    return model
+
+
+def fit(model, *callbacks, epochs=EPOCHS):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4 * BATCHES, 6)).astype("float32")
+    settings = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    model.fit(x, x[:, :3], epochs=epochs, callbacks=list(callbacks), **settings)
+
+
+def _kill_at_event(number, directory):
+    count = 0
+
+    def hear(event, arguments):
+        nonlocal count
+        if event.startswith("object.") or not any(
+            isinstance(a, (str, bytes, os.PathLike)) and str(directory) in str(a)
+            for a in arguments
+        ):
+            return
+        count += 1
+        if count == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hear)
+    return lambda: count
+
+
+def main(what, directory, when, number=0):
+    directory = pathlib.Path(directory)
+    run = {"save": save, "convert": convert, "backup": backup, "study": study}[what](
+        directory
+    )
+    count = _kill_at_event(int(number) if when == "event" else 0, directory)
+    if when == "time":
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, float(number))
+    start = time.monotonic()
+    run()
+    if when == "never":
+        whole = {"events": count(), "seconds": time.monotonic() - start}
+        (directory.parent / "whole").write_text(json.dumps(whole))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
