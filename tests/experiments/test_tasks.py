@@ -7,7 +7,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 from experiments import router_study as study
-from experiments.router_study.cells import _digits, cell
+from experiments.router_study.cells import cell, digits
 from experiments.router_study.models import Stopwatch, build_backbone, build_classifier
 from experiments.router_study.tasks import VALIDATION_SEED, upstream_task
 from experiments.runs import finish
@@ -69,9 +69,9 @@ def test_glyphs_anywhere(tmp_path):
     )
     np.testing.assert_array_equal(images, expected)
     # Digits are as large as glyphs, in the middle.
-    digits, _ = _digits(scale, "test")
-    assert digits.shape[1:] == (24, 24, 3)
-    assert not digits[:, :4].any() and digits[:, 4:20, 4:20].std() > 20
+    x, _ = digits(scale, "test")
+    assert x.shape[1:] == (24, 24, 3)
+    assert not x[:, :4].any() and x[:, 4:20, 4:20].std() > 20
 
 
 def test_a_data_set_of_tfds(tmp_path):
