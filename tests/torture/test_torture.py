@@ -44,7 +44,7 @@ def test_a_killed_training_ends_like_another():
 @on_torch
 def test_memory_stays():
     tally = Tally("memory")
-    long_runs.flat_memory(tally, 10)
+    long_runs.flat_memory(tally, 5)
     assert not tally.failures
 
 
