@@ -58,7 +58,8 @@ def write_tables():
     lines = [
         "# What the hostile campaign found",
         "",
-        f"Written by `make torture` (seed {SEED}). A case ends well, or in a refusal "
+        "Written by `python -m tests.torture`, which `make torture` runs on each "
+        f"backend (seed {SEED}). A case ends well, or in a refusal "
         "that names file or argument, value and remedy; anything else is a failure. "
         "Errors of `.keras` files are Keras' own.",
         "",
