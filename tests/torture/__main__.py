@@ -58,17 +58,19 @@ def write_tables():
     lines = [
         "# What the hostile campaign found",
         "",
-        f"Written by `make torture` (seed {SEED}; backends: {', '.join(found)}). A "
-        "case ends well, or in a refusal that names file or argument, value and "
-        "remedy; anything else is a failure. Errors of `.keras` files are Keras' own.",
+        "Written by `python -m tests.torture`, which `make torture` runs on each "
+        f"backend (seed {SEED}). A case ends well, or in a refusal "
+        "that names file or argument, value and remedy; anything else is a failure. "
+        "Errors of `.keras` files are Keras' own.",
         "",
-        "| part | cases | refused, by kind of error | failures | longest case | most "
-        "memory of a case |",
-        "|---|---|---|---|---|---|",
+        "| part | backends | cases | refused, by kind of error | failures | longest "
+        "case | most memory of a case |",
+        "|---|---|---|---|---|---|---|",
     ]
     totals = collections.Counter()
     for part in PARTS:
-        rows = [of_parts[part] for of_parts in found.values() if part in of_parts]
+        ran = [backend for backend, of_parts in found.items() if part in of_parts]
+        rows = [found[backend][part] for backend in ran]
         if not rows:
             continue
         refusals = collections.Counter()
@@ -81,12 +83,12 @@ def write_tables():
         seconds = max(row["longest_case_seconds"] for row in rows)
         megabytes = max(row["largest_case_megabytes"] for row in rows)
         lines.append(
-            f"| {part} | {cases:,} | {kinds or '0'} | {failures} | {seconds:.1f} s | "
-            f"{megabytes:,} MB |"
+            f"| {part} | {', '.join(ran)} | {cases:,} | {kinds or '0'} | {failures} | "
+            f"{seconds:.1f} s | {megabytes:,} MB |"
         )
     lines.append(
-        f"| all | {totals['cases']:,} | {totals['refused']:,} | {totals['failures']} | "
-        "| |"
+        f"| all | | {totals['cases']:,} | {totals['refused']:,} | "
+        f"{totals['failures']} | | |"
     )
     with replaced_file(PAGE) as new:
         new.write_text("\n".join(lines) + "\n")

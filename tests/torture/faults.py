@@ -34,7 +34,7 @@ KILLED = (-signal.SIGKILL, -signal.SIGALRM)
 
 def kills(tally, num_kills, seed, kinds=KINDS):
     """Kill programs that save, convert, back up or finish a run; a kill is a case."""
-    rng = np.random.default_rng(seed)
+    rng, kinds = np.random.default_rng(seed), kinds[:num_kills]
     with tempfile.TemporaryDirectory() as folder:
         wholes = {kind: _Whole(kind, pathlib.Path(folder, kind)) for kind in kinds}
         for number in range(num_kills):

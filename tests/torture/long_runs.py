@@ -147,7 +147,7 @@ def flat_memory(tally, repetitions, megabytes=40):
 
 def _resident():
     # Models refer to themselves, and Keras keeps names.
-    keras.backend.clear_session(free_memory=True)
+    keras.backend.clear_session(free_memory=False)
     gc.collect()
     return resident_megabytes()
 

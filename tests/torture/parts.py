@@ -52,7 +52,7 @@ PARTS = {
         {"torch": 2000},
         {},
     ),
-    "kills": (faults.kills, _each(120, 40), {"torch": 4}),
+    "kills": (faults.kills, _each(120, 40), {"torch": 2}),
     "full disks": (
         lambda tally, cases, seed: faults.full_disks(tally, cases // 3, seed),
         _each(36, 9),
@@ -71,7 +71,7 @@ PARTS = {
     "bad downloads": (
         downloads.bad_downloads,
         {"torch": 96},
-        {"torch": 12},
+        {"torch": 8},
     ),
     "killed trainings": (
         lambda tally, cases, seed: long_runs.killed_training(tally, 2000, 350),
