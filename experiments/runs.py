@@ -99,6 +99,24 @@ def finish(run, directory, on_step=None, verbose=0):
     return read_json(file)
 
 
+def keep(file, settings):
+    """Keep settings in a file, or compare them with those that it keeps.
+
+    Args:
+        file: path of the JSON file, written if there is none.
+        settings: dict that JSON can hold.
+
+    Returns:
+        `None` if they are equal, otherwise the sorted names of those that differ.
+    """
+    if not file.exists():
+        write_json(file, settings)
+    kept = read_json(file)
+    if kept == settings:
+        return None
+    return sorted(name for name in settings if kept.get(name) != settings[name])
+
+
 def batches_of(x, y, batch_size):
     """Iterator over batches of arrays. A last, smaller batch is left out."""
     starts = range(0, len(x) - batch_size + 1, batch_size)

@@ -13,6 +13,7 @@ from experiments.router_study.tasks import upstream_task
 from experiments.runs import (
     backup_directory,
     finish,
+    keep,
     processor,
     read_json,
     result_file,
@@ -207,12 +208,8 @@ class _Files:
     def __init__(self, directory, scale):
         self.directory = Path(directory)
         self.images = self.directory / "images"
-        known, settings = self.directory / "scale.json", scale.settings
-        if not known.exists():
-            write_json(known, settings)
-        kept = read_json(known)
-        if kept != settings:
-            differ = sorted(n for n in settings if kept.get(n) != settings[n])
+        differ = keep(self.directory / "scale.json", scale.settings)
+        if differ is not None:
             raise ValueError(
                 "A directory holds the cells of one scale. Name another directory, or "
                 f"delete this one. Received: directory='{directory}', whose scale "

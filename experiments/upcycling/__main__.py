@@ -5,7 +5,14 @@ from pathlib import Path
 
 import keras
 
-from experiments.runs import finish, processor, read_json, result_file, write_json
+from experiments.runs import (
+    finish,
+    keep,
+    processor,
+    read_json,
+    result_file,
+    write_json,
+)
 from experiments.upcycling.cells import (
     Cell,
     continued_run,
@@ -200,15 +207,12 @@ def _finish(run, directory):
 
 def _keep_to(directory, plan):
     """Refuse to mix plans or backends in one directory."""
-    kept, here = Path(directory, "plan.json"), plan.settings
+    here = plan.settings
     # The rate is chosen on the way, and part of the names of the cells.
     here = {name: here[name] for name in here if "learning_rate" not in name}
     here["backend"] = keras.backend.backend()
-    if not kept.exists():
-        write_json(kept, here)
-    before = read_json(kept)
-    if before != here:
-        differ = sorted(name for name in here if before.get(name) != here[name])
+    differ = keep(Path(directory, "plan.json"), here)
+    if differ is not None:
         raise ValueError(
             "A directory holds the cells of one plan and backend. Name another one, or "
             f"delete this. Received: directory='{directory}', which differs in {differ}"

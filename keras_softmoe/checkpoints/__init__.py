@@ -10,6 +10,7 @@ from keras_softmoe.checkpoints._architecture import (
 from keras_softmoe.checkpoints._checkpoint import Checkpoint as Checkpoint
 from keras_softmoe.checkpoints._checkpoint import LazyArray as LazyArray
 from keras_softmoe.checkpoints._checkpoint import read_checkpoint as read_checkpoint
+from keras_softmoe.checkpoints._download import ONE_FILE_SUFFIXES as ONE_FILE_SUFFIXES
 from keras_softmoe.checkpoints._download import (
     download_checkpoint as download_checkpoint,
 )
@@ -18,6 +19,7 @@ from keras_softmoe.checkpoints._parameters import CONFIG_FILE as CONFIG_FILE
 from keras_softmoe.checkpoints._parameters import PREPROCESSOR_FILE as PREPROCESSOR_FILE
 from keras_softmoe.checkpoints._parameters import read_parameters as read_parameters
 from keras_softmoe.checkpoints._parameters import read_text_beside as read_text_beside
+from keras_softmoe.checkpoints._prefix_tokens import count_patches as count_patches
 from keras_softmoe.checkpoints._prefix_tokens import place_tokens as place_tokens
 from keras_softmoe.checkpoints._remote import web_address as web_address
 from keras_softmoe.checkpoints._safetensors import read_safetensors as read_safetensors

@@ -10,12 +10,12 @@ from keras_softmoe.checkpoints._remote import download, web_address
 from keras_softmoe.files import explain_refusals
 
 _BLOCK = 1 << 24
-_SUFFIXES = (".npz", ".safetensors")
+ONE_FILE_SUFFIXES = (".npz", ".safetensors")
 
 
 def is_one_file(prefix):
     """Whether a checkpoint is a single file (`.npz`, `.safetensors`), not shards."""
-    return str(prefix).endswith(_SUFFIXES)
+    return str(prefix).endswith(ONE_FILE_SUFFIXES)
 
 
 def download_checkpoint(prefix, folder, verbose=1):

@@ -75,6 +75,16 @@ def place_tokens(arrays, covered, num_patches=None):
     return arrays
 
 
+def count_patches(image_shape, patch_size):
+    """How many whole patches an image has.
+
+    Args:
+        image_shape: `(height, width, channels)`.
+        patch_size: `(height, width)`.
+    """
+    return (image_shape[0] // patch_size[0]) * (image_shape[1] // patch_size[1])
+
+
 def _covered(total, covered, num_patches):
     possible = {number: total - number for number in sorted(set(covered))}
     possible = {number: patches for number, patches in possible.items() if patches > 0}

@@ -1,5 +1,6 @@
 """Names of PyTorch's Vision Transformers: `timm`'s and those of `transformers`."""
 
+import functools
 import re
 
 from keras_softmoe.checkpoints._checkpoint import Checkpoint, LazyArray
@@ -8,6 +9,7 @@ from keras_softmoe.checkpoints._prefix_tokens import (
     DISTILLATION_TOKEN,
     POSITIONS,
     REGISTERS,
+    count_patches,
     place_tokens,
 )
 from keras_softmoe.checkpoints._stream import CheckpointError
@@ -28,32 +30,19 @@ _OURS = r"Encoder/encoderblock_\1/"
 _POOLING = "MapHead/MultiHeadDotProductAttention/"
 
 
-def _dense(theirs, ours):
+def _layer(theirs, ours, kernel="kernel", weight=matrix, bias=vector):
+    """Rules for the weight and the bias of a layer."""
     return (
-        (theirs + r"\.weight", ours + "/kernel", matrix),
-        (theirs + r"\.bias", ours + "/bias", vector),
+        (theirs + r"\.weight", f"{ours}/{kernel}", weight),
+        (theirs + r"\.bias", f"{ours}/bias", bias),
     )
 
 
-def _norm(theirs, ours):
-    return (
-        (theirs + r"\.weight", ours + "/scale", vector),
-        (theirs + r"\.bias", ours + "/bias", vector),
-    )
-
-
-def _to_heads(theirs, ours):
-    return (
-        (theirs + r"\.weight", ours + "/kernel", to_heads),
-        (theirs + r"\.bias", ours + "/bias", to_heads_bias),
-    )
-
-
-def _from_heads(theirs, ours):
-    return (
-        (theirs + r"\.weight", ours + "/kernel", from_heads),
-        (theirs + r"\.bias", ours + "/bias", vector),
-    )
+_dense = _layer
+_convolution = functools.partial(_layer, weight=convolution)
+_norm = functools.partial(_layer, kernel="scale", weight=vector)
+_to_heads = functools.partial(_layer, weight=to_heads, bias=to_heads_bias)
+_from_heads = functools.partial(_layer, weight=from_heads)
 
 
 def _fused(theirs, ours, *parts, joint="."):
@@ -66,8 +55,7 @@ def _fused(theirs, ours, *parts, joint="."):
 _QKV = ("query", "key", "value")
 _TIMM_BLOCK = r"blocks\.(\d+)\."
 _TIMM = (
-    (r"patch_embed\.proj\.weight", "embedding/kernel", convolution),
-    (r"patch_embed\.proj\.bias", "embedding/bias", vector),
+    *_convolution(r"patch_embed\.proj", "embedding"),
     (r"cls_token", CLASS_TOKEN, token),
     (r"dist_token", DISTILLATION_TOKEN, token),
     (r"reg_token", REGISTERS, token),
@@ -103,16 +91,7 @@ _HF = (
     (_HF_EMBEDDINGS + r"position_embeddings", POSITIONS, token),
     # Only training on masked images needs it.
     (_HF_EMBEDDINGS + r"mask_token", None, same),
-    (
-        _HF_EMBEDDINGS + r"patch_embeddings\.projection\.weight",
-        "embedding/kernel",
-        convolution,
-    ),
-    (
-        _HF_EMBEDDINGS + r"patch_embeddings\.projection\.bias",
-        "embedding/bias",
-        vector,
-    ),
+    *_convolution(_HF_EMBEDDINGS + r"patch_embeddings\.projection", "embedding"),
     *_norm(_HF_BLOCK + r"(?:layernorm_before|norm1)", _OURS + "LayerNorm_0"),
     *_norm(_HF_BLOCK + r"(?:layernorm_after|norm2)", _OURS + "LayerNorm_1"),
     *(
@@ -140,12 +119,7 @@ _SIGLIP_BLOCK = r"(?:vision_model\.)?encoder\.layers\.(\d+)\."
 _SIGLIP_REST = r"(?:vision_model\.)?"
 _SIGLIP = (
     (r"text_model\..*|logit_(scale|bias)|.*position_ids", None, same),
-    (
-        _SIGLIP_REST + r"embeddings\.patch_embedding\.weight",
-        "embedding/kernel",
-        convolution,
-    ),
-    (_SIGLIP_REST + r"embeddings\.patch_embedding\.bias", "embedding/bias", vector),
+    *_convolution(_SIGLIP_REST + r"embeddings\.patch_embedding", "embedding"),
     (_SIGLIP_REST + r"embeddings\.position_embedding\.weight", POSITIONS, token),
     *_norm(_SIGLIP_BLOCK + "layer_norm1", _OURS + "LayerNorm_0"),
     *_norm(_SIGLIP_BLOCK + "layer_norm2", _OURS + "LayerNorm_1"),
@@ -239,9 +213,7 @@ def read_torch_names(checkpoint, path, about=None, num_heads=None, image_shape=N
     settings = _settings(rules, arrays, about, path)
     num_patches = None
     if image_shape is not None:
-        num_patches = (image_shape[0] // patch_size[0]) * (
-            image_shape[1] // patch_size[1]
-        )
+        num_patches = count_patches(image_shape, patch_size)
     of_classes = sum(name in arrays for name in (CLASS_TOKEN, DISTILLATION_TOKEN))
     covered = (of_classes,)
     if rules is _TIMM:

@@ -183,13 +183,13 @@ class MoE(keras.layers.Layer):
         x = join(sequences)
         if mask is not None:
             mask = join_masks(each(self._mask_sequence, mask), sequences)
-        tokens, valid, num_tokens = self._group(x, mask)
+        tokens, valid, counts = self._group(x, mask)
         self._warn_of_split_groups(x.shape[0], tokens.shape[0])
         known = {}
         if self.router.knows_modalities:
             known["modalities"] = layout(sequences)
-        if self.router.knows_num_tokens and num_tokens is not None:
-            known["num_tokens"] = num_tokens
+        if self.router.knows_num_tokens and counts is not None:
+            known["num_tokens"] = counts
         decision = self.router(
             tokens, valid=valid, training=training, summarize=False, **known
         )

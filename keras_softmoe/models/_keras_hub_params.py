@@ -15,12 +15,14 @@ from keras import ops
 from keras_softmoe.checkpoints import (
     Checkpoint,
     LazyArray,
+    count_patches,
     place_tokens,
     same,
     token,
     translate,
 )
 from keras_softmoe.keras_adapter import flatten_layers
+from keras_softmoe.layers.embedding import pair
 
 _OURS = r"Encoder/encoderblock_\1/"
 # Whatever stands before the part of a path that tells.
@@ -185,7 +187,7 @@ def read_keras_hub(model):
     arrays = translate(arrays, rules, f"the {name}", backbone.num_heads)
     arrays = {_renumbered(name, first_block): a for name, a in arrays.items()}
     image_shape = _image_shape(backbone)
-    patches = _num_patches(image_shape, backbone.patch_size)
+    patches = count_patches(image_shape, pair(backbone.patch_size))
     covered = sum(name in arrays for name in ("cls", "distillation_token"))
     settings = {
         "image_shape": image_shape,
@@ -262,17 +264,8 @@ def _image_shape(backbone):
     }
     if "channels_first" in formats:
         shape = (*shape[1:], shape[0])
-    rows, columns = _pair(backbone.patch_size)
+    rows, columns = pair(backbone.patch_size)
     return (shape[0] // rows * rows, shape[1] // columns * columns, shape[2])
-
-
-def _num_patches(image_shape, patch_size):
-    height, width = _pair(patch_size)
-    return (image_shape[0] // height) * (image_shape[1] // width)
-
-
-def _pair(size):
-    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def _epsilon(model, backbone):

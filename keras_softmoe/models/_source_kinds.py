@@ -10,8 +10,10 @@ import keras_hub
 from keras_softmoe import catalogue
 from keras_softmoe.checkpoints import (
     CONFIG_FILE,
+    ONE_FILE_SUFFIXES,
     PREPROCESSOR_FILE,
     CheckpointError,
+    is_one_file,
     read_text_beside,
 )
 from keras_softmoe.models._keras_hub_params import SUPPORTED
@@ -22,7 +24,6 @@ from keras_softmoe.models._vit_moe_image_classifier import (
 )
 
 _WEIGHTS = "model.safetensors"
-_SUFFIXES = (".npz", ".safetensors")
 _HUGGING_FACE = "hf://"
 # What our converter takes over from another.
 _CONVERTER = (
@@ -67,13 +68,13 @@ def find_file(source):
         return None
     source = _downloaded(os.fspath(source))
     path = Path(source)
-    if source.endswith(_SUFFIXES) or Path(f"{source}.index").is_file():
+    if is_one_file(source) or Path(f"{source}.index").is_file():
         return source
     if path.is_file():
         raise ValueError(
             f"The file '{source}' is of no kind that is read. Accepted: "
-            f"{' and '.join(_SUFFIXES)}. Pickled files (.bin, .pt, .pth) can execute "
-            "code: save them as safetensors first."
+            f"{' and '.join(ONE_FILE_SUFFIXES)}. Pickled files (.bin, .pt, .pth) can "
+            "execute code: save them as safetensors first."
         )
     if not path.is_dir() or _registered_name(source):
         return None

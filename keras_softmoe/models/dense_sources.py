@@ -9,7 +9,12 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_softmoe.checkpoints import Checkpoint, read_architecture, read_parameters
+from keras_softmoe.checkpoints import (
+    Checkpoint,
+    count_patches,
+    read_architecture,
+    read_parameters,
+)
 from keras_softmoe.checks import check_names
 from keras_softmoe.models._keras_hub_params import read_keras_hub
 from keras_softmoe.models._source_kinds import (
@@ -152,8 +157,7 @@ def _native_shape(checkpoint, image_shape):
     if image_shape is None:
         return None
     found = read_architecture(checkpoint.shapes)
-    height, width = found.patch_size
-    num_patches = (image_shape[0] // height) * (image_shape[1] // width)
+    num_patches = count_patches(image_shape, found.patch_size)
     return image_shape if found.num_patches in (None, num_patches) else None
 
 

@@ -6,7 +6,8 @@ from keras_softmoe.checks import check_choice, check_numbers
 
 # As the papers have it: the nearest whole number. The default of all routers.
 ROUNDING, MULTIPLE_OF = "round", None
-ROUNDINGS = ("round", "ceil")
+_ROUNDINGS = {"round": round, "ceil": math.ceil}
+ROUNDINGS = tuple(_ROUNDINGS)
 
 # As the released V-MoE code has it, and so the checkpoints that were trained with it.
 RELEASED = {"rounding": "ceil", "multiple_of": 4}
@@ -60,7 +61,6 @@ def expert_capacity(
     >>> ksm.ops.expert_capacity(196, num_experts=128, capacity_factor=1.0)
     2
     """
-    roundings = {"ceil": math.ceil, "round": round}
     check_choice("rounding", rounding, ROUNDINGS)
     check_numbers(over=0, capacity_factor=capacity_factor)
     if num_tokens < 1 or num_experts < 1 or (multiple_of or 0) < 0:
@@ -71,7 +71,7 @@ def expert_capacity(
         )
     # This order of operations matters: it decides on which side of a half or of a
     # whole number the ratio falls.
-    capacity = roundings[rounding](num_tokens * capacity_factor / num_experts)
+    capacity = _ROUNDINGS[rounding](num_tokens * capacity_factor / num_experts)
     if capacity < 1:
         raise ValueError(
             "An expert would get less than one slot. Raise `capacity_factor`, lower "
