@@ -24,7 +24,12 @@ from keras_softmoe.models._loading import (
     with_backbone,
 )
 from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
-from keras_softmoe.models._pictures import as_arrays, repeat_grey, without_pil
+from keras_softmoe.models._pictures import (
+    as_arrays,
+    check_resizing,
+    repeat_grey,
+    without_pil,
+)
 from keras_softmoe.models._run_checks import run_scope
 from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
 from keras_softmoe.models.arguments import (
@@ -51,12 +56,16 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
     `keras_hub.layers.ImageConverter`; `scale` and `offset` have
     defaults for the models of this library. `from_preset` takes our preset names.
 
+    Raises:
+        ValueError: if an argument is not among the accepted values.
+
     Source: V-MoE's released code (value range).
     """
 
     backbone_cls = ViTMoEBackbone
 
     def __init__(self, image_size=None, scale=1.0 / 127.5, offset=-1.0, **kwargs):
+        check_resizing(image_size, scale, offset, **kwargs)
         super().__init__(image_size=image_size, scale=scale, offset=offset, **kwargs)
         # It has no weights, but `quantize` refuses a model with an unbuilt layer.
         self.resizing.built = True

@@ -5,6 +5,7 @@ import keras
 from tests.torture import (
     arguments,
     checkpoints,
+    command_lines,
     downloads,
     faults,
     long_runs,
@@ -35,10 +36,25 @@ PARTS = {
         _each(1200, 300),
         {"torch": 200},
     ),
+    "command lines": (
+        command_lines.bad_command_lines,
+        {"torch": 120},
+        {"torch": 4},
+    ),
     "damaged presets": (
         presets.damaged_presets,
         _each(500, 200),
         {"torch": 30, "jax": 8, "tensorflow": 8},
+    ),
+    "damaged routers": (
+        presets.damaged_routers,
+        _each(400, 60),
+        {"torch": 20},
+    ),
+    "damaged preprocessing": (
+        presets.damaged_preprocessors,
+        _each(100, 20),
+        {"torch": 10},
     ),
     "damaged .keras files": (
         presets.damaged_keras_files,
