@@ -18,7 +18,7 @@ from tests.processes import Program
 from tests.references import to_numpy
 from tests.torture.campaign import resident_megabytes
 
-STEPS_PER_EPOCH = 100
+STEPS_PER_EPOCH = 50
 
 
 def killed_training(tally, steps, every):
@@ -29,7 +29,7 @@ def killed_training(tally, steps, every):
 
     Args:
         tally: `Tally`.
-        steps: int, a multiple of 100.
+        steps: int, a multiple of 50.
         every: int, steps between kills.
     """
     with tempfile.TemporaryDirectory() as folder:
