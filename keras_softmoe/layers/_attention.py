@@ -150,7 +150,7 @@ def check_num_heads(num_heads, width):
     if width % num_heads:
         raise ValueError(
             "The heads share the width equally, so `num_heads` must divide it. "
-            f"Received: num_heads={num_heads}, width={width}."
+            f"Received: num_heads={num_heads}, width={width}. Change one of the two."
         )
 
 

@@ -17,6 +17,9 @@ from keras_softmoe.routers._routing_losses import ImportanceLoss, LoadLoss
 from keras_softmoe.routers._sparse import SparseRouter
 from keras_softmoe.sharding import is_distributed
 
+# Less than this is no probability. Its inverse, times gradients, is still a number.
+_NOTHING = 1e-30
+
 
 class TokenChoiceRouter(SparseRouter):
     """Base class of the routers in which every token chooses its best experts.
@@ -107,10 +110,15 @@ class TokenChoiceRouter(SparseRouter):
         chosen = top_indices(
             selection, self.num_selected_experts, sharded=is_distributed()
         )
-        total = ops.sum(take_along(scores, chosen, axis=-1), axis=-1, keepdims=True)
+        found = take_along(scores, chosen, axis=-1)
+        total = ops.stop_gradient(ops.sum(found, axis=-1, keepdims=True))
         # Zero for padding in a plan, and where the probabilities of all choices have
         # come to nothing: there is no gate then.
-        return ops.where(total > 0, scores / ops.where(total > 0, total, 1.0), 0.0)
+        has_gate = total > _NOTHING
+        # To numbers near 1 first, whose gradient has no square of a tiny one in it.
+        larger = ops.where(has_gate, 1.0 / ops.where(has_gate, total, 1.0), 0.0)
+        total = ops.sum(found * larger, axis=-1, keepdims=True)
+        return scores * larger / ops.where(has_gate, total, 1.0)
 
     def get_config(self):
         return {

@@ -364,3 +364,26 @@ def test_normalized_gates_of_a_plan_without_weight():
     # softmax gives nothing.
     gate = router(np.array([[[400.0, 0.0], [300.0, 0.0]]], "float32")).routing.gate
     assert np.isfinite(to_numpy(gate)).all()
+
+
+@pytest.mark.parametrize("gap", [30.0, 60.0, 80.0, 95.0, 103.0, 300.0])
+def test_normalized_gates_of_tiny_probabilities_have_gradients(gap):
+    """The plan gives tokens to experts that the softmax gives next to nothing."""
+    router = routers.SinkhornTokenChoiceRouter(
+        3, normalize_gates=True, noise_std=0.0, losses=(), capacity_factor=2.0
+    )
+    layer = layers.MoE(router, mlp_dim=4)
+    layer.build((1, 3, 3))
+    layer.router.kernel.assign(np.eye(3))
+    x = np.zeros((1, 3, 3), "float32")
+    x[:, :, 0] = [gap, gap * 1.001, gap * 1.002]
+    loss, of_inputs, of_weights = layer_gradients(
+        layer, x, lambda y, losses: keras.ops.sum(y * y)
+    )
+    for gradient in (loss, of_inputs, *of_weights.values()):
+        assert np.isfinite(gradient).all()
+    # All of the gate, or none of it where there is no probability.
+    routing = layer.router(x).routing
+    known = to_numpy(routing.gate)[to_numpy(routing.filled)]
+    np.testing.assert_allclose(known, np.round(known), rtol=1e-5)
+    assert known.max() == pytest.approx(1.0)
