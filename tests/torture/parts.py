@@ -49,7 +49,7 @@ PARTS = {
     "damaged routers": (
         presets.damaged_routers,
         _each(400, 60),
-        {"torch": 20},
+        {"torch": 10},
     ),
     "damaged preprocessing": (
         presets.damaged_preprocessors,
@@ -97,8 +97,8 @@ PARTS = {
         {},
     ),
     "memory of 1,000 calls": (
-        lambda tally, cases, seed: long_runs.flat_memory(tally, 1000 * cases // 3),
-        _each(3),
+        lambda tally, cases, seed: long_runs.flat_memory(tally, cases),
+        _each(1000),
         {},
     ),
     "two threads": (
