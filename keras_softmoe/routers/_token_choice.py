@@ -117,11 +117,11 @@ class TokenChoiceRouter(SparseRouter):
         total = ops.stop_gradient(ops.sum(found, axis=-1, keepdims=True))
         # Zero for padding in a plan, and where the probabilities of all choices have
         # come to nothing: there is no gate then.
-        has_gate = total > _NOTHING
+        inverse = 1.0 / ops.maximum(total, _NOTHING)
         # To numbers near 1 first, whose gradient has no square of a tiny one in it.
-        larger = ops.where(has_gate, 1.0 / ops.where(has_gate, total, 1.0), 0.0)
-        total = ops.sum(found * larger, axis=-1, keepdims=True)
-        return scores * larger / ops.where(has_gate, total, 1.0)
+        inverse = ops.where(total > _NOTHING, inverse, 0.0)
+        total = ops.maximum(ops.sum(found * inverse, axis=-1, keepdims=True), 0.5)
+        return scores * (inverse / total)
 
     def get_config(self):
         return {
