@@ -83,7 +83,7 @@ bench: install
 	$(VENV)/python benchmarks/tables.py --output benchmarks/RESULTS.md \
 	    --readme README.md
 
-# Most of an hour. Each backend says what it found; the table comes last, and what failed
+# About two hours of one core. Each backend says what it found; the table comes last, and what failed
 # is in build/torture/.
 # A hundredth of it: make torture TORTURE="--fraction 0.01"
 torture: export TORTURE ?=
