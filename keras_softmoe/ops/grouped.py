@@ -65,7 +65,8 @@ def map_experts(all_at_once, each, rows, weights, count):
     if keras.backend.backend() == "torch":
         import torch
 
-        if not torch.is_grad_enabled() and rows.device.type == "cpu":
+        is_eager = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+        if is_eager and rows.device.type == "cpu":
             pieces = rows.split(count.tolist())
             banks = zip(*(w.split(1) for w in weights), strict=True)
             experts = zip(pieces, banks, strict=True)
@@ -77,6 +78,16 @@ def map_experts(all_at_once, each, rows, weights, count):
 
 
 def _on_torch(rows, kernel, bias, count):
+    import torch
+
+    if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:
+        # What `torch.compile` knows of the grouped product is bfloat16 alone: a break
+        # in its graph.
+        return torch.compiler.disable(_eagerly_on_torch)(rows, kernel, bias, count)
+    return _eagerly_on_torch(rows, kernel, bias, count)
+
+
+def _eagerly_on_torch(rows, kernel, bias, count):
     import torch
 
     bytes_of_rows = [n * rows.element_size() for n in kernel.shape[1:]]

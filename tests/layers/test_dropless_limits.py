@@ -69,3 +69,13 @@ def test_a_file_refuses_it(tmp_path):
     assert backbone(np.zeros((2, 8, 8, 3), "float32"))["pooled_output"].shape == (2, 8)
     with pytest.raises(ValueError, match=r"set_routing\(capacity_factor=4\)"):
         backbone.export(str(tmp_path / "file"))
+
+
+def test_torch_compile():
+    torch = pytest.importorskip("torch")
+    layer = build(2)
+    x = torch.tensor(normal(SHAPE))
+    wanted = layer(x)
+    # The part of it that reads the program; what follows does not depend on this one.
+    found = torch.compile(lambda x: layer(x), backend="eager")(x)
+    np.testing.assert_allclose(to_numpy(found), to_numpy(wanted), atol=1e-6)
