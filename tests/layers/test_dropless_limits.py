@@ -71,6 +71,8 @@ def test_a_file_refuses_it(tmp_path):
         backbone.export(str(tmp_path / "file"))
 
 
+# Of what PyTorch does where its graph breaks
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_torch_compile():
     torch = pytest.importorskip("torch")
     layer = build(2)
