@@ -5,6 +5,7 @@ import pytest
 
 import keras_softmoe as ksm
 from keras_softmoe import layers, routers
+from keras_softmoe.ops.grouped import grouped_affine
 from tests.layers.common import normal
 from tests.layers.test_dropless import NUM_EXPERTS, SHAPE, build
 from tests.recorded import recorded
@@ -75,9 +76,14 @@ def test_a_file_refuses_it(tmp_path):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_torch_compile():
     torch = pytest.importorskip("torch")
-    layer = build(2)
-    x = torch.tensor(normal(SHAPE))
-    wanted = layer(x)
+    shapes = (6, 8), (3, 8, 4), (3, 1, 4)
+    arrays = [torch.tensor(normal(shape)).requires_grad_() for shape in shapes]
+    count = torch.tensor([2, 0, 4], dtype=torch.int32)
     # The part of it that reads the program; what follows does not depend on this one.
-    found = torch.compile(lambda x: layer(x), backend="eager")(x)
-    np.testing.assert_allclose(to_numpy(found), to_numpy(wanted), atol=1e-6)
+    compiled = torch.compile(grouped_affine, backend="eager")
+    results = []
+    for fn in (grouped_affine, compiled):
+        found = fn(*arrays, count)
+        results.append([found, *torch.autograd.grad(found.square().sum(), arrays)])
+    for one, two in zip(*results, strict=True):
+        np.testing.assert_allclose(to_numpy(one), to_numpy(two), atol=1e-6)
