@@ -29,6 +29,7 @@ RUNS_ON = {
     "checkpoints/test_checkpoint_fuzz.py": ("jax",),
     "checkpoints/test_remote.py": ("tensorflow",),
     "checkpoints/test_safetensors.py": ("tensorflow",),
+    "layers/test_dropless_limits.py": ("torch",),
     "models/test_adaptation.py": ("jax", "torch"),
     "models/test_conversion.py": ("torch",),
     "models/test_data.py": ("torch",),

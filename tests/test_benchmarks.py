@@ -249,3 +249,15 @@ def test_soft_moe_pytorch_is_our_layer_on_normalized_tokens(equal_rival):
     np.testing.assert_allclose(
         to_numpy(ours(tokens)), to_numpy(theirs(tokens)), atol=1e-3
     )
+
+
+def test_bounds(benchmark):
+    module = benchmark("bounds")
+    preset, device = "soft_moe_small_patch16_128e_224", module.DEVICES[0]
+    few, many = (module.bounds(preset, 1, images, device)[0] for images in (8, 64))
+    # The update of all experts takes the same time for any batch, all else grows.
+    assert few["weights"] == many["weights"] > few["products"]
+    np.testing.assert_allclose(many["products"], 8 * few["products"])
+    assert many["activations"] > few["activations"]
+    # One device sends nothing.
+    assert few["links"] == 0

@@ -6,8 +6,9 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe.analysis._pairs import Pairs
-from keras_softmoe.ops import token_choice
+from keras_softmoe.ops import ChoiceRouting, token_choice
 from keras_softmoe.ops.assignment import PRIORITIES
+from keras_softmoe.ops.choices import to_slots
 
 NUM_BINS = 50
 # Bins of the queue for an expert if all experts were chosen alike.
@@ -213,8 +214,12 @@ class _Sums:
         # (G, S, E)
         probabilities, selection = summary["probabilities"], summary["selection"]
         # (G, E, C)
-        slots = routing.token, routing.filled
-        num_groups, num_experts, self.capacity = routing.token.shape
+        if isinstance(routing, ChoiceRouting):
+            num_tokens = selection.shape[1]
+            slots = [ops.convert_to_numpy(x) for x in to_slots(routing, num_tokens)[:2]]
+        else:
+            slots = routing.token, routing.filled
+        num_groups, num_experts, self.capacity = slots[0].shape
         self.num_groups += num_groups
         self.padding += _places(is_padding, *slots).sum((0, 2))
         # (G, E, S)

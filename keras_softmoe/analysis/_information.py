@@ -7,7 +7,7 @@ import numpy as np
 from keras_softmoe.analysis._inputs import backbone_of, check_has_routers
 from keras_softmoe.analysis._statistics import check_labels, experts_of_tokens
 from keras_softmoe.analysis._streaming import observe
-from keras_softmoe.ops import SlotRouting
+from keras_softmoe.ops import DenseRouting
 
 
 class ExpertInformation(NamedTuple):
@@ -120,7 +120,7 @@ class InformationReducer:
 
     def update(self, name, decision, inputs):
         taken, weights, _ = experts_of_tokens(decision)
-        if isinstance(decision.routing, SlotRouting):
+        if not isinstance(decision.routing, DenseRouting):
             weights = taken / np.maximum(taken.sum(-1, keepdims=True), 1)
         weights = weights.reshape(-1, self._num_tokens, weights.shape[-1])
         is_image = decision.summary["valid"].reshape(-1, self._num_tokens)[:, 0]

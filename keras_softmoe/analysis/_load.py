@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from keras_softmoe.analysis._streaming import observe
-from keras_softmoe.ops import SlotRouting
+from keras_softmoe.ops import DenseRouting
 
 
 class ExpertLoad(NamedTuple):
@@ -95,7 +95,7 @@ def load_and_dropped(decision):
         neither.
     """
     routing, summary = decision
-    if isinstance(routing, SlotRouting):
+    if not isinstance(routing, DenseRouting):
         return summary["load"], summary["dropped"]
     valid = summary["valid"]
     # (G, S, E)

@@ -7,7 +7,7 @@ import numpy as np
 from keras_softmoe.analysis._inputs import backbone_of, check_has_routers, tokens_choose
 from keras_softmoe.analysis._load import load_and_dropped
 from keras_softmoe.analysis._streaming import observe
-from keras_softmoe.ops import SlotRouting
+from keras_softmoe.ops import ChoiceRouting, SlotRouting
 
 NUM_BINS = 50
 
@@ -181,6 +181,12 @@ def experts_of_tokens(decision):
         place = group, routing.token[slots], expert
         taken[place] = True
         np.add.at(weights, place, routing.gate[slots])
+    elif isinstance(routing, ChoiceRouting):
+        experts = np.arange(len(routing.count))
+        # (G, S, K, E)
+        chosen = routing.expert[..., None] == experts
+        taken = (chosen & routing.kept[..., None]).any(axis=2)
+        weights = (chosen * routing.gate[..., None]).sum(axis=2)
     else:
         taken = routing.dispatch.any(axis=-1)
         weights = routing.combine.sum(axis=-1)

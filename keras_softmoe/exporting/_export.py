@@ -195,6 +195,7 @@ def _check(model, filepath, format, preprocessing):
     for router in layers:
         if isinstance(router, Router):
             _check_deterministic(router)
+            _check_slots(router)
 
 
 def _check_deterministic(router):
@@ -206,6 +207,16 @@ def _check_deterministic(router):
             f"exported. Received: {router.path} with random_logits={random_logits!r}, "
             f"priority={priority!r}. Change them with "
             "`set_routing(random_logits=False, priority='max')`."
+        )
+
+
+def _check_slots(router):
+    if router.num_rows(1) is not None:
+        factor = router.num_experts / router.choices_per_token
+        raise ValueError(
+            "A file holds slots, whose number is fixed. Received: "
+            f"{router.path} with capacity_factor=None. Set one that drops nothing "
+            f"either: `set_routing(capacity_factor={factor:g})`."
         )
 
 

@@ -11,6 +11,7 @@ from keras_softmoe.checks import check_choice, check_numbers, check_whole_number
 from keras_softmoe.layers._expert_bank import ExpertBank
 from keras_softmoe.layers.lora import per_expert
 from keras_softmoe.ops.backend import affine, chunked_map
+from keras_softmoe.ops.grouped import grouped_affine, knows_counts, map_experts
 from keras_softmoe.sharding import (
     check_divides_experts,
     check_layer,
@@ -127,7 +128,9 @@ class Experts(keras.layers.Layer):
         activation: as in `MLP`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
-    Maps slots `(G, E, C, D)` to outputs `(G, E, C, D)`. Under a distribution that names
+    Maps slots `(G, E, C, D)` to outputs `(G, E, C, D)`; or rows `(N, D)`, sorted by
+    expert, to outputs `(N, D)`, if the rows of each expert are given as a second
+    argument, an `(E,)` int32 tensor whose sum is `N`. Under a distribution that names
     layouts for `slots_of_groups` and `slots_of_experts` below the path of this layer,
     slots travel to where the experts are and back, see
     `keras_softmoe.distribution.expert_parallel`.
@@ -205,7 +208,13 @@ class Experts(keras.layers.Layer):
             name=name,
         )
 
-    def call(self, slots, training=None):
+    def takes_rows(self):
+        """Whether rows sorted by expert are taken, and not slots only."""
+        return not self._computes_in_8_bits() and knows_counts()
+
+    def call(self, slots, count=None, training=None):
+        if count is not None:
+            return self._mlps(slots, training, count)
         _, num_experts, capacity, width = slots.shape
         of_groups, of_experts = (
             f"{self.path}/slots_of_groups",
@@ -222,34 +231,47 @@ class Experts(keras.layers.Layer):
         x = ops.transpose(constrain(x, of_experts), (1, 0, 2, 3))
         return constrain(x, of_groups)
 
-    def _mlps(self, x, training):
-        """What the experts make of their slots, `(E, G * C, D)`."""
-        first, second = self.intermediate_dense, self.output_dense
+    def _computes_in_8_bits(self):
         # In int4 a bank has a kernel of floats, as without quantization.
-        if {first.quantization_mode, second.quantization_mode} & {"int8", "float8"}:
+        modes = {
+            bank.quantization_mode
+            for bank in (self.intermediate_dense, self.output_dense)
+        }
+        return bool(modes & {"int8", "float8"})
+
+    def _mlps(self, x, training, count=None):
+        """What the experts make of their slots `(E, G * C, D)`, or rows `(N, D)`."""
+        first, second = self.intermediate_dense, self.output_dense
+        if self._computes_in_8_bits():
             hidden = _ACTIVATIONS[self.activation](first(x))
             return second(self.dropout(hidden, training=training))
         banks = (first.kernel, first.bias, second.kernel, second.bias)
         # Views: of variables themselves TensorFlow's `remat` counts gradients twice.
         weights = [ops.reshape(weight, weight.shape) for weight in banks]
         sharded = is_distributed()
+        multiply = functools.partial(affine, sharded=sharded)
+        if count is not None:
+            multiply = functools.partial(grouped_affine, count=count)
         # Not as arguments of the function, which `remat` would make tensors of.
-        known = {"activation": self.activation, "sharded": sharded}
+        known = {"activation": self.activation, "multiply": multiply}
         hidden, mlp = (functools.partial(f, **known) for f in (_hidden, _mlp))
         if self.remat:
             hidden, mlp = keras.remat(hidden), keras.remat(mlp)
         if training and self.dropout_rate:
             # Dropout outside of `remat`, which would draw another mask.
             x = self.dropout(hidden(x, *weights[:2]), training=True)
-            return affine(x, *weights[2:], sharded=sharded)
+            return multiply(x, *weights[2:])
+        if count is not None:
+            each = functools.partial(_mlp, activation=self.activation, multiply=affine)
+            return map_experts(mlp, each, x, weights, count)
         return chunked_map(mlp, [x, *weights], sharded)
 
     def compute_output_shape(self, slots_shape):
         return slots_shape
 
     def cost(self, slots_shape, training=False):
-        num_groups, num_experts, capacity, width = slots_shape
-        slots = num_groups * num_experts * capacity
+        *slots, width = slots_shape
+        num_experts, slots = self.num_experts, math.prod(slots)
         expert = costs.dense(width, self.mlp_dim) + costs.dense(self.mlp_dim, width)
         # What went in and what came out; before GELU, its tanh, after
         kept, kept_bytes = 2 * width + (0 if self.remat else 3 * self.mlp_dim), 0
@@ -275,13 +297,13 @@ class Experts(keras.layers.Layer):
         }
 
 
-def _hidden(x, kernel, bias, activation, sharded):
-    return _ACTIVATIONS[activation](affine(x, kernel, bias, sharded))
+def _hidden(x, kernel, bias, activation, multiply):
+    return _ACTIVATIONS[activation](multiply(x, kernel, bias))
 
 
-def _mlp(x, kernel, bias, output_kernel, output_bias, activation, sharded):
-    hidden = _hidden(x, kernel, bias, activation, sharded)
-    return affine(hidden, output_kernel, output_bias, sharded)
+def _mlp(x, kernel, bias, output_kernel, output_bias, activation, multiply):
+    hidden = _hidden(x, kernel, bias, activation, multiply)
+    return multiply(hidden, output_kernel, output_bias)
 
 
 def _multiply(dense, x):

@@ -30,7 +30,14 @@ from keras_softmoe.layers._modalities import (
     sequence_shapes,
     split,
 )
-from keras_softmoe.ops import SlotRouting, combine, dispatch, to_dense
+from keras_softmoe.ops import (
+    ChoiceRouting,
+    SlotRouting,
+    combine,
+    dispatch,
+    to_dense,
+)
+from keras_softmoe.ops.choices import to_slots
 from keras_softmoe.routers import Router, SoftRouter
 from keras_softmoe.sharding import is_distributed, layout_of, num_shards
 
@@ -58,7 +65,10 @@ class MoE(keras.layers.Layer):
             to be faster: `"gather"`, except for groups of under 64 tokens. (The way
             there and back took einsum 0.8 to 1.7 times as long as gather at 64 tokens,
             2 to 6 times at 512 and 3 to 8 times at 1,024, on three backends.) Soft
-            routers mix all tokens, which is always a product.
+            routers mix all tokens, which is always a product. Of a router that drops
+            nothing (`capacity_factor=None`) rows are sorted by expert in any case but
+            `"einsum"`, and where that cannot be (experts in int8 or float8; compiled by
+            XLA on TensorFlow) each expert has a slot for each token.
         equal_experts: bool, whether all experts start with the same weights.
         expert_dropout_rate: float, dropout inside the experts.
         remat_experts: bool, whether the experts' hidden activations are computed again
@@ -153,6 +163,7 @@ class MoE(keras.layers.Layer):
         # Of one image, which `check_group_images` has to know.
         self.num_tokens = num_tokens
         group_tokens = self.group_images and self.group_images * num_tokens
+        self._check_placement()
         self.router.build((None, group_tokens, width))
         self.experts.build((None, self.router.num_experts, None, width))
 
@@ -178,7 +189,19 @@ class MoE(keras.layers.Layer):
         if self.built and is_count:
             (router or self.router).check_group(group_images * self.num_tokens)
 
+    def _check_placement(self):
+        router = self.router
+        if is_distributed() and router.num_rows(1) is not None:
+            factor = router.num_experts / router.choices_per_token
+            raise ValueError(
+                "Rows that are sorted by expert cannot be shared out among devices, "
+                "which need as many from each group. Received: capacity_factor=None "
+                f"under a distribution. `capacity_factor={factor:g}` drops nothing "
+                "either, with a slot of each expert for each token."
+            )
+
     def call(self, inputs, mask=None, training=None):
+        self._check_placement()
         sequences = as_sequence(inputs)
         x = join(sequences)
         if mask is not None:
@@ -197,9 +220,17 @@ class MoE(keras.layers.Layer):
         num_tokens = tokens.shape[1]
         if isinstance(routing, SlotRouting) and self._multiplies(num_tokens):
             routing = to_dense(routing, num_tokens)
+        sorted_rows = {}
+        if isinstance(routing, ChoiceRouting):
+            if self.dispatcher == "einsum":
+                routing = to_dense(routing, num_tokens)
+            elif self.experts.takes_rows():
+                sorted_rows = {"count": routing.count}
+            else:
+                routing = SlotRouting(*to_slots(routing, num_tokens))
         sharded = is_distributed()
         slots = dispatch(self._rounded(tokens), routing, sharded)
-        slots = self._rounded(self.experts(slots, training=training))
+        slots = self._rounded(self.experts(slots, training=training, **sorted_rows))
         outputs = combine(slots, routing, num_tokens, sharded)
         outputs = split(self._ungroup(outputs, x), sequences)
         return keras.tree.map_structure(
@@ -326,9 +357,14 @@ class MoE(keras.layers.Layer):
         num_experts = self.router.num_experts
         capacity = self.router.capacity(group_tokens, training)
         slots, all_tokens = num_experts * capacity, num_groups * group_tokens
+        rows = self.router.num_rows(group_tokens, training)
+        if self.dispatcher == "einsum":
+            rows = None
+        slots = slots if rows is None else rows
         router = self.router.cost((num_groups, group_tokens, width), training)
-        experts = self.experts.cost((num_groups, num_experts, capacity, width))
-        mixing = self.router.mixes_tokens or self._multiplies(group_tokens)
+        experts = self.experts.cost((num_groups * slots, width))
+        multiplies = rows is None and self._multiplies(group_tokens)
+        mixing = self.router.mixes_tokens or multiplies
         # Soft weights are kept by the router; others, and in half precision those too,
         # are made for the products.
         is_half = self.compute_dtype != "float32"

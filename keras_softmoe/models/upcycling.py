@@ -56,11 +56,11 @@ def upcycle(
     - `IdentityRouter`: yes, exactly. Every token visits one expert, with weight 1.
     - Token choice: yes, if the gates of a token sum to one and no choice is dropped.
       They do with `normalize_gates=True`, or if every token chooses all experts. To
-      drop nothing takes `capacity_factor=num_experts / num_selected_experts`, which
-      leaves room for every token at every expert. With other gates a token gets its
-      MLP's output times the sum of its gates, with less room possibly nothing. From
-      clusters the gate of one choice is near `confidence` without that; from random
-      weights it is small.
+      drop nothing takes `capacity_factor=None` (or `num_experts /
+      num_selected_experts`, room for every token at every expert). With other gates a
+      token gets its MLP's output times the sum of its gates, with less room possibly
+      nothing. From clusters the gate of one choice is near `confidence` without that;
+      from random weights it is small.
     - Expert choice: only with `capacity_factor=num_experts`, where every expert takes
       all tokens. Otherwise it is up to the experts how many of them take a token, and
       a token that none takes gets nothing.

@@ -24,6 +24,7 @@ from keras_softmoe.ops.assignment import expert_choice as expert_choice
 from keras_softmoe.ops.assignment import identity as identity
 from keras_softmoe.ops.assignment import token_choice as token_choice
 from keras_softmoe.ops.capacity import expert_capacity as expert_capacity
+from keras_softmoe.ops.choices import ChoiceRouting as ChoiceRouting
 from keras_softmoe.ops.entropy import global_entropy_loss as global_entropy_loss
 from keras_softmoe.ops.entropy import local_entropy_loss as local_entropy_loss
 from keras_softmoe.ops.entropy import merged_entropy_loss as merged_entropy_loss

@@ -15,7 +15,8 @@ A *slot* is a place for one input of an expert. A sparse router assigns at most 
 token to each slot, so a table of token indices describes it completely (`SlotRouting`).
 A soft router assigns a mixture of all tokens to each slot, which takes a weight for
 every pair of token and slot (`DenseRouting`). `to_dense` turns the first into the
-second and so defines what the first means.
+second and so defines what the first means. Where tokens choose and nothing is dropped
+there need be no slots, only the choices themselves (`ChoiceRouting`).
 """
 
 from typing import Any, NamedTuple
@@ -23,6 +24,12 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from keras_softmoe.ops.backend import add_rows
+from keras_softmoe.ops.choices import (
+    ChoiceRouting,
+    add_rows_of_choices,
+    take_rows,
+    to_slots,
+)
 
 
 class SlotRouting(NamedTuple):
@@ -62,7 +69,8 @@ def to_dense(routing, num_tokens):
     there.
 
     Args:
-        routing: `SlotRouting` or `DenseRouting` (returned as it is).
+        routing: `SlotRouting`, `ChoiceRouting` (with `S` slots of each expert, most of
+            them empty) or `DenseRouting` (returned as it is).
         num_tokens: int, the number `S` of tokens in a group.
 
     Returns:
@@ -78,6 +86,8 @@ def to_dense(routing, num_tokens):
     """
     if isinstance(routing, DenseRouting):
         return routing
+    if isinstance(routing, ChoiceRouting):
+        routing = SlotRouting(*to_slots(routing, num_tokens))
     tokens = ops.reshape(ops.arange(num_tokens, dtype="int32"), (1, num_tokens, 1, 1))
     # (G, S, E, C)
     assigned = ops.logical_and(
@@ -94,15 +104,18 @@ def dispatch(tokens, routing, sharded=False):
     Args:
         tokens: `(G, S, D)` float tensor.
         routing: `SlotRouting` (each slot receives its token, empty slots receive
-            zeros) or `DenseRouting` (each slot receives the weighted sum of all
-            tokens, Soft MoE equation 1).
+            zeros), `ChoiceRouting` or `DenseRouting` (each slot receives the weighted
+            sum of all tokens, Soft MoE equation 1).
         sharded: bool, whether groups may be sharded over devices. The result is the
             same, by operations that need no tokens of other devices.
 
     Returns:
-        `(G, E, C, D)` tensor of slot inputs, in the dtype of `tokens`.
+        `(G, E, C, D)` tensor of slot inputs, in the dtype of `tokens`; for a
+        `ChoiceRouting` `(G * S * K, D)`, its rows in their order.
     """
     tokens = ops.convert_to_tensor(tokens)
+    if isinstance(routing, ChoiceRouting):
+        return take_rows(tokens, routing)
     if isinstance(routing, DenseRouting):
         _, _, num_experts, capacity = routing.dispatch.shape
         # (G, S, E * C)
@@ -124,8 +137,9 @@ def combine(outputs, routing, num_tokens, sharded=False):
     """Bring the experts' outputs back to the tokens.
 
     Args:
-        outputs: `(G, E, C, D)` float tensor, the experts' outputs slot by slot.
-        routing: `SlotRouting` or `DenseRouting`.
+        outputs: `(G, E, C, D)` float tensor, the experts' outputs slot by slot; for a
+            `ChoiceRouting` `(G * S * K, D)`.
+        routing: `SlotRouting`, `ChoiceRouting` or `DenseRouting`.
         num_tokens: int, the number `S` of tokens in a group.
         sharded: bool, see `dispatch`.
 
@@ -135,6 +149,8 @@ def combine(outputs, routing, num_tokens, sharded=False):
         gets zeros.
     """
     outputs = ops.convert_to_tensor(outputs)
+    if isinstance(routing, ChoiceRouting):
+        return add_rows_of_choices(outputs, routing, num_tokens)
     _, num_experts, capacity, width = outputs.shape
     if isinstance(routing, DenseRouting):
         weights = _merge_slots(ops.cast(routing.combine, outputs.dtype))

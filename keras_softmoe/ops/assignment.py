@@ -150,6 +150,19 @@ def assign_choices(
     return ops.where(filled, token, 0), filled
 
 
+def kept_tokens(scores, chosen, priority, keep_fraction, valid=None, seed=None):
+    """`(G, S)` bool, the tokens that choose at all; `None` for all of them.
+
+    Arguments are those of `assign_choices`.
+    """
+    if keep_fraction == 1.0:
+        return valid
+    rank = None
+    if priority != "position":
+        rank = _rank_tokens(take_along(scores, chosen, axis=-1), priority, seed)
+    return _best_tokens(chosen, rank, keep_fraction, valid, sharded=False)
+
+
 def expert_choice(scores, capacity, valid=None, sharded=False):
     """Every expert chooses its best tokens.
 

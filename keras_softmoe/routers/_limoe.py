@@ -115,6 +115,8 @@ class LIMoERouter(SparseRouter):
     (2, 8, 3)
     """
 
+    can_drop_nothing = True
+
     knows_modalities = True
 
     mutable_settings = (
@@ -291,7 +293,7 @@ class LIMoERouter(SparseRouter):
         return self.slots(num_tokens, self.slots_per_choice(training, masks))
 
     def slots_per_choice(self, training=False, masks=()):
-        if len(masks) == 1:
+        if len(masks) == 1 and self.capacity_factor is not None:
             return self.single_modality_capacity_factor
         return super().slots_per_choice(training)
 

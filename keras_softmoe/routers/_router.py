@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.costs import LayerCost
-from keras_softmoe.ops import SlotRouting, combine
+from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting, combine
 from keras_softmoe.routers.recording import is_recording, note
 from keras_softmoe.sharding import check_divides_experts, is_distributed
 
@@ -25,8 +25,8 @@ class Decision(NamedTuple):
             What only an observer needs is computed only for one: when a router is
             called directly, and in a scope of `routers.record`. That is `"valid"`
             `(G, S)` bool, `False` for padding; `"auxiliary_loss"` outside of training;
-            and of a `SlotRouting` `"load"` `(G, E)`, the number of filled slots of each
-            expert, and `"dropped"` `(G, S)` bool, the tokens that no expert takes
+            and of a sparse routing `"load"` `(G, E)`, the number of tokens that each
+            expert takes, and `"dropped"` `(G, S)` bool, the tokens that no expert takes
             (padding is not counted as dropped).
     """
 
@@ -118,8 +118,10 @@ class Router(keras.layers.Layer):
             "valid": keras.KerasTensor((num_groups, num_tokens), "bool"),
             "auxiliary_loss": keras.KerasTensor((num_groups,), "float32"),
         }
-        if isinstance(routing, SlotRouting):
-            load = keras.KerasTensor((num_groups, routing.token.shape[1]), "float32")
+        if not isinstance(routing, DenseRouting):
+            experts = routing.count if isinstance(routing, ChoiceRouting) else None
+            num_experts = (routing.token[0] if experts is None else experts).shape[0]
+            load = keras.KerasTensor((num_groups, num_experts), "float32")
             dropped = keras.KerasTensor((num_groups, num_tokens), "bool")
             found |= {"load": load, "dropped": dropped}
         return Decision(routing, {**found, **summary})
@@ -140,6 +142,13 @@ class Router(keras.layers.Layer):
             "Implement `capacity(num_tokens, training=False)`, which returns the slots "
             "of one expert for a group of so many tokens."
         )
+
+    def num_rows(self, num_tokens, training=False):
+        """Rows that all experts together are given for a group, as a Python int.
+
+        `None` for a router that fills slots, as most do.
+        """
+        return None
 
     def check_group(self, num_tokens):
         """Raise if a group of `num_tokens` tokens cannot be routed.
@@ -182,6 +191,15 @@ class Router(keras.layers.Layer):
             )[..., 0]
             dropped = ops.logical_and(ops.equal(slots_of_token, 0.0), valid)
             found |= {"load": ops.sum(filled, axis=-1), "dropped": dropped}
+        elif isinstance(routing, ChoiceRouting):
+            experts = ops.arange(routing.count.shape[0], dtype="int32")
+            # (G, S, K, E)
+            taken = ops.equal(ops.expand_dims(routing.expert, -1), experts)
+            taken = ops.logical_and(taken, ops.expand_dims(routing.kept, -1))
+            taken = ops.cast(taken, "float32")
+            skipped = ops.logical_not(ops.any(routing.kept, axis=-1))
+            dropped = ops.logical_and(skipped, valid)
+            found |= {"load": ops.sum(taken, axis=(1, 2)), "dropped": dropped}
         if "auxiliary_loss" not in summary:
             zeros = ops.zeros_like(tokens[:, 0, 0])
             found["auxiliary_loss"] = ops.cast(zeros, "float32")

@@ -11,6 +11,7 @@ from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import SlotRouting, expert_capacity
 from keras_softmoe.ops.backend import take_along
 from keras_softmoe.ops.capacity import ROUNDINGS
+from keras_softmoe.ops.choices import choice_routing
 from keras_softmoe.routers._router import Decision, Router
 from keras_softmoe.routers._routing_losses import (
     GShardLoss,
@@ -41,7 +42,8 @@ class SparseRouter(Router):
 
     Args:
         num_experts: int, number of experts.
-        capacity_factor: float, slots per choice.
+        capacity_factor: float, slots per choice; `None`, only where tokens choose, for
+            room for all choices.
         rounding: `"round"` or `"ceil"`, see `ops.expert_capacity`.
         multiple_of: int or `None`, see `ops.expert_capacity`.
         noise_std: float. In training, normal noise of standard deviation
@@ -65,6 +67,9 @@ class SparseRouter(Router):
 
     knows_num_tokens = True
 
+    # Whether `capacity_factor=None` has a meaning.
+    can_drop_nothing = False
+
     # Whether the gates feel the noise, or only the slot assignment does.
     noisy_gates = True
 
@@ -85,7 +90,15 @@ class SparseRouter(Router):
         **kwargs,
     ):
         check_choice("combine", combine, ("softmax", "plan"))
-        check_numbers(over=0, capacity_factor=capacity_factor)
+        if capacity_factor is not None:
+            check_numbers(over=0, capacity_factor=capacity_factor)
+        elif not self.can_drop_nothing:
+            raise ValueError(
+                f"An expert of a `{type(self).__name__}` chooses as many tokens as it "
+                "has slots, so there must be a number of them: only where tokens choose"
+                " can all choices be kept. Received: capacity_factor=None. Pass a float"
+                ", for example 1.0, or take a `SoftmaxTokenChoiceRouter`."
+            )
         if eval_capacity_factor is not None:
             check_numbers(over=0, eval_capacity_factor=eval_capacity_factor)
         if multiple_of is not None:
@@ -186,19 +199,12 @@ class SparseRouter(Router):
         capacity_factor = self.slots_per_choice(training, masks)
         capacity = self.slots(tokens.shape[1], capacity_factor)
         limit = None
-        if num_tokens is not None:
+        if num_tokens is not None and capacity_factor is not None:
             limit = self._group_limit(num_tokens, tokens.shape[1], capacity_factor)
         selection = self.selection_scores(
             noisy_logits, probabilities, capacity, valid, limit
         )
         chosen = self.choose(selection)
-        token, filled = self.assign(selection, chosen, capacity, valid, masks)
-        if limit is not None:
-            # Slots are filled in the order of the queue, so the first ones are those
-            # that a smaller capacity leaves.
-            slots = ops.arange(capacity, dtype="int32")
-            filled = ops.logical_and(filled, slots < ops.reshape(limit, (-1, 1, 1)))
-            token = ops.where(filled, token, 0)
         if self.combine == "plan":
             scores = selection
         elif self.noisy_gates:
@@ -206,6 +212,14 @@ class SparseRouter(Router):
         else:
             scores = routed.probabilities
         scores = self.weigh(scores, chosen)
+        if capacity_factor is None:
+            kept = self.kept_tokens(selection, chosen, valid)
+            routing = choice_routing(scores, chosen, kept)
+        else:
+            token, filled = self.assign(selection, chosen, capacity, valid, masks)
+            if limit is not None:
+                token, filled = _first_slots(token, filled, limit)
+            routing = SlotRouting(token, filled, gates(scores, token, filled))
         summary = {
             "logits": logits,
             "probabilities": probabilities,
@@ -216,7 +230,6 @@ class SparseRouter(Router):
             if auxiliary_loss is not None:
                 summary["auxiliary_loss"] = auxiliary_loss
                 self.add_loss(_mean_of_groups(auxiliary_loss, num_tokens))
-        routing = SlotRouting(token, filled, gates(scores, token, filled))
         return Decision(routing, summary)
 
     def complete(self, decision, tokens, valid, **kwargs):
@@ -268,6 +281,10 @@ class SparseRouter(Router):
         """The `(G, S, K)` experts that tokens choose, best first; `None` if none do."""
         return None
 
+    def kept_tokens(self, selection, chosen, valid):
+        """`(G, S)` bool: the tokens that choose at all, where nothing is dropped."""
+        return valid
+
     def assign(self, selection, chosen, capacity, valid, masks):
         """`token` and `filled` of a `SlotRouting`, from the selection scores."""
         raise TypeError(
@@ -288,8 +305,16 @@ class SparseRouter(Router):
     def capacity(self, num_tokens, training=False):
         return self.slots(num_tokens, self.slots_per_choice(training))
 
+    def num_rows(self, num_tokens, training=False):
+        if self.slots_per_choice(training) is not None:
+            return None
+        return num_tokens * self.choices_per_token
+
     def slots_per_choice(self, training=False, masks=()):
-        """The capacity factor for groups with tokens of some modalities."""
+        """The capacity factor for groups with tokens of some modalities.
+
+        `None` where all choices have room.
+        """
         if not training and self.eval_capacity_factor is not None:
             return self.eval_capacity_factor
         return self.capacity_factor
@@ -375,6 +400,8 @@ def gates(scores, token, filled):
 
 def _slots(num_tokens, capacity_factor, choices, num_experts, rounding, multiple_of):
     """An expert is given no token twice, so at most as many as there are tokens."""
+    if capacity_factor is None:
+        return num_tokens
     capacity = expert_capacity(
         num_tokens * choices, num_experts, capacity_factor, rounding, multiple_of
     )
@@ -396,6 +423,16 @@ def _table_of_slots(largest, *settings):
             return 1
 
     return np.array([1, *map(slots, range(1, largest + 1))], "int32")
+
+
+def _first_slots(token, filled, limit):
+    """The slots that a smaller capacity, `(G,)` int, leaves of an assignment.
+
+    They are filled in the order of the queue, so it is the first ones.
+    """
+    slots = ops.arange(filled.shape[-1], dtype="int32")
+    filled = ops.logical_and(filled, slots < ops.reshape(limit, (-1, 1, 1)))
+    return ops.where(filled, token, 0), filled
 
 
 def _mean_of_groups(losses, num_tokens):

@@ -10,6 +10,7 @@ from keras_softmoe.ops.assignment import (
     check_keep_fraction,
     check_num_selected_experts,
     check_priority,
+    kept_tokens,
 )
 from keras_softmoe.ops.backend import take_along, top_indices
 from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING
@@ -28,7 +29,7 @@ class TokenChoiceRouter(SparseRouter):
     Args:
         num_experts: int, number of experts.
         num_selected_experts: int, the number `K` of experts that a token chooses.
-        capacity_factor: float, slots per choice.
+        capacity_factor: float, slots per choice, or `None`, see `SparseRouter`.
         priority: see `ops.token_choice`.
         rounding: see `SparseRouter`.
         multiple_of: see `SparseRouter`.
@@ -41,6 +42,8 @@ class TokenChoiceRouter(SparseRouter):
         random_logits: see `SparseRouter`.
         **kwargs: see `SparseRouter`.
     """
+
+    can_drop_nothing = True
 
     mutable_settings = (
         *SparseRouter.mutable_settings,
@@ -98,6 +101,16 @@ class TokenChoiceRouter(SparseRouter):
             selection, self.num_selected_experts, sharded=is_distributed()
         )
 
+    def kept_tokens(self, selection, chosen, valid):
+        return kept_tokens(
+            selection,
+            chosen,
+            self.priority,
+            self.keep_fraction,
+            valid,
+            seed=self.seed_generator,
+        )
+
     def assign(self, selection, chosen, capacity, valid, masks):
         return assign_choices(
             selection,
@@ -145,7 +158,9 @@ class SoftmaxTokenChoiceRouter(TokenChoiceRouter):
         num_experts: int, number of experts.
         num_selected_experts: int, the number `K` of experts that a token chooses.
         capacity_factor: float, slots per choice: under 1 some choices are dropped
-            even if they spread evenly.
+            even if they spread evenly. `None`: nothing is dropped, and no slot stays
+            empty (dropless). The experts then multiply as many rows as they are given,
+            and the routing is an `ops.ChoiceRouting`.
         priority: `"position"` (tokens in their order), `"max"` (batch
             prioritized routing: tokens with the largest probability first), `"sum"`,
             `"pair"` or `"random"`, see `ops.token_choice`.
@@ -205,7 +220,8 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
     Args:
         num_experts: int, number of experts.
         num_selected_experts: int, the number `K` of experts that a token chooses.
-        capacity_factor: float, slots per choice.
+        capacity_factor: float, slots per choice. `None`: nothing is dropped, see
+            `SoftmaxTokenChoiceRouter`.
         priority: `"position"`, `"max"` (tokens with the largest entry in the plan
             first), `"sum"`, `"pair"` or `"random"`, see `ops.token_choice`.
         rounding: `"round"` or `"ceil"`, see `ops.expert_capacity`.

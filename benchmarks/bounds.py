@@ -1,0 +1,107 @@
+"""What bounds a training step on accelerators, on paper: nothing is built or timed.
+
+FLOP are those of `evaluation.cost`, three times (a forward pass, and twice that in the
+backward pass). Bytes are those of `distribution.plan`, for the mesh that keeps least on
+a device, as they pass through the memory of one device:
+
+- weights: read forward and backward, their gradients written and read; the update reads
+  weights and moments and writes them. That is independent of the batch.
+- activations: written once, read once.
+- sent: what leaves a device over the links.
+
+Each of the three, over the peak of the device, is the least time that a step can take;
+the longest names the bound. Peaks are those of the vendors' data sheets for dense
+bfloat16; nothing reaches them, so only the order of the three means something. The
+images of a device from which FLOP take longer than weights are the `break-even`. Links
+are those within a node (NVLink) or a pod; between nodes of GPUs they are slower.
+
+    python benchmarks/bounds.py
+"""
+
+from typing import NamedTuple
+
+import keras_softmoe as ksm
+
+
+class Device(NamedTuple):
+    """Peaks of one device: FLOP/s, bytes/s of memory and of links, bytes."""
+
+    name: str
+    flops: float
+    bandwidth: float
+    links: float
+    memory: float
+
+
+DEVICES = (
+    Device("H100 SXM", 989e12, 3.35e12, 450e9, 80e9),
+    Device("TPU v5p", 459e12, 2.77e12, 600e9, 95e9),
+)
+# Preset, devices, and images of one device in a step.
+STEPS = (
+    ("soft_moe_small_patch16_128e_224", 1, (8, 32, 128, 512)),
+    ("soft_moe_huge_patch14_256e_224", 256, (1, 8, 16)),
+)
+DTYPE = "mixed_bfloat16"
+
+
+def bounds(preset, num_devices, images, device):
+    """Seconds that a step takes at least, by what bounds it, and what a device keeps.
+
+    Args:
+        preset: str, name of a preset.
+        num_devices: int, devices that share experts and batch.
+        images: int, images of one device in a step.
+        device: `Device`.
+    """
+    gflop = ksm.evaluation.cost(preset).gflop_per_image
+    plan = ksm.distribution.plan(
+        preset,
+        num_devices,
+        device.memory,
+        batch_size=images * num_devices,
+        dtype=DTYPE,
+    )
+    mesh = min(plan.meshes, key=lambda mesh: mesh.total)
+    # Weights three times (forward, backward, update) and once more written; gradients
+    # and moments written and read
+    weights = 4 * mesh.weights + 2 * mesh.gradients + 2 * mesh.moments
+    seconds = {
+        "products": 3e9 * gflop * images / device.flops,
+        "weights": weights / device.bandwidth,
+        "activations": 2 * mesh.activations / device.bandwidth,
+        "links": mesh.sent / device.links,
+    }
+    return seconds, mesh
+
+
+def main():
+    """Print the table."""
+    print("| model | device | images | kept GB | products | memory | links | bound |")
+    print("|---|---|---|---|---|---|---|---|")
+    for preset, num_devices, batches in STEPS:
+        for device in DEVICES:
+            for images in batches:
+                seconds, mesh = bounds(preset, num_devices, images, device)
+                memory = seconds["weights"] + seconds["activations"]
+                times = {
+                    "products": seconds["products"],
+                    "memory": memory,
+                    "links": seconds["links"],
+                }
+                bound = max(times, key=times.get)
+                shown = " | ".join(f"{1e3 * s:.2f} ms" for s in times.values())
+                if bound == "memory":
+                    parts = ("weights", "activations")
+                    bound += f" ({max(parts, key=seconds.get)})"
+                print(
+                    f"| {preset} | {num_devices} x {device.name} | {images} | "
+                    f"{mesh.total / 1e9:.1f} | {shown} | {bound} |"
+                )
+            seconds, _ = bounds(preset, num_devices, 1, device)
+            even = seconds["weights"] / seconds["products"]
+            print(f"| | | break-even {even:.0f} | | | | | |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Token choice without capacity: nothing is dropped, nothing is padded."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_softmoe import layers, ops, routers
+from tests import twins
+from tests.gradients import layer_gradients
+from tests.layers.common import normal, randomize
+from tests.recorded import recorded
+from tests.references import to_numpy
+
+NUM_EXPERTS, NUM_TOKENS = 4, 6
+SHAPE = (5, NUM_TOKENS, 8)
+
+
+def build(num_selected_experts=1, shape=SHAPE, mlp_dim=12, router=None, **kwargs):
+    router = router or routers.SoftmaxTokenChoiceRouter(
+        NUM_EXPERTS, num_selected_experts, capacity_factor=None, noise_std=0.0
+    )
+    layer = layers.MoE(router, mlp_dim, **{"group_images": 2, **kwargs})
+    layer.build(shape)
+    randomize(layer, 0)
+    return layer
+
+
+def arrays_of(layer):
+    banks = layer.experts.intermediate_dense, layer.experts.output_dense
+    weights = [layer.router.kernel, *(w for b in banks for w in (b.kernel, b.bias))]
+    return {weight.path: to_numpy(weight).astype("float64") for weight in weights}
+
+
+def twin(num_selected_experts, mask, x, kernel, *expert_weights):
+    """Each token to its experts, one by one."""
+    probabilities = twins.softmax(x @ kernel)
+    outputs = np.zeros_like(x)
+    for place in zip(*np.nonzero(mask), strict=True):
+        for e in np.argsort(-probabilities[place])[:num_selected_experts]:
+            w0, b0, w1, b1 = (w[e] for w in expert_weights)
+            hidden = twins.gelu(x[place] @ w0 + np.ravel(b0))
+            outputs[place] += probabilities[(*place, e)] * (hidden @ w1 + np.ravel(b1))
+    return outputs
+
+
+CASES = {
+    "one choice": (1, SHAPE, 12, 0.0, False),
+    "two choices, some tokens masked": (2, SHAPE, 12, 0.0, True),
+    # More rows than the mean, in pieces on JAX; experts without rows
+    "nearly all tokens to one expert": (1, SHAPE, 12, 3.0, True),
+    # Rows that PyTorch's grouped product does not take
+    "odd widths": (2, (5, NUM_TOKENS, 7), 5, 0.0, False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_twin(case):
+    choices, shape, mlp_dim, bias, masked = CASES[case]
+    layer = build(choices, shape, mlp_dim)
+    kernel = to_numpy(layer.router.kernel)
+    # Tokens have a common part, which one expert likes.
+    kernel[0, 1] += bias
+    layer.router.kernel.assign(kernel)
+    x = normal(shape) + bias * np.eye(shape[-1], dtype="float32")[0]
+    mask = np.random.default_rng(2).random(shape[:2]) < (0.7 if masked else 2.0)
+    weight = normal(shape, seed=3)
+    kwargs = {"mask": keras.ops.convert_to_tensor(mask)} if masked else {}
+
+    arrays = arrays_of(layer)
+    wanted = twin(choices, mask, x.astype("float64"), *arrays.values())
+    np.testing.assert_allclose(to_numpy(layer(x, **kwargs)), wanted, atol=2e-5)
+
+    _, of_inputs, of_weights = layer_gradients(
+        layer, x, lambda y, _: keras.ops.sum(keras.ops.multiply(y, weight)), **kwargs
+    )
+    found = [of_inputs, *(of_weights[path] for path in arrays)]
+    values = [x.astype("float64"), *arrays.values()]
+    for i, (value, gradient) in enumerate(zip(values, found, strict=True)):
+        # The twin's slope in a random direction
+        direction = normal(value.shape, seed=i)
+        change = []
+        for step in (1e-5, -1e-5):
+            moved = [v + (step * direction if v is value else 0) for v in values]
+            change.append((weight * twin(choices, mask, *moved)).sum())
+        slope = (change[0] - change[1]) / 2e-5
+        np.testing.assert_allclose((gradient * direction).sum(), slope, atol=5e-4)
+
+
+def test_as_many_slots_as_tokens_are_the_same():
+    # By slots, by one-hot weights, and with hidden activations computed again.
+    x, weight = normal(SHAPE), normal(SHAPE, seed=1)
+    layer = build(2)
+    slots = layer.router.with_settings(capacity_factor=NUM_EXPERTS / 2)
+    others = [build(2, dispatcher="einsum"), build(2, remat_experts=True)]
+    results = []
+    for other in (layer, build(router=slots), *others):
+        other.set_weights(layer.get_weights())
+        found = layer_gradients(
+            other, x, lambda y, _: keras.ops.sum(keras.ops.multiply(y, weight))
+        )
+        results.append([to_numpy(other(x)), found[1], *found[2].values()])
+    for result in results[1:]:
+        for one, two in zip(results[0], result, strict=True):
+            np.testing.assert_allclose(one, two, atol=5e-5)
+
+
+def test_what_padding_holds_does_not_matter():
+    layer = build(2)
+    mask = np.arange(NUM_TOKENS) < [[6], [4], [6], [1], [3]]
+    x = normal(SHAPE)
+    broken = np.where(mask[..., None], x, np.float32("nan"))
+
+    def found(x):
+        kept = {"mask": keras.ops.convert_to_tensor(mask)}
+        _, of_inputs, of_weights = layer_gradients(
+            layer, x, lambda y, _: keras.ops.sum(keras.ops.square(y)), **kept
+        )
+        experts = [g for path, g in of_weights.items() if "experts" in path]
+        return [to_numpy(layer(x, **kept)), of_inputs[mask], *experts]
+
+    for one, two in zip(found(x), found(broken), strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-5)
+
+
+def test_what_observers_see():
+    layer = build(2)
+    _, decision = recorded(layer, normal(SHAPE))
+    routing, summary = decision
+    assert isinstance(routing, ops.ChoiceRouting)
+    load = to_numpy(summary["load"])
+    assert load.shape == (3, NUM_EXPERTS)
+    np.testing.assert_array_equal(load.sum(-1), [24, 24, 12])
+    assert not to_numpy(summary["dropped"]).any()
+    # The last image is alone in its group: the rest is padding.
+    assert not to_numpy(routing.kept)[2, NUM_TOKENS:].any()
+    np.testing.assert_array_equal(to_numpy(routing.count).sum(), 3 * 12 * 2)
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        routers.SinkhornTokenChoiceRouter(NUM_EXPERTS, capacity_factor=None),
+        routers.LIMoERouter(NUM_EXPERTS, capacity_factor=None),
+    ],
+    ids=["sinkhorn", "limoe"],
+)
+def test_other_routers(router):
+    # Saved and loaded, in a compiled training step of two modalities
+    inputs = {
+        "image": keras.Input((4, 8), name="image"),
+        "text": keras.Input((2, 8), name="text"),
+    }
+    model = keras.Model(inputs, layers.MoE(router, 12, group_images=2)(inputs))
+    model = keras.Model.from_config(model.get_config())
+    x = {"image": normal((3, 4, 8)), "text": normal((3, 2, 8))}
+    model.compile("sgd", "mse", jit_compile=keras.backend.backend() == "jax")
+    before = [to_numpy(w) for w in model.trainable_weights]
+    loss = model.fit(x, x, verbose=0).history["loss"]
+    assert np.isfinite(loss).all()
+    after = [to_numpy(w) for w in model.trainable_weights]
+    assert all((a != b).any() for a, b in zip(before, after, strict=True))
+
+
+def test_where_rows_cannot_be_counted():
+    # In int8, and compiled by XLA on TensorFlow: by slots, with the same result.
+    layer = build(2)
+    x = normal(SHAPE)
+    inputs = keras.Input(SHAPE[1:])
+    model = keras.Model(inputs, layer(inputs))
+    wanted = to_numpy(layer(x))
+    if keras.backend.backend() == "tensorflow":
+        model.compile(jit_compile=True)
+        np.testing.assert_allclose(
+            model.predict(x, batch_size=5, verbose=0), wanted, atol=1e-5
+        )
+    layer.experts.intermediate_dense.quantize("int8")
+    layer.experts.output_dense.quantize("int8")
+    error = np.abs(to_numpy(layer(x)) - wanted).max()
+    assert 0 < error < 0.1 * np.abs(wanted).max()
