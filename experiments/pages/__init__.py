@@ -1,0 +1,1 @@
+"""The generated parts of README.md and of the pages below `docs`."""
