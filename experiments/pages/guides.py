@@ -29,8 +29,6 @@ FIGURE_WIDTH = 900
 
 # Backends of the records; PyTorch where a guide leaves the choice.
 BACKENDS = {"data_parallel_on_tensorflow": "tensorflow", "placing_experts": "jax"}
-# At full length these take more than an hour: they are recorded as the tests run them.
-SHORT = ("router_study",)
 # The packages whose versions are told.
 PACKAGES = {"tensorflow": "tensorflow", "jax": "jax", "torch": "torch"}
 
@@ -65,8 +63,8 @@ def title(name):
     return found["Title"], found["Description"]
 
 
-def record(name):
-    """Run a guide and keep what it prints and draws."""
+def record(name, short=False):
+    """Run a guide, as long as it is or as the tests run it, and keep what it shows."""
     backend = BACKENDS.get(name, "torch")
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder).resolve()
@@ -74,7 +72,7 @@ def record(name):
         done = subprocess.run(
             [sys.executable, "-c", RUN, str(GUIDES / f"{name}.py"), str(folder)],
             cwd=folder,
-            env=_environment(name, backend, folder),
+            env=_environment(backend, folder, short),
             capture_output=True,
             text=True,
         )
@@ -94,7 +92,7 @@ def record(name):
     about = {
         "versions": versions,
         "seconds": round(seconds),
-        "short": name in SHORT,
+        "short": short,
         "cells": records,
     }
     RECORDED.mkdir(exist_ok=True)
@@ -105,8 +103,6 @@ def record(name):
 def page(name):
     """The page of a guide, Markdown."""
     file = RECORDED / f"{name}.json"
-    if not file.exists():
-        raise ValueError(f"{file} is missing: {_remedy(name)}")
     recorded = json.loads(file.read_text(encoding="utf-8"))
     parts = cells(name)
     digests = [_digest(source) for kind, source in parts if kind == "code"]
@@ -139,16 +135,18 @@ def page(name):
 def pages():
     """Dict from paths below `docs` to texts."""
     rows = ["| guide | what it shows |", "|---|---|"]
+    recorded = [name for name in names() if (RECORDED / f"{name}.json").exists()]
     for name in names():
         heading, description = title(name)
-        rows.append(f"| [{heading}]({name}.md) | {description} |")
+        link = f"[{heading}]({name}.md)" if name in recorded else heading
+        rows.append(f"| {link} | {description} |")
     index = (
         "# Guides\n\nPrograms from their first line to their last, with the output of "
         "a real run. Each is a file of `guides/`, which the tests run too.\n\n"
         + "\n".join(rows)
         + "\n"
     )
-    return {"guides/index.md": index} | {f"guides/{n}.md": page(n) for n in names()}
+    return {"guides/index.md": index} | {f"guides/{n}.md": page(n) for n in recorded}
 
 
 def _is_text(node):
@@ -172,11 +170,11 @@ def _remedy(name):
     return f"run `python -m experiments.pages --guides {name}`."
 
 
-def _environment(name, backend, folder):
+def _environment(backend, folder, short):
     variables = {
         "KERAS_BACKEND": backend,
         "KERAS_HOME": str(folder / "keras"),
-        "KSM_GUIDE_SHORT": "1" if name in SHORT else "0",
+        "KSM_GUIDE_SHORT": "1" if short else "0",
         "MPLBACKEND": "agg",
         "PYTHONPATH": str(ROOT),
         "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -185,8 +183,8 @@ def _environment(name, backend, folder):
     return os.environ | variables
 
 
-# Runs a guide; between its parts of code there is a separator in the output, and figures
-# leave their paths there.
+# Runs a guide. Its output has a separator between its parts of code, and where a figure
+# is saved its path.
 RUN = """
 import ast, sys, types
 from experiments.pages.guides import _is_text, _runs
@@ -221,10 +219,10 @@ exec(compile(ast.Module(body, []), path, "exec"), main.__dict__)
 def _record(name, number, code, output, folder):
     paths = re.findall("\x1d(.*)\x1d\n?", output)
     text = re.sub("\x1d.*\x1d\n?", "", output).replace(f"{folder}/", "")
-    figures = [
-        _small_figure(folder / path, f"{name}_{number}_{i}.png")
-        for i, path in enumerate(paths)
-    ]
+    figures = []
+    for i, path in enumerate(paths):
+        figures.append(f"{name}_{number}_{i}.png")
+        small_figure(folder / path, FIGURES / figures[-1])
     return {"code": _digest(code), "output": _shown(text), "figures": figures}
 
 
@@ -240,13 +238,13 @@ def _shown(text):
     return "\n".join(lines).strip("\n")
 
 
-def _small_figure(path, name):
+def small_figure(source, target):
+    """Copy a picture, no wider than a page and in few colours."""
     from PIL import Image
 
-    FIGURES.mkdir(parents=True, exist_ok=True)
-    with Image.open(path) as image:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with Image.open(source) as image:
         image = image.convert("RGB")
         image.thumbnail((FIGURE_WIDTH, 10 * FIGURE_WIDTH))
         image = image.quantize(COLORS, dither=Image.Dither.NONE)
-        image.save(FIGURES / name, optimize=True)
-    return name
+        image.save(target, optimize=True)
