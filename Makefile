@@ -1,6 +1,7 @@
 # make install   .venv with the library (editable) and all that the tests need
 # make demo      the main job on real images; backend from KERAS_BACKEND, JAX if unset
-# make test      lint, then the whole suite on each backend in its own process
+# make test      lint and site, then the whole suite on each backend in its own process
+# make docs      the site, into build/site; a warning is an error
 # make bench     layers and models beside their rivals on each backend, and tables of it
 # make torture   a hostile campaign on each backend, and a table of what it found
 # make format    format the code and mend what the linter can mend
@@ -31,21 +32,21 @@ $(SUITES) $(TORTURES): export OMP_NUM_THREADS ?= 1
 $(SUITES) $(TORTURES): export TF_NUM_INTRAOP_THREADS ?= 1
 $(SUITES) $(TORTURES): export TF_NUM_INTEROP_THREADS ?= 1
 
-.PHONY: install demo test lint $(SUITES) bench torture $(TORTURES) format clean
+.PHONY: install demo test lint docs $(SUITES) bench torture $(TORTURES) format clean
 
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml
 	test -x $(VENV)/python || $(PYTHON) -m venv .venv
 	$(VENV)/python -m pip install --quiet "$(TORCH)"
-	$(VENV)/python -m pip install --quiet --editable ".[test,dev]"
+	$(VENV)/python -m pip install --quiet --editable ".[test,dev,docs]"
 	touch $@
 
 demo: install
 	KERAS_BACKEND=$${KERAS_BACKEND:-jax} $(VENV)/python guides/demo.py
 
 # Each suite prints its log when it ends; all closing lines come last, after a failure too.
-test: lint
+test: lint docs
 	@mkdir -p build && rm -f $(LOGS)
 	@status=0; \
 	$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) $(SUITES) || status=$$?; \
@@ -57,6 +58,10 @@ test: lint
 lint: install
 	$(VENV)/ruff format --check .
 	$(VENV)/ruff check .
+
+# Pages, figures and search lie in one directory, which needs no server and no network.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict --quiet
 
 test-jax torture-jax: export XLA_FLAGS ?= $(shell XLA_FLAGS="$(QUICK_XLA)" $(VENV)/python -c \
     "import jax; jax.numpy.ones(1) + 1" 2> /dev/null && echo "$(QUICK_XLA)")

@@ -153,14 +153,13 @@ def modality_statistics(
     Source: LIMoE, appendices B.2 (figures 9 and 10), E.4 (figure 13), F.1, F.4, F.5
     (figures 17 to 22 and 30 to 37) and G (figures 38 and 39).
 
-    Example:
-
-    >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
-    >>> {block: s.dropped for block, s in statistics.items()}
-    {1: {'image': 0.031, 'text': 0.0}, 3: {'image': 0.012, 'text': 0.004}}
-    >>> text = ksm.analysis.modality_statistics(model, captions=captions)
-    >>> text[3].routed["text"]  # which experts text needs
-    array([   3,  704,    0, 5120,    0,   12, 2161,    0])
+    Examples:
+        >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
+        >>> {block: s.dropped for block, s in statistics.items()}
+        {1: {'image': 0.031, 'text': 0.0}, 3: {'image': 0.012, 'text': 0.004}}
+        >>> text = ksm.analysis.modality_statistics(model, captions=captions)
+        >>> text[3].routed["text"]  # which experts text needs
+        array([   3,  704,    0, 5120,    0,   12, 2161,    0])
     """
     pairs = Pairs(model, images, captions, preprocessor)
     (found,) = pairs.observe([ModalityReducer(pairs)], batch_size, verbose)

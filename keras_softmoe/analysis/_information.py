@@ -80,10 +80,9 @@ def expert_information(
     Source: V-MoE, appendix E.2 and E.3, shows the same as pictures (figures 7 and 29
     to 32); the measure is ours.
 
-    Example:
-
-    >>> found = ksm.analysis.expert_information(classifier, images, labels)
-    >>> found[5].position_share, found[5].label_share
+    Examples:
+        >>> found = ksm.analysis.expert_information(classifier, images, labels)
+        >>> found[5].position_share, found[5].label_share
     """
     if labels is not None:
         check_labels(len(images), labels)

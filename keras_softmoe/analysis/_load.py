@@ -50,11 +50,10 @@ def expert_load(model, data, batch_size=64, preprocessor=None, verbose=1):
 
     Source: V-MoE, section 5; Soft MoE, appendices B and H.
 
-    Example:
-
-    >>> load = ksm.analysis.expert_load(model, images)
-    >>> {block: x.imbalance for block, x in load.items()}
-    {'moe': 1.31, 'moe_1': 1.08}
+    Examples:
+        >>> load = ksm.analysis.expert_load(model, images)
+        >>> {block: x.imbalance for block, x in load.items()}
+        {'moe': 1.31, 'moe_1': 1.08}
     """
     reducers = [LoadReducer()]
     (found,) = observe(model, data, reducers, batch_size, preprocessor, verbose)

@@ -61,11 +61,10 @@ def routing_maps(model, images, layer=None, preprocessor=None):
 
     Source: Soft MoE, section 2.1 (dispatch and combine weights); V-MoE, section 5.
 
-    Example:
-
-    >>> maps = ksm.analysis.routing_maps(classifier, images)
-    >>> maps.dispatch.shape
-    (4, 8, 8, 16, 4)
+    Examples:
+        >>> maps = ksm.analysis.routing_maps(classifier, images)
+        >>> maps.dispatch.shape
+        (4, 8, 8, 16, 4)
     """
     backbone, _ = backbone_of(model)
     layer = check_block(backbone, layer)
@@ -95,10 +94,9 @@ def main_experts(maps):
     Returns:
         `(B, rows, columns)` int array; -1 where no expert takes the patch.
 
-    Example:
-
-    >>> experts = ksm.analysis.main_experts(maps)
-    >>> (experts < 0).mean()  # share of dropped patches
+    Examples:
+        >>> experts = ksm.analysis.main_experts(maps)
+        >>> (experts < 0).mean()  # share of dropped patches
     """
     # (B, rows, columns, E)
     weight = maps.combine.sum(axis=-1)

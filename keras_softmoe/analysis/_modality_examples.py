@@ -99,11 +99,10 @@ def expert_examples(
 
     Source: LIMoE, appendix F.2 (figures 23 to 25).
 
-    Example:
-
-    >>> examples = ksm.analysis.expert_examples(model, images, captions, layer=3)
-    >>> examples.words[5]
-    ['▁red', '▁green', '▁blue']
+    Examples:
+        >>> examples = ksm.analysis.expert_examples(model, images, captions, layer=3)
+        >>> examples.words[5]
+        ['▁red', '▁green', '▁blue']
     """
     pairs = Pairs(model, images, captions, preprocessor)
     reducer = ExampleReducer(pairs, layer, num_patches, num_words)
@@ -190,11 +189,10 @@ def pair_routing(model, image, caption, layer=None, preprocessor=None):
 
     Source: LIMoE, appendix F.3 (figures 26 to 29).
 
-    Example:
-
-    >>> routing = ksm.analysis.pair_routing(model, image, "a red circle", layer=3)
-    >>> routing.word_experts[:3]
-    array([5, 5, 0])
+    Examples:
+        >>> routing = ksm.analysis.pair_routing(model, image, "a red circle", layer=3)
+        >>> routing.word_experts[:3]
+        array([5, 5, 0])
     """
     captions = [caption] if isinstance(caption, str) else np.asarray(caption)[None]
     pairs = Pairs(model, np.asarray(image)[None], captions, preprocessor)

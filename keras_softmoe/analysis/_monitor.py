@@ -40,12 +40,11 @@ class RoutingMonitor(keras.callbacks.Callback):
 
     Source: Soft MoE, appendix E (figures 13 and 14).
 
-    Example:
-
-    >>> monitor = ksm.analysis.RoutingMonitor(images[:256])
-    >>> history = classifier.fit(images, labels, epochs=3, callbacks=[monitor])
-    >>> history.history["dispatch_sharpness_5"]
-    [1.3, 1.9, 4.2]
+    Examples:
+        >>> monitor = ksm.analysis.RoutingMonitor(images[:256])
+        >>> history = classifier.fit(images, labels, epochs=3, callbacks=[monitor])
+        >>> history.history["dispatch_sharpness_5"]
+        [1.3, 1.9, 4.2]
     """
 
     def __init__(self, data, batch_size=64, preprocessor=None):
@@ -107,11 +106,12 @@ class UsageMonitor(keras.callbacks.Callback):
     batches of the training itself. Here the pairs are always the same, and they are
     routed as outside of training, without noise.
 
-    Example:
-
-    >>> monitor = ksm.analysis.UsageMonitor(images[:256], captions[:256])
-    >>> model.fit(images, captions, epochs=10, callbacks=[monitor])
-    >>> pruned = ksm.models.prune_experts(model, monitor.usage("text"), num_experts=4)
+    Examples:
+        >>> monitor = ksm.analysis.UsageMonitor(images[:256], captions[:256])
+        >>> model.fit(images, captions, epochs=10, callbacks=[monitor])
+        >>> pruned = ksm.models.prune_experts(
+        ...     model, monitor.usage("text"), num_experts=4
+        ... )
     """
 
     def __init__(

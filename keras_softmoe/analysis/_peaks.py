@@ -76,16 +76,17 @@ def peak_sweep(
 
     Source: Soft MoE, appendix E (figures 13 and 14).
 
-    Example:
-
-    >>> def trained(width, normalize, seed):
-    ...     keras.utils.set_random_seed(seed)
-    ...     model = classifier(width, ksm.routers.SoftRouter(16, normalize=normalize))
-    ...     model.fit(images, labels)
-    ...     return model
-    >>> sweep = ksm.analysis.peak_sweep(trained, (64, 256, 1024), images)
-    >>> sweep.dispatch.mean(axis=(2, 3))
-    array([[0.04, 0.04, 0.05], [0.05, 0.11, 0.38]])
+    Examples:
+        >>> def trained(width, normalize, seed):
+        ...     keras.utils.set_random_seed(seed)
+        ...     model = classifier(
+        ...         width, ksm.routers.SoftRouter(16, normalize=normalize)
+        ...     )
+        ...     model.fit(images, labels)
+        ...     return model
+        >>> sweep = ksm.analysis.peak_sweep(trained, (64, 256, 1024), images)
+        >>> sweep.dispatch.mean(axis=(2, 3))
+        array([[0.04, 0.04, 0.05], [0.05, 0.11, 0.38]])
     """
     values, normalize = np.asarray(values), np.asarray(normalize, bool)
     shape = (normalize.size, values.size, seeds)

@@ -34,13 +34,14 @@ def plot_random_routers(*ablations):
 
     Source: V-MoE, appendix E.1 (figures 27 and 28).
 
-    Example:
-
-    >>> ablations = [
-    ...     ksm.evaluation.random_routers(classifier, test, seeds=5, control=control)
-    ...     for control in ("noise", "permuted")
-    ... ]
-    >>> figure = ksm.analysis.plot_random_routers(*ablations)
+    Examples:
+        >>> ablations = [
+        ...     ksm.evaluation.random_routers(
+        ...         classifier, test, seeds=5, control=control
+        ...     )
+        ...     for control in ("noise", "permuted")
+        ... ]
+        >>> figure = ksm.analysis.plot_random_routers(*ablations)
     """
     drawing.import_matplotlib()
     blocks = {tuple(a) for x in ablations for a in (x.single, x.cumulative)}
@@ -112,10 +113,9 @@ def plot_pruning(curves, metric="metric"):
 
     Source: LIMoE, appendix E.4 (figure 14: both ways; figure 15: text and images).
 
-    Example:
-
-    >>> curve = ksm.evaluation.pruning_curve(model, usage, accuracy)
-    >>> figure = ksm.analysis.plot_pruning(curve, "zero-shot accuracy")
+    Examples:
+        >>> curve = ksm.evaluation.pruning_curve(model, usage, accuracy)
+        >>> figure = ksm.analysis.plot_pruning(curve, "zero-shot accuracy")
     """
     drawing.import_matplotlib()
     named = curves if isinstance(curves, dict) else {None: curves}

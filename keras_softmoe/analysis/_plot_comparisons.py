@@ -40,13 +40,15 @@ def plot_experts_in_use(by_threshold, share=0.9):
 
     Source: LIMoE, appendix B.2 (figure 10).
 
-    Example:
-
-    >>> statistics = {
-    ...     S: [ksm.analysis.modality_statistics(m, images, captions) for m in models]
-    ...     for S, models in models_by_threshold.items()
-    ... }
-    >>> figure = ksm.analysis.plot_experts_in_use(statistics)
+    Examples:
+        >>> statistics = {
+        ...     S: [
+        ...         ksm.analysis.modality_statistics(m, images, captions)
+        ...         for m in models
+        ...     ]
+        ...     for S, models in models_by_threshold.items()
+        ... }
+        >>> figure = ksm.analysis.plot_experts_in_use(statistics)
     """
     drawing.import_matplotlib()
     points = _points(by_threshold, lambda block: block.experts_needed(share), True)
@@ -80,9 +82,8 @@ def plot_routing_entropy(by_threshold):
 
     Source: LIMoE, appendix B.2 (figure 9).
 
-    Example:
-
-    >>> figure = ksm.analysis.plot_routing_entropy(statistics_by_threshold)
+    Examples:
+        >>> figure = ksm.analysis.plot_routing_entropy(statistics_by_threshold)
     """
     drawing.import_matplotlib()
     measures = {
@@ -127,10 +128,9 @@ def plot_peaks(sweep, x="width of the model", score="score"):
 
     Source: Soft MoE, appendix E (figures 13 and 14).
 
-    Example:
-
-    >>> sweep = ksm.analysis.peak_sweep(trained, (64, 256, 1024), images)
-    >>> figure = ksm.analysis.plot_peaks(sweep)
+    Examples:
+        >>> sweep = ksm.analysis.peak_sweep(trained, (64, 256, 1024), images)
+        >>> figure = ksm.analysis.plot_peaks(sweep)
     """
     drawing.import_matplotlib()
     drawing.check_kind("sweep", sweep, PeakSweep)

@@ -44,12 +44,11 @@ def plot_discarded_patches(
 
     Source: V-MoE, section 4.1 and appendix D (figure 4).
 
-    Example:
-
-    >>> figure = ksm.analysis.plot_discarded_patches(
-    ...     classifier, images[:4], capacity_factors=(1.0, 0.25), priority="max"
-    ... )
-    >>> figure.savefig("discarded.png")
+    Examples:
+        >>> figure = ksm.analysis.plot_discarded_patches(
+        ...     classifier, images[:4], capacity_factors=(1.0, 0.25), priority="max"
+        ... )
+        >>> figure.savefig("discarded.png")
     """
     drawing.import_matplotlib()
     capacity_factors = tuple(capacity_factors)
@@ -107,13 +106,12 @@ def plot_dropped_tokens(statistics_by_num_experts):
 
     Source: Soft MoE, appendix B (figures 8 to 11).
 
-    Example:
-
-    >>> statistics = {
-    ...     model.router.num_experts: ksm.analysis.routing_statistics(model, images)
-    ...     for model in (with_8_experts, with_16_experts, with_32_experts)
-    ... }
-    >>> figure = ksm.analysis.plot_dropped_tokens(statistics)
+    Examples:
+        >>> statistics = {
+        ...     model.router.num_experts: ksm.analysis.routing_statistics(model, images)
+        ...     for model in (with_8_experts, with_16_experts, with_32_experts)
+        ... }
+        >>> figure = ksm.analysis.plot_dropped_tokens(statistics)
     """
     drawing.import_matplotlib()
     named = statistics_by_num_experts

@@ -66,10 +66,9 @@ def plot_expert_patches(
 
     Source: the same for a LIMoE is in its appendix F.2 (figures 23 to 25).
 
-    Example:
-
-    >>> figure = ksm.analysis.plot_expert_patches(classifier, images, layer=5)
-    >>> figure.savefig("patches.png")
+    Examples:
+        >>> figure = ksm.analysis.plot_expert_patches(classifier, images, layer=5)
+        >>> figure.savefig("patches.png")
     """
     drawing.import_matplotlib()
     reducers = [PatchReducer(model, layer)]

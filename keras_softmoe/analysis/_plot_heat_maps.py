@@ -50,10 +50,9 @@ def plot_experts_by_class(statistics, class_names=None, layers=None, sort=True):
 
     Source: V-MoE, section 5 and appendix E.2 (figures 7 and 29).
 
-    Example:
-
-    >>> statistics = ksm.analysis.routing_statistics(classifier, images, labels)
-    >>> figure = ksm.analysis.plot_experts_by_class(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.routing_statistics(classifier, images, labels)
+        >>> figure = ksm.analysis.plot_experts_by_class(statistics)
     """
     figure, panels = drawing.block_panels(
         statistics, layers, RoutingStatistics, 3.1, 3.1
@@ -113,10 +112,9 @@ def plot_experts_by_position(statistics, layers=None, patch_grid=None, sort=True
 
     Source: V-MoE, appendix E.2 (figure 30).
 
-    Example:
-
-    >>> statistics = ksm.analysis.routing_statistics(classifier, images)
-    >>> figure = ksm.analysis.plot_experts_by_position(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.routing_statistics(classifier, images)
+        >>> figure = ksm.analysis.plot_experts_by_position(statistics)
     """
     blocks = drawing.chosen_blocks(statistics, layers, RoutingStatistics)
     # (E, rows, columns) each
@@ -162,10 +160,9 @@ def plot_slot_correlation(correlations, layers=None):
 
     Source: Soft MoE, appendix I (figures 28 to 30).
 
-    Example:
-
-    >>> correlation = ksm.analysis.slot_correlation(classifier)
-    >>> figure = ksm.analysis.plot_slot_correlation(correlation)
+    Examples:
+        >>> correlation = ksm.analysis.slot_correlation(classifier)
+        >>> figure = ksm.analysis.plot_slot_correlation(correlation)
     """
     figure, panels = drawing.block_panels(
         correlations, layers, SlotCorrelation, 2.6, 2.4

@@ -42,10 +42,9 @@ def plot_slots(model, images, layer=None, slots=6, preprocessor=None):
 
     Source: Soft MoE, figure 25 ("Visual inspection").
 
-    Example:
-
-    >>> figure = ksm.analysis.plot_slots(classifier, images[:4])
-    >>> figure.savefig("slots.png")
+    Examples:
+        >>> figure = ksm.analysis.plot_slots(classifier, images[:4])
+        >>> figure.savefig("slots.png")
     """
     matplotlib = drawing.import_matplotlib()
     maps = routing_maps(model, images, layer, preprocessor)
@@ -109,10 +108,9 @@ def plot_experts(model, images, layer=None, preprocessor=None):
 
     Source: V-MoE, section 5 and appendix D (dropped patches).
 
-    Example:
-
-    >>> figure = ksm.analysis.plot_experts(classifier, images[:6])
-    >>> figure.savefig("experts.png")
+    Examples:
+        >>> figure = ksm.analysis.plot_experts(classifier, images[:6])
+        >>> figure.savefig("experts.png")
     """
     drawing.import_matplotlib()
     maps = routing_maps(model, images, layer, preprocessor)

@@ -35,10 +35,9 @@ def plot_modality_load(statistics, layers=None):
 
     Source: LIMoE, appendices F.1 (figures 17 to 22) and G (figure 39).
 
-    Example:
-
-    >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
-    >>> figure = ksm.analysis.plot_modality_load(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
+        >>> figure = ksm.analysis.plot_modality_load(statistics)
     """
     matplotlib = drawing.import_matplotlib()
     figure, panels = drawing.block_panels(
@@ -98,10 +97,9 @@ def plot_routing_confidence(statistics, layers=None):
 
     Source: LIMoE, appendix G (figure 38).
 
-    Example:
-
-    >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
-    >>> figure = ksm.analysis.plot_routing_confidence(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
+        >>> figure = ksm.analysis.plot_routing_confidence(statistics)
     """
     blocks = drawing.chosen_blocks(statistics, layers, ModalityStatistics)
     places = np.arange(len(blocks))
@@ -166,10 +164,9 @@ def plot_coverage(statistics, layers=None, share=0.9):
 
     Source: LIMoE, appendices E.4 (figure 13) and B.2 (figure 10, the experts needed).
 
-    Example:
-
-    >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
-    >>> figure = ksm.analysis.plot_coverage(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
+        >>> figure = ksm.analysis.plot_coverage(statistics)
     """
     blocks = drawing.chosen_blocks(statistics, layers, ModalityStatistics)
     modalities = drawing.modalities_of(blocks)

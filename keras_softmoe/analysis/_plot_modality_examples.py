@@ -39,10 +39,9 @@ def plot_expert_examples(examples, experts=None):
 
     Source: LIMoE, appendix F.2 (figures 23 to 25).
 
-    Example:
-
-    >>> examples = ksm.analysis.expert_examples(model, images, captions, layer=3)
-    >>> figure = ksm.analysis.plot_expert_examples(examples)
+    Examples:
+        >>> examples = ksm.analysis.expert_examples(model, images, captions, layer=3)
+        >>> figure = ksm.analysis.plot_expert_examples(examples)
     """
     drawing.import_matplotlib()
     drawing.check_kind("examples", examples, ExpertExamples)
@@ -111,10 +110,9 @@ def plot_pair(model, image, caption, layer=None, preprocessor=None):
 
     Source: LIMoE, appendix F.3 (figures 26 to 29).
 
-    Example:
-
-    >>> figure = ksm.analysis.plot_pair(model, image, "a red circle", layer=3)
-    >>> figure.savefig("pair.png")
+    Examples:
+        >>> figure = ksm.analysis.plot_pair(model, image, "a red circle", layer=3)
+        >>> figure.savefig("pair.png")
     """
     drawing.import_matplotlib()
     routing = pair_routing(model, image, caption, layer, preprocessor)

@@ -44,10 +44,9 @@ def plot_priorities(statistics, layers=None, experts=None):
 
     Source: LIMoE, appendix F.5 (figures 32 to 37).
 
-    Example:
-
-    >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
-    >>> figure = ksm.analysis.plot_priorities(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
+        >>> figure = ksm.analysis.plot_priorities(statistics)
     """
     blocks = drawing.chosen_blocks(statistics, layers, ModalityStatistics)
     experts = _shown_experts(blocks, experts)
@@ -107,10 +106,9 @@ def plot_trajectories(statistics, least=0.02):
 
     Source: LIMoE, appendix F.4 (figures 30 and 31).
 
-    Example:
-
-    >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
-    >>> figure = ksm.analysis.plot_trajectories(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
+        >>> figure = ksm.analysis.plot_trajectories(statistics)
     """
     matplotlib = drawing.import_matplotlib()
     blocks = drawing.chosen_blocks(statistics, None, ModalityStatistics)

@@ -41,10 +41,9 @@ def plot_token_weights(statistics, layers=None):
 
     Source: Soft MoE, section 3.6 and appendix H (figure 24, left).
 
-    Example:
-
-    >>> statistics = ksm.analysis.soft_statistics(classifier, images)
-    >>> figure = ksm.analysis.plot_token_weights(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.soft_statistics(classifier, images)
+        >>> figure = ksm.analysis.plot_token_weights(statistics)
     """
     blocks = drawing.chosen_blocks(statistics, layers, SoftStatistics)
     figure = drawing.new_figure(5.6, 3.2)
@@ -98,10 +97,9 @@ def plot_expert_contributions(statistics, layers=None):
     Source: Soft MoE, appendix H (figure 24, center): in its S/16 "some experts can
     impact output tokens between 3x and 14x more than others".
 
-    Example:
-
-    >>> statistics = ksm.analysis.soft_statistics(classifier, images)
-    >>> figure = ksm.analysis.plot_expert_contributions(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.soft_statistics(classifier, images)
+        >>> figure = ksm.analysis.plot_expert_contributions(statistics)
     """
     blocks = drawing.chosen_blocks(statistics, layers, SoftStatistics)
     figure = drawing.new_figure(5.6, 3.2)
@@ -153,10 +151,9 @@ def plot_tokens_per_slot(statistics, layers=None, share=0.9):
 
     Source: Soft MoE, appendix H (figure 24, right).
 
-    Example:
-
-    >>> statistics = ksm.analysis.soft_statistics(classifier, images)
-    >>> figure = ksm.analysis.plot_tokens_per_slot(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.soft_statistics(classifier, images)
+        >>> figure = ksm.analysis.plot_tokens_per_slot(statistics)
     """
     figure, panels = drawing.block_panels(
         statistics, layers, SoftStatistics, 2.4, 2.2, sharey=True
@@ -215,10 +212,9 @@ def plot_concentration(statistics, weights="dispatch", layers=None, levels=BANDS
 
     Source: Soft MoE, appendix H (figures 26 and 27).
 
-    Example:
-
-    >>> statistics = ksm.analysis.soft_statistics(classifier, images)
-    >>> figure = ksm.analysis.plot_concentration(statistics, "combine")
+    Examples:
+        >>> statistics = ksm.analysis.soft_statistics(classifier, images)
+        >>> figure = ksm.analysis.plot_concentration(statistics, "combine")
     """
     drawing.import_matplotlib()
     check_choice("weights", weights, tuple(_KINDS))

@@ -28,10 +28,9 @@ def plot_expert_load(loads, layers=None):
 
     Source: V-MoE, section 5; Soft MoE, appendices B and H.
 
-    Example:
-
-    >>> loads = ksm.analysis.expert_load(model, images)
-    >>> figure = ksm.analysis.plot_expert_load(loads)
+    Examples:
+        >>> loads = ksm.analysis.expert_load(model, images)
+        >>> figure = ksm.analysis.plot_expert_load(loads)
     """
     figure, panels = drawing.block_panels(
         loads, layers, ExpertLoad, 2.3, 2.0, sharey=True
@@ -70,10 +69,9 @@ def plot_choice_weights(statistics, layers=None):
 
     Source: V-MoE, appendix E.3 (figure 31).
 
-    Example:
-
-    >>> statistics = ksm.analysis.routing_statistics(classifier, images)
-    >>> figure = ksm.analysis.plot_choice_weights(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.routing_statistics(classifier, images)
+        >>> figure = ksm.analysis.plot_choice_weights(statistics)
     """
     figure, panels = drawing.block_panels(
         statistics, layers, RoutingStatistics, 2.3, 2.0, sharex=True, sharey=True
@@ -118,10 +116,9 @@ def plot_experts_per_image(statistics, layers=None):
 
     Source: V-MoE, appendix E.3 (figure 32).
 
-    Example:
-
-    >>> statistics = ksm.analysis.routing_statistics(classifier, images)
-    >>> figure = ksm.analysis.plot_experts_per_image(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.routing_statistics(classifier, images)
+        >>> figure = ksm.analysis.plot_experts_per_image(statistics)
     """
     figure, panels = drawing.block_panels(
         statistics, layers, RoutingStatistics, 2.3, 2.0, sharex=True, sharey=True

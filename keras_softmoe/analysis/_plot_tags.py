@@ -26,10 +26,9 @@ def plot_tags(statistics, layers=None):
 
     Source: LIMoE, appendix G.1 (figure 40).
 
-    Example:
-
-    >>> statistics = ksm.analysis.tag_statistics(model, captions, tagger)
-    >>> figure = ksm.analysis.plot_tags(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.tag_statistics(model, captions, tagger)
+        >>> figure = ksm.analysis.plot_tags(statistics)
     """
     figure, panels = drawing.block_panels(
         statistics, layers, TagStatistics, 3.0, 2.2, sharey=True

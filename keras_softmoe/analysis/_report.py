@@ -88,16 +88,15 @@ def routing_report(
     Source: the figures of V-MoE, appendices D and E; Soft MoE, section 3.6 and
     appendices H and I; LIMoE, appendices E, F and G.
 
-    Example:
-
-    >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
-    >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name)
-    >>> images, labels = ksm.datasets.glyphs(512, image_size=32, seed=1)
-    >>> names = ksm.datasets.GLYPH_CLASSES
-    >>> ksm.analysis.routing_report(
-    ...     model, images, "report.html", labels=labels, class_names=names
-    ... )
-    PosixPath('report.html')
+    Examples:
+        >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
+        >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name)
+        >>> images, labels = ksm.datasets.glyphs(512, image_size=32, seed=1)
+        >>> names = ksm.datasets.GLYPH_CLASSES
+        >>> ksm.analysis.routing_report(
+        ...     model, images, "report.html", labels=labels, class_names=names
+        ... )
+        PosixPath('report.html')
     """
     drawing.import_matplotlib()
     # Where that cannot be, the error comes before the work.

@@ -76,11 +76,10 @@ def slot_correlation(model):
 
     Source: Soft MoE, appendix I (figures 28 to 30).
 
-    Example:
-
-    >>> correlation = ksm.analysis.slot_correlation(classifier)
-    >>> correlation[5].within, correlation[5].between
-    (0.97..., -0.05...)
+    Examples:
+        >>> correlation = ksm.analysis.slot_correlation(classifier)
+        >>> correlation[5].within, correlation[5].between
+        (0.97..., -0.05...)
     """
     backbone, _ = backbone_of(model)
     routers = routers_of(backbone, SoftRouter, weight="mu")

@@ -160,14 +160,13 @@ def soft_statistics(model, data, batch_size=64, preprocessor=None, verbose=1):
     Source: Soft MoE, section 3.6, appendices E (figures 13 and 14) and H (figures 24,
     26 and 27).
 
-    Example:
-
-    >>> statistics = ksm.analysis.soft_statistics(classifier, images)
-    >>> s = statistics[5]
-    >>> s.dispatch.needed(0.9), s.combine.needed(0.9)  # of 64 tokens, of 64 slots
-    (57, 52)
-    >>> s.expert_contribution.max() / s.expert_contribution.min()
-    1.29...
+    Examples:
+        >>> statistics = ksm.analysis.soft_statistics(classifier, images)
+        >>> s = statistics[5]
+        >>> s.dispatch.needed(0.9), s.combine.needed(0.9)  # of 64 tokens, of 64 slots
+        (57, 52)
+        >>> s.expert_contribution.max() / s.expert_contribution.min()
+        1.29...
     """
     reducer = SoftReducer(model)
     (found,) = observe(model, data, [reducer], batch_size, preprocessor, verbose)

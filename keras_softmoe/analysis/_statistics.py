@@ -67,10 +67,9 @@ def routing_statistics(
     Source: V-MoE, appendix E.2 and E.3 (figures 7 and 29 to 32); Soft MoE, appendix B
     (dropped tokens).
 
-    Example:
-
-    >>> statistics = ksm.analysis.routing_statistics(classifier, images, labels)
-    >>> {layer: s.dropped for layer, s in statistics.items()}
+    Examples:
+        >>> statistics = ksm.analysis.routing_statistics(classifier, images, labels)
+        >>> {layer: s.dropped for layer, s in statistics.items()}
     """
     reducer = RoutingReducer(model, labels)
     if labels is not None:

@@ -95,14 +95,13 @@ def observe(model, data, reducers, batch_size=64, preprocessor=None, verbose=1):
         ValueError: if the model has no routers or is not built, there are no data, or
             they are not what the model takes.
 
-    Example:
-
-    >>> load, soft = ksm.analysis.observe(
-    ...     classifier,
-    ...     images,
-    ...     [ksm.analysis.LoadReducer(), ksm.analysis.SoftReducer(classifier)],
-    ... )
-    >>> load[5].imbalance, soft[5].dispatch_peak
+    Examples:
+        >>> load, soft = ksm.analysis.observe(
+        ...     classifier,
+        ...     images,
+        ...     [ksm.analysis.LoadReducer(), ksm.analysis.SoftReducer(classifier)],
+        ... )
+        >>> load[5].imbalance, soft[5].dispatch_peak
     """
     backbone, _ = backbone_of(model)
     routers = routers_of(backbone)

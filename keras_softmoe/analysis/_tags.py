@@ -74,13 +74,12 @@ def tag_statistics(
 
     Source: LIMoE, appendix G.1 (figure 40), with parts of speech as tags.
 
-    Example:
-
-    >>> def tagger(words):
-    ...     return ["color" if word in colors else "other" for word in words]
-    >>> statistics = ksm.analysis.tag_statistics(model, captions, tagger)
-    >>> statistics[3].tags, statistics[3].share[:, 0]
-    (('other', 'color', 'padding'), array([0.02, 0.97, 0.01]))
+    Examples:
+        >>> def tagger(words):
+        ...     return ["color" if word in colors else "other" for word in words]
+        >>> statistics = ksm.analysis.tag_statistics(model, captions, tagger)
+        >>> statistics[3].tags, statistics[3].share[:, 0]
+        (('other', 'color', 'padding'), array([0.02, 0.97, 0.01]))
     """
     pairs = Pairs(model, images, captions, preprocessor)
     if pairs.tokenizer is None or captions is None:

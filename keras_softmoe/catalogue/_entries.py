@@ -69,10 +69,9 @@ def names():
     Returns:
         list of str.
 
-    Example:
-
-    >>> "vit_base_patch16_224" in ksm.presets.names()
-    True
+    Examples:
+        >>> "vit_base_patch16_224" in ksm.presets.names()
+        True
     """
     return sorted(_directory_names() | architectures().keys())
 
@@ -124,10 +123,9 @@ def write(name, directory):
     Raises:
         ValueError: if the name is unknown, or the preset has a directory already.
 
-    Example:
-
-    >>> ksm.presets.write("vit_base_patch16_224", "my_vit")
-    >>> model = keras_hub.models.Backbone.from_preset("my_vit", load_weights=False)
+    Examples:
+        >>> ksm.presets.write("vit_base_patch16_224", "my_vit")
+        >>> model = keras_hub.models.Backbone.from_preset("my_vit", load_weights=False)
     """
     path = _directory(name)
     if path is not None:

@@ -135,12 +135,11 @@ def read_checkpoint(prefix):
 
     Source: V-MoE's released code (format of its checkpoints, version 20220622).
 
-    Example:
-
-    >>> checkpoint = ksm.converters.read_checkpoint("vmoe/ckpt")
-    >>> checkpoint.shapes["head/kernel"]
-    (768, 1000)
-    >>> kernel = checkpoint["head/kernel"]
+    Examples:
+        >>> checkpoint = ksm.converters.read_checkpoint("vmoe/ckpt")
+        >>> checkpoint.shapes["head/kernel"]
+        (768, 1000)
+        >>> kernel = checkpoint["head/kernel"]
     """
     prefix = os.fspath(prefix)
     entries, shard_count = read_index(prefix)

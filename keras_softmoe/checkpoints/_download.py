@@ -35,10 +35,9 @@ def download_checkpoint(prefix, folder, verbose=1):
         CheckpointError: (a `ValueError`) if a file cannot be read, or the index is
             damaged.
 
-    Example:
-
-    >>> url = "gs://vmoe_checkpoints/vmoe_s32_last2_ilsvrc2012_randaug_light1"
-    >>> checkpoint = ksm.converters.read_checkpoint(download_checkpoint(url, "."))
+    Examples:
+        >>> url = "gs://vmoe_checkpoints/vmoe_s32_last2_ilsvrc2012_randaug_light1"
+        >>> checkpoint = ksm.converters.read_checkpoint(download_checkpoint(url, "."))
     """
     copy = str(Path(folder, prefix.rpartition("/")[2]))
     if is_one_file(prefix):

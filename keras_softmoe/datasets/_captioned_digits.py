@@ -86,11 +86,10 @@ def captioned_digits(image_size=32, split="all", seed=0):
     Source:
         The images: see `digits`.
 
-    Example:
-
-    ```python
-    images, captions, labels = captioned_digits(image_size=32, split="train")
-    ```
+    Examples:
+        ```python
+        images, captions, labels = captioned_digits(image_size=32, split="train")
+        ```
     """
     images, labels = digits(image_size, split, seed)
     everything = labels if split == "all" else digits(8, "all", seed)[1]

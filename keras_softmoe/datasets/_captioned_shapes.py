@@ -83,17 +83,18 @@ def captioned_shapes(
     Raises:
         ValueError: If a number is out of range or `combinations` unknown.
 
-    Example:
+    Examples:
+        ```python
+        images, captions, *_ = captioned_shapes(20_000)
 
-    ```python
-    images, captions, *_ = captioned_shapes(20_000)
-
-    # Zero-shot classification among the combinations that no caption has named.
-    data = captioned_shapes(1_000, combinations="held_out")
-    scores = model.zero_shot(data.images, HELD_OUT_COMBINATIONS, ["a picture of a {}"])
-    labels = np.array(SHAPE_COLOR_CLASSES)[data.labels]
-    labels = [HELD_OUT_COMBINATIONS.index(name) for name in labels]
-    ```
+        # Zero-shot classification among the combinations that no caption has named.
+        data = captioned_shapes(1_000, combinations="held_out")
+        scores = model.zero_shot(
+            data.images, HELD_OUT_COMBINATIONS, ["a picture of a {}"]
+        )
+        labels = np.array(SHAPE_COLOR_CLASSES)[data.labels]
+        labels = [HELD_OUT_COMBINATIONS.index(name) for name in labels]
+        ```
     """
     check_whole_numbers(1, num_images=num_images)
     check_whole_numbers(16, image_size=image_size)

@@ -35,11 +35,10 @@ def digits(image_size=32, split="all", seed=0):
         E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI
         Machine Learning Repository, 1998 (test part), as bundled by scikit-learn.
 
-    Example:
-
-    ```python
-    images, labels = digits(image_size=32, split="train")
-    ```
+    Examples:
+        ```python
+        images, labels = digits(image_size=32, split="train")
+        ```
     """
     check_whole_numbers(_SIDE, image_size=image_size)
     check_whole_numbers(0, seed=seed)

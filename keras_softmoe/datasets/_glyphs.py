@@ -92,12 +92,11 @@ def glyphs(
         ValueError: If a number is out of range, or there is no such placement.
         ImportError: If matplotlib is missing (the extra `viz`).
 
-    Example:
-
-    ```python
-    images, labels = glyphs(28_000, image_size=32, cache_dir="cache")
-    GLYPH_CLASSES[labels[0]]
-    ```
+    Examples:
+        ```python
+        images, labels = glyphs(28_000, image_size=32, cache_dir="cache")
+        GLYPH_CLASSES[labels[0]]
+        ```
     """
     check_whole_numbers(1, num_images=num_images)
     check_whole_numbers(8, image_size=image_size)

@@ -52,12 +52,11 @@ def from_tfds(
         ValueError: If a number is out of range, a split is unknown, or the data set
             does not offer (image, label) pairs.
 
-    Example:
-
-    ```python
-    train, test = from_tfds("cifar10", ["train", "test"], 32, 128, shuffle=True)
-    model.fit(train, validation_data=test, shuffle=False)
-    ```
+    Examples:
+        ```python
+        train, test = from_tfds("cifar10", ["train", "test"], 32, 128, shuffle=True)
+        model.fit(train, validation_data=test, shuffle=False)
+        ```
     """
     check_whole_numbers(
         1, image_size=image_size, batch_size=batch_size, shuffle_buffer=shuffle_buffer

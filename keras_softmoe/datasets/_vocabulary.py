@@ -39,13 +39,14 @@ def train_vocabulary(captions, vocabulary_size=400):
         C. Raffel et al., "Exploring the Limits of Transfer Learning with a Unified
         Text-to-Text Transformer", 2020, for the special pieces.
 
-    Example:
-
-    ```python
-    proto = train_vocabulary(captioned_shapes(20_000).captions)
-    tokenizer = keras_hub.tokenizers.SentencePieceTokenizer(proto, sequence_length=16)
-    tokenizer(["a red circle"])
-    ```
+    Examples:
+        ```python
+        proto = train_vocabulary(captioned_shapes(20_000).captions)
+        tokenizer = keras_hub.tokenizers.SentencePieceTokenizer(
+            proto, sequence_length=16
+        )
+        tokenizer(["a red circle"])
+        ```
     """
     check_whole_numbers(1, vocabulary_size=vocabulary_size)
     captions = _checked(captions)

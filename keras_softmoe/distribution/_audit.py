@@ -137,12 +137,11 @@ def audit(model, distribution=None):
         ValueError: if no distribution is given and none is active, or the model is not
             built.
 
-    Example:
-
-    >>> distribution = ksm.distribution.expert_parallel()
-    >>> keras.distribution.set_distribution(distribution)
-    >>> model = make_model()
-    >>> print(ksm.distribution.audit(model))
+    Examples:
+        >>> distribution = ksm.distribution.expert_parallel()
+        >>> keras.distribution.set_distribution(distribution)
+        >>> model = make_model()
+        >>> print(ksm.distribution.audit(model))
     """
     if not isinstance(model, keras.Layer) or not model.built:
         raise ValueError(

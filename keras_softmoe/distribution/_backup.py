@@ -89,10 +89,9 @@ class Backup(keras.callbacks.Callback):
     were when the backup was saved. Metrics may be others than before: they start from
     zero within the epoch, with a warning.
 
-    Example:
-
-    >>> backup = ksm.distribution.Backup("runs/1/backup", every=500)
-    >>> model.fit(dataset, epochs=30, callbacks=[backup])
+    Examples:
+        >>> backup = ksm.distribution.Backup("runs/1/backup", every=500)
+        >>> model.fit(dataset, epochs=30, callbacks=[backup])
     """
 
     def __init__(self, directory, every=None, one_stream=False, delete=True):

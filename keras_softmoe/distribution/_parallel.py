@@ -94,15 +94,14 @@ def expert_parallel(
     Source: V-MoE, section 2 and appendix B ("expert parallelism"); Soft MoE, appendix
     on distributed training; GShard (Lepikhin et al. 2020), section 3.
 
-    Example:
-
-    >>> # XLA_FLAGS=--xla_force_host_platform_device_count=8 KERAS_BACKEND=jax
-    >>> distribution = ksm.distribution.expert_parallel()
-    >>> keras.distribution.set_distribution(distribution)
-    >>> model = ksm.models.ViTMoEBackbone.from_preset(
-    ...     "soft_moe_tiny_patch4_16e_32_glyphs"
-    ... )
-    >>> print(ksm.distribution.audit(model))
+    Examples:
+        >>> # XLA_FLAGS=--xla_force_host_platform_device_count=8 KERAS_BACKEND=jax
+        >>> distribution = ksm.distribution.expert_parallel()
+        >>> keras.distribution.set_distribution(distribution)
+        >>> model = ksm.models.ViTMoEBackbone.from_preset(
+        ...     "soft_moe_tiny_patch4_16e_32_glyphs"
+        ... )
+        >>> print(ksm.distribution.audit(model))
     """
     check_backend("Sharding experts over devices")
     devices = check_devices(devices)
@@ -137,11 +136,10 @@ def data_parallel(devices=None, auto_shard_dataset=True):
     Raises:
         NotImplementedError: if the installed Keras cannot do it on this backend.
 
-    Example:
-
-    >>> with ksm.distribution.data_parallel().scope():
-    ...     model = make_model()
-    ...     model.fit(dataset)
+    Examples:
+        >>> with ksm.distribution.data_parallel().scope():
+        ...     model = make_model()
+        ...     model.fit(dataset)
     """
     check_backend("Training replicas through `keras.distribution`")
     devices = check_devices(devices)

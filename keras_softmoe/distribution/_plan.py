@@ -231,11 +231,10 @@ def plan(
     Source: the placement: V-MoE, figure 1; Soft MoE, section 2.3 ("Distributed
     model").
 
-    Example:
-
-    >>> plan = ksm.distribution.plan("soft_moe_huge_patch14_256e_224", 64, 80e9)
-    >>> print(plan)
-    >>> [mesh.shape for mesh in plan.fitting]
+    Examples:
+        >>> plan = ksm.distribution.plan("soft_moe_huge_patch14_256e_224", 64, 80e9)
+        >>> print(plan)
+        >>> [mesh.shape for mesh in plan.fitting]
     """
     check_whole_numbers(1, devices=devices)
     is_number = isinstance(memory, numbers.Real) and not isinstance(memory, bool)

@@ -158,16 +158,17 @@ def few_shot_probe(
 
     Source: V-MoE, section 3.4; Soft MoE, section 3.
 
-    Example:
-
-    ```python
-    converter = ksm.models.ViTMoEImageConverter.from_preset(name)
-    result = ksm.evaluation.few_shot_probe(
-        backbone, (x_train, y_train), (x_test, y_test), preprocessor=converter
-    )
-    print(result)
-    pixels = ksm.evaluation.few_shot_probe(None, (x_train, y_train), (x_test, y_test))
-    ```
+    Examples:
+        ```python
+        converter = ksm.models.ViTMoEImageConverter.from_preset(name)
+        result = ksm.evaluation.few_shot_probe(
+            backbone, (x_train, y_train), (x_test, y_test), preprocessor=converter
+        )
+        print(result)
+        pixels = ksm.evaluation.few_shot_probe(
+            None, (x_train, y_train), (x_test, y_test)
+        )
+        ```
     """
     shots = _integers("shots", shots, minimum=1)
     check_whole_numbers(1, batch_size=batch_size)

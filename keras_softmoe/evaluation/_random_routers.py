@@ -68,10 +68,9 @@ def random_routers(
     the weights that are applied; taken here for what a router gives out for each token,
     not for its kernel.
 
-    Example:
-
-    >>> ablation = ksm.evaluation.random_routers(classifier, (images, labels))
-    >>> {layer: a.mean() for layer, a in ablation.single.items()}
+    Examples:
+        >>> ablation = ksm.evaluation.random_routers(classifier, (images, labels))
+        >>> {layer: a.mean() for layer, a in ablation.single.items()}
     """
     check_choice("control", control, tuple(_CONTROLS))
     images, labels = check_test(test)

@@ -68,11 +68,12 @@ def retrieval(
     Source: LIMoE, tables 4 and 7 (recall@1 on COCO, whose images have five captions
     or more). The paper does not speak of ties.
 
-    Example:
-
-    >>> result = ksm.evaluation.retrieval(model.encode_image(x), model.encode_text(t))
-    >>> result.image_to_text[1], result.text_to_image[1]
-    (0.81, 0.79)
+    Examples:
+        >>> result = ksm.evaluation.retrieval(
+        ...     model.encode_image(x), model.encode_text(t)
+        ... )
+        >>> result.image_to_text[1], result.text_to_image[1]
+        (0.81, 0.79)
     """
     images = check_embeddings("image_embeddings", image_embeddings)
     texts = check_embeddings("text_embeddings", text_embeddings)

@@ -61,13 +61,16 @@ def zero_shot(
     Source: LIMoE, appendix D.2, which follows Radford et al. 2021 (CLIP), section
     3.1.4.
 
-    Example:
-
-    >>> found = ksm.evaluation.zero_shot(
-    ...     model, images, ["red circle", "blue star"], ["a {}", "a small {}"], labels
-    ... )
-    >>> found.accuracy, found.predictions
-    (0.75, array([0, 0, 1, 0]))
+    Examples:
+        >>> found = ksm.evaluation.zero_shot(
+        ...     model,
+        ...     images,
+        ...     ["red circle", "blue star"],
+        ...     ["a {}", "a small {}"],
+        ...     labels,
+        ... )
+        >>> found.accuracy, found.predictions
+        (0.75, array([0, 0, 1, 0]))
     """
     check_whole_numbers(1, batch_size=batch_size)
     names = _classes().check_names(class_names)

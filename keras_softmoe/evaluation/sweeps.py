@@ -68,14 +68,16 @@ def routing_sweep(
     Source: V-MoE, section 4.2 and appendices C.2 and E.4 (capacity, priority and the
     number of experts at inference); tables 10 and 11 give FLOP and time as well.
 
-    Example:
-
-    >>> rows = ksm.evaluation.routing_sweep(
-    ...     classifier, (images, labels), seeds=5,
-    ...     priority=("max", "position"), capacity_factor=(1.05, 0.5, 0.25),
-    ... )
-    >>> rows[0].settings, rows[0].accuracies.mean(), rows[0].gflop_per_image
-    >>> best = ksm.evaluation.pareto_front(rows)
+    Examples:
+        >>> rows = ksm.evaluation.routing_sweep(
+        ...     classifier,
+        ...     (images, labels),
+        ...     seeds=5,
+        ...     priority=("max", "position"),
+        ...     capacity_factor=(1.05, 0.5, 0.25),
+        ... )
+        >>> rows[0].settings, rows[0].accuracies.mean(), rows[0].gflop_per_image
+        >>> best = ksm.evaluation.pareto_front(rows)
     """
     if not grid or not all(len(values) for values in grid.values()):
         raise ValueError(
@@ -133,12 +135,11 @@ def pareto_front(rows, cost="gflop_per_image"):
 
     Source: V-MoE, figures 2 and 3; Soft MoE, section 3.3 (figure 3).
 
-    Example:
-
-    >>> rows = ksm.evaluation.routing_sweep(
-    ...     classifier, (images, labels), capacity_factor=(1.05, 0.5, 0.25)
-    ... )
-    >>> [row.settings for row in ksm.evaluation.pareto_front(rows)]
+    Examples:
+        >>> rows = ksm.evaluation.routing_sweep(
+        ...     classifier, (images, labels), capacity_factor=(1.05, 0.5, 0.25)
+        ... )
+        >>> [row.settings for row in ksm.evaluation.pareto_front(rows)]
     """
     rows = list(rows)
     costs = costs_of(rows, cost)

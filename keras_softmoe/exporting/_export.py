@@ -95,12 +95,11 @@ def export_model(
         ImportError: if a package that writes the format is not installed.
         RuntimeError: if the process that was to write the file failed.
 
-    Example:
-
-    >>> model = ksm.models.ViTMoEImageClassifier.from_preset(
-    ...     "soft_moe_tiny_patch4_16e_32_glyphs"
-    ... )
-    >>> model.export("classifier.onnx", format="onnx", preprocessing=True)
+    Examples:
+        >>> model = ksm.models.ViTMoEImageClassifier.from_preset(
+        ...     "soft_moe_tiny_patch4_16e_32_glyphs"
+        ... )
+        >>> model.export("classifier.onnx", format="onnx", preprocessing=True)
     """
     job = checked_job(model, filepath, format, input_signature, preprocessing, kwargs)
     backend = FORMATS[format].backend

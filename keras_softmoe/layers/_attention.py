@@ -23,12 +23,13 @@ class Attention(keras.layers.Layer):
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
-        queries: `(B, Q, D)` float tensor.
-        tokens: `(B, S, D)` float tensor.
-        tokens_mask: optional `(B, S)` bool tensor, `False` for tokens that get no
-            attention.
+        - `queries`: `(B, Q, D)` float tensor.
+        - `tokens`: `(B, S, D)` float tensor.
+        - `tokens_mask`: optional `(B, S)` bool tensor, `False` for tokens that get no
+          attention.
 
-    Returns: `(B, Q, D)` tensor.
+    Returns:
+        `(B, Q, D)` tensor.
 
     Raises:
         ValueError: if `num_heads` is not a positive integer that divides the width.

@@ -45,10 +45,11 @@ class Encoder:
         **moe_settings: other arguments of `layers.MoE`, the same for all blocks.
 
     Call arguments:
-        inputs: `(B, S, D)` tensor, or a dict from modalities to such tensors.
-        mask: optional `(B, S)` bool tensor, or a dict of them, see `EncoderBlock`.
+        - `inputs`: `(B, S, D)` tensor, or a dict from modalities to such tensors.
+        - `mask`: optional `(B, S)` bool tensor, or a dict of them, see `EncoderBlock`.
 
-    Returns: normalized tokens, like the input.
+    Returns:
+        normalized tokens, like the input.
 
     Raises:
         ValueError: if a size is not a positive integer, the heads do not divide the

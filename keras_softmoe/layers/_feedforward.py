@@ -140,11 +140,10 @@ class Experts(keras.layers.Layer):
     Source: V-MoE, section 2.2; for expert dropout, its fine-tuning settings (table 7)
     and Fedus et al. 2021 (Switch Transformer), section 2.4.
 
-    Example:
-
-    >>> experts = ksm.layers.Experts(num_experts=4, mlp_dim=64)
-    >>> experts(np.zeros((2, 4, 3, 16))).shape
-    (2, 4, 3, 16)
+    Examples:
+        >>> experts = ksm.layers.Experts(num_experts=4, mlp_dim=64)
+        >>> experts(np.zeros((2, 4, 3, 16))).shape
+        (2, 4, 3, 16)
     """
 
     def __init__(

@@ -70,19 +70,20 @@ class MoE(keras.layers.Layer):
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
-        inputs: `(B, S, D)` float tensor, or `(B, ..., D)` with several axes of tokens
-            (a feature map, a video), which are one sequence to the router; or a dict
-            from modalities (`"image"`, `"text"`) to such tensors, which are routed
-            together: `S` is then the sum of their tokens, first those of the modality
-            that comes first in the alphabet.
-        mask: optional bool tensor of the shape of the inputs without `D`, or a dict of
-            them; `False` for tokens that are not there. A layer that makes a mask
-            (`keras.layers.Embedding(mask_zero=True)`) passes it by itself. Such tokens
-            take no slot, get zeros, and count in no loss and no statistic; the others
-            are routed as in a sequence without them, with the capacity of its length.
+        - `inputs`: `(B, S, D)` float tensor, or `(B, ..., D)` with several axes of
+          tokens (a feature map, a video), which are one sequence to the router; or a
+          dict from modalities (`"image"`, `"text"`) to such tensors, which are routed
+          together: `S` is then the sum of their tokens, first those of the modality
+          that comes first in the alphabet.
+        - `mask`: optional bool tensor of the shape of the inputs without `D`, or a dict
+          of them; `False` for tokens that are not there. A layer that makes a mask
+          (`keras.layers.Embedding(mask_zero=True)`) passes it by itself. Such tokens
+          take no slot, get zeros, and count in no loss and no statistic; the others are
+          routed as in a sequence without them, with the capacity of its length.
 
-    Returns: tensor like the input, or a dict. What the router decides for the
-        `ceil(B / group_images)` groups of `group_images * S` tokens is seen with
+    Returns:
+        tensor like the input, or a dict. What the router decides for the `ceil(B /
+        group_images)` groups of `group_images * S` tokens is seen with
         `routers.record`.
 
     Raises:
@@ -92,12 +93,11 @@ class MoE(keras.layers.Layer):
     Source: V-MoE, section 2.2; Soft MoE, section 2.1; router study, section 2; several
     modalities: LIMoE, section 2.
 
-    Example:
-
-    >>> router = ksm.routers.SoftmaxTokenChoiceRouter(num_experts=8, priority="max")
-    >>> layer = ksm.layers.MoE(router, mlp_dim=128, group_images=4)
-    >>> layer(np.random.normal(size=(6, 16, 32))).shape
-    (6, 16, 32)
+    Examples:
+        >>> router = ksm.routers.SoftmaxTokenChoiceRouter(num_experts=8, priority="max")
+        >>> layer = ksm.layers.MoE(router, mlp_dim=128, group_images=4)
+        >>> layer(np.random.normal(size=(6, 16, 32))).shape
+        (6, 16, 32)
     """
 
     def __init__(
@@ -410,21 +410,21 @@ class SoftMoE(keras.layers.Layer):
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
-        inputs: `(B, S, D)` float tensor, or `(B, ..., D)`, see `MoE`.
-        mask: optional bool tensor of that shape without `D`, see `MoE`.
+        - `inputs`: `(B, S, D)` float tensor, or `(B, ..., D)`, see `MoE`.
+        - `mask`: optional bool tensor of that shape without `D`, see `MoE`.
 
-    Returns: tensor like the input.
+    Returns:
+        tensor like the input.
 
     Raises:
         ValueError: if an argument is not positive, or the input has no axis of tokens.
 
     Source: Soft MoE, section 2 (algorithm 1).
 
-    Example:
-
-    >>> layer = ksm.layers.SoftMoE(num_experts=16, mlp_dim=128)
-    >>> layer(np.random.normal(size=(2, 16, 32))).shape
-    (2, 16, 32)
+    Examples:
+        >>> layer = ksm.layers.SoftMoE(num_experts=16, mlp_dim=128)
+        >>> layer(np.random.normal(size=(2, 16, 32))).shape
+        (2, 16, 32)
     """
 
     def __init__(

@@ -75,10 +75,12 @@ class AttentionPooling(keras.layers.Layer):
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
-        tokens: `(B, S, D)` tensor.
-        mask: optional `(B, S)` bool tensor, `False` for tokens that get no attention.
+        - `tokens`: `(B, S, D)` tensor.
+        - `mask`: optional `(B, S)` bool tensor, `False` for tokens that get no
+          attention.
 
-    Returns: `(B, D)` tensor.
+    Returns:
+        `(B, D)` tensor.
 
     Raises:
         ValueError: if a size is not a positive integer, or the heads do not divide the

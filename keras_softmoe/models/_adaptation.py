@@ -32,12 +32,11 @@ def merge_lora(model):
     Returns:
         list of str, the paths of the layers that had factors.
 
-    Example:
-
-    >>> model.backbone.enable_lora(4)
-    >>> model.compile("adam")
-    >>> model.fit(images, labels)
-    >>> ksm.models.merge_lora(model)
+    Examples:
+        >>> model.backbone.enable_lora(4)
+        >>> model.compile("adam")
+        >>> model.fit(images, labels)
+        >>> ksm.models.merge_lora(model)
     """
     layers = flatten_layers(model)
     adapted = [layer for layer in layers if _has_factors(layer)]

@@ -355,10 +355,9 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             ValueError: if the name is unknown (the message offers the nearest), the
                 preset has no weights, or a file is missing, damaged or foreign.
 
-        Example:
-
-        >>> name = "limoe_tiny_patch4_8e_32_shapes"
-        >>> model = ksm.models.LIMoEContrastive.from_preset(name)
+        Examples:
+            >>> name = "limoe_tiny_patch4_8e_32_shapes"
+            >>> model = ksm.models.LIMoEContrastive.from_preset(name)
         """
         # The decorator of the class has found the directory of the preset.
         folder = Path(preset)
@@ -405,11 +404,10 @@ class LIMoEContrastive(ContrastiveTask):
 
     Source: LIMoE, section 2.
 
-    Example:
-
-    >>> model = ksm.models.LIMoEContrastive(backbone, preprocessor)
-    >>> model.fit(images, captions, batch_size=128, epochs=10)
-    >>> model.zero_shot(images, ["red circle", "blue star"], ["a {}"]).argmax(-1)
+    Examples:
+        >>> model = ksm.models.LIMoEContrastive(backbone, preprocessor)
+        >>> model.fit(images, captions, batch_size=128, epochs=10)
+        >>> model.zero_shot(images, ["red circle", "blue star"], ["a {}"]).argmax(-1)
     """
 
     backbone_cls = LIMoEBackbone
@@ -426,7 +424,8 @@ class TwoTowerContrastive(ContrastiveTask):
         compile: bool, whether to compile at once with the defaults of `compile`.
         name: str or `None`, name of the model.
 
-    Returns: as `LIMoEContrastive`.
+    Returns:
+        as `LIMoEContrastive`.
 
     Raises:
         ValueError: if texts of the preprocessor and the backbone differ in length.

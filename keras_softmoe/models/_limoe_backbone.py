@@ -76,19 +76,25 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
     Source: LIMoE, section 2 and appendix A. Groups of 32 pairs are as good as the whole
     batch, smaller ones are not (appendix E.5).
 
-    Example:
-
-    >>> backbone = ksm.models.LIMoEBackbone(
-    ...     image_shape=(32, 32, 3), patch_size=8, vocabulary_size=500,
-    ...     sequence_length=16, num_layers=4, num_heads=4, hidden_dim=64, mlp_dim=128,
-    ...     moe_layers=(1, 3), router=ksm.routers.LIMoERouter(num_experts=8),
-    ... )
-    >>> pairs = {
-    ...     "images": np.zeros((2, 32, 32, 3)),
-    ...     "token_ids": np.zeros((2, 16), "int32"),
-    ... }
-    >>> backbone.predict(pairs)["image_embedding"].shape
-    (2, 512)
+    Examples:
+        >>> backbone = ksm.models.LIMoEBackbone(
+        ...     image_shape=(32, 32, 3),
+        ...     patch_size=8,
+        ...     vocabulary_size=500,
+        ...     sequence_length=16,
+        ...     num_layers=4,
+        ...     num_heads=4,
+        ...     hidden_dim=64,
+        ...     mlp_dim=128,
+        ...     moe_layers=(1, 3),
+        ...     router=ksm.routers.LIMoERouter(num_experts=8),
+        ... )
+        >>> pairs = {
+        ...     "images": np.zeros((2, 32, 32, 3)),
+        ...     "token_ids": np.zeros((2, 16), "int32"),
+        ... }
+        >>> backbone.predict(pairs)["image_embedding"].shape
+        (2, 512)
     """
 
     def __init__(
@@ -208,10 +214,9 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         Raises:
             ValueError: if both are missing or of another shape than the model's.
 
-        Example:
-
-        >>> decisions = backbone.route(images, token_ids)
-        >>> decisions[1].summary["load"]  # (G, E)
+        Examples:
+            >>> decisions = backbone.route(images, token_ids)
+            >>> decisions[1].summary["load"]  # (G, E)
         """
         check_pairs(self, images, token_ids)
         inputs = {"image": images, "text": token_ids}

@@ -61,11 +61,10 @@ class MutableRouting:
         those in training, "layer-wise" too (appendix E.3). Groups: V-MoE, appendix E.7;
         LIMoE, appendix E.5.
 
-        Example:
-
-        >>> model.set_routing(priority="max", capacity_factor=0.5)
-        >>> model.set_routing(layers=[3], num_selected_experts=1)
-        >>> model.set_routing(group_images=8)
+        Examples:
+            >>> model.set_routing(priority="max", capacity_factor=0.5)
+            >>> model.set_routing(layers=[3], num_selected_experts=1)
+            >>> model.set_routing(group_images=8)
         """
         routers, chosen = self.routers, layers
         if layers is None:

@@ -35,9 +35,8 @@ class PairEncoding:
         Source: LIMoE, appendix D.1: experts have more room, since images alone do not
         use all of them (`single_modality_capacity_factor` of the router).
 
-        Example:
-
-        >>> model.encode_image(images) @ model.encode_text(captions).T
+        Examples:
+            >>> model.encode_image(images) @ model.encode_text(captions).T
         """
         images, channels = as_arrays(images), self.backbone.image_shape[-1]
         self.check_input(images)
@@ -139,10 +138,9 @@ class PairEncoding:
 
         Source: as `class_embeddings`.
 
-        Example:
-
-        >>> scores = model.zero_shot(images, ["red circle", "blue star"], ["a {}"])
-        >>> scores.argmax(-1)
+        Examples:
+            >>> scores = model.zero_shot(images, ["red circle", "blue star"], ["a {}"])
+            >>> scores.argmax(-1)
         """
         classes = self.class_embeddings(class_names, templates)
         return self.encode_image(images, batch_size, verbose) @ classes.T

@@ -40,13 +40,12 @@ def prune_experts(model, usage, num_experts, method="router_pred"):
     Source: LIMoE, appendix E.4. With most experts pruned `"router_pred"` does better
     (figure 14).
 
-    Example:
-
-    >>> statistics = ksm.analysis.modality_statistics(model, None, captions)
-    >>> usage = {layer: s.routed["text"] for layer, s in statistics.items()}
-    >>> pruned = ksm.models.prune_experts(model, usage, num_experts=4)
-    >>> text_model = ksm.models.LIMoEContrastive(pruned, model.preprocessor)
-    >>> text_model.encode_text(captions)
+    Examples:
+        >>> statistics = ksm.analysis.modality_statistics(model, None, captions)
+        >>> usage = {layer: s.routed["text"] for layer, s in statistics.items()}
+        >>> pruned = ksm.models.prune_experts(model, usage, num_experts=4)
+        >>> text_model = ksm.models.LIMoEContrastive(pruned, model.preprocessor)
+        >>> text_model.encode_text(captions)
     """
     backbone = getattr(model, "backbone", model)
     check_choice("method", method, METHODS)

@@ -52,14 +52,17 @@ class TextMoEBackbone(MoEBackbone):
 
     Source: Soft MoE, section 4 (text tower of the contrastive models).
 
-    Example:
-
-    >>> text_backbone = ksm.models.TextMoEBackbone(
-    ...     vocabulary_size=500, sequence_length=16, num_layers=4, num_heads=4,
-    ...     hidden_dim=64, mlp_dim=128,
-    ... )
-    >>> text_backbone.predict(np.zeros((2, 16), "int32"))["pooled_output"].shape
-    (2, 64)
+    Examples:
+        >>> text_backbone = ksm.models.TextMoEBackbone(
+        ...     vocabulary_size=500,
+        ...     sequence_length=16,
+        ...     num_layers=4,
+        ...     num_heads=4,
+        ...     hidden_dim=64,
+        ...     mlp_dim=128,
+        ... )
+        >>> text_backbone.predict(np.zeros((2, 16), "int32"))["pooled_output"].shape
+        (2, 64)
     """
 
     def __init__(

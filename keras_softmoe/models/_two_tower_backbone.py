@@ -46,15 +46,14 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
     Source: Soft MoE, section 4. Unlike in its released code, balancing losses of
     experts in the towers are trained: `fit` adds them to the contrastive loss.
 
-    Example:
-
-    >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
-    >>> backbone = ksm.models.TwoTowerBackbone(
-    ...     ksm.models.ViTMoEBackbone.from_preset(name),
-    ...     text_backbone,
-    ...     text_projection_dim=96,
-    ...     freeze_image=True,
-    ... )
+    Examples:
+        >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
+        >>> backbone = ksm.models.TwoTowerBackbone(
+        ...     ksm.models.ViTMoEBackbone.from_preset(name),
+        ...     text_backbone,
+        ...     text_projection_dim=96,
+        ...     freeze_image=True,
+        ... )
     """
 
     def __init__(

@@ -67,16 +67,20 @@ class ViTMoEBackbone(MoEBackbone):
 
     Source: V-MoE, section 2; Soft MoE, section 2.
 
-    Example:
-
-    >>> backbone = ksm.models.ViTMoEBackbone(
-    ...     image_shape=(32, 32, 3), patch_size=4, num_layers=4, num_heads=4,
-    ...     hidden_dim=64, mlp_dim=128, moe_layers=(2, 3),
-    ...     router=ksm.routers.SoftRouter(num_experts=16, slots_per_expert=4),
-    ...     pooling="gap",
-    ... )
-    >>> backbone.predict(np.zeros((2, 32, 32, 3)))["pooled_output"].shape
-    (2, 64)
+    Examples:
+        >>> backbone = ksm.models.ViTMoEBackbone(
+        ...     image_shape=(32, 32, 3),
+        ...     patch_size=4,
+        ...     num_layers=4,
+        ...     num_heads=4,
+        ...     hidden_dim=64,
+        ...     mlp_dim=128,
+        ...     moe_layers=(2, 3),
+        ...     router=ksm.routers.SoftRouter(num_experts=16, slots_per_expert=4),
+        ...     pooling="gap",
+        ... )
+        >>> backbone.predict(np.zeros((2, 32, 32, 3)))["pooled_output"].shape
+        (2, 64)
     """
 
     def __init__(
@@ -168,10 +172,9 @@ class ViTMoEBackbone(MoEBackbone):
         Raises:
             ValueError: if the images have another shape than the model's.
 
-        Example:
-
-        >>> decisions = backbone.route(images)
-        >>> decisions[3].routing.dispatch  # (B, S, E, C) in a soft router's block
+        Examples:
+            >>> decisions = backbone.route(images)
+            >>> decisions[3].routing.dispatch  # (B, S, E, C) in a soft router's block
         """
         check_images(images, self.image_shape)
         images = ops.convert_to_tensor(images, self.input.dtype)

@@ -112,16 +112,15 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
 
     Source: V-MoE, section 2.1. The head starts from zeros, as in its released code.
 
-    Example:
-
-    >>> classifier = ksm.models.ViTMoEImageClassifier(
-    ...     backbone,
-    ...     num_classes=10,
-    ...     preprocessor=ksm.models.ViTMoEImageClassifierPreprocessor(
-    ...         ksm.models.ViTMoEImageConverter(image_size=(32, 32))
-    ...     ),
-    ... )
-    >>> classifier.fit(images, labels, epochs=3)
+    Examples:
+        >>> classifier = ksm.models.ViTMoEImageClassifier(
+        ...     backbone,
+        ...     num_classes=10,
+        ...     preprocessor=ksm.models.ViTMoEImageClassifierPreprocessor(
+        ...         ksm.models.ViTMoEImageConverter(image_size=(32, 32))
+        ...     ),
+        ... )
+        >>> classifier.fit(images, labels, epochs=3)
     """
 
     backbone_cls = ViTMoEBackbone
@@ -226,10 +225,11 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
             ValueError: if the name is unknown (the message offers the nearest), the
                 preset has no weights, or a file is missing, damaged or foreign.
 
-        Example:
-
-        >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
-        >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name, num_classes=10)
+        Examples:
+            >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
+            >>> model = ksm.models.ViTMoEImageClassifier.from_preset(
+            ...     name, num_classes=10
+            ... )
         """
         # The decorator of the class has found the directory of the preset.
         if "num_classes" not in kwargs:

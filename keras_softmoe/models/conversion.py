@@ -78,10 +78,9 @@ def convert_vmoe_checkpoint(
 
     Source: V-MoE's released code (names, format and settings of its checkpoints).
 
-    Example:
-
-    >>> ksm.converters.convert_vmoe_checkpoint("downloads/vmoe_b16", "my_vmoe_b16")
-    >>> model = ksm.models.ViTMoEImageClassifier.from_preset("my_vmoe_b16")
+    Examples:
+        >>> ksm.converters.convert_vmoe_checkpoint("downloads/vmoe_b16", "my_vmoe_b16")
+        >>> model = ksm.models.ViTMoEImageClassifier.from_preset("my_vmoe_b16")
     """
     target = Path(preset_dir)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

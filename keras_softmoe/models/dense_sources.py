@@ -72,10 +72,9 @@ def dense_model(source, image_shape=None, head=True, **changes):
         ValueError: if the source is unknown, cannot be fetched, or is a model that
             needs what ours do not have (DINOv3, CLIP, MLPs with gates).
 
-    Example:
-
-    >>> vit = ksm.converters.dense_model("vit_base_patch16_224_imagenet21k")
-    >>> vit.save_to_preset("my_vit_b16")
+    Examples:
+        >>> vit = ksm.converters.dense_model("vit_base_patch16_224_imagenet21k")
+        >>> vit.save_to_preset("my_vit_b16")
     """
     check_names("`dense_model`", changes, ("num_heads", *_SETTINGS, *_CHOICES))
     model = own_model(source)
@@ -110,9 +109,8 @@ def image_preprocessor(source, image_size=None):
     Raises:
         ValueError: as `dense_model`.
 
-    Example:
-
-    >>> preprocessor = ksm.converters.image_preprocessor("dinov2_small", (224, 224))
+    Examples:
+        >>> preprocessor = ksm.converters.image_preprocessor("dinov2_small", (224, 224))
     """
     converter = ViTMoEImageConverter(image_size, **converter_settings(source))
     return ViTMoEImageClassifierPreprocessor(converter)

@@ -115,15 +115,14 @@ def upcycle(
     its loss, the distillation from a running average of the model with all experts in
     use, is a matter of training and left out. Positions are ours.
 
-    Example:
-
-    >>> router = ksm.routers.SoftmaxTokenChoiceRouter(
-    ...     8, num_selected_experts=2, capacity_factor=4.0, normalize_gates=True
-    ... )
-    >>> sparse = ksm.converters.upcycle(dense, moe_layers=(9, 11), router=router)
-    >>> clustered = ksm.converters.upcycle(
-    ...     dense, (9, 11), router, start="clusters", images=images
-    ... )
+    Examples:
+        >>> router = ksm.routers.SoftmaxTokenChoiceRouter(
+        ...     8, num_selected_experts=2, capacity_factor=4.0, normalize_gates=True
+        ... )
+        >>> sparse = ksm.converters.upcycle(dense, moe_layers=(9, 11), router=router)
+        >>> clustered = ksm.converters.upcycle(
+        ...     dense, (9, 11), router, start="clusters", images=images
+        ... )
     """
     if not isinstance(getattr(dense, "backbone", dense), MoEBackbone):
         dense = dense_model(dense)

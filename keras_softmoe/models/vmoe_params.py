@@ -102,9 +102,8 @@ def load_vmoe_params(model, params, verbose=0):
             of them; the model is then unchanged. Also if a number is not finite; the
             arrays before it are then in the model.
 
-    Example:
-
-    >>> ksm.converters.load_vmoe_params(backbone, dict(np.load("params.npz")))
+    Examples:
+        >>> ksm.converters.load_vmoe_params(backbone, dict(np.load("params.npz")))
     """
     keys = {key.removeprefix("params/"): key for key in params}
     if isinstance(params, Checkpoint):

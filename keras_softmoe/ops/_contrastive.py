@@ -21,10 +21,9 @@ def softmax_contrastive_loss(logits):
 
     Source: LIMoE, section 2.1; Radford et al. 2021 (CLIP), section 2.3.
 
-    Example:
-
-    >>> ksm.ops.softmax_contrastive_loss(np.zeros((4, 4), "float32"))
-    [1.3863, 1.3863, 1.3863, 1.3863]
+    Examples:
+        >>> ksm.ops.softmax_contrastive_loss(np.zeros((4, 4), "float32"))
+        [1.3863, 1.3863, 1.3863, 1.3863]
     """
     logits = _checked(logits)
     pairs = ops.diagonal(logits)

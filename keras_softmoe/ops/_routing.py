@@ -68,13 +68,12 @@ def to_dense(routing, num_tokens):
     Returns:
         `DenseRouting` with `(G, S, E, C)` tensors in the dtype of the gates.
 
-    Example:
-
-    >>> token, filled = ksm.ops.identity(1, num_tokens=4, num_experts=2)
-    >>> gate = keras.ops.cast(filled, "float32")
-    >>> dense = ksm.ops.to_dense(ksm.ops.SlotRouting(token, filled, gate), 4)
-    >>> dense.dispatch.shape
-    (1, 4, 2, 2)
+    Examples:
+        >>> token, filled = ksm.ops.identity(1, num_tokens=4, num_experts=2)
+        >>> gate = keras.ops.cast(filled, "float32")
+        >>> dense = ksm.ops.to_dense(ksm.ops.SlotRouting(token, filled, gate), 4)
+        >>> dense.dispatch.shape
+        (1, 4, 2, 2)
     """
     if isinstance(routing, DenseRouting):
         return routing

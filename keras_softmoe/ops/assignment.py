@@ -65,12 +65,11 @@ def token_choice(
     Source: V-MoE, section 4.1 and appendix C.1 (algorithms 1 to 3; "sum" and "pair"
     are described below algorithm 2).
 
-    Example:
-
-    >>> scores = np.array([[[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]], "float32")
-    >>> token, filled = ksm.ops.token_choice(scores, 1, capacity=1)
-    >>> token[0, :, 0]  # token 1 is dropped: expert 0 is full
-    [0, 2]
+    Examples:
+        >>> scores = np.array([[[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]], "float32")
+        >>> token, filled = ksm.ops.token_choice(scores, 1, capacity=1)
+        >>> token[0, :, 0]  # token 1 is dropped: expert 0 is full
+        [0, 2]
     """
     scores = ops.convert_to_tensor(scores)
     _, num_tokens, num_experts = scores.shape

@@ -56,10 +56,9 @@ def expert_capacity(
 
     Source: V-MoE, section 2.4 (buffer capacity); Soft MoE, section 3.
 
-    Example:
-
-    >>> ksm.ops.expert_capacity(196, num_experts=128, capacity_factor=1.0)
-    2
+    Examples:
+        >>> ksm.ops.expert_capacity(196, num_experts=128, capacity_factor=1.0)
+        2
     """
     check_choice("rounding", rounding, ROUNDINGS)
     check_numbers(over=0, capacity_factor=capacity_factor)

@@ -29,10 +29,9 @@ def local_entropy_loss(probs, valid=None):
 
     Source: LIMoE, section 2.2.2 ("local entropy").
 
-    Example:
-
-    >>> ksm.ops.local_entropy_loss(np.full((2, 16, 4), 0.25, "float32"))
-    [1.3863, 1.3863]
+    Examples:
+        >>> ksm.ops.local_entropy_loss(np.full((2, 16, 4), 0.25, "float32"))
+        [1.3863, 1.3863]
     """
     return mean_over_tokens(_entropy(probs, keepdims=True), valid)[:, 0]
 
@@ -111,11 +110,10 @@ def global_entropy_loss(probs, threshold, valid=None):
     Source: LIMoE, section 2.2.2 ("global entropy") and appendix B.2; table 5 (runs of
     figure 12) has `log(0.8)`.
 
-    Example:
-
-    >>> probs = np.full((1, 16, 4), 0.25, "float32")
-    >>> ksm.ops.global_entropy_loss(probs, threshold=np.log(3))
-    [0.]
+    Examples:
+        >>> probs = np.full((1, 16, 4), 0.25, "float32")
+        >>> ksm.ops.global_entropy_loss(probs, threshold=np.log(3))
+        [0.]
     """
     num_experts = probs.shape[-1]
     largest = math.log(num_experts)

@@ -26,10 +26,9 @@ def importance_loss(probs, valid=None):
 
     Source: V-MoE, appendix A ("importance loss").
 
-    Example:
-
-    >>> ksm.ops.importance_loss(np.full((2, 16, 4), 0.25, "float32"))
-    [0., 0.]
+    Examples:
+        >>> ksm.ops.importance_loss(np.full((2, 16, 4), 0.25, "float32"))
+        [0., 0.]
     """
     return _squared_variation(ops.sum(_zero_padding(probs, valid), axis=1))
 

@@ -54,12 +54,11 @@ class SoftmaxExpertChoiceRouter(ExpertChoiceRouter):
 
     Source: router study, section 2 ("Softmax Expert Choice"); Soft MoE, section 3.
 
-    Example:
-
-    >>> router = ksm.routers.SoftmaxExpertChoiceRouter(num_experts=4)
-    >>> decision = router(np.random.normal(size=(2, 16, 32)))
-    >>> decision.summary["load"]  # 16 / 4 tokens for everyone
-    [[4., 4., 4., 4.], [4., 4., 4., 4.]]
+    Examples:
+        >>> router = ksm.routers.SoftmaxExpertChoiceRouter(num_experts=4)
+        >>> decision = router(np.random.normal(size=(2, 16, 32)))
+        >>> decision.summary["load"]  # 16 / 4 tokens for everyone
+        [[4., 4., 4., 4.], [4., 4., 4., 4.]]
     """
 
     def __init__(
@@ -127,11 +126,10 @@ class SinkhornExpertChoiceRouter(ExpertChoiceRouter):
 
     Source: router study, section 2 ("Sinkhorn Expert Choice").
 
-    Example:
-
-    >>> router = ksm.routers.SinkhornExpertChoiceRouter(num_experts=8)
-    >>> decision = router(np.random.normal(size=(4, 16, 32)))
-    >>> keras.ops.sum(decision.summary["selection"], axis=2)[0]  # all 1
+    Examples:
+        >>> router = ksm.routers.SinkhornExpertChoiceRouter(num_experts=8)
+        >>> decision = router(np.random.normal(size=(4, 16, 32)))
+        >>> keras.ops.sum(decision.summary["selection"], axis=2)[0]  # all 1
     """
 
     def __init__(
@@ -213,12 +211,11 @@ class SparseTransportExpertChoiceRouter(ExpertChoiceRouter):
 
     Source: router study, section 2 ("Sparsity-constrained Expert Choice").
 
-    Example:
-
-    >>> router = ksm.routers.SparseTransportExpertChoiceRouter(num_experts=8)
-    >>> decision = router(np.random.normal(size=(4, 16, 32)))
-    >>> decision.routing.filled.shape
-    (4, 8, 2)
+    Examples:
+        >>> router = ksm.routers.SparseTransportExpertChoiceRouter(num_experts=8)
+        >>> decision = router(np.random.normal(size=(4, 16, 32)))
+        >>> decision.routing.filled.shape
+        (4, 8, 2)
     """
 
     def __init__(

@@ -80,16 +80,16 @@ class LIMoERouter(SparseRouter):
     Weights: `kernel` `(D, E)`, or `image_kernel` and `text_kernel` if `per_modality`.
 
     Call arguments:
-        tokens: `(G, S, D)` float tensor.
-        valid: optional `(G, S)` bool tensor, `False` for padding.
-        modalities: pairs of a modality's name and the number of its tokens, in the
-            order in which they follow each other, again and again, in a group.
-            `layers.MoE` passes them when it is called on a dict.
+        - `tokens`: `(G, S, D)` float tensor.
+        - `valid`: optional `(G, S)` bool tensor, `False` for padding.
+        - `modalities`: pairs of a modality's name and the number of its tokens, in the
+          order in which they follow each other, again and again, in a group.
+          `layers.MoE` passes them when it is called on a dict.
 
-    Returns: `Decision` with a `SlotRouting`. In training, the mean of
-        `auxiliary_loss` over the groups is added to the losses. It averages those of
-        `losses` whose modality is there; entropies and importance are those of the
-        probabilities without noise.
+    Returns:
+        `Decision` with a `SlotRouting`. In training, the mean of `auxiliary_loss` over
+        the groups is added to the losses. It averages those of `losses` whose modality
+        is there; entropies and importance are those of the probabilities without noise.
 
     Raises:
         ValueError: if a threshold is over `log(num_experts)`, the experts of the
@@ -102,13 +102,12 @@ class LIMoERouter(SparseRouter):
     for one modality) and E.1 to E.4 (`K > 1`, number of experts, kinds of routers,
     pruning).
 
-    Example:
-
-    >>> router = ksm.routers.LIMoERouter(num_experts=8)
-    >>> tokens = np.random.normal(size=(2, 24, 32))
-    >>> decision = router(tokens, modalities=(("image", 16), ("text", 8)))
-    >>> decision.routing.token.shape
-    (2, 8, 3)
+    Examples:
+        >>> router = ksm.routers.LIMoERouter(num_experts=8)
+        >>> tokens = np.random.normal(size=(2, 24, 32))
+        >>> decision = router(tokens, modalities=(("image", 16), ("text", 8)))
+        >>> decision.routing.token.shape
+        (2, 8, 3)
     """
 
     knows_modalities = True

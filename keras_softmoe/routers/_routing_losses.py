@@ -289,11 +289,10 @@ class GlobalEntropyLoss(RoutingLoss):
     Source: LIMoE, appendix B.2: `S = exp(threshold)`; table 5 (runs of figure 12) has
     `log(0.8)`.
 
-    Example:
-
-    >>> loss = ksm.routers.GlobalEntropyLoss("text", soft_minimum=9)
-    >>> loss.threshold
-    2.197...
+    Examples:
+        >>> loss = ksm.routers.GlobalEntropyLoss("text", soft_minimum=9)
+        >>> loss.threshold
+        2.197...
     """
 
     def __init__(self, modality=None, soft_minimum=None, threshold=None, weight=1.0):
@@ -412,10 +411,9 @@ def entropy_losses(
     Source: LIMoE, section 4.1 ("entropy"), appendices A.2 (thresholds), E.1 (K > 1) and
     E.2 (thresholds grow with the number of experts), table 5.
 
-    Example:
-
-    >>> losses = ksm.routers.entropy_losses(num_experts=32, text_experts=4)
-    >>> router = ksm.routers.LIMoERouter(num_experts=32, losses=losses)
+    Examples:
+        >>> losses = ksm.routers.entropy_losses(num_experts=32, text_experts=4)
+        >>> router = ksm.routers.LIMoERouter(num_experts=32, losses=losses)
     """
     check_num_selected_experts(num_selected_experts, num_experts)
     if text_experts is None:

@@ -76,12 +76,11 @@ class SoftRouter(Router):
 
     Source: Soft MoE, sections 2.1, 2.3 (algorithm 1), 3.6, appendices A and E.
 
-    Example:
-
-    >>> router = ksm.routers.SoftRouter(num_experts=8, slots_per_expert=2)
-    >>> decision = router(np.random.normal(size=(4, 16, 32)))
-    >>> decision.routing.dispatch.shape
-    (4, 16, 8, 2)
+    Examples:
+        >>> router = ksm.routers.SoftRouter(num_experts=8, slots_per_expert=2)
+        >>> decision = router(np.random.normal(size=(4, 16, 32)))
+        >>> decision.routing.dispatch.shape
+        (4, 16, 8, 2)
     """
 
     mixes_tokens = True

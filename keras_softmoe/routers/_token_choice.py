@@ -170,12 +170,11 @@ class SoftmaxTokenChoiceRouter(TokenChoiceRouter):
     Source: V-MoE, section 2 and appendix A; router study, section 2 ("Softmax Token
     Choice"). Noise and loss weights are those of the V-MoE paper.
 
-    Example:
-
-    >>> router = ksm.routers.SoftmaxTokenChoiceRouter(8, num_selected_experts=2)
-    >>> decision = router(np.random.normal(size=(4, 16, 32)))
-    >>> decision.routing.token.shape
-    (4, 8, 4)
+    Examples:
+        >>> router = ksm.routers.SoftmaxTokenChoiceRouter(8, num_selected_experts=2)
+        >>> decision = router(np.random.normal(size=(4, 16, 32)))
+        >>> decision.routing.token.shape
+        (4, 8, 4)
     """
 
     def default_losses(self):
@@ -229,11 +228,10 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
 
     Source: router study, section 2 ("Sinkhorn Token Choice").
 
-    Example:
-
-    >>> router = ksm.routers.SinkhornTokenChoiceRouter(8, capacity_factor=1.0)
-    >>> decision = router(np.random.normal(size=(4, 16, 32)))
-    >>> keras.ops.sum(decision.summary["selection"], axis=1)[0]  # near 16 / 8 = 2
+    Examples:
+        >>> router = ksm.routers.SinkhornTokenChoiceRouter(8, capacity_factor=1.0)
+        >>> decision = router(np.random.normal(size=(4, 16, 32)))
+        >>> keras.ops.sum(decision.summary["selection"], axis=1)[0]  # near 16 / 8 = 2
     """
 
     noisy_gates = False

@@ -42,11 +42,10 @@ def record(key=None):
             function. A function that was compiled before calls no router at all, so
             nothing is collected.
 
-    Example:
-
-    >>> with ksm.routers.record() as decisions:
-    ...     model(images)
-    >>> {path: d.summary["auxiliary_loss"] for path, d in decisions.items()}
+    Examples:
+        >>> with ksm.routers.record() as decisions:
+        ...     model(images)
+        >>> {path: d.summary["auxiliary_loss"] for path, d in decisions.items()}
 
     Inside a compiled function:
 

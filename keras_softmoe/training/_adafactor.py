@@ -58,13 +58,12 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
     Source: LIMoE, appendix A; V-MoE, table 6 and appendix B.3. Both follow Zhai et al.
     2022 (Scaling Vision Transformers), section 3.4.
 
-    Example:
-
-    >>> optimizer = ksm.training.Adafactor(
-    ...     ksm.training.WarmupRsqrtDecay(8e-4, 300_000, 10_000, 10_000, 50_000),
-    ...     weight_decay_rules=[("predictions/kernel", 3.0), ("kernel$", 0.03)],
-    ... )
-    >>> classifier.compile(optimizer)
+    Examples:
+        >>> optimizer = ksm.training.Adafactor(
+        ...     ksm.training.WarmupRsqrtDecay(8e-4, 300_000, 10_000, 10_000, 50_000),
+        ...     weight_decay_rules=[("predictions/kernel", 3.0), ("kernel$", 0.03)],
+        ... )
+        >>> classifier.compile(optimizer)
     """
 
     def __init__(

@@ -92,13 +92,12 @@ def limoe_pretraining(
 
     Source: LIMoE, appendices A and A.1 to A.3, table 4.
 
-    Example:
-
-    >>> recipe = ksm.training.limoe_pretraining(
-    ...     steps=2_000, warmup_steps=200, batch_size=256, image_size=32
-    ... )
-    >>> recipe.compile(model)
-    >>> model.fit(recipe.training_data((images, captions)), **recipe.fit_arguments)
+    Examples:
+        >>> recipe = ksm.training.limoe_pretraining(
+        ...     steps=2_000, warmup_steps=200, batch_size=256, image_size=32
+        ... )
+        >>> recipe.compile(model)
+        >>> model.fit(recipe.training_data((images, captions)), **recipe.fit_arguments)
     """
     check_positive(peak_learning_rate=peak_learning_rate)
     if timescale is not None:
@@ -169,21 +168,20 @@ def soft_moe_contrastive(
 
     Source: Soft MoE, section 4, appendix F.1, figure 15.
 
-    Example:
-
-    >>> half = ksm.models.second_half(12)
-    >>> soft = ksm.routers.SoftRouter(128)
-    >>> towers = ksm.models.TwoTowerBackbone(
-    ...     ksm.models.ViTMoEBackbone(
-    ...         (224, 224, 3), 16, 12, 12, 768, 3072, half, soft, pooling="map"
-    ...     ),
-    ...     ksm.models.TextMoEBackbone(32_000, 16, 12, 12, 768, 3072),
-    ...     logit_bias=-10.0,
-    ... )
-    >>> model = ksm.models.TwoTowerContrastive(towers, preprocessor)
-    >>> recipe = ksm.training.soft_moe_contrastive(augmentation="light0")
-    >>> recipe.compile(model)
-    >>> model.fit(recipe.training_data(dataset), **recipe.fit_arguments)
+    Examples:
+        >>> half = ksm.models.second_half(12)
+        >>> soft = ksm.routers.SoftRouter(128)
+        >>> towers = ksm.models.TwoTowerBackbone(
+        ...     ksm.models.ViTMoEBackbone(
+        ...         (224, 224, 3), 16, 12, 12, 768, 3072, half, soft, pooling="map"
+        ...     ),
+        ...     ksm.models.TextMoEBackbone(32_000, 16, 12, 12, 768, 3072),
+        ...     logit_bias=-10.0,
+        ... )
+        >>> model = ksm.models.TwoTowerContrastive(towers, preprocessor)
+        >>> recipe = ksm.training.soft_moe_contrastive(augmentation="light0")
+        >>> recipe.compile(model)
+        >>> model.fit(recipe.training_data(dataset), **recipe.fit_arguments)
     """
     recipe = limoe_pretraining(
         steps, warmup_steps=warmup_steps, batch_size=batch_size, **kwargs

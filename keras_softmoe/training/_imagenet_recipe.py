@@ -74,11 +74,12 @@ def imagenet_from_scratch(
 
     Source: V-MoE's released code ("vmoe_s32_last2_ilsvrc2012_randaug_light1").
 
-    Example:
-
-    >>> recipe = ksm.training.imagenet_from_scratch("strong1", steps_per_epoch=2_903)
-    >>> recipe.compile(classifier)
-    >>> classifier.fit(recipe.training_data(dataset), **recipe.fit_arguments)
+    Examples:
+        >>> recipe = ksm.training.imagenet_from_scratch(
+        ...     "strong1", steps_per_epoch=2_903
+        ... )
+        >>> recipe.compile(classifier)
+        >>> classifier.fit(recipe.training_data(dataset), **recipe.fit_arguments)
     """
     schedule = WarmupPolynomialDecay(
         peak_learning_rate, steps, warmup_steps, end_learning_rate

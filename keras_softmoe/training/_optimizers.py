@@ -47,14 +47,13 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
     Source: V-MoE, table 6 and appendices B.3 (decay 0.03 for kernels, 3 for the head)
     and B.4 (debiased Polyak averaging).
 
-    Example:
-
-    >>> optimizer = ksm.training.Adam(
-    ...     ksm.training.WarmupPolynomialDecay(8e-4, 300_000, 10_000),
-    ...     weight_decay_rules=[("predictions/kernel", 3.0), ("kernel$", 0.03)],
-    ...     global_clipnorm=1.0,
-    ... )
-    >>> classifier.compile(optimizer)
+    Examples:
+        >>> optimizer = ksm.training.Adam(
+        ...     ksm.training.WarmupPolynomialDecay(8e-4, 300_000, 10_000),
+        ...     weight_decay_rules=[("predictions/kernel", 3.0), ("kernel$", 0.03)],
+        ...     global_clipnorm=1.0,
+        ... )
+        >>> classifier.compile(optimizer)
     """
 
     def __init__(
@@ -136,11 +135,10 @@ class SGD(ByVariable, keras.optimizers.SGD):
     Source: V-MoE, section 3.5 and appendix B.4, which follow the Vision Transformer's
     fine-tuning; order of operations from its released code.
 
-    Example:
-
-    >>> schedule = keras.optimizers.schedules.CosineDecay(0.003, 10_000)
-    >>> optimizer = ksm.training.SGD(schedule, momentum=0.9, global_clipnorm=10.0)
-    >>> classifier.compile(optimizer)
+    Examples:
+        >>> schedule = keras.optimizers.schedules.CosineDecay(0.003, 10_000)
+        >>> optimizer = ksm.training.SGD(schedule, momentum=0.9, global_clipnorm=10.0)
+        >>> classifier.compile(optimizer)
     """
 
     def __init__(

@@ -77,11 +77,10 @@ def vmoe_pretraining(
 
     Source: V-MoE, appendices B.2 and C.3, tables 6 and 8.
 
-    Example:
-
-    >>> recipe = ksm.training.vmoe_pretraining(num_classes=21_843, steps=1_000_000)
-    >>> recipe.compile(classifier)
-    >>> classifier.fit(recipe.training_data(dataset), **recipe.fit_arguments)
+    Examples:
+        >>> recipe = ksm.training.vmoe_pretraining(num_classes=21_843, steps=1_000_000)
+        >>> recipe.compile(classifier)
+        >>> classifier.fit(recipe.training_data(dataset), **recipe.fit_arguments)
     """
     schedule = WarmupPolynomialDecay(
         peak_learning_rate, steps, warmup_steps, end_learning_rate
@@ -154,11 +153,10 @@ def soft_moe_pretraining(
 
     Source: Soft MoE, sections 3.3 and 3.4, appendices E and J.
 
-    Example:
-
-    >>> recipe = ksm.training.soft_moe_pretraining(num_classes=29_593)
-    >>> recipe.compile(classifier)
-    >>> classifier.fit(recipe.training_data(dataset), **recipe.fit_arguments)
+    Examples:
+        >>> recipe = ksm.training.soft_moe_pretraining(num_classes=29_593)
+        >>> recipe.compile(classifier)
+        >>> classifier.fit(recipe.training_data(dataset), **recipe.fit_arguments)
     """
     schedule = WarmupRsqrtDecay(
         peak_learning_rate, steps, timescale, warmup_steps, cooldown_steps
@@ -232,11 +230,12 @@ def vmoe_15b_pretraining(
 
     Source: V-MoE, section 3.6, table 6 and appendix B.3.
 
-    Example:
-
-    >>> recipe = ksm.training.vmoe_15b_pretraining(num_classes=30_000, steps=2_900_000)
-    >>> recipe.compile(classifier)
-    >>> classifier.fit(recipe.training_data(dataset), **recipe.fit_arguments)
+    Examples:
+        >>> recipe = ksm.training.vmoe_15b_pretraining(
+        ...     num_classes=30_000, steps=2_900_000
+        ... )
+        >>> recipe.compile(classifier)
+        >>> classifier.fit(recipe.training_data(dataset), **recipe.fit_arguments)
     """
     schedule = WarmupRsqrtDecay(
         peak_learning_rate, steps, timescale, warmup_steps, cooldown_steps

@@ -80,12 +80,13 @@ class Recipe(_Training):
         ValueError: if a count is not positive, `steps_per_epoch` does not divide
             `steps`, or there is no augmentation of that name.
 
-    Example:
-
-    >>> recipe = ksm.training.finetuning(num_classes=10, steps=2_500)
-    >>> recipe = dataclasses.replace(recipe, augmentation="medium1", batch_size=256)
-    >>> recipe.compile(classifier)
-    >>> classifier.fit(recipe.training_data((images, labels)), **recipe.fit_arguments)
+    Examples:
+        >>> recipe = ksm.training.finetuning(num_classes=10, steps=2_500)
+        >>> recipe = dataclasses.replace(recipe, augmentation="medium1", batch_size=256)
+        >>> recipe.compile(classifier)
+        >>> classifier.fit(
+        ...     recipe.training_data((images, labels)), **recipe.fit_arguments
+        ... )
     """
 
     num_classes: int
@@ -197,13 +198,12 @@ class ContrastiveRecipe(_Training):
             does not divide `steps`, there is no augmentation of that name, or it mixes
             images.
 
-    Example:
-
-    >>> recipe = ksm.training.limoe_pretraining(
-    ...     steps=2_000, warmup_steps=200, batch_size=256, image_size=32
-    ... )
-    >>> recipe.compile(model)
-    >>> model.fit(recipe.training_data((images, captions)), **recipe.fit_arguments)
+    Examples:
+        >>> recipe = ksm.training.limoe_pretraining(
+        ...     steps=2_000, warmup_steps=200, batch_size=256, image_size=32
+        ... )
+        >>> recipe.compile(model)
+        >>> model.fit(recipe.training_data((images, captions)), **recipe.fit_arguments)
     """
 
     loss: str = "auto"

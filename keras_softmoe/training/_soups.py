@@ -68,13 +68,12 @@ def greedy_soup(model, checkpoints, score, max_size=8, verbose=1):
     (model soups), section 2. Whether LIMoE tries all checkpoints for each place or one
     after the other is not said.
 
-    Example:
-
-    >>> def score(model):
-    ...     return model.evaluate(x_val, y_val, verbose=0)[1]
-    >>> files = sorted(pathlib.Path("run").glob("*.weights.h5"))
-    >>> ksm.training.greedy_soup(model, files, score)
-    Soup(chosen=(4, 2, 4), scores=(0.81, 0.824, 0.826), alone=(0.75, ..., 0.81))
+    Examples:
+        >>> def score(model):
+        ...     return model.evaluate(x_val, y_val, verbose=0)[1]
+        >>> files = sorted(pathlib.Path("run").glob("*.weights.h5"))
+        >>> ksm.training.greedy_soup(model, files, score)
+        Soup(chosen=(4, 2, 4), scores=(0.81, 0.824, 0.826), alone=(0.75, ..., 0.81))
     """
     check_whole_numbers(1, max_size=max_size)
     _check_model(model)

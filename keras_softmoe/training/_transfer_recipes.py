@@ -89,11 +89,12 @@ def finetuning(
 
     Source: V-MoE, section 3.5, appendices B.4, C.4 and E.5, tables 5, 7 and 8.
 
-    Example:
-
-    >>> recipe = ksm.training.finetuning(num_classes=10, steps=2_500)
-    >>> recipe.compile(classifier)
-    >>> classifier.fit(recipe.training_data((images, labels)), **recipe.fit_arguments)
+    Examples:
+        >>> recipe = ksm.training.finetuning(num_classes=10, steps=2_500)
+        >>> recipe.compile(classifier)
+        >>> classifier.fit(
+        ...     recipe.training_data((images, labels)), **recipe.fit_arguments
+        ... )
     """
     if warmup_steps is None:
         warmup_steps = min(500, steps // 5)
@@ -144,11 +145,12 @@ def vtab(num_classes, peak_learning_rate=0.001, batch_size=512, **kwargs):
 
     Source: V-MoE, section 3.5, appendices B.1 and B.4, tables 1 and 7.
 
-    Example:
-
-    >>> recipe = ksm.training.vtab(num_classes=102)
-    >>> recipe.compile(classifier)
-    >>> classifier.fit(recipe.training_data((images, labels)), **recipe.fit_arguments)
+    Examples:
+        >>> recipe = ksm.training.vtab(num_classes=102)
+        >>> recipe.compile(classifier)
+        >>> classifier.fit(
+        ...     recipe.training_data((images, labels)), **recipe.fit_arguments
+        ... )
     """
     return finetuning(
         num_classes,
