@@ -8,12 +8,14 @@ in `models`: `distribution` serves models that never load KerasHub.)
 import contextlib
 import contextvars
 import functools
+import gc
 import itertools
 import re
 import sys
 
 import keras
 import numpy as np
+from keras.src.backend import compute_output_spec
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
@@ -136,6 +138,26 @@ def is_quantized_under(filters, layer):
     return should_quantize_layer(layer, filters)
 
 
+@contextlib.contextmanager
+def quick_garbage_collection():
+    """Scope in which to remove a variable does not search all objects of the program.
+
+    Keras collects garbage whenever a layer gives a variable up, which takes a second
+    where other libraries have made millions of objects. In the scope it looks at those
+    alone that are made in it.
+    Would be replaced by: one collection for a model, after its last layer.
+    """
+    if gc.get_freeze_count():
+        # The user keeps objects out of collections: to thaw ours would thaw those.
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 # === `fit`, `evaluate` and `predict` ===
 
 
@@ -160,9 +182,57 @@ def wrap_compilation(cls, around):
 def _wrapped(make_function, step, around):
     @functools.wraps(make_function)
     def make(self, force=False):
-        return around(self, step, lambda again: make_function(self, force or again))
+        def make_step(again):
+            before = getattr(self, f"{step}_function")
+            made = make_function(self, force or again)
+            if step != "predict" and getattr(self, f"{step}_function") is not before:
+                _trace_once(self, step)
+            return made
+
+        return around(self, step, make_step)
 
     return make
+
+
+def _trace_once(model, step):
+    """Let the next call of a compiled step be traced once, on TensorFlow.
+
+    A step that makes variables, those of the optimizer and of the metrics, is traced a
+    second time without them. On the other backends Keras makes them beforehand.
+    Would be replaced by: the same in `keras.Model.fit` on TensorFlow.
+
+    Args:
+        model: `keras.Model` whose function of the step is made.
+        step: `"train"` or `"test"`.
+    """
+    if keras.backend.backend() != "tensorflow" or model.run_eagerly:
+        return
+    name = f"{step}_function"
+    run = getattr(model, name)
+
+    def prepare_and_run(iterator):
+        setattr(model, name, run)
+        if step == "train":
+            model.optimizer.build(model.trainable_variables)
+        # Batches that are no `tf.data` have no specification: two traces are right too.
+        if hasattr(iterator, "element_spec") and not has_metrics(model):
+            _make_metrics_of(model, iterator.element_spec)
+        return run(iterator)
+
+    setattr(model, name, prepare_and_run)
+
+
+def _make_metrics_of(model, batch):
+    """As `make_metrics`, for a functional model, which knows its outputs."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(
+        keras.tree.map_structure(
+            lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), batch
+        )
+    )
+    with contextlib.suppress(RuntimeError, TypeError, ValueError):
+        compute_output_spec(
+            model.compute_metrics, x, y, model.output, sample_weight=sample_weight
+        )
 
 
 def map_predictions(model, function):

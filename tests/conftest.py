@@ -17,7 +17,7 @@ RUNS_ON = {
     "analysis/test_information.py": ("torch",),
     "analysis/test_maps.py": ("torch",),
     "analysis/test_modality_examples.py": ("torch",),
-    "analysis/test_monitor.py": ("jax",),
+    "analysis/test_monitor.py": ("torch",),
     "analysis/test_plot_*.py": ("torch",),
     "analysis/test_report*.py": ("torch",),
     "analysis/test_streaming.py": ("torch",),

@@ -9,6 +9,7 @@ from keras_softmoe.keras_adapter import (
     flatten_layers,
     forget_adapted_layers,
     is_quantized_under,
+    quick_garbage_collection,
 )
 from keras_softmoe.layers import ExpertBank
 from keras_softmoe.layers.lora import merge_lora as merge_lora_of_layer
@@ -41,8 +42,9 @@ def merge_lora(model):
     """
     layers = flatten_layers(model)
     adapted = [layer for layer in layers if _has_factors(layer)]
-    for layer in adapted:
-        merge_lora_of_layer(layer)
+    with quick_garbage_collection():
+        for layer in adapted:
+            merge_lora_of_layer(layer)
     for layer in layers:
         forget_adapted_layers(layer)
         if adapted and isinstance(layer, keras.Model):
@@ -81,7 +83,8 @@ def quantizable(cls):
         for layer in flatten_layers(self):
             if isinstance(layer, ExpertBank) and is_quantized_under(filters, layer):
                 layer.check_quantization(mode, config)
-        return quantize(self, mode, config=config, filters=filters, **kwargs)
+        with quick_garbage_collection():
+            return quantize(self, mode, config=config, filters=filters, **kwargs)
 
     cls.quantize = checked
     return cls

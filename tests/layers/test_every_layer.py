@@ -61,8 +61,10 @@ EXPERT_WEIGHTS = MLP_WEIGHTS = 4
 BLOCK_WEIGHTS = 8 + 4
 
 
-@pytest.mark.parametrize("group_images", [1, 2])
-@pytest.mark.parametrize("name", ["soft", "identity", "softmax_token_choice"])
+@pytest.mark.parametrize(
+    ("name", "group_images"),
+    [("soft", 1), ("identity", 1), ("softmax_token_choice", 2)],
+)
 def test_moe(name, group_images):
     router, num_weights, num_seeds, num_losses = ROUTERS[name]
 

@@ -21,8 +21,10 @@ def runs(model):
     }
 
 
-@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
-@pytest.mark.parametrize("compiled_before", [True, False])
+@pytest.mark.parametrize(
+    ("method", "compiled_before"),
+    [("fit", True), ("evaluate", False), ("predict", True), ("predict", False)],
+)
 def test_a_compiled_run_is_refused_where_decisions_are_recorded(
     method, compiled_before
 ):
