@@ -1,6 +1,6 @@
 # make install   .venv with the library (editable) and all that the tests need
 # make demo      the main job on real images; backend from KERAS_BACKEND, JAX if unset
-# make test      lint and site, then the whole suite on each backend in its own process
+# make test      lint, then the whole suite on each backend in its own process
 # make docs      the site, into build/site; a warning is an error
 # make bench     layers and models beside their rivals on each backend, and tables of it
 # make torture   a hostile campaign on each backend, and a table of what it found
@@ -53,14 +53,14 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml
 	test -x $(VENV)/python || $(PYTHON) -m venv .venv
 	$(VENV)/python -m pip install --quiet "$(TORCH)"
-	$(VENV)/python -m pip install --quiet --editable ".[test,dev,docs]"
+	$(VENV)/python -m pip install --quiet --editable ".[test,dev]"
 	touch $@
 
 demo: install
 	KERAS_BACKEND=$${KERAS_BACKEND:-jax} $(VENV)/python guides/demo.py
 
 # Each suite prints its log when it ends; all closing lines come last, after a failure too.
-test: lint docs
+test: lint
 	@mkdir -p build && rm -f $(LOGS)
 	@status=0; \
 	$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) $(SUITES) || status=$$?; \
@@ -76,7 +76,7 @@ lint: install
 
 # Pages, figures and search lie in one directory, which needs no server and no network.
 docs: install
-	NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
 
 test-jax torture-jax: export XLA_FLAGS ?= $(shell XLA_FLAGS="$(QUICK_XLA)" $(VENV)/python -c \
     "import jax; jax.numpy.ones(1) + 1" 2> /dev/null && echo "$(QUICK_XLA)")
@@ -101,7 +101,7 @@ bench: install
 	    KERAS_BACKEND=$$backend $(VENV)/python benchmarks/run.py $(BENCH) || exit; \
 	done
 	$(VENV)/python benchmarks/tables.py --output benchmarks/RESULTS.md \
-	    --readme README.md
+	    --page docs/results/speed.md
 
 # Most of an hour. Each backend says what it found; the table comes last, and what failed
 # is in build/torture/.

@@ -49,6 +49,7 @@ RUNS_ON = {
     "test_checks.py": ("torch",),
     "test_files.py": ("torch",),
     "test_package.py": ("jax",),
+    "test_pages.py": ("torch",),
     "test_security.py": ("torch",),
     "test_trained_*.py": ("torch",),
     "training/test_contrastive_recipes.py": ("torch",),

@@ -186,7 +186,7 @@ def _environment(backend, folder, short):
 # Runs a guide. Its output has a separator between its parts of code, and where a figure
 # is saved its path.
 RUN = """
-import ast, sys, types
+import ast, pathlib, sys
 from experiments.pages.guides import _is_text, _runs
 from matplotlib.figure import Figure
 
@@ -195,7 +195,8 @@ save = Figure.savefig
 
 def savefig(self, target, *arguments, **options):
     save(self, target, *arguments, **options)
-    print(f"\\x1d{target}\\x1d", flush=True)
+    if isinstance(target, (str, pathlib.Path)):
+        print(f"\\x1d{target}\\x1d", flush=True)
 
 Figure.savefig = savefig
 source = open(path, encoding="utf-8").read()
