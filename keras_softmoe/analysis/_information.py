@@ -81,8 +81,8 @@ def expert_information(
     to 32); the measure is ours.
 
     Examples:
-        >>> found = ksm.analysis.expert_information(classifier, images, labels)
-        >>> found[5].position_share, found[5].label_share
+        >>> found = ksm.analysis.expert_information(sparse, images, labels)
+        >>> {block: (x.position_share, x.label_share) for block, x in found.items()}
     """
     if labels is not None:
         check_labels(len(images), labels)
@@ -102,6 +102,10 @@ class InformationReducer:
     Raises:
         ValueError: if the model is dense, or, at the end, if images and labels differ
             in number.
+
+    Examples:
+        >>> reducer = ksm.analysis.InformationReducer(sparse, labels)
+        >>> (found,) = ksm.analysis.observe(sparse, images, [reducer])
     """
 
     def __init__(self, model, labels=None):

@@ -51,9 +51,8 @@ def expert_load(model, data, batch_size=64, preprocessor=None, verbose=1):
     Source: V-MoE, section 5; Soft MoE, appendices B and H.
 
     Examples:
-        >>> load = ksm.analysis.expert_load(model, images)
+        >>> load = ksm.analysis.expert_load(sparse, images)
         >>> {block: x.imbalance for block, x in load.items()}
-        {'moe': 1.31, 'moe_1': 1.08}
     """
     reducers = [LoadReducer()]
     (found,) = observe(model, data, reducers, batch_size, preprocessor, verbose)
@@ -61,7 +60,11 @@ def expert_load(model, data, batch_size=64, preprocessor=None, verbose=1):
 
 
 class LoadReducer:
-    """Reducer to a dict from each block to its `ExpertLoad`, see `observe`."""
+    """Reducer to a dict from each block to its `ExpertLoad`, see `observe`.
+
+    Examples:
+        >>> (load,) = ksm.analysis.observe(sparse, images, [ksm.analysis.LoadReducer()])
+    """
 
     def __init__(self):
         # Groups, tokens, load and dropped tokens of each block.

@@ -62,9 +62,9 @@ def routing_maps(model, images, layer=None, preprocessor=None):
     Source: Soft MoE, section 2.1 (dispatch and combine weights); V-MoE, section 5.
 
     Examples:
-        >>> maps = ksm.analysis.routing_maps(classifier, images)
+        >>> maps = ksm.analysis.routing_maps(soft, images)
         >>> maps.dispatch.shape
-        (4, 8, 8, 16, 4)
+        (8, 8, 8, 16, 4)
     """
     backbone, _ = backbone_of(model)
     layer = check_block(backbone, layer)
@@ -95,6 +95,7 @@ def main_experts(maps):
         `(B, rows, columns)` int array; -1 where no expert takes the patch.
 
     Examples:
+        >>> maps = ksm.analysis.routing_maps(sparse, images)
         >>> experts = ksm.analysis.main_experts(maps)
         >>> (experts < 0).mean()  # share of dropped patches
     """

@@ -100,9 +100,8 @@ def expert_examples(
     Source: LIMoE, appendix F.2 (figures 23 to 25).
 
     Examples:
-        >>> examples = ksm.analysis.expert_examples(model, images, captions, layer=3)
-        >>> examples.words[5]
-        ['▁red', '▁green', '▁blue']
+        >>> examples = ksm.analysis.expert_examples(limoe, scenes, captions, layer=3)
+        >>> examples.words[5]  # for example ['▁red', '▁green', '▁blue']
     """
     pairs = Pairs(model, images, captions, preprocessor)
     reducer = ExampleReducer(pairs, layer, num_patches, num_words)
@@ -190,9 +189,8 @@ def pair_routing(model, image, caption, layer=None, preprocessor=None):
     Source: LIMoE, appendix F.3 (figures 26 to 29).
 
     Examples:
-        >>> routing = ksm.analysis.pair_routing(model, image, "a red circle", layer=3)
+        >>> routing = ksm.analysis.pair_routing(limoe, scenes[0], captions[0], layer=3)
         >>> routing.word_experts[:3]
-        array([5, 5, 0])
     """
     captions = [caption] if isinstance(caption, str) else np.asarray(caption)[None]
     pairs = Pairs(model, np.asarray(image)[None], captions, preprocessor)

@@ -41,10 +41,10 @@ class RoutingMonitor(keras.callbacks.Callback):
     Source: Soft MoE, appendix E (figures 13 and 14).
 
     Examples:
-        >>> monitor = ksm.analysis.RoutingMonitor(images[:256])
-        >>> history = classifier.fit(images, labels, epochs=3, callbacks=[monitor])
-        >>> history.history["dispatch_sharpness_5"]
-        [1.3, 1.9, 4.2]
+        >>> monitor = ksm.analysis.RoutingMonitor(images)
+        >>> soft.compile("sgd")
+        >>> history = soft.fit(images, labels, epochs=2, callbacks=[monitor])
+        >>> [name for name in history.history if "sharpness" in name]
     """
 
     def __init__(self, data, batch_size=64, preprocessor=None):
@@ -107,10 +107,10 @@ class UsageMonitor(keras.callbacks.Callback):
     routed as outside of training, without noise.
 
     Examples:
-        >>> monitor = ksm.analysis.UsageMonitor(images[:256], captions[:256])
-        >>> model.fit(images, captions, epochs=10, callbacks=[monitor])
+        >>> monitor = ksm.analysis.UsageMonitor(scenes, captions, every=1)
+        >>> limoe.fit(scenes, captions, epochs=1, callbacks=[monitor])
         >>> pruned = ksm.models.prune_experts(
-        ...     model, monitor.usage("text"), num_experts=4
+        ...     limoe, monitor.usage("text"), num_experts=4
         ... )
     """
 

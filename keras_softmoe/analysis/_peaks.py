@@ -79,14 +79,24 @@ def peak_sweep(
     Examples:
         >>> def trained(width, normalize, seed):
         ...     keras.utils.set_random_seed(seed)
-        ...     model = classifier(
-        ...         width, ksm.routers.SoftRouter(16, normalize=normalize)
+        ...     router = ksm.routers.SoftRouter(4, normalize=normalize)
+        ...     backbone = ksm.models.ViTMoEBackbone(
+        ...         (32, 32, 3),
+        ...         16,
+        ...         num_layers=1,
+        ...         num_heads=2,
+        ...         hidden_dim=width,
+        ...         mlp_dim=width,
+        ...         moe_layers=(0,),
+        ...         router=router,
         ...     )
-        ...     model.fit(images, labels)
-        ...     return model
-        >>> sweep = ksm.analysis.peak_sweep(trained, (64, 256, 1024), images)
-        >>> sweep.dispatch.mean(axis=(2, 3))
-        array([[0.04, 0.04, 0.05], [0.05, 0.11, 0.38]])
+        ...     # model.fit(...) comes here
+        ...     return backbone
+        >>> sweep = ksm.analysis.peak_sweep(
+        ...     trained, (8, 16), images / 127.5 - 1, seeds=1
+        ... )
+        >>> sweep.dispatch.mean(axis=(2, 3)).shape
+        (2, 2)
     """
     values, normalize = np.asarray(values), np.asarray(normalize, bool)
     shape = (normalize.size, values.size, seeds)

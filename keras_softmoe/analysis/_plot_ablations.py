@@ -37,7 +37,7 @@ def plot_random_routers(*ablations):
     Examples:
         >>> ablations = [
         ...     ksm.evaluation.random_routers(
-        ...         classifier, test, seeds=5, control=control
+        ...         sparse, (images, labels), seeds=1, control=control
         ...     )
         ...     for control in ("noise", "permuted")
         ... ]
@@ -114,8 +114,14 @@ def plot_pruning(curves, metric="metric"):
     Source: LIMoE, appendix E.4 (figure 14: both ways; figure 15: text and images).
 
     Examples:
-        >>> curve = ksm.evaluation.pruning_curve(model, usage, accuracy)
-        >>> figure = ksm.analysis.plot_pruning(curve, "zero-shot accuracy")
+        >>> def spread(encoder):
+        ...     return float(encoder.encode_text(captions).std())
+        >>> statistics = ksm.analysis.modality_statistics(limoe, captions=captions)
+        >>> usage = {block: s.routed["text"] for block, s in statistics.items()}
+        >>> curve = ksm.evaluation.pruning_curve(
+        ...     limoe, usage, spread, num_experts=(4, 8)
+        ... )
+        >>> figure = ksm.analysis.plot_pruning(curve, "spread of text embeddings")
     """
     drawing.import_matplotlib()
     named = curves if isinstance(curves, dict) else {None: curves}

@@ -41,13 +41,8 @@ def plot_experts_in_use(by_threshold, share=0.9):
     Source: LIMoE, appendix B.2 (figure 10).
 
     Examples:
-        >>> statistics = {
-        ...     S: [
-        ...         ksm.analysis.modality_statistics(m, images, captions)
-        ...         for m in models
-        ...     ]
-        ...     for S, models in models_by_threshold.items()
-        ... }
+        >>> found = ksm.analysis.modality_statistics(limoe, scenes, captions)
+        >>> statistics = {4: [found], 9: [found]}  # soft minimum of experts: its models
         >>> figure = ksm.analysis.plot_experts_in_use(statistics)
     """
     drawing.import_matplotlib()
@@ -83,7 +78,8 @@ def plot_routing_entropy(by_threshold):
     Source: LIMoE, appendix B.2 (figure 9).
 
     Examples:
-        >>> figure = ksm.analysis.plot_routing_entropy(statistics_by_threshold)
+        >>> found = ksm.analysis.modality_statistics(limoe, scenes, captions)
+        >>> figure = ksm.analysis.plot_routing_entropy({4: [found], 9: [found]})
     """
     drawing.import_matplotlib()
     measures = {
@@ -129,7 +125,21 @@ def plot_peaks(sweep, x="width of the model", score="score"):
     Source: Soft MoE, appendix E (figures 13 and 14).
 
     Examples:
-        >>> sweep = ksm.analysis.peak_sweep(trained, (64, 256, 1024), images)
+        >>> def untrained(width, normalize, seed):
+        ...     router = ksm.routers.SoftRouter(4, normalize=normalize)
+        ...     return ksm.models.ViTMoEBackbone(
+        ...         (32, 32, 3),
+        ...         16,
+        ...         num_layers=1,
+        ...         num_heads=2,
+        ...         hidden_dim=width,
+        ...         mlp_dim=width,
+        ...         moe_layers=(0,),
+        ...         router=router,
+        ...     )
+        >>> sweep = ksm.analysis.peak_sweep(
+        ...     untrained, (8, 16), images / 127.5 - 1, seeds=1
+        ... )
         >>> figure = ksm.analysis.plot_peaks(sweep)
     """
     drawing.import_matplotlib()

@@ -46,7 +46,7 @@ def plot_discarded_patches(
 
     Examples:
         >>> figure = ksm.analysis.plot_discarded_patches(
-        ...     classifier, images[:4], capacity_factors=(1.0, 0.25), priority="max"
+        ...     sparse, images[:2], capacity_factors=(1.0, 0.25), priority="max"
         ... )
         >>> figure.savefig("discarded.png")
     """
@@ -107,10 +107,7 @@ def plot_dropped_tokens(statistics_by_num_experts):
     Source: Soft MoE, appendix B (figures 8 to 11).
 
     Examples:
-        >>> statistics = {
-        ...     model.router.num_experts: ksm.analysis.routing_statistics(model, images)
-        ...     for model in (with_8_experts, with_16_experts, with_32_experts)
-        ... }
+        >>> statistics = {16: ksm.analysis.routing_statistics(sparse, images)}
         >>> figure = ksm.analysis.plot_dropped_tokens(statistics)
     """
     drawing.import_matplotlib()

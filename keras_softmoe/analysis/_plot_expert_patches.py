@@ -67,7 +67,7 @@ def plot_expert_patches(
     Source: the same for a LIMoE is in its appendix F.2 (figures 23 to 25).
 
     Examples:
-        >>> figure = ksm.analysis.plot_expert_patches(classifier, images, layer=5)
+        >>> figure = ksm.analysis.plot_expert_patches(sparse, images, layer=3)
         >>> figure.savefig("patches.png")
     """
     drawing.import_matplotlib()

@@ -51,7 +51,7 @@ def plot_experts_by_class(statistics, class_names=None, layers=None, sort=True):
     Source: V-MoE, section 5 and appendix E.2 (figures 7 and 29).
 
     Examples:
-        >>> statistics = ksm.analysis.routing_statistics(classifier, images, labels)
+        >>> statistics = ksm.analysis.routing_statistics(sparse, images, labels)
         >>> figure = ksm.analysis.plot_experts_by_class(statistics)
     """
     figure, panels = drawing.block_panels(
@@ -113,7 +113,7 @@ def plot_experts_by_position(statistics, layers=None, patch_grid=None, sort=True
     Source: V-MoE, appendix E.2 (figure 30).
 
     Examples:
-        >>> statistics = ksm.analysis.routing_statistics(classifier, images)
+        >>> statistics = ksm.analysis.routing_statistics(sparse, images)
         >>> figure = ksm.analysis.plot_experts_by_position(statistics)
     """
     blocks = drawing.chosen_blocks(statistics, layers, RoutingStatistics)
@@ -161,7 +161,7 @@ def plot_slot_correlation(correlations, layers=None):
     Source: Soft MoE, appendix I (figures 28 to 30).
 
     Examples:
-        >>> correlation = ksm.analysis.slot_correlation(classifier)
+        >>> correlation = ksm.analysis.slot_correlation(soft)
         >>> figure = ksm.analysis.plot_slot_correlation(correlation)
     """
     figure, panels = drawing.block_panels(

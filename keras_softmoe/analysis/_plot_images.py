@@ -43,7 +43,7 @@ def plot_slots(model, images, layer=None, slots=6, preprocessor=None):
     Source: Soft MoE, figure 25 ("Visual inspection").
 
     Examples:
-        >>> figure = ksm.analysis.plot_slots(classifier, images[:4])
+        >>> figure = ksm.analysis.plot_slots(soft, images[:2])
         >>> figure.savefig("slots.png")
     """
     matplotlib = drawing.import_matplotlib()
@@ -109,7 +109,7 @@ def plot_experts(model, images, layer=None, preprocessor=None):
     Source: V-MoE, section 5 and appendix D (dropped patches).
 
     Examples:
-        >>> figure = ksm.analysis.plot_experts(classifier, images[:6])
+        >>> figure = ksm.analysis.plot_experts(sparse, images[:2])
         >>> figure.savefig("experts.png")
     """
     drawing.import_matplotlib()

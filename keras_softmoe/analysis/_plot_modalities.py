@@ -36,7 +36,7 @@ def plot_modality_load(statistics, layers=None):
     Source: LIMoE, appendices F.1 (figures 17 to 22) and G (figure 39).
 
     Examples:
-        >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
+        >>> statistics = ksm.analysis.modality_statistics(limoe, scenes, captions)
         >>> figure = ksm.analysis.plot_modality_load(statistics)
     """
     matplotlib = drawing.import_matplotlib()
@@ -98,7 +98,7 @@ def plot_routing_confidence(statistics, layers=None):
     Source: LIMoE, appendix G (figure 38).
 
     Examples:
-        >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
+        >>> statistics = ksm.analysis.modality_statistics(limoe, scenes, captions)
         >>> figure = ksm.analysis.plot_routing_confidence(statistics)
     """
     blocks = drawing.chosen_blocks(statistics, layers, ModalityStatistics)
@@ -165,7 +165,7 @@ def plot_coverage(statistics, layers=None, share=0.9):
     Source: LIMoE, appendices E.4 (figure 13) and B.2 (figure 10, the experts needed).
 
     Examples:
-        >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
+        >>> statistics = ksm.analysis.modality_statistics(limoe, scenes, captions)
         >>> figure = ksm.analysis.plot_coverage(statistics)
     """
     blocks = drawing.chosen_blocks(statistics, layers, ModalityStatistics)

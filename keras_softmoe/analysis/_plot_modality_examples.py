@@ -40,7 +40,7 @@ def plot_expert_examples(examples, experts=None):
     Source: LIMoE, appendix F.2 (figures 23 to 25).
 
     Examples:
-        >>> examples = ksm.analysis.expert_examples(model, images, captions, layer=3)
+        >>> examples = ksm.analysis.expert_examples(limoe, scenes, captions, layer=3)
         >>> figure = ksm.analysis.plot_expert_examples(examples)
     """
     drawing.import_matplotlib()
@@ -111,7 +111,7 @@ def plot_pair(model, image, caption, layer=None, preprocessor=None):
     Source: LIMoE, appendix F.3 (figures 26 to 29).
 
     Examples:
-        >>> figure = ksm.analysis.plot_pair(model, image, "a red circle", layer=3)
+        >>> figure = ksm.analysis.plot_pair(limoe, scenes[0], captions[0], layer=3)
         >>> figure.savefig("pair.png")
     """
     drawing.import_matplotlib()

@@ -45,7 +45,7 @@ def plot_priorities(statistics, layers=None, experts=None):
     Source: LIMoE, appendix F.5 (figures 32 to 37).
 
     Examples:
-        >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
+        >>> statistics = ksm.analysis.modality_statistics(limoe, scenes, captions)
         >>> figure = ksm.analysis.plot_priorities(statistics)
     """
     blocks = drawing.chosen_blocks(statistics, layers, ModalityStatistics)
@@ -107,7 +107,7 @@ def plot_trajectories(statistics, least=0.02):
     Source: LIMoE, appendix F.4 (figures 30 and 31).
 
     Examples:
-        >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
+        >>> statistics = ksm.analysis.modality_statistics(limoe, scenes, captions)
         >>> figure = ksm.analysis.plot_trajectories(statistics)
     """
     matplotlib = drawing.import_matplotlib()

@@ -42,7 +42,7 @@ def plot_token_weights(statistics, layers=None):
     Source: Soft MoE, section 3.6 and appendix H (figure 24, left).
 
     Examples:
-        >>> statistics = ksm.analysis.soft_statistics(classifier, images)
+        >>> statistics = ksm.analysis.soft_statistics(soft, images)
         >>> figure = ksm.analysis.plot_token_weights(statistics)
     """
     blocks = drawing.chosen_blocks(statistics, layers, SoftStatistics)
@@ -98,7 +98,7 @@ def plot_expert_contributions(statistics, layers=None):
     impact output tokens between 3x and 14x more than others".
 
     Examples:
-        >>> statistics = ksm.analysis.soft_statistics(classifier, images)
+        >>> statistics = ksm.analysis.soft_statistics(soft, images)
         >>> figure = ksm.analysis.plot_expert_contributions(statistics)
     """
     blocks = drawing.chosen_blocks(statistics, layers, SoftStatistics)
@@ -152,7 +152,7 @@ def plot_tokens_per_slot(statistics, layers=None, share=0.9):
     Source: Soft MoE, appendix H (figure 24, right).
 
     Examples:
-        >>> statistics = ksm.analysis.soft_statistics(classifier, images)
+        >>> statistics = ksm.analysis.soft_statistics(soft, images)
         >>> figure = ksm.analysis.plot_tokens_per_slot(statistics)
     """
     figure, panels = drawing.block_panels(
@@ -213,7 +213,7 @@ def plot_concentration(statistics, weights="dispatch", layers=None, levels=BANDS
     Source: Soft MoE, appendix H (figures 26 and 27).
 
     Examples:
-        >>> statistics = ksm.analysis.soft_statistics(classifier, images)
+        >>> statistics = ksm.analysis.soft_statistics(soft, images)
         >>> figure = ksm.analysis.plot_concentration(statistics, "combine")
     """
     drawing.import_matplotlib()

@@ -29,7 +29,7 @@ def plot_expert_load(loads, layers=None):
     Source: V-MoE, section 5; Soft MoE, appendices B and H.
 
     Examples:
-        >>> loads = ksm.analysis.expert_load(model, images)
+        >>> loads = ksm.analysis.expert_load(sparse, images)
         >>> figure = ksm.analysis.plot_expert_load(loads)
     """
     figure, panels = drawing.block_panels(
@@ -70,7 +70,7 @@ def plot_choice_weights(statistics, layers=None):
     Source: V-MoE, appendix E.3 (figure 31).
 
     Examples:
-        >>> statistics = ksm.analysis.routing_statistics(classifier, images)
+        >>> statistics = ksm.analysis.routing_statistics(sparse, images)
         >>> figure = ksm.analysis.plot_choice_weights(statistics)
     """
     figure, panels = drawing.block_panels(
@@ -117,7 +117,7 @@ def plot_experts_per_image(statistics, layers=None):
     Source: V-MoE, appendix E.3 (figure 32).
 
     Examples:
-        >>> statistics = ksm.analysis.routing_statistics(classifier, images)
+        >>> statistics = ksm.analysis.routing_statistics(sparse, images)
         >>> figure = ksm.analysis.plot_experts_per_image(statistics)
     """
     figure, panels = drawing.block_panels(

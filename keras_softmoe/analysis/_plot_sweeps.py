@@ -58,11 +58,11 @@ def plot_sweep(rows, x="capacity_factor", by="priority", baselines=None):
 
     Examples:
         >>> rows = ksm.evaluation.routing_sweep(
-        ...     classifier,
+        ...     sparse,
         ...     (images, labels),
-        ...     seeds=5,
+        ...     seeds=1,
         ...     priority=("max", "position"),
-        ...     capacity_factor=(1.05, 0.5, 0.25),
+        ...     capacity_factor=(1.05, 0.25),
         ... )
         >>> figure = ksm.analysis.plot_sweep(rows)
     """
@@ -148,11 +148,11 @@ def plot_pareto(rows, cost="gflop_per_image", by=None):
 
     Examples:
         >>> rows = ksm.evaluation.routing_sweep(
-        ...     classifier,
+        ...     sparse,
         ...     (images, labels),
-        ...     time_repeats=5,
+        ...     time_repeats=1,
         ...     priority=("max", "position"),
-        ...     capacity_factor=(1.05, 0.5, 0.25),
+        ...     capacity_factor=(1.05, 0.25),
         ... )
         >>> figure = ksm.analysis.plot_pareto(rows, "relative_time", by="priority")
     """

@@ -27,7 +27,9 @@ def plot_tags(statistics, layers=None):
     Source: LIMoE, appendix G.1 (figure 40).
 
     Examples:
-        >>> statistics = ksm.analysis.tag_statistics(model, captions, tagger)
+        >>> def tagger(words):
+        ...     return ["article" if word == "a" else "other" for word in words]
+        >>> statistics = ksm.analysis.tag_statistics(limoe, captions, tagger)
         >>> figure = ksm.analysis.plot_tags(statistics)
     """
     figure, panels = drawing.block_panels(

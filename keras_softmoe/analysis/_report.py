@@ -89,14 +89,13 @@ def routing_report(
     appendices H and I; LIMoE, appendices E, F and G.
 
     Examples:
-        >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
-        >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name)
-        >>> images, labels = ksm.datasets.glyphs(512, image_size=32, seed=1)
-        >>> names = ksm.datasets.GLYPH_CLASSES
         >>> ksm.analysis.routing_report(
-        ...     model, images, "report.html", labels=labels, class_names=names
+        ...     sparse,
+        ...     images,
+        ...     "report.html",
+        ...     labels=labels,
+        ...     class_names=ksm.datasets.GLYPH_CLASSES,
         ... )
-        PosixPath('report.html')
     """
     drawing.import_matplotlib()
     # Where that cannot be, the error comes before the work.

@@ -77,9 +77,8 @@ def slot_correlation(model):
     Source: Soft MoE, appendix I (figures 28 to 30).
 
     Examples:
-        >>> correlation = ksm.analysis.slot_correlation(classifier)
-        >>> correlation[5].within, correlation[5].between
-        (0.97..., -0.05...)
+        >>> correlation = ksm.analysis.slot_correlation(soft)
+        >>> {block: (c.within, c.between) for block, c in correlation.items()}
     """
     backbone, _ = backbone_of(model)
     routers = routers_of(backbone, SoftRouter, weight="mu")

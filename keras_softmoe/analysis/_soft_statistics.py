@@ -161,12 +161,10 @@ def soft_statistics(model, data, batch_size=64, preprocessor=None, verbose=1):
     26 and 27).
 
     Examples:
-        >>> statistics = ksm.analysis.soft_statistics(classifier, images)
-        >>> s = statistics[5]
+        >>> statistics = ksm.analysis.soft_statistics(soft, images)
+        >>> s = statistics[3]
         >>> s.dispatch.needed(0.9), s.combine.needed(0.9)  # of 64 tokens, of 64 slots
-        (57, 52)
         >>> s.expert_contribution.max() / s.expert_contribution.min()
-        1.29...
     """
     reducer = SoftReducer(model)
     (found,) = observe(model, data, [reducer], batch_size, preprocessor, verbose)
@@ -181,6 +179,11 @@ class SoftReducer:
 
     Raises:
         ValueError: if the model has no soft routers or is not built.
+
+    Examples:
+        >>> (found,) = ksm.analysis.observe(
+        ...     soft, images, [ksm.analysis.SoftReducer(soft)]
+        ... )
     """
 
     def __init__(self, model):

@@ -68,7 +68,7 @@ def routing_statistics(
     (dropped tokens).
 
     Examples:
-        >>> statistics = ksm.analysis.routing_statistics(classifier, images, labels)
+        >>> statistics = ksm.analysis.routing_statistics(sparse, images, labels)
         >>> {layer: s.dropped for layer, s in statistics.items()}
     """
     reducer = RoutingReducer(model, labels)
@@ -89,6 +89,10 @@ class RoutingReducer:
     Raises:
         ValueError: if the model is dense, or, at the end, if images and labels differ
             in number.
+
+    Examples:
+        >>> reducer = ksm.analysis.RoutingReducer(sparse, labels)
+        >>> (statistics,) = ksm.analysis.observe(sparse, images, [reducer])
     """
 
     def __init__(self, model, labels=None):

@@ -96,12 +96,12 @@ def observe(model, data, reducers, batch_size=64, preprocessor=None, verbose=1):
             they are not what the model takes.
 
     Examples:
-        >>> load, soft = ksm.analysis.observe(
-        ...     classifier,
+        >>> load, found = ksm.analysis.observe(
+        ...     soft,
         ...     images,
-        ...     [ksm.analysis.LoadReducer(), ksm.analysis.SoftReducer(classifier)],
+        ...     [ksm.analysis.LoadReducer(), ksm.analysis.SoftReducer(soft)],
         ... )
-        >>> load[5].imbalance, soft[5].dispatch_peak
+        >>> load[3].imbalance, found[3].dispatch_peak
     """
     backbone, _ = backbone_of(model)
     routers = routers_of(backbone)

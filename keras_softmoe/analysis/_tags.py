@@ -76,10 +76,9 @@ def tag_statistics(
 
     Examples:
         >>> def tagger(words):
-        ...     return ["color" if word in colors else "other" for word in words]
-        >>> statistics = ksm.analysis.tag_statistics(model, captions, tagger)
+        ...     return ["article" if word == "a" else "other" for word in words]
+        >>> statistics = ksm.analysis.tag_statistics(limoe, captions, tagger)
         >>> statistics[3].tags, statistics[3].share[:, 0]
-        (('other', 'color', 'padding'), array([0.02, 0.97, 0.01]))
     """
     pairs = Pairs(model, images, captions, preprocessor)
     if pairs.tokenizer is None or captions is None:

@@ -50,6 +50,10 @@ class Preset(NamedTuple):
         accuracy: dict from data set to accuracy, from 0 to 1: the published one, of a
             preset that was trained here the measured one. Empty if there is none; how
             it was measured is in the card.
+
+    Examples:
+        >>> preset = ksm.presets.describe("soft_moe_tiny_patch4_16e_32_glyphs")
+        >>> preset.kind, preset.parameters
     """
 
     name: str
@@ -88,6 +92,10 @@ def describe(name):
     Raises:
         ValueError: if the name is unknown (the message offers the nearest ones) or its
             metadata is damaged.
+
+    Examples:
+        >>> ksm.presets.describe("vmoe_small_patch32_last2_32e_224").kind
+        'architecture'
     """
     path = _directory(name)
     about = _metadata(path, name)
@@ -125,7 +133,9 @@ def write(name, directory):
 
     Examples:
         >>> ksm.presets.write("vit_base_patch16_224", "my_vit")
-        >>> model = keras_hub.models.Backbone.from_preset("my_vit", load_weights=False)
+        >>> model = ksm.models.ViTMoEBackbone.from_preset(
+        ...     "my_vit", load_weights=False, num_layers=1
+        ... )
     """
     path = _directory(name)
     if path is not None:

@@ -50,6 +50,12 @@ class Checkpoint(collections.abc.Mapping):
         dtypes: dict from name to dtype.
         settings: dict of arguments of a backbone that its parameters do not tell, but
             the format or a file beside it does.
+
+    Examples:
+        >>> checkpoint = ksm.converters.read_checkpoint("vmoe_tiny/ckpt")
+        >>> checkpoint["head/kernel"].shape
+        (16, 10)
+        >>> head = checkpoint.below("head/")
     """
 
     def __init__(self, arrays, settings=None):
@@ -136,9 +142,9 @@ def read_checkpoint(prefix):
     Source: V-MoE's released code (format of its checkpoints, version 20220622).
 
     Examples:
-        >>> checkpoint = ksm.converters.read_checkpoint("vmoe/ckpt")
+        >>> checkpoint = ksm.converters.read_checkpoint("vmoe_tiny/ckpt")
         >>> checkpoint.shapes["head/kernel"]
-        (768, 1000)
+        (16, 10)
         >>> kernel = checkpoint["head/kernel"]
     """
     prefix = os.fspath(prefix)

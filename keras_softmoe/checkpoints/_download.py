@@ -37,7 +37,8 @@ def download_checkpoint(prefix, folder, verbose=1):
 
     Examples:
         >>> url = "gs://vmoe_checkpoints/vmoe_s32_last2_ilsvrc2012_randaug_light1"
-        >>> checkpoint = ksm.converters.read_checkpoint(download_checkpoint(url, "."))
+        >>> prefix = ksm.converters.download_checkpoint(url, "downloads")
+        >>> checkpoint = ksm.converters.read_checkpoint(prefix)
     """
     copy = str(Path(folder, prefix.rpartition("/")[2]))
     if is_one_file(prefix):

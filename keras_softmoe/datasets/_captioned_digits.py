@@ -87,9 +87,7 @@ def captioned_digits(image_size=32, split="all", seed=0):
         The images: see `digits`.
 
     Examples:
-        ```python
-        images, captions, labels = captioned_digits(image_size=32, split="train")
-        ```
+        >>> images, captions, labels = ksm.datasets.captioned_digits(split="train")
     """
     images, labels = digits(image_size, split, seed)
     everything = labels if split == "all" else digits(8, "all", seed)[1]

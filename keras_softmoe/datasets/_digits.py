@@ -36,9 +36,8 @@ def digits(image_size=32, split="all", seed=0):
         Machine Learning Repository, 1998 (test part), as bundled by scikit-learn.
 
     Examples:
-        ```python
-        images, labels = digits(image_size=32, split="train")
-        ```
+        >>> images, labels = ksm.datasets.digits(image_size=32, split="train")
+        >>> images.shape, labels.shape
     """
     check_whole_numbers(_SIDE, image_size=image_size)
     check_whole_numbers(0, seed=seed)

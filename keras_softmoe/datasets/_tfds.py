@@ -53,10 +53,8 @@ def from_tfds(
             does not offer (image, label) pairs.
 
     Examples:
-        ```python
-        train, test = from_tfds("cifar10", ["train", "test"], 32, 128, shuffle=True)
-        model.fit(train, validation_data=test, shuffle=False)
-        ```
+        >>> train, test = ksm.datasets.from_tfds("cifar10", ["train", "test"], 32, 128)
+        >>> model.fit(train, validation_data=test, shuffle=False)
     """
     check_whole_numbers(
         1, image_size=image_size, batch_size=batch_size, shuffle_buffer=shuffle_buffer

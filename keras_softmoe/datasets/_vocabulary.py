@@ -40,13 +40,10 @@ def train_vocabulary(captions, vocabulary_size=400):
         Text-to-Text Transformer", 2020, for the special pieces.
 
     Examples:
-        ```python
-        proto = train_vocabulary(captioned_shapes(20_000).captions)
-        tokenizer = keras_hub.tokenizers.SentencePieceTokenizer(
-            proto, sequence_length=16
-        )
-        tokenizer(["a red circle"])
-        ```
+        >>> captions = ksm.datasets.captioned_shapes(2_000).captions
+        >>> proto = ksm.datasets.train_vocabulary(captions, vocabulary_size=100)
+        >>> tokenizer = ksm.models.LIMoETokenizer(proto)
+        >>> tokenizer(["a red circle"])
     """
     check_whole_numbers(1, vocabulary_size=vocabulary_size)
     captions = _checked(captions)

@@ -138,10 +138,11 @@ def audit(model, distribution=None):
             built.
 
     Examples:
-        >>> distribution = ksm.distribution.expert_parallel()
-        >>> keras.distribution.set_distribution(distribution)
-        >>> model = make_model()
-        >>> print(ksm.distribution.audit(model))
+        >>> with ksm.distribution.expert_parallel(devices=["cpu:0"]).scope():
+        ...     model = ksm.models.ViTMoEBackbone.from_preset(
+        ...         "soft_moe_tiny_patch4_16e_32_glyphs"
+        ...     )
+        ...     print(ksm.distribution.audit(model))
     """
     if not isinstance(model, keras.Layer) or not model.built:
         raise ValueError(

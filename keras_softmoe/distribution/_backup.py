@@ -90,8 +90,9 @@ class Backup(keras.callbacks.Callback):
     zero within the epoch, with a warning.
 
     Examples:
+        >>> classifier.compile("sgd")
         >>> backup = ksm.distribution.Backup("runs/1/backup", every=500)
-        >>> model.fit(dataset, epochs=30, callbacks=[backup])
+        >>> classifier.fit(images, labels, epochs=1, callbacks=[backup])
     """
 
     def __init__(self, directory, every=None, one_stream=False, delete=True):

@@ -143,7 +143,7 @@ def layout_map(device_mesh, shard_dense=False, layouts=None):
         ValueError: if a rule is not as said, or names axes that the mesh has not.
 
     Examples:
-        >>> mesh = keras.distribution.DeviceMesh((8,), ["batch"])
+        >>> mesh = keras.distribution.DeviceMesh((1,), ["batch"], ["cpu:0"])
         >>> layouts = ksm.distribution.layout_map(mesh)
         >>> layouts["block_1/moe/experts/output_dense/kernel"].axes
         ('batch', None, None)

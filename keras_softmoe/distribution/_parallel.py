@@ -95,13 +95,14 @@ def expert_parallel(
     on distributed training; GShard (Lepikhin et al. 2020), section 3.
 
     Examples:
+        >>> # On a machine without accelerators:
         >>> # XLA_FLAGS=--xla_force_host_platform_device_count=8 KERAS_BACKEND=jax
         >>> distribution = ksm.distribution.expert_parallel()
-        >>> keras.distribution.set_distribution(distribution)
-        >>> model = ksm.models.ViTMoEBackbone.from_preset(
-        ...     "soft_moe_tiny_patch4_16e_32_glyphs"
-        ... )
-        >>> print(ksm.distribution.audit(model))
+        >>> with distribution.scope():
+        ...     model = ksm.models.ViTMoEBackbone.from_preset(
+        ...         "soft_moe_tiny_patch4_16e_32_glyphs"
+        ...     )
+        ...     print(ksm.distribution.audit(model))
     """
     check_backend("Sharding experts over devices")
     devices = check_devices(devices)
@@ -138,8 +139,9 @@ def data_parallel(devices=None, auto_shard_dataset=True):
 
     Examples:
         >>> with ksm.distribution.data_parallel().scope():
-        ...     model = make_model()
-        ...     model.fit(dataset)
+        ...     model = ksm.models.ViTMoEBackbone.from_preset(
+        ...         "vit_tiny_patch4_32_glyphs"
+        ...     )
     """
     check_backend("Training replicas through `keras.distribution`")
     devices = check_devices(devices)

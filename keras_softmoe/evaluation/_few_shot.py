@@ -159,16 +159,13 @@ def few_shot_probe(
     Source: V-MoE, section 3.4; Soft MoE, section 3.
 
     Examples:
-        ```python
-        converter = ksm.models.ViTMoEImageConverter.from_preset(name)
-        result = ksm.evaluation.few_shot_probe(
-            backbone, (x_train, y_train), (x_test, y_test), preprocessor=converter
-        )
-        print(result)
-        pixels = ksm.evaluation.few_shot_probe(
-            None, (x_train, y_train), (x_test, y_test)
-        )
-        ```
+        >>> digits = [ksm.datasets.digits(split=split) for split in ("train", "test")]
+        >>> few = [(x[:64], y[:64]) for x, y in digits]
+        >>> print(ksm.evaluation.few_shot_probe(sparse, *few, shots=(1, 2)))
+
+        Raw pixels, to compare with:
+
+        >>> pixels = ksm.evaluation.few_shot_probe(None, *few, shots=(1, 2))
     """
     shots = _integers("shots", shots, minimum=1)
     check_whole_numbers(1, batch_size=batch_size)

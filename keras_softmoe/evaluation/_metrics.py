@@ -37,10 +37,9 @@ class PrecisionAt1(keras.metrics.Mean):
 
     Examples:
         >>> metric = ksm.evaluation.PrecisionAt1()
-        >>> labels = [[1, 0, 1], [0, 1, 0]]
-        >>> metric(labels, [[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])
+        >>> truth = np.array([[1, 0, 1], [0, 1, 0]])
+        >>> float(metric(truth, np.array([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])))
         0.5
-        >>> model.compile(loss="binary_crossentropy", metrics=[metric])
     """
 
     def __init__(self, name="precision_at_1", dtype=None):

@@ -69,7 +69,7 @@ def random_routers(
     not for its kernel.
 
     Examples:
-        >>> ablation = ksm.evaluation.random_routers(classifier, (images, labels))
+        >>> ablation = ksm.evaluation.random_routers(sparse, (images, labels), seeds=1)
         >>> {layer: a.mean() for layer, a in ablation.single.items()}
     """
     check_choice("control", control, tuple(_CONTROLS))

@@ -69,11 +69,10 @@ def retrieval(
     or more). The paper does not speak of ties.
 
     Examples:
-        >>> result = ksm.evaluation.retrieval(
-        ...     model.encode_image(x), model.encode_text(t)
+        >>> found = ksm.evaluation.retrieval(
+        ...     limoe.encode_image(scenes), limoe.encode_text(captions)
         ... )
-        >>> result.image_to_text[1], result.text_to_image[1]
-        (0.81, 0.79)
+        >>> found.image_to_text[1], found.text_to_image[1]
     """
     images = check_embeddings("image_embeddings", image_embeddings)
     texts = check_embeddings("text_embeddings", text_embeddings)

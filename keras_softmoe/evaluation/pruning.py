@@ -66,6 +66,19 @@ def pruning_curve(
     >>> usage = {block: s.routed["text"] for block, s in statistics.items()}
     >>> curve = ksm.evaluation.pruning_curve(model, usage, accuracy)
     >>> dict(zip(curve.num_experts, curve.values["router_pred"].mean(axis=1)))
+
+    Examples:
+        >>> names = ["red circle", "blue star"]
+        >>> def accuracy(encoder):
+        ...     classes = ksm.evaluation.class_embeddings(encoder, names, ["a {}"])
+        ...     found = ksm.evaluation.classify(classes, classes, [0, 1])
+        ...     return found.accuracy
+        >>> statistics = ksm.analysis.modality_statistics(limoe, captions=captions)
+        >>> usage = {block: s.routed["text"] for block, s in statistics.items()}
+        >>> curve = ksm.evaluation.pruning_curve(
+        ...     limoe, usage, accuracy, num_experts=(4, 8)
+        ... )
+        >>> dict(zip(curve.num_experts, curve.values["router_pred"].mean(axis=1)))
     """
     # On first use, since `models` imports KerasHub.
     from keras_softmoe.models import prune_experts

@@ -70,11 +70,11 @@ def routing_sweep(
 
     Examples:
         >>> rows = ksm.evaluation.routing_sweep(
-        ...     classifier,
+        ...     sparse,
         ...     (images, labels),
-        ...     seeds=5,
+        ...     seeds=1,
         ...     priority=("max", "position"),
-        ...     capacity_factor=(1.05, 0.5, 0.25),
+        ...     capacity_factor=(1.05, 0.25),
         ... )
         >>> rows[0].settings, rows[0].accuracies.mean(), rows[0].gflop_per_image
         >>> best = ksm.evaluation.pareto_front(rows)
@@ -137,7 +137,7 @@ def pareto_front(rows, cost="gflop_per_image"):
 
     Examples:
         >>> rows = ksm.evaluation.routing_sweep(
-        ...     classifier, (images, labels), capacity_factor=(1.05, 0.5, 0.25)
+        ...     sparse, (images, labels), capacity_factor=(1.05, 0.25)
         ... )
         >>> [row.settings for row in ksm.evaluation.pareto_front(rows)]
     """

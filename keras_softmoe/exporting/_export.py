@@ -119,6 +119,11 @@ def exportable(cls):
 
     Keras' own writes what the backend in use can write, and for PyTorch for one size of
     batch.
+
+    Examples:
+        >>> @ksm.exporting.exportable
+        ... class OwnClassifier(keras.Model):
+        ...     pass  # its `export` writes all formats
     """
     cls.export = functools.wraps(export_model)(
         lambda self, *args, **kwargs: export_model(self, *args, **kwargs)

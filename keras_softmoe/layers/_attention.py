@@ -36,6 +36,11 @@ class Attention(keras.layers.Layer):
 
     Source: Dosovitskiy et al. 2021, appendix A; the normalization: Dehghani et al.
     2023 (ViT-22B), section 2.
+
+    Examples:
+        >>> tokens = np.random.normal(size=(2, 16, 32))
+        >>> ksm.layers.Attention(num_heads=4)(tokens, tokens).shape
+        (2, 16, 32)
     """
 
     def __init__(self, num_heads, use_qk_norm=False, **kwargs):

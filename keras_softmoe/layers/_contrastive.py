@@ -28,6 +28,9 @@ class ContrastiveScale(keras.layers.Layer):
         ValueError: if the scale is not positive.
 
     Source: LIMoE, appendix A (scale); Zhai et al. 2023 (SigLIP), section 3.2 (bias).
+
+    Examples:
+        >>> ksm.layers.ContrastiveScale(scale=10.0)(np.eye(2, dtype="float32"))
     """
 
     def __init__(self, scale=10.0, bias=None, **kwargs):

@@ -55,6 +55,18 @@ class Encoder:
         ValueError: if a size is not a positive integer, the heads do not divide the
             width, or `moe_layers` and `router` do not fit.
         TypeError: if `layers.MoE` has no such setting.
+
+    Examples:
+        >>> encoder = ksm.layers.Encoder(
+        ...     num_layers=2,
+        ...     num_heads=4,
+        ...     hidden_dim=32,
+        ...     mlp_dim=64,
+        ...     moe_layers=(1,),
+        ...     router=ksm.routers.SoftRouter(num_experts=4),
+        ... )
+        >>> encoder(np.random.normal(size=(2, 16, 32))).shape
+        (2, 16, 32)
     """
 
     def __init__(

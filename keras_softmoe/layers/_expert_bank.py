@@ -35,6 +35,13 @@ class ExpertBank(keras.layers.EinsumDense):
 
     Raises:
         ValueError: if the equation has another form.
+
+    Examples:
+        >>> bank = ksm.layers.ExpertBank("end,edh->enh", (None, 64), bias_axes="h")
+        >>> bank(np.zeros((4, 10, 32))).shape
+        (4, 10, 64)
+        >>> tuple(bank.kernel.shape)
+        (4, 32, 64)
     """
 
     def build(self, input_shape):

@@ -52,6 +52,10 @@ class MLP(keras.layers.Layer):
             of these.
 
     Source: V-MoE, section 2.1.
+
+    Examples:
+        >>> ksm.layers.MLP(64)(np.zeros((2, 16, 32))).shape
+        (2, 16, 32)
     """
 
     def __init__(self, mlp_dim, activation="gelu_tanh", **kwargs):

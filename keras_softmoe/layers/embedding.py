@@ -33,6 +33,11 @@ class PatchEmbedding(keras.layers.Layer):
         ValueError: if a size is not a positive integer.
 
     Source: Dosovitskiy et al. 2021, section 3.1.
+
+    Examples:
+        >>> layer = ksm.layers.PatchEmbedding(patch_size=8, hidden_dim=32)
+        >>> layer(np.zeros((2, 32, 32, 3))).shape
+        (2, 16, 32)
     """
 
     def __init__(self, patch_size, hidden_dim, **kwargs):
@@ -105,6 +110,11 @@ class PositionEmbedding(keras.layers.Layer):
             the accepted ones, or saved weights have another width.
 
     Source: V-MoE, section 4.4 (resolution); Soft MoE, released code (`sincos2d`).
+
+    Examples:
+        >>> layer = ksm.layers.PositionEmbedding(grid=(4, 4), kind="sincos2d")
+        >>> layer(np.zeros((2, 16, 32))).shape
+        (2, 16, 32)
     """
 
     def __init__(
@@ -230,6 +240,13 @@ class TokenEmbedding(keras.layers.Layer):
 
     Source: LIMoE, section 2; how the weights start: the two-tower models of Soft MoE's
     released code.
+
+    Examples:
+        >>> layer = ksm.layers.TokenEmbedding(
+        ...     vocabulary_size=500, sequence_length=16, hidden_dim=32
+        ... )
+        >>> layer(np.zeros((2, 16), "int32")).shape
+        (2, 16, 32)
     """
 
     def __init__(

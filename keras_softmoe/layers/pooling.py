@@ -87,6 +87,11 @@ class AttentionPooling(keras.layers.Layer):
             width.
 
     Source: Zhai et al. 2022 (Scaling Vision Transformers), section 3.3.
+
+    Examples:
+        >>> tokens = np.random.normal(size=(2, 16, 32))
+        >>> ksm.layers.AttentionPooling(num_heads=4, mlp_dim=64)(tokens).shape
+        (2, 32)
     """
 
     def __init__(

@@ -34,9 +34,10 @@ def merge_lora(model):
         list of str, the paths of the layers that had factors.
 
     Examples:
-        >>> model.backbone.enable_lora(4)
-        >>> model.compile("adam")
-        >>> model.fit(images, labels)
+        >>> model = ksm.models.ViTMoEBackbone((32, 32, 3), 8, 1, 2, 32, 64)
+        >>> model.enable_lora(
+        ...     4
+        ... )  # then train it, for example with `fit` of a classifier
         >>> ksm.models.merge_lora(model)
     """
     layers = flatten_layers(model)

@@ -405,9 +405,10 @@ class LIMoEContrastive(ContrastiveTask):
     Source: LIMoE, section 2.
 
     Examples:
-        >>> model = ksm.models.LIMoEContrastive(backbone, preprocessor)
-        >>> model.fit(images, captions, batch_size=128, epochs=10)
-        >>> model.zero_shot(images, ["red circle", "blue star"], ["a {}"]).argmax(-1)
+        >>> model = ksm.models.LIMoEContrastive(limoe.backbone, limoe.preprocessor)
+        >>> model.fit(scenes, captions, batch_size=8, epochs=1)
+        >>> model.zero_shot(scenes, ["red circle", "blue star"], ["a {}"]).shape
+        (8, 2)
     """
 
     backbone_cls = LIMoEBackbone
@@ -431,6 +432,18 @@ class TwoTowerContrastive(ContrastiveTask):
         ValueError: if texts of the preprocessor and the backbone differ in length.
 
     Source: Soft MoE, section 4.
+
+    Examples:
+        >>> towers = ksm.models.TwoTowerBackbone(
+        ...     ksm.models.ViTMoEBackbone((32, 32, 3), 8, 1, 2, 32, 64),
+        ...     ksm.models.TextMoEBackbone(400, 16, 1, 2, 32, 64),
+        ... )
+        >>> preprocessor = ksm.models.TwoTowerPreprocessor(
+        ...     limoe.preprocessor.tokenizer, ksm.models.LIMoEImageConverter((32, 32))
+        ... )
+        >>> model = ksm.models.TwoTowerContrastive(towers, preprocessor)
+        >>> model.encode_text(captions).shape
+        (8, 32)
     """
 
     backbone_cls = TwoTowerBackbone

@@ -20,6 +20,11 @@ class LIMoEImageConverter(ViTMoEImageConverter):
     """Resizes images and maps pixels from `[0, 255]` to `[-1, 1]`.
 
     As `ViTMoEImageConverter`, for the presets of `LIMoEBackbone`.
+
+    Examples:
+        >>> converter = ksm.models.LIMoEImageConverter(image_size=(32, 32))
+        >>> converter(np.full((2, 48, 48, 3), 255, "float32")).shape
+        (2, 32, 32, 3)
     """
 
     backbone_cls = LIMoEBackbone
@@ -40,7 +45,8 @@ class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
         **kwargs: as in `keras_hub.tokenizers.SentencePieceTokenizer`.
 
     Examples:
-        >>> proto = ksm.datasets.train_vocabulary(captions, vocabulary_size=400)
+        >>> captions = ksm.datasets.captioned_shapes(2_000).captions
+        >>> proto = ksm.datasets.train_vocabulary(captions, vocabulary_size=100)
         >>> tokenizer = ksm.models.LIMoETokenizer(proto)
         >>> tokenizer(["a red circle"])
     """
@@ -204,10 +210,11 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
 
     Examples:
         >>> preprocessor = ksm.models.LIMoEPreprocessor(
-        ...     ksm.models.LIMoETokenizer(proto),
-        ...     ksm.models.LIMoEImageConverter((32, 32)),
+        ...     limoe.preprocessor.tokenizer, ksm.models.LIMoEImageConverter((32, 32))
         ... )
-        >>> preprocessor(images, ["a red circle", "two blue stars"])["token_ids"].shape
+        >>> preprocessor(scenes[:2], ["a red circle", "two blue stars"])[
+        ...     "token_ids"
+        ... ].shape
         (2, 16)
     """
 
@@ -221,6 +228,15 @@ class TwoTowerPreprocessor(ContrastivePreprocessor):
     """Prepares pairs of image and caption for `TwoTowerContrastive`.
 
     Takes what `LIMoEPreprocessor` takes.
+
+    Examples:
+        >>> preprocessor = ksm.models.TwoTowerPreprocessor(
+        ...     limoe.preprocessor.tokenizer, ksm.models.LIMoEImageConverter((32, 32))
+        ... )
+        >>> preprocessor(scenes[:2], ["a red circle", "two blue stars"])[
+        ...     "token_ids"
+        ... ].shape
+        (2, 16)
     """
 
     backbone_cls = TwoTowerBackbone

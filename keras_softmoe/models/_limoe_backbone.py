@@ -82,18 +82,18 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         ...     patch_size=8,
         ...     vocabulary_size=500,
         ...     sequence_length=16,
-        ...     num_layers=4,
-        ...     num_heads=4,
-        ...     hidden_dim=64,
-        ...     mlp_dim=128,
-        ...     moe_layers=(1, 3),
+        ...     num_layers=2,
+        ...     num_heads=2,
+        ...     hidden_dim=32,
+        ...     mlp_dim=64,
+        ...     moe_layers=(1,),
         ...     router=ksm.routers.LIMoERouter(num_experts=8),
         ... )
         >>> pairs = {
         ...     "images": np.zeros((2, 32, 32, 3)),
-        ...     "token_ids": np.zeros((2, 16), "int32"),
+        ...     "token_ids": np.ones((2, 16), "int32"),
         ... }
-        >>> backbone.predict(pairs)["image_embedding"].shape
+        >>> backbone(pairs)["image_embedding"].shape
         (2, 512)
     """
 
@@ -215,8 +215,8 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
             ValueError: if both are missing or of another shape than the model's.
 
         Examples:
-            >>> decisions = backbone.route(images, token_ids)
-            >>> decisions[1].summary["load"]  # (G, E)
+            >>> decisions = backbone.route(pairs["images"], pairs["token_ids"])
+            >>> decisions[1].summary["load"].shape  # (G, E)
         """
         check_pairs(self, images, token_ids)
         inputs = {"image": images, "text": token_ids}

@@ -55,7 +55,7 @@ Raises:
     TypeError: if there is no such argument (the message offers the nearest).
 
 Examples:
-    >>> name = "soft_moe_small_patch16_128e_224"
+    >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
     >>> backbone = ksm.models.ViTMoEBackbone.from_preset(name, load_weights=False)
 """
 

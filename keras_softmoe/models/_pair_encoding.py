@@ -36,7 +36,9 @@ class PairEncoding:
         use all of them (`single_modality_capacity_factor` of the router).
 
         Examples:
-            >>> model.encode_image(images) @ model.encode_text(captions).T
+            >>> similarity = limoe.encode_image(scenes) @ limoe.encode_text(captions).T
+            >>> similarity.shape
+            (8, 8)
         """
         images, channels = as_arrays(images), self.backbone.image_shape[-1]
         self.check_input(images)
@@ -139,8 +141,9 @@ class PairEncoding:
         Source: as `class_embeddings`.
 
         Examples:
-            >>> scores = model.zero_shot(images, ["red circle", "blue star"], ["a {}"])
-            >>> scores.argmax(-1)
+            >>> scores = limoe.zero_shot(scenes, ["red circle", "blue star"], ["a {}"])
+            >>> scores.argmax(-1).shape
+            (8,)
         """
         classes = self.class_embeddings(class_names, templates)
         return self.encode_image(images, batch_size, verbose) @ classes.T

@@ -41,11 +41,12 @@ def prune_experts(model, usage, num_experts, method="router_pred"):
     (figure 14).
 
     Examples:
-        >>> statistics = ksm.analysis.modality_statistics(model, None, captions)
+        >>> statistics = ksm.analysis.modality_statistics(limoe, None, captions)
         >>> usage = {layer: s.routed["text"] for layer, s in statistics.items()}
-        >>> pruned = ksm.models.prune_experts(model, usage, num_experts=4)
-        >>> text_model = ksm.models.LIMoEContrastive(pruned, model.preprocessor)
-        >>> text_model.encode_text(captions)
+        >>> pruned = ksm.models.prune_experts(limoe, usage, num_experts=4)
+        >>> text_model = ksm.models.LIMoEContrastive(pruned, limoe.preprocessor)
+        >>> text_model.encode_text(captions).shape
+        (8, 128)
     """
     backbone = getattr(model, "backbone", model)
     check_choice("method", method, METHODS)

@@ -56,13 +56,13 @@ class TextMoEBackbone(MoEBackbone):
         >>> text_backbone = ksm.models.TextMoEBackbone(
         ...     vocabulary_size=500,
         ...     sequence_length=16,
-        ...     num_layers=4,
-        ...     num_heads=4,
-        ...     hidden_dim=64,
-        ...     mlp_dim=128,
+        ...     num_layers=2,
+        ...     num_heads=2,
+        ...     hidden_dim=32,
+        ...     mlp_dim=64,
         ... )
-        >>> text_backbone.predict(np.zeros((2, 16), "int32"))["pooled_output"].shape
-        (2, 64)
+        >>> text_backbone(np.ones((2, 16), "int32"))["pooled_output"].shape
+        (2, 32)
     """
 
     def __init__(

@@ -47,10 +47,16 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
     experts in the towers are trained: `fit` adds them to the contrastive loss.
 
     Examples:
-        >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
         >>> backbone = ksm.models.TwoTowerBackbone(
         ...     ksm.models.ViTMoEBackbone.from_preset(name),
-        ...     text_backbone,
+        ...     ksm.models.TextMoEBackbone(
+        ...         vocabulary_size=500,
+        ...         sequence_length=16,
+        ...         num_layers=2,
+        ...         num_heads=2,
+        ...         hidden_dim=32,
+        ...         mlp_dim=64,
+        ...     ),
         ...     text_projection_dim=96,
         ...     freeze_image=True,
         ... )

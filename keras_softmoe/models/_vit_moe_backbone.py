@@ -70,17 +70,17 @@ class ViTMoEBackbone(MoEBackbone):
     Examples:
         >>> backbone = ksm.models.ViTMoEBackbone(
         ...     image_shape=(32, 32, 3),
-        ...     patch_size=4,
-        ...     num_layers=4,
-        ...     num_heads=4,
-        ...     hidden_dim=64,
-        ...     mlp_dim=128,
-        ...     moe_layers=(2, 3),
-        ...     router=ksm.routers.SoftRouter(num_experts=16, slots_per_expert=4),
+        ...     patch_size=8,
+        ...     num_layers=2,
+        ...     num_heads=2,
+        ...     hidden_dim=32,
+        ...     mlp_dim=64,
+        ...     moe_layers=(1,),
+        ...     router=ksm.routers.SoftRouter(num_experts=4, slots_per_expert=4),
         ...     pooling="gap",
         ... )
-        >>> backbone.predict(np.zeros((2, 32, 32, 3)))["pooled_output"].shape
-        (2, 64)
+        >>> backbone(np.zeros((2, 32, 32, 3)))["pooled_output"].shape
+        (2, 32)
     """
 
     def __init__(
@@ -173,8 +173,11 @@ class ViTMoEBackbone(MoEBackbone):
             ValueError: if the images have another shape than the model's.
 
         Examples:
-            >>> decisions = backbone.route(images)
-            >>> decisions[3].routing.dispatch  # (B, S, E, C) in a soft router's block
+            >>> decisions = backbone.route(np.zeros((2, 32, 32, 3)))
+            >>> decisions[
+            ...     1
+            ... ].routing.dispatch.shape  # (B, S, E, C) in a soft router's block
+            (2, 16, 4, 4)
         """
         check_images(images, self.image_shape)
         images = ops.convert_to_tensor(images, self.input.dtype)

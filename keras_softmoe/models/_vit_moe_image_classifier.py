@@ -52,6 +52,11 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
     defaults for the models of this library. `from_preset` takes our preset names.
 
     Source: V-MoE's released code (value range).
+
+    Examples:
+        >>> converter = ksm.models.ViTMoEImageConverter(image_size=(32, 32))
+        >>> converter(np.full((2, 48, 48, 3), 255, "float32")).shape
+        (2, 32, 32, 3)
     """
 
     backbone_cls = ViTMoEBackbone
@@ -73,6 +78,12 @@ class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreproce
     Args:
         image_converter: `ViTMoEImageConverter` or `None`.
         **kwargs: as in `keras_hub.models.ImageClassifierPreprocessor`.
+
+    Examples:
+        >>> converter = ksm.models.ViTMoEImageConverter(image_size=(32, 32))
+        >>> preprocessor = ksm.models.ViTMoEImageClassifierPreprocessor(converter)
+        >>> preprocessor(np.full((2, 48, 48, 3), 255, "float32")).shape
+        (2, 32, 32, 3)
     """
 
     backbone_cls = ViTMoEBackbone
@@ -113,14 +124,24 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     Source: V-MoE, section 2.1. The head starts from zeros, as in its released code.
 
     Examples:
+        >>> backbone = ksm.models.ViTMoEBackbone(
+        ...     image_shape=(32, 32, 3),
+        ...     patch_size=8,
+        ...     num_layers=2,
+        ...     num_heads=2,
+        ...     hidden_dim=32,
+        ...     mlp_dim=64,
+        ...     moe_layers=(1,),
+        ...     router=ksm.routers.SoftRouter(num_experts=4),
+        ... )
         >>> classifier = ksm.models.ViTMoEImageClassifier(
         ...     backbone,
-        ...     num_classes=10,
+        ...     num_classes=179,
         ...     preprocessor=ksm.models.ViTMoEImageClassifierPreprocessor(
         ...         ksm.models.ViTMoEImageConverter(image_size=(32, 32))
         ...     ),
         ... )
-        >>> classifier.fit(images, labels, epochs=3)
+        >>> classifier.fit(images, labels, epochs=1)
     """
 
     backbone_cls = ViTMoEBackbone

@@ -73,8 +73,8 @@ def dense_model(source, image_shape=None, head=True, **changes):
             needs what ours do not have (DINOv3, CLIP, MLPs with gates).
 
     Examples:
-        >>> vit = ksm.converters.dense_model("vit_base_patch16_224_imagenet21k")
-        >>> vit.save_to_preset("my_vit_b16")
+        >>> vit = ksm.converters.dense_model("vit_tiny_patch4_32_glyphs")
+        >>> vit.save_to_preset("my_vit")
     """
     check_names("`dense_model`", changes, ("num_heads", *_SETTINGS, *_CHOICES))
     model = own_model(source)

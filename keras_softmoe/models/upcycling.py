@@ -117,11 +117,14 @@ def upcycle(
 
     Examples:
         >>> router = ksm.routers.SoftmaxTokenChoiceRouter(
-        ...     8, num_selected_experts=2, capacity_factor=4.0, normalize_gates=True
+        ...     4, num_selected_experts=2, capacity_factor=4.0, normalize_gates=True
         ... )
-        >>> sparse = ksm.converters.upcycle(dense, moe_layers=(9, 11), router=router)
+        >>> sparse = ksm.converters.upcycle(
+        ...     classifier, moe_layers=(1, 3), router=router
+        ... )
+        >>> images, _ = ksm.datasets.glyphs(8, image_size=32)
         >>> clustered = ksm.converters.upcycle(
-        ...     dense, (9, 11), router, start="clusters", images=images
+        ...     classifier, (1, 3), router, start="clusters", images=images
         ... )
     """
     if not isinstance(getattr(dense, "backbone", dense), MoEBackbone):

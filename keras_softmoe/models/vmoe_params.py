@@ -103,7 +103,8 @@ def load_vmoe_params(model, params, verbose=0):
             arrays before it are then in the model.
 
     Examples:
-        >>> ksm.converters.load_vmoe_params(backbone, dict(np.load("params.npz")))
+        >>> np.savez("params.npz", **ksm.converters.to_vmoe_params(classifier))
+        >>> ksm.converters.load_vmoe_params(classifier, dict(np.load("params.npz")))
     """
     keys = {key.removeprefix("params/"): key for key in params}
     if isinstance(params, Checkpoint):
@@ -183,6 +184,12 @@ def to_vmoe_params(model):
 
     Raises:
         ValueError: if the model has a variable that those names do not cover.
+
+    Examples:
+        >>> parameters = ksm.converters.to_vmoe_params(classifier)
+        >>> parameters["head/bias"].shape
+        (179,)
+        >>> np.savez("params.npz", **parameters)
     """
     return {
         name: np.reshape(ops.convert_to_numpy(variable), _array_shape(variable))

@@ -26,6 +26,10 @@ def sincos_2d_table(height, width, hidden_dim, temperature=10000.0):
 
     Source: the fixed embeddings of Soft MoE's released code; Beyer et al. 2022
     (Better plain ViT baselines for ImageNet-1k).
+
+    Examples:
+        >>> ksm.ops.sincos_2d_table(4, 4, hidden_dim=32).shape
+        (16, 32)
     """
     if hidden_dim % 4 or hidden_dim < 8:
         raise ValueError(
@@ -62,6 +66,11 @@ def resample_position_grid(grid, height, width, resampling="bilinear"):
 
     Source: V-MoE, section 4.4, after Dosovitskiy et al. 2021, section 3.2; for the
     cubic kernel, Keys 1981.
+
+    Examples:
+        >>> grid = np.random.normal(size=(4, 4, 32)).astype("float32")
+        >>> ksm.ops.resample_position_grid(grid, 8, 8).shape
+        (8, 8, 32)
     """
     grid = ops.convert_to_tensor(grid)
     rows = _INTERPOLATIONS[resampling](grid.shape[0], height)

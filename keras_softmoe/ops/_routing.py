@@ -34,6 +34,13 @@ class SlotRouting(NamedTuple):
         filled: `(G, E, C)` bool, whether a token is assigned to the slot.
         gate: `(G, E, C)` float, weight of the slot's output in the output of its
             token. 0 where the slot is empty.
+
+    Examples:
+        >>> token, filled = ksm.ops.identity(1, num_tokens=4, num_experts=2)
+        >>> gate = keras.ops.cast(filled, "float32")
+        >>> routing = ksm.ops.SlotRouting(token, filled, gate)
+        >>> routing.token.shape
+        (1, 2, 2)
     """
 
     token: Any
@@ -48,6 +55,12 @@ class DenseRouting(NamedTuple):
         dispatch: `(G, S, E, C)` float, weight of the token in the slot's input.
         combine: `(G, S, E, C)` float, weight of the slot's output in the token's
             output.
+
+    Examples:
+        >>> weights = np.full((1, 4, 2, 2), 0.25, "float32")
+        >>> routing = ksm.ops.DenseRouting(dispatch=weights, combine=weights)
+        >>> ksm.ops.dispatch(np.ones((1, 4, 8), "float32"), routing).shape
+        (1, 2, 2, 8)
     """
 
     dispatch: Any
@@ -100,6 +113,14 @@ def dispatch(tokens, routing, sharded=False):
 
     Returns:
         `(G, E, C, D)` tensor of slot inputs, in the dtype of `tokens`.
+
+    Examples:
+        >>> token, filled = ksm.ops.identity(1, num_tokens=4, num_experts=2)
+        >>> routing = ksm.ops.SlotRouting(
+        ...     token, filled, keras.ops.cast(filled, "float32")
+        ... )
+        >>> ksm.ops.dispatch(np.ones((1, 4, 8), "float32"), routing).shape
+        (1, 2, 2, 8)
     """
     tokens = ops.convert_to_tensor(tokens)
     if isinstance(routing, DenseRouting):
@@ -132,6 +153,14 @@ def combine(outputs, routing, num_tokens, sharded=False):
         `(G, S, D)` tensor in the dtype of `outputs`: for each token the sum of the
         slot outputs weighted by their gates (Soft MoE equation 2). A token in no slot
         gets zeros.
+
+    Examples:
+        >>> token, filled = ksm.ops.identity(1, num_tokens=4, num_experts=2)
+        >>> routing = ksm.ops.SlotRouting(
+        ...     token, filled, keras.ops.cast(filled, "float32")
+        ... )
+        >>> ksm.ops.combine(np.ones((1, 2, 2, 8), "float32"), routing, 4).shape
+        (1, 4, 8)
     """
     outputs = ops.convert_to_tensor(outputs)
     _, num_experts, capacity, width = outputs.shape

@@ -38,6 +38,12 @@ def sinkhorn_plan(logits, num_iterations=20, valid=None):
         ValueError: if `num_iterations` is under one.
 
     Source: router study, section 2 ("Sinkhorn Token Choice").
+
+    Examples:
+        >>> logits = np.random.normal(size=(1, 16, 4)).astype("float32")
+        >>> plan = np.asarray(ksm.ops.sinkhorn_plan(logits))
+        >>> bool(abs(plan.sum(axis=2) - 1).max() < 1e-5)  # each token gives all it has
+        True
     """
     _check_num_iterations(num_iterations)
     return _sinkhorn_plan(ops.convert_to_tensor(logits), num_iterations, valid)
@@ -116,6 +122,12 @@ def sparse_transport_plan(
         ValueError: if `capacity` or `num_iterations` is under one.
 
     Source: router study, section 2 ("Sparsity-constrained Expert Choice").
+
+    Examples:
+        >>> scores = np.random.uniform(size=(1, 16, 4)).astype("float32")
+        >>> plan = np.asarray(ksm.ops.sparse_transport_plan(scores, capacity=4))
+        >>> bool(((plan > 0).sum(axis=1) <= 4).all())
+        True
     """
     _check_num_iterations(num_iterations)
     if capacity < 1:

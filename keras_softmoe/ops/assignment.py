@@ -68,8 +68,8 @@ def token_choice(
     Examples:
         >>> scores = np.array([[[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]], "float32")
         >>> token, filled = ksm.ops.token_choice(scores, 1, capacity=1)
-        >>> token[0, :, 0]  # token 1 is dropped: expert 0 is full
-        [0, 2]
+        >>> np.asarray(token)[0, :, 0]  # token 1 is dropped: expert 0 is full
+        array([0, 2], dtype=int32)
     """
     scores = ops.convert_to_tensor(scores)
     _, num_tokens, num_experts = scores.shape
@@ -150,6 +150,12 @@ def expert_choice(scores, capacity, valid=None, sharded=False):
         ValueError: if `capacity` is under one or over `S`.
 
     Source: Soft MoE, section 3 ("Experts Choice"); router study, section 2.
+
+    Examples:
+        >>> scores = np.array([[[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]], "float32")
+        >>> token, filled = ksm.ops.expert_choice(scores, capacity=2)
+        >>> np.asarray(token)[0]  # expert 1 takes token 1 as well
+        array([[0, 1], [2, 1]], dtype=int32)
     """
     scores = ops.convert_to_tensor(scores)
     num_tokens = scores.shape[1]
@@ -197,6 +203,11 @@ def identity(num_groups, num_tokens, num_experts):
         ValueError: if `num_tokens` is not a multiple of `num_experts`.
 
     Source: Soft MoE, section 3.6 and appendix A ("Identity").
+
+    Examples:
+        >>> token, filled = ksm.ops.identity(1, num_tokens=4, num_experts=2)
+        >>> np.asarray(token)[0]
+        array([[0, 2], [1, 3]], dtype=int32)
     """
     check_num_tokens(num_tokens, num_experts)
     capacity = num_tokens // num_experts

@@ -27,8 +27,9 @@ def importance_loss(probs, valid=None):
     Source: V-MoE, appendix A ("importance loss").
 
     Examples:
-        >>> ksm.ops.importance_loss(np.full((2, 16, 4), 0.25, "float32"))
-        [0., 0.]
+        >>> loss = ksm.ops.importance_loss(np.full((2, 16, 4), 0.25, "float32"))
+        >>> np.asarray(loss)
+        array([0., 0.], dtype=float32)
     """
     return _squared_variation(ops.sum(_zero_padding(probs, valid), axis=1))
 
@@ -63,6 +64,12 @@ def load_loss(
         ValueError: if `noise_std` is not positive.
 
     Source: V-MoE, appendix A ("load loss").
+
+    Examples:
+        >>> logits = np.random.normal(size=(2, 16, 4)).astype("float32")
+        >>> noise = np.random.normal(scale=0.25, size=logits.shape).astype("float32")
+        >>> ksm.ops.load_loss(logits, logits + noise, 1, noise_std=0.25).shape
+        (2,)
     """
     if not noise_std > 0:
         raise ValueError(
@@ -92,6 +99,11 @@ def gshard_loss(probs, valid=None):
         `(G,)` tensor, 1 where both are uniform.
 
     Source: Lepikhin et al. 2020 (GShard), section 2.2; router study, appendix A.
+
+    Examples:
+        >>> loss = ksm.ops.gshard_loss(np.full((2, 16, 4), 0.25, "float32"))
+        >>> np.asarray(loss)
+        array([1., 1.], dtype=float32)
     """
     num_experts = probs.shape[-1]
     experts = ops.arange(num_experts, dtype="int32")
@@ -113,6 +125,10 @@ def z_loss(logits, valid=None):
         `(G,)` tensor, the mean over tokens of `logsumexp(logits) ** 2`.
 
     Source: Zoph et al. 2022 (ST-MoE), section 3; LIMoE, appendices.
+
+    Examples:
+        >>> np.asarray(ksm.ops.z_loss(np.zeros((1, 16, 4), "float32")))  # log(4) ** 2
+        array([1.92...], dtype=float32)
     """
     squared = ops.square(ops.logsumexp(logits, axis=-1, keepdims=True))
     return mean_over_tokens(squared, valid)[:, 0]

@@ -56,9 +56,9 @@ class SoftmaxExpertChoiceRouter(ExpertChoiceRouter):
 
     Examples:
         >>> router = ksm.routers.SoftmaxExpertChoiceRouter(num_experts=4)
-        >>> decision = router(np.random.normal(size=(2, 16, 32)))
-        >>> decision.summary["load"]  # 16 / 4 tokens for everyone
-        [[4., 4., 4., 4.], [4., 4., 4., 4.]]
+        >>> decision = router(np.random.normal(size=(1, 16, 32)))
+        >>> keras.ops.convert_to_numpy(decision.summary["load"])  # 16 / 4 for everyone
+        array([[4., 4., 4., 4.]], dtype=float32)
     """
 
     def __init__(
@@ -129,7 +129,9 @@ class SinkhornExpertChoiceRouter(ExpertChoiceRouter):
     Examples:
         >>> router = ksm.routers.SinkhornExpertChoiceRouter(num_experts=8)
         >>> decision = router(np.random.normal(size=(4, 16, 32)))
-        >>> keras.ops.sum(decision.summary["selection"], axis=2)[0]  # all 1
+        >>> plan = keras.ops.convert_to_numpy(decision.summary["selection"])
+        >>> bool(abs(plan.sum(axis=2) - 1).max() < 1e-5)  # each token gives all it has
+        True
     """
 
     def __init__(

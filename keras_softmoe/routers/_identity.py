@@ -32,8 +32,8 @@ class IdentityRouter(Router):
     Examples:
         >>> router = ksm.routers.IdentityRouter(num_experts=4)
         >>> decision = router(np.zeros((1, 8, 16)))
-        >>> decision.routing.token[0]
-        [[0, 4], [1, 5], [2, 6], [3, 7]]
+        >>> keras.ops.convert_to_numpy(decision.routing.token)[0]
+        array([[0, 4], [1, 5], [2, 6], [3, 7]], dtype=int32)
     """
 
     def capacity(self, num_tokens, training=False):

@@ -349,6 +349,11 @@ class PrunedLIMoERouter:
         `LIMoERouter`.
 
     Source: LIMoE, appendix E.4.
+
+    Examples:
+        >>> router = ksm.routers.PrunedLIMoERouter(2, (0, 5), num_predicted_experts=8)
+        >>> type(router).__name__, router.num_experts
+        ('LIMoERouter', 2)
     """
 
     def __new__(

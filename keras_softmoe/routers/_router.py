@@ -28,6 +28,14 @@ class Decision(NamedTuple):
             and of a `SlotRouting` `"load"` `(G, E)`, the number of filled slots of each
             expert, and `"dropped"` `(G, S)` bool, the tokens that no expert takes
             (padding is not counted as dropped).
+
+    Examples:
+        >>> router = ksm.routers.SoftmaxExpertChoiceRouter(num_experts=4)
+        >>> decision = router(np.random.normal(size=(2, 16, 32)))
+        >>> decision.routing.token.shape
+        (2, 4, 4)
+        >>> decision.summary["load"].shape
+        (2, 4)
     """
 
     routing: Any
@@ -53,6 +61,21 @@ class Router(keras.layers.Layer):
     Raises:
         ValueError: if `num_experts` is not a positive integer, or the devices over
             which experts are sharded do not divide it.
+
+    Examples:
+        >>> class FirstTokensRouter(ksm.routers.Router):
+        ...     # Gives the first tokens to the experts in turn, and drops the others.
+        ...
+        ...     def call(self, tokens, valid=None, training=False):
+        ...         groups, num_tokens, _ = tokens.shape
+        ...         kept = num_tokens // self.num_experts * self.num_experts
+        ...         token, filled = ksm.ops.identity(groups, kept, self.num_experts)
+        ...         gate = keras.ops.cast(filled, "float32")
+        ...         routing = ksm.ops.SlotRouting(token, filled, gate)
+        ...         return ksm.routers.Decision(routing, {})
+        >>> layer = ksm.layers.MoE(FirstTokensRouter(num_experts=4), mlp_dim=64)
+        >>> layer(np.random.normal(size=(2, 18, 32))).shape
+        (2, 18, 32)
     """
 
     # Whether a slot holds a mixture of tokens (`DenseRouting`) instead of one.

@@ -59,6 +59,14 @@ class RoutingLoss:
 
     Raises:
         ValueError: if the modality is none of these.
+
+    Examples:
+        >>> class LogitLoss(ksm.routers.RoutingLoss):
+        ...     # Mean square of the logits.
+        ...
+        ...     def __call__(self, routed):
+        ...         return keras.ops.mean(routed.logits**2, axis=(1, 2))
+        >>> router = ksm.routers.LIMoERouter(8, losses=[LogitLoss(weight=0.01)])
     """
 
     def __init__(self, modality=None, weight=1.0):
@@ -151,6 +159,10 @@ class ImportanceLoss(RoutingLoss):
     Args:
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
+
+    Examples:
+        >>> losses = [ksm.routers.ImportanceLoss(weight=0.5)]
+        >>> router = ksm.routers.LIMoERouter(num_experts=8, losses=losses)
     """
 
     def __call__(self, routed):
@@ -166,6 +178,12 @@ class LoadLoss(RoutingLoss):
     Args:
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
+
+    Examples:
+        >>> losses = [ksm.routers.LoadLoss(weight=0.5)]
+        >>> router = ksm.routers.LIMoERouter(
+        ...     num_experts=8, losses=losses, noise_std=1.0
+        ... )
     """
 
     def __call__(self, routed):
@@ -198,6 +216,10 @@ class GShardLoss(RoutingLoss):
     Args:
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
+
+    Examples:
+        >>> losses = [ksm.routers.GShardLoss(weight=0.01)]
+        >>> router = ksm.routers.LIMoERouter(num_experts=8, losses=losses)
     """
 
     def __call__(self, routed):
@@ -213,6 +235,10 @@ class ZLoss(RoutingLoss):
     Args:
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
+
+    Examples:
+        >>> losses = [ksm.routers.ZLoss(weight=0.001)]
+        >>> router = ksm.routers.LIMoERouter(num_experts=8, losses=losses)
     """
 
     def __call__(self, routed):
@@ -226,6 +252,10 @@ class LocalEntropyLoss(RoutingLoss):
     Args:
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
+
+    Examples:
+        >>> losses = [ksm.routers.LocalEntropyLoss("text")]
+        >>> router = ksm.routers.LIMoERouter(num_experts=8, losses=losses)
     """
 
     def __call__(self, routed):
@@ -241,6 +271,10 @@ class TargetEntropyLoss(RoutingLoss):
     Args:
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
+
+    Examples:
+        >>> losses = [ksm.routers.TargetEntropyLoss("text")]
+        >>> router = ksm.routers.LIMoERouter(8, num_selected_experts=2, losses=losses)
     """
 
     def __call__(self, routed):
@@ -258,6 +292,10 @@ class MergedEntropyLoss(RoutingLoss):
     Args:
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
+
+    Examples:
+        >>> losses = [ksm.routers.MergedEntropyLoss("text")]
+        >>> router = ksm.routers.LIMoERouter(8, num_selected_experts=2, losses=losses)
     """
 
     def __call__(self, routed):
@@ -347,6 +385,10 @@ class MutualInformationLoss(RoutingLoss):
 
     Args:
         weight: as in `RoutingLoss`.
+
+    Examples:
+        >>> losses = [ksm.routers.MutualInformationLoss()]
+        >>> router = ksm.routers.LIMoERouter(num_experts=8, losses=losses)
     """
 
     def __init__(self, weight=1.0):
@@ -378,6 +420,12 @@ def classic_losses(by_modality=False):
         tuple of `RoutingLoss`.
 
     Source: LIMoE, section 4.1 ("classic") and appendix B.1.
+
+    Examples:
+        >>> losses = ksm.routers.classic_losses(by_modality=True)
+        >>> router = ksm.routers.LIMoERouter(
+        ...     num_experts=8, losses=losses, noise_std=1.0
+        ... )
     """
     kinds = (ImportanceLoss, LoadLoss, ZLoss)
     modalities = MODALITIES if by_modality else (None,)

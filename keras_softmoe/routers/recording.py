@@ -43,17 +43,24 @@ def record(key=None):
             nothing is collected.
 
     Examples:
+        >>> layer = ksm.layers.MoE(ksm.routers.SoftmaxTokenChoiceRouter(4), mlp_dim=64)
+        >>> tokens = np.random.normal(size=(2, 16, 32))
         >>> with ksm.routers.record() as decisions:
-        ...     model(images)
-        >>> {path: d.summary["auxiliary_loss"] for path, d in decisions.items()}
+        ...     outputs = layer(tokens)
+        >>> [decision.summary["load"].shape for decision in decisions.values()]
+        [(2, 4)]
 
-    Inside a compiled function:
+        Inside a function that is compiled, here by JAX, the scope is opened there, too:
 
-    >>> @jax.jit
-    ... def route(images):
-    ...     with ksm.routers.record() as decisions:
-    ...         model(images)
-    ...     return decisions
+        >>> def route(tokens):
+        ...     with ksm.routers.record() as decisions:
+        ...         layer(tokens)
+        ...     return decisions
+        >>> if keras.backend.backend() == "jax":
+        ...     import jax
+        ...
+        ...     route = jax.jit(route)
+        >>> decisions = route(tokens)
     """
     scope = _Scope({}, [], _is_staging(), key or operator.attrgetter("path"))
     token = _SCOPES.set((*_SCOPES.get(), scope))

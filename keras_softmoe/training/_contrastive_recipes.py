@@ -52,7 +52,8 @@ def limoe_pretraining(
     them. To start one, load the model that was saved there, give its optimizer the
     schedule that ends earlier, and go on with `fit`:
 
-    >>> model.optimizer.learning_rate = ksm.training.WarmupRsqrtDecay(
+    >>> limoe.compile(ksm.training.Adafactor(1e-3))
+    >>> limoe.optimizer.learning_rate = ksm.training.WarmupRsqrtDecay(
     ...     1e-3, 690_000, timescale=10_000, warmup_steps=40_000, cooldown_steps=40_000
     ... )
 
@@ -94,10 +95,9 @@ def limoe_pretraining(
 
     Examples:
         >>> recipe = ksm.training.limoe_pretraining(
-        ...     steps=2_000, warmup_steps=200, batch_size=256, image_size=32
+        ...     steps=2, warmup_steps=1, batch_size=4, image_size=32
         ... )
-        >>> recipe.compile(model)
-        >>> model.fit(recipe.training_data((images, captions)), **recipe.fit_arguments)
+        >>> recipe.compile(limoe)  # and `fit`, see `ContrastiveRecipe`
     """
     check_positive(peak_learning_rate=peak_learning_rate)
     if timescale is not None:
@@ -169,19 +169,17 @@ def soft_moe_contrastive(
     Source: Soft MoE, section 4, appendix F.1, figure 15.
 
     Examples:
-        >>> half = ksm.models.second_half(12)
-        >>> soft = ksm.routers.SoftRouter(128)
+        >>> soft = ksm.routers.SoftRouter(4)
         >>> towers = ksm.models.TwoTowerBackbone(
         ...     ksm.models.ViTMoEBackbone(
-        ...         (224, 224, 3), 16, 12, 12, 768, 3072, half, soft, pooling="map"
+        ...         (32, 32, 3), 8, 2, 2, 32, 64, (1,), soft, pooling="map"
         ...     ),
-        ...     ksm.models.TextMoEBackbone(32_000, 16, 12, 12, 768, 3072),
+        ...     ksm.models.TextMoEBackbone(400, 16, 2, 2, 32, 64),
         ...     logit_bias=-10.0,
         ... )
-        >>> model = ksm.models.TwoTowerContrastive(towers, preprocessor)
+        >>> model = ksm.models.TwoTowerContrastive(towers)
         >>> recipe = ksm.training.soft_moe_contrastive(augmentation="light0")
-        >>> recipe.compile(model)
-        >>> model.fit(recipe.training_data(dataset), **recipe.fit_arguments)
+        >>> recipe.compile(model)  # and `fit`, see `ContrastiveRecipe`
     """
     recipe = limoe_pretraining(
         steps, warmup_steps=warmup_steps, batch_size=batch_size, **kwargs

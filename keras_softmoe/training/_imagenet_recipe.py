@@ -78,8 +78,7 @@ def imagenet_from_scratch(
         >>> recipe = ksm.training.imagenet_from_scratch(
         ...     "strong1", steps_per_epoch=2_903
         ... )
-        >>> recipe.compile(classifier)
-        >>> classifier.fit(recipe.training_data(dataset), **recipe.fit_arguments)
+        >>> recipe.compile(make_classifier(1_000))  # and `fit`, see `Recipe`
     """
     schedule = WarmupPolynomialDecay(
         peak_learning_rate, steps, warmup_steps, end_learning_rate

@@ -78,9 +78,8 @@ def vmoe_pretraining(
     Source: V-MoE, appendices B.2 and C.3, tables 6 and 8.
 
     Examples:
-        >>> recipe = ksm.training.vmoe_pretraining(num_classes=21_843, steps=1_000_000)
-        >>> recipe.compile(classifier)
-        >>> classifier.fit(recipe.training_data(dataset), **recipe.fit_arguments)
+        >>> recipe = ksm.training.vmoe_pretraining(num_classes=1_000, steps=1_000_000)
+        >>> recipe.compile(make_classifier(1_000))  # and `fit`, see `Recipe`
     """
     schedule = WarmupPolynomialDecay(
         peak_learning_rate, steps, warmup_steps, end_learning_rate
@@ -154,9 +153,8 @@ def soft_moe_pretraining(
     Source: Soft MoE, sections 3.3 and 3.4, appendices E and J.
 
     Examples:
-        >>> recipe = ksm.training.soft_moe_pretraining(num_classes=29_593)
-        >>> recipe.compile(classifier)
-        >>> classifier.fit(recipe.training_data(dataset), **recipe.fit_arguments)
+        >>> recipe = ksm.training.soft_moe_pretraining(num_classes=1_000)
+        >>> recipe.compile(make_classifier(1_000))  # and `fit`, see `Recipe`
     """
     schedule = WarmupRsqrtDecay(
         peak_learning_rate, steps, timescale, warmup_steps, cooldown_steps
@@ -232,10 +230,9 @@ def vmoe_15b_pretraining(
 
     Examples:
         >>> recipe = ksm.training.vmoe_15b_pretraining(
-        ...     num_classes=30_000, steps=2_900_000
+        ...     num_classes=1_000, steps=2_900_000
         ... )
-        >>> recipe.compile(classifier)
-        >>> classifier.fit(recipe.training_data(dataset), **recipe.fit_arguments)
+        >>> recipe.compile(make_classifier(1_000))  # and `fit`, see `Recipe`
     """
     schedule = WarmupRsqrtDecay(
         peak_learning_rate, steps, timescale, warmup_steps, cooldown_steps

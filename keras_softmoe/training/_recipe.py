@@ -81,8 +81,9 @@ class Recipe(_Training):
             `steps`, or there is no augmentation of that name.
 
     Examples:
-        >>> recipe = ksm.training.finetuning(num_classes=10, steps=2_500)
-        >>> recipe = dataclasses.replace(recipe, augmentation="medium1", batch_size=256)
+        >>> import dataclasses
+        >>> recipe = ksm.training.finetuning(num_classes=10, steps=2, image_size=32)
+        >>> recipe = dataclasses.replace(recipe, augmentation="medium1", batch_size=4)
         >>> recipe.compile(classifier)
         >>> classifier.fit(
         ...     recipe.training_data((images, labels)), **recipe.fit_arguments
@@ -200,10 +201,12 @@ class ContrastiveRecipe(_Training):
 
     Examples:
         >>> recipe = ksm.training.limoe_pretraining(
-        ...     steps=2_000, warmup_steps=200, batch_size=256, image_size=32
+        ...     steps=2, warmup_steps=1, batch_size=4, image_size=32
         ... )
-        >>> recipe.compile(model)
-        >>> model.fit(recipe.training_data((images, captions)), **recipe.fit_arguments)
+        >>> scenes = ksm.datasets.captioned_shapes(8)
+        >>> recipe.compile(limoe)
+        >>> pairs = recipe.training_data((scenes.images, scenes.captions))
+        >>> limoe.fit(pairs, **recipe.fit_arguments)
     """
 
     loss: str = "auto"

@@ -68,7 +68,7 @@ class WarmupPolynomialDecay(_WarmupSchedule):
 
     Examples:
         >>> schedule = ksm.training.WarmupPolynomialDecay(8e-4, 300_000, 10_000, 1e-5)
-        >>> schedule(10_000)
+        >>> round(float(schedule(10_000)), 6)
         0.0008
     """
 
@@ -144,8 +144,8 @@ class WarmupRsqrtDecay(_WarmupSchedule):
         ...     warmup_steps=10_000,
         ...     cooldown_steps=50_000,
         ... )
-        >>> schedule([10_000, 20_000, 300_000])
-        [0.001, 0.000707, 0.]
+        >>> [round(float(schedule(step)), 6) for step in (10_000, 20_000, 300_000)]
+        [0.001, 0.000707, 0.0]
     """
 
     def __init__(

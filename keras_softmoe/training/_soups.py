@@ -69,11 +69,14 @@ def greedy_soup(model, checkpoints, score, max_size=8, verbose=1):
     after the other is not said.
 
     Examples:
+        >>> classifier.compile("sgd")
         >>> def score(model):
-        ...     return model.evaluate(x_val, y_val, verbose=0)[1]
-        >>> files = sorted(pathlib.Path("run").glob("*.weights.h5"))
-        >>> ksm.training.greedy_soup(model, files, score)
-        Soup(chosen=(4, 2, 4), scores=(0.81, 0.824, 0.826), alone=(0.75, ..., 0.81))
+        ...     return model.evaluate(images, labels, verbose=0, return_dict=True)[
+        ...         "loss"
+        ...     ]
+        >>> weights = [make_classifier().get_weights() for seed in range(2)]
+        >>> soup = ksm.training.greedy_soup(classifier, weights, score)
+        >>> soup.chosen, soup.scores
     """
     check_whole_numbers(1, max_size=max_size)
     _check_model(model)

@@ -37,8 +37,9 @@ def finetuning(
     decay, gradients clipped. It applies dropout of 0.1 to the experts and keeps the
     balancing losses (section 3.5):
 
+    >>> name = "vmoe_tiny_patch4_16e_32_glyphs"
     >>> classifier = ksm.models.ViTMoEImageClassifier.from_preset(
-    ...     name, num_classes=10, image_shape=(384, 384, 3), expert_dropout_rate=0.1
+    ...     name, num_classes=10, image_shape=(48, 48, 3), expert_dropout_rate=0.1
     ... )
 
     K, capacity and priority may be others than in the pretraining, and so may the
@@ -91,10 +92,7 @@ def finetuning(
 
     Examples:
         >>> recipe = ksm.training.finetuning(num_classes=10, steps=2_500)
-        >>> recipe.compile(classifier)
-        >>> classifier.fit(
-        ...     recipe.training_data((images, labels)), **recipe.fit_arguments
-        ... )
+        >>> recipe.compile(classifier)  # and `fit`, see `Recipe`
     """
     if warmup_steps is None:
         warmup_steps = min(500, steps // 5)
@@ -147,10 +145,7 @@ def vtab(num_classes, peak_learning_rate=0.001, batch_size=512, **kwargs):
 
     Examples:
         >>> recipe = ksm.training.vtab(num_classes=102)
-        >>> recipe.compile(classifier)
-        >>> classifier.fit(
-        ...     recipe.training_data((images, labels)), **recipe.fit_arguments
-        ... )
+        >>> recipe.compile(make_classifier(102))  # and `fit`, see `Recipe`
     """
     return finetuning(
         num_classes,
