@@ -103,13 +103,12 @@ def test_the_readme_is_short():
     assert len(text.splitlines()) <= 150
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
-def test_links_of_the_repository(name):
-    text = (ROOT / name).read_text(encoding="utf-8")
+def test_links_of_the_readme():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
-    assert links
+    assert len(links) > 30
     for link in links:
-        assert "://" in link or (ROOT / link).exists(), link
+        assert (ROOT / link).exists(), link
 
 
 def test_examples_of_docstrings_are_below_their_heading():

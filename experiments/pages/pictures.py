@@ -1,8 +1,8 @@
 """Pictures of the concept pages and of the gallery, drawn from real routings.
 
 One small group of tokens goes through every router, untrained but for logits that are
-set: twelve tokens, of which most prefer the first of four experts. So the pictures show
-the same situation, and what differs is the router.
+set: twelve tokens, of which half prefer the first of four experts and none the last. So
+the pictures show the same situation, and what differs is the router.
 """
 
 import io
