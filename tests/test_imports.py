@@ -14,6 +14,7 @@ FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*
 
 # From the ground up: a room imports itself and the rooms listed before it.
 ROOMS = (
+    "types",
     "checks",
     "files",
     "costs",
