@@ -107,17 +107,20 @@ bench: install
 
 # Most of an hour. Each backend says what it found; the table comes last, and what failed
 # is in build/torture/.
+# A hundredth of it: make torture TORTURE="--fraction 0.01"
+torture: export TORTURE ?=
 torture: install
 	@status=0; \
 	$(MAKE) --no-print-directory --keep-going $(TORTURES) || status=$$?; \
-	KERAS_BACKEND=torch $(VENV)/python -m tests.torture --tables || status=$$?; \
+	KERAS_BACKEND=torch $(VENV)/python -m tests.torture --tables $(TORTURE) \
+	    || status=$$?; \
 	exit $$status
 
 $(TORTURES): torture-%: install
-	@rm -rf build/keras-torture-$* build/torture/$*.json
+	@rm -rf build/keras-torture-$*
 	@mkdir -p build/keras-torture-$*
 	@KERAS_BACKEND=$* KERAS_HOME=$(CURDIR)/build/keras-torture-$* MPLBACKEND=agg \
-	    $(VENV)/python -m tests.torture 2> build/torture-$*.log
+	    $(VENV)/python -m tests.torture $(TORTURE) 2> build/torture-$*.log
 
 # Environments of their own, one for each backend, so that no other backend helps out.
 oldest: $(OLDEST)

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,11 @@ from pathlib import Path
 import keras
 
 import keras_softmoe as ksm
-from keras_softmoe.files import replaced_file
+from keras_softmoe.checks import quote
+from keras_softmoe.files import explain_refusals, replaced_file
+
+# What the file of a finished run holds.
+RESULTS = ("results", "times")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +101,7 @@ def finish(run, directory, on_step=None, verbose=0):
         gc.collect()
     # It may have been left by a process that was stopped when its file was written.
     shutil.rmtree(backup, ignore_errors=True)
-    return read_json(file)
+    return read_json(file, RESULTS)
 
 
 def keep(file, settings):
@@ -111,7 +116,7 @@ def keep(file, settings):
     """
     if not file.exists():
         write_json(file, settings)
-    kept = read_json(file)
+    kept = read_json(file, ())
     if kept == settings:
         return None
     return sorted(name for name in settings if kept.get(name) != settings[name])
@@ -221,18 +226,53 @@ def write_json(path, content):
         os.fsync(file.fileno())
 
 
-def read_json(path):
+def read_json(path, names=None):
     """What a file holds.
+
+    Args:
+        path: path.
+        names: sequence of str, if it holds a dict: keys that it has to have.
 
     Raises:
         ValueError: if it is damaged.
     """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        if names is not None and not isinstance(found, dict):
+            raise ValueError(f"it holds {quote(found)}")
+        missing = [name for name in names or () if name not in found]
+        if missing:
+            raise ValueError(f"it lacks {', '.join(missing)}")
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"'{path}' is damaged ({error}). Delete it: what it held is made again."
         ) from error
+    return found
+
+
+def check_before(directories, seeds, known):
+    """Raise unless an experiment can be run to its end, before hours are spent on it.
+
+    Args:
+        directories: sequence of paths that it will write to. They are made.
+        seeds: sequence of ints that it is to be run with.
+        known: sequence of ints, the seeds that there are.
+
+    Raises:
+        ValueError: if there are no seeds, or unknown ones, or a directory cannot be
+            written to.
+    """
+    if not seeds or not set(seeds) <= set(known):
+        raise ValueError(
+            f"There are the seeds {tuple(known)}. Name some of them, or change the "
+            "scale with `dataclasses.replace`. Received: seeds="
+            f"{quote(tuple(seeds))}."
+        )
+    for directory in directories:
+        with explain_refusals(directory):
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
 
 
 def processor():
@@ -273,7 +313,9 @@ class _Diary(keras.callbacks.Callback):
     def __init__(self, file, watch):
         super().__init__()
         self.file, self.watch = file, watch
-        kept = read_json(file) if file.exists() else {"seconds": 0.0, "curve": []}
+        kept = {"seconds": 0.0, "curve": []}
+        if file.exists():
+            kept = read_json(file, kept)
         self.seconds, self.curve = kept["seconds"], kept["curve"]
 
     def on_epoch_begin(self, epoch, logs=None):

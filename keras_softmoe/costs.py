@@ -156,7 +156,7 @@ def normalization(shape, center: bool = True):
     """A layer normalization: its input, its output and the centred input are kept.
 
     Examples:
-        >>> ksm.costs.normalization((1, 16, 32)).float32_weights
+        >>> ksm.costs.normalization((1, 16, 32)).weights
         64
     """
     numbers = math.prod(shape)

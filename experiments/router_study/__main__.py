@@ -10,7 +10,7 @@ from experiments.router_study.figures import plot_curves, plot_study
 from experiments.router_study.runner import run_study
 from experiments.router_study.scales import SCALES
 from experiments.router_study.tables import report
-from experiments.runs import write_json
+from experiments.runs import check_before, write_json
 from keras_softmoe.files import replaced_file
 
 
@@ -37,6 +37,8 @@ def main(arguments=None):
     scale = SCALES[arguments.scale]
     work = arguments.work or Path("build", "study", scale.name)
     output = arguments.output or work
+    known = (*scale.rate_seeds, *scale.all_seeds)
+    check_before([work, output], arguments.seeds or known, known)
     print(f"{scale.name} on {keras.backend.backend()}, kept in {work}")
     results = run_study(scale, work, arguments.studies, arguments.seeds)
     write_results(results, output)

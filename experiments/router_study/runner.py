@@ -11,7 +11,9 @@ from experiments.router_study.configurations import STUDIES, configurations
 from experiments.router_study.models import Stopwatch
 from experiments.router_study.tasks import upstream_task
 from experiments.runs import (
+    RESULTS,
     backup_directory,
+    check_before,
     finish,
     keep,
     processor,
@@ -79,11 +81,7 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
     chosen = configurations(scale, studies)
     known = (*scale.rate_seeds, *scale.all_seeds)
     seeds = known if seeds is None else tuple(seeds)
-    if not seeds or set(seeds) - set(known):
-        raise ValueError(
-            f"The scale has the seeds {known}. Name some of them, or change it with "
-            f"`dataclasses.replace`. Received: seeds={seeds}."
-        )
+    check_before([directory], seeds, known)
     files = _Files(directory, scale)
     models = {name: c for study in chosen.values() for name, c in study.items()}
     cells = [
@@ -144,13 +142,17 @@ def gather(scale, directory, studies=tuple(STUDIES)):
             found["configurations"][name] = describe(scale, models[name])
             known = files.configuration(name)
             if known.exists():
-                known = read_json(known)
+                known = read_json(known, ("cost", "times", "machine"))
                 found["configurations"][name] |= known["cost"]
                 found["times"]["steps"][name] = known["times"]
                 found["times"]["machine"] = known["machine"]
             seeds = (*scale.rate_seeds, *scale.all_seeds)
             cells = {str(s): files.cell(name, s) for s in seeds}
-            cells = {s: read_json(file) for s, file in cells.items() if file.exists()}
+            cells = {
+                s: read_json(file, RESULTS)
+                for s, file in cells.items()
+                if file.exists()
+            }
             for part in ("results", "times"):
                 of_seeds = {seed: cell[part] for seed, cell in cells.items()}
                 place = found["cells"] if part == "results" else found["times"]["cells"]

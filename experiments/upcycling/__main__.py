@@ -6,6 +6,8 @@ from pathlib import Path
 import keras
 
 from experiments.runs import (
+    RESULTS,
+    check_before,
     finish,
     keep,
     processor,
@@ -66,6 +68,11 @@ def main(arguments=None):
     arguments = parser.parse_args(arguments)
     plan = PLANS[arguments.plan]
     work = arguments.work or Path("build", "upcycling", plan.name)
+    output = arguments.output or work
+    known = plan.scale.seeds
+    check_before([work, output], arguments.seeds or known, known)
+    # What is damaged is found now, not after the training of the others.
+    gather(plan, work)
     print(f"{plan.name} on {keras.backend.backend()}, kept in {work}")
     if arguments.rates:
         seeds, cells = (), rate_cells(plan, arguments.variants or [DENSE])
@@ -76,7 +83,6 @@ def main(arguments=None):
     train(plan, cells, work)
     measure_starts(plan, seeds, work)
     results = gather(plan, work)
-    output = arguments.output or work
     write_json(output / "results.json", results)
     with replaced_file(output / "README.md") as file:
         file.write_text(report(results), encoding="utf-8")
@@ -142,7 +148,7 @@ def gather(plan, directory):
         file = result_file(directory, name)
         if not file.exists():
             return None
-        found = read_json(file)
+        found = read_json(file, RESULTS)
         times[name] = found["times"]
         return found["results"]
 
@@ -178,7 +184,7 @@ def gather(plan, directory):
         },
         "soft_starts": {
             variant.title: {
-                str(seed): read_json(file)
+                str(seed): read_json(file, ())
                 for seed in scale.seeds
                 if (file := _before_file(directory, name, seed)).exists()
             }

@@ -1,6 +1,8 @@
 """One training: of the dense start, or of what goes on from it."""
 
 import dataclasses
+import zipfile
+import zlib
 from typing import NamedTuple
 
 import keras
@@ -174,7 +176,15 @@ def _dense(plan, task):
 
 def _started(plan, task, file):
     dense = _dense(plan, task)
-    ksm.converters.load_vmoe_params(dense, dict(np.load(file)))
+    try:
+        with np.load(file) as opened:
+            params = dict(opened)
+    except (OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"'{file}' holds no weights of a dense start ({error}). Delete it and the "
+            "file of that start in 'cells': it is trained again."
+        ) from error
+    ksm.converters.load_vmoe_params(dense, params)
     return dense
 
 

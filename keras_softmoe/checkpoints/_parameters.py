@@ -16,7 +16,7 @@ PREPROCESSOR_FILE = "preprocessor_config.json"
 _MAX_TEXT = 1 << 20
 
 
-def read_parameters(source, num_heads=None, image_shape=None):
+def read_parameters(source, num_heads=None, image_shape=None, head=True):
     """Open the parameters of a model.
 
     Args:
@@ -26,6 +26,8 @@ def read_parameters(source, num_heads=None, image_shape=None):
         num_heads: int, for a `.safetensors` file whose width does not tell it.
         image_shape: `(height, width, channels)`, for a `.safetensors` file of a model
             for images that are no squares.
+        head: bool, whether a head is wanted. Without one, both heads of a distilled
+            model are left out of a `.safetensors` file.
 
     Returns:
         `Checkpoint` under V-MoE's names. Of a saved state of training it has only the
@@ -42,7 +44,7 @@ def read_parameters(source, num_heads=None, image_shape=None):
         path = os.fspath(source)
         about = read_text_beside(path, CONFIG_FILE)
         arrays = read_safetensors(path)
-        return read_torch_names(arrays, path, about, num_heads, image_shape)
+        return read_torch_names(arrays, path, about, num_heads, image_shape, head)
     else:
         checkpoint = read_checkpoint(source)
     if any(name.startswith("params/") for name in checkpoint):

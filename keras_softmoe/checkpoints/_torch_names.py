@@ -144,6 +144,9 @@ _SIGLIP = (
     *_dense("classifier", "head"),
 )
 
+# Those of DeiT, one of which looks at the distillation token.
+_TWO_HEADS = r"(head_dist|distillation_classifier|cls_classifier)\..*"
+
 # By the name of the patch embedding's kernel, which has all axes of the model.
 _FORMATS = (
     (r"patch_embed\.proj\.weight", _TIMM),
@@ -161,7 +164,9 @@ _ACTIVATIONS = {
 }
 
 
-def read_torch_names(checkpoint, path, about=None, num_heads=None, image_shape=None):
+def read_torch_names(
+    checkpoint, path, about=None, num_heads=None, image_shape=None, head=True
+):
     """Parameters of a PyTorch Vision Transformer under V-MoE's names.
 
     Args:
@@ -170,6 +175,7 @@ def read_torch_names(checkpoint, path, about=None, num_heads=None, image_shape=N
         about: dict, what the `config.json` beside the file says, if there is one.
         num_heads: int, if neither `about` nor the width tells the number of heads.
         image_shape: `(height, width, channels)`, for images that are no squares.
+        head: bool, whether a head is wanted: models with two have no place for both.
 
     Returns:
         `Checkpoint`, whose `settings` are the arguments of the backbone that its names
@@ -208,6 +214,7 @@ def read_torch_names(checkpoint, path, about=None, num_heads=None, image_shape=N
             lambda theirs=theirs: checkpoint[theirs],
         )
         for theirs in checkpoint
+        if head or not re.fullmatch(_TWO_HEADS, theirs)
     }
     arrays = translate(arrays, rules, f"'{path}'", num_heads)
     settings = _settings(rules, arrays, about, path)

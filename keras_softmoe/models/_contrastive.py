@@ -9,7 +9,7 @@ from keras import ops
 
 from keras_softmoe.checks import check_choice, check_whole_numbers
 from keras_softmoe.exporting import exportable
-from keras_softmoe.keras_adapter import kept_weights, register_parameters
+from keras_softmoe.keras_adapter import register_parameters
 from keras_softmoe.models._adaptation import quantizable
 from keras_softmoe.models._compilation import (
     compile_again,
@@ -28,6 +28,7 @@ from keras_softmoe.models._loading import load_and_save_presets, with_backbone
 from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.models._pair_encoding import PairEncoding
 from keras_softmoe.models._pictures import as_arrays, repeat_grey
+from keras_softmoe.models._run_checks import run_scope
 from keras_softmoe.models._two_tower_backbone import TwoTowerBackbone
 from keras_softmoe.models.arguments import (
     check_images,
@@ -206,7 +207,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         validation_size = kwargs.pop("validation_batch_size", None) or batch_size
         x = self._batches(x, y, batch_size, shuffle, "fit")
         validation_data = self._validation(validation_data, validation_size)
-        with kept_weights(self, trains=True):
+        with run_scope(self, trains=True):
             # Not KerasHub's, which would preprocess what it knows, and refuse the rest.
             return keras.Model.fit(
                 self, x, validation_data=validation_data, shuffle=False, **kwargs
@@ -234,7 +235,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         self._check_compiled("evaluate")
         if not kwargs.get("_use_cached_eval_dataset"):
             x = self._batches(x, y, batch_size, False, "evaluate")
-        with kept_weights(self, trains=False):
+        with run_scope(self, trains=False):
             return keras.Model.evaluate(self, x, **kwargs)
 
     def predict(self, x, batch_size=None, **kwargs):
@@ -253,7 +254,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             ValueError: as `fit`.
         """
         x = prepare(self, x, batch_size=batch_size)
-        with kept_weights(self, trains=False):
+        with run_scope(self, trains=False):
             return keras.Model.predict(self, x, **kwargs)
 
     def _check_compiled(self, method):

@@ -84,7 +84,9 @@ def load_from_presets(cls):
         accepted = [*arguments_of(cls), "config_file"]
         check_names(f"`{cls.__name__}.from_preset`", kwargs, accepted)
         with open_preset(preset, load_weights=False) as directory:
-            return read(cls, directory, **kwargs)
+            found = read(cls, directory, **kwargs)
+            _check_dtypes(found, preset)
+        return found
 
     cls.from_preset = classmethod(from_preset)
     return cls
@@ -115,6 +117,7 @@ def load_and_save_presets(cls):
             )
             if load_weights:
                 _check_finite(model, preset)
+            _check_dtypes(getattr(model, "preprocessor", None), preset)
         model.set_routing(**settings)
         return model
 
@@ -150,6 +153,27 @@ def _check_finite(model, preset):
                 f"infinity in {variable.path!r}. Restore the file, or start anew with "
                 "`load_weights=False`."
             )
+
+
+def _check_dtypes(preprocessing, preset):
+    """Raise if a dtype is none. Until it is called, Keras takes anything for one."""
+    for name in ("", "image_converter", "tokenizer"):
+        layer = getattr(preprocessing, name, None) if name else preprocessing
+        policy = getattr(layer, "dtype_policy", None)
+        if isinstance(layer, keras.Layer) and not _is_policy(policy):
+            raise ValueError(
+                f"The preset {str(preset)!r} is damaged: the dtype of its "
+                f"{name or 'preprocessor'} is no policy of Keras. Received: dtype="
+                f"{quote(policy)}. Restore its files."
+            )
+
+
+def _is_policy(policy):
+    try:
+        keras.backend.standardize_dtype(policy.compute_dtype)
+    except (AttributeError, ValueError):
+        return False
+    return True
 
 
 def with_backbone(cls, preset, load_weights, arguments):

@@ -1,5 +1,6 @@
 """Models whose routers have settings that may change after they are compiled."""
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,10 @@ from keras_softmoe.layers.parts import mixtures_of
 from keras_softmoe.models._run_checks import check_run
 from keras_softmoe.routers import MUTABLE_SETTINGS
 from keras_softmoe.sharding.variables import gather, num_processes
+
+# Held while settings change, and while a step is made with them: of two threads that
+# begin a run after a change, the second would be given the step from before it.
+_lock = threading.RLock()
 
 
 class MutableRouting:
@@ -48,9 +53,11 @@ class MutableRouting:
 
         Settings belong to the model, not to a call. Where several threads share a model
         and one of them changes settings, what runs in another at that moment follows
-        the old ones, the new ones, or in some blocks these and in others those. Give
-        each thread that wants its own settings its own model (`from_preset` once more),
-        or let one lock guard `set_routing` and the call that follows it.
+        the old ones, the new ones, or in some blocks these and in others those; what
+        begins later follows those that the model has then. Give each thread that wants
+        its own settings its own model (`from_preset` once more), or let one lock guard
+        `set_routing` and the call that follows it. (On JAX `evaluate` and `predict` of
+        one model in several threads take turns, and are refused during `fit`.)
 
         Raises:
             ValueError: if a block has no router, a router has no such setting, a value
@@ -106,10 +113,16 @@ class MutableRouting:
         mixtures = mixtures_of(self) if groups else []
         for layer in mixtures:
             layer.check_group_images(router=changed.get(id(layer.router)), **groups)
-        for index in layers:
-            routers[index].update(**settings)
-        for layer in mixtures:
-            layer.group_images = groups["group_images"]
+        with _lock:
+            before = self._current_settings()
+            for index in layers:
+                routers[index].update(**settings)
+            for layer in mixtures:
+                layer.group_images = groups["group_images"]
+            if self._current_settings() != before:
+                # A step that another thread is just compiling may have either built
+                # in, whatever it was made for.
+                self._compiled_settings = None
 
     def _settings_changed(self, step):
         """Whether settings have changed since this was last asked for a step."""
@@ -117,14 +130,17 @@ class MutableRouting:
             self._compiled_settings = SimpleNamespace(
                 train=None, test=None, predict=None
             )
-        now = (
+        now = self._current_settings()
+        changed = getattr(self._compiled_settings, step) != now
+        setattr(self._compiled_settings, step, now)
+        return changed
+
+    def _current_settings(self):
+        return (
             {index: router.get_config() for index, router in self.routers.items()},
             [layer.group_images for layer in mixtures_of(self)],
             [(weight.path, weight.dtype) for weight in self.weights],
         )
-        changed = getattr(self._compiled_settings, step) != now
-        setattr(self._compiled_settings, step, now)
-        return changed
 
 
 def recompile_on_change(cls):
@@ -135,7 +151,8 @@ def recompile_on_change(cls):
 
 def _compile_if_changed(model, step, make):
     check_run(model, step)
-    made = make(model._settings_changed(step))
+    with _lock:
+        made = make(model._settings_changed(step))
     if step == "predict" and num_processes() > 1:
         map_predictions(model, gather)
     return made

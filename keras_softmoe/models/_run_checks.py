@@ -1,12 +1,61 @@
-"""What models of this library check before each `fit`, `evaluate` and `predict`."""
+"""What is around each `fit`, `evaluate` and `predict` of models of this library."""
 
+import contextlib
+import threading
 import warnings
+import weakref
+from types import SimpleNamespace
 
 import keras
 
+from keras_softmoe.keras_adapter import kept_weights
 from keras_softmoe.routers.recording import is_recording
 from keras_softmoe.sharding import check_model
 from keras_softmoe.sharding.variables import is_sharded
+
+# Model -> the lock that its runs take, and whether the one that has it trains.
+_runs = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+@contextlib.contextmanager
+def run_scope(model, trains):
+    """Scope of a run, after which the model has its weights, whatever happens.
+
+    On JAX runs of one model in several threads take turns: Keras takes the weights out
+    of the model while a run lasts.
+
+    Args:
+        model: `keras.Model`.
+        trains: bool, whether the run is `fit`.
+
+    Raises:
+        ValueError: if another thread trains the model, on JAX.
+    """
+    if keras.backend.backend() != "jax":
+        yield
+        return
+    with _making:
+        run = _runs.setdefault(
+            model, SimpleNamespace(lock=threading.RLock(), trains=False)
+        )
+    if not run.lock.acquire(blocking=False):
+        if run.trains:
+            # Which may take days, and may wait for what its own threads predict.
+            raise ValueError(
+                f"The model {model.name!r} is in training in another thread, and Keras "
+                "has taken the weights out of it. Use another model in this thread, "
+                "or wait until `fit` has returned."
+            )
+        run.lock.acquire()
+    trained = run.trains
+    run.trains = trains or trained
+    try:
+        with kept_weights(model, trains):
+            yield
+    finally:
+        run.trains = trained
+        run.lock.release()
 
 
 def check_run(model, step):

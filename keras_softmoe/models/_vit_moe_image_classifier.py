@@ -10,7 +10,6 @@ from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
 from keras_softmoe.exporting import exportable
 from keras_softmoe.keras_adapter import (
     flatten_layers,
-    kept_weights,
     register_parameters,
 )
 from keras_softmoe.models._adaptation import quantizable
@@ -26,7 +25,13 @@ from keras_softmoe.models._loading import (
     with_backbone,
 )
 from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
-from keras_softmoe.models._pictures import as_arrays, repeat_grey, without_pil
+from keras_softmoe.models._pictures import (
+    as_arrays,
+    check_resizing,
+    repeat_grey,
+    without_pil,
+)
+from keras_softmoe.models._run_checks import run_scope
 from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
 from keras_softmoe.models.arguments import (
     check_images,
@@ -52,6 +57,9 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
     `keras_hub.layers.ImageConverter`; `scale` and `offset` have
     defaults for the models of this library. `from_preset` takes our preset names.
 
+    Raises:
+        ValueError: if an argument is not among the accepted values.
+
     Source: V-MoE's released code (value range).
 
     Examples:
@@ -65,6 +73,7 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
     def __init__(
         self, image_size=None, scale=1.0 / 127.5, offset: float = -1.0, **kwargs
     ):
+        check_resizing(image_size, scale, offset, **kwargs)
         super().__init__(image_size=image_size, scale=scale, offset=offset, **kwargs)
         # It has no weights, but `quantize` refuses a model with an unbuilt layer.
         self.resizing.built = True
@@ -345,7 +354,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
             )
         elif validation_data is not None:
             validation_data = prepare(self, validation_data)
-        with kept_weights(self, trains=True):
+        with run_scope(self, trains=True):
             # Not KerasHub's, which would preprocess what it knows, and refuse the rest.
             return keras.Model.fit(
                 self, x, validation_data=validation_data, shuffle=False, **kwargs
@@ -376,7 +385,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         """
         if not kwargs.get("_use_cached_eval_dataset"):
             x = prepare(self, x, y, sample_weight, batch_size=batch_size)
-        with kept_weights(self, trains=False):
+        with run_scope(self, trains=False):
             return keras.Model.evaluate(self, x, **kwargs)
 
     def predict(self, x, batch_size: int | None = None, **kwargs):
@@ -399,7 +408,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
             if getattr(x, "shape", ())[:1] == (0,):
                 return no_outputs(self)
         x = prepare(self, x, batch_size=batch_size)
-        with kept_weights(self, trains=False):
+        with run_scope(self, trains=False):
             return keras.Model.predict(self, x, **kwargs)
 
     def check_input(self, x):

@@ -122,7 +122,8 @@ def _converted(source, image_shape, head, changes):
     if isinstance(source, Checkpoint):
         checkpoint = source
     elif (path := find_file(source)) is not None:
-        checkpoint = read_parameters(path, changes.pop("num_heads", None), image_shape)
+        num_heads = changes.pop("num_heads", None)
+        checkpoint = read_parameters(path, num_heads, image_shape, head)
     else:
         model = from_keras_hub(source)
         if own_model(model) is not None:

@@ -73,16 +73,36 @@ def token_choice(
         array([0, 2], dtype=int32)
     """
     scores = ops.convert_to_tensor(scores)
+    check_num_selected_experts(num_selected_experts, scores.shape[-1])
+    # (G, S, K), best expert first
+    chosen = top_indices(scores, num_selected_experts, sharded)
+    return assign_choices(
+        scores, chosen, capacity, priority, valid, keep_fraction, seed, sharded
+    )
+
+
+def assign_choices(
+    scores,
+    chosen,
+    capacity,
+    priority="position",
+    valid=None,
+    keep_fraction=1.0,
+    seed=None,
+    sharded=False,
+):
+    """`token_choice`, of tokens whose experts are known.
+
+    `chosen` is `(G, S, K)` int32, the experts of each token, best first; all other
+    arguments and the result are those of `token_choice`.
+    """
     _, num_tokens, num_experts = scores.shape
-    check_num_selected_experts(num_selected_experts, num_experts)
+    num_selected_experts = chosen.shape[-1]
     if isinstance(priority, str):
         check_priority(priority)
     check_keep_fraction(keep_fraction)
     _check_capacity(capacity)
     num_choices = num_selected_experts * num_tokens
-
-    # (G, S, K), best expert first
-    chosen = top_indices(scores, num_selected_experts, sharded)
     rank = order = None
     if not isinstance(priority, str):
         rank = ops.convert_to_tensor(priority)

@@ -239,9 +239,11 @@ def top_indices(scores, k, sharded=False):
     """Indices of the `k` largest entries of the last axis, ties to the lower index.
 
     `top_k` promises that order on JAX and TensorFlow, but to JAX 0 is more than -0.
-    PyTorch's does not promise it, its stable sort does.
+    PyTorch's does not promise it, its `argmax` and its stable sort do.
     """
-    if keras.backend.backend() == "torch":
+    if keras.backend.backend() == "torch" and k == 1:
+        indices = ops.convert_to_tensor(scores).argmax(dim=-1, keepdim=True)
+    elif keras.backend.backend() == "torch":
         scores = ops.convert_to_tensor(scores)
         indices = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     elif sharded:

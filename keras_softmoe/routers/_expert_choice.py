@@ -18,7 +18,7 @@ class ExpertChoiceRouter(SparseRouter):
     Its arguments are those of `SparseRouter`.
     """
 
-    def assign(self, selection, capacity, valid, masks):
+    def assign(self, selection, chosen, capacity, valid, masks):
         return expert_choice(selection, capacity, valid, sharded=is_distributed())
 
 

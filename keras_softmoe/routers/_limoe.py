@@ -12,8 +12,12 @@ from keras_softmoe.checks import (
     check_numbers,
     check_whole_numbers,
 )
-from keras_softmoe.ops import token_choice
-from keras_softmoe.ops.assignment import PRIORITIES, check_num_selected_experts
+from keras_softmoe.ops.assignment import (
+    PRIORITIES,
+    assign_choices,
+    check_num_selected_experts,
+)
+from keras_softmoe.ops.backend import top_indices
 from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING
 from keras_softmoe.routers._router import check_num_experts
 from keras_softmoe.routers._routing_losses import (
@@ -257,7 +261,12 @@ class LIMoERouter(SparseRouter):
     def choices_per_token(self):
         return self.num_selected_experts
 
-    def assign(self, selection, capacity, valid, masks):
+    def choose(self, selection):
+        return top_indices(
+            selection, self.num_selected_experts, sharded=is_distributed()
+        )
+
+    def assign(self, selection, chosen, capacity, valid, masks):
         priority = self.priority
         if priority in _FIRST:
             first = masks.get(_FIRST[priority])
@@ -265,9 +274,9 @@ class LIMoERouter(SparseRouter):
             if first is not None:
                 priority = ops.zeros_like(selection[..., 0])
                 priority = priority + ops.cast(first, "float32")
-        return token_choice(
+        return assign_choices(
             selection,
-            self.num_selected_experts,
+            chosen,
             capacity,
             priority=priority,
             valid=valid,
@@ -278,13 +287,14 @@ class LIMoERouter(SparseRouter):
     def total_loss(self, losses):
         return self.loss_weight * (super().total_loss(losses) / len(losses))
 
-    def group_capacity(self, num_tokens, training, masks):
-        return self.capacity(num_tokens, training, single_modality=len(masks) == 1)
-
     def capacity(self, num_tokens, training=False, single_modality=False):
-        if not single_modality:
-            return super().capacity(num_tokens, training)
-        return self.slots(num_tokens, self.single_modality_capacity_factor)
+        masks = MODALITIES[:1] if single_modality else ()
+        return self.slots(num_tokens, self.slots_per_choice(training, masks))
+
+    def slots_per_choice(self, training=False, masks=()):
+        if len(masks) == 1:
+            return self.single_modality_capacity_factor
+        return super().slots_per_choice(training)
 
     def _masked_experts(self, modality):
         """`(E,)` bool array: the experts that a modality must not use."""

@@ -4,7 +4,7 @@ import math
 
 import keras
 
-from keras_softmoe.checks import check_numbers
+from keras_softmoe.checks import check_numbers, quote
 from keras_softmoe.ops import entropy
 from keras_softmoe.ops import losses as balance
 from keras_softmoe.ops.assignment import check_num_selected_experts
@@ -73,7 +73,7 @@ class RoutingLoss:
         if modality not in (None, *MODALITIES):
             raise ValueError(
                 "Unknown modality. Accepted: 'image', 'text', or `None` for the tokens "
-                f"of both. Received: modality={modality!r}."
+                f"of both. Received: modality={quote(modality)}. Pass one of these."
             )
         check_numbers(weight=weight)
         self.modality = modality

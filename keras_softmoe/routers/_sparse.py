@@ -1,5 +1,7 @@
 """What all learned sparse routers share."""
 
+import functools
+
 import keras
 import numpy as np
 from keras import ops
@@ -35,7 +37,7 @@ class SparseRouter(Router):
     The steps are the same for all: logits, noise in training, probabilities, selection
     scores, slot assignment, gates, losses. Subclasses fill in the ones that differ:
     `assign` and, where they need to, `predict_logits`, `probabilities_of`,
-    `selection_scores`, `weigh` and `total_loss`.
+    `selection_scores`, `choose`, `weigh` and `total_loss`.
 
     Args:
         num_experts: int, number of experts.
@@ -181,14 +183,16 @@ class SparseRouter(Router):
         routed = self._routed(logits, noisy_logits, valid, masks)
         probabilities = self.probabilities_of(routed.noisy_probabilities)
 
-        capacity = self.group_capacity(tokens.shape[1], training, masks)
+        capacity_factor = self.slots_per_choice(training, masks)
+        capacity = self.slots(tokens.shape[1], capacity_factor)
         limit = None
         if num_tokens is not None:
-            limit = self._group_limit(num_tokens, tokens.shape[1], training, masks)
+            limit = self._group_limit(num_tokens, tokens.shape[1], capacity_factor)
         selection = self.selection_scores(
             noisy_logits, probabilities, capacity, valid, limit
         )
-        token, filled = self.assign(selection, capacity, valid, masks)
+        chosen = self.choose(selection)
+        token, filled = self.assign(selection, chosen, capacity, valid, masks)
         if limit is not None:
             # Slots are filled in the order of the queue, so the first ones are those
             # that a smaller capacity leaves.
@@ -201,7 +205,7 @@ class SparseRouter(Router):
             scores = probabilities
         else:
             scores = routed.probabilities
-        scores = self.weigh(scores, selection)
+        scores = self.weigh(scores, chosen)
         summary = {
             "logits": logits,
             "probabilities": probabilities,
@@ -260,14 +264,18 @@ class SparseRouter(Router):
         """
         return probabilities
 
-    def assign(self, selection, capacity, valid, masks):
+    def choose(self, selection):
+        """The `(G, S, K)` experts that tokens choose, best first; `None` if none do."""
+        return None
+
+    def assign(self, selection, chosen, capacity, valid, masks):
         """`token` and `filled` of a `SlotRouting`, from the selection scores."""
         raise TypeError(
             f"`{type(self).__name__}` is abstract: it assigns no slots. Use one of the "
             "routers in `keras_softmoe.routers`, or implement `assign`."
         )
 
-    def weigh(self, scores, selection):
+    def weigh(self, scores, chosen):
         """The `(G, S, E)` weights at which gates are looked up."""
         return scores
 
@@ -278,43 +286,30 @@ class SparseRouter(Router):
     # === Capacity and cost ===
 
     def capacity(self, num_tokens, training=False):
-        capacity_factor = self.capacity_factor
+        return self.slots(num_tokens, self.slots_per_choice(training))
+
+    def slots_per_choice(self, training=False, masks=()):
+        """The capacity factor for groups with tokens of some modalities."""
         if not training and self.eval_capacity_factor is not None:
-            capacity_factor = self.eval_capacity_factor
-        return self.slots(num_tokens, capacity_factor)
-
-    def group_capacity(self, num_tokens, training, masks):
-        """Slots per expert for a group with tokens of some modalities."""
-        return self.capacity(num_tokens, training)
-
-    def _group_limit(self, num_tokens, largest, training, masks):
-        """`(G,)` int: the capacity of groups of so many tokens, one slot at least."""
-
-        def capacity(count):
-            try:
-                return self.group_capacity(count, training, masks)
-            except ValueError:
-                # Of that many tokens alone it would be under one slot.
-                return 1
-
-        capacities = [1, *map(capacity, range(1, largest + 1))]
-        table = ops.convert_to_tensor(np.array(capacities, "int32"))
-        return ops.take(table, num_tokens, axis=0)
+            return self.eval_capacity_factor
+        return self.capacity_factor
 
     def slots(self, num_tokens, capacity_factor):
-        """Slots per expert for a group of `num_tokens` tokens and a given factor.
+        """Slots per expert for a group of `num_tokens` tokens and a given factor."""
+        return _slots(num_tokens, capacity_factor, *self._capacity_settings())
 
-        An expert is given no token twice, so at most as many as there are tokens:
-        further slots would only be computed.
-        """
-        capacity = expert_capacity(
-            num_tokens * self.choices_per_token,
+    def _group_limit(self, num_tokens, largest, capacity_factor):
+        """`(G,)` int: the capacity of groups of so many tokens, one slot at least."""
+        table = _table_of_slots(largest, capacity_factor, *self._capacity_settings())
+        return ops.take(ops.convert_to_tensor(table), num_tokens, axis=0)
+
+    def _capacity_settings(self):
+        return (
+            self.choices_per_token,
             self.num_experts,
-            capacity_factor,
-            rounding=self.rounding,
-            multiple_of=self.multiple_of,
+            self.rounding,
+            self.multiple_of,
         )
-        return min(capacity, num_tokens)
 
     def cost(self, tokens_shape, training=False):
         num_groups, num_tokens, width = tokens_shape
@@ -376,6 +371,31 @@ def gates(scores, token, filled):
     # (G, E, S)
     by_expert = ops.transpose(scores, (0, 2, 1))
     return ops.where(filled, take_along(by_expert, token, axis=-1), 0.0)
+
+
+def _slots(num_tokens, capacity_factor, choices, num_experts, rounding, multiple_of):
+    """An expert is given no token twice, so at most as many as there are tokens."""
+    capacity = expert_capacity(
+        num_tokens * choices, num_experts, capacity_factor, rounding, multiple_of
+    )
+    return min(capacity, num_tokens)
+
+
+@functools.lru_cache(maxsize=256)
+def _table_of_slots(largest, *settings):
+    """`(largest + 1,)` int32 array: `_slots` of 0, 1, ... tokens, one at least.
+
+    Kept, since an eager call needs it each time.
+    """
+
+    def slots(count):
+        try:
+            return _slots(count, *settings)
+        except ValueError:
+            # Of that many tokens alone it would be under one slot.
+            return 1
+
+    return np.array([1, *map(slots, range(1, largest + 1))], "int32")
 
 
 def _mean_of_groups(losses, num_tokens):

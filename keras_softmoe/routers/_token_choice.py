@@ -6,8 +6,9 @@ import keras
 from keras import ops
 
 from keras_softmoe.checks import check_bools, check_numbers, check_whole_numbers
-from keras_softmoe.ops import sinkhorn_plan, token_choice
+from keras_softmoe.ops import sinkhorn_plan
 from keras_softmoe.ops.assignment import (
+    assign_choices,
     check_keep_fraction,
     check_num_selected_experts,
     check_priority,
@@ -91,10 +92,15 @@ class TokenChoiceRouter(SparseRouter):
     def choices_per_token(self):
         return self.num_selected_experts
 
-    def assign(self, selection, capacity, valid, masks):
-        return token_choice(
+    def choose(self, selection):
+        return top_indices(
+            selection, self.num_selected_experts, sharded=is_distributed()
+        )
+
+    def assign(self, selection, chosen, capacity, valid, masks):
+        return assign_choices(
             selection,
-            self.num_selected_experts,
+            chosen,
             capacity,
             priority=self.priority,
             keep_fraction=self.keep_fraction,
@@ -103,12 +109,9 @@ class TokenChoiceRouter(SparseRouter):
             sharded=is_distributed(),
         )
 
-    def weigh(self, scores, selection):
+    def weigh(self, scores, chosen):
         if not self.normalize_gates:
             return scores
-        chosen = top_indices(
-            selection, self.num_selected_experts, sharded=is_distributed()
-        )
         total = ops.sum(take_along(scores, chosen, axis=-1), axis=-1, keepdims=True)
         # Zero for padding in a plan, and where the probabilities of all choices have
         # come to nothing: there is no gate then.

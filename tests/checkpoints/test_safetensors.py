@@ -162,6 +162,16 @@ def test_names_of_other_models(tmp_path, arrays, name):
     assert name in str(error.value)
 
 
+def test_two_heads(tmp_path, arrays):
+    second = {name.replace("head.", "head_dist."): arrays[name] for name in arrays}
+    with pytest.raises(converters.CheckpointError, match="`head=False`"):
+        convert(tmp_path, arrays | second)
+    expected = convert(tmp_path, arrays, head=False).get_weights()
+    found = convert(tmp_path, arrays | second, head=False).get_weights()
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_names_that_are_missing(tmp_path, arrays):
     for name in ("blocks.0.attn.qkv.bias", "norm.weight", "cls_token", "pos_embed"):
         fewer = {key: array for key, array in arrays.items() if key != name}

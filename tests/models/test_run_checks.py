@@ -1,5 +1,7 @@
 """What models check before each `fit`, `evaluate` and `predict`."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -58,3 +60,45 @@ def test_eager_predictions_are_recorded():
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert list(decisions) == PATHS
     assert keras.ops.shape(decisions[PATHS[0]].routing.dispatch)[0] == 4
+
+
+def in_thread(run):
+    """What a callable returns in another thread, or the error that it raises."""
+    found = []
+
+    def note():
+        try:
+            found.append(run())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=note)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_a_model_in_training_predicts_in_no_other_thread_on_jax():
+    model, found = tiny.classifier(), []
+    predict = runs(model)["predict"]
+    expected = predict()
+    model.fit(
+        tiny.pixels(4),
+        tiny.labels(4),
+        batch_size=4,
+        verbose=0,
+        callbacks=[
+            keras.callbacks.LambdaCallback(
+                on_train_batch_begin=lambda batch, logs: found.append(
+                    in_thread(predict)
+                )
+            )
+        ],
+    )
+    if keras.backend.backend() == "jax":
+        assert "in training in another thread" in str(found[0])
+        assert isinstance(found[0], ValueError)
+    else:
+        np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
+    # The lock is free again, and the weights are there.
+    np.testing.assert_array_equal(in_thread(predict), predict())

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import ops, routers
-from tests.gradients import layer_gradients
+from tests.gradients import layer_gradients, outputs
 from tests.reference.common import check_auxiliary_loss, check_statistics, finish
 from tests.reference.test_reference_layers import check_weight_means
 from tests.references import Reference, to_numpy
@@ -157,21 +157,23 @@ def test_model(name):
     reference = Reference(name)
     images = reference.given("images")
     model, backbone = make_model(reference, reference.given_under("params/"))
-    first_block = keras.Model(
-        backbone.input, [backbone.get_layer("block_0").output, *backbone.outputs]
+    whole = keras.Model(
+        backbone.input, [backbone.get_layer("block_0").output, backbone.output]
     )
-    block_output, *_ = first_block(images)
+    (block_output, features), logits, decisions = outputs(
+        lambda x: (whole(x), model(x), backbone.route(x)), images
+    )
     reference.check("encoderblock_0_output_f32", block_output, TOLERANCE)
-    features = backbone(images)
     reference.check("encoder_output_f32", features["sequence_output"], TOLERANCE)
     reference.check("pre_logits_f32", features["pooled_output"], TOLERANCE)
-    logits = features["pooled_output"] if model is backbone else model(images)
+    if model is backbone:
+        logits = logits["pooled_output"]
     reference.check("logits", logits, TOLERANCE)
-    check_route(reference, backbone.route(images))
+    check_route(reference, decisions)
     if "logits_bf16" in reference:
         for index in backbone.moe_layers:
             backbone.blocks[index].moe.dispatch_dtype = "bfloat16"
-        reference.check("logits_bf16", model(images), TOLERANCE)
+        reference.check("logits_bf16", outputs(model, images), TOLERANCE)
     reference.given_under("noisy/")
     reference.given_under("grads/")
     reference.leave({(r".*_grads", "loss"): "compared beside the gradients"})

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import ops, routers
+from tests.gradients import outputs
 from tests.reference.common import check_auxiliary_loss, finish
 from tests.reference.test_reference_models import make_router
 from tests.references import Reference, to_numpy
@@ -90,13 +91,13 @@ def test_two_towers(name):
     reference = Reference(name)
     model = make_model(reference)
     images, texts = reference.given("images"), reference.given("texts")
-    outputs = model({"images": images, "token_ids": texts})
-    reference.check("zimg", outputs["image_embedding"], TOLERANCE)
-    reference.check("ztxt", outputs["text_embedding"], TOLERANCE)
-    logits = model.logits(outputs)
+    pairs = {"images": images, "token_ids": texts}
+    found, logits = outputs(with_logits(model), pairs)
+    reference.check("zimg", found["image_embedding"], TOLERANCE)
+    reference.check("ztxt", found["text_embedding"], TOLERANCE)
     reference.check("logits", logits, TOLERANCE)
     reference.check("sigmoid_loss", ops.sigmoid_contrastive_loss(logits), TOLERANCE)
-    reference.check("metrics/scale", to_numpy(outputs["logit_scale"])[0], TOLERANCE)
+    reference.check("metrics/scale", found["logit_scale"][0], TOLERANCE)
     for modality, inputs in (("image", images), ("text", texts)):
         tower = getattr(model.backbone, f"{modality}_backbone")
         total = sum_of_losses(tower, inputs)
@@ -105,16 +106,11 @@ def test_two_towers(name):
 
     # Other numbers of images and texts, each through its own tower.
     num_texts = reference.given("logits_rectangular").shape[1]
-    found = {
+    found |= {
         "image_embedding": model.encode_image(images),
         "text_embedding": model.encode_text(texts[:num_texts]),
-        **{
-            key: to_numpy(value)
-            for key, value in outputs.items()
-            if key.startswith("logit")
-        },
     }
-    rectangle = model.logits({k: keras.ops.array(v) for k, v in found.items()})
+    rectangle = outputs(model.logits, found)
     reference.check("logits_rectangular", rectangle, TOLERANCE)
 
     if "logits_bf16" in reference:
@@ -122,19 +118,30 @@ def test_two_towers(name):
         tower = model.backbone.image_backbone
         for index in tower.moe_layers:
             tower.blocks[index].moe.dispatch_dtype = "bfloat16"
-        rounded = model.logits(model({"images": images, "token_ids": texts}))
+        _, rounded = outputs(with_logits(model), pairs)
         reference.check("logits_bf16", rounded, TOLERANCE)
     reference.given_under("grads/")
     reference.leave({(r"f_two_tower_dense", "loss"): "compared beside the gradients"})
     finish(reference)
 
 
+def with_logits(model):
+    def run(pairs):
+        found = model(pairs)
+        return found, model.logits(found)
+
+    return run
+
+
 def sum_of_losses(tower, inputs):
     """Balancing losses of a tower's blocks, one for each group."""
-    with routers.record() as decisions:
-        tower(keras.ops.convert_to_tensor(inputs, tower.input.dtype))
-    losses = (decision.summary["auxiliary_loss"] for decision in decisions.values())
-    return sum(losses, start=keras.ops.zeros(()))
+
+    def losses(x):
+        with routers.record() as decisions:
+            tower(keras.ops.cast(x, tower.input.dtype))
+        return [decision.summary["auxiliary_loss"] for decision in decisions.values()]
+
+    return sum(outputs(losses, inputs), start=np.zeros(()))
 
 
 def test_gradients_of_fit():

@@ -35,6 +35,8 @@ WRONG = {
     "positive": [0, -1.0, "1.0", None, float("inf"), 1e308, 10**400, *_ODD],
     "deviation": [-1.0, "a", None, float("inf"), 1e308, *_ODD],
     "number": ["a", None, [1.0], float("inf"), 1e308, 10**400, *_ODD],
+    "optional number": ["a", float("inf"), 1e308, 10**400, ["a"], [1.0, None], *_ODD],
+    "pair": [8, (8,), (8, 0), (8, -1), (8, "8"), (8.0, 8), "88", (8, 8, 3), {}, *_ODD],
     "choice": ["x", "", 3, 2.5, ["max"], {"a": 1}, *_ODD],
     "bool": ["yes", 2, -1, 0.5, None, [True], *_ODD],
     "shape": [
@@ -253,6 +255,16 @@ def targets():
             models.ViTMoEImageClassifier,
             {"backbone": _classifier().backbone, "num_classes": 3},
             {"backbone": "model", "num_classes": "size", "dropout": "rate"},
+        ),
+        "image converter": Target(
+            models.ViTMoEImageConverter,
+            {},
+            {
+                "image_size": "pair",
+                "scale": "optional number",
+                "interpolation": "choice",
+                "antialias": "bool",
+            },
         ),
         "set_routing": Target(
             _classifier().set_routing,

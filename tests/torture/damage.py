@@ -149,9 +149,9 @@ def swap(file, rng, canary):
 def edit_json(file, rng, canary):
     """Change something, anywhere, into something else."""
     saved = json.loads(file.read_text())
-    places = list(_places(saved))
+    found = list(places(saved))
     for _ in range(rng.choice([1, 1, 2])):
-        parent, key = places[rng.integers(len(places))]
+        parent, key = found[rng.integers(len(found))]
         values = [*HOSTILE, *canary.values()]
         chosen = rng.integers(len(values) + 3)
         if chosen < len(values):
@@ -159,7 +159,7 @@ def edit_json(file, rng, canary):
         elif chosen == len(values) and isinstance(parent, dict):
             parent.pop(key, None)
         else:
-            other, name = places[rng.integers(len(places))]
+            other, name = found[rng.integers(len(found))]
             with_cycle = json.dumps(other.get(name) if isinstance(other, dict) else 0)
             parent[key] = json.loads(with_cycle)
     file.write_text(json.dumps(saved))
@@ -169,15 +169,16 @@ def nest(file, rng, canary):
     file.write_text('{"a":' * 10**5 + "1" + "}" * 10**5)
 
 
-def _places(tree):
+def places(tree):
+    """Pairs of a dict or list in a tree and a key or index of it."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield tree, key
-            yield from _places(value)
+            yield from places(value)
     elif isinstance(tree, list):
         for index, value in enumerate(tree):
             yield tree, index
-            yield from _places(value)
+            yield from places(value)
 
 
 def edit_weights(file, rng, canary):

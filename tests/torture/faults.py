@@ -275,7 +275,10 @@ def unwritable_places(tally):
 
 
 def three_at_once(tally, rounds):
-    """Three processes convert one preset; two save one while this one reads it."""
+    """Three processes convert a preset, or two save while one reads, or each its own.
+
+    The last: one converts, one saves where that goes, and one loads, five times.
+    """
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         release(folder)
@@ -283,16 +286,20 @@ def three_at_once(tally, rounds):
             home = folder / f"home_{number}"
             home.mkdir()
             with tally.case(f"three converting, round {number}", seconds=300):
-                programs = [
-                    Program("tests.torture.victims", "convert", home, "time", 600)
-                    for _ in range(3)
-                ]
-                for program in programs:
-                    code, output = program.wait()
-                    assert code == 0, output[-2000:]
+                _run_together(home, "convert", "convert", "convert")
                 left = [p.name for p in (home / "keras_softmoe").iterdir()]
                 assert left == [victims.NAME], left
                 assert _weights_in(home / "keras_softmoe" / victims.NAME)
+            mixed = folder / f"mixed_{number}"
+            mixed.mkdir()
+            name = f"one converting, one saving, one loading, round {number}"
+            with tally.case(name, seconds=300):
+                _run_together(mixed, "convert", "save over", "load")
+                place = mixed / "keras_softmoe"
+                assert [p.name for p in place.iterdir()] == [victims.NAME]
+                victims.check_one_version(
+                    models.ViTMoEImageClassifier.from_preset(str(place / victims.NAME))
+                )
             shared = folder / f"shared_{number}"
             shared.mkdir()
             victims.version(1).save_to_preset(str(shared / "preset"))
@@ -308,3 +315,12 @@ def three_at_once(tally, rounds):
                     assert code == 0, output[-2000:]
                 _check_nothing_lost("save", shared, None)
                 assert [p.name for p in shared.iterdir()] == ["preset"]
+
+
+def _run_together(directory, *runs):
+    programs = [
+        Program("tests.torture.victims", run, directory, "time", 600) for run in runs
+    ]
+    for program in programs:
+        code, output = program.wait()
+        assert code == 0, output[-2000:]

@@ -18,7 +18,7 @@ from tests.processes import Program
 from tests.references import to_numpy
 from tests.torture.campaign import resident_megabytes
 
-STEPS_PER_EPOCH = 100
+STEPS_PER_EPOCH = 50
 
 
 def killed_training(tally, steps, every):
@@ -29,7 +29,7 @@ def killed_training(tally, steps, every):
 
     Args:
         tally: `Tally`.
-        steps: int, a multiple of 100.
+        steps: int, a multiple of 50.
         every: int, steps between kills.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -155,35 +155,63 @@ def _resident():
 # === Threads ===
 
 
-def two_threads(tally, rounds):
-    """Two models in two threads, each with settings of its own."""
-    pair = [tiny.classifier(router=tiny.SPARSE) for _ in range(2)]
-    factors, x = (0.5, 2.0), tiny.pixels(6)
-    expected = []
-    for model, factor in zip(pair, factors, strict=True):
-        model.set_routing(capacity_factor=factor)
-        expected.append(model.predict(x, verbose=0))
-    assert not np.allclose(*expected)
-    wrong = []
+FACTORS = (0.5, 2.0)
 
-    def run(index):
-        try:
-            # As others would, back and forth
-            for factor in (factors[1 - index], factors[index]):
-                pair[index].set_routing(capacity_factor=factor)
-                found = pair[index].predict(x, verbose=0)
-            np.testing.assert_allclose(found, expected[index], rtol=1e-4, atol=1e-5)
-        except Exception as error:
-            wrong.append(f"{type(error).__name__}: {error}"[:300])
+
+def two_threads(tally, rounds):
+    """Two models in two threads, each with settings of its own; then one in both."""
+    pair = [tiny.classifier(router=tiny.SPARSE) for _ in FACTORS]
+    for model in pair[1:]:
+        model.set_weights(pair[0].get_weights())
+    x, expected = tiny.pixels(6), {}
+    for factor in FACTORS:
+        pair[0].set_routing(capacity_factor=factor)
+        expected[factor] = pair[0].predict(x, verbose=0)
+    assert not np.allclose(*expected.values())
+
+    def followed(model):
+        """The capacity factors with which a model predicts what it does."""
+        found = model.predict(x, verbose=0)
+        return [f for f in FACTORS if np.allclose(found, expected[f], 1e-4, 1e-5)]
+
+    def own(index):
+        # As others would, back and forth
+        for factor in (FACTORS[1 - index], FACTORS[index]):
+            pair[index].set_routing(capacity_factor=factor)
+            assert followed(pair[index]) == [factor]
+
+    def shared(index):
+        for factor in (FACTORS[1 - index], FACTORS[index]):
+            pair[0].set_routing(capacity_factor=factor)
+            # The other thread may have changed it.
+            assert len(followed(pair[0])) == 1
 
     for number in range(rounds):
         with tally.case(f"two models in two threads, round {number}", seconds=600):
-            threads = [threading.Thread(target=run, args=(index,)) for index in (0, 1)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert not wrong, wrong
+            _in_two_threads(own)
+        with tally.case(f"one model in two threads, round {number}", seconds=600):
+            _in_two_threads(shared)
+            # No step is left that somebody else's settings are built into.
+            for factor in (*FACTORS, FACTORS[0]):
+                pair[0].set_routing(capacity_factor=factor)
+                assert followed(pair[0]) == [factor]
+
+
+def _in_two_threads(run):
+    wrong = []
+
+    def explain(index):
+        try:
+            run(index)
+        except BaseException as error:
+            wrong.append(f"{type(error).__name__}: {error}"[:300])
+
+    threads = [threading.Thread(target=explain, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import keras
 from tests.torture import (
     arguments,
     checkpoints,
+    command_lines,
     downloads,
     faults,
     long_runs,
@@ -35,10 +36,25 @@ PARTS = {
         _each(1200, 300),
         {"torch": 200},
     ),
+    "command lines": (
+        command_lines.bad_command_lines,
+        {"torch": 120},
+        {"torch": 4},
+    ),
     "damaged presets": (
         presets.damaged_presets,
         _each(500, 200),
         {"torch": 30, "jax": 8, "tensorflow": 8},
+    ),
+    "damaged routers": (
+        presets.damaged_routers,
+        _each(400, 60),
+        {"torch": 20},
+    ),
+    "damaged preprocessing": (
+        presets.damaged_preprocessors,
+        _each(100, 20),
+        {"torch": 10},
     ),
     "damaged .keras files": (
         presets.damaged_keras_files,
@@ -54,7 +70,7 @@ PARTS = {
     ),
     "kills": (faults.kills, _each(120, 40), {"torch": 2}),
     "full disks": (
-        lambda tally, cases, seed: faults.full_disks(tally, cases // 3, seed),
+        lambda tally, cases, seed: faults.full_disks(tally, -(-cases // 3), seed),
         _each(36, 9),
         {"torch": 9},
     ),
@@ -64,8 +80,8 @@ PARTS = {
         {"torch": 10},
     ),
     "three processes at once": (
-        lambda tally, cases, seed: faults.three_at_once(tally, cases // 2),
-        _each(6, 2),
+        lambda tally, cases, seed: faults.three_at_once(tally, -(-cases // 3)),
+        _each(9, 3),
         {},
     ),
     "bad downloads": (
@@ -74,18 +90,20 @@ PARTS = {
         {"torch": 8},
     ),
     "killed trainings": (
-        lambda tally, cases, seed: long_runs.killed_training(tally, 2000, 350),
+        lambda tally, cases, seed: long_runs.killed_training(
+            tally, 250 * cases, min(350, 130 * cases)
+        ),
         _each(8),
         {},
     ),
     "memory of 1,000 calls": (
-        lambda tally, cases, seed: long_runs.flat_memory(tally, 1000),
+        lambda tally, cases, seed: long_runs.flat_memory(tally, 1000 * cases // 3),
         _each(3),
         {},
     ),
     "two threads": (
-        lambda tally, cases, seed: long_runs.two_threads(tally, cases),
-        _each(50),
+        lambda tally, cases, seed: long_runs.two_threads(tally, -(-cases // 2)),
+        _each(50, 10),
         {"torch": 2},
     ),
 }

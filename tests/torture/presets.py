@@ -4,6 +4,7 @@ Whatever is done to them, they load, with weights that are numbers, or are refus
 name. Nothing in them is executed, and no file outside is opened.
 """
 
+import json
 import pathlib
 import shutil
 import tempfile
@@ -13,15 +14,19 @@ import zipfile
 import keras
 import numpy as np
 
-from keras_softmoe import models
+from keras_softmoe import models, routers
+from keras_softmoe.checks import quote
 from tests.models import tiny, tiny_limoe
 from tests.references import to_numpy
 from tests.torture.damage import (
+    HOSTILE,
     Canary,
     damage,
     damage_parts,
+    edit_json,
     flip_bits,
     overwrite,
+    places,
     truncate,
 )
 
@@ -57,6 +62,108 @@ def _check_loaded(model):
     for weight in model.weights:
         if keras.backend.is_float_dtype(weight.dtype):
             assert np.isfinite(to_numpy(weight)).all(), weight.path
+
+
+# One of each kind, and of each with most that it may have.
+ROUTERS = {
+    "soft": tiny.SOFT,
+    "identity": routers.IdentityRouter(5),
+    "token": routers.SoftmaxTokenChoiceRouter(
+        4,
+        losses=(
+            routers.ImportanceLoss(weight=0.1),
+            routers.LoadLoss(),
+            routers.ZLoss(),
+        ),
+    ),
+    "sinkhorn": routers.SinkhornTokenChoiceRouter(4, combine="plan"),
+    "expert": routers.SoftmaxExpertChoiceRouter(4),
+    "sinkhorn_expert": routers.SinkhornExpertChoiceRouter(4),
+    "transport": routers.SparseTransportExpertChoiceRouter(4, num_iterations=3),
+    "limoe": None,
+}
+_SETTINGS = [2, 4, 1e-9, 1e9, "soft", "ceil", "max", "entmax", [4], [None] * 3]
+
+
+def damaged_routers(tally, num_presets, seed):
+    """Load presets with something else somewhere in the configuration of a router.
+
+    The same in `config.json` and in `task.json`. What loads predicts numbers.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        canary, changes = Canary(folder), []
+        for name, router in ROUTERS.items():
+            model = tiny_limoe.task()
+            if router is not None:
+                model = tiny.classifier(router=router)
+            model.save_to_preset(str(folder / name))
+            saved = _router_of(json.loads((folder / name / "config.json").read_text()))
+            values = [*HOSTILE, *canary.values(), *_SETTINGS]
+            changes += [
+                (name, place, value)
+                for place in range(len(list(places(saved))))
+                for value in values
+            ]
+        order = np.random.default_rng(seed).permutation(len(changes))
+        for number, chosen in enumerate(order[:num_presets]):
+            name, place, value = changes[chosen]
+            preset = folder / f"preset_{number}"
+            shutil.copytree(folder / name, preset)
+            for file in (preset / "config.json", preset / "task.json"):
+                saved = json.loads(file.read_text())
+                parent, key = list(places(_router_of(saved)))[place]
+                parent[key] = value
+                file.write_text(json.dumps(saved))
+            what = f"{name}: {key}={quote(value)}"
+            with tally.case(what, mentions=[preset.name], seconds=60), _no_warnings():
+                with canary:
+                    model = _class_of(name).from_preset(str(preset))
+                _check_loaded(model)
+                if name != "limoe":
+                    found = model.predict(tiny.pixels(2), verbose=0)
+                    assert np.isfinite(found).all()
+            shutil.rmtree(preset)
+
+
+def _class_of(name):
+    return models.LIMoEContrastive if name == "limoe" else models.ViTMoEImageClassifier
+
+
+def _router_of(saved):
+    """The configuration of the router in that of a backbone or a task."""
+    return saved["config"].get("backbone", saved)["config"]["router"]
+
+
+def damaged_preprocessors(tally, num_presets, seed):
+    """Load preprocessing alone, from presets whose files for it are damaged."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        canary = Canary(folder)
+        kinds = {
+            "classifier": (models.ViTMoEImageClassifierPreprocessor, tiny.classifier()),
+            "limoe": (models.LIMoEPreprocessor, tiny_limoe.task()),
+        }
+        for name, (_, model) in kinds.items():
+            model.save_to_preset(str(folder / name))
+        for number in range(num_presets):
+            rng = np.random.default_rng((seed, number, 2))
+            name = list(kinds)[number % len(kinds)]
+            preset = folder / f"preset_{number}"
+            shutil.copytree(folder / name, preset)
+            names = ("preprocessor", "image_converter", "tokenizer")
+            files = [preset / f"{n}.json" for n in (*names[:1] * 3, *names)]
+            files = [file for file in files if file.exists()]
+            file = files[rng.integers(len(files))]
+            what = f"{name}, number {number}: {file.name}"
+            changes = (*[edit_json] * 12, flip_bits, truncate, overwrite)
+            changes[rng.integers(len(changes))](file, rng, canary)
+            with tally.case(what, mentions=[preset.name]), canary, _no_warnings():
+                preprocessor = kinds[name][0].from_preset(str(preset))
+                if name == "classifier":
+                    found = to_numpy(preprocessor(tiny.pixels(2)))
+                    assert found.dtype.kind == "f" and len(found) == 2
+            shutil.rmtree(preset)
 
 
 def damaged_keras_files(tally, num_files, seed):

@@ -101,6 +101,12 @@ def test_tables(tmp_path, monkeypatch):
     page = (tmp_path / "RESULTS.md").read_text()
     assert "| two threads | torch | 3 | 2 ValueError | 1 |" in page
     assert "| all | | 3 | 2 | 1 |" in page
+    # Fewer cases leave what is there as it is.
+    assert program.run(["two threads"], fraction=0.4) == 1
+    program.write_tables(fraction=0.4)
+    reduced = (tmp_path / "reduced" / "RESULTS.md").read_text()
+    assert "| two threads | torch | 2 | 1 ValueError | 1 |" in reduced
+    assert (tmp_path / "RESULTS.md").read_text() == page
 
 
 @on_torch

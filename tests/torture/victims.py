@@ -16,7 +16,7 @@ import time
 import keras
 import numpy as np
 
-from keras_softmoe import presets
+from keras_softmoe import models, presets
 from keras_softmoe.catalogue import _entries as entries
 from keras_softmoe.distribution import Backup
 from tests.models import tiny
@@ -32,10 +32,38 @@ def save(directory):
     return lambda: model.save_to_preset(str(directory / "preset"))
 
 
-def convert(directory):
-    """Convert a released checkpoint for the first time."""
+def save_over(directory):
+    """Save a preset where a checkpoint may just be converted to, or may be read."""
+    model, preset = version(2), directory / "keras_softmoe" / NAME
+    return lambda: [model.save_to_preset(str(preset)) for _ in range(5)]
+
+
+def load(directory):
+    """Load a preset that others convert and save, always all of one version."""
+    _own_catalogue(directory)
+
+    def run():
+        for _ in range(5):
+            model = models.ViTMoEImageClassifier.from_preset(NAME)
+            check_one_version(model)
+
+    return run
+
+
+def check_one_version(model):
+    """Raise if some weights are of the second version of a preset, and some are not."""
+    is_second = [bool((to_numpy(w) == 2).all()) for w in model.weights]
+    assert all(is_second) or not any(is_second), is_second
+
+
+def _own_catalogue(directory):
     entries._root = lambda: directory.parent / "catalogue"
     os.environ["KERAS_HOME"] = str(directory)
+
+
+def convert(directory):
+    """Convert a released checkpoint for the first time."""
+    _own_catalogue(directory)
     prefix = directory.parent / "bucket" / "vmoe_nano"
     return lambda: presets.convert(NAME, prefix, verbose=0)
 
@@ -110,11 +138,19 @@ def _kill_at_event(number, directory):
     return lambda: count
 
 
+RUNS = {
+    "save": save,
+    "convert": convert,
+    "backup": backup,
+    "study": study,
+    "save over": save_over,
+    "load": load,
+}
+
+
 def main(what, directory, when, number=0):
     directory = pathlib.Path(directory)
-    run = {"save": save, "convert": convert, "backup": backup, "study": study}[what](
-        directory
-    )
+    run = RUNS[what](directory)
     count = _kill_at_event(int(number) if when == "event" else 0, directory)
     if when == "time":
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
