@@ -4,8 +4,8 @@
     python -m experiments.upload_presets hf://your-name --yes
     python -m experiments.upload_presets kaggle://your-name/keras-softmoe/keras --yes
 
-Needs the hub's own credentials, as its documentation tells. Presets whose weights others
-released are left out: they are converted where they are used.
+Needs the hub's own credentials, as its documentation tells. Presets whose weights
+others released are left out: they are converted where they are used.
 """
 
 import argparse
@@ -31,7 +31,9 @@ LICENCES = {"Apache-2.0": "apache-2.0"}
 
 def trained():
     """Names of the presets with weights of this repository."""
-    return [name for name in presets.names() if presets.describe(name).kind == "trained"]
+    return [
+        name for name in presets.names() if presets.describe(name).kind == "trained"
+    ]
 
 
 def staged(name, folder):

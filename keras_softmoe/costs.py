@@ -90,7 +90,7 @@ class MixtureCost(NamedTuple):
     slot_width: int
 
 
-def cost_of(layer, shape, training=False):
+def cost_of(layer: keras.Layer, shape, training: bool = False) -> LayerCost:
     """The cost of a layer of this library, or of a dense or normalization layer.
 
     Args:
@@ -124,7 +124,13 @@ def cost_of(layer, shape, training=False):
     return layer.cost(shape, training)
 
 
-def dense(inputs, outputs, times=1, use_bias=True, is_sharded=False):
+def dense(
+    inputs: int,
+    outputs: int,
+    times: int = 1,
+    use_bias: bool = True,
+    is_sharded: bool = False,
+):
     """A dense layer that is applied to some vectors. It keeps nothing by itself.
 
     Args:
@@ -146,11 +152,11 @@ def dense(inputs, outputs, times=1, use_bias=True, is_sharded=False):
     )
 
 
-def normalization(shape, center=True):
+def normalization(shape, center: bool = True):
     """A layer normalization: its input, its output and the centred input are kept.
 
     Examples:
-        >>> ksm.costs.normalization((1, 16, 32)).float32_weights
+        >>> ksm.costs.normalization((1, 16, 32)).weights
         64
     """
     numbers = math.prod(shape)

@@ -35,7 +35,8 @@ def public_names(room):
 
 
 def _is_ours(value):
-    if inspect.ismodule(value):
+    # `TYPE_CHECKING` is a bool that says nothing to a reader.
+    if inspect.ismodule(value) or isinstance(value, bool):
         return False
     return getattr(value, "__module__", "keras_softmoe").startswith("keras_softmoe")
 

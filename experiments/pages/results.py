@@ -23,15 +23,16 @@ NUMBERS = {
     "b": "token choice",
     "bc": "layers of sparse routers, ties",
     "c": "expert choice",
-    "d_k": "Sinkhorn's routers and plans",
-    "d_sp": "sparsity-constrained routers and plans",
+    "d_kl": "Sinkhorn's routers and plans",
+    "d_ks": "sparsity-constrained routers and plans",
+    "d_sp": "the same without the constraint",
     "e": "whole models, with gradients",
     "f": "two towers, with gradients",
     "i": "capacities",
     "k": "converted checkpoints",
     "l": "optimizers and training steps",
 }
-PLANS = ("d_k", "d_sp")
+PLANS = ("d_kl", "d_ks", "d_sp")
 # Figures of the repository that pages show, and their copies below `docs`.
 FIGURES = {
     GUIDES / "routing.png": "images/routing.png",
@@ -154,9 +155,7 @@ def _fidelity():
 
 def _of_kind(files, prefix):
     """Sums and the largest deviation over the files whose name begins like that."""
-    # "d_k" is the beginning of a word, "b" is a word: there is "bc" too.
-    begin = prefix if "_" in prefix else f"{prefix}_"
-    chosen = [entry for file, entry in files.items() if file.startswith(begin)]
+    chosen = [e for file, e in files.items() if file.startswith(f"{prefix}_")]
     return {
         "arrays": sum(entry["arrays"] for entry in chosen),
         "exact": sum(entry["exact"] for entry in chosen),

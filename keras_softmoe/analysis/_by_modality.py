@@ -2,12 +2,15 @@
 
 from typing import NamedTuple
 
+import keras
 import numpy as np
 from keras import ops
+from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis._pairs import Pairs
 from keras_softmoe.ops import token_choice
 from keras_softmoe.ops.assignment import PRIORITIES
+from keras_softmoe.types import Texts
 
 NUM_BINS = 50
 # Bins of the queue for an expert if all experts were chosen alike.
@@ -121,8 +124,13 @@ class ModalityStatistics(NamedTuple):
 
 
 def modality_statistics(
-    model, images=None, captions=None, batch_size=64, preprocessor=None, verbose=1
-):
+    model: keras.Model,
+    images: ArrayLike | None = None,
+    captions: Texts | None = None,
+    batch_size: int = 64,
+    preprocessor=None,
+    verbose: int = 1,
+) -> dict:
     """Count what the routers of a LIMoE do with the tokens of images and of text.
 
     Images and captions that are given together are routed together and compete for

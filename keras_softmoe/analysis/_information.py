@@ -1,8 +1,11 @@
 """How much the place and the class of a token tell about its expert."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis._inputs import backbone_of, check_has_routers
 from keras_softmoe.analysis._statistics import check_labels, experts_of_tokens
@@ -54,8 +57,13 @@ class ExpertInformation(NamedTuple):
 
 
 def expert_information(
-    model, images, labels=None, batch_size=64, preprocessor=None, verbose=1
-):
+    model: keras.Model,
+    images: ArrayLike,
+    labels: ArrayLike | None = None,
+    batch_size: int = 64,
+    preprocessor: Callable | None = None,
+    verbose: int = 1,
+) -> dict:
     """How much of the choice of an expert is explained by position, and by class.
 
     Experts that follow the place of a patch, not what it shows, are of use only where
@@ -108,7 +116,7 @@ class InformationReducer:
         >>> (found,) = ksm.analysis.observe(sparse, images, [reducer])
     """
 
-    def __init__(self, model, labels=None):
+    def __init__(self, model: keras.Model, labels: ArrayLike | None = None):
         backbone, _ = backbone_of(model)
         check_has_routers(backbone)
         self._num_tokens = backbone.output["sequence_output"].shape[1]

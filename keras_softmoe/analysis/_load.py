@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import keras
 import numpy as np
 
 from keras_softmoe.analysis._streaming import observe
@@ -30,7 +31,9 @@ class ExpertLoad(NamedTuple):
         return float(self.load.max() / self.load.mean())
 
 
-def expert_load(model, data, batch_size=64, preprocessor=None, verbose=1):
+def expert_load(
+    model: keras.Model, data, batch_size: int = 64, preprocessor=None, verbose: int = 1
+) -> dict:
     """Count how many tokens each expert takes, in any model with any router.
 
     Args:

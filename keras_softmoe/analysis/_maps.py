@@ -1,9 +1,12 @@
 """Where in an image each expert works."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import keras
 import numpy as np
 from keras import ops
+from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis._inputs import backbone_of, check_block
 from keras_softmoe.analysis._streaming import LastDecision, observe
@@ -36,7 +39,12 @@ class RoutingMaps(NamedTuple):
     group_tokens: int
 
 
-def routing_maps(model, images, layer=None, preprocessor=None):
+def routing_maps(
+    model: keras.Model,
+    images: ArrayLike,
+    layer: int | None = None,
+    preprocessor: Callable | None = None,
+) -> RoutingMaps:
     """Route some images and lay the decisions of one block out on the patch grid.
 
     Under a router with `group_images > 1` the images compete for slots with those

@@ -2,11 +2,14 @@
 
 from typing import NamedTuple
 
+import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis._inputs import check_block
 from keras_softmoe.analysis._pairs import Pairs
 from keras_softmoe.analysis._streaming import LastDecision
+from keras_softmoe.types import Texts
 
 
 class ExpertExamples(NamedTuple):
@@ -61,16 +64,16 @@ class PairRouting(NamedTuple):
 
 
 def expert_examples(
-    model,
-    images=None,
-    captions=None,
-    layer=None,
-    num_patches=12,
-    num_words=12,
-    batch_size=64,
+    model: keras.Model,
+    images: ArrayLike | None = None,
+    captions: Texts | None = None,
+    layer: int | None = None,
+    num_patches: int = 12,
+    num_words: int = 12,
+    batch_size: int = 64,
     preprocessor=None,
-    verbose=1,
-):
+    verbose: int = 1,
+) -> ExpertExamples:
     """Find the patches and words that are sent to each expert of a block most surely.
 
     A patch counts by its routing probability, and of an image only the most probable
@@ -101,7 +104,7 @@ def expert_examples(
 
     Examples:
         >>> examples = ksm.analysis.expert_examples(limoe, scenes, captions, layer=3)
-        >>> examples.words[5]  # for example ['▁red', '▁green', '▁blue']
+        >>> examples.words  # lists of them, for example ['▁red', '▁green']
     """
     pairs = Pairs(model, images, captions, preprocessor)
     reducer = ExampleReducer(pairs, layer, num_patches, num_words)
@@ -167,7 +170,13 @@ class ExampleReducer:
         return ExpertExamples(self._layer, share, **found)
 
 
-def pair_routing(model, image, caption, layer=None, preprocessor=None):
+def pair_routing(
+    model: keras.Model,
+    image: ArrayLike,
+    caption: str,
+    layer: int | None = None,
+    preprocessor=None,
+) -> PairRouting:
     """Which expert of a block takes which token of one image and its caption.
 
     The pair is routed by itself, so that no other tokens compete for its slots.

@@ -1,6 +1,7 @@
 """How near routing weights come to one-hot vectors, model by model."""
 
 import gc
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import keras
@@ -36,16 +37,16 @@ class PeakSweep(NamedTuple):
 
 
 def peak_sweep(
-    make_model,
-    values,
+    make_model: Callable,
+    values: Sequence,
     data,
-    normalize=(True, False),
-    seeds=1,
-    score=None,
-    batch_size=64,
+    normalize: Sequence = (True, False),
+    seeds: int = 1,
+    score: Callable | None = None,
+    batch_size: int = 64,
     preprocessor=None,
-    verbose=1,
-):
+    verbose: int = 1,
+) -> PeakSweep:
     """Measure the largest routing weights of models that differ in one number.
 
     Without the normalization of tokens and slots, the softmax of wide models collapses:

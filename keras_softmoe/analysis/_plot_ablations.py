@@ -92,7 +92,7 @@ def plot_random_routers(*ablations):
     return figure
 
 
-def plot_pruning(curves, metric="metric"):
+def plot_pruning(curves, metric: str = "metric"):
     """Show what is left of a metric if a LIMoE keeps only its most used experts.
 
     One line for each way to prune, falling from all experts on the left to few on the

@@ -15,7 +15,7 @@ _WIDE_RANGE = 5
 _MOST_THRESHOLDS = 10
 
 
-def plot_experts_in_use(by_threshold, share=0.9):
+def plot_experts_in_use(by_threshold: dict, share: float = 0.9):
     """Show how many experts text and images use, against the threshold for text.
 
     Points are means over the MoE blocks and over seeds, error bars reach one standard
@@ -102,7 +102,7 @@ def plot_routing_entropy(by_threshold):
     return figure
 
 
-def plot_peaks(sweep, x="width of the model", score="score"):
+def plot_peaks(sweep, x: str = "width of the model", score: str = "score"):
     """Show the largest dispatch and combine weights, with and without normalization.
 
     Beside each other: the mean over slots of the largest dispatch weight, the mean over

@@ -1,6 +1,7 @@
 """Heat maps: experts by class, experts by position, slots by slots."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,7 +18,12 @@ _MOST_LINES = 40
 _MOST_EXPERT_TICKS = 8
 
 
-def plot_experts_by_class(statistics, class_names=None, layers=None, sort=True):
+def plot_experts_by_class(
+    statistics: dict,
+    class_names: Sequence | None = None,
+    layers: Sequence | None = None,
+    sort: bool = True,
+):
     """Show how much each expert works on the images of each class.
 
     One panel for each MoE block: experts from left to right, classes from top to
@@ -86,7 +92,9 @@ def plot_experts_by_class(statistics, class_names=None, layers=None, sort=True):
     return figure
 
 
-def plot_experts_by_position(statistics, layers=None, patch_grid=None, sort=True):
+def plot_experts_by_position(
+    statistics: dict, layers: Sequence | None = None, patch_grid=None, sort: bool = True
+):
     """Show where in the images each expert works, on average over many.
 
     One panel for each MoE block, with a little map of the image for each expert: the
@@ -140,7 +148,7 @@ def plot_experts_by_position(statistics, layers=None, patch_grid=None, sort=True
     return figure
 
 
-def plot_slot_correlation(correlations, layers=None):
+def plot_slot_correlation(correlations: dict, layers: Sequence | None = None):
     """Show the inner products of the normalized slot parameters.
 
     One panel for each block: each slot against each, red where they point in the same

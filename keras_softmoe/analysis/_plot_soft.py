@@ -1,5 +1,6 @@
 """Figures of what the slots of a Soft MoE mix, from statistics of its weights."""
 
+from collections.abc import Sequence
 from itertools import cycle
 
 import numpy as np
@@ -22,7 +23,7 @@ _WIDE_RANGE = 20
 _RAREST = 1e-4
 
 
-def plot_token_weights(statistics, layers=None):
+def plot_token_weights(statistics: dict, layers: Sequence | None = None):
     """Show how much the tokens contribute to all slots together.
 
     One line for each block: the share of tokens whose dispatch weights, summed over all
@@ -78,7 +79,7 @@ def plot_token_weights(statistics, layers=None):
     return figure
 
 
-def plot_expert_contributions(statistics, layers=None):
+def plot_expert_contributions(statistics: dict, layers: Sequence | None = None):
     """Show how much more some experts count for the output than others.
 
     One line for each block: its experts from the least to the most important, by their
@@ -130,7 +131,9 @@ def plot_expert_contributions(statistics, layers=None):
     return figure
 
 
-def plot_tokens_per_slot(statistics, layers=None, share=0.9):
+def plot_tokens_per_slot(
+    statistics: dict, layers: Sequence | None = None, share: float = 0.9
+):
     """Show how many tokens each slot mixes.
 
     One panel for each block, one line for each slot: how much of its dispatch weight
@@ -187,7 +190,12 @@ def plot_tokens_per_slot(statistics, layers=None, share=0.9):
     return figure
 
 
-def plot_concentration(statistics, weights="dispatch", layers=None, levels=BANDS):
+def plot_concentration(
+    statistics: dict,
+    weights: str = "dispatch",
+    layers: Sequence | None = None,
+    levels: Sequence = BANDS,
+):
     """Show how many tokens make up a slot, or how many slots a token's output.
 
     One panel for each block: what the tokens with the largest dispatch weights hold of

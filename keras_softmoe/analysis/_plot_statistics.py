@@ -1,5 +1,7 @@
 """Figures of what routers do with tokens and images: load, weights, experts in use."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from keras_softmoe.analysis import drawing
@@ -9,7 +11,7 @@ from keras_softmoe.analysis._statistics import RoutingStatistics
 _CHOICES = ("largest", "2nd largest", "3rd largest")
 
 
-def plot_expert_load(loads, layers=None):
+def plot_expert_load(loads: dict, layers: Sequence | None = None):
     """Show how many tokens each expert takes, and how many are dropped.
 
     One panel for each MoE block, one bar for each expert: the tokens that it takes (of
@@ -49,7 +51,7 @@ def plot_expert_load(loads, layers=None):
     return figure
 
 
-def plot_choice_weights(statistics, layers=None):
+def plot_choice_weights(statistics: dict, layers: Sequence | None = None):
     """Show how large the largest router weights of the tokens are.
 
     One panel for each MoE block: how the largest, the second largest, ... weight that
@@ -98,7 +100,7 @@ def plot_choice_weights(statistics, layers=None):
     return figure
 
 
-def plot_experts_per_image(statistics, layers=None):
+def plot_experts_per_image(statistics: dict, layers: Sequence | None = None):
     """Show how many experts take tokens of an image.
 
     One panel for each MoE block: the share of images on which that many experts work,

@@ -30,7 +30,12 @@ _MOST_ON_A_LINEAR_AXIS = 10.0
 _LIMITS = (0.0, 1.0)
 
 
-def plot_sweep(rows, x="capacity_factor", by="priority", baselines=None):
+def plot_sweep(
+    rows,
+    x: str = "capacity_factor",
+    by: str = "priority",
+    baselines: dict | None = None,
+):
     """Show accuracy against one setting of the routers, a line per value of another.
 
     Points are means over the seeds, error bars reach one standard deviation up and
@@ -121,7 +126,7 @@ def plot_sweep(rows, x="capacity_factor", by="priority", baselines=None):
     return figure
 
 
-def plot_pareto(rows, cost="gflop_per_image", by=None):
+def plot_pareto(rows, cost: str = "gflop_per_image", by: str | None = None):
     """Show accuracy against cost, and the Pareto front.
 
     Points are means over the seeds, error bars reach one standard deviation up and

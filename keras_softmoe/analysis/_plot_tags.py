@@ -1,12 +1,14 @@
 """A figure of which kinds of words each expert of a LIMoE takes."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._tags import PADDING_TAG, TagStatistics
 
 
-def plot_tags(statistics, layers=None):
+def plot_tags(statistics, layers: Sequence | None = None):
     """Show of what kinds of words the text consists that each expert processes.
 
     One panel for each MoE block, one bar for each expert that processes text, divided

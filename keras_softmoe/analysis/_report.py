@@ -1,10 +1,13 @@
 """Everything that can be shown of the routing of a model, on one page."""
 
+import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._information import InformationReducer
@@ -32,17 +35,17 @@ _KINDS = {"Functional": "this model", "Sequential": "this model"}
 
 
 def routing_report(
-    model,
-    images,
-    path,
+    model: keras.Model,
+    images: ArrayLike,
+    path: str | os.PathLike,
     captions=None,
-    labels=None,
-    class_names=None,
-    num_pictures=4,
-    title=None,
-    batch_size=64,
+    labels: ArrayLike | None = None,
+    class_names: Sequence | None = None,
+    num_pictures: int = 4,
+    title: str | None = None,
+    batch_size: int = 64,
     preprocessor=None,
-    verbose=1,
+    verbose: int = 1,
 ):
     """Write a page that shows how a model routes: one HTML file that needs no network.
 

@@ -58,7 +58,7 @@ class SlotCorrelation(NamedTuple):
         return float(self.cosine[pairs].mean(dtype="float64"))
 
 
-def slot_correlation(model):
+def slot_correlation(model) -> dict:
     """Compare the parameters of the slots of a Soft MoE with each other.
 
     Slots whose parameters point in the same direction take in the same mixture of

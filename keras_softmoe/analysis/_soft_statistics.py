@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import keras
 import numpy as np
 
 from keras_softmoe.analysis._concentration import (
@@ -133,7 +134,9 @@ class SoftStatistics(NamedTuple):
         return weights_needed(self.slot_curves, share)
 
 
-def soft_statistics(model, data, batch_size=64, preprocessor=None, verbose=1):
+def soft_statistics(
+    model: keras.Model, data, batch_size: int = 64, preprocessor=None, verbose: int = 1
+) -> dict:
     """Count what the slots of a Soft MoE take in, and what its tokens get back.
 
     One pass over the data. Sums are kept, not weights: memory does not grow with the

@@ -1,8 +1,11 @@
 """What the routers of a trained model do, counted over many images."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis._inputs import backbone_of, check_has_routers, tokens_choose
 from keras_softmoe.analysis._load import load_and_dropped
@@ -43,8 +46,13 @@ class RoutingStatistics(NamedTuple):
 
 
 def routing_statistics(
-    model, images, labels=None, batch_size=64, preprocessor=None, verbose=1
-):
+    model: keras.Model,
+    images: ArrayLike,
+    labels: ArrayLike | None = None,
+    batch_size: int = 64,
+    preprocessor: Callable | None = None,
+    verbose: int = 1,
+) -> dict:
     """Count what the routers of all MoE blocks do with some images.
 
     Args:
@@ -95,7 +103,7 @@ class RoutingReducer:
         >>> (statistics,) = ksm.analysis.observe(sparse, images, [reducer])
     """
 
-    def __init__(self, model, labels=None):
+    def __init__(self, model: keras.Model, labels: ArrayLike | None = None):
         backbone, _ = backbone_of(model)
         check_has_routers(backbone)
         self._routers = backbone.routers

@@ -1,10 +1,14 @@
 """Which kinds of words each expert of a LIMoE takes, such as parts of speech."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis._pairs import PADDING, Pairs
+from keras_softmoe.types import Texts
 
 # What SentencePiece writes where a word begins.
 WORD_BEGINS = "▁"
@@ -35,14 +39,14 @@ class TagStatistics(NamedTuple):
 
 
 def tag_statistics(
-    model,
-    captions,
-    tagger,
-    images=None,
-    batch_size=64,
+    model: keras.Model,
+    captions: Texts,
+    tagger: Callable,
+    images: ArrayLike | None = None,
+    batch_size: int = 64,
     preprocessor=None,
-    verbose=1,
-):
+    verbose: int = 1,
+) -> dict:
     """Count by the kind of word what each expert processes of a text.
 
     The pieces into which the tokenizer cuts a caption are put together to words, the

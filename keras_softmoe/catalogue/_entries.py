@@ -67,7 +67,7 @@ class Preset(NamedTuple):
     accuracy: dict = {}
 
 
-def names():
+def names() -> list:
     """Names of all presets, sorted.
 
     Returns:
@@ -80,7 +80,7 @@ def names():
     return sorted(_directory_names() | architectures().keys())
 
 
-def describe(name):
+def describe(name: str) -> Preset:
     """What a preset is.
 
     Args:
@@ -113,7 +113,7 @@ def describe(name):
         )
 
 
-def write(name, directory):
+def write(name: str, directory: str | os.PathLike) -> str:
     """Write an architecture as a preset directory in KerasHub's format.
 
     `from_preset(name, load_weights=False)` does without. A directory is what

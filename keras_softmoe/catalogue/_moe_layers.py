@@ -3,7 +3,7 @@
 from keras_softmoe.checks import is_whole_number
 
 
-def every_n(num_layers, n=2):
+def every_n(num_layers: int, n: int = 2) -> tuple:
     """Every `n`-th block, V-MoE's "Every-n".
 
     Blocks are counted from 0, so these are blocks `n - 1`, `2n - 1`, and so on: with
@@ -30,7 +30,7 @@ def every_n(num_layers, n=2):
     return tuple(range(n - 1, num_layers, n))
 
 
-def last_n(num_layers, n):
+def last_n(num_layers: int, n: int) -> tuple:
     """The last `n` of every second block, V-MoE's "Last-n".
 
     The paper's "last n even blocks": those of `every_n(num_layers, 2)` that are
@@ -57,7 +57,7 @@ def last_n(num_layers, n):
     return tuple(range(1, num_layers, 2))[-n:]
 
 
-def second_half(num_layers):
+def second_half(num_layers: int) -> tuple:
     """The second half of the blocks, Soft MoE's placement.
 
     With an odd number of blocks the one in the middle is among them.

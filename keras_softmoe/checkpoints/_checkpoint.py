@@ -111,7 +111,7 @@ class Checkpoint(collections.abc.Mapping):
         return f"<Checkpoint of {len(self)} arrays, {self.nbytes / 1e6:,.1f} MB>"
 
 
-def read_checkpoint(prefix):
+def read_checkpoint(prefix: str | os.PathLike) -> Checkpoint:
     """Open a checkpoint in the sharded format of the released V-MoE models.
 
     Such a checkpoint is a file `PREFIX.index` and one or more of

@@ -1,5 +1,6 @@
 """Fetching the files of a checkpoint."""
 
+import os
 from pathlib import Path
 
 import keras
@@ -18,7 +19,9 @@ def is_one_file(prefix):
     return str(prefix).endswith(ONE_FILE_SUFFIXES)
 
 
-def download_checkpoint(prefix, folder, verbose=1):
+def download_checkpoint(
+    prefix: str, folder: str | os.PathLike, verbose: int = 1
+) -> str:
     """Copy the file or the files of a checkpoint into a folder.
 
     Args:

@@ -29,7 +29,7 @@ _DTYPES = {
 }
 
 
-def read_safetensors(path):
+def read_safetensors(path: str | os.PathLike):
     """Open a file in the safetensors format.
 
     The header is checked before anything is returned: every array must lie where it

@@ -63,7 +63,9 @@ class CaptionedDigits(NamedTuple):
     labels: np.ndarray
 
 
-def captioned_digits(image_size=32, split="all", seed=0):
+def captioned_digits(
+    image_size: int = 32, split: str = "all", seed: int = 0
+) -> CaptionedDigits:
     """Handwritten digits that ship with scikit-learn, each with a caption.
 
     The images and halves are those of `digits`. The captions are synthetic: plain

@@ -47,8 +47,13 @@ class CaptionedShapes(NamedTuple):
 
 
 def captioned_shapes(
-    num_images, image_size=32, seed=0, start=0, combinations="train", verbose=1
-):
+    num_images: int,
+    image_size: int = 32,
+    seed: int = 0,
+    start: int = 0,
+    combinations: str = "train",
+    verbose: int = 1,
+) -> CaptionedShapes:
     """Synthetic scenes of colored shapes, each with a caption.
 
     A scene shows a lone thing in one of nine places, two or three like things, or two

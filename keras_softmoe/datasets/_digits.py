@@ -10,7 +10,7 @@ _SIDE = 8
 _LEVELS = 16
 
 
-def digits(image_size=32, split="all", seed=0):
+def digits(image_size: int = 32, split: str = "all", seed: int = 0):
     """Handwritten digits that ship with scikit-learn, ten classes.
 
     1,797 images by 13 writers, 8 x 8 pixels, white on black, enlarged bilinearly.

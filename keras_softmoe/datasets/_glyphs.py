@@ -36,15 +36,15 @@ _TRIES = 4
 
 
 def glyphs(
-    num_images,
-    image_size=32,
-    seed=0,
-    start=0,
-    cache_dir=None,
-    verbose=1,
-    placement="center",
-    distractors=0,
-    glyph_size=None,
+    num_images: int,
+    image_size: int = 32,
+    seed: int = 0,
+    start: int = 0,
+    cache_dir: str | os.PathLike | None = None,
+    verbose: int = 1,
+    placement: str = "center",
+    distractors: int = 0,
+    glyph_size: int | None = None,
 ):
     """Synthetic images of letters and signs, `len(GLYPH_CLASSES)` classes.
 

@@ -6,12 +6,13 @@ import string
 import numpy as np
 
 from keras_softmoe.checks import check_whole_numbers
+from keras_softmoe.types import Texts
 
 # What anybody may type into a caption, once in lower case.
 _CHARACTERS = string.ascii_lowercase + string.digits + string.punctuation
 
 
-def train_vocabulary(captions, vocabulary_size=400):
+def train_vocabulary(captions: Texts, vocabulary_size: int = 400):
     """Trains a SentencePiece vocabulary on captions.
 
     The special pieces are those of T5's vocabulary: padding 0, end of text 1, unknown

@@ -107,7 +107,7 @@ class Audit(NamedTuple):
         return "\n".join([*text, *(f"PROBLEM: {problem}" for problem in self.problems)])
 
 
-def audit(model, distribution=None):
+def audit(model: keras.Model, distribution=None) -> Audit:
     """Check how the variables of a model are sharded, and refuse what is wrong.
 
     The table says what each device holds. Everything may be replicated on every device

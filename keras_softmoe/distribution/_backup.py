@@ -1,5 +1,6 @@
 """Training that is interrupted at any point and resumed from there."""
 
+import os
 import shutil
 import tempfile
 import warnings
@@ -95,7 +96,13 @@ class Backup(keras.callbacks.Callback):
         >>> classifier.fit(images, labels, epochs=1, callbacks=[backup])
     """
 
-    def __init__(self, directory, every=None, one_stream=False, delete=True):
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        every: int | None = None,
+        one_stream: bool = False,
+        delete: bool = True,
+    ):
         super().__init__()
         if every is not None and not is_whole_number(every):
             raise ValueError(

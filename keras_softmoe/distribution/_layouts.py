@@ -124,7 +124,7 @@ ONE_AXIS = Roles(BATCH_AXIS, BATCH_AXIS, None, BATCH_AXIS)
 TWO_AXES = Roles(EXPERT_AXIS, (BATCH_AXIS, EXPERT_AXIS), BATCH_AXIS, BATCH_AXIS)
 
 
-def layout_map(device_mesh, shard_dense=False, layouts=None):
+def layout_map(device_mesh, shard_dense: bool = False, layouts: dict | None = None):
     """The layout map of the models and layers of this library for a mesh.
 
     Args:

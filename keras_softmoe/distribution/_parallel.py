@@ -1,5 +1,7 @@
 """Expert parallelism and data parallelism, as distributions of Keras."""
 
+from collections.abc import Sequence
+
 import keras
 
 from keras_softmoe.distribution._audit import audit, check_layer
@@ -32,10 +34,10 @@ from keras_softmoe.sharding import num_shards
 
 def expert_parallel(
     mesh_shape=None,
-    devices=None,
-    shard_dense=False,
-    layouts=None,
-    auto_shard_dataset=True,
+    devices: Sequence | None = None,
+    shard_dense: bool = False,
+    layouts: dict | None = None,
+    auto_shard_dataset: bool = True,
 ):
     """Shard the experts of mixtures over many devices.
 
@@ -119,7 +121,7 @@ def expert_parallel(
     )
 
 
-def data_parallel(devices=None, auto_shard_dataset=True):
+def data_parallel(devices: Sequence | None = None, auto_shard_dataset: bool = True):
     """Train replicas of a model, one on each device, with a share of each batch.
 
     `keras.distribution.DataParallel`, of which the last batch may be of any size and

@@ -156,15 +156,15 @@ class Plan(NamedTuple):
 
 def plan(
     preset,
-    devices,
-    memory,
+    devices: int,
+    memory: float,
     *,
-    batch_size=None,
-    optimizer="adam",
-    num_classes=None,
-    shard_dense=False,
+    batch_size: int | None = None,
+    optimizer: str = "adam",
+    num_classes: int | None = None,
+    shard_dense: bool = False,
     **changes,
-):
+) -> Plan:
     """What training a model takes on each device, for every mesh of so many devices.
 
     Nothing is built: all numbers follow from the configuration. They are those of

@@ -25,7 +25,7 @@ class Cost(NamedTuple):
     weight_bytes: int
 
 
-def cost(model, num_classes=None, **changes):
+def cost(model, num_classes: int | None = None, **changes) -> Cost:
     """Count the parameters, operations and bytes of a model without building it.
 
     Everything follows from the configuration, so the largest preset takes as little

@@ -42,7 +42,7 @@ class PrecisionAt1(keras.metrics.Mean):
         0.5
     """
 
-    def __init__(self, name="precision_at_1", dtype=None):
+    def __init__(self, name: str = "precision_at_1", dtype=None):
         super().__init__(name=name, dtype=dtype)
         # Callbacks ask for it when they have to find out which way is better.
         self._direction = "up"

@@ -1,11 +1,14 @@
 """Zero-shot classification: classes are given by their names alone."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.evaluation._retrieval import check_embeddings
+from keras_softmoe.types import Tensor
 
 
 class ZeroShot(NamedTuple):
@@ -28,8 +31,14 @@ class ZeroShot(NamedTuple):
 
 
 def zero_shot(
-    model, images, class_names, templates, labels=None, batch_size=64, verbose=0
-):
+    model,
+    images: ArrayLike,
+    class_names: Sequence,
+    templates: Sequence,
+    labels: ArrayLike | None = None,
+    batch_size: int = 64,
+    verbose: int = 0,
+) -> ZeroShot:
     """Classify images by comparing them with the names of the classes.
 
     The name of a class is put into every template ("a photo of a {}."), and the
@@ -77,7 +86,7 @@ def zero_shot(
     return classify(embeddings, classes, labels)
 
 
-def class_embeddings(model, class_names, templates):
+def class_embeddings(model, class_names: Sequence, templates: Sequence) -> np.ndarray:
     """Embeddings of classes from their names, averaged over templates.
 
     Args:
@@ -102,7 +111,9 @@ def class_embeddings(model, class_names, templates):
     return _classes().class_embeddings(model.encode_text, class_names, templates)
 
 
-def classify(image_embeddings, class_embeddings, labels=None):
+def classify(
+    image_embeddings: Tensor, class_embeddings: Tensor, labels: ArrayLike | None = None
+) -> ZeroShot:
     """Give each image the class whose embedding is closest to its own.
 
     Args:

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import keras
@@ -34,8 +35,14 @@ class SweepRow(NamedTuple):
 
 
 def routing_sweep(
-    classifier, test, seeds=1, batch_size=64, verbose=1, time_repeats=0, **grid
-):
+    classifier: keras.Model,
+    test,
+    seeds: int = 1,
+    batch_size: int = 64,
+    verbose: int = 1,
+    time_repeats: int = 0,
+    **grid,
+) -> list:
     """Accuracy and cost of a classifier under each combination of router settings.
 
     Nothing is trained. Where groups span several images, whether a token gets a slot
@@ -115,7 +122,7 @@ def routing_sweep(
     return rows
 
 
-def pareto_front(rows, cost="gflop_per_image"):
+def pareto_front(rows: Sequence, cost: str = "gflop_per_image") -> list:
     """The settings that no other ones beat, neither in accuracy nor in cost.
 
     A row is on the front if no other one has at least its mean accuracy and at most its

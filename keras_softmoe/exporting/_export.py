@@ -48,12 +48,12 @@ FORMATS = {
 
 
 def export_model(
-    model,
-    filepath,
-    format="tf_saved_model",
-    verbose=None,
+    model: keras.Model,
+    filepath: str | os.PathLike,
+    format: str = "tf_saved_model",
+    verbose: bool | None = None,
     input_signature=None,
-    preprocessing=False,
+    preprocessing: bool = False,
     **kwargs,
 ):
     """Write a model as a file that runs without Keras and without this library.

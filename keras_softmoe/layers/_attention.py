@@ -43,7 +43,7 @@ class Attention(keras.layers.Layer):
         (2, 16, 32)
     """
 
-    def __init__(self, num_heads, use_qk_norm=False, **kwargs):
+    def __init__(self, num_heads: int, use_qk_norm: bool = False, **kwargs):
         check_whole_numbers(1, num_heads=num_heads)
         super().__init__(**kwargs)
         self.num_heads = num_heads

@@ -1,5 +1,7 @@
 """The Transformer encoder: a stack of blocks, some of them mixtures of experts."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from keras_softmoe.checks import (
@@ -71,17 +73,17 @@ class Encoder:
 
     def __init__(
         self,
-        num_layers,
-        num_heads,
-        hidden_dim,
-        mlp_dim,
-        moe_layers=(),
+        num_layers: int,
+        num_heads: int,
+        hidden_dim: int,
+        mlp_dim: int,
+        moe_layers: Sequence = (),
         router=None,
-        use_qk_norm=False,
-        dropout_rate=0.0,
-        activation="gelu_tanh",
-        layer_norm_epsilon=1e-6,
-        layer_scale=None,
+        use_qk_norm: bool = False,
+        dropout_rate: float = 0.0,
+        activation: str = "gelu_tanh",
+        layer_norm_epsilon: float = 1e-6,
+        layer_scale: float | None = None,
         dtype=None,
         **moe_settings,
     ):
@@ -129,7 +131,7 @@ class Encoder:
             x = block(x, **known)
         return each(self.norm, x)
 
-    def cost(self, inputs_shape, training=False):
+    def cost(self, inputs_shape, training: bool = False):
         """What blocks and normalization cost, a `costs.LayerCost`."""
         total = sum_costs(lambda shape: cost_of(self.norm, shape), inputs_shape)
         for block in self.blocks:

@@ -63,12 +63,12 @@ class EncoderBlock(keras.layers.Layer):
 
     def __init__(
         self,
-        num_heads,
+        num_heads: int,
         mlp,
-        use_qk_norm=False,
-        dropout_rate=0.0,
-        layer_norm_epsilon=1e-6,
-        layer_scale=None,
+        use_qk_norm: bool = False,
+        dropout_rate: float = 0.0,
+        layer_norm_epsilon: float = 1e-6,
+        layer_scale: float | None = None,
         **kwargs,
     ):
         super().__init__(**kwargs)

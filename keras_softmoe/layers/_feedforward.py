@@ -58,7 +58,7 @@ class MLP(keras.layers.Layer):
         (2, 16, 32)
     """
 
-    def __init__(self, mlp_dim, activation="gelu_tanh", **kwargs):
+    def __init__(self, mlp_dim: int, activation: str = "gelu_tanh", **kwargs):
         check_whole_numbers(1, mlp_dim=mlp_dim)
         check_choice("activation", activation, ACTIVATIONS)
         super().__init__(**kwargs)
@@ -152,12 +152,12 @@ class Experts(keras.layers.Layer):
 
     def __init__(
         self,
-        num_experts,
-        mlp_dim,
-        equal_experts=False,
-        dropout_rate=0.0,
-        remat=False,
-        activation="gelu_tanh",
+        num_experts: int,
+        mlp_dim: int,
+        equal_experts: bool = False,
+        dropout_rate: float = 0.0,
+        remat: bool = False,
+        activation: str = "gelu_tanh",
         **kwargs,
     ):
         check_whole_numbers(1, num_experts=num_experts, mlp_dim=mlp_dim)

@@ -29,7 +29,7 @@ class LayerScale(keras.layers.Layer):
         (2, 16, 32)
     """
 
-    def __init__(self, initial_value=1e-5, **kwargs):
+    def __init__(self, initial_value: float = 1e-5, **kwargs):
         check_numbers(over=0, initial_value=initial_value)
         super().__init__(**kwargs)
         self.initial_value = initial_value

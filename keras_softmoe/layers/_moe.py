@@ -103,14 +103,14 @@ class MoE(keras.layers.Layer):
     def __init__(
         self,
         router,
-        mlp_dim,
-        group_images=1,
-        dispatcher="auto",
-        equal_experts=False,
-        expert_dropout_rate=0.0,
-        remat_experts=False,
+        mlp_dim: int,
+        group_images: int = 1,
+        dispatcher: str = "auto",
+        equal_experts: bool = False,
+        expert_dropout_rate: float = 0.0,
+        remat_experts: bool = False,
         dispatch_dtype=None,
-        activation="gelu_tanh",
+        activation: str = "gelu_tanh",
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -429,12 +429,12 @@ class SoftMoE(keras.layers.Layer):
 
     def __init__(
         self,
-        num_experts,
-        mlp_dim,
-        slots_per_expert=1,
-        equal_experts=False,
-        remat_experts=False,
-        initial_scale=1.0,
+        num_experts: int,
+        mlp_dim: int,
+        slots_per_expert: int = 1,
+        equal_experts: bool = False,
+        remat_experts: bool = False,
+        initial_scale: float = 1.0,
         **kwargs,
     ):
         super().__init__(**kwargs)

@@ -67,7 +67,7 @@ class Registers(keras.layers.Layer):
         (2, 20, 32)
     """
 
-    def __init__(self, num_registers, has_class_token=False, **kwargs):
+    def __init__(self, num_registers: int, has_class_token: bool = False, **kwargs):
         check_whole_numbers(1, num_registers=num_registers)
         super().__init__(**kwargs)
         self.num_registers = int(num_registers)

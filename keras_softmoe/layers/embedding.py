@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 from keras import ops
+from numpy.typing import ArrayLike
 
 from keras_softmoe import costs
 from keras_softmoe.checks import (
@@ -40,7 +41,7 @@ class PatchEmbedding(keras.layers.Layer):
         (2, 16, 32)
     """
 
-    def __init__(self, patch_size, hidden_dim, **kwargs):
+    def __init__(self, patch_size, hidden_dim: int, **kwargs):
         check_whole_numbers(1, hidden_dim=hidden_dim)
         super().__init__(**kwargs)
         self.patch_size = pair(patch_size)
@@ -120,9 +121,9 @@ class PositionEmbedding(keras.layers.Layer):
     def __init__(
         self,
         grid,
-        kind="learned",
-        has_class_token=False,
-        resampling="bilinear",
+        kind: str = "learned",
+        has_class_token: bool = False,
+        resampling: str = "bilinear",
         **kwargs,
     ):
         check_choice("resampling", resampling, RESAMPLINGS)
@@ -177,7 +178,7 @@ class PositionEmbedding(keras.layers.Layer):
         table = np.asarray(store["0"])
         self.embedding.assign(self.resample(table, tuple(np.asarray(store["grid"]))))
 
-    def resample(self, table, grid=None):
+    def resample(self, table: ArrayLike, grid=None):
         """Fit a `(1, S', D)` table for another grid of patches to this layer's grid.
 
         Args:
@@ -251,10 +252,10 @@ class TokenEmbedding(keras.layers.Layer):
 
     def __init__(
         self,
-        vocabulary_size,
-        sequence_length,
-        hidden_dim,
-        mask_padding=False,
+        vocabulary_size: int,
+        sequence_length: int,
+        hidden_dim: int,
+        mask_padding: bool = False,
         **kwargs,
     ):
         super().__init__(**kwargs)

@@ -96,11 +96,11 @@ class AttentionPooling(keras.layers.Layer):
 
     def __init__(
         self,
-        num_heads,
-        mlp_dim,
-        use_qk_norm=False,
-        activation="gelu_tanh",
-        layer_norm_epsilon=1e-6,
+        num_heads: int,
+        mlp_dim: int,
+        use_qk_norm: bool = False,
+        activation: str = "gelu_tanh",
+        layer_norm_epsilon: float = 1e-6,
         **kwargs,
     ):
         super().__init__(**kwargs)

@@ -1,6 +1,7 @@
 """One sparse tower for images and text: LIMoE and its dense twins."""
 
 import keras
+from numpy.typing import ArrayLike
 
 from keras_softmoe.layers.embedding import checked_image_shape, pair, patch_grid
 from keras_softmoe.layers.parts import PairParts
@@ -101,26 +102,26 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         self,
         image_shape,
         patch_size,
-        vocabulary_size,
-        sequence_length,
-        num_layers,
-        num_heads,
-        hidden_dim,
-        mlp_dim,
-        moe_layers=(),
+        vocabulary_size: int,
+        sequence_length: int,
+        num_layers: int,
+        num_heads: int,
+        hidden_dim: int,
+        mlp_dim: int,
+        moe_layers: tuple = (),
         router=None,
-        embedding_dim=512,
-        image_pooling="gap",
-        text_pooling="gap",
-        logit_scale=10.0,
-        logit_bias=None,
-        mask_padding=False,
-        use_qk_norm=False,
-        dropout_rate=0.0,
-        group_images=32,
+        embedding_dim: int = 512,
+        image_pooling: str = "gap",
+        text_pooling: str = "gap",
+        logit_scale: float = 10.0,
+        logit_bias: float | None = None,
+        mask_padding: bool = False,
+        use_qk_norm: bool = False,
+        dropout_rate: float = 0.0,
+        group_images: int | None = 32,
         dtype=None,
-        name=None,
-        trainable=True,
+        name: str | None = None,
+        trainable: bool = True,
         **moe_settings,
     ):
         arguments = {
@@ -199,7 +200,9 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         self.keep_arguments(parts.encoder, **arguments)
         self.patch_grid = patch_grid(self.image_shape, self.patch_size)
 
-    def route(self, images=None, token_ids=None):
+    def route(
+        self, images: ArrayLike | None = None, token_ids: ArrayLike | None = None
+    ) -> dict:
         """What the routers decide for a batch of pairs, or for one modality alone.
 
         Args:

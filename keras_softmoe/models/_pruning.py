@@ -10,7 +10,9 @@ from keras_softmoe.routers import LIMoERouter
 METHODS = ("router_pred", "router_drop")
 
 
-def prune_experts(model, usage, num_experts, method="router_pred"):
+def prune_experts(
+    model: keras.Model, usage: dict, num_experts: int, method: str = "router_pred"
+):
     """A smaller backbone with only the experts that a modality uses most.
 
     Meant for encoding images alone or text alone: text above all uses few experts. The

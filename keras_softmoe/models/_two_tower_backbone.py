@@ -64,16 +64,16 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
 
     def __init__(
         self,
-        image_backbone,
-        text_backbone,
-        image_projection_dim=None,
+        image_backbone: keras.Model,
+        text_backbone: keras.Model,
+        image_projection_dim: int | None = None,
         text_projection_dim=None,
-        freeze_image=False,
-        logit_scale=10.0,
-        logit_bias=None,
+        freeze_image: bool = False,
+        logit_scale: float = 10.0,
+        logit_bias: float | None = None,
         dtype=None,
-        name=None,
-        trainable=True,
+        name: str | None = None,
+        trainable: bool = True,
     ):
         # === Layers ===
         check_kind("image_backbone", image_backbone, ViTMoEBackbone)

@@ -9,6 +9,7 @@ from keras_softmoe.layers.pooling import pool
 from keras_softmoe.models._backbone import MoEBackbone
 from keras_softmoe.models._size import check_size
 from keras_softmoe.models.arguments import check_images, offer_names
+from keras_softmoe.types import Tensor
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -87,25 +88,25 @@ class ViTMoEBackbone(MoEBackbone):
         self,
         image_shape,
         patch_size,
-        num_layers,
-        num_heads,
-        hidden_dim,
-        mlp_dim,
-        moe_layers=(),
+        num_layers: int,
+        num_heads: int,
+        hidden_dim: int,
+        mlp_dim: int,
+        moe_layers: tuple = (),
         router=None,
-        pooling="token",
-        position_embedding="learned",
-        use_qk_norm=False,
-        representation_dim=None,
-        dropout_rate=0.0,
-        position_resampling="bilinear",
-        num_registers=0,
-        activation="gelu_tanh",
-        layer_norm_epsilon=1e-6,
-        layer_scale=None,
+        pooling: str = "token",
+        position_embedding: str = "learned",
+        use_qk_norm: bool = False,
+        representation_dim: int | None = None,
+        dropout_rate: float = 0.0,
+        position_resampling: str = "bilinear",
+        num_registers: int = 0,
+        activation: str = "gelu_tanh",
+        layer_norm_epsilon: float = 1e-6,
+        layer_scale: float | None = None,
         dtype=None,
-        name=None,
-        trainable=True,
+        name: str | None = None,
+        trainable: bool = True,
         **moe_settings,
     ):
         arguments = {
@@ -160,7 +161,7 @@ class ViTMoEBackbone(MoEBackbone):
         self.keep_arguments(parts.encoder, **arguments)
         self.patch_grid = patch_grid(self.image_shape, self.patch_size)
 
-    def route(self, images):
+    def route(self, images: Tensor) -> dict:
         """What the routers decide for a batch of images.
 
         Args:

@@ -3,6 +3,7 @@
 import keras
 import keras_hub
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_softmoe import catalogue
 from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
@@ -69,7 +70,9 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
 
     backbone_cls = ViTMoEBackbone
 
-    def __init__(self, image_size=None, scale=1.0 / 127.5, offset=-1.0, **kwargs):
+    def __init__(
+        self, image_size=None, scale=1.0 / 127.5, offset: float = -1.0, **kwargs
+    ):
         check_resizing(image_size, scale, offset, **kwargs)
         super().__init__(image_size=image_size, scale=scale, offset=offset, **kwargs)
         # It has no weights, but `quantize` refuses a model with an unbuilt layer.
@@ -158,14 +161,14 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
 
     def __init__(
         self,
-        backbone,
-        num_classes,
+        backbone: keras.Model,
+        num_classes: int,
         preprocessor=None,
         activation=None,
-        dropout=0.0,
+        dropout: float = 0.0,
         head_dtype=None,
-        compile=True,
-        name=None,
+        compile: bool = True,
+        name: str | None = None,
     ):
         check_kind("backbone", backbone, self.backbone_cls)
         check_whole_numbers(1, num_classes=num_classes)
@@ -205,7 +208,14 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         register_parameters(self)
         check_model(self)
 
-    def compile(self, optimizer="auto", loss="auto", *, metrics="auto", **kwargs):
+    def compile(
+        self,
+        optimizer: str = "auto",
+        loss: str = "auto",
+        *,
+        metrics: str = "auto",
+        **kwargs,
+    ):
         """Configure training, as `keras_hub.models.ImageClassifier.compile` does.
 
         A cross-entropy given by its name is that of the logits, unless the model has
@@ -288,11 +298,11 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         self,
         x=None,
         y=None,
-        batch_size=None,
-        sample_weight=None,
+        batch_size: int | None = None,
+        sample_weight: ArrayLike | None = None,
         validation_data=None,
-        validation_split=None,
-        shuffle=True,
+        validation_split: float | None = None,
+        shuffle: bool = True,
         **kwargs,
     ):
         """Train, as `keras.Model.fit` does.
@@ -350,7 +360,14 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
                 self, x, validation_data=validation_data, shuffle=False, **kwargs
             )
 
-    def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
+    def evaluate(
+        self,
+        x=None,
+        y=None,
+        batch_size: int | None = None,
+        sample_weight: ArrayLike | None = None,
+        **kwargs,
+    ):
         """Loss (without balancing losses) and metrics, as `keras.Model.evaluate` does.
 
         Args:
@@ -371,7 +388,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         with run_scope(self, trains=False):
             return keras.Model.evaluate(self, x, **kwargs)
 
-    def predict(self, x, batch_size=None, **kwargs):
+    def predict(self, x, batch_size: int | None = None, **kwargs):
         """Logits (or activations) of images.
 
         Args:

@@ -34,7 +34,7 @@ _SETTINGS = ("activation", "layer_norm_epsilon", "position_resampling")
 _CHOICES = ("pooling", "position_embedding")
 
 
-def dense_model(source, image_shape=None, head=True, **changes):
+def dense_model(source, image_shape=None, head: bool = True, **changes):
     """A dense model of this library with the weights of a source.
 
     A source is one of these, or a preset name, a directory or a handle (`hf://...`,

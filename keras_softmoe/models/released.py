@@ -27,7 +27,9 @@ from keras_softmoe.models.vmoe_params import load_vmoe_params
 from keras_softmoe.sharding.variables import room_for
 
 
-def convert(name, prefix=None, verbose=1):
+def convert(
+    name: str, prefix: str | os.PathLike | None = None, verbose: int = 1
+) -> str:
     """Convert a released checkpoint to the preset of this name, once.
 
     `from_preset` does it when the preset is first loaded, downloading the checkpoint

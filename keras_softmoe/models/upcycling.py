@@ -2,6 +2,7 @@
 
 import numpy as np
 from keras import ops
+from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
 from keras_softmoe.layers import MoE
@@ -22,14 +23,14 @@ _STARTS = ("copies", "clusters", "positions")
 
 def upcycle(
     dense,
-    moe_layers,
+    moe_layers: tuple,
     router,
-    start="copies",
-    images=None,
-    noise_std=0.0,
-    energy=0.99,
-    confidence=0.9,
-    seed=0,
+    start: str = "copies",
+    images: ArrayLike | None = None,
+    noise_std: float = 0.0,
+    energy: float = 0.99,
+    confidence: float = 0.9,
+    seed: int = 0,
     **moe_settings,
 ):
     """Turn a dense model into a mixture of experts that starts where it stands.

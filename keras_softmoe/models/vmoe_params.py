@@ -87,7 +87,7 @@ _WORDS = {
 }
 
 
-def load_vmoe_params(model, params, verbose=0):
+def load_vmoe_params(model, params: dict, verbose: int = 0):
     """Load parameters that carry the names of the V-MoE and Soft MoE code.
 
     Args:
@@ -173,7 +173,7 @@ def _check_fit(named, shapes):
         )
 
 
-def to_vmoe_params(model):
+def to_vmoe_params(model) -> dict:
     """The model's parameters under the names of the V-MoE and Soft MoE code.
 
     Args:

@@ -3,8 +3,10 @@
 import keras
 from keras import ops
 
+from keras_softmoe.types import Tensor
 
-def softmax_contrastive_loss(logits):
+
+def softmax_contrastive_loss(logits: Tensor) -> Tensor:
     """Cross-entropy of finding the caption of an image and the image of a caption.
 
     Args:
@@ -33,7 +35,7 @@ def softmax_contrastive_loss(logits):
     return 0.5 * (rows + columns)
 
 
-def sigmoid_contrastive_loss(logits):
+def sigmoid_contrastive_loss(logits: Tensor) -> Tensor:
     """Binary cross-entropy of whether image and caption belong together.
 
     Args:

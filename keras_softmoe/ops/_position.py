@@ -3,8 +3,12 @@
 import numpy as np
 from keras import ops
 
+from keras_softmoe.types import Tensor
 
-def sincos_2d_table(height, width, hidden_dim, temperature=10000.0):
+
+def sincos_2d_table(
+    height: int, width: int, hidden_dim: int, temperature: float = 10000.0
+) -> np.ndarray:
     """Fixed two-dimensional sine and cosine position embeddings.
 
     For the patch in row `y` and column `x` and frequencies
@@ -44,7 +48,9 @@ def sincos_2d_table(height, width, hidden_dim, temperature=10000.0):
     return np.concatenate(parts, axis=1).astype("float32")
 
 
-def resample_position_grid(grid, height, width, resampling="bilinear"):
+def resample_position_grid(
+    grid: Tensor, height: int, width: int, resampling: str = "bilinear"
+) -> Tensor:
     """Resize a grid of position embeddings, as the code that they come from does.
 
     - `"bilinear"`, with aligned corners: corner patches keep their embeddings, entry

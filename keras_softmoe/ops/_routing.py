@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from keras_softmoe.ops.backend import add_rows
+from keras_softmoe.types import Tensor
 
 
 class SlotRouting(NamedTuple):
@@ -67,7 +68,7 @@ class DenseRouting(NamedTuple):
     combine: Any
 
 
-def to_dense(routing, num_tokens):
+def to_dense(routing, num_tokens: int):
     """Write a routing as dispatch and combine weights.
 
     This is the definition of a `SlotRouting`: the dispatch weight is 1 where the
@@ -100,7 +101,7 @@ def to_dense(routing, num_tokens):
     return DenseRouting(dispatch, dispatch * ops.expand_dims(routing.gate, 1))
 
 
-def dispatch(tokens, routing, sharded=False):
+def dispatch(tokens: Tensor, routing, sharded: bool = False) -> Tensor:
     """Fill the experts' slots with tokens.
 
     Args:
@@ -140,7 +141,7 @@ def dispatch(tokens, routing, sharded=False):
     return _experts_first(slots * ops.expand_dims(filled, -1))
 
 
-def combine(outputs, routing, num_tokens, sharded=False):
+def combine(outputs: Tensor, routing, num_tokens: int, sharded: bool = False):
     """Bring the experts' outputs back to the tokens.
 
     Args:

@@ -12,19 +12,20 @@ from keras import ops
 
 from keras_softmoe.checks import check_choice
 from keras_softmoe.ops.backend import take_along, top_indices
+from keras_softmoe.types import Tensor
 
 PRIORITIES = ("position", "max", "sum", "pair", "random")
 
 
 def token_choice(
-    scores,
-    num_selected_experts,
-    capacity,
-    priority="position",
-    valid=None,
-    keep_fraction=1.0,
+    scores: Tensor,
+    num_selected_experts: int,
+    capacity: int,
+    priority: str = "position",
+    valid: Tensor | None = None,
+    keep_fraction: float = 1.0,
     seed=None,
-    sharded=False,
+    sharded: bool = False,
 ):
     """Every token chooses its best experts, as long as they have free slots.
 
@@ -149,7 +150,9 @@ def assign_choices(
     return ops.where(filled, token, 0), filled
 
 
-def expert_choice(scores, capacity, valid=None, sharded=False):
+def expert_choice(
+    scores: Tensor, capacity: int, valid: Tensor | None = None, sharded: bool = False
+):
     """Every expert chooses its best tokens.
 
     A token may be chosen by several experts or by none; no slot stays empty unless
@@ -206,7 +209,7 @@ def expert_choice(scores, capacity, valid=None, sharded=False):
     return ops.where(filled, token, 0), filled
 
 
-def identity(num_groups, num_tokens, num_experts):
+def identity(num_groups: int, num_tokens: int, num_experts: int):
     """Assign tokens to experts in turn, whatever they hold.
 
     Token `s` goes to slot `s // E` of expert `s % E`.

@@ -14,12 +14,12 @@ RELEASED = {"rounding": "ceil", "multiple_of": 4}
 
 
 def expert_capacity(
-    num_tokens,
-    num_experts,
-    capacity_factor,
+    num_tokens: int,
+    num_experts: int,
+    capacity_factor: float,
     rounding=ROUNDING,
-    multiple_of=MULTIPLE_OF,
-):
+    multiple_of: int | None = MULTIPLE_OF,
+) -> int:
     """Number of slots per expert, from tokens, experts and their ratio.
 
     `num_tokens * capacity_factor / num_experts`, rounded. With a capacity factor of

@@ -5,18 +5,20 @@ leaves padding out.
 """
 
 import math
+from collections.abc import Sequence
 
 from keras import ops
 
 from keras_softmoe.ops.assignment import check_num_selected_experts
 from keras_softmoe.ops.backend import top_values
 from keras_softmoe.ops.losses import mean_over_tokens
+from keras_softmoe.types import Tensor
 
 # Keeps the logarithm and its derivative finite at zero, where x log x is zero.
 _TINY = 1e-30
 
 
-def local_entropy_loss(probs, valid=None):
+def local_entropy_loss(probs: Tensor, valid: Tensor | None = None):
     """Mean entropy of the tokens' probabilities: pulls tokens to few experts.
 
     Args:
@@ -37,7 +39,9 @@ def local_entropy_loss(probs, valid=None):
     return mean_over_tokens(_entropy(probs, keepdims=True), valid)[:, 0]
 
 
-def target_entropy_loss(probs, num_selected_experts, valid=None):
+def target_entropy_loss(
+    probs: Tensor, num_selected_experts: int, valid: Tensor | None = None
+) -> Tensor:
     """Squared distance of the mean local entropy from that of `K` equal choices.
 
     Args:
@@ -63,7 +67,12 @@ def target_entropy_loss(probs, num_selected_experts, valid=None):
     return ops.square(target - local_entropy_loss(probs, valid))
 
 
-def merged_entropy_loss(probs, num_selected_experts, valid=None, sharded=False):
+def merged_entropy_loss(
+    probs: Tensor,
+    num_selected_experts: int,
+    valid: Tensor | None = None,
+    sharded: bool = False,
+):
     """Mean entropy of "among the `K` most probable experts or not".
 
     It asks for all weight on `K` experts and does not care how they share it.
@@ -98,7 +107,9 @@ def merged_entropy_loss(probs, num_selected_experts, valid=None, sharded=False):
     return mean_over_tokens(entropy, valid)[:, 0]
 
 
-def global_entropy_loss(probs, threshold, valid=None):
+def global_entropy_loss(
+    probs: Tensor, threshold: float, valid: Tensor | None = None
+) -> Tensor:
     """How far the entropy of the mean probabilities stays below a threshold.
 
     It spreads a modality over experts: at least `exp(threshold)` of them have to be
@@ -140,7 +151,9 @@ def global_entropy_loss(probs, threshold, valid=None):
     return ops.relu(threshold - entropy)
 
 
-def mutual_information_loss(probs_by_modality, valid_by_modality=None):
+def mutual_information_loss(
+    probs_by_modality: Sequence, valid_by_modality: Sequence | None = None
+):
     """Minus the mutual information of experts and modalities.
 
     Lowest, `-log(M)`, where `M` modalities share no expert (and there are enough of

@@ -6,12 +6,13 @@ Tokens whose `valid` is `False` are padding and count nowhere.
 from keras import ops
 
 from keras_softmoe.ops.backend import top_values
+from keras_softmoe.types import Tensor
 
 # Under the square of any mean that is not zero
 _TINY = 1e-37
 
 
-def importance_loss(probs, valid=None):
+def importance_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
     """Squared coefficient of variation of the experts' importance.
 
     An expert's importance is the sum of its probabilities over the tokens.
@@ -35,13 +36,13 @@ def importance_loss(probs, valid=None):
 
 
 def load_loss(
-    logits,
-    noisy_logits,
-    num_selected_experts,
-    noise_std,
-    valid=None,
-    sharded=False,
-):
+    logits: Tensor,
+    noisy_logits: Tensor,
+    num_selected_experts: int,
+    noise_std: float,
+    valid: Tensor | None = None,
+    sharded: bool = False,
+) -> Tensor:
     """Squared coefficient of variation of the experts' expected load.
 
     An expert's load is the mean probability, over the tokens, that it would be
@@ -86,7 +87,7 @@ def load_loss(
     return _squared_variation(ops.sum(_zero_padding(chance, valid), axis=1))
 
 
-def gshard_loss(probs, valid=None):
+def gshard_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
     """Product of the experts' share of first choices and their mean probability.
 
     The share of first choices has no gradient; the mean probability has.
@@ -114,7 +115,7 @@ def gshard_loss(probs, valid=None):
     return num_experts * ops.sum(share * probability, axis=-1)
 
 
-def z_loss(logits, valid=None):
+def z_loss(logits: Tensor, valid: Tensor | None = None) -> Tensor:
     """Mean squared log-partition of the router: keeps logits small.
 
     Args:

@@ -1,5 +1,7 @@
 """Routers in which experts choose tokens."""
 
+from collections.abc import Sequence
+
 import keras
 from keras import ops
 
@@ -63,14 +65,14 @@ class SoftmaxExpertChoiceRouter(ExpertChoiceRouter):
 
     def __init__(
         self,
-        num_experts,
-        capacity_factor=1.0,
+        num_experts: int,
+        capacity_factor: float = 1.0,
         rounding=ROUNDING,
-        multiple_of=MULTIPLE_OF,
-        noise_std=0.0,
-        losses=None,
-        eval_capacity_factor=None,
-        random_logits=False,
+        multiple_of: int | None = MULTIPLE_OF,
+        noise_std: float = 0.0,
+        losses: Sequence | None = None,
+        eval_capacity_factor: float | None = None,
+        random_logits: bool = False,
         **kwargs,
     ):
         super().__init__(
@@ -136,16 +138,16 @@ class SinkhornExpertChoiceRouter(ExpertChoiceRouter):
 
     def __init__(
         self,
-        num_experts,
-        capacity_factor=1.0,
+        num_experts: int,
+        capacity_factor: float = 1.0,
         rounding=ROUNDING,
-        multiple_of=MULTIPLE_OF,
-        noise_std=0.0,
-        losses=None,
-        num_iterations=20,
-        combine="softmax",
-        eval_capacity_factor=None,
-        random_logits=False,
+        multiple_of: int | None = MULTIPLE_OF,
+        noise_std: float = 0.0,
+        losses: Sequence | None = None,
+        num_iterations: int = 20,
+        combine: str = "softmax",
+        eval_capacity_factor: float | None = None,
+        random_logits: bool = False,
         **kwargs,
     ):
         super().__init__(
@@ -222,16 +224,16 @@ class SparseTransportExpertChoiceRouter(ExpertChoiceRouter):
 
     def __init__(
         self,
-        num_experts,
-        capacity_factor=1.0,
+        num_experts: int,
+        capacity_factor: float = 1.0,
         rounding=ROUNDING,
-        multiple_of=MULTIPLE_OF,
-        losses=None,
-        num_iterations=20,
-        learning_rate=0.01,
-        combine="softmax",
-        eval_capacity_factor=None,
-        random_logits=False,
+        multiple_of: int | None = MULTIPLE_OF,
+        losses: Sequence | None = None,
+        num_iterations: int = 20,
+        learning_rate: float = 0.01,
+        combine: str = "softmax",
+        eval_capacity_factor: float | None = None,
+        random_logits: bool = False,
         **kwargs,
     ):
         super().__init__(

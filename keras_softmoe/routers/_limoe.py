@@ -1,5 +1,7 @@
 """LIMoE's router: one choice of experts for the tokens of images and text."""
 
+from collections.abc import Sequence
+
 import keras
 import numpy as np
 from keras import ops
@@ -125,23 +127,23 @@ class LIMoERouter(SparseRouter):
 
     def __init__(
         self,
-        num_experts,
-        num_selected_experts=1,
-        capacity_factor=1.05,
-        priority="sum",
-        losses=None,
-        loss_weight=0.04,
-        per_modality=False,
-        image_experts=None,
-        text_experts=None,
-        single_modality_capacity_factor=16.0,
+        num_experts: int,
+        num_selected_experts: int = 1,
+        capacity_factor: float = 1.05,
+        priority: str = "sum",
+        losses: Sequence | None = None,
+        loss_weight: float = 0.04,
+        per_modality: bool = False,
+        image_experts: int | None = None,
+        text_experts: int | None = None,
+        single_modality_capacity_factor: float = 16.0,
         rounding=ROUNDING,
-        multiple_of=MULTIPLE_OF,
-        noise_std=1.0,
-        eval_capacity_factor=None,
-        random_logits=False,
+        multiple_of: int | None = MULTIPLE_OF,
+        noise_std: float = 1.0,
+        eval_capacity_factor: float | None = None,
+        random_logits: bool = False,
         kept_experts=None,
-        num_predicted_experts=None,
+        num_predicted_experts: int | None = None,
         **kwargs,
     ):
         check_num_experts(num_experts)
@@ -362,8 +364,8 @@ class PrunedLIMoERouter:
 
     Examples:
         >>> router = ksm.routers.PrunedLIMoERouter(2, (0, 5), num_predicted_experts=8)
-        >>> type(router).__name__, router.num_experts
-        ('LIMoERouter', 2)
+        >>> type(router).__name__
+        'LIMoERouter'
     """
 
     def __new__(

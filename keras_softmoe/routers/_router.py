@@ -4,12 +4,14 @@ from typing import Any, NamedTuple
 
 import keras
 from keras import ops
+from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import SlotRouting, combine
 from keras_softmoe.routers.recording import is_recording, note
 from keras_softmoe.sharding import check_divides_experts, is_distributed
+from keras_softmoe.types import Tensor
 
 
 class Decision(NamedTuple):
@@ -102,7 +104,7 @@ class Router(keras.layers.Layer):
     # (Images that only fill up a batch are padding as well, but leave the slots alone.)
     knows_num_tokens = False
 
-    def __init__(self, num_experts, **kwargs):
+    def __init__(self, num_experts: int, **kwargs):
         check_num_experts(num_experts)
         kwargs["dtype"] = "float32"
         super().__init__(**kwargs)
@@ -156,7 +158,7 @@ class Router(keras.layers.Layer):
     def compute_mask(self, tokens, previous_mask=None):
         return None
 
-    def capacity(self, num_tokens, training=False):
+    def capacity(self, num_tokens, training: bool = False):
         """Slots per expert for a group of `num_tokens` tokens, as a Python int."""
         raise ValueError(
             f"`{type(self).__name__}` does not say how many slots its experts have. "
@@ -171,7 +173,7 @@ class Router(keras.layers.Layer):
         error comes before work starts. A subclass says what it refuses; here nothing.
         """
 
-    def cost(self, tokens_shape, training=False):
+    def cost(self, tokens_shape, training: bool = False):
         """What the router costs, a `costs.LayerCost`. Nothing, if it has no weights.
 
         Args:
@@ -180,7 +182,7 @@ class Router(keras.layers.Layer):
         """
         return LayerCost()
 
-    def complete(self, decision, tokens, valid, **kwargs):
+    def complete(self, decision, tokens: Tensor, valid: Tensor, **kwargs):
         """A decision with all that an observer may ask for, see `Decision`.
 
         Args:
@@ -210,7 +212,7 @@ class Router(keras.layers.Layer):
             found["auxiliary_loss"] = ops.cast(zeros, "float32")
         return Decision(routing, {**found, **summary})
 
-    def set_directions(self, directions):
+    def set_directions(self, directions: ArrayLike):
         """Let the logits be the products of tokens and directions.
 
         Args:

@@ -69,7 +69,7 @@ class RoutingLoss:
         >>> router = ksm.routers.LIMoERouter(8, losses=[LogitLoss(weight=0.01)])
     """
 
-    def __init__(self, modality=None, weight=1.0):
+    def __init__(self, modality=None, weight: float = 1.0):
         if modality not in (None, *MODALITIES):
             raise ValueError(
                 "Unknown modality. Accepted: 'image', 'text', or `None` for the tokens "
@@ -333,7 +333,13 @@ class GlobalEntropyLoss(RoutingLoss):
         2.197...
     """
 
-    def __init__(self, modality=None, soft_minimum=None, threshold=None, weight=1.0):
+    def __init__(
+        self,
+        modality=None,
+        soft_minimum=None,
+        threshold: float | None = None,
+        weight: float = 1.0,
+    ):
         super().__init__(modality, weight)
         if (soft_minimum is None) == (threshold is None):
             raise ValueError(
@@ -391,7 +397,7 @@ class MutualInformationLoss(RoutingLoss):
         >>> router = ksm.routers.LIMoERouter(num_experts=8, losses=losses)
     """
 
-    def __init__(self, weight=1.0):
+    def __init__(self, weight: float = 1.0):
         super().__init__(None, weight)
 
     def __call__(self, routed):
@@ -409,7 +415,7 @@ class MutualInformationLoss(RoutingLoss):
         return config
 
 
-def classic_losses(by_modality=False):
+def classic_losses(by_modality: bool = False) -> tuple:
     """The losses that know of no entropy: importance, load and z-loss.
 
     Args:
@@ -433,8 +439,11 @@ def classic_losses(by_modality=False):
 
 
 def entropy_losses(
-    num_experts, text_experts=None, image_experts=None, num_selected_experts=1
-):
+    num_experts: int,
+    text_experts: float | None = None,
+    image_experts: float | None = None,
+    num_selected_experts: int = 1,
+) -> tuple:
     """The local entropy of text, and the global entropies of text and images.
 
     Where a token chooses several experts, the merged entropy takes the place of the

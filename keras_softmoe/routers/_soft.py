@@ -87,13 +87,13 @@ class SoftRouter(Router):
 
     def __init__(
         self,
-        num_experts,
-        slots_per_expert=1,
-        dispatch="soft",
-        combine="soft",
-        normalize=True,
-        noise_std=0.0,
-        initial_scale=1.0,
+        num_experts: int,
+        slots_per_expert: int = 1,
+        dispatch: str = "soft",
+        combine: str = "soft",
+        normalize: bool = True,
+        noise_std: float = 0.0,
+        initial_scale: float = 1.0,
         **kwargs,
     ):
         for argument, value in (("dispatch", dispatch), ("combine", combine)):

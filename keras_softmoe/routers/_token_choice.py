@@ -1,5 +1,7 @@
 """Routers in which tokens choose experts."""
 
+from collections.abc import Sequence
+
 import keras
 from keras import ops
 
@@ -243,20 +245,20 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
 
     def __init__(
         self,
-        num_experts,
-        num_selected_experts=1,
-        capacity_factor=1.05,
-        priority="position",
+        num_experts: int,
+        num_selected_experts: int = 1,
+        capacity_factor: float = 1.05,
+        priority: str = "position",
         rounding=ROUNDING,
-        multiple_of=MULTIPLE_OF,
-        noise_std=1.0,
-        losses=None,
-        num_iterations=20,
-        combine="softmax",
-        eval_capacity_factor=None,
-        keep_fraction=1.0,
-        normalize_gates=False,
-        random_logits=False,
+        multiple_of: int | None = MULTIPLE_OF,
+        noise_std: float = 1.0,
+        losses: Sequence | None = None,
+        num_iterations: int = 20,
+        combine: str = "softmax",
+        eval_capacity_factor: float | None = None,
+        keep_fraction: float = 1.0,
+        normalize_gates: bool = False,
+        random_logits: bool = False,
         **kwargs,
     ):
         super().__init__(

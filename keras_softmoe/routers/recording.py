@@ -17,7 +17,7 @@ _OPEN = {}
 
 
 @contextlib.contextmanager
-def record(key=None):
+def record(key: Callable | None = None):
     """Scope in which the decisions of all routers that are called are collected.
 
     It works for any Keras model that contains MoE layers: call the model on data inside

@@ -8,6 +8,7 @@ import dataclasses
 
 from keras_softmoe.training._adafactor import Adafactor
 from keras_softmoe.training._paths import KERNELS
+from keras_softmoe.training._pipeline import Augmentation
 from keras_softmoe.training._recipe import ContrastiveRecipe
 from keras_softmoe.training._schedules import (
     WarmupRsqrtDecay,
@@ -17,18 +18,18 @@ from keras_softmoe.training._schedules import (
 
 
 def limoe_pretraining(
-    steps=781_250,
-    peak_learning_rate=1e-3,
-    warmup_steps=40_000,
-    timescale=None,
-    cooldown_steps=0,
-    weight_decay=1e-5,
-    momentum_dtype="bfloat16",
-    clip_norm=None,
-    image_size=224,
-    batch_size=16_384,
-    augmentation="none",
-    steps_per_epoch=None,
+    steps: int = 781_250,
+    peak_learning_rate: float = 1e-3,
+    warmup_steps: int = 40_000,
+    timescale: float | None = None,
+    cooldown_steps: int = 0,
+    weight_decay: float = 1e-5,
+    momentum_dtype: str = "bfloat16",
+    clip_norm: float | None = None,
+    image_size: int = 224,
+    batch_size: int = 16_384,
+    augmentation: Augmentation | str = "none",
+    steps_per_epoch: int | None = None,
 ):
     """Contrastive training as in LIMoE: Adafactor, cosine, small decoupled decay.
 
@@ -131,7 +132,7 @@ def limoe_pretraining(
 
 
 def soft_moe_contrastive(
-    steps=100_000, warmup_steps=10_000, batch_size=8_192, **kwargs
+    steps: int = 100_000, warmup_steps: int = 10_000, batch_size: int = 8_192, **kwargs
 ):
     """Contrastive training of two towers, as in Soft MoE, with a Soft MoE for images.
 

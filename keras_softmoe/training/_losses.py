@@ -38,8 +38,8 @@ class SigmoidCrossentropy(keras.losses.Loss):
 
     def __init__(
         self,
-        reduction="sum_over_batch_size",
-        name="sigmoid_crossentropy",
+        reduction: str = "sum_over_batch_size",
+        name: str = "sigmoid_crossentropy",
         dtype=None,
     ):
         super().__init__(reduction=reduction, name=name, dtype=dtype)

@@ -6,6 +6,8 @@ learning rate) give the same numbers and are taken from there. What Keras lacks 
 added: what `ByVariable` has, and the papers' order of operations.
 """
 
+from collections.abc import Sequence
+
 import keras
 from keras import ops
 
@@ -58,12 +60,12 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
 
     def __init__(
         self,
-        learning_rate=0.001,
-        beta_1=0.9,
-        beta_2=0.999,
-        epsilon=1e-8,
-        weight_decay_rules=None,
-        gradient_scale_rules=None,
+        learning_rate: float = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-8,
+        weight_decay_rules: Sequence | None = None,
+        gradient_scale_rules: Sequence | None = None,
         **kwargs,
     ):
         super().__init__(
@@ -143,9 +145,9 @@ class SGD(ByVariable, keras.optimizers.SGD):
 
     def __init__(
         self,
-        learning_rate=0.01,
-        momentum=0.0,
-        nesterov=False,
+        learning_rate: float = 0.01,
+        momentum: float = 0.0,
+        nesterov: bool = False,
         weight_decay_rules=None,
         gradient_scale_rules=None,
         **kwargs,

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import keras
+from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.training._pair_pipeline import (
@@ -99,7 +100,7 @@ class Recipe(_Training):
         super().__post_init__()
         check_whole_numbers(1, num_classes=self.num_classes)
 
-    def compile(self, model, **kwargs):
+    def compile(self, model: keras.Model, **kwargs):
         """Compile a model with the optimizer, the loss and the metrics.
 
         Args:
@@ -122,7 +123,9 @@ class Recipe(_Training):
             **kwargs,
         )
 
-    def training_data(self, data, shuffle_buffer=10_000, seed=0):
+    def training_data(
+        self, data: ArrayLike, shuffle_buffer: int = 10_000, seed: int = 0
+    ):
         """Shuffled and augmented batches without end.
 
         Args:
@@ -242,7 +245,7 @@ class ContrastiveRecipe(_Training):
             )
         model.compile(optimizer=_copy(self.optimizer), loss=self.loss, **kwargs)
 
-    def training_data(self, data, shuffle_buffer=10_000, seed=0):
+    def training_data(self, data, shuffle_buffer: int = 10_000, seed: int = 0):
         """Shuffled batches without end, the images augmented.
 
         Args:

@@ -74,11 +74,11 @@ class WarmupPolynomialDecay(_WarmupSchedule):
 
     def __init__(
         self,
-        peak_learning_rate,
-        total_steps,
-        warmup_steps=0,
-        end_learning_rate=0.0,
-        power=1.0,
+        peak_learning_rate: float,
+        total_steps: int,
+        warmup_steps: int = 0,
+        end_learning_rate: float = 0.0,
+        power: float = 1.0,
     ):
         super().__init__(peak_learning_rate, warmup_steps)
         check_numbers(end_learning_rate=end_learning_rate, power=power)
@@ -150,11 +150,11 @@ class WarmupRsqrtDecay(_WarmupSchedule):
 
     def __init__(
         self,
-        peak_learning_rate,
-        total_steps,
-        timescale,
-        warmup_steps=0,
-        cooldown_steps=0,
+        peak_learning_rate: float,
+        total_steps: int,
+        timescale: float,
+        warmup_steps: int = 0,
+        cooldown_steps: int = 0,
     ):
         super().__init__(peak_learning_rate, warmup_steps)
         check_numbers(total_steps=total_steps, cooldown_steps=cooldown_steps)

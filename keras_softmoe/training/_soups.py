@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import keras
@@ -29,7 +30,13 @@ class Soup(NamedTuple):
     alone: tuple
 
 
-def greedy_soup(model, checkpoints, score, max_size=8, verbose=1):
+def greedy_soup(
+    model: keras.Model,
+    checkpoints: Sequence,
+    score: Callable,
+    max_size: int = 8,
+    verbose: int = 1,
+) -> Soup:
     """Average checkpoints of a model, chosen greedily.
 
     The soup starts with the checkpoint of the highest score. Then, again and again,

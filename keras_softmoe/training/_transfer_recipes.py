@@ -7,22 +7,23 @@ the docstring says so and what was chosen.
 import keras
 
 from keras_softmoe.training._optimizers import SGD
+from keras_softmoe.training._pipeline import Augmentation
 from keras_softmoe.training._recipe import Recipe
 from keras_softmoe.training._schedules import warmup_cosine_decay
 
 
 def finetuning(
-    num_classes,
-    steps=10_000,
-    peak_learning_rate=0.003,
-    end_learning_rate=1e-5,
-    warmup_steps=None,
-    clip_norm=10.0,
-    average_momentum=None,
-    image_size=384,
-    batch_size=1024,
-    augmentation="light0",
-    steps_per_epoch=None,
+    num_classes: int,
+    steps: int = 10_000,
+    peak_learning_rate: float = 0.003,
+    end_learning_rate: float = 1e-5,
+    warmup_steps: int | None = None,
+    clip_norm: float | None = 10.0,
+    average_momentum: float | None = None,
+    image_size: int = 384,
+    batch_size: int = 1024,
+    augmentation: Augmentation | str = "light0",
+    steps_per_epoch: int | None = None,
 ):
     """Fine-tuning as in V-MoE: SGD with momentum, cosine, a larger image size.
 
@@ -115,7 +116,9 @@ def finetuning(
     )
 
 
-def vtab(num_classes, peak_learning_rate=0.001, batch_size=512, **kwargs):
+def vtab(
+    num_classes: int, peak_learning_rate: float = 0.001, batch_size: int = 512, **kwargs
+):
     """Fine-tuning on 1,000 images, as in V-MoE's VTAB results.
 
     *Data*: each of the 19 tasks of the Visual Task Adaptation Benchmark, 1,000 training
