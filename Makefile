@@ -1,8 +1,13 @@
 # make install   .venv with the library (editable) and all that the tests need
 # make demo      the main job on real images; backend from KERAS_BACKEND, JAX if unset
 # make test      lint, then the whole suite on each backend in its own process
+# make docs      the site, into build/site; a warning is an error
 # make bench     layers and models beside their rivals on each backend, and tables of it
 # make torture   a hostile campaign on each backend, and a table of what it found
+# make oldest    tests of the core with the oldest releases that are allowed
+# make nightly   the same tests with Keras as it will be released next
+# make wheel     source archive and wheel, checked, in dist/
+# make wheels    the wheel used in environments of their own: each extra, and bare
 # make format    format the code and mend what the linter can mend
 # make clean     remove what the other targets wrote, except .venv
 
@@ -24,6 +29,15 @@ BACKENDS := jax tensorflow torch
 SUITES := $(BACKENDS:%=test-%)
 LOGS := $(BACKENDS:%=build/%.log)
 TORTURES := $(BACKENDS:%=torture-%)
+OLDEST := $(BACKENDS:%=oldest-%)
+NIGHTLY := $(BACKENDS:%=nightly-%)
+WHEELS := $(BACKENDS:%=wheel-%)
+# What a version of a dependency may break: arithmetic, layers, models and their files.
+CORE := tests/ops tests/routers/test_soft.py tests/layers/test_moe.py \
+    tests/layers/test_experts.py tests/models/test_backbone.py \
+    tests/models/test_classifier.py tests/models/test_from_preset.py \
+    tests/reference/test_reference_ops.py tests/reference/test_reference_layers.py \
+    tests/reference/test_reference_models.py
 
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
@@ -31,7 +45,8 @@ $(SUITES) $(TORTURES): export OMP_NUM_THREADS ?= 1
 $(SUITES) $(TORTURES): export TF_NUM_INTRAOP_THREADS ?= 1
 $(SUITES) $(TORTURES): export TF_NUM_INTEROP_THREADS ?= 1
 
-.PHONY: install demo test lint $(SUITES) bench torture $(TORTURES) format clean
+.PHONY: install demo test lint docs $(SUITES) bench torture $(TORTURES) format clean \
+    oldest $(OLDEST) nightly $(NIGHTLY) wheel wheels $(WHEELS) wheel-bare
 
 install: $(INSTALLED)
 
@@ -57,6 +72,13 @@ test: lint
 lint: install
 	$(VENV)/ruff format --check .
 	$(VENV)/ruff check .
+	@mkdir -p build
+	KERAS_BACKEND=torch $(VENV)/python -m tests.examples.typed build/examples.py
+	$(VENV)/mypy
+
+# Pages, figures and search lie in one directory, which needs no server and no network.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
 
 test-jax torture-jax: export XLA_FLAGS ?= $(shell XLA_FLAGS="$(QUICK_XLA)" $(VENV)/python -c \
     "import jax; jax.numpy.ones(1) + 1" 2> /dev/null && echo "$(QUICK_XLA)")
@@ -81,7 +103,7 @@ bench: install
 	    KERAS_BACKEND=$$backend $(VENV)/python benchmarks/run.py $(BENCH) || exit; \
 	done
 	$(VENV)/python benchmarks/tables.py --output benchmarks/RESULTS.md \
-	    --readme README.md
+	    --page docs/results/speed.md
 
 # About two hours of one core. Each backend says what it found; the table comes last, and what failed
 # is in build/torture/.
@@ -99,6 +121,51 @@ $(TORTURES): torture-%: install
 	@mkdir -p build/keras-torture-$*
 	@KERAS_BACKEND=$* KERAS_HOME=$(CURDIR)/build/keras-torture-$* MPLBACKEND=agg \
 	    $(VENV)/python -m tests.torture $(TORTURE) 2> build/torture-$*.log
+
+# Environments of their own, one for each backend, so that no other backend helps out.
+oldest: $(OLDEST)
+
+$(OLDEST): oldest-%:
+	$(PYTHON) -m venv --clear build/venv-$@
+	build/venv-$@/bin/python -m pip install --quiet \
+	    --constraint constraints/oldest.txt --editable ".[$*,viz]" \
+	    hypothesis pytest scikit-learn
+	$(call core,$@,$*)
+
+nightly: $(NIGHTLY)
+
+# Both packages of Keras are the module `keras`: the released one makes room.
+$(NIGHTLY): nightly-%:
+	$(PYTHON) -m venv --clear build/venv-$@
+	build/venv-$@/bin/python -m pip install --quiet --editable ".[$*,viz]" \
+	    hypothesis pytest scikit-learn
+	build/venv-$@/bin/python -m pip uninstall --quiet --yes keras
+	build/venv-$@/bin/python -m pip install --quiet --pre keras-nightly
+	$(call core,$@,$*)
+
+core = KERAS_BACKEND=$(2) KERAS_HOME=$(CURDIR)/build/venv-$(1)/keras MPLBACKEND=agg \
+    build/venv-$(1)/bin/python -m pytest -o cache_dir=build/pytest-$(1) $(CORE)
+
+# At most 45 MB: a wheel carries the presets that were trained here.
+wheel: install
+	rm -rf dist
+	$(VENV)/python -m build --no-isolation
+	$(VENV)/python -m twine check --strict dist/*
+	test -z "$$(find dist -size +45000k)"
+
+wheels: wheel-bare $(WHEELS)
+
+# KerasHub brings TensorFlow, so it is what a bare installation runs on.
+wheel-bare wheel-tensorflow: BACKEND := tensorflow
+wheel-jax: BACKEND := jax
+wheel-torch: BACKEND := torch
+wheel-bare $(WHEELS): wheel-%:
+	test -f dist/*.whl || $(MAKE) wheel
+	$(PYTHON) -m venv --clear build/venv-$@
+	build/venv-$@/bin/python -m pip install --quiet \
+	    "$$(echo $(CURDIR)/dist/*.whl)$(if $(filter-out bare,$*),[$*])"
+	cd build/venv-$@ && KERAS_BACKEND=$(BACKEND) KERAS_HOME=$$PWD/keras \
+	    bin/python $(CURDIR)/tests/first_use.py
 
 format: install
 	$(VENV)/ruff check --fix .

@@ -1,6 +1,6 @@
 """Tables in Markdown from the files that `run.py` writes.
 
-    python benchmarks/tables.py --output benchmarks/RESULTS.md --readme README.md
+    python benchmarks/tables.py --output FILE --page FILE   # as `make bench` does
 
 Every number comes from the files; nothing is measured here.
 """
@@ -14,7 +14,7 @@ from targets import TARGETS
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
-# What lies between them in the README is written here.
+# What lies between them on the page is written here.
 BEGIN = "<!-- speed: written by benchmarks/tables.py -->"
 END = "<!-- end of speed -->"
 
@@ -88,8 +88,8 @@ def markdown(results):
     return "\n\n".join(parts) + "\n"
 
 
-def readme(text, results):
-    """The text of the README with the targets, the memory and the conditions of now."""
+def page(text, results):
+    """The text of the page with the targets, the memory and the conditions of now."""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ValueError(
             f"The tables go between the lines {BEGIN!r} and {END!r}, which the file "
@@ -261,20 +261,20 @@ def main(arguments=None):
     )
     parser.add_argument("--output", metavar="FILE", help="write there, do not print")
     parser.add_argument(
-        "--readme", metavar="FILE", help="renew the table of the targets there"
+        "--page", metavar="FILE", help="renew the table of the targets there"
     )
     options = parser.parse_args(arguments)
     files = options.files or sorted(RESULTS.glob("*.json"))
     if not files:
         parser.error(f"There are no results in {RESULTS}: run `make bench` first.")
     results = read(files)
-    if options.readme:
-        file = pathlib.Path(options.readme)
-        file.write_text(readme(file.read_text("utf-8"), results), encoding="utf-8")
+    if options.page:
+        file = pathlib.Path(options.page)
+        file.write_text(page(file.read_text("utf-8"), results), encoding="utf-8")
     text = markdown(results)
     if options.output:
         pathlib.Path(options.output).write_text(text, encoding="utf-8")
-    elif not options.readme:
+    elif not options.page:
         print(text, end="")
 
 

@@ -27,6 +27,14 @@ class LayerCost(NamedTuple):
             embeddings, attention and MLPs.
         slot_weights: int, those of `float32_weights` that belong to slots.
         mixtures: tuple of `MixtureCost`, one for each mixture of experts.
+
+    Examples:
+        >>> layer = ksm.layers.MLP(64)
+        >>> per_image = ksm.costs.cost_of(layer, (1, 16, 32))
+        >>> per_image.weights, per_image.products
+        (4192, 65536)
+        >>> (per_image + per_image.without_weights() * 2).weights
+        4192
     """
 
     weights: int = 0
@@ -66,6 +74,12 @@ class MixtureCost(NamedTuple):
         slot_weights: int, float32 numbers in the router that belong to slots.
         slots: int, slots of all experts for a batch of inputs.
         slot_width: int, numbers in a slot.
+
+    Examples:
+        >>> layer = ksm.layers.SoftMoE(num_experts=4, mlp_dim=64)
+        >>> (mixture,) = ksm.costs.cost_of(layer, (2, 16, 32)).mixtures
+        >>> mixture.num_experts, mixture.slots
+        (4, 8)
     """
 
     name: str
@@ -76,7 +90,7 @@ class MixtureCost(NamedTuple):
     slot_width: int
 
 
-def cost_of(layer, shape, training=False):
+def cost_of(layer: keras.Layer, shape, training: bool = False) -> LayerCost:
     """The cost of a layer of this library, or of a dense or normalization layer.
 
     Args:
@@ -91,6 +105,11 @@ def cost_of(layer, shape, training=False):
 
     Raises:
         ValueError: if the layer does not say what it costs.
+
+    Examples:
+        >>> layer = ksm.layers.SoftMoE(num_experts=4, mlp_dim=64)
+        >>> ksm.costs.cost_of(layer, (1, 16, 32)).weights
+        16768
     """
     if isinstance(layer, keras.layers.Dense):
         return dense(shape[-1], layer.units, math.prod(shape[:-1]), layer.use_bias)
@@ -105,7 +124,13 @@ def cost_of(layer, shape, training=False):
     return layer.cost(shape, training)
 
 
-def dense(inputs, outputs, times=1, use_bias=True, is_sharded=False):
+def dense(
+    inputs: int,
+    outputs: int,
+    times: int = 1,
+    use_bias: bool = True,
+    is_sharded: bool = False,
+):
     """A dense layer that is applied to some vectors. It keeps nothing by itself.
 
     Args:
@@ -114,6 +139,10 @@ def dense(inputs, outputs, times=1, use_bias=True, is_sharded=False):
         times: int, number of vectors.
         use_bias: bool.
         is_sharded: bool, whether dense sharding cuts its kernel.
+
+    Examples:
+        >>> ksm.costs.dense(32, 64, times=16).products
+        32768
     """
     kernel = inputs * outputs
     return LayerCost(
@@ -123,8 +152,13 @@ def dense(inputs, outputs, times=1, use_bias=True, is_sharded=False):
     )
 
 
-def normalization(shape, center=True):
-    """A layer normalization: its input, its output and the centred input are kept."""
+def normalization(shape, center: bool = True):
+    """A layer normalization: its input, its output and the centred input are kept.
+
+    Examples:
+        >>> ksm.costs.normalization((1, 16, 32)).weights
+        64
+    """
     numbers = math.prod(shape)
     return LayerCost(
         weights=(1 + center) * shape[-1], kept=2 * numbers, kept_float32=numbers

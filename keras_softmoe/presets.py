@@ -14,11 +14,16 @@ model card). In ours, `metadata.json` also tells the `kind`:
 `names` and `describe` import no models. `convert` does, when it is first used.
 """
 
+from typing import TYPE_CHECKING
+
 from keras_softmoe.catalogue import METADATA_FILE as METADATA_FILE
 from keras_softmoe.catalogue import Preset as Preset
 from keras_softmoe.catalogue import describe as describe
 from keras_softmoe.catalogue import names as names
 from keras_softmoe.catalogue import write as write
+
+if TYPE_CHECKING:
+    from keras_softmoe.models.released import convert as convert
 
 
 def __getattr__(name):

@@ -1,14 +1,11 @@
-"""Shared fixtures: reproducible tests and reference numbers."""
+"""Shared fixtures: reproducible tests, and saved noise in place of drawn noise."""
 
 import gc
-import os
 
 import hypothesis
 import keras
 import numpy as np
 import pytest
-
-from tests.references import Reference
 
 # Tests that do not run on every backend, so that the suites are short and take equally
 # long: of what computes without one, and of what is long and made of parts that are
@@ -53,6 +50,7 @@ RUNS_ON = {
     "test_checks.py": ("torch",),
     "test_files.py": ("torch",),
     "test_package.py": ("jax",),
+    "test_pages.py": ("torch",),
     "test_security.py": ("torch",),
     "test_trained_*.py": ("torch",),
     "training/test_contrastive_recipes.py": ("torch",),
@@ -147,23 +145,3 @@ def set_noise(monkeypatch):
         return remaining
 
     return install
-
-
-@pytest.fixture(scope="session")
-def reference():
-    """Callable from a file name (without `.npz`) to its `Reference`.
-
-    The files are looked for in the directory that the variable KSM_REFERENCE names.
-    Without the variable the test is skipped; a missing file is a failure.
-    """
-    directory = os.environ.get("KSM_REFERENCE")
-
-    def load(name):
-        if not directory:
-            pytest.skip("KSM_REFERENCE does not name the directory of reference files")
-        path = os.path.join(directory, f"{name}.npz")
-        if not os.path.exists(path):
-            pytest.fail(f"KSM_REFERENCE is set, but there is no file {path}")
-        return Reference(path)
-
-    return load

@@ -259,17 +259,19 @@ def test_tables_need_results(benchmark, monkeypatch, tmp_path, capsys):
     assert "make bench" in capsys.readouterr().err
 
 
-def test_the_readme_has_the_measured_numbers(benchmark):
+def test_the_page_has_the_measured_numbers(benchmark):
     """Every number in it comes from the files of results."""
     tables = benchmark("tables")
-    text = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
+    text = (BENCHMARKS.parent / "docs" / "results" / "speed.md").read_text(
+        encoding="utf-8"
+    )
     files = sorted(tables.RESULTS.glob("*.json"))
     assert len(files) >= 3
-    assert tables.readme(text, tables.read(files)) == text
+    assert tables.page(text, tables.read(files)) == text
     results = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
     assert tables.markdown(tables.read(files)) == results
 
 
-def test_a_readme_without_a_place_for_tables(benchmark):
+def test_a_page_without_a_place_for_tables(benchmark):
     with pytest.raises(ValueError, match="must have once"):
-        benchmark("tables").readme("# Title", [])
+        benchmark("tables").page("# Title", [])

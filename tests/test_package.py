@@ -32,7 +32,15 @@ def test_version():
 
 
 # What users reach through the rooms above.
-INTERNAL = {"catalogue", "checks", "checkpoints", "files", "keras_adapter", "sharding"}
+INTERNAL = {
+    "catalogue",
+    "checks",
+    "checkpoints",
+    "files",
+    "keras_adapter",
+    "sharding",
+    "types",
+}
 
 
 def test_every_room_is_public_or_internal():

@@ -1,16 +1,13 @@
 """What the presets that ship with weights are worth, measured on real digits."""
 
 import json
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 
 import keras_softmoe as ksm
-from experiments import readme_tables
 
-ROOT = Path(__file__).resolve().parent.parent
 SOFT = "soft_moe_tiny_patch4_16e_32_glyphs"
 TRAINED = [name for name in ksm.presets.names() if name.endswith("glyphs")]
 
@@ -33,11 +30,6 @@ def test_preset_is_small_and_has_a_card(name):
     card = (path / "README.md").read_text(encoding="utf-8")
     for part in ("Data", "seed", "minutes", "±", "raw pixels", "Licence"):
         assert part in card
-
-
-def test_readme_tables_match_the_metadata():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme_tables.with_tables(text) == text
 
 
 def test_soft_features_beat_raw_pixels(digits):

@@ -4,6 +4,20 @@ Every `plot_` function returns a `matplotlib.figure.Figure`: a notebook shows it
 `figure.savefig("routing.png")` keeps it. `routing_report` writes all that applies to a
 model on one page. Both need matplotlib (the extra `viz`): without it they raise an
 `ImportError` that says how to install it.
+
+What the examples of this room go on from:
+
+    >>> soft = ksm.models.ViTMoEImageClassifier.from_preset(
+    ...     "soft_moe_tiny_patch4_16e_32_glyphs"
+    ... )
+    >>> sparse = ksm.models.ViTMoEImageClassifier.from_preset(
+    ...     "vmoe_tiny_patch4_16e_32_glyphs"
+    ... )
+    >>> images, labels = ksm.datasets.glyphs(8, image_size=32, seed=1)
+    >>> limoe = ksm.models.LIMoEContrastive.from_preset(
+    ...     "limoe_tiny_patch4_8e_32_shapes"
+    ... )
+    >>> scenes, captions, *_ = ksm.datasets.captioned_shapes(8, seed=1)
 """
 
 from keras_softmoe.analysis._by_modality import (

@@ -2,13 +2,16 @@
 
 from typing import NamedTuple
 
+import keras
 import numpy as np
 from keras import ops
+from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis._pairs import Pairs
 from keras_softmoe.ops import ChoiceRouting, token_choice
 from keras_softmoe.ops.assignment import PRIORITIES
 from keras_softmoe.ops.choices import to_slots
+from keras_softmoe.types import Texts
 
 NUM_BINS = 50
 # Bins of the queue for an expert if all experts were chosen alike.
@@ -122,8 +125,13 @@ class ModalityStatistics(NamedTuple):
 
 
 def modality_statistics(
-    model, images=None, captions=None, batch_size=64, preprocessor=None, verbose=1
-):
+    model: keras.Model,
+    images: ArrayLike | None = None,
+    captions: Texts | None = None,
+    batch_size: int = 64,
+    preprocessor=None,
+    verbose: int = 1,
+) -> dict:
     """Count what the routers of a LIMoE do with the tokens of images and of text.
 
     Images and captions that are given together are routed together and compete for
@@ -154,14 +162,12 @@ def modality_statistics(
     Source: LIMoE, appendices B.2 (figures 9 and 10), E.4 (figure 13), F.1, F.4, F.5
     (figures 17 to 22 and 30 to 37) and G (figures 38 and 39).
 
-    Example:
-
-    >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
-    >>> {block: s.dropped for block, s in statistics.items()}
-    {1: {'image': 0.031, 'text': 0.0}, 3: {'image': 0.012, 'text': 0.004}}
-    >>> text = ksm.analysis.modality_statistics(model, captions=captions)
-    >>> text[3].routed["text"]  # which experts text needs
-    array([   3,  704,    0, 5120,    0,   12, 2161,    0])
+    Examples:
+        >>> statistics = ksm.analysis.modality_statistics(limoe, scenes, captions)
+        >>> {block: s.dropped for block, s in statistics.items()}
+        >>> text = ksm.analysis.modality_statistics(limoe, captions=captions)
+        >>> text[3].routed["text"].shape  # which experts text needs
+        (8,)
     """
     pairs = Pairs(model, images, captions, preprocessor)
     (found,) = pairs.observe([ModalityReducer(pairs)], batch_size, verbose)

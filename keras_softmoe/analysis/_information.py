@@ -1,8 +1,11 @@
 """How much the place and the class of a token tell about its expert."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis._inputs import backbone_of, check_has_routers
 from keras_softmoe.analysis._statistics import check_labels, experts_of_tokens
@@ -54,8 +57,13 @@ class ExpertInformation(NamedTuple):
 
 
 def expert_information(
-    model, images, labels=None, batch_size=64, preprocessor=None, verbose=1
-):
+    model: keras.Model,
+    images: ArrayLike,
+    labels: ArrayLike | None = None,
+    batch_size: int = 64,
+    preprocessor: Callable | None = None,
+    verbose: int = 1,
+) -> dict:
     """How much of the choice of an expert is explained by position, and by class.
 
     Experts that follow the place of a patch, not what it shows, are of use only where
@@ -80,10 +88,9 @@ def expert_information(
     Source: V-MoE, appendix E.2 and E.3, shows the same as pictures (figures 7 and 29
     to 32); the measure is ours.
 
-    Example:
-
-    >>> found = ksm.analysis.expert_information(classifier, images, labels)
-    >>> found[5].position_share, found[5].label_share
+    Examples:
+        >>> found = ksm.analysis.expert_information(sparse, images, labels)
+        >>> {block: (x.position_share, x.label_share) for block, x in found.items()}
     """
     if labels is not None:
         check_labels(len(images), labels)
@@ -103,9 +110,13 @@ class InformationReducer:
     Raises:
         ValueError: if the model is dense, or, at the end, if images and labels differ
             in number.
+
+    Examples:
+        >>> reducer = ksm.analysis.InformationReducer(sparse, labels)
+        >>> (found,) = ksm.analysis.observe(sparse, images, [reducer])
     """
 
-    def __init__(self, model, labels=None):
+    def __init__(self, model: keras.Model, labels: ArrayLike | None = None):
         backbone, _ = backbone_of(model)
         check_has_routers(backbone)
         self._num_tokens = backbone.output["sequence_output"].shape[1]

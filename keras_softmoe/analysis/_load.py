@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import keras
 import numpy as np
 
 from keras_softmoe.analysis._streaming import observe
@@ -30,7 +31,9 @@ class ExpertLoad(NamedTuple):
         return float(self.load.max() / self.load.mean())
 
 
-def expert_load(model, data, batch_size=64, preprocessor=None, verbose=1):
+def expert_load(
+    model: keras.Model, data, batch_size: int = 64, preprocessor=None, verbose: int = 1
+) -> dict:
     """Count how many tokens each expert takes, in any model with any router.
 
     Args:
@@ -50,11 +53,9 @@ def expert_load(model, data, batch_size=64, preprocessor=None, verbose=1):
 
     Source: V-MoE, section 5; Soft MoE, appendices B and H.
 
-    Example:
-
-    >>> load = ksm.analysis.expert_load(model, images)
-    >>> {block: x.imbalance for block, x in load.items()}
-    {'moe': 1.31, 'moe_1': 1.08}
+    Examples:
+        >>> load = ksm.analysis.expert_load(sparse, images)
+        >>> {block: x.imbalance for block, x in load.items()}
     """
     reducers = [LoadReducer()]
     (found,) = observe(model, data, reducers, batch_size, preprocessor, verbose)
@@ -62,7 +63,11 @@ def expert_load(model, data, batch_size=64, preprocessor=None, verbose=1):
 
 
 class LoadReducer:
-    """Reducer to a dict from each block to its `ExpertLoad`, see `observe`."""
+    """Reducer to a dict from each block to its `ExpertLoad`, see `observe`.
+
+    Examples:
+        >>> (load,) = ksm.analysis.observe(sparse, images, [ksm.analysis.LoadReducer()])
+    """
 
     def __init__(self):
         # Groups, tokens, load and dropped tokens of each block.

@@ -1,9 +1,12 @@
 """Where in an image each expert works."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import keras
 import numpy as np
 from keras import ops
+from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis._inputs import backbone_of, check_block
 from keras_softmoe.analysis._streaming import LastDecision, observe
@@ -36,7 +39,12 @@ class RoutingMaps(NamedTuple):
     group_tokens: int
 
 
-def routing_maps(model, images, layer=None, preprocessor=None):
+def routing_maps(
+    model: keras.Model,
+    images: ArrayLike,
+    layer: int | None = None,
+    preprocessor: Callable | None = None,
+) -> RoutingMaps:
     """Route some images and lay the decisions of one block out on the patch grid.
 
     Under a router with `group_images > 1` the images compete for slots with those
@@ -61,11 +69,10 @@ def routing_maps(model, images, layer=None, preprocessor=None):
 
     Source: Soft MoE, section 2.1 (dispatch and combine weights); V-MoE, section 5.
 
-    Example:
-
-    >>> maps = ksm.analysis.routing_maps(classifier, images)
-    >>> maps.dispatch.shape
-    (4, 8, 8, 16, 4)
+    Examples:
+        >>> maps = ksm.analysis.routing_maps(soft, images)
+        >>> maps.dispatch.shape
+        (8, 8, 8, 16, 4)
     """
     backbone, _ = backbone_of(model)
     layer = check_block(backbone, layer)
@@ -95,10 +102,10 @@ def main_experts(maps):
     Returns:
         `(B, rows, columns)` int array; -1 where no expert takes the patch.
 
-    Example:
-
-    >>> experts = ksm.analysis.main_experts(maps)
-    >>> (experts < 0).mean()  # share of dropped patches
+    Examples:
+        >>> maps = ksm.analysis.routing_maps(sparse, images)
+        >>> experts = ksm.analysis.main_experts(maps)
+        >>> (experts < 0).mean()  # share of dropped patches
     """
     # (B, rows, columns, E)
     weight = maps.combine.sum(axis=-1)

@@ -2,11 +2,14 @@
 
 from typing import NamedTuple
 
+import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis._inputs import check_block
 from keras_softmoe.analysis._pairs import Pairs
 from keras_softmoe.analysis._streaming import LastDecision
+from keras_softmoe.types import Texts
 
 
 class ExpertExamples(NamedTuple):
@@ -61,16 +64,16 @@ class PairRouting(NamedTuple):
 
 
 def expert_examples(
-    model,
-    images=None,
-    captions=None,
-    layer=None,
-    num_patches=12,
-    num_words=12,
-    batch_size=64,
+    model: keras.Model,
+    images: ArrayLike | None = None,
+    captions: Texts | None = None,
+    layer: int | None = None,
+    num_patches: int = 12,
+    num_words: int = 12,
+    batch_size: int = 64,
     preprocessor=None,
-    verbose=1,
-):
+    verbose: int = 1,
+) -> ExpertExamples:
     """Find the patches and words that are sent to each expert of a block most surely.
 
     A patch counts by its routing probability, and of an image only the most probable
@@ -99,11 +102,9 @@ def expert_examples(
 
     Source: LIMoE, appendix F.2 (figures 23 to 25).
 
-    Example:
-
-    >>> examples = ksm.analysis.expert_examples(model, images, captions, layer=3)
-    >>> examples.words[5]
-    ['▁red', '▁green', '▁blue']
+    Examples:
+        >>> examples = ksm.analysis.expert_examples(limoe, scenes, captions, layer=3)
+        >>> examples.words  # lists of them, for example ['▁red', '▁green']
     """
     pairs = Pairs(model, images, captions, preprocessor)
     reducer = ExampleReducer(pairs, layer, num_patches, num_words)
@@ -169,7 +170,13 @@ class ExampleReducer:
         return ExpertExamples(self._layer, share, **found)
 
 
-def pair_routing(model, image, caption, layer=None, preprocessor=None):
+def pair_routing(
+    model: keras.Model,
+    image: ArrayLike,
+    caption: str,
+    layer: int | None = None,
+    preprocessor=None,
+) -> PairRouting:
     """Which expert of a block takes which token of one image and its caption.
 
     The pair is routed by itself, so that no other tokens compete for its slots.
@@ -190,11 +197,9 @@ def pair_routing(model, image, caption, layer=None, preprocessor=None):
 
     Source: LIMoE, appendix F.3 (figures 26 to 29).
 
-    Example:
-
-    >>> routing = ksm.analysis.pair_routing(model, image, "a red circle", layer=3)
-    >>> routing.word_experts[:3]
-    array([5, 5, 0])
+    Examples:
+        >>> routing = ksm.analysis.pair_routing(limoe, scenes[0], captions[0], layer=3)
+        >>> routing.word_experts[:3]
     """
     captions = [caption] if isinstance(caption, str) else np.asarray(caption)[None]
     pairs = Pairs(model, np.asarray(image)[None], captions, preprocessor)

@@ -4,6 +4,7 @@ from collections import deque
 
 import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis._by_modality import ModalityReducer
 from keras_softmoe.analysis._inputs import backbone_of
@@ -12,6 +13,7 @@ from keras_softmoe.analysis._pairs import Pairs
 from keras_softmoe.analysis._soft_statistics import SoftReducer
 from keras_softmoe.analysis._streaming import all_routers, observe
 from keras_softmoe.routers import SoftRouter
+from keras_softmoe.types import Texts
 
 
 class RoutingMonitor(keras.callbacks.Callback):
@@ -40,15 +42,14 @@ class RoutingMonitor(keras.callbacks.Callback):
 
     Source: Soft MoE, appendix E (figures 13 and 14).
 
-    Example:
-
-    >>> monitor = ksm.analysis.RoutingMonitor(images[:256])
-    >>> history = classifier.fit(images, labels, epochs=3, callbacks=[monitor])
-    >>> history.history["dispatch_sharpness_5"]
-    [1.3, 1.9, 4.2]
+    Examples:
+        >>> monitor = ksm.analysis.RoutingMonitor(images)
+        >>> soft.compile("sgd")
+        >>> history = soft.fit(images, labels, epochs=2, callbacks=[monitor])
+        >>> [name for name in history.history if "sharpness" in name]
     """
 
-    def __init__(self, data, batch_size=64, preprocessor=None):
+    def __init__(self, data, batch_size: int = 64, preprocessor=None):
         super().__init__()
         self.data = data
         self.batch_size = batch_size
@@ -107,20 +108,21 @@ class UsageMonitor(keras.callbacks.Callback):
     batches of the training itself. Here the pairs are always the same, and they are
     routed as outside of training, without noise.
 
-    Example:
-
-    >>> monitor = ksm.analysis.UsageMonitor(images[:256], captions[:256])
-    >>> model.fit(images, captions, epochs=10, callbacks=[monitor])
-    >>> pruned = ksm.models.prune_experts(model, monitor.usage("text"), num_experts=4)
+    Examples:
+        >>> monitor = ksm.analysis.UsageMonitor(scenes, captions, every=1)
+        >>> limoe.fit(scenes, captions, epochs=1, callbacks=[monitor])
+        >>> pruned = ksm.models.prune_experts(
+        ...     limoe, monitor.usage("text"), num_experts=4
+        ... )
     """
 
     def __init__(
         self,
-        images=None,
-        captions=None,
-        every=50,
-        last=50,
-        batch_size=64,
+        images: ArrayLike | None = None,
+        captions: Texts | None = None,
+        every: int = 50,
+        last: int = 50,
+        batch_size: int = 64,
         preprocessor=None,
     ):
         super().__init__()
@@ -135,7 +137,7 @@ class UsageMonitor(keras.callbacks.Callback):
         self.preprocessor = preprocessor
         self._shares = deque(maxlen=last)
 
-    def usage(self, modality):
+    def usage(self, modality) -> dict:
         """The mean share of a modality's tokens that each expert processes.
 
         Args:

@@ -1,6 +1,7 @@
 """How near routing weights come to one-hot vectors, model by model."""
 
 import gc
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import keras
@@ -36,16 +37,16 @@ class PeakSweep(NamedTuple):
 
 
 def peak_sweep(
-    make_model,
-    values,
+    make_model: Callable,
+    values: Sequence,
     data,
-    normalize=(True, False),
-    seeds=1,
-    score=None,
-    batch_size=64,
+    normalize: Sequence = (True, False),
+    seeds: int = 1,
+    score: Callable | None = None,
+    batch_size: int = 64,
     preprocessor=None,
-    verbose=1,
-):
+    verbose: int = 1,
+) -> PeakSweep:
     """Measure the largest routing weights of models that differ in one number.
 
     Without the normalization of tokens and slots, the softmax of wide models collapses:
@@ -76,16 +77,27 @@ def peak_sweep(
 
     Source: Soft MoE, appendix E (figures 13 and 14).
 
-    Example:
-
-    >>> def trained(width, normalize, seed):
-    ...     keras.utils.set_random_seed(seed)
-    ...     model = classifier(width, ksm.routers.SoftRouter(16, normalize=normalize))
-    ...     model.fit(images, labels)
-    ...     return model
-    >>> sweep = ksm.analysis.peak_sweep(trained, (64, 256, 1024), images)
-    >>> sweep.dispatch.mean(axis=(2, 3))
-    array([[0.04, 0.04, 0.05], [0.05, 0.11, 0.38]])
+    Examples:
+        >>> def trained(width, normalize, seed):
+        ...     keras.utils.set_random_seed(seed)
+        ...     router = ksm.routers.SoftRouter(4, normalize=normalize)
+        ...     backbone = ksm.models.ViTMoEBackbone(
+        ...         (32, 32, 3),
+        ...         16,
+        ...         num_layers=1,
+        ...         num_heads=2,
+        ...         hidden_dim=width,
+        ...         mlp_dim=width,
+        ...         moe_layers=(0,),
+        ...         router=router,
+        ...     )
+        ...     # model.fit(...) comes here
+        ...     return backbone
+        >>> sweep = ksm.analysis.peak_sweep(
+        ...     trained, (8, 16), images / 127.5 - 1, seeds=1
+        ... )
+        >>> sweep.dispatch.mean(axis=(2, 3)).shape
+        (2, 2)
     """
     values, normalize = np.asarray(values), np.asarray(normalize, bool)
     shape = (normalize.size, values.size, seeds)

@@ -34,13 +34,14 @@ def plot_random_routers(*ablations):
 
     Source: V-MoE, appendix E.1 (figures 27 and 28).
 
-    Example:
-
-    >>> ablations = [
-    ...     ksm.evaluation.random_routers(classifier, test, seeds=5, control=control)
-    ...     for control in ("noise", "permuted")
-    ... ]
-    >>> figure = ksm.analysis.plot_random_routers(*ablations)
+    Examples:
+        >>> ablations = [
+        ...     ksm.evaluation.random_routers(
+        ...         sparse, (images, labels), seeds=1, control=control
+        ...     )
+        ...     for control in ("noise", "permuted")
+        ... ]
+        >>> figure = ksm.analysis.plot_random_routers(*ablations)
     """
     drawing.import_matplotlib()
     blocks = {tuple(a) for x in ablations for a in (x.single, x.cumulative)}
@@ -91,7 +92,7 @@ def plot_random_routers(*ablations):
     return figure
 
 
-def plot_pruning(curves, metric="metric"):
+def plot_pruning(curves, metric: str = "metric"):
     """Show what is left of a metric if a LIMoE keeps only its most used experts.
 
     One line for each way to prune, falling from all experts on the left to few on the
@@ -112,10 +113,15 @@ def plot_pruning(curves, metric="metric"):
 
     Source: LIMoE, appendix E.4 (figure 14: both ways; figure 15: text and images).
 
-    Example:
-
-    >>> curve = ksm.evaluation.pruning_curve(model, usage, accuracy)
-    >>> figure = ksm.analysis.plot_pruning(curve, "zero-shot accuracy")
+    Examples:
+        >>> def spread(encoder):
+        ...     return float(encoder.encode_text(captions).std())
+        >>> statistics = ksm.analysis.modality_statistics(limoe, captions=captions)
+        >>> usage = {block: s.routed["text"] for block, s in statistics.items()}
+        >>> curve = ksm.evaluation.pruning_curve(
+        ...     limoe, usage, spread, num_experts=(4, 8)
+        ... )
+        >>> figure = ksm.analysis.plot_pruning(curve, "spread of text embeddings")
     """
     drawing.import_matplotlib()
     named = curves if isinstance(curves, dict) else {None: curves}

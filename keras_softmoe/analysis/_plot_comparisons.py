@@ -15,7 +15,7 @@ _WIDE_RANGE = 5
 _MOST_THRESHOLDS = 10
 
 
-def plot_experts_in_use(by_threshold, share=0.9):
+def plot_experts_in_use(by_threshold: dict, share: float = 0.9):
     """Show how many experts text and images use, against the threshold for text.
 
     Points are means over the MoE blocks and over seeds, error bars reach one standard
@@ -40,13 +40,10 @@ def plot_experts_in_use(by_threshold, share=0.9):
 
     Source: LIMoE, appendix B.2 (figure 10).
 
-    Example:
-
-    >>> statistics = {
-    ...     S: [ksm.analysis.modality_statistics(m, images, captions) for m in models]
-    ...     for S, models in models_by_threshold.items()
-    ... }
-    >>> figure = ksm.analysis.plot_experts_in_use(statistics)
+    Examples:
+        >>> found = ksm.analysis.modality_statistics(limoe, scenes, captions)
+        >>> statistics = {4: [found], 9: [found]}  # soft minimum of experts: its models
+        >>> figure = ksm.analysis.plot_experts_in_use(statistics)
     """
     drawing.import_matplotlib()
     points = _points(by_threshold, lambda block: block.experts_needed(share), True)
@@ -80,9 +77,9 @@ def plot_routing_entropy(by_threshold):
 
     Source: LIMoE, appendix B.2 (figure 9).
 
-    Example:
-
-    >>> figure = ksm.analysis.plot_routing_entropy(statistics_by_threshold)
+    Examples:
+        >>> found = ksm.analysis.modality_statistics(limoe, scenes, captions)
+        >>> figure = ksm.analysis.plot_routing_entropy({4: [found], 9: [found]})
     """
     drawing.import_matplotlib()
     measures = {
@@ -105,7 +102,7 @@ def plot_routing_entropy(by_threshold):
     return figure
 
 
-def plot_peaks(sweep, x="width of the model", score="score"):
+def plot_peaks(sweep, x: str = "width of the model", score: str = "score"):
     """Show the largest dispatch and combine weights, with and without normalization.
 
     Beside each other: the mean over slots of the largest dispatch weight, the mean over
@@ -127,10 +124,23 @@ def plot_peaks(sweep, x="width of the model", score="score"):
 
     Source: Soft MoE, appendix E (figures 13 and 14).
 
-    Example:
-
-    >>> sweep = ksm.analysis.peak_sweep(trained, (64, 256, 1024), images)
-    >>> figure = ksm.analysis.plot_peaks(sweep)
+    Examples:
+        >>> def untrained(width, normalize, seed):
+        ...     router = ksm.routers.SoftRouter(4, normalize=normalize)
+        ...     return ksm.models.ViTMoEBackbone(
+        ...         (32, 32, 3),
+        ...         16,
+        ...         num_layers=1,
+        ...         num_heads=2,
+        ...         hidden_dim=width,
+        ...         mlp_dim=width,
+        ...         moe_layers=(0,),
+        ...         router=router,
+        ...     )
+        >>> sweep = ksm.analysis.peak_sweep(
+        ...     untrained, (8, 16), images / 127.5 - 1, seeds=1
+        ... )
+        >>> figure = ksm.analysis.plot_peaks(sweep)
     """
     drawing.import_matplotlib()
     drawing.check_kind("sweep", sweep, PeakSweep)

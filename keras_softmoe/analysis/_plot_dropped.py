@@ -1,5 +1,10 @@
 """Figures of dropped tokens: patches that no expert takes, and how many there are."""
 
+from collections.abc import Sequence
+
+import keras
+from numpy.typing import ArrayLike
+
 from keras_softmoe.analysis import _pictures as pictures
 from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._inputs import backbone_of, check_has_routers
@@ -9,10 +14,10 @@ from keras_softmoe.evaluation.sweeps import keep_settings
 
 
 def plot_discarded_patches(
-    model,
-    images,
-    capacity_factors=(1.0, 0.5, 0.25, 0.1),
-    layer=None,
+    model: keras.Model,
+    images: ArrayLike,
+    capacity_factors: Sequence = (1.0, 0.5, 0.25, 0.1),
+    layer: int | None = None,
     priority=None,
     preprocessor=None,
 ):
@@ -44,12 +49,11 @@ def plot_discarded_patches(
 
     Source: V-MoE, section 4.1 and appendix D (figure 4).
 
-    Example:
-
-    >>> figure = ksm.analysis.plot_discarded_patches(
-    ...     classifier, images[:4], capacity_factors=(1.0, 0.25), priority="max"
-    ... )
-    >>> figure.savefig("discarded.png")
+    Examples:
+        >>> figure = ksm.analysis.plot_discarded_patches(
+        ...     sparse, images[:2], capacity_factors=(1.0, 0.25), priority="max"
+        ... )
+        >>> figure.savefig("discarded.png")
     """
     drawing.import_matplotlib()
     capacity_factors = tuple(capacity_factors)
@@ -86,7 +90,7 @@ def plot_discarded_patches(
     return figure
 
 
-def plot_dropped_tokens(statistics_by_num_experts):
+def plot_dropped_tokens(statistics_by_num_experts: dict):
     """Show the share of dropped tokens against the number of experts, block by block.
 
     A token is dropped if no expert of the block takes it. The models differ in their
@@ -107,13 +111,9 @@ def plot_dropped_tokens(statistics_by_num_experts):
 
     Source: Soft MoE, appendix B (figures 8 to 11).
 
-    Example:
-
-    >>> statistics = {
-    ...     model.router.num_experts: ksm.analysis.routing_statistics(model, images)
-    ...     for model in (with_8_experts, with_16_experts, with_32_experts)
-    ... }
-    >>> figure = ksm.analysis.plot_dropped_tokens(statistics)
+    Examples:
+        >>> statistics = {16: ksm.analysis.routing_statistics(sparse, images)}
+        >>> figure = ksm.analysis.plot_dropped_tokens(statistics)
     """
     drawing.import_matplotlib()
     named = statistics_by_num_experts

@@ -1,8 +1,11 @@
 """Figures of the patches that the experts of a block take, found in any data."""
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis import _pictures as pictures
 from keras_softmoe.analysis import drawing
@@ -37,7 +40,13 @@ class ExpertPatches(NamedTuple):
 
 
 def plot_expert_patches(
-    model, images, layer=None, experts=None, batch_size=64, preprocessor=None, verbose=1
+    model: keras.Model,
+    images: ArrayLike,
+    layer: int | None = None,
+    experts: Sequence | None = None,
+    batch_size: int = 64,
+    preprocessor: Callable | None = None,
+    verbose: int = 1,
 ):
     """Show the patches that experts take: those of one expert side by side.
 
@@ -66,10 +75,9 @@ def plot_expert_patches(
 
     Source: the same for a LIMoE is in its appendix F.2 (figures 23 to 25).
 
-    Example:
-
-    >>> figure = ksm.analysis.plot_expert_patches(classifier, images, layer=5)
-    >>> figure.savefig("patches.png")
+    Examples:
+        >>> figure = ksm.analysis.plot_expert_patches(sparse, images, layer=3)
+        >>> figure.savefig("patches.png")
     """
     drawing.import_matplotlib()
     reducers = [PatchReducer(model, layer)]

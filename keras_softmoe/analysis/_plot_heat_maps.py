@@ -1,6 +1,7 @@
 """Heat maps: experts by class, experts by position, slots by slots."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,7 +18,12 @@ _MOST_LINES = 40
 _MOST_EXPERT_TICKS = 8
 
 
-def plot_experts_by_class(statistics, class_names=None, layers=None, sort=True):
+def plot_experts_by_class(
+    statistics: dict,
+    class_names: Sequence | None = None,
+    layers: Sequence | None = None,
+    sort: bool = True,
+):
     """Show how much each expert works on the images of each class.
 
     One panel for each MoE block: experts from left to right, classes from top to
@@ -50,10 +56,9 @@ def plot_experts_by_class(statistics, class_names=None, layers=None, sort=True):
 
     Source: V-MoE, section 5 and appendix E.2 (figures 7 and 29).
 
-    Example:
-
-    >>> statistics = ksm.analysis.routing_statistics(classifier, images, labels)
-    >>> figure = ksm.analysis.plot_experts_by_class(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.routing_statistics(sparse, images, labels)
+        >>> figure = ksm.analysis.plot_experts_by_class(statistics)
     """
     figure, panels = drawing.block_panels(
         statistics, layers, RoutingStatistics, 3.1, 3.1
@@ -87,7 +92,9 @@ def plot_experts_by_class(statistics, class_names=None, layers=None, sort=True):
     return figure
 
 
-def plot_experts_by_position(statistics, layers=None, patch_grid=None, sort=True):
+def plot_experts_by_position(
+    statistics: dict, layers: Sequence | None = None, patch_grid=None, sort: bool = True
+):
     """Show where in the images each expert works, on average over many.
 
     One panel for each MoE block, with a little map of the image for each expert: the
@@ -113,10 +120,9 @@ def plot_experts_by_position(statistics, layers=None, patch_grid=None, sort=True
 
     Source: V-MoE, appendix E.2 (figure 30).
 
-    Example:
-
-    >>> statistics = ksm.analysis.routing_statistics(classifier, images)
-    >>> figure = ksm.analysis.plot_experts_by_position(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.routing_statistics(sparse, images)
+        >>> figure = ksm.analysis.plot_experts_by_position(statistics)
     """
     blocks = drawing.chosen_blocks(statistics, layers, RoutingStatistics)
     # (E, rows, columns) each
@@ -142,7 +148,7 @@ def plot_experts_by_position(statistics, layers=None, patch_grid=None, sort=True
     return figure
 
 
-def plot_slot_correlation(correlations, layers=None):
+def plot_slot_correlation(correlations: dict, layers: Sequence | None = None):
     """Show the inner products of the normalized slot parameters.
 
     One panel for each block: each slot against each, red where they point in the same
@@ -162,10 +168,9 @@ def plot_slot_correlation(correlations, layers=None):
 
     Source: Soft MoE, appendix I (figures 28 to 30).
 
-    Example:
-
-    >>> correlation = ksm.analysis.slot_correlation(classifier)
-    >>> figure = ksm.analysis.plot_slot_correlation(correlation)
+    Examples:
+        >>> correlation = ksm.analysis.slot_correlation(soft)
+        >>> figure = ksm.analysis.plot_slot_correlation(correlation)
     """
     figure, panels = drawing.block_panels(
         correlations, layers, SlotCorrelation, 2.6, 2.4

@@ -1,6 +1,8 @@
 """Figures of one block's routing, drawn over the images."""
 
+import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis import _pictures as pictures
 from keras_softmoe.analysis import drawing
@@ -16,7 +18,13 @@ _LEAST_SHARE = 1e-9
 _MOST_NUMBERS = 16
 
 
-def plot_slots(model, images, layer=None, slots=6, preprocessor=None):
+def plot_slots(
+    model: keras.Model,
+    images: ArrayLike,
+    layer: int | None = None,
+    slots: int = 6,
+    preprocessor=None,
+):
     """Show what some slots of a block look at and what they ignore, image by image.
 
     One row for each image: the picture, then one map for each slot. Orange patches get
@@ -42,10 +50,9 @@ def plot_slots(model, images, layer=None, slots=6, preprocessor=None):
 
     Source: Soft MoE, figure 25 ("Visual inspection").
 
-    Example:
-
-    >>> figure = ksm.analysis.plot_slots(classifier, images[:4])
-    >>> figure.savefig("slots.png")
+    Examples:
+        >>> figure = ksm.analysis.plot_slots(soft, images[:2])
+        >>> figure.savefig("slots.png")
     """
     matplotlib = drawing.import_matplotlib()
     maps = routing_maps(model, images, layer, preprocessor)
@@ -85,7 +92,9 @@ def plot_slots(model, images, layer=None, slots=6, preprocessor=None):
     return figure
 
 
-def plot_experts(model, images, layer=None, preprocessor=None):
+def plot_experts(
+    model: keras.Model, images: ArrayLike, layer: int | None = None, preprocessor=None
+):
     """Show which expert each patch of some images listens to most.
 
     Above, the pictures; below, each patch in the colour of its main expert (see
@@ -109,10 +118,9 @@ def plot_experts(model, images, layer=None, preprocessor=None):
 
     Source: V-MoE, section 5 and appendix D (dropped patches).
 
-    Example:
-
-    >>> figure = ksm.analysis.plot_experts(classifier, images[:6])
-    >>> figure.savefig("experts.png")
+    Examples:
+        >>> figure = ksm.analysis.plot_experts(sparse, images[:2])
+        >>> figure.savefig("experts.png")
     """
     drawing.import_matplotlib()
     maps = routing_maps(model, images, layer, preprocessor)

@@ -1,5 +1,7 @@
 """Figures of how a LIMoE treats images and text, from statistics by modality."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from keras_softmoe.analysis import drawing
@@ -13,7 +15,7 @@ _FARTHEST = 2.0
 _HALF_WIDTH = 0.44
 
 
-def plot_modality_load(statistics, layers=None):
+def plot_modality_load(statistics: dict, layers: Sequence | None = None):
     """Show how many tokens of images and text choose each expert, and which it drops.
 
     One panel for each MoE block, one bar for each expert: from the bottom the tokens of
@@ -35,10 +37,9 @@ def plot_modality_load(statistics, layers=None):
 
     Source: LIMoE, appendices F.1 (figures 17 to 22) and G (figure 39).
 
-    Example:
-
-    >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
-    >>> figure = ksm.analysis.plot_modality_load(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.modality_statistics(limoe, scenes, captions)
+        >>> figure = ksm.analysis.plot_modality_load(statistics)
     """
     matplotlib = drawing.import_matplotlib()
     figure, panels = drawing.block_panels(
@@ -77,7 +78,7 @@ def plot_modality_load(statistics, layers=None):
     return figure
 
 
-def plot_routing_confidence(statistics, layers=None):
+def plot_routing_confidence(statistics: dict, layers: Sequence | None = None):
     """Show how sure the router is of the tokens of images and of text, block by block.
 
     What is shown is the largest routing probability of each token: its mean by
@@ -98,10 +99,9 @@ def plot_routing_confidence(statistics, layers=None):
 
     Source: LIMoE, appendix G (figure 38).
 
-    Example:
-
-    >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
-    >>> figure = ksm.analysis.plot_routing_confidence(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.modality_statistics(limoe, scenes, captions)
+        >>> figure = ksm.analysis.plot_routing_confidence(statistics)
     """
     blocks = drawing.chosen_blocks(statistics, layers, ModalityStatistics)
     places = np.arange(len(blocks))
@@ -143,7 +143,7 @@ def plot_routing_confidence(statistics, layers=None):
     return figure
 
 
-def plot_coverage(statistics, layers=None, share=0.9):
+def plot_coverage(statistics: dict, layers: Sequence | None = None, share: float = 0.9):
     """Show how many experts of each block a modality can do without.
 
     One panel for each modality, one line for each MoE block: the share of tokens whose
@@ -166,10 +166,9 @@ def plot_coverage(statistics, layers=None, share=0.9):
 
     Source: LIMoE, appendices E.4 (figure 13) and B.2 (figure 10, the experts needed).
 
-    Example:
-
-    >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
-    >>> figure = ksm.analysis.plot_coverage(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.modality_statistics(limoe, scenes, captions)
+        >>> figure = ksm.analysis.plot_coverage(statistics)
     """
     blocks = drawing.chosen_blocks(statistics, layers, ModalityStatistics)
     modalities = drawing.modalities_of(blocks)

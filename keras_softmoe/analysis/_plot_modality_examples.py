@@ -2,8 +2,11 @@
 
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
 
+import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis import _pictures as pictures
 from keras_softmoe.analysis import drawing
@@ -20,7 +23,7 @@ _MOST_COLUMNS = 5
 _FADED = 0.12
 
 
-def plot_expert_examples(examples, experts=None):
+def plot_expert_examples(examples, experts: Sequence | None = None):
     """Show the patches and words that are each expert's with the highest probability.
 
     One row for each expert: which share of the patches and of the text tokens choose it
@@ -39,10 +42,9 @@ def plot_expert_examples(examples, experts=None):
 
     Source: LIMoE, appendix F.2 (figures 23 to 25).
 
-    Example:
-
-    >>> examples = ksm.analysis.expert_examples(model, images, captions, layer=3)
-    >>> figure = ksm.analysis.plot_expert_examples(examples)
+    Examples:
+        >>> examples = ksm.analysis.expert_examples(limoe, scenes, captions, layer=3)
+        >>> figure = ksm.analysis.plot_expert_examples(examples)
     """
     drawing.import_matplotlib()
     drawing.check_kind("examples", examples, ExpertExamples)
@@ -89,7 +91,13 @@ def plot_expert_examples(examples, experts=None):
     return figure
 
 
-def plot_pair(model, image, caption, layer=None, preprocessor=None):
+def plot_pair(
+    model: keras.Model,
+    image: ArrayLike,
+    caption: str,
+    layer: int | None = None,
+    preprocessor=None,
+):
     """Show which expert of a block takes which patches and words of one pair.
 
     First the picture with its caption; then for each expert that takes something the
@@ -111,10 +119,9 @@ def plot_pair(model, image, caption, layer=None, preprocessor=None):
 
     Source: LIMoE, appendix F.3 (figures 26 to 29).
 
-    Example:
-
-    >>> figure = ksm.analysis.plot_pair(model, image, "a red circle", layer=3)
-    >>> figure.savefig("pair.png")
+    Examples:
+        >>> figure = ksm.analysis.plot_pair(limoe, scenes[0], captions[0], layer=3)
+        >>> figure.savefig("pair.png")
     """
     drawing.import_matplotlib()
     routing = pair_routing(model, image, caption, layer, preprocessor)

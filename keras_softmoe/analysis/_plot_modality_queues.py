@@ -1,5 +1,7 @@
 """Figures of the paths of tokens: queues for the experts, from expert to expert."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from keras_softmoe.analysis import drawing
@@ -18,7 +20,9 @@ _ALPHA = 0.6
 _RADIUS = 0.3
 
 
-def plot_priorities(statistics, layers=None, experts=None):
+def plot_priorities(
+    statistics: dict, layers: Sequence | None = None, experts: Sequence | None = None
+):
     """Show in which order the tokens of images and text queue for each expert.
 
     One row for each MoE block, one panel for each expert: along the axis the places in
@@ -44,10 +48,9 @@ def plot_priorities(statistics, layers=None, experts=None):
 
     Source: LIMoE, appendix F.5 (figures 32 to 37).
 
-    Example:
-
-    >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
-    >>> figure = ksm.analysis.plot_priorities(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.modality_statistics(limoe, scenes, captions)
+        >>> figure = ksm.analysis.plot_priorities(statistics)
     """
     blocks = drawing.chosen_blocks(statistics, layers, ModalityStatistics)
     experts = _shown_experts(blocks, experts)
@@ -83,7 +86,7 @@ def plot_priorities(statistics, layers=None, experts=None):
     return figure
 
 
-def plot_trajectories(statistics, least=0.02):
+def plot_trajectories(statistics: dict, least: float = 0.02):
     """Show the paths of tokens of images and text through the experts.
 
     One column for each MoE block, with its experts from top to bottom. A line from one
@@ -107,10 +110,9 @@ def plot_trajectories(statistics, least=0.02):
 
     Source: LIMoE, appendix F.4 (figures 30 and 31).
 
-    Example:
-
-    >>> statistics = ksm.analysis.modality_statistics(model, images, captions)
-    >>> figure = ksm.analysis.plot_trajectories(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.modality_statistics(limoe, scenes, captions)
+        >>> figure = ksm.analysis.plot_trajectories(statistics)
     """
     matplotlib = drawing.import_matplotlib()
     blocks = drawing.chosen_blocks(statistics, None, ModalityStatistics)

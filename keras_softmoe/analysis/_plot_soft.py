@@ -1,5 +1,6 @@
 """Figures of what the slots of a Soft MoE mix, from statistics of its weights."""
 
+from collections.abc import Sequence
 from itertools import cycle
 
 import numpy as np
@@ -22,7 +23,7 @@ _WIDE_RANGE = 20
 _RAREST = 1e-4
 
 
-def plot_token_weights(statistics, layers=None):
+def plot_token_weights(statistics: dict, layers: Sequence | None = None):
     """Show how much the tokens contribute to all slots together.
 
     One line for each block: the share of tokens whose dispatch weights, summed over all
@@ -41,10 +42,9 @@ def plot_token_weights(statistics, layers=None):
 
     Source: Soft MoE, section 3.6 and appendix H (figure 24, left).
 
-    Example:
-
-    >>> statistics = ksm.analysis.soft_statistics(classifier, images)
-    >>> figure = ksm.analysis.plot_token_weights(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.soft_statistics(soft, images)
+        >>> figure = ksm.analysis.plot_token_weights(statistics)
     """
     blocks = drawing.chosen_blocks(statistics, layers, SoftStatistics)
     figure = drawing.new_figure(5.6, 3.2)
@@ -79,7 +79,7 @@ def plot_token_weights(statistics, layers=None):
     return figure
 
 
-def plot_expert_contributions(statistics, layers=None):
+def plot_expert_contributions(statistics: dict, layers: Sequence | None = None):
     """Show how much more some experts count for the output than others.
 
     One line for each block: its experts from the least to the most important, by their
@@ -98,10 +98,9 @@ def plot_expert_contributions(statistics, layers=None):
     Source: Soft MoE, appendix H (figure 24, center): in its S/16 "some experts can
     impact output tokens between 3x and 14x more than others".
 
-    Example:
-
-    >>> statistics = ksm.analysis.soft_statistics(classifier, images)
-    >>> figure = ksm.analysis.plot_expert_contributions(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.soft_statistics(soft, images)
+        >>> figure = ksm.analysis.plot_expert_contributions(statistics)
     """
     blocks = drawing.chosen_blocks(statistics, layers, SoftStatistics)
     figure = drawing.new_figure(5.6, 3.2)
@@ -132,7 +131,9 @@ def plot_expert_contributions(statistics, layers=None):
     return figure
 
 
-def plot_tokens_per_slot(statistics, layers=None, share=0.9):
+def plot_tokens_per_slot(
+    statistics: dict, layers: Sequence | None = None, share: float = 0.9
+):
     """Show how many tokens each slot mixes.
 
     One panel for each block, one line for each slot: how much of its dispatch weight
@@ -153,10 +154,9 @@ def plot_tokens_per_slot(statistics, layers=None, share=0.9):
 
     Source: Soft MoE, appendix H (figure 24, right).
 
-    Example:
-
-    >>> statistics = ksm.analysis.soft_statistics(classifier, images)
-    >>> figure = ksm.analysis.plot_tokens_per_slot(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.soft_statistics(soft, images)
+        >>> figure = ksm.analysis.plot_tokens_per_slot(statistics)
     """
     figure, panels = drawing.block_panels(
         statistics, layers, SoftStatistics, 2.4, 2.2, sharey=True
@@ -190,7 +190,12 @@ def plot_tokens_per_slot(statistics, layers=None, share=0.9):
     return figure
 
 
-def plot_concentration(statistics, weights="dispatch", layers=None, levels=BANDS):
+def plot_concentration(
+    statistics: dict,
+    weights: str = "dispatch",
+    layers: Sequence | None = None,
+    levels: Sequence = BANDS,
+):
     """Show how many tokens make up a slot, or how many slots a token's output.
 
     One panel for each block: what the tokens with the largest dispatch weights hold of
@@ -215,10 +220,9 @@ def plot_concentration(statistics, weights="dispatch", layers=None, levels=BANDS
 
     Source: Soft MoE, appendix H (figures 26 and 27).
 
-    Example:
-
-    >>> statistics = ksm.analysis.soft_statistics(classifier, images)
-    >>> figure = ksm.analysis.plot_concentration(statistics, "combine")
+    Examples:
+        >>> statistics = ksm.analysis.soft_statistics(soft, images)
+        >>> figure = ksm.analysis.plot_concentration(statistics, "combine")
     """
     drawing.import_matplotlib()
     check_choice("weights", weights, tuple(_KINDS))

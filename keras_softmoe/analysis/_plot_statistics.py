@@ -1,5 +1,7 @@
 """Figures of what routers do with tokens and images: load, weights, experts in use."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from keras_softmoe.analysis import drawing
@@ -9,7 +11,7 @@ from keras_softmoe.analysis._statistics import RoutingStatistics
 _CHOICES = ("largest", "2nd largest", "3rd largest")
 
 
-def plot_expert_load(loads, layers=None):
+def plot_expert_load(loads: dict, layers: Sequence | None = None):
     """Show how many tokens each expert takes, and how many are dropped.
 
     One panel for each MoE block, one bar for each expert: the tokens that it takes (of
@@ -28,10 +30,9 @@ def plot_expert_load(loads, layers=None):
 
     Source: V-MoE, section 5; Soft MoE, appendices B and H.
 
-    Example:
-
-    >>> loads = ksm.analysis.expert_load(model, images)
-    >>> figure = ksm.analysis.plot_expert_load(loads)
+    Examples:
+        >>> loads = ksm.analysis.expert_load(sparse, images)
+        >>> figure = ksm.analysis.plot_expert_load(loads)
     """
     figure, panels = drawing.block_panels(
         loads, layers, ExpertLoad, 2.3, 2.0, sharey=True
@@ -50,7 +51,7 @@ def plot_expert_load(loads, layers=None):
     return figure
 
 
-def plot_choice_weights(statistics, layers=None):
+def plot_choice_weights(statistics: dict, layers: Sequence | None = None):
     """Show how large the largest router weights of the tokens are.
 
     One panel for each MoE block: how the largest, the second largest, ... weight that
@@ -70,10 +71,9 @@ def plot_choice_weights(statistics, layers=None):
 
     Source: V-MoE, appendix E.3 (figure 31).
 
-    Example:
-
-    >>> statistics = ksm.analysis.routing_statistics(classifier, images)
-    >>> figure = ksm.analysis.plot_choice_weights(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.routing_statistics(sparse, images)
+        >>> figure = ksm.analysis.plot_choice_weights(statistics)
     """
     figure, panels = drawing.block_panels(
         statistics, layers, RoutingStatistics, 2.3, 2.0, sharex=True, sharey=True
@@ -100,7 +100,7 @@ def plot_choice_weights(statistics, layers=None):
     return figure
 
 
-def plot_experts_per_image(statistics, layers=None):
+def plot_experts_per_image(statistics: dict, layers: Sequence | None = None):
     """Show how many experts take tokens of an image.
 
     One panel for each MoE block: the share of images on which that many experts work,
@@ -118,10 +118,9 @@ def plot_experts_per_image(statistics, layers=None):
 
     Source: V-MoE, appendix E.3 (figure 32).
 
-    Example:
-
-    >>> statistics = ksm.analysis.routing_statistics(classifier, images)
-    >>> figure = ksm.analysis.plot_experts_per_image(statistics)
+    Examples:
+        >>> statistics = ksm.analysis.routing_statistics(sparse, images)
+        >>> figure = ksm.analysis.plot_experts_per_image(statistics)
     """
     figure, panels = drawing.block_panels(
         statistics, layers, RoutingStatistics, 2.3, 2.0, sharex=True, sharey=True

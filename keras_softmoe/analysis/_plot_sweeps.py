@@ -30,7 +30,12 @@ _MOST_ON_A_LINEAR_AXIS = 10.0
 _LIMITS = (0.0, 1.0)
 
 
-def plot_sweep(rows, x="capacity_factor", by="priority", baselines=None):
+def plot_sweep(
+    rows,
+    x: str = "capacity_factor",
+    by: str = "priority",
+    baselines: dict | None = None,
+):
     """Show accuracy against one setting of the routers, a line per value of another.
 
     Points are means over the seeds, error bars reach one standard deviation up and
@@ -56,13 +61,15 @@ def plot_sweep(rows, x="capacity_factor", by="priority", baselines=None):
     Source: V-MoE, section 4.2 (figure 6: `C`, batch prioritized and vanilla) and
     appendix E.4 (figures 33 to 35: `K`).
 
-    Example:
-
-    >>> rows = ksm.evaluation.routing_sweep(
-    ...     classifier, (images, labels), seeds=5,
-    ...     priority=("max", "position"), capacity_factor=(1.05, 0.5, 0.25),
-    ... )
-    >>> figure = ksm.analysis.plot_sweep(rows)
+    Examples:
+        >>> rows = ksm.evaluation.routing_sweep(
+        ...     sparse,
+        ...     (images, labels),
+        ...     seeds=1,
+        ...     priority=("max", "position"),
+        ...     capacity_factor=(1.05, 0.25),
+        ... )
+        >>> figure = ksm.analysis.plot_sweep(rows)
     """
     drawing.import_matplotlib()
     lines, fixed = _lines(list(rows), x, by)
@@ -119,7 +126,7 @@ def plot_sweep(rows, x="capacity_factor", by="priority", baselines=None):
     return figure
 
 
-def plot_pareto(rows, cost="gflop_per_image", by=None):
+def plot_pareto(rows, cost: str = "gflop_per_image", by: str | None = None):
     """Show accuracy against cost, and the Pareto front.
 
     Points are means over the seeds, error bars reach one standard deviation up and
@@ -144,13 +151,15 @@ def plot_pareto(rows, cost="gflop_per_image", by=None):
     Source: V-MoE, figures 2 and 3 (numbers in tables 10 and 11); Soft MoE, section 3.3
     (figure 3).
 
-    Example:
-
-    >>> rows = ksm.evaluation.routing_sweep(
-    ...     classifier, (images, labels), time_repeats=5,
-    ...     priority=("max", "position"), capacity_factor=(1.05, 0.5, 0.25),
-    ... )
-    >>> figure = ksm.analysis.plot_pareto(rows, "relative_time", by="priority")
+    Examples:
+        >>> rows = ksm.evaluation.routing_sweep(
+        ...     sparse,
+        ...     (images, labels),
+        ...     time_repeats=1,
+        ...     priority=("max", "position"),
+        ...     capacity_factor=(1.05, 0.25),
+        ... )
+        >>> figure = ksm.analysis.plot_pareto(rows, "relative_time", by="priority")
     """
     drawing.import_matplotlib()
     rows = list(rows)

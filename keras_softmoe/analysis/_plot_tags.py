@@ -1,12 +1,14 @@
 """A figure of which kinds of words each expert of a LIMoE takes."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._tags import PADDING_TAG, TagStatistics
 
 
-def plot_tags(statistics, layers=None):
+def plot_tags(statistics, layers: Sequence | None = None):
     """Show of what kinds of words the text consists that each expert processes.
 
     One panel for each MoE block, one bar for each expert that processes text, divided
@@ -26,10 +28,11 @@ def plot_tags(statistics, layers=None):
 
     Source: LIMoE, appendix G.1 (figure 40).
 
-    Example:
-
-    >>> statistics = ksm.analysis.tag_statistics(model, captions, tagger)
-    >>> figure = ksm.analysis.plot_tags(statistics)
+    Examples:
+        >>> def tagger(words):
+        ...     return ["article" if word == "a" else "other" for word in words]
+        >>> statistics = ksm.analysis.tag_statistics(limoe, captions, tagger)
+        >>> figure = ksm.analysis.plot_tags(statistics)
     """
     figure, panels = drawing.block_panels(
         statistics, layers, TagStatistics, 3.0, 2.2, sharey=True

@@ -1,10 +1,13 @@
 """Everything that can be shown of the routing of a model, on one page."""
 
+import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._information import InformationReducer
@@ -32,17 +35,17 @@ _KINDS = {"Functional": "this model", "Sequential": "this model"}
 
 
 def routing_report(
-    model,
-    images,
-    path,
+    model: keras.Model,
+    images: ArrayLike,
+    path: str | os.PathLike,
     captions=None,
-    labels=None,
-    class_names=None,
-    num_pictures=4,
-    title=None,
-    batch_size=64,
+    labels: ArrayLike | None = None,
+    class_names: Sequence | None = None,
+    num_pictures: int = 4,
+    title: str | None = None,
+    batch_size: int = 64,
     preprocessor=None,
-    verbose=1,
+    verbose: int = 1,
 ):
     """Write a page that shows how a model routes: one HTML file that needs no network.
 
@@ -88,16 +91,14 @@ def routing_report(
     Source: the figures of V-MoE, appendices D and E; Soft MoE, section 3.6 and
     appendices H and I; LIMoE, appendices E, F and G.
 
-    Example:
-
-    >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
-    >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name)
-    >>> images, labels = ksm.datasets.glyphs(512, image_size=32, seed=1)
-    >>> names = ksm.datasets.GLYPH_CLASSES
-    >>> ksm.analysis.routing_report(
-    ...     model, images, "report.html", labels=labels, class_names=names
-    ... )
-    PosixPath('report.html')
+    Examples:
+        >>> ksm.analysis.routing_report(
+        ...     sparse,
+        ...     images,
+        ...     "report.html",
+        ...     labels=labels,
+        ...     class_names=ksm.datasets.GLYPH_CLASSES,
+        ... )
     """
     drawing.import_matplotlib()
     # Where that cannot be, the error comes before the work.

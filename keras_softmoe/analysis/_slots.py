@@ -58,7 +58,7 @@ class SlotCorrelation(NamedTuple):
         return float(self.cosine[pairs].mean(dtype="float64"))
 
 
-def slot_correlation(model):
+def slot_correlation(model) -> dict:
     """Compare the parameters of the slots of a Soft MoE with each other.
 
     Slots whose parameters point in the same direction take in the same mixture of
@@ -76,11 +76,9 @@ def slot_correlation(model):
 
     Source: Soft MoE, appendix I (figures 28 to 30).
 
-    Example:
-
-    >>> correlation = ksm.analysis.slot_correlation(classifier)
-    >>> correlation[5].within, correlation[5].between
-    (0.97..., -0.05...)
+    Examples:
+        >>> correlation = ksm.analysis.slot_correlation(soft)
+        >>> {block: (c.within, c.between) for block, c in correlation.items()}
     """
     backbone, _ = backbone_of(model)
     routers = routers_of(backbone, SoftRouter, weight="mu")

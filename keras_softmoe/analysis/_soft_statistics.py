@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import keras
 import numpy as np
 
 from keras_softmoe.analysis._concentration import (
@@ -133,7 +134,9 @@ class SoftStatistics(NamedTuple):
         return weights_needed(self.slot_curves, share)
 
 
-def soft_statistics(model, data, batch_size=64, preprocessor=None, verbose=1):
+def soft_statistics(
+    model: keras.Model, data, batch_size: int = 64, preprocessor=None, verbose: int = 1
+) -> dict:
     """Count what the slots of a Soft MoE take in, and what its tokens get back.
 
     One pass over the data. Sums are kept, not weights: memory does not grow with the
@@ -160,14 +163,11 @@ def soft_statistics(model, data, batch_size=64, preprocessor=None, verbose=1):
     Source: Soft MoE, section 3.6, appendices E (figures 13 and 14) and H (figures 24,
     26 and 27).
 
-    Example:
-
-    >>> statistics = ksm.analysis.soft_statistics(classifier, images)
-    >>> s = statistics[5]
-    >>> s.dispatch.needed(0.9), s.combine.needed(0.9)  # of 64 tokens, of 64 slots
-    (57, 52)
-    >>> s.expert_contribution.max() / s.expert_contribution.min()
-    1.29...
+    Examples:
+        >>> statistics = ksm.analysis.soft_statistics(soft, images)
+        >>> s = statistics[3]
+        >>> s.dispatch.needed(0.9), s.combine.needed(0.9)  # of 64 tokens, of 64 slots
+        >>> s.expert_contribution.max() / s.expert_contribution.min()
     """
     reducer = SoftReducer(model)
     (found,) = observe(model, data, [reducer], batch_size, preprocessor, verbose)
@@ -182,6 +182,11 @@ class SoftReducer:
 
     Raises:
         ValueError: if the model has no soft routers or is not built.
+
+    Examples:
+        >>> (found,) = ksm.analysis.observe(
+        ...     soft, images, [ksm.analysis.SoftReducer(soft)]
+        ... )
     """
 
     def __init__(self, model):

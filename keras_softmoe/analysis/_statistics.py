@@ -1,8 +1,11 @@
 """What the routers of a trained model do, counted over many images."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis._inputs import backbone_of, check_has_routers, tokens_choose
 from keras_softmoe.analysis._load import load_and_dropped
@@ -43,8 +46,13 @@ class RoutingStatistics(NamedTuple):
 
 
 def routing_statistics(
-    model, images, labels=None, batch_size=64, preprocessor=None, verbose=1
-):
+    model: keras.Model,
+    images: ArrayLike,
+    labels: ArrayLike | None = None,
+    batch_size: int = 64,
+    preprocessor: Callable | None = None,
+    verbose: int = 1,
+) -> dict:
     """Count what the routers of all MoE blocks do with some images.
 
     Args:
@@ -67,10 +75,9 @@ def routing_statistics(
     Source: V-MoE, appendix E.2 and E.3 (figures 7 and 29 to 32); Soft MoE, appendix B
     (dropped tokens).
 
-    Example:
-
-    >>> statistics = ksm.analysis.routing_statistics(classifier, images, labels)
-    >>> {layer: s.dropped for layer, s in statistics.items()}
+    Examples:
+        >>> statistics = ksm.analysis.routing_statistics(sparse, images, labels)
+        >>> {layer: s.dropped for layer, s in statistics.items()}
     """
     reducer = RoutingReducer(model, labels)
     if labels is not None:
@@ -90,9 +97,13 @@ class RoutingReducer:
     Raises:
         ValueError: if the model is dense, or, at the end, if images and labels differ
             in number.
+
+    Examples:
+        >>> reducer = ksm.analysis.RoutingReducer(sparse, labels)
+        >>> (statistics,) = ksm.analysis.observe(sparse, images, [reducer])
     """
 
-    def __init__(self, model, labels=None):
+    def __init__(self, model: keras.Model, labels: ArrayLike | None = None):
         backbone, _ = backbone_of(model)
         check_has_routers(backbone)
         self._routers = backbone.routers

@@ -2,10 +2,12 @@
 
 import contextlib
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import keras
 from keras import ops
+from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis._inputs import backbone_of, batches_of
 from keras_softmoe.keras_adapter import flatten_layers
@@ -65,7 +67,14 @@ class LastDecision:
         return self._last
 
 
-def observe(model, data, reducers, batch_size=64, preprocessor=None, verbose=1):
+def observe(
+    model: keras.Model,
+    data: ArrayLike,
+    reducers: Sequence,
+    batch_size: int = 64,
+    preprocessor: Callable | None = None,
+    verbose: int = 1,
+) -> tuple:
     """Send data through a model once, and show each decision of its routers.
 
     One batch and the decisions about it are held at a time, so memory does not grow
@@ -95,14 +104,13 @@ def observe(model, data, reducers, batch_size=64, preprocessor=None, verbose=1):
         ValueError: if the model has no routers or is not built, there are no data, or
             they are not what the model takes.
 
-    Example:
-
-    >>> load, soft = ksm.analysis.observe(
-    ...     classifier,
-    ...     images,
-    ...     [ksm.analysis.LoadReducer(), ksm.analysis.SoftReducer(classifier)],
-    ... )
-    >>> load[5].imbalance, soft[5].dispatch_peak
+    Examples:
+        >>> load, found = ksm.analysis.observe(
+        ...     soft,
+        ...     images,
+        ...     [ksm.analysis.LoadReducer(), ksm.analysis.SoftReducer(soft)],
+        ... )
+        >>> load[3].imbalance, found[3].dispatch_peak
     """
     backbone, _ = backbone_of(model)
     routers = routers_of(backbone)

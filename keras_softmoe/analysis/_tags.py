@@ -1,10 +1,14 @@
 """Which kinds of words each expert of a LIMoE takes, such as parts of speech."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis._pairs import PADDING, Pairs
+from keras_softmoe.types import Texts
 
 # What SentencePiece writes where a word begins.
 WORD_BEGINS = "▁"
@@ -35,14 +39,14 @@ class TagStatistics(NamedTuple):
 
 
 def tag_statistics(
-    model,
-    captions,
-    tagger,
-    images=None,
-    batch_size=64,
+    model: keras.Model,
+    captions: Texts,
+    tagger: Callable,
+    images: ArrayLike | None = None,
+    batch_size: int = 64,
     preprocessor=None,
-    verbose=1,
-):
+    verbose: int = 1,
+) -> dict:
     """Count by the kind of word what each expert processes of a text.
 
     The pieces into which the tokenizer cuts a caption are put together to words, the
@@ -74,13 +78,11 @@ def tag_statistics(
 
     Source: LIMoE, appendix G.1 (figure 40), with parts of speech as tags.
 
-    Example:
-
-    >>> def tagger(words):
-    ...     return ["color" if word in colors else "other" for word in words]
-    >>> statistics = ksm.analysis.tag_statistics(model, captions, tagger)
-    >>> statistics[3].tags, statistics[3].share[:, 0]
-    (('other', 'color', 'padding'), array([0.02, 0.97, 0.01]))
+    Examples:
+        >>> def tagger(words):
+        ...     return ["article" if word == "a" else "other" for word in words]
+        >>> statistics = ksm.analysis.tag_statistics(limoe, captions, tagger)
+        >>> statistics[3].tags, statistics[3].share[:, 0]
     """
     pairs = Pairs(model, images, captions, preprocessor)
     if pairs.tokenizer is None or captions is None:

@@ -50,6 +50,10 @@ class Preset(NamedTuple):
         accuracy: dict from data set to accuracy, from 0 to 1: the published one, of a
             preset that was trained here the measured one. Empty if there is none; how
             it was measured is in the card.
+
+    Examples:
+        >>> preset = ksm.presets.describe("soft_moe_tiny_patch4_16e_32_glyphs")
+        >>> preset.kind, preset.parameters
     """
 
     name: str
@@ -63,21 +67,20 @@ class Preset(NamedTuple):
     accuracy: dict = {}
 
 
-def names():
+def names() -> list:
     """Names of all presets, sorted.
 
     Returns:
         list of str.
 
-    Example:
-
-    >>> "vit_base_patch16_224" in ksm.presets.names()
-    True
+    Examples:
+        >>> "vit_base_patch16_224" in ksm.presets.names()
+        True
     """
     return sorted(_directory_names() | architectures().keys())
 
 
-def describe(name):
+def describe(name: str) -> Preset:
     """What a preset is.
 
     Args:
@@ -89,6 +92,10 @@ def describe(name):
     Raises:
         ValueError: if the name is unknown (the message offers the nearest ones) or its
             metadata is damaged.
+
+    Examples:
+        >>> ksm.presets.describe("vmoe_small_patch32_last2_32e_224").kind
+        'architecture'
     """
     path = _directory(name)
     about = _metadata(path, name)
@@ -106,7 +113,7 @@ def describe(name):
         )
 
 
-def write(name, directory):
+def write(name: str, directory: str | os.PathLike) -> str:
     """Write an architecture as a preset directory in KerasHub's format.
 
     `from_preset(name, load_weights=False)` does without. A directory is what
@@ -124,10 +131,11 @@ def write(name, directory):
     Raises:
         ValueError: if the name is unknown, or the preset has a directory already.
 
-    Example:
-
-    >>> ksm.presets.write("vit_base_patch16_224", "my_vit")
-    >>> model = keras_hub.models.Backbone.from_preset("my_vit", load_weights=False)
+    Examples:
+        >>> ksm.presets.write("vit_base_patch16_224", "my_vit")
+        >>> model = ksm.models.ViTMoEBackbone.from_preset(
+        ...     "my_vit", load_weights=False, num_layers=1
+        ... )
     """
     path = _directory(name)
     if path is not None:

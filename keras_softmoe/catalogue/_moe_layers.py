@@ -3,7 +3,7 @@
 from keras_softmoe.checks import is_whole_number
 
 
-def every_n(num_layers, n=2):
+def every_n(num_layers: int, n: int = 2) -> tuple:
     """Every `n`-th block, V-MoE's "Every-n".
 
     Blocks are counted from 0, so these are blocks `n - 1`, `2n - 1`, and so on: with
@@ -22,16 +22,15 @@ def every_n(num_layers, n=2):
 
     Source: V-MoE, section 3.1; numbered as in its released code.
 
-    Example:
-
-    >>> ksm.models.every_n(12, 2)
-    (1, 3, 5, 7, 9, 11)
+    Examples:
+        >>> ksm.models.every_n(12, 2)
+        (1, 3, 5, 7, 9, 11)
     """
     _check(num_layers, "n", n, num_layers)
     return tuple(range(n - 1, num_layers, n))
 
 
-def last_n(num_layers, n):
+def last_n(num_layers: int, n: int) -> tuple:
     """The last `n` of every second block, V-MoE's "Last-n".
 
     The paper's "last n even blocks": those of `every_n(num_layers, 2)` that are
@@ -50,16 +49,15 @@ def last_n(num_layers, n):
 
     Source: V-MoE, section 3.1 and appendix E.1 (blocks 21 and 23 of 24).
 
-    Example:
-
-    >>> ksm.models.last_n(24, 2)
-    (21, 23)
+    Examples:
+        >>> ksm.models.last_n(24, 2)
+        (21, 23)
     """
     _check(num_layers, "n", n, num_layers // 2)
     return tuple(range(1, num_layers, 2))[-n:]
 
 
-def second_half(num_layers):
+def second_half(num_layers: int) -> tuple:
     """The second half of the blocks, Soft MoE's placement.
 
     With an odd number of blocks the one in the middle is among them.
@@ -75,10 +73,9 @@ def second_half(num_layers):
 
     Source: Soft MoE, sections 2.1 and 3.4.
 
-    Example:
-
-    >>> ksm.models.second_half(12)
-    (6, 7, 8, 9, 10, 11)
+    Examples:
+        >>> ksm.models.second_half(12)
+        (6, 7, 8, 9, 10, 11)
     """
     _check(num_layers, "num_layers", num_layers, None)
     return tuple(range(num_layers // 2, num_layers))

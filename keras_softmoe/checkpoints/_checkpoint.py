@@ -50,6 +50,12 @@ class Checkpoint(collections.abc.Mapping):
         dtypes: dict from name to dtype.
         settings: dict of arguments of a backbone that its parameters do not tell, but
             the format or a file beside it does.
+
+    Examples:
+        >>> checkpoint = ksm.converters.read_checkpoint("vmoe_tiny/ckpt")
+        >>> checkpoint["head/kernel"].shape
+        (16, 10)
+        >>> head = checkpoint.below("head/")
     """
 
     def __init__(self, arrays, settings=None):
@@ -105,7 +111,7 @@ class Checkpoint(collections.abc.Mapping):
         return f"<Checkpoint of {len(self)} arrays, {self.nbytes / 1e6:,.1f} MB>"
 
 
-def read_checkpoint(prefix):
+def read_checkpoint(prefix: str | os.PathLike) -> Checkpoint:
     """Open a checkpoint in the sharded format of the released V-MoE models.
 
     Such a checkpoint is a file `PREFIX.index` and one or more of
@@ -135,12 +141,11 @@ def read_checkpoint(prefix):
 
     Source: V-MoE's released code (format of its checkpoints, version 20220622).
 
-    Example:
-
-    >>> checkpoint = ksm.converters.read_checkpoint("vmoe/ckpt")
-    >>> checkpoint.shapes["head/kernel"]
-    (768, 1000)
-    >>> kernel = checkpoint["head/kernel"]
+    Examples:
+        >>> checkpoint = ksm.converters.read_checkpoint("vmoe_tiny/ckpt")
+        >>> checkpoint.shapes["head/kernel"]
+        (16, 10)
+        >>> kernel = checkpoint["head/kernel"]
     """
     prefix = os.fspath(prefix)
     entries, shard_count = read_index(prefix)

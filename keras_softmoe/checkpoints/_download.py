@@ -1,5 +1,6 @@
 """Fetching the files of a checkpoint."""
 
+import os
 from pathlib import Path
 
 import keras
@@ -18,7 +19,9 @@ def is_one_file(prefix):
     return str(prefix).endswith(ONE_FILE_SUFFIXES)
 
 
-def download_checkpoint(prefix, folder, verbose=1):
+def download_checkpoint(
+    prefix: str, folder: str | os.PathLike, verbose: int = 1
+) -> str:
     """Copy the file or the files of a checkpoint into a folder.
 
     Args:
@@ -35,10 +38,10 @@ def download_checkpoint(prefix, folder, verbose=1):
         CheckpointError: (a `ValueError`) if a file cannot be read, or the index is
             damaged.
 
-    Example:
-
-    >>> url = "gs://vmoe_checkpoints/vmoe_s32_last2_ilsvrc2012_randaug_light1"
-    >>> checkpoint = ksm.converters.read_checkpoint(download_checkpoint(url, "."))
+    Examples:
+        >>> url = "gs://vmoe_checkpoints/vmoe_s32_last2_ilsvrc2012_randaug_light1"
+        >>> prefix = ksm.converters.download_checkpoint(url, "downloads")
+        >>> checkpoint = ksm.converters.read_checkpoint(prefix)
     """
     copy = str(Path(folder, prefix.rpartition("/")[2]))
     if is_one_file(prefix):

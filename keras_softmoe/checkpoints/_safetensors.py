@@ -29,7 +29,7 @@ _DTYPES = {
 }
 
 
-def read_safetensors(path):
+def read_safetensors(path: str | os.PathLike):
     """Open a file in the safetensors format.
 
     The header is checked before anything is returned: every array must lie where it
@@ -49,6 +49,11 @@ def read_safetensors(path):
             file.
 
     Source: the format's documentation (version 0.8).
+
+    Examples:
+        >>> checkpoint = ksm.converters.read_safetensors("model.safetensors")
+        >>> checkpoint.shapes["head.bias"]
+        (7,)
     """
     path = os.fspath(path)
     with open_file(path) as (file, size):

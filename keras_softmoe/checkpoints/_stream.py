@@ -16,7 +16,14 @@ _MAPS = {*range(0x80, 0x90), 0xDE, 0xDF}
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is missing, damaged, or not what it claims to be."""
+    """A checkpoint that is missing, damaged, or not what it claims to be.
+
+    Examples:
+        >>> try:
+        ...     ksm.converters.read_checkpoint("nothing/here")
+        ... except ksm.converters.CheckpointError as error:
+        ...     print(error)
+    """
 
 
 class Stream:

@@ -59,7 +59,7 @@ _STACKED = "Transformer/encoderblock/"
 _MAX_BLOCKS = 1024
 
 
-def read_vit_checkpoint(path):
+def read_vit_checkpoint(path: str | os.PathLike):
     """Open a checkpoint of a Vision Transformer of Google's, an `.npz` file.
 
     Those of the original repository and of AugReg, in both numberings of the blocks'
@@ -83,11 +83,10 @@ def read_vit_checkpoint(path):
     Source: Dosovitskiy et al. 2021, released code, and big_vision's (names of the
     parameters).
 
-    Example:
-
-    >>> checkpoint = ksm.converters.read_vit_checkpoint("ViT-B_16.npz")
-    >>> checkpoint.shapes["Encoder/encoderblock_0/Mlp/Dense_0/kernel"]
-    (768, 3072)
+    Examples:
+        >>> checkpoint = ksm.converters.read_vit_checkpoint("ViT-B_16.npz")
+        >>> checkpoint.shapes["Encoder/encoderblock_0/Mlp/Dense_0/kernel"]
+        (768, 3072)
     """
     path = os.fspath(path)
     arrays = {

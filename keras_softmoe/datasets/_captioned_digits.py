@@ -63,7 +63,9 @@ class CaptionedDigits(NamedTuple):
     labels: np.ndarray
 
 
-def captioned_digits(image_size=32, split="all", seed=0):
+def captioned_digits(
+    image_size: int = 32, split: str = "all", seed: int = 0
+) -> CaptionedDigits:
     """Handwritten digits that ship with scikit-learn, each with a caption.
 
     The images and halves are those of `digits`. The captions are synthetic: plain
@@ -86,11 +88,8 @@ def captioned_digits(image_size=32, split="all", seed=0):
     Source:
         The images: see `digits`.
 
-    Example:
-
-    ```python
-    images, captions, labels = captioned_digits(image_size=32, split="train")
-    ```
+    Examples:
+        >>> images, captions, labels = ksm.datasets.captioned_digits(split="train")
     """
     images, labels = digits(image_size, split, seed)
     everything = labels if split == "all" else digits(8, "all", seed)[1]

@@ -47,8 +47,13 @@ class CaptionedShapes(NamedTuple):
 
 
 def captioned_shapes(
-    num_images, image_size=32, seed=0, start=0, combinations="train", verbose=1
-):
+    num_images: int,
+    image_size: int = 32,
+    seed: int = 0,
+    start: int = 0,
+    combinations: str = "train",
+    verbose: int = 1,
+) -> CaptionedShapes:
     """Synthetic scenes of colored shapes, each with a caption.
 
     A scene shows a lone thing in one of nine places, two or three like things, or two
@@ -83,17 +88,15 @@ def captioned_shapes(
     Raises:
         ValueError: If a number is out of range or `combinations` unknown.
 
-    Example:
+    Examples:
+        >>> images, captions, *_ = ksm.datasets.captioned_shapes(20)
 
-    ```python
-    images, captions, *_ = captioned_shapes(20_000)
+        Combinations that no caption has named, for zero-shot classification:
 
-    # Zero-shot classification among the combinations that no caption has named.
-    data = captioned_shapes(1_000, combinations="held_out")
-    scores = model.zero_shot(data.images, HELD_OUT_COMBINATIONS, ["a picture of a {}"])
-    labels = np.array(SHAPE_COLOR_CLASSES)[data.labels]
-    labels = [HELD_OUT_COMBINATIONS.index(name) for name in labels]
-    ```
+        >>> data = ksm.datasets.captioned_shapes(10, combinations="held_out")
+        >>> names = np.array(ksm.datasets.SHAPE_COLOR_CLASSES)[data.labels]
+        >>> set(names) <= set(ksm.datasets.HELD_OUT_COMBINATIONS)
+        True
     """
     check_whole_numbers(1, num_images=num_images)
     check_whole_numbers(16, image_size=image_size)

@@ -10,7 +10,7 @@ _SIDE = 8
 _LEVELS = 16
 
 
-def digits(image_size=32, split="all", seed=0):
+def digits(image_size: int = 32, split: str = "all", seed: int = 0):
     """Handwritten digits that ship with scikit-learn, ten classes.
 
     1,797 images by 13 writers, 8 x 8 pixels, white on black, enlarged bilinearly.
@@ -35,11 +35,9 @@ def digits(image_size=32, split="all", seed=0):
         E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI
         Machine Learning Repository, 1998 (test part), as bundled by scikit-learn.
 
-    Example:
-
-    ```python
-    images, labels = digits(image_size=32, split="train")
-    ```
+    Examples:
+        >>> images, labels = ksm.datasets.digits(image_size=32, split="train")
+        >>> images.shape, labels.shape
     """
     check_whole_numbers(_SIDE, image_size=image_size)
     check_whole_numbers(0, seed=seed)

@@ -36,15 +36,15 @@ _TRIES = 4
 
 
 def glyphs(
-    num_images,
-    image_size=32,
-    seed=0,
-    start=0,
-    cache_dir=None,
-    verbose=1,
-    placement="center",
-    distractors=0,
-    glyph_size=None,
+    num_images: int,
+    image_size: int = 32,
+    seed: int = 0,
+    start: int = 0,
+    cache_dir: str | os.PathLike | None = None,
+    verbose: int = 1,
+    placement: str = "center",
+    distractors: int = 0,
+    glyph_size: int | None = None,
 ):
     """Synthetic images of letters and signs, `len(GLYPH_CLASSES)` classes.
 
@@ -92,12 +92,9 @@ def glyphs(
         ValueError: If a number is out of range, or there is no such placement.
         ImportError: If matplotlib is missing (the extra `viz`).
 
-    Example:
-
-    ```python
-    images, labels = glyphs(28_000, image_size=32, cache_dir="cache")
-    GLYPH_CLASSES[labels[0]]
-    ```
+    Examples:
+        >>> images, labels = ksm.datasets.glyphs(28, image_size=32, cache_dir="cache")
+        >>> ksm.datasets.GLYPH_CLASSES[labels[0]]
     """
     check_whole_numbers(1, num_images=num_images)
     check_whole_numbers(8, image_size=image_size)

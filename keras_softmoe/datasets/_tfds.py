@@ -1,22 +1,25 @@
 """Image classification data sets of TensorFlow Datasets, ready for `model.fit`."""
 
+import os
+from collections.abc import Sequence
+
 import keras
 
 from keras_softmoe.checks import check_whole_numbers
 
 
 def from_tfds(
-    name,
-    split,
-    image_size,
-    batch_size,
-    shuffle=False,
-    seed=None,
-    shuffle_buffer=10_000,
-    crop_to_aspect_ratio=False,
-    drop_remainder=False,
-    data_dir=None,
-    download=True,
+    name: str,
+    split: str | Sequence[str],
+    image_size: int,
+    batch_size: int,
+    shuffle: bool = False,
+    seed: int | None = None,
+    shuffle_buffer: int = 10_000,
+    crop_to_aspect_ratio: bool = False,
+    drop_remainder: bool = False,
+    data_dir: str | os.PathLike | None = None,
+    download: bool = True,
 ):
     """Loads an image classification data set as batches of images and labels.
 
@@ -52,12 +55,9 @@ def from_tfds(
         ValueError: If a number is out of range, a split is unknown, or the data set
             does not offer (image, label) pairs.
 
-    Example:
-
-    ```python
-    train, test = from_tfds("cifar10", ["train", "test"], 32, 128, shuffle=True)
-    model.fit(train, validation_data=test, shuffle=False)
-    ```
+    Examples:
+        >>> train, test = ksm.datasets.from_tfds("cifar10", ["train", "test"], 32, 128)
+        >>> images, labels = next(iter(train))
     """
     check_whole_numbers(
         1, image_size=image_size, batch_size=batch_size, shuffle_buffer=shuffle_buffer

@@ -6,12 +6,13 @@ import string
 import numpy as np
 
 from keras_softmoe.checks import check_whole_numbers
+from keras_softmoe.types import Texts
 
 # What anybody may type into a caption, once in lower case.
 _CHARACTERS = string.ascii_lowercase + string.digits + string.punctuation
 
 
-def train_vocabulary(captions, vocabulary_size=400):
+def train_vocabulary(captions: Texts, vocabulary_size: int = 400):
     """Trains a SentencePiece vocabulary on captions.
 
     The special pieces are those of T5's vocabulary: padding 0, end of text 1, unknown
@@ -39,13 +40,11 @@ def train_vocabulary(captions, vocabulary_size=400):
         C. Raffel et al., "Exploring the Limits of Transfer Learning with a Unified
         Text-to-Text Transformer", 2020, for the special pieces.
 
-    Example:
-
-    ```python
-    proto = train_vocabulary(captioned_shapes(20_000).captions)
-    tokenizer = keras_hub.tokenizers.SentencePieceTokenizer(proto, sequence_length=16)
-    tokenizer(["a red circle"])
-    ```
+    Examples:
+        >>> captions = ksm.datasets.captioned_shapes(2_000).captions
+        >>> proto = ksm.datasets.train_vocabulary(captions, vocabulary_size=100)
+        >>> tokenizer = ksm.models.LIMoETokenizer(proto)
+        >>> tokenizer(["a red circle"])
     """
     check_whole_numbers(1, vocabulary_size=vocabulary_size)
     captions = _checked(captions)

@@ -1,4 +1,12 @@
-"""Sharding experts and batches over many devices, through `keras.distribution`."""
+"""Sharding experts and batches over many devices, through `keras.distribution`.
+
+What the examples of this room go on from:
+
+    >>> classifier = ksm.models.ViTMoEImageClassifier.from_preset(
+    ...     "soft_moe_tiny_patch4_16e_32_glyphs"
+    ... )
+    >>> images, labels = ksm.datasets.glyphs(8, image_size=32)
+"""
 
 from keras_softmoe.distribution._audit import audit as audit
 from keras_softmoe.distribution._backup import Backup as Backup

@@ -107,7 +107,7 @@ class Audit(NamedTuple):
         return "\n".join([*text, *(f"PROBLEM: {problem}" for problem in self.problems)])
 
 
-def audit(model, distribution=None):
+def audit(model: keras.Model, distribution=None) -> Audit:
     """Check how the variables of a model are sharded, and refuse what is wrong.
 
     The table says what each device holds. Everything may be replicated on every device
@@ -137,12 +137,12 @@ def audit(model, distribution=None):
         ValueError: if no distribution is given and none is active, or the model is not
             built.
 
-    Example:
-
-    >>> distribution = ksm.distribution.expert_parallel()
-    >>> keras.distribution.set_distribution(distribution)
-    >>> model = make_model()
-    >>> print(ksm.distribution.audit(model))
+    Examples:
+        >>> with ksm.distribution.expert_parallel(devices=["cpu:0"]).scope():
+        ...     model = ksm.models.ViTMoEBackbone.from_preset(
+        ...         "soft_moe_tiny_patch4_16e_32_glyphs"
+        ...     )
+        ...     print(ksm.distribution.audit(model))
     """
     if not isinstance(model, keras.Layer) or not model.built:
         raise ValueError(

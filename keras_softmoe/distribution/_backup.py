@@ -1,5 +1,6 @@
 """Training that is interrupted at any point and resumed from there."""
 
+import os
 import shutil
 import tempfile
 import warnings
@@ -89,13 +90,19 @@ class Backup(keras.callbacks.Callback):
     were when the backup was saved. Metrics may be others than before: they start from
     zero within the epoch, with a warning.
 
-    Example:
-
-    >>> backup = ksm.distribution.Backup("runs/1/backup", every=500)
-    >>> model.fit(dataset, epochs=30, callbacks=[backup])
+    Examples:
+        >>> classifier.compile("sgd")
+        >>> backup = ksm.distribution.Backup("runs/1/backup", every=500)
+        >>> classifier.fit(images, labels, epochs=1, callbacks=[backup])
     """
 
-    def __init__(self, directory, every=None, one_stream=False, delete=True):
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        every: int | None = None,
+        one_stream: bool = False,
+        delete: bool = True,
+    ):
         super().__init__()
         if every is not None and not is_whole_number(every):
             raise ValueError(

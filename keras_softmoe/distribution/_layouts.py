@@ -124,7 +124,7 @@ ONE_AXIS = Roles(BATCH_AXIS, BATCH_AXIS, None, BATCH_AXIS)
 TWO_AXES = Roles(EXPERT_AXIS, (BATCH_AXIS, EXPERT_AXIS), BATCH_AXIS, BATCH_AXIS)
 
 
-def layout_map(device_mesh, shard_dense=False, layouts=None):
+def layout_map(device_mesh, shard_dense: bool = False, layouts: dict | None = None):
     """The layout map of the models and layers of this library for a mesh.
 
     Args:
@@ -142,12 +142,11 @@ def layout_map(device_mesh, shard_dense=False, layouts=None):
     Raises:
         ValueError: if a rule is not as said, or names axes that the mesh has not.
 
-    Example:
-
-    >>> mesh = keras.distribution.DeviceMesh((8,), ["batch"])
-    >>> layouts = ksm.distribution.layout_map(mesh)
-    >>> layouts["block_1/moe/experts/output_dense/kernel"].axes
-    ('batch', None, None)
+    Examples:
+        >>> mesh = keras.distribution.DeviceMesh((1,), ["batch"], ["cpu:0"])
+        >>> layouts = ksm.distribution.layout_map(mesh)
+        >>> layouts["block_1/moe/experts/output_dense/kernel"].axes
+        ('batch', None, None)
     """
     roles = TWO_AXES if EXPERT_AXIS in device_mesh.axis_names else ONE_AXIS
     rules = EXPERT_RULES | TENSOR_RULES | (DENSE_RULES if shard_dense else {})

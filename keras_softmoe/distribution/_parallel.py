@@ -1,5 +1,7 @@
 """Expert parallelism and data parallelism, as distributions of Keras."""
 
+from collections.abc import Sequence
+
 import keras
 
 from keras_softmoe.distribution._audit import audit, check_layer
@@ -32,10 +34,10 @@ from keras_softmoe.sharding import num_shards
 
 def expert_parallel(
     mesh_shape=None,
-    devices=None,
-    shard_dense=False,
-    layouts=None,
-    auto_shard_dataset=True,
+    devices: Sequence | None = None,
+    shard_dense: bool = False,
+    layouts: dict | None = None,
+    auto_shard_dataset: bool = True,
 ):
     """Shard the experts of mixtures over many devices.
 
@@ -94,15 +96,15 @@ def expert_parallel(
     Source: V-MoE, section 2 and appendix B ("expert parallelism"); Soft MoE, appendix
     on distributed training; GShard (Lepikhin et al. 2020), section 3.
 
-    Example:
-
-    >>> # XLA_FLAGS=--xla_force_host_platform_device_count=8 KERAS_BACKEND=jax
-    >>> distribution = ksm.distribution.expert_parallel()
-    >>> keras.distribution.set_distribution(distribution)
-    >>> model = ksm.models.ViTMoEBackbone.from_preset(
-    ...     "soft_moe_tiny_patch4_16e_32_glyphs"
-    ... )
-    >>> print(ksm.distribution.audit(model))
+    Examples:
+        >>> # On a machine without accelerators:
+        >>> # XLA_FLAGS=--xla_force_host_platform_device_count=8 KERAS_BACKEND=jax
+        >>> distribution = ksm.distribution.expert_parallel()
+        >>> with distribution.scope():
+        ...     model = ksm.models.ViTMoEBackbone.from_preset(
+        ...         "soft_moe_tiny_patch4_16e_32_glyphs"
+        ...     )
+        ...     print(ksm.distribution.audit(model))
     """
     check_backend("Sharding experts over devices")
     devices = check_devices(devices)
@@ -119,7 +121,7 @@ def expert_parallel(
     )
 
 
-def data_parallel(devices=None, auto_shard_dataset=True):
+def data_parallel(devices: Sequence | None = None, auto_shard_dataset: bool = True):
     """Train replicas of a model, one on each device, with a share of each batch.
 
     `keras.distribution.DataParallel`, of which the last batch may be of any size and
@@ -137,11 +139,11 @@ def data_parallel(devices=None, auto_shard_dataset=True):
     Raises:
         NotImplementedError: if the installed Keras cannot do it on this backend.
 
-    Example:
-
-    >>> with ksm.distribution.data_parallel().scope():
-    ...     model = make_model()
-    ...     model.fit(dataset)
+    Examples:
+        >>> with ksm.distribution.data_parallel().scope():
+        ...     model = ksm.models.ViTMoEBackbone.from_preset(
+        ...         "vit_tiny_patch4_32_glyphs"
+        ...     )
     """
     check_backend("Training replicas through `keras.distribution`")
     devices = check_devices(devices)

@@ -156,15 +156,15 @@ class Plan(NamedTuple):
 
 def plan(
     preset,
-    devices,
-    memory,
+    devices: int,
+    memory: float,
     *,
-    batch_size=None,
-    optimizer="adam",
-    num_classes=None,
-    shard_dense=False,
+    batch_size: int | None = None,
+    optimizer: str = "adam",
+    num_classes: int | None = None,
+    shard_dense: bool = False,
     **changes,
-):
+) -> Plan:
     """What training a model takes on each device, for every mesh of so many devices.
 
     Nothing is built: all numbers follow from the configuration. They are those of
@@ -231,11 +231,10 @@ def plan(
     Source: the placement: V-MoE, figure 1; Soft MoE, section 2.3 ("Distributed
     model").
 
-    Example:
-
-    >>> plan = ksm.distribution.plan("soft_moe_huge_patch14_256e_224", 64, 80e9)
-    >>> print(plan)
-    >>> [mesh.shape for mesh in plan.fitting]
+    Examples:
+        >>> plan = ksm.distribution.plan("soft_moe_huge_patch14_256e_224", 64, 80e9)
+        >>> print(plan)
+        >>> [mesh.shape for mesh in plan.fitting]
     """
     check_whole_numbers(1, devices=devices)
     is_number = isinstance(memory, numbers.Real) and not isinstance(memory, bool)

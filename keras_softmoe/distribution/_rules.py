@@ -10,6 +10,13 @@ class PlacementError(ValueError):
 
     Attributes:
         audit: the `Audit` that found it, or `None`.
+
+    Examples:
+        >>> distribution = ksm.distribution.expert_parallel()
+        >>> try:
+        ...     ksm.distribution.audit(classifier, distribution)  # built without it
+        ... except ksm.distribution.PlacementError as error:
+        ...     print(error)
     """
 
     audit = None

@@ -1,4 +1,16 @@
-"""How good a model is, how good its features are, and what it costs."""
+"""How good a model is, how good its features are, and what it costs.
+
+What the examples of this room go on from:
+
+    >>> sparse = ksm.models.ViTMoEImageClassifier.from_preset(
+    ...     "vmoe_tiny_patch4_16e_32_glyphs"
+    ... )
+    >>> images, labels = ksm.datasets.glyphs(8, image_size=32, seed=1)
+    >>> limoe = ksm.models.LIMoEContrastive.from_preset(
+    ...     "limoe_tiny_patch4_8e_32_shapes"
+    ... )
+    >>> scenes, captions, *_ = ksm.datasets.captioned_shapes(8, seed=1)
+"""
 
 from keras_softmoe.evaluation._cost import cost as cost
 from keras_softmoe.evaluation._few_shot import few_shot_probe as few_shot_probe

@@ -25,7 +25,7 @@ class Cost(NamedTuple):
     weight_bytes: int
 
 
-def cost(model, num_classes=None, **changes):
+def cost(model, num_classes: int | None = None, **changes) -> Cost:
     """Count the parameters, operations and bytes of a model without building it.
 
     Everything follows from the configuration, so the largest preset takes as little
@@ -70,13 +70,12 @@ def cost(model, num_classes=None, **changes):
     or the table's rounding, the operations within 0.6 %; the parameters of V-MoE table
     8 within 0.1 %. Pairs: LIMoE, appendix D.2.
 
-    Example:
-
-    >>> ksm.evaluation.cost("soft_moe_huge_patch14_256e_224", num_classes=29593)
-    Cost(parameters=54177079209, gflop_per_image=341..., weight_bytes=216708316836)
-    >>> name = "vmoe_base_patch16_every2_32e_224"
-    >>> ksm.evaluation.cost(name, capacity_factor=0.5).gflop_per_image
-    35.1...
+    Examples:
+        >>> ksm.evaluation.cost("soft_moe_huge_patch14_256e_224", num_classes=29593)
+        Cost(parameters=54177079209, gflop_per_image=341..., weight_bytes=216708316836)
+        >>> name = "vmoe_base_patch16_every2_32e_224"
+        >>> ksm.evaluation.cost(name, capacity_factor=0.5).gflop_per_image
+        35.1...
     """
     found = configuration(model, num_classes, **changes)
     layers, head = _layers_and_head(found)

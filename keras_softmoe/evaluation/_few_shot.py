@@ -14,7 +14,7 @@ section 3.
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import keras
@@ -104,13 +104,13 @@ def few_shot_probe(
     backbone,
     train,
     test,
-    shots=(1, 5, 10),
-    seeds=3,
-    l2="train",
-    preprocessor=None,
-    batch_size=64,
-    verbose=1,
-):
+    shots: Sequence = (1, 5, 10),
+    seeds: int = 3,
+    l2: str = "train",
+    preprocessor: Callable | None = None,
+    batch_size: int = 64,
+    verbose: int = 1,
+) -> FewShotResult:
     """Measures how well a few labelled images per class suffice to classify.
 
     Features are computed once, in batches, for `train` and `test`. Then, for each
@@ -158,16 +158,14 @@ def few_shot_probe(
 
     Source: V-MoE, section 3.4; Soft MoE, section 3.
 
-    Example:
+    Examples:
+        >>> digits = [ksm.datasets.digits(split=split) for split in ("train", "test")]
+        >>> train, test = [(x[:64], y[:64]) for x, y in digits]
+        >>> print(ksm.evaluation.few_shot_probe(sparse, train, test, shots=(1, 2)))
 
-    ```python
-    converter = ksm.models.ViTMoEImageConverter.from_preset(name)
-    result = ksm.evaluation.few_shot_probe(
-        backbone, (x_train, y_train), (x_test, y_test), preprocessor=converter
-    )
-    print(result)
-    pixels = ksm.evaluation.few_shot_probe(None, (x_train, y_train), (x_test, y_test))
-    ```
+        Raw pixels, to compare with:
+
+        >>> pixels = ksm.evaluation.few_shot_probe(None, train, test, shots=(1, 2))
     """
     shots = _integers("shots", shots, minimum=1)
     check_whole_numbers(1, batch_size=batch_size)

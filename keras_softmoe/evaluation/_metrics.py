@@ -20,12 +20,13 @@ class PrecisionAt1(keras.metrics.Mean):
         dtype: dtype of its result and of what it sums up. That of Keras if `None`.
 
     Call arguments:
-        y_true: `(B, num_classes)` labels, positive where the class is a label of the
-            image (multi-hot).
-        y_pred: `(B, num_classes)` logits or probabilities.
-        sample_weight: optional weights of the images, `(B,)`, `(B, 1)` or a number.
+        - `y_true`: `(B, num_classes)` labels, positive where the class is a label of
+          the image (multi-hot).
+        - `y_pred`: `(B, num_classes)` logits or probabilities.
+        - `sample_weight`: optional weights of the images, `(B,)`, `(B, 1)` or a number.
 
-    Returns: a float in [0, 1]; 0 before the first image with a label.
+    Returns:
+        a float in [0, 1]; 0 before the first image with a label.
 
     Raises:
         ValueError: if labels and predictions have not the same shape
@@ -34,16 +35,14 @@ class PrecisionAt1(keras.metrics.Mean):
     Source: V-MoE, appendix B.6. The paper does not say what becomes of images without
     labels.
 
-    Example:
-
-    >>> metric = ksm.evaluation.PrecisionAt1()
-    >>> labels = [[1, 0, 1], [0, 1, 0]]
-    >>> metric(labels, [[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])
-    0.5
-    >>> model.compile(loss="binary_crossentropy", metrics=[metric])
+    Examples:
+        >>> metric = ksm.evaluation.PrecisionAt1()
+        >>> truth = np.array([[1, 0, 1], [0, 1, 0]])
+        >>> float(metric(truth, np.array([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])))
+        0.5
     """
 
-    def __init__(self, name="precision_at_1", dtype=None):
+    def __init__(self, name: str = "precision_at_1", dtype=None):
         super().__init__(name=name, dtype=dtype)
         # Callbacks ask for it when they have to find out which way is better.
         self._direction = "up"

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import keras
 import numpy as np
 
 from keras_softmoe.checks import check_choice
@@ -36,8 +37,13 @@ class RouterAblation(NamedTuple):
 
 
 def random_routers(
-    classifier, test, seeds=1, batch_size=64, verbose=1, control="noise"
-):
+    classifier: keras.Model,
+    test,
+    seeds: int = 1,
+    batch_size: int = 64,
+    verbose: int = 1,
+    control: str = "noise",
+) -> RouterAblation:
     """Accuracy with learned routers replaced by ones that choose at random.
 
     First one router at a time, then all routers up to a block.
@@ -68,10 +74,9 @@ def random_routers(
     the weights that are applied; taken here for what a router gives out for each token,
     not for its kernel.
 
-    Example:
-
-    >>> ablation = ksm.evaluation.random_routers(classifier, (images, labels))
-    >>> {layer: a.mean() for layer, a in ablation.single.items()}
+    Examples:
+        >>> ablation = ksm.evaluation.random_routers(sparse, (images, labels), seeds=1)
+        >>> {layer: a.mean() for layer, a in ablation.single.items()}
     """
     check_choice("control", control, tuple(_CONTROLS))
     images, labels = check_test(test)

@@ -1,11 +1,14 @@
 """How often an image finds its caption among all captions, and a caption its image."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from keras import ops
+from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_whole_numbers, is_whole_number
+from keras_softmoe.types import Tensor
 
 
 class Retrieval(NamedTuple):
@@ -23,12 +26,12 @@ class Retrieval(NamedTuple):
 
 
 def retrieval(
-    image_embeddings,
-    text_embeddings,
-    image_of_caption=None,
-    ks=(1, 5, 10),
-    chunk_size=2048,
-):
+    image_embeddings: Tensor,
+    text_embeddings: Tensor,
+    image_of_caption: ArrayLike | None = None,
+    ks: Sequence = (1, 5, 10),
+    chunk_size: int = 2048,
+) -> Retrieval:
     """Recall@k of images among captions and of captions among images.
 
     Similarities are dot products of the embeddings as they are given: cosines, if the
@@ -68,11 +71,11 @@ def retrieval(
     Source: LIMoE, tables 4 and 7 (recall@1 on COCO, whose images have five captions
     or more). The paper does not speak of ties.
 
-    Example:
-
-    >>> result = ksm.evaluation.retrieval(model.encode_image(x), model.encode_text(t))
-    >>> result.image_to_text[1], result.text_to_image[1]
-    (0.81, 0.79)
+    Examples:
+        >>> found = ksm.evaluation.retrieval(
+        ...     limoe.encode_image(scenes), limoe.encode_text(captions)
+        ... )
+        >>> found.image_to_text[1], found.text_to_image[1]
     """
     images = check_embeddings("image_embeddings", image_embeddings)
     texts = check_embeddings("text_embeddings", text_embeddings)

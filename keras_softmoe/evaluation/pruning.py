@@ -1,5 +1,6 @@
 """What a LIMoE is worth with fewer and fewer experts."""
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import keras
@@ -22,13 +23,13 @@ class PruningCurve(NamedTuple):
 
 
 def pruning_curve(
-    model,
-    usage,
-    metric,
-    num_experts=None,
-    methods=("router_pred", "router_drop"),
-    verbose=1,
-):
+    model: keras.Model,
+    usage: dict,
+    metric: Callable,
+    num_experts: Sequence | None = None,
+    methods: Sequence = ("router_pred", "router_drop"),
+    verbose: int = 1,
+) -> PruningCurve:
     """Measure a LIMoE that keeps only the experts that a modality uses most.
 
     Nothing is trained, and the model stays as it is. One pruned model is held at a
@@ -57,15 +58,19 @@ def pruning_curve(
 
     Source: LIMoE, appendix E.4 (figures 14 and 15).
 
-    Example: how many experts does text need, beside images encoded by the whole model?
-
-    >>> def accuracy(encoder):
-    ...     classes = ksm.evaluation.class_embeddings(encoder, names)
-    ...     return ksm.evaluation.classify(images, classes, labels).accuracy
-    >>> statistics = ksm.analysis.modality_statistics(model, captions=captions)
-    >>> usage = {block: s.routed["text"] for block, s in statistics.items()}
-    >>> curve = ksm.evaluation.pruning_curve(model, usage, accuracy)
-    >>> dict(zip(curve.num_experts, curve.values["router_pred"].mean(axis=1)))
+    Examples:
+        >>> # How many experts does text need?
+        >>> names = ["red circle", "blue star"]
+        >>> def accuracy(encoder):
+        ...     classes = ksm.evaluation.class_embeddings(encoder, names, ["a {}"])
+        ...     found = ksm.evaluation.classify(classes, classes, [0, 1])
+        ...     return found.accuracy
+        >>> statistics = ksm.analysis.modality_statistics(limoe, captions=captions)
+        >>> usage = {block: s.routed["text"] for block, s in statistics.items()}
+        >>> curve = ksm.evaluation.pruning_curve(
+        ...     limoe, usage, accuracy, num_experts=(4, 8)
+        ... )
+        >>> dict(zip(curve.num_experts, curve.values["router_pred"].mean(axis=1)))
     """
     # On first use, since `models` imports KerasHub.
     from keras_softmoe.models import prune_experts

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import keras
@@ -34,8 +35,14 @@ class SweepRow(NamedTuple):
 
 
 def routing_sweep(
-    classifier, test, seeds=1, batch_size=64, verbose=1, time_repeats=0, **grid
-):
+    classifier: keras.Model,
+    test,
+    seeds: int = 1,
+    batch_size: int = 64,
+    verbose: int = 1,
+    time_repeats: int = 0,
+    **grid,
+) -> list:
     """Accuracy and cost of a classifier under each combination of router settings.
 
     Nothing is trained. Where groups span several images, whether a token gets a slot
@@ -68,14 +75,16 @@ def routing_sweep(
     Source: V-MoE, section 4.2 and appendices C.2 and E.4 (capacity, priority and the
     number of experts at inference); tables 10 and 11 give FLOP and time as well.
 
-    Example:
-
-    >>> rows = ksm.evaluation.routing_sweep(
-    ...     classifier, (images, labels), seeds=5,
-    ...     priority=("max", "position"), capacity_factor=(1.05, 0.5, 0.25),
-    ... )
-    >>> rows[0].settings, rows[0].accuracies.mean(), rows[0].gflop_per_image
-    >>> best = ksm.evaluation.pareto_front(rows)
+    Examples:
+        >>> rows = ksm.evaluation.routing_sweep(
+        ...     sparse,
+        ...     (images, labels),
+        ...     seeds=1,
+        ...     priority=("max", "position"),
+        ...     capacity_factor=(1.05, 0.25),
+        ... )
+        >>> rows[0].settings, rows[0].accuracies.mean(), rows[0].gflop_per_image
+        >>> best = ksm.evaluation.pareto_front(rows)
     """
     if not grid or not all(len(values) for values in grid.values()):
         raise ValueError(
@@ -113,7 +122,7 @@ def routing_sweep(
     return rows
 
 
-def pareto_front(rows, cost="gflop_per_image"):
+def pareto_front(rows: Sequence, cost: str = "gflop_per_image") -> list:
     """The settings that no other ones beat, neither in accuracy nor in cost.
 
     A row is on the front if no other one has at least its mean accuracy and at most its
@@ -133,12 +142,11 @@ def pareto_front(rows, cost="gflop_per_image"):
 
     Source: V-MoE, figures 2 and 3; Soft MoE, section 3.3 (figure 3).
 
-    Example:
-
-    >>> rows = ksm.evaluation.routing_sweep(
-    ...     classifier, (images, labels), capacity_factor=(1.05, 0.5, 0.25)
-    ... )
-    >>> [row.settings for row in ksm.evaluation.pareto_front(rows)]
+    Examples:
+        >>> rows = ksm.evaluation.routing_sweep(
+        ...     sparse, (images, labels), capacity_factor=(1.05, 0.25)
+        ... )
+        >>> [row.settings for row in ksm.evaluation.pareto_front(rows)]
     """
     rows = list(rows)
     costs = costs_of(rows, cost)

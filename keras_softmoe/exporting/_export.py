@@ -48,12 +48,12 @@ FORMATS = {
 
 
 def export_model(
-    model,
-    filepath,
-    format="tf_saved_model",
-    verbose=None,
+    model: keras.Model,
+    filepath: str | os.PathLike,
+    format: str = "tf_saved_model",
+    verbose: bool | None = None,
     input_signature=None,
-    preprocessing=False,
+    preprocessing: bool = False,
     **kwargs,
 ):
     """Write a model as a file that runs without Keras and without this library.
@@ -95,12 +95,11 @@ def export_model(
         ImportError: if a package that writes the format is not installed.
         RuntimeError: if the process that was to write the file failed.
 
-    Example:
-
-    >>> model = ksm.models.ViTMoEImageClassifier.from_preset(
-    ...     "soft_moe_tiny_patch4_16e_32_glyphs"
-    ... )
-    >>> model.export("classifier.onnx", format="onnx", preprocessing=True)
+    Examples:
+        >>> model = ksm.models.ViTMoEImageClassifier.from_preset(
+        ...     "soft_moe_tiny_patch4_16e_32_glyphs"
+        ... )
+        >>> model.export("classifier.onnx", format="onnx", preprocessing=True)
     """
     job = checked_job(model, filepath, format, input_signature, preprocessing, kwargs)
     backend = FORMATS[format].backend
@@ -120,6 +119,11 @@ def exportable(cls):
 
     Keras' own writes what the backend in use can write, and for PyTorch for one size of
     batch.
+
+    Examples:
+        >>> @ksm.exporting.exportable
+        ... class OwnClassifier(keras.Model):
+        ...     pass  # its `export` writes all formats
     """
     cls.export = functools.wraps(export_model)(
         lambda self, *args, **kwargs: export_model(self, *args, **kwargs)

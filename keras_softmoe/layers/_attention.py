@@ -23,21 +23,27 @@ class Attention(keras.layers.Layer):
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
-        queries: `(B, Q, D)` float tensor.
-        tokens: `(B, S, D)` float tensor.
-        tokens_mask: optional `(B, S)` bool tensor, `False` for tokens that get no
-            attention.
+        - `queries`: `(B, Q, D)` float tensor.
+        - `tokens`: `(B, S, D)` float tensor.
+        - `tokens_mask`: optional `(B, S)` bool tensor, `False` for tokens that get no
+          attention.
 
-    Returns: `(B, Q, D)` tensor.
+    Returns:
+        `(B, Q, D)` tensor.
 
     Raises:
         ValueError: if `num_heads` is not a positive integer that divides the width.
 
     Source: Dosovitskiy et al. 2021, appendix A; the normalization: Dehghani et al.
     2023 (ViT-22B), section 2.
+
+    Examples:
+        >>> tokens = np.random.normal(size=(2, 16, 32))
+        >>> ksm.layers.Attention(num_heads=4)(tokens, tokens).shape
+        (2, 16, 32)
     """
 
-    def __init__(self, num_heads, use_qk_norm=False, **kwargs):
+    def __init__(self, num_heads: int, use_qk_norm: bool = False, **kwargs):
         check_whole_numbers(1, num_heads=num_heads)
         super().__init__(**kwargs)
         self.num_heads = num_heads

@@ -28,9 +28,12 @@ class ContrastiveScale(keras.layers.Layer):
         ValueError: if the scale is not positive.
 
     Source: LIMoE, appendix A (scale); Zhai et al. 2023 (SigLIP), section 3.2 (bias).
+
+    Examples:
+        >>> ksm.layers.ContrastiveScale(scale=10.0)(np.eye(2, dtype="float32"))
     """
 
-    def __init__(self, scale=10.0, bias=None, **kwargs):
+    def __init__(self, scale: float = 10.0, bias: float | None = None, **kwargs):
         check_numbers(over=0, scale=scale)
         if bias is not None:
             check_numbers(bias=bias)

@@ -1,5 +1,7 @@
 """The Transformer encoder: a stack of blocks, some of them mixtures of experts."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from keras_softmoe.checks import (
@@ -45,30 +47,43 @@ class Encoder:
         **moe_settings: other arguments of `layers.MoE`, the same for all blocks.
 
     Call arguments:
-        inputs: `(B, S, D)` tensor, or a dict from modalities to such tensors.
-        mask: optional `(B, S)` bool tensor, or a dict of them, see `EncoderBlock`.
+        - `inputs`: `(B, S, D)` tensor, or a dict from modalities to such tensors.
+        - `mask`: optional `(B, S)` bool tensor, or a dict of them, see `EncoderBlock`.
 
-    Returns: normalized tokens, like the input.
+    Returns:
+        normalized tokens, like the input.
 
     Raises:
         ValueError: if a size is not a positive integer, the heads do not divide the
             width, or `moe_layers` and `router` do not fit.
         TypeError: if `layers.MoE` has no such setting.
+
+    Examples:
+        >>> encoder = ksm.layers.Encoder(
+        ...     num_layers=2,
+        ...     num_heads=4,
+        ...     hidden_dim=32,
+        ...     mlp_dim=64,
+        ...     moe_layers=(1,),
+        ...     router=ksm.routers.SoftRouter(num_experts=4),
+        ... )
+        >>> encoder(np.random.normal(size=(2, 16, 32))).shape
+        (2, 16, 32)
     """
 
     def __init__(
         self,
-        num_layers,
-        num_heads,
-        hidden_dim,
-        mlp_dim,
-        moe_layers=(),
+        num_layers: int,
+        num_heads: int,
+        hidden_dim: int,
+        mlp_dim: int,
+        moe_layers: Sequence = (),
         router=None,
-        use_qk_norm=False,
-        dropout_rate=0.0,
-        activation="gelu_tanh",
-        layer_norm_epsilon=1e-6,
-        layer_scale=None,
+        use_qk_norm: bool = False,
+        dropout_rate: float = 0.0,
+        activation: str = "gelu_tanh",
+        layer_norm_epsilon: float = 1e-6,
+        layer_scale: float | None = None,
         dtype=None,
         **moe_settings,
     ):
@@ -116,7 +131,7 @@ class Encoder:
             x = block(x, **known)
         return each(self.norm, x)
 
-    def cost(self, inputs_shape, training=False):
+    def cost(self, inputs_shape, training: bool = False):
         """What blocks and normalization cost, a `costs.LayerCost`."""
         total = sum_costs(lambda shape: cost_of(self.norm, shape), inputs_shape)
         for block in self.blocks:

@@ -38,13 +38,14 @@ class EncoderBlock(keras.layers.Layer):
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
-        inputs: `(B, S, D)` float tensor; or a dict from modalities (`"image"`,
-            `"text"`) to such tensors. Attention and an MLP see each of them apart; a
-            `MoE` is given all of them together.
-        mask: optional `(B, S)` bool tensor, or a dict of them; `False` for tokens that
-            get no attention and that experts leave out, see `MoE`.
+        - `inputs`: `(B, S, D)` float tensor; or a dict from modalities (`"image"`,
+          `"text"`) to such tensors. Attention and an MLP see each of them apart; a
+          `MoE` is given all of them together.
+        - `mask`: optional `(B, S)` bool tensor, or a dict of them; `False` for tokens
+          that get no attention and that experts leave out, see `MoE`.
 
-    Returns: `(B, S, D)` tensor, or a dict like the input.
+    Returns:
+        `(B, S, D)` tensor, or a dict like the input.
 
     Raises:
         ValueError: if `mlp` is no layer, `num_heads` does not divide the width, a
@@ -52,23 +53,22 @@ class EncoderBlock(keras.layers.Layer):
 
     Source: V-MoE, section 2.1 and figure 1; several modalities: LIMoE, section 2.
 
-    Example:
-
-    >>> router = ksm.routers.SoftRouter(num_experts=16)
-    >>> moe = ksm.layers.MoE(router, mlp_dim=128)
-    >>> block = ksm.layers.EncoderBlock(num_heads=4, mlp=moe)
-    >>> block(np.random.normal(size=(2, 16, 32))).shape
-    (2, 16, 32)
+    Examples:
+        >>> router = ksm.routers.SoftRouter(num_experts=16)
+        >>> moe = ksm.layers.MoE(router, mlp_dim=128)
+        >>> block = ksm.layers.EncoderBlock(num_heads=4, mlp=moe)
+        >>> block(np.random.normal(size=(2, 16, 32))).shape
+        (2, 16, 32)
     """
 
     def __init__(
         self,
-        num_heads,
+        num_heads: int,
         mlp,
-        use_qk_norm=False,
-        dropout_rate=0.0,
-        layer_norm_epsilon=1e-6,
-        layer_scale=None,
+        use_qk_norm: bool = False,
+        dropout_rate: float = 0.0,
+        layer_norm_epsilon: float = 1e-6,
+        layer_scale: float | None = None,
         **kwargs,
     ):
         super().__init__(**kwargs)

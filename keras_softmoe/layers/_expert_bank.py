@@ -35,6 +35,13 @@ class ExpertBank(keras.layers.EinsumDense):
 
     Raises:
         ValueError: if the equation has another form.
+
+    Examples:
+        >>> bank = ksm.layers.ExpertBank("end,edh->enh", (None, 64), bias_axes="h")
+        >>> bank(np.zeros((4, 10, 32))).shape
+        (4, 10, 64)
+        >>> tuple(bank.kernel.shape)
+        (4, 32, 64)
     """
 
     def build(self, input_shape):
@@ -65,7 +72,11 @@ class ExpertBank(keras.layers.EinsumDense):
     # === LoRA ===
 
     def enable_lora(
-        self, rank, lora_alpha=None, a_initializer="he_uniform", b_initializer="zeros"
+        self,
+        rank: int,
+        lora_alpha: float | None = None,
+        a_initializer: str = "he_uniform",
+        b_initializer: str = "zeros",
     ):
         """Freeze the kernels and train two small factors of each in their place.
 
@@ -137,7 +148,7 @@ class ExpertBank(keras.layers.EinsumDense):
                 f"{self.path!r}. Leave that out, or take 'int8'."
             )
 
-    def quantize(self, mode=None, type_check=True, config=None):
+    def quantize(self, mode: str | None = None, type_check: bool = True, config=None):
         """Round the kernels to few bits.
 
         - `"int8"`: Keras' own. A scale for each expert and output, and inputs in int8

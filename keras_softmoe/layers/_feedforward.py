@@ -53,9 +53,13 @@ class MLP(keras.layers.Layer):
             of these.
 
     Source: V-MoE, section 2.1.
+
+    Examples:
+        >>> ksm.layers.MLP(64)(np.zeros((2, 16, 32))).shape
+        (2, 16, 32)
     """
 
-    def __init__(self, mlp_dim, activation="gelu_tanh", **kwargs):
+    def __init__(self, mlp_dim: int, activation: str = "gelu_tanh", **kwargs):
         check_whole_numbers(1, mlp_dim=mlp_dim)
         check_choice("activation", activation, ACTIVATIONS)
         super().__init__(**kwargs)
@@ -143,21 +147,20 @@ class Experts(keras.layers.Layer):
     Source: V-MoE, section 2.2; for expert dropout, its fine-tuning settings (table 7)
     and Fedus et al. 2021 (Switch Transformer), section 2.4.
 
-    Example:
-
-    >>> experts = ksm.layers.Experts(num_experts=4, mlp_dim=64)
-    >>> experts(np.zeros((2, 4, 3, 16))).shape
-    (2, 4, 3, 16)
+    Examples:
+        >>> experts = ksm.layers.Experts(num_experts=4, mlp_dim=64)
+        >>> experts(np.zeros((2, 4, 3, 16))).shape
+        (2, 4, 3, 16)
     """
 
     def __init__(
         self,
-        num_experts,
-        mlp_dim,
-        equal_experts=False,
-        dropout_rate=0.0,
-        remat=False,
-        activation="gelu_tanh",
+        num_experts: int,
+        mlp_dim: int,
+        equal_experts: bool = False,
+        dropout_rate: float = 0.0,
+        remat: bool = False,
+        activation: str = "gelu_tanh",
         **kwargs,
     ):
         check_whole_numbers(1, num_experts=num_experts, mlp_dim=mlp_dim)

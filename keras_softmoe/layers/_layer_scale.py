@@ -23,9 +23,13 @@ class LayerScale(keras.layers.Layer):
         ValueError: if `initial_value` is not a positive number.
 
     Source: Touvron et al. 2021 (CaiT), section 2.1.
+
+    Examples:
+        >>> ksm.layers.LayerScale(initial_value=0.1)(np.ones((2, 16, 32))).shape
+        (2, 16, 32)
     """
 
-    def __init__(self, initial_value=1e-5, **kwargs):
+    def __init__(self, initial_value: float = 1e-5, **kwargs):
         check_numbers(over=0, initial_value=initial_value)
         super().__init__(**kwargs)
         self.initial_value = initial_value

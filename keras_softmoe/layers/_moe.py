@@ -80,19 +80,20 @@ class MoE(keras.layers.Layer):
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
-        inputs: `(B, S, D)` float tensor, or `(B, ..., D)` with several axes of tokens
-            (a feature map, a video), which are one sequence to the router; or a dict
-            from modalities (`"image"`, `"text"`) to such tensors, which are routed
-            together: `S` is then the sum of their tokens, first those of the modality
-            that comes first in the alphabet.
-        mask: optional bool tensor of the shape of the inputs without `D`, or a dict of
-            them; `False` for tokens that are not there. A layer that makes a mask
-            (`keras.layers.Embedding(mask_zero=True)`) passes it by itself. Such tokens
-            take no slot, get zeros, and count in no loss and no statistic; the others
-            are routed as in a sequence without them, with the capacity of its length.
+        - `inputs`: `(B, S, D)` float tensor, or `(B, ..., D)` with several axes of
+          tokens (a feature map, a video), which are one sequence to the router; or a
+          dict from modalities (`"image"`, `"text"`) to such tensors, which are routed
+          together: `S` is then the sum of their tokens, first those of the modality
+          that comes first in the alphabet.
+        - `mask`: optional bool tensor of the shape of the inputs without `D`, or a dict
+          of them; `False` for tokens that are not there. A layer that makes a mask
+          (`keras.layers.Embedding(mask_zero=True)`) passes it by itself. Such tokens
+          take no slot, get zeros, and count in no loss and no statistic; the others are
+          routed as in a sequence without them, with the capacity of its length.
 
-    Returns: tensor like the input, or a dict. What the router decides for the
-        `ceil(B / group_images)` groups of `group_images * S` tokens is seen with
+    Returns:
+        tensor like the input, or a dict. What the router decides for the `ceil(B /
+        group_images)` groups of `group_images * S` tokens is seen with
         `routers.record`.
 
     Raises:
@@ -102,25 +103,24 @@ class MoE(keras.layers.Layer):
     Source: V-MoE, section 2.2; Soft MoE, section 2.1; router study, section 2; several
     modalities: LIMoE, section 2.
 
-    Example:
-
-    >>> router = ksm.routers.SoftmaxTokenChoiceRouter(num_experts=8, priority="max")
-    >>> layer = ksm.layers.MoE(router, mlp_dim=128, group_images=4)
-    >>> layer(np.random.normal(size=(6, 16, 32))).shape
-    (6, 16, 32)
+    Examples:
+        >>> router = ksm.routers.SoftmaxTokenChoiceRouter(num_experts=8, priority="max")
+        >>> layer = ksm.layers.MoE(router, mlp_dim=128, group_images=4)
+        >>> layer(np.random.normal(size=(6, 16, 32))).shape
+        (6, 16, 32)
     """
 
     def __init__(
         self,
         router,
-        mlp_dim,
-        group_images=1,
-        dispatcher="auto",
-        equal_experts=False,
-        expert_dropout_rate=0.0,
-        remat_experts=False,
+        mlp_dim: int,
+        group_images: int = 1,
+        dispatcher: str = "auto",
+        equal_experts: bool = False,
+        expert_dropout_rate: float = 0.0,
+        remat_experts: bool = False,
         dispatch_dtype=None,
-        activation="gelu_tanh",
+        activation: str = "gelu_tanh",
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -446,31 +446,31 @@ class SoftMoE(keras.layers.Layer):
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
-        inputs: `(B, S, D)` float tensor, or `(B, ..., D)`, see `MoE`.
-        mask: optional bool tensor of that shape without `D`, see `MoE`.
+        - `inputs`: `(B, S, D)` float tensor, or `(B, ..., D)`, see `MoE`.
+        - `mask`: optional bool tensor of that shape without `D`, see `MoE`.
 
-    Returns: tensor like the input.
+    Returns:
+        tensor like the input.
 
     Raises:
         ValueError: if an argument is not positive, or the input has no axis of tokens.
 
     Source: Soft MoE, section 2 (algorithm 1).
 
-    Example:
-
-    >>> layer = ksm.layers.SoftMoE(num_experts=16, mlp_dim=128)
-    >>> layer(np.random.normal(size=(2, 16, 32))).shape
-    (2, 16, 32)
+    Examples:
+        >>> layer = ksm.layers.SoftMoE(num_experts=16, mlp_dim=128)
+        >>> layer(np.random.normal(size=(2, 16, 32))).shape
+        (2, 16, 32)
     """
 
     def __init__(
         self,
-        num_experts,
-        mlp_dim,
-        slots_per_expert=1,
-        equal_experts=False,
-        remat_experts=False,
-        initial_scale=1.0,
+        num_experts: int,
+        mlp_dim: int,
+        slots_per_expert: int = 1,
+        equal_experts: bool = False,
+        remat_experts: bool = False,
+        initial_scale: float = 1.0,
         **kwargs,
     ):
         super().__init__(**kwargs)

@@ -14,6 +14,10 @@ class ClassToken(keras.layers.Layer):
     Maps `(B, S, D)` to `(B, S + 1, D)`.
 
     Source: Dosovitskiy et al. 2021, section 3.1.
+
+    Examples:
+        >>> ksm.layers.ClassToken()(np.zeros((2, 16, 32))).shape
+        (2, 17, 32)
     """
 
     def __init__(self, **kwargs):
@@ -57,9 +61,13 @@ class Registers(keras.layers.Layer):
 
     Source: Darcet et al. 2024 (Vision Transformers need registers), section 2.2; for
     the distillation token, Touvron et al. 2021 (DeiT), section 4.
+
+    Examples:
+        >>> ksm.layers.Registers(4)(np.zeros((2, 16, 32))).shape
+        (2, 20, 32)
     """
 
-    def __init__(self, num_registers, has_class_token=False, **kwargs):
+    def __init__(self, num_registers: int, has_class_token: bool = False, **kwargs):
         check_whole_numbers(1, num_registers=num_registers)
         super().__init__(**kwargs)
         self.num_registers = int(num_registers)

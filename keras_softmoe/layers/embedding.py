@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 from keras import ops
+from numpy.typing import ArrayLike
 
 from keras_softmoe import costs
 from keras_softmoe.checks import (
@@ -33,9 +34,14 @@ class PatchEmbedding(keras.layers.Layer):
         ValueError: if a size is not a positive integer.
 
     Source: Dosovitskiy et al. 2021, section 3.1.
+
+    Examples:
+        >>> layer = ksm.layers.PatchEmbedding(patch_size=8, hidden_dim=32)
+        >>> layer(np.zeros((2, 32, 32, 3))).shape
+        (2, 16, 32)
     """
 
-    def __init__(self, patch_size, hidden_dim, **kwargs):
+    def __init__(self, patch_size, hidden_dim: int, **kwargs):
         check_whole_numbers(1, hidden_dim=hidden_dim)
         super().__init__(**kwargs)
         self.patch_size = pair(patch_size)
@@ -105,14 +111,19 @@ class PositionEmbedding(keras.layers.Layer):
             the accepted ones, or saved weights have another width.
 
     Source: V-MoE, section 4.4 (resolution); Soft MoE, released code (`sincos2d`).
+
+    Examples:
+        >>> layer = ksm.layers.PositionEmbedding(grid=(4, 4), kind="sincos2d")
+        >>> layer(np.zeros((2, 16, 32))).shape
+        (2, 16, 32)
     """
 
     def __init__(
         self,
         grid,
-        kind="learned",
-        has_class_token=False,
-        resampling="bilinear",
+        kind: str = "learned",
+        has_class_token: bool = False,
+        resampling: str = "bilinear",
         **kwargs,
     ):
         check_choice("resampling", resampling, RESAMPLINGS)
@@ -167,7 +178,7 @@ class PositionEmbedding(keras.layers.Layer):
         table = np.asarray(store["0"])
         self.embedding.assign(self.resample(table, tuple(np.asarray(store["grid"]))))
 
-    def resample(self, table, grid=None):
+    def resample(self, table: ArrayLike, grid=None):
         """Fit a `(1, S', D)` table for another grid of patches to this layer's grid.
 
         Args:
@@ -230,14 +241,21 @@ class TokenEmbedding(keras.layers.Layer):
 
     Source: LIMoE, section 2; how the weights start: the two-tower models of Soft MoE's
     released code.
+
+    Examples:
+        >>> layer = ksm.layers.TokenEmbedding(
+        ...     vocabulary_size=500, sequence_length=16, hidden_dim=32
+        ... )
+        >>> layer(np.zeros((2, 16), "int32")).shape
+        (2, 16, 32)
     """
 
     def __init__(
         self,
-        vocabulary_size,
-        sequence_length,
-        hidden_dim,
-        mask_padding=False,
+        vocabulary_size: int,
+        sequence_length: int,
+        hidden_dim: int,
+        mask_padding: bool = False,
         **kwargs,
     ):
         super().__init__(**kwargs)

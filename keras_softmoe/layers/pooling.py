@@ -75,25 +75,32 @@ class AttentionPooling(keras.layers.Layer):
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
-        tokens: `(B, S, D)` tensor.
-        mask: optional `(B, S)` bool tensor, `False` for tokens that get no attention.
+        - `tokens`: `(B, S, D)` tensor.
+        - `mask`: optional `(B, S)` bool tensor, `False` for tokens that get no
+          attention.
 
-    Returns: `(B, D)` tensor.
+    Returns:
+        `(B, D)` tensor.
 
     Raises:
         ValueError: if a size is not a positive integer, or the heads do not divide the
             width.
 
     Source: Zhai et al. 2022 (Scaling Vision Transformers), section 3.3.
+
+    Examples:
+        >>> tokens = np.random.normal(size=(2, 16, 32))
+        >>> ksm.layers.AttentionPooling(num_heads=4, mlp_dim=64)(tokens).shape
+        (2, 32)
     """
 
     def __init__(
         self,
-        num_heads,
-        mlp_dim,
-        use_qk_norm=False,
-        activation="gelu_tanh",
-        layer_norm_epsilon=1e-6,
+        num_heads: int,
+        mlp_dim: int,
+        use_qk_norm: bool = False,
+        activation: str = "gelu_tanh",
+        layer_norm_epsilon: float = 1e-6,
         **kwargs,
     ):
         super().__init__(**kwargs)

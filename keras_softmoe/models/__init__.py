@@ -1,4 +1,14 @@
-"""Models: backbones, tasks and their preprocessing, on KerasHub's classes."""
+"""Models: backbones, tasks and their preprocessing, on KerasHub's classes.
+
+What the examples of this room go on from:
+
+    >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
+    >>> images, labels = ksm.datasets.glyphs(8, image_size=32)
+    >>> scenes, captions, *_ = ksm.datasets.captioned_shapes(8)
+    >>> limoe = ksm.models.LIMoEContrastive.from_preset(
+    ...     "limoe_tiny_patch4_8e_32_shapes"
+    ... )
+"""
 
 from keras_softmoe.catalogue import every_n as every_n
 from keras_softmoe.catalogue import last_n as last_n

@@ -15,7 +15,7 @@ from keras_softmoe.layers import ExpertBank
 from keras_softmoe.layers.lora import merge_lora as merge_lora_of_layer
 
 
-def merge_lora(model):
+def merge_lora(model) -> list:
     """Fold the factors of LoRA into the kernels, in all layers of a model.
 
     The model computes the same, with ordinary layers: expert banks, and those of Keras
@@ -33,12 +33,12 @@ def merge_lora(model):
     Returns:
         list of str, the paths of the layers that had factors.
 
-    Example:
-
-    >>> model.backbone.enable_lora(4)
-    >>> model.compile("adam")
-    >>> model.fit(images, labels)
-    >>> ksm.models.merge_lora(model)
+    Examples:
+        >>> model = ksm.models.ViTMoEBackbone((32, 32, 3), 8, 1, 2, 32, 64)
+        >>> model.enable_lora(
+        ...     4
+        ... )  # then train it, for example with `fit` of a classifier
+        >>> ksm.models.merge_lora(model)
     """
     layers = flatten_layers(model)
     adapted = [layer for layer in layers if _has_factors(layer)]

@@ -356,10 +356,9 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             ValueError: if the name is unknown (the message offers the nearest), the
                 preset has no weights, or a file is missing, damaged or foreign.
 
-        Example:
-
-        >>> name = "limoe_tiny_patch4_8e_32_shapes"
-        >>> model = ksm.models.LIMoEContrastive.from_preset(name)
+        Examples:
+            >>> name = "limoe_tiny_patch4_8e_32_shapes"
+            >>> model = ksm.models.LIMoEContrastive.from_preset(name)
         """
         # The decorator of the class has found the directory of the preset.
         folder = Path(preset)
@@ -406,11 +405,11 @@ class LIMoEContrastive(ContrastiveTask):
 
     Source: LIMoE, section 2.
 
-    Example:
-
-    >>> model = ksm.models.LIMoEContrastive(backbone, preprocessor)
-    >>> model.fit(images, captions, batch_size=128, epochs=10)
-    >>> model.zero_shot(images, ["red circle", "blue star"], ["a {}"]).argmax(-1)
+    Examples:
+        >>> model = ksm.models.LIMoEContrastive(limoe.backbone, limoe.preprocessor)
+        >>> model.fit(scenes, captions, batch_size=8, epochs=1)
+        >>> model.zero_shot(scenes, ["red circle", "blue star"], ["a {}"]).shape
+        (8, 2)
     """
 
     backbone_cls = LIMoEBackbone
@@ -427,12 +426,25 @@ class TwoTowerContrastive(ContrastiveTask):
         compile: bool, whether to compile at once with the defaults of `compile`.
         name: str or `None`, name of the model.
 
-    Returns: as `LIMoEContrastive`.
+    Returns:
+        as `LIMoEContrastive`.
 
     Raises:
         ValueError: if texts of the preprocessor and the backbone differ in length.
 
     Source: Soft MoE, section 4.
+
+    Examples:
+        >>> towers = ksm.models.TwoTowerBackbone(
+        ...     ksm.models.ViTMoEBackbone((32, 32, 3), 8, 1, 2, 32, 64),
+        ...     ksm.models.TextMoEBackbone(400, 16, 1, 2, 32, 64),
+        ... )
+        >>> preprocessor = ksm.models.TwoTowerPreprocessor(
+        ...     limoe.preprocessor.tokenizer, ksm.models.LIMoEImageConverter((32, 32))
+        ... )
+        >>> model = ksm.models.TwoTowerContrastive(towers, preprocessor)
+        >>> model.encode_text(captions).shape
+        (8, 32)
     """
 
     backbone_cls = TwoTowerBackbone

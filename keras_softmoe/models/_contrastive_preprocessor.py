@@ -20,6 +20,11 @@ class LIMoEImageConverter(ViTMoEImageConverter):
     """Resizes images and maps pixels from `[0, 255]` to `[-1, 1]`.
 
     As `ViTMoEImageConverter`, for the presets of `LIMoEBackbone`.
+
+    Examples:
+        >>> converter = ksm.models.LIMoEImageConverter(image_size=(32, 32))
+        >>> converter(np.full((2, 48, 48, 3), 255, "float32")).shape
+        (2, 32, 32, 3)
     """
 
     backbone_cls = LIMoEBackbone
@@ -39,11 +44,11 @@ class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
             `datasets.train_vocabulary`.
         **kwargs: as in `keras_hub.tokenizers.SentencePieceTokenizer`.
 
-    Example:
-
-    >>> proto = ksm.datasets.train_vocabulary(captions, vocabulary_size=400)
-    >>> tokenizer = ksm.models.LIMoETokenizer(proto)
-    >>> tokenizer(["a red circle"])
+    Examples:
+        >>> captions = ksm.datasets.captioned_shapes(2_000).captions
+        >>> proto = ksm.datasets.train_vocabulary(captions, vocabulary_size=100)
+        >>> tokenizer = ksm.models.LIMoETokenizer(proto)
+        >>> tokenizer(["a red circle"])
     """
 
     backbone_cls = LIMoEBackbone
@@ -67,12 +72,13 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
         **kwargs: as in `keras_hub.models.Preprocessor`.
 
     Call arguments:
-        x: images `(B, height, width, channels)` from 0 to 255.
-        y: `B` captions, str, or `(B, sequence_length)` int token ids.
-        sample_weight: must be `None`.
+        - `x`: images `(B, height, width, channels)` from 0 to 255.
+        - `y`: `B` captions, str, or `(B, sequence_length)` int token ids.
+        - `sample_weight`: must be `None`.
 
-    Returns: dict of `"images"` in `[-1, 1]` and `"token_ids"` `(B, sequence_length)`
-        int32, what the backbone takes.
+    Returns:
+        dict of `"images"` in `[-1, 1]` and `"token_ids"` `(B, sequence_length)` int32,
+        what the backbone takes.
 
     Raises:
         ValueError: if a caption is empty, or longer than the sequence and not to be
@@ -202,13 +208,14 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
 
     Source: LIMoE, appendix A (16 tokens; images in `[-1, 1]`).
 
-    Example:
-
-    >>> preprocessor = ksm.models.LIMoEPreprocessor(
-    ...     ksm.models.LIMoETokenizer(proto), ksm.models.LIMoEImageConverter((32, 32))
-    ... )
-    >>> preprocessor(images, ["a red circle", "two blue stars"])["token_ids"].shape
-    (2, 16)
+    Examples:
+        >>> preprocessor = ksm.models.LIMoEPreprocessor(
+        ...     limoe.preprocessor.tokenizer, ksm.models.LIMoEImageConverter((32, 32))
+        ... )
+        >>> preprocessor(scenes[:2], ["a red circle", "two blue stars"])[
+        ...     "token_ids"
+        ... ].shape
+        (2, 16)
     """
 
     backbone_cls = LIMoEBackbone
@@ -221,6 +228,15 @@ class TwoTowerPreprocessor(ContrastivePreprocessor):
     """Prepares pairs of image and caption for `TwoTowerContrastive`.
 
     Takes what `LIMoEPreprocessor` takes.
+
+    Examples:
+        >>> preprocessor = ksm.models.TwoTowerPreprocessor(
+        ...     limoe.preprocessor.tokenizer, ksm.models.LIMoEImageConverter((32, 32))
+        ... )
+        >>> preprocessor(scenes[:2], ["a red circle", "two blue stars"])[
+        ...     "token_ids"
+        ... ].shape
+        (2, 16)
     """
 
     backbone_cls = TwoTowerBackbone

@@ -1,6 +1,7 @@
 """One sparse tower for images and text: LIMoE and its dense twins."""
 
 import keras
+from numpy.typing import ArrayLike
 
 from keras_softmoe.layers.embedding import checked_image_shape, pair, patch_grid
 from keras_softmoe.layers.parts import PairParts
@@ -76,45 +77,51 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
     Source: LIMoE, section 2 and appendix A. Groups of 32 pairs are as good as the whole
     batch, smaller ones are not (appendix E.5).
 
-    Example:
-
-    >>> backbone = ksm.models.LIMoEBackbone(
-    ...     image_shape=(32, 32, 3), patch_size=8, vocabulary_size=500,
-    ...     sequence_length=16, num_layers=4, num_heads=4, hidden_dim=64, mlp_dim=128,
-    ...     moe_layers=(1, 3), router=ksm.routers.LIMoERouter(num_experts=8),
-    ... )
-    >>> pairs = {
-    ...     "images": np.zeros((2, 32, 32, 3)),
-    ...     "token_ids": np.zeros((2, 16), "int32"),
-    ... }
-    >>> backbone.predict(pairs)["image_embedding"].shape
-    (2, 512)
+    Examples:
+        >>> backbone = ksm.models.LIMoEBackbone(
+        ...     image_shape=(32, 32, 3),
+        ...     patch_size=8,
+        ...     vocabulary_size=500,
+        ...     sequence_length=16,
+        ...     num_layers=2,
+        ...     num_heads=2,
+        ...     hidden_dim=32,
+        ...     mlp_dim=64,
+        ...     moe_layers=(1,),
+        ...     router=ksm.routers.LIMoERouter(num_experts=8),
+        ... )
+        >>> pairs = {
+        ...     "images": np.zeros((2, 32, 32, 3)),
+        ...     "token_ids": np.ones((2, 16), "int32"),
+        ... }
+        >>> backbone(pairs)["image_embedding"].shape
+        (2, 512)
     """
 
     def __init__(
         self,
         image_shape,
         patch_size,
-        vocabulary_size,
-        sequence_length,
-        num_layers,
-        num_heads,
-        hidden_dim,
-        mlp_dim,
-        moe_layers=(),
+        vocabulary_size: int,
+        sequence_length: int,
+        num_layers: int,
+        num_heads: int,
+        hidden_dim: int,
+        mlp_dim: int,
+        moe_layers: tuple = (),
         router=None,
-        embedding_dim=512,
-        image_pooling="gap",
-        text_pooling="gap",
-        logit_scale=10.0,
-        logit_bias=None,
-        mask_padding=False,
-        use_qk_norm=False,
-        dropout_rate=0.0,
-        group_images=32,
+        embedding_dim: int = 512,
+        image_pooling: str = "gap",
+        text_pooling: str = "gap",
+        logit_scale: float = 10.0,
+        logit_bias: float | None = None,
+        mask_padding: bool = False,
+        use_qk_norm: bool = False,
+        dropout_rate: float = 0.0,
+        group_images: int | None = 32,
         dtype=None,
-        name=None,
-        trainable=True,
+        name: str | None = None,
+        trainable: bool = True,
         **moe_settings,
     ):
         arguments = {
@@ -193,7 +200,9 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         self.keep_arguments(parts.encoder, **arguments)
         self.patch_grid = patch_grid(self.image_shape, self.patch_size)
 
-    def route(self, images=None, token_ids=None):
+    def route(
+        self, images: ArrayLike | None = None, token_ids: ArrayLike | None = None
+    ) -> dict:
         """What the routers decide for a batch of pairs, or for one modality alone.
 
         Args:
@@ -208,10 +217,9 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         Raises:
             ValueError: if both are missing or of another shape than the model's.
 
-        Example:
-
-        >>> decisions = backbone.route(images, token_ids)
-        >>> decisions[1].summary["load"]  # (G, E)
+        Examples:
+            >>> decisions = backbone.route(pairs["images"], pairs["token_ids"])
+            >>> decisions[1].summary["load"].shape  # (G, E)
         """
         check_pairs(self, images, token_ids)
         inputs = {"image": images, "text": token_ids}

@@ -54,10 +54,9 @@ Raises:
         no weights, or a file is missing, damaged or foreign.
     TypeError: if there is no such argument (the message offers the nearest).
 
-Example:
-
->>> name = "soft_moe_small_patch16_128e_224"
->>> backbone = ksm.models.ViTMoEBackbone.from_preset(name, load_weights=False)
+Examples:
+    >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
+    >>> backbone = ksm.models.ViTMoEBackbone.from_preset(name, load_weights=False)
 """
 
 _SAVE_TO_PRESET = """Save as a preset directory. If that fails, an existing one is kept.

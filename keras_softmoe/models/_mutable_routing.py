@@ -68,11 +68,13 @@ class MutableRouting:
         those in training, "layer-wise" too (appendix E.3). Groups: V-MoE, appendix E.7;
         LIMoE, appendix E.5.
 
-        Example:
-
-        >>> model.set_routing(priority="max", capacity_factor=0.5)
-        >>> model.set_routing(layers=[3], num_selected_experts=1)
-        >>> model.set_routing(group_images=8)
+        Examples:
+            >>> model = ksm.models.ViTMoEImageClassifier.from_preset(
+            ...     "vmoe_tiny_patch4_16e_32_glyphs"
+            ... )
+            >>> model.set_routing(priority="max", capacity_factor=0.5)
+            >>> model.set_routing(layers=[3], num_selected_experts=2)
+            >>> model.set_routing(group_images=8)
         """
         routers, chosen = self.routers, layers
         if layers is None:

@@ -35,9 +35,10 @@ class PairEncoding:
         Source: LIMoE, appendix D.1: experts have more room, since images alone do not
         use all of them (`single_modality_capacity_factor` of the router).
 
-        Example:
-
-        >>> model.encode_image(images) @ model.encode_text(captions).T
+        Examples:
+            >>> similarity = limoe.encode_image(scenes) @ limoe.encode_text(captions).T
+            >>> similarity.shape
+            (8, 8)
         """
         images, channels = as_arrays(images), self.backbone.image_shape[-1]
         self.check_input(images)
@@ -139,10 +140,10 @@ class PairEncoding:
 
         Source: as `class_embeddings`.
 
-        Example:
-
-        >>> scores = model.zero_shot(images, ["red circle", "blue star"], ["a {}"])
-        >>> scores.argmax(-1)
+        Examples:
+            >>> scores = limoe.zero_shot(scenes, ["red circle", "blue star"], ["a {}"])
+            >>> scores.argmax(-1).shape
+            (8,)
         """
         classes = self.class_embeddings(class_names, templates)
         return self.encode_image(images, batch_size, verbose) @ classes.T

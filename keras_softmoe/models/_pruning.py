@@ -10,7 +10,9 @@ from keras_softmoe.routers import LIMoERouter
 METHODS = ("router_pred", "router_drop")
 
 
-def prune_experts(model, usage, num_experts, method="router_pred"):
+def prune_experts(
+    model: keras.Model, usage: dict, num_experts: int, method: str = "router_pred"
+):
     """A smaller backbone with only the experts that a modality uses most.
 
     Meant for encoding images alone or text alone: text above all uses few experts. The
@@ -40,13 +42,13 @@ def prune_experts(model, usage, num_experts, method="router_pred"):
     Source: LIMoE, appendix E.4. With most experts pruned `"router_pred"` does better
     (figure 14).
 
-    Example:
-
-    >>> statistics = ksm.analysis.modality_statistics(model, None, captions)
-    >>> usage = {layer: s.routed["text"] for layer, s in statistics.items()}
-    >>> pruned = ksm.models.prune_experts(model, usage, num_experts=4)
-    >>> text_model = ksm.models.LIMoEContrastive(pruned, model.preprocessor)
-    >>> text_model.encode_text(captions)
+    Examples:
+        >>> statistics = ksm.analysis.modality_statistics(limoe, None, captions)
+        >>> usage = {layer: s.routed["text"] for layer, s in statistics.items()}
+        >>> pruned = ksm.models.prune_experts(limoe, usage, num_experts=4)
+        >>> text_model = ksm.models.LIMoEContrastive(pruned, limoe.preprocessor)
+        >>> text_model.encode_text(captions).shape
+        (8, 128)
     """
     backbone = getattr(model, "backbone", model)
     check_choice("method", method, METHODS)

@@ -52,33 +52,36 @@ class TextMoEBackbone(MoEBackbone):
 
     Source: Soft MoE, section 4 (text tower of the contrastive models).
 
-    Example:
-
-    >>> text_backbone = ksm.models.TextMoEBackbone(
-    ...     vocabulary_size=500, sequence_length=16, num_layers=4, num_heads=4,
-    ...     hidden_dim=64, mlp_dim=128,
-    ... )
-    >>> text_backbone.predict(np.zeros((2, 16), "int32"))["pooled_output"].shape
-    (2, 64)
+    Examples:
+        >>> text_backbone = ksm.models.TextMoEBackbone(
+        ...     vocabulary_size=500,
+        ...     sequence_length=16,
+        ...     num_layers=2,
+        ...     num_heads=2,
+        ...     hidden_dim=32,
+        ...     mlp_dim=64,
+        ... )
+        >>> text_backbone(np.ones((2, 16), "int32"))["pooled_output"].shape
+        (2, 32)
     """
 
     def __init__(
         self,
-        vocabulary_size,
-        sequence_length,
-        num_layers,
-        num_heads,
-        hidden_dim,
-        mlp_dim,
-        moe_layers=(),
+        vocabulary_size: int,
+        sequence_length: int,
+        num_layers: int,
+        num_heads: int,
+        hidden_dim: int,
+        mlp_dim: int,
+        moe_layers: tuple = (),
         router=None,
-        pooling="last",
-        mask_padding=False,
-        use_qk_norm=False,
-        dropout_rate=0.0,
+        pooling: str = "last",
+        mask_padding: bool = False,
+        use_qk_norm: bool = False,
+        dropout_rate: float = 0.0,
         dtype=None,
-        name=None,
-        trainable=True,
+        name: str | None = None,
+        trainable: bool = True,
         **moe_settings,
     ):
         arguments = {

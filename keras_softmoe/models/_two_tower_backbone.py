@@ -46,29 +46,34 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
     Source: Soft MoE, section 4. Unlike in its released code, balancing losses of
     experts in the towers are trained: `fit` adds them to the contrastive loss.
 
-    Example:
-
-    >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
-    >>> backbone = ksm.models.TwoTowerBackbone(
-    ...     ksm.models.ViTMoEBackbone.from_preset(name),
-    ...     text_backbone,
-    ...     text_projection_dim=96,
-    ...     freeze_image=True,
-    ... )
+    Examples:
+        >>> backbone = ksm.models.TwoTowerBackbone(
+        ...     ksm.models.ViTMoEBackbone.from_preset(name),
+        ...     ksm.models.TextMoEBackbone(
+        ...         vocabulary_size=500,
+        ...         sequence_length=16,
+        ...         num_layers=2,
+        ...         num_heads=2,
+        ...         hidden_dim=32,
+        ...         mlp_dim=64,
+        ...     ),
+        ...     text_projection_dim=96,
+        ...     freeze_image=True,
+        ... )
     """
 
     def __init__(
         self,
-        image_backbone,
-        text_backbone,
-        image_projection_dim=None,
+        image_backbone: keras.Model,
+        text_backbone: keras.Model,
+        image_projection_dim: int | None = None,
         text_projection_dim=None,
-        freeze_image=False,
-        logit_scale=10.0,
-        logit_bias=None,
+        freeze_image: bool = False,
+        logit_scale: float = 10.0,
+        logit_bias: float | None = None,
         dtype=None,
-        name=None,
-        trainable=True,
+        name: str | None = None,
+        trainable: bool = True,
     ):
         # === Layers ===
         check_kind("image_backbone", image_backbone, ViTMoEBackbone)

@@ -9,6 +9,7 @@ from keras_softmoe.layers.pooling import pool
 from keras_softmoe.models._backbone import MoEBackbone
 from keras_softmoe.models._size import check_size
 from keras_softmoe.models.arguments import check_images, offer_names
+from keras_softmoe.types import Tensor
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -67,41 +68,45 @@ class ViTMoEBackbone(MoEBackbone):
 
     Source: V-MoE, section 2; Soft MoE, section 2.
 
-    Example:
-
-    >>> backbone = ksm.models.ViTMoEBackbone(
-    ...     image_shape=(32, 32, 3), patch_size=4, num_layers=4, num_heads=4,
-    ...     hidden_dim=64, mlp_dim=128, moe_layers=(2, 3),
-    ...     router=ksm.routers.SoftRouter(num_experts=16, slots_per_expert=4),
-    ...     pooling="gap",
-    ... )
-    >>> backbone.predict(np.zeros((2, 32, 32, 3)))["pooled_output"].shape
-    (2, 64)
+    Examples:
+        >>> backbone = ksm.models.ViTMoEBackbone(
+        ...     image_shape=(32, 32, 3),
+        ...     patch_size=8,
+        ...     num_layers=2,
+        ...     num_heads=2,
+        ...     hidden_dim=32,
+        ...     mlp_dim=64,
+        ...     moe_layers=(1,),
+        ...     router=ksm.routers.SoftRouter(num_experts=4, slots_per_expert=4),
+        ...     pooling="gap",
+        ... )
+        >>> backbone(np.zeros((2, 32, 32, 3)))["pooled_output"].shape
+        (2, 32)
     """
 
     def __init__(
         self,
         image_shape,
         patch_size,
-        num_layers,
-        num_heads,
-        hidden_dim,
-        mlp_dim,
-        moe_layers=(),
+        num_layers: int,
+        num_heads: int,
+        hidden_dim: int,
+        mlp_dim: int,
+        moe_layers: tuple = (),
         router=None,
-        pooling="token",
-        position_embedding="learned",
-        use_qk_norm=False,
-        representation_dim=None,
-        dropout_rate=0.0,
-        position_resampling="bilinear",
-        num_registers=0,
-        activation="gelu_tanh",
-        layer_norm_epsilon=1e-6,
-        layer_scale=None,
+        pooling: str = "token",
+        position_embedding: str = "learned",
+        use_qk_norm: bool = False,
+        representation_dim: int | None = None,
+        dropout_rate: float = 0.0,
+        position_resampling: str = "bilinear",
+        num_registers: int = 0,
+        activation: str = "gelu_tanh",
+        layer_norm_epsilon: float = 1e-6,
+        layer_scale: float | None = None,
         dtype=None,
-        name=None,
-        trainable=True,
+        name: str | None = None,
+        trainable: bool = True,
         **moe_settings,
     ):
         arguments = {
@@ -156,7 +161,7 @@ class ViTMoEBackbone(MoEBackbone):
         self.keep_arguments(parts.encoder, **arguments)
         self.patch_grid = patch_grid(self.image_shape, self.patch_size)
 
-    def route(self, images):
+    def route(self, images: Tensor) -> dict:
         """What the routers decide for a batch of images.
 
         Args:
@@ -168,10 +173,12 @@ class ViTMoEBackbone(MoEBackbone):
         Raises:
             ValueError: if the images have another shape than the model's.
 
-        Example:
-
-        >>> decisions = backbone.route(images)
-        >>> decisions[3].routing.dispatch  # (B, S, E, C) in a soft router's block
+        Examples:
+            >>> decisions = backbone.route(np.zeros((2, 32, 32, 3)))
+            >>> decisions[
+            ...     1
+            ... ].routing.dispatch.shape  # (B, S, E, C) in a soft router's block
+            (2, 16, 4, 4)
         """
         check_images(images, self.image_shape)
         images = ops.convert_to_tensor(images, self.input.dtype)

@@ -3,6 +3,7 @@
 import keras
 import keras_hub
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_softmoe import catalogue
 from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
@@ -60,11 +61,18 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
         ValueError: if an argument is not among the accepted values.
 
     Source: V-MoE's released code (value range).
+
+    Examples:
+        >>> converter = ksm.models.ViTMoEImageConverter(image_size=(32, 32))
+        >>> converter(np.full((2, 48, 48, 3), 255, "float32")).shape
+        (2, 32, 32, 3)
     """
 
     backbone_cls = ViTMoEBackbone
 
-    def __init__(self, image_size=None, scale=1.0 / 127.5, offset=-1.0, **kwargs):
+    def __init__(
+        self, image_size=None, scale=1.0 / 127.5, offset: float = -1.0, **kwargs
+    ):
         check_resizing(image_size, scale, offset, **kwargs)
         super().__init__(image_size=image_size, scale=scale, offset=offset, **kwargs)
         # It has no weights, but `quantize` refuses a model with an unbuilt layer.
@@ -82,6 +90,12 @@ class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreproce
     Args:
         image_converter: `ViTMoEImageConverter` or `None`.
         **kwargs: as in `keras_hub.models.ImageClassifierPreprocessor`.
+
+    Examples:
+        >>> converter = ksm.models.ViTMoEImageConverter(image_size=(32, 32))
+        >>> preprocessor = ksm.models.ViTMoEImageClassifierPreprocessor(converter)
+        >>> preprocessor(np.full((2, 48, 48, 3), 255, "float32")).shape
+        (2, 32, 32, 3)
     """
 
     backbone_cls = ViTMoEBackbone
@@ -121,16 +135,25 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
 
     Source: V-MoE, section 2.1. The head starts from zeros, as in its released code.
 
-    Example:
-
-    >>> classifier = ksm.models.ViTMoEImageClassifier(
-    ...     backbone,
-    ...     num_classes=10,
-    ...     preprocessor=ksm.models.ViTMoEImageClassifierPreprocessor(
-    ...         ksm.models.ViTMoEImageConverter(image_size=(32, 32))
-    ...     ),
-    ... )
-    >>> classifier.fit(images, labels, epochs=3)
+    Examples:
+        >>> backbone = ksm.models.ViTMoEBackbone(
+        ...     image_shape=(32, 32, 3),
+        ...     patch_size=8,
+        ...     num_layers=2,
+        ...     num_heads=2,
+        ...     hidden_dim=32,
+        ...     mlp_dim=64,
+        ...     moe_layers=(1,),
+        ...     router=ksm.routers.SoftRouter(num_experts=4),
+        ... )
+        >>> classifier = ksm.models.ViTMoEImageClassifier(
+        ...     backbone,
+        ...     num_classes=179,
+        ...     preprocessor=ksm.models.ViTMoEImageClassifierPreprocessor(
+        ...         ksm.models.ViTMoEImageConverter(image_size=(32, 32))
+        ...     ),
+        ... )
+        >>> classifier.fit(images, labels, epochs=1)
     """
 
     backbone_cls = ViTMoEBackbone
@@ -138,14 +161,14 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
 
     def __init__(
         self,
-        backbone,
-        num_classes,
+        backbone: keras.Model,
+        num_classes: int,
         preprocessor=None,
         activation=None,
-        dropout=0.0,
+        dropout: float = 0.0,
         head_dtype=None,
-        compile=True,
-        name=None,
+        compile: bool = True,
+        name: str | None = None,
     ):
         check_kind("backbone", backbone, self.backbone_cls)
         check_whole_numbers(1, num_classes=num_classes)
@@ -185,7 +208,14 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         register_parameters(self)
         check_model(self)
 
-    def compile(self, optimizer="auto", loss="auto", *, metrics="auto", **kwargs):
+    def compile(
+        self,
+        optimizer: str = "auto",
+        loss: str = "auto",
+        *,
+        metrics: str = "auto",
+        **kwargs,
+    ):
         """Configure training, as `keras_hub.models.ImageClassifier.compile` does.
 
         A cross-entropy given by its name is that of the logits, unless the model has
@@ -235,10 +265,11 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
             ValueError: if the name is unknown (the message offers the nearest), the
                 preset has no weights, or a file is missing, damaged or foreign.
 
-        Example:
-
-        >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
-        >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name, num_classes=10)
+        Examples:
+            >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
+            >>> model = ksm.models.ViTMoEImageClassifier.from_preset(
+            ...     name, num_classes=10
+            ... )
         """
         # The decorator of the class has found the directory of the preset.
         if "num_classes" not in kwargs:
@@ -267,11 +298,11 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         self,
         x=None,
         y=None,
-        batch_size=None,
-        sample_weight=None,
+        batch_size: int | None = None,
+        sample_weight: ArrayLike | None = None,
         validation_data=None,
-        validation_split=None,
-        shuffle=True,
+        validation_split: float | None = None,
+        shuffle: bool = True,
         **kwargs,
     ):
         """Train, as `keras.Model.fit` does.
@@ -329,7 +360,14 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
                 self, x, validation_data=validation_data, shuffle=False, **kwargs
             )
 
-    def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
+    def evaluate(
+        self,
+        x=None,
+        y=None,
+        batch_size: int | None = None,
+        sample_weight: ArrayLike | None = None,
+        **kwargs,
+    ):
         """Loss (without balancing losses) and metrics, as `keras.Model.evaluate` does.
 
         Args:
@@ -350,7 +388,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         with run_scope(self, trains=False):
             return keras.Model.evaluate(self, x, **kwargs)
 
-    def predict(self, x, batch_size=None, **kwargs):
+    def predict(self, x, batch_size: int | None = None, **kwargs):
         """Logits (or activations) of images.
 
         Args:

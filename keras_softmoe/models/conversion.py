@@ -1,5 +1,6 @@
 """From a checkpoint of another library to a model and to a preset directory."""
 
+import os
 from pathlib import Path
 
 from keras_softmoe.checkpoints import read_architecture, read_parameters
@@ -19,17 +20,17 @@ _LAYER_SCALE = 1e-5
 
 
 def convert_vmoe_checkpoint(
-    prefix,
-    preset_dir,
+    prefix: str | os.PathLike,
+    preset_dir: str | os.PathLike,
     image_shape=None,
     router=None,
-    group_images=None,
-    dispatch_dtype="bfloat16",
+    group_images: int | None = None,
+    dispatch_dtype: str = "bfloat16",
     pooling=None,
     position_embedding=None,
     preprocessor=None,
-    verbose=1,
-):
+    verbose: int = 1,
+) -> str:
     """Convert a checkpoint of a V-MoE or a Vision Transformer to a preset directory.
 
     Names and shapes of the parameters tell nearly all of the model: sizes, which
@@ -78,10 +79,9 @@ def convert_vmoe_checkpoint(
 
     Source: V-MoE's released code (names, format and settings of its checkpoints).
 
-    Example:
-
-    >>> ksm.converters.convert_vmoe_checkpoint("downloads/vmoe_b16", "my_vmoe_b16")
-    >>> model = ksm.models.ViTMoEImageClassifier.from_preset("my_vmoe_b16")
+    Examples:
+        >>> ksm.converters.convert_vmoe_checkpoint("downloads/vmoe_b16", "my_vmoe_b16")
+        >>> model = ksm.models.ViTMoEImageClassifier.from_preset("my_vmoe_b16")
     """
     target = Path(preset_dir)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

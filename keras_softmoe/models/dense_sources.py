@@ -34,7 +34,7 @@ _SETTINGS = ("activation", "layer_norm_epsilon", "position_resampling")
 _CHOICES = ("pooling", "position_embedding")
 
 
-def dense_model(source, image_shape=None, head=True, **changes):
+def dense_model(source, image_shape=None, head: bool = True, **changes):
     """A dense model of this library with the weights of a source.
 
     A source is one of these, or a preset name, a directory or a handle (`hf://...`,
@@ -72,10 +72,9 @@ def dense_model(source, image_shape=None, head=True, **changes):
         ValueError: if the source is unknown, cannot be fetched, or is a model that
             needs what ours do not have (DINOv3, CLIP, MLPs with gates).
 
-    Example:
-
-    >>> vit = ksm.converters.dense_model("vit_base_patch16_224_imagenet21k")
-    >>> vit.save_to_preset("my_vit_b16")
+    Examples:
+        >>> vit = ksm.converters.dense_model("vit_tiny_patch4_32_glyphs")
+        >>> vit.save_to_preset("my_vit")
     """
     check_names("`dense_model`", changes, ("num_heads", *_SETTINGS, *_CHOICES))
     model = own_model(source)
@@ -110,9 +109,8 @@ def image_preprocessor(source, image_size=None):
     Raises:
         ValueError: as `dense_model`.
 
-    Example:
-
-    >>> preprocessor = ksm.converters.image_preprocessor("dinov2_small", (224, 224))
+    Examples:
+        >>> preprocessor = ksm.converters.image_preprocessor("dinov2_small", (224, 224))
     """
     converter = ViTMoEImageConverter(image_size, **converter_settings(source))
     return ViTMoEImageClassifierPreprocessor(converter)

@@ -27,7 +27,9 @@ from keras_softmoe.models.vmoe_params import load_vmoe_params
 from keras_softmoe.sharding.variables import room_for
 
 
-def convert(name, prefix=None, verbose=1):
+def convert(
+    name: str, prefix: str | os.PathLike | None = None, verbose: int = 1
+) -> str:
     """Convert a released checkpoint to the preset of this name, once.
 
     `from_preset` does it when the preset is first loaded, downloading the checkpoint
@@ -53,12 +55,11 @@ def convert(name, prefix=None, verbose=1):
             fetched (the message says what to do by hand), or it is damaged or another
             model's.
 
-    Example:
-
-    >>> name = "vmoe_small_patch32_last2_8e_384_imagenet_light"
-    >>> prefix = "downloads/vmoe_s32_last2_ilsvrc2012_randaug_light1_ft_ilsvrc2012"
-    >>> ksm.presets.convert(name, prefix)
-    >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name)
+    Examples:
+        >>> name = "vmoe_small_patch32_last2_8e_384_imagenet_light"
+        >>> prefix = "downloads/vmoe_s32_last2_ilsvrc2012_randaug_light1_ft_ilsvrc2012"
+        >>> ksm.presets.convert(name, prefix)
+        >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name)
     """
     preset = catalogue.describe(name)
     if preset.kind != "convertible":

@@ -2,6 +2,7 @@
 
 import numpy as np
 from keras import ops
+from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
 from keras_softmoe.layers import MoE
@@ -22,14 +23,14 @@ _STARTS = ("copies", "clusters", "positions")
 
 def upcycle(
     dense,
-    moe_layers,
+    moe_layers: tuple,
     router,
-    start="copies",
-    images=None,
-    noise_std=0.0,
-    energy=0.99,
-    confidence=0.9,
-    seed=0,
+    start: str = "copies",
+    images: ArrayLike | None = None,
+    noise_std: float = 0.0,
+    energy: float = 0.99,
+    confidence: float = 0.9,
+    seed: int = 0,
     **moe_settings,
 ):
     """Turn a dense model into a mixture of experts that starts where it stands.
@@ -115,15 +116,17 @@ def upcycle(
     its loss, the distillation from a running average of the model with all experts in
     use, is a matter of training and left out. Positions are ours.
 
-    Example:
-
-    >>> router = ksm.routers.SoftmaxTokenChoiceRouter(
-    ...     8, num_selected_experts=2, capacity_factor=4.0, normalize_gates=True
-    ... )
-    >>> sparse = ksm.converters.upcycle(dense, moe_layers=(9, 11), router=router)
-    >>> clustered = ksm.converters.upcycle(
-    ...     dense, (9, 11), router, start="clusters", images=images
-    ... )
+    Examples:
+        >>> router = ksm.routers.SoftmaxTokenChoiceRouter(
+        ...     4, num_selected_experts=2, capacity_factor=4.0, normalize_gates=True
+        ... )
+        >>> sparse = ksm.converters.upcycle(
+        ...     classifier, moe_layers=(1, 3), router=router
+        ... )
+        >>> images, _ = ksm.datasets.glyphs(8, image_size=32)
+        >>> clustered = ksm.converters.upcycle(
+        ...     classifier, (1, 3), router, start="clusters", images=images
+        ... )
     """
     if not isinstance(getattr(dense, "backbone", dense), MoEBackbone):
         dense = dense_model(dense)

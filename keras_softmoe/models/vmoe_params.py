@@ -87,7 +87,7 @@ _WORDS = {
 }
 
 
-def load_vmoe_params(model, params, verbose=0):
+def load_vmoe_params(model, params: dict, verbose: int = 0):
     """Load parameters that carry the names of the V-MoE and Soft MoE code.
 
     Args:
@@ -102,9 +102,9 @@ def load_vmoe_params(model, params, verbose=0):
             of them; the model is then unchanged. Also if a number is not finite; the
             arrays before it are then in the model.
 
-    Example:
-
-    >>> ksm.converters.load_vmoe_params(backbone, dict(np.load("params.npz")))
+    Examples:
+        >>> np.savez("params.npz", **ksm.converters.to_vmoe_params(classifier))
+        >>> ksm.converters.load_vmoe_params(classifier, dict(np.load("params.npz")))
     """
     keys = {key.removeprefix("params/"): key for key in params}
     if isinstance(params, Checkpoint):
@@ -173,7 +173,7 @@ def _check_fit(named, shapes):
         )
 
 
-def to_vmoe_params(model):
+def to_vmoe_params(model) -> dict:
     """The model's parameters under the names of the V-MoE and Soft MoE code.
 
     Args:
@@ -184,6 +184,12 @@ def to_vmoe_params(model):
 
     Raises:
         ValueError: if the model has a variable that those names do not cover.
+
+    Examples:
+        >>> parameters = ksm.converters.to_vmoe_params(classifier)
+        >>> parameters["head/bias"].shape
+        (179,)
+        >>> np.savez("params.npz", **parameters)
     """
     return {
         name: np.reshape(ops.convert_to_numpy(variable), _array_shape(variable))

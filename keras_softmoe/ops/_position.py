@@ -3,8 +3,12 @@
 import numpy as np
 from keras import ops
 
+from keras_softmoe.types import Tensor
 
-def sincos_2d_table(height, width, hidden_dim, temperature=10000.0):
+
+def sincos_2d_table(
+    height: int, width: int, hidden_dim: int, temperature: float = 10000.0
+) -> np.ndarray:
     """Fixed two-dimensional sine and cosine position embeddings.
 
     For the patch in row `y` and column `x` and frequencies
@@ -26,6 +30,10 @@ def sincos_2d_table(height, width, hidden_dim, temperature=10000.0):
 
     Source: the fixed embeddings of Soft MoE's released code; Beyer et al. 2022
     (Better plain ViT baselines for ImageNet-1k).
+
+    Examples:
+        >>> ksm.ops.sincos_2d_table(4, 4, hidden_dim=32).shape
+        (16, 32)
     """
     if hidden_dim % 4 or hidden_dim < 8:
         raise ValueError(
@@ -40,7 +48,9 @@ def sincos_2d_table(height, width, hidden_dim, temperature=10000.0):
     return np.concatenate(parts, axis=1).astype("float32")
 
 
-def resample_position_grid(grid, height, width, resampling="bilinear"):
+def resample_position_grid(
+    grid: Tensor, height: int, width: int, resampling: str = "bilinear"
+) -> Tensor:
     """Resize a grid of position embeddings, as the code that they come from does.
 
     - `"bilinear"`, with aligned corners: corner patches keep their embeddings, entry
@@ -62,6 +72,11 @@ def resample_position_grid(grid, height, width, resampling="bilinear"):
 
     Source: V-MoE, section 4.4, after Dosovitskiy et al. 2021, section 3.2; for the
     cubic kernel, Keys 1981.
+
+    Examples:
+        >>> grid = np.random.normal(size=(4, 4, 32)).astype("float32")
+        >>> ksm.ops.resample_position_grid(grid, 8, 8).shape
+        (8, 8, 32)
     """
     grid = ops.convert_to_tensor(grid)
     rows = _INTERPOLATIONS[resampling](grid.shape[0], height)

@@ -30,6 +30,7 @@ from keras_softmoe.ops.choices import (
     take_rows,
     to_slots,
 )
+from keras_softmoe.types import Tensor
 
 
 class SlotRouting(NamedTuple):
@@ -41,6 +42,13 @@ class SlotRouting(NamedTuple):
         filled: `(G, E, C)` bool, whether a token is assigned to the slot.
         gate: `(G, E, C)` float, weight of the slot's output in the output of its
             token. 0 where the slot is empty.
+
+    Examples:
+        >>> token, filled = ksm.ops.identity(1, num_tokens=4, num_experts=2)
+        >>> gate = keras.ops.cast(filled, "float32")
+        >>> routing = ksm.ops.SlotRouting(token, filled, gate)
+        >>> routing.token.shape
+        (1, 2, 2)
     """
 
     token: Any
@@ -55,13 +63,19 @@ class DenseRouting(NamedTuple):
         dispatch: `(G, S, E, C)` float, weight of the token in the slot's input.
         combine: `(G, S, E, C)` float, weight of the slot's output in the token's
             output.
+
+    Examples:
+        >>> weights = np.full((1, 4, 2, 2), 0.25, "float32")
+        >>> routing = ksm.ops.DenseRouting(dispatch=weights, combine=weights)
+        >>> ksm.ops.dispatch(np.ones((1, 4, 8), "float32"), routing).shape
+        (1, 2, 2, 8)
     """
 
     dispatch: Any
     combine: Any
 
 
-def to_dense(routing, num_tokens):
+def to_dense(routing, num_tokens: int):
     """Write a routing as dispatch and combine weights.
 
     This is the definition of a `SlotRouting`: the dispatch weight is 1 where the
@@ -76,13 +90,12 @@ def to_dense(routing, num_tokens):
     Returns:
         `DenseRouting` with `(G, S, E, C)` tensors in the dtype of the gates.
 
-    Example:
-
-    >>> token, filled = ksm.ops.identity(1, num_tokens=4, num_experts=2)
-    >>> gate = keras.ops.cast(filled, "float32")
-    >>> dense = ksm.ops.to_dense(ksm.ops.SlotRouting(token, filled, gate), 4)
-    >>> dense.dispatch.shape
-    (1, 4, 2, 2)
+    Examples:
+        >>> token, filled = ksm.ops.identity(1, num_tokens=4, num_experts=2)
+        >>> gate = keras.ops.cast(filled, "float32")
+        >>> dense = ksm.ops.to_dense(ksm.ops.SlotRouting(token, filled, gate), 4)
+        >>> dense.dispatch.shape
+        (1, 4, 2, 2)
     """
     if isinstance(routing, DenseRouting):
         return routing
@@ -98,7 +111,7 @@ def to_dense(routing, num_tokens):
     return DenseRouting(dispatch, dispatch * ops.expand_dims(routing.gate, 1))
 
 
-def dispatch(tokens, routing, sharded=False):
+def dispatch(tokens: Tensor, routing, sharded: bool = False) -> Tensor:
     """Fill the experts' slots with tokens.
 
     Args:
@@ -112,6 +125,14 @@ def dispatch(tokens, routing, sharded=False):
     Returns:
         `(G, E, C, D)` tensor of slot inputs, in the dtype of `tokens`; for a
         `ChoiceRouting` `(G * S * K, D)`, its rows in their order.
+
+    Examples:
+        >>> token, filled = ksm.ops.identity(1, num_tokens=4, num_experts=2)
+        >>> routing = ksm.ops.SlotRouting(
+        ...     token, filled, keras.ops.cast(filled, "float32")
+        ... )
+        >>> ksm.ops.dispatch(np.ones((1, 4, 8), "float32"), routing).shape
+        (1, 2, 2, 8)
     """
     tokens = ops.convert_to_tensor(tokens)
     if isinstance(routing, ChoiceRouting):
@@ -133,7 +154,7 @@ def dispatch(tokens, routing, sharded=False):
     return _experts_first(slots * ops.expand_dims(filled, -1))
 
 
-def combine(outputs, routing, num_tokens, sharded=False):
+def combine(outputs: Tensor, routing, num_tokens: int, sharded: bool = False):
     """Bring the experts' outputs back to the tokens.
 
     Args:
@@ -147,6 +168,14 @@ def combine(outputs, routing, num_tokens, sharded=False):
         `(G, S, D)` tensor in the dtype of `outputs`: for each token the sum of the
         slot outputs weighted by their gates (Soft MoE equation 2). A token in no slot
         gets zeros.
+
+    Examples:
+        >>> token, filled = ksm.ops.identity(1, num_tokens=4, num_experts=2)
+        >>> routing = ksm.ops.SlotRouting(
+        ...     token, filled, keras.ops.cast(filled, "float32")
+        ... )
+        >>> ksm.ops.combine(np.ones((1, 2, 2, 8), "float32"), routing, 4).shape
+        (1, 4, 8)
     """
     outputs = ops.convert_to_tensor(outputs)
     if isinstance(routing, ChoiceRouting):

@@ -8,6 +8,7 @@ every expert receives `S / E`, so no expert can be everybody's favourite. Paddin
 from keras import ops
 
 from keras_softmoe.ops.backend import compiled_on_jax, top_values
+from keras_softmoe.types import Tensor
 
 # Stands for minus infinity where a true one would turn into NaN (inf - inf).
 _NEVER = -1e30
@@ -17,7 +18,9 @@ _NEVER = -1e30
 _SCALINGS = 4
 
 
-def sinkhorn_plan(logits, num_iterations=20, valid=None):
+def sinkhorn_plan(
+    logits: Tensor, num_iterations: int = 20, valid: Tensor | None = None
+) -> Tensor:
     """Entropy-regularized transport plan, by Sinkhorn's iterations.
 
     The plan `P` maximizes `<P, logits> + entropy(P)` over all plans. Each iteration
@@ -38,6 +41,12 @@ def sinkhorn_plan(logits, num_iterations=20, valid=None):
         ValueError: if `num_iterations` is under one.
 
     Source: router study, section 2 ("Sinkhorn Token Choice").
+
+    Examples:
+        >>> logits = np.random.normal(size=(1, 16, 4)).astype("float32")
+        >>> plan = np.asarray(ksm.ops.sinkhorn_plan(logits))
+        >>> bool(abs(plan.sum(axis=2) - 1).max() < 1e-5)  # each token gives all it has
+        True
     """
     _check_num_iterations(num_iterations)
     return _sinkhorn_plan(ops.convert_to_tensor(logits), num_iterations, valid)
@@ -78,15 +87,15 @@ def _sinkhorn_plan(logits, num_iterations, valid):
 
 
 def sparse_transport_plan(
-    scores,
-    capacity,
-    num_iterations=20,
-    learning_rate=0.01,
-    tolerance=1e-3,
-    valid=None,
-    sharded=False,
-    limit=None,
-):
+    scores: Tensor,
+    capacity: int,
+    num_iterations: int = 20,
+    learning_rate: float = 0.01,
+    tolerance: float = 1e-3,
+    valid: Tensor | None = None,
+    sharded: bool = False,
+    limit: Tensor | None = None,
+) -> Tensor:
     """Transport plan in which an expert receives at most `capacity` tokens.
 
     The plan `P` minimizes `-<P, scores> + |P|^2 / 2` over all plans with at most
@@ -116,6 +125,12 @@ def sparse_transport_plan(
         ValueError: if `capacity` or `num_iterations` is under one.
 
     Source: router study, section 2 ("Sparsity-constrained Expert Choice").
+
+    Examples:
+        >>> scores = np.random.uniform(size=(1, 16, 4)).astype("float32")
+        >>> plan = np.asarray(ksm.ops.sparse_transport_plan(scores, capacity=4))
+        >>> bool(((plan > 0).sum(axis=1) <= 4).all())
+        True
     """
     _check_num_iterations(num_iterations)
     if capacity < 1:

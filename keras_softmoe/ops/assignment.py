@@ -12,19 +12,20 @@ from keras import ops
 
 from keras_softmoe.checks import check_choice
 from keras_softmoe.ops.backend import take_along, top_indices
+from keras_softmoe.types import Tensor
 
 PRIORITIES = ("position", "max", "sum", "pair", "random")
 
 
 def token_choice(
-    scores,
-    num_selected_experts,
-    capacity,
-    priority="position",
-    valid=None,
-    keep_fraction=1.0,
+    scores: Tensor,
+    num_selected_experts: int,
+    capacity: int,
+    priority: str = "position",
+    valid: Tensor | None = None,
+    keep_fraction: float = 1.0,
     seed=None,
-    sharded=False,
+    sharded: bool = False,
 ):
     """Every token chooses its best experts, as long as they have free slots.
 
@@ -65,12 +66,11 @@ def token_choice(
     Source: V-MoE, section 4.1 and appendix C.1 (algorithms 1 to 3; "sum" and "pair"
     are described below algorithm 2).
 
-    Example:
-
-    >>> scores = np.array([[[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]], "float32")
-    >>> token, filled = ksm.ops.token_choice(scores, 1, capacity=1)
-    >>> token[0, :, 0]  # token 1 is dropped: expert 0 is full
-    [0, 2]
+    Examples:
+        >>> scores = np.array([[[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]], "float32")
+        >>> token, filled = ksm.ops.token_choice(scores, 1, capacity=1)
+        >>> np.asarray(token)[0, :, 0]  # token 1 is dropped: expert 0 is full
+        array([0, 2], dtype=int32)
     """
     scores = ops.convert_to_tensor(scores)
     check_num_selected_experts(num_selected_experts, scores.shape[-1])
@@ -163,7 +163,9 @@ def kept_tokens(scores, chosen, priority, keep_fraction, valid=None, seed=None):
     return _best_tokens(chosen, rank, keep_fraction, valid, sharded=False)
 
 
-def expert_choice(scores, capacity, valid=None, sharded=False):
+def expert_choice(
+    scores: Tensor, capacity: int, valid: Tensor | None = None, sharded: bool = False
+):
     """Every expert chooses its best tokens.
 
     A token may be chosen by several experts or by none; no slot stays empty unless
@@ -184,6 +186,12 @@ def expert_choice(scores, capacity, valid=None, sharded=False):
         ValueError: if `capacity` is under one or over `S`.
 
     Source: Soft MoE, section 3 ("Experts Choice"); router study, section 2.
+
+    Examples:
+        >>> scores = np.array([[[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]], "float32")
+        >>> token, filled = ksm.ops.expert_choice(scores, capacity=2)
+        >>> np.asarray(token)[0]  # expert 1 takes token 1 as well
+        array([[0, 1], [2, 1]], dtype=int32)
     """
     scores = ops.convert_to_tensor(scores)
     num_tokens = scores.shape[1]
@@ -214,7 +222,7 @@ def expert_choice(scores, capacity, valid=None, sharded=False):
     return ops.where(filled, token, 0), filled
 
 
-def identity(num_groups, num_tokens, num_experts):
+def identity(num_groups: int, num_tokens: int, num_experts: int):
     """Assign tokens to experts in turn, whatever they hold.
 
     Token `s` goes to slot `s // E` of expert `s % E`.
@@ -231,6 +239,11 @@ def identity(num_groups, num_tokens, num_experts):
         ValueError: if `num_tokens` is not a multiple of `num_experts`.
 
     Source: Soft MoE, section 3.6 and appendix A ("Identity").
+
+    Examples:
+        >>> token, filled = ksm.ops.identity(1, num_tokens=4, num_experts=2)
+        >>> np.asarray(token)[0]
+        array([[0, 2], [1, 3]], dtype=int32)
     """
     check_num_tokens(num_tokens, num_experts)
     capacity = num_tokens // num_experts

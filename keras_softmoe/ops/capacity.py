@@ -14,12 +14,12 @@ RELEASED = {"rounding": "ceil", "multiple_of": 4}
 
 
 def expert_capacity(
-    num_tokens,
-    num_experts,
-    capacity_factor,
+    num_tokens: int,
+    num_experts: int,
+    capacity_factor: float,
     rounding=ROUNDING,
-    multiple_of=MULTIPLE_OF,
-):
+    multiple_of: int | None = MULTIPLE_OF,
+) -> int:
     """Number of slots per expert, from tokens, experts and their ratio.
 
     `num_tokens * capacity_factor / num_experts`, rounded. With a capacity factor of
@@ -56,10 +56,9 @@ def expert_capacity(
 
     Source: V-MoE, section 2.4 (buffer capacity); Soft MoE, section 3.
 
-    Example:
-
-    >>> ksm.ops.expert_capacity(196, num_experts=128, capacity_factor=1.0)
-    2
+    Examples:
+        >>> ksm.ops.expert_capacity(196, num_experts=128, capacity_factor=1.0)
+        2
     """
     check_choice("rounding", rounding, ROUNDINGS)
     check_numbers(over=0, capacity_factor=capacity_factor)

@@ -5,18 +5,20 @@ leaves padding out.
 """
 
 import math
+from collections.abc import Sequence
 
 from keras import ops
 
 from keras_softmoe.ops.assignment import check_num_selected_experts
 from keras_softmoe.ops.backend import top_values
 from keras_softmoe.ops.losses import mean_over_tokens
+from keras_softmoe.types import Tensor
 
 # Keeps the logarithm and its derivative finite at zero, where x log x is zero.
 _TINY = 1e-30
 
 
-def local_entropy_loss(probs, valid=None):
+def local_entropy_loss(probs: Tensor, valid: Tensor | None = None):
     """Mean entropy of the tokens' probabilities: pulls tokens to few experts.
 
     Args:
@@ -29,15 +31,17 @@ def local_entropy_loss(probs, valid=None):
 
     Source: LIMoE, section 2.2.2 ("local entropy").
 
-    Example:
-
-    >>> ksm.ops.local_entropy_loss(np.full((2, 16, 4), 0.25, "float32"))
-    [1.3863, 1.3863]
+    Examples:
+        >>> loss = ksm.ops.local_entropy_loss(np.full((1, 16, 4), 0.25, "float32"))
+        >>> np.asarray(loss)  # log(4)
+        array([1.38...], dtype=float32)
     """
     return mean_over_tokens(_entropy(probs, keepdims=True), valid)[:, 0]
 
 
-def target_entropy_loss(probs, num_selected_experts, valid=None):
+def target_entropy_loss(
+    probs: Tensor, num_selected_experts: int, valid: Tensor | None = None
+) -> Tensor:
     """Squared distance of the mean local entropy from that of `K` equal choices.
 
     Args:
@@ -52,13 +56,23 @@ def target_entropy_loss(probs, num_selected_experts, valid=None):
         ValueError: if `num_selected_experts` is not in `[1, E]`.
 
     Source: LIMoE, appendix E.1 ("target entropy").
+
+    Examples:
+        >>> probs = np.full((1, 16, 4), 0.25, "float32")
+        >>> np.asarray(ksm.ops.target_entropy_loss(probs, 2)).round(3)  # log(2) ** 2
+        array([0.48], dtype=float32)
     """
     check_num_selected_experts(num_selected_experts, probs.shape[-1])
     target = math.log(num_selected_experts)
     return ops.square(target - local_entropy_loss(probs, valid))
 
 
-def merged_entropy_loss(probs, num_selected_experts, valid=None, sharded=False):
+def merged_entropy_loss(
+    probs: Tensor,
+    num_selected_experts: int,
+    valid: Tensor | None = None,
+    sharded: bool = False,
+):
     """Mean entropy of "among the `K` most probable experts or not".
 
     It asks for all weight on `K` experts and does not care how they share it.
@@ -76,6 +90,11 @@ def merged_entropy_loss(probs, num_selected_experts, valid=None, sharded=False):
         ValueError: if `num_selected_experts` is not in `[1, E]`.
 
     Source: LIMoE, appendix E.1 ("merged entropy").
+
+    Examples:
+        >>> probs = np.array([[[0.5, 0.5, 0.0, 0.0]] * 16], "float32")
+        >>> np.asarray(ksm.ops.merged_entropy_loss(probs, 2))  # sure of its two experts
+        array([0.], dtype=float32)
     """
     probs = ops.convert_to_tensor(probs)
     num_experts = probs.shape[-1]
@@ -88,7 +107,9 @@ def merged_entropy_loss(probs, num_selected_experts, valid=None, sharded=False):
     return mean_over_tokens(entropy, valid)[:, 0]
 
 
-def global_entropy_loss(probs, threshold, valid=None):
+def global_entropy_loss(
+    probs: Tensor, threshold: float, valid: Tensor | None = None
+) -> Tensor:
     """How far the entropy of the mean probabilities stays below a threshold.
 
     It spreads a modality over experts: at least `exp(threshold)` of them have to be
@@ -111,11 +132,10 @@ def global_entropy_loss(probs, threshold, valid=None):
     Source: LIMoE, section 2.2.2 ("global entropy") and appendix B.2; table 5 (runs of
     figure 12) has `log(0.8)`.
 
-    Example:
-
-    >>> probs = np.full((1, 16, 4), 0.25, "float32")
-    >>> ksm.ops.global_entropy_loss(probs, threshold=np.log(3))
-    [0.]
+    Examples:
+        >>> probs = np.full((1, 16, 4), 0.25, "float32")
+        >>> np.asarray(ksm.ops.global_entropy_loss(probs, threshold=np.log(3)))
+        array([0.], dtype=float32)
     """
     num_experts = probs.shape[-1]
     largest = math.log(num_experts)
@@ -131,7 +151,9 @@ def global_entropy_loss(probs, threshold, valid=None):
     return ops.relu(threshold - entropy)
 
 
-def mutual_information_loss(probs_by_modality, valid_by_modality=None):
+def mutual_information_loss(
+    probs_by_modality: Sequence, valid_by_modality: Sequence | None = None
+):
     """Minus the mutual information of experts and modalities.
 
     Lowest, `-log(M)`, where `M` modalities share no expert (and there are enough of
@@ -151,6 +173,12 @@ def mutual_information_loss(probs_by_modality, valid_by_modality=None):
             given.
 
     Source: LIMoE, appendix B.1 ("mutual-information loss").
+
+    Examples:
+        >>> image = np.array([[[1.0, 0.0]] * 16], "float32")
+        >>> text = np.array([[[0.0, 1.0]] * 8], "float32")
+        >>> np.asarray(ksm.ops.mutual_information_loss([image, text]))  # -log(2)
+        array([-0.693...], dtype=float32)
     """
     valid_by_modality = valid_by_modality or [None] * len(probs_by_modality)
     if not probs_by_modality or len(valid_by_modality) != len(probs_by_modality):

@@ -29,12 +29,11 @@ class IdentityRouter(Router):
 
     Source: Soft MoE, section 3.6 and appendix A ("Identity").
 
-    Example:
-
-    >>> router = ksm.routers.IdentityRouter(num_experts=4)
-    >>> decision = router(np.zeros((1, 8, 16)))
-    >>> decision.routing.token[0]
-    [[0, 4], [1, 5], [2, 6], [3, 7]]
+    Examples:
+        >>> router = ksm.routers.IdentityRouter(num_experts=4)
+        >>> decision = router(np.zeros((1, 8, 16)))
+        >>> keras.ops.convert_to_numpy(decision.routing.token)[0]
+        array([[0, 4], [1, 5], [2, 6], [3, 7]], dtype=int32)
     """
 
     def capacity(self, num_tokens, training=False):

@@ -1,5 +1,7 @@
 """LIMoE's router: one choice of experts for the tokens of images and text."""
 
+from collections.abc import Sequence
+
 import keras
 import numpy as np
 from keras import ops
@@ -84,16 +86,16 @@ class LIMoERouter(SparseRouter):
     Weights: `kernel` `(D, E)`, or `image_kernel` and `text_kernel` if `per_modality`.
 
     Call arguments:
-        tokens: `(G, S, D)` float tensor.
-        valid: optional `(G, S)` bool tensor, `False` for padding.
-        modalities: pairs of a modality's name and the number of its tokens, in the
-            order in which they follow each other, again and again, in a group.
-            `layers.MoE` passes them when it is called on a dict.
+        - `tokens`: `(G, S, D)` float tensor.
+        - `valid`: optional `(G, S)` bool tensor, `False` for padding.
+        - `modalities`: pairs of a modality's name and the number of its tokens, in the
+          order in which they follow each other, again and again, in a group.
+          `layers.MoE` passes them when it is called on a dict.
 
-    Returns: `Decision` with a `SlotRouting`. In training, the mean of
-        `auxiliary_loss` over the groups is added to the losses. It averages those of
-        `losses` whose modality is there; entropies and importance are those of the
-        probabilities without noise.
+    Returns:
+        `Decision` with a `SlotRouting`. In training, the mean of `auxiliary_loss` over
+        the groups is added to the losses. It averages those of `losses` whose modality
+        is there; entropies and importance are those of the probabilities without noise.
 
     Raises:
         ValueError: if a threshold is over `log(num_experts)`, the experts of the
@@ -106,13 +108,12 @@ class LIMoERouter(SparseRouter):
     for one modality) and E.1 to E.4 (`K > 1`, number of experts, kinds of routers,
     pruning).
 
-    Example:
-
-    >>> router = ksm.routers.LIMoERouter(num_experts=8)
-    >>> tokens = np.random.normal(size=(2, 24, 32))
-    >>> decision = router(tokens, modalities=(("image", 16), ("text", 8)))
-    >>> decision.routing.token.shape
-    (2, 8, 3)
+    Examples:
+        >>> router = ksm.routers.LIMoERouter(num_experts=8)
+        >>> tokens = np.random.normal(size=(2, 24, 32))
+        >>> decision = router(tokens, modalities=(("image", 16), ("text", 8)))
+        >>> decision.routing.token.shape
+        (2, 8, 3)
     """
 
     can_drop_nothing = True
@@ -128,23 +129,23 @@ class LIMoERouter(SparseRouter):
 
     def __init__(
         self,
-        num_experts,
-        num_selected_experts=1,
-        capacity_factor=1.05,
-        priority="sum",
-        losses=None,
-        loss_weight=0.04,
-        per_modality=False,
-        image_experts=None,
-        text_experts=None,
-        single_modality_capacity_factor=16.0,
+        num_experts: int,
+        num_selected_experts: int = 1,
+        capacity_factor: float = 1.05,
+        priority: str = "sum",
+        losses: Sequence | None = None,
+        loss_weight: float = 0.04,
+        per_modality: bool = False,
+        image_experts: int | None = None,
+        text_experts: int | None = None,
+        single_modality_capacity_factor: float = 16.0,
         rounding=ROUNDING,
-        multiple_of=MULTIPLE_OF,
-        noise_std=1.0,
-        eval_capacity_factor=None,
-        random_logits=False,
+        multiple_of: int | None = MULTIPLE_OF,
+        noise_std: float = 1.0,
+        eval_capacity_factor: float | None = None,
+        random_logits: bool = False,
         kept_experts=None,
-        num_predicted_experts=None,
+        num_predicted_experts: int | None = None,
         **kwargs,
     ):
         check_num_experts(num_experts)
@@ -362,6 +363,11 @@ class PrunedLIMoERouter:
         `LIMoERouter`.
 
     Source: LIMoE, appendix E.4.
+
+    Examples:
+        >>> router = ksm.routers.PrunedLIMoERouter(2, (0, 5), num_predicted_experts=8)
+        >>> type(router).__name__
+        'LIMoERouter'
     """
 
     def __new__(

@@ -4,12 +4,14 @@ from typing import Any, NamedTuple
 
 import keras
 from keras import ops
+from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting, combine
 from keras_softmoe.routers.recording import is_recording, note
 from keras_softmoe.sharding import check_divides_experts, is_distributed
+from keras_softmoe.types import Tensor
 
 
 class Decision(NamedTuple):
@@ -28,6 +30,14 @@ class Decision(NamedTuple):
             and of a sparse routing `"load"` `(G, E)`, the number of tokens that each
             expert takes, and `"dropped"` `(G, S)` bool, the tokens that no expert takes
             (padding is not counted as dropped).
+
+    Examples:
+        >>> router = ksm.routers.SoftmaxExpertChoiceRouter(num_experts=4)
+        >>> decision = router(np.random.normal(size=(2, 16, 32)))
+        >>> decision.routing.token.shape
+        (2, 4, 4)
+        >>> decision.summary["load"].shape
+        (2, 4)
     """
 
     routing: Any
@@ -53,6 +63,21 @@ class Router(keras.layers.Layer):
     Raises:
         ValueError: if `num_experts` is not a positive integer, or the devices over
             which experts are sharded do not divide it.
+
+    Examples:
+        >>> class FirstTokensRouter(ksm.routers.Router):
+        ...     # Gives the first tokens to the experts in turn, and drops the others.
+        ...
+        ...     def call(self, tokens, valid=None, training=False):
+        ...         groups, num_tokens, _ = tokens.shape
+        ...         kept = num_tokens // self.num_experts * self.num_experts
+        ...         token, filled = ksm.ops.identity(groups, kept, self.num_experts)
+        ...         gate = keras.ops.cast(filled, "float32")
+        ...         routing = ksm.ops.SlotRouting(token, filled, gate)
+        ...         return ksm.routers.Decision(routing, {})
+        >>> layer = ksm.layers.MoE(FirstTokensRouter(num_experts=4), mlp_dim=64)
+        >>> layer(np.random.normal(size=(2, 18, 32))).shape
+        (2, 18, 32)
     """
 
     # Whether a slot holds a mixture of tokens (`DenseRouting`) instead of one.
@@ -79,7 +104,7 @@ class Router(keras.layers.Layer):
     # (Images that only fill up a batch are padding as well, but leave the slots alone.)
     knows_num_tokens = False
 
-    def __init__(self, num_experts, **kwargs):
+    def __init__(self, num_experts: int, **kwargs):
         check_num_experts(num_experts)
         kwargs["dtype"] = "float32"
         super().__init__(**kwargs)
@@ -135,7 +160,7 @@ class Router(keras.layers.Layer):
     def compute_mask(self, tokens, previous_mask=None):
         return None
 
-    def capacity(self, num_tokens, training=False):
+    def capacity(self, num_tokens, training: bool = False):
         """Slots per expert for a group of `num_tokens` tokens, as a Python int."""
         raise ValueError(
             f"`{type(self).__name__}` does not say how many slots its experts have. "
@@ -157,7 +182,7 @@ class Router(keras.layers.Layer):
         error comes before work starts. A subclass says what it refuses; here nothing.
         """
 
-    def cost(self, tokens_shape, training=False):
+    def cost(self, tokens_shape, training: bool = False):
         """What the router costs, a `costs.LayerCost`. Nothing, if it has no weights.
 
         Args:
@@ -166,7 +191,7 @@ class Router(keras.layers.Layer):
         """
         return LayerCost()
 
-    def complete(self, decision, tokens, valid, **kwargs):
+    def complete(self, decision, tokens: Tensor, valid: Tensor, **kwargs):
         """A decision with all that an observer may ask for, see `Decision`.
 
         Args:
@@ -205,7 +230,7 @@ class Router(keras.layers.Layer):
             found["auxiliary_loss"] = ops.cast(zeros, "float32")
         return Decision(routing, {**found, **summary})
 
-    def set_directions(self, directions):
+    def set_directions(self, directions: ArrayLike):
         """Let the logits be the products of tokens and directions.
 
         Args:

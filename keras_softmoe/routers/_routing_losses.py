@@ -59,9 +59,17 @@ class RoutingLoss:
 
     Raises:
         ValueError: if the modality is none of these.
+
+    Examples:
+        >>> class LogitLoss(ksm.routers.RoutingLoss):
+        ...     # Mean square of the logits.
+        ...
+        ...     def __call__(self, routed):
+        ...         return keras.ops.mean(routed.logits**2, axis=(1, 2))
+        >>> router = ksm.routers.LIMoERouter(8, losses=[LogitLoss(weight=0.01)])
     """
 
-    def __init__(self, modality=None, weight=1.0):
+    def __init__(self, modality=None, weight: float = 1.0):
         if modality not in (None, *MODALITIES):
             raise ValueError(
                 "Unknown modality. Accepted: 'image', 'text', or `None` for the tokens "
@@ -151,6 +159,10 @@ class ImportanceLoss(RoutingLoss):
     Args:
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
+
+    Examples:
+        >>> losses = [ksm.routers.ImportanceLoss(weight=0.5)]
+        >>> router = ksm.routers.LIMoERouter(num_experts=8, losses=losses)
     """
 
     def __call__(self, routed):
@@ -166,6 +178,12 @@ class LoadLoss(RoutingLoss):
     Args:
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
+
+    Examples:
+        >>> losses = [ksm.routers.LoadLoss(weight=0.5)]
+        >>> router = ksm.routers.LIMoERouter(
+        ...     num_experts=8, losses=losses, noise_std=1.0
+        ... )
     """
 
     def __call__(self, routed):
@@ -198,6 +216,10 @@ class GShardLoss(RoutingLoss):
     Args:
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
+
+    Examples:
+        >>> losses = [ksm.routers.GShardLoss(weight=0.01)]
+        >>> router = ksm.routers.LIMoERouter(num_experts=8, losses=losses)
     """
 
     def __call__(self, routed):
@@ -213,6 +235,10 @@ class ZLoss(RoutingLoss):
     Args:
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
+
+    Examples:
+        >>> losses = [ksm.routers.ZLoss(weight=0.001)]
+        >>> router = ksm.routers.LIMoERouter(num_experts=8, losses=losses)
     """
 
     def __call__(self, routed):
@@ -226,6 +252,10 @@ class LocalEntropyLoss(RoutingLoss):
     Args:
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
+
+    Examples:
+        >>> losses = [ksm.routers.LocalEntropyLoss("text")]
+        >>> router = ksm.routers.LIMoERouter(num_experts=8, losses=losses)
     """
 
     def __call__(self, routed):
@@ -241,6 +271,10 @@ class TargetEntropyLoss(RoutingLoss):
     Args:
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
+
+    Examples:
+        >>> losses = [ksm.routers.TargetEntropyLoss("text")]
+        >>> router = ksm.routers.LIMoERouter(8, num_selected_experts=2, losses=losses)
     """
 
     def __call__(self, routed):
@@ -258,6 +292,10 @@ class MergedEntropyLoss(RoutingLoss):
     Args:
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
+
+    Examples:
+        >>> losses = [ksm.routers.MergedEntropyLoss("text")]
+        >>> router = ksm.routers.LIMoERouter(8, num_selected_experts=2, losses=losses)
     """
 
     def __call__(self, routed):
@@ -289,14 +327,19 @@ class GlobalEntropyLoss(RoutingLoss):
     Source: LIMoE, appendix B.2: `S = exp(threshold)`; table 5 (runs of figure 12) has
     `log(0.8)`.
 
-    Example:
-
-    >>> loss = ksm.routers.GlobalEntropyLoss("text", soft_minimum=9)
-    >>> loss.threshold
-    2.197...
+    Examples:
+        >>> loss = ksm.routers.GlobalEntropyLoss("text", soft_minimum=9)
+        >>> loss.threshold
+        2.197...
     """
 
-    def __init__(self, modality=None, soft_minimum=None, threshold=None, weight=1.0):
+    def __init__(
+        self,
+        modality=None,
+        soft_minimum=None,
+        threshold: float | None = None,
+        weight: float = 1.0,
+    ):
         super().__init__(modality, weight)
         if (soft_minimum is None) == (threshold is None):
             raise ValueError(
@@ -348,9 +391,13 @@ class MutualInformationLoss(RoutingLoss):
 
     Args:
         weight: as in `RoutingLoss`.
+
+    Examples:
+        >>> losses = [ksm.routers.MutualInformationLoss()]
+        >>> router = ksm.routers.LIMoERouter(num_experts=8, losses=losses)
     """
 
-    def __init__(self, weight=1.0):
+    def __init__(self, weight: float = 1.0):
         super().__init__(None, weight)
 
     def __call__(self, routed):
@@ -368,7 +415,7 @@ class MutualInformationLoss(RoutingLoss):
         return config
 
 
-def classic_losses(by_modality=False):
+def classic_losses(by_modality: bool = False) -> tuple:
     """The losses that know of no entropy: importance, load and z-loss.
 
     Args:
@@ -379,6 +426,12 @@ def classic_losses(by_modality=False):
         tuple of `RoutingLoss`.
 
     Source: LIMoE, section 4.1 ("classic") and appendix B.1.
+
+    Examples:
+        >>> losses = ksm.routers.classic_losses(by_modality=True)
+        >>> router = ksm.routers.LIMoERouter(
+        ...     num_experts=8, losses=losses, noise_std=1.0
+        ... )
     """
     kinds = (ImportanceLoss, LoadLoss, ZLoss)
     modalities = MODALITIES if by_modality else (None,)
@@ -386,8 +439,11 @@ def classic_losses(by_modality=False):
 
 
 def entropy_losses(
-    num_experts, text_experts=None, image_experts=None, num_selected_experts=1
-):
+    num_experts: int,
+    text_experts: float | None = None,
+    image_experts: float | None = None,
+    num_selected_experts: int = 1,
+) -> tuple:
     """The local entropy of text, and the global entropies of text and images.
 
     Where a token chooses several experts, the merged entropy takes the place of the
@@ -412,10 +468,9 @@ def entropy_losses(
     Source: LIMoE, section 4.1 ("entropy"), appendices A.2 (thresholds), E.1 (K > 1) and
     E.2 (thresholds grow with the number of experts), table 5.
 
-    Example:
-
-    >>> losses = ksm.routers.entropy_losses(num_experts=32, text_experts=4)
-    >>> router = ksm.routers.LIMoERouter(num_experts=32, losses=losses)
+    Examples:
+        >>> losses = ksm.routers.entropy_losses(num_experts=32, text_experts=4)
+        >>> router = ksm.routers.LIMoERouter(num_experts=32, losses=losses)
     """
     check_num_selected_experts(num_selected_experts, num_experts)
     if text_experts is None:

@@ -76,25 +76,24 @@ class SoftRouter(Router):
 
     Source: Soft MoE, sections 2.1, 2.3 (algorithm 1), 3.6, appendices A and E.
 
-    Example:
-
-    >>> router = ksm.routers.SoftRouter(num_experts=8, slots_per_expert=2)
-    >>> decision = router(np.random.normal(size=(4, 16, 32)))
-    >>> decision.routing.dispatch.shape
-    (4, 16, 8, 2)
+    Examples:
+        >>> router = ksm.routers.SoftRouter(num_experts=8, slots_per_expert=2)
+        >>> decision = router(np.random.normal(size=(4, 16, 32)))
+        >>> decision.routing.dispatch.shape
+        (4, 16, 8, 2)
     """
 
     mixes_tokens = True
 
     def __init__(
         self,
-        num_experts,
-        slots_per_expert=1,
-        dispatch="soft",
-        combine="soft",
-        normalize=True,
-        noise_std=0.0,
-        initial_scale=1.0,
+        num_experts: int,
+        slots_per_expert: int = 1,
+        dispatch: str = "soft",
+        combine: str = "soft",
+        normalize: bool = True,
+        noise_std: float = 0.0,
+        initial_scale: float = 1.0,
         **kwargs,
     ):
         for argument, value in (("dispatch", dispatch), ("combine", combine)):

@@ -1,5 +1,7 @@
 """Routers in which tokens choose experts."""
 
+from collections.abc import Sequence
+
 import keras
 from keras import ops
 
@@ -196,12 +198,11 @@ class SoftmaxTokenChoiceRouter(TokenChoiceRouter):
     Source: V-MoE, section 2 and appendix A; router study, section 2 ("Softmax Token
     Choice"). Noise and loss weights are those of the V-MoE paper.
 
-    Example:
-
-    >>> router = ksm.routers.SoftmaxTokenChoiceRouter(8, num_selected_experts=2)
-    >>> decision = router(np.random.normal(size=(4, 16, 32)))
-    >>> decision.routing.token.shape
-    (4, 8, 4)
+    Examples:
+        >>> router = ksm.routers.SoftmaxTokenChoiceRouter(8, num_selected_experts=2)
+        >>> decision = router(np.random.normal(size=(4, 16, 32)))
+        >>> decision.routing.token.shape
+        (4, 8, 4)
     """
 
     def default_losses(self):
@@ -256,31 +257,32 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
 
     Source: router study, section 2 ("Sinkhorn Token Choice").
 
-    Example:
-
-    >>> router = ksm.routers.SinkhornTokenChoiceRouter(8, capacity_factor=1.0)
-    >>> decision = router(np.random.normal(size=(4, 16, 32)))
-    >>> keras.ops.sum(decision.summary["selection"], axis=1)[0]  # near 16 / 8 = 2
+    Examples:
+        >>> router = ksm.routers.SinkhornTokenChoiceRouter(8, capacity_factor=1.0)
+        >>> decision = router(np.random.normal(size=(4, 16, 32)))
+        >>> plan = keras.ops.convert_to_numpy(decision.summary["selection"])
+        >>> plan.sum(axis=1).shape  # of each expert, near 16 / 8 = 2
+        (4, 8)
     """
 
     noisy_gates = False
 
     def __init__(
         self,
-        num_experts,
-        num_selected_experts=1,
-        capacity_factor=1.05,
-        priority="position",
+        num_experts: int,
+        num_selected_experts: int = 1,
+        capacity_factor: float = 1.05,
+        priority: str = "position",
         rounding=ROUNDING,
-        multiple_of=MULTIPLE_OF,
-        noise_std=1.0,
-        losses=None,
-        num_iterations=20,
-        combine="softmax",
-        eval_capacity_factor=None,
-        keep_fraction=1.0,
-        normalize_gates=False,
-        random_logits=False,
+        multiple_of: int | None = MULTIPLE_OF,
+        noise_std: float = 1.0,
+        losses: Sequence | None = None,
+        num_iterations: int = 20,
+        combine: str = "softmax",
+        eval_capacity_factor: float | None = None,
+        keep_fraction: float = 1.0,
+        normalize_gates: bool = False,
+        random_logits: bool = False,
         **kwargs,
     ):
         super().__init__(

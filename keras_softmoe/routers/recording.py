@@ -17,7 +17,7 @@ _OPEN = {}
 
 
 @contextlib.contextmanager
-def record(key=None):
+def record(key: Callable | None = None):
     """Scope in which the decisions of all routers that are called are collected.
 
     It works for any Keras model that contains MoE layers: call the model on data inside
@@ -42,19 +42,25 @@ def record(key=None):
             function. A function that was compiled before calls no router at all, so
             nothing is collected.
 
-    Example:
+    Examples:
+        >>> layer = ksm.layers.MoE(ksm.routers.SoftmaxTokenChoiceRouter(4), mlp_dim=64)
+        >>> tokens = np.random.normal(size=(2, 16, 32))
+        >>> with ksm.routers.record() as decisions:
+        ...     outputs = layer(tokens)
+        >>> [decision.summary["load"].shape for decision in decisions.values()]
+        [(2, 4)]
 
-    >>> with ksm.routers.record() as decisions:
-    ...     model(images)
-    >>> {path: d.summary["auxiliary_loss"] for path, d in decisions.items()}
+        Inside a function that is compiled, here by JAX, the scope is opened there, too:
 
-    Inside a compiled function:
-
-    >>> @jax.jit
-    ... def route(images):
-    ...     with ksm.routers.record() as decisions:
-    ...         model(images)
-    ...     return decisions
+        >>> def route(tokens):
+        ...     with ksm.routers.record() as decisions:
+        ...         layer(tokens)
+        ...     return decisions
+        >>> if keras.backend.backend() == "jax":
+        ...     import jax
+        ...
+        ...     route = jax.jit(route)
+        >>> decisions = route(tokens)
     """
     scope = _Scope({}, [], _is_staging(), key or operator.attrgetter("path"))
     token = _SCOPES.set((*_SCOPES.get(), scope))

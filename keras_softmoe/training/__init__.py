@@ -1,4 +1,26 @@
-"""Recipes of the papers' trainings, and what Keras lacks for them."""
+"""Recipes of the papers' trainings, and what Keras lacks for them.
+
+What the examples of this room go on from:
+
+    >>> def make_classifier(num_classes=10):
+    ...     router = ksm.routers.SoftmaxTokenChoiceRouter(num_experts=4)
+    ...     backbone = ksm.models.ViTMoEBackbone(
+    ...         (32, 32, 3),
+    ...         patch_size=16,
+    ...         num_layers=1,
+    ...         num_heads=2,
+    ...         hidden_dim=16,
+    ...         mlp_dim=32,
+    ...         moe_layers=(0,),
+    ...         router=router,
+    ...     )
+    ...     return ksm.models.ViTMoEImageClassifier(backbone, num_classes)
+    >>> classifier = make_classifier()
+    >>> limoe = ksm.models.LIMoEContrastive.from_preset(
+    ...     "limoe_tiny_patch4_8e_32_shapes"
+    ... )
+    >>> images, labels = (x[:8] for x in ksm.datasets.digits(image_size=32))
+"""
 
 from keras_softmoe.training._adafactor import Adafactor as Adafactor
 from keras_softmoe.training._contrastive_recipes import (

@@ -58,24 +58,23 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
     Source: LIMoE, appendix A; V-MoE, table 6 and appendix B.3. Both follow Zhai et al.
     2022 (Scaling Vision Transformers), section 3.4.
 
-    Example:
-
-    >>> optimizer = ksm.training.Adafactor(
-    ...     ksm.training.WarmupRsqrtDecay(8e-4, 300_000, 10_000, 10_000, 50_000),
-    ...     weight_decay_rules=[("predictions/kernel", 3.0), ("kernel$", 0.03)],
-    ... )
-    >>> classifier.compile(optimizer)
+    Examples:
+        >>> optimizer = ksm.training.Adafactor(
+        ...     ksm.training.WarmupRsqrtDecay(8e-4, 300_000, 10_000, 10_000, 50_000),
+        ...     weight_decay_rules=[("predictions/kernel", 3.0), ("kernel$", 0.03)],
+        ... )
+        >>> classifier.compile(optimizer)
     """
 
     def __init__(
         self,
-        learning_rate=0.001,
-        beta_1=0.9,
-        beta_2_decay=-0.8,
-        max_beta_2=0.999,
-        epsilon=1e-30,
-        min_dim_size_to_factor=32,
-        momentum_dtype="bfloat16",
+        learning_rate: float = 0.001,
+        beta_1: float = 0.9,
+        beta_2_decay: float = -0.8,
+        max_beta_2: float = 0.999,
+        epsilon: float = 1e-30,
+        min_dim_size_to_factor: int = 32,
+        momentum_dtype: str = "bfloat16",
         weight_decay_rules=None,
         gradient_scale_rules=None,
         **kwargs,

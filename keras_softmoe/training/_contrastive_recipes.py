@@ -8,6 +8,7 @@ import dataclasses
 
 from keras_softmoe.training._adafactor import Adafactor
 from keras_softmoe.training._paths import KERNELS
+from keras_softmoe.training._pipeline import Augmentation
 from keras_softmoe.training._recipe import ContrastiveRecipe
 from keras_softmoe.training._schedules import (
     WarmupRsqrtDecay,
@@ -17,18 +18,18 @@ from keras_softmoe.training._schedules import (
 
 
 def limoe_pretraining(
-    steps=781_250,
-    peak_learning_rate=1e-3,
-    warmup_steps=40_000,
-    timescale=None,
-    cooldown_steps=0,
-    weight_decay=1e-5,
-    momentum_dtype="bfloat16",
-    clip_norm=None,
-    image_size=224,
-    batch_size=16_384,
-    augmentation="none",
-    steps_per_epoch=None,
+    steps: int = 781_250,
+    peak_learning_rate: float = 1e-3,
+    warmup_steps: int = 40_000,
+    timescale: float | None = None,
+    cooldown_steps: int = 0,
+    weight_decay: float = 1e-5,
+    momentum_dtype: str = "bfloat16",
+    clip_norm: float | None = None,
+    image_size: int = 224,
+    batch_size: int = 16_384,
+    augmentation: Augmentation | str = "none",
+    steps_per_epoch: int | None = None,
 ):
     """Contrastive training as in LIMoE: Adafactor, cosine, small decoupled decay.
 
@@ -52,7 +53,8 @@ def limoe_pretraining(
     them. To start one, load the model that was saved there, give its optimizer the
     schedule that ends earlier, and go on with `fit`:
 
-    >>> model.optimizer.learning_rate = ksm.training.WarmupRsqrtDecay(
+    >>> limoe.compile(ksm.training.Adafactor(1e-3))
+    >>> limoe.optimizer.learning_rate = ksm.training.WarmupRsqrtDecay(
     ...     1e-3, 690_000, timescale=10_000, warmup_steps=40_000, cooldown_steps=40_000
     ... )
 
@@ -92,13 +94,11 @@ def limoe_pretraining(
 
     Source: LIMoE, appendices A and A.1 to A.3, table 4.
 
-    Example:
-
-    >>> recipe = ksm.training.limoe_pretraining(
-    ...     steps=2_000, warmup_steps=200, batch_size=256, image_size=32
-    ... )
-    >>> recipe.compile(model)
-    >>> model.fit(recipe.training_data((images, captions)), **recipe.fit_arguments)
+    Examples:
+        >>> recipe = ksm.training.limoe_pretraining(
+        ...     steps=2, warmup_steps=1, batch_size=4, image_size=32
+        ... )
+        >>> recipe.compile(limoe)  # and `fit`, see `ContrastiveRecipe`
     """
     check_positive(peak_learning_rate=peak_learning_rate)
     if timescale is not None:
@@ -132,7 +132,7 @@ def limoe_pretraining(
 
 
 def soft_moe_contrastive(
-    steps=100_000, warmup_steps=10_000, batch_size=8_192, **kwargs
+    steps: int = 100_000, warmup_steps: int = 10_000, batch_size: int = 8_192, **kwargs
 ):
     """Contrastive training of two towers, as in Soft MoE, with a Soft MoE for images.
 
@@ -169,21 +169,18 @@ def soft_moe_contrastive(
 
     Source: Soft MoE, section 4, appendix F.1, figure 15.
 
-    Example:
-
-    >>> half = ksm.models.second_half(12)
-    >>> soft = ksm.routers.SoftRouter(128)
-    >>> towers = ksm.models.TwoTowerBackbone(
-    ...     ksm.models.ViTMoEBackbone(
-    ...         (224, 224, 3), 16, 12, 12, 768, 3072, half, soft, pooling="map"
-    ...     ),
-    ...     ksm.models.TextMoEBackbone(32_000, 16, 12, 12, 768, 3072),
-    ...     logit_bias=-10.0,
-    ... )
-    >>> model = ksm.models.TwoTowerContrastive(towers, preprocessor)
-    >>> recipe = ksm.training.soft_moe_contrastive(augmentation="light0")
-    >>> recipe.compile(model)
-    >>> model.fit(recipe.training_data(dataset), **recipe.fit_arguments)
+    Examples:
+        >>> soft = ksm.routers.SoftRouter(4)
+        >>> towers = ksm.models.TwoTowerBackbone(
+        ...     ksm.models.ViTMoEBackbone(
+        ...         (32, 32, 3), 8, 2, 2, 32, 64, (1,), soft, pooling="map"
+        ...     ),
+        ...     ksm.models.TextMoEBackbone(400, 16, 2, 2, 32, 64),
+        ...     logit_bias=-10.0,
+        ... )
+        >>> model = ksm.models.TwoTowerContrastive(towers)
+        >>> recipe = ksm.training.soft_moe_contrastive(augmentation="light0")
+        >>> recipe.compile(model)  # and `fit`, see `ContrastiveRecipe`
     """
     recipe = limoe_pretraining(
         steps, warmup_steps=warmup_steps, batch_size=batch_size, **kwargs

@@ -7,23 +7,24 @@ from keras_softmoe.evaluation import PrecisionAt1
 from keras_softmoe.training._losses import SigmoidCrossentropy
 from keras_softmoe.training._optimizers import Adam
 from keras_softmoe.training._paths import KERNELS
+from keras_softmoe.training._pipeline import Augmentation
 from keras_softmoe.training._pretraining_recipes import CENTRAL_CROP
 from keras_softmoe.training._recipe import Recipe
 from keras_softmoe.training._schedules import WarmupPolynomialDecay
 
 
 def imagenet_from_scratch(
-    augmentation="light1",
-    num_classes=1_000,
-    steps=46_448,
-    peak_learning_rate=3e-3,
-    end_learning_rate=1e-5,
-    warmup_steps=10_000,
-    weight_decay=0.1,
-    clip_norm=1.0,
-    image_size=224,
-    batch_size=8192,
-    steps_per_epoch=None,
+    augmentation: Augmentation | str = "light1",
+    num_classes: int = 1_000,
+    steps: int = 46_448,
+    peak_learning_rate: float = 3e-3,
+    end_learning_rate: float = 1e-5,
+    warmup_steps: int = 10_000,
+    weight_decay: float = 0.1,
+    clip_norm: float | None = 1.0,
+    image_size: int = 224,
+    batch_size: int = 8192,
+    steps_per_epoch: int | None = None,
 ):
     """ImageNet from scratch, 300 epochs, with RandAugment and MixUp.
 
@@ -74,11 +75,11 @@ def imagenet_from_scratch(
 
     Source: V-MoE's released code ("vmoe_s32_last2_ilsvrc2012_randaug_light1").
 
-    Example:
-
-    >>> recipe = ksm.training.imagenet_from_scratch("strong1", steps_per_epoch=2_903)
-    >>> recipe.compile(classifier)
-    >>> classifier.fit(recipe.training_data(dataset), **recipe.fit_arguments)
+    Examples:
+        >>> recipe = ksm.training.imagenet_from_scratch(
+        ...     "strong1", steps_per_epoch=2_903
+        ... )
+        >>> recipe.compile(make_classifier(1_000))  # and `fit`, see `Recipe`
     """
     schedule = WarmupPolynomialDecay(
         peak_learning_rate, steps, warmup_steps, end_learning_rate

@@ -23,23 +23,23 @@ class SigmoidCrossentropy(keras.losses.Loss):
         dtype: dtype in which it is computed, see `keras.losses.Loss`.
 
     Call arguments:
-        y_true: `(B, num_classes)` tensor, labels from 0 to 1.
-        y_pred: `(B, num_classes)` tensor, logits.
+        - `y_true`: `(B, num_classes)` tensor, labels from 0 to 1.
+        - `y_pred`: `(B, num_classes)` tensor, logits.
 
-    Returns: `()` tensor, the mean over the images.
+    Returns:
+        `()` tensor, the mean over the images.
 
     Source: V-MoE's and Soft MoE's released code ("sigmoid_xent"); the papers do not
     name their loss.
 
-    Example:
-
-    >>> classifier.compile("adam", loss=ksm.training.SigmoidCrossentropy())
+    Examples:
+        >>> classifier.compile("adam", loss=ksm.training.SigmoidCrossentropy())
     """
 
     def __init__(
         self,
-        reduction="sum_over_batch_size",
-        name="sigmoid_crossentropy",
+        reduction: str = "sum_over_batch_size",
+        name: str = "sigmoid_crossentropy",
         dtype=None,
     ):
         super().__init__(reduction=reduction, name=name, dtype=dtype)

@@ -6,6 +6,8 @@ learning rate) give the same numbers and are taken from there. What Keras lacks 
 added: what `ByVariable` has, and the papers' order of operations.
 """
 
+from collections.abc import Sequence
+
 import keras
 from keras import ops
 
@@ -47,24 +49,23 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
     Source: V-MoE, table 6 and appendices B.3 (decay 0.03 for kernels, 3 for the head)
     and B.4 (debiased Polyak averaging).
 
-    Example:
-
-    >>> optimizer = ksm.training.Adam(
-    ...     ksm.training.WarmupPolynomialDecay(8e-4, 300_000, 10_000),
-    ...     weight_decay_rules=[("predictions/kernel", 3.0), ("kernel$", 0.03)],
-    ...     global_clipnorm=1.0,
-    ... )
-    >>> classifier.compile(optimizer)
+    Examples:
+        >>> optimizer = ksm.training.Adam(
+        ...     ksm.training.WarmupPolynomialDecay(8e-4, 300_000, 10_000),
+        ...     weight_decay_rules=[("predictions/kernel", 3.0), ("kernel$", 0.03)],
+        ...     global_clipnorm=1.0,
+        ... )
+        >>> classifier.compile(optimizer)
     """
 
     def __init__(
         self,
-        learning_rate=0.001,
-        beta_1=0.9,
-        beta_2=0.999,
-        epsilon=1e-8,
-        weight_decay_rules=None,
-        gradient_scale_rules=None,
+        learning_rate: float = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-8,
+        weight_decay_rules: Sequence | None = None,
+        gradient_scale_rules: Sequence | None = None,
         **kwargs,
     ):
         super().__init__(
@@ -136,18 +137,17 @@ class SGD(ByVariable, keras.optimizers.SGD):
     Source: V-MoE, section 3.5 and appendix B.4, which follow the Vision Transformer's
     fine-tuning; order of operations from its released code.
 
-    Example:
-
-    >>> schedule = keras.optimizers.schedules.CosineDecay(0.003, 10_000)
-    >>> optimizer = ksm.training.SGD(schedule, momentum=0.9, global_clipnorm=10.0)
-    >>> classifier.compile(optimizer)
+    Examples:
+        >>> schedule = keras.optimizers.schedules.CosineDecay(0.003, 10_000)
+        >>> optimizer = ksm.training.SGD(schedule, momentum=0.9, global_clipnorm=10.0)
+        >>> classifier.compile(optimizer)
     """
 
     def __init__(
         self,
-        learning_rate=0.01,
-        momentum=0.0,
-        nesterov=False,
+        learning_rate: float = 0.01,
+        momentum: float = 0.0,
+        nesterov: bool = False,
         weight_decay_rules=None,
         gradient_scale_rules=None,
         **kwargs,

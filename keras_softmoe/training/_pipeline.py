@@ -23,6 +23,14 @@ class Augmentation(NamedTuple):
         magnitude: float, their strength on the papers' scale, see `AUGMENTATIONS`.
         mixup_alpha: float, parameter of the Beta distribution from which the weights
             of MixUp are drawn, or 0.
+
+    Examples:
+        >>> own = ksm.training.Augmentation(
+        ...     num_operations=2, magnitude=10, mixup_alpha=0.2
+        ... )
+        >>> recipe = ksm.training.finetuning(
+        ...     num_classes=10, steps=2_500, augmentation=own
+        ... )
     """
 
     crop: bool = True

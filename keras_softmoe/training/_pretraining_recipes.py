@@ -9,6 +9,7 @@ from keras_softmoe.training._adafactor import Adafactor
 from keras_softmoe.training._losses import SigmoidCrossentropy
 from keras_softmoe.training._optimizers import Adam
 from keras_softmoe.training._paths import HEAD_KERNEL, KERNELS, SOFT_ROUTER_SCALE
+from keras_softmoe.training._pipeline import Augmentation
 from keras_softmoe.training._recipe import Recipe
 from keras_softmoe.training._schedules import WarmupPolynomialDecay, WarmupRsqrtDecay
 
@@ -17,17 +18,17 @@ CENTRAL_CROP = 224 / 256
 
 
 def vmoe_pretraining(
-    num_classes,
-    steps,
-    peak_learning_rate=8e-4,
-    end_learning_rate=1e-5,
-    warmup_steps=10_000,
-    weight_decay=0.1,
-    clip_norm=None,
-    image_size=224,
-    batch_size=4096,
-    augmentation="light0",
-    steps_per_epoch=None,
+    num_classes: int,
+    steps: int,
+    peak_learning_rate: float = 8e-4,
+    end_learning_rate: float = 1e-5,
+    warmup_steps: int = 10_000,
+    weight_decay: float = 0.1,
+    clip_norm: float | None = None,
+    image_size: int = 224,
+    batch_size: int = 4096,
+    augmentation: Augmentation | str = "light0",
+    steps_per_epoch: int | None = None,
 ):
     """Pretraining as in V-MoE: Adam, linear decay, weight decay on all parameters.
 
@@ -77,11 +78,9 @@ def vmoe_pretraining(
 
     Source: V-MoE, appendices B.2 and C.3, tables 6 and 8.
 
-    Example:
-
-    >>> recipe = ksm.training.vmoe_pretraining(num_classes=21_843, steps=1_000_000)
-    >>> recipe.compile(classifier)
-    >>> classifier.fit(recipe.training_data(dataset), **recipe.fit_arguments)
+    Examples:
+        >>> recipe = ksm.training.vmoe_pretraining(num_classes=1_000, steps=1_000_000)
+        >>> recipe.compile(make_classifier(1_000))  # and `fit`, see `Recipe`
     """
     schedule = WarmupPolynomialDecay(
         peak_learning_rate, steps, warmup_steps, end_learning_rate
@@ -101,19 +100,19 @@ def vmoe_pretraining(
 
 
 def soft_moe_pretraining(
-    num_classes,
-    steps=300_000,
-    peak_learning_rate=1e-3,
-    timescale=10_000,
-    warmup_steps=10_000,
-    cooldown_steps=50_000,
-    weight_decay=0.03,
-    head_weight_decay=3.0,
-    clip_norm=1.0,
-    image_size=224,
-    batch_size=4096,
-    augmentation="light0",
-    steps_per_epoch=None,
+    num_classes: int,
+    steps: int = 300_000,
+    peak_learning_rate: float = 1e-3,
+    timescale: float = 10_000,
+    warmup_steps: int = 10_000,
+    cooldown_steps: int = 50_000,
+    weight_decay: float = 0.03,
+    head_weight_decay: float = 3.0,
+    clip_norm: float | None = 1.0,
+    image_size: int = 224,
+    batch_size: int = 4096,
+    augmentation: Augmentation | str = "light0",
+    steps_per_epoch: int | None = None,
 ):
     """Pretraining as in Soft MoE: reciprocal square root, then a linear cooldown.
 
@@ -154,11 +153,9 @@ def soft_moe_pretraining(
 
     Source: Soft MoE, sections 3.3 and 3.4, appendices E and J.
 
-    Example:
-
-    >>> recipe = ksm.training.soft_moe_pretraining(num_classes=29_593)
-    >>> recipe.compile(classifier)
-    >>> classifier.fit(recipe.training_data(dataset), **recipe.fit_arguments)
+    Examples:
+        >>> recipe = ksm.training.soft_moe_pretraining(num_classes=1_000)
+        >>> recipe.compile(make_classifier(1_000))  # and `fit`, see `Recipe`
     """
     schedule = WarmupRsqrtDecay(
         peak_learning_rate, steps, timescale, warmup_steps, cooldown_steps
@@ -179,20 +176,20 @@ def soft_moe_pretraining(
 
 
 def vmoe_15b_pretraining(
-    num_classes,
-    steps,
-    peak_learning_rate=8e-4,
-    timescale=10_000,
-    warmup_steps=10_000,
-    cooldown_steps=50_000,
-    weight_decay=0.03,
-    head_weight_decay=3.0,
-    momentum_dtype="bfloat16",
-    clip_norm=1.0,
-    image_size=224,
-    batch_size=4096,
-    augmentation="light0",
-    steps_per_epoch=None,
+    num_classes: int,
+    steps: int,
+    peak_learning_rate: float = 8e-4,
+    timescale: float = 10_000,
+    warmup_steps: int = 10_000,
+    cooldown_steps: int = 50_000,
+    weight_decay: float = 0.03,
+    head_weight_decay: float = 3.0,
+    momentum_dtype: str = "bfloat16",
+    clip_norm: float | None = 1.0,
+    image_size: int = 224,
+    batch_size: int = 4096,
+    augmentation: Augmentation | str = "light0",
+    steps_per_epoch: int | None = None,
 ):
     """Pretraining as of V-MoE-15B: Adafactor, reciprocal square root, cooldown.
 
@@ -232,11 +229,11 @@ def vmoe_15b_pretraining(
 
     Source: V-MoE, section 3.6, table 6 and appendix B.3.
 
-    Example:
-
-    >>> recipe = ksm.training.vmoe_15b_pretraining(num_classes=30_000, steps=2_900_000)
-    >>> recipe.compile(classifier)
-    >>> classifier.fit(recipe.training_data(dataset), **recipe.fit_arguments)
+    Examples:
+        >>> recipe = ksm.training.vmoe_15b_pretraining(
+        ...     num_classes=1_000, steps=2_900_000
+        ... )
+        >>> recipe.compile(make_classifier(1_000))  # and `fit`, see `Recipe`
     """
     schedule = WarmupRsqrtDecay(
         peak_learning_rate, steps, timescale, warmup_steps, cooldown_steps

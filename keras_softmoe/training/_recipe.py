@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import keras
+from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.training._pair_pipeline import (
@@ -80,12 +81,14 @@ class Recipe(_Training):
         ValueError: if a count is not positive, `steps_per_epoch` does not divide
             `steps`, or there is no augmentation of that name.
 
-    Example:
-
-    >>> recipe = ksm.training.finetuning(num_classes=10, steps=2_500)
-    >>> recipe = dataclasses.replace(recipe, augmentation="medium1", batch_size=256)
-    >>> recipe.compile(classifier)
-    >>> classifier.fit(recipe.training_data((images, labels)), **recipe.fit_arguments)
+    Examples:
+        >>> import dataclasses
+        >>> recipe = ksm.training.finetuning(num_classes=10, steps=2, image_size=32)
+        >>> recipe = dataclasses.replace(recipe, augmentation="medium1", batch_size=4)
+        >>> recipe.compile(classifier)
+        >>> classifier.fit(
+        ...     recipe.training_data((images, labels)), **recipe.fit_arguments
+        ... )
     """
 
     num_classes: int
@@ -97,7 +100,7 @@ class Recipe(_Training):
         super().__post_init__()
         check_whole_numbers(1, num_classes=self.num_classes)
 
-    def compile(self, model, **kwargs):
+    def compile(self, model: keras.Model, **kwargs):
         """Compile a model with the optimizer, the loss and the metrics.
 
         Args:
@@ -120,7 +123,9 @@ class Recipe(_Training):
             **kwargs,
         )
 
-    def training_data(self, data, shuffle_buffer=10_000, seed=0):
+    def training_data(
+        self, data: ArrayLike, shuffle_buffer: int = 10_000, seed: int = 0
+    ):
         """Shuffled and augmented batches without end.
 
         Args:
@@ -197,13 +202,14 @@ class ContrastiveRecipe(_Training):
             does not divide `steps`, there is no augmentation of that name, or it mixes
             images.
 
-    Example:
-
-    >>> recipe = ksm.training.limoe_pretraining(
-    ...     steps=2_000, warmup_steps=200, batch_size=256, image_size=32
-    ... )
-    >>> recipe.compile(model)
-    >>> model.fit(recipe.training_data((images, captions)), **recipe.fit_arguments)
+    Examples:
+        >>> recipe = ksm.training.limoe_pretraining(
+        ...     steps=2, warmup_steps=1, batch_size=4, image_size=32
+        ... )
+        >>> scenes = ksm.datasets.captioned_shapes(8)
+        >>> recipe.compile(limoe)
+        >>> pairs = recipe.training_data((scenes.images, scenes.captions))
+        >>> limoe.fit(pairs, **recipe.fit_arguments)
     """
 
     loss: str = "auto"
@@ -239,7 +245,7 @@ class ContrastiveRecipe(_Training):
             )
         model.compile(optimizer=_copy(self.optimizer), loss=self.loss, **kwargs)
 
-    def training_data(self, data, shuffle_buffer=10_000, seed=0):
+    def training_data(self, data, shuffle_buffer: int = 10_000, seed: int = 0):
         """Shuffled batches without end, the images augmented.
 
         Args:

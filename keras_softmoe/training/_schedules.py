@@ -55,9 +55,10 @@ class WarmupPolynomialDecay(_WarmupSchedule):
         power: float, 1 is a straight line; larger powers fall faster at first.
 
     Call arguments:
-        step: int, or int or float tensor of any shape: steps taken so far.
+        - `step`: int, or int or float tensor of any shape: steps taken so far.
 
-    Returns: float32 tensor of the shape of `step`.
+    Returns:
+        float32 tensor of the shape of `step`.
 
     Raises:
         ValueError: if a number is negative or not finite, or the warmup lasts as long
@@ -65,20 +66,19 @@ class WarmupPolynomialDecay(_WarmupSchedule):
 
     Source: V-MoE, table 6 ("linear"); warmup and end from its released code.
 
-    Example:
-
-    >>> schedule = ksm.training.WarmupPolynomialDecay(8e-4, 300_000, 10_000, 1e-5)
-    >>> schedule(10_000)
-    0.0008
+    Examples:
+        >>> schedule = ksm.training.WarmupPolynomialDecay(8e-4, 300_000, 10_000, 1e-5)
+        >>> round(float(schedule(10_000)), 6)
+        0.0008
     """
 
     def __init__(
         self,
-        peak_learning_rate,
-        total_steps,
-        warmup_steps=0,
-        end_learning_rate=0.0,
-        power=1.0,
+        peak_learning_rate: float,
+        total_steps: int,
+        warmup_steps: int = 0,
+        end_learning_rate: float = 0.0,
+        power: float = 1.0,
     ):
         super().__init__(peak_learning_rate, warmup_steps)
         check_numbers(end_learning_rate=end_learning_rate, power=power)
@@ -124,9 +124,10 @@ class WarmupRsqrtDecay(_WarmupSchedule):
         cooldown_steps: int, the steps at the end.
 
     Call arguments:
-        step: int, or int or float tensor of any shape: steps taken so far.
+        - `step`: int, or int or float tensor of any shape: steps taken so far.
 
-    Returns: float32 tensor of the shape of `step`.
+    Returns:
+        float32 tensor of the shape of `step`.
 
     Raises:
         ValueError: if a number is negative or not finite, the timescale is zero, or
@@ -135,22 +136,25 @@ class WarmupRsqrtDecay(_WarmupSchedule):
     Source: Soft MoE, sections 3.3 and 3.4, appendix E; V-MoE, table 6 and appendix B.3
     (V-MoE-15B). Formula from their released code.
 
-    Example:
-
-    >>> schedule = ksm.training.WarmupRsqrtDecay(
-    ...     1e-3, 300_000, timescale=10_000, warmup_steps=10_000, cooldown_steps=50_000
-    ... )
-    >>> schedule([10_000, 20_000, 300_000])
-    [0.001, 0.000707, 0.]
+    Examples:
+        >>> schedule = ksm.training.WarmupRsqrtDecay(
+        ...     1e-3,
+        ...     300_000,
+        ...     timescale=10_000,
+        ...     warmup_steps=10_000,
+        ...     cooldown_steps=50_000,
+        ... )
+        >>> [round(float(schedule(step)), 6) for step in (10_000, 20_000, 300_000)]
+        [0.001, 0.000707, 0.0]
     """
 
     def __init__(
         self,
-        peak_learning_rate,
-        total_steps,
-        timescale,
-        warmup_steps=0,
-        cooldown_steps=0,
+        peak_learning_rate: float,
+        total_steps: int,
+        timescale: float,
+        warmup_steps: int = 0,
+        cooldown_steps: int = 0,
     ):
         super().__init__(peak_learning_rate, warmup_steps)
         check_numbers(total_steps=total_steps, cooldown_steps=cooldown_steps)

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import keras
@@ -29,7 +30,13 @@ class Soup(NamedTuple):
     alone: tuple
 
 
-def greedy_soup(model, checkpoints, score, max_size=8, verbose=1):
+def greedy_soup(
+    model: keras.Model,
+    checkpoints: Sequence,
+    score: Callable,
+    max_size: int = 8,
+    verbose: int = 1,
+) -> Soup:
     """Average checkpoints of a model, chosen greedily.
 
     The soup starts with the checkpoint of the highest score. Then, again and again,
@@ -68,13 +75,15 @@ def greedy_soup(model, checkpoints, score, max_size=8, verbose=1):
     (model soups), section 2. Whether LIMoE tries all checkpoints for each place or one
     after the other is not said.
 
-    Example:
-
-    >>> def score(model):
-    ...     return model.evaluate(x_val, y_val, verbose=0)[1]
-    >>> files = sorted(pathlib.Path("run").glob("*.weights.h5"))
-    >>> ksm.training.greedy_soup(model, files, score)
-    Soup(chosen=(4, 2, 4), scores=(0.81, 0.824, 0.826), alone=(0.75, ..., 0.81))
+    Examples:
+        >>> classifier.compile("sgd")
+        >>> def score(model):
+        ...     return model.evaluate(images, labels, verbose=0, return_dict=True)[
+        ...         "loss"
+        ...     ]
+        >>> weights = [make_classifier().get_weights() for seed in range(2)]
+        >>> soup = ksm.training.greedy_soup(classifier, weights, score)
+        >>> soup.chosen, soup.scores
     """
     check_whole_numbers(1, max_size=max_size)
     _check_model(model)

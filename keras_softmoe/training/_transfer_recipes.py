@@ -7,22 +7,23 @@ the docstring says so and what was chosen.
 import keras
 
 from keras_softmoe.training._optimizers import SGD
+from keras_softmoe.training._pipeline import Augmentation
 from keras_softmoe.training._recipe import Recipe
 from keras_softmoe.training._schedules import warmup_cosine_decay
 
 
 def finetuning(
-    num_classes,
-    steps=10_000,
-    peak_learning_rate=0.003,
-    end_learning_rate=1e-5,
-    warmup_steps=None,
-    clip_norm=10.0,
-    average_momentum=None,
-    image_size=384,
-    batch_size=1024,
-    augmentation="light0",
-    steps_per_epoch=None,
+    num_classes: int,
+    steps: int = 10_000,
+    peak_learning_rate: float = 0.003,
+    end_learning_rate: float = 1e-5,
+    warmup_steps: int | None = None,
+    clip_norm: float | None = 10.0,
+    average_momentum: float | None = None,
+    image_size: int = 384,
+    batch_size: int = 1024,
+    augmentation: Augmentation | str = "light0",
+    steps_per_epoch: int | None = None,
 ):
     """Fine-tuning as in V-MoE: SGD with momentum, cosine, a larger image size.
 
@@ -37,8 +38,9 @@ def finetuning(
     decay, gradients clipped. It applies dropout of 0.1 to the experts and keeps the
     balancing losses (section 3.5):
 
+    >>> name = "vmoe_tiny_patch4_16e_32_glyphs"
     >>> classifier = ksm.models.ViTMoEImageClassifier.from_preset(
-    ...     name, num_classes=10, image_shape=(384, 384, 3), expert_dropout_rate=0.1
+    ...     name, num_classes=10, image_shape=(48, 48, 3), expert_dropout_rate=0.1
     ... )
 
     K, capacity and priority may be others than in the pretraining, and so may the
@@ -89,11 +91,9 @@ def finetuning(
 
     Source: V-MoE, section 3.5, appendices B.4, C.4 and E.5, tables 5, 7 and 8.
 
-    Example:
-
-    >>> recipe = ksm.training.finetuning(num_classes=10, steps=2_500)
-    >>> recipe.compile(classifier)
-    >>> classifier.fit(recipe.training_data((images, labels)), **recipe.fit_arguments)
+    Examples:
+        >>> recipe = ksm.training.finetuning(num_classes=10, steps=2_500)
+        >>> recipe.compile(classifier)  # and `fit`, see `Recipe`
     """
     if warmup_steps is None:
         warmup_steps = min(500, steps // 5)
@@ -116,7 +116,9 @@ def finetuning(
     )
 
 
-def vtab(num_classes, peak_learning_rate=0.001, batch_size=512, **kwargs):
+def vtab(
+    num_classes: int, peak_learning_rate: float = 0.001, batch_size: int = 512, **kwargs
+):
     """Fine-tuning on 1,000 images, as in V-MoE's VTAB results.
 
     *Data*: each of the 19 tasks of the Visual Task Adaptation Benchmark, 1,000 training
@@ -144,11 +146,9 @@ def vtab(num_classes, peak_learning_rate=0.001, batch_size=512, **kwargs):
 
     Source: V-MoE, section 3.5, appendices B.1 and B.4, tables 1 and 7.
 
-    Example:
-
-    >>> recipe = ksm.training.vtab(num_classes=102)
-    >>> recipe.compile(classifier)
-    >>> classifier.fit(recipe.training_data((images, labels)), **recipe.fit_arguments)
+    Examples:
+        >>> recipe = ksm.training.vtab(num_classes=102)
+        >>> recipe.compile(make_classifier(102))  # and `fit`, see `Recipe`
     """
     return finetuning(
         num_classes,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import readme_tables
+from experiments.pages import tables
 from keras_softmoe import catalogue, models
 from keras_softmoe.evaluation import cost
 
@@ -14,9 +14,9 @@ PUBLISHED = {n: m["published"] for n, m in METADATA.items() if "published" in m}
 
 
 def test_what_is_counted():
-    # `python -m experiments.readme_tables --count` writes it anew.
+    # `python -m experiments.pages --count` writes it anew.
     file = Path(catalogue.__file__).with_name("counts.json")
-    assert readme_tables.counts() == file.read_text(encoding="utf-8")
+    assert tables.counts() == file.read_text(encoding="utf-8")
 
 
 # === The papers' tables ===

@@ -1,10 +1,8 @@
 """Damaged checkpoints by the hundred: read as they are, or refused, at little cost."""
 
-import os
-import pathlib
-
 import pytest
 
+from tests.references import NUMBERS
 from tests.torture.campaign import Tally
 from tests.torture.checkpoints import damaged_checkpoints, own_checkpoint
 
@@ -28,9 +26,8 @@ def test_own_checkpoint():
 
 
 @pytest.mark.parametrize("name", REFERENCE_ROUNDS)
-def test_reference_checkpoints(reference, name):
-    reference("k_checkpoint_misc")
-    folder = pathlib.Path(os.environ["KSM_REFERENCE"], "checkpoint_vmoe_tiny")
+def test_reference_checkpoints(name):
+    folder = NUMBERS / "checkpoint_vmoe_tiny"
     contents = {
         path.name.removeprefix(name): path.read_bytes()
         for path in folder.glob(f"{name}.*")

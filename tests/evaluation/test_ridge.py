@@ -9,6 +9,7 @@ from keras_softmoe.evaluation._ridge import (
     ridge_probe,
     sample_support,
 )
+from tests.references import Reference
 
 # (shots, l2 index) where the float32 reference is itself off, by up to 1.6: 42
 # images for 38 weights. Its float64 scores hold everywhere.
@@ -30,8 +31,8 @@ def data():
 
 
 @pytest.mark.parametrize("name", ["g_fewshot_n_gt_d", "g_fewshot_d_gt_n"])
-def test_reference(reference, name):
-    saved = reference(name)
+def test_reference(name):
+    saved = Reference(name)
     config = saved.config
     grid = np.array(config["l2_regs"])
     datasets = sorted({key.split("/")[0] for key in saved.keys if "/" in key})

@@ -1,13 +1,12 @@
 """Fresh weights have the statistics that the released code's have."""
 
 import json
-import os
-import pathlib
 
 import numpy as np
 import pytest
 
 from keras_softmoe import converters, models, routers
+from tests.references import NUMBERS
 
 HIDDEN_DIM, NUM_EXPERTS = 192, 4
 MODELS = {
@@ -29,10 +28,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_statistics(name):
-    directory = os.environ.get("KSM_REFERENCE")
-    if not directory:
-        pytest.skip("KSM_REFERENCE does not name the directory of reference files")
-    text = pathlib.Path(directory, "m_init_stats.json").read_text()
+    text = (NUMBERS / "m_init_stats.json").read_text()
     expected = {
         key.removeprefix(f"{name}:"): value
         for key, value in json.loads(text)["stats"].items()

@@ -7,7 +7,7 @@ import pytest
 from keras_softmoe import ops
 from tests import limoe_twins
 from tests.gradients import value_and_gradients
-from tests.references import to_numpy
+from tests.references import Reference, to_numpy
 
 LOSSES = ["softmax_contrastive_loss", "sigmoid_contrastive_loss"]
 
@@ -45,10 +45,10 @@ def test_large_logits_are_safe(name):
     assert np.all(np.isfinite(value))
 
 
-def test_sigmoid_loss_of_the_released_code(reference):
+def test_sigmoid_loss_of_the_released_code():
     # Two towers, with the saved logits.
     for case in ("dense", "moe", "pool_first", "pool_gap", "pool_gmp", "tiny_norm"):
-        saved = reference(f"f_two_tower_{case}")
+        saved = Reference(f"f_two_tower_{case}")
         saved.check("sigmoid_loss", ops.sigmoid_contrastive_loss(saved.given("logits")))
 
 

@@ -1,7 +1,5 @@
 """No file and no case of the reference numbers is passed over."""
 
-import os
-import pathlib
 import re
 
 import pytest
@@ -14,6 +12,7 @@ from tests.reference import test_reference_routers as routers
 from tests.reference import test_reference_training as training
 from tests.reference import test_reference_transport as transport
 from tests.reference import test_reference_two_towers as two_towers
+from tests.references import NUMBERS, Reference
 
 # File -> cases, where its arrays belong to cases. The tests of the other files compare
 # all arrays at once.
@@ -60,18 +59,16 @@ def excused(name, key):
     )
 
 
-def test_every_file_is_named(reference):
-    reference("i_capacity")
-    directory = pathlib.Path(os.environ["KSM_REFERENCE"])
-    files = {p.stem for p in directory.glob("*.npz")}
+def test_every_file_is_named():
+    files = {p.stem for p in NUMBERS.glob("*.npz")}
     letters = "a b c d bc e f h i j l".split()
     ours = {name for name in files if name.split("_")[0] in letters}
     assert ours == {*CASES, *WHOLE_FILES}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_case_is_named(reference, name):
-    arrays = reference(name)
+def test_every_case_is_named(name):
+    arrays = Reference(name)
     expressible = [k for k in arrays.keys if not excused(name, k)]
     assert {k.split("/")[0] for k in expressible if "/" in k} - {"params"} == set(
         CASES[name]
@@ -80,6 +77,6 @@ def test_every_case_is_named(reference, name):
 
 
 @pytest.mark.parametrize("file, key", INEXPRESSIBLE)
-def test_every_excuse_is_used(reference, file, key):
+def test_every_excuse_is_used(file, key):
     names = [n for n in [*CASES, *WHOLE_FILES] if re.fullmatch(file, n)]
-    assert any(re.fullmatch(key, k) for n in names for k in reference(n).keys)
+    assert any(re.fullmatch(key, k) for n in names for k in Reference(n).keys)

@@ -1,15 +1,12 @@
 """Checkpoints written by the released code: read bit for bit, and converted."""
 
-import os
-import pathlib
-
 import ml_dtypes
 import numpy as np
 import pytest
 
 from keras_softmoe import converters, models, routers
 from tests import twins
-from tests.references import to_numpy
+from tests.references import NUMBERS, Reference, to_numpy
 
 TOLERANCE = 1e-4
 
@@ -23,13 +20,12 @@ MODEL = "k_checkpoint_vmoe_tiny"
 
 
 def prefix_of(name):
-    folder = pathlib.Path(os.environ["KSM_REFERENCE"], "checkpoint_vmoe_tiny")
-    return folder / CHECKPOINTS[name][0]
+    return NUMBERS / "checkpoint_vmoe_tiny" / CHECKPOINTS[name][0]
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_arrays_are_equal_bit_for_bit(reference, name):
-    reference = reference(name)
+def test_arrays_are_equal_bit_for_bit(name):
+    reference = Reference(name)
     checkpoint = converters.read_checkpoint(prefix_of(name))
     _, names_below = CHECKPOINTS[name]
     dtypes = reference.config.get("dtypes", {})
@@ -86,8 +82,8 @@ def preset(tmp_path_factory):
     return convert
 
 
-def test_logits_of_the_converted_preset(reference, preset):
-    reference = reference(MODEL)
+def test_logits_of_the_converted_preset(preset):
+    reference = Reference(MODEL)
     model = models.ViTMoEImageClassifier.from_preset(preset(reference))
     images = reference.given("images")
     settings = reference.config["model"]
@@ -99,8 +95,8 @@ def test_logits_of_the_converted_preset(reference, preset):
     reference.check("auxiliary_loss", sum(losses), TOLERANCE)
 
 
-def test_logits_with_tokens_in_bfloat16(reference, preset):
-    reference = reference(MODEL)
+def test_logits_with_tokens_in_bfloat16(preset):
+    reference = Reference(MODEL)
     images = reference.given("images")
     params = reference.given_under("params/")
     # The plain model computes the saved logits, ...

@@ -11,7 +11,7 @@ from tests.reference.common import (
     check_statistics,
     finish,
 )
-from tests.references import to_numpy
+from tests.references import Reference, to_numpy
 
 SOFT_FILES = [
     f"a_soft_{case}"
@@ -53,8 +53,8 @@ def in_groups(tokens, group_size):
 
 
 @pytest.mark.parametrize("name", SOFT_FILES)
-def test_soft_layer(reference, name, set_noise):
-    reference = reference(name)
+def test_soft_layer(name, set_noise):
+    reference = Reference(name)
     config = reference.config
     inputs = reference.given("inputs")
     tokens = in_groups(inputs, config["group_size"])
@@ -135,8 +135,8 @@ def sparse_router(case, config):
 @pytest.mark.parametrize("dispatcher", ["gather", "einsum"])
 @pytest.mark.parametrize("case", SPARSE_CASES)
 @pytest.mark.parametrize("name", ["bc_layer_even", "bc_layer_odd"])
-def test_sparse_layer(reference, name, case, dispatcher):
-    reference = reference(name)
+def test_sparse_layer(name, case, dispatcher):
+    reference = Reference(name)
     config = reference.config
     inputs = reference.given("inputs")
     tokens = in_groups(inputs, config["group_size"])

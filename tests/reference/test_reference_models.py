@@ -8,7 +8,7 @@ from keras_softmoe import ops, routers
 from tests.gradients import layer_gradients, outputs
 from tests.reference.common import check_auxiliary_loss, check_statistics, finish
 from tests.reference.test_reference_layers import check_weight_means
-from tests.references import to_numpy
+from tests.references import Reference, to_numpy
 
 MODELS = [
     "e_dense_gap_sincos_qknorm_rect",
@@ -153,8 +153,8 @@ def check_route(reference, decisions):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_model(reference, name):
-    reference = reference(name)
+def test_model(name):
+    reference = Reference(name)
     images = reference.given("images")
     model, backbone = make_model(reference, reference.given_under("params/"))
     whole = keras.Model(
@@ -181,8 +181,8 @@ def test_model(reference, name):
 
 
 @pytest.mark.parametrize("name", NOISY_MODELS)
-def test_noisy_model(reference, name, set_noise):
-    reference = reference(name)
+def test_noisy_model(name, set_noise):
+    reference = Reference(name)
     model, backbone = make_model(
         reference, reference.given_under("params/"), noisy=True
     )
@@ -209,10 +209,10 @@ def test_noisy_model(reference, name, set_noise):
 
 
 @pytest.mark.parametrize("name", GRADIENT_MODELS)
-def test_gradients(reference, name):
+def test_gradients(name):
     from keras_softmoe import converters
 
-    reference = reference(name)
+    reference = Reference(name)
     model, _ = make_model(reference, reference.given_under("params/"))
     value, _, gradients = layer_gradients(
         model,

@@ -11,7 +11,7 @@ from tests.reference.common import (
     finish,
     slot_routing,
 )
-from tests.references import to_numpy
+from tests.references import Reference, to_numpy
 
 TIES = [
     *(f"k{k}_bpr{b}_C{c}" for k in (1, 2, 4) for b in (0, 1) for c in (1, 3, 5)),
@@ -28,8 +28,8 @@ OTHER_TOKENS = [
 GRIDS = ["zoom_2d", "zoom_2d_down", "zoom_3d"]
 
 
-def test_capacity(reference):
-    reference = reference("i_capacity")
+def test_capacity():
+    reference = Reference("i_capacity")
     axes = [reference.config[axis] for axis in reference.config["axes"]]
     actual = []
     for arguments in itertools.product(*axes):
@@ -43,8 +43,8 @@ def test_capacity(reference):
 
 
 @pytest.mark.parametrize("case", TIES)
-def test_ties(reference, case):
-    reference = reference("bc_ties")
+def test_ties(case):
+    reference = Reference("bc_ties")
     gates = reference.given("gates")[None]
     capacity = int(case.rpartition("_C")[2])
     if case.startswith("expert_choice"):
@@ -96,8 +96,8 @@ def split(table):
 
 
 @pytest.mark.parametrize("case", [*ZOOMS, *OTHER_TOKENS])
-def test_resampled_position_table(reference, case):
-    reference = reference("j_posembed_resize")
+def test_resampled_position_table(case):
+    reference = Reference("j_posembed_resize")
     token, grid = split(reference.given(f"{case}/source"))
     expected_token, expected = split(reference.given(f"{case}/output"))
     actual = to_numpy(ops.resample_position_grid(grid, *expected.shape[:2]))
@@ -112,8 +112,8 @@ def test_resampled_position_table(reference, case):
 
 
 @pytest.mark.parametrize("case", GRIDS)
-def test_resampled_grid(reference, case):
-    reference = reference("j_posembed_resize")
+def test_resampled_grid(case):
+    reference = Reference("j_posembed_resize")
     source = reference.given(f"{case}/source")
     expected = reference.given(f"{case}/output")
     if source.ndim == 2:

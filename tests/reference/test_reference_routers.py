@@ -17,7 +17,7 @@ from tests.reference.common import (
     slot_routing,
 )
 from tests.reference.test_reference_ops import check_indices
-from tests.references import to_numpy
+from tests.references import Reference, to_numpy
 
 TOKEN_CHOICE_FILES = [f"b_tokens_choice_{s}" for s in ("even", "odd", "skewed")]
 EXPERT_CHOICE_FILES = [f"c_expert_choice_{s}" for s in ("even", "odd")]
@@ -55,8 +55,8 @@ def token_choice_router(reference, settings, **kwargs):
 
 @pytest.mark.parametrize("name", TOKEN_CHOICE_FILES)
 @pytest.mark.parametrize("k, bpr", itertools.product((1, 2), (0, 1)))
-def test_token_choice(reference, name, k, bpr):
-    reference = reference(name)
+def test_token_choice(name, k, bpr):
+    reference = Reference(name)
     for case in TOKEN_CHOICE_CASES:
         if not case.startswith(f"k{k}_bpr{bpr}_"):
             continue
@@ -97,8 +97,8 @@ def test_token_choice(reference, name, k, bpr):
 
 @pytest.mark.parametrize("name", TOKEN_CHOICE_FILES)
 @pytest.mark.parametrize("case", NOISY_TOKEN_CHOICE)
-def test_noisy_token_choice(reference, name, case, set_noise):
-    reference = reference(name)
+def test_noisy_token_choice(name, case, set_noise):
+    reference = Reference(name)
     settings = reference.config["cases"][case.removeprefix("noisy_")]
     router, tokens = build(
         token_choice_router(reference, settings, noise_std=1.0), reference
@@ -141,8 +141,8 @@ NOISY_EXPERT_CHOICE = "noisy_cf1.0_round_m1"
 
 @pytest.mark.parametrize("name", EXPERT_CHOICE_FILES)
 @pytest.mark.parametrize("case", EXPERT_CHOICE_CASES)
-def test_expert_choice(reference, name, case):
-    reference = reference(name)
+def test_expert_choice(name, case):
+    reference = Reference(name)
     settings = reference.config["cases"][case]
     gates = reference.given("gates")
     seats = ops.expert_choice(gates, settings["capacity"])
@@ -171,8 +171,8 @@ def check_expert_choice(reference, case, tokens, decision):
 
 
 @pytest.mark.parametrize("name", EXPERT_CHOICE_FILES)
-def test_noisy_expert_choice(reference, name, set_noise):
-    reference = reference(name)
+def test_noisy_expert_choice(name, set_noise):
+    reference = Reference(name)
     case = f"{NOISY_EXPERT_CHOICE}/"
     settings = reference.config["cases"]["cf1.0_round_m1"]
     router, tokens = build(
@@ -191,8 +191,8 @@ def test_noisy_expert_choice(reference, name, set_noise):
 
 
 @pytest.mark.parametrize("name", EXPERT_CHOICE_FILES)
-def test_expert_choice_beyond_the_group_raises(reference, name):
-    reference = reference(name)
+def test_expert_choice_beyond_the_group_raises(name):
+    reference = Reference(name)
     (case,) = (c for c, s in reference.config["cases"].items() if "raises" in s)
     factor = float(case.split("_")[0].removeprefix("cf"))
     gates = reference.given("gates")

@@ -9,7 +9,7 @@ import pytest
 from keras_softmoe import training
 from tests.reference.common import finish
 from tests.reference.test_reference_models import make_router
-from tests.references import to_numpy
+from tests.references import Reference, to_numpy
 
 
 def warmup_cosine_decay(
@@ -101,8 +101,8 @@ def make_optimizer(config, total_steps, adam=training.Adam, sgd=training.SGD):
     )
 
 
-def test_schedules(reference):
-    reference = reference("h_schedules")
+def test_schedules():
+    reference = Reference("h_schedules")
     steps = reference.given("steps")
     for name, config in reference.config["schedules"].items():
         schedule = make_schedule(config, config["total_steps"])
@@ -145,8 +145,8 @@ def is_trained(config, name):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer(reference, name):
-    reference = reference("l_optimizers")
+def test_optimizer(name):
+    reference = Reference("l_optimizers")
     config = reference.config["optimizers"][name]
     variables = {}
     for path, value in reference.given_under("params/").items():
@@ -238,10 +238,10 @@ class Norms(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_training_steps(reference, name):
+def test_training_steps(name):
     from keras_softmoe import converters
 
-    reference = reference(name)
+    reference = Reference(name)
     config = reference.config
     start = reference.given_under("params/")
     model = make_classifier(reference, start)

@@ -15,7 +15,7 @@ from tests.reference.common import (
     finish,
     slot_routing,
 )
-from tests.references import to_numpy
+from tests.references import Reference, to_numpy
 
 pytestmark = pytest.mark.usefixtures("quick_loops")
 
@@ -95,8 +95,8 @@ def transport_router(prefix, settings):
 @pytest.mark.parametrize(
     "name, case", transport_cases("d_kl_experts", "d_kl_items", "d_ks_items")
 )
-def test_transport_router(reference, name, case, set_noise):
-    reference = reference(name)
+def test_transport_router(name, case, set_noise):
+    reference = Reference(name)
     prefix = name.rpartition("_")[0]
     settings = reference.config["cases"][case]
     router, tokens = build(transport_router(prefix, settings), reference)
@@ -247,8 +247,8 @@ def transposed(settings):
 
 
 @pytest.mark.parametrize("name, case", transport_cases("d_ks_experts", "d_sp_items"))
-def test_transport_from_ops(reference, name, case):
-    reference = reference(name)
+def test_transport_from_ops(name, case):
+    reference = Reference(name)
     settings = reference.config["cases"][case]
     capacity = settings["capacity"]
     if name.startswith("d_sp_items"):

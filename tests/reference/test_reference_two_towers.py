@@ -8,7 +8,7 @@ from keras_softmoe import ops, routers
 from tests.gradients import outputs
 from tests.reference.common import check_auxiliary_loss, finish
 from tests.reference.test_reference_models import make_router
-from tests.references import to_numpy
+from tests.references import Reference, to_numpy
 
 TOWERS = [
     "f_two_tower_dense",
@@ -87,8 +87,8 @@ def encoder_arguments(model, num_tokens):
 
 
 @pytest.mark.parametrize("name", TOWERS)
-def test_two_towers(reference, name):
-    reference = reference(name)
+def test_two_towers(name):
+    reference = Reference(name)
     model = make_model(reference)
     images, texts = reference.given("images"), reference.given("texts")
     pairs = {"images": images, "token_ids": texts}
@@ -144,11 +144,11 @@ def sum_of_losses(tower, inputs):
     return sum(outputs(losses, inputs), start=np.zeros(()))
 
 
-def test_gradients_of_fit(reference):
+def test_gradients_of_fit():
     """A step of gradient descent at a rate of one subtracts the saved gradients."""
     from keras_softmoe import converters
 
-    reference = reference("f_two_tower_dense")
+    reference = Reference("f_two_tower_dense")
     model = make_model(reference)
     before = converters.to_vmoe_params(model)
     assert before.keys() == reference.given_under("params/").keys()
@@ -165,9 +165,9 @@ def test_gradients_of_fit(reference):
 
 
 @pytest.mark.parametrize("name", TOWERS)
-def test_fit_reports_their_loss(reference, name):
+def test_fit_reports_their_loss(name):
     """What `fit` and `evaluate` report is the mean over rows of the saved losses."""
-    reference = reference(name)
+    reference = Reference(name)
     model = make_model(reference)
     model.compile(keras.optimizers.SGD(0.0), loss="sigmoid")
     images, texts = reference.given("images"), reference.given("texts")

@@ -1,25 +1,13 @@
-"""Write the tables of presets into README.md, from the catalogue.
-
-    python -m experiments.readme_tables          # the tables
-    python -m experiments.readme_tables --count  # first count each architecture anew
-
-The second also writes `keras_softmoe/catalogue/counts.json`, where the catalogue has
-parameters and GFLOP of its architectures: what `evaluation.cost` counts.
-"""
+"""Tables of presets and of the losses of LIMoE, from the catalogue and from JSON."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 
 from keras_softmoe import catalogue, evaluation
-from keras_softmoe.files import replaced_file
 
-ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
-COUNTS = ROOT / "keras_softmoe" / "catalogue" / "counts.json"
-LOSSES = Path(__file__).with_name("limoe") / "losses.json"
+LOSSES = Path(__file__).resolve().parents[1] / "limoe" / "losses.json"
 NAMES = """\
 A name tells family, size, patch, placement of the experts (the second half of the
 blocks, if nothing else is said), experts, experts per token (`k1`) or slots per expert
@@ -28,15 +16,6 @@ families and 384 wide with 12 blocks in all others. In `limoe` models every seco
 has experts (12 of 32 in `huge`). GFLOP are per image, of `limoe` models per pair of
 image and caption; `ksm.evaluation.cost(name)` counts them, also at another
 `image_shape` or `capacity_factor`."""
-
-
-def main():
-    if sys.argv[1:] == ["--count"]:
-        with replaced_file(COUNTS) as file:
-            file.write_text(counts(), encoding="utf-8")
-    text = with_tables(README.read_text(encoding="utf-8"))
-    with replaced_file(README) as file:
-        file.write_text(text, encoding="utf-8")
 
 
 def counts():
@@ -49,29 +28,43 @@ def counts():
     return "{\n" + ",\n".join(rows) + "\n}\n"
 
 
-def with_tables(text):
-    """The README's text with its tables made anew."""
+def tables():
+    """Dict from the titles of tables to their text."""
     found = {name: catalogue.read_metadata(name) for name in catalogue.names()}
-    tables = {
-        "trained presets": trained_table(
-            {name: m for name, m in found.items() if "metrics" in m}
-        ),
-        "contrastive presets": contrastive_table(
-            {name: m for name, m in found.items() if "runs" in m}
-        ),
+    trained = {name: m for name, m in found.items() if "metrics" in m}
+    contrastive = {name: m for name, m in found.items() if "runs" in m}
+    convertible = {n: m for n, m in found.items() if m["kind"] == "convertible"}
+    return {
+        "real weights": real_weights_table(trained, contrastive, convertible),
+        "trained presets": trained_table(trained),
+        "contrastive presets": contrastive_table(contrastive),
         "losses on routing": losses_table(),
-        "convertible presets": convertible_table(
-            {name: m for name, m in found.items() if m["kind"] == "convertible"}
-        ),
+        "convertible presets": convertible_table(convertible),
         "architectures": architecture_table(
             {name: m for name, m in found.items() if m["kind"] == "architecture"}
         ),
     }
-    for title, table in tables.items():
-        begin, end = f"<!-- {title}: begin -->\n", f"<!-- {title}: end -->"
-        before, rest = text.split(begin)
-        text = before + begin + table + end + rest.split(end)[1]
-    return text
+
+
+def real_weights_table(trained, contrastive, convertible):
+    """All presets that have weights, with one measured figure each."""
+    rows = ["| preset | parameters | what is measured |", "|---|---|---|"]
+    measured = {
+        name: f"digits, 10 shots: {spread(m['metrics']['few_shot']['model']['10'])}"
+        for name, m in trained.items()
+    }
+    for name, metadata in contrastive.items():
+        values = [run["zero_shot_seen_of_64"] for run in metadata["runs"]]
+        measured[name] = f"zero-shot, 64 names: {spread(values)}"
+    for name, metadata in convertible.items():
+        accuracy = metadata["accuracy"].get("ImageNet, validation images")
+        published = f"ImageNet, published: {100 * accuracy:.1f} %" if accuracy else ""
+        measured[name] = published or "downloaded and converted at first use"
+    for name, text in measured.items():
+        count = (trained | contrastive | convertible)[name]["parameter_count"] / 1e6
+        size = f"{count:,.0f} M" if count >= 5 else f"{count:.2f} M"
+        rows.append(f"| [`{name}`](presets/{name}) | {size} | {text} |")
+    return "\n".join(rows) + "\n"
 
 
 def trained_table(found):
@@ -84,7 +77,7 @@ def trained_table(found):
         metrics = metadata["metrics"]
         pixels = metrics["few_shot"]["raw pixels"]
         cells = [
-            f"[`{name}`](presets/{name})",
+            f"[`{name}`](#{name})",
             f"{metadata['parameter_count'] / 1e6:.2f} M",
             f"{metrics['upstream_accuracy']:.3f}",
             *map(spread, metrics["few_shot"]["model"].values()),
@@ -110,7 +103,7 @@ def contrastive_table(found):
     ]
     for name, metadata in found.items():
         cells = [
-            f"[`{name}`](presets/{name})",
+            f"[`{name}`](#{name})",
             f"{metadata['parameter_count'] / 1e6:.2f} M",
             *(spread([run[c] for run in metadata["runs"]]) for c in columns.values()),
         ]
@@ -149,7 +142,7 @@ def convertible_table(found):
     for name, metadata in found.items():
         accuracy = metadata["accuracy"].get("ImageNet, validation images")
         cells = [
-            f"[`{name}`](presets/{name})",
+            f"`{name}`",
             f"{metadata['parameter_count'] / 1e6:,.0f} M",
             f"{100 * accuracy:.1f} %" if accuracy else "not found",
         ]
@@ -174,7 +167,7 @@ def architecture_table(found):
                 f"| {metadata['gflop_per_image']:,.1f} | {row} |"
             )
         summary = f"<summary>{group}: {len(groups[group])} presets</summary>"
-        parts += [f"<details>\n{summary}", "\n".join(rows), "</details>"]
+        parts += [f'<details markdown="1">\n{summary}', "\n".join(rows), "</details>"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -182,7 +175,3 @@ def spread(values, digits=3):
     if len(values) == 1:
         return f"{values[0]:.{digits}f}"
     return f"{np.mean(values):.{digits}f} ± {np.std(values, ddof=1):.{digits}f}"
-
-
-if __name__ == "__main__":
-    main()

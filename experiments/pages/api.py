@@ -1,0 +1,93 @@
+"""Pages of the API reference: one for each room, with every public name."""
+
+import importlib
+import inspect
+
+import keras_softmoe
+
+# What a page opens with: what the room is for, and where to read on.
+ROOMS = {
+    "layers": "Mixtures of experts as layers, and the parts of a Vision Transformer.",
+    "routers": "Which tokens go to which slots. Losses that balance experts, and "
+    "`record`, which shows decisions.",
+    "models": "Backbones, tasks and their preprocessing, on KerasHub's classes.",
+    "presets": "What there is to load by name.",
+    "converters": "Parameters from and to other libraries, and upcycling.",
+    "evaluation": "How good a model is, how good its features are, what it costs.",
+    "analysis": "What routers decide: statistics, maps, figures, a report.",
+    "training": "The papers' recipes, and the schedules and optimizers they need.",
+    "datasets": "Images and captions that need no network, and TensorFlow Datasets.",
+    "distribution": "Experts and batches on many devices.",
+    "exporting": "Files for other runtimes.",
+    "ops": "Pure functions on tensors, from which routers are made.",
+    "costs": "What a layer of your own says that it costs.",
+}
+
+
+def public_names(room):
+    """Names of a room that are neither private nor modules, sorted."""
+    module = importlib.import_module(f"keras_softmoe.{room}")
+    return [
+        name
+        for name in sorted(dir(module), key=str.lower)
+        if not name.startswith("_") and _is_ours(getattr(module, name))
+    ]
+
+
+def _is_ours(value):
+    # `TYPE_CHECKING` is a bool that says nothing to a reader.
+    if inspect.ismodule(value) or isinstance(value, bool):
+        return False
+    return getattr(value, "__module__", "keras_softmoe").startswith("keras_softmoe")
+
+
+def page(room):
+    """The page of a room, Markdown that mkdocstrings fills in."""
+    parts = [f"# ksm.{room}", ROOMS[room]]
+    constants = []
+    for name in public_names(room):
+        value = getattr(importlib.import_module(f"keras_softmoe.{room}"), name)
+        if hasattr(value, "__module__"):
+            # Where it is defined: a name that is imported when it is first used can be
+            # found nowhere else without running the code.
+            parts.append(
+                f"::: {value.__module__}.{value.__name__}\n"
+                f"    options:\n      heading: ksm.{room}.{name}\n"
+                f"      toc_label: {name}"
+            )
+        else:
+            constants.append(f"- `ksm.{room}.{name}`: {_described(value)}")
+    if constants:
+        parts += ["## Constants", "\n".join(constants)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _described(value):
+    if isinstance(value, str):
+        return f"`{value!r}`"
+    values = list(value)
+    shown = ", ".join(f"`{v!r}`" for v in values[:6])
+    return f"{len(values)} values, {shown}{', ...' if len(values) > 6 else ''}"
+
+
+def pages():
+    """Dict from paths below `docs` to texts."""
+    missing = set(dir(keras_softmoe)) - set(ROOMS) - {"__version__"}
+    if missing:
+        raise ValueError(f"`ROOMS` in {__file__} lacks rooms. Received: {missing}")
+    rows = [
+        f"| [`ksm.{room}`]({room}.md) | {text} | {len(public_names(room))} |"
+        for room, text in ROOMS.items()
+    ]
+    index = "\n".join(
+        [
+            "# API reference\n",
+            "`import keras_softmoe as ksm`. `layers`, `routers`, `ops` and `costs` "
+            "need Keras and one backend; the others are imported when first used.\n",
+            "| room | what for | names |",
+            "|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+    return {"api/index.md": index} | {f"api/{room}.md": page(room) for room in ROOMS}

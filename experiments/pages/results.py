@@ -1,0 +1,240 @@
+"""Tables of results on the pages, from JSON and from the experiments' own pages."""
+
+import json
+import re
+from pathlib import Path
+from statistics import mean, stdev
+
+from experiments import claims
+
+EXPERIMENTS = Path(__file__).resolve().parents[1]
+STUDY = EXPERIMENTS / "router_study"
+UPCYCLING = EXPERIMENTS / "upcycling"
+FIDELITY = EXPERIMENTS / "fidelity"
+GUIDES = EXPERIMENTS.parent / "guides"
+BENCHMARKS = EXPERIMENTS.parent / "benchmarks" / "results"
+BACKENDS = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
+
+# The study's edition that compares routers has so many seeds of each.
+SEEDS = 3
+# Files of reference numbers, by the beginning of their names.
+NUMBERS = {
+    "a": "soft router",
+    "b": "token choice",
+    "bc": "layers of sparse routers, ties",
+    "c": "expert choice",
+    "d_kl": "Sinkhorn's routers and plans",
+    "d_ks": "sparsity-constrained routers and plans",
+    "d_sp": "the same without the constraint",
+    "e": "whole models, with gradients",
+    "f": "two towers, with gradients",
+    "i": "capacities",
+    "k": "converted checkpoints",
+    "l": "optimizers and training steps",
+}
+PLANS = ("d_kl", "d_ks", "d_sp")
+# Figures of the repository that pages show, and their copies below `docs`.
+FIGURES = {
+    GUIDES / "routing.png": "images/routing.png",
+    GUIDES / "limoe_load.png": "images/limoe_load.png",
+    GUIDES / "limoe_text_experts.png": "images/limoe_text_experts.png",
+    STUDY / "small" / "curves.png": "results/figures/study_curves.png",
+    STUDY
+    / "first_edition"
+    / "upstream_accuracy.png": "results/figures/first_edition_upstream.png",
+    STUDY
+    / "first_edition"
+    / "10_shot.png": "results/figures/first_edition_10_shot.png",
+}
+
+
+def tables():
+    """Dict from the titles of tables to their text."""
+    return {
+        "figures": headline_table(),
+        "routers measured": routers_table(),
+        "study": study_text(),
+        "first edition": _embedded(STUDY / "first_edition" / "README.md"),
+        "claims": _embedded(claims.page()),
+        "upcycling": _embedded(UPCYCLING / "small" / "README.md"),
+        "exports": _embedded(EXPERIMENTS / "EXPORTS.md"),
+        "fidelity": fidelity_table(),
+    }
+
+
+def headline_table():
+    """One figure each of speed, fidelity and study, for the README."""
+    twin = {name: _ratio(name, "soft_moe", "forward") for name in BACKENDS}
+    arrays, largest, of_plans = _fidelity_in_sum()
+    edition, results = _edition()
+    titles = {n: c["title"] for n, c in results["configurations"].items()}
+    gains = _gains(results)
+    best = max(gains, key=lambda name: mean(gains[name]))
+    soft = next(name for name in gains if name.startswith("soft_"))
+    measured = {
+        "speed": "predicting with a Soft MoE S/16 of 128 experts takes "
+        f"{min(twin.values()):.2f} to {max(twin.values()):.2f} of the time of its "
+        "dense twin; a training step with few images takes longer",
+        "fidelity": f"{arrays:,} arrays of the released code's results: masks and "
+        f"indices equal, other numbers within {largest:.0e}, those of iterated plans "
+        f"within {of_plans:.0e}, on {' and '.join(BACKENDS[n] for n in _fidelity())}",
+        "study": f"{edition}, small models: {titles[best]} has {_points(gains[best])} "
+        f"points of accuracy over the dense model of the same cost, {titles[soft]} "
+        f"{_points(gains[soft])} ({len(gains[best])} seeds)",
+    }
+    lines = ["| | measured | more |", "|---|---|---|"]
+    lines += [
+        f"| {name} | {text} | [{name}](docs/results/{name}.md) |"
+        for name, text in measured.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def routers_table():
+    """What each router costs and achieves in the study."""
+    edition, results = _edition()
+    gains = _gains(results)
+    rows = [
+        f"From the study's {edition}, differences to the dense model in points, mean "
+        "± standard deviation over seeds.\n",
+        "| model | step / dense | MFLOP | upstream | 10 shots | dropped | fullest "
+        "expert / mean |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    dense = results["cells"]["dense"]
+    for name in results["studies"]["routers"]:
+        known, cells = results["configurations"][name], results["cells"][name]
+        step = results["times"]["steps"].get(name, {}).get("ratio")
+        shots = [
+            100 * (cell["few_shot"]["10"] - dense[seed]["few_shot"]["10"])
+            for seed, cell in cells.items()
+            if seed in dense
+        ]
+        mflop = known.get("gflop_per_image")
+        row = [
+            known["title"],
+            f"{step:.2f}" if step else "–",
+            f"{1e3 * mflop:.1f}" if mflop else "–",
+            _points(gains[name]) if name in gains else "0",
+            _points(shots) if name in gains else "0",
+            _mean_of(cells, "dropped", 100, "{:.0f} %"),
+            _mean_of(cells, "imbalance", 1, "{:.2f}"),
+        ]
+        rows.append(f"| {' | '.join(row)} |")
+    return "\n".join(rows) + "\n"
+
+
+def study_text():
+    """The study as it stands, its headings two levels lower."""
+    return _embedded(STUDY / "small" / "README.md")
+
+
+def fidelity_table():
+    """How far from the released code, by kind of reference numbers and backend."""
+    found = _fidelity()
+    titles = [BACKENDS[name] for name in found]
+    versions = [f"{BACKENDS[name]} {f['version']}" for name, f in found.items()]
+    rows = [
+        f"Measured with {', '.join(versions)}, in float32.\n",
+        f"| numbers of | arrays | exact | {' | '.join(titles)} |",
+        "|---" * (3 + len(found)) + "|",
+    ]
+    for prefix, title in NUMBERS.items():
+        here = [_of_kind(f["files"], prefix) for f in found.values()]
+        arrays, exact = (str(max(e[key] for e in here)) for key in ("arrays", "exact"))
+        cells = [f"{entry['largest']:.1e}" for entry in here]
+        rows.append(f"| {' | '.join([title, arrays, exact, *cells])} |")
+    return "\n".join(rows) + "\n"
+
+
+def _fidelity():
+    """What was recorded, by backend."""
+    files = {name: FIDELITY / f"{name}.json" for name in BACKENDS}
+    return {name: _read(file) for name, file in files.items() if file.exists()}
+
+
+def _of_kind(files, prefix):
+    """Sums and the largest deviation over the files whose name begins like that."""
+    chosen = [e for file, e in files.items() if file.startswith(f"{prefix}_")]
+    return {
+        "arrays": sum(entry["arrays"] for entry in chosen),
+        "exact": sum(entry["exact"] for entry in chosen),
+        "largest": max((entry["largest"] for entry in chosen), default=0.0),
+    }
+
+
+def _edition():
+    """Name and results of the latest edition in which all routers are finished."""
+    for name, file in (("second edition", "small"), ("first edition", "first_edition")):
+        results = _read(STUDY / file / "results.json")
+        models = results["studies"].get("routers", ["missing"])
+        seeds = [len(results["cells"].get(model, {})) for model in models]
+        if min(seeds) >= SEEDS:
+            return name, results
+    raise ValueError(f"No edition in {STUDY} has {SEEDS} seeds of every router.")
+
+
+def _gains(results):
+    """Dict from models to what they have over the dense one, in points, by seed."""
+    dense = results["cells"]["dense"]
+    return {
+        name: [
+            100 * (cell["upstream_accuracy"] - dense[seed]["upstream_accuracy"])
+            for seed, cell in results["cells"][name].items()
+            if seed in dense
+        ]
+        for name in results["studies"]["routers"]
+        if name != "dense"
+    }
+
+
+def _ratio(backend, name, kind):
+    rows = _read(BENCHMARKS / f"{backend}.json")["sections"]["models"]
+    row = next(r for r in rows if (r["name"], r["pass"]) == (name, kind))
+    return row["ratios"]["dense_twin"]["median"]
+
+
+def _fidelity_in_sum():
+    """Number of arrays, and the largest deviations without and with plans."""
+    entries = {
+        prefix: [_of_kind(f["files"], prefix) for f in _fidelity().values()]
+        for prefix in NUMBERS
+    }
+    arrays = sum(max(e["arrays"] for e in group) for group in entries.values())
+    largest = {p: max(e["largest"] for e in group) for p, group in entries.items()}
+    rest = max(value for prefix, value in largest.items() if prefix not in PLANS)
+    return arrays, rest, max(largest.values())
+
+
+def _points(values):
+    spread = f" ± {stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{mean(values):+.1f}{spread}"
+
+
+def _mean_of(cells, key, factor, form):
+    # One value for each block.
+    values = [mean(cell[key]) for cell in cells.values() if cell.get(key) is not None]
+    return form.format(factor * mean(values)) if values else "–"
+
+
+def _embedded(source):
+    """A page of the repository as part of another: no title, headings lower.
+
+    Links to figures lead to their copies, other relative links become code.
+    """
+    text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
+    text = re.sub(r"^# .*\n", "", text).strip()
+    text = re.sub(r"^(#+) ", r"#\1 ", text, flags=re.MULTILINE)
+
+    def figure(match):
+        if not isinstance(source, Path):
+            return match[0]
+        copy = FIGURES[source.parent / match[2]].removeprefix("results/")
+        return f"![{match[1]}]({copy})"
+
+    text = re.sub(r"!\[(.*?)\]\(([^):]+)\)", figure, text)
+    return re.sub(r"(?<!!)\[([^\]]+)\]\((?!http|#)[^)]*\)", r"\1", text) + "\n"
+
+
+def _read(file):
+    return json.loads(file.read_text(encoding="utf-8"))

@@ -1,0 +1,82 @@
+"""Every public name has an example, and every example runs: each on one backend."""
+
+import shutil
+
+import keras
+import numpy as np
+import pytest
+
+import keras_softmoe as ksm
+from tests.checkpoints import safetensors_file
+from tests.examples import docstrings
+from tests.references import NUMBERS
+
+# What Keras warns of in ordinary use, among others.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+BACKENDS = ("jax", "tensorflow", "torch")
+EXAMPLES = docstrings.examples()
+
+# Where an example, or those of a room, can run, or costs least; others take turns.
+BACKEND_OF = {
+    "analysis": "torch",
+    "distribution": "jax",
+    "exporting": "tensorflow",
+    "training": "torch",
+}
+NOT_RUN = {
+    "converters.convert_vmoe_checkpoint": "needs a released checkpoint, 1 GB",
+    "converters.download_checkpoint": "needs the network",
+    "converters.read_vit_checkpoint": "needs a released checkpoint, 400 MB",
+    "datasets.from_tfds": "needs the network",
+    "presets.convert": "needs a released checkpoint, 200 MB",
+}
+
+
+def backend_of(name):
+    turn = BACKENDS[list(EXAMPLES).index(name) % len(BACKENDS)]
+    return BACKEND_OF.get(name, BACKEND_OF.get(name.split(".")[0], turn))
+
+
+HERE = [
+    name
+    for name in EXAMPLES
+    if name not in NOT_RUN and backend_of(name) == keras.backend.backend()
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Directory with the files that examples read."""
+    folder = tmp_path_factory.mktemp("examples")
+    shutil.copytree(NUMBERS / "checkpoint_vmoe_tiny", folder / "vmoe_tiny")
+    bias = np.zeros(7, "float32")
+    safetensors_file.save(folder / "model.safetensors", {"head.bias": bias})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def set_up(folder):
+    """Callable from a room to the names that its examples go on from."""
+    rooms = {}
+
+    def names_in(room):
+        if room not in rooms:
+            rooms[room] = dict(docstrings.AT_HAND)
+            text = getattr(ksm, room).__doc__
+            docstrings.execute(room, text, rooms[room])
+        return dict(rooms[room])
+
+    return names_in
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_examples_run(name, set_up, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    namespace = set_up(name.split(".")[0])
+    for part, text in EXAMPLES[name].items():
+        assert docstrings.execute(f"{name}: {part}", text, namespace)
+
+
+def test_every_public_name_has_an_example():
+    assert not [name for name, texts in EXAMPLES.items() if name not in texts]
+    assert set(NOT_RUN) | set(BACKEND_OF) <= {*EXAMPLES, *docstrings.ROOMS}

@@ -1,0 +1,166 @@
+"""The documentation: generated parts are of today, links lead somewhere, it builds."""
+
+import html.parser
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from experiments import pages
+from experiments.pages import guides, results
+
+ROOT = Path(__file__).resolve().parents[1]
+WRITTEN = pages.written()
+# Elements that a browser loads by itself, and where they say what.
+LOADED = {
+    "img": "src",
+    "script": "src",
+    "link": "href",
+    "iframe": "src",
+    "source": "src",
+}
+
+
+class Page(html.parser.HTMLParser):
+    """Links, anchors and loaded files of a page of the site."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.loaded, self.anchors, self.pictures = [], [], set(), 0
+        self.in_article = False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        self.in_article |= tag == "article"
+        self.pictures += tag == "img" and self.in_article
+        self.anchors |= {found.get("id"), found.get("name")}
+        if tag == "a" and found.get("href"):
+            self.links.append(found["href"])
+        target = found.get(LOADED.get(tag))
+        if target and not (tag == "link" and found.get("rel") == "canonical"):
+            self.loaded.append(target)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The directory of the built site."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("path", WRITTEN)
+def test_what_is_generated_is_of_today(path):
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert text == WRITTEN[path], "run `python -m experiments.pages`"
+
+
+def test_copies_of_figures_are_of_today():
+    for source, copy in results.FIGURES.items():
+        assert (ROOT / "docs" / copy).read_bytes() == source.read_bytes(), copy
+
+
+def test_every_guide_has_a_record_with_all_of_its_figures():
+    shown = set()
+    for name in guides.names():
+        cells = json.loads((guides.RECORDED / f"{name}.json").read_text("utf-8"))[
+            "cells"
+        ]
+        shown |= {figure for cell in cells for figure in cell["figures"]}
+    assert shown == {file.name for file in guides.FIGURES.iterdir()}
+
+
+def test_a_record_of_other_code_is_refused(monkeypatch):
+    monkeypatch.setattr(guides, "_digest", lambda code: "another")
+    with pytest.raises(ValueError, match="other code .* --guides demo`"):
+        guides.page("demo")
+
+
+def test_tables_stand_where_the_page_says_so():
+    text = "a\n<!-- one: begin -->\nold\n<!-- one: end -->\nb"
+    new = pages.filled(text, {"one": "| new |\n"})
+    assert new == "a\n<!-- one: begin -->\n\n| new |\n\n<!-- one: end -->\nb"
+    assert pages.filled(new, {"one": "| new |\n"}) == new
+    with pytest.raises(ValueError, match=r"\['two'\]. Received: title='one'"):
+        pages.filled(text, {"two": ""})
+    with pytest.raises(ValueError, match="lacks its beginning or its end"):
+        pages.filled(text.replace("one: end", "two: end"), {"one": "", "two": ""})
+
+
+def test_the_readme_is_short():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+
+
+def test_links_of_the_readme():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
+    assert len(links) > 30
+    for link in links:
+        assert (ROOT / link).exists(), link
+
+
+def test_examples_of_docstrings_are_below_their_heading():
+    """Or they do not render: a line of `>>>` is a quotation in Markdown."""
+    for file in (ROOT / "keras_softmoe").rglob("*.py"):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines):
+            if re.match(" *Examples?:$", line):
+                indent = len(line) - len(line.lstrip())
+                wanted = " " * (indent + 4)
+                text = f"{file}:{number + 1}: `Examples:`, and its code indented"
+                assert line.strip() == "Examples:", text
+                assert lines[number + 1].startswith(wanted), text
+
+
+def test_no_link_of_the_site_is_dead(site):
+    found = {file: Page(file.read_text("utf-8")) for file in site.rglob("*.html")}
+    assert len(found) > 40
+    count = 0
+    for file, page in found.items():
+        if file.name == "404.html":
+            continue
+        for link in page.links + page.loaded:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (
+                (file.parent / unquote(parts.path)).resolve() if parts.path else file
+            )
+            assert target.exists(), f"{file}: {link}"
+            if parts.fragment and target.suffix == ".html":
+                anchors = found[target].anchors
+                assert unquote(parts.fragment) in anchors, f"{file}: {link}"
+            count += 1
+    assert count > 1000
+
+
+def test_the_site_loads_nothing_from_another_host(site):
+    for file in site.rglob("*.html"):
+        for target in Page(file.read_text("utf-8")).loaded:
+            assert not urlsplit(target).netloc, f"{file}: {target}"
+    for file in site.rglob("*.css"):
+        for target in re.findall(
+            r"(?:url\(|@import)\s*['\"]?([^'\")]+)", file.read_text()
+        ):
+            assert not re.match("(https?:)?//", target), f"{file}: {target}"
+
+
+def test_search_and_pictures(site):
+    index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))
+    found = {page["location"].split("#")[0] for page in index["docs"]
+             if "capacity" in (page["title"] + page["text"]).lower()}  # fmt: skip
+    assert {"concepts/capacity.html", "api/ops.html"} <= found
+    for file in (site / "concepts").glob("*.html"):
+        assert Page(file.read_text("utf-8")).pictures, file
