@@ -29,6 +29,12 @@ class ChoiceRouting(NamedTuple):
         row: `(G * S * K,)` int32, the place of each choice in that order.
         count: `(E,)` int32, the rows of each expert. They add up to `G * S * K`.
 
+    Examples:
+        >>> router = ksm.routers.SoftmaxTokenChoiceRouter(4, capacity_factor=None)
+        >>> routing = router(np.ones((1, 6, 8), "float32")).routing
+        >>> int(keras.ops.sum(routing.count))
+        6
+
     Source: Gale et al. 2022 (MegaBlocks), section 4 ("dropless").
     """
 
