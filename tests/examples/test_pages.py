@@ -9,12 +9,12 @@ import pytest
 from tests.examples import docstrings, pages
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-BACKENDS = ("torch", "jax", "tensorflow")
+TURNS = ("torch", "tensorflow", "torch", "jax")
 PAGES = pages.pages()
 
 
 def backend_of(name):
-    turn = BACKENDS[list(PAGES).index(name) % len(BACKENDS)]
+    turn = TURNS[list(PAGES).index(name) % len(TURNS)]
     return pages.backend_of(PAGES[name]) or turn
 
 
