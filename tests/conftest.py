@@ -27,7 +27,9 @@ RUNS_ON = {
     "checkpoints/test_remote.py": ("tensorflow",),
     "checkpoints/test_safetensors.py": ("tensorflow",),
     "layers/test_dropless_limits.py": ("torch",),
-    "models/test_adaptation.py": ("jax", "torch"),
+    # What it does in a layer is tested on all: `layers/test_lora.py`,
+    # `layers/test_quantized_experts.py`.
+    "models/test_adaptation.py": ("torch",),
     "models/test_conversion.py": ("torch",),
     "models/test_data.py": ("torch",),
     "models/test_dense_sources.py": ("tensorflow", "torch"),

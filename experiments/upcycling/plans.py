@@ -19,8 +19,8 @@ VARIANTS = (
     "copies_groups",
     "clusters_groups",
 )
-# Costs more, and shows what dropped tokens are worth.
-CONTROLS = ("copies_room",)
+# Cost more, and show what dropped tokens are worth, and more experts per token.
+CONTROLS = ("copies_room", "noise_four")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,19 +89,20 @@ def variants(scale):
     first prediction is then the dense one, and it is the losses alone that train the
     router. Groups are those of the study, or half a batch: tokens of an image are
     alike, above all in the last block, so that those of few images crowd at few
-    experts. The controls have twice as many slots.
+    experts. The controls have two and four times as many slots.
     """
 
     def token_choice(
         title,
         normalize_gates=True,
         capacity_factor=1.0,
+        num_selected_experts=1,
         group_images=scale.group_images,
         **start,
     ):
         router = routers.SoftmaxTokenChoiceRouter(
             scale.num_experts,
-            num_selected_experts=1,
+            num_selected_experts=num_selected_experts,
             capacity_factor=capacity_factor,
             priority="max",
             normalize_gates=normalize_gates,
@@ -127,6 +128,11 @@ def variants(scale):
         token_choice(f"copies, {in_groups}", **groups),
         token_choice(f"clusters, {in_groups}", **clusters, **groups),
         token_choice("copies, twice the slots (costs more)", capacity_factor=2.0),
+        token_choice(
+            "copies with noise, four experts per token (costs more)",
+            num_selected_experts=4,
+            noise_std=0.1,
+        ),
     )
     return dict(zip(VARIANTS + CONTROLS, found, strict=True))
 

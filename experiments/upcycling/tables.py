@@ -29,6 +29,13 @@ _CLAIMS = (
         [("clusters", DENSE), ("clusters_gated", DENSE)],
     ),
     ("Upcycling to Soft MoE from clusters pays", "ours", [("soft", DENSE)]),
+    # Why, or why not
+    ("Dropped tokens are what is lost", "ours", [("copies_room", "copies")]),
+    (
+        "With more slots, and more compute, upcycling to token choice pays",
+        "ours",
+        [("copies_room", DENSE), ("noise_four", DENSE)],
+    ),
 )
 _NONE = "–"
 

@@ -9,7 +9,7 @@ import pytest
 from tests.examples import docstrings, pages
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-TURNS = ("torch", "tensorflow", "torch", "jax")
+TURNS = ("torch", "jax", "torch", "torch")
 PAGES = pages.pages()
 
 

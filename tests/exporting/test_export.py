@@ -54,7 +54,8 @@ SHORT = {
         for format in ("tf_saved_model", "litert", "openvino")
     ],
     "torch": [(name, "torch") for name in UNLIKE] + [("batch priority", "onnx")],
-    "jax": [("batch priority", "torch")],
+    # `test_settings_of_routers_as_they_stand` has one.
+    "jax": [],
 }[BACKEND]
 WHERE_WRITTEN = pytest.mark.skipif(BACKEND == "jax", reason="See above.")
 WHERE_ONNX_IS_WRITTEN = pytest.mark.skipif(BACKEND != "tensorflow", reason="See above.")
@@ -145,6 +146,8 @@ def export_all(models_and_files, folder):
 def test_every_router_and_every_format(tmp_path, pytestconfig):
     """Outputs of the files for one image, an open group and several groups."""
     complete = pytestconfig.getoption("--all-exports")
+    if not complete and not SHORT:
+        pytest.skip("What another process writes is the same from everywhere.")
     cells = [(r, f) for r in ROUTERS for f in FORMATS] if complete else SHORT
     of_router = {router: classifier(router) for router in dict(cells)}
     files = [

@@ -9,6 +9,11 @@ from tests.models import tiny, tiny_limoe
 from tests.references import to_numpy
 
 pytestmark = tiny.FITTING
+# Models whose layers the tests compile several times; TensorFlow's are compiled anew by
+# the same lines, as other tests here see.
+QUICKLY_COMPILED = pytest.mark.skipif(
+    keras.backend.backend() == "tensorflow", reason="long to compile; see JAX"
+)
 ROUTER = routers.SoftmaxTokenChoiceRouter(
     4, num_selected_experts=2, capacity_factor=1.0, noise_std=0.0
 )
@@ -89,6 +94,7 @@ def test_training_and_evaluation_obey():
 # === Groups ===
 
 
+@QUICKLY_COMPILED
 def test_groups_of_images():
     # Predictions, an evaluation and a step of training are those of a model built so.
     x, y = tiny.pixels(6), tiny.labels(6)
@@ -125,6 +131,7 @@ def test_groups_of_images():
         }
 
 
+@QUICKLY_COMPILED
 def test_groups_with_other_settings_and_files(tmp_path):
     model = tiny.classifier(**MOE)
     x = tiny.pixels(4)
@@ -157,6 +164,7 @@ def test_a_configuration_forgets_groups_that_were():
     assert type(layer).from_config(layer.get_config()).group_images == 8
 
 
+@QUICKLY_COMPILED
 def test_groups_of_pairs():
     model = tiny_limoe.task()
     images, captions = tiny.pixels(4), tiny_limoe.captions(4)
