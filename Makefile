@@ -59,6 +59,10 @@ $(INSTALLED): pyproject.toml
 demo: install
 	KERAS_BACKEND=$${KERAS_BACKEND:-jax} $(VENV)/python guides/demo.py
 
+# PyTorch's suite, the last to begin, shares its files among as many processes as there
+# are suites at a time: nothing is compiled twice there, and no core waits for the end.
+test-torch: export PYTEST_ADDOPTS ?= --numprocesses=$(JOBS) --dist=loadfile
+
 # Each suite prints its log when it ends; all closing lines come last, after a failure too.
 test: lint
 	@mkdir -p build && rm -f $(LOGS)

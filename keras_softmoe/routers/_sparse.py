@@ -94,10 +94,10 @@ class SparseRouter(Router):
             check_numbers(over=0, capacity_factor=capacity_factor)
         elif not self.can_drop_nothing:
             raise ValueError(
-                f"An expert of a `{type(self).__name__}` chooses as many tokens as it "
-                "has slots, so there must be a number of them: only where tokens choose"
-                " can all choices be kept. Received: capacity_factor=None. Pass a float"
-                ", for example 1.0, or take a `SoftmaxTokenChoiceRouter`."
+                "`capacity_factor` must be a positive number where experts choose, as "
+                "many tokens as they have slots. Received: capacity_factor=None for a "
+                f"`{type(self).__name__}`. Pass, for example, 1.0, or take a "
+                "`SoftmaxTokenChoiceRouter`, which keeps all choices then."
             )
         if eval_capacity_factor is not None:
             check_numbers(over=0, eval_capacity_factor=eval_capacity_factor)
