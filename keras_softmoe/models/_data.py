@@ -7,12 +7,18 @@ a grain dataset or loader, a generator or any other iterable are preprocessed on
 one.
 """
 
+import threading
+
 import keras
 import numpy as np
 
 from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.keras_adapter import BatchesOf
 from keras_softmoe.models._pictures import as_arrays
+
+# While one thread traces them, Keras' preprocessing layers compute with TensorFlow: in
+# another thread, that is done with it, they would change back too early.
+_tracing = threading.Lock()
 
 
 def gives_batches(x):
@@ -75,7 +81,10 @@ def prepare(
     if isinstance(x, tf.data.Dataset):
         inputs, *_ = keras.utils.unpack_x_y_sample_weight(x.element_spec)
         model.check_input(inputs)
-        batches = x.map(model.preprocess_samples, num_parallel_calls=tf.data.AUTOTUNE)
+        with _tracing:
+            batches = x.map(
+                model.preprocess_samples, num_parallel_calls=tf.data.AUTOTUNE
+            )
         return batches.prefetch(tf.data.AUTOTUNE)
     if x is None:
         raise ValueError("There are no data. Received: x=None. Pass images or batches.")

@@ -29,7 +29,7 @@ PARTS = {
     "routings": (
         routings.routings,
         _each(3400),
-        {"torch": 140, "jax": 14, "tensorflow": 28},
+        {"torch": 140, "jax": 6, "tensorflow": 28},
     ),
     "calls with a bad argument": (
         arguments.bad_calls,
