@@ -7,64 +7,12 @@ import keras
 import numpy as np
 import pytest
 
-# Tests that do not run on every backend, so that the suites are short and take equally
-# long: of what computes without one, and of what is long and made of parts that are
-# tested on all. (`models/test_backends.py` compares presets on all of them.)
-RUNS_ON = {
-    # Figures and tables of arrays, and what is counted over decisions: `test_load.py`,
-    # `test_statistics.py` and `test_soft_statistics.py` see those of every backend.
-    "analysis/test_by_modality.py": ("torch",),
-    "analysis/test_information.py": ("torch",),
-    "analysis/test_maps.py": ("torch",),
-    "analysis/test_modality_examples.py": ("torch",),
-    "analysis/test_monitor.py": ("torch",),
-    "analysis/test_plot_*.py": ("torch",),
-    "analysis/test_report*.py": ("torch",),
-    "analysis/test_streaming.py": ("torch",),
-    "analysis/test_tags.py": ("torch",),
-    "catalogue/*": ("torch",),
-    "checkpoints/test_checkpoint_fuzz.py": ("jax",),
-    "checkpoints/test_remote.py": ("tensorflow",),
-    "checkpoints/test_safetensors.py": ("tensorflow",),
-    "layers/test_dropless_limits.py": ("torch",),
-    # What it does in a layer is tested on all: `layers/test_lora.py`,
-    # `layers/test_quantized_experts.py`.
-    "models/test_adaptation.py": ("torch",),
-    "models/test_conversion.py": ("torch",),
-    "models/test_data.py": ("torch",),
-    "models/test_dense_sources.py": ("tensorflow", "torch"),
-    "models/test_torch_files.py": ("jax", "torch"),
-    "models/test_upcycling.py": ("tensorflow", "torch"),
-    # `timm` and `transformers` are of PyTorch.
-    "models/test_torch_judges.py": ("torch",),
-    "datasets/*": ("jax",),
-    "distribution/test_plan*.py": ("jax",),
-    "evaluation/test_cost.py": ("torch",),
-    "evaluation/test_limoe_cost.py": ("torch",),
-    "evaluation/test_pruning_curve.py": ("torch",),
-    "evaluation/test_sweeps.py": ("torch",),
-    "experiments/*": ("torch",),
-    "models/test_broken_presets.py": ("torch",),
-    "models/test_contrastive_input.py": ("torch",),
-    "models/test_pruning.py": ("torch",),
-    "models/test_token_statistics.py": ("torch",),
-    "test_benchmark*.py": ("torch",),
-    "test_checks.py": ("torch",),
-    "test_files.py": ("torch",),
-    "test_package.py": ("jax",),
-    "test_pages.py": ("torch",),
-    "test_security.py": ("torch",),
-    "test_trained_*.py": ("torch",),
-    "training/test_contrastive_recipes.py": ("torch",),
-    "training/test_finetuning.py": ("torch",),
-    "training/test_pair_pipeline.py": ("torch",),
-    "training/test_recipes.py": ("torch",),
-    "training/test_soups.py": ("torch",),
-}
+from tests import skips
+
 collect_ignore_glob = [
     pattern
-    for pattern, backends in RUNS_ON.items()
-    if keras.backend.backend() not in backends
+    for pattern, backends in skips.RUNS_ON.items()
+    if skips.BACKEND not in backends
 ]
 
 
@@ -74,6 +22,18 @@ def pytest_addoption(parser):
         action="store_true",
         help="export every router to every format, and write experiments/EXPORTS.md",
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A test is skipped for one of the reasons that are listed, or it fails."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if reason not in skips.REASONS.values():
+            report.outcome = "failed"
+            report.longrepr = f"not a reason of tests/skips.py: {reason}"
+    return report
 
 
 hypothesis.settings.register_profile(

@@ -11,6 +11,7 @@ import pytest
 from keras import ops
 
 import keras_softmoe as ksm
+from tests.skips import REASONS, needs
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 
@@ -196,11 +197,11 @@ def test_peaks_of_memory_start_over(benchmark):
 def equal_rival(benchmark):
     """Callable that gives a PyTorch package's layer and ours the same weights."""
     if keras.backend.backend() != "torch":
-        pytest.skip("the packages compute on PyTorch only")
+        pytest.skip(REASONS["own loop"])
     rivals = benchmark("rivals")
 
     def make(package, router):
-        pytest.importorskip(package.replace("-", "_"))
+        needs(package.replace("-", "_"))
         theirs = rivals.soft_moe_layers(4, 2, 8, 16)[package].module
         ours = ksm.layers.MoE(router, 16)
         ours.build((3, 5, 8))

@@ -7,10 +7,11 @@ from keras_softmoe.analysis import routing_report
 from keras_softmoe.analysis._page import MOST_BYTES
 from tests.analysis.browser import CHROMIUM, browser
 from tests.analysis.reading import Reading
+from tests.skips import REASONS
 
 TRAINED = [n for n in ksm.presets.names() if n.endswith(("_glyphs", "_shapes"))]
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=REASONS["browser"])
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from keras_softmoe.checkpoints import _safetensors as safetensors
 from tests.checkpoints import safetensors_file
 from tests.checkpoints.memory import peak_memory
 from tests.models import torch_twin
+from tests.skips import needs
 
 ARRAYS = {
     "a": np.arange(6, dtype="float32").reshape(2, 3),
@@ -33,7 +34,7 @@ def test_read(tmp_path):
 
 
 def test_files_of_the_package(tmp_path):
-    package = pytest.importorskip("safetensors.numpy")
+    package = needs("safetensors.numpy")
     arrays = {name: array for name, array in ARRAYS.items() if name != "d"}
     package.save_file(arrays, tmp_path / "a.safetensors", metadata={"format": "pt"})
     checkpoint = converters.read_safetensors(tmp_path / "a.safetensors")

@@ -2,10 +2,10 @@
 
 import json
 
-import keras
 import pytest
 
 from tests.processes import Program
+from tests.skips import only_on
 
 # Compiling takes longer than what is compiled.
 QUICK = (
@@ -13,10 +13,7 @@ QUICK = (
     "--xla_cpu_parallel_codegen_split_count=1"
 )
 
-jax_only = pytest.mark.skipif(
-    keras.backend.backend() != "jax",
-    reason="Keras distributes models on JAX only; test_backends tests what others say",
-)
+jax_only = only_on("jax", because="distribution")
 
 
 def start(program, *arguments, flags=""):

@@ -5,11 +5,10 @@ import pytest
 
 from keras_softmoe import distribution, layers
 from tests.distribution.conftest import jax_only
+from tests.skips import only_on
 
-REFUSING = keras.backend.backend() != "jax"
 
-
-@pytest.mark.skipif(not REFUSING, reason="Keras distributes models on JAX")
+@only_on("tensorflow", "torch", because="refusal")
 @pytest.mark.parametrize(
     "ask", [distribution.expert_parallel, distribution.data_parallel]
 )

@@ -10,17 +10,15 @@ import numpy as np
 import pytest
 
 from keras_softmoe.distribution import Backup
+from tests.skips import only_on
 
 BATCH, STEPS, EPOCHS = 4, 5, 3
 IMAGES = np.random.default_rng(0).normal(size=(BATCH * STEPS, 6)).astype("float32")
 LABELS = (np.arange(BATCH * STEPS) * 7 % 3).astype("int32")
-IS_TORCH = keras.backend.backend() == "torch"
 
 # What a backup refuses is the same code everywhere, and TensorFlow takes seconds to
 # trace a model.
-not_on_tensorflow = pytest.mark.skipif(
-    keras.backend.backend() == "tensorflow", reason="tested on the other backends"
-)
+not_on_tensorflow = only_on("jax", "torch", because="one backend")
 
 
 def classifier(optimizer="adam", width=5, metrics=("accuracy",), dtype=None):
@@ -188,7 +186,7 @@ def stream():
         yield x, (x[:, 0] > 0).astype("int32")
 
 
-@pytest.mark.skipif(IS_TORCH, reason="refused on PyTorch, which is tested below")
+@only_on("jax", "tensorflow", because="stream")
 def test_batches_of_earlier_epochs_are_drawn_from_one_stream(tmp_path):
     def train(*callbacks):
         model = classifier()
@@ -211,7 +209,7 @@ def test_batches_of_earlier_epochs_are_drawn_from_one_stream(tmp_path):
         np.testing.assert_allclose(now, before, rtol=0, atol=1e-6)
 
 
-@pytest.mark.skipif(not IS_TORCH, reason="other backends can draw, see above")
+@only_on("torch", because="refusal")
 def test_one_stream_is_refused_where_no_batch_can_be_drawn(tmp_path):
     with pytest.raises(ValueError, match="one_stream=True.*steps_per_epoch"):
         Backup(tmp_path, one_stream=True)

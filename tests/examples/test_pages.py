@@ -7,6 +7,7 @@ import keras
 import pytest
 
 from tests.examples import docstrings, pages
+from tests.skips import only_on
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 TURNS = ("torch", "jax", "torch", "torch")
@@ -18,7 +19,9 @@ def backend_of(name):
     return pages.backend_of(PAGES[name]) or turn
 
 
-HERE = [name for name in PAGES if backend_of(name) == keras.backend.backend()]
+def on_its_backend(name):
+    mark = only_on(backend_of(name), because="page")
+    return pytest.param(name, marks=mark)
 
 
 class TwoBatches(keras.callbacks.Callback):
@@ -37,7 +40,7 @@ def short_trainings(monkeypatch):
     monkeypatch.setattr(keras.Model, "fit", short_fit)
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", map(on_its_backend, PAGES))
 def test_page_runs(name, short_trainings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = dict(docstrings.AT_HAND)

@@ -19,6 +19,7 @@ import keras_softmoe as ksm
 from experiments import export_table
 from keras_softmoe import layers, models, routers
 from keras_softmoe.exporting import FORMATS, _export, export_model
+from tests import skips
 from tests.models import tiny, tiny_limoe
 
 BACKEND = keras.backend.backend()
@@ -57,8 +58,8 @@ SHORT = {
     # `test_settings_of_routers_as_they_stand` has one.
     "jax": [],
 }[BACKEND]
-WHERE_WRITTEN = pytest.mark.skipif(BACKEND == "jax", reason="See above.")
-WHERE_ONNX_IS_WRITTEN = pytest.mark.skipif(BACKEND != "tensorflow", reason="See above.")
+WHERE_WRITTEN = skips.only_on("tensorflow", "torch", because="one file")
+WHERE_ONNX_IS_WRITTEN = skips.only_on("tensorflow", because="one file")
 
 
 def classifier(router):
@@ -147,7 +148,7 @@ def test_every_router_and_every_format(tmp_path, pytestconfig):
     """Outputs of the files for one image, an open group and several groups."""
     complete = pytestconfig.getoption("--all-exports")
     if not complete and not SHORT:
-        pytest.skip("What another process writes is the same from everywhere.")
+        pytest.skip(skips.REASONS["one file"])
     cells = [(r, f) for r in ROUTERS for f in FORMATS] if complete else SHORT
     of_router = {router: classifier(router) for router in dict(cells)}
     files = [
@@ -202,7 +203,8 @@ def test_pixels_of_another_size(tmp_path):
         )
 
 
-@pytest.mark.skipif(BACKEND != "jax", reason="The other process has to be told.")
+# The other process has to be told.
+@skips.only_on("jax", because="one file")
 def test_settings_of_routers_as_they_stand(tmp_path):
     """A file has the settings of the moment, and not those of the constructor."""
     model = classifier("batch priority")
@@ -339,7 +341,7 @@ def test_quantized_models(tmp_path):
             model.export(file, format)
 
 
-@pytest.mark.skipif(BACKEND == "tensorflow", reason="It writes ONNX itself.")
+@skips.only_on("jax", "torch", because="own onnx")
 def test_classes_and_options_of_this_program_only(tmp_path, monkeypatch):
     """What another process could not know is refused before anything is saved."""
     cls = types.new_class("Own", (keras.layers.Dense,))

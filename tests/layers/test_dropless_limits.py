@@ -10,6 +10,7 @@ from tests.layers.common import normal
 from tests.layers.test_dropless import NUM_EXPERTS, SHAPE, build
 from tests.recorded import recorded
 from tests.references import to_numpy
+from tests.skips import needs
 
 
 def test_skipped_tokens():
@@ -77,7 +78,7 @@ def test_a_file_refuses_it(tmp_path):
 # Of what PyTorch does where its graph breaks
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_torch_compile():
-    torch = pytest.importorskip("torch")
+    torch = needs("torch")
     shapes = (6, 8), (3, 8, 4), (3, 1, 4)
     arrays = [torch.tensor(normal(shape)).requires_grad_() for shape in shapes]
     count = torch.tensor([2, 0, 4], dtype=torch.int32)

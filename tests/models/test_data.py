@@ -10,6 +10,7 @@ import pytest
 from keras_softmoe import evaluation, models
 from tests.models import tiny, tiny_limoe
 from tests.references import to_numpy
+from tests.skips import needs
 
 NUM_IMAGES, BATCH = 10, 4
 pytestmark = [
@@ -45,7 +46,7 @@ def assert_close(actual, expected):
 
 
 def pictures(x):
-    image = pytest.importorskip("PIL.Image")
+    image = needs("PIL.Image")
     return [image.fromarray(one.astype("uint8")) for one in x]
 
 
@@ -244,14 +245,14 @@ class Sequence(keras.utils.PyDataset):
 
 
 def loader(x, y, **kwargs):
-    torch = pytest.importorskip("torch")
+    torch = needs("torch")
     rows = torch.utils.data.TensorDataset(torch.as_tensor(x), torch.as_tensor(y))
     return torch.utils.data.DataLoader(rows, batch_size=BATCH, **kwargs)
 
 
 def stream(x, y):
     """A loader that does not tell its length."""
-    torch = pytest.importorskip("torch")
+    torch = needs("torch")
 
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -261,13 +262,13 @@ def stream(x, y):
 
 
 def grain_dataset(x, y):
-    grain = pytest.importorskip("grain")
+    grain = needs("grain")
     rows = list(zip(x, y, strict=True))
     return grain.MapDataset.source(rows).batch(BATCH)
 
 
 def grain_loader(x, y):
-    grain = pytest.importorskip("grain")
+    grain = needs("grain")
     sampler = grain.samplers.IndexSampler(len(x), num_epochs=1)
     return grain.DataLoader(
         data_source=list(zip(x, y, strict=True)),
@@ -415,7 +416,7 @@ def pair_model():
 
 
 def pair_loader(images, captions):
-    torch = pytest.importorskip("torch")
+    torch = needs("torch")
     rows = list(zip(images, captions, strict=True))
     return torch.utils.data.DataLoader(rows, batch_size=len(rows))
 

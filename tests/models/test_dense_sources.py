@@ -13,6 +13,7 @@ from tests.checkpoints import safetensors_file
 from tests.models import hub, tiny, torch_twin
 from tests.ops import bicubic_twin
 from tests.references import to_numpy
+from tests.skips import needs
 
 BACKBONES = [name for name in hub.MODELS if "Classifier" not in name]
 CLASSIFIERS = [name for name in hub.MODELS if "Classifier" in name]
@@ -194,7 +195,7 @@ def test_own_models():
 
 def test_handle_of_hugging_face(tmp_path, monkeypatch):
     """Of a repository that is no preset the file is fetched, and read here."""
-    hub_package = pytest.importorskip("huggingface_hub")
+    hub_package = needs("huggingface_hub")
     arrays = torch_twin.state("vit", pre_logits=True)
     safetensors_file.save(tmp_path / "model.safetensors", arrays)
     about = {"num_attention_heads": torch_twin.HEADS, "hidden_act": "gelu"}

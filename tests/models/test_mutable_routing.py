@@ -7,13 +7,12 @@ import pytest
 from keras_softmoe import models, routers
 from tests.models import tiny, tiny_limoe
 from tests.references import to_numpy
+from tests.skips import only_on
 
 pytestmark = tiny.FITTING
 # Models whose layers the tests compile several times; TensorFlow's are compiled anew by
 # the same lines, as other tests here see.
-QUICKLY_COMPILED = pytest.mark.skipif(
-    keras.backend.backend() == "tensorflow", reason="long to compile; see JAX"
-)
+QUICKLY_COMPILED = only_on("jax", "torch", because="one backend")
 ROUTER = routers.SoftmaxTokenChoiceRouter(
     4, num_selected_experts=2, capacity_factor=1.0, noise_std=0.0
 )

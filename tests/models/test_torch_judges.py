@@ -9,8 +9,9 @@ import pytest
 
 from keras_softmoe import converters
 from tests.models import tiny, torch_twin
+from tests.skips import needs
 
-torch = pytest.importorskip("torch")
+torch = needs("torch")
 
 SHAPE, LARGER = (12, 12, 3), (20, 20, 3)
 SIZES = {
@@ -80,7 +81,7 @@ def assert_close(ours, expected):
 
 @pytest.fixture
 def hugging_face(tmp_path):
-    transformers = pytest.importorskip("transformers")
+    transformers = needs("transformers")
 
     def make(name):
         config, settings = TRANSFORMERS[name]
@@ -133,18 +134,13 @@ def test_twin_of_transformers(hugging_face):
 
 @pytest.fixture
 def timm():
-    # Its release may not fit the PyTorch that is installed.
-    try:
-        from timm.models import vision_transformer
-    except Exception as error:
-        pytest.skip(f"timm cannot be imported: {type(error).__name__}")
-    return vision_transformer
+    return needs("timm.models").vision_transformer
 
 
 @pytest.mark.parametrize("shape", [SHAPE, LARGER], ids=["native", "larger"])
 @pytest.mark.parametrize("name", TIMM)
 def test_timm(timm, tmp_path, name, shape):
-    save_file = pytest.importorskip("safetensors.torch").save_file
+    save_file = needs("safetensors.torch").save_file
     arguments = {"img_size": 12, "patch_size": 4, "embed_dim": 12, "depth": 2}
     arguments |= {"num_heads": 3, "mlp_ratio": 2, "dynamic_img_size": True}
     theirs = randomize(timm.VisionTransformer(**arguments, **TIMM[name]))

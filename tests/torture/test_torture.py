@@ -3,19 +3,17 @@
 import json
 import time
 
-import keras
 import pytest
 
 from tests.models import tiny
+from tests.skips import only_on
 from tests.torture import __main__ as program
 from tests.torture import arguments, long_runs, parts
 from tests.torture.campaign import Tally
 
 pytestmark = [tiny.LOADING, tiny.LOADING_WRONG_WEIGHTS]
 SHORT = [part for part in parts.PARTS if parts.cases_of(part, is_short=True)]
-on_torch = pytest.mark.skipif(
-    keras.backend.backend() != "torch", reason="the same on all backends"
-)
+on_torch = only_on("torch", because="one backend")
 
 
 @pytest.mark.parametrize("part", SHORT)

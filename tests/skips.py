@@ -1,0 +1,105 @@
+"""What is not tested everywhere, and why: all of it is here.
+
+`RUNS_ON` lists files that are not collected on some backends, `REASONS` why a test of
+the others is skipped. A test that is skipped for another reason fails (`conftest.py`).
+Nothing is skipped for want of a file of this repository.
+"""
+
+import importlib
+
+import keras
+import pytest
+
+BACKEND = keras.backend.backend()
+
+REASONS = {
+    # The feature belongs to some backends.
+    "distribution": "Keras distributes models on JAX only; `distribution/"
+    "test_backends.py` tests what others say",
+    "refusal": "not refused on this backend, which has a test of what it does",
+    "stream": "PyTorch refuses it; a test of that is beside this one",
+    "own loop": "a loop, compiler or format of another backend",
+    "own onnx": "TensorFlow writes ONNX itself, with no other process to tell",
+    # The same code everywhere, tested where that is quick.
+    "one file": "what another process writes is the same from everywhere",
+    "one backend": "the same code on all backends, tested on another one",
+    "page": "this page is tested on another backend",
+    # What a machine need not have.
+    "package": "timm, transformers, grain or soft-moe-pytorch, which the extra `test` "
+    "does not bring, is missing or does not fit the other packages",
+    "browser": "there is no Chromium",
+}
+
+# Files that do not run on every backend, so that the suites are short and take equally
+# long: of what computes without one, and of what is long and made of parts that are
+# tested on all. (`models/test_backends.py` compares presets on all of them.)
+RUNS_ON = {
+    # Figures and tables of arrays, and what is counted over decisions: `test_load.py`,
+    # `test_statistics.py` and `test_soft_statistics.py` see those of every backend.
+    "analysis/test_by_modality.py": ("torch",),
+    "analysis/test_information.py": ("torch",),
+    "analysis/test_maps.py": ("torch",),
+    "analysis/test_modality_examples.py": ("torch",),
+    "analysis/test_monitor.py": ("torch",),
+    "analysis/test_plot_*.py": ("torch",),
+    "analysis/test_report*.py": ("torch",),
+    "analysis/test_streaming.py": ("torch",),
+    "analysis/test_tags.py": ("torch",),
+    "catalogue/*": ("torch",),
+    "checkpoints/test_checkpoint_fuzz.py": ("jax",),
+    "checkpoints/test_remote.py": ("tensorflow",),
+    "checkpoints/test_safetensors.py": ("tensorflow",),
+    "layers/test_dropless_limits.py": ("torch",),
+    # What it does in a layer is tested on all: `layers/test_lora.py`,
+    # `layers/test_quantized_experts.py`.
+    "models/test_adaptation.py": ("torch",),
+    "models/test_conversion.py": ("torch",),
+    "models/test_data.py": ("torch",),
+    "models/test_dense_sources.py": ("tensorflow", "torch"),
+    "models/test_torch_files.py": ("jax", "torch"),
+    "models/test_upcycling.py": ("tensorflow", "torch"),
+    # `timm` and `transformers` are of PyTorch.
+    "models/test_torch_judges.py": ("torch",),
+    "datasets/*": ("jax",),
+    "distribution/test_plan*.py": ("jax",),
+    "evaluation/test_cost.py": ("torch",),
+    "evaluation/test_limoe_cost.py": ("torch",),
+    "evaluation/test_pruning_curve.py": ("torch",),
+    "evaluation/test_sweeps.py": ("torch",),
+    "experiments/*": ("torch",),
+    "models/test_broken_presets.py": ("torch",),
+    "models/test_contrastive_input.py": ("torch",),
+    "models/test_pruning.py": ("torch",),
+    "models/test_token_statistics.py": ("torch",),
+    "test_benchmark*.py": ("torch",),
+    "test_checks.py": ("torch",),
+    "test_files.py": ("torch",),
+    "test_package.py": ("jax",),
+    "test_pages.py": ("torch",),
+    "test_security.py": ("torch",),
+    "test_trained_*.py": ("torch",),
+    "training/test_contrastive_recipes.py": ("torch",),
+    "training/test_finetuning.py": ("torch",),
+    "training/test_pair_pipeline.py": ("torch",),
+    "training/test_recipes.py": ("torch",),
+    "training/test_soups.py": ("torch",),
+}
+
+
+def only_on(*backends, because):
+    """Mark of tests that run on some backends only.
+
+    Args:
+        *backends: str, names of backends.
+        because: str, a key of `REASONS`.
+    """
+    return pytest.mark.skipif(BACKEND not in backends, reason=REASONS[because])
+
+
+def needs(name):
+    """A module of a package, or the test is skipped."""
+    # A release may not fit the other packages that are installed.
+    try:
+        return importlib.import_module(name)
+    except Exception:
+        pytest.skip(REASONS["package"])
