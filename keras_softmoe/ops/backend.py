@@ -40,18 +40,17 @@ def affine(x, kernel, bias, sharded=False):
     """`matmul(x, kernel) + bias`, for one matrix or for a stack of them.
 
     Rows of all images make one matrix: with the images as an axis of their own, XLA's
-    gradient of the kernel takes up to half as long again on a processor. There the
-    products of a stack come one after the other, too, if rows are few: XLA takes up to
-    three times as long over the gradients of all at once. PyTorch adds the bias within
-    the product.
+    gradient of the kernel takes up to half as long again on a processor. Where a stack
+    has few rows for each matrix, it computes their gradient in chunks there, see
+    `_product_of_few_rows`. PyTorch adds the bias within the product.
 
     Args:
         x: `(..., D)` tensor, or `(E, N, D)` with a stack.
         kernel: `(D, H)` tensor, or a stack `(E, D, H)`.
         bias: `(H,)` tensor, or `(E, 1, H)` with a stack.
         sharded: bool, whether a stack may be sharded over devices along its first axis.
-            Its products are then computed together: one after the other, all of them
-            would have to come to each device.
+            Its products are then computed together: chunk by chunk, all of them would
+            have to come to each device.
 
     Returns:
         `(..., H)` tensor, or `(E, N, H)`.
@@ -68,12 +67,39 @@ def affine(x, kernel, bias, sharded=False):
         on_processor = _is_jax_on("cpu") and not sharded
         # A chunk of `chunked_map` is already small.
         if on_processor and x.shape[0] > _CHUNK and _are_few(x.shape[1]):
-            products = ops.map(lambda pair: ops.matmul(*pair), (x, kernel))
-        else:
-            products = ops.matmul(x, kernel)
-        return products + bias
+            return _product_of_few_rows()(x, kernel) + bias
+        return ops.matmul(x, kernel) + bias
     rows = ops.matmul(ops.reshape(x, (-1, x.shape[-1])), kernel) + bias
     return ops.reshape(rows, (*ops.shape(x)[:-1], kernel.shape[-1]))
+
+
+@functools.cache
+def _product_of_few_rows():
+    """`matmul` of stacks for JAX on processors, where each matrix meets few rows.
+
+    XLA packs the whole stack of kernels anew before it multiplies the gradients of few
+    rows with it. In chunks of experts, which stay in the cache, that takes half the
+    time; forward and for the kernels one product of all is quicker. (It has no
+    derivative in forward mode.)
+    """
+    import jax
+
+    @jax.custom_vjp
+    def product(x, kernel):
+        return jax.numpy.matmul(x, kernel)
+
+    def forward(x, kernel):
+        return product(x, kernel), (x, kernel)
+
+    def backward(kept, upstream):
+        x, kernel = kept
+        of_rows = jax.lax.map(
+            lambda pair: pair[0] @ pair[1].T, (upstream, kernel), batch_size=_CHUNK
+        )
+        return of_rows, jax.numpy.einsum("end,enh->edh", x, upstream)
+
+    product.defvjp(forward, backward)
+    return product
 
 
 def attend(query, key, value, mask=None):
