@@ -8,9 +8,10 @@ Each layer takes turns with
   and
 - for a soft layer on PyTorch, the layers of other packages (see `rivals.py`).
 
-Then the two ways to the experts take turns, gathering rows and multiplying with one-hot
-weights, at the groups of images of 384 pixels; beside them the experts' products alone,
-which both contain.
+Then token choice without a capacity takes turns with capacity 1.25, and the two ways to
+the experts with each other, gathering rows and multiplying with one-hot weights, at the
+groups of images of 384 pixels; beside them the experts' products alone, which both
+contain.
 
 Only the ratios of times within a round mean something on another machine, or on one
 that has other work to do.
@@ -79,7 +80,14 @@ ROUTERS = {
 }
 
 # Those that there are targets for.
-MAIN_LAYERS = ("soft_128x1", "soft_32x6", "token_choice", "expert_choice")
+MAIN_LAYERS = (
+    "soft_128x1",
+    "soft_32x6",
+    "token_choice",
+    "expert_choice",
+    "sinkhorn_expert_choice",
+    "sparse_transport",
+)
 
 # Those that can gather.
 SPARSE_LAYERS = ("token_choice", "expert_choice")
@@ -177,6 +185,20 @@ def measure(names, shapes, patience, dispatcher="auto", jit_compile=False):
         gc.collect()
 
 
+def measure_dropless(shapes, patience, jit_compile=False):
+    """Time token choice that drops nothing beside a capacity. Yields two rows."""
+    layers = {
+        name: moe_layer(
+            _routers.SoftmaxTokenChoiceRouter(32, capacity_factor=capacity_factor),
+            shapes,
+            "auto",
+        )
+        for name, capacity_factor in (("dropless", None), ("capacity_1.25", 1.25))
+    }
+    inputs = inputs_of(shapes)
+    yield from both_passes("dropless", layers, inputs, patience, jit_compile)
+
+
 def measure_dispatch(names, shapes, patience, jit_compile=False):
     """Time gathering beside multiplying. Yields one row per layer and pass."""
     for name in names:
@@ -209,6 +231,8 @@ def measure_all(options):
     dispatcher = getattr(options, "dispatcher", "auto")
     yield from measure(names, SHAPES[options.shapes], patience, dispatcher, jit_compile)
     sparse = [name for name in names if name in SPARSE_LAYERS]
+    if "token_choice" in names:
+        yield from measure_dropless(SHAPES[options.shapes], patience, jit_compile)
     yield from measure_dispatch(
         sparse, LONG_SHAPES[options.shapes], patience, jit_compile
     )

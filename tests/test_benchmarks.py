@@ -65,12 +65,15 @@ def test_every_layer_is_reported_in_both_passes(layers, tmp_path, capsys):
     rows = content["sections"]["layers"]
     assert [(row["name"], row["pass"]) for row in rows] == list(
         itertools.product(
-            [*names, "token_choice_dispatch"], ["forward", "forward+backward"]
+            [*names, "dropless", "token_choice_dispatch"],
+            ["forward", "forward+backward"],
         )
     )
     for row in rows[2:4]:
         check_times(row, ["layer", "dense", "products"])
-    for row in rows[4:]:
+    for row in rows[4:6]:
+        check_times(row, ["dropless", "capacity_1.25"])
+    for row in rows[6:]:
         check_times(row, ["gather", "einsum", "products"])
     assert {row["rounds"] for row in rows} == {2}
     printed = capsys.readouterr().out
@@ -115,7 +118,11 @@ def test_the_soft_moe_runs_beside_its_twin(benchmark, tiny_models):
     models, shapes = tiny_models
     patience = benchmark("timing").Patience(rounds=1)
     rows = list(models.measure_twins(shapes, patience))
-    assert [row["pass"] for row in rows] == ["forward", "forward+backward", "fit"]
+    assert [row["pass"] for row in rows] == [
+        "forward",
+        "forward+backward",
+        *2 * ["fit"],
+    ]
     for row in rows:
         check_times(row, ["soft_moe", "dense_twin"])
 
