@@ -5,7 +5,6 @@ from keras import ops
 
 from keras_softmoe.checks import check_choice
 from keras_softmoe.keras_adapter import index_of
-from keras_softmoe.sharding import layout_of
 from keras_softmoe.training._by_variable import ByVariable
 
 _MOMENTUM_DTYPES = ("bfloat16", "float32")
@@ -103,29 +102,15 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
             axes = _axes_to_factor(variable.shape, self.min_dim_size_to_factor)
             self._axes.append(axes)
             self.second_moments.append(
-                [self._add_like(variable, f"mean_of_axis_{a}", a) for a in axes]
-                or [self._add_like(variable, "velocity")]
+                [
+                    self.add_like(variable, f"mean_of_axis_{a}", a, "float32")
+                    for a in axes
+                ]
+                or [self.add_like(variable, "velocity", dtype="float32")]
             )
             if self.beta_1:
                 dtype = self.momentum_dtype
-                self.momentums.append(self._add_like(variable, "momentum", dtype=dtype))
-
-    def _add_like(self, variable, name, mean_of=None, dtype="float32"):
-        """A variable like another, of length 1 along an axis that is averaged."""
-        shape = [1 if i == mean_of else n for i, n in enumerate(variable.shape)]
-        layout = layout_of(variable.path)
-        if layout is not None:
-            axes = [None if i == mean_of else a for i, a in enumerate(layout.axes)]
-            # A rule may match another variable's path by chance.
-            fits = len(axes) == len(shape)
-            layout = type(layout)(axes, layout.device_mesh) if fits else None
-        return self.add_variable(
-            shape,
-            dtype=dtype,
-            layout=layout,
-            # By this name `distribution.audit` knows what it belongs to.
-            name=f"{variable.path.replace('/', '_')}_{name}",
-        )
+                self.momentums.append(self.add_like(variable, "momentum", dtype=dtype))
 
     def update_step(self, gradient, variable, learning_rate):
         self.decay_variable(variable, learning_rate)

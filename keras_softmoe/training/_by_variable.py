@@ -17,6 +17,7 @@ from keras_softmoe.keras_adapter import (
     num_gradients,
     variables_of,
 )
+from keras_softmoe.sharding import layout_of
 
 
 class ByVariable(OwnAverages):
@@ -43,6 +44,26 @@ class ByVariable(OwnAverages):
         self._decay_rates = tuple(
             _first_match(self.weight_decay_rules, variable.path, 0.0)
             for variable in variables
+        )
+
+    def add_like(self, variable, name, mean_of=None, dtype=None):
+        """A variable like another, of length 1 along an axis that is averaged.
+
+        It lies on devices as the other does, and has its dtype unless one is given.
+        """
+        shape = [1 if i == mean_of else n for i, n in enumerate(variable.shape)]
+        layout = layout_of(variable.path)
+        if layout is not None:
+            axes = [None if i == mean_of else a for i, a in enumerate(layout.axes)]
+            # A rule may match another variable's path by chance.
+            fits = len(axes) == len(shape)
+            layout = type(layout)(axes, layout.device_mesh) if fits else None
+        return self.add_variable(
+            shape,
+            dtype=dtype or variable.dtype,
+            layout=layout,
+            # By this name `distribution.audit` knows what it belongs to.
+            name=f"{variable.path.replace('/', '_')}_{name}",
         )
 
     def apply(self, grads, trainable_variables=None):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import keras
 from keras import ops
 
+from keras_softmoe.checks import check_choice
 from keras_softmoe.keras_adapter import index_of
 from keras_softmoe.training._by_variable import ByVariable, weight_of_all
 
@@ -36,6 +37,9 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
             are not trained do not decay.
         gradient_scale_rules: optional list of `(pattern, factor)`, found in the same
             way: the gradient is multiplied with the factor before it is clipped.
+        momentum_dtype: `"bfloat16"`, in which the first moment takes half the memory,
+            or `None` for the dtype of the variables. The second moment always has
+            that: in bfloat16 its steps of a thousandth would be rounded away.
         **kwargs: what all Keras optimizers take: `weight_decay` (one rate for all
             variables, in place of the rules), `clipnorm`, `clipvalue`,
             `global_clipnorm`, `use_ema`, `ema_momentum` (1 is the mean of all steps),
@@ -44,10 +48,11 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
 
     Raises:
         ValueError: if a rule is not a pair of a valid pattern and a number of at least
-            0, or both `weight_decay` and `weight_decay_rules` are given.
+            0, both `weight_decay` and `weight_decay_rules` are given, or
+            `momentum_dtype` is another.
 
-    Source: V-MoE, table 6 and appendices B.3 (decay 0.03 for kernels, 3 for the head)
-    and B.4 (debiased Polyak averaging).
+    Source: V-MoE, table 6 and appendices B.3 (decay 0.03 for kernels, 3 for the head;
+    first moments in half precision) and B.4 (debiased Polyak averaging).
 
     Examples:
         >>> optimizer = ksm.training.Adam(
@@ -66,8 +71,10 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         epsilon: float = 1e-8,
         weight_decay_rules: Sequence | None = None,
         gradient_scale_rules: Sequence | None = None,
+        momentum_dtype: str | None = None,
         **kwargs,
     ):
+        check_choice("momentum_dtype", momentum_dtype, (None, "bfloat16"))
         super().__init__(
             weight_decay_rules=weight_decay_rules,
             gradient_scale_rules=gradient_scale_rules,
@@ -77,21 +84,31 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         self.beta_1 = beta_1
         self.beta_2 = beta_2
         self.epsilon = epsilon
+        self.momentum_dtype = momentum_dtype
 
     def build(self, variables):
         if self.built:
             return
         super().build(variables)
-        self.momentums, self.velocities = self.add_optimizer_variables(
-            variables, ["momentum", "velocity"]
-        )
+        if self.momentum_dtype is None:
+            self.momentums, self.velocities = self.add_optimizer_variables(
+                variables, ["momentum", "velocity"]
+            )
+            return
+        self.velocities = self.add_optimizer_variables(variables, "velocity")
+        self.momentums = [
+            self.add_like(variable, "momentum", dtype=self.momentum_dtype)
+            for variable in variables
+        ]
 
     def update_step(self, gradient, variable, learning_rate):
         self.decay_variable(variable, learning_rate)
         index, dtype = index_of(self, variable), variable.dtype
         momentum, velocity = self.momentums[index], self.velocities[index]
         gradient = ops.cast(gradient, dtype)
-        self.assign_add(momentum, (gradient - momentum) * (1.0 - self.beta_1))
+        mean = ops.cast(momentum, dtype)
+        mean = mean + (gradient - mean) * (1.0 - self.beta_1)
+        self.assign(momentum, ops.cast(mean, momentum.dtype))
         self.assign_add(
             velocity, (ops.square(gradient) - velocity) * (1.0 - self.beta_2)
         )
@@ -99,9 +116,7 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         steps = ops.cast(self.iterations, "float32") + 1.0
         rate = learning_rate / weight_of_all(steps, self.beta_1)
         root = ops.sqrt(velocity / ops.cast(weight_of_all(steps, self.beta_2), dtype))
-        self.assign_sub(
-            variable, ops.cast(rate, dtype) * momentum / (root + self.epsilon)
-        )
+        self.assign_sub(variable, ops.cast(rate, dtype) * mean / (root + self.epsilon))
 
     def get_config(self):
         return {
@@ -109,6 +124,7 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
             "beta_1": self.beta_1,
             "beta_2": self.beta_2,
             "epsilon": self.epsilon,
+            "momentum_dtype": self.momentum_dtype,
         }
 
 

@@ -1,6 +1,7 @@
 """All optimizers: rules by variable, order of operations, averages, saving."""
 
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -48,13 +49,16 @@ def assert_equal(actual, expected, rtol=2e-5):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6)
 
 
-def adam_twin(values, gradients, rates, decays, epsilon=1e-8):
-    """The Adam paper's algorithm 1, then decay and learning rate."""
+def adam_twin(values, gradients, rates, decays, epsilon=1e-8, kept_in="float64"):
+    """The Adam paper's algorithm 1, then decay and learning rate.
+
+    Between steps the first moment is kept in the dtype `kept_in`.
+    """
     first = [np.zeros_like(v) for v in values]
     second = [np.zeros_like(v) for v in values]
     for step, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), 1):
         for i, g in enumerate(gradient):
-            first[i] = 0.9 * first[i] + 0.1 * g
+            first[i] = 0.9 * first[i].astype(kept_in).astype("float64") + 0.1 * g
             second[i] = 0.999 * second[i] + 0.001 * g**2
             root = np.sqrt(second[i] / (1 - 0.999**step))
             update = first[i] / (1 - 0.9**step) / (root + epsilon)
@@ -92,6 +96,24 @@ def test_adam():
     expected = adam_twin(initial(variables), gradients, rates_of(5), DECAYS)
     optimizer = training.Adam(SCHEDULE, weight_decay_rules=RULES)
     assert_equal(apply(optimizer, variables, gradients)[-1], expected)
+
+
+def test_adam_with_momentum_in_bfloat16():
+    variables = make_variables()
+    gradients = make_gradients(variables, 5)
+    inputs = gradients, rates_of(5), DECAYS
+    rounded = ml_dtypes.bfloat16
+    expected = adam_twin(initial(variables), *inputs, kept_in=rounded)
+    unrounded = adam_twin(initial(variables), *inputs)
+    assert abs(expected[0] - unrounded[0]).max() > 1e-4
+    optimizer = training.Adam(
+        SCHEDULE, weight_decay_rules=RULES, momentum_dtype="bfloat16"
+    )
+    assert_equal(apply(optimizer, variables, gradients)[-1], expected, rtol=1e-4)
+    assert {v.dtype for v in optimizer.momentums} == {"bfloat16"}
+    assert {v.dtype for v in optimizer.velocities} == {"float32"}
+    with pytest.raises(ValueError, match="momentum_dtype='float16'"):
+        training.Adam(momentum_dtype="float16")
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
