@@ -14,8 +14,9 @@ fine-tuned, and a card is written beside its weights.
 
 The dense model, Soft MoE and token choice have three seeds, so that differences come
 with an interval; a preset holds the weights of the first seed, whatever the others do.
+It is written when that is trained, its metadata and card again after each other seed.
 
-Needs the extras of one backend and `datasets`, `viz`. A training takes half an hour
+Needs the extras of one backend and `datasets`, `viz`. A training takes 30 to 45 minutes
 of a core. After an interruption the same command goes on where it stopped: finished
 trainings are kept in `build/training/`, the running one is saved after each epoch.
 """
@@ -40,7 +41,7 @@ WORK = ROOT / "build" / "training"
 IMAGE_SIZE = 32
 BATCH_SIZE = 64
 EPOCH_IMAGES = 8192
-EPOCHS = 32
+EPOCHS = 64
 WARMUP_STEPS = 200
 LEARNING_RATE = 1.5e-3
 WEIGHT_DECAY = 0.01
@@ -107,19 +108,20 @@ def main():
 
 
 def publish(twin, epochs, directory):
-    """Write weights, metadata and card of a preset, once all its seeds are trained."""
+    """Write the weights of the first seed, and what is known of all trained ones."""
     name, _, title, seeds = TWINS[twin]
-    trained = [training_run(twin, seed, epochs) for seed in seeds]
-    if not all(result_file(WORK, run.name).exists() for run in trained):
-        print(f"{name}: other seeds are missing, nothing is written yet")
+    first, *others = (training_run(twin, seed, epochs) for seed in seeds)
+    if not result_file(WORK, first.name).exists():
+        print(f"{name}: the first seed is missing, nothing is written yet")
         return
+    trained = [run for run in others if result_file(WORK, run.name).exists()]
     runs = []
-    for run in trained:
+    for run in [first, *trained]:
         finished = finish(run, WORK)
         minutes = round(finished["times"]["training_seconds"] / 60, 1)
         runs.append({"seed": run.seed, "minutes": minutes, **finished["results"]})
     with replaced_directory(directory) as aside:
-        shutil.copytree(weights_directory(trained[0].name), aside, dirs_exist_ok=True)
+        shutil.copytree(weights_directory(first.name), aside, dirs_exist_ok=True)
         metadata = write_metadata(
             aside,
             kind="trained",
@@ -319,8 +321,8 @@ pieces of others. No digits.
 
 **Training.** `experiments/glyph_presets.py`, seed {training["seed"]}: AdamW, peak
 learning rate {LEARNING_RATE}, {WARMUP_STEPS} steps of warm-up, cosine decay, batch
-{BATCH_SIZE}, weight decay {WEIGHT_DECAY}. {minutes:.0f} minutes on one of
-{training["processor"]} with {training["backend"]}.
+{BATCH_SIZE}, weight decay {WEIGHT_DECAY}. {minutes:.0f} minutes by the clock,
+beside other work, on one of {training["processor"]} with {training["backend"]}.
 
 **Handwritten digits, few-shot** (scikit-learn's, never seen in training; linear probe,
 mean ± standard deviation over {FEW_SHOT_DRAWS} support draws, penalty chosen on

@@ -46,12 +46,14 @@ def test_soft_features_beat_raw_pixels(digits):
 
 def test_few_shot_accuracy_is_that_of_the_card(digits):
     classifier = ksm.models.ViTMoEImageClassifier.from_preset(SOFT)
+    # As many draws as the card has: they choose the penalty together.
     result = ksm.evaluation.few_shot_probe(
-        classifier, *digits, shots=(5,), seeds=10, verbose=0
+        classifier, *digits, shots=(5,), seeds=20, verbose=0
     )
     file = ksm.presets.describe(SOFT).path / "metadata.json"
-    card = json.loads(file.read_text(encoding="utf-8"))["metrics"]["few_shot"]["model"]
-    np.testing.assert_allclose(result[5].accuracies, card["5"][:10], atol=0.005)
+    run = json.loads(file.read_text(encoding="utf-8"))["runs"][0]
+    card = run["few_shot"]["model"]
+    np.testing.assert_allclose(result[5].accuracies, card["5"], atol=0.005)
 
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")

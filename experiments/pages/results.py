@@ -34,7 +34,6 @@ NUMBERS = {
 PLANS = ("d_kl", "d_ks", "d_sp")
 # Figures of the repository that pages show, and their copies below `docs`.
 FIGURES = {
-    GUIDES / "routing.png": "images/routing.png",
     GUIDES / "limoe_load.png": "images/limoe_load.png",
     GUIDES / "limoe_text_experts.png": "images/limoe_text_experts.png",
     STUDY / "small" / "curves.png": "results/figures/study_curves.png",

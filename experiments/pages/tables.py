@@ -31,8 +31,9 @@ def counts():
 def tables():
     """Dict from the titles of tables to their text."""
     found = {name: catalogue.read_metadata(name) for name in catalogue.names()}
-    trained = {name: m for name, m in found.items() if "metrics" in m}
-    contrastive = {name: m for name, m in found.items() if "runs" in m}
+    runs = {name: m for name, m in found.items() if "runs" in m}
+    trained = {name: m for name, m in runs.items() if "few_shot" in m["runs"][0]}
+    contrastive = {name: m for name, m in runs.items() if name not in trained}
     convertible = {n: m for n, m in found.items() if m["kind"] == "convertible"}
     return {
         "real weights": real_weights_table(trained, contrastive, convertible),
@@ -50,7 +51,7 @@ def real_weights_table(trained, contrastive, convertible):
     """All presets that have weights, with one measured figure each."""
     rows = ["| preset | parameters | what is measured |", "|---|---|---|"]
     measured = {
-        name: f"digits, 10 shots: {spread(m['metrics']['few_shot']['model']['10'])}"
+        name: f"digits, 10 shots: {spread(m['runs'][0]['few_shot']['model']['10'])}"
         for name, m in trained.items()
     }
     for name, metadata in contrastive.items():
@@ -68,23 +69,29 @@ def real_weights_table(trained, contrastive, convertible):
 
 
 def trained_table(found):
+    """What the weights of each preset are worth: those of its first training."""
     rows = [
-        "| preset | parameters | glyphs | 1 shot | 5 shots | 10 shots | fine-tuned |",
-        "|---|---|---|---|---|---|---|",
+        "| preset | parameters | trained on | glyphs that fill the image | anywhere "
+        "| 1 shot | 5 shots | 10 shots | fine-tuned |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     pixels = {}
     for name, metadata in found.items():
-        metrics = metadata["metrics"]
-        pixels = metrics["few_shot"]["raw pixels"]
+        run = metadata["runs"][0]
+        pixels = run["few_shot"]["raw pixels"]
+        by_layout = run.get("upstream_accuracy_by_layout", {})
+        anywhere = by_layout.get("anywhere")
         cells = [
             f"[`{name}`](#{name})",
             f"{metadata['parameter_count'] / 1e6:.2f} M",
-            f"{metrics['upstream_accuracy']:.3f}",
-            *map(spread, metrics["few_shot"]["model"].values()),
-            spread(metrics["fine_tuned"]),
+            f"{metadata['training']['images']:,}",
+            f"{by_layout.get('center', run['upstream_accuracy']):.3f}",
+            "not asked" if anywhere is None else f"{anywhere:.3f}",
+            *map(spread, run["few_shot"]["model"].values()),
+            spread(run["fine_tuned"]),
         ]
         rows.append(f"| {' | '.join(cells)} |")
-    cells = ["raw pixels", "", "", *map(spread, pixels.values()), ""]
+    cells = ["raw pixels", "", "", "", "", *map(spread, pixels.values()), ""]
     rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 

@@ -20,7 +20,7 @@ def accuracies(metadata):
     """
     if "accuracy" in metadata:
         return metadata["accuracy"]
-    runs = metadata.get("runs") or [metadata.get("metrics", {})]
+    runs = metadata.get("runs") or [{}]
     found = {name: runs[0][key] for key, name in _MEASURED.items() if key in runs[0]}
     for layout, value in runs[0].get("upstream_accuracy_by_layout", {}).items():
         found[f"glyphs, {layout}"] = value

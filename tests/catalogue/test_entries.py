@@ -96,7 +96,6 @@ def test_accuracy(catalogue):
     for index, (metadata, found) in enumerate(
         [
             ({"accuracy": published}, published),
-            ({"metrics": measured}, expected),
             # Of several trainings the first.
             ({"runs": [measured, {"upstream_accuracy": 0.0}]}, expected),
             ({"runs": [of_shapes]}, {"scenes, new combinations, of 64 names": 0.2}),
