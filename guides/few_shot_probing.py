@@ -24,7 +24,7 @@ digits. They were trained on drawn letters and signs, and on no digit of any scr
 
 - a dense Vision Transformer;
 - Soft MoE, where each slot of each expert takes a weighted average of all patches;
-- V-MoE, where each patch chooses an expert, and the surest patches are seated first;
+- V-MoE, where each patch chooses an expert, and the most certain are served first;
 - expert choice, where each expert chooses its patches.
 
 ## Setup

@@ -68,7 +68,7 @@ ksm.analysis.plot_modality_load(statistics).savefig(FIGURES / "limoe_load.png")
 ## Confidence and priority
 
 The local entropy loss makes text tokens sure of their expert; images have no such loss.
-Tokens that the router is surest of are seated first (batch prioritized routing), so
+Tokens that the router is surest of are served first (batch prioritized routing), so
 text mostly comes before images, without a rule that says so.
 """
 

@@ -127,7 +127,8 @@ def check_tokens_shape(shapes, any_rank=False):
             axes = "(batch, ..., width)" if any_rank else "(batch, tokens, width)"
             raise ValueError(
                 f"Tokens have a shape {axes}, of which all but the first are known "
-                f"beforehand. Received: shape={tuple(shape)}."
+                f"beforehand. Received: shape={tuple(shape)}. Give `keras.Input` all "
+                "sizes but the batch's, or reshape what comes before the layer."
             )
     if not parts or len({shape[2] for shape in parts}) > 1:
         raise ValueError(

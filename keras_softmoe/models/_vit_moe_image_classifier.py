@@ -437,6 +437,8 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         y, ignored = np.asarray(y), loss.ignore_class
         if y.dtype.kind not in "biuf":
             raise _wrong_labels(f"labels of dtype {y.dtype}", self.num_classes)
+        if y.ndim > 1 and y.shape[1:] != (1,):
+            raise _wrong_labels(f"labels of shape {y.shape}", self.num_classes)
         wrong = (y != np.floor(y)) | (y < 0) | (y >= self.num_classes)
         if ignored is not None:
             wrong &= y != ignored

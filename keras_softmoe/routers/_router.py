@@ -6,7 +6,7 @@ import keras
 from keras import ops
 from numpy.typing import ArrayLike
 
-from keras_softmoe.checks import check_whole_numbers
+from keras_softmoe.checks import check_whole_numbers, quote
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting, combine
 from keras_softmoe.routers.recording import is_recording, note
@@ -19,10 +19,12 @@ class Decision(NamedTuple):
 
     Attributes:
         routing: `SlotRouting` or `DenseRouting`, all a MoE layer needs.
-        summary: dict of tensors that describe the decision. Every router has
-            `"auxiliary_loss"` `(G,)`, the weighted sum of its balancing losses.
-            Routers that learn have `"logits"`; sparse ones also `"probabilities"`
-            and `"selection"` `(G, S, E)`, the scores that choose the slots.
+        summary: dict of tensors that describe the decision. `"auxiliary_loss"` `(G,)`
+            is the weighted sum of the router's balancing losses, which `MoE` adds to
+            the loss in training; a `call` without losses may leave it out, and an
+            observer then sees zeros. Routers that learn have `"logits"`; sparse ones
+            also `"probabilities"` and `"selection"` `(G, S, E)`, the scores that choose
+            the slots.
 
             What only an observer needs is computed only for one: when a router is
             called directly, and in a scope of `routers.record`. That is `"valid"`
@@ -49,9 +51,14 @@ class Router(keras.layers.Layer):
 
     A subclass implements `call(tokens, valid=None, training=False) -> Decision`,
     where `tokens` is `(G, S, D)` and `valid` an optional `(G, S)` bool tensor that
-    is `False` for padding. For `evaluation.cost` and `distribution.plan` it also
-    says how many slots it has, in `capacity`; if it has weights, in `cost` what they
-    are; and if its routing is a `DenseRouting`, `mixes_tokens = True`.
+    is `False` for padding, which must take no slot: set `filled` to `False` there, or
+    the weights of a `DenseRouting` to zero. Weights are made in `build(tokens_shape)`
+    and get their gradient through the gates and `"auxiliary_loss"`. Arguments of the
+    constructor that are not of this class go into `get_config`: a layer makes its own
+    router from it, and so does loading a file. For `evaluation.cost` and
+    `distribution.plan` it also says how many slots it has, in `capacity`; if it has
+    weights, in `cost` what they are; and if its routing is a `DenseRouting`,
+    `mixes_tokens = True`.
 
     Routers compute in float32 under any dtype policy: a choice among experts that
     flips with a rounding error flips the output with it.
@@ -128,6 +135,13 @@ class Router(keras.layers.Layer):
         if training is not None:
             kwargs["training"] = training
         decision = super().__call__(tokens, valid=valid, **kwargs)
+        if not isinstance(decision, Decision):
+            raise ValueError(
+                f"The `call` of a router must return a `Decision`. Received: a "
+                f"`{type(decision).__name__}` from `{type(self).__name__}`. Return "
+                "`keras_softmoe.routers.Decision(routing, summary)`; the summary may "
+                "be empty."
+            )
         is_symbolic = isinstance(tokens, keras.KerasTensor)
         if not is_symbolic and (summarize or is_recording()):
             tokens = ops.convert_to_tensor(tokens)
@@ -247,7 +261,16 @@ class Router(keras.layers.Layer):
 
     def clone(self, name):
         """A new router with the same configuration and its own weights."""
-        return type(self).from_config({**self.get_config(), "name": name})
+        config = {**self.get_config(), "name": name}
+        try:
+            return type(self).from_config(config)
+        except TypeError as error:
+            raise ValueError(
+                f"`{type(self).__name__}` cannot be made again from what its "
+                f"`get_config` returns: {quote(sorted(config))}. Let the constructor "
+                "take `**kwargs` for `name` and `trainable`, and add its own arguments "
+                "to `{**super().get_config(), ...}`."
+            ) from error
 
     def with_settings(self, **settings):
         """A new router with some settings changed and its own weights.

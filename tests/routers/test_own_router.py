@@ -1,0 +1,76 @@
+"""A router that a user writes: trained, saved, loaded, and what is said of mistakes."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_softmoe import layers, routers
+from keras_softmoe.ops import SlotRouting, identity
+from tests import cases
+from tests.references import to_numpy
+
+TOKENS = cases.array("normal", (3, 8, 4), 0)
+
+
+@keras.saving.register_keras_serializable(package="own_router")
+class PrototypeRouter(routers.Router):
+    """Each expert takes the tokens that are nearest to its prototype."""
+
+    def __init__(self, num_experts, slots=2, **kwargs):
+        super().__init__(num_experts, **kwargs)
+        self.slots = slots
+
+    def build(self, tokens_shape):
+        shape = (self.num_experts, tokens_shape[-1])
+        self.prototypes = self.add_weight(name="prototypes", shape=shape)
+        super().build(tokens_shape)
+
+    def call(self, tokens, valid=None, training=False):
+        logits = ops.einsum("gsd,ed->ges", tokens, self.prototypes)
+        probabilities = ops.softmax(logits, axis=1)
+        if valid is not None:
+            valid = ops.expand_dims(valid, 1)
+            probabilities = ops.where(valid, probabilities, -1.0)
+        gate, token = ops.top_k(probabilities, self.slots)
+        filled = ops.greater(gate, 0.0)
+        gate = ops.where(filled, gate, 0.0)
+        token = ops.cast(token, "int32")
+        return routers.Decision(SlotRouting(token, filled, gate), {})
+
+    def get_config(self):
+        return {**super().get_config(), "slots": self.slots}
+
+
+def test_learned_router_is_trained_saved_and_loaded(tmp_path):
+    inputs = keras.Input((8, 4))
+    layer = layers.MoE(PrototypeRouter(2, slots=3), mlp_dim=4, group_images=2)
+    model = keras.Model(inputs, inputs + layer(inputs))
+    before = to_numpy(layer.router.prototypes)
+    model.compile("sgd", "mse")
+    model.fit(TOKENS, np.zeros_like(TOKENS), batch_size=3, verbose=0)
+    assert np.abs(to_numpy(layer.router.prototypes) - before).max() > 0
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.layers[1].router.slots == 3
+    found = [m.predict(TOKENS, batch_size=3, verbose=0) for m in (model, loaded)]
+    np.testing.assert_array_equal(*found)
+
+
+def test_constructor_that_its_configuration_does_not_fit():
+    class NoConfig(routers.Router):
+        def __init__(self, num_experts, slots):
+            super().__init__(num_experts)
+
+    with pytest.raises(ValueError, match=r"`NoConfig` .*num_experts.*super\(\)"):
+        layers.MoE(NoConfig(2, slots=1), mlp_dim=4)
+
+
+def test_call_that_returns_no_decision():
+    class OnlyRouting(routers.Router):
+        def call(self, tokens, valid=None, training=False):
+            token, filled = identity(tokens.shape[0], tokens.shape[1], self.num_experts)
+            return SlotRouting(token, filled, ops.cast(filled, "float32"))
+
+    with pytest.raises(ValueError, match="`SlotRouting` from `OnlyRouting`.*may be"):
+        layers.MoE(OnlyRouting(2), mlp_dim=4)(TOKENS)
