@@ -137,7 +137,7 @@ multiple of the number of replicas times `group_images`.
 Not the same are:
 
 - **groups that a replica cannot fill.** With `group_images=32` here, each of two
-  replicas would route its 16 images by themselves: other tokens compete for the seats,
+  replicas would route its 16 images by themselves: other tokens compete for the slots,
   and the balancing losses, which are means over groups, are those of smaller groups;
 - **noise of routers** (`noise_std`, which this guide sets to 0) and dropout: all
   replicas draw the same numbers, each for its own images. With two of them the first

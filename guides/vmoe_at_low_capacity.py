@@ -18,10 +18,10 @@ Experts compute all their slots, filled or not, so what the experts cost is prop
 to `C`. Models are trained with `C = 1.05`. At `C = 0.5` there is room for half of the
 choices. Who gets the slots?
 
-- *Vanilla* routing (`priority="position"`) seats patches in their order. The patches at
-  the end of the group stand in line before full experts, whatever is in them.
-- *Batch prioritized routing* (`priority="max"`) seats the patches first that the router
-  is surest about.
+- *Vanilla* routing (`priority="position"`) serves patches in their order. Patches at
+  the end of the group find full experts, whatever is in them.
+- *Batch prioritized routing* (`priority="max"`) serves the patches first of which the
+  router is surest.
 
 A choice without a slot is dropped: the patch passes that block by its residual
 connection. The router was never trained to rank patches, and yet its largest
@@ -124,7 +124,7 @@ trained on, mean over 5 orders; in brackets the standard error of the difference
 | 0.10 | 0.683 | 0.670 | +0.013 (0.0022) |
 
 With room for all choices the order hardly matters. The less room there is, the more it
-matters who is seated, as in the paper's figure 6. The loss is small for either: this
+matters who gets one, as in the paper's figure 6. The loss is small for either: this
 model has experts in its last three blocks only, and its images are simple.
 
 ## Pictures
