@@ -100,9 +100,10 @@ The tokens are sorted by their weight in the slot, and their weights added up. A
 average is a straight line. The bands show how slots and images differ: between their
 ends lie the central 60 %, 80 %, ... of all slots of all images.
 
-The dispatch weights of this little model are nearly uniform; its combine weights are
-less so, and the less the later the block. The paper sees the same in the last blocks of
-its H/14: all experts take in roughly the same, and yet not all are listened to.
+In the first block with experts about half of the tokens make up a slot. Later slots are
+nearer to a uniform average, and combine weights are further from it: the later experts
+take in more alike, and yet fewer of them are listened to. The paper sees the same in
+the last blocks of its H/14.
 """
 
 for block, s in statistics.items():
@@ -130,8 +131,8 @@ figure.savefig(FIGURES / "soft_slots.png")
 
 A slot has a vector of parameters, and takes in the tokens that point in its direction.
 This model has four slots for each expert. Are they four different ones? The cosines
-between them say no: slots of one expert have aligned, which is why the paper prefers
-many experts with one slot each.
+between them say: in part. Slots of one expert are more alike than those of different
+ones, which is why the paper prefers many experts with one slot each.
 """
 
 correlation = ksm.analysis.slot_correlation(model)

@@ -57,7 +57,7 @@ RUNS_ON = {
     "models/test_data.py": ("torch",),
     "models/test_dense_sources.py": ("tensorflow", "torch"),
     "models/test_torch_files.py": ("jax", "torch"),
-    "models/test_upcycling.py": ("tensorflow", "torch"),
+    "models/test_upcycling.py": ("torch",),
     # `timm` and `transformers` are of PyTorch.
     "models/test_torch_judges.py": ("torch",),
     "datasets/*": ("jax",),
@@ -78,6 +78,8 @@ RUNS_ON = {
     "test_pages.py": ("torch",),
     "test_security.py": ("torch",),
     "test_trained_*.py": ("torch",),
+    # A hundredth of what `make torture` does on each backend.
+    "torture/*": ("torch",),
     "training/test_contrastive_recipes.py": ("torch",),
     "training/test_finetuning.py": ("torch",),
     "training/test_pair_pipeline.py": ("torch",),

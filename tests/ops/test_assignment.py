@@ -30,7 +30,7 @@ def assert_same_slots(actual, expected):
     priority=st.sampled_from(["position", "max", "sum", "pair"]),
     seed=cases.seeds,
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_token_choice_is_the_queue(
     scores, num_selected_experts, capacity, priority, seed
 ):

@@ -6,14 +6,12 @@ import time
 import pytest
 
 from tests.models import tiny
-from tests.skips import only_on
 from tests.torture import __main__ as program
 from tests.torture import arguments, long_runs, parts
 from tests.torture.campaign import Tally
 
 pytestmark = [tiny.LOADING, tiny.LOADING_WRONG_WEIGHTS]
 SHORT = [part for part in parts.PARTS if parts.cases_of(part, is_short=True)]
-on_torch = only_on("torch", because="one backend")
 
 
 @pytest.mark.parametrize("part", SHORT)
@@ -25,28 +23,24 @@ def test_short_form(part):
     assert tally.cases >= cases
 
 
-@on_torch
 def test_targets_take_good_arguments():
     tally = Tally("calls")
     arguments.good_calls(tally)
     assert not tally.failures
 
 
-@on_torch
 def test_a_killed_training_ends_like_another():
     tally = Tally("training")
     long_runs.killed_training(tally, 100, 60)
     assert not tally.failures and tally.cases == 4
 
 
-@on_torch
 def test_memory_stays():
     tally = Tally("memory")
     long_runs.flat_memory(tally, 5)
     assert not tally.failures
 
 
-@on_torch
 def test_what_counts_as_a_failure():
     tally = Tally("made up")
     with tally.case("good"):
@@ -78,7 +72,6 @@ def test_what_counts_as_a_failure():
     assert tally.cases == 9 and tally.refusals == {"ValueError": 4}
 
 
-@on_torch
 def test_tables(tmp_path, monkeypatch):
     monkeypatch.setattr(program, "DIRECTORY", tmp_path)
     monkeypatch.setattr(program, "PAGE", tmp_path / "RESULTS.md")
@@ -107,7 +100,6 @@ def test_tables(tmp_path, monkeypatch):
     assert (tmp_path / "RESULTS.md").read_text() == page
 
 
-@on_torch
 def test_numbers_of_cases():
     """The campaign is as large as it is said to be."""
     cases = {name: sum(long.values()) for name, (_, long, _) in parts.PARTS.items()}
