@@ -34,9 +34,11 @@ def machine():
     return {"backend": keras.config.backend(), "processor": processor()}
 
 
-def spread(values):
-    """Mean ± standard deviation, a str."""
-    return f"{np.mean(values):.3f} ± {np.std(values, ddof=1):.3f}"
+def spread(values, digits=3):
+    """Mean ± standard deviation, a str; the value if there is one."""
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
+    return f"{np.mean(values):.{digits}f} ± {np.std(values, ddof=1):.{digits}f}"
 
 
 def _write(path, text):

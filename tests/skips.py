@@ -25,8 +25,8 @@ REASONS = {
     "one backend": "the same code on all backends, tested on another one",
     "page": "this page is tested on another backend",
     # What a machine need not have.
-    "package": "timm, transformers, grain or soft-moe-pytorch, which the extra `test` "
-    "does not bring, is missing or does not fit the other packages",
+    "package": "a package that the extra `test` does not ask for, such as timm, is "
+    "missing or does not fit the others",
     "browser": "there is no Chromium",
 }
 
@@ -99,7 +99,7 @@ def only_on(*backends, because):
 
 
 def needs(name):
-    """A module of a package, or the test is skipped."""
+    """A module of a package that the extra `test` does not ask for, or a skip."""
     # A release may not fit the other packages that are installed.
     try:
         return importlib.import_module(name)

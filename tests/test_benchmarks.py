@@ -11,7 +11,7 @@ import pytest
 from keras import ops
 
 import keras_softmoe as ksm
-from tests.skips import REASONS, needs
+from tests.skips import needs
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 
@@ -203,8 +203,6 @@ def test_peaks_of_memory_start_over(benchmark):
 @pytest.fixture
 def equal_rival(benchmark):
     """Callable that gives a PyTorch package's layer and ours the same weights."""
-    if keras.backend.backend() != "torch":
-        pytest.skip(REASONS["own loop"])
     rivals = benchmark("rivals")
 
     def make(package, router):

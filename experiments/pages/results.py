@@ -64,7 +64,7 @@ def headline_table():
     """One figure each of speed, fidelity and study, for the README."""
     twin = {name: _ratio(name, "soft_moe", "forward") for name in BACKENDS}
     arrays, largest, of_plans = _fidelity_in_sum()
-    soft, sparse = (_gain(name) for name in ("soft_1s", "softmax_token_choice_k1_bpr"))
+    soft, sparse = _headline_gains("soft_1s", "softmax_token_choice_k1_bpr")
     measured = {
         "speed": "predicting with a Soft MoE S/16 of 128 experts takes "
         f"{min(twin.values()):.2f} to {max(twin.values()):.2f} of the time of its "
@@ -167,11 +167,11 @@ def _edition():
     raise ValueError(f"No edition in {STUDY} has a training of every router.")
 
 
-def _gain(name):
-    """What a model of the headline has over the dense one, with its interval."""
-    results = _read(STUDY / "small" / "results.json")
-    found = difference(name, _gains(results, [name])[name])
-    return f"{found.mean:+.1f} ± {found.margin:.1f} (95 %, {found.seeds} seeds)"
+def _headline_gains(*models):
+    """What models of the headline have over the dense one, with their intervals."""
+    gains = _gains(_read(STUDY / "small" / "results.json"), models)
+    found = [difference(name, gains[name]) for name in models]
+    return [f"{d.mean:+.1f} ± {d.margin:.1f} (95 %, {d.seeds} seeds)" for d in found]
 
 
 def _gains(results, models):

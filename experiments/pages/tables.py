@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.cards import spread
 from keras_softmoe import catalogue, evaluation
 
 LOSSES = Path(__file__).resolve().parents[1] / "limoe" / "losses.json"
@@ -176,9 +177,3 @@ def architecture_table(found):
         summary = f"<summary>{group}: {len(groups[group])} presets</summary>"
         parts += [f'<details markdown="1">\n{summary}', "\n".join(rows), "</details>"]
     return "\n\n".join(parts) + "\n"
-
-
-def spread(values, digits=3):
-    if len(values) == 1:
-        return f"{values[0]:.{digits}f}"
-    return f"{np.mean(values):.{digits}f} ± {np.std(values, ddof=1):.{digits}f}"

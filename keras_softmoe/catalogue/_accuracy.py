@@ -20,10 +20,10 @@ def accuracies(metadata):
     """
     if "accuracy" in metadata:
         return metadata["accuracy"]
-    runs = metadata.get("runs") or [{}]
-    found = {name: runs[0][key] for key, name in _MEASURED.items() if key in runs[0]}
-    for layout, value in runs[0].get("upstream_accuracy_by_layout", {}).items():
+    first, *_ = metadata.get("runs") or [{}]
+    found = {name: first[key] for key, name in _MEASURED.items() if key in first}
+    for layout, value in first.get("upstream_accuracy_by_layout", {}).items():
         found[f"glyphs, {layout}"] = value
-    for shots, values in runs[0].get("few_shot", {}).get("model", {}).items():
+    for shots, values in first.get("few_shot", {}).get("model", {}).items():
         found[f"digits, few-shot, {shots} of a class"] = values
     return {name: float(np.mean(values)) for name, values in found.items()}

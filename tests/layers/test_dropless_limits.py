@@ -10,7 +10,6 @@ from tests.layers.common import normal
 from tests.layers.test_dropless import NUM_EXPERTS, SHAPE, build
 from tests.recorded import recorded
 from tests.references import to_numpy
-from tests.skips import needs
 
 
 def test_skipped_tokens():
@@ -78,7 +77,8 @@ def test_a_file_refuses_it(tmp_path):
 # Of what PyTorch does where its graph breaks
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_torch_compile():
-    torch = needs("torch")
+    import torch
+
     shapes = (6, 8), (3, 8, 4), (3, 1, 4)
     arrays = [torch.tensor(normal(shape)).requires_grad_() for shape in shapes]
     count = torch.tensor([2, 0, 4], dtype=torch.int32)

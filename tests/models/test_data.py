@@ -46,8 +46,9 @@ def assert_close(actual, expected):
 
 
 def pictures(x):
-    image = needs("PIL.Image")
-    return [image.fromarray(one.astype("uint8")) for one in x]
+    from PIL import Image
+
+    return [Image.fromarray(one.astype("uint8")) for one in x]
 
 
 KINDS = {
@@ -249,14 +250,15 @@ class Sequence(keras.utils.PyDataset):
 
 
 def loader(x, y, **kwargs):
-    torch = needs("torch")
+    import torch
+
     rows = torch.utils.data.TensorDataset(torch.as_tensor(x), torch.as_tensor(y))
     return torch.utils.data.DataLoader(rows, batch_size=BATCH, **kwargs)
 
 
 def stream(x, y):
     """A loader that does not tell its length."""
-    torch = needs("torch")
+    import torch
 
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -420,7 +422,8 @@ def pair_model():
 
 
 def pair_loader(images, captions):
-    torch = needs("torch")
+    import torch
+
     rows = list(zip(images, captions, strict=True))
     return torch.utils.data.DataLoader(rows, batch_size=len(rows))
 

@@ -6,12 +6,11 @@ is the judge then, in `test_torch_files.py`.
 
 import numpy as np
 import pytest
+import torch
 
 from keras_softmoe import converters
 from tests.models import tiny, torch_twin
 from tests.skips import needs
-
-torch = needs("torch")
 
 SHAPE, LARGER = (12, 12, 3), (20, 20, 3)
 SIZES = {

@@ -23,92 +23,93 @@ def _each(on_torch, on_others=None):
     return {"torch": on_torch, "jax": on_others, "tensorflow": on_others}
 
 
-# Name -> callable `(tally, cases, seed)`, and how many cases there are on each backend
-# in the long form and in the short one.
+# Name -> callable `(tally, cases, seed)`, how many cases there are on each backend in
+# the long form, and how many in the short one, which the tests run on one backend.
 PARTS = {
     "routings": (
         routings.routings,
         _each(3400),
-        {"torch": 140, "jax": 6, "tensorflow": 28},
+        140,
     ),
     "calls with a bad argument": (
         arguments.bad_calls,
         _each(1200, 300),
-        {"torch": 200},
+        200,
     ),
     "command lines": (
         command_lines.bad_command_lines,
         {"torch": 120},
-        {"torch": 4},
+        4,
     ),
     "damaged presets": (
         presets.damaged_presets,
         _each(500, 200),
-        {"torch": 30, "jax": 8, "tensorflow": 8},
+        30,
     ),
     "damaged routers": (
         presets.damaged_routers,
         _each(400, 60),
-        {"torch": 10},
+        10,
     ),
     "damaged preprocessing": (
         presets.damaged_preprocessors,
         _each(100, 20),
-        {"torch": 10},
+        10,
     ),
     "damaged .keras files": (
         presets.damaged_keras_files,
         _each(150, 30),
-        {"torch": 12},
+        12,
     ),
     "damaged checkpoints": (
         lambda tally, cases, seed: checkpoints.damaged_checkpoints(
             tally, checkpoints.own_checkpoint(), cases, seed
         ),
         {"torch": 2000},
-        {},
+        0,
     ),
-    "kills": (faults.kills, _each(120, 40), {"torch": 2}),
+    "kills": (faults.kills, _each(120, 40), 2),
     "full disks": (
         lambda tally, cases, seed: faults.full_disks(tally, -(-cases // 3), seed),
         _each(36, 9),
-        {"torch": 9},
+        9,
     ),
     "places that cannot be written": (
         lambda tally, cases, seed: faults.unwritable_places(tally),
         _each(10),
-        {"torch": 10},
+        10,
     ),
     "three processes at once": (
         lambda tally, cases, seed: faults.three_at_once(tally, -(-cases // 3)),
         _each(9, 3),
-        {},
+        0,
     ),
     "bad downloads": (
         downloads.bad_downloads,
         {"torch": 96},
-        {"torch": 8},
+        8,
     ),
     "killed trainings": (
         lambda tally, cases, seed: long_runs.killed_training(
             tally, 250 * cases, min(350, 130 * cases)
         ),
         _each(8),
-        {},
+        0,
     ),
     "memory of 1,000 calls": (
         lambda tally, cases, seed: long_runs.flat_memory(tally, cases),
         _each(1000),
-        {},
+        0,
     ),
     "two threads": (
         lambda tally, cases, seed: long_runs.two_threads(tally, -(-cases // 2)),
         _each(50, 10),
-        {"torch": 2},
+        2,
     ),
 }
 
 
 def cases_of(part, is_short):
     """How many cases of a part there are on this backend; 0 for none."""
-    return PARTS[part][2 if is_short else 1].get(keras.backend.backend(), 0)
+    _, long, short = PARTS[part]
+    return short if is_short else long.get(keras.backend.backend(), 0)

@@ -83,7 +83,7 @@ def test_tables(tmp_path, monkeypatch):
                     raise ValueError("Pass another.")
                 raise KeyError(number)
 
-    monkeypatch.setitem(parts.PARTS, "two threads", (part, {"torch": 3}, {}))
+    monkeypatch.setitem(parts.PARTS, "two threads", (part, {"torch": 3}, 0))
     assert program.run(["two threads"]) == 1
     found = json.loads((tmp_path / "torch.json").read_text())["two threads"]
     assert found["cases"] == 3 and found["refusals"] == {"ValueError": 2}
