@@ -1,6 +1,7 @@
 """What layers cost for a shape of inputs, without being built."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import keras
@@ -53,7 +54,7 @@ class LayerCost(NamedTuple):
     def __mul__(self, times):
         return LayerCost(*(times * value for value in self))
 
-    def without_weights(self):
+    def without_weights(self) -> "LayerCost":
         """The cost of using the same layer once more."""
         return self._replace(
             weights=0,
@@ -90,7 +91,9 @@ class MixtureCost(NamedTuple):
     slot_width: int
 
 
-def cost_of(layer: keras.Layer, shape, training: bool = False) -> LayerCost:
+def cost_of(
+    layer: keras.Layer, shape: Sequence[int], training: bool = False
+) -> LayerCost:
     """The cost of a layer of this library, or of a dense or normalization layer.
 
     Args:
@@ -130,7 +133,7 @@ def dense(
     times: int = 1,
     use_bias: bool = True,
     is_sharded: bool = False,
-):
+) -> LayerCost:
     """A dense layer that is applied to some vectors. It keeps nothing by itself.
 
     Args:
@@ -152,7 +155,7 @@ def dense(
     )
 
 
-def normalization(shape, center: bool = True):
+def normalization(shape: Sequence[int], center: bool = True) -> LayerCost:
     """A layer normalization: its input, its output and the centred input are kept.
 
     Examples:

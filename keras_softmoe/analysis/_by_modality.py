@@ -1,5 +1,6 @@
 """How a LIMoE treats images and text, counted over many pairs."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import keras
@@ -129,7 +130,7 @@ def modality_statistics(
     images: ArrayLike | None = None,
     captions: Texts | None = None,
     batch_size: int = 64,
-    preprocessor=None,
+    preprocessor: Callable | None = None,
     verbose: int = 1,
 ) -> dict:
     """Count what the routers of a LIMoE do with the tokens of images and of text.

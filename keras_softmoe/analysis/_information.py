@@ -1,7 +1,7 @@
 """How much the place and the class of a token tell about its expert."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -11,6 +11,7 @@ from keras_softmoe.analysis._inputs import backbone_of, check_has_routers
 from keras_softmoe.analysis._statistics import check_labels, experts_of_tokens
 from keras_softmoe.analysis._streaming import observe
 from keras_softmoe.ops import DenseRouting
+from keras_softmoe.routers import Decision
 
 
 class ExpertInformation(NamedTuple):
@@ -129,7 +130,7 @@ class InformationReducer:
         # Images, and probabilities by position and by each kind of label.
         self._sums = {}
 
-    def update(self, name, decision, inputs):
+    def update(self, name: str, decision: Decision, inputs: Any) -> None:
         taken, weights, _ = experts_of_tokens(decision)
         if not isinstance(decision.routing, DenseRouting):
             weights = taken / np.maximum(taken.sum(-1, keepdims=True), 1)
@@ -148,7 +149,7 @@ class InformationReducer:
             found = [x + y for x, y in zip(found, sums, strict=True)]
         self._sums[name] = last, found
 
-    def result(self):
+    def result(self) -> dict:
         found = {}
         for name, (num_images, (by_position, *by_class)) in self._sums.items():
             for labels in self._labels:

@@ -1,12 +1,15 @@
 """How much each expert of any model has to do."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
 from keras_softmoe.analysis._streaming import observe
 from keras_softmoe.ops import DenseRouting
+from keras_softmoe.routers import Decision
+from keras_softmoe.types import Data
 
 
 class ExpertLoad(NamedTuple):
@@ -32,7 +35,11 @@ class ExpertLoad(NamedTuple):
 
 
 def expert_load(
-    model: keras.Model, data, batch_size: int = 64, preprocessor=None, verbose: int = 1
+    model: keras.Model,
+    data: Data,
+    batch_size: int = 64,
+    preprocessor: Callable | None = None,
+    verbose: int = 1,
 ) -> dict:
     """Count how many tokens each expert takes, in any model with any router.
 
@@ -73,7 +80,7 @@ class LoadReducer:
         # Groups, tokens, load and dropped tokens of each block.
         self._sums = {}
 
-    def update(self, name, decision, inputs):
+    def update(self, name: str, decision: Decision, inputs: Any) -> None:
         load, dropped = load_and_dropped(decision)
         valid = decision.summary["valid"]
         load = load.sum(axis=0, dtype="float64")
@@ -81,7 +88,7 @@ class LoadReducer:
         sums = self._sums.get(name, (0, 0, 0, 0))
         self._sums[name] = [x + y for x, y in zip(sums, values, strict=True)]
 
-    def result(self):
+    def result(self) -> dict:
         return {
             name: ExpertLoad(groups, int(tokens), load, float(dropped / tokens))
             for name, (groups, tokens, load, dropped) in self._sums.items()

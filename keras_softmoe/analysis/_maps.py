@@ -91,7 +91,7 @@ def routing_maps(
     return RoutingMaps(dispatch, combine, images, layer, group_tokens)
 
 
-def main_experts(maps):
+def main_experts(maps: RoutingMaps) -> np.ndarray:
     """The expert that each patch listens to most.
 
     That is the one with the largest combine weight, summed over its slots.

@@ -1,5 +1,6 @@
 """Examples of what experts of a LIMoE take: patches, words, the tokens of a pair."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import keras
@@ -71,7 +72,7 @@ def expert_examples(
     num_patches: int = 12,
     num_words: int = 12,
     batch_size: int = 64,
-    preprocessor=None,
+    preprocessor: Callable | None = None,
     verbose: int = 1,
 ) -> ExpertExamples:
     """Find the patches and words that are sent to each expert of a block most surely.
@@ -175,7 +176,7 @@ def pair_routing(
     image: ArrayLike,
     caption: str,
     layer: int | None = None,
-    preprocessor=None,
+    preprocessor: Callable | None = None,
 ) -> PairRouting:
     """Which expert of a block takes which token of one image and its caption.
 

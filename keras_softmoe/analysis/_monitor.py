@@ -1,6 +1,7 @@
 """What routers do while a model is trained."""
 
 from collections import deque
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -13,7 +14,7 @@ from keras_softmoe.analysis._pairs import Pairs
 from keras_softmoe.analysis._soft_statistics import SoftReducer
 from keras_softmoe.analysis._streaming import all_routers, observe
 from keras_softmoe.routers import SoftRouter
-from keras_softmoe.types import Texts
+from keras_softmoe.types import Data, Texts
 
 
 class RoutingMonitor(keras.callbacks.Callback):
@@ -49,7 +50,9 @@ class RoutingMonitor(keras.callbacks.Callback):
         >>> [name for name in history.history if "sharpness" in name]
     """
 
-    def __init__(self, data, batch_size: int = 64, preprocessor=None):
+    def __init__(
+        self, data: Data, batch_size: int = 64, preprocessor: Callable | None = None
+    ):
         super().__init__()
         self.data = data
         self.batch_size = batch_size
@@ -123,7 +126,7 @@ class UsageMonitor(keras.callbacks.Callback):
         every: int = 50,
         last: int = 50,
         batch_size: int = 64,
-        preprocessor=None,
+        preprocessor: Callable | None = None,
     ):
         super().__init__()
         if every < 1 or last < 1:
@@ -137,7 +140,7 @@ class UsageMonitor(keras.callbacks.Callback):
         self.preprocessor = preprocessor
         self._shares = deque(maxlen=last)
 
-    def usage(self, modality) -> dict:
+    def usage(self, modality: str | None) -> dict:
         """The mean share of a modality's tokens that each expert processes.
 
         Args:

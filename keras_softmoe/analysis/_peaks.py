@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from keras_softmoe.analysis._soft_statistics import soft_statistics
+from keras_softmoe.types import Data
 
 
 class PeakSweep(NamedTuple):
@@ -39,12 +40,12 @@ class PeakSweep(NamedTuple):
 def peak_sweep(
     make_model: Callable,
     values: Sequence,
-    data,
+    data: Data,
     normalize: Sequence = (True, False),
     seeds: int = 1,
     score: Callable | None = None,
     batch_size: int = 64,
-    preprocessor=None,
+    preprocessor: Callable | None = None,
     verbose: int = 1,
 ) -> PeakSweep:
     """Measure the largest routing weights of models that differ in one number.

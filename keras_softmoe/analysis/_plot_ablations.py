@@ -4,6 +4,7 @@ import numpy as np
 
 from keras_softmoe.analysis import drawing
 from keras_softmoe.evaluation.pruning import PruningCurve
+from keras_softmoe.types import Figure
 
 # Accuracies lie between them.
 _LIMITS = (0.0, 1.0)
@@ -13,7 +14,7 @@ _LEVEL_COLOR = drawing.PALETTE[1]
 _COLORS = (drawing.PALETTE[0], *drawing.PALETTE[2:])
 
 
-def plot_random_routers(*ablations):
+def plot_random_routers(*ablations: tuple) -> Figure:
     """Show the accuracy with routers that choose at random beside the learned one.
 
     On the left one router at a time is random, on the right those of a block and all
@@ -92,7 +93,7 @@ def plot_random_routers(*ablations):
     return figure
 
 
-def plot_pruning(curves, metric: str = "metric"):
+def plot_pruning(curves: PruningCurve | dict, metric: str = "metric") -> Figure:
     """Show what is left of a metric if a LIMoE keeps only its most used experts.
 
     One line for each way to prune, falling from all experts on the left to few on the

@@ -6,6 +6,7 @@ from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._by_modality import ModalityStatistics
 from keras_softmoe.analysis._peaks import PeakSweep
 from keras_softmoe.analysis._plot_ablations import limits_of
+from keras_softmoe.types import Figure
 
 _THRESHOLD = "experts asked for, S = exp(threshold for text)"
 _MODES = {True: "normalized", False: "not normalized"}
@@ -15,7 +16,7 @@ _WIDE_RANGE = 5
 _MOST_THRESHOLDS = 10
 
 
-def plot_experts_in_use(by_threshold: dict, share: float = 0.9):
+def plot_experts_in_use(by_threshold: dict, share: float = 0.9) -> Figure:
     """Show how many experts text and images use, against the threshold for text.
 
     Points are means over the MoE blocks and over seeds, error bars reach one standard
@@ -57,7 +58,7 @@ def plot_experts_in_use(by_threshold: dict, share: float = 0.9):
     return figure
 
 
-def plot_routing_entropy(by_threshold):
+def plot_routing_entropy(by_threshold: dict) -> Figure:
     """Show how evenly text and images are routed, against the threshold for text.
 
     To the left the entropy of the mean routing probabilities, which is what the loss
@@ -102,7 +103,9 @@ def plot_routing_entropy(by_threshold):
     return figure
 
 
-def plot_peaks(sweep, x: str = "width of the model", score: str = "score"):
+def plot_peaks(
+    sweep: PeakSweep, x: str = "width of the model", score: str = "score"
+) -> Figure:
     """Show the largest dispatch and combine weights, with and without normalization.
 
     Beside each other: the mean over slots of the largest dispatch weight, the mean over

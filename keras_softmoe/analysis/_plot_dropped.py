@@ -1,6 +1,6 @@
 """Figures of dropped tokens: patches that no expert takes, and how many there are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 from numpy.typing import ArrayLike
@@ -11,6 +11,7 @@ from keras_softmoe.analysis._inputs import backbone_of, check_has_routers
 from keras_softmoe.analysis._maps import routing_maps
 from keras_softmoe.analysis._statistics import RoutingStatistics
 from keras_softmoe.evaluation.sweeps import keep_settings
+from keras_softmoe.types import Figure
 
 
 def plot_discarded_patches(
@@ -18,9 +19,9 @@ def plot_discarded_patches(
     images: ArrayLike,
     capacity_factors: Sequence = (1.0, 0.5, 0.25, 0.1),
     layer: int | None = None,
-    priority=None,
-    preprocessor=None,
-):
+    priority: ArrayLike | None = None,
+    preprocessor: Callable | None = None,
+) -> Figure:
     """Show which patches no expert of a block takes, as the capacity falls.
 
     One row for each image: the picture, then one copy of it for each capacity, on which
@@ -90,7 +91,7 @@ def plot_discarded_patches(
     return figure
 
 
-def plot_dropped_tokens(statistics_by_num_experts: dict):
+def plot_dropped_tokens(statistics_by_num_experts: dict) -> Figure:
     """Show the share of dropped tokens against the number of experts, block by block.
 
     A token is dropped if no expert of the block takes it. The models differ in their

@@ -12,6 +12,7 @@ from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._inputs import backbone_of, check_block
 from keras_softmoe.analysis._statistics import experts_of_tokens
 from keras_softmoe.analysis._streaming import observe
+from keras_softmoe.types import Figure
 
 # Light blue, around the images.
 _OUTSIDE = "#D6E9F5"
@@ -47,7 +48,7 @@ def plot_expert_patches(
     batch_size: int = 64,
     preprocessor: Callable | None = None,
     verbose: int = 1,
-):
+) -> Figure:
     """Show the patches that experts take: those of one expert side by side.
 
     One row for each expert, with its share of all patches that are taken; in the row

@@ -10,6 +10,7 @@ from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._class_names import drawable_names
 from keras_softmoe.analysis._slots import SlotCorrelation
 from keras_softmoe.analysis._statistics import RoutingStatistics
+from keras_softmoe.types import Figure
 
 # Up to this many names are written along the side of a panel; of more, some.
 _MOST_NAMES = 20
@@ -23,7 +24,7 @@ def plot_experts_by_class(
     class_names: Sequence | None = None,
     layers: Sequence | None = None,
     sort: bool = True,
-):
+) -> Figure:
     """Show how much each expert works on the images of each class.
 
     One panel for each MoE block: experts from left to right, classes from top to
@@ -93,8 +94,11 @@ def plot_experts_by_class(
 
 
 def plot_experts_by_position(
-    statistics: dict, layers: Sequence | None = None, patch_grid=None, sort: bool = True
-):
+    statistics: dict,
+    layers: Sequence | None = None,
+    patch_grid: Sequence[int] | None = None,
+    sort: bool = True,
+) -> Figure:
     """Show where in the images each expert works, on average over many.
 
     One panel for each MoE block, with a little map of the image for each expert: the
@@ -148,7 +152,7 @@ def plot_experts_by_position(
     return figure
 
 
-def plot_slot_correlation(correlations: dict, layers: Sequence | None = None):
+def plot_slot_correlation(correlations: dict, layers: Sequence | None = None) -> Figure:
     """Show the inner products of the normalized slot parameters.
 
     One panel for each block: each slot against each, red where they point in the same

@@ -1,5 +1,7 @@
 """Figures of one block's routing, drawn over the images."""
 
+from collections.abc import Callable
+
 import keras
 import numpy as np
 from numpy.typing import ArrayLike
@@ -7,6 +9,7 @@ from numpy.typing import ArrayLike
 from keras_softmoe.analysis import _pictures as pictures
 from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._maps import main_experts, routing_maps
+from keras_softmoe.types import Figure
 
 # Brightness of the pictures that lie under a map.
 _DIMMED = 0.6
@@ -23,8 +26,8 @@ def plot_slots(
     images: ArrayLike,
     layer: int | None = None,
     slots: int = 6,
-    preprocessor=None,
-):
+    preprocessor: Callable | None = None,
+) -> Figure:
     """Show what some slots of a block look at and what they ignore, image by image.
 
     One row for each image: the picture, then one map for each slot. Orange patches get
@@ -93,8 +96,11 @@ def plot_slots(
 
 
 def plot_experts(
-    model: keras.Model, images: ArrayLike, layer: int | None = None, preprocessor=None
-):
+    model: keras.Model,
+    images: ArrayLike,
+    layer: int | None = None,
+    preprocessor: Callable | None = None,
+) -> Figure:
     """Show which expert each patch of some images listens to most.
 
     Above, the pictures; below, each patch in the colour of its main expert (see

@@ -6,6 +6,7 @@ import numpy as np
 
 from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._by_modality import ModalityStatistics
+from keras_softmoe.types import Figure
 
 _PADDING_COLOR = drawing.PALETTE[4]
 _MOST_EXPERT_TICKS = 8
@@ -15,7 +16,7 @@ _FARTHEST = 2.0
 _HALF_WIDTH = 0.44
 
 
-def plot_modality_load(statistics: dict, layers: Sequence | None = None):
+def plot_modality_load(statistics: dict, layers: Sequence | None = None) -> Figure:
     """Show how many tokens of images and text choose each expert, and which it drops.
 
     One panel for each MoE block, one bar for each expert: from the bottom the tokens of
@@ -78,7 +79,7 @@ def plot_modality_load(statistics: dict, layers: Sequence | None = None):
     return figure
 
 
-def plot_routing_confidence(statistics: dict, layers: Sequence | None = None):
+def plot_routing_confidence(statistics: dict, layers: Sequence | None = None) -> Figure:
     """Show how sure the router is of the tokens of images and of text, block by block.
 
     What is shown is the largest routing probability of each token: its mean by
@@ -143,7 +144,9 @@ def plot_routing_confidence(statistics: dict, layers: Sequence | None = None):
     return figure
 
 
-def plot_coverage(statistics: dict, layers: Sequence | None = None, share: float = 0.9):
+def plot_coverage(
+    statistics: dict, layers: Sequence | None = None, share: float = 0.9
+) -> Figure:
     """Show how many experts of each block a modality can do without.
 
     One panel for each modality, one line for each MoE block: the share of tokens whose

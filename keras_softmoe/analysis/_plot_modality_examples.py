@@ -2,7 +2,7 @@
 
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
@@ -14,6 +14,7 @@ from keras_softmoe.analysis._modality_examples import (
     ExpertExamples,
     pair_routing,
 )
+from keras_softmoe.types import Figure
 
 # What SentencePiece writes where a word begins.
 _BEGIN = "▁"
@@ -23,7 +24,9 @@ _MOST_COLUMNS = 5
 _FADED = 0.12
 
 
-def plot_expert_examples(examples, experts: Sequence | None = None):
+def plot_expert_examples(
+    examples: ExpertExamples, experts: Sequence | None = None
+) -> Figure:
     """Show the patches and words that are each expert's with the highest probability.
 
     One row for each expert: which share of the patches and of the text tokens choose it
@@ -96,8 +99,8 @@ def plot_pair(
     image: ArrayLike,
     caption: str,
     layer: int | None = None,
-    preprocessor=None,
-):
+    preprocessor: Callable | None = None,
+) -> Figure:
     """Show which expert of a block takes which patches and words of one pair.
 
     First the picture with its caption; then for each expert that takes something the

@@ -6,6 +6,7 @@ import numpy as np
 
 from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._by_modality import ModalityStatistics
+from keras_softmoe.types import Figure
 
 # So many experts have room side by side.
 _MOST_EXPERTS = 8
@@ -22,7 +23,7 @@ _RADIUS = 0.3
 
 def plot_priorities(
     statistics: dict, layers: Sequence | None = None, experts: Sequence | None = None
-):
+) -> Figure:
     """Show in which order the tokens of images and text queue for each expert.
 
     One row for each MoE block, one panel for each expert: along the axis the places in
@@ -86,7 +87,7 @@ def plot_priorities(
     return figure
 
 
-def plot_trajectories(statistics: dict, least: float = 0.02):
+def plot_trajectories(statistics: dict, least: float = 0.02) -> Figure:
     """Show the paths of tokens of images and text through the experts.
 
     One column for each MoE block, with its experts from top to bottom. A line from one

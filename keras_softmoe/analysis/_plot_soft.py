@@ -9,6 +9,7 @@ from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._concentration import BANDS
 from keras_softmoe.analysis._soft_statistics import TOKEN_WEIGHT_EDGES, SoftStatistics
 from keras_softmoe.checks import check_choice
+from keras_softmoe.types import Figure
 
 # For "dispatch" and "combine": colours of the bands, what is counted, of what.
 _KINDS = {
@@ -23,7 +24,7 @@ _WIDE_RANGE = 20
 _RAREST = 1e-4
 
 
-def plot_token_weights(statistics: dict, layers: Sequence | None = None):
+def plot_token_weights(statistics: dict, layers: Sequence | None = None) -> Figure:
     """Show how much the tokens contribute to all slots together.
 
     One line for each block: the share of tokens whose dispatch weights, summed over all
@@ -79,7 +80,9 @@ def plot_token_weights(statistics: dict, layers: Sequence | None = None):
     return figure
 
 
-def plot_expert_contributions(statistics: dict, layers: Sequence | None = None):
+def plot_expert_contributions(
+    statistics: dict, layers: Sequence | None = None
+) -> Figure:
     """Show how much more some experts count for the output than others.
 
     One line for each block: its experts from the least to the most important, by their
@@ -133,7 +136,7 @@ def plot_expert_contributions(statistics: dict, layers: Sequence | None = None):
 
 def plot_tokens_per_slot(
     statistics: dict, layers: Sequence | None = None, share: float = 0.9
-):
+) -> Figure:
     """Show how many tokens each slot mixes.
 
     One panel for each block, one line for each slot: how much of its dispatch weight
@@ -195,7 +198,7 @@ def plot_concentration(
     weights: str = "dispatch",
     layers: Sequence | None = None,
     levels: Sequence = BANDS,
-):
+) -> Figure:
     """Show how many tokens make up a slot, or how many slots a token's output.
 
     One panel for each block: what the tokens with the largest dispatch weights hold of

@@ -7,11 +7,12 @@ import numpy as np
 from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._load import ExpertLoad
 from keras_softmoe.analysis._statistics import RoutingStatistics
+from keras_softmoe.types import Figure
 
 _CHOICES = ("largest", "2nd largest", "3rd largest")
 
 
-def plot_expert_load(loads: dict, layers: Sequence | None = None):
+def plot_expert_load(loads: dict, layers: Sequence | None = None) -> Figure:
     """Show how many tokens each expert takes, and how many are dropped.
 
     One panel for each MoE block, one bar for each expert: the tokens that it takes (of
@@ -51,7 +52,7 @@ def plot_expert_load(loads: dict, layers: Sequence | None = None):
     return figure
 
 
-def plot_choice_weights(statistics: dict, layers: Sequence | None = None):
+def plot_choice_weights(statistics: dict, layers: Sequence | None = None) -> Figure:
     """Show how large the largest router weights of the tokens are.
 
     One panel for each MoE block: how the largest, the second largest, ... weight that
@@ -100,7 +101,7 @@ def plot_choice_weights(statistics: dict, layers: Sequence | None = None):
     return figure
 
 
-def plot_experts_per_image(statistics: dict, layers: Sequence | None = None):
+def plot_experts_per_image(statistics: dict, layers: Sequence | None = None) -> Figure:
     """Show how many experts take tokens of an image.
 
     One panel for each MoE block: the share of images on which that many experts work,

@@ -1,11 +1,14 @@
 """Figures of trained models under other settings of their routers."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._plot_ablations import draw_level
 from keras_softmoe.evaluation import pareto_front
-from keras_softmoe.evaluation.sweeps import costs_of
+from keras_softmoe.evaluation.sweeps import SweepRow, costs_of
+from keras_softmoe.types import Figure
 
 # What is cut down to save compute: drawn falling, and on a scale of ratios.
 _CUT_DOWN = ("capacity_factor", "eval_capacity_factor", "keep_fraction")
@@ -31,11 +34,11 @@ _LIMITS = (0.0, 1.0)
 
 
 def plot_sweep(
-    rows,
+    rows: Sequence[SweepRow],
     x: str = "capacity_factor",
     by: str = "priority",
     baselines: dict | None = None,
-):
+) -> Figure:
     """Show accuracy against one setting of the routers, a line per value of another.
 
     Points are means over the seeds, error bars reach one standard deviation up and
@@ -126,7 +129,9 @@ def plot_sweep(
     return figure
 
 
-def plot_pareto(rows, cost: str = "gflop_per_image", by: str | None = None):
+def plot_pareto(
+    rows: Sequence[SweepRow], cost: str = "gflop_per_image", by: str | None = None
+) -> Figure:
     """Show accuracy against cost, and the Pareto front.
 
     Points are means over the seeds, error bars reach one standard deviation up and

@@ -6,9 +6,10 @@ import numpy as np
 
 from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._tags import PADDING_TAG, TagStatistics
+from keras_softmoe.types import Figure
 
 
-def plot_tags(statistics, layers: Sequence | None = None):
+def plot_tags(statistics: dict, layers: Sequence | None = None) -> Figure:
     """Show of what kinds of words the text consists that each expert processes.
 
     One panel for each MoE block, one bar for each expert that processes text, divided

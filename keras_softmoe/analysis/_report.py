@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import keras
@@ -27,6 +27,7 @@ from keras_softmoe.analysis._statistics import RoutingReducer
 from keras_softmoe.analysis._streaming import all_routers, observe
 from keras_softmoe.evaluation import cost
 from keras_softmoe.routers import SoftRouter
+from keras_softmoe.types import Texts
 
 # In the configuration of a router, but no settings of how it routes.
 _NO_SETTINGS = ("name", "trainable", "num_experts")
@@ -38,15 +39,15 @@ def routing_report(
     model: keras.Model,
     images: ArrayLike,
     path: str | os.PathLike,
-    captions=None,
+    captions: Texts | None = None,
     labels: ArrayLike | None = None,
     class_names: Sequence | None = None,
     num_pictures: int = 4,
     title: str | None = None,
     batch_size: int = 64,
-    preprocessor=None,
+    preprocessor: Callable | None = None,
     verbose: int = 1,
-):
+) -> Path:
     """Write a page that shows how a model routes: one HTML file that needs no network.
 
     It has what applies to the model. Any router: its settings, the load of the experts,

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -58,7 +59,7 @@ class SlotCorrelation(NamedTuple):
         return float(self.cosine[pairs].mean(dtype="float64"))
 
 
-def slot_correlation(model) -> dict:
+def slot_correlation(model: keras.Model) -> dict:
     """Compare the parameters of the slots of a Soft MoE with each other.
 
     Slots whose parameters point in the same direction take in the same mixture of

@@ -1,6 +1,7 @@
 """What a Soft MoE has learned to mix, counted over any data set."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -12,7 +13,8 @@ from keras_softmoe.analysis._concentration import (
 )
 from keras_softmoe.analysis._inputs import backbone_of
 from keras_softmoe.analysis._streaming import observe, routers_of
-from keras_softmoe.routers import SoftRouter
+from keras_softmoe.routers import Decision, SoftRouter
+from keras_softmoe.types import Data
 
 # 64 bins for each doubling, from 1/1024 to 4096, and what is outside.
 TOKEN_WEIGHT_EDGES = np.concatenate(
@@ -135,7 +137,11 @@ class SoftStatistics(NamedTuple):
 
 
 def soft_statistics(
-    model: keras.Model, data, batch_size: int = 64, preprocessor=None, verbose: int = 1
+    model: keras.Model,
+    data: Data,
+    batch_size: int = 64,
+    preprocessor: Callable | None = None,
+    verbose: int = 1,
 ) -> dict:
     """Count what the slots of a Soft MoE take in, and what its tokens get back.
 
@@ -189,15 +195,15 @@ class SoftReducer:
         ... )
     """
 
-    def __init__(self, model):
+    def __init__(self, model: keras.Model):
         self._soft = routers_of(backbone_of(model)[0], SoftRouter)
         self._sums = {}
 
-    def update(self, name, decision, inputs):
+    def update(self, name: str, decision: Decision, inputs: Any) -> None:
         if name in self._soft:
             self._sums.setdefault(name, _Sums()).add(*decision)
 
-    def result(self):
+    def result(self) -> dict:
         return {name: sums.statistics() for name, sums in self._sums.items()}
 
 

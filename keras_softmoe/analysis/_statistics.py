@@ -1,7 +1,7 @@
 """What the routers of a trained model do, counted over many images."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -11,6 +11,7 @@ from keras_softmoe.analysis._inputs import backbone_of, check_has_routers, token
 from keras_softmoe.analysis._load import load_and_dropped
 from keras_softmoe.analysis._streaming import observe
 from keras_softmoe.ops import ChoiceRouting, SlotRouting
+from keras_softmoe.routers import Decision
 
 NUM_BINS = 50
 
@@ -111,14 +112,14 @@ class RoutingReducer:
         self._labels = None if labels is None else np.asarray(labels)
         self._sums = {}
 
-    def update(self, name, decision, inputs):
+    def update(self, name: str, decision: Decision, inputs: Any) -> None:
         if name not in self._sums:
             router = self._routers[name]
             choices = router.num_selected_experts if tokens_choose(router) else 2
             self._sums[name] = _Sums(choices, self._labels)
         self._sums[name].add(decision, self._num_tokens)
 
-    def result(self):
+    def result(self) -> dict:
         return {name: sums.statistics() for name, sums in self._sums.items()}
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import keras
 from keras import ops
@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis._inputs import backbone_of, batches_of
 from keras_softmoe.keras_adapter import flatten_layers
-from keras_softmoe.routers import Router, record
+from keras_softmoe.routers import Decision, Router, record
 
 
 class Reducer(Protocol):
@@ -31,7 +31,7 @@ class Reducer(Protocol):
     ...         return self.largest
     """
 
-    def update(self, name, decision, inputs):
+    def update(self, name: str, decision: Decision, inputs: Any) -> None:
         """Take in what one router decided for one batch.
 
         Routers are shown in the order in which the model calls them. Keep sums, not
@@ -45,7 +45,7 @@ class Reducer(Protocol):
                 arrays.
         """
 
-    def result(self):
+    def result(self) -> dict:
         """What `observe` returns at the end."""
 
 

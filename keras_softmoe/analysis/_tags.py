@@ -44,7 +44,7 @@ def tag_statistics(
     tagger: Callable,
     images: ArrayLike | None = None,
     batch_size: int = 64,
-    preprocessor=None,
+    preprocessor: Callable | None = None,
     verbose: int = 1,
 ) -> dict:
     """Count by the kind of word what each expert processes of a text.

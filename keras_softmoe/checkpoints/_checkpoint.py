@@ -3,6 +3,7 @@
 import collections.abc
 import math
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,21 +59,21 @@ class Checkpoint(collections.abc.Mapping):
         >>> head = checkpoint.below("head/")
     """
 
-    def __init__(self, arrays, settings=None):
+    def __init__(self, arrays: Mapping, settings: Mapping | None = None):
         self._arrays = dict(arrays)
         self.settings = dict(settings or {})
         self.shapes = {name: array.shape for name, array in self._arrays.items()}
         self.dtypes = {name: array.dtype for name, array in self._arrays.items()}
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Size of all arrays together, in bytes."""
         return sum(
             math.prod(array.shape) * array.dtype.itemsize
             for array in self._arrays.values()
         )
 
-    def below(self, prefix):
+    def below(self, prefix: str) -> "Checkpoint":
         """The arrays whose names begin with `prefix`, which is cut off."""
         return Checkpoint(
             {
@@ -83,7 +84,7 @@ class Checkpoint(collections.abc.Mapping):
             self.settings,
         )
 
-    def without(self, prefix):
+    def without(self, prefix: str) -> "Checkpoint":
         """All arrays but those whose names begin with `prefix`."""
         return Checkpoint(
             {

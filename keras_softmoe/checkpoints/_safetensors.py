@@ -29,7 +29,7 @@ _DTYPES = {
 }
 
 
-def read_safetensors(path: str | os.PathLike):
+def read_safetensors(path: str | os.PathLike) -> Checkpoint:
     """Open a file in the safetensors format.
 
     The header is checked before anything is returned: every array must lie where it

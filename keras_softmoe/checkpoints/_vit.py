@@ -59,7 +59,7 @@ _STACKED = "Transformer/encoderblock/"
 _MAX_BLOCKS = 1024
 
 
-def read_vit_checkpoint(path: str | os.PathLike):
+def read_vit_checkpoint(path: str | os.PathLike) -> Checkpoint:
     """Open a checkpoint of a Vision Transformer of Google's, an `.npz` file.
 
     Those of the original repository and of AugReg, in both numberings of the blocks'

@@ -10,7 +10,9 @@ _SIDE = 8
 _LEVELS = 16
 
 
-def digits(image_size: int = 32, split: str = "all", seed: int = 0):
+def digits(
+    image_size: int = 32, split: str = "all", seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """Handwritten digits that ship with scikit-learn, ten classes.
 
     1,797 images by 13 writers, 8 x 8 pixels, white on black, enlarged bilinearly.

@@ -45,7 +45,7 @@ def glyphs(
     placement: str = "center",
     distractors: int = 0,
     glyph_size: int | None = None,
-):
+) -> tuple[np.ndarray, np.ndarray]:
     """Synthetic images of letters and signs, `len(GLYPH_CLASSES)` classes.
 
     Latin, Greek, Cyrillic, Armenian, Georgian and Hebrew letters, punctuation and

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 
@@ -20,7 +21,7 @@ def from_tfds(
     drop_remainder: bool = False,
     data_dir: str | os.PathLike | None = None,
     download: bool = True,
-):
+) -> Any:
     """Loads an image classification data set as batches of images and labels.
 
     The result is a `tf.data.Dataset`, which `fit`, `evaluate` and `predict` take on

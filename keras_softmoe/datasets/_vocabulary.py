@@ -12,7 +12,7 @@ from keras_softmoe.types import Texts
 _CHARACTERS = string.ascii_lowercase + string.digits + string.punctuation
 
 
-def train_vocabulary(captions: Texts, vocabulary_size: int = 400):
+def train_vocabulary(captions: Texts, vocabulary_size: int = 400) -> bytes:
     """Trains a SentencePiece vocabulary on captions.
 
     The special pieces are those of T5's vocabulary: padding 0, end of text 1, unknown

@@ -107,7 +107,12 @@ class Audit(NamedTuple):
         return "\n".join([*text, *(f"PROBLEM: {problem}" for problem in self.problems)])
 
 
-def audit(model: keras.Model, distribution=None) -> Audit:
+def audit(
+    model: keras.Model,
+    distribution: keras.distribution.DataParallel
+    | keras.distribution.ModelParallel
+    | None = None,
+) -> Audit:
     """Check how the variables of a model are sharded, and refuse what is wrong.
 
     The table says what each device holds. Everything may be replicated on every device
@@ -121,8 +126,8 @@ def audit(model: keras.Model, distribution=None) -> Audit:
         model: `keras.Model` or layer that is built. For the optimizer's variables to be
             checked, they have to exist: call `model.optimizer.build(
             model.trainable_variables)`, or train a step.
-        distribution: the `keras.distribution.Distribution` whose rules are compared
-            with; the active one if `None`.
+        distribution: the `keras.distribution.ModelParallel` or `DataParallel` whose
+            rules are compared with; the active one if `None`.
 
     Returns:
         `Audit`. Under a `DataParallel`, which replicates everything on purpose, there

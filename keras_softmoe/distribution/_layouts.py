@@ -124,7 +124,11 @@ ONE_AXIS = Roles(BATCH_AXIS, BATCH_AXIS, None, BATCH_AXIS)
 TWO_AXES = Roles(EXPERT_AXIS, (BATCH_AXIS, EXPERT_AXIS), BATCH_AXIS, BATCH_AXIS)
 
 
-def layout_map(device_mesh, shard_dense: bool = False, layouts: dict | None = None):
+def layout_map(
+    device_mesh: keras.distribution.DeviceMesh,
+    shard_dense: bool = False,
+    layouts: dict | None = None,
+) -> keras.distribution.LayoutMap:
     """The layout map of the models and layers of this library for a mesh.
 
     Args:

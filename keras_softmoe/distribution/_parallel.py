@@ -33,12 +33,12 @@ from keras_softmoe.sharding import num_shards
 
 
 def expert_parallel(
-    mesh_shape=None,
+    mesh_shape: Sequence[int] | None = None,
     devices: Sequence | None = None,
     shard_dense: bool = False,
     layouts: dict | None = None,
     auto_shard_dataset: bool = True,
-):
+) -> keras.distribution.ModelParallel:
     """Shard the experts of mixtures over many devices.
 
     By default one axis of the mesh carries both the batch and the experts, as in the
@@ -121,7 +121,9 @@ def expert_parallel(
     )
 
 
-def data_parallel(devices: Sequence | None = None, auto_shard_dataset: bool = True):
+def data_parallel(
+    devices: Sequence | None = None, auto_shard_dataset: bool = True
+) -> keras.distribution.DataParallel:
     """Train replicas of a model, one on each device, with a share of each batch.
 
     `keras.distribution.DataParallel`, of which the last batch may be of any size and

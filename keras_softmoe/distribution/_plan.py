@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import os
 from typing import NamedTuple
 
 from keras_softmoe.checks import check_whole_numbers, quote
@@ -155,7 +156,7 @@ class Plan(NamedTuple):
 
 
 def plan(
-    preset,
+    preset: str | os.PathLike,
     devices: int,
     memory: float,
     *,

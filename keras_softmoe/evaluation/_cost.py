@@ -1,5 +1,6 @@
 """What a model costs, from its configuration: nothing is built or loaded."""
 
+import os
 from typing import NamedTuple
 
 import keras
@@ -25,7 +26,11 @@ class Cost(NamedTuple):
     weight_bytes: int
 
 
-def cost(model, num_classes: int | None = None, **changes) -> Cost:
+def cost(
+    model: str | os.PathLike | dict | keras.Model,
+    num_classes: int | None = None,
+    **changes,
+) -> Cost:
     """Count the parameters, operations and bytes of a model without building it.
 
     Everything follows from the configuration, so the largest preset takes as little

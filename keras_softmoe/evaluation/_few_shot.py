@@ -101,9 +101,9 @@ class FewShotResult(Mapping):
 
 
 def few_shot_probe(
-    backbone,
-    train,
-    test,
+    backbone: Callable | None,
+    train: tuple,
+    test: tuple,
     shots: Sequence = (1, 5, 10),
     seeds: int = 3,
     l2: str = "train",

@@ -3,6 +3,8 @@
 import keras
 from keras import ops
 
+from keras_softmoe.types import DType
+
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class PrecisionAt1(keras.metrics.Mean):
@@ -42,7 +44,7 @@ class PrecisionAt1(keras.metrics.Mean):
         0.5
     """
 
-    def __init__(self, name: str = "precision_at_1", dtype=None):
+    def __init__(self, name: str = "precision_at_1", dtype: DType = None):
         super().__init__(name=name, dtype=dtype)
         # Callbacks ask for it when they have to find out which way is better.
         self._direction = "up"

@@ -38,7 +38,7 @@ class RouterAblation(NamedTuple):
 
 def random_routers(
     classifier: keras.Model,
-    test,
+    test: tuple,
     seeds: int = 1,
     batch_size: int = 64,
     verbose: int = 1,

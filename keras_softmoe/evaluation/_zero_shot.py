@@ -1,7 +1,7 @@
 """Zero-shot classification: classes are given by their names alone."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -31,7 +31,7 @@ class ZeroShot(NamedTuple):
 
 
 def zero_shot(
-    model,
+    model: Any,
     images: ArrayLike,
     class_names: Sequence,
     templates: Sequence,
@@ -86,7 +86,9 @@ def zero_shot(
     return classify(embeddings, classes, labels)
 
 
-def class_embeddings(model, class_names: Sequence, templates: Sequence) -> np.ndarray:
+def class_embeddings(
+    model: Any, class_names: Sequence, templates: Sequence
+) -> np.ndarray:
     """Embeddings of classes from their names, averaged over templates.
 
     Args:

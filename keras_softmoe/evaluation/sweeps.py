@@ -36,7 +36,7 @@ class SweepRow(NamedTuple):
 
 def routing_sweep(
     classifier: keras.Model,
-    test,
+    test: tuple,
     seeds: int = 1,
     batch_size: int = 64,
     verbose: int = 1,

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -52,10 +53,10 @@ def export_model(
     filepath: str | os.PathLike,
     format: str = "tf_saved_model",
     verbose: bool | None = None,
-    input_signature=None,
+    input_signature: Sequence | None = None,
     preprocessing: bool = False,
     **kwargs,
-):
+) -> None:
     """Write a model as a file that runs without Keras and without this library.
 
     What is written is prediction: the routers with their settings as they are now,
@@ -114,7 +115,7 @@ def export_model(
         print(f"Saved {format} at '{filepath}'.")
 
 
-def exportable(cls):
+def exportable(cls) -> type:
     """Class decorator: `export` of a model is `export_model`.
 
     Keras' own writes what the backend in use can write, and for PyTorch for one size of

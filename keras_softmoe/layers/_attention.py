@@ -1,12 +1,14 @@
 """Multi-head attention, with the query and key normalization that ViTs use."""
 
 import math
+from collections.abc import Sequence
 
 import keras
 from keras import ops
 
 from keras_softmoe import costs
 from keras_softmoe.checks import check_numbers, check_whole_numbers
+from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops.backend import affine, attend
 
 
@@ -101,7 +103,12 @@ class Attention(keras.layers.Layer):
     def compute_output_shape(self, queries_shape, tokens_shape):
         return queries_shape
 
-    def cost(self, queries_shape, tokens_shape, training=False):
+    def cost(
+        self,
+        queries_shape: Sequence[int],
+        tokens_shape: Sequence[int],
+        training: bool = False,
+    ) -> LayerCost:
         batch, num_queries, width = queries_shape
         num_queries *= batch
         pairs, num_tokens = num_queries * tokens_shape[1], batch * tokens_shape[1]

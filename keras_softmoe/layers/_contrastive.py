@@ -1,6 +1,7 @@
 """The learned numbers between embeddings and a contrastive loss."""
 
 import math
+from collections.abc import Sequence
 
 import keras
 from keras import ops
@@ -62,7 +63,9 @@ class ContrastiveScale(keras.layers.Layer):
             outputs["logit_bias"] = zeros + self.logit_bias
         return outputs
 
-    def cost(self, embeddings_shape, training=False):
+    def cost(
+        self, embeddings_shape: Sequence[int], training: bool = False
+    ) -> LayerCost:
         return LayerCost(float32_weights=1 + (self.bias is not None))
 
     def get_config(self):

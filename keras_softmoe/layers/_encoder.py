@@ -10,7 +10,7 @@ from keras_softmoe.checks import (
     is_whole_number,
     quote,
 )
-from keras_softmoe.costs import cost_of
+from keras_softmoe.costs import LayerCost, cost_of
 from keras_softmoe.layers._attention import check_num_heads, layer_norm
 from keras_softmoe.layers._encoder_block import EncoderBlock
 from keras_softmoe.layers._feedforward import MLP
@@ -19,6 +19,8 @@ from keras_softmoe.layers._modalities import (
     sum_costs,
 )
 from keras_softmoe.layers._moe import MoE
+from keras_softmoe.routers import Router
+from keras_softmoe.types import DType
 
 
 class Encoder:
@@ -78,13 +80,13 @@ class Encoder:
         hidden_dim: int,
         mlp_dim: int,
         moe_layers: Sequence = (),
-        router=None,
+        router: Router | Sequence[Router] | None = None,
         use_qk_norm: bool = False,
         dropout_rate: float = 0.0,
         activation: str = "gelu_tanh",
         layer_norm_epsilon: float = 1e-6,
         layer_scale: float | None = None,
-        dtype=None,
+        dtype: DType = None,
         **moe_settings,
     ):
         check_whole_numbers(
@@ -131,7 +133,7 @@ class Encoder:
             x = block(x, **known)
         return each(self.norm, x)
 
-    def cost(self, inputs_shape, training: bool = False):
+    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
         """What blocks and normalization cost, a `costs.LayerCost`."""
         total = sum_costs(lambda shape: cost_of(self.norm, shape), inputs_shape)
         for block in self.blocks:

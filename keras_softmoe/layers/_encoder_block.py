@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from collections.abc import Sequence
 
 import keras
 
@@ -18,6 +19,7 @@ from keras_softmoe.layers._modalities import (
     sum_costs,
 )
 from keras_softmoe.layers._moe import MoE
+from keras_softmoe.types import Tensor
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -64,7 +66,7 @@ class EncoderBlock(keras.layers.Layer):
     def __init__(
         self,
         num_heads: int,
-        mlp,
+        mlp: keras.layers.Layer,
         use_qk_norm: bool = False,
         dropout_rate: float = 0.0,
         layer_norm_epsilon: float = 1e-6,
@@ -141,7 +143,9 @@ class EncoderBlock(keras.layers.Layer):
             outputs = each(self.mlp_scale, outputs)
         return add(x, each(lambda x: self._drop(x, training), outputs))
 
-    def before_mlp(self, inputs, mask=None, training=None):
+    def before_mlp(
+        self, inputs: Tensor, mask: Tensor | None = None, training: bool | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The sum after attention, and its normalized tokens: what the MLP is given."""
         x = add(inputs, each(lambda x, m: self._attend(x, m, training), inputs, mask))
         return x, each(self.mlp_norm, x)
@@ -162,7 +166,7 @@ class EncoderBlock(keras.layers.Layer):
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
 
-    def cost(self, inputs_shape, training=False):
+    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
         def cost_of_modality(shape):
             part = normalization(shape) * 2 + self.attention.cost(shape, shape)
             if self.moe is None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import Any
 
 import keras
 from keras import ops
@@ -116,7 +117,7 @@ class ExpertBank(keras.layers.EinsumDense):
             shape = (self.lora_kernel_a.shape[0], *shape)
         return super().add_weight(shape, initializer, **kwargs)
 
-    def merge_lora(self):
+    def merge_lora(self) -> None:
         """Fold the factors into the kernels: an ordinary bank that computes the same.
 
         In int8 and in int4 the sum is rounded to the bits of the kernels.
@@ -125,7 +126,7 @@ class ExpertBank(keras.layers.EinsumDense):
 
     # === Quantization ===
 
-    def check_quantization(self, mode, config=None):
+    def check_quantization(self, mode: str | None, config: Any = None) -> None:
         """Raise the errors of `quantize`, before anything is changed."""
         if mode not in _MODES:
             raise ValueError(

@@ -2,12 +2,14 @@
 
 import functools
 import math
+from collections.abc import Sequence
 
 import keras
 from keras import ops
 
 from keras_softmoe import costs
 from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
+from keras_softmoe.costs import LayerCost
 from keras_softmoe.layers._expert_bank import ExpertBank
 from keras_softmoe.layers.lora import per_expert
 from keras_softmoe.ops.backend import affine, chunked_map
@@ -18,6 +20,7 @@ from keras_softmoe.sharding import (
     constrain,
     is_distributed,
 )
+from keras_softmoe.types import Tensor
 
 
 def _exact_gelu(x):
@@ -86,7 +89,7 @@ class MLP(keras.layers.Layer):
     def call(self, inputs):
         return _multiply(self.output_dense, self.hidden(inputs))
 
-    def hidden(self, inputs):
+    def hidden(self, inputs: Tensor) -> Tensor:
         """What the second layer is given, `(..., H)`."""
         hidden = _multiply(self.intermediate_dense, inputs)
         return _ACTIVATIONS[self.activation](hidden)
@@ -94,7 +97,7 @@ class MLP(keras.layers.Layer):
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
 
-    def cost(self, inputs_shape, training=False):
+    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
         *rows, width = inputs_shape
         rows = math.prod(rows)
         total = costs.dense(width, self.mlp_dim, rows, is_sharded=True)
@@ -211,7 +214,7 @@ class Experts(keras.layers.Layer):
             name=name,
         )
 
-    def takes_rows(self):
+    def takes_rows(self) -> bool:
         """Whether rows sorted by expert are taken, and not slots only."""
         return not self._computes_in_8_bits() and knows_counts()
 
@@ -272,7 +275,7 @@ class Experts(keras.layers.Layer):
     def compute_output_shape(self, slots_shape):
         return slots_shape
 
-    def cost(self, slots_shape, training=False):
+    def cost(self, slots_shape: Sequence[int], training: bool = False) -> LayerCost:
         *slots, width = slots_shape
         num_experts, slots = self.num_experts, math.prod(slots)
         expert = costs.dense(width, self.mlp_dim) + costs.dense(self.mlp_dim, width)

@@ -1,6 +1,7 @@
 """Layer scale: what a block adds to its tokens, with a learned factor per channel."""
 
 import math
+from collections.abc import Sequence
 
 import keras
 from keras import ops
@@ -48,7 +49,7 @@ class LayerScale(keras.layers.Layer):
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
 
-    def cost(self, inputs_shape, training=False):
+    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
         return LayerCost(weights=inputs_shape[-1], kept=math.prod(inputs_shape))
 
     def get_config(self):

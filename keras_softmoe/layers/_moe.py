@@ -3,6 +3,7 @@
 import inspect
 import math
 import warnings
+from collections.abc import Sequence
 
 import keras
 from keras import ops
@@ -40,6 +41,7 @@ from keras_softmoe.ops import (
 from keras_softmoe.ops.choices import to_slots
 from keras_softmoe.routers import Router, SoftRouter
 from keras_softmoe.sharding import is_distributed, layout_of, num_shards
+from keras_softmoe.types import DType
 
 DISPATCHERS = ("auto", "gather", "einsum")
 
@@ -112,14 +114,14 @@ class MoE(keras.layers.Layer):
 
     def __init__(
         self,
-        router,
+        router: Router,
         mlp_dim: int,
         group_images: int = 1,
         dispatcher: str = "auto",
         equal_experts: bool = False,
         expert_dropout_rate: float = 0.0,
         remat_experts: bool = False,
-        dispatch_dtype=None,
+        dispatch_dtype: DType = None,
         activation: str = "gelu_tanh",
         **kwargs,
     ):
@@ -167,7 +169,9 @@ class MoE(keras.layers.Layer):
         self.router.build((None, group_tokens, width))
         self.experts.build((None, self.router.num_experts, None, width))
 
-    def check_group_images(self, group_images, router=None):
+    def check_group_images(
+        self, group_images: int, router: Router | None = None
+    ) -> None:
         """Raise unless so many images can be routed together.
 
         Args:
@@ -350,7 +354,7 @@ class MoE(keras.layers.Layer):
             lambda x: keras.KerasTensor(x.shape, dtype=self.compute_dtype), inputs
         )
 
-    def cost(self, inputs_shape, training=False):
+    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
         batch, num_tokens, width = joined_shape(sequence_shapes(inputs_shape))
         group_images = self.group_images or batch
         num_groups, group_tokens = -(-batch // group_images), group_images * num_tokens
@@ -402,7 +406,7 @@ class MoE(keras.layers.Layer):
         }
 
     @staticmethod
-    def settings():
+    def settings() -> dict:
         """Dict from the arguments that only mixtures of experts have to their defaults.
 
         Whatever puts several such layers together takes them as `**moe_settings`, and
@@ -499,7 +503,7 @@ class SoftMoE(keras.layers.Layer):
     def compute_output_spec(self, inputs, mask=None, training=None):
         return self.moe.compute_output_spec(inputs)
 
-    def cost(self, inputs_shape, training=False):
+    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
         return self.moe.cost(inputs_shape, training)
 
     def get_config(self):

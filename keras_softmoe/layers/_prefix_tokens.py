@@ -1,10 +1,13 @@
 """Learned tokens in front of the patches: class token and registers."""
 
+from collections.abc import Sequence
+
 import keras
 from keras import ops
 
 from keras_softmoe import costs
 from keras_softmoe.checks import check_whole_numbers
+from keras_softmoe.costs import LayerCost
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -38,7 +41,7 @@ class ClassToken(keras.layers.Layer):
         batch, num_tokens, width = tokens_shape
         return (batch, num_tokens + 1, width)
 
-    def cost(self, tokens_shape, training=False):
+    def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
         return costs.LayerCost(weights=tokens_shape[-1])
 
 
@@ -92,7 +95,7 @@ class Registers(keras.layers.Layer):
         batch, num_tokens, width = tokens_shape
         return (batch, num_tokens + self.num_registers, width)
 
-    def cost(self, tokens_shape, training=False):
+    def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
         return costs.LayerCost(weights=self.num_registers * tokens_shape[-1])
 
     def get_config(self):

@@ -1,5 +1,7 @@
 """From images and text to tokens."""
 
+from collections.abc import Sequence
+
 import keras
 import numpy as np
 from keras import ops
@@ -14,7 +16,9 @@ from keras_softmoe.checks import (
     is_whole_number,
     quote,
 )
+from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import RESAMPLINGS, resample_position_grid, sincos_2d_table
+from keras_softmoe.types import Tensor
 
 POSITION_EMBEDDINGS = ("learned", "sincos2d", "none")
 
@@ -41,7 +45,7 @@ class PatchEmbedding(keras.layers.Layer):
         (2, 16, 32)
     """
 
-    def __init__(self, patch_size, hidden_dim: int, **kwargs):
+    def __init__(self, patch_size: int | Sequence[int], hidden_dim: int, **kwargs):
         check_whole_numbers(1, hidden_dim=hidden_dim)
         super().__init__(**kwargs)
         self.patch_size = pair(patch_size)
@@ -70,7 +74,7 @@ class PatchEmbedding(keras.layers.Layer):
         batch, rows, columns, width = self.projection.compute_output_shape(images_shape)
         return (batch, rows * columns, width)
 
-    def cost(self, images_shape, training=False):
+    def cost(self, images_shape: Sequence[int], training: bool = False) -> LayerCost:
         height, width, channels = images_shape[1:]
         patch_height, patch_width = self.patch_size
         num_patches = (height // patch_height) * (width // patch_width)
@@ -120,7 +124,7 @@ class PositionEmbedding(keras.layers.Layer):
 
     def __init__(
         self,
-        grid,
+        grid: Sequence[int],
         kind: str = "learned",
         has_class_token: bool = False,
         resampling: str = "bilinear",
@@ -161,7 +165,7 @@ class PositionEmbedding(keras.layers.Layer):
     def compute_output_shape(self, tokens_shape):
         return tokens_shape
 
-    def cost(self, tokens_shape, training=False):
+    def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
         _, num_tokens, width = tokens_shape
         is_learned = self.kind == "learned"
         return costs.LayerCost(weights=is_learned * num_tokens * width)
@@ -178,7 +182,7 @@ class PositionEmbedding(keras.layers.Layer):
         table = np.asarray(store["0"])
         self.embedding.assign(self.resample(table, tuple(np.asarray(store["grid"]))))
 
-    def resample(self, table: ArrayLike, grid=None):
+    def resample(self, table: ArrayLike, grid: Sequence[int] | None = None) -> Tensor:
         """Fit a `(1, S', D)` table for another grid of patches to this layer's grid.
 
         Args:
@@ -304,7 +308,7 @@ class TokenEmbedding(keras.layers.Layer):
     def compute_output_shape(self, token_ids_shape):
         return (*token_ids_shape, self.hidden_dim)
 
-    def cost(self, token_ids_shape, training=False):
+    def cost(self, token_ids_shape: Sequence[int], training: bool = False) -> LayerCost:
         # Looked up, not multiplied
         vocabulary = self.vocabulary_size * self.hidden_dim
         positions = self.sequence_length * self.hidden_dim

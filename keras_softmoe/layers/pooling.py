@@ -1,9 +1,12 @@
 """From tokens to one vector per image or text."""
 
+from collections.abc import Sequence
+
 import keras
 from keras import ops
 
 from keras_softmoe import costs
+from keras_softmoe.costs import LayerCost
 from keras_softmoe.layers._attention import Attention, layer_norm
 from keras_softmoe.layers._feedforward import MLP
 
@@ -138,7 +141,7 @@ class AttentionPooling(keras.layers.Layer):
     def compute_output_shape(self, tokens_shape):
         return (tokens_shape[0], tokens_shape[2])
 
-    def cost(self, tokens_shape, training=False):
+    def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
         batch, num_tokens, width = tokens_shape
         queries_shape = (batch, 1, width)
         total = costs.LayerCost(weights=width)

@@ -15,7 +15,7 @@ from keras_softmoe.layers import ExpertBank
 from keras_softmoe.layers.lora import merge_lora as merge_lora_of_layer
 
 
-def merge_lora(model) -> list:
+def merge_lora(model: keras.Model) -> list:
     """Fold the factors of LoRA into the kernels, in all layers of a model.
 
     The model computes the same, with ordinary layers: expert banks, and those of Keras

@@ -1,5 +1,7 @@
 """One sparse tower for images and text: LIMoE and its dense twins."""
 
+from collections.abc import Sequence
+
 import keras
 from numpy.typing import ArrayLike
 
@@ -10,6 +12,8 @@ from keras_softmoe.models._backbone import MoEBackbone
 from keras_softmoe.models._encoders import SingleModality, normalized
 from keras_softmoe.models._size import check_size
 from keras_softmoe.models.arguments import check_pairs, offer_names
+from keras_softmoe.routers import Router
+from keras_softmoe.types import DType
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -100,8 +104,8 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
 
     def __init__(
         self,
-        image_shape,
-        patch_size,
+        image_shape: Sequence[int],
+        patch_size: int | Sequence[int],
         vocabulary_size: int,
         sequence_length: int,
         num_layers: int,
@@ -109,7 +113,7 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         hidden_dim: int,
         mlp_dim: int,
         moe_layers: tuple = (),
-        router=None,
+        router: Router | Sequence[Router] | None = None,
         embedding_dim: int = 512,
         image_pooling: str = "gap",
         text_pooling: str = "gap",
@@ -119,7 +123,7 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         use_qk_norm: bool = False,
         dropout_rate: float = 0.0,
         group_images: int | None = 32,
-        dtype=None,
+        dtype: DType = None,
         name: str | None = None,
         trainable: bool = True,
         **moe_settings,

@@ -12,7 +12,7 @@ METHODS = ("router_pred", "router_drop")
 
 def prune_experts(
     model: keras.Model, usage: dict, num_experts: int, method: str = "router_pred"
-):
+) -> keras.Model:
     """A smaller backbone with only the experts that a modality uses most.
 
     Meant for encoding images alone or text alone: text above all uses few experts. The

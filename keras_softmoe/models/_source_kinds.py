@@ -3,6 +3,7 @@
 import difflib
 import os
 from pathlib import Path
+from typing import TypeAlias
 
 import keras
 import keras_hub
@@ -12,6 +13,7 @@ from keras_softmoe.checkpoints import (
     CONFIG_FILE,
     ONE_FILE_SUFFIXES,
     PREPROCESSOR_FILE,
+    Checkpoint,
     CheckpointError,
     is_one_file,
     read_text_beside,
@@ -22,6 +24,9 @@ from keras_softmoe.models._vit_moe_image_classifier import (
     ViTMoEImageClassifier,
     ViTMoEImageConverter,
 )
+
+# What a dense Vision Transformer may come from, see `dense_model`.
+Source: TypeAlias = str | os.PathLike | Checkpoint | keras.Model
 
 _WEIGHTS = "model.safetensors"
 _HUGGING_FACE = "hf://"

@@ -1,5 +1,7 @@
 """Text towers, dense or with mixtures of experts."""
 
+from collections.abc import Sequence
+
 import keras
 
 from keras_softmoe.layers.parts import TextParts
@@ -7,6 +9,8 @@ from keras_softmoe.layers.pooling import pool
 from keras_softmoe.models._backbone import MoEBackbone
 from keras_softmoe.models._size import check_size
 from keras_softmoe.models.arguments import check_token_ids, offer_names
+from keras_softmoe.routers import Router
+from keras_softmoe.types import DType
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -74,12 +78,12 @@ class TextMoEBackbone(MoEBackbone):
         hidden_dim: int,
         mlp_dim: int,
         moe_layers: tuple = (),
-        router=None,
+        router: Router | Sequence[Router] | None = None,
         pooling: str = "last",
         mask_padding: bool = False,
         use_qk_norm: bool = False,
         dropout_rate: float = 0.0,
-        dtype=None,
+        dtype: DType = None,
         name: str | None = None,
         trainable: bool = True,
         **moe_settings,

@@ -10,6 +10,7 @@ from keras_softmoe.models._encoders import SingleModality, normalized
 from keras_softmoe.models._text_moe_backbone import TextMoEBackbone
 from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
 from keras_softmoe.models.arguments import check_kind, check_pairs, offer_names
+from keras_softmoe.types import DType
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -67,11 +68,11 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
         image_backbone: keras.Model,
         text_backbone: keras.Model,
         image_projection_dim: int | None = None,
-        text_projection_dim=None,
+        text_projection_dim: int | None = None,
         freeze_image: bool = False,
         logit_scale: float = 10.0,
         logit_bias: float | None = None,
-        dtype=None,
+        dtype: DType = None,
         name: str | None = None,
         trainable: bool = True,
     ):
@@ -136,7 +137,7 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
         self.sequence_length = text_backbone.sequence_length
 
     @property
-    def routers(self):
+    def routers(self) -> dict:
         """Dict from `"image"` or `"text"` and the index of a MoE block to its router.
 
         Its keys are strings like `"image/3"`.

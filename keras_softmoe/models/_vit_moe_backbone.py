@@ -1,5 +1,7 @@
 """Vision Transformers with mixtures of experts: V-MoE, Soft MoE and dense twins."""
 
+from collections.abc import Sequence
+
 import keras
 from keras import ops
 
@@ -9,7 +11,8 @@ from keras_softmoe.layers.pooling import pool
 from keras_softmoe.models._backbone import MoEBackbone
 from keras_softmoe.models._size import check_size
 from keras_softmoe.models.arguments import check_images, offer_names
-from keras_softmoe.types import Tensor
+from keras_softmoe.routers import Router
+from keras_softmoe.types import DType, Tensor
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -86,14 +89,14 @@ class ViTMoEBackbone(MoEBackbone):
 
     def __init__(
         self,
-        image_shape,
-        patch_size,
+        image_shape: Sequence[int],
+        patch_size: int | Sequence[int],
         num_layers: int,
         num_heads: int,
         hidden_dim: int,
         mlp_dim: int,
         moe_layers: tuple = (),
-        router=None,
+        router: Router | Sequence[Router] | None = None,
         pooling: str = "token",
         position_embedding: str = "learned",
         use_qk_norm: bool = False,
@@ -104,7 +107,7 @@ class ViTMoEBackbone(MoEBackbone):
         activation: str = "gelu_tanh",
         layer_norm_epsilon: float = 1e-6,
         layer_scale: float | None = None,
-        dtype=None,
+        dtype: DType = None,
         name: str | None = None,
         trainable: bool = True,
         **moe_settings,

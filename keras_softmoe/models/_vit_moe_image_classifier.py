@@ -1,5 +1,8 @@
 """Image classification: converter, preprocessor and task."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import keras
 import keras_hub
 import numpy as np
@@ -40,6 +43,7 @@ from keras_softmoe.models.arguments import (
     offer_names,
 )
 from keras_softmoe.sharding import check_model
+from keras_softmoe.types import DType
 
 _CROSSENTROPIES = {
     "binary_crossentropy": keras.losses.BinaryCrossentropy,
@@ -71,7 +75,11 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
     backbone_cls = ViTMoEBackbone
 
     def __init__(
-        self, image_size=None, scale=1.0 / 127.5, offset: float = -1.0, **kwargs
+        self,
+        image_size: Sequence[int] | None = None,
+        scale: float = 1.0 / 127.5,
+        offset: float = -1.0,
+        **kwargs,
     ):
         check_resizing(image_size, scale, offset, **kwargs)
         super().__init__(image_size=image_size, scale=scale, offset=offset, **kwargs)
@@ -163,10 +171,10 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         self,
         backbone: keras.Model,
         num_classes: int,
-        preprocessor=None,
-        activation=None,
+        preprocessor: Callable | None = None,
+        activation: str | None = None,
         dropout: float = 0.0,
-        head_dtype=None,
+        head_dtype: DType = None,
         compile: bool = True,
         name: str | None = None,
     ):
@@ -278,7 +286,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         return super().from_preset(preset, load_weights=load_weights, **kwargs)
 
     @property
-    def routers(self):
+    def routers(self) -> dict:
         """Dict from the index of each MoE block to its router."""
         return self.backbone.routers
 
@@ -411,7 +419,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         with run_scope(self, trains=False):
             return keras.Model.predict(self, x, **kwargs)
 
-    def check_input(self, x):
+    def check_input(self, x: Any) -> None:
         """Raise unless images are what the model takes, before they are preprocessed.
 
         Args:
@@ -425,7 +433,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
                 grey=True,
             )
 
-    def check_labels(self, y):
+    def check_labels(self, y: Any) -> None:
         """Raise unless labels are classes of the model, where the loss wants classes.
 
         Args:

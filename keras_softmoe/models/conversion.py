@@ -1,6 +1,7 @@
 """From a checkpoint of another library to a model and to a preset directory."""
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from keras_softmoe.checkpoints import read_architecture, read_parameters
@@ -13,7 +14,7 @@ from keras_softmoe.models._vit_moe_image_classifier import (
 )
 from keras_softmoe.models.released import write_converted
 from keras_softmoe.ops.capacity import RELEASED
-from keras_softmoe.routers import SoftmaxTokenChoiceRouter, SoftRouter
+from keras_softmoe.routers import Router, SoftmaxTokenChoiceRouter, SoftRouter
 
 # Where a format does not tell with what it started.
 _LAYER_SCALE = 1e-5
@@ -22,13 +23,13 @@ _LAYER_SCALE = 1e-5
 def convert_vmoe_checkpoint(
     prefix: str | os.PathLike,
     preset_dir: str | os.PathLike,
-    image_shape=None,
-    router=None,
+    image_shape: Sequence[int] | None = None,
+    router: Router | None = None,
     group_images: int | None = None,
     dispatch_dtype: str = "bfloat16",
-    pooling=None,
-    position_embedding=None,
-    preprocessor=None,
+    pooling: str | None = None,
+    position_embedding: str | None = None,
+    preprocessor: Callable | None = None,
     verbose: int = 1,
 ) -> str:
     """Convert a checkpoint of a V-MoE or a Vision Transformer to a preset directory.

@@ -5,6 +5,9 @@ Files and models of other libraries are first read as a `Checkpoint` under V-MoE
 is, and makes the model.
 """
 
+from collections.abc import Sequence
+
+import keras
 import keras_hub
 import numpy as np
 from keras import ops
@@ -18,6 +21,7 @@ from keras_softmoe.checkpoints import (
 from keras_softmoe.checks import check_names
 from keras_softmoe.models._keras_hub_params import read_keras_hub
 from keras_softmoe.models._source_kinds import (
+    Source,
     converter_settings,
     find_file,
     from_keras_hub,
@@ -34,7 +38,12 @@ _SETTINGS = ("activation", "layer_norm_epsilon", "position_resampling")
 _CHOICES = ("pooling", "position_embedding")
 
 
-def dense_model(source, image_shape=None, head: bool = True, **changes):
+def dense_model(
+    source: Source,
+    image_shape: Sequence[int] | None = None,
+    head: bool = True,
+    **changes,
+) -> keras.Model:
     """A dense model of this library with the weights of a source.
 
     A source is one of these, or a preset name, a directory or a handle (`hf://...`,
@@ -93,7 +102,9 @@ def dense_model(source, image_shape=None, head: bool = True, **changes):
     return model
 
 
-def image_preprocessor(source, image_size=None):
+def image_preprocessor(
+    source: Source, image_size: Sequence[int] | None = None
+) -> keras.layers.Layer:
     """What makes the images that a source takes of pixels from 0 to 255.
 
     Args:

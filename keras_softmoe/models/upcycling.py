@@ -1,5 +1,8 @@
 """Sparse upcycling: a dense model becomes a mixture of experts."""
 
+from collections.abc import Sequence
+
+import keras
 import numpy as np
 from keras import ops
 from numpy.typing import ArrayLike
@@ -7,6 +10,7 @@ from numpy.typing import ArrayLike
 from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
 from keras_softmoe.layers import MoE
 from keras_softmoe.models._backbone import MoEBackbone
+from keras_softmoe.models._source_kinds import Source
 from keras_softmoe.models._upcycling_starts import (
     check_start,
     prepare_images,
@@ -17,14 +21,15 @@ from keras_softmoe.models._upcycling_starts import (
 from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
 from keras_softmoe.models.dense_sources import dense_model
 from keras_softmoe.models.vmoe_params import named_variables
+from keras_softmoe.routers import Router
 
 _STARTS = ("copies", "clusters", "positions")
 
 
 def upcycle(
-    dense,
+    dense: Source,
     moe_layers: tuple,
-    router,
+    router: Router | Sequence[Router],
     start: str = "copies",
     images: ArrayLike | None = None,
     noise_std: float = 0.0,
@@ -32,7 +37,7 @@ def upcycle(
     confidence: float = 0.9,
     seed: int = 0,
     **moe_settings,
-):
+) -> keras.Model:
     """Turn a dense model into a mixture of experts that starts where it stands.
 
     Each expert of a block in `moe_layers` begins as a copy of that block's MLP, and

@@ -87,7 +87,7 @@ _WORDS = {
 }
 
 
-def load_vmoe_params(model, params: dict, verbose: int = 0):
+def load_vmoe_params(model: keras.Model, params: dict, verbose: int = 0) -> None:
     """Load parameters that carry the names of the V-MoE and Soft MoE code.
 
     Args:
@@ -173,7 +173,7 @@ def _check_fit(named, shapes):
         )
 
 
-def to_vmoe_params(model) -> dict:
+def to_vmoe_params(model: keras.Model) -> dict:
     """The model's parameters under the names of the V-MoE and Soft MoE code.
 
     Args:

@@ -19,7 +19,7 @@ second and so defines what the first means. Where tokens choose and nothing is d
 there need be no slots, only the choices themselves (`ChoiceRouting`).
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from keras import ops
 
@@ -75,7 +75,10 @@ class DenseRouting(NamedTuple):
     combine: Any
 
 
-def to_dense(routing, num_tokens: int):
+Routing: TypeAlias = SlotRouting | DenseRouting | ChoiceRouting
+
+
+def to_dense(routing: Routing, num_tokens: int) -> DenseRouting:
     """Write a routing as dispatch and combine weights.
 
     This is the definition of a `SlotRouting`: the dispatch weight is 1 where the
@@ -111,7 +114,7 @@ def to_dense(routing, num_tokens: int):
     return DenseRouting(dispatch, dispatch * ops.expand_dims(routing.gate, 1))
 
 
-def dispatch(tokens: Tensor, routing, sharded: bool = False) -> Tensor:
+def dispatch(tokens: Tensor, routing: Routing, sharded: bool = False) -> Tensor:
     """Fill the experts' slots with tokens.
 
     Args:
@@ -154,7 +157,9 @@ def dispatch(tokens: Tensor, routing, sharded: bool = False) -> Tensor:
     return _experts_first(slots * ops.expand_dims(filled, -1))
 
 
-def combine(outputs: Tensor, routing, num_tokens: int, sharded: bool = False):
+def combine(
+    outputs: Tensor, routing: Routing, num_tokens: int, sharded: bool = False
+) -> Tensor:
     """Bring the experts' outputs back to the tokens.
 
     Args:

@@ -6,6 +6,8 @@ select need not be the scores that weigh. Ties go to the lower index on every
 backend.
 """
 
+from typing import Any
+
 import keras
 import ml_dtypes
 from keras import ops
@@ -24,9 +26,9 @@ def token_choice(
     priority: str = "position",
     valid: Tensor | None = None,
     keep_fraction: float = 1.0,
-    seed=None,
+    seed: Any = None,
     sharded: bool = False,
-):
+) -> tuple[Tensor, Tensor]:
     """Every token chooses its best experts, as long as they have free slots.
 
     All first choices are assigned before all second choices, and so on; among equal
@@ -165,7 +167,7 @@ def kept_tokens(scores, chosen, priority, keep_fraction, valid=None, seed=None):
 
 def expert_choice(
     scores: Tensor, capacity: int, valid: Tensor | None = None, sharded: bool = False
-):
+) -> tuple[Tensor, Tensor]:
     """Every expert chooses its best tokens.
 
     A token may be chosen by several experts or by none; no slot stays empty unless
@@ -222,7 +224,9 @@ def expert_choice(
     return ops.where(filled, token, 0), filled
 
 
-def identity(num_groups: int, num_tokens: int, num_experts: int):
+def identity(
+    num_groups: int, num_tokens: int, num_experts: int
+) -> tuple[Tensor, Tensor]:
     """Assign tokens to experts in turn, whatever they hold.
 
     Token `s` goes to slot `s // E` of expert `s % E`.

@@ -17,7 +17,7 @@ def expert_capacity(
     num_tokens: int,
     num_experts: int,
     capacity_factor: float,
-    rounding=ROUNDING,
+    rounding: str = ROUNDING,
     multiple_of: int | None = MULTIPLE_OF,
 ) -> int:
     """Number of slots per expert, from tokens, experts and their ratio.

@@ -18,7 +18,7 @@ from keras_softmoe.types import Tensor
 _TINY = 1e-30
 
 
-def local_entropy_loss(probs: Tensor, valid: Tensor | None = None):
+def local_entropy_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
     """Mean entropy of the tokens' probabilities: pulls tokens to few experts.
 
     Args:
@@ -72,7 +72,7 @@ def merged_entropy_loss(
     num_selected_experts: int,
     valid: Tensor | None = None,
     sharded: bool = False,
-):
+) -> Tensor:
     """Mean entropy of "among the `K` most probable experts or not".
 
     It asks for all weight on `K` experts and does not care how they share it.
@@ -153,7 +153,7 @@ def global_entropy_loss(
 
 def mutual_information_loss(
     probs_by_modality: Sequence, valid_by_modality: Sequence | None = None
-):
+) -> Tensor:
     """Minus the mutual information of experts and modalities.
 
     Lowest, `-log(M)`, where `M` modalities share no expert (and there are enough of

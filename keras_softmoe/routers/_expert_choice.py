@@ -10,6 +10,7 @@ from keras_softmoe.ops import expert_choice, sinkhorn_plan, sparse_transport_pla
 from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING
 from keras_softmoe.routers._sparse import SparseRouter
 from keras_softmoe.sharding import is_distributed
+from keras_softmoe.types import Tensor
 
 
 class ExpertChoiceRouter(SparseRouter):
@@ -67,7 +68,7 @@ class SoftmaxExpertChoiceRouter(ExpertChoiceRouter):
         self,
         num_experts: int,
         capacity_factor: float = 1.0,
-        rounding=ROUNDING,
+        rounding: str = ROUNDING,
         multiple_of: int | None = MULTIPLE_OF,
         noise_std: float = 0.0,
         losses: Sequence | None = None,
@@ -140,7 +141,7 @@ class SinkhornExpertChoiceRouter(ExpertChoiceRouter):
         self,
         num_experts: int,
         capacity_factor: float = 1.0,
-        rounding=ROUNDING,
+        rounding: str = ROUNDING,
         multiple_of: int | None = MULTIPLE_OF,
         noise_std: float = 0.0,
         losses: Sequence | None = None,
@@ -165,7 +166,14 @@ class SinkhornExpertChoiceRouter(ExpertChoiceRouter):
         check_whole_numbers(1, num_iterations=num_iterations)
         self.num_iterations = num_iterations
 
-    def selection_scores(self, logits, probabilities, capacity, valid, limit):
+    def selection_scores(
+        self,
+        logits: Tensor,
+        probabilities: Tensor,
+        capacity: int,
+        valid: Tensor | None,
+        limit: Tensor,
+    ) -> Tensor:
         if self.combine == "softmax":
             logits = ops.stop_gradient(logits)
         return sinkhorn_plan(logits, self.num_iterations, valid)
@@ -226,7 +234,7 @@ class SparseTransportExpertChoiceRouter(ExpertChoiceRouter):
         self,
         num_experts: int,
         capacity_factor: float = 1.0,
-        rounding=ROUNDING,
+        rounding: str = ROUNDING,
         multiple_of: int | None = MULTIPLE_OF,
         losses: Sequence | None = None,
         num_iterations: int = 20,
@@ -253,7 +261,14 @@ class SparseTransportExpertChoiceRouter(ExpertChoiceRouter):
         check_numbers(over=0, learning_rate=learning_rate)
         self.learning_rate = learning_rate
 
-    def selection_scores(self, logits, probabilities, capacity, valid, limit):
+    def selection_scores(
+        self,
+        logits: Tensor,
+        probabilities: Tensor,
+        capacity: int,
+        valid: Tensor | None,
+        limit: Tensor,
+    ) -> Tensor:
         return sparse_transport_plan(
             probabilities,
             capacity,

@@ -36,7 +36,7 @@ class IdentityRouter(Router):
         array([[0, 4], [1, 5], [2, 6], [3, 7]], dtype=int32)
     """
 
-    def capacity(self, num_tokens, training=False):
+    def capacity(self, num_tokens: int, training: bool = False) -> int:
         check_num_tokens(num_tokens, self.num_experts)
         return num_tokens // self.num_experts
 
@@ -45,7 +45,7 @@ class IdentityRouter(Router):
         if tokens_shape[1] is not None:
             self.check_group(tokens_shape[1])
 
-    def check_group(self, num_tokens):
+    def check_group(self, num_tokens: int) -> None:
         check_num_tokens(num_tokens, self.num_experts)
 
     def call(self, tokens, valid=None, training=False):

@@ -28,6 +28,7 @@ from keras_softmoe.routers._routing_losses import (
 from keras_softmoe.routers._sparse import SparseRouter
 from keras_softmoe.routers._token_choice import TokenChoiceRouter
 from keras_softmoe.sharding import is_distributed
+from keras_softmoe.types import Tensor
 
 _FIRST = {"image_first": "image", "text_first": "text"}
 # A logit that no noise brings back. Infinity would make gradients NaN.
@@ -139,12 +140,12 @@ class LIMoERouter(SparseRouter):
         image_experts: int | None = None,
         text_experts: int | None = None,
         single_modality_capacity_factor: float = 16.0,
-        rounding=ROUNDING,
+        rounding: str = ROUNDING,
         multiple_of: int | None = MULTIPLE_OF,
         noise_std: float = 1.0,
         eval_capacity_factor: float | None = None,
         random_logits: bool = False,
-        kept_experts=None,
+        kept_experts: Sequence[int] | None = None,
         num_predicted_experts: int | None = None,
         **kwargs,
     ):
@@ -190,21 +191,21 @@ class LIMoERouter(SparseRouter):
         )
 
     @property
-    def num_predicted_experts(self):
+    def num_predicted_experts(self) -> int:
         """Int, the experts among which probabilities are distributed."""
         return self._num_predicted_experts
 
     @property
-    def num_logits(self):
+    def num_logits(self) -> int:
         # Of two kernels both are applied to all tokens.
         return self.num_predicted_experts * (1 + self.per_modality)
 
     @property
-    def num_directions(self):
+    def num_directions(self) -> int:
         is_pruned = self.kept_experts is not None
         return 0 if self.per_modality or is_pruned else self.num_experts
 
-    def default_losses(self):
+    def default_losses(self) -> tuple:
         return classic_losses() + entropy_losses(
             self.num_predicted_experts, num_selected_experts=self.num_selected_experts
         )
@@ -220,7 +221,9 @@ class LIMoERouter(SparseRouter):
         masks = self.modality_masks(tokens.shape[1], modalities)
         return self.route(tokens, valid, training, masks, num_tokens)
 
-    def modality_masks(self, group_tokens, modalities=(), **kwargs):
+    def modality_masks(
+        self, group_tokens: int, modalities: Sequence = (), **kwargs
+    ) -> dict:
         names = [name for name, count in modalities for _ in range(count)]
         if not names or set(names) - set(MODALITIES) or group_tokens % len(names):
             raise ValueError(
@@ -234,7 +237,7 @@ class LIMoERouter(SparseRouter):
             name: ops.convert_to_tensor((names == name)[None]) for name, _ in modalities
         }
 
-    def predict_logits(self, tokens, masks):
+    def predict_logits(self, tokens: Tensor, masks: dict) -> Tensor:
         if not self.per_modality:
             return ops.matmul(tokens, self.kernel)
         if len(masks) == 1:
@@ -245,7 +248,7 @@ class LIMoERouter(SparseRouter):
         )
         return ops.where(ops.expand_dims(masks["image"], -1), image, text)
 
-    def mask_logits(self, logits, masks):
+    def mask_logits(self, logits: Tensor, masks: dict) -> Tensor:
         for name, mask in masks.items():
             masked = self._masked_experts(name)
             if masked.any():
@@ -254,21 +257,28 @@ class LIMoERouter(SparseRouter):
                 logits = ops.where(masked, _NEVER, logits)
         return logits
 
-    def probabilities_of(self, probabilities):
+    def probabilities_of(self, probabilities: Tensor) -> Tensor:
         if self.kept_experts is None:
             return probabilities
         return ops.take(probabilities, np.array(self.kept_experts), axis=-1)
 
     @property
-    def choices_per_token(self):
+    def choices_per_token(self) -> int | None:
         return self.num_selected_experts
 
-    def choose(self, selection):
+    def choose(self, selection: Tensor) -> Tensor | None:
         return top_indices(
             selection, self.num_selected_experts, sharded=is_distributed()
         )
 
-    def assign(self, selection, chosen, capacity, valid, masks):
+    def assign(
+        self,
+        selection: Tensor,
+        chosen: Tensor,
+        capacity: int,
+        valid: Tensor | None,
+        masks: dict,
+    ) -> tuple[Tensor, Tensor]:
         priority = self.priority
         if priority in _FIRST:
             first = masks.get(_FIRST[priority])
@@ -286,14 +296,18 @@ class LIMoERouter(SparseRouter):
             sharded=is_distributed(),
         )
 
-    def total_loss(self, losses):
+    def total_loss(self, losses: Sequence) -> Tensor:
         return self.loss_weight * (super().total_loss(losses) / len(losses))
 
-    def capacity(self, num_tokens, training=False, single_modality=False):
+    def capacity(
+        self, num_tokens: int, training: bool = False, single_modality: bool = False
+    ) -> int:
         masks = MODALITIES[:1] if single_modality else ()
         return self.slots(num_tokens, self.slots_per_choice(training, masks))
 
-    def slots_per_choice(self, training=False, masks=()):
+    def slots_per_choice(
+        self, training: bool = False, masks: dict | Sequence = ()
+    ) -> float:
         if len(masks) == 1 and self.capacity_factor is not None:
             return self.single_modality_capacity_factor
         return super().slots_per_choice(training)
@@ -382,7 +396,7 @@ class PrunedLIMoERouter:
         )
 
     @classmethod
-    def from_config(cls, config):
+    def from_config(cls, config: dict) -> "PrunedLIMoERouter":
         return cls(**config)
 
 

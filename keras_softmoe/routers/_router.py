@@ -1,5 +1,6 @@
 """The one interface of all routers: tokens -> `Decision`."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -174,7 +175,7 @@ class Router(keras.layers.Layer):
     def compute_mask(self, tokens, previous_mask=None):
         return None
 
-    def capacity(self, num_tokens, training: bool = False):
+    def capacity(self, num_tokens: int, training: bool = False) -> int:
         """Slots per expert for a group of `num_tokens` tokens, as a Python int."""
         raise ValueError(
             f"`{type(self).__name__}` does not say how many slots its experts have. "
@@ -182,21 +183,21 @@ class Router(keras.layers.Layer):
             "of one expert for a group of so many tokens."
         )
 
-    def num_rows(self, num_tokens, training=False):
+    def num_rows(self, num_tokens: int, training: bool = False) -> int | None:
         """Rows that all experts together are given for a group, as a Python int.
 
         `None` for a router that fills slots, as most do.
         """
         return None
 
-    def check_group(self, num_tokens):
+    def check_group(self, num_tokens: int) -> None:
         """Raise if a group of `num_tokens` tokens cannot be routed.
 
         Called when a layer is built and when its groups are to change, so that the
         error comes before work starts. A subclass says what it refuses; here nothing.
         """
 
-    def cost(self, tokens_shape, training: bool = False):
+    def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
         """What the router costs, a `costs.LayerCost`. Nothing, if it has no weights.
 
         Args:
@@ -205,7 +206,9 @@ class Router(keras.layers.Layer):
         """
         return LayerCost()
 
-    def complete(self, decision, tokens: Tensor, valid: Tensor, **kwargs):
+    def complete(
+        self, decision: Decision, tokens: Tensor, valid: Tensor, **kwargs
+    ) -> Decision:
         """A decision with all that an observer may ask for, see `Decision`.
 
         Args:
@@ -244,7 +247,7 @@ class Router(keras.layers.Layer):
             found["auxiliary_loss"] = ops.cast(zeros, "float32")
         return Decision(routing, {**found, **summary})
 
-    def set_directions(self, directions: ArrayLike):
+    def set_directions(self, directions: ArrayLike) -> None:
         """Let the logits be the products of tokens and directions.
 
         Args:
@@ -259,7 +262,7 @@ class Router(keras.layers.Layer):
             f"Received: directions of shape {directions.shape}."
         )
 
-    def clone(self, name):
+    def clone(self, name: str) -> "Router":
         """A new router with the same configuration and its own weights."""
         config = {**self.get_config(), "name": name}
         try:
@@ -272,7 +275,7 @@ class Router(keras.layers.Layer):
                 "to `{**super().get_config(), ...}`."
             ) from error
 
-    def with_settings(self, **settings):
+    def with_settings(self, **settings) -> "Router":
         """A new router with some settings changed and its own weights.
 
         Raises:
@@ -290,7 +293,7 @@ class Router(keras.layers.Layer):
         # Not `from_config`, which turns every error into a TypeError.
         return type(self)(**{**self.get_config(), **settings})
 
-    def update(self, **settings):
+    def update(self, **settings) -> None:
         """Change mutable settings. A function compiled before still has the old ones.
 
         The models of this library notice and compile anew, see

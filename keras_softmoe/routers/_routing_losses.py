@@ -69,7 +69,7 @@ class RoutingLoss:
         >>> router = ksm.routers.LIMoERouter(8, losses=[LogitLoss(weight=0.01)])
     """
 
-    def __init__(self, modality=None, weight: float = 1.0):
+    def __init__(self, modality: str | None = None, weight: float = 1.0):
         if modality not in (None, *MODALITIES):
             raise ValueError(
                 "Unknown modality. Accepted: 'image', 'text', or `None` for the tokens "
@@ -86,20 +86,22 @@ class RoutingLoss:
             "losses in `keras_softmoe.routers`, or implement `__call__`."
         )
 
-    def check(self, num_experts, num_selected_experts, noise_std):
+    def check(
+        self, num_experts: int, num_selected_experts: int, noise_std: float
+    ) -> None:
         """Raise `ValueError` if the loss makes no sense for a router."""
 
-    def applies(self, routed):
+    def applies(self, routed: Routed) -> bool:
         """Whether what was routed has the tokens (and the noise) that it is about."""
         return self.modality in routed.valid
 
-    def get_config(self):
+    def get_config(self) -> dict:
         # As in files that are older than the weight.
         weight = {} if self.weight == 1.0 else {"weight": self.weight}
         return {"modality": self.modality, **weight}
 
     @classmethod
-    def from_config(cls, config):
+    def from_config(cls, config: dict) -> "RoutingLoss":
         return cls(**config)
 
     def __eq__(self, other):
@@ -196,7 +198,9 @@ class LoadLoss(RoutingLoss):
             sharded=is_distributed(),
         )
 
-    def check(self, num_experts, num_selected_experts, noise_std):
+    def check(
+        self, num_experts: int, num_selected_experts: int, noise_std: float
+    ) -> None:
         if not noise_std > 0:
             raise ValueError(
                 "The load loss is about the noise of the router. Received: "
@@ -204,7 +208,7 @@ class LoadLoss(RoutingLoss):
                 "or leave the loss out."
             )
 
-    def applies(self, routed):
+    def applies(self, routed: Routed) -> bool:
         noisy = routed.noisy_logits is not routed.logits
         return noisy and super().applies(routed)
 
@@ -335,8 +339,8 @@ class GlobalEntropyLoss(RoutingLoss):
 
     def __init__(
         self,
-        modality=None,
-        soft_minimum=None,
+        modality: str | None = None,
+        soft_minimum: float | None = None,
         threshold: float | None = None,
         weight: float = 1.0,
     ):
@@ -368,7 +372,9 @@ class GlobalEntropyLoss(RoutingLoss):
             routed.probabilities, self.threshold, routed.valid[self.modality]
         )
 
-    def check(self, num_experts, num_selected_experts, noise_std):
+    def check(
+        self, num_experts: int, num_selected_experts: int, noise_std: float
+    ) -> None:
         if self.threshold > math.log(num_experts) + 1e-6:
             raise ValueError(
                 f"With {num_experts} experts the entropy of routing is at most "
@@ -379,7 +385,7 @@ class GlobalEntropyLoss(RoutingLoss):
                 "experts."
             )
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {**super().get_config(), "threshold": self.threshold}
 
 
@@ -406,10 +412,10 @@ class MutualInformationLoss(RoutingLoss):
             [routed.probabilities] * len(masks), masks
         )
 
-    def applies(self, routed):
+    def applies(self, routed: Routed) -> bool:
         return all(name in routed.valid for name in MODALITIES)
 
-    def get_config(self):
+    def get_config(self) -> dict:
         config = super().get_config()
         del config["modality"]
         return config

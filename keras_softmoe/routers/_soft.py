@@ -2,10 +2,12 @@
 
 import math
 import numbers
+from collections.abc import Sequence
 
 import keras
 import numpy as np
 from keras import ops
+from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import (
     check_bools,
@@ -116,10 +118,10 @@ class SoftRouter(Router):
     def _learns(self):
         return "soft" in (self.dispatch, self.combine)
 
-    def capacity(self, num_tokens, training=False):
+    def capacity(self, num_tokens: int, training: bool = False) -> int:
         return self.slots_per_expert
 
-    def cost(self, tokens_shape, training=False):
+    def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
         num_groups, num_tokens, width = tokens_shape
         slots = self.num_experts * self.slots_per_expert
         # Logits, dispatch and combine weights
@@ -154,14 +156,14 @@ class SoftRouter(Router):
         check_layer(self)
 
     @property
-    def num_directions(self):
+    def num_directions(self) -> int:
         return self._learns * self.num_experts * self.slots_per_expert
 
     @property
-    def normalizes_tokens(self):
+    def normalizes_tokens(self) -> bool:
         return self.normalize
 
-    def set_directions(self, directions):
+    def set_directions(self, directions: ArrayLike) -> None:
         if not self._learns:
             super().set_directions(directions)
         # (D, E * C)

@@ -20,6 +20,7 @@ from keras_softmoe.routers._router import check_num_experts
 from keras_softmoe.routers._routing_losses import ImportanceLoss, LoadLoss
 from keras_softmoe.routers._sparse import SparseRouter
 from keras_softmoe.sharding import is_distributed
+from keras_softmoe.types import Tensor
 
 # Less than this is no probability. Its inverse, times gradients, is still a number.
 _NOTHING = 1e-30
@@ -205,7 +206,7 @@ class SoftmaxTokenChoiceRouter(TokenChoiceRouter):
         (4, 8, 4)
     """
 
-    def default_losses(self):
+    def default_losses(self) -> tuple:
         return (ImportanceLoss(weight=0.005), LoadLoss(weight=0.005))
 
 
@@ -273,7 +274,7 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
         num_selected_experts: int = 1,
         capacity_factor: float = 1.05,
         priority: str = "position",
-        rounding=ROUNDING,
+        rounding: str = ROUNDING,
         multiple_of: int | None = MULTIPLE_OF,
         noise_std: float = 1.0,
         losses: Sequence | None = None,
@@ -304,7 +305,14 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
         check_whole_numbers(1, num_iterations=num_iterations)
         self.num_iterations = num_iterations
 
-    def selection_scores(self, logits, probabilities, capacity, valid, limit):
+    def selection_scores(
+        self,
+        logits: Tensor,
+        probabilities: Tensor,
+        capacity: int,
+        valid: Tensor | None,
+        limit: Tensor,
+    ) -> Tensor:
         if self.combine == "softmax":
             logits = ops.stop_gradient(logits)
         return sinkhorn_plan(logits, self.num_iterations, valid)

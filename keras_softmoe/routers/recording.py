@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import keras
@@ -17,7 +17,7 @@ _OPEN = {}
 
 
 @contextlib.contextmanager
-def record(key: Callable | None = None):
+def record(key: Callable | None = None) -> Iterator[dict]:
     """Scope in which the decisions of all routers that are called are collected.
 
     It works for any Keras model that contains MoE layers: call the model on data inside

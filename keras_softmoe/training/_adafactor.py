@@ -1,5 +1,7 @@
 """Adafactor as the papers train with it: with momentum, in place of Adam."""
 
+from collections.abc import Sequence
+
 import keras
 from keras import ops
 
@@ -74,8 +76,8 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
         epsilon: float = 1e-30,
         min_dim_size_to_factor: int = 32,
         momentum_dtype: str = "bfloat16",
-        weight_decay_rules=None,
-        gradient_scale_rules=None,
+        weight_decay_rules: Sequence | None = None,
+        gradient_scale_rules: Sequence | None = None,
         **kwargs,
     ):
         _check_decays(beta_1, beta_2_decay, max_beta_2)

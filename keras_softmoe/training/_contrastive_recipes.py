@@ -30,7 +30,7 @@ def limoe_pretraining(
     batch_size: int = 16_384,
     augmentation: Augmentation | str = "none",
     steps_per_epoch: int | None = None,
-):
+) -> ContrastiveRecipe:
     """Contrastive training as in LIMoE: Adafactor, cosine, small decoupled decay.
 
     *Data*: 12.8 billion pairs of image and caption are seen (H/14: JFT-4B as well, its
@@ -133,7 +133,7 @@ def limoe_pretraining(
 
 def soft_moe_contrastive(
     steps: int = 100_000, warmup_steps: int = 10_000, batch_size: int = 8_192, **kwargs
-):
+) -> ContrastiveRecipe:
     """Contrastive training of two towers, as in Soft MoE, with a Soft MoE for images.
 
     The paper has two such trainings:

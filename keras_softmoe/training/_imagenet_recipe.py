@@ -25,7 +25,7 @@ def imagenet_from_scratch(
     image_size: int = 224,
     batch_size: int = 8192,
     steps_per_epoch: int | None = None,
-):
+) -> Recipe:
     """ImageNet from scratch, 300 epochs, with RandAugment and MixUp.
 
     *Data*: ILSVRC2012, 99 % of the 1,281,167 training images (46,448 steps are 300

@@ -3,6 +3,8 @@
 import keras
 from keras import ops
 
+from keras_softmoe.types import DType
+
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class SigmoidCrossentropy(keras.losses.Loss):
@@ -40,7 +42,7 @@ class SigmoidCrossentropy(keras.losses.Loss):
         self,
         reduction: str = "sum_over_batch_size",
         name: str = "sigmoid_crossentropy",
-        dtype=None,
+        dtype: DType = None,
     ):
         super().__init__(reduction=reduction, name=name, dtype=dtype)
 

@@ -164,8 +164,8 @@ class SGD(ByVariable, keras.optimizers.SGD):
         learning_rate: float = 0.01,
         momentum: float = 0.0,
         nesterov: bool = False,
-        weight_decay_rules=None,
-        gradient_scale_rules=None,
+        weight_decay_rules: Sequence | None = None,
+        gradient_scale_rules: Sequence | None = None,
         **kwargs,
     ):
         super().__init__(

@@ -29,7 +29,7 @@ def vmoe_pretraining(
     batch_size: int = 4096,
     augmentation: Augmentation | str = "light0",
     steps_per_epoch: int | None = None,
-):
+) -> Recipe:
     """Pretraining as in V-MoE: Adam, linear decay, weight decay on all parameters.
 
     *Data*: JFT-300M, 305 million images with any number of 18,291 classes, which was
@@ -113,7 +113,7 @@ def soft_moe_pretraining(
     batch_size: int = 4096,
     augmentation: Augmentation | str = "light0",
     steps_per_epoch: int | None = None,
-):
+) -> Recipe:
     """Pretraining as in Soft MoE: reciprocal square root, then a linear cooldown.
 
     *Data*: JFT-4B, 4 billion images with any number of 29,593 classes, never released.
@@ -190,7 +190,7 @@ def vmoe_15b_pretraining(
     batch_size: int = 4096,
     augmentation: Augmentation | str = "light0",
     steps_per_epoch: int | None = None,
-):
+) -> Recipe:
     """Pretraining as of V-MoE-15B: Adafactor, reciprocal square root, cooldown.
 
     *Data*: JFT-3B, almost 3 billion images of 30,000 classes, never released; just

@@ -17,6 +17,7 @@ from keras_softmoe.training._pipeline import (
     named_augmentation,
     training_batches,
 )
+from keras_softmoe.types import Data
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,7 @@ class Recipe(_Training):
         super().__post_init__()
         check_whole_numbers(1, num_classes=self.num_classes)
 
-    def compile(self, model: keras.Model, **kwargs):
+    def compile(self, model: keras.Model, **kwargs) -> None:
         """Compile a model with the optimizer, the loss and the metrics.
 
         Args:
@@ -125,7 +126,7 @@ class Recipe(_Training):
 
     def training_data(
         self, data: ArrayLike, shuffle_buffer: int = 10_000, seed: int = 0
-    ):
+    ) -> Any:
         """Shuffled and augmented batches without end.
 
         Args:
@@ -156,7 +157,7 @@ class Recipe(_Training):
             seed=seed,
         )
 
-    def evaluation_data(self, data):
+    def evaluation_data(self, data: Data) -> Any:
         """All images once, as they are, in batches for `evaluate` or validation.
 
         Args:
@@ -224,7 +225,7 @@ class ContrastiveRecipe(_Training):
                 "`training.Augmentation(num_operations=2, magnitude=10)`."
             )
 
-    def compile(self, model, **kwargs):
+    def compile(self, model: keras.Model, **kwargs) -> None:
         """Compile a model with the optimizer and the loss.
 
         Args:
@@ -245,7 +246,9 @@ class ContrastiveRecipe(_Training):
             )
         model.compile(optimizer=_copy(self.optimizer), loss=self.loss, **kwargs)
 
-    def training_data(self, data, shuffle_buffer: int = 10_000, seed: int = 0):
+    def training_data(
+        self, data: Data, shuffle_buffer: int = 10_000, seed: int = 0
+    ) -> Any:
         """Shuffled batches without end, the images augmented.
 
         Args:
@@ -273,7 +276,7 @@ class ContrastiveRecipe(_Training):
             seed=seed,
         )
 
-    def evaluation_data(self, data):
+    def evaluation_data(self, data: Data) -> Any:
         """All pairs once, as they are, in batches for `evaluate` or validation.
 
         Args:

@@ -11,6 +11,8 @@ import math
 import keras
 from keras import ops
 
+from keras_softmoe.types import Tensor
+
 
 class _WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
     """A linear warmup, then what a subclass returns from `decay(steps)`.
@@ -87,7 +89,7 @@ class WarmupPolynomialDecay(_WarmupSchedule):
         self.end_learning_rate = end_learning_rate
         self.power = power
 
-    def decay(self, steps):
+    def decay(self, steps: Tensor) -> Tensor:
         done = ops.minimum(steps / (self.total_steps - self.warmup_steps), 1.0)
         span = self.peak_learning_rate - self.end_learning_rate
         return self.end_learning_rate + span * ops.power(1.0 - done, self.power)
@@ -169,7 +171,7 @@ class WarmupRsqrtDecay(_WarmupSchedule):
         self.timescale = timescale
         self.cooldown_steps = cooldown_steps
 
-    def decay(self, steps):
+    def decay(self, steps: Tensor) -> Tensor:
         left = 1.0
         if self.cooldown_steps:
             end = self.total_steps - self.warmup_steps

@@ -24,7 +24,7 @@ def finetuning(
     batch_size: int = 1024,
     augmentation: Augmentation | str = "light0",
     steps_per_epoch: int | None = None,
-):
+) -> Recipe:
     """Fine-tuning as in V-MoE: SGD with momentum, cosine, a larger image size.
 
     *Data*, steps and peaks (tables 5 and 7): ImageNet 10,000 steps at 0.0024, 0.003,
@@ -118,7 +118,7 @@ def finetuning(
 
 def vtab(
     num_classes: int, peak_learning_rate: float = 0.001, batch_size: int = 512, **kwargs
-):
+) -> Recipe:
     """Fine-tuning on 1,000 images, as in V-MoE's VTAB results.
 
     *Data*: each of the 19 tasks of the Visual Task Adaptation Benchmark, 1,000 training

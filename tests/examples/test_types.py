@@ -1,0 +1,49 @@
+"""The signatures of all public names have types; `make lint` checks their examples."""
+
+import inspect
+
+import pytest
+
+from tests.examples import docstrings
+
+
+def signatures():
+    """Dict from `room.name`, or `room.name.method`, to the functions that are ours.
+
+    What a class overrides of Keras and KerasHub keeps their signature, without types.
+    """
+    found = {}
+    for name, value in docstrings.public_names().items():
+        if inspect.isfunction(value):
+            found[name] = inspect.unwrap(value)
+            continue
+        others = [cls for cls in value.__mro__ if not is_ours(cls)]
+        for part, method in vars(value).items():
+            method = getattr(method, "__func__", getattr(method, "fget", method))
+            is_new = not any(part in vars(cls) for cls in others)
+            is_public = part == "__init__" or (not part.startswith("_") and is_new)
+            if is_public and inspect.isfunction(method) and is_ours(method):
+                found[f"{name}.{part}"] = inspect.unwrap(method)
+    return found
+
+
+def is_ours(value):
+    return value.__module__.startswith("keras_softmoe")
+
+
+SIGNATURES = signatures()
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_every_parameter_has_a_type(name):
+    signature = inspect.signature(SIGNATURES[name])
+    untyped = [
+        parameter.name
+        for parameter in signature.parameters.values()
+        if parameter.annotation is parameter.empty
+        and parameter.kind != parameter.VAR_KEYWORD
+        and parameter.name not in ("self", "cls")
+    ]
+    assert not untyped
+    if not name.endswith("__init__"):
+        assert signature.return_annotation is not signature.empty
