@@ -130,7 +130,7 @@ class InformationReducer:
         # Images, and probabilities by position and by each kind of label.
         self._sums = {}
 
-    def update(self, name: str, decision: Decision, inputs: Any) -> None:
+    def update(self, name: int | str, decision: Decision, inputs: Any) -> None:
         taken, weights, _ = experts_of_tokens(decision)
         if not isinstance(decision.routing, DenseRouting):
             weights = taken / np.maximum(taken.sum(-1, keepdims=True), 1)

@@ -80,7 +80,7 @@ class LoadReducer:
         # Groups, tokens, load and dropped tokens of each block.
         self._sums = {}
 
-    def update(self, name: str, decision: Decision, inputs: Any) -> None:
+    def update(self, name: int | str, decision: Decision, inputs: Any) -> None:
         load, dropped = load_and_dropped(decision)
         valid = decision.summary["valid"]
         load = load.sum(axis=0, dtype="float64")

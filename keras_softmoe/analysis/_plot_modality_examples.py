@@ -97,7 +97,7 @@ def plot_expert_examples(
 def plot_pair(
     model: keras.Model,
     image: ArrayLike,
-    caption: str,
+    caption: str | ArrayLike,
     layer: int | None = None,
     preprocessor: Callable | None = None,
 ) -> Figure:
@@ -110,7 +110,7 @@ def plot_pair(
     Args:
         model: `LIMoEBackbone`, or a task that has one.
         image: `(height, width, channels)` array.
-        caption: str, or `(sequence_length,)` ints.
+        caption: str | ArrayLike, or `(sequence_length,)` ints.
         layer: int, a block out of `moe_layers`. The first one if `None`.
         preprocessor: as in `analysis.pair_routing`.
 

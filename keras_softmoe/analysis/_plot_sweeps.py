@@ -36,7 +36,7 @@ _LIMITS = (0.0, 1.0)
 def plot_sweep(
     rows: Sequence[SweepRow],
     x: str = "capacity_factor",
-    by: str = "priority",
+    by: str | None = "priority",
     baselines: dict | None = None,
 ) -> Figure:
     """Show accuracy against one setting of the routers, a line per value of another.

@@ -199,7 +199,7 @@ class SoftReducer:
         self._soft = routers_of(backbone_of(model)[0], SoftRouter)
         self._sums = {}
 
-    def update(self, name: str, decision: Decision, inputs: Any) -> None:
+    def update(self, name: int | str, decision: Decision, inputs: Any) -> None:
         if name in self._soft:
             self._sums.setdefault(name, _Sums()).add(*decision)
 

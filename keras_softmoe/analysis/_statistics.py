@@ -112,7 +112,7 @@ class RoutingReducer:
         self._labels = None if labels is None else np.asarray(labels)
         self._sums = {}
 
-    def update(self, name: str, decision: Decision, inputs: Any) -> None:
+    def update(self, name: int | str, decision: Decision, inputs: Any) -> None:
         if name not in self._sums:
             router = self._routers[name]
             choices = router.num_selected_experts if tokens_choose(router) else 2

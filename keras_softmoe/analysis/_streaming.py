@@ -31,7 +31,7 @@ class Reducer(Protocol):
     ...         return self.largest
     """
 
-    def update(self, name: str, decision: Decision, inputs: Any) -> None:
+    def update(self, name: int | str, decision: Decision, inputs: Any) -> None:
         """Take in what one router decided for one batch.
 
         Routers are shown in the order in which the model calls them. Keep sums, not

@@ -3,7 +3,7 @@
 import math
 import numbers
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from keras_softmoe.checks import check_whole_numbers, quote
 from keras_softmoe.distribution._counting import model_size, optimizer_copies
@@ -161,7 +161,7 @@ def plan(
     memory: float,
     *,
     batch_size: int | None = None,
-    optimizer: str = "adam",
+    optimizer: Any = "adam",
     num_classes: int | None = None,
     shard_dense: bool = False,
     **changes,

@@ -106,7 +106,7 @@ def few_shot_probe(
     test: tuple,
     shots: Sequence = (1, 5, 10),
     seeds: int = 3,
-    l2: str = "train",
+    l2: str | float = "train",
     preprocessor: Callable | None = None,
     batch_size: int = 64,
     verbose: int = 1,

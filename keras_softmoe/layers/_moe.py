@@ -474,7 +474,7 @@ class SoftMoE(keras.layers.Layer):
         slots_per_expert: int = 1,
         equal_experts: bool = False,
         remat_experts: bool = False,
-        initial_scale: float = 1.0,
+        initial_scale: float | str = 1.0,
         **kwargs,
     ):
         super().__init__(**kwargs)

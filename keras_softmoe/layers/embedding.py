@@ -99,7 +99,7 @@ class PositionEmbedding(keras.layers.Layer):
     loaded, which is how a model moves to another resolution.
 
     Args:
-        grid: `(rows, columns)` of patches.
+        grid: `(rows, columns)` of patches, or an int for as many of each.
         kind: `"learned"` (one vector for each token, class token included) or
             `"sincos2d"` (fixed, for patches only).
         has_class_token: bool, whether the first token is a class token. Its vector
@@ -124,7 +124,7 @@ class PositionEmbedding(keras.layers.Layer):
 
     def __init__(
         self,
-        grid: Sequence[int],
+        grid: int | Sequence[int],
         kind: str = "learned",
         has_class_token: bool = False,
         resampling: str = "bilinear",

@@ -218,10 +218,10 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
 
     def compile(
         self,
-        optimizer: str = "auto",
-        loss: str = "auto",
+        optimizer="auto",
+        loss="auto",
         *,
-        metrics: str = "auto",
+        metrics="auto",
         **kwargs,
     ):
         """Configure training, as `keras_hub.models.ImageClassifier.compile` does.
@@ -234,7 +234,8 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
             optimizer: `"auto"`, a name or a `keras.optimizers.Optimizer`.
             loss: `"auto"` (the cross-entropy of int labels), a name or a
                 `keras.losses.Loss`.
-            metrics: `"auto"` (accuracy) or as in `keras.Model.compile`.
+            metrics: `"auto"` (accuracy, of int labels or of one-hot ones, as the loss
+                takes them) or as in `keras.Model.compile`.
             **kwargs: as in `keras.Model.compile`.
         """
         if (
@@ -243,8 +244,12 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
             and loss in _CROSSENTROPIES
         ):
             loss = _CROSSENTROPIES[loss](from_logits=True)
-        # Keras would keep the metrics of an earlier call.
-        metrics = [] if metrics is None else metrics
+        if metrics is None:
+            # Keras would keep the metrics of an earlier call.
+            metrics = []
+        elif metrics == "auto" and loss != "auto" and not _is_sparse(loss):
+            # KerasHub's is for int labels; this one tells them apart by their shape.
+            metrics = ["accuracy"]
         super().compile(optimizer=optimizer, loss=loss, metrics=metrics, **kwargs)
 
     def get_compile_config(self):
@@ -440,7 +445,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
             y: array of labels.
         """
         loss = keras.losses.get(self.loss) if isinstance(self.loss, str) else self.loss
-        if not isinstance(loss, keras.losses.SparseCategoricalCrossentropy):
+        if not _is_sparse(loss):
             return
         y, ignored = np.asarray(y), loss.ignore_class
         if y.dtype.kind not in "biuf":
@@ -483,11 +488,16 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         return with_compilation(self, config)
 
 
+def _is_sparse(loss):
+    return isinstance(loss, keras.losses.SparseCategoricalCrossentropy)
+
+
 def _wrong_labels(received, num_classes):
     return ValueError(
         f"Labels must be whole numbers from 0 to {num_classes - 1}, one for each image."
         f" Received: {received}. Turn one-hot labels into numbers with "
-        "`labels.argmax(-1)`, or compile with the loss that they are for."
+        "`labels.argmax(-1)`, or compile with the loss that they are for, such as "
+        '`loss="categorical_crossentropy"`.'
     )
 
 

@@ -26,7 +26,7 @@ def convert_vmoe_checkpoint(
     image_shape: Sequence[int] | None = None,
     router: Router | None = None,
     group_images: int | None = None,
-    dispatch_dtype: str = "bfloat16",
+    dispatch_dtype: str | None = "bfloat16",
     pooling: str | None = None,
     position_embedding: str | None = None,
     preprocessor: Callable | None = None,

@@ -6,6 +6,7 @@ how its shape differs.
 """
 
 import re
+from collections.abc import Mapping
 
 import keras
 import numpy as np
@@ -87,7 +88,7 @@ _WORDS = {
 }
 
 
-def load_vmoe_params(model: keras.Model, params: dict, verbose: int = 0) -> None:
+def load_vmoe_params(model: keras.Model, params: Mapping, verbose: int = 0) -> None:
     """Load parameters that carry the names of the V-MoE and Soft MoE code.
 
     Args:

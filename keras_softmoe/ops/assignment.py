@@ -225,7 +225,7 @@ def expert_choice(
 
 
 def identity(
-    num_groups: int, num_tokens: int, num_experts: int
+    num_groups: int | Tensor, num_tokens: int, num_experts: int
 ) -> tuple[Tensor, Tensor]:
     """Assign tokens to experts in turn, whatever they hold.
 

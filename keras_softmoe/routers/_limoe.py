@@ -47,7 +47,7 @@ class LIMoERouter(SparseRouter):
         num_experts: int, number of experts.
         num_selected_experts: int, the number `K` of experts that a token chooses.
         capacity_factor: float, slots per choice while images and text are routed
-            together.
+            together. `None`: nothing is dropped, see `SoftmaxTokenChoiceRouter`.
         priority: which tokens are assigned first: `"sum"` (batch prioritized routing,
             by the sum of a token's `K` largest probabilities; for `K = 1` the same as
             `"max"`),
@@ -132,7 +132,7 @@ class LIMoERouter(SparseRouter):
         self,
         num_experts: int,
         num_selected_experts: int = 1,
-        capacity_factor: float = 1.05,
+        capacity_factor: float | None = 1.05,
         priority: str = "sum",
         losses: Sequence | None = None,
         loss_weight: float = 0.04,

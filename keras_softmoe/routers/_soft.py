@@ -95,7 +95,7 @@ class SoftRouter(Router):
         combine: str = "soft",
         normalize: bool = True,
         noise_std: float = 0.0,
-        initial_scale: float = 1.0,
+        initial_scale: float | str = 1.0,
         **kwargs,
     ):
         for argument, value in (("dispatch", dispatch), ("combine", combine)):

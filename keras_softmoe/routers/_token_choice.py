@@ -272,7 +272,7 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
         self,
         num_experts: int,
         num_selected_experts: int = 1,
-        capacity_factor: float = 1.05,
+        capacity_factor: float | None = 1.05,
         priority: str = "position",
         rounding: str = ROUNDING,
         multiple_of: int | None = MULTIPLE_OF,

@@ -1,6 +1,7 @@
 """Adafactor as the papers train with it: with momentum, in place of Adam."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 from keras import ops
@@ -69,7 +70,7 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
 
     def __init__(
         self,
-        learning_rate: float = 0.001,
+        learning_rate: Any = 0.001,
         beta_1: float = 0.9,
         beta_2_decay: float = -0.8,
         max_beta_2: float = 0.999,

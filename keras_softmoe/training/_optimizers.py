@@ -7,6 +7,7 @@ added: what `ByVariable` has, and the papers' order of operations.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 from keras import ops
@@ -65,7 +66,7 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
 
     def __init__(
         self,
-        learning_rate: float = 0.001,
+        learning_rate: Any = 0.001,
         beta_1: float = 0.9,
         beta_2: float = 0.999,
         epsilon: float = 1e-8,
@@ -161,7 +162,7 @@ class SGD(ByVariable, keras.optimizers.SGD):
 
     def __init__(
         self,
-        learning_rate: float = 0.01,
+        learning_rate: Any = 0.01,
         momentum: float = 0.0,
         nesterov: bool = False,
         weight_decay_rules: Sequence | None = None,

@@ -255,3 +255,19 @@ def test_a_crossentropy_by_name_is_that_of_the_logits(loss):
     model.compile("adam", loss, metrics=[])
     assert np.isfinite(model.evaluate(x, y, verbose=0))
     assert model.loss == loss
+
+
+@pytest.mark.parametrize(
+    "loss",
+    ["auto", "sparse_categorical_crossentropy", "categorical_crossentropy", "mse"],
+)
+def test_default_metric_is_for_the_labels_of_the_loss(loss):
+    model = tiny.classifier()
+    model.compile("adam", loss)
+    x, y = tiny.pixels(4), tiny.labels(4)
+    expected = np.mean(tiny.predict(model, x).argmax(-1) == y)
+    if loss in ("categorical_crossentropy", "mse"):
+        y = np.eye(tiny.NUM_CLASSES, dtype="float32")[y]
+    results = model.evaluate(x, y, verbose=0, return_dict=True)
+    del results["loss"]
+    assert list(results.values()) == [pytest.approx(expected)]

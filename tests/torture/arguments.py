@@ -33,6 +33,7 @@ WRONG = {
     "optional size": [*(v for v in NO_SIZES if v is not None), *_ODD],
     "rate": [-0.1, 1.0, "0.1", None, float("inf"), [0.1], 10**400, *_ODD],
     "positive": [0, -1.0, "1.0", None, float("inf"), 1e308, 10**400, *_ODD],
+    "optional positive": [0, -1.0, "1.0", float("inf"), 1e308, 10**400, *_ODD],
     "deviation": [-1.0, "a", None, float("inf"), 1e308, *_ODD],
     "number": ["a", None, [1.0], float("inf"), 1e308, 10**400, *_ODD],
     "optional number": ["a", float("inf"), 1e308, 10**400, ["a"], [1.0, None], *_ODD],
@@ -106,6 +107,8 @@ _SPARSE_KINDS = {
     "random_logits": "choice",
 }
 _CHOICE_KINDS = _SPARSE_KINDS | {
+    # `None` for a routing in which nothing is dropped.
+    "capacity_factor": "optional positive",
     "num_selected_experts": "size",
     "noise_std": "deviation",
     "priority": "choice",
@@ -270,7 +273,7 @@ def targets():
             _classifier().set_routing,
             {},
             {
-                "capacity_factor": "positive",
+                "capacity_factor": "optional positive",
                 "num_selected_experts": "size",
                 "priority": "choice",
                 "group_images": "optional size",
