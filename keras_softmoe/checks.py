@@ -81,6 +81,12 @@ def at_most(name):
     return f", at most {LARGEST[name]:,}" if name in LARGEST else ""
 
 
+def is_number(value):
+    """Whether a value is a finite number. Those of NumPy are, bools are not."""
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_real and -_LARGEST_NUMBER < value < _LARGEST_NUMBER
+
+
 def check_numbers(least=None, over=None, under=None, **arguments):
     """Raise unless every argument is a finite number in a range.
 
@@ -90,15 +96,18 @@ def check_numbers(least=None, over=None, under=None, **arguments):
         under: float or `None`, what every number must be less than.
         **arguments: the arguments.
     """
-    under = _LARGEST_NUMBER if under is None else under
-    bounds = [("at least", least), ("over", over), ("under", under)]
+    bounds = [
+        ("at least", least),
+        ("over", over),
+        ("under", _LARGEST_NUMBER if under is None else under),
+    ]
     wanted = " and ".join(f"{word} {n:g}" for word, n in bounds if n is not None)
     for name, value in arguments.items():
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if (
-            not (is_number and -_LARGEST_NUMBER < value < under)
+            not is_number(value)
             or (least is not None and value < least)
             or (over is not None and value <= over)
+            or (under is not None and value >= under)
         ):
             raise ValueError(
                 f"`{name}` must be a finite number {wanted}. "

@@ -1,11 +1,10 @@
 """Which meshes a model fits on, what it takes there, and what it sends."""
 
 import math
-import numbers
 import os
 from typing import Any, NamedTuple
 
-from keras_softmoe.checks import check_whole_numbers, quote
+from keras_softmoe.checks import check_whole_numbers, is_number, quote
 from keras_softmoe.distribution._counting import model_size, optimizer_copies
 
 # Two tensors go out in the forward pass, and their gradients come back the same way:
@@ -238,8 +237,7 @@ def plan(
         >>> [mesh.shape for mesh in plan.fitting]
     """
     check_whole_numbers(1, devices=devices)
-    is_number = isinstance(memory, numbers.Real) and not isinstance(memory, bool)
-    if not is_number or not 0 < memory < 1e30:
+    if not is_number(memory) or memory <= 0:
         raise ValueError(
             "`memory` must be a finite positive number, the bytes of each device. "
             f"Received: memory={quote(memory)}. For 80 GB pass `memory=80e9`."

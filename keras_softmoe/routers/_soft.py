@@ -1,7 +1,6 @@
 """The soft router: every slot mixes all tokens."""
 
 import math
-import numbers
 from collections.abc import Sequence
 
 import keras
@@ -14,6 +13,7 @@ from keras_softmoe.checks import (
     check_choice,
     check_numbers,
     check_whole_numbers,
+    is_number,
     quote,
 )
 from keras_softmoe.costs import LayerCost
@@ -244,11 +244,11 @@ class SoftRouter(Router):
 
 
 def _check_scale(initial_scale, normalize):
-    is_number = isinstance(initial_scale, numbers.Real) and 0 < initial_scale < 1e30
-    is_unit_variance = isinstance(initial_scale, str) and (
-        initial_scale == _UNIT_VARIANCE
-    )
-    if not is_number and not is_unit_variance:
+    if isinstance(initial_scale, str):
+        is_accepted = initial_scale == _UNIT_VARIANCE
+    else:
+        is_accepted = is_number(initial_scale) and initial_scale > 0
+    if not is_accepted:
         raise ValueError(
             f"`initial_scale` is a number over 0, or '{_UNIT_VARIANCE}' for the square "
             "root of the tokens' width. Received: initial_scale="
