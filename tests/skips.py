@@ -56,7 +56,7 @@ RUNS_ON = {
     "models/test_conversion.py": ("torch",),
     "models/test_data.py": ("torch",),
     "models/test_dense_sources.py": ("tensorflow", "torch"),
-    "models/test_torch_files.py": ("jax", "torch"),
+    "models/test_torch_files.py": ("torch",),
     "models/test_upcycling.py": ("torch",),
     # `timm` and `transformers` are of PyTorch.
     "models/test_torch_judges.py": ("torch",),
