@@ -146,5 +146,9 @@ def _memory(field):
 
 
 def resident_megabytes():
-    """The memory that this process has now, in MB; 0 where nobody knows."""
-    return _memory("VmRSS")
+    """The memory that this process has now, in MB; 0 where nobody knows.
+
+    Without pages of files, such as libraries: the system drops them when they are cold
+    and reads them again, hundreds of MB of them.
+    """
+    return _memory("RssAnon")
