@@ -138,13 +138,15 @@ $(OLDEST): oldest-%:
 
 nightly: $(NIGHTLY)
 
-# Both packages of Keras are the module `keras`: the released one makes room.
+# Both packages of Keras are the module `keras`: the released one makes room. KerasHub goes
+# with it, without its dependencies, which are the released Keras again.
 $(NIGHTLY): nightly-%:
 	$(PYTHON) -m venv --clear build/venv-$@
 	build/venv-$@/bin/python -m pip install --quiet --editable ".[$*,viz]" \
 	    hypothesis pytest scikit-learn
-	build/venv-$@/bin/python -m pip uninstall --quiet --yes keras
+	build/venv-$@/bin/python -m pip uninstall --quiet --yes keras keras-hub
 	build/venv-$@/bin/python -m pip install --quiet --pre keras-nightly
+	build/venv-$@/bin/python -m pip install --quiet --pre --no-deps keras-hub-nightly
 	$(call core,$@,$*)
 
 core = KERAS_BACKEND=$(2) KERAS_HOME=$(CURDIR)/build/venv-$(1)/keras MPLBACKEND=agg \

@@ -447,7 +447,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         loss = keras.losses.get(self.loss) if isinstance(self.loss, str) else self.loss
         if not _is_sparse(loss):
             return
-        y, ignored = np.asarray(y), loss.ignore_class
+        y, ignored = np.asarray(y), loss.get_config()["ignore_class"]
         if y.dtype.kind not in "biuf":
             raise _wrong_labels(f"labels of dtype {y.dtype}", self.num_classes)
         if y.ndim > 1 and y.shape[1:] != (1,):

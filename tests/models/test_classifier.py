@@ -128,7 +128,7 @@ def test_head():
 @pytest.mark.parametrize("activation, from_logits", [(None, True), ("softmax", False)])
 def test_default_loss_fits_the_activation(activation, from_logits):
     model = tiny.classifier({"activation": activation})
-    assert model.loss.from_logits == from_logits
+    assert model.loss.get_config()["from_logits"] == from_logits
 
 
 def test_mixed_precision():
