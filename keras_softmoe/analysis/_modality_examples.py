@@ -186,7 +186,7 @@ def pair_routing(
         model: `LIMoEBackbone`, or a task that has one (its `preprocessor`, if any, is
             applied to image and caption).
         image: `(height, width, channels)` array.
-        caption: str | ArrayLike, or `(sequence_length,)` ints.
+        caption: str, or `(sequence_length,)` ints.
         layer: int, a block out of `moe_layers`. The first one if `None`.
         preprocessor: as in `analysis.modality_statistics`.
 

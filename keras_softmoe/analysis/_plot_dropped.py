@@ -19,7 +19,7 @@ def plot_discarded_patches(
     images: ArrayLike,
     capacity_factors: Sequence = (1.0, 0.5, 0.25, 0.1),
     layer: int | None = None,
-    priority: ArrayLike | None = None,
+    priority: str | None = None,
     preprocessor: Callable | None = None,
 ) -> Figure:
     """Show which patches no expert of a block takes, as the capacity falls.

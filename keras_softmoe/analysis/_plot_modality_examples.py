@@ -110,7 +110,7 @@ def plot_pair(
     Args:
         model: `LIMoEBackbone`, or a task that has one.
         image: `(height, width, channels)` array.
-        caption: str | ArrayLike, or `(sequence_length,)` ints.
+        caption: str, or `(sequence_length,)` ints.
         layer: int, a block out of `moe_layers`. The first one if `None`.
         preprocessor: as in `analysis.pair_routing`.
 

@@ -8,7 +8,6 @@ from keras import ops
 
 from keras_softmoe import costs
 from keras_softmoe.checks import check_numbers, check_whole_numbers
-from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops.backend import affine, attend
 
 
@@ -108,7 +107,7 @@ class Attention(keras.layers.Layer):
         queries_shape: Sequence[int],
         tokens_shape: Sequence[int],
         training: bool = False,
-    ) -> LayerCost:
+    ) -> costs.LayerCost:
         batch, num_queries, width = queries_shape
         num_queries *= batch
         pairs, num_tokens = num_queries * tokens_shape[1], batch * tokens_shape[1]

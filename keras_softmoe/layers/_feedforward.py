@@ -9,7 +9,6 @@ from keras import ops
 
 from keras_softmoe import costs
 from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
-from keras_softmoe.costs import LayerCost
 from keras_softmoe.layers._expert_bank import ExpertBank
 from keras_softmoe.layers.lora import per_expert
 from keras_softmoe.ops.backend import affine, chunked_map
@@ -97,7 +96,9 @@ class MLP(keras.layers.Layer):
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
 
-    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
+    def cost(
+        self, inputs_shape: Sequence[int], training: bool = False
+    ) -> costs.LayerCost:
         *rows, width = inputs_shape
         rows = math.prod(rows)
         total = costs.dense(width, self.mlp_dim, rows, is_sharded=True)
@@ -275,7 +276,9 @@ class Experts(keras.layers.Layer):
     def compute_output_shape(self, slots_shape):
         return slots_shape
 
-    def cost(self, slots_shape: Sequence[int], training: bool = False) -> LayerCost:
+    def cost(
+        self, slots_shape: Sequence[int], training: bool = False
+    ) -> costs.LayerCost:
         *slots, width = slots_shape
         num_experts, slots = self.num_experts, math.prod(slots)
         expert = costs.dense(width, self.mlp_dim) + costs.dense(self.mlp_dim, width)

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import keras
-from keras import ops
 
 from keras_softmoe.checks import check_numbers, check_whole_numbers
-from keras_softmoe.ops import expert_choice, sinkhorn_plan, sparse_transport_plan
+from keras_softmoe.ops import expert_choice, sparse_transport_plan
 from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING
+from keras_softmoe.routers._sinkhorn import SinkhornSelection
 from keras_softmoe.routers._sparse import SparseRouter
 from keras_softmoe.sharding import is_distributed
 from keras_softmoe.types import Tensor
@@ -93,7 +93,7 @@ class SoftmaxExpertChoiceRouter(ExpertChoiceRouter):
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class SinkhornExpertChoiceRouter(ExpertChoiceRouter):
+class SinkhornExpertChoiceRouter(SinkhornSelection, ExpertChoiceRouter):
     """Every expert chooses the tokens with the most weight in a balanced plan.
 
     The plan is `ops.sinkhorn_plan` of the logits. Since every token sends out the
@@ -165,18 +165,6 @@ class SinkhornExpertChoiceRouter(ExpertChoiceRouter):
         )
         check_whole_numbers(1, num_iterations=num_iterations)
         self.num_iterations = num_iterations
-
-    def selection_scores(
-        self,
-        logits: Tensor,
-        probabilities: Tensor,
-        capacity: int,
-        valid: Tensor | None,
-        limit: Tensor,
-    ) -> Tensor:
-        if self.combine == "softmax":
-            logits = ops.stop_gradient(logits)
-        return sinkhorn_plan(logits, self.num_iterations, valid)
 
     def get_config(self):
         return {
@@ -267,7 +255,7 @@ class SparseTransportExpertChoiceRouter(ExpertChoiceRouter):
         probabilities: Tensor,
         capacity: int,
         valid: Tensor | None,
-        limit: Tensor,
+        limit: Tensor | None,
     ) -> Tensor:
         return sparse_transport_plan(
             probabilities,

@@ -6,7 +6,6 @@ import keras
 from keras import ops
 
 from keras_softmoe.checks import check_bools, check_numbers, check_whole_numbers
-from keras_softmoe.ops import sinkhorn_plan
 from keras_softmoe.ops.assignment import (
     assign_choices,
     check_keep_fraction,
@@ -18,9 +17,9 @@ from keras_softmoe.ops.backend import take_along, top_indices
 from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING
 from keras_softmoe.routers._router import check_num_experts
 from keras_softmoe.routers._routing_losses import ImportanceLoss, LoadLoss
+from keras_softmoe.routers._sinkhorn import SinkhornSelection
 from keras_softmoe.routers._sparse import SparseRouter
 from keras_softmoe.sharding import is_distributed
-from keras_softmoe.types import Tensor
 
 # Less than this is no probability. Its inverse, times gradients, is still a number.
 _NOTHING = 1e-30
@@ -211,7 +210,7 @@ class SoftmaxTokenChoiceRouter(TokenChoiceRouter):
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class SinkhornTokenChoiceRouter(TokenChoiceRouter):
+class SinkhornTokenChoiceRouter(SinkhornSelection, TokenChoiceRouter):
     """Every token chooses the experts with the most weight in a balanced plan.
 
     The plan is `ops.sinkhorn_plan` of the logits: since each expert receives the same
@@ -304,18 +303,6 @@ class SinkhornTokenChoiceRouter(TokenChoiceRouter):
         )
         check_whole_numbers(1, num_iterations=num_iterations)
         self.num_iterations = num_iterations
-
-    def selection_scores(
-        self,
-        logits: Tensor,
-        probabilities: Tensor,
-        capacity: int,
-        valid: Tensor | None,
-        limit: Tensor,
-    ) -> Tensor:
-        if self.combine == "softmax":
-            logits = ops.stop_gradient(logits)
-        return sinkhorn_plan(logits, self.num_iterations, valid)
 
     def get_config(self):
         return {

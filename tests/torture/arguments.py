@@ -28,12 +28,13 @@ SOFT = routers.SoftRouter(4)
 
 NO_SIZES = [0, -1, 2.5, 4.0, "4", True, None, [4], 10**30]
 _ODD = [float("nan"), 1j, b"4", {}, object, np.zeros(2), "x" * 10**5]
+_NOT_POSITIVE = [0, -1.0, "1.0", None, float("inf"), 1e308, 10**400, *_ODD]
 WRONG = {
     "size": [*NO_SIZES, *_ODD, -(10**12), "8" * 10**5, range(10**6)],
     "optional size": [*(v for v in NO_SIZES if v is not None), *_ODD],
     "rate": [-0.1, 1.0, "0.1", None, float("inf"), [0.1], 10**400, *_ODD],
-    "positive": [0, -1.0, "1.0", None, float("inf"), 1e308, 10**400, *_ODD],
-    "optional positive": [0, -1.0, "1.0", float("inf"), 1e308, 10**400, *_ODD],
+    "positive": _NOT_POSITIVE,
+    "optional positive": [v for v in _NOT_POSITIVE if v is not None],
     "deviation": [-1.0, "a", None, float("inf"), 1e308, *_ODD],
     "number": ["a", None, [1.0], float("inf"), 1e308, 10**400, *_ODD],
     "optional number": ["a", float("inf"), 1e308, 10**400, ["a"], [1.0, None], *_ODD],
