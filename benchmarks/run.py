@@ -16,6 +16,7 @@ import layers
 import memory
 import models
 import overheads
+import reference
 import report
 import rivals
 import scaling
@@ -26,6 +27,7 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 SECTIONS = {
     "memory": memory.measure_all,
     "layers": layers.measure_all,
+    "reference": reference.measure_all,
     "overheads": overheads.measure_all,
     "models": models.measure_all,
     "scaling": scaling.measure_all,
@@ -41,7 +43,7 @@ def measure(options, file):
         sections[name] = report.shown(SECTIONS[name](options))
         # Now that the processes of `memory` are gone this one may touch the device.
         content = report.heading(options)
-        content["rivals"] = rivals.described()
+        content["rivals"] = {**rivals.described(), **reference.described()}
         content["sections"] = {**kept(file, content), **sections}
         report.write_json(file, content)
     print(f"{file}, after {time.perf_counter() - started:.0f} s")

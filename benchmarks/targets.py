@@ -46,6 +46,10 @@ def _overhead(text, name):
     return Target(text, "overheads", name, FIT, "without", 1.05)
 
 
+def _reference(text, name, rival="vmoe"):
+    return Target(text, "reference", name, BOTH, rival, 1.0)
+
+
 def _rivals_of_layer(text, name):
     return tuple(
         _layer(text, name, BOTH, rival, _FASTER)
@@ -77,6 +81,11 @@ TARGETS = (
     ),
     *_rivals_of_layer(_SOFT_128, "soft_128x1"),
     *_rivals_of_layer(_SOFT_32, "soft_32x6"),
+    _reference(_SOFT_128, "soft_128x1"),
+    _reference(_SOFT_32, "soft_32x6"),
+    _reference("Token choice", "token_choice", "vmoe, einsum"),
+    _reference("Token choice", "token_choice", "vmoe, indices"),
+    _reference("Expert choice", "expert_choice"),
     Target("More experts, as many slots", "scaling", None, FORWARD, None, 1.25),
     Target(_MODEL, "models", "soft_moe", FORWARD, "dense_twin", _TWIN),
     # With a quarter of a batch nobody asks for it, but it is what training costs.

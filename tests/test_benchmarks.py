@@ -1,9 +1,11 @@
 """The benchmarks time what they should; how fast that is is not tested."""
 
+import argparse
 import importlib
 import itertools
 import json
 import pathlib
+import sys
 
 import keras
 import numpy as np
@@ -255,6 +257,58 @@ def test_soft_moe_pytorch_is_our_layer_on_normalized_tokens(equal_rival):
     np.testing.assert_allclose(
         to_numpy(ours(tokens)), to_numpy(theirs(tokens)), atol=1e-3
     )
+
+
+RELEASED = """
+class MlpMoeBlock:
+    def __init__(self, num_experts, group_size, router, mlp_dim, **kwargs):
+        assert router["name"].endswith("Router") and mlp_dim == 8
+        assert group_size in (4, 32) and num_experts in (32, 128)
+        assert set(kwargs) == {"deterministic", "split_rngs"}
+
+    def init(self, keys, inputs):
+        return {"params": {"kernel": inputs[0]}}
+
+    def apply(self, variables, inputs, rngs):
+        outputs = inputs * variables["params"]["kernel"]
+        return outputs, {"auxiliary_loss": outputs.sum()}
+"""
+
+
+@pytest.fixture
+def released_code(tmp_path, monkeypatch):
+    """Where the released code is; a small module with its names stands in for it."""
+    file = tmp_path / "vmoe" / "nn" / "vit_moe.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(RELEASED)
+    (tmp_path / "flax.py").write_text("__version__ = '1'")
+    monkeypatch.setenv("REFERENCE_PYTHON", sys.executable)
+    monkeypatch.setenv("REFERENCE_PATH", str(tmp_path))
+    return file
+
+
+def test_released_code_runs_in_processes_of_its_own(layers, benchmark, released_code):
+    reference = benchmark("reference")
+    options = argparse.Namespace(shapes="small", rounds=1, seconds=1.0)
+    if keras.backend.backend() != "jax":
+        assert list(reference.measure_all(options)) == []
+        assert reference.described() == {}
+        return
+    rows = list(reference.measure_all(options))
+    rivals = {name: list(rivals) for name, rivals in reference.RIVALS.items()}
+    assert [(row["name"], row["pass"]) for row in rows] == list(
+        itertools.product(rivals, ["forward", "forward+backward"])
+    )
+    for row in rows:
+        check_times(row, ["layer", *rivals[row["name"]]])
+    assert reference.described()["vmoe"]["version"].endswith(" flax 1)")
+
+
+def test_released_code_that_does_not_start_is_named(benchmark, released_code, capfd):
+    released_code.unlink()
+    with pytest.raises(RuntimeError, match="REFERENCE_PATH="):
+        benchmark("reference").Worker()
+    assert "No module named" in capfd.readouterr().err
 
 
 def test_bounds(benchmark):
