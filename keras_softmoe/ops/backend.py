@@ -11,8 +11,9 @@ from keras import ops
 
 # An expert with fewer rows is a small product, see `affine` and `chunked_map`.
 _FEW_ROWS = 128
-# Experts of a chunk on JAX.
+# Experts of a chunk: with few rows on JAX, and with many.
 _CHUNK = 8
+_CHUNK_OF_MANY_ROWS = 4
 # A logit of what gets no attention. Finite in float16, too.
 _NEVER = -6e4
 
@@ -177,21 +178,59 @@ def chunked_map(fn, operands, sharded=False):
     """
     operands = [ops.convert_to_tensor(operand) for operand in operands]
     count, rows, _ = operands[0].shape
+    size = _CHUNK_OF_MANY_ROWS
+    many_rows = count > size and isinstance(rows, int) and rows >= _FEW_ROWS
     if keras.backend.backend() == "torch":
         import torch
 
         # Gradients would be put together from as many parts, which costs more.
         all_at_once = torch.is_grad_enabled() or operands[0].device.type != "cpu"
-        if all_at_once or count <= 4 or not isinstance(rows, int) or _are_few(rows):
+        if all_at_once or not many_rows:
             return fn(*operands)
-        chunks = zip(*(x.split(4) for x in operands), strict=True)
+        chunks = zip(*(x.split(size) for x in operands), strict=True)
         return torch.cat([fn(*chunk) for chunk in chunks])
-    # XLA takes twice as long for hundreds of small products as for some at a time.
-    if count < 256 or count % _CHUNK or not _is_jax_on("cpu") or sharded:
+    if not _is_jax_on("cpu") or sharded:
         return fn(*operands)
-    chunks = [ops.reshape(x, (-1, _CHUNK, *x.shape[1:])) for x in operands]
-    results = ops.map(lambda chunk: fn(*chunk), chunks)
-    return ops.reshape(results, (count, *results.shape[2:]))
+    # XLA takes twice as long for hundreds of small products as for some at a time.
+    if count >= 256 and count % _CHUNK == 0:
+        return _in_chunks(fn, _CHUNK)(*operands)
+    if many_rows and count % size == 0:
+        return _but_for_gradients(_in_chunks(fn, size), fn)(*operands)
+    return fn(*operands)
+
+
+def _in_chunks(fn, size):
+    """`fn`, computed for as many elements along the first axis at a time."""
+
+    def compute(*operands):
+        chunks = [ops.reshape(x, (-1, size, *x.shape[1:])) for x in operands]
+        results = ops.map(lambda chunk: fn(*chunk), chunks)
+        return ops.reshape(results, (-1, *results.shape[2:]))
+
+    return compute
+
+
+def _but_for_gradients(quick, fn):
+    """On JAX, `quick`, and the equal `fn` where something is differentiated."""
+    import jax
+
+    either = jax.custom_jvp(quick)
+
+    @functools.partial(either.defjvp, symbolic_zeros=True)
+    def derivative(values, tangents):
+        is_zero = [isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents]
+
+        def of_others(*others):
+            others = iter(others)
+            pairs = zip(values, is_zero, strict=True)
+            return fn(*(value if zero else next(others) for value, zero in pairs))
+
+        def without_zeros(items):
+            return [x for x, zero in zip(items, is_zero, strict=True) if not zero]
+
+        return jax.jvp(of_others, without_zeros(values), without_zeros(tangents))
+
+    return either
 
 
 def add_rows(rows, index, num_rows):

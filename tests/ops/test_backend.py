@@ -9,6 +9,7 @@ from keras_softmoe.layers import Experts
 from keras_softmoe.ops.backend import add_rows, affine, attend, chunked_map
 from tests.gradients import value_and_gradients
 from tests.references import to_numpy
+from tests.skips import only_on
 
 
 def normal(*shape, seed=0):
@@ -126,6 +127,41 @@ def test_chunked_map(count, rows):
             found = to_numpy(chunked_map(products, [x, kernel]))
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     assert_same(lambda *a: chunked_map(products, a), products, (x, kernel))
+
+
+@only_on("jax", because="own loop")
+def test_chunks_cost_gradients_nothing():
+    """What is not differentiated is not multiplied either, forward or backward."""
+    import jax
+
+    def products(x, kernel):
+        return ops.tanh(ops.matmul(x, kernel))
+
+    def gradient(fn, number):
+        def total(x, kernel):
+            return ops.sum(fn(x, kernel))
+
+        return jax.grad(total, number)
+
+    arrays = normal(8, 128, 3), normal(8, 3, 4)
+    tangents = normal(8, 128, 3), normal(8, 3, 4)
+
+    def chunked(*operands):
+        return chunked_map(products, operands)
+
+    for number in (0, 1, (0, 1)):
+        texts = [
+            str(jax.make_jaxpr(gradient(fn, number))(*arrays))
+            for fn in (chunked, products)
+        ]
+        counts = [text.count("dot_general") for text in texts]
+        assert counts[0] == counts[1]
+    for found, expected in zip(
+        jax.jvp(chunked, arrays, tangents),
+        jax.jvp(products, arrays, tangents),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dropout_rate", [0.0, 0.5])
