@@ -269,8 +269,7 @@ class Experts(keras.layers.Layer):
             x = self.dropout(hidden(x, *weights[:2]), training=True)
             return multiply(x, *weights[2:])
         if count is not None:
-            each = functools.partial(_mlp, activation=self.activation, multiply=affine)
-            return map_experts(mlp, each, x, weights, count)
+            return map_experts(mlp, _mlps_of_slots(self.activation), x, weights, count)
         return chunked_map(mlp, [x, *weights], sharded)
 
     def compute_output_shape(self, slots_shape):
@@ -313,6 +312,11 @@ def _hidden(x, kernel, bias, activation, multiply):
 def _mlp(x, kernel, bias, output_kernel, output_bias, activation, multiply):
     hidden = _hidden(x, kernel, bias, activation, multiply)
     return multiply(hidden, output_kernel, output_bias)
+
+
+@functools.cache
+def _mlps_of_slots(activation):
+    return functools.partial(_mlp, activation=activation, multiply=affine)
 
 
 def _multiply(dense, x):

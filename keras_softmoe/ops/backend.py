@@ -65,7 +65,7 @@ def affine(x, kernel, bias, sharded=False):
             return torch.baddbmm(bias, x, kernel)
         return torch.nn.functional.linear(x, kernel.T, bias)
     if stacked:
-        on_processor = _is_jax_on("cpu") and not sharded
+        on_processor = is_jax_on("cpu") and not sharded
         if on_processor and _are_few(x.shape[1]):
             return _product_of_few_rows()(x, kernel) + bias
         return ops.matmul(x, kernel) + bias
@@ -121,7 +121,7 @@ def attend(query, key, value, mask=None):
     if mask is not None:
         # (B, 1, 1, S)
         mask = ops.expand_dims(ops.expand_dims(mask, 1), 1)
-    if _is_jax_on("gpu", "tpu") and mask is None:
+    if is_jax_on("gpu", "tpu") and mask is None:
         return ops.dot_product_attention(query, key, value)
     query, key, value = (ops.transpose(x, (0, 2, 1, 3)) for x in (query, key, value))
     if keras.backend.backend() == "torch":
@@ -151,7 +151,8 @@ def _are_few(rows):
     return isinstance(rows, int) and rows < _FEW_ROWS
 
 
-def _is_jax_on(*platforms):
+def is_jax_on(*platforms):
+    """Whether the backend is JAX, and computes on one of these, such as `"cpu"`."""
     if keras.backend.backend() != "jax":
         return False
     import jax
@@ -187,7 +188,7 @@ def chunked_map(fn, operands, sharded=False):
             return fn(*operands)
         chunks = zip(*(x.split(size) for x in operands), strict=True)
         return torch.cat([fn(*chunk) for chunk in chunks])
-    if not _is_jax_on("cpu") or sharded:
+    if not is_jax_on("cpu") or sharded:
         return fn(*operands)
     # XLA takes twice as long for hundreds of small products as for some at a time.
     if count >= 256 and count % _CHUNK == 0:

@@ -8,7 +8,7 @@ import functools
 import keras
 from keras import ops
 
-from keras_softmoe.ops.backend import compiled_on_jax
+from keras_softmoe.ops.backend import affine, compiled_on_jax, is_jax_on
 
 # Of the mean number of rows: the sizes of the pieces in which JAX takes an expert's
 # rows on a processor. Fine where most experts are; an expert with more takes several.
@@ -49,12 +49,13 @@ def grouped_affine(rows, kernel, bias, count):
 def map_experts(all_at_once, each, rows, weights, count):
     """What experts make of rows that are sorted by expert.
 
-    Without gradients PyTorch on a processor computes expert after expert, whose hidden
-    activations its caches hold.
+    On a processor JAX, and PyTorch without gradients, compute expert after expert,
+    whose hidden activations their caches hold.
 
     Args:
         all_at_once: callable `(rows, *weights)` that computes it.
-        each: callable that does so for slots, `(E, N, D)`.
+        each: callable that does so for slots, `(E, N, D)`; the same one in every call,
+            since JAX compiles for it.
         rows: `(N, D)` tensor, see `grouped_affine`.
         weights: list of tensors whose first axis is that of experts.
         count: `(E,)` int32 tensor.
@@ -71,6 +72,8 @@ def map_experts(all_at_once, each, rows, weights, count):
             banks = zip(*(w.split(1) for w in weights), strict=True)
             experts = zip(pieces, banks, strict=True)
             return torch.cat([each(x[None], *ws)[0] for x, ws in experts])
+    if is_jax_on("cpu"):
+        return _in_pieces(rows, tuple(weights), count, each)
     return all_at_once(rows, *weights)
 
 
@@ -165,116 +168,128 @@ def _on_tensorflow(rows, kernel, bias, count):
 # === JAX ===
 
 
-@compiled_on_jax()
 def _on_jax(rows, kernel, bias, count):
     import jax
     from jax import numpy as jnp
 
-    if jax.default_backend() != "cpu":
-        expert = jnp.repeat(
-            jnp.arange(len(count)), count, total_repeat_length=len(rows)
-        )
-        return jax.lax.ragged_dot(rows, kernel, count) + bias[expert, 0]
-    return _by_pieces()(rows, kernel, bias, count)
+    if jax.default_backend() == "cpu":
+        return _in_pieces(rows, (kernel, bias), count, affine)
+    expert = jnp.repeat(jnp.arange(len(count)), count, total_repeat_length=len(rows))
+    return jax.lax.ragged_dot(rows, kernel, count) + bias[expert, 0]
 
 
-@functools.cache
-def _by_pieces():
-    """`grouped_affine` for processors, where XLA's own multiplies all rows by all E.
+@compiled_on_jax("each")
+def _in_pieces(rows, weights, count, each):
+    """`map_experts` for processors, where XLA's own multiplies all rows by all E.
 
-    Shapes are fixed when XLA compiles, so an expert takes its rows in pieces of a few
-    sizes: the smallest one that holds them all, or several of the largest. A piece may
-    reach beyond the expert's last row; the next expert writes over that.
+    Shapes are fixed when XLA compiles, so experts take their rows in pieces of a few
+    sizes: the smallest one that holds them all, or several of the largest. Two experts
+    are computed at a time, which is faster than one. What lies between rows and results
+    is computed again for gradients: it stays in the caches, and is never written.
     """
     import jax
     from jax import lax
     from jax import numpy as jnp
 
-    def pieces_of(rows, count):
-        mean = rows.shape[0] / count.shape[0]
-        sizes = sorted({8 * max(1, round(part * mean / 8)) for part in _PIECES})
-        largest = sizes[-1]
+    num_rows, num_experts = rows.shape[0], count.shape[0]
+    parts = (round(part * num_rows / num_experts / 8) for part in _PIECES)
+    sizes = sorted({8 * max(1, part) for part in parts})
+    largest = sizes[-1]
+    together = 2 - num_experts % 2
 
-        def piece(fn, left, start):
-            """`fn(size, start)` with the size that suits `left` rows."""
-            index = jnp.searchsorted(jnp.array(sizes), left)
-            branches = [functools.partial(fn, size) for size in sizes]
-            return lax.switch(jnp.minimum(index, len(sizes) - 1), branches, start)
+    def padded(x):
+        return jnp.pad(x, ((0, largest), (0, 0)))
 
-        def padded(x):
-            return jnp.pad(x, ((0, largest), (0, 0)))
+    def cut(x, first, size):
+        return jnp.stack([lax.dynamic_slice_in_dim(x, start, size) for start in first])
 
+    def piece(fn, size, first, left, xs, weights):
+        """`fn` of as many rows of some experts, its results padded to the largest."""
+        is_own = (jnp.arange(size) < left[:, None])[..., None]
+        of_rows, of_weights = fn([cut(x, first, size) for x in xs], weights, is_own)
+        return jnp.pad(of_rows, ((0, 0), (0, largest - size), (0, 0))), of_weights
+
+    def for_all(fn, xs, weights, count, width):
+        """Results for all rows, and those for all weights.
+
+        Args:
+            fn: callable `(xs, weights, is_own)` that returns both for some experts.
+            xs: list of `(N, ...)` tensors.
+            weights: tuple of `(E, ...)` tensors.
+            count: `(E,)` tensor.
+            width: int, of the results for rows.
+        """
+        xs = [padded(x) for x in xs]
         ends = jnp.cumsum(count)
-        return piece, padded, largest, ends - count, ends
+        starts = ends - count
 
-    def cut(x, start, size):
-        return lax.dynamic_slice_in_dim(x, start, size)
+        def step(results, operands):
+            first, left, weights = operands
+            branches = [functools.partial(piece, fn, size) for size in sizes]
+            index = jnp.searchsorted(jnp.array(sizes), left.max())
+            index = jnp.minimum(index, len(sizes) - 1)
+            y, of_weights = lax.switch(index, branches, first, left, xs, weights)
+            # A piece may reach beyond an expert's last row; the next writes over that.
+            for number, start in enumerate(first):
+                results = lax.dynamic_update_slice_in_dim(results, y[number], start, 0)
+            return results, of_weights
 
-    def multiply(rows, kernel, bias, count, contracted):
-        """Products over the given axis of an expert's kernel."""
-        piece, padded, largest, starts, ends = pieces_of(rows, count)
-        x = padded(rows)
+        def some_at_a_time(x):
+            return x.reshape(-1, together, *x.shape[1:])
 
-        def expert(results, operands):
-            first, end, kernel, bias = operands
+        operands = jax.tree.map(some_at_a_time, (starts, count, weights))
+        results, of_weights = lax.scan(
+            step, jnp.zeros((num_rows + largest, width), xs[0].dtype), operands
+        )
+        of_weights = [x.reshape(num_experts, *x.shape[2:]) for x in of_weights]
 
-            def product(size, start):
-                dimensions = (((1,), (contracted,)), ((), ()))
-                y = lax.dot_general(cut(x, start, size), kernel, dimensions) + bias
-                return jnp.pad(y, ((0, largest - size), (0, 0)))
+        def more(expert, state):
+            """The rows of an expert with more than the largest piece."""
 
-            def step(state):
-                start, results = state
-                y = piece(product, end - start, start)
+            def another(state):
+                start, results, of_weights = state
+                first, left = start[None], (ends[expert] - start)[None]
+                own = [weight[expert][None] for weight in weights]
+                y, sums = piece(fn, largest, first, left, xs, own)
+                before = lax.dynamic_slice_in_dim(results, start, largest)
+                y = jnp.where((jnp.arange(largest) < left[0])[:, None], y[0], before)
                 results = lax.dynamic_update_slice_in_dim(results, y, start, 0)
-                return start + largest, results
+                sums = zip(of_weights, sums, strict=True)
+                of_weights = [x.at[expert].add(more[0]) for x, more in sums]
+                return start + largest, results, of_weights
 
-            state = lax.while_loop(lambda s: s[0] < end, step, (first, results))
-            return state[1], None
+            state = (starts[expert] + largest, *state)
+            return lax.while_loop(lambda s: s[0] < ends[expert], another, state)[1:]
 
-        results = jnp.zeros((x.shape[0], kernel.shape[2 - contracted]), x.dtype)
-        results, _ = lax.scan(expert, results, (starts, ends, kernel, bias))
-        return results[: len(rows)]
-
-    def outer(rows, upstream, count):
-        """Gradients of kernels and biases."""
-        piece, padded, largest, starts, ends = pieces_of(rows, count)
-        x, given = padded(rows), padded(upstream)
-
-        def expert(_, bounds):
-            first, end = bounds
-
-            def product(size, start):
-                is_own = start + jnp.arange(size)[:, None] < end
-                own = jnp.where(is_own, cut(given, start, size), 0)
-                return cut(x, start, size).T @ own, own.sum(0, keepdims=True)
-
-            def step(state):
-                start, sums = state
-                more = piece(product, end - start, start)
-                return start + largest, jax.tree.map(jnp.add, sums, more)
-
-            # Mostly one piece is all: nothing is added up then.
-            state = first + largest, piece(product, end - first, first)
-            return None, lax.while_loop(lambda s: s[0] < end, step, state)[1]
-
-        return lax.scan(expert, None, (starts, ends))[1]
+        results, of_weights = lax.fori_loop(0, num_experts, more, (results, of_weights))
+        return results[:num_rows], of_weights
 
     @jax.custom_vjp
-    def product(rows, kernel, bias, count):
-        return multiply(rows, kernel, bias, count, contracted=0)
+    def compute(rows, weights, count):
+        def forward(xs, weights, is_own):
+            return each(xs[0], *weights), []
 
-    def forward(rows, kernel, bias, count):
-        return product(rows, kernel, bias, count), (rows, kernel, bias, count)
+        width = jax.eval_shape(each, cut(rows, [0], 1), *(w[:1] for w in weights))
+        return for_all(forward, [rows], weights, count, width.shape[-1])[0]
 
-    def backward(kept, upstream):
-        rows, kernel, bias, count = kept
-        none = jnp.zeros((len(count), 1, 1), bias.dtype)
-        of_rows = multiply(upstream, kernel, none, count, contracted=1)
-        return of_rows, *outer(rows, upstream, count), None
+    def keep(rows, weights, count):
+        return compute(rows, weights, count), (rows, weights, count)
 
-    product.defvjp(forward, backward)
-    return product
+    def gradients(kept, upstream):
+        rows, weights, count = kept
+
+        def backward(xs, weights, is_own):
+            x, given = xs
+            _, pull_back = jax.vjp(each, x, *weights)
+            of_rows, *of_weights = pull_back(jnp.where(is_own, given, 0))
+            return of_rows, of_weights
+
+        xs, width = [rows, upstream], rows.shape[-1]
+        of_rows, of_weights = for_all(backward, xs, weights, count, width)
+        return of_rows, tuple(of_weights), None
+
+    compute.defvjp(keep, gradients)
+    return compute(rows, weights, count)
 
 
 _GROUPED_AFFINE = {

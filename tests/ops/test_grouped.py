@@ -1,0 +1,39 @@
+"""Products of rows that are sorted by expert are those of each expert's own rows."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_softmoe.ops.grouped import grouped_affine
+from tests.gradients import value_and_gradients
+
+# Rows of each expert: of an odd number of experts, none, and far more than the mean,
+# which JAX takes in several pieces.
+COUNTS = {"odd": [5, 0, 7], "even": [4, 6], "pieces": [0, 90, 3, 2, 0, 1, 2, 2]}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_grouped_affine(name):
+    count = np.array(COUNTS[name], "int32")
+    rng = np.random.default_rng(0)
+    shapes = (count.sum(), 8), (len(count), 8, 4), (len(count), 1, 4), (count.sum(), 4)
+    *arrays, weight = (rng.standard_normal(shape).astype("float32") for shape in shapes)
+    ends = np.cumsum(count)
+
+    def each(rows, kernel, bias):
+        pieces = [
+            ops.matmul(rows[end - number : end], kernel[e]) + bias[e]
+            for e, (number, end) in enumerate(zip(count, ends, strict=True))
+        ]
+        return ops.sum(ops.multiply(ops.tanh(ops.concatenate(pieces)), weight))
+
+    def grouped(rows, kernel, bias):
+        found = grouped_affine(rows, kernel, bias, ops.convert_to_tensor(count))
+        return ops.sum(ops.multiply(ops.tanh(found), weight))
+
+    expected, found = (value_and_gradients(fn, arrays) for fn in (each, grouped))
+    for one, two in zip(
+        keras.tree.flatten(expected), keras.tree.flatten(found), strict=True
+    ):
+        np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-5)
