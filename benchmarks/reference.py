@@ -1,10 +1,10 @@
 """Time of our layers beside those of the papers' own code, which JAX alone can meet.
 
-The released code (https://github.com/google-research/vmoe) runs on an older JAX than
-ours, so each of its layers has a process of its own, which waits while ours runs. Make
-an environment for it, such as with `jax==0.7.2 flax==0.12.0 clu ml_collections`, check
-out that repository and https://github.com/google-research/vision_transformer, and say
-where they are:
+The released code (https://github.com/google-research/vmoe) need not run on the JAX that
+ours runs on, so each of its layers has a process of its own, which waits while ours
+runs. Make an environment for it with `jax flax clu ml_collections`, check out that
+repository and https://github.com/google-research/vision_transformer, and say where
+they are:
 
     export REFERENCE_PYTHON=reference/bin/python
     export REFERENCE_PATH=vmoe:vision_transformer

@@ -37,6 +37,8 @@ FIGURES = {
     GUIDES / "limoe_load.png": "images/limoe_load.png",
     GUIDES / "limoe_text_experts.png": "images/limoe_text_experts.png",
     STUDY / "small" / "curves.png": "results/figures/study_curves.png",
+    STUDY / "small" / "upstream_accuracy.png": "results/figures/study_upstream.png",
+    STUDY / "small" / "10_shot.png": "results/figures/study_10_shot.png",
     STUDY
     / "first_edition"
     / "upstream_accuracy.png": "results/figures/first_edition_upstream.png",
