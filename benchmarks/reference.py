@@ -23,7 +23,7 @@ import subprocess
 import keras
 import layers
 import report
-from timing import compare, step
+from timing import row_of_pass, step
 
 NAME = "vmoe"
 WORKER = pathlib.Path(__file__).with_name("reference_worker.py")
@@ -112,7 +112,7 @@ def described():
     if not is_there():
         return {}
     program = (
-        "import jax, flax; print('jax', jax.__version__, 'flax', flax.__version__)"
+        "import jax, flax; print(jax.__version__, flax.__version__, sep=', flax ')"
     )
     command = [os.environ["REFERENCE_PYTHON"], "-c", program]
     versions = subprocess.check_output(command, env=_environment(), text=True).strip()
@@ -150,8 +150,7 @@ def measure_all(options):
                 for rival in rivals:
                     worker = _worker(rival, name, shapes, backward)
                     steps[rival] = stack.enter_context(contextlib.closing(worker))
-                kind = "forward+backward" if backward else "forward"
-                yield {"name": name, "pass": kind, **compare(steps, patience)}
+                yield row_of_pass(name, steps, backward, patience)
         # The experts of the next layer need the room.
         del ours
         gc.collect()

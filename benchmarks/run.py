@@ -38,12 +38,13 @@ def measure(options, file):
     """Measure sections and write the file after each."""
     started = time.perf_counter()
     sections = {}
+    of_rivals = {**rivals.described(), **reference.described()}
     for name in options.sections:
         print(f"{name}, after {time.perf_counter() - started:.0f} s", flush=True)
         sections[name] = report.shown(SECTIONS[name](options))
         # Now that the processes of `memory` are gone this one may touch the device.
         content = report.heading(options)
-        content["rivals"] = {**rivals.described(), **reference.described()}
+        content["rivals"] = of_rivals
         content["sections"] = {**kept(file, content), **sections}
         report.write_json(file, content)
     print(f"{file}, after {time.perf_counter() - started:.0f} s")

@@ -231,5 +231,10 @@ def one_pass(name, layers, inputs, backward, patience, jit_compile):
         key: step(layer, inputs[key], backward, jit_compile)
         for key, layer in layers.items()
     }
+    return row_of_pass(name, steps, backward, patience)
+
+
+def row_of_pass(name, steps, backward, patience):
+    """Let steps take turns, ours first; what `one_pass` returns about them."""
     kind = "forward+backward" if backward else "forward"
     return {"name": name, "pass": kind, **compare(steps, patience)}

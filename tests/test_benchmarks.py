@@ -305,7 +305,9 @@ def test_released_code_runs_in_processes_of_its_own(
     )
     for row in rows:
         check_times(row, ["layer", *rivals[row["name"]]])
-    assert reference.described()["vmoe"]["version"].endswith(" flax 1)")
+    version = reference.described()["vmoe"]["version"]
+    assert version.endswith(" flax 1)")
+    assert version.startswith("(jax ") and version.count("jax") == 1
 
 
 def test_released_code_that_does_not_start_is_named(benchmark, released_code, capfd):

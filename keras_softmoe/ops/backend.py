@@ -178,7 +178,7 @@ def chunked_map(fn, operands, sharded=False):
     operands = [ops.convert_to_tensor(operand) for operand in operands]
     count, rows, _ = operands[0].shape
     size = _CHUNK_OF_MANY_ROWS
-    many_rows = count > size and isinstance(rows, int) and rows >= _FEW_ROWS
+    many_rows = count > size and isinstance(rows, int) and not _are_few(rows)
     if keras.backend.backend() == "torch":
         import torch
 

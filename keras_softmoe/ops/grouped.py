@@ -172,7 +172,7 @@ def _on_jax(rows, kernel, bias, count):
     import jax
     from jax import numpy as jnp
 
-    if jax.default_backend() == "cpu":
+    if is_jax_on("cpu"):
         return _in_pieces(rows, (kernel, bias), count, affine)
     expert = jnp.repeat(jnp.arange(len(count)), count, total_repeat_length=len(rows))
     return jax.lax.ragged_dot(rows, kernel, count) + bias[expert, 0]
