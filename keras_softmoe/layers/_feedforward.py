@@ -269,7 +269,11 @@ class Experts(keras.layers.Layer):
             x = self.dropout(hidden(x, *weights[:2]), training=True)
             return multiply(x, *weights[2:])
         if count is not None:
-            return map_experts(mlp, _mlps_of_slots(self.activation), x, weights, count)
+            stages = (affine, _after_first(self.activation))
+            banks = tuple(weights[:2]), tuple(weights[2:])
+            if self.remat:
+                stages, banks = (_mlps_of_slots(self.activation),), (tuple(weights),)
+            return map_experts(mlp, stages, x, banks, count)
         return chunked_map(mlp, [x, *weights], sharded)
 
     def compute_output_shape(self, slots_shape):
@@ -314,9 +318,20 @@ def _mlp(x, kernel, bias, output_kernel, output_bias, activation, multiply):
     return multiply(hidden, output_kernel, output_bias)
 
 
+# The same functions in every call, see `map_experts`.
+
+
 @functools.cache
 def _mlps_of_slots(activation):
     return functools.partial(_mlp, activation=activation, multiply=affine)
+
+
+@functools.cache
+def _after_first(activation):
+    def after_first(hidden, kernel, bias):
+        return affine(_ACTIVATIONS[activation](hidden), kernel, bias)
+
+    return after_first
 
 
 def _multiply(dense, x):

@@ -4,6 +4,7 @@ Keras has no such product, and each backend another one.
 """
 
 import functools
+from operator import itemgetter
 
 import keras
 from keras import ops
@@ -46,7 +47,7 @@ def grouped_affine(rows, kernel, bias, count):
     return _GROUPED_AFFINE[keras.backend.backend()](rows, kernel, bias, count)
 
 
-def map_experts(all_at_once, each, rows, weights, count):
+def map_experts(all_at_once, stages, rows, weights, count):
     """What experts make of rows that are sorted by expert.
 
     On a processor JAX, and PyTorch without gradients, compute expert after expert,
@@ -54,10 +55,13 @@ def map_experts(all_at_once, each, rows, weights, count):
 
     Args:
         all_at_once: callable `(rows, *weights)` that computes it.
-        each: callable that does so for slots, `(E, N, D)`; the same one in every call,
-            since JAX compiles for it.
+        stages: tuple of callables that do so for slots, `(E, N, D)`, one after the
+            other, each with its weights; the same ones in every call, since JAX
+            compiles for them. What lies between two of them is kept for gradients,
+            what is inside of one is computed again.
         rows: `(N, D)` tensor, see `grouped_affine`.
-        weights: list of tensors whose first axis is that of experts.
+        weights: tuple with a tuple for each stage, of tensors whose first axis is that
+            of experts.
         count: `(E,)` int32 tensor.
 
     Returns:
@@ -68,13 +72,23 @@ def map_experts(all_at_once, each, rows, weights, count):
 
         is_eager = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
         if is_eager and rows.device.type == "cpu":
-            pieces = rows.split(count.tolist())
-            banks = zip(*(w.split(1) for w in weights), strict=True)
-            experts = zip(pieces, banks, strict=True)
-            return torch.cat([each(x[None], *ws)[0] for x, ws in experts])
+            results = []
+            for e, x in enumerate(rows.split(count.tolist())):
+                own = keras.tree.map_structure(itemgetter(slice(e, e + 1)), weights)
+                results.append(_chain(stages, x[None], own)[-1][0])
+            return torch.cat(results)
     if is_jax_on("cpu"):
-        return _in_pieces(rows, tuple(weights), count, each)
-    return all_at_once(rows, *weights)
+        return _in_pieces(rows, weights, count, stages)
+    return all_at_once(rows, *(w for of_stage in weights for w in of_stage))
+
+
+def _chain(stages, x, weights):
+    """What each stage makes of what the one before it made, a list."""
+    results = []
+    for stage, of_stage in zip(stages, weights, strict=True):
+        x = stage(x, *of_stage)
+        results.append(x)
+    return results
 
 
 # === PyTorch ===
@@ -173,19 +187,18 @@ def _on_jax(rows, kernel, bias, count):
     from jax import numpy as jnp
 
     if is_jax_on("cpu"):
-        return _in_pieces(rows, (kernel, bias), count, affine)
+        return _in_pieces(rows, ((kernel, bias),), count, (affine,))
     expert = jnp.repeat(jnp.arange(len(count)), count, total_repeat_length=len(rows))
     return jax.lax.ragged_dot(rows, kernel, count) + bias[expert, 0]
 
 
-@compiled_on_jax("each")
-def _in_pieces(rows, weights, count, each):
+@compiled_on_jax("stages")
+def _in_pieces(rows, weights, count, stages):
     """`map_experts` for processors, where XLA's own multiplies all rows by all E.
 
     Shapes are fixed when XLA compiles, so experts take their rows in pieces of a few
     sizes: the smallest one that holds them all, or several of the largest. Two experts
-    are computed at a time, which is faster than one. What lies between rows and results
-    is computed again for gradients: it stays in the caches, and is never written.
+    are computed at a time, which is faster than one.
     """
     import jax
     from jax import lax
@@ -207,19 +220,19 @@ def _in_pieces(rows, weights, count, each):
         """`fn` of as many rows of some experts, its results padded to the largest."""
         is_own = (jnp.arange(size) < left[:, None])[..., None]
         of_rows, of_weights = fn([cut(x, first, size) for x in xs], weights, is_own)
-        return jnp.pad(of_rows, ((0, 0), (0, largest - size), (0, 0))), of_weights
+        missing = ((0, 0), (0, largest - size), (0, 0))
+        return [jnp.pad(x, missing) for x in of_rows], of_weights
 
-    def for_all(fn, xs, weights, count, width):
-        """Results for all rows, and those for all weights.
+    def for_all(fn, xs, weights, count, widths):
+        """Results for all rows, padded, and those for all weights, two lists.
 
         Args:
             fn: callable `(xs, weights, is_own)` that returns both for some experts.
-            xs: list of `(N, ...)` tensors.
-            weights: tuple of `(E, ...)` tensors.
+            xs: list of tensors of rows, padded.
+            weights: tuples of `(E, ...)` tensors.
             count: `(E,)` tensor.
-            width: int, of the results for rows.
+            widths: list of ints, of the results for rows.
         """
-        xs = [padded(x) for x in xs]
         ends = jnp.cumsum(count)
         starts = ends - count
 
@@ -228,19 +241,22 @@ def _in_pieces(rows, weights, count, each):
             branches = [functools.partial(piece, fn, size) for size in sizes]
             index = jnp.searchsorted(jnp.array(sizes), left.max())
             index = jnp.minimum(index, len(sizes) - 1)
-            y, of_weights = lax.switch(index, branches, first, left, xs, weights)
+            found, of_weights = lax.switch(index, branches, first, left, xs, weights)
             # A piece may reach beyond an expert's last row; the next writes over that.
             for number, start in enumerate(first):
-                results = lax.dynamic_update_slice_in_dim(results, y[number], start, 0)
+                pairs = zip(results, found, strict=True)
+                results = [
+                    lax.dynamic_update_slice_in_dim(x, y[number], start, 0)
+                    for x, y in pairs
+                ]
             return results, of_weights
 
         def some_at_a_time(x):
             return x.reshape(-1, together, *x.shape[1:])
 
         operands = jax.tree.map(some_at_a_time, (starts, count, weights))
-        results, of_weights = lax.scan(
-            step, jnp.zeros((num_rows + largest, width), xs[0].dtype), operands
-        )
+        empty = [jnp.zeros((num_rows + largest, n), xs[0].dtype) for n in widths]
+        results, of_weights = lax.scan(step, empty, operands)
         of_weights = [x.reshape(num_experts, *x.shape[2:]) for x in of_weights]
 
         def more(expert, state):
@@ -249,11 +265,16 @@ def _in_pieces(rows, weights, count, each):
             def another(state):
                 start, results, of_weights = state
                 first, left = start[None], (ends[expert] - start)[None]
-                own = [weight[expert][None] for weight in weights]
-                y, sums = piece(fn, largest, first, left, xs, own)
-                before = lax.dynamic_slice_in_dim(results, start, largest)
-                y = jnp.where((jnp.arange(largest) < left[0])[:, None], y[0], before)
-                results = lax.dynamic_update_slice_in_dim(results, y, start, 0)
+                own = jax.tree.map(lambda weight: weight[expert][None], weights)
+                found, sums = piece(fn, largest, first, left, xs, own)
+                is_own = (jnp.arange(largest) < left[0])[:, None]
+
+                def written(x, y):
+                    before = lax.dynamic_slice_in_dim(x, start, largest)
+                    y = jnp.where(is_own, y[0], before)
+                    return lax.dynamic_update_slice_in_dim(x, y, start, 0)
+
+                results = list(map(written, results, found))
                 sums = zip(of_weights, sums, strict=True)
                 of_weights = [x.at[expert].add(more[0]) for x, more in sums]
                 return start + largest, results, of_weights
@@ -262,31 +283,51 @@ def _in_pieces(rows, weights, count, each):
             return lax.while_loop(lambda s: s[0] < ends[expert], another, state)[1:]
 
         results, of_weights = lax.fori_loop(0, num_experts, more, (results, of_weights))
-        return results[:num_rows], of_weights
+        return results, of_weights
+
+    def forward(xs, weights, is_own):
+        return _chain(stages, xs[0], weights), []
+
+    def last(xs, weights, is_own):
+        return _chain(stages, xs[0], weights)[-1:], []
+
+    shapes = jax.eval_shape(
+        functools.partial(_chain, stages),
+        cut(rows, [0], 1),
+        jax.tree.map(lambda weight: weight[:1], weights),
+    )
+    widths = [x.shape[-1] for x in shapes]
 
     @jax.custom_vjp
     def compute(rows, weights, count):
-        def forward(xs, weights, is_own):
-            return each(xs[0], *weights), []
-
-        width = jax.eval_shape(each, cut(rows, [0], 1), *(w[:1] for w in weights))
-        return for_all(forward, [rows], weights, count, width.shape[-1])[0]
+        (results,), _ = for_all(last, [padded(rows)], weights, count, widths[-1:])
+        return results[:num_rows]
 
     def keep(rows, weights, count):
-        return compute(rows, weights, count), (rows, weights, count)
+        rows = padded(rows)
+        (*between, results), _ = for_all(forward, [rows], weights, count, widths)
+        return results[:num_rows], ([rows, *between], weights, count)
 
     def gradients(kept, upstream):
-        rows, weights, count = kept
+        xs, weights, count = kept
 
         def backward(xs, weights, is_own):
-            x, given = xs
-            _, pull_back = jax.vjp(each, x, *weights)
-            of_rows, *of_weights = pull_back(jnp.where(is_own, given, 0))
-            return of_rows, of_weights
+            *xs, given = xs
+            given, of_weights = jnp.where(is_own, given, 0), []
+            for stage, x, of_stage in reversed(
+                list(zip(stages, xs, weights, strict=True))
+            ):
+                _, pull_back = jax.vjp(stage, x, *of_stage)
+                given, *found = pull_back(given)
+                of_weights = [*found, *of_weights]
+            return [given], of_weights
 
-        xs, width = [rows, upstream], rows.shape[-1]
-        of_rows, of_weights = for_all(backward, xs, weights, count, width)
-        return of_rows, tuple(of_weights), None
+        width = xs[0].shape[-1]
+        (of_rows,), of_weights = for_all(
+            backward, [*xs, padded(upstream)], weights, count, [width]
+        )
+        of_weights = jax.tree.unflatten(jax.tree.structure(weights), of_weights)
+        return of_rows[:num_rows], of_weights, None
 
     compute.defvjp(keep, gradients)
     return compute(rows, weights, count)
