@@ -194,143 +194,162 @@ def _on_jax(rows, kernel, bias, count):
 
 @compiled_on_jax("stages")
 def _in_pieces(rows, weights, count, stages):
-    """`map_experts` for processors, where XLA's own multiplies all rows by all E.
-
-    Shapes are fixed when XLA compiles, so experts take their rows in pieces of a few
-    sizes: the smallest one that holds them all, or several of the largest. Two experts
-    are computed at a time, which is faster than one.
-    """
+    """`map_experts` for processors, where XLA's own multiplies all rows by all E."""
     import jax
-    from jax import lax
     from jax import numpy as jnp
 
-    num_rows, num_experts = rows.shape[0], count.shape[0]
-    parts = (round(part * num_rows / num_experts / 8) for part in _PIECES)
+    num_rows = rows.shape[0]
+    parts = (round(part * num_rows / count.shape[0] / 8) for part in _PIECES)
     sizes = sorted({8 * max(1, part) for part in parts})
-    largest = sizes[-1]
-    together = 2 - num_experts % 2
 
     def padded(x):
-        return jnp.pad(x, ((0, largest), (0, 0)))
+        # A piece may reach beyond the last row.
+        return jnp.pad(x, ((0, sizes[-1]), (0, 0)))
 
-    def cut(x, first, size):
-        return jnp.stack([lax.dynamic_slice_in_dim(x, start, size) for start in first])
-
-    def piece(fn, size, first, left, xs, weights):
-        """`fn` of as many rows of some experts, its results padded to the largest."""
-        is_own = (jnp.arange(size) < left[:, None])[..., None]
-        of_rows, of_weights = fn([cut(x, first, size) for x in xs], weights, is_own)
-        missing = ((0, 0), (0, largest - size), (0, 0))
-        return [jnp.pad(x, missing) for x in of_rows], of_weights
-
-    def for_all(fn, xs, weights, count, widths):
-        """Results for all rows, padded, and those for all weights, two lists.
-
-        Args:
-            fn: callable `(xs, weights, is_own)` that returns both for some experts.
-            xs: list of tensors of rows, padded.
-            weights: tuples of `(E, ...)` tensors.
-            count: `(E,)` tensor.
-            widths: list of ints, of the results for rows.
-        """
-        ends = jnp.cumsum(count)
-        starts = ends - count
-
-        def step(results, operands):
-            first, left, weights = operands
-            branches = [functools.partial(piece, fn, size) for size in sizes]
-            index = jnp.searchsorted(jnp.array(sizes), left.max())
-            index = jnp.minimum(index, len(sizes) - 1)
-            found, of_weights = lax.switch(index, branches, first, left, xs, weights)
-            # A piece may reach beyond an expert's last row; the next writes over that.
-            for number, start in enumerate(first):
-                pairs = zip(results, found, strict=True)
-                results = [
-                    lax.dynamic_update_slice_in_dim(x, y[number], start, 0)
-                    for x, y in pairs
-                ]
-            return results, of_weights
-
-        def some_at_a_time(x):
-            return x.reshape(-1, together, *x.shape[1:])
-
-        operands = jax.tree.map(some_at_a_time, (starts, count, weights))
-        empty = [jnp.zeros((num_rows + largest, n), xs[0].dtype) for n in widths]
-        results, of_weights = lax.scan(step, empty, operands)
-        of_weights = [x.reshape(num_experts, *x.shape[2:]) for x in of_weights]
-
-        def more(expert, state):
-            """The rows of an expert with more than the largest piece."""
-
-            def another(state):
-                start, results, of_weights = state
-                first, left = start[None], (ends[expert] - start)[None]
-                own = jax.tree.map(lambda weight: weight[expert][None], weights)
-                found, sums = piece(fn, largest, first, left, xs, own)
-                is_own = (jnp.arange(largest) < left[0])[:, None]
-
-                def written(x, y):
-                    before = lax.dynamic_slice_in_dim(x, start, largest)
-                    y = jnp.where(is_own, y[0], before)
-                    return lax.dynamic_update_slice_in_dim(x, y, start, 0)
-
-                results = list(map(written, results, found))
-                sums = zip(of_weights, sums, strict=True)
-                of_weights = [x.at[expert].add(more[0]) for x, more in sums]
-                return start + largest, results, of_weights
-
-            state = (starts[expert] + largest, *state)
-            return lax.while_loop(lambda s: s[0] < ends[expert], another, state)[1:]
-
-        results, of_weights = lax.fori_loop(0, num_experts, more, (results, of_weights))
-        return results, of_weights
-
-    def forward(xs, weights, is_own):
+    def all_stages(xs, weights):
         return _chain(stages, xs[0], weights), []
 
-    def last(xs, weights, is_own):
+    def last_stage(xs, weights):
         return _chain(stages, xs[0], weights)[-1:], []
 
-    shapes = jax.eval_shape(
-        functools.partial(_chain, stages),
-        cut(rows, [0], 1),
-        jax.tree.map(lambda weight: weight[:1], weights),
-    )
-    widths = [x.shape[-1] for x in shapes]
+    one = rows[None, :1], jax.tree.map(lambda weight: weight[:1], weights)
+    widths = [
+        x.shape[-1] for x in jax.eval_shape(functools.partial(_chain, stages), *one)
+    ]
 
     @jax.custom_vjp
     def compute(rows, weights, count):
-        (results,), _ = for_all(last, [padded(rows)], weights, count, widths[-1:])
+        known = [padded(rows)], weights, count, sizes
+        (results,), _ = _for_all_experts(last_stage, *known, widths[-1:])
         return results[:num_rows]
 
     def keep(rows, weights, count):
         rows = padded(rows)
-        (*between, results), _ = for_all(forward, [rows], weights, count, widths)
+        known = [rows], weights, count, sizes
+        (*between, results), _ = _for_all_experts(all_stages, *known, widths)
         return results[:num_rows], ([rows, *between], weights, count)
 
     def gradients(kept, upstream):
         xs, weights, count = kept
 
-        def backward(xs, weights, is_own):
+        def all_backward(xs, weights):
             *xs, given = xs
-            given, of_weights = jnp.where(is_own, given, 0), []
-            for stage, x, of_stage in reversed(
-                list(zip(stages, xs, weights, strict=True))
-            ):
-                _, pull_back = jax.vjp(stage, x, *of_stage)
+            of_weights = []
+            for stage, x, own in reversed([*zip(stages, xs, weights, strict=True)]):
+                _, pull_back = jax.vjp(stage, x, *own)
                 given, *found = pull_back(given)
                 of_weights = [*found, *of_weights]
             return [given], of_weights
 
-        width = xs[0].shape[-1]
-        (of_rows,), of_weights = for_all(
-            backward, [*xs, padded(upstream)], weights, count, [width]
+        known = [*xs, padded(upstream)], weights, count, sizes
+        (of_rows,), of_weights = _for_all_experts(
+            all_backward, *known, [xs[0].shape[-1]], of_weights=True
         )
         of_weights = jax.tree.unflatten(jax.tree.structure(weights), of_weights)
         return of_rows[:num_rows], of_weights, None
 
     compute.defvjp(keep, gradients)
     return compute(rows, weights, count)
+
+
+def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):
+    """What a function makes of the rows of each expert, on JAX.
+
+    Shapes are fixed when XLA compiles, so experts take their rows in pieces of a few
+    sizes: the smallest one that holds them all, or several of the largest. Two experts
+    are computed at a time, which is faster than one; they have about as many rows.
+
+    Args:
+        fn: callable `(xs, weights)`, for some experts, that returns a list of results
+            for rows and one of results for weights. Rows beyond those of an expert are
+            zeros in the last of `xs`, and those of others before.
+        xs: list of tensors of rows, as many as the largest size after the last one.
+        weights: tuples of `(E, ...)` tensors.
+        count: `(E,)` tensor.
+        sizes: list of ints, ascending.
+        widths: list of ints, of the results for rows.
+        of_weights: bool, whether there are results for weights, one for each.
+
+    Returns:
+        The results for rows, with as many after the last one, and for weights: lists.
+    """
+    import jax
+    from jax import lax
+    from jax import numpy as jnp
+
+    num_experts, largest = count.shape[0], sizes[-1]
+    together = 2 - num_experts % 2
+    starts = jnp.cumsum(count) - count
+    order = jnp.argsort(count)
+
+    def own(x, experts):
+        return jnp.stack([lax.dynamic_index_in_dim(x, e, 0, False) for e in experts])
+
+    def piece(size, first, left, weights):
+        """`fn` of as many rows of some experts, its results padded to the largest."""
+
+        def cut(x):
+            return jnp.stack([lax.dynamic_slice_in_dim(x, n, size) for n in first])
+
+        *before, last = map(cut, xs)
+        is_own = (jnp.arange(size) < left[:, None])[..., None]
+        of_rows, of_weights = fn([*before, jnp.where(is_own, last, 0)], weights)
+        missing = ((0, 0), (0, largest - size), (0, 0))
+        return [jnp.pad(x, missing) for x in of_rows], of_weights
+
+    def write(results, found, first, left):
+        """The results with those of a piece, where its rows are an expert's own."""
+        for number in range(len(first)):
+            is_own = (jnp.arange(largest) < left[number])[:, None]
+            for place, new in enumerate(found):
+                kept = lax.dynamic_slice_in_dim(results[place], first[number], largest)
+                results[place] = lax.dynamic_update_slice_in_dim(
+                    results[place],
+                    jnp.where(is_own, new[number], kept),
+                    first[number],
+                    0,
+                )
+        return results
+
+    def first_pieces(turn, state):
+        """One piece of each of some experts."""
+        results, sums = state
+        experts = [order[turn * together + number] for number in range(together)]
+        first, left = own(starts, experts), own(count, experts)
+        index = jnp.minimum(
+            jnp.searchsorted(jnp.array(sizes), left.max()), len(sizes) - 1
+        )
+        branches = [functools.partial(piece, size) for size in sizes]
+        some = jax.tree.map(lambda weight: own(weight, experts), weights)
+        found, new = lax.switch(index, branches, first, left, some)
+        for number, e in enumerate(experts):
+            pairs = zip(sums, new, strict=True)
+            sums = [
+                lax.dynamic_update_index_in_dim(x, y[number], e, 0) for x, y in pairs
+            ]
+        return write(results, found, first, left), sums
+
+    def more_pieces(expert, state):
+        """Those of an expert with more rows than the largest piece."""
+        end = starts[expert] + count[expert]
+
+        def another(state):
+            start, results, sums = state
+            first, left = start[None], (end - start)[None]
+            some = jax.tree.map(lambda weight: own(weight, [expert]), weights)
+            found, new = piece(largest, first, left, some)
+            pairs = zip(sums, new, strict=True)
+            sums = [x.at[expert].add(y[0]) for x, y in pairs]
+            return start + largest, write(results, found, first, left), sums
+
+        state = (starts[expert] + largest, *state)
+        return lax.while_loop(lambda state: state[0] < end, another, state)[1:]
+
+    num_rows, dtype = xs[0].shape[0], xs[0].dtype
+    results = [jnp.zeros((num_rows, width), dtype) for width in widths]
+    sums = [jnp.zeros_like(x) for x in jax.tree.leaves(weights) if of_weights]
+    state = lax.fori_loop(0, num_experts // together, first_pieces, (results, sums))
+    return lax.fori_loop(0, num_experts, more_pieces, state)
 
 
 _GROUPED_AFFINE = {
