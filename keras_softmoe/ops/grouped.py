@@ -13,7 +13,7 @@ from keras_softmoe.ops.backend import affine, compiled_on_jax, is_jax_on
 
 # Of the mean number of rows: the sizes of the pieces in which JAX takes an expert's
 # rows on a processor. Fine where most experts are; an expert with more takes several.
-_PIECES = (0.25, 0.5, 0.75, 0.875, 1.0, 1.125, 1.25, 1.5)
+_PIECES = (0.25, 0.5, 0.75, 0.8125, 0.875, 0.9375, 1.0, 1.0625, 1.125, 1.25, 1.5)
 
 
 def knows_counts():
