@@ -1,11 +1,11 @@
 """Time of whole models: a Soft MoE by its dense twin, and a dense ViT by others.
 
-Every contest has three passes: forward, forward and backward, and a full step of `fit`
-with plain gradient descent (Adam's two moments of the large models would take 7.5 GB).
-The other dense ViTs are KerasHub's `ViTBackbone` and, on PyTorch, the ViT of
-`transformers`, see `rivals.py`. (Without an accelerator all but the forward pass of the
-Soft MoE is measured on a quarter of a batch, and its step of `fit` on a whole one too:
-the more images, the less the updates of many experts weigh.)
+A contest has up to three passes: forward, forward and backward (of the dense ViTs), and
+a full step of `fit` with plain gradient descent (Adam's two moments of the large models
+would take 7.5 GB). The other dense ViTs are KerasHub's `ViTBackbone` and, on PyTorch,
+the ViT of `transformers`, see `rivals.py`. (Without an accelerator all but the forward
+pass of the Soft MoE is measured on a quarter of a batch, and its step of `fit` on a
+whole one too: the more images, the less the updates of many experts weigh.)
 
     KERAS_BACKEND=jax python benchmarks/models.py --shapes paper
 """
@@ -135,8 +135,6 @@ def measure_twins(shapes, patience, jit_compile=False):
     yield {**row, "images": len(images)}
     images, labels = data(quick(shapes))
     inputs = dict.fromkeys(models, images)
-    row = one_pass("soft_moe", models, inputs, True, patience, jit_compile)
-    yield {**row, "images": len(images)}
     features = {key: model.output["pooled_output"] for key, model in models.items()}
     yield fit_pass("soft_moe", features, inputs, labels, patience)
     # A step takes ten seconds on a processor: five rounds all the same.

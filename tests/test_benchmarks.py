@@ -120,11 +120,7 @@ def test_the_soft_moe_runs_beside_its_twin(benchmark, tiny_models):
     models, shapes = tiny_models
     patience = benchmark("timing").Patience(rounds=1)
     rows = list(models.measure_twins(shapes, patience))
-    assert [row["pass"] for row in rows] == [
-        "forward",
-        "forward+backward",
-        *2 * ["fit"],
-    ]
+    assert [row["pass"] for row in rows] == ["forward", "fit", "fit"]
     for row in rows:
         check_times(row, ["soft_moe", "dense_twin"])
 
