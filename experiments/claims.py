@@ -3,12 +3,12 @@
     python -m experiments.claims
 
 writes `experiments/CLAIMS.md` from what is committed: the JSON of the router study and
-of upcycling, the metadata of the LIMoE presets and the sweeps. Nothing is trained.
+of upcycling, the metadata of the presets and the sweeps of LIMoE. Nothing is trained.
 """
 
 from pathlib import Path
 
-from experiments import limoe_claims
+from experiments import limoe_claims, preset_claims
 from experiments.comparisons import in_words, reading
 from experiments.router_study.claims import claims as claims_of_study
 from experiments.router_study.scales import SCALES
@@ -42,6 +42,13 @@ def page():
             reading(found),
             in_words(found, METRICS),
         ]
+    found = preset_claims.claims()
+    parts += [
+        "## Presets",
+        "[Cards](../docs/presets.md); larger models than the study's, half of whose "
+        "glyphs lie anywhere in the image",
+        in_words(found, preset_claims.METRICS),
+    ]
     for plan in PLANS:
         file = HERE / "upcycling" / plan / "results.json"
         if not file.exists():

@@ -117,6 +117,33 @@ def difference(name, by_seed):
     return Difference(name, statistics.fmean(by_seed), error, len(by_seed))
 
 
+def paired(found, pairs, value, metric):
+    """What one variant of each pair has more than the other, seed by seed.
+
+    Args:
+        found: dict from variants to lists of runs, dicts with a `"seed"`.
+        pairs: sequence of pairs of variants, the one that should be better first.
+        value: callable `(run, metric)` that returns a float.
+        metric: str.
+
+    Returns:
+        list of `Difference`, one for each pair; none at all unless all have a seed in
+        common.
+    """
+    differences = []
+    for better, worse in pairs:
+        sides = [
+            {run["seed"]: value(run, metric) for run in found.get(name, [])}
+            for name in (better, worse)
+        ]
+        seeds = sorted(sides[0].keys() & sides[1].keys())
+        if not seeds:
+            return []
+        by_seed = [sides[0][seed] - sides[1][seed] for seed in seeds]
+        differences.append(difference(f"{better} - {worse}", by_seed))
+    return differences
+
+
 def corrected(found):
     """Claims whose differences have p-values after Holm's correction, by metric."""
     adjusted = {}

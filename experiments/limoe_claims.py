@@ -3,7 +3,7 @@
 import numpy as np
 
 from experiments.cards import read_metadata
-from experiments.comparisons import Claim, corrected, difference
+from experiments.comparisons import Claim, corrected, paired
 from experiments.limoe_presets import NAMES
 from experiments.limoe_presets import ROOT as CHECKOUT
 from experiments.limoe_sweeps import RESULTS, runs
@@ -92,7 +92,7 @@ def claims():
     ]
     return corrected(
         [
-            Claim(text, source, {m: _differences(found, pairs, m) for m in metrics})
+            Claim(text, source, {m: paired(found, pairs, _number, m) for m in metrics})
             for text, source, found, pairs, metrics in statements
         ]
     )
@@ -103,22 +103,6 @@ def _by_variant(finished):
     for run in finished:
         found.setdefault(run["variant"], []).append(run)
     return found
-
-
-def _differences(found, pairs, metric):
-    """A `Difference` for each pair; none at all unless all can be computed."""
-    differences = []
-    for better, worse in pairs:
-        sides = [
-            {run["seed"]: _number(run, metric) for run in found.get(name, [])}
-            for name in (better, worse)
-        ]
-        seeds = sorted(sides[0].keys() & sides[1].keys())
-        if not seeds:
-            return []
-        by_seed = [sides[0][seed] - sides[1][seed] for seed in seeds]
-        differences.append(difference(f"{better} - {worse}", by_seed))
-    return differences
 
 
 def _number(run, metric):

@@ -1,0 +1,63 @@
+"""Whether the presets with experts are better than their dense twin."""
+
+import numpy as np
+
+from experiments.cards import read_metadata
+from experiments.comparisons import Claim, corrected, paired
+from experiments.glyph_presets import ROOT, TWINS
+
+METRICS = {
+    "center": "accuracy on glyphs that fill the image",
+    "anywhere": "accuracy on glyphs anywhere",
+    "few_shot": "5-shot accuracy on digits",
+    "fine_tuned": "fine-tuned accuracy on digits",
+}
+# Those with several seeds, trained on the same images at the same cost.
+_VARIANTS = {
+    "Dense": "dense",
+    "Soft MoE": "soft",
+    "token choice with batch priority": "token_choice",
+}
+_STATEMENTS = (
+    (
+        "Soft MoE is better than the dense model of the same cost",
+        "Soft MoE, section 3.3 and figure 3",
+        ("Soft MoE", "Dense"),
+    ),
+    (
+        "Token choice with batch priority is better than the dense model of the same "
+        "cost",
+        "V-MoE, section 4; Soft MoE, F",
+        ("token choice with batch priority", "Dense"),
+    ),
+    (
+        "Soft MoE is better than token choice",
+        "Soft MoE, section 3.3 and figure 3",
+        ("Soft MoE", "token choice with batch priority"),
+    ),
+)
+
+
+def claims():
+    """Compare the presets with each other.
+
+    Returns:
+        list of `Claim`. One whose presets have no common seed has no differences.
+    """
+    found = {
+        variant: read_metadata(ROOT / "presets" / TWINS[twin][0]).get("runs", [])
+        for variant, twin in _VARIANTS.items()
+    }
+    return corrected(
+        [
+            Claim(text, source, {m: paired(found, [pair], _number, m) for m in METRICS})
+            for text, source, pair in _STATEMENTS
+        ]
+    )
+
+
+def _number(run, metric):
+    if metric in run["upstream_accuracy_by_layout"]:
+        return run["upstream_accuracy_by_layout"][metric]
+    values = run["few_shot"]["model"]["5"] if metric == "few_shot" else run[metric]
+    return float(np.mean(values))
