@@ -44,16 +44,21 @@ def claims():
     Returns:
         list of `Claim`. One whose presets have no common seed has no differences.
     """
-    found = {
-        variant: read_metadata(ROOT / "presets" / TWINS[twin][0]).get("runs", [])
-        for variant, twin in _VARIANTS.items()
-    }
+    found = trainings()
     return corrected(
         [
             Claim(text, source, {m: paired(found, [pair], _number, m) for m in METRICS})
             for text, source, pair in _STATEMENTS
         ]
     )
+
+
+def trainings():
+    """Dict from what each variant is called to its runs, as its metadata have them."""
+    return {
+        variant: read_metadata(ROOT / "presets" / TWINS[twin][0]).get("runs", [])
+        for variant, twin in _VARIANTS.items()
+    }
 
 
 def _number(run, metric):

@@ -14,6 +14,8 @@ import numpy as np
 from matplotlib.patches import Rectangle
 
 import keras_softmoe as ksm
+from experiments import preset_claims
+from experiments.glyph_presets import EPOCH_IMAGES
 from experiments.pages.gallery import drawn
 from experiments.pages.guides import small_figure
 
@@ -32,6 +34,7 @@ def draw(docs):
         _save(_routing(title, router, arguments), concepts / f"{name}.png")
     _save(_weights(), concepts / "soft_against_sparse.png")
     _save(_dropped(), concepts / "dropped.png")
+    _save(learning_curves(), gallery / "preset_curves.png")
     for name in ksm.presets.names():
         if ksm.presets.describe(name).kind == "trained" and drawn(name):
             _save(_preset(name), gallery / f"routing_{name}.png")
@@ -241,6 +244,26 @@ def _preset(name):
     if name.startswith("soft"):
         return ksm.analysis.plot_slots(model, chosen)
     return ksm.analysis.plot_experts(model, chosen)
+
+
+def learning_curves():
+    """How the presets of `preset_claims` learned, one line for each training."""
+    figure, ax = plt.subplots(figsize=(6, 3.4), layout="constrained")
+    trainings = preset_claims.trainings()
+    for color, (title, runs) in zip(COLORS, trainings.items(), strict=False):
+        for run in runs:
+            accuracy = [100 * point["accuracy"] for point in run["curve"]]
+            images = EPOCH_IMAGES * np.arange(1, len(accuracy) + 1) / 1000
+            label = title if run is runs[0] else None
+            ax.plot(images, accuracy, color=color, linewidth=1, label=label)
+    ax.set(
+        xlabel="thousand images seen",
+        ylabel="accuracy on other glyphs, %",
+        title="One line for each training",
+    )
+    ax.title.set_fontsize(10)
+    ax.legend(frameon=False)
+    return figure
 
 
 def _save(figure, path):
