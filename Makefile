@@ -62,6 +62,8 @@ demo: install
 # PyTorch's suite, the last to begin, shares its files among as many processes as there
 # are suites at a time: nothing is compiled twice there, and no core waits for the end.
 test-torch: export PYTEST_ADDOPTS ?= --numprocesses=$(JOBS) --dist=loadfile
+# These are one process too many beside JAX's suite, the longest, which shall not wait.
+test-torch: NICE := nice
 
 # Each suite prints its log when it ends; all closing lines come last, after a failure too.
 test: lint
@@ -93,7 +95,7 @@ $(SUITES): test-%: install
 	@echo "$*: running, see build/$*.log"
 	@status=0; \
 	KERAS_BACKEND=$* KERAS_HOME=$(CURDIR)/build/keras-$* MPLBACKEND=agg \
-	    $(VENV)/python -m pytest -o cache_dir=build/pytest-$* \
+	    $(NICE) $(VENV)/python -m pytest -o cache_dir=build/pytest-$* \
 	    > build/$*.log 2>&1 || status=$$?; \
 	cat build/$*.log; \
 	exit $$status
