@@ -254,7 +254,7 @@ class Experts(keras.layers.Layer):
             return second(self.dropout(hidden, training=training))
         banks = (first.kernel, first.bias, second.kernel, second.bias)
         # Views: of variables themselves TensorFlow's `remat` counts gradients twice.
-        weights = [ops.reshape(weight, weight.shape) for weight in banks]
+        weights = tuple(ops.reshape(weight, weight.shape) for weight in banks)
         sharded = is_distributed()
         multiply = functools.partial(affine, sharded=sharded)
         if count is not None:
@@ -269,10 +269,8 @@ class Experts(keras.layers.Layer):
             x = self.dropout(hidden(x, *weights[:2]), training=True)
             return multiply(x, *weights[2:])
         if count is not None:
-            stages = (affine, _after_first(self.activation))
-            banks = tuple(weights[:2]), tuple(weights[2:])
-            if self.remat:
-                stages, banks = (_mlps_of_slots(self.activation),), (tuple(weights),)
+            banks = (weights,) if self.remat else (weights[:2], weights[2:])
+            stages = _stages_of_slots(self.activation, self.remat)
             return map_experts(mlp, stages, x, banks, count)
         return chunked_map(mlp, [x, *weights], sharded)
 
@@ -313,25 +311,22 @@ def _hidden(x, kernel, bias, activation, multiply):
     return _ACTIVATIONS[activation](multiply(x, kernel, bias))
 
 
+def _after_first(x, kernel, bias, activation, multiply):
+    return multiply(_ACTIVATIONS[activation](x), kernel, bias)
+
+
 def _mlp(x, kernel, bias, output_kernel, output_bias, activation, multiply):
-    hidden = _hidden(x, kernel, bias, activation, multiply)
-    return multiply(hidden, output_kernel, output_bias)
-
-
-# The same functions in every call, see `map_experts`.
+    x = multiply(x, kernel, bias)
+    return _after_first(x, output_kernel, output_bias, activation, multiply)
 
 
 @functools.cache
-def _mlps_of_slots(activation):
-    return functools.partial(_mlp, activation=activation, multiply=affine)
-
-
-@functools.cache
-def _after_first(activation):
-    def after_first(hidden, kernel, bias):
-        return affine(_ACTIVATIONS[activation](hidden), kernel, bias)
-
-    return after_first
+def _stages_of_slots(activation, remat):
+    """The same functions in every call, see `map_experts`."""
+    known = {"activation": activation, "multiply": affine}
+    if remat:
+        return (functools.partial(_mlp, **known),)
+    return affine, functools.partial(_after_first, **known)
 
 
 def _multiply(dense, x):

@@ -4,7 +4,6 @@ Keras has no such product, and each backend another one.
 """
 
 import functools
-from operator import itemgetter
 
 import keras
 from keras import ops
@@ -74,7 +73,7 @@ def map_experts(all_at_once, stages, rows, weights, count):
         if is_eager and rows.device.type == "cpu":
             results = []
             for e, x in enumerate(rows.split(count.tolist())):
-                own = keras.tree.map_structure(itemgetter(slice(e, e + 1)), weights)
+                own = [[w[e : e + 1] for w in of_stage] for of_stage in weights]
                 results.append(_chain(stages, x[None], own)[-1][0])
             return torch.cat(results)
     if is_jax_on("cpu"):
