@@ -5,6 +5,7 @@ import numpy as np
 from experiments.cards import read_metadata
 from experiments.comparisons import Claim, corrected, paired
 from experiments.glyph_presets import ROOT, TWINS
+from experiments.router_study.claims import HEADLINE
 
 METRICS = {
     "center": "accuracy on glyphs that fill the image",
@@ -18,23 +19,10 @@ _VARIANTS = {
     "Soft MoE": "soft",
     "token choice with batch priority": "token_choice",
 }
-_STATEMENTS = (
-    (
-        "Soft MoE is better than the dense model of the same cost",
-        "Soft MoE, section 3.3 and figure 3",
-        ("Soft MoE", "Dense"),
-    ),
-    (
-        "Token choice with batch priority is better than the dense model of the same "
-        "cost",
-        "V-MoE, section 4; Soft MoE, F",
-        ("token choice with batch priority", "Dense"),
-    ),
-    (
-        "Soft MoE is better than token choice",
-        "Soft MoE, section 3.3 and figure 3",
-        ("Soft MoE", "token choice with batch priority"),
-    ),
+_PAIRS = (
+    ("Soft MoE", "Dense"),
+    ("token choice with batch priority", "Dense"),
+    ("Soft MoE", "token choice with batch priority"),
 )
 
 
@@ -48,7 +36,7 @@ def claims():
     return corrected(
         [
             Claim(text, source, {m: paired(found, [pair], _number, m) for m in METRICS})
-            for text, source, pair in _STATEMENTS
+            for (text, source), pair in zip(HEADLINE, _PAIRS, strict=True)
         ]
     )
 
