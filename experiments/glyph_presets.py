@@ -58,6 +58,8 @@ LAYOUTS = {
 FEW_SHOT_DRAWS = 20
 FINE_TUNING_SEEDS = 3
 FINE_TUNING_EPOCHS = 12
+# Slots per choice of a token at inference, beside those of training.
+CAPACITY_FACTORS = (0.5, 0.25)
 
 # Short name -> name of the preset, its router, what to call it, seeds.
 TWINS = {
@@ -232,6 +234,8 @@ def watch(classifier):
 
 def measure(directory):
     """Upstream accuracy, few-shot accuracy and fine-tuned accuracy of a preset."""
+    # Routers at random draw from generators that are made with the layers.
+    keras.utils.set_random_seed(VALIDATION_SEED)
     classifier = models.ViTMoEImageClassifier.from_preset(str(directory))
     by_layout = {
         name: upstream_accuracy(classifier, layout) for name, layout in LAYOUTS.items()
@@ -251,6 +255,35 @@ def measure(directory):
         "few_shot": few_shot,
         "fine_tuned": [accuracy for accuracy, _ in fine_tuned],
         "fine_tuning_seconds": [round(seconds, 1) for _, seconds in fine_tuned],
+        **routing_at_inference(classifier),
+    }
+
+
+def routing_at_inference(classifier):
+    """What fewer slots and routers at random do to a trained model of token choice.
+
+    Accuracies on glyphs of both layouts. Nothing for models with other routers.
+    """
+    if not isinstance(classifier.backbone.router, routers.SoftmaxTokenChoiceRouter):
+        return {}
+    test = draw_glyphs(VALIDATION_IMAGES, VALIDATION_SEED)
+    rows = evaluation.routing_sweep(
+        classifier,
+        test,
+        verbose=0,
+        capacity_factor=CAPACITY_FACTORS,
+        priority=("max", "position"),
+    )
+    ablation = evaluation.random_routers(classifier, test, verbose=0)
+    return {
+        "fewer_slots": [
+            {**row.settings, "accuracy": float(row.accuracies.mean())} for row in rows
+        ],
+        "random_routers": {
+            "none": float(ablation.learned.mean()),
+            "all": float(list(ablation.cumulative.values())[-1].mean()),
+            "one": [float(values.mean()) for values in ablation.single.values()],
+        },
     }
 
 

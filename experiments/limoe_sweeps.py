@@ -15,6 +15,8 @@ each modality uses.
 - `priority`: which tokens are assigned first (figure 6)
 - `ratio`: how many tokens an image has for one of text (figure 5)
 
+The LIMoE of the presets is one of the variants of every sweep, and is trained once.
+
 The results are written to `experiments/limoe/SWEEP.json` after each run, and runs that
 are in it are not repeated. An interrupted run goes on after its last finished epoch.
 """
@@ -26,23 +28,21 @@ import numpy as np
 
 from experiments.limoe_presets import (
     IMAGE_EXPERTS,
-    IMAGE_SIZE,
-    NUM_CLASSIFIED,
     NUM_EXPERTS,
-    TEST_SEED,
+    PATCH_SIZE,
     TEXT_EXPERTS,
     WORK,
     measure,
     training_run,
 )
 from experiments.runs import finish, read_json, write_json
-from keras_softmoe import analysis, datasets, routers
+from keras_softmoe import analysis, routers
 from keras_softmoe.files import replaced_file
 
 RESULTS = Path(__file__).resolve().parent / "limoe"
 FIGURE = RESULTS.parents[1] / "guides" / "limoe_text_experts.png"
 
-EPOCHS = 2
+EPOCHS = 7
 SEEDS = (0, 1, 2)
 SOFT_MINIMA = (1, 4, 6)
 THRESHOLD_SEEDS = (0,)
@@ -76,13 +76,13 @@ def main():
 
 
 def train_and_measure(sweep, name, settings, seed, epochs):
-    """Results of one run."""
+    """Results of one run, which has the preset's settings but for those given."""
     run = training_run(
-        f"{sweep}_{name}_{epochs}_{seed}",
+        f"limoe_{f'{sweep}_{name}' if settings else 'unchanged'}_{epochs}_{seed}",
         "limoe",
         seed,
         epochs,
-        lambda model: {**measure(model), **usage(model)},
+        measure,
         **settings,
     )
     finished = finish(run, WORK, verbose=2)
@@ -107,38 +107,36 @@ def _losses():
     def variant(name, losses, seeds):
         return name, {"router_settings": {"losses": losses}}, seeds
 
-    yield variant("both", classic + entropy(TEXT_EXPERTS), SEEDS)
+    yield "both", {}, SEEDS
     yield variant("classic", classic, SEEDS)
     yield variant("entropy", entropy(TEXT_EXPERTS), SEEDS)
     for minimum in SOFT_MINIMA:
         yield variant(f"S={minimum}", classic + entropy(minimum), THRESHOLD_SEEDS)
 
 
-def _of_router(setting, values):
+def _of_router(setting, values, unchanged):
     for value in values:
-        yield f"{setting}={value}", {"router_settings": {setting: value}}, SEEDS
+        settings = {} if value == unchanged else {"router_settings": {setting: value}}
+        yield f"{setting}={value}", settings, SEEDS
 
 
-def _groups():
-    for pairs in (32, 8, 4, 1):
-        yield f"group_images={pairs}", {"group_images": pairs}, SEEDS
+def _of_backbone(setting, values, unchanged):
+    for value in values:
+        settings = {} if value == unchanged else {setting: value}
+        yield f"{setting}={value}", settings, SEEDS
 
 
-def _ratio():
-    # 16, 4 and 1 patches for each of 16 tokens of text.
-    for patch_size in (2, 4, 8):
-        yield f"patch_size={patch_size}", {"patch_size": patch_size}, SEEDS
-
-
+# The last argument is the preset's own value.
 SWEEPS = {
     "losses": _losses,
-    "experts": lambda: _of_router("num_experts", (2, 4, 8, 16)),
-    "choices": lambda: _of_router("num_selected_experts", (1, 2)),
-    "groups": _groups,
+    "experts": lambda: _of_router("num_experts", (2, 4, 8, 16), NUM_EXPERTS),
+    "choices": lambda: _of_router("num_selected_experts", (1, 2), 1),
+    "groups": lambda: _of_backbone("group_images", (32, 8, 4, 1), 32),
     "priority": lambda: _of_router(
-        "priority", ("sum", "position", "random", "image_first", "text_first")
+        "priority", ("sum", "position", "random", "image_first", "text_first"), "sum"
     ),
-    "ratio": _ratio,
+    # 16, 4 and 1 patches for each of 16 tokens of text.
+    "ratio": lambda: _of_backbone("patch_size", (2, 4, 8), PATCH_SIZE),
 }
 
 
@@ -162,24 +160,6 @@ def figure(finished):
             for modality, values in found.items():
                 values.append(float(np.mean(run[f"{modality}_experts"])))
     return analysis.plot_experts_in_use(by_threshold)
-
-
-def usage(model):
-    """Experts that serve 90 % of the tokens of a modality, and what is dropped."""
-    test = datasets.captioned_shapes(NUM_CLASSIFIED, IMAGE_SIZE, TEST_SEED, verbose=0)
-    statistics = analysis.modality_statistics(
-        model, test.images, test.captions, verbose=0
-    )
-    found = {}
-    for modality in ("image", "text"):
-        needed = [s.experts_needed(0.9)[modality] for s in statistics.values()]
-        dropped = [s.dropped[modality] for s in statistics.values()]
-        found[f"{modality}_experts"] = needed
-        found[f"{modality}_entropy"] = [
-            s.entropy[modality] for s in statistics.values()
-        ]
-        found[f"{modality}_dropped"] = float(np.mean(dropped))
-    return found
 
 
 if __name__ == "__main__":

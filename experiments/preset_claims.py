@@ -1,10 +1,10 @@
-"""Whether the presets with experts are better than their dense twin."""
+"""Whether the presets pay for their experts, and what their routing is worth."""
 
 import numpy as np
 
 from experiments.cards import read_metadata
-from experiments.comparisons import Claim, corrected, paired
-from experiments.glyph_presets import ROOT, TWINS
+from experiments.comparisons import Claim, corrected, difference, paired
+from experiments.glyph_presets import CAPACITY_FACTORS, ROOT, TWINS
 from experiments.router_study.claims import HEADLINE
 
 METRICS = {
@@ -12,7 +12,9 @@ METRICS = {
     "anywhere": "accuracy on glyphs anywhere",
     "few_shot": "5-shot accuracy on digits",
     "fine_tuned": "fine-tuned accuracy on digits",
+    "upstream": "accuracy on glyphs of both kinds",
 }
+_TASKS = ("center", "anywhere", "few_shot", "fine_tuned")
 # Those with several seeds, trained on the same images at the same cost.
 _VARIANTS = {
     "Dense": "dense",
@@ -25,6 +27,38 @@ _PAIRS = (
     ("Soft MoE", "token choice with batch priority"),
 )
 
+# Within the token choice model, at inference: text, source, the part of its results
+# that is looked at, and what is compared, callables that take that part.
+_OF_ROUTING = (
+    (
+        "With few slots, batch priority keeps more accuracy than the order of patches",
+        "V-MoE, section 4.2 and figure 6",
+        "fewer_slots",
+        {
+            f"C = {factor}": lambda rows, factor=factor: (
+                _with(rows, factor, "max") - _with(rows, factor, "position")
+            )
+            for factor in CAPACITY_FACTORS
+        },
+    ),
+    (
+        "Learned routers are better than random ones",
+        "V-MoE, section 5 and appendix E.1",
+        "random_routers",
+        {"learned - random": lambda found: found["none"] - found["all"]},
+    ),
+    (
+        "The last routers matter more than the first",
+        "V-MoE, section 5 and figure 27",
+        "random_routers",
+        {
+            "lost with the last at random - with the first": lambda found: (
+                found["one"][0] - found["one"][-1]
+            )
+        },
+    ),
+)
+
 
 def claims():
     """Compare the presets with each other.
@@ -33,12 +67,16 @@ def claims():
         list of `Claim`. One whose presets have no common seed has no differences.
     """
     found = trainings()
-    return corrected(
-        [
-            Claim(text, source, {m: paired(found, [pair], _number, m) for m in METRICS})
-            for (text, source), pair in zip(HEADLINE, _PAIRS, strict=True)
-        ]
-    )
+    of_twins = [
+        Claim(text, source, {m: paired(found, [pair], _number, m) for m in _TASKS})
+        for (text, source), pair in zip(HEADLINE, _PAIRS, strict=True)
+    ]
+    runs = found["token choice with batch priority"]
+    of_routing = [
+        Claim(text, source, {"upstream": _within(runs, part, contrasts)})
+        for text, source, part, contrasts in _OF_ROUTING
+    ]
+    return corrected([*of_twins, *of_routing])
 
 
 def trainings():
@@ -54,3 +92,23 @@ def _number(run, metric):
         return run["upstream_accuracy_by_layout"][metric]
     values = run["few_shot"]["model"]["5"] if metric == "few_shot" else run[metric]
     return float(np.mean(values))
+
+
+def _within(runs, part, contrasts):
+    """Differences between results of the same models, those that have the part."""
+    parts = [run[part] for run in runs if part in run]
+    return [
+        difference(name, [contrast(part) for part in parts])
+        for name, contrast in contrasts.items()
+        if parts
+    ]
+
+
+def _with(rows, capacity_factor, priority):
+    """Accuracy with these settings."""
+    (row,) = (
+        row
+        for row in rows
+        if (row["capacity_factor"], row["priority"]) == (capacity_factor, priority)
+    )
+    return row["accuracy"]

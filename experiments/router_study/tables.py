@@ -15,8 +15,9 @@ METRICS = {
 NOT_ASKED = """\
 - *A mixture is worth a dense model of several times its cost* (V-MoE, section 4; Soft
   MoE, section 3.3): takes dense models of many sizes, trained for long.
-- *Inference at low capacity keeps its accuracy under batch priority* (V-MoE, section
-  4): asked of the trained presets, in `guides/vmoe_at_low_capacity.py`.
+- *Inference at low capacity keeps its accuracy under batch priority; learned routers
+  are better than random ones* (V-MoE, sections 4 and 5): asked of the trained presets,
+  on the page of all claims.
 - *Soft MoE is fast with thousands of experts* (Soft MoE, section 3.5): asked by the
   benchmarks.
 - *Gains hold from JFT to ImageNet, to contrastive training and at 15 billion
