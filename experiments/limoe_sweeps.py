@@ -45,7 +45,6 @@ FIGURE = RESULTS.parents[1] / "guides" / "limoe_text_experts.png"
 EPOCHS = 7
 SEEDS = (0, 1, 2)
 SOFT_MINIMA = (1, 4, 6)
-THRESHOLD_SEEDS = (0,)
 
 
 def main():
@@ -111,7 +110,7 @@ def _losses():
     yield variant("classic", classic, SEEDS)
     yield variant("entropy", entropy(TEXT_EXPERTS), SEEDS)
     for minimum in SOFT_MINIMA:
-        yield variant(f"S={minimum}", classic + entropy(minimum), THRESHOLD_SEEDS)
+        yield variant(f"S={minimum}", classic + entropy(minimum), SEEDS)
 
 
 def _of_router(setting, values, unchanged):

@@ -39,12 +39,6 @@ FIGURES = {
     STUDY / "small" / "curves.png": "results/figures/study_curves.png",
     STUDY / "small" / "upstream_accuracy.png": "results/figures/study_upstream.png",
     STUDY / "small" / "10_shot.png": "results/figures/study_10_shot.png",
-    STUDY
-    / "first_edition"
-    / "upstream_accuracy.png": "results/figures/first_edition_upstream.png",
-    STUDY
-    / "first_edition"
-    / "10_shot.png": "results/figures/first_edition_10_shot.png",
 }
 
 
@@ -54,7 +48,6 @@ def tables():
         "figures": headline_table(),
         "routers measured": routers_table(),
         "study": study_text(),
-        "first edition": _embedded(STUDY / "first_edition" / "README.md"),
         "claims": _embedded(claims.page()),
         "upcycling": _embedded(UPCYCLING / "small" / "README.md"),
         "exports": _embedded(EXPERIMENTS / "EXPORTS.md"),
@@ -96,11 +89,11 @@ def headline_table():
 
 def routers_table():
     """What each router costs and achieves in the study."""
-    edition, results = _edition()
+    results = _read(STUDY / "small" / "results.json")
     gains = _gains(results, results["studies"]["routers"])
     rows = [
-        f"From the study's {edition}, differences to the dense model in points, mean "
-        "± standard deviation over seeds.\n",
+        "From the study, differences to the dense model in points, mean ± standard "
+        "deviation over seeds.\n",
         "| model | seeds | step / dense | MFLOP | upstream | 10 shots | dropped "
         "| fullest expert / mean |",
         "|---|---|---|---|---|---|---|---|",
@@ -166,16 +159,6 @@ def _of_kind(files, prefix):
         "exact": sum(entry["exact"] for entry in chosen),
         "largest": max((entry["largest"] for entry in chosen), default=0.0),
     }
-
-
-def _edition():
-    """Name and results of the latest edition in which every router was trained."""
-    for name, file in (("second edition", "small"), ("first edition", "first_edition")):
-        results = _read(STUDY / file / "results.json")
-        models = results["studies"].get("routers", ["missing"])
-        if all(results["cells"].get(model) for model in models):
-            return name, results
-    raise ValueError(f"No edition in {STUDY} has a training of every router.")
 
 
 def _headline_gains(*models):

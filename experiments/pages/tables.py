@@ -1,14 +1,13 @@
-"""Tables of presets and of the losses of LIMoE, from the catalogue and from JSON."""
+"""Tables of presets and of settings of LIMoE, from the catalogue and from JSON."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 
+from experiments import limoe_sweeps
 from experiments.cards import spread
 from keras_softmoe import catalogue, evaluation
 
-LOSSES = Path(__file__).resolve().parents[1] / "limoe" / "losses.json"
 NAMES = """\
 A name tells family, size, patch, placement of the experts (the second half of the
 blocks, if nothing else is said), experts, experts per token (`k1`) or slots per expert
@@ -17,6 +16,17 @@ families and 384 wide with 12 blocks in all others. In `limoe` models every seco
 has experts (12 of 32 in `huge`). GFLOP are per image, of `limoe` models per pair of
 image and caption; `ksm.evaluation.cost(name)` counts them, also at another
 `image_shape` or `capacity_factor`."""
+
+# What the table of settings of LIMoE shows of a run, and with how many digits.
+_OF_SWEEPS = {
+    "zero_shot_new_of_64": 3,
+    "image_to_text_recall_at_1": 3,
+    "text_to_image_recall_at_1": 3,
+    "image_experts": 1,
+    "text_experts": 1,
+    "image_dropped": 3,
+    "text_dropped": 3,
+}
 
 
 def counts():
@@ -40,7 +50,7 @@ def tables():
         "real weights": real_weights_table(trained, contrastive, convertible),
         "trained presets": trained_table(trained),
         "contrastive presets": contrastive_table(contrastive),
-        "losses on routing": losses_table(),
+        "settings of LIMoE": sweeps_table(),
         "convertible presets": convertible_table(convertible),
         "architectures": architecture_table(
             {name: m for name, m in found.items() if m["kind"] == "architecture"}
@@ -119,24 +129,29 @@ def contrastive_table(found):
     return "\n".join(rows) + "\n"
 
 
-def losses_table():
-    """What losses on routing do, from short runs (`experiments/limoe_sweeps.py`)."""
-    runs = json.loads(LOSSES.read_text(encoding="utf-8"))
+def sweeps_table():
+    """LIMoE with one setting changed, from `experiments/limoe_sweeps.py`."""
     rows = [
-        "| losses | seeds | new, of 64 | image → caption | caption → image "
-        "| text experts | text dropped |",
-        "|---|---|---|---|---|---|---|",
+        "| | seeds | new, of 64 | image → caption | caption → image | image experts "
+        "| text experts | image dropped | text dropped |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name in sorted({run["variant"] for run in runs}, key=lambda n: ("=" in n, n)):
-        chosen = [run for run in runs if run["variant"] == name]
+    found = {}
+    for sweep, variants in limoe_sweeps.SWEEPS.items():
+        finished = limoe_sweeps.runs(limoe_sweeps.RESULTS / f"{sweep}.json")
+        for name, settings, _ in variants():
+            chosen = [run for run in finished if run["variant"] == name]
+            if chosen:
+                title = name if "=" in name else f"losses: {name}"
+                found.setdefault(title if settings else "as the preset", chosen)
+    for title, chosen in found.items():
         cells = [
-            name,
+            title,
             str(len(chosen)),
-            spread([run["zero_shot_new_of_64"] for run in chosen]),
-            spread([run["image_to_text_recall_at_1"] for run in chosen]),
-            spread([run["text_to_image_recall_at_1"] for run in chosen]),
-            spread([np.mean(run["text_experts"]) for run in chosen], digits=1),
-            spread([run["text_dropped"] for run in chosen]),
+            *(
+                spread([np.mean(run[key]) for run in chosen], digits)
+                for key, digits in _OF_SWEEPS.items()
+            ),
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"

@@ -176,6 +176,7 @@ def _of_fixed(results):
             "permuted_identity",
         )
     )
+    between = {"uniform": uniform, "identity": identity}
     yield (
         "Dispatch mixing matters more than combine mixing",
         "Soft MoE, section 3.6 and table 3",
@@ -186,8 +187,11 @@ def _of_fixed(results):
     yield (
         "Identity and uniform are between the dense model and Soft MoE",
         "Soft MoE, section 3.6 and table 3",
-        {f"soft - {name}": {soft: 1, name: -1} for name in (uniform, identity)}
-        | {f"{name} - dense": {name: 1, "dense": -1} for name in (uniform, identity)}
+        {f"soft - {title}": {soft: 1, name: -1} for title, name in between.items()}
+        | {
+            f"{title} - dense": {name: 1, "dense": -1}
+            for title, name in between.items()
+        }
         if by_family
         else {},
     )

@@ -6,7 +6,7 @@ import pytest
 from experiments import preset_claims
 from experiments.glyph_presets import TWINS
 
-SOFT, TOKEN, SOFT_OVER_TOKEN = range(3)
+SOFT, TOKEN, SOFT_OVER_TOKEN, FEW_SLOTS, LEARNED, LAST = range(6)
 
 
 def training(seed, accuracy):
@@ -53,6 +53,34 @@ def test_presets_are_compared_seed_by_seed(trained):
     assert found.seeds == 2 and claims[TOKEN].verdict("center") == "open"
     (found,) = claims[SOFT_OVER_TOKEN].differences["center"]
     np.testing.assert_allclose(found.mean, 0.1)
+
+
+def test_what_routing_is_worth_within_a_model(trained, monkeypatch):
+    trained(token_choice=(0.5, 0.6, 0.7))
+    runs = preset_claims.trainings()["token choice with batch priority"]
+    for run in runs[:2]:
+        run["fewer_slots"] = [
+            {"capacity_factor": factor, "priority": priority, "accuracy": accuracy}
+            for factor, priority, accuracy in (
+                (0.5, "max", 0.6),
+                (0.5, "position", 0.5),
+                (0.25, "max", 0.4),
+                (0.25, "position", 0.5 + 0.1 * run["seed"]),
+            )
+        ]
+        run["random_routers"] = {"none": 0.7, "all": 0.4, "one": [0.6, 0.5, 0.65]}
+    monkeypatch.setattr(
+        preset_claims, "trainings", lambda: dict.fromkeys(preset_claims._VARIANTS, runs)
+    )
+    claims = preset_claims.claims()
+    half, quarter = claims[FEW_SLOTS].differences["upstream"]
+    assert (half.name, quarter.name) == ("C = 0.5", "C = 0.25")
+    # The third training has no such results.
+    assert half.seeds == quarter.seeds == 2
+    np.testing.assert_allclose((half.mean, quarter.mean), (0.1, -0.15))
+    (learned,) = claims[LEARNED].differences["upstream"]
+    (last,) = claims[LAST].differences["upstream"]
+    np.testing.assert_allclose((learned.mean, last.mean), (0.3, -0.05))
 
 
 def test_without_a_preset_nothing_is_said(trained):
