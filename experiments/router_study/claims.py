@@ -102,18 +102,34 @@ def _statements(results):
 
 
 def _of_headline(results):
-    in_study = results["studies"].get("headline", [])
-    soft, *_ = *_of_family(results, "headline", "soft"), None
-    token, *_ = *_of_family(results, "headline", "softmax_token_choice"), None
+    soft, last_soft = _of_placements(results, "soft")
+    token, last_token = _of_placements(results, "softmax_token_choice")
     for statement, name in zip(HEADLINE, (soft, token), strict=False):
-        contrasts = {}
-        if name in in_study:
-            contrasts = {f"{_title(results, name)} - dense": {name: 1, "dense": -1}}
-        yield *statement, contrasts
+        yield *statement, _over_dense(results, name)
     contrasts = {}
     if soft and token:
         contrasts = {"soft - token choice with batch priority": {soft: 1, token: -1}}
     yield *HEADLINE[2], contrasts
+    for (text, source), name in zip(HEADLINE, (last_soft, last_token), strict=False):
+        where = "with experts in the last half of the blocks"
+        text = text.replace(" is better", f" {where} is better")
+        yield text, source, _over_dense(results, name)
+
+
+def _of_placements(results, family):
+    """The first model of a family in the headline, and that of the last half of blocks.
+
+    `None` for one that is not there. They are the same in a model of two blocks.
+    """
+    names = _of_family(results, "headline", family)
+    blocks = results["scale"]["num_layers"]
+    last = list(range(blocks // 2, blocks))
+    in_last = (n for n in names if _known(results, n, "moe_layers") == last)
+    return next(iter(names), None), next(in_last, None)
+
+
+def _over_dense(results, name):
+    return {f"{_title(results, name)} - dense": {name: 1, "dense": -1}} if name else {}
 
 
 def _of_routers(results):

@@ -202,6 +202,10 @@ def _headline(scale):
     yield _mixture(scale, "soft")
     yield _mixture(scale, "soft", initial_scale=1.0)
     yield _mixture(scale, "softmax_token_choice", priority="max")
+    # Where Soft MoE's own experiments have the experts.
+    last = _last_half(scale)
+    yield _mixture(scale, "soft", moe_layers=last)
+    yield _mixture(scale, "softmax_token_choice", priority="max", moe_layers=last)
 
 
 def _routers(scale):
@@ -213,9 +217,8 @@ def _routers(scale):
 
 def _fixed(scale):
     yield _dense(scale)
-    layers = tuple(range(scale.num_layers // 2, scale.num_layers))
     for family in families("soft", "half fixed", "fixed"):
-        yield _mixture(scale, family, moe_layers=layers)
+        yield _mixture(scale, family, moe_layers=_last_half(scale))
 
 
 def _initial_scale(scale):
@@ -281,6 +284,10 @@ def _placement(scale):
             elif family == "softmax_token_choice":
                 settings["priority"] = "max"
             yield _mixture(scale, family, **settings)
+
+
+def _last_half(scale):
+    return tuple(range(scale.num_layers // 2, scale.num_layers))
 
 
 def placements(num_layers):

@@ -25,9 +25,10 @@ BASE = {
     "permuted_identity": 0.40,
 }
 SOFT_HEADLINE, TOKEN_HEADLINE, SOFT_TOKEN = 0, 1, 2
-TOKEN, EXPERT, AFFINITY, SINKHORN, DENSE, TWO = range(3, 9)
-DISPATCH, BETWEEN, POSITION = 9, 10, 11
-SCALE, PRIORITY, DATA, ONE, DROPPED, MORE, COMBINE, PLACE = range(12, 20)
+SOFT_LAST, TOKEN_LAST = 3, 4
+TOKEN, EXPERT, AFFINITY, SINKHORN, DENSE, TWO = range(5, 11)
+DISPATCH, BETWEEN, POSITION = 11, 12, 13
+SCALE, PRIORITY, DATA, ONE, DROPPED, MORE, COMBINE, PLACE = range(14, 22)
 
 
 def as_the_papers(name, seed):
@@ -59,7 +60,7 @@ def found(accuracy=as_the_papers, scale=study.SMALL, **kwargs):
 
 def test_claims_that_hold():
     claims = found()
-    assert len(claims) == 20
+    assert len(claims) == 22
     for claim in claims:
         dropping = claim is claims[DROPPED]
         metrics = ["dropped"] if dropping else ["upstream_accuracy", "5-shot"]
@@ -67,8 +68,10 @@ def test_claims_that_hold():
         for metric in metrics:
             assert claim.verdict(metric) == "yes", claim.text
     assert len(claims[DENSE].differences["upstream_accuracy"]) == 12
-    (soft,) = claims[SOFT_HEADLINE].differences["upstream_accuracy"]
-    assert soft.seeds == 6
+    for claim in (SOFT_HEADLINE, SOFT_LAST, TOKEN_LAST):
+        (soft,) = claims[claim].differences["upstream_accuracy"]
+        assert soft.seeds == 6
+    assert "last half" in claims[SOFT_LAST].text
 
 
 def test_claims_that_do_not_hold():
@@ -257,7 +260,13 @@ def test_part_of_the_studies(name):
     of_study = {
         "learning_rate": set(),
         "close_rates": set(),
-        "headline": {SOFT_HEADLINE, TOKEN_HEADLINE, SOFT_TOKEN},
+        "headline": {
+            SOFT_HEADLINE,
+            TOKEN_HEADLINE,
+            SOFT_TOKEN,
+            SOFT_LAST,
+            TOKEN_LAST,
+        },
         "routers": {TOKEN, EXPERT, AFFINITY, SINKHORN, DENSE, TWO},
         "fixed": {DISPATCH, BETWEEN, POSITION},
         "initial_scale": {SCALE},

@@ -95,7 +95,7 @@ def test_report(results):
     text = study.report(results)
     for study_name in results["studies"]:
         assert study.table(results, study_name) in text
-    assert text.count("\n- **") == 20
+    assert text.count("\n- **") == 22
     models = sum(map(len, results["cells"].values()))
     assert (
         f"{models} trainings, seeds 0, 1, 2, 3, 4, 5, 100, 101, 102; the processes"
@@ -133,7 +133,7 @@ def test_claims_in_words():
         "soft / uniform - uniform / soft: +2.10 ± 0.25 (3 seeds)."
     )
     # Two metrics each, of dropping one.
-    assert sum("not run" in line for line in lines) == 2 * 16 + 1
+    assert sum("not run" in line for line in lines) == 2 * 18 + 1
 
 
 def test_results_are_made_of_the_json_alone(results, tmp_path):
@@ -249,10 +249,9 @@ def test_curves(results):
     names = [text.get_text() for text in accuracy.get_legend().get_texts()]
     known = results["configurations"]
     assert names == [known[n]["title"] for n in results["studies"]["headline"]]
-    # Two soft models, and the line of an even share.
+    # Three soft models, and the line of an even share.
     assert [list(line.get_ydata()) for line in sharpness.lines] == [
-        [3.0, 3.0],
-        [3.0, 3.0],
+        *[[3.0, 3.0]] * 3,
         [1.0, 1.0],
     ]
     with pytest.raises(ValueError, match=r"finished. Received: studies=\['seeds'\]"):
