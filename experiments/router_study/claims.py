@@ -395,11 +395,7 @@ def _one_slot(results):
 def _more_slots(results):
     gains = []
     for family in ("softmax_expert_choice", "soft"):
-        names = [
-            name
-            for name in _of_family(results, "slots", family)
-            if family == "soft" or _known(results, name, "group_images") > 1
-        ]
+        names = _of_family(results, "slots", family)
         names.sort(key=lambda name: _known(results, name, "slots_per_token"))
         gains.append(names)
     if min(map(len, gains)) < 2:

@@ -141,20 +141,19 @@ def configurations(scale, studies=tuple(STUDIES)):
     identity of permuted tokens is the control of what their positions are worth.
     `"initial_scale"`: Soft MoE whose scale starts elsewhere, and without normalization.
     `"priority"`: token choice with and without batch priority at low capacity (Soft
-    MoE, table 8; V-MoE, appendix C). `"data"`: a part of the images, seen several times
-    (V-MoE, appendix E.6 and figure 37). `"combine"`: Sinkhorn token choice that weighs
-    by the plan (router study, figure 3). `"experts"`: more experts with fewer slots
-    (Soft MoE, figure 6 and appendix B). `"slots"`: more slots for the same experts
-    (figure 12), of expert choice also within single images. `"placement"`: as many
-    experts in few or many layers (tables 5 to 7).
+    MoE, table 8; V-MoE, appendix C). `"data"`: a sixteenth of the images, seen sixteen
+    times (V-MoE, appendix E.6 and figure 37). `"combine"`: Sinkhorn token choice that
+    weighs by the plan (router study, figure 3). `"experts"`: more experts with fewer
+    slots (Soft MoE, figure 6 and appendix B). `"slots"`: more slots for the same
+    experts (figure 12). `"placement"`: as many experts in few or many layers (tables 5
+    to 7). A model that several studies share has the same name in all of them.
 
     Args:
         scale: `Scale`.
         studies: sequence of the names above.
 
     Returns:
-        dict from each study to a dict from names to `Configuration`. A model that
-        several studies share has the same name in all of them.
+        dict from each study to a dict from names to `Configuration`.
 
     Raises:
         ValueError: if there is no such study, or an expert would get no slot.
@@ -238,7 +237,7 @@ def _priority(scale):
 
 
 def _data(scale):
-    for share in (1.0, 1 / 4, 1 / 16):
+    for share in (1.0, 1 / 16):
         dense = _dense(scale)
         mixture = _mixture(scale, "softmax_token_choice", priority="max")
         for c in (dense, mixture):
@@ -270,7 +269,6 @@ def _slots(scale):
     for capacity in scale.capacities:
         yield _mixture(scale, "soft", capacity)
         yield _mixture(scale, "softmax_expert_choice", capacity)
-        yield _mixture(scale, "softmax_expert_choice", capacity, group_images=1)
 
 
 def _placement(scale):
@@ -332,7 +330,6 @@ def _mixture(
     capacity=1,
     num_experts=None,
     moe_layers=None,
-    group_images=None,
     combine="softmax",
     priority="position",
     slots=None,
@@ -344,7 +341,7 @@ def _mixture(
     known = FAMILIES[family]
     experts = num_experts or scale.num_experts
     layers = scale.moe_layers if moe_layers is None else moe_layers
-    group = (group_images or scale.group_images) if known.is_sparse else 1
+    group = scale.group_images if known.is_sparse else 1
     name, title = [family], [known.title]
     settings = {**known.settings, **_NAMED}
 
@@ -387,9 +384,6 @@ def _mixture(
     if layers != scale.moe_layers:
         name.append("at" + "-".join(map(str, layers)))
         title.append(f"blocks {', '.join(map(str, layers))}")
-    if known.is_sparse and group != scale.group_images:
-        name.append(f"of{group}")
-        title.append(f"groups of {group} image{'s' * (group > 1)}")
     if capacity_factor != 1:
         name.append(f"c{capacity_factor:g}")
         title.append(f"C = {capacity_factor:g}")

@@ -3,6 +3,9 @@
 from experiments.router_study.cells import count, describe
 from experiments.router_study.configurations import STUDIES, configurations
 
+# To count a model it is built, which many results of one scale need not repeat.
+_COUNTS = {}
+
 
 def results(scale, accuracy, studies=tuple(STUDIES)):
     """What `run_study` would return.
@@ -26,7 +29,7 @@ def results(scale, accuracy, studies=tuple(STUDIES)):
     for name, configuration in models.items():
         found["configurations"][name] = {
             **describe(scale, configuration),
-            **count(scale, configuration, num_classes=179),
+            **_counted(scale, configuration),
         }
         seeds = {
             seed
@@ -45,6 +48,13 @@ def results(scale, accuracy, studies=tuple(STUDIES)):
             seed: {"training_seconds": 1800.0, "seconds": 3600.0} for seed in cells
         }
     return found
+
+
+def _counted(scale, configuration):
+    key = (str(scale.settings), configuration.name)
+    if key not in _COUNTS:
+        _COUNTS[key] = count(scale, configuration, num_classes=179)
+    return _COUNTS[key]
 
 
 def cell(accuracy, configuration):

@@ -176,11 +176,11 @@ def test_the_last_layers_beat_those_that_are_spread():
 def test_the_claims_of_all_scales():
     """A scale can give models other names, and has other layers."""
     for scale in (study.SMOKE, study.SMALL, study.ANYWHERE, study.FULL):
-        for claim in found(scale=scale):
+        claims = found(scale=scale)
+        for claim in claims:
             for metric in claim.differences:
                 assert claim.verdict(metric) != "not run", (scale.name, claim.text)
-        between = found(scale=scale)[BETWEEN].differences["5-shot"]
-        assert len(between) == 4
+        assert len(claims[BETWEEN].differences["5-shot"]) == 4
 
 
 def test_t_intervals_decide():

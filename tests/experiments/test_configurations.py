@@ -85,8 +85,7 @@ def test_what_the_side_studies_change():
     assert slots == [64, 64, 64]
     slots = [c.capacity for c in found["slots"].values() if c.family == "soft"]
     assert slots == [1, 2, 4]
-    alone = [c for c in found["slots"].values() if c.name.endswith("_of1")]
-    assert len(alone) == 3 and all(c.group_images == 1 for c in alone)
+    assert {c.data_share for c in found["data"].values()} == {1.0, 1 / 16}
     for c in found["placement"].values():
         assert c.num_experts * len(c.moe_layers) == 32
         if c.family == "soft":
