@@ -50,10 +50,13 @@ $(SUITES) $(TORTURES): export TF_NUM_INTEROP_THREADS ?= 1
 
 install: $(INSTALLED)
 
+# pip compiles on one core, for longer than it installs. A few files of the packages are
+# templates, which do not compile.
 $(INSTALLED): pyproject.toml
 	test -x $(VENV)/python || $(PYTHON) -m venv .venv
-	$(VENV)/python -m pip install --quiet "$(TORCH)"
-	$(VENV)/python -m pip install --quiet --editable ".[test,dev]"
+	$(VENV)/python -m pip install --quiet --no-compile "$(TORCH)"
+	$(VENV)/python -m pip install --quiet --no-compile --editable ".[test,dev]"
+	@$(VENV)/python -m compileall -qq -j 0 .venv/lib || true
 	touch $@
 
 demo: install
