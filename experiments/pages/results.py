@@ -39,6 +39,7 @@ FIGURES = {
     STUDY / "small" / "curves.png": "results/figures/study_curves.png",
     STUDY / "small" / "upstream_accuracy.png": "results/figures/study_upstream.png",
     STUDY / "small" / "10_shot.png": "results/figures/study_10_shot.png",
+    STUDY / "small" / "transfer.png": "results/figures/study_transfer.png",
 }
 
 
@@ -169,7 +170,7 @@ def _of_kind(files, prefix):
 
 
 def _headline_gains(*models):
-    """What models of the headline have over the dense one, and how many seeds say so."""
+    """What models of the headline have over the dense one, and of how many seeds."""
     gains = _gains(_read(STUDY / "small" / "results.json"), models)
     found = [difference(name, gains[name]) for name in models]
     texts = [f"{d.mean:+.1f} ± {d.margin:.1f}" for d in found]

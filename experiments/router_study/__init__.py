@@ -17,3 +17,5 @@ from experiments.router_study.scales import Scale as Scale
 from experiments.router_study.tables import claims_table as claims_table
 from experiments.router_study.tables import report as report
 from experiments.router_study.tables import table as table
+from experiments.router_study.transfer import plot_transfer as plot_transfer
+from experiments.router_study.transfer import transfer as transfer

@@ -10,6 +10,7 @@ from experiments.router_study.figures import plot_curves, plot_study
 from experiments.router_study.runner import run_study
 from experiments.router_study.scales import SCALES
 from experiments.router_study.tables import report
+from experiments.router_study.transfer import in_words, plot_transfer, transfer
 from experiments.runs import check_before, write_json
 from keras_softmoe.files import replaced_file
 
@@ -19,7 +20,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(
         prog="python -m experiments.router_study",
         description="Train the models of the router study, or go on with it, and write "
-        "results.json, README.md and two figures. The backend is Keras': set "
+        "results.json, README.md and figures. The backend is Keras': set "
         "KERAS_BACKEND.",
     )
     parser.add_argument("--scale", choices=SCALES, default="small")
@@ -68,6 +69,11 @@ def write_results(results, directory):
         with replaced_file(directory / "curves.png") as file:
             plot_curves(results, curves).savefig(file)
         text += "\n![accuracy and sharpness while training](curves.png)\n"
+    if found := transfer(results):
+        with replaced_file(directory / "transfer.png") as file:
+            plot_transfer(results).savefig(file)
+        text += f"\n## Transfer\n\n{in_words(found)}\n\n"
+        text += "![few-shot against upstream accuracy](transfer.png)\n"
     with replaced_file(directory / "README.md") as file:
         file.write_text(text, encoding="utf-8")
 

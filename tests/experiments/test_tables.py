@@ -139,7 +139,7 @@ def test_claims_in_words():
 def test_results_are_made_of_the_json_alone(results, tmp_path):
     command_line.write_results(results, tmp_path / "one")
     names = ["10_shot.png", "README.md", "curves.png", "results.json"]
-    names.append("upstream_accuracy.png")
+    names += ["transfer.png", "upstream_accuracy.png"]
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == names
     kept = json.loads((tmp_path / "one" / "results.json").read_text())
     assert kept == results
@@ -256,6 +256,34 @@ def test_curves(results):
     ]
     with pytest.raises(ValueError, match=r"finished. Received: studies=\['seeds'\]"):
         study.plot_curves(results, ["headline", "seeds"])
+
+
+def test_transfer(results):
+    # In what is made up 5-shot accuracy is half of that upstream.
+    found = study.transfer(results)
+    assert found.slope == pytest.approx(0.5) and found.correlation == pytest.approx(1)
+    assert found.margin == pytest.approx(0, abs=1e-6)
+    of_results = [
+        seed
+        for name, cells in results["cells"].items()
+        for seed in cells
+        if int(seed) in study.SMALL.all_seeds
+    ]
+    assert found.count == len(of_results)
+    ax = study.plot_transfer(results).axes[0]
+    *dots, line = ax.lines
+    assert sum(len(drawn.get_xdata()) for drawn in dots) == found.count
+    assert list(line.get_ydata()) == pytest.approx(list(line.get_xdata() / 2))
+    # A point more on the new task for every second model: the line is no longer all.
+    for cells in list(results["cells"].values())[::2]:
+        for cell in cells.values():
+            cell["few_shot"]["5"] += 0.01
+    found = study.transfer(results)
+    assert found.correlation < 0.99 and 0.004 < found.left < 0.006
+    results["cells"] = {"soft_2s": results["cells"]["soft_2s"]}
+    assert study.transfer(results) is None
+    with pytest.raises(ValueError, match="four trainings.*Received: 3 trainings"):
+        study.plot_transfer(results)
 
 
 def test_what_cannot_be_shown(results):
