@@ -11,6 +11,7 @@ fine-tuned, and a card is written beside its weights.
 
     python -m experiments.glyph_presets                            # all
     python -m experiments.glyph_presets --only soft --seeds 1      # one training
+    python -m experiments.glyph_presets --rates                    # shorter, to choose
 
 The dense model, Soft MoE and token choice have three seeds, so that differences come
 with an interval; a preset holds the weights of the first seed, whatever the others do.
@@ -25,13 +26,14 @@ import argparse
 import shutil
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
 import keras_softmoe as ksm
 from experiments.cards import machine, spread, write_card, write_metadata
-from experiments.runs import Run, adamw, batches_of, finish, result_file
+from experiments.runs import Run, adamw, batches_of, finish, result_file, write_json
 from keras_softmoe import analysis, datasets, evaluation, models, routers
 from keras_softmoe.files import replaced_directory
 
@@ -43,8 +45,11 @@ BATCH_SIZE = 64
 EPOCH_IMAGES = 8192
 EPOCHS = 64
 WARMUP_STEPS = 200
-LEARNING_RATE = 1.5e-3
 WEIGHT_DECAY = 0.01
+# Peaks that are tried, in shorter trainings with a seed that no preset has.
+LEARNING_RATES = (1.5e-3, 3e-3, 6e-3)
+RATE_SEED, RATE_EPOCHS = 100, 16
+RATES = Path(__file__).resolve().parent / "glyphs" / "rates.json"
 # No model is trained on the images of this seed.
 VALIDATION_SEED = 10_000
 VALIDATION_IMAGES = 4096
@@ -61,36 +66,56 @@ FINE_TUNING_EPOCHS = 12
 # Slots per choice of a token at inference, beside those of training.
 CAPACITY_FACTORS = (0.5, 0.25)
 
-# Short name -> name of the preset, its router, what to call it, seeds.
+
+class Twin(NamedTuple):
+    """A model that is trained here.
+
+    Attributes:
+        name: str, of the preset.
+        title: str, what to call it.
+        seeds: tuple of ints.
+        router: its router, or `None`.
+        learning_rate: float, the peak.
+        group_images: int.
+    """
+
+    name: str
+    title: str
+    seeds: tuple
+    router: Any = None
+    learning_rate: float = 1.5e-3
+    group_images: int = 1
+
+
 TWINS = {
-    "dense": ("vit_tiny_patch4_32_glyphs", None, "Dense ViT", (0, 1, 2)),
-    "soft": (
+    "dense": Twin("vit_tiny_patch4_32_glyphs", "Dense ViT", (0, 1, 2)),
+    "soft": Twin(
         "soft_moe_tiny_patch4_16e_32_glyphs",
-        routers.SoftRouter(16, slots_per_expert=4, initial_scale="unit_variance"),
         "Soft MoE",
         (0, 1, 2),
+        routers.SoftRouter(16, slots_per_expert=4, initial_scale="unit_variance"),
     ),
-    "token_choice": (
+    "token_choice": Twin(
         "vmoe_tiny_patch4_16e_32_glyphs",
-        routers.SoftmaxTokenChoiceRouter(16, priority="max"),
         "V-MoE (token choice, K = 1, C = 1.05, batch priority)",
         (0, 1, 2),
+        routers.SoftmaxTokenChoiceRouter(16, priority="max"),
     ),
-    "expert_choice": (
+    "expert_choice": Twin(
         "expert_choice_tiny_patch4_16e_32_glyphs",
-        routers.SoftmaxExpertChoiceRouter(16),
         "Expert choice (c = 1)",
         (0,),
+        routers.SoftmaxExpertChoiceRouter(16),
     ),
-    "token_choice_k2": (
+    "token_choice_k2": Twin(
         "vmoe_tiny_patch4_16e_k2_32_glyphs",
-        # As V-MoE is released: no batch priority in training, groups of eight images.
-        routers.SoftmaxTokenChoiceRouter(16, num_selected_experts=2),
         "V-MoE (token choice, K = 2, C = 1.05, groups of 8 images)",
         (0,),
+        # As V-MoE is released: no batch priority in training, groups of eight images.
+        routers.SoftmaxTokenChoiceRouter(16, num_selected_experts=2),
+        group_images=8,
     ),
 }
-GROUP_IMAGES = {"token_choice_k2": 8}
 
 
 def main():
@@ -99,9 +124,16 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", help="train these seeds only")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--output", type=Path, default=ROOT / "presets")
+    parser.add_argument(
+        "--rates", action="store_true", help="try learning rates, train no preset"
+    )
     arguments = parser.parse_args()
+    if arguments.rates:
+        compared = [name for name, twin in TWINS.items() if len(twin.seeds) > 1]
+        try_rates(arguments.only or compared)
+        return
     for twin in arguments.only or TWINS:
-        name, _, _, seeds = TWINS[twin]
+        name, seeds = TWINS[twin].name, TWINS[twin].seeds
         for seed in seeds:
             if arguments.seeds is None or seed in arguments.seeds:
                 print(f"\n{name}, seed {seed}")
@@ -111,7 +143,7 @@ def main():
 
 def publish(twin, epochs, directory):
     """Write the weights of the first seed, and what is known of all trained ones."""
-    name, _, title, seeds = TWINS[twin]
+    name, title, seeds, *_ = TWINS[twin]
     first, *others = (training_run(twin, seed, epochs) for seed in seeds)
     if not result_file(WORK, first.name).exists():
         print(f"{name}: the first seed is missing, nothing is written yet")
@@ -131,28 +163,70 @@ def publish(twin, epochs, directory):
             "32 x 32.",
             source="experiments/glyph_presets.py",
             licence="Apache-2.0",
-            training={"seed": seeds[0], "images": epochs * EPOCH_IMAGES, **machine()},
+            training={
+                "seed": seeds[0],
+                "images": epochs * EPOCH_IMAGES,
+                "learning_rate": TWINS[twin].learning_rate,
+                **machine(),
+            },
             runs=runs,
         )
         write_card(aside, card(name, metadata))
     print(f"{name}: weights, metadata and card written")
 
 
+# === Learning rates ===
+
+
+def try_rates(twins):
+    """Train each model with each rate, and write the accuracies on glyphs."""
+    found = {}
+    for twin in twins:
+        for rate in LEARNING_RATES:
+            print(f"\n{TWINS[twin].name}, learning rate {rate:g}")
+            finished = finish(rate_run(twin, rate), WORK, verbose=2)
+            found.setdefault(twin, {})[f"{rate:g}"] = finished["results"]
+            write_json(RATES, {"images": RATE_EPOCHS * EPOCH_IMAGES, "rates": found})
+
+
+def rate_run(twin, rate):
+    """A shorter training with a learning rate, whose weights are not kept."""
+    return classifier_run(
+        f"{TWINS[twin].name}_rate{rate:g}_{RATE_EPOCHS}_{RATE_SEED}",
+        TWINS[twin]._replace(learning_rate=rate),
+        RATE_SEED,
+        RATE_EPOCHS,
+        lambda classifier: {"upstream_accuracy_by_layout": upstream(classifier)},
+    )
+
+
 # === Training ===
 
 
 def training_run(twin, seed, epochs):
-    """The training of a model, which is saved as a preset and measured as one.
+    """The training of a model, which is saved as a preset and measured as one."""
+    name = f"{TWINS[twin].name}_{epochs}_{seed}"
+
+    def save_and_measure(classifier):
+        directory = weights_directory(name)
+        with replaced_directory(directory) as aside:
+            classifier.save_to_preset(str(aside))
+        return measure(directory)
+
+    return classifier_run(name, TWINS[twin], seed, epochs, save_and_measure)
+
+
+def classifier_run(name, twin, seed, epochs, measure):
+    """The training of a `Twin`.
 
     Image `i` of epoch `e` depends on the seed, `e` and `i` alone, so a run that is
     taken up again sees what an uninterrupted one would have seen.
     """
-    name = f"{TWINS[twin][0]}_{epochs}_{seed}"
     steps_per_epoch = EPOCH_IMAGES // BATCH_SIZE
 
     def build():
         classifier = models.ViTMoEImageClassifier(
-            build_backbone(TWINS[twin][1], GROUP_IMAGES.get(twin, 1)),
+            build_backbone(twin.router, twin.group_images),
             num_classes=len(datasets.GLYPH_CLASSES),
             preprocessor=models.ViTMoEImageClassifierPreprocessor(
                 models.ViTMoEImageConverter(image_size=(IMAGE_SIZE, IMAGE_SIZE))
@@ -160,7 +234,7 @@ def training_run(twin, seed, epochs):
         )
         steps = epochs * steps_per_epoch
         classifier.compile(
-            adamw(LEARNING_RATE, steps, WARMUP_STEPS, WEIGHT_DECAY, clip_norm=1.0),
+            adamw(twin.learning_rate, steps, WARMUP_STEPS, WEIGHT_DECAY, clip_norm=1.0),
             metrics=["accuracy"],
         )
         return classifier
@@ -170,15 +244,7 @@ def training_run(twin, seed, epochs):
         order = np.random.default_rng((seed, epoch)).permutation(len(labels))
         return batches_of(images[order], labels[order], BATCH_SIZE)
 
-    def save_and_measure(classifier):
-        directory = weights_directory(name)
-        with replaced_directory(directory) as aside:
-            classifier.save_to_preset(str(aside))
-        return measure(directory)
-
-    return Run(
-        name, seed, build, draw, epochs, steps_per_epoch, save_and_measure, watch
-    )
+    return Run(name, seed, build, draw, epochs, steps_per_epoch, measure, watch)
 
 
 def draw_glyphs(number, seed, start=0):
@@ -237,9 +303,7 @@ def measure(directory):
     # Routers at random draw from generators that are made with the layers.
     keras.utils.set_random_seed(VALIDATION_SEED)
     classifier = models.ViTMoEImageClassifier.from_preset(str(directory))
-    by_layout = {
-        name: upstream_accuracy(classifier, layout) for name, layout in LAYOUTS.items()
-    }
+    by_layout = upstream(classifier)
     train_set, test_set = (datasets.digits(IMAGE_SIZE, s) for s in ("train", "test"))
     few_shot = {
         name: probe(backbone, train_set, test_set)
@@ -287,12 +351,16 @@ def routing_at_inference(classifier):
     }
 
 
-def upstream_accuracy(classifier, layout):
-    images, labels = datasets.glyphs(
-        VALIDATION_IMAGES, IMAGE_SIZE, VALIDATION_SEED, verbose=0, **layout
-    )
-    predicted = classifier.predict(images, batch_size=BATCH_SIZE, verbose=0)
-    return float(np.mean(predicted.argmax(-1) == labels))
+def upstream(classifier):
+    """Accuracy on glyphs of each layout."""
+    found = {}
+    for name, layout in LAYOUTS.items():
+        images, labels = datasets.glyphs(
+            VALIDATION_IMAGES, IMAGE_SIZE, VALIDATION_SEED, verbose=0, **layout
+        )
+        predicted = classifier.predict(images, batch_size=BATCH_SIZE, verbose=0)
+        found[name] = float(np.mean(predicted.argmax(-1) == labels))
+    return found
 
 
 def probe(backbone, train_set, test_set):
@@ -353,9 +421,9 @@ from the fonts that ship with matplotlib (`keras_softmoe.datasets.glyphs`, seed
 pieces of others. No digits.
 
 **Training.** `experiments/glyph_presets.py`, seed {training["seed"]}: AdamW, peak
-learning rate {LEARNING_RATE}, {WARMUP_STEPS} steps of warm-up, cosine decay, batch
-{BATCH_SIZE}, weight decay {WEIGHT_DECAY}. {minutes:.0f} minutes by the clock,
-beside other work, on one of {training["processor"]} with {training["backend"]}.
+learning rate {training["learning_rate"]:g}, {WARMUP_STEPS} steps of warm-up, cosine
+decay, batch {BATCH_SIZE}, weight decay {WEIGHT_DECAY}. {minutes:.0f} minutes by the
+clock, beside other work, on one of {training["processor"]} with {training["backend"]}.
 
 **Handwritten digits, few-shot** (scikit-learn's, never seen in training; linear probe,
 mean ± standard deviation over {FEW_SHOT_DRAWS} support draws, penalty chosen on

@@ -82,7 +82,7 @@ def claims():
 def trainings():
     """Dict from what each variant is called to its runs, as its metadata have them."""
     return {
-        variant: read_metadata(ROOT / "presets" / TWINS[twin][0]).get("runs", [])
+        variant: read_metadata(ROOT / "presets" / TWINS[twin].name).get("runs", [])
         for variant, twin in _VARIANTS.items()
     }
 

@@ -29,7 +29,7 @@ def trained(monkeypatch):
     def write(**twins):
         for twin, accuracies in twins.items():
             runs = [training(*entry) for entry in enumerate(accuracies)]
-            found[TWINS[twin][0]] = {"runs": runs}
+            found[TWINS[twin].name] = {"runs": runs}
 
     monkeypatch.setattr(preset_claims, "read_metadata", read)
     return write

@@ -9,9 +9,10 @@ from keras_softmoe import catalogue
 # Those that an earlier form of the script trained saw fewer images.
 IMAGES = glyph_presets.EPOCHS * glyph_presets.EPOCH_IMAGES
 TRAINED = {
-    name: router
-    for name, router, *_ in glyph_presets.TWINS.values()
-    if router and catalogue.read_metadata(name)["training"]["images"] == IMAGES
+    twin.name: twin.router
+    for twin in glyph_presets.TWINS.values()
+    if twin.router
+    and catalogue.read_metadata(twin.name)["training"]["images"] == IMAGES
 }
 
 
