@@ -9,7 +9,7 @@ of upcycling, the metadata of the presets and the sweeps of LIMoE. Nothing is tr
 from pathlib import Path
 
 from experiments import limoe_claims, preset_claims
-from experiments.comparisons import in_words, reading
+from experiments.comparisons import in_words, looked_at, reading
 from experiments.router_study.claims import claims as claims_of_study
 from experiments.router_study.scales import SCALES
 from experiments.router_study.tables import METRICS, NOT_ASKED
@@ -47,6 +47,7 @@ def page():
         "## Presets",
         "[Cards](../docs/presets.md); larger models than the study's, half of whose "
         "glyphs lie anywhere in the image",
+        looked_at(found),
         in_words(found, preset_claims.METRICS),
     ]
     for plan in PLANS:
@@ -57,10 +58,11 @@ def page():
         parts += [
             f"## Upcycling, plan `{plan}`",
             f"[Tables and set-up](upcycling/{plan})",
+            looked_at(found),
             in_words(found, upcycling.METRICS),
         ]
     found = limoe_claims.claims()
-    parts += ["## LIMoE", in_words(found, limoe_claims.METRICS)]
+    parts += ["## LIMoE", looked_at(found), in_words(found, limoe_claims.METRICS)]
     parts += ["## Not asked", NOT_ASKED]
     return "\n\n".join(parts) + "\n"
 

@@ -12,7 +12,7 @@ CONFIDENCE = 0.95
 _ROUNDING = 1e-9
 _VERDICTS = {
     "yes": "appears",
-    "no": "does not appear, a difference is clearly the other way",
+    "no": "does not appear, an interval is below zero",
     "open": "within the noise",
     "not run": "not run",
 }
@@ -148,23 +148,19 @@ def corrected(found):
     """Claims whose differences have p-values after Holm's correction, by metric."""
     adjusted = {}
     for metric in {metric for claim in found for metric in claim.differences}:
-        every = [
-            d
-            for claim in found
-            for d in claim.differences.get(metric, ())
-            if d.seeds > 1
-        ]
-        every.sort(key=lambda d: d.p)
+        # Two claims may look at the same difference.
+        every = {d for claim in found for d in claim.differences.get(metric, ())}
+        every = sorted((d for d in every if d.seeds > 1), key=lambda d: (d.p, d.name))
         least = 0.0
         for rank, difference in enumerate(every):
             # Never below that of a smaller one.
             least = max(least, min((len(every) - rank) * difference.p, 1.0))
-            adjusted[id(difference)] = least
+            adjusted[metric, difference] = least
     return [
         claim._replace(
             differences={
                 metric: [
-                    d._replace(adjusted_p=adjusted.get(id(d), math.nan))
+                    d._replace(adjusted_p=adjusted.get((metric, d), math.nan))
                     for d in differences
                 ]
                 for metric, differences in claim.differences.items()
@@ -200,14 +196,26 @@ def in_words(claims, metrics):
 
 def reading(claims):
     """How to read `in_words`, str."""
-    count = sum(len(d) for claim in claims for d in claim.differences.values())
     return (
         "Differences in percentage points, taken within each seed; ± is half of the "
         f"{100 * CONFIDENCE:g} % t-interval of their mean. *Appears*: all intervals of "
-        f"a claim are above zero. {count} differences are looked at, so that some "
-        "intervals miss zero by chance: *after the correction too* means Holm's, for "
-        "all that are looked at under the same metric. One scale shows what happens at "
+        f"a claim are above zero. {looked_at(claims)} One scale shows what happens at "
         "that scale: it neither proves nor refutes what the papers found at another."
+    )
+
+
+def looked_at(claims):
+    """How many differences are looked at, and what is done about it, str."""
+    different = {
+        (metric, d.name, d.mean)
+        for claim in claims
+        for metric, found in claim.differences.items()
+        for d in found
+    }
+    return (
+        f"{len(different)} differences are looked at, so that some intervals miss zero "
+        "by chance: *after the correction too* means Holm's, for all of them under the "
+        "same metric."
     )
 
 

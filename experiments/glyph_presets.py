@@ -17,8 +17,8 @@ The dense model, Soft MoE and token choice have three seeds, so that differences
 with an interval; a preset holds the weights of the first seed, whatever the others do.
 It is written when that is trained, its metadata and card again after each other seed.
 
-Needs the extras of one backend and `datasets`, `viz`. A training takes 30 to 45 minutes
-of a core. After an interruption the same command goes on where it stopped: finished
+Needs the extras of one backend and `datasets`, `viz`. A training takes half an hour of
+a core. After an interruption the same command goes on where it stopped: finished
 trainings are kept in `build/training/`, the running one is saved after each epoch.
 """
 
@@ -33,7 +33,15 @@ import numpy as np
 
 import keras_softmoe as ksm
 from experiments.cards import machine, spread, write_card, write_metadata
-from experiments.runs import Run, adamw, batches_of, finish, result_file, write_json
+from experiments.runs import (
+    Run,
+    adamw,
+    batches_of,
+    finish,
+    result_file,
+    router_config,
+    write_json,
+)
 from keras_softmoe import analysis, datasets, evaluation, models, routers
 from keras_softmoe.files import replaced_directory
 
@@ -128,6 +136,8 @@ def main():
         "--rates", action="store_true", help="try learning rates, train no preset"
     )
     arguments = parser.parse_args()
+    if arguments.rates and arguments.seeds:
+        parser.error(f"--rates are tried with seed {RATE_SEED}, --seeds is not for it")
     if arguments.rates:
         compared = [name for name, twin in TWINS.items() if len(twin.seeds) > 1]
         try_rates(arguments.only or compared)
@@ -179,14 +189,24 @@ def publish(twin, epochs, directory):
 
 
 def try_rates(twins):
-    """Train each model with each rate, and write the accuracies on glyphs."""
-    found = {}
+    """Train models with each rate, and write the accuracies of all that are trained."""
     for twin in twins:
         for rate in LEARNING_RATES:
             print(f"\n{TWINS[twin].name}, learning rate {rate:g}")
-            finished = finish(rate_run(twin, rate), WORK, verbose=2)
-            found.setdefault(twin, {})[f"{rate:g}"] = finished["results"]
-            write_json(RATES, {"images": RATE_EPOCHS * EPOCH_IMAGES, "rates": found})
+            finish(rate_run(twin, rate), WORK, verbose=2)
+            write_rates()
+
+
+def write_rates():
+    """Write `RATES` from the trainings that are finished."""
+    found = {}
+    for twin in TWINS:
+        for rate in LEARNING_RATES:
+            run = rate_run(twin, rate)
+            if result_file(WORK, run.name).exists():
+                results = finish(run, WORK)["results"]
+                found.setdefault(twin, {})[f"{rate:g}"] = results
+    write_json(RATES, {"images": RATE_EPOCHS * EPOCH_IMAGES, "rates": found})
 
 
 def rate_run(twin, rate):
@@ -244,7 +264,18 @@ def classifier_run(name, twin, seed, epochs, measure):
         order = np.random.default_rng((seed, epoch)).permutation(len(labels))
         return batches_of(images[order], labels[order], BATCH_SIZE)
 
-    return Run(name, seed, build, draw, epochs, steps_per_epoch, measure, watch)
+    settings = {
+        "router": router_config(twin.router),
+        "group_images": twin.group_images,
+        "learning_rate": twin.learning_rate,
+        "warmup_steps": WARMUP_STEPS,
+        "weight_decay": WEIGHT_DECAY,
+        "batch_size": BATCH_SIZE,
+        "epoch_images": EPOCH_IMAGES,
+    }
+    return Run(
+        name, seed, build, draw, epochs, steps_per_epoch, measure, watch, settings
+    )
 
 
 def draw_glyphs(number, seed, start=0):

@@ -30,7 +30,14 @@ import numpy as np
 
 import keras_softmoe as ksm
 from experiments.cards import machine, spread, write_card, write_metadata
-from experiments.runs import Run, adamw, batches_of, finish, result_file
+from experiments.runs import (
+    Run,
+    adamw,
+    batches_of,
+    finish,
+    result_file,
+    router_config,
+)
 from keras_softmoe import analysis, datasets, evaluation, models, routers
 from keras_softmoe.files import replaced_directory
 
@@ -179,15 +186,17 @@ def vocabulary():
 # === Training ===
 
 
-def training_run(name, kind, seed, epochs, measure, **settings):
-    """The training of a model, `build(kind, **settings)`.
+def training_run(
+    name, kind, seed, epochs, measure, router_settings=None, **backbone_settings
+):
+    """The training of a model, of `build` with these settings.
 
     The data of a seed are the same for every model, image by image.
     """
     steps_per_epoch = EPOCH_PAIRS // BATCH_SIZE
 
     def build_and_compile():
-        model = build(kind, **settings)
+        model = build(kind, router_settings, **backbone_settings)
         steps = epochs * steps_per_epoch
         model.compile(
             adamw(LEARNING_RATE, steps, WARMUP_STEPS, WEIGHT_DECAY, clip_norm=1.0)
@@ -201,8 +210,26 @@ def training_run(name, kind, seed, epochs, measure, **settings):
         )
         return batches_of(scenes.images, scenes.captions, BATCH_SIZE)
 
+    router = limoe_router(**(router_settings or {})) if kind == "limoe" else None
+    settings = {
+        "router": router_config(router),
+        "backbone": backbone_settings,
+        "learning_rate": LEARNING_RATE,
+        "warmup_steps": WARMUP_STEPS,
+        "weight_decay": WEIGHT_DECAY,
+        "batch_size": BATCH_SIZE,
+        "epoch_pairs": EPOCH_PAIRS,
+    }
     return Run(
-        name, seed, build_and_compile, draw, epochs, steps_per_epoch, measure, watch
+        name,
+        seed,
+        build_and_compile,
+        draw,
+        epochs,
+        steps_per_epoch,
+        measure,
+        watch,
+        settings,
     )
 
 

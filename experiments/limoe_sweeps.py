@@ -8,7 +8,7 @@ each modality uses.
     python -m experiments.limoe_sweeps --sweep experts groups
 
 - `losses`: classic losses, entropy losses, both, and the soft minimum of text experts
-  (appendix B, tables 3 to 5, figure 10)
+  with and without the classic losses (appendix B, tables 3 to 5, figure 10)
 - `experts`: how many experts there are (appendix E.2, figure 12)
 - `choices`: how many experts a token chooses (appendix E.1, table 6)
 - `groups`: how many pairs are routed together (appendix E.5, figure 16)
@@ -45,6 +45,8 @@ FIGURE = RESULTS.parents[1] / "guides" / "limoe_text_experts.png"
 EPOCHS = 7
 SEEDS = (0, 1, 2)
 SOFT_MINIMA = (1, 4, 6)
+# Beside 3, without the classic losses, which keep text on more experts than that.
+MINIMA_ALONE = (1, 6)
 
 
 def main():
@@ -56,6 +58,11 @@ def main():
     arguments = parser.parse_args()
     for sweep in arguments.sweep:
         file = arguments.output / f"{sweep}.json"
+        if any(run["epochs"] != arguments.epochs for run in runs(file)):
+            parser.error(
+                f"'{file}' holds runs with other epochs than {arguments.epochs}; name "
+                "another directory with --output"
+            )
         for name, settings, seeds in SWEEPS[sweep]():
             if arguments.only and name not in arguments.only:
                 continue
@@ -69,9 +76,9 @@ def main():
                 print(result)
                 # Read again: another process may have added runs meanwhile.
                 write_json(file, [*runs(file), result])
-    if "losses" in arguments.sweep:
+    if "losses" in arguments.sweep and arguments.output == RESULTS:
         with replaced_file(FIGURE) as aside:
-            figure(runs(arguments.output / "losses.json")).savefig(aside, dpi=150)
+            figure(runs(RESULTS / "losses.json")).savefig(aside, dpi=150)
 
 
 def train_and_measure(sweep, name, settings, seed, epochs):
@@ -111,6 +118,8 @@ def _losses():
     yield variant("entropy", entropy(TEXT_EXPERTS), SEEDS)
     for minimum in SOFT_MINIMA:
         yield variant(f"S={minimum}", classic + entropy(minimum), SEEDS)
+    for minimum in MINIMA_ALONE:
+        yield variant(f"entropy,S={minimum}", entropy(minimum), SEEDS)
 
 
 def _of_router(setting, values, unchanged):
@@ -148,14 +157,15 @@ def runs(file):
 
 
 def figure(finished):
-    """Experts in use against the soft minimum for text."""
+    """Experts in use against the soft minimum for text, without the classic losses."""
+    minima = {f"entropy,S={minimum}": minimum for minimum in MINIMA_ALONE}
+    minima["entropy"] = TEXT_EXPERTS
     by_threshold = {}
     for run in finished:
-        minimum = {"both": TEXT_EXPERTS}.get(run["variant"])
-        if run["variant"].startswith("S="):
-            minimum = int(run["variant"][2:])
-        if minimum is not None:
-            found = by_threshold.setdefault(minimum, {"image": [], "text": []})
+        if run["variant"] in minima:
+            found = by_threshold.setdefault(
+                minima[run["variant"]], {"image": [], "text": []}
+            )
             for modality, values in found.items():
                 values.append(float(np.mean(run[f"{modality}_experts"])))
     return analysis.plot_experts_in_use(by_threshold)

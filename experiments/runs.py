@@ -41,6 +41,8 @@ class Run:
         measure: callable from the trained model to a dict that JSON can hold.
         watch: optional callable from the model after each epoch to a dict that JSON
             can hold. It must leave the model as it is.
+        settings: optional dict that JSON can hold, what the run is trained with. What
+            was trained with others under the same name is refused.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Run:
     steps_per_epoch: int
     measure: Callable
     watch: Callable | None = None
+    settings: dict | None = None
 
 
 def result_file(directory, name):
@@ -82,8 +85,14 @@ def finish(run, directory, on_step=None, verbose=0):
         with `run.watch` `"curve"`, a list of the mean training loss and what it
         returned for each epoch; `"times"`: `"training_seconds"`, of all epochs, and
         `"seconds"`, of the process that finished the run.
+
+    Raises:
+        ValueError: if the run, finished or not, was begun with other settings or with
+            another backend.
     """
     file = result_file(directory, run.name)
+    if run.settings is not None:
+        _check_settings(run, directory)
     backup = backup_directory(directory, run.name)
     if not file.exists():
         started = time.perf_counter()
@@ -117,9 +126,18 @@ def keep(file, settings):
     if not file.exists():
         write_json(file, settings)
     kept = read_json(file, ())
+    # As a file would hold them, with lists for tuples.
+    settings = json.loads(json.dumps(settings))
     if kept == settings:
         return None
-    return sorted(name for name in settings if kept.get(name) != settings[name])
+    names = kept.keys() | settings.keys()
+    return sorted(name for name in names if kept.get(name) != settings.get(name))
+
+
+def router_config(router):
+    """The configuration of a router for `Run.settings`, `None` if there is none."""
+    # Keras counts up names that were not given.
+    return router and {**router.get_config(), "name": None}
 
 
 def batches_of(x, y, batch_size):
@@ -281,6 +299,18 @@ def processor():
 
 
 # === Parts ===
+
+
+def _check_settings(run, directory):
+    settings = {**run.settings, "backend": keras.config.backend()}
+    file = Path(directory, "settings", f"{run.name}.json")
+    if differ := keep(file, settings):
+        raise ValueError(
+            "What is kept of a training goes on with the settings that it began with. "
+            f"Received: '{run.name}', which differs in {differ} from '{file}'. Set "
+            f"them back, or delete '{file}', '{result_file(directory, run.name)}' and "
+            f"'{backup_directory(directory, run.name)}' to train it anew."
+        )
 
 
 def _train(run, model, backup, on_step, verbose):

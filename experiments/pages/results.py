@@ -7,6 +7,7 @@ from statistics import mean, stdev
 
 from experiments import claims
 from experiments.comparisons import difference
+from experiments.router_study.claims import value
 
 EXPERIMENTS = Path(__file__).resolve().parents[1]
 STUDY = EXPERIMENTS / "router_study"
@@ -98,7 +99,10 @@ def headline_table():
 def routers_table():
     """What each router costs and achieves in the study."""
     results = _read(STUDY / "small" / "results.json")
-    gains = _gains(results, results["studies"]["routers"])
+    gains, shots = (
+        _gains(results, results["studies"]["routers"], metric)
+        for metric in ("upstream_accuracy", "10-shot")
+    )
     rows = [
         "From the study, differences to the dense model in points, mean ± standard "
         "deviation over seeds.\n",
@@ -106,15 +110,9 @@ def routers_table():
         "| fullest expert / mean |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    dense = results["cells"]["dense"]
     for name in results["studies"]["routers"]:
         known, cells = results["configurations"][name], results["cells"][name]
         step = results["times"]["steps"].get(name, {}).get("ratio")
-        shots = [
-            100 * (cell["few_shot"]["10"] - dense[seed]["few_shot"]["10"])
-            for seed, cell in cells.items()
-            if seed in dense
-        ]
         mflop = known.get("gflop_per_image")
         row = [
             known["title"],
@@ -122,7 +120,7 @@ def routers_table():
             f"{step:.2f}" if step else "–",
             f"{1e3 * mflop:.1f}" if mflop else "–",
             _points(gains[name]) if name in gains else "0",
-            _points(shots) if name in gains else "0",
+            _points(shots[name]) if name in shots else "0",
             _mean_of(cells, "dropped", 100, "{:.0f} %"),
             _mean_of(cells, "imbalance", 1, "{:.2f}"),
         ]
@@ -177,18 +175,15 @@ def _headline_gains(*models):
     return *texts, min(d.seeds for d in found)
 
 
-def _gains(results, models):
+def _gains(results, models, metric="upstream_accuracy"):
     """Dict from models to what they have over the dense one, in points, by seed."""
-    dense = results["cells"]["dense"]
-    return {
-        name: [
-            100 * (cell["upstream_accuracy"] - dense[seed]["upstream_accuracy"])
-            for seed, cell in results["cells"][name].items()
-            if seed in dense
-        ]
-        for name in models
-        if name != "dense"
-    }
+    found = {}
+    for name in models:
+        for seed in results["cells"][name] if name != "dense" else ():
+            pair = [value(results, n, seed, metric) for n in (name, "dense")]
+            if None not in pair:
+                found.setdefault(name, []).append(100 * (pair[0] - pair[1]))
+    return found
 
 
 def _timed(backend, section):
@@ -233,7 +228,7 @@ def _mean_of(cells, key, factor, form):
 def _embedded(source):
     """A page of the repository as part of another: no title, headings lower.
 
-    Links to figures lead to their copies, other relative links become code.
+    Links to figures lead to their copies, of other relative links the text stays.
     """
     text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
     text = re.sub(r"^# .*\n", "", text).strip()

@@ -13,16 +13,16 @@ METRICS = {
     "dropped": "dropped tokens",
 }
 NOT_ASKED = """\
-- *A mixture is worth a dense model of several times its cost* (V-MoE, section 4; Soft
-  MoE, section 3.3): takes dense models of many sizes, trained for long.
+- *A mixture is worth a dense model of several times its cost* (V-MoE, section 3.3;
+  Soft MoE, section 3.3): takes dense models of many sizes, trained for long.
 - *Inference at low capacity keeps its accuracy under batch priority; learned routers
   are better than random ones* (V-MoE, sections 4 and 5): asked of the trained presets,
   on the page of all claims.
 - *Soft MoE is fast with thousands of experts* (Soft MoE, section 3.5): asked by the
   benchmarks.
 - *Gains hold from JFT to ImageNet, to contrastive training and at 15 billion
-  parameters* (V-MoE, section 4; Soft MoE, section 4; LIMoE, section 4): the data were
-  never released.
+  parameters* (V-MoE, sections 3.3 and 3.6; Soft MoE, section 4; LIMoE, section 4): the
+  data were never released.
 - *Experts for concepts* (V-MoE, section 5; LIMoE, section 4 and appendix F): pictures,
   see `routing_report` and `guides/limoe_routing.py`."""
 _NAMED = {"keras": "Keras ", "python": "Python "}
@@ -180,11 +180,12 @@ def _setup(results):
         f"wide, patches of {scale['patch_size']} pixels in images of "
         f"{scale['image_size']}; where nothing else is said every second block has "
         f"{scale['num_experts']} experts and sparse routers route "
-        f"{scale['group_images']} images together. Each saw the same {images:,} images "
-        f"of {data}, in batches of {scale['batch_size']}. One set of hyperparameters "
-        f"serves all but for the peak learning rate, the best of {tried} for one model "
-        f"of each kind, with seed {scale['rate_seeds'][0]} and where that does not "
-        f"decide with {len(scale['rate_seeds'])} seeds, of which no other result is: "
+        f"{scale['group_images']} images together. Each saw the same {images:,} "
+        f"images, or the said share, of {data}, in batches of {scale['batch_size']}. "
+        "One set of hyperparameters serves all but for the peak learning rate, the "
+        f"best of {tried} for one model of each kind, with seed "
+        f"{scale['rate_seeds'][0]} and where that does not decide with "
+        f"{len(scale['rate_seeds'])} seeds, of which no other result is: "
         f"{rates}; routing that is fixed in part or whole has that of Soft MoE. The "
         "scale of Soft MoE starts at the root of the width where nothing else is said; "
         "noise and losses of the routers are those of the papers. Digits: "

@@ -23,7 +23,6 @@ class Transfer(NamedTuple):
     Attributes:
         slope: float, points of the other accuracy for a point upstream.
         intercept: float.
-        margin: float, half of the 95 % t-interval of the slope.
         correlation: float.
         left: float, standard deviation around the line.
         count: int, trainings.
@@ -31,7 +30,6 @@ class Transfer(NamedTuple):
 
     slope: float
     intercept: float
-    margin: float
     correlation: float
     left: float
     count: int
@@ -39,6 +37,9 @@ class Transfer(NamedTuple):
 
 def transfer(results, metric=FEW_SHOT):
     """How upstream accuracy goes with another one, over models and seeds.
+
+    There is no interval: the seeds of a model, and models with the same images, are not
+    independent.
 
     Args:
         results: dict, what `run_study` returns, or read from its JSON.
@@ -55,14 +56,12 @@ def transfer(results, metric=FEW_SHOT):
     if len(x) < 4 or np.ptp(x) == 0:
         return None
     line = stats.linregress(x, y)
-    degrees = len(x) - 2
     left = y - line.intercept - line.slope * x
     return Transfer(
         slope=float(line.slope),
         intercept=float(line.intercept),
-        margin=float(stats.t.ppf(0.975, degrees) * line.stderr),
         correlation=float(line.rvalue),
-        left=float(np.sqrt(np.sum(left**2) / degrees)),
+        left=float(np.sqrt(np.sum(left**2) / (len(x) - 2))),
         count=len(x),
     )
 
@@ -71,9 +70,9 @@ def in_words(found, metric=FEW_SHOT):
     """A `Transfer` as text."""
     return (
         f"Over all {found.count} trainings one point of upstream accuracy goes with "
-        f"{found.slope:.2f} ± {found.margin:.2f} points of {metric} accuracy (95 %, "
-        f"correlation {found.correlation:.2f}). Around that line trainings scatter by "
-        f"a standard deviation of {100 * found.left:.2f} points."
+        f"{found.slope:.2f} points of {metric} accuracy (correlation "
+        f"{found.correlation:.2f}). Around that line trainings scatter by a standard "
+        f"deviation of {100 * found.left:.2f} points."
     )
 
 

@@ -64,14 +64,7 @@ def claims(results):
     """
     found = []
     for text, source, pairs in _CLAIMS:
-        by_metric = {
-            metric: [
-                difference(_name(results, better, worse), values)
-                for better, worse in pairs
-                if (values := _differences(results, better, worse, metric))
-            ]
-            for metric in METRICS
-        }
+        by_metric = {m: _differences(results, pairs, m) for m in METRICS}
         found.append(Claim(text, source, by_metric))
     return corrected(found)
 
@@ -201,8 +194,15 @@ def _name(results, better, worse):
     return f"{titles[better]['title']} - {titles[worse]['title']}"
 
 
-def _differences(results, better, worse, metric):
-    ours, theirs = (results["cells"].get(name, {}) for name in (better, worse))
-    pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
-    values = [tuple(value(cell, metric) for cell in pair) for pair in pairs]
-    return [a - b for a, b in values if None not in (a, b)]
+def _differences(results, pairs, metric):
+    """One `Difference` for each pair; none at all unless all have a seed in common."""
+    found = []
+    for better, worse in pairs:
+        ours, theirs = (results["cells"].get(name, {}) for name in (better, worse))
+        common = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
+        values = [tuple(value(cell, metric) for cell in pair) for pair in common]
+        by_seed = [a - b for a, b in values if None not in (a, b)]
+        if not by_seed:
+            return []
+        found.append(difference(_name(results, better, worse), by_seed))
+    return found

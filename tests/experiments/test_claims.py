@@ -67,7 +67,7 @@ def test_claims_that_hold():
         assert list(claim.differences) == metrics
         for metric in metrics:
             assert claim.verdict(metric) == "yes", claim.text
-    assert len(claims[DENSE].differences["upstream_accuracy"]) == 12
+    assert len(claims[DENSE].differences["upstream_accuracy"]) == 6
     for claim in (SOFT_HEADLINE, SOFT_LAST, TOKEN_LAST):
         (soft,) = claims[claim].differences["upstream_accuracy"]
         assert soft.seeds == 6
@@ -208,7 +208,9 @@ def test_holm_s_correction():
 
     claims = found(accuracy)
     for metric in ("upstream_accuracy", "dropped"):
-        every = [d for c in claims for d in c.differences.get(metric, ())]
+        # Two claims look at Soft MoE over the dense model: one test.
+        every = {d for c in claims for d in c.differences.get(metric, ())}
+        every = sorted(every)
         p = np.array([d.p for d in every])
         order = np.argsort(p)
         steps = p[order] * np.arange(len(p), 0, -1)

@@ -8,7 +8,7 @@ from scipy import stats
 from experiments import claims as page_of_claims
 from experiments import limoe_claims
 
-PRESETS, DROPPED, EXPERTS, MORE, CHOICES, GROUPS, PRIORITY = range(7)
+PRESETS, DROPPED, EXPERTS, ALONE, MORE, CHOICES, GROUPS, PRIORITY = range(8)
 
 
 def run(variant, seed, value):
@@ -50,7 +50,7 @@ def test_differences_are_taken_within_seeds(sweeps):
     assert found.mean - found.margin == pytest.approx(interval.low)
     (half,) = claims[CHOICES].differences["image_to_text_recall_at_1"]
     assert half.mean == pytest.approx(found.mean / 2)
-    for claim in (MORE, GROUPS, PRIORITY, EXPERTS, DROPPED):
+    for claim in (MORE, GROUPS, PRIORITY, EXPERTS, ALONE, DROPPED):
         assert all(
             claims[claim].verdict(metric) == "not run"
             for metric in claims[claim].differences
@@ -58,10 +58,15 @@ def test_differences_are_taken_within_seeds(sweeps):
 
 
 def test_blocks_are_averaged(sweeps):
-    sweeps("losses", {"S=1": (1.0,), "S=4": (2.0,), "S=6": (3.5,)})
-    found = limoe_claims.claims()[EXPERTS].differences["text_experts"]
+    runs = {"both": (2.0,), "S=6": (3.5,)}
+    alone = {"entropy,S=1": (1.0,), "entropy": (2.5,), "entropy,S=6": (3.0,)}
+    sweeps("losses", runs | alone)
+    claims = limoe_claims.claims()
+    found = claims[EXPERTS].differences["text_experts"]
     # Means of the value and three times the value, in hundreds.
-    assert [d.mean for d in found] == pytest.approx([0.03, 0.02])
+    assert [d.mean for d in found] == pytest.approx([0.03])
+    found = claims[ALONE].differences["text_experts"]
+    assert [d.mean for d in found] == pytest.approx([0.01, 0.03])
 
 
 def test_committed_presets_are_compared():

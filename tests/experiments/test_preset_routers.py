@@ -26,6 +26,10 @@ def saved_router(preset):
     return keras.saving.deserialize_keras_object(config["router"])
 
 
+def test_glyph_presets_are_there():
+    assert len(TRAINED) >= 2
+
+
 @pytest.mark.parametrize("preset", TRAINED)
 def test_glyph_presets(preset):
     assert settings(TRAINED[preset]) == settings(saved_router(preset))

@@ -93,3 +93,20 @@ def test_an_interrupted_run_ends_with_the_same_results(tmp_path):
     # What is finished is read, and its backup is gone.
     assert runs.finish(run, tmp_path / "parts") == parts
     assert drawn[-1] == 2 and not runs.backup_directory(tmp_path, "tiny").exists()
+
+
+def test_a_training_with_other_settings_is_refused(tmp_path):
+    settings = {"learning_rate": 1e-2, "sizes": (1, 2)}
+    run = dataclasses.replace(make_run(1), settings=settings)
+    # It is interrupted, goes on with the same settings, and with no others.
+    with pytest.raises(KeyboardInterrupt):
+        runs.finish(run, tmp_path)
+    for changed in ({"learning_rate": 1e-3, "sizes": (1, 2)}, {"sizes": (1, 2)}):
+        other = dataclasses.replace(make_run(), settings=changed)
+        with pytest.raises(ValueError, match=r"differs in \['learning_rate'\]"):
+            runs.finish(other, tmp_path)
+    same = dataclasses.replace(make_run(), settings=settings)
+    done = runs.finish(same, tmp_path)
+    with pytest.raises(ValueError, match="Received: 'tiny'"):
+        runs.finish(other, tmp_path)
+    assert runs.finish(same, tmp_path) == done

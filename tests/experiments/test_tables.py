@@ -107,9 +107,13 @@ def test_report(results):
         in text
     )
     assert "512,000 images" in text
-    every = [
-        d for c in study.claims(results) for m in c.differences.values() for d in m
-    ]
+    # Two claims look at Soft MoE over the dense model.
+    every = {
+        (metric, d.name, d.mean)
+        for claim in study.claims(results)
+        for metric, found in claim.differences.items()
+        for d in found
+    }
     assert f"{len(every)} differences are looked at" in text
 
 
@@ -262,7 +266,6 @@ def test_transfer(results):
     # In what is made up 5-shot accuracy is half of that upstream.
     found = study.transfer(results)
     assert found.slope == pytest.approx(0.5) and found.correlation == pytest.approx(1)
-    assert found.margin == pytest.approx(0, abs=1e-6)
     of_results = [
         seed
         for name, cells in results["cells"].items()

@@ -102,6 +102,8 @@ def test_claims_of_made_up_results(finished):
         del by_seed["3"]
     found = {c.text: c for c in tables.claims(results)}
     verdicts = [c.verdict("upstream_accuracy") for c in found.values()]
-    assert verdicts == ["yes", *2 * ["not run"], "no", "yes", "open", *2 * ["not run"]]
+    # Of two claims one of the models was not trained.
+    verdicts_of_all = ["yes", *2 * ["not run"], "no", "not run", "open"]
+    assert verdicts == [*verdicts_of_all, *2 * ["not run"]]
     ahead = next(iter(found.values())).differences["upstream_accuracy"][0]
     assert ahead.mean == pytest.approx(0.1) and ahead.seeds == 3
