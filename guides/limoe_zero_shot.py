@@ -114,7 +114,7 @@ for direction, values in recall._asdict().items():
 For a batch of pairs the model computes all similarities, scaled by a learned
 temperature: every image has to find its caption and every caption its image. To that
 come losses that keep the routers from giving text, which has fewer tokens than images,
-one expert or none. They are set in the router:
+one expert or none, as happened in the paper. They are set in the router:
 """
 
 router = ksm.routers.LIMoERouter(

@@ -1,7 +1,7 @@
 """Vision mixtures of experts for Keras 3, on TensorFlow, JAX and PyTorch.
 
-`import keras_softmoe as ksm` loads Keras and the rooms `costs`, `ops`, `routers` and
-`layers`, nothing more. The other rooms need KerasHub and TensorFlow, scikit-learn or
+`import keras_softmoe as ksm` loads Keras and the modules `costs`, `ops`, `routers` and
+`layers`, nothing more. The others need KerasHub and TensorFlow, scikit-learn or
 matplotlib, and are imported when first used: `ksm.models` is enough, no second import
 is needed.
 

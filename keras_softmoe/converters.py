@@ -3,7 +3,7 @@
 A table of contents. What only reads files is in `checkpoints`, and what needs a model
 in `models`, which is imported when it is first used.
 
-What the examples of this room go on from:
+What the examples of this module go on from:
 
     >>> name = "vit_tiny_patch4_32_glyphs"
     >>> classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)

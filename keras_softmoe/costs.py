@@ -158,6 +158,13 @@ def dense(
 def normalization(shape: Sequence[int], center: bool = True) -> LayerCost:
     """A layer normalization: its input, its output and the centred input are kept.
 
+    Args:
+        shape: sequence of ints, of the input, with the batch.
+        center: bool, whether there is an offset.
+
+    Returns:
+        `LayerCost`.
+
     Examples:
         >>> ksm.costs.normalization((1, 16, 32)).weights
         64

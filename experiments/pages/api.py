@@ -1,11 +1,11 @@
-"""Pages of the API reference: one for each room, with every public name."""
+"""Pages of the API reference: one for each module, with every public name."""
 
 import importlib
 import inspect
 
 import keras_softmoe
 
-# What a page opens with: what the room is for, and where to read on.
+# What a page opens with: what the module is for, and where to read on.
 ROOMS = {
     "layers": "Mixtures of experts as layers, and the parts of a Vision Transformer.",
     "routers": "Which tokens go to which slots. Losses that balance experts, and "
@@ -25,7 +25,7 @@ ROOMS = {
 
 
 def public_names(room):
-    """Names of a room that are neither private nor modules, sorted."""
+    """Names of a module that are neither private nor modules, sorted."""
     module = importlib.import_module(f"keras_softmoe.{room}")
     return [
         name
@@ -42,7 +42,7 @@ def _is_ours(value):
 
 
 def page(room):
-    """The page of a room, Markdown that mkdocstrings fills in."""
+    """The page of a module, Markdown that mkdocstrings fills in."""
     parts = [f"# ksm.{room}", ROOMS[room]]
     constants = []
     for name in public_names(room):
@@ -74,7 +74,7 @@ def pages():
     """Dict from paths below `docs` to texts."""
     missing = set(dir(keras_softmoe)) - set(ROOMS) - {"__version__"}
     if missing:
-        raise ValueError(f"`ROOMS` in {__file__} lacks rooms. Received: {missing}")
+        raise ValueError(f"`ROOMS` in {__file__} lacks modules. Received: {missing}")
     rows = [
         f"| [`ksm.{room}`]({room}.md) | {text} | {len(public_names(room))} |"
         for room, text in ROOMS.items()
@@ -84,7 +84,7 @@ def pages():
             "# API reference\n",
             "`import keras_softmoe as ksm`. `layers`, `routers`, `ops` and `costs` "
             "need Keras and one backend; the others are imported when first used.\n",
-            "| room | what for | names |",
+            "| module | what for | names |",
             "|---|---|---|",
             *rows,
             "",

@@ -66,8 +66,11 @@ def real_weights_table(trained, contrastive, convertible):
         for name, m in trained.items()
     }
     for name, metadata in contrastive.items():
-        values = [run["zero_shot_seen_of_64"] for run in metadata["runs"]]
-        measured[name] = f"zero-shot, 64 names: {spread(values)}"
+        seen, new = (
+            spread([run[f"zero_shot_{kind}_of_64"] for run in metadata["runs"]])
+            for kind in ("seen", "new")
+        )
+        measured[name] = f"zero-shot, 64 names: seen {seen}, new combinations {new}"
     for name, metadata in convertible.items():
         accuracy = metadata["accuracy"].get("ImageNet, validation images")
         published = f"ImageNet, published: {100 * accuracy:.1f} %" if accuracy else ""

@@ -5,7 +5,7 @@ Every `plot_` function returns a `matplotlib.figure.Figure`: a notebook shows it
 model on one page. Both need matplotlib (the extra `viz`): without it they raise an
 `ImportError` that says how to install it.
 
-What the examples of this room go on from:
+What the examples of this module go on from:
 
     >>> soft = ksm.models.ViTMoEImageClassifier.from_preset(
     ...     "soft_moe_tiny_patch4_16e_32_glyphs"

@@ -1,7 +1,7 @@
 """The entries of the catalogue: their names, what they are, and where they are.
 
 An entry is either a directory in KerasHub's format (what has weights, or is converted
-from weights that others released) or an `Architecture`, a row of this room's tables.
+from weights that others released) or an `Architecture`, a row of this module's tables.
 """
 
 import contextlib
@@ -158,7 +158,7 @@ def architectures():
     return {each.name: each for each in (*vision(), *limoe())}
 
 
-# === For the rooms above ===
+# === For other modules ===
 
 
 def is_handle(preset):

@@ -1,6 +1,6 @@
 """Readers of files that others wrote: released checkpoints, and what is in them.
 
-This room knows arrays, their names and shapes, and no model. `models/conversion.py`
+This module knows arrays, their names and shapes, and no model. `models/conversion.py`
 makes models of what it reads.
 """
 

@@ -1,6 +1,6 @@
 """How good a model is, how good its features are, and what it costs.
 
-What the examples of this room go on from:
+What the examples of this module go on from:
 
     >>> sparse = ksm.models.ViTMoEImageClassifier.from_preset(
     ...     "vmoe_tiny_patch4_16e_32_glyphs"

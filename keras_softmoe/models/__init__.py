@@ -1,6 +1,6 @@
 """Models: backbones, tasks and their preprocessing, on KerasHub's classes.
 
-What the examples of this room go on from:
+What the examples of this module go on from:
 
     >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
     >>> images, labels = ksm.datasets.glyphs(8, image_size=32)

@@ -40,8 +40,8 @@ class LIMoERouter(SparseRouter):
     """Tokens of images and text choose among the same experts.
 
     A token chooses its most probable experts, as in V-MoE. What is new are losses that
-    know the modality of a token: without them text, of which there is less, ends up
-    with one expert or none.
+    know the modality of a token: without them text, of which there is less, ended up
+    with one expert or none in the paper.
 
     Args:
         num_experts: int, number of experts.

@@ -215,7 +215,7 @@ class LoadLoss(RoutingLoss):
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class GShardLoss(RoutingLoss):
-    """`ops.gshard_loss`: experts that are chosen often not probable, too.
+    """`ops.gshard_loss`: no expert both chosen often and probable.
 
     Args:
         modality: as in `RoutingLoss`.

@@ -213,10 +213,11 @@ class SoftmaxTokenChoiceRouter(TokenChoiceRouter):
 class SinkhornTokenChoiceRouter(SinkhornSelection, TokenChoiceRouter):
     """Every token chooses the experts with the most weight in a balanced plan.
 
-    The plan is `ops.sinkhorn_plan` of the logits: since each expert receives the same
-    total weight in it, few choices are dropped and no balancing loss is needed. The
-    gates are softmax probabilities by default. Noise changes the plan only: the
-    probabilities are those of the logits without it, as in the released code.
+    The plan is `ops.sinkhorn_plan` of the logits: each expert receives the same total
+    weight in it, so there is no balancing loss by default, but more tokens may choose
+    an expert than it has slots. The gates are softmax probabilities by default. Noise
+    changes the plan only: the probabilities are those of the logits without it, as in
+    the released code.
 
     Args:
         num_experts: int, number of experts.

@@ -1,6 +1,6 @@
 """Recipes of the papers' trainings, and what Keras lacks for them.
 
-What the examples of this room go on from:
+What the examples of this module go on from:
 
     >>> def make_classifier(num_classes=10):
     ...     router = ksm.routers.SoftmaxTokenChoiceRouter(num_experts=4)

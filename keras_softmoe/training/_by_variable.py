@@ -1,4 +1,4 @@
-"""What the optimizers of this room add to those of Keras: rules, averages.
+"""What the optimizers of this module add to those of Keras: rules, averages.
 
 Rates of decay that depend on the variable, gradients scaled by variable, and averages
 without a bias to the first step.

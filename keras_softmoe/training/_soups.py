@@ -77,10 +77,8 @@ def greedy_soup(
 
     Examples:
         >>> classifier.compile("sgd")
-        >>> def score(model):
-        ...     return model.evaluate(images, labels, verbose=0, return_dict=True)[
-        ...         "loss"
-        ...     ]
+        >>> def score(model):  # the higher the better, so the loss with a minus
+        ...     return -model.evaluate(images, labels, verbose=0)[0]
         >>> weights = [make_classifier().get_weights() for seed in range(2)]
         >>> soup = ksm.training.greedy_soup(classifier, weights, score)
         >>> soup.chosen, soup.scores
