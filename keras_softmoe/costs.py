@@ -143,6 +143,9 @@ def dense(
         use_bias: bool.
         is_sharded: bool, whether dense sharding cuts its kernel.
 
+    Returns:
+        `LayerCost`.
+
     Examples:
         >>> ksm.costs.dense(32, 64, times=16).products
         32768

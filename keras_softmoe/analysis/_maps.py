@@ -92,9 +92,7 @@ def routing_maps(
 
 
 def main_experts(maps: RoutingMaps) -> np.ndarray:
-    """The expert that each patch listens to most.
-
-    That is the one with the largest combine weight, summed over its slots.
+    """The expert with the largest combine weight, summed over its slots, per patch.
 
     Args:
         maps: `RoutingMaps`.

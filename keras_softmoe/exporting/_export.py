@@ -121,6 +121,12 @@ def exportable(cls) -> type:
     Keras' own writes what the backend in use can write, and for PyTorch for one size of
     batch.
 
+    Args:
+        cls: subclass of `keras.Model`.
+
+    Returns:
+        The same class.
+
     Examples:
         >>> @ksm.exporting.exportable
         ... class OwnClassifier(keras.Model):

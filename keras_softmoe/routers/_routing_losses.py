@@ -162,6 +162,8 @@ class ImportanceLoss(RoutingLoss):
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
 
+    Source: V-MoE, appendix A ("importance loss").
+
     Examples:
         >>> losses = [ksm.routers.ImportanceLoss(weight=0.5)]
         >>> router = ksm.routers.LIMoERouter(num_experts=8, losses=losses)
@@ -180,6 +182,11 @@ class LoadLoss(RoutingLoss):
     Args:
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
+
+    Raises:
+        ValueError: when a router is made with it whose `noise_std` is 0.
+
+    Source: V-MoE, appendix A ("load loss").
 
     Examples:
         >>> losses = [ksm.routers.LoadLoss(weight=0.5)]
@@ -221,6 +228,8 @@ class GShardLoss(RoutingLoss):
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
 
+    Source: Lepikhin et al. 2020 (GShard), section 2.2; router study, appendix A.
+
     Examples:
         >>> losses = [ksm.routers.GShardLoss(weight=0.01)]
         >>> router = ksm.routers.LIMoERouter(num_experts=8, losses=losses)
@@ -240,6 +249,8 @@ class ZLoss(RoutingLoss):
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
 
+    Source: Zoph et al. 2022 (ST-MoE), section 3; LIMoE, appendices.
+
     Examples:
         >>> losses = [ksm.routers.ZLoss(weight=0.001)]
         >>> router = ksm.routers.LIMoERouter(num_experts=8, losses=losses)
@@ -256,6 +267,8 @@ class LocalEntropyLoss(RoutingLoss):
     Args:
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
+
+    Source: LIMoE, section 2.2.2 ("local entropy").
 
     Examples:
         >>> losses = [ksm.routers.LocalEntropyLoss("text")]
@@ -275,6 +288,8 @@ class TargetEntropyLoss(RoutingLoss):
     Args:
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
+
+    Source: LIMoE, appendix E.1 ("target entropy").
 
     Examples:
         >>> losses = [ksm.routers.TargetEntropyLoss("text")]
@@ -296,6 +311,8 @@ class MergedEntropyLoss(RoutingLoss):
     Args:
         modality: as in `RoutingLoss`.
         weight: as in `RoutingLoss`.
+
+    Source: LIMoE, appendix E.1 ("merged entropy").
 
     Examples:
         >>> losses = [ksm.routers.MergedEntropyLoss("text")]
@@ -397,6 +414,8 @@ class MutualInformationLoss(RoutingLoss):
 
     Args:
         weight: as in `RoutingLoss`.
+
+    Source: LIMoE, appendix B.1 ("mutual-information loss").
 
     Examples:
         >>> losses = [ksm.routers.MutualInformationLoss()]
