@@ -144,7 +144,9 @@ def pages():
         "# Guides\n\nPrograms from their first line to their last, with the output of "
         "a run. Each is a file of `guides/`, which the tests run too. Where a page "
         "says *short form*, the run took the few images and steps of the tests: its "
-        "numbers show what is printed, not how good a model is.\n\n" + "\n".join(rows) + "\n"
+        "numbers show what is printed, not how good a model is.\n\n"
+        + "\n".join(rows)
+        + "\n"
     )
     return {"guides/index.md": index} | {f"guides/{n}.md": page(n) for n in recorded}
 
