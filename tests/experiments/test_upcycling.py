@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -107,3 +108,9 @@ def test_claims_of_made_up_results(finished):
     assert verdicts == [*verdicts_of_all, *2 * ["not run"]]
     ahead = next(iter(found.values())).differences["upstream_accuracy"][0]
     assert ahead.mean == pytest.approx(0.1) and ahead.seeds == 3
+
+
+def test_the_committed_report():
+    directory = Path(program.__file__).parent / "small"
+    kept = json.loads((directory / "results.json").read_text("utf-8"))
+    assert tables.report(kept) == (directory / "README.md").read_text("utf-8")
