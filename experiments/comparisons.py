@@ -123,7 +123,8 @@ def paired(found, pairs, value, metric):
     Args:
         found: dict from variants to lists of runs, dicts with a `"seed"`.
         pairs: sequence of pairs of variants, the one that should be better first.
-        value: callable `(run, metric)` that returns a float.
+        value: callable `(run, metric)` that returns a float, or `None` of a run that
+            has no such number.
         metric: str.
 
     Returns:
@@ -133,7 +134,11 @@ def paired(found, pairs, value, metric):
     differences = []
     for better, worse in pairs:
         sides = [
-            {run["seed"]: value(run, metric) for run in found.get(name, [])}
+            {
+                run["seed"]: number
+                for run in found.get(name, [])
+                if (number := value(run, metric)) is not None
+            }
             for name in (better, worse)
         ]
         seeds = sorted(sides[0].keys() & sides[1].keys())

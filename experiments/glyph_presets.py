@@ -23,8 +23,8 @@ trainings are kept in `build/training/`, the running one is saved after each epo
 """
 
 import argparse
-import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ import numpy as np
 
 import keras_softmoe as ksm
 from experiments.cards import machine, spread, write_card, write_metadata
+from experiments.publishing import publish, save_weights
 from experiments.runs import (
     Run,
     adamw,
@@ -43,7 +44,6 @@ from experiments.runs import (
     write_json,
 )
 from keras_softmoe import analysis, datasets, evaluation, models, routers
-from keras_softmoe.files import replaced_directory
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "training"
@@ -136,53 +136,21 @@ def main():
         "--rates", action="store_true", help="try learning rates, train no preset"
     )
     arguments = parser.parse_args()
-    if arguments.rates and arguments.seeds:
-        parser.error(f"--rates are tried with seed {RATE_SEED}, --seeds is not for it")
     if arguments.rates:
+        if arguments.seeds:
+            parser.error(f"--rates are tried with seed {RATE_SEED}, not with --seeds")
         compared = [name for name, twin in TWINS.items() if len(twin.seeds) > 1]
         try_rates(arguments.only or compared)
         return
-    for twin in arguments.only or TWINS:
-        name, seeds = TWINS[twin].name, TWINS[twin].seeds
-        for seed in seeds:
-            if arguments.seeds is None or seed in arguments.seeds:
-                print(f"\n{name}, seed {seed}")
-                finish(training_run(twin, seed, arguments.epochs), WORK, verbose=2)
-        publish(twin, arguments.epochs, arguments.output / name)
-
-
-def publish(twin, epochs, directory):
-    """Write the weights of the first seed, and what is known of all trained ones."""
-    name, title, seeds, *_ = TWINS[twin]
-    first, *others = (training_run(twin, seed, epochs) for seed in seeds)
-    if not result_file(WORK, first.name).exists():
-        print(f"{name}: the first seed is missing, nothing is written yet")
-        return
-    trained = [run for run in others if result_file(WORK, run.name).exists()]
-    runs = []
-    for run in [first, *trained]:
-        finished = finish(run, WORK)
-        minutes = round(finished["times"]["training_seconds"] / 60, 1)
-        runs.append({"seed": run.seed, "minutes": minutes, **finished["results"]})
-    with replaced_directory(directory) as aside:
-        shutil.copytree(weights_directory(first.name), aside, dirs_exist_ok=True)
-        metadata = write_metadata(
-            aside,
-            kind="trained",
-            description=f"{title}, 96 wide, 6 blocks, trained on synthetic glyphs at "
-            "32 x 32.",
-            source="experiments/glyph_presets.py",
-            licence="Apache-2.0",
-            training={
-                "seed": seeds[0],
-                "images": epochs * EPOCH_IMAGES,
-                "learning_rate": TWINS[twin].learning_rate,
-                **machine(),
-            },
-            runs=runs,
-        )
-        write_card(aside, card(name, metadata))
-    print(f"{name}: weights, metadata and card written")
+    for name in arguments.only or TWINS:
+        twin = TWINS[name]
+        trainings = [training_run(twin, s, arguments.epochs) for s in twin.seeds]
+        for run in trainings:
+            if arguments.seeds is None or run.seed in arguments.seeds:
+                print(f"\n{twin.name}, seed {run.seed}")
+                finish(run, WORK, verbose=2)
+        directory = arguments.output / twin.name
+        publish(trainings, WORK, directory, partial(describe, twin, arguments.epochs))
 
 
 # === Learning rates ===
@@ -190,30 +158,30 @@ def publish(twin, epochs, directory):
 
 def try_rates(twins):
     """Train models with each rate, and write the accuracies of all that are trained."""
-    for twin in twins:
+    for name in twins:
         for rate in LEARNING_RATES:
-            print(f"\n{TWINS[twin].name}, learning rate {rate:g}")
-            finish(rate_run(twin, rate), WORK, verbose=2)
+            print(f"\n{TWINS[name].name}, learning rate {rate:g}")
+            finish(rate_run(TWINS[name], rate), WORK, verbose=2)
             write_rates()
 
 
 def write_rates():
     """Write `RATES` from the trainings that are finished."""
     found = {}
-    for twin in TWINS:
+    for name, twin in TWINS.items():
         for rate in LEARNING_RATES:
             run = rate_run(twin, rate)
             if result_file(WORK, run.name).exists():
                 results = finish(run, WORK)["results"]
-                found.setdefault(twin, {})[f"{rate:g}"] = results
+                found.setdefault(name, {})[f"{rate:g}"] = results
     write_json(RATES, {"images": RATE_EPOCHS * EPOCH_IMAGES, "rates": found})
 
 
 def rate_run(twin, rate):
     """A shorter training with a learning rate, whose weights are not kept."""
     return classifier_run(
-        f"{TWINS[twin].name}_rate{rate:g}_{RATE_EPOCHS}_{RATE_SEED}",
-        TWINS[twin]._replace(learning_rate=rate),
+        f"{twin.name}_rate{rate:g}_{RATE_EPOCHS}_{RATE_SEED}",
+        twin._replace(learning_rate=rate),
         RATE_SEED,
         RATE_EPOCHS,
         lambda classifier: {"upstream_accuracy_by_layout": upstream(classifier)},
@@ -225,15 +193,12 @@ def rate_run(twin, rate):
 
 def training_run(twin, seed, epochs):
     """The training of a model, which is saved as a preset and measured as one."""
-    name = f"{TWINS[twin].name}_{epochs}_{seed}"
+    name = f"{twin.name}_{epochs}_{seed}"
 
     def save_and_measure(classifier):
-        directory = weights_directory(name)
-        with replaced_directory(directory) as aside:
-            classifier.save_to_preset(str(aside))
-        return measure(directory)
+        return measure(save_weights(classifier, WORK, name))
 
-    return classifier_run(name, TWINS[twin], seed, epochs, save_and_measure)
+    return classifier_run(name, twin, seed, epochs, save_and_measure)
 
 
 def classifier_run(name, twin, seed, epochs, measure):
@@ -288,11 +253,6 @@ def draw_glyphs(number, seed, start=0):
         for layout in LAYOUTS.values()
     ]
     return tuple(map(np.concatenate, zip(*parts, strict=True)))
-
-
-def weights_directory(name):
-    """Where a finished training leaves its weights."""
-    return WORK / "presets" / name
 
 
 def build_backbone(router, group_images):
@@ -416,6 +376,26 @@ def fine_tune(directory, train_set, test_set, seed):
 
 
 # === Cards ===
+
+
+def describe(twin, epochs, directory, runs):
+    """Write the metadata and the card of a preset."""
+    metadata = write_metadata(
+        directory,
+        kind="trained",
+        description=f"{twin.title}, 96 wide, 6 blocks, trained on synthetic glyphs at "
+        "32 x 32.",
+        source="experiments/glyph_presets.py",
+        licence="Apache-2.0",
+        training={
+            "seed": runs[0]["seed"],
+            "images": epochs * EPOCH_IMAGES,
+            "learning_rate": twin.learning_rate,
+            **machine(),
+        },
+        runs=runs,
+    )
+    write_card(directory, card(twin.name, metadata))
 
 
 def card(name, metadata):

@@ -22,7 +22,7 @@ one is saved after each epoch.
 """
 
 import argparse
-import shutil
+from functools import partial
 from pathlib import Path
 
 import keras
@@ -30,16 +30,9 @@ import numpy as np
 
 import keras_softmoe as ksm
 from experiments.cards import machine, spread, write_card, write_metadata
-from experiments.runs import (
-    Run,
-    adamw,
-    batches_of,
-    finish,
-    result_file,
-    router_config,
-)
+from experiments.publishing import publish, save_weights
+from experiments.runs import Run, adamw, batches_of, finish, router_config
 from keras_softmoe import analysis, datasets, evaluation, models, routers
-from keras_softmoe.files import replaced_directory
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "training"
@@ -89,24 +82,9 @@ def main():
         for seed in arguments.seeds or SEEDS:
             print(f"\n{NAMES[kind]}, seed {seed}")
             finish(preset_run(kind, seed, arguments.epochs), WORK, verbose=2)
-        publish(kind, arguments.epochs, arguments.output / NAMES[kind])
-
-
-def publish(kind, epochs, directory):
-    """Write the weights of the first seed, and what is known of all trained ones."""
-    first, *others = (preset_run(kind, seed, epochs) for seed in SEEDS)
-    if not result_file(WORK, first.name).exists():
-        print(f"{directory.name}: the first seed is missing, nothing is written yet")
-        return
-    runs = []
-    for run in [first, *(r for r in others if result_file(WORK, r.name).exists())]:
-        finished = finish(run, WORK)
-        minutes = round(finished["times"]["training_seconds"] / 60, 1)
-        runs.append({"seed": run.seed, "minutes": minutes, **finished["results"]})
-    with replaced_directory(directory) as aside:
-        shutil.copytree(WORK / "presets" / first.name, aside, dirs_exist_ok=True)
-        describe(aside, kind, runs, epochs)
-    print(f"{directory.name}: weights, metadata and card written")
+        trainings = [preset_run(kind, seed, arguments.epochs) for seed in SEEDS]
+        directory = arguments.output / NAMES[kind]
+        publish(trainings, WORK, directory, partial(describe, kind, arguments.epochs))
 
 
 def preset_run(kind, seed, epochs):
@@ -114,8 +92,7 @@ def preset_run(kind, seed, epochs):
     name = f"{NAMES[kind]}_{epochs}_{seed}"
 
     def save_and_measure(model):
-        with replaced_directory(WORK / "presets" / name) as aside:
-            model.save_to_preset(str(aside))
+        save_weights(model, WORK, name)
         return measure(model)
 
     return training_run(name, kind, seed, epochs, save_and_measure)
@@ -327,7 +304,7 @@ ROWS = (
 )
 
 
-def describe(directory, kind, runs, epochs):
+def describe(kind, epochs, directory, runs):
     """Write the metadata and the card of a preset."""
     cost = evaluation.cost(str(directory))
     metadata = write_metadata(

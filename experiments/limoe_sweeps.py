@@ -63,10 +63,10 @@ def main():
                 f"'{file}' holds runs with other epochs than {arguments.epochs}; name "
                 "another directory with --output"
             )
-        for name, settings, seeds in SWEEPS[sweep]():
+        for name, settings in SWEEPS[sweep]():
             if arguments.only and name not in arguments.only:
                 continue
-            for seed in seeds:
+            for seed in SEEDS:
                 if any((r["variant"], r["seed"]) == (name, seed) for r in runs(file)):
                     continue
                 print(f"\n{sweep}: {name}, seed {seed}")
@@ -101,7 +101,7 @@ def train_and_measure(sweep, name, settings, seed, epochs):
     }
 
 
-# === Sweeps: name, settings and seeds of each variant ===
+# === Sweeps: name and settings of each variant ===
 
 
 def _losses():
@@ -110,28 +110,28 @@ def _losses():
     def entropy(text_experts):
         return routers.entropy_losses(NUM_EXPERTS, text_experts, IMAGE_EXPERTS)
 
-    def variant(name, losses, seeds):
-        return name, {"router_settings": {"losses": losses}}, seeds
+    def variant(name, losses):
+        return name, {"router_settings": {"losses": losses}}
 
-    yield "both", {}, SEEDS
-    yield variant("classic", classic, SEEDS)
-    yield variant("entropy", entropy(TEXT_EXPERTS), SEEDS)
+    yield "both", {}
+    yield variant("classic", classic)
+    yield variant("entropy", entropy(TEXT_EXPERTS))
     for minimum in SOFT_MINIMA:
-        yield variant(f"S={minimum}", classic + entropy(minimum), SEEDS)
+        yield variant(f"S={minimum}", classic + entropy(minimum))
     for minimum in MINIMA_ALONE:
-        yield variant(f"entropy,S={minimum}", entropy(minimum), SEEDS)
+        yield variant(f"entropy,S={minimum}", entropy(minimum))
 
 
 def _of_router(setting, values, unchanged):
     for value in values:
         settings = {} if value == unchanged else {"router_settings": {setting: value}}
-        yield f"{setting}={value}", settings, SEEDS
+        yield f"{setting}={value}", settings
 
 
 def _of_backbone(setting, values, unchanged):
     for value in values:
         settings = {} if value == unchanged else {setting: value}
-        yield f"{setting}={value}", settings, SEEDS
+        yield f"{setting}={value}", settings
 
 
 # The last argument is the preset's own value.

@@ -182,7 +182,7 @@ def _headline_gains(metric):
     return ", ".join(texts)
 
 
-def _gains(results, models, metric="upstream_accuracy"):
+def _gains(results, models, metric):
     """Dict from models to what they have over the dense one, in points, by seed."""
     found = {}
     for name in models:

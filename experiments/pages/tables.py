@@ -142,7 +142,7 @@ def sweeps_table():
     found = {}
     for sweep, variants in limoe_sweeps.SWEEPS.items():
         finished = limoe_sweeps.runs(limoe_sweeps.RESULTS / f"{sweep}.json")
-        for name, settings, _ in variants():
+        for name, settings in variants():
             chosen = [run for run in finished if run["variant"] == name]
             if chosen:
                 title = name if "=" in name else f"losses: {name}"

@@ -2,7 +2,7 @@
 
 import statistics
 
-from experiments.comparisons import Claim, corrected, difference, in_words, reading
+from experiments.comparisons import Claim, corrected, in_words, paired, reading
 from experiments.upcycling.plans import DENSE
 
 METRICS = {
@@ -62,9 +62,15 @@ def claims(results):
     Returns:
         list of `Claim`.
     """
+    titles = {name: known["title"] for name, known in results["variants"].items()}
+    runs = {
+        titles[name]: [{"seed": seed, **cell} for seed, cell in cells.items()]
+        for name, cells in results["cells"].items()
+    }
     found = []
-    for text, source, pairs in _CLAIMS:
-        by_metric = {m: _differences(results, pairs, m) for m in METRICS}
+    for text, source, names in _CLAIMS:
+        pairs = [(titles[better], titles[worse]) for better, worse in names]
+        by_metric = {m: paired(runs, pairs, value, m) for m in METRICS}
         found.append(Claim(text, source, by_metric))
     return corrected(found)
 
@@ -187,22 +193,3 @@ def _percent(cells, metric):
         return _NONE
     spread = f" ± {statistics.stdev(found):.1f}" if len(found) > 1 else ""
     return f"{statistics.fmean(found):.1f}{spread}"
-
-
-def _name(results, better, worse):
-    titles = results["variants"]
-    return f"{titles[better]['title']} - {titles[worse]['title']}"
-
-
-def _differences(results, pairs, metric):
-    """One `Difference` for each pair; none at all unless all have a seed in common."""
-    found = []
-    for better, worse in pairs:
-        ours, theirs = (results["cells"].get(name, {}) for name in (better, worse))
-        common = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
-        values = [tuple(value(cell, metric) for cell in pair) for pair in common]
-        by_seed = [a - b for a, b in values if None not in (a, b)]
-        if not by_seed:
-            return []
-        found.append(difference(_name(results, better, worse), by_seed))
-    return found

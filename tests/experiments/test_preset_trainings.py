@@ -53,7 +53,8 @@ def test_rates_of_other_models_stay(trained, tmp_path, monkeypatch):
 
 
 def test_rates_differ_in_nothing_else():
-    one, other = (glyph_presets.rate_run("soft", rate).settings for rate in (1, 2))
+    soft = glyph_presets.TWINS["soft"]
+    one, other = (glyph_presets.rate_run(soft, rate).settings for rate in (1, 2))
     assert one | {"learning_rate": 2} == other
 
 
@@ -86,7 +87,7 @@ def test_settings_tell_variants_apart():
     """No two trainings of the sweeps have the same name and other settings."""
     known = {}
     for sweep, variants in limoe_sweeps.SWEEPS.items():
-        for name, settings, _ in variants():
+        for name, settings in variants():
             run = limoe_presets.training_run(
                 f"{sweep}_{name}" if settings else "unchanged",
                 "limoe",
