@@ -1,8 +1,8 @@
 """Every hook into what Keras and PyTorch keep private, each with its reason.
 
 No other file imports `keras.src`, uses an attribute of theirs whose name begins with an
-underscore, or replaces a function that Keras has compiled. (On the ground floor and not
-in `models`: `distribution` serves models that never load KerasHub.)
+underscore, or replaces a function that Keras has compiled. (Not in
+`models`, since `distribution` serves models that never load KerasHub.)
 """
 
 import contextlib

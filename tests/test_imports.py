@@ -1,4 +1,4 @@
-"""Imports point to the ground, what is private in Keras is used in one place only."""
+"""What may import what, and where private parts of Keras are used: in one place."""
 
 import ast
 import pathlib
@@ -12,8 +12,8 @@ import pytest
 PACKAGE = pathlib.Path(__file__).parent.parent / "keras_softmoe"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
-# From the ground up: a room imports itself and the rooms listed before it.
-ROOMS = (
+# Subpackages and modules, each of which imports itself and those listed before it.
+PARTS = (
     "types",
     "checks",
     "files",
@@ -37,7 +37,7 @@ ROOMS = (
 )
 
 
-def room_of(file):
+def part_of(file):
     """First part of a path inside the package: `layers/moe.py` -> `layers`."""
     return pathlib.PurePosixPath(file).with_suffix("").parts[0]
 
@@ -57,28 +57,25 @@ def imported_modules(source, file):
             yield from (".".join((*base, alias.name)) for alias in node.names)
 
 
-def upward_imports(source, file):
-    """Imports of a file that lead to a room above its own, or to the roof.
-
-    The roof is the package itself, which stands on every room.
-    """
-    allowed = ROOMS[: ROOMS.index(room_of(file)) + 1]
+def later_imports(source, file):
+    """Imports of parts listed later, or of the package, which imports all."""
+    allowed = PARTS[: PARTS.index(part_of(file)) + 1]
     for module in imported_modules(source, file):
         package, _, inside = module.partition(".")
         if package == "keras_softmoe" and inside.split(".")[0] not in allowed:
             yield module
 
 
-def test_every_room_is_listed():
-    rooms = {room_of(file) for file in FILES} - {"__init__"}
-    assert rooms
-    assert rooms <= set(ROOMS)
+def test_every_part_is_listed():
+    parts = {part_of(file) for file in FILES} - {"__init__"}
+    assert parts
+    assert parts <= set(PARTS)
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file != "__init__.py"])
-def test_imports_point_to_the_ground(file):
+def test_nothing_listed_later_is_imported(file):
     source = (PACKAGE / file).read_text(encoding="utf-8")
-    assert list(upward_imports(source, file)) == []
+    assert list(later_imports(source, file)) == []
 
 
 @pytest.mark.parametrize(
@@ -100,8 +97,8 @@ def test_imports_point_to_the_ground(file):
         ("models/loading.py", "def convert():\n    from .. import presets"),
     ],
 )
-def test_an_upward_import_is_caught(file, source):
-    assert len(list(upward_imports(source, file))) == 1
+def test_an_import_of_a_later_one_is_caught(file, source):
+    assert len(list(later_imports(source, file))) == 1
 
 
 @pytest.mark.parametrize(
@@ -118,8 +115,8 @@ def test_an_upward_import_is_caught(file, source):
         ("models/backbone.py", "from keras_softmoe import catalogue"),
     ],
 )
-def test_a_downward_import_is_allowed(file, source):
-    assert list(upward_imports(source, file)) == []
+def test_an_import_of_an_earlier_one_is_allowed(file, source):
+    assert list(later_imports(source, file)) == []
 
 
 def test_the_layers_need_neither_kerashub_nor_tensorflow():
@@ -131,8 +128,8 @@ def test_the_layers_need_neither_kerashub_nor_tensorflow():
     loaded = result.stdout.split()
     heavy = {"keras_hub", "tensorflow_text", "tensorflow"} - {keras.backend.backend()}
     assert not heavy.intersection(loaded)
-    rooms = {name.split(".")[1] for name in loaded if name.startswith("keras_softmoe.")}
-    assert rooms == {"checks", "costs", "layers", "ops", "routers", "sharding", "types"}
+    parts = {name.split(".")[1] for name in loaded if name.startswith("keras_softmoe.")}
+    assert parts == {"checks", "costs", "layers", "ops", "routers", "sharding", "types"}
 
 
 def dynamic_imports(source):
@@ -151,7 +148,7 @@ BY_STRINGS = ("__init__.py", "converters/convert.py")
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file not in BY_STRINGS])
-def test_no_room_is_imported_by_a_string(file):
+def test_no_part_is_imported_by_a_string(file):
     source = (PACKAGE / file).read_text(encoding="utf-8")
     assert list(dynamic_imports(source)) == []
 
@@ -297,16 +294,16 @@ def test_what_is_public_or_ours_is_allowed(source):
 
 
 def private_imports(source, file):
-    """Modules of other rooms whose name says that they are private to these."""
+    """Modules of other parts whose name says that they are private to these."""
     for module in imported_modules(source, file):
         package, *parts = module.split(".")
-        inside = package == "keras_softmoe" and parts and parts[0] != room_of(file)
+        inside = package == "keras_softmoe" and parts and parts[0] != part_of(file)
         if inside and any(part.startswith("_") for part in parts):
             yield module
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file != "__init__.py"])
-def test_what_is_private_stays_in_its_room(file):
+def test_what_is_private_stays_in_its_part(file):
     source = (PACKAGE / file).read_text(encoding="utf-8")
     assert list(private_imports(source, file)) == []
 
@@ -320,7 +317,7 @@ def test_a_private_import_is_caught():
     assert list(private_imports("import keras._src", "layers/_moe.py")) == []
 
 
-def test_modules_that_no_other_room_uses_are_private():
+def test_modules_that_no_other_part_uses_are_private():
     used = set()
     programs = pathlib.Path(__file__).parent.parent.glob("experiments/**/*.py")
     for path in (*PACKAGE.rglob("*.py"), *programs):
@@ -328,7 +325,7 @@ def test_modules_that_no_other_room_uses_are_private():
         file = path.relative_to(PACKAGE).as_posix() if inside else "experiments"
         for module in imported_modules(path.read_text(encoding="utf-8"), file):
             package, *parts = module.split(".")
-            if package == "keras_softmoe" and parts and parts[0] != room_of(file):
+            if package == "keras_softmoe" and parts and parts[0] != part_of(file):
                 used.add("/".join(parts[:2]) + ".py")
     public = {file for file in FILES if "/" in file and "/_" not in file}
     assert public

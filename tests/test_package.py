@@ -1,4 +1,4 @@
-"""The package as a whole: names, version, lazy rooms, and what a wheel carries."""
+"""The package as a whole: names, version, lazy imports, and what a wheel carries."""
 
 import os
 import pathlib
@@ -31,7 +31,7 @@ def test_version():
     assert re.fullmatch(r"\d+\.\d+\.\d+", keras_softmoe.__version__)
 
 
-# What users reach through the rooms above.
+# What users reach through the subpackages above.
 INTERNAL = {
     "catalogue",
     "checks",
@@ -43,20 +43,20 @@ INTERNAL = {
 }
 
 
-def test_every_room_is_public_or_internal():
-    rooms = {
+def test_every_subpackage_is_public_or_internal():
+    subpackages = {
         path.stem
         for path in (ROOT / "keras_softmoe").iterdir()
         if path.suffix == ".py" or (path / "__init__.py").exists()
     }
     public = set(keras_softmoe.__all__) - {"__version__"}
-    assert public == rooms - {"__init__"} - INTERNAL
+    assert public == subpackages - {"__init__"} - INTERNAL
     assert set(keras_softmoe.__all__) <= set(dir(keras_softmoe))
 
 
-@pytest.mark.parametrize("room", sorted(keras_softmoe.__all__))
-def test_every_public_name_is_there(room):
-    assert getattr(keras_softmoe, room) is not None
+@pytest.mark.parametrize("subpackage", sorted(keras_softmoe.__all__))
+def test_every_public_name_is_there(subpackage):
+    assert getattr(keras_softmoe, subpackage) is not None
 
 
 def test_unknown_name():

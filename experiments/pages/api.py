@@ -6,7 +6,7 @@ import inspect
 import keras_softmoe
 
 # What a page opens with: what the module is for, and where to read on.
-ROOMS = {
+MODULES = {
     "layers": "Mixtures of experts as layers, and the parts of a Vision Transformer.",
     "routers": "Which tokens go to which slots. Losses that balance experts, and "
     "`record`, which shows decisions.",
@@ -24,13 +24,13 @@ ROOMS = {
 }
 
 
-def public_names(room):
-    """Names of a module that are neither private nor modules, sorted."""
-    module = importlib.import_module(f"keras_softmoe.{room}")
+def public_names(module):
+    """Names in a module that are neither private nor modules, sorted."""
+    content = importlib.import_module(f"keras_softmoe.{module}")
     return [
         name
-        for name in sorted(dir(module), key=str.lower)
-        if not name.startswith("_") and _is_ours(getattr(module, name))
+        for name in sorted(dir(content), key=str.lower)
+        if not name.startswith("_") and _is_ours(getattr(content, name))
     ]
 
 
@@ -41,22 +41,22 @@ def _is_ours(value):
     return getattr(value, "__module__", "keras_softmoe").startswith("keras_softmoe")
 
 
-def page(room):
+def page(module):
     """The page of a module, Markdown that mkdocstrings fills in."""
-    parts = [f"# ksm.{room}", ROOMS[room]]
+    parts = [f"# ksm.{module}", MODULES[module]]
     constants = []
-    for name in public_names(room):
-        value = getattr(importlib.import_module(f"keras_softmoe.{room}"), name)
+    for name in public_names(module):
+        value = getattr(importlib.import_module(f"keras_softmoe.{module}"), name)
         if hasattr(value, "__module__"):
             # Where it is defined: a name that is imported when it is first used can be
             # found nowhere else without running the code.
             parts.append(
                 f"::: {value.__module__}.{value.__name__}\n"
-                f"    options:\n      heading: ksm.{room}.{name}\n"
+                f"    options:\n      heading: ksm.{module}.{name}\n"
                 f"      toc_label: {name}"
             )
         else:
-            constants.append(f"- `ksm.{room}.{name}`: {_described(value)}")
+            constants.append(f"- `ksm.{module}.{name}`: {_described(value)}")
     if constants:
         parts += ["## Constants", "\n".join(constants)]
     return "\n\n".join(parts) + "\n"
@@ -72,12 +72,12 @@ def _described(value):
 
 def pages():
     """Dict from paths below `docs` to texts."""
-    missing = set(dir(keras_softmoe)) - set(ROOMS) - {"__version__"}
+    missing = set(dir(keras_softmoe)) - set(MODULES) - {"__version__"}
     if missing:
-        raise ValueError(f"`ROOMS` in {__file__} lacks modules. Received: {missing}")
+        raise ValueError(f"`MODULES` in {__file__} lacks modules. Received: {missing}")
     rows = [
-        f"| [`ksm.{room}`]({room}.md) | {text} | {len(public_names(room))} |"
-        for room, text in ROOMS.items()
+        f"| [`ksm.{module}`]({module}.md) | {text} | {len(public_names(module))} |"
+        for module, text in MODULES.items()
     ]
     index = "\n".join(
         [
@@ -90,4 +90,6 @@ def pages():
             "",
         ]
     )
-    return {"api/index.md": index} | {f"api/{room}.md": page(room) for room in ROOMS}
+    return {"api/index.md": index} | {
+        f"api/{module}.md": page(module) for module in MODULES
+    }

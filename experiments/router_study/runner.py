@@ -23,6 +23,7 @@ from experiments.runs import (
 )
 
 _DENSE = "dense"
+_SEEDS = ("seeds", "more_seeds", "rate_seeds")
 
 
 def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
@@ -34,7 +35,8 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
     epoch, with the results that an uninterrupted run would have had (on the same
     machine and backend: nothing is promised of the last digits elsewhere). Cells of
     one seed come before those of the next, so that an unfinished study is a smaller
-    one. Several processes can share a directory if they are given other seeds.
+    one. Several processes can share a directory if they are given other seeds. A scale
+    with more seeds takes up the directory of one with fewer.
 
     Args:
         scale: `Scale`.
@@ -210,7 +212,9 @@ class _Files:
     def __init__(self, directory, scale):
         self.directory = Path(directory)
         self.images = self.directory / "images"
-        differ = keep(self.directory / "scale.json", scale.settings)
+        # Which seeds there are changes nothing of a cell: more can be added later.
+        settings = {n: v for n, v in scale.settings.items() if n not in _SEEDS}
+        differ = keep(self.directory / "scale.json", settings)
         if differ is not None:
             raise ValueError(
                 "A directory holds the cells of one scale. Name another directory, or "

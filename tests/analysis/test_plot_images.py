@@ -202,8 +202,8 @@ def test_without_matplotlib(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("matplotlib")]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    rooms = vars(analysis).items()
-    plots = [x for name, x in rooms if name.startswith("plot_") and callable(x)]
+    names = vars(analysis).items()
+    plots = [x for name, x in names if name.startswith("plot_") and callable(x)]
     assert len(plots) >= 10
     for plot in plots:
         arguments = [

@@ -1,7 +1,7 @@
 """The examples in docstrings, in the order in which the reference shows them.
 
 An example goes on from those above it on its page: that of a method from its class's,
-that of a class or function from what the docstring of its room sets up.
+that of a class or function from what the docstring of its module sets up.
 """
 
 import doctest
@@ -13,18 +13,18 @@ import numpy as np
 
 import keras_softmoe as ksm
 
-ROOMS = [name for name in ksm.__all__ if name != "__version__"]
+MODULES = [name for name in ksm.__all__ if name != "__version__"]
 AT_HAND = {"ksm": ksm, "np": np, "keras": keras}
 
 
 def public_names():
-    """Dict from `room.name` to each public class and function."""
+    """Dict from `module.name` to each public class and function."""
     names = {}
-    for room in ROOMS:
-        for name, value in inspect.getmembers(getattr(ksm, room)):
+    for module in MODULES:
+        for name, value in inspect.getmembers(getattr(ksm, module)):
             is_ours = getattr(value, "__module__", "").startswith("keras_softmoe")
             if not name.startswith("_") and is_ours and callable(value):
-                names[f"{room}.{name}"] = value
+                names[f"{module}.{name}"] = value
     return names
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 TURNS = ("torch", "jax", "torch", "torch", "tensorflow", "torch")
 EXAMPLES = docstrings.examples()
 
-# Where an example, or those of a room, can run, or costs least; others take turns.
+# Where an example, or those of a module, can run, or costs least; others take turns.
 BACKEND_OF = {
     "analysis": "torch",
     "converters": "torch",
@@ -61,15 +61,15 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def set_up(folder):
-    """Callable from a room to the names that its examples go on from."""
-    rooms = {}
+    """Callable from a module to the names that its examples go on from."""
+    modules = {}
 
-    def names_in(room):
-        if room not in rooms:
-            rooms[room] = dict(docstrings.AT_HAND)
-            text = getattr(ksm, room).__doc__
-            docstrings.execute(room, text, rooms[room])
-        return dict(rooms[room])
+    def names_in(module):
+        if module not in modules:
+            modules[module] = dict(docstrings.AT_HAND)
+            text = getattr(ksm, module).__doc__
+            docstrings.execute(module, text, modules[module])
+        return dict(modules[module])
 
     return names_in
 
@@ -84,4 +84,4 @@ def test_examples_run(name, set_up, folder, monkeypatch):
 
 def test_every_public_name_has_an_example():
     assert not [name for name, texts in EXAMPLES.items() if name not in texts]
-    assert set(NOT_RUN) | set(BACKEND_OF) <= {*EXAMPLES, *docstrings.ROOMS}
+    assert set(NOT_RUN) | set(BACKEND_OF) <= {*EXAMPLES, *docstrings.MODULES}

@@ -8,7 +8,7 @@ from tests.examples import docstrings
 
 
 def signatures():
-    """Dict from `room.name`, or `room.name.method`, to the functions that are ours.
+    """Dict from `module.name`, or `module.name.method`, to the functions that are ours.
 
     What a class overrides of Keras and KerasHub keeps their signature, without types.
     """

@@ -22,9 +22,11 @@ import keras_softmoe as ksm
 
 
 def source():
-    """A function for each public name, in which its room's set-up comes first."""
+    """A function for each public name, in which its module's set-up comes first."""
     parse = doctest.DocTestParser().get_examples
-    set_ups = {room: parse(getattr(ksm, room).__doc__) for room in docstrings.ROOMS}
+    set_ups = {
+        module: parse(getattr(ksm, module).__doc__) for module in docstrings.MODULES
+    }
     functions = []
     for name, texts in docstrings.examples().items():
         code = set_ups[name.split(".")[0]] + [

@@ -186,6 +186,16 @@ def test_a_directory_of_another_scale(tmp_path):
         study.gather(other, tmp_path, ("routers",))
 
 
+def test_more_seeds_in_a_directory(uninterrupted, tmp_path):
+    _, results = uninterrupted
+    more = dataclasses.replace(SCALE, seeds=(*SCALE.seeds, 5), rate_seeds=(100,))
+    copy = copied(uninterrupted, tmp_path)
+    assert study.gather(more, copy, ("routers",))["cells"] == results["cells"]
+    more = dataclasses.replace(more, weight_decay=0.5)
+    with pytest.raises(ValueError, match=r"differs in \['weight_decay'\]"):
+        study.gather(more, copy, ("routers",))
+
+
 def test_seeds_that_the_scale_lacks(tmp_path):
     with pytest.raises(ValueError, match=r"\(100, 101, 3, 4\).*Received: seeds=\(5,\)"):
         run(tmp_path, seeds=(5,))
