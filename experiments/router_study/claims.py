@@ -4,7 +4,7 @@ import itertools
 import statistics
 
 from experiments.comparisons import Claim, corrected, difference
-from experiments.router_study.configurations import families
+from experiments.router_study.configurations import families, placements
 
 _ACCURACIES = ("upstream_accuracy", "5-shot")
 _DROPPED = ("dropped",)
@@ -261,11 +261,12 @@ def _of_side_studies(results):
             if not name.endswith("_plan")
         },
     )
-    yield (
-        "The same experts are best in the last few layers",
-        "Soft MoE, appendix D and tables 5 to 7",
-        _placement(results),
-    )
+    for where, contrasts in _placement(results).items():
+        yield (
+            f"The same experts are better in the last few layers than in {where}",
+            "Soft MoE, appendix D and tables 5 to 7",
+            contrasts,
+        )
 
 
 def _by_capacity(results):
@@ -414,24 +415,35 @@ def _more_slots(results):
 
 
 def _placement(results):
-    contrasts = {}
+    """Where else the experts can be -> contrasts, for every such place of the scale."""
     num_layers = results["scale"]["num_layers"]
     # A third is where the paper's models have about as many experts as tokens.
     few = max(num_layers // 3, 2)
+    last = tuple(range(num_layers - few, num_layers))
+    found = {}
+    for layers in placements(num_layers):
+        if layers != last:
+            contrasts = found.setdefault(_elsewhere(layers, few), {})
+            contrasts |= _differences_of_places(results, last, layers)
+    return found
+
+
+def _elsewhere(layers, few):
+    if len(layers) == few:
+        return "as many that are spread"
+    return "fewer" if len(layers) < few else "more"
+
+
+def _differences_of_places(results, last, layers):
+    contrasts = {}
     for family in ("soft", "softmax_token_choice", "softmax_expert_choice"):
         at = {
             tuple(_known(results, name, "moe_layers")): name
             for name in _of_family(results, "placement", family)
         }
-        last = at.pop(tuple(range(num_layers - few, num_layers)), None)
-        if last is not None:
-            contrasts |= {
-                f"{_title(results, last)} - {_title(results, name)}": {
-                    last: 1,
-                    name: -1,
-                }
-                for name in at.values()
-            }
+        if last in at and layers in at:
+            title = f"{_title(results, at[last])} - {_title(results, at[layers])}"
+            contrasts[title] = {at[last]: 1, at[layers]: -1}
     return contrasts
 
 

@@ -1,6 +1,6 @@
 """Program that trains and looks at tiny models on eight virtual devices of a CPU.
 
-Run by `on_eight_devices`; the tests judge what it writes. Arguments: directory for the
+Run by the fixture `found`; the tests judge what it writes. Arguments: directory for the
 results, directory to which XLA writes the text of compiled steps, and which of the
 checks to make (all, if none is named).
 """

@@ -28,7 +28,8 @@ SOFT_HEADLINE, TOKEN_HEADLINE, SOFT_TOKEN = 0, 1, 2
 SOFT_LAST, TOKEN_LAST = 3, 4
 TOKEN, EXPERT, AFFINITY, SINKHORN, DENSE, TWO = range(5, 11)
 DISPATCH, BETWEEN, POSITION = 11, 12, 13
-SCALE, PRIORITY, DATA, ONE, DROPPED, MORE, COMBINE, PLACE = range(14, 22)
+SCALE, PRIORITY, DATA, ONE, DROPPED, MORE, COMBINE = range(14, 21)
+FEWER_LAYERS, SPREAD, MORE_LAYERS = range(21, 24)
 
 
 def as_the_papers(name, seed):
@@ -60,7 +61,7 @@ def found(accuracy=as_the_papers, scale=study.SMALL, **kwargs):
 
 def test_claims_that_hold():
     claims = found()
-    assert len(claims) == 22
+    assert len(claims) == 24
     for claim in claims:
         dropping = claim is claims[DROPPED]
         metrics = ["dropped"] if dropping else ["upstream_accuracy", "5-shot"]
@@ -168,9 +169,13 @@ def test_to_hurt_less_is_no_help():
     assert claim.verdict("upstream_accuracy") == "no"
 
 
-def test_the_last_layers_beat_those_that_are_spread():
-    claim = changed("softmax_token_choice_k1_bpr", 0.2)[PLACE]
-    assert claim.verdict("upstream_accuracy") == "no"
+def test_the_last_layers_beat_each_other_place():
+    claims = changed("softmax_token_choice_k1_bpr", 0.2)
+    assert claims[SPREAD].verdict("upstream_accuracy") == "no"
+    for other in (FEWER_LAYERS, MORE_LAYERS):
+        assert claims[other].verdict("upstream_accuracy") == "yes"
+    sizes = [len(c.differences["5-shot"]) for c in claims[FEWER_LAYERS:]]
+    assert sizes == [6, 3, 3]
 
 
 def test_the_claims_of_all_scales():
@@ -277,7 +282,7 @@ def test_part_of_the_studies(name):
         "combine": {COMBINE},
         "experts": {ONE, DROPPED},
         "slots": {MORE},
-        "placement": {PLACE},
+        "placement": {FEWER_LAYERS, SPREAD, MORE_LAYERS},
     }
     claims = found(studies=(name,))
     run = {i for i, c in enumerate(claims) if any(c.differences.values())}

@@ -95,7 +95,7 @@ def test_report(results):
     text = study.report(results)
     for study_name in results["studies"]:
         assert study.table(results, study_name) in text
-    assert text.count("\n- **") == 22
+    assert text.count("\n- **") == 24
     models = sum(map(len, results["cells"].values()))
     assert (
         f"{models} trainings, seeds 0, 1, 2, 3, 4, 5, 100, 101, 102; the processes"
@@ -137,7 +137,7 @@ def test_claims_in_words():
         "soft / uniform - uniform / soft: +2.10 ± 0.25 (3 seeds)."
     )
     # Two metrics each, of dropping one.
-    assert sum("not run" in line for line in lines) == 2 * 18 + 1
+    assert sum("not run" in line for line in lines) == 2 * 20 + 1
 
 
 def test_results_are_made_of_the_json_alone(results, tmp_path):
