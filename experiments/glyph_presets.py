@@ -55,7 +55,7 @@ EPOCHS = 64
 WARMUP_STEPS = 200
 WEIGHT_DECAY = 0.01
 # Peaks that are tried, in shorter trainings with a seed that no preset has.
-LEARNING_RATES = (1.5e-3, 3e-3, 6e-3)
+LEARNING_RATES = (7.5e-4, 1.5e-3, 3e-3)
 RATE_SEED, RATE_EPOCHS = 100, 16
 RATES = Path(__file__).resolve().parent / "glyphs" / "rates.json"
 # No model is trained on the images of this seed.

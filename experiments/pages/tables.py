@@ -1,10 +1,10 @@
-"""Tables of presets and of settings of LIMoE, from the catalogue and from JSON."""
+"""Tables of presets and of what they are trained with, from the catalogue and JSON."""
 
 import json
 
 import numpy as np
 
-from experiments import limoe_sweeps
+from experiments import glyph_presets, limoe_sweeps
 from experiments.cards import spread
 from keras_softmoe import catalogue, evaluation
 
@@ -49,6 +49,7 @@ def tables():
     return {
         "real weights": real_weights_table(trained, contrastive, convertible),
         "trained presets": trained_table(trained),
+        "learning rates": rates_table(),
         "contrastive presets": contrastive_table(contrastive),
         "settings of LIMoE": sweeps_table(),
         "convertible presets": convertible_table(convertible),
@@ -107,6 +108,22 @@ def trained_table(found):
         rows.append(f"| {' | '.join(cells)} |")
     cells = ["raw pixels", "", "", "", "", *map(spread, pixels.values()), ""]
     rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def rates_table():
+    """Short trainings with each learning rate, from `glyph_presets --rates`."""
+    rates = [f"{rate:g}" for rate in glyph_presets.LEARNING_RATES]
+    rows = [f"| | {' | '.join(rates)} |", "|---" * (1 + len(rates)) + "|"]
+    found = json.loads(glyph_presets.RATES.read_text(encoding="utf-8"))["rates"]
+    for name, by_rate in found.items():
+        twin = glyph_presets.TWINS[name]
+        cells = [twin.name.partition("_tiny")[0]]
+        for rate in rates:
+            layouts = by_rate[rate]["upstream_accuracy_by_layout"]
+            text = f"{layouts['center']:.3f}, {layouts['anywhere']:.3f}"
+            cells.append(f"**{text}**" if rate == f"{twin.learning_rate:g}" else text)
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
 
