@@ -175,6 +175,29 @@ def corrected(found):
     ]
 
 
+def verdict_in_words(claim, metric):
+    """The verdict under a metric, and whether it stands after the correction, str."""
+    verdict = _VERDICTS[claim.verdict(metric)]
+    return verdict + ", after the correction too" * claim.survives(metric)
+
+
+def overview(claims, metrics):
+    """Rows of a Markdown table: a claim, and its verdict under each metric.
+
+    Args:
+        claims: list of `Claim`.
+        metrics: dict, as for `in_words`.
+    """
+    rows = []
+    for claim in claims:
+        verdicts = (
+            f"{metrics[metric]}: {verdict_in_words(claim, metric)}"
+            for metric in claim.differences
+        )
+        rows.append(f"| {claim.text} | {'; '.join(verdicts)} |")
+    return "\n".join(rows)
+
+
 def in_words(claims, metrics):
     """What the claims say, and what the results say about them.
 
@@ -190,9 +213,7 @@ def in_words(claims, metrics):
     for claim in claims:
         lines.append(f"- **{claim.text}** ({claim.source}).")
         for metric, found in claim.differences.items():
-            verdict = _VERDICTS[claim.verdict(metric)]
-            if claim.survives(metric):
-                verdict += ", after the correction too"
+            verdict = verdict_in_words(claim, metric)
             listed = "; ".join(map(_listed, found))
             ending = f" {listed}." if listed else ""
             lines.append(f"    - {metrics[metric]}: {verdict}.{ending}")

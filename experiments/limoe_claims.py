@@ -42,6 +42,13 @@ def claims():
             _TASKS,
         ),
         (
+            "With the entropy losses LIMoE is better than with the classic ones alone",
+            "LIMoE, section 4.1 and appendix B, table 5",
+            sweeps.get("losses", {}),
+            [("both", "classic"), ("entropy", "classic")],
+            _TASKS,
+        ),
+        (
             "With the entropy losses fewer text tokens are dropped",
             "LIMoE, section 4.1",
             sweeps.get("losses", {}),

@@ -16,8 +16,8 @@ NOT_ASKED = """\
 - *A mixture is worth a dense model of several times its cost* (V-MoE, section 3.3;
   Soft MoE, section 3.3): takes dense models of many sizes, trained for long.
 - *Inference at low capacity keeps its accuracy under batch priority; learned routers
-  are better than random ones* (V-MoE, sections 4 and 5): asked of the trained presets,
-  on the page of all claims.
+  are better than random ones* (V-MoE, sections 4 and 5): not of these models, but of
+  the trained presets, see `experiments/CLAIMS.md`.
 - *Soft MoE is fast with thousands of experts* (Soft MoE, section 3.5): asked by the
   benchmarks.
 - *Gains hold from JFT to ImageNet, to contrastive training and at 15 billion
@@ -38,10 +38,10 @@ def table(results, study="routers"):
     Returns:
         str, a Markdown table. Accuracies in percent are means over the seeds with the
         standard deviation; a step is timed against the dense model's; dropped tokens,
-        imbalance (the fullest expert over the mean), position (how much of the expert's
-        entropy it explains) and sharpness (the largest dispatch weight of a slot, in
-        even shares) are means over blocks and seeds. How many seeds diverged is said
-        beside the model.
+        imbalance (the fullest expert over the mean), position and class (how much of
+        the expert's entropy each explains) and sharpness (the largest dispatch weight
+        of a slot, in even shares) are means over blocks and seeds. How many seeds
+        diverged is said beside the model.
 
     Raises:
         ValueError: if there is no such study in the results.
@@ -58,7 +58,7 @@ def table(results, study="routers"):
     shots = results["scale"]["shots"]
     head = ["model", "parameters", "MFLOP", "step", "upstream"]
     head += [f"{count}-shot" for count in shots]
-    head += ["fine-tuned", "dropped", "imbalance", "position", "sharpness"]
+    head += ["fine-tuned", "dropped", "imbalance", "position", "class", "sharpness"]
     rows = [head, ["---", *["---:"] * (len(head) - 1)]]
     seeds = seeds_of(results, study)
     rows += [_row(results, name, seeds) for name in results["studies"][study]]
@@ -125,6 +125,7 @@ def _row(results, name, seeds):
         _percent(numbers(results, name, "dropped", seeds), spread=False),
         _plain(numbers(results, name, "imbalance", seeds)),
         _percent(numbers(results, name, "position_share", seeds), spread=False),
+        _percent(numbers(results, name, "label_share", seeds), spread=False),
         _plain(numbers(results, name, "sharpness", seeds)),
     ]
 
@@ -192,10 +193,10 @@ def _setup(results):
         "scikit-learn's handwritten ones, "
         f"never seen upstream, {scale['draws']} draws. MFLOP: of predicting one image. "
         "Step: time of a training step over the dense model's, measured in turn. "
-        "Accuracies in percent, mean ± standard deviation over seeds. Position: the "
-        "share of the entropy of a token's expert that its place explains. Sharpness: "
-        "the largest dispatch weight of a slot in even shares; at 1 a slot is the mean "
-        "of the image."
+        "Accuracies in percent, mean ± standard deviation over seeds. Position "
+        "and class: the share of the entropy of a token's expert that its place, and "
+        "the class of its image, explain. Sharpness: the largest dispatch weight of a "
+        "slot in even shares; at 1 a slot is the mean of the image."
     )
 
 

@@ -8,7 +8,8 @@ from scipy import stats
 from experiments import claims as page_of_claims
 from experiments import limoe_claims
 
-PRESETS, DROPPED, EXPERTS, ALONE, MORE, CHOICES, GROUPS, PRIORITY = range(8)
+PRESETS, ENTROPY, DROPPED, EXPERTS, ALONE = range(5)
+MORE, CHOICES, GROUPS, PRIORITY = range(5, 9)
 
 
 def run(variant, seed, value):
@@ -50,7 +51,7 @@ def test_differences_are_taken_within_seeds(sweeps):
     assert found.mean - found.margin == pytest.approx(interval.low)
     (half,) = claims[CHOICES].differences["image_to_text_recall_at_1"]
     assert half.mean == pytest.approx(found.mean / 2)
-    for claim in (MORE, GROUPS, PRIORITY, EXPERTS, ALONE, DROPPED):
+    for claim in (MORE, GROUPS, PRIORITY, ENTROPY, EXPERTS, ALONE, DROPPED):
         assert all(
             claims[claim].verdict(metric) == "not run"
             for metric in claims[claim].differences
@@ -79,3 +80,16 @@ def test_the_committed_page():
     assert text == page_of_claims.page()
     for paper in ("Soft MoE", "V-MoE", "LIMoE", "router study"):
         assert paper in text
+
+
+def test_the_page_begins_with_all_verdicts():
+    table = page_of_claims.page().partition("\n## ")[0]
+    sections = page_of_claims.sections()
+    claims = [claim for section in sections for claim in section.claims]
+    # A head, a line that says where the columns are, a row for each part.
+    assert table.count("\n|") == 2 + len(sections) + len(claims)
+    assert all(f"\n| {claim.text} | " in table for claim in claims)
+    assert (
+        "\n| Small groups do harm | zero-shot accuracy, new combinations: appears"
+        in (table)
+    )

@@ -64,9 +64,10 @@ def test_a_row(results):
         "dropped": "25.0",
         "imbalance": "2.00",
         "position": "50.0",
+        "class": "10.0",
         "sharpness": "–",
     }
-    for column in ("dropped", "imbalance", "position", "sharpness"):
+    for column in ("dropped", "imbalance", "position", "class", "sharpness"):
         assert rows["Dense ViT"][column] == "–"
     assert rows["Soft MoE, 1 slot each"]["sharpness"] == "3.00"
     # Six seeds, 0.50 to 0.55.
