@@ -13,7 +13,7 @@ fine-tuned, and a card is written beside its weights.
     python -m experiments.glyph_presets --only soft --seeds 1      # one training
     python -m experiments.glyph_presets --rates                    # shorter, to choose
 
-The dense model, Soft MoE and token choice have three seeds, so that differences come
+The dense model, Soft MoE and token choice have four seeds, so that differences come
 with an interval; a preset holds the weights of the first seed, whatever the others do.
 It is written when that is trained, its metadata and card again after each other seed.
 
@@ -96,17 +96,17 @@ class Twin(NamedTuple):
 
 
 TWINS = {
-    "dense": Twin("vit_tiny_patch4_32_glyphs", "Dense ViT", (0, 1, 2)),
+    "dense": Twin("vit_tiny_patch4_32_glyphs", "Dense ViT", (0, 1, 2, 3)),
     "soft": Twin(
         "soft_moe_tiny_patch4_16e_32_glyphs",
         "Soft MoE",
-        (0, 1, 2),
+        (0, 1, 2, 3),
         routers.SoftRouter(16, slots_per_expert=4, initial_scale="unit_variance"),
     ),
     "token_choice": Twin(
         "vmoe_tiny_patch4_16e_32_glyphs",
         "V-MoE (token choice, K = 1, C = 1.05, batch priority)",
-        (0, 1, 2),
+        (0, 1, 2, 3),
         routers.SoftmaxTokenChoiceRouter(16, priority="max"),
     ),
     "expert_choice": Twin(
