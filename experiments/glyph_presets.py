@@ -12,6 +12,7 @@ fine-tuned, and a card is written beside its weights.
     python -m experiments.glyph_presets                            # all
     python -m experiments.glyph_presets --only soft --seeds 1      # one training
     python -m experiments.glyph_presets --rates                    # shorter, to choose
+    python -m experiments.glyph_presets --routers                  # shorter, to compare
 
 The dense model, Soft MoE and token choice have four seeds, so that differences come
 with an interval; a preset holds the weights of the first seed, whatever the others do.
@@ -58,6 +59,7 @@ WEIGHT_DECAY = 0.01
 LEARNING_RATES = (7.5e-4, 1.5e-3, 3e-3)
 RATE_SEED, RATE_EPOCHS = 100, 16
 RATES = Path(__file__).resolve().parent / "glyphs" / "rates.json"
+ROUTERS_TRIED = RATES.with_name("routers.json")
 # No model is trained on the images of this seed.
 VALIDATION_SEED = 10_000
 VALIDATION_IMAGES = 4096
@@ -125,6 +127,22 @@ TWINS = {
     ),
 }
 
+# What sets the Soft MoE and the V-MoE apart, one difference each, in shorter trainings.
+ROUTERS = {
+    "soft, 64 experts of one slot": routers.SoftRouter(
+        64, slots_per_expert=1, initial_scale="unit_variance"
+    ),
+    "soft, starts at scale 1": routers.SoftRouter(16, slots_per_expert=4),
+    "expert choice": routers.SoftmaxExpertChoiceRouter(16),
+    "token choice without batch priority": routers.SoftmaxTokenChoiceRouter(16),
+    "token choice without noise and losses": routers.SoftmaxTokenChoiceRouter(
+        16, priority="max", noise_std=0.0, losses=()
+    ),
+    "token choice without dropped tokens": routers.SoftmaxTokenChoiceRouter(
+        16, capacity_factor=None
+    ),
+}
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -135,10 +153,16 @@ def main():
     parser.add_argument(
         "--rates", action="store_true", help="try learning rates, train no preset"
     )
+    parser.add_argument(
+        "--routers", action="store_true", help="try other routers, train no preset"
+    )
     arguments = parser.parse_args()
+    if arguments.seeds and (arguments.rates or arguments.routers):
+        parser.error(f"they are tried with seed {RATE_SEED}, not with --seeds")
+    if arguments.routers:
+        try_routers()
+        return
     if arguments.rates:
-        if arguments.seeds:
-            parser.error(f"--rates are tried with seed {RATE_SEED}, not with --seeds")
         compared = [name for name, twin in TWINS.items() if len(twin.seeds) > 1]
         try_rates(arguments.only or compared)
         return
@@ -186,6 +210,22 @@ def rate_run(twin, rate):
         RATE_EPOCHS,
         lambda classifier: {"upstream_accuracy_by_layout": upstream(classifier)},
     )
+
+
+def try_routers():
+    """Train models with other routers, and write the accuracies of all of them."""
+    for title in ROUTERS:
+        print(f"\n{title}")
+        finish(router_run(title), WORK, verbose=2)
+    found = {title: finish(router_run(title), WORK)["results"] for title in ROUTERS}
+    write_json(ROUTERS_TRIED, {"images": RATE_EPOCHS * EPOCH_IMAGES, "routers": found})
+
+
+def router_run(title):
+    """A training as short as those of `rate_run`, with another router."""
+    name = title.replace(" ", "_").replace(",", "")
+    twin = Twin(f"vit_tiny_patch4_32_{name}", title, (RATE_SEED,), ROUTERS[title])
+    return rate_run(twin, twin.learning_rate)
 
 
 # === Training ===

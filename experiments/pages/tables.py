@@ -50,6 +50,7 @@ def tables():
         "real weights": real_weights_table(trained, contrastive, convertible),
         "trained presets": trained_table(trained),
         "learning rates": rates_table(),
+        "other routers": routers_table(),
         "contrastive presets": contrastive_table(contrastive),
         "settings of LIMoE": sweeps_table(),
         "convertible presets": convertible_table(convertible),
@@ -123,6 +124,22 @@ def rates_table():
             layouts = by_rate[rate]["upstream_accuracy_by_layout"]
             text = f"{layouts['center']:.3f}, {layouts['anywhere']:.3f}"
             cells.append(f"**{text}**" if rate == f"{twin.learning_rate:g}" else text)
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def routers_table():
+    """The presets' models and others, trained shortly with the presets' rate."""
+    rates = json.loads(glyph_presets.RATES.read_text(encoding="utf-8"))["rates"]
+    found = {}
+    for name, by_rate in rates.items():
+        twin = glyph_presets.TWINS[name]
+        found[twin.title] = by_rate[f"{twin.learning_rate:g}"]
+    others = json.loads(glyph_presets.ROUTERS_TRIED.read_text(encoding="utf-8"))
+    rows = ["| | glyphs that fill the image | anywhere |", "|---|---|---|"]
+    for title, results in (found | others["routers"]).items():
+        by_layout = results["upstream_accuracy_by_layout"]
+        cells = [title, *(f"{by_layout[x]:.3f}" for x in ("center", "anywhere"))]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 

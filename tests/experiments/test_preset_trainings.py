@@ -27,6 +27,7 @@ def trained(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "WORK", tmp_path / "work")
         monkeypatch.setattr(module, "finish", finish)
     monkeypatch.setattr(glyph_presets, "RATES", tmp_path / "rates.json")
+    monkeypatch.setattr(glyph_presets, "ROUTERS_TRIED", tmp_path / "routers.json")
     return names
 
 
@@ -50,6 +51,18 @@ def test_rates_of_other_models_stay(trained, tmp_path, monkeypatch):
     assert first["upstream_accuracy_by_layout"] == {"center": 0.1}
     with pytest.raises(SystemExit):
         call(monkeypatch, glyph_presets, "--rates", "--seeds", 1)
+
+
+def test_other_routers_have_their_own_trainings(trained, tmp_path, monkeypatch):
+    call(monkeypatch, glyph_presets, "--routers")
+    assert len(trained) == len(set(trained)) == len(glyph_presets.ROUTERS)
+    found = json.loads((tmp_path / "routers.json").read_text())
+    assert list(found["routers"]) == list(glyph_presets.ROUTERS)
+    settings = [glyph_presets.router_run(x).settings for x in glyph_presets.ROUTERS]
+    soft = glyph_presets.rate_run(glyph_presets.TWINS["soft"], 1.5e-3).settings
+    assert all(s | {"router": None} == soft | {"router": None} for s in settings)
+    with pytest.raises(SystemExit):
+        call(monkeypatch, glyph_presets, "--routers", "--seeds", 1)
 
 
 def test_rates_differ_in_nothing_else():
