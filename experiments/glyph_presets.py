@@ -11,10 +11,8 @@ fine-tuned, and a card is written beside its weights.
 
     python -m experiments.glyph_presets                            # all
     python -m experiments.glyph_presets --only soft --seeds 1      # one training
-    python -m experiments.glyph_presets --rates                    # shorter, to choose
-    python -m experiments.glyph_presets --routers                  # shorter, to compare
 
-The dense model, Soft MoE and token choice have four seeds, so that differences come
+The dense model, Soft MoE and token choice have six seeds, so that differences come
 with an interval; a preset holds the weights of the first seed, whatever the others do.
 It is written when that is trained, its metadata and card again after each other seed.
 
@@ -40,9 +38,7 @@ from experiments.runs import (
     adamw,
     batches_of,
     finish,
-    result_file,
     router_config,
-    write_json,
 )
 from keras_softmoe import analysis, datasets, evaluation, models, routers
 
@@ -55,11 +51,8 @@ EPOCH_IMAGES = 8192
 EPOCHS = 64
 WARMUP_STEPS = 200
 WEIGHT_DECAY = 0.01
-# Peaks that are tried, in shorter trainings with a seed that no preset has.
-LEARNING_RATES = (7.5e-4, 1.5e-3, 3e-3)
-RATE_SEED, RATE_EPOCHS = 100, 16
-RATES = Path(__file__).resolve().parent / "glyphs" / "rates.json"
-ROUTERS_TRIED = RATES.with_name("routers.json")
+# Of the models that are compared.
+SEEDS = (0, 1, 2, 3, 4, 5)
 # No model is trained on the images of this seed.
 VALIDATION_SEED = 10_000
 VALIDATION_IMAGES = 4096
@@ -98,17 +91,17 @@ class Twin(NamedTuple):
 
 
 TWINS = {
-    "dense": Twin("vit_tiny_patch4_32_glyphs", "Dense ViT", (0, 1, 2, 3)),
+    "dense": Twin("vit_tiny_patch4_32_glyphs", "Dense ViT", SEEDS),
     "soft": Twin(
         "soft_moe_tiny_patch4_16e_32_glyphs",
         "Soft MoE",
-        (0, 1, 2, 3),
+        SEEDS,
         routers.SoftRouter(16, slots_per_expert=4, initial_scale="unit_variance"),
     ),
     "token_choice": Twin(
         "vmoe_tiny_patch4_16e_32_glyphs",
         "V-MoE (token choice, K = 1, C = 1.05, batch priority)",
-        (0, 1, 2, 3),
+        SEEDS,
         routers.SoftmaxTokenChoiceRouter(16, priority="max"),
     ),
     "expert_choice": Twin(
@@ -127,22 +120,6 @@ TWINS = {
     ),
 }
 
-# What sets the Soft MoE and the V-MoE apart, one difference each, in shorter trainings.
-ROUTERS = {
-    "soft, 64 experts of one slot": routers.SoftRouter(
-        64, slots_per_expert=1, initial_scale="unit_variance"
-    ),
-    "soft, starts at scale 1": routers.SoftRouter(16, slots_per_expert=4),
-    "expert choice": routers.SoftmaxExpertChoiceRouter(16),
-    "token choice without batch priority": routers.SoftmaxTokenChoiceRouter(16),
-    "token choice without noise and losses": routers.SoftmaxTokenChoiceRouter(
-        16, priority="max", noise_std=0.0, losses=()
-    ),
-    "token choice without dropped tokens": routers.SoftmaxTokenChoiceRouter(
-        16, capacity_factor=None
-    ),
-}
-
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -150,22 +127,7 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", help="train these seeds only")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--output", type=Path, default=ROOT / "presets")
-    parser.add_argument(
-        "--rates", action="store_true", help="try learning rates, train no preset"
-    )
-    parser.add_argument(
-        "--routers", action="store_true", help="try other routers, train no preset"
-    )
     arguments = parser.parse_args()
-    if arguments.seeds and (arguments.rates or arguments.routers):
-        parser.error(f"they are tried with seed {RATE_SEED}, not with --seeds")
-    if arguments.routers:
-        try_routers()
-        return
-    if arguments.rates:
-        compared = [name for name, twin in TWINS.items() if len(twin.seeds) > 1]
-        try_rates(arguments.only or compared)
-        return
     for name in arguments.only or TWINS:
         twin = TWINS[name]
         trainings = [training_run(twin, s, arguments.epochs) for s in twin.seeds]
@@ -175,57 +137,6 @@ def main():
                 finish(run, WORK, verbose=2)
         directory = arguments.output / twin.name
         publish(trainings, WORK, directory, partial(describe, twin, arguments.epochs))
-
-
-# === Learning rates ===
-
-
-def try_rates(twins):
-    """Train models with each rate, and write the accuracies of all that are trained."""
-    for name in twins:
-        for rate in LEARNING_RATES:
-            print(f"\n{TWINS[name].name}, learning rate {rate:g}")
-            finish(rate_run(TWINS[name], rate), WORK, verbose=2)
-            write_rates()
-
-
-def write_rates():
-    """Write `RATES` from the trainings that are finished."""
-    found = {}
-    for name, twin in TWINS.items():
-        for rate in LEARNING_RATES:
-            run = rate_run(twin, rate)
-            if result_file(WORK, run.name).exists():
-                results = finish(run, WORK)["results"]
-                found.setdefault(name, {})[f"{rate:g}"] = results
-    write_json(RATES, {"images": RATE_EPOCHS * EPOCH_IMAGES, "rates": found})
-
-
-def rate_run(twin, rate):
-    """A shorter training with a learning rate, whose weights are not kept."""
-    return classifier_run(
-        f"{twin.name}_rate{rate:g}_{RATE_EPOCHS}_{RATE_SEED}",
-        twin._replace(learning_rate=rate),
-        RATE_SEED,
-        RATE_EPOCHS,
-        lambda classifier: {"upstream_accuracy_by_layout": upstream(classifier)},
-    )
-
-
-def try_routers():
-    """Train models with other routers, and write the accuracies of all of them."""
-    for title in ROUTERS:
-        print(f"\n{title}")
-        finish(router_run(title), WORK, verbose=2)
-    found = {title: finish(router_run(title), WORK)["results"] for title in ROUTERS}
-    write_json(ROUTERS_TRIED, {"images": RATE_EPOCHS * EPOCH_IMAGES, "routers": found})
-
-
-def router_run(title):
-    """A training as short as those of `rate_run`, with another router."""
-    name = title.replace(" ", "_").replace(",", "")
-    twin = Twin(f"vit_tiny_patch4_32_{name}", title, (RATE_SEED,), ROUTERS[title])
-    return rate_run(twin, twin.learning_rate)
 
 
 # === Training ===

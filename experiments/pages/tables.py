@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from experiments import glyph_presets, limoe_sweeps
+from experiments import glyph_presets, glyph_trials, limoe_sweeps
 from experiments.cards import spread
 from keras_softmoe import catalogue, evaluation
 
@@ -113,16 +113,14 @@ def trained_table(found):
 
 
 def rates_table():
-    """Short trainings with each learning rate, from `glyph_presets --rates`."""
-    rates = [f"{rate:g}" for rate in glyph_presets.LEARNING_RATES]
+    """Short trainings with each learning rate, from `glyph_trials`."""
+    rates = [f"{rate:g}" for rate in glyph_trials.LEARNING_RATES]
     rows = [f"| | {' | '.join(rates)} |", "|---" * (1 + len(rates)) + "|"]
-    found = json.loads(glyph_presets.RATES.read_text(encoding="utf-8"))["rates"]
-    for name, by_rate in found.items():
+    for name, by_rate in tried("rates").items():
         twin = glyph_presets.TWINS[name]
         cells = [twin.name.partition("_tiny")[0]]
         for rate in rates:
-            layouts = by_rate[rate]["upstream_accuracy_by_layout"]
-            text = f"{layouts['center']:.3f}, {layouts['anywhere']:.3f}"
+            text = ", ".join(on_glyphs(by_rate[rate]))
             cells.append(f"**{text}**" if rate == f"{twin.learning_rate:g}" else text)
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
@@ -130,18 +128,26 @@ def rates_table():
 
 def routers_table():
     """The presets' models and others, trained shortly with the presets' rate."""
-    rates = json.loads(glyph_presets.RATES.read_text(encoding="utf-8"))["rates"]
     found = {}
-    for name, by_rate in rates.items():
+    for name, by_rate in tried("rates").items():
         twin = glyph_presets.TWINS[name]
         found[twin.title] = by_rate[f"{twin.learning_rate:g}"]
-    others = json.loads(glyph_presets.ROUTERS_TRIED.read_text(encoding="utf-8"))
     rows = ["| | glyphs that fill the image | anywhere |", "|---|---|---|"]
-    for title, results in (found | others["routers"]).items():
-        by_layout = results["upstream_accuracy_by_layout"]
-        cells = [title, *(f"{by_layout[x]:.3f}" for x in ("center", "anywhere"))]
-        rows.append(f"| {' | '.join(cells)} |")
+    for title, results in (found | tried("routers")).items():
+        rows.append(f"| {' | '.join([title, *on_glyphs(results)])} |")
     return "\n".join(rows) + "\n"
+
+
+def tried(name):
+    """Results of a trial of `glyph_trials`."""
+    file = glyph_trials.RESULTS / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8"))[name]
+
+
+def on_glyphs(results):
+    """Accuracies on glyphs that fill the image and on those anywhere, as text."""
+    by_layout = results["upstream_accuracy_by_layout"]
+    return [f"{by_layout[layout]:.3f}" for layout in ("center", "anywhere")]
 
 
 def contrastive_table(found):

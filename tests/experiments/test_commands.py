@@ -5,13 +5,20 @@ import sys
 
 import pytest
 
-from experiments import glyph_presets, limoe_presets, limoe_sweeps, upload_presets
+from experiments import (
+    glyph_presets,
+    glyph_trials,
+    limoe_presets,
+    limoe_sweeps,
+    upload_presets,
+)
 from experiments.pages import __main__ as pages
 from experiments.router_study import __main__ as router_study
 from experiments.upcycling import __main__ as upcycling
 
 COMMANDS = [
     glyph_presets,
+    glyph_trials,
     limoe_presets,
     limoe_sweeps,
     pages,

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from experiments import glyph_presets, limoe_presets, limoe_sweeps, runs
+from experiments import glyph_presets, glyph_trials, limoe_presets, limoe_sweeps, runs
 
 
 @pytest.fixture
@@ -23,11 +23,10 @@ def trained(tmp_path, monkeypatch):
             runs.write_json(file, {"results": results, "times": times})
         return runs.read_json(file, runs.RESULTS)
 
-    for module in (glyph_presets, limoe_presets, limoe_sweeps):
+    for module in (glyph_presets, glyph_trials, limoe_presets, limoe_sweeps):
         monkeypatch.setattr(module, "WORK", tmp_path / "work")
         monkeypatch.setattr(module, "finish", finish)
-    monkeypatch.setattr(glyph_presets, "RATES", tmp_path / "rates.json")
-    monkeypatch.setattr(glyph_presets, "ROUTERS_TRIED", tmp_path / "routers.json")
+    monkeypatch.setattr(glyph_trials, "RESULTS", tmp_path)
     return names
 
 
@@ -36,39 +35,34 @@ def call(monkeypatch, module, *arguments):
     module.main()
 
 
-def test_rates_of_other_models_stay(trained, tmp_path, monkeypatch):
-    for twin in ("soft", "dense", "soft"):
-        call(monkeypatch, glyph_presets, "--rates", "--only", twin)
-    assert len(trained) == len(set(trained)) == 2 * len(glyph_presets.LEARNING_RATES)
+def test_trials_are_trained_once(trained, tmp_path, monkeypatch):
+    call(monkeypatch, glyph_trials, "--only", "routers")
+    assert len(trained) == len(glyph_trials.ROUTERS)
+    for _ in range(2):
+        call(monkeypatch, glyph_trials)
+    compared, rates = glyph_trials.COMPARED, glyph_trials.LEARNING_RATES
+    assert len(trained) == len(set(trained))
+    assert len(trained) == len(glyph_trials.ROUTERS) + len(compared) * len(rates)
+
     found = json.loads((tmp_path / "rates.json").read_text())
     assert found["images"] == 131072
-    rates = [f"{rate:g}" for rate in glyph_presets.LEARNING_RATES]
-    assert {twin: list(by_rate) for twin, by_rate in found["rates"].items()} == {
-        "dense": rates,
-        "soft": rates,
-    }
-    first = found["rates"]["soft"][rates[0]]
-    assert first["upstream_accuracy_by_layout"] == {"center": 0.1}
-    with pytest.raises(SystemExit):
-        call(monkeypatch, glyph_presets, "--rates", "--seeds", 1)
-
-
-def test_other_routers_have_their_own_trainings(trained, tmp_path, monkeypatch):
-    call(monkeypatch, glyph_presets, "--routers")
-    assert len(trained) == len(set(trained)) == len(glyph_presets.ROUTERS)
+    assert list(found["rates"]) == ["dense", "soft", "token_choice"]
+    assert list(found["rates"]["soft"]) == [f"{rate:g}" for rate in rates]
     found = json.loads((tmp_path / "routers.json").read_text())
-    assert list(found["routers"]) == list(glyph_presets.ROUTERS)
-    settings = [glyph_presets.router_run(x).settings for x in glyph_presets.ROUTERS]
-    soft = glyph_presets.rate_run(glyph_presets.TWINS["soft"], 1.5e-3).settings
-    assert all(s | {"router": None} == soft | {"router": None} for s in settings)
-    with pytest.raises(SystemExit):
-        call(monkeypatch, glyph_presets, "--routers", "--seeds", 1)
+    assert list(found["routers"]) == list(glyph_trials.ROUTERS)
+    first = next(iter(found["routers"].values()))
+    assert first["upstream_accuracy_by_layout"] == {"center": 0.1}
 
 
-def test_rates_differ_in_nothing_else():
+def test_trials_differ_in_nothing_else():
     soft = glyph_presets.TWINS["soft"]
-    one, other = (glyph_presets.rate_run(soft, rate).settings for rate in (1, 2))
+    one, other = (glyph_trials.rate_run(soft, rate).settings for rate in (1, 2))
     assert one | {"learning_rate": 2} == other
+    one = glyph_trials.rate_run(soft, soft.learning_rate).settings
+    for title in glyph_trials.ROUTERS:
+        other = glyph_trials.router_run(title).settings
+        assert other["router"] != one["router"]
+        assert other | {"router": None} == one | {"router": None}
 
 
 def test_sweeps_are_kept_by_their_epochs(trained, tmp_path, monkeypatch):
