@@ -128,13 +128,11 @@ def rates_table():
 
 def routers_table():
     """The presets' models and others, trained shortly with the presets' rate."""
-    found = {}
-    for name, by_rate in tried("rates").items():
-        twin = glyph_presets.TWINS[name]
-        found[twin.title] = by_rate[f"{twin.learning_rate:g}"]
-    rows = ["| | glyphs that fill the image | anywhere |", "|---|---|---|"]
-    for title, results in (found | tried("routers")).items():
-        rows.append(f"| {' | '.join([title, *on_glyphs(results)])} |")
+    rows = ["| | seeds | glyphs that fill the image | anywhere |", "|---" * 4 + "|"]
+    for title, runs in tried("routers").items():
+        columns = zip(*map(on_glyphs, runs), strict=True)
+        cells = [title, str(len(runs)), *map(", ".join, columns)]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
 
