@@ -79,6 +79,24 @@ def claims():
     return corrected([*of_twins, *of_routing])
 
 
+def gains(metric):
+    """What each mixture has over the dense model, in points.
+
+    Args:
+        metric: str, a key of `METRICS`.
+
+    Returns:
+        dict from what a mixture is called to a `Difference`.
+    """
+    found = trainings()
+    return {
+        pair[0]: d._replace(mean=100 * d.mean, error=100 * d.error)
+        for pair in _PAIRS
+        if pair[1] == "Dense"
+        for d in paired(found, [pair], _number, metric)
+    }
+
+
 def trainings():
     """Dict from what each variant is called to its runs, as its metadata have them."""
     return {

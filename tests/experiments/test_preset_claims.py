@@ -53,6 +53,12 @@ def test_presets_are_compared_seed_by_seed(trained):
     assert found.seeds == 2 and claims[TOKEN].verdict("center") == "open"
     (found,) = claims[SOFT_OVER_TOKEN].differences["center"]
     np.testing.assert_allclose(found.mean, 0.1)
+    gains = preset_claims.gains("center")
+    assert list(gains) == ["Soft MoE", "token choice with batch priority"]
+    np.testing.assert_allclose(gains["Soft MoE"].mean, 10)
+    np.testing.assert_allclose(
+        gains["Soft MoE"].margin, 100 * claims[SOFT].differences["center"][0].margin
+    )
 
 
 def test_what_routing_is_worth_within_a_model(trained, monkeypatch):
