@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments import limoe_claims, preset_claims
-from experiments.comparisons import in_words, looked_at, overview, reading
+from experiments.comparisons import (
+    in_words,
+    looked_at,
+    overview,
+    reading,
+    run_and_not,
+)
 from experiments.router_study.claims import claims as claims_of_study
 from experiments.router_study.scales import SCALES
 from experiments.router_study.tables import METRICS, NOT_ASKED
@@ -86,7 +92,8 @@ def sections():
         file = HERE / "router_study" / scale / "results.json"
         if file.exists():
             text = f"[Tables, figures and set-up](router_study/{scale})"
-            claims = claims_of_study(read_json(file))
+            claims, not_run = run_and_not(claims_of_study(read_json(file)))
+            text = f"{text}. {not_run}".rstrip()
             found.append(Section(f"Routers, scale `{scale}`", text, claims, METRICS))
     text = (
         "[Cards](../docs/presets.md); larger models than the study's, half of whose "

@@ -175,6 +175,13 @@ def corrected(found):
     ]
 
 
+def run_and_not(claims):
+    """Claims that were run under some metric, and a sentence on the others, or `""`."""
+    run = [claim for claim in claims if any(claim.differences.values())]
+    others = [claim.text for claim in claims if claim not in run]
+    return run, f"Not run: {'; '.join(others)}." if others else ""
+
+
 def verdict_in_words(claim, metric):
     """The verdict under a metric, and whether it stands after the correction, str."""
     verdict = _VERDICTS[claim.verdict(metric)]

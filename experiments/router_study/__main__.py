@@ -29,6 +29,9 @@ def main(arguments=None):
         "--seeds", type=int, nargs="+", help="train these of the scale's seeds only"
     )
     parser.add_argument(
+        "--models", nargs="+", help="train these models of the studies only"
+    )
+    parser.add_argument(
         "--work", type=Path, help="where cells are kept [build/study/SCALE]"
     )
     parser.add_argument(
@@ -41,7 +44,9 @@ def main(arguments=None):
     known = (*scale.rate_seeds, *scale.all_seeds)
     check_before([work, output], arguments.seeds or known, known)
     print(f"{scale.name} on {keras.backend.backend()}, kept in {work}")
-    results = run_study(scale, work, arguments.studies, arguments.seeds)
+    results = run_study(
+        scale, work, arguments.studies, arguments.seeds, arguments.models
+    )
     write_results(results, output)
     print(f"\n{report(results)}\nWritten to {output}")
 

@@ -26,7 +26,9 @@ _DENSE = "dense"
 _SEEDS = ("seeds", "more_seeds", "rate_seeds")
 
 
-def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
+def run_study(
+    scale, directory, studies=tuple(STUDIES), seeds=None, models=None, verbose=1
+):
     """Train and measure the models of a study, and gather the results.
 
     Each cell (a configuration and a seed) is written to a file of its own when it is
@@ -35,8 +37,8 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
     epoch, with the results that an uninterrupted run would have had (on the same
     machine and backend: nothing is promised of the last digits elsewhere). Cells of
     one seed come before those of the next, so that an unfinished study is a smaller
-    one. Several processes can share a directory if they are given other seeds. A scale
-    with more seeds takes up the directory of one with fewer.
+    one. Several processes can share a directory if they are given other seeds or other
+    models. A scale with more seeds takes up the directory of one with fewer.
 
     Args:
         scale: `Scale`.
@@ -44,6 +46,8 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
         studies: sequence of names, see `configurations`.
         seeds: sequence of ints, those of the scale that are to be trained now; all of
             them if `None`. A study trains those of them that it has.
+        models: sequence of names of configurations, those of the studies that are to be
+            trained now; all of them if `None`.
         verbose: 0 for silence, 1 for a progress bar over the steps of all cells with
             the time that is left, 2 for one line.
 
@@ -70,7 +74,8 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
 
     Raises:
         ValueError: if there is no such study, the directory is of another scale or
-            backend or holds a damaged file, or the scale lacks a seed.
+            backend or holds a damaged file, the scale lacks a seed, or the studies lack
+            a model.
 
     Source: router study, section 3; Soft MoE, sections 3.4 to 3.6 and appendices A, C
     and D.
@@ -84,8 +89,14 @@ def run_study(scale, directory, studies=tuple(STUDIES), seeds=None, verbose=1):
     known = (*scale.rate_seeds, *scale.all_seeds)
     seeds = known if seeds is None else tuple(seeds)
     check_before([directory], seeds, known)
+    every = {name: c for study in chosen.values() for name, c in study.items()}
+    if models is not None and (not models or any(name not in every for name in models)):
+        raise ValueError(
+            f"The models of these studies are {', '.join(every)}; name one at least. "
+            f"Received: models={models}."
+        )
+    models = {n: c for n, c in every.items() if models is None or n in models}
     files = _Files(directory, scale)
-    models = {name: c for study in chosen.values() for name, c in study.items()}
     cells = [
         (name, seed)
         for seed in seeds

@@ -240,6 +240,8 @@ ANYWHERE = dataclasses.replace(
     placement="anywhere",
     distractors=2,
     epochs=32,
+    learning_rates=(2e-3, 4e-3, 8e-3),
+    close_rates=(),
     # An image has 36 tokens.
     num_experts=36,
     group_images=4,

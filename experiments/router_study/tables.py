@@ -2,9 +2,9 @@
 
 import statistics
 
-from experiments.comparisons import in_words, reading
+from experiments.comparisons import in_words, reading, run_and_not
 from experiments.router_study.claims import claims, value
-from experiments.router_study.configurations import STUDIES
+from experiments.router_study.configurations import FAMILIES, STUDIES
 
 _NONE = "–"
 METRICS = {
@@ -61,7 +61,9 @@ def table(results, study="routers"):
     head += ["fine-tuned", "dropped", "imbalance", "position", "class", "sharpness"]
     rows = [head, ["---", *["---:"] * (len(head) - 1)]]
     seeds = seeds_of(results, study)
-    rows += [_row(results, name, seeds) for name in results["studies"][study]]
+    names = results["studies"][study]
+    trained = [name for name in names if results["cells"].get(name)]
+    rows += [_row(results, name, seeds) for name in trained or names]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -96,14 +98,13 @@ def report(results):
     >>> pathlib.Path("study.md").write_text(report(results))
     """
     parts = [f"# The router study, `{results['scale']['name']}`", _setup(results)]
-    parts += [
-        "## The claims of the papers",
-        reading(claims(results)),
-        claims_table(results),
-    ]
+    found, not_run = run_and_not(claims(results))
+    parts += ["## The claims of the papers", reading(found), in_words(found, METRICS)]
+    parts += [not_run] if not_run else []
     parts += ["## Claims that cannot be asked here", NOT_ASKED]
-    for study in results["studies"]:
-        parts += [f"## {STUDIES[study]}", table(results, study)]
+    for study, names in results["studies"].items():
+        if names:
+            parts += [f"## {STUDIES[study]}", table(results, study)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -167,11 +168,27 @@ def _setup(results):
     )
     count = sum(len(cells) for cells in results["cells"].values())
     data = scale["tfds"] or "synthetic letters and signs (`datasets.glyphs`)"
+    if scale["placement"] == "anywhere":
+        data += f" anywhere in the image, among {scale['distractors']} pieces of others"
     images = scale["epochs"] * scale["steps_per_epoch"] * scale["batch_size"]
     machine = times["machine"] or {"backend": "no machine yet"}
     machine = ", ".join(_NAMED.get(n, "") + text for n, text in machine.items())
     tried = ", ".join(f"{rate:g}" for rate in scale["learning_rates"])
-    rates = ", ".join(f"{rate:g} ({kind})" for kind, rate in scale["rates"].items())
+    tried += f" for one model of each kind, with seed {scale['rate_seeds'][0]}"
+    if scale["close_rates"]:
+        tried += (
+            f" and where that does not decide with {len(scale['rate_seeds'])} seeds"
+        )
+    kinds = {
+        FAMILIES[results["configurations"][name]["family"]].kind
+        for name, cells in results["cells"].items()
+        if cells
+    }
+    rates = ", ".join(
+        f"{rate:g} ({kind})"
+        for kind, rate in scale["rates"].items()
+        if kind in kinds or not kinds
+    )
     layers, dim, mlp_dim = (scale[n] for n in ("num_layers", "hidden_dim", "mlp_dim"))
     return (
         f"{count} trainings, seeds {', '.join(finished_seeds(results))}; the "
@@ -184,10 +201,8 @@ def _setup(results):
         f"{scale['group_images']} images together. Each saw the same {images:,} "
         f"images, or the said share, of {data}, in batches of {scale['batch_size']}. "
         "One set of hyperparameters serves all but for the peak learning rate, the "
-        f"best of {tried} for one model of each kind, with seed "
-        f"{scale['rate_seeds'][0]} and where that does not decide with "
-        f"{len(scale['rate_seeds'])} seeds, of which no other result is: "
-        f"{rates}; routing that is fixed in part or whole has that of Soft MoE. The "
+        f"best of {tried}, of which no other result is: {rates}; routing that is fixed "
+        "in part or whole has that of Soft MoE. The "
         "scale of Soft MoE starts at the root of the width where nothing else is said; "
         "noise and losses of the routers are those of the papers. Digits: "
         "scikit-learn's handwritten ones, "

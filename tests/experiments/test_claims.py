@@ -27,9 +27,9 @@ BASE = {
 SOFT_HEADLINE, TOKEN_HEADLINE, SOFT_TOKEN = 0, 1, 2
 SOFT_LAST, TOKEN_LAST = 3, 4
 TOKEN, EXPERT, AFFINITY, SINKHORN, DENSE, TWO = range(5, 11)
-DISPATCH, BETWEEN, POSITION = 11, 12, 13
-SCALE, PRIORITY, DATA, ONE, DROPPED, MORE, COMBINE = range(14, 21)
-FEWER_LAYERS, SPREAD, MORE_LAYERS = range(21, 24)
+DISPATCH, UNIFORM, IDENTITY, POSITION = range(11, 15)
+SCALE, PRIORITY, DATA, ONE, DROPPED, MORE, COMBINE = range(15, 22)
+FEWER_LAYERS, SPREAD, MORE_LAYERS = range(22, 25)
 
 
 def as_the_papers(name, seed):
@@ -61,7 +61,7 @@ def found(accuracy=as_the_papers, scale=study.SMALL, **kwargs):
 
 def test_claims_that_hold():
     claims = found()
-    assert len(claims) == 24
+    assert len(claims) == 25
     for claim in claims:
         dropping = claim is claims[DROPPED]
         metrics = ["dropped"] if dropping else ["upstream_accuracy", "5-shot"]
@@ -185,7 +185,8 @@ def test_the_claims_of_all_scales():
         for claim in claims:
             for metric in claim.differences:
                 assert claim.verdict(metric) != "not run", (scale.name, claim.text)
-        assert len(claims[BETWEEN].differences["5-shot"]) == 4
+        for claim in (UNIFORM, IDENTITY):
+            assert len(claims[claim].differences["5-shot"]) == 2
 
 
 def test_t_intervals_decide():
@@ -275,7 +276,7 @@ def test_part_of_the_studies(name):
             TOKEN_LAST,
         },
         "routers": {TOKEN, EXPERT, AFFINITY, SINKHORN, DENSE, TWO},
-        "fixed": {DISPATCH, BETWEEN, POSITION},
+        "fixed": {DISPATCH, UNIFORM, IDENTITY, POSITION},
         "initial_scale": {SCALE},
         "priority": {PRIORITY},
         "data": {DATA},

@@ -95,6 +95,19 @@ def test_what_is_finished_is_kept(uninterrupted, monkeypatch):
     assert study.gather(SCALE, directory, ("routers",)) == results
 
 
+def test_some_models(uninterrupted, tmp_path):
+    """What others train into the same directory is taken up."""
+    directory, results = uninterrupted
+    with pytest.raises(ValueError, match="name one at least.*'vit'"):
+        run(tmp_path, models=["dense", "vit"])
+    with pytest.raises(ValueError, match="name one at least"):
+        run(tmp_path, models=[])
+    for name in NAMES:
+        found = run(tmp_path, seeds=(4,), models=[name])
+    assert found["cells"] == {n: {"4": results["cells"][n]["4"]} for n in NAMES}
+    assert list(found["times"]["steps"]) == list(NAMES)
+
+
 def test_an_interrupted_study(uninterrupted, tmp_path, monkeypatch):
     _, results = uninterrupted
     # Of 24 steps in cells of four: before the first backup, after it, in the last

@@ -82,13 +82,12 @@ def test_what_is_not_there_yet(results):
     del results["times"]["steps"]["soft_2s"]
     for key in ("parameters", "gflop_per_image", "training_gflop"):
         del results["configurations"]["soft_2s"][key]
-    results["cells"]["soft_2s"] = {}
+    results["cells"]["softmax_token_choice_k2"] = {}
     results["cells"]["soft_1s"]["1"] = {"diverged": True, "curve": []}
     rows = cells_of(study.table(results))
-    assert set(rows["Soft MoE, 2 slots each"].values()) == {
-        "Soft MoE, 2 slots each",
-        "–",
-    }
+    row = rows["Soft MoE, 2 slots each"]
+    assert {row[name] for name in ("parameters", "MFLOP", "step")} == {"–"}
+    assert "Softmax token choice, K = 2" not in rows and len(rows) == 12
     assert rows["Soft MoE, 1 slot each (1 diverged)"]["upstream"] == "51.0 ± 1.4"
 
 
@@ -96,7 +95,7 @@ def test_report(results):
     text = study.report(results)
     for study_name in results["studies"]:
         assert study.table(results, study_name) in text
-    assert text.count("\n- **") == 24
+    assert text.count("\n- **") == 25 and "Not run" not in text
     models = sum(map(len, results["cells"].values()))
     assert (
         f"{models} trainings, seeds 0, 1, 2, 3, 4, 5, 100, 101, 102; the processes"
@@ -123,6 +122,25 @@ def test_seeds_that_are_not_there_are_not_counted(results):
         for seed in set(cells) - {"0"}:
             del cells[seed]
     assert "trainings, seeds 0; " in study.report(results)
+
+
+def test_report_of_a_part():
+    """At a scale whose rates were chosen with one seed, of three models."""
+
+    def accuracy(name, seed):
+        names = ("dense", "soft_1s_at2-3", "identity_at2-3")
+        return 0.5 + 0.01 * seed if name in names else None
+
+    studies = ("headline", "fixed")
+    text = study.report(made_up.results(study.ANYWHERE, accuracy, studies))
+    claims, _, not_run = text.partition("\nNot run: ")
+    assert claims.count("\n- **") == 2 and "**Identity is between" in claims
+    assert "Uniform is between the dense model and Soft MoE; " in not_run
+    assert "one model of each kind, with seed 100, of which no other result" in text
+    assert "0.004 (dense), 0.008 (soft); routing" in text
+    assert "anywhere in the image, among 2 pieces of others" in text
+    _, headline, fixed = text.split("\n| model")
+    assert headline.count("\n|") == 3 and fixed.count("\n|") == 4
 
 
 def test_claims_in_words():
@@ -212,8 +230,9 @@ def test_command_line(results, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(command_line, "run_study", run)
     options = ["--studies", "routers", "slots", "--seeds", "1", "2"]
+    options += ["--models", "dense"]
     command_line.main([*options, "--work", str(tmp_path)])
-    assert asked == [(study.SMALL, tmp_path, ["routers", "slots"], [1, 2])]
+    assert asked == [(study.SMALL, tmp_path, ["routers", "slots"], [1, 2], ["dense"])]
     assert (tmp_path / "results.json").exists()
     assert study.report(results) in capsys.readouterr().out
 
