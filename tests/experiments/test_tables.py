@@ -137,7 +137,7 @@ def test_report_of_a_part():
     assert claims.count("\n- **") == 2 and "**Identity is between" in claims
     assert "Uniform is between the dense model and Soft MoE; " in not_run
     assert "one model of each kind, with seed 100, of which no other result" in text
-    assert "0.004 (dense), 0.008 (soft); routing" in text
+    assert "0.004 (dense), 0.002 (soft); routing" in text
     assert "anywhere in the image, among 2 pieces of others" in text
     _, headline, fixed = text.split("\n| model")
     assert headline.count("\n|") == 3 and fixed.count("\n|") == 4
