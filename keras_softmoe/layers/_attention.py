@@ -9,6 +9,7 @@ from keras import ops
 from keras_softmoe import costs
 from keras_softmoe.checks import check_numbers, check_whole_numbers
 from keras_softmoe.ops.backend import affine, attend
+from keras_softmoe.ops.padding import zero_padding
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -88,6 +89,7 @@ class Attention(keras.layers.Layer):
             self.key_norm.build(heads_shape)
 
     def call(self, queries, tokens, tokens_mask=None):
+        tokens = zero_padding(tokens, tokens_mask)
         width = queries.shape[-1]
         heads = (self.num_heads, width // self.num_heads)
         # (B, Q, heads, head_dim) and twice (B, S, heads, head_dim)

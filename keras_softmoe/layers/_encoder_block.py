@@ -19,6 +19,7 @@ from keras_softmoe.layers._modalities import (
     sum_costs,
 )
 from keras_softmoe.layers._moe import MoE
+from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.types import Tensor
 
 
@@ -147,6 +148,8 @@ class EncoderBlock(keras.layers.Layer):
         self, inputs: Tensor, mask: Tensor | None = None, training: bool | None = None
     ) -> tuple[Tensor, Tensor]:
         """The sum after attention, and its normalized tokens: what the MLP is given."""
+        # What is masked would be in the gradients of all weights.
+        inputs = each(zero_padding, inputs, mask)
         x = add(inputs, each(lambda x, m: self._attend(x, m, training), inputs, mask))
         return x, each(self.mlp_norm, x)
 

@@ -39,6 +39,7 @@ from keras_softmoe.ops import (
     to_dense,
 )
 from keras_softmoe.ops.choices import to_slots
+from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.routers import Router, SoftRouter
 from keras_softmoe.sharding import is_distributed, layout_of, num_shards
 from keras_softmoe.types import DType
@@ -210,6 +211,7 @@ class MoE(keras.layers.Layer):
         x = join(sequences)
         if mask is not None:
             mask = join_masks(each(self._mask_sequence, mask), sequences)
+            x = zero_padding(x, mask)
         tokens, valid, counts = self._group(x, mask)
         self._warn_of_split_groups(x.shape[0], tokens.shape[0])
         known = {}

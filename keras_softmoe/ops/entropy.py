@@ -12,6 +12,7 @@ from keras import ops
 from keras_softmoe.ops.assignment import check_num_selected_experts
 from keras_softmoe.ops.backend import top_values
 from keras_softmoe.ops.losses import mean_over_tokens
+from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.types import Tensor
 
 # Keeps the logarithm and its derivative finite at zero, where x log x is zero.
@@ -36,7 +37,8 @@ def local_entropy_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
         >>> np.asarray(loss)  # log(4)
         array([1.38...], dtype=float32)
     """
-    return mean_over_tokens(_entropy(probs, keepdims=True), valid)[:, 0]
+    entropy = _entropy(zero_padding(probs, valid), keepdims=True)
+    return mean_over_tokens(entropy, valid)[:, 0]
 
 
 def target_entropy_loss(
@@ -96,7 +98,7 @@ def merged_entropy_loss(
         >>> np.asarray(ksm.ops.merged_entropy_loss(probs, 2))  # sure of its two experts
         array([0.], dtype=float32)
     """
-    probs = ops.convert_to_tensor(probs)
+    probs = zero_padding(ops.convert_to_tensor(probs), valid)
     num_experts = probs.shape[-1]
     check_num_selected_experts(num_selected_experts, num_experts)
     # Both sums from the probabilities: one minus the other would lose a small one.

@@ -6,6 +6,7 @@ Tokens whose `valid` is `False` are padding and count nowhere.
 from keras import ops
 
 from keras_softmoe.ops.backend import top_values
+from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.types import Tensor
 
 # Under the square of any mean that is not zero
@@ -32,7 +33,7 @@ def importance_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
         >>> np.asarray(loss)
         array([0., 0.], dtype=float32)
     """
-    return _squared_variation(ops.sum(_zero_padding(probs, valid), axis=1))
+    return _squared_variation(ops.sum(zero_padding(probs, valid), axis=1))
 
 
 def load_loss(
@@ -78,13 +79,15 @@ def load_loss(
             f"must be positive. Received: noise_std={noise_std}. Without noise, "
             "leave this loss out."
         )
-    logits, noisy_logits = map(ops.convert_to_tensor, (logits, noisy_logits))
+    logits, noisy_logits = (
+        zero_padding(ops.convert_to_tensor(x), valid) for x in (logits, noisy_logits)
+    )
     # (G, S, 1), what a logit has to reach to be chosen
     largest = top_values(noisy_logits, num_selected_experts, sharded)
     # Not `largest[..., -1:]`: XLA would replace `top_k` and the slice by a full sort.
     threshold = ops.min(largest, axis=-1, keepdims=True)
     chance = _normal_cdf((logits - threshold) / noise_std)
-    return _squared_variation(ops.sum(_zero_padding(chance, valid), axis=1))
+    return _squared_variation(ops.sum(zero_padding(chance, valid), axis=1))
 
 
 def gshard_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -106,6 +109,7 @@ def gshard_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
         >>> np.asarray(loss)
         array([1., 1.], dtype=float32)
     """
+    probs = zero_padding(probs, valid)
     num_experts = probs.shape[-1]
     experts = ops.arange(num_experts, dtype="int32")
     first = ops.cast(ops.argmax(probs, axis=-1), "int32")
@@ -131,14 +135,9 @@ def z_loss(logits: Tensor, valid: Tensor | None = None) -> Tensor:
         >>> np.asarray(ksm.ops.z_loss(np.zeros((1, 16, 4), "float32")))  # log(4) ** 2
         array([1.92...], dtype=float32)
     """
+    logits = zero_padding(logits, valid)
     squared = ops.square(ops.logsumexp(logits, axis=-1, keepdims=True))
     return mean_over_tokens(squared, valid)[:, 0]
-
-
-def _zero_padding(values, valid):
-    if valid is None:
-        return values
-    return ops.where(ops.expand_dims(valid, -1), values, 0.0)
 
 
 def mean_over_tokens(values, valid):
@@ -147,7 +146,7 @@ def mean_over_tokens(values, valid):
         return ops.mean(values, axis=1)
     # In a group without any token the mean is zero.
     count = ops.maximum(ops.sum(ops.cast(valid, values.dtype), axis=1), 1.0)
-    return ops.sum(_zero_padding(values, valid), axis=1) / ops.expand_dims(count, -1)
+    return ops.sum(zero_padding(values, valid), axis=1) / ops.expand_dims(count, -1)
 
 
 def _squared_variation(values):

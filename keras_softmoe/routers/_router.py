@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 from keras_softmoe.checks import check_whole_numbers, quote
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting, combine
+from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.routers.recording import is_recording, note
 from keras_softmoe.sharding import check_divides_experts, is_distributed
 from keras_softmoe.types import Tensor
@@ -127,7 +128,9 @@ class Router(keras.layers.Layer):
             tokens: `(G, S, D)` float tensor.
             valid: optional `(G, S)` bool tensor, `False` for padding.
             training: bool or `None`, as in `keras.layers.Layer`.
-            summarize: bool, whether the summary has to be complete.
+            summarize: bool, whether the summary has to be complete. `False` is for
+                layers, which also put zeros in place of padding beforehand; here that
+                is done with `True` only.
             **kwargs: other arguments of `call`.
 
         Returns:
@@ -135,6 +138,9 @@ class Router(keras.layers.Layer):
         """
         if training is not None:
             kwargs["training"] = training
+        is_symbolic = isinstance(tokens, keras.KerasTensor)
+        if summarize and not is_symbolic:
+            tokens = zero_padding(tokens, valid)
         decision = super().__call__(tokens, valid=valid, **kwargs)
         if not isinstance(decision, Decision):
             raise ValueError(
@@ -143,7 +149,6 @@ class Router(keras.layers.Layer):
                 "`keras_softmoe.routers.Decision(routing, summary)`; the summary may "
                 "be empty."
             )
-        is_symbolic = isinstance(tokens, keras.KerasTensor)
         if not is_symbolic and (summarize or is_recording()):
             tokens = ops.convert_to_tensor(tokens)
             decision = self.complete(decision, tokens, valid, **kwargs)

@@ -19,6 +19,7 @@ from keras_softmoe.checks import (
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import DenseRouting
 from keras_softmoe.ops.backend import softmax
+from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.routers._router import Decision, Router
 from keras_softmoe.sharding import check_layer, replicate
 
@@ -191,9 +192,8 @@ class SoftRouter(Router):
             summary["logits"] = ops.reshape(logits, (-1, num_tokens, *slots))
         dispatch = self._dispatch_weights(tokens, logits, valid)
         combine = self._combine_weights(tokens, logits)
-        if valid is not None:
-            # Padding takes nothing from the slots either.
-            combine = combine * ops.cast(ops.expand_dims(valid, -1), combine.dtype)
+        # Padding takes nothing from the slots either.
+        combine = zero_padding(combine, valid)
         routing = DenseRouting(
             ops.reshape(dispatch, (-1, num_tokens, *slots)),
             ops.reshape(combine, (-1, num_tokens, *slots)),

@@ -439,8 +439,9 @@ def _mean_of_groups(losses, num_tokens):
     """Mean over the groups that have tokens."""
     if num_tokens is None:
         return ops.mean(losses)
-    counts = ops.cast(num_tokens > 0, losses.dtype)
-    return ops.sum(losses * counts) / ops.maximum(ops.sum(counts), 1.0)
+    has_tokens = num_tokens > 0
+    count = ops.maximum(ops.sum(ops.cast(has_tokens, losses.dtype)), 1.0)
+    return ops.sum(ops.where(has_tokens, losses, 0.0)) / count
 
 
 def _and(mask, valid):
