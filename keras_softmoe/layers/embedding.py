@@ -32,7 +32,8 @@ class PatchEmbedding(keras.layers.Layer):
         hidden_dim: int, width `D` of a token.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
-    Maps `(B, height, width, channels)` images to `(B, S, D)` tokens, row by row.
+    Maps `(B, height, width, channels)` images, channels last whatever
+    `keras.config.image_data_format()` says, to `(B, S, D)` tokens, row by row.
 
     Raises:
         ValueError: if a size is not a positive integer.

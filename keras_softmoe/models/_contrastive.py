@@ -385,7 +385,8 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
 class LIMoEContrastive(ContrastiveTask):
     """Contrastive learning with one sparse tower for images and captions.
 
-    Pixels from 0 to 255 and captions go in, embeddings come out. Both halves of a batch
+    Pixels from 0 to 255 (channels last, whatever `keras.config.image_data_format()`
+    says) and captions go in, embeddings come out. Both halves of a batch
     pass through the tower in one call, in training and in `evaluate`; `encode_image`
     and `encode_text` take one half.
 
@@ -419,6 +420,8 @@ class LIMoEContrastive(ContrastiveTask):
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class TwoTowerContrastive(ContrastiveTask):
     """Contrastive learning with a tower for images and one for captions.
+
+    Takes what `LIMoEContrastive` takes.
 
     Args:
         backbone: `TwoTowerBackbone`.

@@ -27,7 +27,8 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
     caption in one space.
 
     With `moe_layers=()` it is a dense one-tower model. Images are expected in
-    `[-1, 1]`. A text that is shorter than the sequence ends in padding, tokens like any
+    `[-1, 1]`, with their channels last whatever `keras.config.image_data_format()`
+    says. A text that is shorter than the sequence ends in padding, tokens like any
     others unless they are masked.
 
     Args:

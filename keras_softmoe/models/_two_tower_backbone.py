@@ -18,7 +18,8 @@ from keras_softmoe.types import DType
 class TwoTowerBackbone(MoEBackbone, SingleModality):
     """An image tower and a text tower whose outputs are compared.
 
-    Either may have mixtures of experts; they share nothing.
+    Either may have mixtures of experts; they share nothing. Images are as for
+    `ViTMoEBackbone`.
 
     Args:
         image_backbone: `ViTMoEBackbone`.

@@ -21,7 +21,8 @@ class ViTMoEBackbone(MoEBackbone):
     """Vision Transformer in which some blocks are mixtures of experts.
 
     With `moe_layers=()` it is a dense ViT. Images are expected in `[-1, 1]`, which is
-    what `ViTMoEImageConverter` makes of pixels from 0 to 255.
+    what `ViTMoEImageConverter` makes of pixels from 0 to 255, with their channels last
+    whatever `keras.config.image_data_format()` says.
 
     Args:
         image_shape: `(height, width, channels)` of the images, in pixels.

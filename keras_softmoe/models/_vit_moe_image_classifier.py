@@ -9,7 +9,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_softmoe import catalogue
-from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
+from keras_softmoe.checks import (
+    check_choice,
+    check_numbers,
+    check_whole_numbers,
+    quote,
+)
 from keras_softmoe.exporting import exportable
 from keras_softmoe.keras_adapter import (
     flatten_layers,
@@ -61,8 +66,12 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
     `keras_hub.layers.ImageConverter`; `scale` and `offset` have
     defaults for the models of this library. `from_preset` takes our preset names.
 
+    Images have their channels last, whatever `keras.config.image_data_format()` says,
+    as all models of this library take them.
+
     Raises:
-        ValueError: if an argument is not among the accepted values.
+        ValueError: if an argument is not among the accepted values, such as
+            `data_format="channels_first"`.
 
     Source: V-MoE's released code (value range).
 
@@ -79,10 +88,19 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
         image_size: Sequence[int] | None = None,
         scale: float = 1.0 / 127.5,
         offset: float = -1.0,
+        data_format: str | None = "channels_last",
         **kwargs,
     ):
         check_resizing(image_size, scale, offset, **kwargs)
-        super().__init__(image_size=image_size, scale=scale, offset=offset, **kwargs)
+        check_choice("data_format", data_format, (None, "channels_last"))
+        super().__init__(
+            image_size=image_size,
+            scale=scale,
+            offset=offset,
+            # `None` would be the format that is set for all of Keras.
+            data_format="channels_last",
+            **kwargs,
+        )
         # It has no weights, but `quantize` refuses a model with an unbuilt layer.
         self.resizing.built = True
 
@@ -120,7 +138,8 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     """Image classifier on a `ViTMoEBackbone`.
 
     Pixels from 0 to 255 go in, logits come out. `fit`, `evaluate` and `predict`
-    preprocess by themselves if there is a `preprocessor`.
+    preprocess by themselves if there is a `preprocessor`. Images have their channels
+    last, whatever `keras.config.image_data_format()` says.
 
     Args:
         backbone: `ViTMoEBackbone`.

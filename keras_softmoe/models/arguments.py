@@ -62,6 +62,14 @@ def check_preprocessor(preprocessor):
                 f"{name}={quote(value)}. Make one, for example with "
                 "`ViTMoEImageConverter(image_size)`."
             )
+    if getattr(converter, "data_format", None) == "channels_first":
+        raise ValueError(
+            "The models take images with their channels last. Received: an "
+            f"`image_converter` of class {type(converter).__name__} with "
+            "data_format='channels_first', which may be what "
+            "`keras.config.image_data_format()` says. Make it with "
+            "`data_format=\"channels_last\"`."
+        )
 
 
 def check_images(images, image_shape, any_size=False, grey=False):

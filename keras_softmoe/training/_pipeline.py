@@ -74,6 +74,9 @@ _OPERATIONS = (
     "equalization",
 )
 
+# Arguments of Keras' layers, which are otherwise those that are set for all of Keras.
+_LAYERS = {"dtype": "float32", "data_format": "channels_last"}
+
 _CROP_AREA = (0.05, 1.0)
 _CROP_RATIO = (3 / 4, 4 / 3)
 
@@ -101,7 +104,7 @@ def training_batches(
     augmented = augmented_rows(
         rows, data, image_size, augmentation, shuffle_buffer, seed
     )
-    mix_up = keras.layers.MixUp(augmentation.mixup_alpha, dtype="float32")
+    mix_up = keras.layers.MixUp(augmentation.mixup_alpha, **_LAYERS)
 
     def dense(image, label):
         return image, _dense_label(label, num_classes, labels_shape)
@@ -217,8 +220,8 @@ def _rand_augment(augmentation):
     import tensorflow as tf
 
     factor = augmentation.magnitude * _FACTOR_PER_MAGNITUDE
-    layer = keras.layers.RandAugment(factor=factor, dtype="float32")
-    layer.equalization = _Equalization(dtype="float32", name="equalization")
+    layer = keras.layers.RandAugment(factor=factor, **_LAYERS)
+    layer.equalization = _Equalization(name="equalization", **_LAYERS)
     operations = [getattr(layer, name) for name in _OPERATIONS]
 
     def apply(image, seed):
