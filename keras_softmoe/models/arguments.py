@@ -68,7 +68,7 @@ def check_preprocessor(preprocessor):
             f"`image_converter` of class {type(converter).__name__} with "
             "data_format='channels_first', which may be what "
             "`keras.config.image_data_format()` says. Make it with "
-            "`data_format=\"channels_last\"`."
+            '`data_format="channels_last"`.'
         )
 
 
