@@ -28,6 +28,7 @@ REASONS = {
     "package": "a package that the extra `test` does not ask for, such as timm, is "
     "missing or does not fit the others",
     "browser": "there is no Chromium",
+    "mount": "nothing can be mounted here",
 }
 
 # Files that do not run on every backend, so that the suites are short and take equally

@@ -1,7 +1,10 @@
 """Files and directories that appear whole or not at all."""
 
 import errno
+import os
 import signal
+import socket
+import stat
 import subprocess
 import sys
 
@@ -9,11 +12,19 @@ import pytest
 
 from keras_softmoe.files import (
     NotWritten,
+    _placing,
     read_whole,
     recover,
     replaced_directory,
     replaced_file,
 )
+from tests.skips import REASONS
+
+MARKS = ["*.json"]
+
+
+def replaced_preset(directory, **settings):
+    return replaced_directory(directory, MARKS, **settings)
 
 
 def texts(directory):
@@ -42,7 +53,7 @@ def test_file(tmp_path):
 def test_directory(tmp_path):
     target = tmp_path / "deep" / "preset"
     for content in ("first", "second"):
-        with replaced_directory(target) as aside:
+        with replaced_directory(target, MARKS) as aside:
             (aside / "config.json").write_text(content)
             assert content not in texts(target).values()
         assert texts(target)["config.json"] == content
@@ -58,7 +69,7 @@ def test_directory_after_a_failure(tmp_path):
     (target / "config.json").write_text("whole")
     for path in (target, tmp_path / "new"):
         with pytest.raises(KeyboardInterrupt):
-            with replaced_directory(path) as aside:
+            with replaced_directory(path, MARKS) as aside:
                 (aside / "config.json").write_text("half")
                 raise KeyboardInterrupt
         assert texts(tmp_path) == {"preset/config.json": "whole"}
@@ -70,12 +81,14 @@ def test_files_that_are_not_kept(tmp_path):
     target.mkdir()
     for name in ("model.weights.h5", "metadata.json"):
         (target / name).write_text("old")
-    with replaced_directory(target, lambda path: path.suffix == ".json") as aside:
+    with replaced_directory(
+        target, MARKS, lambda path: path.suffix == ".json"
+    ) as aside:
         (aside / "model.weights.json").write_text("new")
     assert texts(target) == {"metadata.json": "old", "model.weights.json": "new"}
 
 
-@pytest.mark.parametrize("replaced", [replaced_file, replaced_directory])
+@pytest.mark.parametrize("replaced", [replaced_file, replaced_preset])
 def test_what_the_system_refuses(replaced, tmp_path):
     """The error says what could not be written, why, and what to do."""
     (tmp_path / "file").write_text("whole")
@@ -99,12 +112,12 @@ def test_what_the_system_refuses(replaced, tmp_path):
     assert texts(tmp_path) == {"file": "whole"}
 
 
-@pytest.mark.parametrize("replaced", [replaced_file, replaced_directory])
+@pytest.mark.parametrize("replaced", [replaced_file, replaced_preset])
 def test_room_is_made_sure_of(replaced, tmp_path):
     """Before anything is written: HDF5 does not get over a write that is refused."""
     with replaced(tmp_path / "small", room=1000) as aside:
         assert not any(path.is_file() for path in aside.parent.iterdir())
-        aside.mkdir(exist_ok=True) if replaced is replaced_directory else aside.touch()
+        aside.mkdir(exist_ok=True) if replaced is replaced_preset else aside.touch()
     with pytest.raises(NotWritten, match="large' cannot be written.*Make room"):
         with replaced(tmp_path / "large", room=1 << 60):
             raise AssertionError("not even tried")
@@ -115,20 +128,35 @@ def test_room_is_made_sure_of(replaced, tmp_path):
 
 KILLED = """
 import os, sys, signal
+import pathlib
 from keras_softmoe import files
+from keras_softmoe.files import _placing
 
 if sys.argv[2] == "exchange":
-    files._exchange = lambda *paths: False
-    rename = files.Path.rename
+    _placing._rename_both = lambda *paths: False
+    rename = pathlib.Path.rename
 
     def killed(self, target):
         if self.name == "new":
             os.kill(os.getpid(), signal.SIGKILL)
         return rename(self, target)
 
-    files.Path.rename = killed
-with files.replaced_directory(sys.argv[1]) as aside:
+    pathlib.Path.rename = killed
+if sys.argv[2] == "replace":
+    _placing._is_plain = lambda *paths: False
+    move, moved = _placing._move, []
+
+    def killed(file, path):
+        if moved:
+            os.kill(os.getpid(), signal.SIGKILL)
+        moved.append(path)
+        move(file, path)
+
+    _placing._move = killed
+with files.replaced_directory(sys.argv[1], ["*.json"]) as aside:
     (aside / "config.json").write_text("second")
+    if sys.argv[2] == "replace":
+        (aside / "assets.json").write_text("second")
     if sys.argv[2] == "write":
         os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -143,13 +171,13 @@ def killed(target, where):
 def test_a_process_that_is_killed(where, tmp_path):
     """What was there is there, and the next one to write clears up."""
     target = tmp_path / "preset"
-    with replaced_directory(target) as aside:
+    with replaced_directory(target, MARKS) as aside:
         (aside / "config.json").write_text("first")
     killed(target, where)
     assert len(list(tmp_path.iterdir())) == (2 if where == "write" else 1)
     recover(target)
     assert texts(target) == {"config.json": "first"}
-    with replaced_directory(target) as aside:
+    with replaced_directory(target, MARKS) as aside:
         (aside / "config.json").write_text("third")
     assert texts(tmp_path) == {"preset/config.json": "third"}
     assert [path.name for path in tmp_path.iterdir()] == ["preset"]
@@ -167,15 +195,15 @@ def test_directories_are_read_whole(tmp_path):
     target = tmp_path / "preset"
 
     def write(content):
-        with replaced_directory(target) as aside:
-            for name in ("config", "weights"):
+        with replaced_directory(target, MARKS) as aside:
+            for name in ("config.json", "weights"):
                 (aside / name).write_text(content)
 
     write("first")
     reads = []
 
     def read():
-        config = (target / "config").read_text()
+        config = (target / "config.json").read_text()
         if not reads:
             write("second")
         reads.append((config, (target / "weights").read_text()))
@@ -207,3 +235,324 @@ with one_process(sys.argv[1], "waiting"):
     assert (tmp_path / "log").read_text() == "in out " * 2
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
     assert "waiting" in capfd.readouterr().out
+
+
+# === Targets that are something else ===
+
+
+def make_file(path):
+    path.write_text("three years of work")
+
+
+def make_pipe(path):
+    os.mkfifo(path)
+
+
+def make_socket(path):
+    with socket.socket(socket.AF_UNIX) as opened:
+        # Its address may be 108 bytes long.
+        folder = os.getcwd()
+        os.chdir(path.parent)
+        opened.bind(path.name)
+        os.chdir(folder)
+
+
+def make_circle(path):
+    path.symlink_to(path.name)
+
+
+def make_directory(path):
+    path.mkdir()
+    (path / "notes").write_text("kept")
+
+
+OTHERS = [make_file, make_pipe, make_socket, make_circle, make_directory]
+
+
+@pytest.mark.parametrize("replaced", [replaced_file, replaced_preset])
+@pytest.mark.parametrize("make", OTHERS)
+def test_other_kinds_of_files_stay(make, replaced, tmp_path):
+    if make is (make_file if replaced is replaced_file else make_directory):
+        return
+    target = tmp_path / "target.json"
+    make(target)
+    before = target.lstat()
+    (tmp_path / "link").symlink_to(target)
+    for path in (target, tmp_path / "link"):
+        with pytest.raises(NotWritten, match="target.json.*(stays|unchanged)"):
+            with replaced(path):
+                raise AssertionError("not even tried")
+    assert (target.lstat().st_ino, target.lstat().st_mode) == before[1::-1]
+    if make in (make_file, make_directory):
+        assert set(texts(tmp_path).values()) <= {"three years of work", "kept"}
+
+
+def test_devices_stay():
+    """What a superuser could replace."""
+    device = os.stat("/dev/null")
+    for replaced in (replaced_file, replaced_preset):
+        with pytest.raises(NotWritten, match="it is a device"), replaced("/dev/null"):
+            raise AssertionError("not even tried")
+    assert os.stat("/dev/null") == device
+
+
+def test_files_of_another_directory_stay(tmp_path):
+    """New ones go beside them; one of the same name is refused, nothing is changed."""
+    (tmp_path / "README.md").write_text("mine")
+    with replaced_directory(tmp_path, MARKS) as aside:
+        (aside / "config.json").write_text("first")
+    assert texts(tmp_path) == {"README.md": "mine", "config.json": "first"}
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(NotWritten, match="'README.md' in it is another file.*Choose"):
+        with replaced_directory(tmp_path, MARKS) as aside:
+            (aside / "config.json").write_text("second")
+            (aside / "README.md").write_text("second")
+    assert texts(tmp_path) == {"README.md": "mine"}
+
+
+def test_a_file_beside_another_one_stays(tmp_path):
+    """OpenVINO writes `model.bin` beside `model.xml`, for example."""
+    (tmp_path / "model.bin").write_text("mine")
+    for _ in range(2):
+        with pytest.raises(NotWritten, match="model.bin' is another one"):
+            with replaced_file(tmp_path / "model.xml") as aside:
+                aside.write_text("new")
+                aside.with_suffix(".bin").write_text("new")
+        assert texts(tmp_path) == {"model.bin": "mine"}
+    (tmp_path / "model.xml").write_text("old")
+    with replaced_file(tmp_path / "model.xml") as aside:
+        aside.write_text("new")
+        aside.with_suffix(".bin").write_text("new")
+    assert texts(tmp_path) == {"model.bin": "new", "model.xml": "new"}
+
+
+@pytest.mark.parametrize("replaced", [replaced_file, replaced_preset])
+def test_targets_of_links_are_written(replaced, tmp_path):
+    """Of one to an existing path, and of one to a path that is still free."""
+    for number in range(2):
+        (tmp_path / "latest").unlink(missing_ok=True)
+        (tmp_path / "latest").symlink_to(f"run_{number}")
+        for content in ("first", "second"):
+            with replaced(tmp_path / "latest") as aside:
+                new = aside / "config.json" if aside.is_dir() else aside
+                new.write_text(content)
+            assert (tmp_path / "latest").is_symlink()
+            run = tmp_path / f"run_{number}"
+            run = run / "config.json" if run.is_dir() else run
+            assert run.read_text() == content
+
+
+def test_names_of_any_length(tmp_path):
+    """As long as the file system allows, although temporary names are longer."""
+    for replaced in (replaced_file, replaced_preset):
+        name = ("ä" * 127) + ("f" if replaced is replaced_file else "d")
+        for _ in range(2):
+            with replaced(tmp_path / name) as aside:
+                new = aside / "config.json" if aside.is_dir() else aside
+                new.write_text("new")
+        assert (tmp_path / name).exists()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_modes_are_kept(tmp_path):
+    target, file = tmp_path / "preset", tmp_path / "file"
+    for _ in range(3):
+        with replaced_directory(target, MARKS) as aside:
+            (aside / "config.json").touch()
+            (aside / "assets").mkdir()
+            (aside / "assets" / "words").touch()
+        with replaced_file(file) as aside:
+            aside.touch()
+        modes = {target: 0o2775, target / "assets": 0o750, target / "other": 0o604}
+        modes |= {target / "config.json": 0o640, file: 0o600}
+        (target / "other").touch()
+        for path, mode in modes.items():
+            assert not _ or stat.S_IMODE(path.stat().st_mode) == mode, path
+            path.chmod(mode)
+        before = (target / "other").stat().st_ino
+    assert (target / "other").stat().st_ino == before
+
+
+# === Directories that stay the same one ===
+
+
+def with_link(target):
+    (target / "link").symlink_to("nowhere")
+
+
+def with_directory(target):
+    (target / "empty").mkdir()
+    (target / "empty").chmod(0o2770)
+
+
+def as_working_directory(target):
+    os.chdir(target)
+
+
+def with_attribute(target):
+    try:
+        os.setxattr(target, "user.comment", b"kept")
+    except (OSError, AttributeError):
+        # Not every file system has some.
+        with_link(target)
+
+
+STAYING = [with_link, with_directory, as_working_directory, with_attribute]
+
+
+@pytest.mark.parametrize("prepare", STAYING)
+def test_a_directory_that_stays(prepare, tmp_path, monkeypatch):
+    target = tmp_path / "preset"
+    monkeypatch.chdir(tmp_path)
+
+    def write(content):
+        with replaced_directory(target, MARKS, lambda path: path.name != "old") as new:
+            (new / "config.json").write_text(content)
+            (new / "assets").mkdir()
+            (new / "assets" / "words").write_text(content)
+
+    write("first")
+    (target / "old").write_text("old")
+    (target / "kept").write_text("first")
+    prepare(target)
+    before, names = target.stat(), sorted({*os.listdir(target)} - {"old"})
+    for content in ("second", "third"):
+        write(content)
+        written = {"config.json": content, "assets/words": content}
+        assert texts(target) == {**written, "kept": "first"}
+        assert sorted(os.listdir(target)) == names
+        assert (target.stat().st_ino, target.stat().st_mode) == before[1::-1]
+    assert os.listdir(tmp_path) == ["preset"]
+
+
+def test_files_behind_links_are_written(tmp_path):
+    """On a larger disk, for example."""
+    target = tmp_path / "preset"
+    target.mkdir()
+    (tmp_path / "large.json").write_text("old")
+    (target / "config.json").symlink_to(tmp_path / "large.json")
+    with replaced_directory(target, MARKS) as aside:
+        (aside / "config.json").write_text("new")
+    assert (target / "config.json").is_symlink()
+    assert (tmp_path / "large.json").read_text() == "new"
+
+
+def test_all_files_are_put_back(tmp_path, monkeypatch):
+    target = tmp_path / "preset"
+    target.mkdir()
+    for name in ("a.json", "b.json", "old.json"):
+        (target / name).write_text("first")
+    (target / "link").symlink_to("nowhere")
+    move = _placing._move
+
+    def fails_once(file, path):
+        if path.name == "b.json" and file.parent.name == "ready":
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        move(file, path)
+
+    monkeypatch.setattr(_placing, "_move", fails_once)
+    with pytest.raises(NotWritten, match="unchanged"):
+        with replaced_directory(target, MARKS, keep=lambda path: False) as aside:
+            for name in ("a.json", "a_new.json", "b.json"):
+                (aside / name).write_text("second")
+    names = ("a.json", "b.json", "old.json")
+    assert texts(target) == dict.fromkeys(names, "first")
+    assert sorted(os.listdir(target)) == sorted([*names, "link"])
+
+
+def test_a_killed_process_is_finished(tmp_path):
+    """Between two files: the next reader finds all of the new version."""
+    target = tmp_path / "preset"
+    with replaced_directory(target, MARKS) as aside:
+        for name in ("assets.json", "config.json", "gone.json"):
+            (aside / name).write_text("first")
+    killed(target, "replace")
+    contents = [(target / name).read_text() for name in ("assets.json", "config.json")]
+    assert contents == ["second", "first"]
+    found = read_whole(target, lambda: texts(target))
+    names = ("assets.json", "config.json")
+    assert found == {**dict.fromkeys(names, "second"), "gone.json": "first"}
+    assert texts(tmp_path / "preset") == found
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """A directory on which another file system is mounted."""
+    target = tmp_path / "volume"
+    target.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(target)]
+    try:
+        is_mounted = not subprocess.run(command, capture_output=True).returncode
+    except OSError:
+        is_mounted = False
+    if not is_mounted:
+        pytest.skip(REASONS["mount"])
+    yield target
+    subprocess.run(["umount", "-l", str(target)], check=True)
+
+
+def test_mount_points(mounted):
+    for content in ("first", "second"):
+        with replaced_directory(mounted, MARKS) as aside:
+            (aside / "config.json").write_text(content)
+        with replaced_file(mounted / "file") as aside:
+            aside.write_text(content)
+        assert texts(mounted) == {"config.json": content, "file": content}
+    assert mounted.is_mount()
+
+
+def test_mount_points_of_a_part_of_the_same_file_system(tmp_path, mounted):
+    """Which only Linux' list of mounts tells."""
+    for name in ("a b", "part"):
+        (mounted / name).mkdir()
+    bind = ["mount", "--bind", str(mounted / "part"), str(mounted / "a b")]
+    if subprocess.run(bind, capture_output=True).returncode:
+        pytest.skip(REASONS["mount"])
+    try:
+        for content in ("first", "second"):
+            with replaced_directory(mounted / "a b", MARKS) as aside:
+                (aside / "config.json").write_text(content)
+            assert texts(mounted / "part") == {"config.json": content}
+    finally:
+        subprocess.run(["umount", "-l", str(mounted / "a b")], check=True)
+
+
+def test_a_parent_that_cannot_be_written_to(tmp_path):
+    """As another user, where this one is a superuser."""
+    target = tmp_path / "preset"
+    target.mkdir()
+    program = """
+import fcntl, os, sys
+from keras_softmoe.files import replaced_directory
+
+if not os.geteuid():
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+
+for content in ("first", "second"):
+    with replaced_directory(sys.argv[1], ["*.json"]) as aside:
+        (aside / "config.json").write_text(content)
+    found = {name: open(name).read() for name in os.listdir()}
+    assert found == {"config.json": content}, found
+"""
+    # All of the way to it must be open to the other user.
+    ways = [path for path in target.parents if path != path.parent]
+    before = {path: stat.S_IMODE(path.stat().st_mode) for path in ways}
+    if not os.geteuid():
+        os.chown(target, 65534, 65534)
+        for path in ways:
+            path.chmod(before[path] | 0o111)
+    tmp_path.chmod(0o555)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(target)],
+            cwd=target,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    finally:
+        for path in ways:
+            path.chmod(before[path])
+    assert not done.returncode, done.stderr

@@ -26,6 +26,7 @@ from keras_softmoe.analysis._soft_statistics import SoftReducer
 from keras_softmoe.analysis._statistics import RoutingReducer
 from keras_softmoe.analysis._streaming import all_routers, observe
 from keras_softmoe.evaluation import cost
+from keras_softmoe.files import check_file
 from keras_softmoe.routers import SoftRouter
 from keras_softmoe.types import Texts
 
@@ -103,7 +104,7 @@ def routing_report(
     """
     drawing.import_matplotlib()
     # Where that cannot be, the error comes before the work.
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    check_file(path)
     backbone, preprocessor = backbone_of(model, preprocessor)
     routers = all_routers(backbone)
     name = _given_name(model) or _KINDS.get(type(model).__name__, type(model).__name__)

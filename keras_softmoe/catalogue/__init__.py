@@ -6,6 +6,7 @@ architectures, `_preset_files` writes one as a directory, `_entries` knows all n
 
 from keras_softmoe.catalogue._entries import CONFIG_FILE as CONFIG_FILE
 from keras_softmoe.catalogue._entries import METADATA_FILE as METADATA_FILE
+from keras_softmoe.catalogue._entries import PRESET_MARKS as PRESET_MARKS
 from keras_softmoe.catalogue._entries import Preset as Preset
 from keras_softmoe.catalogue._entries import architectures as architectures
 from keras_softmoe.catalogue._entries import check_task as check_task

@@ -24,6 +24,16 @@ CONFIG_FILE = "config.json"
 METADATA_FILE = "metadata.json"
 _TASK_FILE = "task.json"
 _TASK_WEIGHTS_FILE = "task.weights.h5"
+# Files that tell the directory of a preset from others; somebody else's may have a
+# `config.json`, too.
+PRESET_MARKS = (
+    METADATA_FILE,
+    _TASK_FILE,
+    "preprocessor.json",
+    "image_converter.json",
+    "tokenizer.json",
+    "model*.weights.*",
+)
 
 # Of a file of text, which all of it is read at once; the largest here have some 20 kB.
 _MAX_TEXT_BYTES = 1 << 22
@@ -122,14 +132,16 @@ def write(name: str, directory: str | os.PathLike) -> str:
 
     Args:
         name: str, the name of a preset of the kind `"architecture"`.
-        directory: str or path, made if it does not exist. Other files that are in it
-            are kept.
+        directory: str or path, made if it does not exist. In a directory that holds a
+            preset files of the same names are replaced; all others are kept.
 
     Returns:
         str, `directory`.
 
     Raises:
-        ValueError: if the name is unknown, or the preset has a directory already.
+        ValueError: if the name is unknown, the preset has a directory already, or the
+            directory cannot be written (also an `OSError`): the path is that of a file
+            or a device, or files of something else would be replaced there.
 
     Examples:
         >>> ksm.presets.write("vit_base_patch16_224", "my_vit")
@@ -143,7 +155,7 @@ def write(name: str, directory: str | os.PathLike) -> str:
             f"The preset {name!r} is a directory already: copy '{path}'. Received: "
             f"name={name!r}."
         )
-    with replaced_directory(directory) as new:
+    with replaced_directory(directory, PRESET_MARKS) as new:
         for file, text in preset_files.preset_files(architectures()[name]).items():
             (new / file).write_text(text, encoding="utf-8")
     return str(directory)

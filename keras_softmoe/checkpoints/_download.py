@@ -8,7 +8,7 @@ import keras
 from keras_softmoe.checkpoints._checkpoint_index import data_path, read_index
 from keras_softmoe.checkpoints._files import open_file
 from keras_softmoe.checkpoints._remote import download, web_address
-from keras_softmoe.files import explain_refusals
+from keras_softmoe.files import replaced_file
 
 _BLOCK = 1 << 24
 ONE_FILE_SUFFIXES = (".npz", ".safetensors")
@@ -62,12 +62,12 @@ def _copy(source, target, verbose):
     if verbose:
         print(f"Downloading {source}")
     if web_address(source) is not None:
-        with explain_refusals(target):
-            download(source, Path(target).parent, verbose)
+        with replaced_file(target) as aside:
+            os.replace(download(source, aside.parent, verbose), aside)
         return
-    with open_file(source) as (file, size), explain_refusals(target):
+    with open_file(source) as (file, size), replaced_file(target) as aside:
         progress = keras.utils.Progbar(size, verbose=verbose, unit_name="byte")
-        with open(target, "wb") as copy:
+        with open(aside, "wb") as copy:
             while block := file.read(_BLOCK):
                 copy.write(block)
                 progress.add(len(block))

@@ -1,6 +1,7 @@
 """Writing a file with the backend in use."""
 
 import contextlib
+import functools
 import logging
 
 import keras
@@ -27,7 +28,9 @@ def write(model, filepath, format, input_signature, preprocessing, options):
     """
     if preprocessing:
         model, input_signature = _from_pixels(model, input_signature)
-    replaced = replaced_directory if format == "tf_saved_model" else replaced_file
+    replaced = replaced_file
+    if format == "tf_saved_model":
+        replaced = functools.partial(replaced_directory, marks=["saved_model.pb"])
     batch = keras.tree.flatten(input_signature)[0].shape[0]
     with replaced(filepath) as aside, _quiet(), _groups_of(model, batch):
         if format == "torch":

@@ -13,6 +13,7 @@ models with `load_and_save_presets`. So nothing below them imports one, and
 import contextlib
 import functools
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -36,6 +37,8 @@ from keras_softmoe.sharding.variables import (
 )
 
 WEIGHTS_FILES = ("model.weights.h5", "model.weights.json")
+# These, and the parts that the second one lists.
+_WEIGHTS = re.compile(r"model(_\d+)?\.weights\.(h5|json)")
 
 _FROM_PRESET = """Load a model from a preset.
 
@@ -61,23 +64,36 @@ Examples:
 
 _SAVE_TO_PRESET = """Save as a preset directory. If that fails, an existing one is kept.
 
+A preset in that directory is replaced, and whatever else is there stays. A directory
+that holds files only is replaced in one step. In others (a mount point such as a
+volume of a container, one with links or directories of yours, one in a directory that
+cannot be written to) the files are replaced one after the other: if the program is
+killed between two of them, the next `from_preset` replaces the rest, but programs that
+do not use this library find files of two versions until then.
+
 Where several processes share the model, all of them have to call this, and the first
 one writes.
 
 Args:
-    preset_dir: str, the directory.
+    preset_dir: str, the directory. Of a symbolic link the target is written.
     max_shard_size: int or float, the size in GB over which weights are split into
         several files, or `None`.
+
+Raises:
+    OSError: (also a `ValueError`) if the directory cannot be written, the path is that
+        of a file or a device, or files of something that is no preset would be
+        replaced. Nothing is changed then.
 """
 
 
 def load_from_presets(cls):
     """Class decorator: `from_preset` takes whatever `open_preset` does.
 
-    For classes without weights: converters, tokenizers, preprocessors. (A mixin would
+    `save_to_preset` writes all files or none, and replaces those of presets only. For
+    classes without weights: converters, tokenizers, preprocessors. (A mixin would
     have to come first, but KerasHub takes the first base of a class for its kind.)
     """
-    read = cls.from_preset.__func__
+    read, save = cls.from_preset.__func__, cls.save_to_preset
 
     @functools.wraps(read)
     def from_preset(cls, preset, **kwargs):
@@ -88,7 +104,13 @@ def load_from_presets(cls):
             _check_dtypes(found, preset)
         return found
 
+    @functools.wraps(save)
+    def save_to_preset(self, preset_dir, *args, **kwargs):
+        with replaced_directory(preset_dir, catalogue.PRESET_MARKS) as new:
+            save(self, str(new), *args, **kwargs)
+
     cls.from_preset = classmethod(from_preset)
+    cls.save_to_preset = save_to_preset
     return cls
 
 
@@ -130,7 +152,10 @@ def load_and_save_presets(cls):
             save_in_one_process(
                 lambda new: save(self, str(new), max_shard_size=max_shard_size),
                 lambda: replaced_directory(
-                    preset_dir, keep=_is_no_weights_file, room=room_for(self.variables)
+                    preset_dir,
+                    catalogue.PRESET_MARKS,
+                    keep=_is_no_weights_file,
+                    room=room_for(self.variables),
                 ),
             )
 
@@ -203,7 +228,7 @@ def with_backbone(cls, preset, load_weights, arguments):
 
 def _is_no_weights_file(path):
     # In one file or in several: weights of the other kind would be older ones.
-    return not path.match("model*.weights.*")
+    return not _WEIGHTS.fullmatch(path.as_posix())
 
 
 @contextlib.contextmanager

@@ -190,7 +190,9 @@ def write_converted(model, checkpoint, directory, origin, preprocessor=None, ver
         str, `directory`.
     """
     load_vmoe_params(model, checkpoint, verbose=verbose)
-    with replaced_directory(directory, room=room_for(model.variables)) as new:
+    with replaced_directory(
+        directory, catalogue.PRESET_MARKS, room=room_for(model.variables)
+    ) as new:
         # KerasHub's own methods: the directory is already written aside.
         is_task = isinstance(model, keras_hub.models.Task)
         base = keras_hub.models.Task if is_task else keras_hub.models.Backbone
