@@ -76,15 +76,17 @@ def quick_loops(monkeypatch):
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
-        loop = keras.ops.fori_loop
+        from keras_softmoe.ops import _transport
 
-        def fori_loop(lower, upper, body, start):
+        loop = _transport.repeat
+
+        def repeat(step, count, start):
             def run(start):
-                return loop(lower, upper, body, start)
+                return loop(step, count, start)
 
-            return (tf.function(run) if upper > 50 else run)(start)
+            return (tf.function(run) if count > 50 else run)(start)
 
-        monkeypatch.setattr(keras.ops, "fori_loop", fori_loop)
+        monkeypatch.setattr(_transport, "repeat", repeat)
 
 
 @pytest.fixture

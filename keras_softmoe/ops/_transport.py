@@ -7,11 +7,15 @@ every expert receives `S / E`, so no expert can be everybody's favourite. Paddin
 
 from keras import ops
 
-from keras_softmoe.ops.backend import compiled_on_jax, top_values
+from keras_softmoe.ops.backend import (
+    compiled_on_jax,
+    float32_at_least,
+    repeat,
+    top_values,
+)
+from keras_softmoe.ops.constants import lowest
 from keras_softmoe.types import Tensor
 
-# Stands for minus infinity where a true one would turn into NaN (inf - inf).
-_NEVER = -1e30
 # Scalings of a plan before it is computed anew from its logarithm. One changes no entry
 # by more than the square of the number of tokens, so what was too small for a float32
 # stays small, and four of them overflow with no less than 50,000 tokens.
@@ -26,16 +30,18 @@ def sinkhorn_plan(
     The plan `P` maximizes `<P, logits> + entropy(P)` over all plans. Each iteration
     scales the columns (experts) to their marginals and then the rows (tokens), so
     the token marginals hold exactly and the expert marginals in the limit. The
-    scalings are kept as logarithms between every four iterations: logits of any size
+    plan is kept as its logarithm between every four iterations: logits of any size
     are safe, and most iterations are two products of the plan and a vector.
 
     Args:
-        logits: `(G, S, E)` float tensor.
+        logits: `(G, S, E)` float tensor. All finite numbers are accepted; those beyond
+            a quarter of the largest count as that.
         num_iterations: int, number of column-and-row scalings.
         valid: optional `(G, S)` bool tensor, `False` for padding.
 
     Returns:
-        `(G, S, E)` tensor, the plan. It is differentiable through the iterations.
+        `(G, S, E)` tensor, the plan, in float32 at least. It is differentiable through
+        the iterations.
 
     Raises:
         ValueError: if `num_iterations` is under one.
@@ -49,41 +55,49 @@ def sinkhorn_plan(
         True
     """
     _check_num_iterations(num_iterations)
-    return _sinkhorn_plan(ops.convert_to_tensor(logits), num_iterations, valid)
+    return _sinkhorn_plan(float32_at_least(logits), num_iterations, valid)
 
 
 @compiled_on_jax("num_iterations")
 def _sinkhorn_plan(logits, num_iterations, valid):
     # (G, 1, 1)
     mass = _num_tokens(logits, valid) / logits.shape[-1]
+    never = lowest(logits)
+    logits = ops.clip(logits, 0.5 * never, -0.5 * never)
+    is_token = valid
     if valid is not None:
         valid = ops.expand_dims(valid, -1)
-        logits = ops.where(valid, logits, _NEVER)
+        logits = ops.where(valid, logits, never)
+        # Of padding alone there would be nothing to scale: all of it is scaled, and
+        # the plan is emptied in the end.
+        is_empty = ops.logical_not(ops.any(valid, axis=1, keepdims=True))
+        is_token = ops.logical_or(valid, is_empty)
 
-    def iterate(log_rows, log_columns, count=_SCALINGS):
-        plan = ops.exp(logits + log_rows + log_columns)
-        rows = ops.ones_like(log_rows)
+    def iterate(log_plan, count=_SCALINGS):
+        plan = ops.exp(log_plan)
+        rows = 1.0
         for _ in range(count):
             columns = mass / ops.sum(plan * rows, axis=1, keepdims=True)
             sums = ops.sum(plan * columns, axis=2, keepdims=True)
-            rows = 1.0 / (sums if valid is None else ops.where(valid, sums, 1.0))
-        return log_rows + ops.log(rows), log_columns + ops.log(columns)
+            rows = 1.0 / (sums if valid is None else ops.where(is_token, sums, 1.0))
+        return log_plan + (ops.log(rows) + ops.log(columns))
 
-    # (G, 1, E), (G, S, 1)
-    log_columns = ops.log(mass) - ops.logsumexp(logits, axis=1, keepdims=True)
-    log_rows = -ops.logsumexp(logits + log_columns, axis=2, keepdims=True)
+    # The first scaling of columns, and that of rows. `log_softmax` subtracts the
+    # largest logit first: beside large ones a logarithm would be lost in rounding.
+    log_plan = ops.log(mass) + ops.log_softmax(logits, axis=1)
+    log_plan = ops.log_softmax(log_plan, axis=2)
     if valid is not None:
-        # Rows of padding have nothing to send: undo their scaling.
-        log_rows = ops.where(valid, log_rows, 0.0)
-    scales, left = (log_rows, log_columns), num_iterations - 1
+        # Rows of padding have nothing to send.
+        log_plan = ops.where(is_token, log_plan, never)
+    left = num_iterations - 1
     if left % _SCALINGS:
-        scales = iterate(*scales, left % _SCALINGS)
+        log_plan = iterate(log_plan, left % _SCALINGS)
     if left >= _SCALINGS:
-        scales = ops.fori_loop(
-            0, left // _SCALINGS, lambda _, scales: iterate(*scales), scales
+        log_plan = repeat(
+            lambda _, log_plan: iterate(log_plan), left // _SCALINGS, log_plan
         )
-    log_rows, log_columns = scales
-    return ops.exp(logits + log_rows + log_columns)
+    plan = ops.exp(log_plan)
+    return plan if valid is None else ops.where(valid, plan, 0.0)
 
 
 def sparse_transport_plan(
@@ -105,7 +119,9 @@ def sparse_transport_plan(
     the token marginals approximately.
 
     Args:
-        scores: `(G, S, E)` float tensor, usually the softmax probabilities.
+        scores: `(G, S, E)` float tensor, usually the softmax probabilities. All finite
+            numbers are accepted; those beyond the largest, divided by `4 E`, count as
+            that.
         capacity: int, the largest number of non-zeros in a column. `S` (or more)
             leaves the plan unconstrained.
         num_iterations: int, the largest number of Adam steps.
@@ -119,7 +135,7 @@ def sparse_transport_plan(
             non-zeros, from 1 to `capacity`.
 
     Returns:
-        `(G, S, E)` tensor, the plan. No gradient flows through it.
+        `(G, S, E)` tensor, the plan, in float32 at least. No gradient flows through it.
 
     Raises:
         ValueError: if `capacity` or `num_iterations` is under one.
@@ -138,7 +154,7 @@ def sparse_transport_plan(
             "A column needs at least one non-zero. `capacity` must be a positive "
             f"integer. Received: capacity={capacity}."
         )
-    scores = ops.convert_to_tensor(scores)
+    scores = float32_at_least(scores)
     capacity = min(capacity, scores.shape[1])
     solver = (num_iterations, learning_rate, tolerance)
     return _sparse_transport_plan(scores, capacity, *solver, valid, sharded, limit)
@@ -151,12 +167,15 @@ def _sparse_transport_plan(
     scores = ops.stop_gradient(scores)
     # (G, 1, 1)
     column = _num_tokens(scores, valid) / scores.shape[-1]
+    # Divided by the least mass of a column, `1 / E`, they are still finite.
+    never = lowest(scores) / scores.shape[-1]
+    scores = ops.clip(scores, 0.5 * never, -0.5 * never)
     # (G, E, S), (G, 1, S)
     scores = ops.transpose(scores, (0, 2, 1))
     row = ops.ones_like(scores[:, :1])
     if valid is not None:
         valid = ops.expand_dims(valid, 1)
-        scores = ops.where(valid, scores, _NEVER)
+        scores = ops.where(valid, scores, never)
         row = ops.where(valid, row, 0.0)
 
     if limit is not None:
@@ -179,8 +198,8 @@ def _sparse_transport_plan(
         first = 0.9 * first + 0.1 * gradient
         second = 0.999 * second + 0.001 * ops.square(gradient)
         count = ops.cast(step + 1, dual.dtype)
-        first_unbiased = first / (1.0 - ops.power(0.9, count))
-        second_unbiased = second / (1.0 - ops.power(0.999, count))
+        first_unbiased = first / (1.0 - 0.9**count)
+        second_unbiased = second / (1.0 - 0.999**count)
         update = first_unbiased / (ops.sqrt(second_unbiased) + 1e-8)
         dual = dual - learning_rate * running * update
         return dual, first, second, running * unsolved(gradient)
@@ -189,8 +208,12 @@ def _sparse_transport_plan(
     # the rounding error that is left of the gradient.
     zeros = ops.zeros_like(row)
     start = (zeros, zeros, zeros, unsolved(gradient_at(zeros)))
-    dual = ops.fori_loop(0, num_iterations, adam_step, start)[0]
-    return ops.stop_gradient(ops.transpose(plan_of(dual), (0, 2, 1)))
+    dual = repeat(adam_step, num_iterations, start)[0]
+    plan = plan_of(dual)
+    if valid is not None:
+        # Of padding alone there is no plan.
+        plan = ops.where(valid, plan, 0.0)
+    return ops.stop_gradient(ops.transpose(plan, (0, 2, 1)))
 
 
 def _project(points, k, sharded, limit=None):
@@ -202,8 +225,11 @@ def _project(points, k, sharded, limit=None):
     # (..., k), descending
     largest = top_values(points, k, sharded)
     counts = ops.arange(1, k + 1, dtype=points.dtype)
-    # The simplex threshold is the largest of these candidates.
-    candidates = (ops.cumsum(largest, axis=-1) - 1.0) / counts
+    # The simplex threshold, less the largest point, is the largest of these candidates.
+    # What lies more than 1 below the largest point does not move it.
+    top = ops.max(largest, axis=-1, keepdims=True)
+    candidates = ops.maximum(largest - top, -1.0)
+    candidates = (ops.cumsum(candidates, axis=-1) - 1.0) / counts
     if limit is not None:
         inside = ops.arange(k, dtype="int32") < limit
         candidates = ops.where(inside, candidates, -float("inf"))
@@ -218,14 +244,14 @@ def _project(points, k, sharded, limit=None):
     kept = ops.logical_or(
         above, ops.logical_and(tied > 0, ops.cumsum(tied, axis=-1) <= room)
     )
-    return ops.where(kept, ops.relu(points - threshold), 0.0)
+    return ops.where(kept, ops.relu(points - top - threshold), 0.0)
 
 
 def _num_tokens(scores, valid):
     """Number of tokens in each group that are not padding, `(G, 1, 1)` float."""
     if valid is None:
         return ops.full_like(scores[:, :1, :1], scores.shape[1])
-    # A group without any token has an empty plan in any case.
+    # Of padding alone too, so that nothing is divided by zero.
     count = ops.maximum(ops.sum(ops.cast(valid, scores.dtype), axis=1), 1.0)
     return ops.reshape(count, (-1, 1, 1))
 

@@ -9,11 +9,12 @@ backend.
 from typing import Any
 
 import keras
-import ml_dtypes
 from keras import ops
 
 from keras_softmoe.checks import check_choice
-from keras_softmoe.ops.backend import take_along, top_indices
+from keras_softmoe.ops.backend import float32_at_least, take_along, top_indices
+from keras_softmoe.ops.constants import with_real_first
+from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.types import Tensor
 
 PRIORITIES = ("position", "max", "sum", "pair", "random")
@@ -76,6 +77,10 @@ def token_choice(
     """
     scores = ops.convert_to_tensor(scores)
     check_num_selected_experts(num_selected_experts, scores.shape[-1])
+    # Not every backend sorts numbers among which there is a NaN.
+    scores = zero_padding(scores, valid)
+    if not isinstance(priority, str) and valid is not None:
+        priority = ops.where(valid, priority, 0)
     # (G, S, K), best expert first
     chosen = top_indices(scores, num_selected_experts, sharded)
     return assign_choices(
@@ -209,12 +214,7 @@ def expert_choice(
     scores = ops.transpose(scores, (0, 2, 1))
     if valid is not None:
         valid = ops.expand_dims(valid, 1)
-        # Real tokens come first, whatever their scores: -inf and NaN are the lowest.
-        lowest = float(
-            ml_dtypes.finfo(keras.backend.standardize_dtype(scores.dtype)).min
-        )
-        scores = ops.where(scores > lowest, scores, lowest)
-        scores = ops.where(valid, scores, -float("inf"))
+        scores = with_real_first(scores, valid)
     # (G, E, C)
     token = top_indices(scores, capacity, sharded)
     if valid is None:
@@ -339,7 +339,7 @@ def _best_tokens(chosen, rank, keep_fraction, valid, sharded):
     kept_of = [max(1, round(keep_fraction * n)) for n in range(num_tokens + 1)]
     num_kept = kept_of[-1]
     if valid is not None:
-        rank = ops.where(valid, rank, -float("inf"))
+        rank = with_real_first(float32_at_least(rank), valid)
         count = ops.sum(ops.cast(valid, "int32"), axis=-1, keepdims=True)
         num_kept = ops.take(ops.array(kept_of, dtype="int32"), count)
     # (G, S), how many tokens come before

@@ -9,13 +9,13 @@ import functools
 import keras
 from keras import ops
 
+from keras_softmoe.ops.constants import lowest
+
 # An expert with fewer rows is a small product, see `affine` and `chunked_map`.
 _FEW_ROWS = 128
 # Experts of a chunk: with few rows on JAX, and with many.
 _CHUNK = 8
 _CHUNK_OF_MANY_ROWS = 4
-# A logit of what gets no attention. Finite in float16, too.
-_NEVER = -6e4
 
 
 def compiled_on_jax(*static):
@@ -129,7 +129,9 @@ def attend(query, key, value, mask=None):
 
         if mask is not None:
             # As a bias: of an image without any token a bool mask makes NaN.
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, _NEVER)
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(
+                mask.logical_not(), lowest(query)
+            )
         means = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask
         )
@@ -137,13 +139,42 @@ def attend(query, key, value, mask=None):
         query = query * query.shape[-1] ** -0.5
         # (B, heads, Q, S)
         logits = ops.matmul(query, ops.transpose(key, (0, 1, 3, 2)))
-        at_least = keras.backend.result_type(logits.dtype, "float32")
-        logits = ops.cast(logits, at_least)
+        logits = float32_at_least(logits)
         if mask is not None:
-            logits = ops.where(mask, logits, _NEVER)
+            logits = ops.where(mask, logits, lowest(logits))
         weights = softmax(logits)
         means = ops.matmul(ops.cast(weights, value.dtype), value)
     return ops.transpose(means, (0, 2, 1, 3))
+
+
+def float32_at_least(x):
+    """A tensor in float32, or in its own dtype where that is more precise."""
+    x = ops.convert_to_tensor(x)
+    return ops.cast(x, keras.backend.result_type(x.dtype, "float32"))
+
+
+def repeat(step, count, state):
+    """`keras.ops.fori_loop(0, count, step, state)`, whose gradient XLA compiles.
+
+    TensorFlow has to be told the largest number of iterations for that.
+
+    Args:
+        step: callable `(number, state)`, from the number of an iteration (a scalar
+            tensor or an int) and a state to the next state.
+        count: int, the number of iterations.
+        state: tensor or nested structure of tensors.
+
+    Returns:
+        The last state.
+    """
+    if keras.backend.backend() != "tensorflow":
+        return ops.fori_loop(0, count, step, state)
+    return ops.while_loop(
+        lambda number, _: number < count,
+        lambda number, state: (number + 1, step(number, state)),
+        (0, state),
+        maximum_iterations=count,
+    )[1]
 
 
 def _are_few(rows):
