@@ -32,6 +32,95 @@ def flatten_layers(model):
     return list(model._flatten_layers())
 
 
+class Layer(keras.layers.Layer):
+    """Base class of layers: `trainable` holds for parts that are made later, too.
+
+    Keras freezes the sublayers that a layer has when `trainable` is set, and none for
+    an argument of the constructor; those that `build` makes are trained. And a file
+    has one flag for a layer with all that is in it: here it also has those of parts
+    that differ.
+    Would be replaced by: Keras freezing sublayers of a frozen layer as it does weights,
+    and saving the flag of each.
+    """
+
+    def _post_build(self):
+        super()._post_build()
+        if not self.trainable:
+            set_trainable(self, False)
+
+    def get_build_config(self):
+        config = super().get_build_config()
+        parts = trainable_parts(self) if config else {}
+        return {**config, "trainable": parts} if parts else config
+
+    def build_from_config(self, config):
+        super().build_from_config(config)
+        set_trainable(self, (config or {}).get("trainable", {}))
+
+
+def trainable_parts(layer):
+    """What of a layer is trained, or not, unlike the layer that it is a part of.
+
+    Nothing for a layer with factors of LoRA: those have frozen the rest, and a file has
+    their sum with the kernels instead.
+    Would be replaced by: public lists of the sublayers and weights of a layer.
+
+    Args:
+        layer: built `keras.Layer`. A model within it is left out: it has a
+            configuration of its own.
+
+    Returns:
+        dict from paths (of names, below the layer) to bools.
+    """
+    found = {}
+    for path, part, parent in _parts(layer):
+        if getattr(part, "lora_enabled", False):
+            return {}
+        if parent is not None and part.trainable != parent.trainable:
+            found[path] = part.trainable
+    return found
+
+
+def set_trainable(layer, value):
+    """Freeze or thaw a layer with all that it has.
+
+    Unlike the setter of Keras also where `trainable` is that already: what is in the
+    layer may differ, and TensorFlow passes over such a value.
+    Would be replaced by: the setter, and public lists as in `trainable_parts`.
+
+    Args:
+        layer: `keras.Layer`.
+        value: bool; or dict, as `trainable_parts` returns it, of what is to change.
+            Paths that the layer does not have are passed over.
+    """
+    if not isinstance(value, dict):
+        for part in layer._flatten_layers():
+            part._trainable = value
+            for variable in part._trainable_variables:
+                variable.trainable = value
+        return
+    parts = {path: part for path, part, _ in _parts(layer)} if value else {}
+    # What contains comes before what is contained.
+    for path in sorted(value):
+        part = parts.get(path)
+        if isinstance(part, keras.Layer):
+            set_trainable(part, value[path])
+        elif part is not None:
+            part.trainable = value[path]
+
+
+def _parts(layer, path="", parent=None):
+    """Yield `(path, part, parent)` of a layer, all layers in it and their weights."""
+    yield path, layer, parent
+    prefix = f"{path}/" if path else ""
+    for variable in layer._trainable_variables:
+        yield prefix + variable.name, variable, layer
+    for child in layer._layers:
+        # A flag of what has nothing to train would say nothing.
+        if child.weights and not isinstance(child, keras.Model):
+            yield from _parts(child, prefix + child.name, layer)
+
+
 def is_initialized(variable):
     """Whether a variable has a value.
 

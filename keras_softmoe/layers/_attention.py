@@ -8,12 +8,13 @@ from keras import ops
 
 from keras_softmoe import costs
 from keras_softmoe.checks import check_numbers, check_whole_numbers
+from keras_softmoe.keras_adapter import Layer
 from keras_softmoe.ops.backend import affine, attend
 from keras_softmoe.ops.padding import zero_padding
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class Attention(keras.layers.Layer):
+class Attention(Layer):
     """Multi-head attention of queries over tokens.
 
     Unlike `keras.layers.MultiHeadAttention` it can normalize queries and keys.

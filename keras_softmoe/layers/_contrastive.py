@@ -8,10 +8,11 @@ from keras import ops
 
 from keras_softmoe.checks import check_numbers
 from keras_softmoe.costs import LayerCost
+from keras_softmoe.keras_adapter import Layer
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class ContrastiveScale(keras.layers.Layer):
+class ContrastiveScale(Layer):
     """Learned scale (inverse temperature) and, if wanted, bias of similarities.
 
     Both are single numbers. They are given out once for each row, so that they can be
@@ -62,6 +63,10 @@ class ContrastiveScale(keras.layers.Layer):
         if self.bias is not None:
             outputs["logit_bias"] = zeros + self.logit_bias
         return outputs
+
+    def compute_output_shape(self, embeddings_shape):
+        names = ("logit_scale", "logit_bias")[: 1 + (self.bias is not None)]
+        return {name: (embeddings_shape[0],) for name in names}
 
     def cost(
         self, embeddings_shape: Sequence[int], training: bool = False

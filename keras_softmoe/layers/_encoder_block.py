@@ -8,14 +8,17 @@ import keras
 
 from keras_softmoe.checks import check_bools, check_numbers
 from keras_softmoe.costs import LayerCost, cost_of, normalization
+from keras_softmoe.keras_adapter import Layer
 from keras_softmoe.layers._attention import Attention, layer_norm
 from keras_softmoe.layers._feedforward import MLP
 from keras_softmoe.layers._layer_scale import LayerScale
 from keras_softmoe.layers._modalities import (
     add,
+    check_masks,
     check_tokens_shape,
     each,
     masks_like,
+    shapes_of,
     sum_costs,
 )
 from keras_softmoe.layers._moe import MoE
@@ -24,7 +27,7 @@ from keras_softmoe.types import Tensor
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class EncoderBlock(keras.layers.Layer):
+class EncoderBlock(Layer):
     """Pre-norm Transformer block: attention, then an MLP or a mixture of experts.
 
     Args:
@@ -148,6 +151,8 @@ class EncoderBlock(keras.layers.Layer):
         self, inputs: Tensor, mask: Tensor | None = None, training: bool | None = None
     ) -> tuple[Tensor, Tensor]:
         """The sum after attention, and its normalized tokens: what the MLP is given."""
+        check_tokens_shape(shapes_of(inputs))
+        check_masks(mask, inputs)
         # What is masked would be in the gradients of all weights.
         inputs = each(zero_padding, inputs, mask)
         x = add(inputs, each(lambda x, m: self._attend(x, m, training), inputs, mask))

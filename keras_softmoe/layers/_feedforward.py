@@ -9,6 +9,7 @@ from keras import ops
 
 from keras_softmoe import costs
 from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
+from keras_softmoe.keras_adapter import Layer
 from keras_softmoe.layers._expert_bank import ExpertBank
 from keras_softmoe.layers.lora import per_expert
 from keras_softmoe.ops.backend import affine, chunked_map
@@ -40,7 +41,7 @@ ACTIVATIONS = tuple(_ACTIVATIONS)
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class MLP(keras.layers.Layer):
+class MLP(Layer):
     """The feed-forward part of a dense encoder block.
 
     Args:
@@ -115,7 +116,7 @@ class MLP(keras.layers.Layer):
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class Experts(keras.layers.Layer):
+class Experts(Layer):
     """A bank of MLPs, one per expert, each applied to its own slots.
 
     Both layers are `layers.ExpertBank`: `keras.layers.EinsumDense` whose `quantize` and

@@ -8,10 +8,11 @@ from keras import ops
 
 from keras_softmoe.checks import check_numbers
 from keras_softmoe.costs import LayerCost
+from keras_softmoe.keras_adapter import Layer
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class LayerScale(keras.layers.Layer):
+class LayerScale(Layer):
     """Multiplies each channel by a learned number.
 
     Args:

@@ -56,9 +56,18 @@ def layout(tokens):
 
 
 def join(tokens):
-    """`(B, S, D)` of all modalities, one after the other in alphabetical order."""
+    """`(B, S, D)` of all modalities, one after the other in alphabetical order.
+
+    Raises:
+        ValueError: if they are of different numbers of images.
+    """
     if not isinstance(tokens, dict):
         return tokens
+    if len(_known(x.shape[0] for x in tokens.values())) > 1:
+        raise ValueError(
+            "The modalities that are routed together belong to the same examples: "
+            f"pass batches of one size. Received: shapes={shapes_of(tokens)}."
+        )
     return ops.concatenate([tokens[name] for name, _ in layout(tokens)], axis=1)
 
 
@@ -115,12 +124,24 @@ def _sequence_shape(shape):
     return (-1, math.prod(shape[1:-1]), shape[-1])
 
 
+def shapes_of(tokens):
+    """Shapes of tokens, as tuples; `None` of what is no tensor."""
+    return each(lambda x: tuple(x.shape) if hasattr(x, "shape") else None, tokens)
+
+
 def check_tokens_shape(shapes, any_rank=False):
     """Raise unless shapes are `(batch, tokens, width)` with known tokens and width.
 
     With `any_rank` there may be several axes of tokens, which must all be known.
     """
-    parts = shapes.values() if isinstance(shapes, dict) else [shapes]
+    # Keras hands on `None` for the shapes of a dict without any tensor.
+    parts = list(shapes.values()) if isinstance(shapes, dict) else [shapes]
+    if None in parts or not parts:
+        raise ValueError(
+            "Tokens are a tensor, or a dict from one or more names of modalities to "
+            f"tensors. Received: shapes={shapes}. Pass, for example, "
+            "`{'image': image_tokens, 'text': text_tokens}`."
+        )
     for shape in parts:
         has_rank = len(shape) >= 3 if any_rank else len(shape) == 3
         if not has_rank or None in tuple(shape[1:]):
@@ -130,11 +151,41 @@ def check_tokens_shape(shapes, any_rank=False):
                 f"beforehand. Received: shape={tuple(shape)}. Give `keras.Input` all "
                 "sizes but the batch's, or reshape what comes before the layer."
             )
-    if not parts or len({shape[2] for shape in parts}) > 1:
+    if len(_known(shape[-1] for shape in parts)) > 1:
         raise ValueError(
             "The modalities that are routed together must have one width. Received: "
             f"shapes={shapes}."
         )
+
+
+def check_masks(masks, tokens):
+    """Raise unless masks are those of tokens: of the same names, and without `D`."""
+    if masks is None:
+        return
+    shapes = shapes_of(tokens)
+    pairs = [(masks, shapes)]
+    if isinstance(masks, dict) and isinstance(shapes, dict):
+        pairs = [(mask, shapes.get(name)) for name, mask in masks.items()]
+    if not all(mask is None or _is_mask(mask, shape) for mask, shape in pairs):
+        raise ValueError(
+            "A mask has the shape of the tokens without the width; for a dict of "
+            "modalities, `mask` is a dict with names among theirs. Received: a mask of "
+            f"shape {shapes_of(masks)} for tokens of shape {shapes}. Pass bool tensors "
+            "that are `False` for padding."
+        )
+
+
+def _is_mask(mask, shape):
+    is_shape = isinstance(shape, tuple)
+    if not is_shape or len(getattr(mask, "shape", ())) != len(shape) - 1:
+        return False
+    pairs = zip(mask.shape, shape[:-1], strict=True)
+    return all(len(_known(sizes)) < 2 for sizes in pairs)
+
+
+def _known(sizes):
+    """Set of those sizes that are known, and no symbols of a program to export."""
+    return {size for size in sizes if isinstance(size, int)}
 
 
 def sum_costs(cost_of_shape, shapes):

@@ -18,9 +18,11 @@ from keras_softmoe.checks import (
     quote,
 )
 from keras_softmoe.costs import LayerCost, MixtureCost
+from keras_softmoe.keras_adapter import Layer
 from keras_softmoe.layers._feedforward import Experts
 from keras_softmoe.layers._modalities import (
     as_sequence,
+    check_masks,
     check_tokens_shape,
     each,
     join,
@@ -29,6 +31,7 @@ from keras_softmoe.layers._modalities import (
     layout,
     masks_like,
     sequence_shapes,
+    shapes_of,
     split,
 )
 from keras_softmoe.ops import (
@@ -48,7 +51,7 @@ DISPATCHERS = ("auto", "gather", "einsum")
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class MoE(keras.layers.Layer):
+class MoE(Layer):
     """Mixture of expert MLPs with any router, in place of a Transformer's MLP.
 
     Images are cut into groups, the router decides for each group, tokens travel to
@@ -207,6 +210,8 @@ class MoE(keras.layers.Layer):
 
     def call(self, inputs, mask=None, training=None):
         self._check_placement()
+        check_tokens_shape(shapes_of(inputs), any_rank=True)
+        check_masks(mask, inputs)
         sequences = as_sequence(inputs)
         x = join(sequences)
         if mask is not None:
@@ -349,12 +354,8 @@ class MoE(keras.layers.Layer):
     def compute_mask(self, inputs, previous_mask=None):
         return masks_like(inputs, previous_mask)
 
-    def compute_output_spec(self, inputs, mask=None, training=None):
-        # Written by hand because groups do not divide the batch sizes that Keras
-        # would try.
-        return keras.tree.map_structure(
-            lambda x: keras.KerasTensor(x.shape, dtype=self.compute_dtype), inputs
-        )
+    def compute_output_shape(self, inputs_shape):
+        return inputs_shape
 
     def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
         batch, num_tokens, width = joined_shape(sequence_shapes(inputs_shape))
@@ -434,7 +435,7 @@ def _count(mask):
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class SoftMoE(keras.layers.Layer):
+class SoftMoE(Layer):
     """Soft mixture of expert MLPs: a drop-in for a Transformer's MLP.
 
     Short for `MoE(SoftRouter(num_experts, slots_per_expert), mlp_dim)`. With as many
@@ -502,8 +503,8 @@ class SoftMoE(keras.layers.Layer):
     def call(self, inputs, mask=None, training=None):
         return self.moe(inputs, mask=mask, training=training)
 
-    def compute_output_spec(self, inputs, mask=None, training=None):
-        return self.moe.compute_output_spec(inputs)
+    def compute_output_shape(self, inputs_shape):
+        return inputs_shape
 
     def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
         return self.moe.cost(inputs_shape, training)

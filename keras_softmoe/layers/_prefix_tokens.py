@@ -8,10 +8,11 @@ from keras import ops
 from keras_softmoe import costs
 from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.costs import LayerCost
+from keras_softmoe.keras_adapter import Layer
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class ClassToken(keras.layers.Layer):
+class ClassToken(Layer):
     """Puts a learned token in front of the others.
 
     Maps `(B, S, D)` to `(B, S + 1, D)`.
@@ -46,7 +47,7 @@ class ClassToken(keras.layers.Layer):
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class Registers(keras.layers.Layer):
+class Registers(Layer):
     """Puts learned tokens that belong to no patch in front of the patches.
 
     Registers and DeiT's distillation token are such. They have no positions: a position

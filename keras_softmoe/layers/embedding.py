@@ -17,6 +17,7 @@ from keras_softmoe.checks import (
     quote,
 )
 from keras_softmoe.costs import LayerCost
+from keras_softmoe.keras_adapter import Layer
 from keras_softmoe.ops import RESAMPLINGS, resample_position_grid, sincos_2d_table
 from keras_softmoe.types import Tensor
 
@@ -24,7 +25,7 @@ POSITION_EMBEDDINGS = ("learned", "sincos2d", "none")
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class PatchEmbedding(keras.layers.Layer):
+class PatchEmbedding(Layer):
     """Cuts images into patches and projects each to a token.
 
     Args:
@@ -93,7 +94,7 @@ class PatchEmbedding(keras.layers.Layer):
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class PositionEmbedding(keras.layers.Layer):
+class PositionEmbedding(Layer):
     """Adds to each token where in the image it comes from.
 
     Weights that were saved for another grid of patches are resampled when they are
@@ -226,7 +227,7 @@ class PositionEmbedding(keras.layers.Layer):
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class TokenEmbedding(keras.layers.Layer):
+class TokenEmbedding(Layer):
     """Looks up the tokens of a text and adds where in the text they stand.
 
     Args:

@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_softmoe import costs
 from keras_softmoe.costs import LayerCost
+from keras_softmoe.keras_adapter import Layer
 from keras_softmoe.layers._attention import Attention, layer_norm
 from keras_softmoe.layers._feedforward import MLP
 
@@ -64,7 +65,7 @@ def _pool_masked(tokens, pooling, mask):
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class AttentionPooling(keras.layers.Layer):
+class AttentionPooling(Layer):
     """Multi-head attention pooling: one learned query looks at all tokens.
 
     With `y` the attention's result, the output is `y + MLP(LayerNorm(y))`.

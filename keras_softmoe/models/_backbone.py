@@ -17,6 +17,10 @@ from keras_softmoe.models._adaptation import check_lora_file, quantizable
 from keras_softmoe.models._loading import load_and_save_presets
 from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.models._size import weights_follow
+from keras_softmoe.models._trainable import (
+    set_trainable_argument,
+    trainable_argument,
+)
 from keras_softmoe.routers import record
 from keras_softmoe.sharding.variables import load_shards, weight_files
 
@@ -32,9 +36,10 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     `keep_arguments`.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, trainable=True, **kwargs):
         super().__init__(*args, **kwargs)
         register_parameters(self)
+        set_trainable_argument(self, trainable)
 
     def keep_arguments(self, encoder, **arguments):
         """Keep the arguments of the constructor as attributes, for `get_config`.
@@ -117,6 +122,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         arguments = {name: getattr(self, name) for name in self._argument_names}
         return {
             **super().get_config(),
+            "trainable": trainable_argument(self),
             **arguments,
             "router": self.serialized_routers(),
         }

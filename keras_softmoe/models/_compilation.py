@@ -39,22 +39,30 @@ def with_compilation(model, config):
     return {**config, "compile": False}
 
 
-def with_optimizer(model, compile_config):
+def with_optimizer(model, compile_config, **own):
     """What a model was compiled with, and whether its optimizer has variables yet.
 
-    `None` for a model with LoRA, see `with_compilation`.
+    Empty for a model with LoRA, see `with_compilation`. (Not `None`: Keras compiles the
+    clone of a compiled model with it.)
+
+    Args:
+        model: `keras.Model`.
+        compile_config: dict or `None`, what Keras says of it.
+        **own: arguments of `compile` that only `compile_again` is to pass.
     """
     if has_factors(model):
-        return None
+        return {}
     if not compile_config:
         return compile_config
     # Beside the optimizer's arguments, where others than `compile_again` pass it over.
-    optimizer = {**compile_config["optimizer"], "is_built": model.optimizer.built}
-    return {**compile_config, "optimizer": optimizer}
+    known = {"is_built": model.optimizer.built, "own": own}
+    return {**compile_config, "optimizer": {**compile_config["optimizer"], **known}}
 
 
 def compile_again(model, compile_config):
     """Compile a model as one was whose `with_optimizer` is given."""
-    model.compile(**keras.saving.deserialize_keras_object(compile_config))
-    if compile_config["optimizer"].get("is_built", True):
+    optimizer = compile_config["optimizer"]
+    arguments = keras.saving.deserialize_keras_object(compile_config)
+    model.compile(**{**arguments, **optimizer.get("own", {})})
+    if optimizer.get("is_built", True):
         model.optimizer.build(model.trainable_variables)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import keras
 import keras_hub
+import numpy as np
 from keras import ops
 
 from keras_softmoe.checks import check_choice, check_whole_numbers
@@ -21,6 +22,7 @@ from keras_softmoe.models._contrastive_preprocessor import (
     TwoTowerPreprocessor,
     check_tokenizer,
     fit_preprocessor,
+    no_weights,
 )
 from keras_softmoe.models._data import prepare
 from keras_softmoe.models._limoe_backbone import LIMoEBackbone
@@ -29,11 +31,16 @@ from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_c
 from keras_softmoe.models._pair_encoding import PairEncoding
 from keras_softmoe.models._pictures import as_arrays, repeat_grey
 from keras_softmoe.models._run_checks import run_scope
+from keras_softmoe.models._trainable import (
+    set_trainable_argument,
+    trainable_argument,
+)
 from keras_softmoe.models._two_tower_backbone import TwoTowerBackbone
 from keras_softmoe.models.arguments import (
     check_images,
     check_kind,
     check_pairs,
+    check_vocabulary,
     offer_names,
 )
 from keras_softmoe.ops import sigmoid_contrastive_loss, softmax_contrastive_loss
@@ -57,9 +64,12 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             resizes, it is set to the size that the backbone takes.
         compile: bool, whether to compile at once with the defaults of `compile`.
         name: str or `None`, name of the model.
+        trainable: bool, whether the weights are trained.
     """
 
-    def __init__(self, backbone, preprocessor=None, compile=True, name=None):
+    def __init__(
+        self, backbone, preprocessor=None, compile=True, name=None, trainable=True
+    ):
         check_kind("backbone", backbone, self.backbone_cls)
         # === Layers ===
         self.backbone = backbone
@@ -76,6 +86,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             name=name,
         )
         register_parameters(self)
+        set_trainable_argument(self, trainable)
         check_model(self)
 
     # === Training ===
@@ -113,15 +124,17 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         )
 
     def get_config(self):
-        return with_compilation(self, super().get_config())
+        config = {**super().get_config(), "trainable": trainable_argument(self)}
+        return with_compilation(self, config)
 
     def get_compile_config(self):
         config = super().get_compile_config()
         if not config:
             return config
         metrics = "auto" if self._own_metrics.accuracies else None
-        config = {**config, "loss": self._loss_name, "metrics": metrics}
-        return with_optimizer(self, config)
+        # A clone is a plain model, which does not take `"auto"`.
+        config = {**config, "loss": self._loss_name, "metrics": None}
+        return with_optimizer(self, config, metrics=metrics)
 
     def compile_from_config(self, config):
         compile_again(self, config)
@@ -200,10 +213,10 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
 
         Raises:
             ValueError: if images and captions differ in number, there is only one pair,
-                or captions are not what the preprocessor takes. Nothing is then
-                trained.
+                images are not finite, captions are not what the preprocessor takes, or
+                weights are given. Nothing is then trained.
         """
-        self._check_compiled("fit")
+        self._check_call("fit", kwargs)
         validation_size = kwargs.pop("validation_batch_size", None) or batch_size
         x = self._batches(x, y, batch_size, shuffle, "fit")
         validation_data = self._validation(validation_data, validation_size)
@@ -232,7 +245,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         Raises:
             ValueError: as `fit`.
         """
-        self._check_compiled("evaluate")
+        self._check_call("evaluate", kwargs)
         if not kwargs.get("_use_cached_eval_dataset"):
             x = self._batches(x, y, batch_size, False, "evaluate")
         with run_scope(self, trains=False):
@@ -257,11 +270,14 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         with run_scope(self, trains=False):
             return keras.Model.predict(self, x, **kwargs)
 
-    def _check_compiled(self, method):
+    def _check_call(self, method, arguments):
         if not self.compiled:
             raise ValueError(
                 f"A model has to be compiled first: call `compile()` before `{method}`."
             )
+        for name in ("sample_weight", "class_weight"):
+            if arguments.get(name) is not None:
+                raise no_weights(name, arguments[name])
 
     def _validation(self, data, batch_size):
         if isinstance(data, tuple):
@@ -309,15 +325,28 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         """Raise unless images are what the model takes, before they are preprocessed.
 
         Args:
-            x: array, or `tf.TensorSpec` of a batch; or a dict with such `"images"`.
+            x: array, or `tf.TensorSpec` of a batch; or a dict with such `"images"` and
+                perhaps `"token_ids"`.
         """
-        images = x.get("images") if isinstance(x, dict) else x
+        images = x
+        if isinstance(x, dict):
+            images = x.get("images")
+            if isinstance(x.get("token_ids"), np.ndarray):
+                check_vocabulary(x["token_ids"], self.backbone)
         check_images(
             images,
             self.backbone.image_shape,
             any_size=getattr(self.preprocessor, "image_size", None) is not None,
             grey=True,
         )
+
+    def check_labels(self, y):
+        """Raise unless token ids are of the vocabulary. Captions are looked at later.
+
+        Args:
+            y: array of captions or token ids.
+        """
+        check_vocabulary(y, self.backbone)
 
     def preprocess_samples(self, x, y=None, sample_weight=None):
         # Not `super()`: inside a `tf.data` pipeline AutoGraph would look for its class
@@ -331,6 +360,8 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
                 "A model without preprocessor takes pairs of images and token ids, or "
                 f"dicts of 'images' and 'token_ids'. Received: {type(x).__name__}."
             )
+        if sample_weight is not None:
+            raise no_weights("sample_weight", sample_weight)
         x = {**x, "images": repeat_grey(x["images"], self.backbone.image_shape[-1])}
         check_pairs(self.backbone, x["images"], x["token_ids"])
         return (x,)
@@ -396,6 +427,7 @@ class LIMoEContrastive(ContrastiveTask):
             it is set to the size that the backbone takes.
         compile: bool, whether to compile at once with the defaults of `compile`.
         name: str or `None`, name of the model.
+        trainable: bool, whether the weights are trained.
 
     Returns, when called on a dict of `"images"` in `[-1, 1]` and `"token_ids"`: dict of
         `"image_embedding"` and `"text_embedding"` `(B, width)`, rows of length one, and
@@ -428,6 +460,7 @@ class TwoTowerContrastive(ContrastiveTask):
         preprocessor: `None` or a `TwoTowerPreprocessor`, as in `LIMoEContrastive`.
         compile: bool, whether to compile at once with the defaults of `compile`.
         name: str or `None`, name of the model.
+        trainable: bool, whether the weights are trained.
 
     Returns:
         as `LIMoEContrastive`.

@@ -8,6 +8,7 @@ from keras_softmoe.layers import ContrastiveScale
 from keras_softmoe.models._backbone import MoEBackbone
 from keras_softmoe.models._encoders import SingleModality, normalized
 from keras_softmoe.models._text_moe_backbone import TextMoEBackbone
+from keras_softmoe.models._trainable import trainable_argument
 from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
 from keras_softmoe.models.arguments import check_kind, check_pairs, offer_names
 from keras_softmoe.types import DType
@@ -158,6 +159,7 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
     def get_config(self):
         return {
             **keras_hub.models.Backbone.get_config(self),
+            "trainable": trainable_argument(self),
             "image_backbone": keras.saving.serialize_keras_object(self.image_backbone),
             "text_backbone": keras.saving.serialize_keras_object(self.text_backbone),
             "image_projection_dim": self.image_projection_dim,
@@ -176,6 +178,7 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
         return cls(**{**config, **towers})
 
 
+@keras.saving.register_keras_serializable(package="keras_softmoe")
 class _ImageTower(keras.layers.Layer):
     """Calls a model; a frozen one without noise, dropout and losses.
 
@@ -194,6 +197,18 @@ class _ImageTower(keras.layers.Layer):
 
     def compute_output_spec(self, images, training=None):
         return self.model.compute_output_spec(images)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "model": keras.saving.serialize_keras_object(self.model),
+            "frozen": self.frozen,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        model = keras.saving.deserialize_keras_object(config["model"])
+        return cls(**{**config, "model": model})
 
 
 def _check_widths(towers, dims):

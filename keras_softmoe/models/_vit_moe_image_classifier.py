@@ -26,7 +26,13 @@ from keras_softmoe.models._compilation import (
     with_compilation,
     with_optimizer,
 )
-from keras_softmoe.models._data import gives_batches, no_outputs, prepare
+from keras_softmoe.models._data import (
+    check_finite_labels,
+    checked_class_weight,
+    gives_batches,
+    no_outputs,
+    prepare,
+)
 from keras_softmoe.models._loading import (
     load_and_save_presets,
     load_from_presets,
@@ -40,6 +46,10 @@ from keras_softmoe.models._pictures import (
     without_pil,
 )
 from keras_softmoe.models._run_checks import run_scope
+from keras_softmoe.models._trainable import (
+    set_trainable_argument,
+    trainable_argument,
+)
 from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
 from keras_softmoe.models.arguments import (
     check_images,
@@ -152,6 +162,8 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         compile: bool, whether to compile at once with the defaults of
             `keras_hub.models.ImageClassifier.compile`.
         name: str or `None`, name of the model.
+        trainable: bool, whether the weights are trained, of the backbone and the head.
+            (To train the head alone, set `model.backbone.trainable = False`.)
 
     Returns, when called on `(B, height, width, channels)` images in `[-1, 1]`:
         `(B, num_classes)` logits (or activations).
@@ -196,6 +208,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         head_dtype: DType = None,
         compile: bool = True,
         name: str | None = None,
+        trainable: bool = True,
     ):
         check_kind("backbone", backbone, self.backbone_cls)
         check_whole_numbers(1, num_classes=num_classes)
@@ -233,6 +246,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
             self, inputs=inputs, outputs=outputs, compile=compile, name=name
         )
         register_parameters(self)
+        set_trainable_argument(self, trainable)
         check_model(self)
 
     def compile(
@@ -349,7 +363,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
                 generator.
             y: `(N,)` int labels, `None` with batches.
             batch_size: int, 32 if `None`. `None` with batches.
-            sample_weight: optional `(N,)` array.
+            sample_weight: optional `(N,)` array of finite numbers.
             validation_data: optional `(x, y)` or batches.
             validation_split: optional float, the share at the end of the arrays that
                 is kept for validation.
@@ -361,16 +375,19 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
             `keras.callbacks.History`.
 
         Raises:
-            ValueError: if images and labels differ in number, there are none, or the
-                images have another shape than the model's and nothing resizes them.
-                Nothing is then trained.
+            ValueError: if images, labels and weights differ in number, there are none,
+                one of them is not finite, or the images have another shape than the
+                model's and nothing resizes them. Nothing is then trained. (The batches
+                of `tf.data` are not looked at.)
         """
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = _split(
                 x, y, sample_weight, validation_split
             )
         validation_size = kwargs.pop("validation_batch_size", None) or batch_size
-        class_weight = kwargs.get("class_weight")
+        class_weight = checked_class_weight(
+            kwargs.pop("class_weight", None), self.num_classes
+        )
         x = prepare(
             self,
             x,
@@ -389,7 +406,12 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         with run_scope(self, trains=True):
             # Not KerasHub's, which would preprocess what it knows, and refuse the rest.
             return keras.Model.fit(
-                self, x, validation_data=validation_data, shuffle=False, **kwargs
+                self,
+                x,
+                validation_data=validation_data,
+                shuffle=False,
+                class_weight=class_weight,
+                **kwargs,
             )
 
     def evaluate(
@@ -460,11 +482,14 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     def check_labels(self, y: Any) -> None:
         """Raise unless labels are classes of the model, where the loss wants classes.
 
+        For another loss they must be finite.
+
         Args:
             y: array of labels.
         """
         loss = keras.losses.get(self.loss) if isinstance(self.loss, str) else self.loss
         if not _is_sparse(loss):
+            check_finite_labels(y)
             return
         y, ignored = np.asarray(y), loss.get_config()["ignore_class"]
         if y.dtype.kind not in "biuf":
@@ -503,6 +528,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
             "activation": self.activation,
             "dropout": self.dropout,
             "head_dtype": head_dtype,
+            "trainable": trainable_argument(self),
         }
         return with_compilation(self, config)
 

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_whole_numbers, quote
 from keras_softmoe.costs import LayerCost
+from keras_softmoe.keras_adapter import Layer
 from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting, combine
 from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.routers.recording import is_recording, note
@@ -48,7 +49,7 @@ class Decision(NamedTuple):
     summary: dict
 
 
-class Router(keras.layers.Layer):
+class Router(Layer):
     """Base class of all routers.
 
     A subclass implements `call(tokens, valid=None, training=False) -> Decision`,
@@ -64,6 +65,14 @@ class Router(keras.layers.Layer):
 
     Routers compute in float32 under any dtype policy: a choice among experts that
     flips with a rounding error flips the output with it.
+
+    A frozen router, one whose `trainable` is `False` by itself or with a layer or model
+    around it, adds no balancing loss in training: it could not follow it, and only the
+    tokens would be moved. What the loss would be is still in the `summary`. So a frozen
+    tower adds none either; calling it with `training=False` would not do, since Keras
+    overrules that inside a functional model. For balanced tokens without a trained
+    router leave `trainable` on and give the kernel to no optimizer:
+    `router.kernel.trainable = False`.
 
     Args:
         num_experts: int, number of experts.

@@ -9,7 +9,7 @@ from keras import ops
 from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import SlotRouting, expert_capacity
-from keras_softmoe.ops.backend import take_along
+from keras_softmoe.ops.backend import normal_like, take_along
 from keras_softmoe.ops.capacity import ROUNDINGS
 from keras_softmoe.ops.choices import choice_routing
 from keras_softmoe.routers._router import Decision, Router
@@ -48,7 +48,8 @@ class SparseRouter(Router):
         multiple_of: int or `None`, see `ops.expert_capacity`.
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits.
-        losses: sequence of `RoutingLoss`es. `None` for those of `default_losses`.
+        losses: sequence of `RoutingLoss`es. `None` for those of `default_losses`. A
+            frozen router (`trainable` is `False`) adds none, see `Router`.
         eval_capacity_factor: float or `None`, slots per choice outside training;
             `None` for the same as in training.
         combine: `"softmax"` or `"plan"`: whether gates are softmax probabilities or
@@ -229,7 +230,9 @@ class SparseRouter(Router):
             auxiliary_loss = self._auxiliary_loss(routed)
             if auxiliary_loss is not None:
                 summary["auxiliary_loss"] = auxiliary_loss
-                self.add_loss(_mean_of_groups(auxiliary_loss, num_tokens))
+                # A frozen router could not follow it, only the tokens could.
+                if self.trainable:
+                    self.add_loss(_mean_of_groups(auxiliary_loss, num_tokens))
         return Decision(routing, summary)
 
     def complete(self, decision, tokens, valid, **kwargs):
@@ -377,7 +380,7 @@ class SparseRouter(Router):
         return self.noise_std / self.num_experts
 
     def _noise_like(self, logits):
-        return keras.random.normal(ops.shape(logits), seed=self.seed_generator)
+        return normal_like(logits, self.seed_generator)
 
     def get_config(self):
         return {
