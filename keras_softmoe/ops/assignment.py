@@ -312,7 +312,8 @@ def _by_choice(values):
 def _rank_tokens(chosen_scores, priority, seed):
     """`(G, S)` numbers that are larger for tokens of higher priority."""
     if priority == "random":
-        return keras.random.uniform(ops.shape(chosen_scores)[:2], seed=seed)
+        # Not in the default dtype: of float16 there are too few for no ties.
+        return keras.random.uniform(ops.shape(chosen_scores)[:2], 0, 1, "float32", seed)
     if priority == "sum":
         return ops.sum(chosen_scores, axis=-1)
     # Choices come best first.

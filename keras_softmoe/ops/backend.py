@@ -9,8 +9,6 @@ import functools
 import keras
 from keras import ops
 
-from keras_softmoe.ops.constants import lowest
-
 # An expert with fewer rows is a small product, see `affine` and `chunked_map`.
 _FEW_ROWS = 128
 # Experts of a chunk: with few rows on JAX, and with many.
@@ -67,38 +65,84 @@ def affine(x, kernel, bias, sharded=False):
     if stacked:
         on_processor = is_jax_on("cpu") and not sharded
         if on_processor and _are_few(x.shape[1]):
-            return _product_of_few_rows()(x, kernel) + bias
+            return _product_of_few_rows(x, kernel) + bias
         return ops.matmul(x, kernel) + bias
     rows = ops.matmul(ops.reshape(x, (-1, x.shape[-1])), kernel) + bias
     return ops.reshape(rows, (*ops.shape(x)[:-1], kernel.shape[-1]))
 
 
-@functools.cache
-def _product_of_few_rows():
+@compiled_on_jax()
+def _product_of_few_rows(x, kernel):
     """`matmul` of stacks for JAX on processors, where each matrix meets few rows.
 
     Before XLA multiplies the gradients of few rows with kernels, it transposes all
     kernels. The other way around, kernels times the transposed gradients, only those
     few are transposed: a third of the time. The barrier keeps XLA from turning it back.
-    (It has no derivative in forward mode.)
     """
     import jax
 
-    @jax.custom_vjp
-    def product(x, kernel):
-        return jax.numpy.matmul(x, kernel)
+    def of_rows(upstream):
+        transposed = jax.numpy.einsum("edh,enh->edn", kernel, upstream)
+        return jax.lax.optimization_barrier(transposed).swapaxes(1, 2)
 
-    def forward(x, kernel):
-        return product(x, kernel), (x, kernel)
+    return linear_on_jax(lambda x: jax.numpy.matmul(x, kernel), of_rows, x)
 
-    def backward(kept, upstream):
-        x, kernel = kept
-        of_rows = jax.numpy.einsum("edh,enh->edn", kernel, upstream)
-        of_rows = jax.lax.optimization_barrier(of_rows).swapaxes(1, 2)
-        return of_rows, jax.numpy.einsum("end,enh->edh", x, upstream)
 
-    product.defvjp(forward, backward)
-    return product
+def linear_on_jax(fn, transposed, x, plain=None):
+    """`fn(x)` of a linear function, whose gradient is computed by another one.
+
+    `jax.custom_vjp` is that too, but has no derivative in forward mode. The solution
+    `x, y` of the linear system `x = b`, `y - fn(x) = 0` has derivatives of any order
+    and mode, and batches: JAX solves another such system for each.
+
+    Args:
+        fn: callable of `x`. Values it closes over may be differentiated, too.
+        transposed: callable of the gradient of `fn(x)` that returns the one of `x`.
+        x: tensor, or a structure of tensors, none a scalar.
+        plain: optional callable that computes the same as `fn`, which JAX can
+            differentiate and transpose by itself. If `None`, `fn` can be.
+
+    Returns:
+        `fn(x)`.
+    """
+    import jax
+    from jax import numpy as jnp
+
+    def add(a, b):
+        return jax.tree.map(jnp.add, a, b)
+
+    def equations(unknown):
+        x, y = _tied(unknown)
+        return _tied((x, jax.tree.map(jnp.subtract, y, (plain or fn)(x))))
+
+    def solve(_, given):
+        return given[0], add(given[1], fn(given[0]))
+
+    def solve_transposed(_, given):
+        return add(given[0], transposed(given[1])), given[1]
+
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(fn, x))
+    solution = jax.lax.custom_linear_solve(
+        equations, _tied((x, zeros)), solve, solve_transposed
+    )
+    return _tied(solution)[1]
+
+
+def _tied(tensors):
+    """The same tensors, each of which depends on all of them: on none of their entries.
+
+    JAX does not solve systems where some values have a derivative, and others none.
+    """
+    import jax
+    from jax import numpy as jnp
+
+    nothing = sum(x[:0].sum() for x in jax.tree.leaves(tensors))
+
+    def tie(x):
+        no_rows = jnp.broadcast_to(nothing, (0, *x.shape[1:])).astype(x.dtype)
+        return jnp.concatenate([x, no_rows])
+
+    return jax.tree.map(tie, tensors)
 
 
 def attend(query, key, value, mask=None):
@@ -113,12 +157,15 @@ def attend(query, key, value, mask=None):
         key: `(B, S, heads, head_dim)` tensor.
         value: `(B, S, heads, head_dim)` tensor.
         mask: optional `(B, S)` bool tensor, `False` for tokens that get no attention.
-            If all of an image are, they get equal parts.
+            If all of an image are, none is left out.
 
     Returns:
         `(B, Q, heads, head_dim)` tensor.
     """
     if mask is not None:
+        # Of nothing there is no mean: 0 / 0.
+        is_empty = ops.logical_not(ops.any(mask, axis=-1, keepdims=True))
+        mask = ops.logical_or(mask, is_empty)
         # (B, 1, 1, S)
         mask = ops.expand_dims(ops.expand_dims(mask, 1), 1)
     if is_jax_on("gpu", "tpu") and mask is None:
@@ -127,11 +174,6 @@ def attend(query, key, value, mask=None):
     if keras.backend.backend() == "torch":
         import torch
 
-        if mask is not None:
-            # As a bias: of an image without any token a bool mask makes NaN.
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(
-                mask.logical_not(), lowest(query)
-            )
         means = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask
         )
@@ -141,7 +183,7 @@ def attend(query, key, value, mask=None):
         logits = ops.matmul(query, ops.transpose(key, (0, 1, 3, 2)))
         logits = float32_at_least(logits)
         if mask is not None:
-            logits = ops.where(mask, logits, lowest(logits))
+            logits = ops.where(mask, logits, -float("inf"))
         weights = softmax(logits)
         means = ops.matmul(ops.cast(weights, value.dtype), value)
     return ops.transpose(means, (0, 2, 1, 3))
@@ -151,6 +193,19 @@ def float32_at_least(x):
     """A tensor in float32, or in its own dtype where that is more precise."""
     x = ops.convert_to_tensor(x)
     return ops.cast(x, keras.backend.result_type(x.dtype, "float32"))
+
+
+def normal_like(x, seed):
+    """Standard normal noise of the shape and dtype of a tensor.
+
+    Args:
+        x: float tensor.
+        seed: int or `keras.random.SeedGenerator`.
+
+    Returns:
+        Tensor like `x`.
+    """
+    return keras.random.normal(ops.shape(x), dtype=x.dtype, seed=seed)
 
 
 def repeat(step, count, state):

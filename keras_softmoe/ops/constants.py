@@ -28,6 +28,8 @@ def lowest(x):
 def tiny(x):
     """A number next to zero whose logarithm and inverse are finite: at least 1e-30.
 
+    The inverse may even be multiplied by a gradient.
+
     Args:
         x: float tensor that it is compared with.
 

@@ -1,7 +1,7 @@
 """LIMoE's losses on the entropy of routing. Each returns one value per group, `(G,)`.
 
 They are made for the tokens of one modality. `valid` picks those out of a group, and
-leaves padding out.
+leaves padding out. They are computed in float32 at least, and come in that dtype.
 """
 
 import math
@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from keras import ops
 
 from keras_softmoe.ops.assignment import check_num_selected_experts
-from keras_softmoe.ops.backend import top_values
+from keras_softmoe.ops.backend import float32_at_least, top_values
+from keras_softmoe.ops.constants import tiny
 from keras_softmoe.ops.losses import mean_over_tokens
 from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.types import Tensor
-
-# Keeps the logarithm and its derivative finite at zero, where x log x is zero.
-_TINY = 1e-30
 
 
 def local_entropy_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -37,7 +35,8 @@ def local_entropy_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
         >>> np.asarray(loss)  # log(4)
         array([1.38...], dtype=float32)
     """
-    entropy = _entropy(zero_padding(probs, valid), keepdims=True)
+    probs = zero_padding(float32_at_least(probs), valid)
+    entropy = _entropy(probs, keepdims=True)
     return mean_over_tokens(entropy, valid)[:, 0]
 
 
@@ -98,7 +97,7 @@ def merged_entropy_loss(
         >>> np.asarray(ksm.ops.merged_entropy_loss(probs, 2))  # sure of its two experts
         array([0.], dtype=float32)
     """
-    probs = zero_padding(ops.convert_to_tensor(probs), valid)
+    probs = zero_padding(float32_at_least(probs), valid)
     num_experts = probs.shape[-1]
     check_num_selected_experts(num_selected_experts, num_experts)
     # Both sums from the probabilities: one minus the other would lose a small one.
@@ -149,7 +148,7 @@ def global_entropy_loss(
             f"{largest:.4f}. Received: threshold={threshold}. To ask for S experts, "
             "pass log(S)."
         )
-    entropy = _entropy(mean_over_tokens(probs, valid))
+    entropy = _entropy(mean_over_tokens(float32_at_least(probs), valid))
     return ops.relu(threshold - entropy)
 
 
@@ -192,7 +191,7 @@ def mutual_information_loss(
     # (M, G, E)
     marginals = ops.stack(
         [
-            mean_over_tokens(probs, valid)
+            mean_over_tokens(float32_at_least(probs), valid)
             for probs, valid in zip(probs_by_modality, valid_by_modality, strict=True)
         ]
     )
@@ -201,7 +200,6 @@ def mutual_information_loss(
 
 def _entropy(probs, keepdims=False):
     """Entropy over the last axis, in nats."""
-    probs = ops.convert_to_tensor(probs)
-    return -ops.sum(
-        probs * ops.log(ops.maximum(probs, _TINY)), axis=-1, keepdims=keepdims
-    )
+    # The logarithm and its derivative are finite at zero, where x log x is zero.
+    logarithm = ops.log(ops.maximum(probs, tiny(probs)))
+    return -ops.sum(probs * logarithm, axis=-1, keepdims=keepdims)

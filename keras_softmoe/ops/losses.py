@@ -1,16 +1,15 @@
 """Losses that keep experts in balance. Each returns one value per group, `(G,)`.
 
-Tokens whose `valid` is `False` are padding and count nowhere.
+Tokens whose `valid` is `False` are padding and count nowhere. Losses are computed in
+float32 at least, and come in that dtype.
 """
 
 from keras import ops
 
-from keras_softmoe.ops.backend import top_values
+from keras_softmoe.ops.backend import float32_at_least, top_values
+from keras_softmoe.ops.constants import tiny
 from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.types import Tensor
-
-# Under the square of any mean that is not zero
-_TINY = 1e-37
 
 
 def importance_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -33,7 +32,8 @@ def importance_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
         >>> np.asarray(loss)
         array([0., 0.], dtype=float32)
     """
-    return _squared_variation(ops.sum(zero_padding(probs, valid), axis=1))
+    probs = zero_padding(float32_at_least(probs), valid)
+    return _squared_variation(ops.sum(probs, axis=1))
 
 
 def load_loss(
@@ -80,7 +80,7 @@ def load_loss(
             "leave this loss out."
         )
     logits, noisy_logits = (
-        zero_padding(ops.convert_to_tensor(x), valid) for x in (logits, noisy_logits)
+        zero_padding(float32_at_least(x), valid) for x in (logits, noisy_logits)
     )
     # (G, S, 1), what a logit has to reach to be chosen
     largest = top_values(noisy_logits, num_selected_experts, sharded)
@@ -109,7 +109,7 @@ def gshard_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
         >>> np.asarray(loss)
         array([1., 1.], dtype=float32)
     """
-    probs = zero_padding(probs, valid)
+    probs = zero_padding(float32_at_least(probs), valid)
     num_experts = probs.shape[-1]
     experts = ops.arange(num_experts, dtype="int32")
     first = ops.cast(ops.argmax(probs, axis=-1), "int32")
@@ -127,7 +127,8 @@ def z_loss(logits: Tensor, valid: Tensor | None = None) -> Tensor:
         valid: optional `(G, S)` bool tensor, `False` for padding.
 
     Returns:
-        `(G,)` tensor, the mean over tokens of `logsumexp(logits) ** 2`.
+        `(G,)` tensor, the mean over tokens of `logsumexp(logits) ** 2`: infinite for
+        logits from 1.8e19 on, whose square no float32 holds. Its gradient is finite.
 
     Source: Zoph et al. 2022 (ST-MoE), section 3; LIMoE, appendices.
 
@@ -135,7 +136,7 @@ def z_loss(logits: Tensor, valid: Tensor | None = None) -> Tensor:
         >>> np.asarray(ksm.ops.z_loss(np.zeros((1, 16, 4), "float32")))  # log(4) ** 2
         array([1.92...], dtype=float32)
     """
-    logits = zero_padding(logits, valid)
+    logits = zero_padding(float32_at_least(logits), valid)
     squared = ops.square(ops.logsumexp(logits, axis=-1, keepdims=True))
     return mean_over_tokens(squared, valid)[:, 0]
 
@@ -155,7 +156,8 @@ def _squared_variation(values):
     Zero where all values are, of a group without any token.
     """
     mean = ops.mean(values, axis=-1)
-    return ops.var(values, axis=-1) / ops.maximum(ops.square(mean), _TINY)
+    squared = ops.square(mean)
+    return ops.var(values, axis=-1) / ops.maximum(squared, tiny(squared))
 
 
 def _normal_cdf(x):

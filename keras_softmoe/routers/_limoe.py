@@ -19,6 +19,7 @@ from keras_softmoe.ops.assignment import (
 )
 from keras_softmoe.ops.backend import top_indices
 from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING
+from keras_softmoe.ops.constants import lowest
 from keras_softmoe.routers._router import check_num_experts
 from keras_softmoe.routers._routing_losses import (
     MODALITIES,
@@ -31,8 +32,6 @@ from keras_softmoe.sharding import is_distributed
 from keras_softmoe.types import Tensor
 
 _FIRST = {"image_first": "image", "text_first": "text"}
-# A logit that no noise brings back. Infinity would make gradients NaN.
-_NEVER = -1e9
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -254,7 +253,8 @@ class LIMoERouter(SparseRouter):
             if masked.any():
                 # (1, S, E)
                 masked = ops.logical_and(ops.expand_dims(mask, -1), masked)
-                logits = ops.where(masked, _NEVER, logits)
+                # No noise brings it back.
+                logits = ops.where(masked, lowest(logits), logits)
         return logits
 
     def probabilities_of(self, probabilities: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from keras_softmoe.checks import (
 )
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import DenseRouting
-from keras_softmoe.ops.backend import softmax
+from keras_softmoe.ops.backend import normal_like, softmax
+from keras_softmoe.ops.constants import lowest
 from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.routers._router import Decision, Router
 from keras_softmoe.sharding import check_layer, replicate
@@ -26,7 +27,6 @@ from keras_softmoe.sharding import check_layer, replicate
 # Added to squared norms, as in the released code. The paper's listing adds the same
 # number to the norm itself, which has no gradient at an all-zero token (padding).
 _EPSILON = 1e-6
-_NEVER = -1e30
 _UNIT_VARIANCE = "unit_variance"
 
 
@@ -213,7 +213,7 @@ class SoftRouter(Router):
             # Dividing the products is cheaper than dividing the tokens.
             logits = logits * _inverse_norm(tokens, axis=-1)
         if training and self.noise_std:
-            noise = keras.random.normal(ops.shape(logits), seed=self.seed_generator)
+            noise = normal_like(logits, self.seed_generator)
             logits = logits + self.noise_std * noise
         return logits
 
@@ -222,7 +222,8 @@ class SoftRouter(Router):
         if self.dispatch == "uniform":
             logits = self._uniform_logits(tokens)
         if valid is not None:
-            logits = ops.where(ops.expand_dims(valid, -1), logits, _NEVER)
+            valid = ops.expand_dims(valid, -1)
+            logits = ops.where(valid, logits, lowest(logits))
         return softmax(logits, axis=1)
 
     def _combine_weights(self, tokens, logits):

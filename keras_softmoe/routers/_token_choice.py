@@ -15,14 +15,12 @@ from keras_softmoe.ops.assignment import (
 )
 from keras_softmoe.ops.backend import take_along, top_indices
 from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING
+from keras_softmoe.ops.constants import tiny
 from keras_softmoe.routers._router import check_num_experts
 from keras_softmoe.routers._routing_losses import ImportanceLoss, LoadLoss
 from keras_softmoe.routers._sinkhorn import SinkhornSelection
 from keras_softmoe.routers._sparse import SparseRouter
 from keras_softmoe.sharding import is_distributed
-
-# Less than this is no probability. Its inverse, times gradients, is still a number.
-_NOTHING = 1e-30
 
 
 class TokenChoiceRouter(SparseRouter):
@@ -132,9 +130,10 @@ class TokenChoiceRouter(SparseRouter):
         total = ops.stop_gradient(ops.sum(found, axis=-1, keepdims=True))
         # Zero for padding in a plan, and where the probabilities of all choices have
         # come to nothing: there is no gate then.
-        inverse = 1.0 / ops.maximum(total, _NOTHING)
+        nothing = tiny(total)
+        inverse = 1.0 / ops.maximum(total, nothing)
         # To numbers near 1 first, whose gradient has no square of a tiny one in it.
-        inverse = ops.where(total > _NOTHING, inverse, 0.0)
+        inverse = ops.where(total > nothing, inverse, 0.0)
         total = ops.maximum(ops.sum(found * inverse, axis=-1, keepdims=True), 0.5)
         return scores * (inverse / total)
 

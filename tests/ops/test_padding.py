@@ -46,7 +46,9 @@ def test_values_and_gradients(name, padding):
         # Not a plain sum, which of a plan is a constant.
         found = DIFFERENTIABLE[name](x, keras.ops.convert_to_tensor(VALID))
         found = keras.ops.square(found)
-        return keras.ops.sum(found * weights if len(found.shape) > 1 else found)
+        return keras.ops.sum(
+            keras.ops.multiply(found, weights) if len(found.shape) > 1 else found
+        )
 
     x = probabilities()
     expected, (of_zeros,) = value_and_gradients(
