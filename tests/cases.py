@@ -44,4 +44,11 @@ def padding(shape, seed):
     return valid
 
 
+def hide(tokens, valid):
+    """Tokens with NaN in place of padding, which nobody may look at."""
+    if valid is None:
+        return tokens
+    return np.where(valid[..., None], tokens, np.float32(np.nan))
+
+
 seeds = st.integers(0, 99)

@@ -8,6 +8,7 @@ from keras_softmoe import layers, models, routers
 from tests.gradients import layer_gradients, outputs
 from tests.references import to_numpy
 
+LOSSES = (routers.ImportanceLoss(), routers.GShardLoss(), routers.ZLoss())
 ROUTERS = {
     "soft": lambda: routers.SoftRouter(4, 2),
     "uniform": lambda: routers.SoftRouter(4, 2, dispatch="uniform", combine="uniform"),
@@ -17,6 +18,12 @@ ROUTERS = {
     "batch priority": lambda: routers.SoftmaxTokenChoiceRouter(
         4, priority="max", capacity_factor=0.5, noise_std=0.0
     ),
+    "pair priority": lambda: routers.SoftmaxTokenChoiceRouter(
+        4, num_selected_experts=2, priority="pair", capacity_factor=0.5, noise_std=0.0
+    ),
+    "dropless": lambda: routers.SoftmaxTokenChoiceRouter(
+        4, capacity_factor=None, losses=LOSSES, noise_std=0.0
+    ),
     "skipping": lambda: routers.SoftmaxTokenChoiceRouter(
         4, priority="sum", keep_fraction=0.6, noise_std=0.0
     ),
@@ -25,12 +32,14 @@ ROUTERS = {
     ),
     "expert choice": lambda: routers.SoftmaxExpertChoiceRouter(4),
     "Sinkhorn expert choice": lambda: routers.SinkhornExpertChoiceRouter(
-        4, noise_std=0.0
+        4, combine="plan", losses=LOSSES, noise_std=0.0
     ),
     "sparse transport": lambda: routers.SparseTransportExpertChoiceRouter(4),
     "identity": lambda: routers.IdentityRouter(4),
 }
 LENGTH, PADDED, WIDTH = 12, 16, 5
+# What masked tokens hold: nothing of it may arrive anywhere.
+WORST = np.array([np.nan, np.inf, -np.inf, 1e30], "float32")
 
 
 def padded(batch, seed=0):
@@ -39,9 +48,10 @@ def padded(batch, seed=0):
     real = np.sort(rng.permutation(PADDED)[:LENGTH])
     short = rng.normal(size=(batch, LENGTH, WIDTH)).astype("float32")
     long = rng.normal(size=(batch, PADDED, WIDTH)).astype("float32")
-    long[:, real] = short
     mask = np.zeros((batch, PADDED), bool)
     mask[:, real] = True
+    long[~mask] = np.resize(WORST, (batch * (PADDED - LENGTH), 1))
+    long[:, real] = short
     return short, long, mask, real
 
 
@@ -50,12 +60,19 @@ def squares(x, losses):
 
 
 @pytest.mark.parametrize(
-    ("router", "group_images"),
-    [*((name, 4) for name in ROUTERS), ("soft", 1), ("batch priority", 1)],
+    ("router", "group_images", "dispatcher"),
+    [
+        *((name, 4, "auto") for name in ROUTERS),
+        *((name, 1, "auto") for name in ("soft", "batch priority")),
+        *((name, None, "gather") for name in ("soft", "expert choice", "identity")),
+        *((name, 4, "einsum") for name in ("dropless", "Sinkhorn token choice")),
+    ],
 )
-def test_like_a_shorter_sequence(router, group_images):
+def test_like_a_shorter_sequence(router, group_images, dispatcher):
     """Outputs, losses and gradients, also where images fill up the last group."""
-    layer = layers.MoE(ROUTERS[router](), mlp_dim=8, group_images=group_images)
+    layer = layers.MoE(
+        ROUTERS[router](), 8, group_images=group_images, dispatcher=dispatcher
+    )
     short, long, mask, real = padded(batch=6)
     layer.build(long.shape)
     expected = outputs(layer, short)
@@ -78,6 +95,7 @@ def test_sequence_without_any_token(router):
     layer = layers.MoE(ROUTERS[router](), mlp_dim=8)
     _, long, mask, _ = padded(batch=3)
     mask[1] = False
+    long[~mask] = np.nan
     layer.build(long.shape)
     rest = mask[[0, 2]]
     alone = outputs(lambda x: layer(x, mask=rest), long[[0, 2]])
@@ -93,6 +111,23 @@ def test_sequence_without_any_token(router):
         assert np.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize(
+    "settings", [{"priority": "random"}, {"random_logits": "permuted"}]
+)
+def test_random_choices(settings):
+    """Drawn as if masked tokens held zeros."""
+    router = routers.SoftmaxTokenChoiceRouter(4, capacity_factor=0.5, **settings)
+    layer = layers.MoE(router, mlp_dim=8, group_images=2)
+    _, long, mask, _ = padded(batch=3)
+    layer.build(long.shape)
+
+    def call(x):
+        layer.router.seed_generator.state.assign([1, 2])
+        return to_numpy(layer(x, mask=mask, training=True))
+
+    np.testing.assert_array_equal(call(long), call(np.where(mask[..., None], long, 0)))
+
+
 @pytest.mark.parametrize("router", ["soft", "batch priority"])
 def test_statistics_leave_masked_tokens_out(router):
     layer = layers.MoE(ROUTERS[router](), mlp_dim=8)
@@ -101,6 +136,8 @@ def test_statistics_leave_masked_tokens_out(router):
         layer(long, mask=mask)
     (decision,) = decisions.values()
     np.testing.assert_array_equal(to_numpy(decision.summary["valid"]), mask)
+    for name, values in decision.summary.items():
+        assert np.isfinite(to_numpy(values)).all(), name
     if router == "soft":
         weights = to_numpy(decision.routing.dispatch)
         assert not weights[~mask].any()
@@ -108,6 +145,53 @@ def test_statistics_leave_masked_tokens_out(router):
         assert not to_numpy(decision.summary["dropped"])[~mask].any()
         # Half of 12 tokens for 4 experts: 1.5, which is 2; of 16 it would be as many.
         assert to_numpy(decision.summary["load"]).max() <= 2
+
+
+@pytest.mark.parametrize("mlp", ["dense", "soft", "token choice"])
+def test_encoder_block(mlp):
+    """A block is one for the shorter sequence, gradients of its weights included."""
+    experts = layers.MLP(8) if mlp == "dense" else layers.MoE(ROUTERS[mlp](), 8)
+    layer = layers.EncoderBlock(2, experts, use_qk_norm=True, layer_scale=0.5)
+    rng = np.random.default_rng(0)
+    _, long, mask, real = padded(batch=2)
+    long = np.concatenate([long, np.where(mask[..., None], long[..., :3], 0)], -1)
+    short = long[:, real]
+    layer.build(long.shape)
+    for weight in layer.weights:
+        weight.assign(rng.normal(size=weight.shape))
+
+    def loss(y, losses):
+        y = keras.ops.take(y, real, axis=1) if y.shape[1] == PADDED else y
+        return squares(y, losses)
+
+    expected = layer_gradients(layer, short, loss, training=True)
+    found = layer_gradients(layer, long, loss, mask=mask, training=True)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-4)
+    np.testing.assert_allclose(found[1][:, real], expected[1], rtol=1e-3, atol=1e-3)
+    assert not found[1][~mask].any()
+    for path, gradient in expected[2].items():
+        scale = np.abs(gradient).max()
+        np.testing.assert_allclose(
+            found[2][path], gradient, atol=1e-4 * scale, err_msg=path
+        )
+
+
+def test_attention_pooling():
+    """Of a sequence without any token: as of zeros. The others as without padding."""
+    layer = layers.AttentionPooling(num_heads=1, mlp_dim=8)
+    short, long, mask, _ = padded(batch=3)
+    mask[2] = False
+    long[~mask] = np.nan
+    layer.build(long.shape)
+    for weight in layer.weights:
+        weight.assign(np.random.default_rng(0).normal(size=weight.shape))
+    found = layer_gradients(layer, long, squares, mask=mask)
+    short[2] = 0
+    expected = layer_gradients(layer, short, squares)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    assert not found[1][~mask].any()
+    for path, gradient in expected[2].items():
+        np.testing.assert_allclose(found[2][path], gradient, rtol=1e-3, atol=1e-3)
 
 
 def test_mask_of_an_embedding_arrives():

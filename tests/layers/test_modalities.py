@@ -8,6 +8,7 @@ from keras_softmoe import layers, routers
 from keras_softmoe.layers import _modalities as modalities
 from tests import limoe_router_twin as twin
 from tests import twins
+from tests.gradients import layer_gradients
 from tests.layers.common import BATCH, encoder_block, normal, randomize, revive
 from tests.layers.test_moe import expert_weights
 from tests.recorded import recorded
@@ -251,7 +252,7 @@ def test_names_are_needed(make):
     "shapes, message",
     [
         ({"image": (2, 4, 8), "text": (2, 2, 6)}, r"(?s)one width.*\(2, 2, 6\)"),
-        ({}, "(?s)one width.*shapes={}"),
+        ({}, "(?s)one or more names.*shapes={}"),
         ({"image": (2, 4, 8), "text": (2, 8)}, r"(?s)known beforehand.*\(2, 8\)"),
         ({"text": (2, None, 8)}, r"(?s)known beforehand.*\(2, None, 8\)"),
     ],
@@ -259,6 +260,129 @@ def test_names_are_needed(make):
 def test_bad_shapes(shapes, message):
     with pytest.raises(ValueError, match=message):
         layers.MoE(LIMOE, MLP_DIM).build(shapes)
-    if shapes:
-        with pytest.raises(ValueError, match=message):
-            encoder_block(2, MLP_DIM, LIMOE).build(shapes)
+    with pytest.raises(ValueError, match=message):
+        encoder_block(2, MLP_DIM, LIMOE).build(shapes)
+
+
+IMAGE, TEXT = (3, 4, 8), (3, 2, 8)
+
+
+@pytest.mark.parametrize("make", [moe, block])
+@pytest.mark.parametrize(
+    "shapes, message",
+    [
+        ({"image": IMAGE, "text": (2, 2, 8)}, r"batches of one size.*\(2, 2, 8\)"),
+        ({"image": IMAGE, "text": (3, 2, 6)}, r"one width.*\(3, 2, 6\)"),
+        ({"image": IMAGE, "text": (3, 8)}, r"known beforehand.*\(3, 8\)"),
+        ({"image": IMAGE, "text": None}, "one or more names.*'text': None"),
+        ({}, "one or more names.*{}"),
+    ],
+)
+def test_modalities_that_do_not_fit_together(make, shapes, message):
+    """Also in a call after the first one, which built the layer."""
+    layer = make(PLAIN, pairs())
+    inputs = {
+        name: None if shape is None else np.zeros(shape, "float32")
+        for name, shape in shapes.items()
+    }
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        layer(inputs)
+
+
+@pytest.mark.parametrize("make", [moe, block])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"text": np.ones((3, 4), bool)},
+        {"text": np.ones((2, 2), bool)},
+        {"text": np.ones((1, 2), bool)},
+        {"text": np.ones((3, 2, 1), bool)},
+        {"audio": np.ones((3, 2), bool)},
+        np.ones((3, 6), bool),
+    ],
+)
+def test_masks_that_do_not_fit(make, mask):
+    layer = make(PLAIN, pairs())
+    with pytest.raises(ValueError, match="(?s)without the width.*Received: a mask of"):
+        layer(pairs(), mask=mask)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [{"image": np.ones((3, 4), bool)}, np.ones((3, 5), bool), np.ones(3, bool)],
+)
+def test_mask_that_does_not_fit_a_tensor(mask):
+    tokens = pairs()["image"]
+    for layer in (moe(PLAIN, tokens), block(PLAIN, tokens, group_images=2)):
+        with pytest.raises(ValueError, match="(?s)without the width.*tokens of shape"):
+            layer(tokens, mask=mask)
+
+
+def test_feature_map_beside_text():
+    """Several axes of tokens are one sequence, beside other modalities too."""
+    inputs = pairs()
+    layer = moe(LIMOE, inputs)
+    expected = layer(inputs)
+    grid = {**inputs, "image": inputs["image"].reshape(BATCH, 2, 2, WIDTH)}
+    other = moe(LIMOE, grid)
+    other.set_weights(layer.get_weights())
+    found = other(grid)
+    assert tuple(found["image"].shape) == (BATCH, 2, 2, WIDTH)
+    found["image"] = to_numpy(found["image"]).reshape(BATCH, 4, WIDTH)
+    assert_close(found, expected)
+
+
+# === Masks ===
+
+
+class Joined(keras.layers.Layer):
+    """A layer for both modalities, called on one tensor; only text is masked."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.built = self.supports_masking = True
+
+    def call(self, x, mask, training=None):
+        inputs = {"image": x[:, :4], "text": x[:, 4:]}
+        outputs = self.layer(inputs, mask={"text": mask}, training=training)
+        return keras.ops.concatenate([outputs["image"], outputs["text"]], axis=1)
+
+
+@pytest.mark.parametrize(
+    "make, per_modality, capacity_factor",
+    [(moe, False, 1.0), (moe, True, None), (block, True, 1.0)],
+)
+def test_masked_text_is_not_there(make, per_modality, capacity_factor):
+    """NaN in it reaches no output, no loss and no gradient."""
+    inputs = pairs()
+    router = routers.LIMoERouter(
+        NUM_EXPERTS,
+        capacity_factor=capacity_factor,
+        per_modality=per_modality,
+        losses=(
+            *routers.classic_losses(by_modality=True),
+            *routers.entropy_losses(NUM_EXPERTS),
+            routers.MutualInformationLoss(),
+        ),
+    )
+    layer = Joined(make(router, inputs))
+    x = np.concatenate([inputs["image"], inputs["text"]], axis=1)
+    mask = np.array([[True, False], [True, True], [False, False]])
+    there = np.concatenate([np.ones((3, 4), bool), mask], axis=1)
+
+    def loss(y, losses):
+        kept = keras.ops.where(there[..., None], y, 0.0)
+        return keras.ops.sum(keras.ops.square(kept)) + sum(losses)
+
+    (seed,) = [v for v in layer.variables if "seed" in v.path]
+    found = []
+    for padding in (0.0, np.nan):
+        x[~there] = padding
+        seed.assign([1, 2])
+        found.append(layer_gradients(layer, x, loss, mask=mask, training=True))
+    expected, (value, of_inputs, of_weights) = found
+    np.testing.assert_allclose(value, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(of_inputs, expected[1], atol=1e-6)
+    for path, gradient in of_weights.items():
+        np.testing.assert_allclose(gradient, expected[2][path], rtol=1e-4, atol=1e-6)
