@@ -4,6 +4,8 @@ import difflib
 import numbers
 import reprlib
 
+import numpy as np
+
 # The largest values of arguments that are taken, by their names: far more than any
 # model of the papers has, and few enough for a machine. What goes wrong above them is
 # a slip of the pen or a file that is damaged or hostile, and costs hours or all memory.
@@ -34,6 +36,9 @@ LARGEST = {
 }
 # Of other whole numbers, and of numbers that float32 can still multiply.
 _LARGEST_INTEGER, _LARGEST_NUMBER = 1 << 63, 1e30
+
+# Rows of an array that are looked at together, so that memory does not grow with it.
+_ROWS = 256
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 160
@@ -113,6 +118,25 @@ def check_numbers(least=None, over=None, under=None, **arguments):
                 f"`{name}` must be a finite number {wanted}. "
                 f"Received: {name}={quote(value)}. Pass such a float or int."
             )
+
+
+def first_not_finite(array):
+    """The first row of a NumPy array in which a number is NaN or infinite.
+
+    Args:
+        array: `(N, ...)` array of any dtype.
+
+    Returns:
+        int, or `None` if all are finite, or nothing that is no number could be in it.
+    """
+    # bfloat16 is of no kind that NumPy has a letter for.
+    if array.dtype.kind not in "fc" and "float" not in array.dtype.name:
+        return None
+    for start in range(0, len(array), _ROWS):
+        finite = np.isfinite(array[start : start + _ROWS])
+        if not finite.all():
+            return start + int(np.argwhere(~finite)[0, 0])
+    return None
 
 
 def check_choice(argument, value, accepted):

@@ -52,8 +52,11 @@ def prepared(backbone, images, preprocessor):
     """Images as the backbone takes them, a float32 array.
 
     Raises:
-        ValueError: if they are not a batch that the model takes.
+        ValueError: if they are not a batch that the model takes, or not finite.
     """
+    # On first use, since `models` imports KerasHub.
+    from keras_softmoe.models.arguments import check_finite_images
+
     if preprocessor is not None:
         images = preprocessor(images)
     elif "int" in keras.backend.standardize_dtype(images.dtype):
@@ -69,6 +72,7 @@ def prepared(backbone, images, preprocessor):
             f"images of shape={images.shape}. Add the batch axis, or resize them "
             "first."
         )
+    check_finite_images(images)
     return images
 
 

@@ -20,7 +20,11 @@ from dataclasses import dataclass
 import keras
 import numpy as np
 
-from keras_softmoe.checks import check_whole_numbers, is_whole_number
+from keras_softmoe.checks import (
+    check_whole_numbers,
+    first_not_finite,
+    is_whole_number,
+)
 from keras_softmoe.evaluation._ridge import (
     L2_GRID,
     best_l2,
@@ -376,12 +380,10 @@ def _check_scaled(x):
 
 
 def _check_finite(name, x, what="x"):
-    for start in range(0, len(x), 64):
-        finite = np.isfinite(x[start : start + 64])
-        if not finite.all():
-            row = start + int(np.argwhere(~finite)[0, 0])
-            raise ValueError(
-                f"The {what} of `{name}` must be finite. "
-                f"Received: NaN or infinity, first in row {row}. Drop such images, or, "
-                "if only the features are affected, look at the model."
-            )
+    row = first_not_finite(x)
+    if row is not None:
+        raise ValueError(
+            f"The {what} of `{name}` must be finite. "
+            f"Received: NaN or infinity, first in row {row}. Drop such images, or, "
+            "if only the features are affected, look at the model."
+        )

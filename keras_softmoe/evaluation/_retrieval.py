@@ -7,7 +7,11 @@ import numpy as np
 from keras import ops
 from numpy.typing import ArrayLike
 
-from keras_softmoe.checks import check_whole_numbers, is_whole_number
+from keras_softmoe.checks import (
+    check_whole_numbers,
+    first_not_finite,
+    is_whole_number,
+)
 from keras_softmoe.types import Tensor
 
 
@@ -188,13 +192,12 @@ def check_embeddings(name, embeddings):
             f"{name} with shape={array.shape}, dtype={array.dtype}. Encode images and "
             "captions first: `model.encode_image(images)`, `model.encode_text(texts)`."
         )
-    for rows in _chunks(len(array), 1024):
-        finite = np.isfinite(_float64(array[rows])).all(axis=1)
-        if not finite.all():
-            raise ValueError(
-                f"`{name}` must be finite. Received: NaN or infinity, first in row "
-                f"{rows.start + int(np.argmin(finite))}. Look at the model."
-            )
+    row = first_not_finite(array)
+    if row is not None:
+        raise ValueError(
+            f"`{name}` must be finite. Received: NaN or infinity, first in row {row}. "
+            "Look at the model."
+        )
     return array
 
 

@@ -7,7 +7,7 @@ import keras
 import keras_hub
 import numpy as np
 
-from keras_softmoe.checks import check_whole_numbers
+from keras_softmoe.checks import check_whole_numbers, quote
 from keras_softmoe.models._limoe_backbone import LIMoEBackbone
 from keras_softmoe.models._loading import load_from_presets
 from keras_softmoe.models._two_tower_backbone import TwoTowerBackbone
@@ -109,10 +109,7 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
 
     def call(self, x, y=None, sample_weight=None):
         if sample_weight is not None:
-            raise ValueError(
-                "Pairs are compared with each other and have no weights. Received: "
-                f"sample_weight={sample_weight}."
-            )
+            raise no_weights("sample_weight", sample_weight)
         if isinstance(x, dict):
             x, y = x["images"], x["captions"]
         return {"images": self.convert(x), "token_ids": self.tokenize(y)}
@@ -242,6 +239,14 @@ class TwoTowerPreprocessor(ContrastivePreprocessor):
     backbone_cls = TwoTowerBackbone
     tokenizer_cls = LIMoETokenizer
     image_converter_cls = LIMoEImageConverter
+
+
+def no_weights(name, value):
+    """The error for weights, which pairs do not have."""
+    return ValueError(
+        "Pairs are compared with each other and have no weights. Received: "
+        f"{name}={quote(value)}. Leave it out."
+    )
 
 
 def checked_captions(captions):

@@ -12,9 +12,16 @@ import threading
 import keras
 import numpy as np
 
-from keras_softmoe.checks import check_whole_numbers
+from keras_softmoe.checks import (
+    check_whole_numbers,
+    first_not_finite,
+    is_number,
+    is_whole_number,
+    quote,
+)
 from keras_softmoe.keras_adapter import BatchesOf
 from keras_softmoe.models._pictures import as_arrays
+from keras_softmoe.models.arguments import check_finite_images
 
 # While one thread traces them, Keras' preprocessing layers compute with TensorFlow: in
 # another thread, that is done with it, they would change back too early.
@@ -43,9 +50,10 @@ def prepare(
     """What `keras.Model.fit` takes, with the preprocessing of a task.
 
     Args:
-        model: task with `preprocess_samples(x, y, sample_weight)` and `check_input(x)`,
-            which is given arrays, or the `tf.TensorSpec` of a dataset's batches, and
-            raises an error before anything is traced.
+        model: task with `preprocess_samples(x, y, sample_weight)`, `check_labels(y)`,
+            which is given arrays, and `check_input(x)`, which is given arrays, or the
+            `tf.TensorSpec` of a dataset's batches, and raises an error before anything
+            is traced.
         x: arrays, or batches of `x`, `(x, y)` or `(x, y, sample_weight)`.
         y: array, or `None` with batches.
         sample_weight: as `y`.
@@ -53,13 +61,14 @@ def prepare(
         shuffle: bool, whether rows of arrays, and batches of a `PyDataset`, come in
             another order in each epoch.
         drop_remainder: bool, whether rows of arrays that fill no batch are left out.
-        class_weight: dict from classes to weights, or `None`. Of `tf.data` Keras itself
-            takes care.
+        class_weight: dict from classes to weights, see `checked_class_weight`, or
+            `None`. Of arrays and `tf.data` Keras itself takes care.
 
     Raises:
-        ValueError: if arrays differ in length or there are none, images are not finite
-            or labels are no classes, or batches are given together with what they
-            should contain. (The batches of `tf.data` are not looked at.)
+        ValueError: if arrays differ in length, there are none or no batches, images or
+            weights are not finite or labels are no classes, or batches are given
+            together with what they should contain. (The batches of `tf.data` are not
+            looked at.)
     """
     # KerasHub has imported TensorFlow already.
     import tensorflow as tf
@@ -78,6 +87,7 @@ def prepare(
     elif x is not None:
         x = _rows(model, x, y, sample_weight, shuffle)
         x = x.batch(batch_size or 32, drop_remainder=drop_remainder)
+    _check_batches(x)
     if isinstance(x, tf.data.Dataset):
         inputs, *_ = keras.utils.unpack_x_y_sample_weight(x.element_spec)
         model.check_input(inputs)
@@ -92,7 +102,7 @@ def prepare(
     def preprocess(batch):
         x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
         x, y, weight = (None if a is None else as_arrays(a) for a in (x, y, weight))
-        _check_numbers(model, x, y)
+        _check_samples(model, x, y, weight)
         if class_weight is not None:
             weight = _weights(y, weight, class_weight)
         data = model.preprocess_samples(x, y, weight)
@@ -107,9 +117,32 @@ def _rows(model, x, y, sample_weight, shuffle):
     """`tf.data` rows of arrays, in another order every time they are iterated."""
     import tensorflow as tf
 
-    arrays = [as_arrays(a) for a in (x, y, sample_weight) if a is not None]
-    model.check_input(arrays[0])
-    counts = [len(array) for array in keras.tree.flatten(arrays)]
+    x, y, weight = (None if a is None else as_arrays(a) for a in (x, y, sample_weight))
+    _check_samples(model, x, y, weight)
+    arrays = tuple(a for a in (x, y, weight) if a is not None)
+    rows = tf.data.Dataset.from_tensor_slices(arrays)
+    return rows.shuffle(_count(x)) if shuffle else rows
+
+
+def _count(array):
+    return len(keras.tree.flatten(array)[0])
+
+
+def _check_samples(model, x, y=None, weight=None):
+    """Raise unless arrays hold as many of each, and what can be learned from.
+
+    One NaN among the images, the labels or the weights makes all weights of the model
+    NaN.
+    """
+    model.check_input(x)
+    arrays = [array for part in (x, y, weight) for array in keras.tree.flatten(part)]
+    arrays = [array for array in arrays if array is not None]
+    if not all(np.ndim(array) for array in arrays):
+        raise ValueError(
+            "Images, labels and sample weights are arrays, with a row for each image. "
+            f"Received: arrays of shapes {', '.join(str(np.shape(a)) for a in arrays)}."
+        )
+    counts = [len(array) for array in arrays]
     if len(set(counts)) > 1:
         raise ValueError(
             "Images, labels and sample weights must be equally many. Received: "
@@ -117,27 +150,41 @@ def _rows(model, x, y, sample_weight, shuffle):
         )
     if not counts[0]:
         raise ValueError("There are no images. Received: 0 of them. Pass one or more.")
-    _check_numbers(model, *arrays[: 1 if y is None else 2])
-    rows = tf.data.Dataset.from_tensor_slices(tuple(arrays))
-    return rows.shuffle(counts[0]) if shuffle else rows
-
-
-def _check_numbers(model, x, y=None):
-    """Raise unless arrays hold numbers that can be learned from.
-
-    One NaN among the images makes all weights NaN.
-    """
     for array in keras.tree.flatten(x):
-        is_float = getattr(array.dtype, "kind", None) == "f"
-        if is_float and not np.isfinite(array).all():
-            wrong = np.argwhere(~np.isfinite(array))[0]
-            raise ValueError(
-                "Images must be finite numbers. Received: NaN or infinity, first in "
-                f"image {wrong[0]} of {len(array)}. Leave such images out, or mend "
-                "what made them: `numpy.isfinite(images).all()` tells."
-            )
-    if y is not None and hasattr(model, "check_labels"):
+        check_finite_images(array)
+    if y is not None:
         model.check_labels(y)
+    if weight is not None:
+        _check_weights(weight)
+
+
+def check_finite_labels(y):
+    """Raise if labels that are no classes, such as smoothed ones, are not finite."""
+    for array in keras.tree.flatten(y):
+        wrong = first_not_finite(array)
+        if wrong is not None:
+            raise ValueError(
+                "Labels must be finite numbers. Received: NaN or infinity, first in "
+                f"the label {wrong} of {len(array)}. Leave such images out, or give "
+                "them another label and the weight 0."
+            )
+
+
+def _check_weights(weight):
+    """Raise unless sample weights are a finite number for each sample."""
+    for array in keras.tree.flatten(weight):
+        if array.dtype.kind in "OSUcmM" or array.shape[1:] not in ((), (1,)):
+            raise ValueError(
+                "Sample weights must be numbers, one for each image, of shape (N,). "
+                f"Received: sample_weight of shape {array.shape}, dtype {array.dtype}."
+            )
+        wrong = first_not_finite(array)
+        if wrong is not None:
+            raise ValueError(
+                "Sample weights must be finite numbers. Received: NaN or infinity, "
+                f"first in the weight {wrong} of {len(array)}. To leave an image out, "
+                "give it the weight 0."
+            )
 
 
 def no_outputs(model):
@@ -146,6 +193,49 @@ def no_outputs(model):
         lambda x: keras.ops.zeros((0, *x.shape[1:]), x.dtype), model.output
     )
     return keras.tree.map_structure(keras.ops.convert_to_numpy, empty)
+
+
+def _check_batches(x):
+    """Raise if what gives batches is known to give none."""
+    try:
+        is_empty = x is not None and len(x) == 0
+    except TypeError:
+        # It does not tell, or has no end.
+        return
+    if is_empty:
+        raise ValueError(
+            f"There are no batches. Received: x={type(x).__name__} of length 0. Give "
+            "it one or more: `drop_remainder=True` leaves out one that is not full."
+        )
+
+
+def checked_class_weight(class_weight, num_classes):
+    """Weights of all classes, a dict: 1 for those that are not mentioned.
+
+    Keras looks for the others among the given ones, and an `int` that is none of its
+    classes changes nothing.
+
+    Args:
+        class_weight: dict from int to float, or `None`, which is returned.
+        num_classes: int.
+
+    Raises:
+        ValueError: if it is no dict from classes to finite numbers.
+    """
+    if class_weight is None:
+        return None
+    # With one output there are two classes.
+    classes = range(max(num_classes, 2))
+    if not isinstance(class_weight, dict) or not all(
+        is_whole_number(label, 0) and label in classes and is_number(weight)
+        for label, weight in class_weight.items()
+    ):
+        raise ValueError(
+            "`class_weight` must be a dict from classes, whole numbers from 0 to "
+            f"{classes[-1]}, to weights, finite numbers. Received: class_weight="
+            f"{quote(class_weight)}."
+        )
+    return {label: float(class_weight.get(label, 1.0)) for label in classes}
 
 
 def _weights(labels, weights, class_weight):

@@ -6,7 +6,11 @@ import numpy as np
 from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.models._contrastive_preprocessor import checked_captions
 from keras_softmoe.models._pictures import as_arrays, repeat_grey
-from keras_softmoe.models.arguments import check_pairs
+from keras_softmoe.models.arguments import (
+    check_finite_images,
+    check_pairs,
+    check_vocabulary,
+)
 from keras_softmoe.models.class_embeddings import class_embeddings
 
 
@@ -30,7 +34,7 @@ class PairEncoding:
             `(N, width)` float32 array, rows of length one.
 
         Raises:
-            ValueError: if these are no images of the model's shape.
+            ValueError: if these are no images of the model's shape, or not finite.
 
         Source: LIMoE, appendix D.1: experts have more room, since images alone do not
         use all of them (`single_modality_capacity_factor` of the router).
@@ -42,6 +46,7 @@ class PairEncoding:
         """
         images, channels = as_arrays(images), self.backbone.image_shape[-1]
         self.check_input(images)
+        check_finite_images(images)
 
         def convert(batch):
             if self.preprocessor is not None:
@@ -90,7 +95,9 @@ class PairEncoding:
 
     def _token_ids(self, captions):
         if "int" in str(getattr(captions, "dtype", "")):
-            return np.asarray(captions, "int32")
+            token_ids = np.asarray(captions)
+            check_vocabulary(token_ids, self.backbone)
+            return token_ids.astype("int32")
         if self.preprocessor is None:
             raise ValueError(
                 "Without a preprocessor there is no tokenizer: pass token ids, "

@@ -12,7 +12,7 @@ from keras_softmoe.models._token_statistics import (
     truncated_kernel,
     unit,
 )
-from keras_softmoe.models.arguments import check_images
+from keras_softmoe.models.arguments import check_finite_images, check_images
 from keras_softmoe.routers import SoftRouter
 
 # Tokens by which the scale of logits is found.
@@ -83,6 +83,7 @@ def prepare_images(dense, backbone, images):
         images = preprocessor(images)
     images = ops.convert_to_numpy(images)
     check_images(images, backbone.image_shape)
+    check_finite_images(images)
     if not len(images):
         raise ValueError(
             "There is nothing to start from. Received: no image. Pass some hundred."

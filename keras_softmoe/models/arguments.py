@@ -3,7 +3,7 @@
 import functools
 import inspect
 
-from keras_softmoe.checks import check_names, quote
+from keras_softmoe.checks import check_names, first_not_finite, quote
 from keras_softmoe.layers import MoE
 
 
@@ -110,6 +110,21 @@ def check_images(images, image_shape, any_size=False, grey=False):
         )
 
 
+def check_finite_images(images):
+    """Raise if a NumPy array of images has NaN or infinity in it.
+
+    One of them makes all weights NaN in training. In prediction it does so with all
+    that is computed of its image, and of those that are routed with it.
+    """
+    wrong = first_not_finite(images)
+    if wrong is not None:
+        raise ValueError(
+            "Images must be finite numbers. Received: NaN or infinity, first in "
+            f"image {wrong} of {len(images)}. Leave such images out, or mend "
+            "what made them: `numpy.isfinite(images).all()` tells."
+        )
+
+
 def _remedy(shape, image_shape):
     channels = image_shape[-1]
     if len(shape) == 3 and shape[-1] in (1, 3, 4, channels):
@@ -142,6 +157,28 @@ def check_token_ids(token_ids, sequence_length):
             "The model takes token ids of shape (batch, sequence length) = "
             f"{(None, sequence_length)}. Received: token ids of shape {tuple(shape)}. "
             "Pad or cut the texts, as the preset's preprocessor does."
+        )
+
+
+def check_vocabulary(token_ids, backbone):
+    """Raise unless token ids are those of a backbone's vocabulary.
+
+    Backends differ in what they make of others: an error of their own, NaN, zeros, or
+    the embedding of another token.
+
+    Args:
+        token_ids: NumPy array; of another dtype than int it is not looked at.
+        backbone: a backbone of pairs.
+    """
+    size = getattr(backbone, "text_backbone", backbone).vocabulary_size
+    if token_ids.dtype.kind not in "iu" or not token_ids.size:
+        return
+    least, largest = token_ids.min(), token_ids.max()
+    if least < 0 or largest >= size:
+        raise ValueError(
+            f"Token ids must be from 0 to {size - 1}, those of the model's vocabulary. "
+            f"Received: token ids from {least} to {largest}. Take them from the "
+            "tokenizer that belongs to the model."
         )
 
 

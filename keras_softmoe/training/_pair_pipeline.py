@@ -1,6 +1,6 @@
 """From images and captions to augmented batches, as a `tf.data` pipeline."""
 
-from keras_softmoe.training._pipeline import augmented_rows, resize
+from keras_softmoe.training._pipeline import augmented_rows, check_arrays, resize
 
 
 def training_pairs(data, image_size, batch_size, augmentation, shuffle_buffer, seed):
@@ -31,6 +31,7 @@ def _pairs(data):
     import tensorflow as tf
 
     if isinstance(data, tuple | list) and len(data) == 2:
+        check_arrays(*data)
         data = tf.data.Dataset.from_tensor_slices(tuple(data))
     spec = getattr(data, "element_spec", None)
     is_pair = isinstance(spec, tuple) and len(spec) == 2 and spec[0].shape.rank == 3

@@ -8,8 +8,9 @@ import functools
 from typing import NamedTuple
 
 import keras
+import numpy as np
 
-from keras_softmoe.checks import check_whole_numbers
+from keras_softmoe.checks import check_whole_numbers, first_not_finite
 
 
 class Augmentation(NamedTuple):
@@ -182,6 +183,8 @@ def _rows(data, num_classes):
 
     check_whole_numbers(1, num_classes=num_classes)
     if isinstance(data, tuple | list) and len(data) == 2:
+        check_arrays(*data)
+        _check_labels(np.asarray(data[1]), num_classes)
         data = tf.data.Dataset.from_tensor_slices(tuple(data))
     spec = getattr(data, "element_spec", None)
     if not isinstance(spec, tuple) or len(spec) != 2 or spec[0].shape.rank != 3:
@@ -191,13 +194,48 @@ def _rows(data, num_classes):
             f"Received: {spec or type(data)}. Take a batched data set apart with "
             "`.unbatch()`."
         )
-    shape = spec[1].shape
-    if shape.rank not in (0, 1) or (shape.rank == 1 and shape[0] != num_classes):
+    shape, dtype = spec[1].shape, spec[1].dtype
+    is_vector = shape.rank == 1 and shape[0] == num_classes
+    if not is_vector and (shape.rank != 0 or not dtype.is_integer):
         raise ValueError(
             "A label must be an integer, or a vector with an entry for each class. "
-            f"Received: labels of shape {tuple(shape)}, num_classes={num_classes}."
+            f"Received: labels of shape {tuple(shape)}, dtype {dtype.name}, "
+            f"num_classes={num_classes}."
         )
     return data, shape
+
+
+def check_arrays(images, others):
+    """Raise unless there are as many images as labels or captions, all of them finite.
+
+    Args:
+        images: array or list of them.
+        others: labels or captions, an array or list.
+    """
+    if len(images) != len(others) or not len(images):
+        raise ValueError(
+            "There must be an image or more, and one label or caption for each. "
+            f"Received: {len(images)} images and {len(others)} labels or captions."
+        )
+    for name, array in (("images", images), ("labels", others)):
+        row = first_not_finite(np.asarray(array))
+        if row is not None:
+            raise ValueError(
+                "Images and labels must be finite numbers. Received: NaN or infinity "
+                f"in {name}, first in number {row} of {len(images)}. Leave it out."
+            )
+
+
+def _check_labels(labels, num_classes):
+    """Raise unless int labels are classes: others would count as none of them."""
+    if labels.dtype.kind not in "iu" or labels.ndim != 1:
+        return
+    is_wrong = (labels < 0) | (labels >= num_classes)
+    if is_wrong.any():
+        raise ValueError(
+            f"Labels must be from 0 to {num_classes - 1}. Received: labels with "
+            f"{labels[is_wrong][:5].tolist()}, num_classes={num_classes}."
+        )
 
 
 def _dense_label(label, num_classes, shape):
@@ -205,7 +243,11 @@ def _dense_label(label, num_classes, shape):
 
     if shape.rank == 1:
         return tf.cast(label, "float32")
-    return tf.one_hot(label, num_classes)
+    label = tf.cast(label, "int64")
+    message = f"Labels must be from 0 to {num_classes - 1}, num_classes={num_classes}."
+    is_class = (label >= 0) & (label < num_classes)
+    with tf.control_dependencies([tf.debugging.Assert(is_class, [message, label])]):
+        return tf.one_hot(label, num_classes)
 
 
 def _rand_augment(augmentation):

@@ -145,7 +145,9 @@ class Recipe(_Training):
             `(batch_size, num_classes)` float32 labels.
 
         Raises:
-            ValueError: if the data have another form.
+            ValueError: if the data have another form, or arrays hold NaN, infinity or
+                labels that are no classes. (Such labels of a data set end in an
+                `InvalidArgumentError` of TensorFlow when they are drawn.)
         """
         return training_batches(
             data,
@@ -167,7 +169,7 @@ class Recipe(_Training):
             `tf.data.Dataset` as from `training_data`; the last batch may be smaller.
 
         Raises:
-            ValueError: if the data have another form.
+            ValueError: as `training_data`.
         """
         return evaluation_batches(
             data,
@@ -265,7 +267,7 @@ class ContrastiveRecipe(_Training):
             preprocessor takes.
 
         Raises:
-            ValueError: if the data have another form.
+            ValueError: if the data have another form, or images are not finite.
         """
         return training_pairs(
             data,
@@ -287,7 +289,7 @@ class ContrastiveRecipe(_Training):
             batch are left out: accuracies depend on how many captions are compared.
 
         Raises:
-            ValueError: if the data have another form.
+            ValueError: as `training_data`.
         """
         return evaluation_pairs(data, self.image_size, self.batch_size)
 

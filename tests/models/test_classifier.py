@@ -271,3 +271,46 @@ def test_default_metric_is_for_the_labels_of_the_loss(loss):
     results = model.evaluate(x, y, verbose=0, return_dict=True)
     del results["loss"]
     assert list(results.values()) == [pytest.approx(expected)]
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_weights_of_samples_must_be_finite(number):
+    """One that is not, and all weights of the model would be NaN."""
+    model = tiny.classifier(**tiny.DENSE)
+    before = [to_numpy(w) for w in model.weights]
+    x, y, weight = tiny.pixels(6), tiny.labels(6), np.ones(6, "float32")
+    weight[4] = number
+    data = (x, y, weight)
+    for run in (
+        lambda: model.fit(x, y, sample_weight=weight, verbose=0),
+        lambda: model.fit(x, y, sample_weight=list(weight), verbose=0),
+        lambda: model.fit(x, y, sample_weight=weight[:, None], verbose=0),
+        lambda: model.fit(x, y, sample_weight=weight, validation_split=0.1, verbose=0),
+        lambda: model.fit(x, y, validation_data=data, verbose=0),
+        lambda: model.fit(iter([data]), verbose=0),
+        lambda: model.evaluate(x, y, sample_weight=weight, verbose=0),
+        lambda: model.evaluate(iter([data]), verbose=0),
+    ):
+        with pytest.raises(ValueError, match="weights must be finite.*weight 4 of"):
+            run()
+    with pytest.raises(ValueError, match=r"`class_weight` must be.*Received.*\{1: "):
+        model.fit(x, y, class_weight={1: number}, verbose=0)
+    for now, weight in zip(model.weights, before, strict=True):
+        np.testing.assert_array_equal(to_numpy(now), weight)
+
+
+def test_weights_of_samples():
+    """Also 0 and less, which Keras allows, and as a column."""
+    model = tiny.classifier(**tiny.DENSE)
+    x, y = tiny.pixels(6), tiny.labels(6)
+    weight = np.array([0, 2, -1, 1, 0.5, 3], "float32")
+    loss = keras.losses.SparseCategoricalCrossentropy(True, reduction="none")
+    losses = to_numpy(loss(y, tiny.predict(model, x)))
+    for form in (weight, weight[:, None]):
+        found = model.evaluate(x, y, sample_weight=form, verbose=0)[0]
+        np.testing.assert_allclose(found, (losses * weight).mean(), rtol=1e-4)
+    # Classes that are not mentioned have the weight 1.
+    model.compile(keras.optimizers.SGD(0.0))
+    found = model.fit(x, y, class_weight={1: 3}, verbose=0).history["loss"][0]
+    expected = (losses * np.where(y == 1, 3.0, 1.0)).mean()
+    np.testing.assert_allclose(found, expected, rtol=1e-4)

@@ -6,9 +6,15 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import models
+from keras_softmoe import evaluation, models
 from tests.models import tiny, tiny_limoe
-from tests.models.tiny_limoe import BATCH, LENGTH, captions
+from tests.models.tiny_limoe import (
+    BATCH,
+    LENGTH,
+    VOCABULARY_SIZE,
+    captions,
+    token_ids,
+)
 from tests.references import to_numpy
 
 LONG = "a very long caption about one red circle and two blue stars"
@@ -159,15 +165,60 @@ def test_bad_pairs(model, num_images, num_captions, arguments, message):
             model.fit(pixels(), captions(), validation_data=(x, y), verbose=0)
 
 
-def test_pairs_have_no_weights(model):
+def test_pairs_have_no_weights(model, without_preprocessor):
     ones = np.ones(BATCH)
-    with pytest.raises(ValueError, match="sample_weight"):
-        model.fit(pixels(), captions(), sample_weight=ones, verbose=0)
+    for method in (model.fit, model.evaluate):
+        with pytest.raises(ValueError, match="no weights.*Received: sample_weight="):
+            method(pixels(), captions(), sample_weight=ones, verbose=0)
+    with pytest.raises(ValueError, match="no weights.*Received: class_weight="):
+        model.fit(pixels(), captions(), class_weight={0: 1.0}, verbose=0)
+    batch = (tiny.images(BATCH), token_ids(), ones)
+    for method in (without_preprocessor.fit, without_preprocessor.evaluate):
+        with pytest.raises(ValueError, match="no weights.*Received: sample_weight="):
+            method(iter([batch]), verbose=0)
     with pytest.raises(ValueError, match="without weights.*a tuple of 3"):
         validation = (pixels(), captions(), ones)
         model.fit(pixels(), captions(), validation_data=validation, verbose=0)
     with pytest.raises(ValueError, match="(?s)no weights.*sample_weight="):
         model.preprocessor(pixels(), captions(), sample_weight=ones)
+
+
+def test_images_must_be_finite(model, without_preprocessor):
+    wrong = pixels()
+    wrong[1, 2, 3, 0] = np.nan
+    names = ["a circle", "a star"]
+    for run in (
+        lambda: model.fit(wrong, captions(), verbose=0),
+        lambda: model.evaluate(wrong, captions(), verbose=0),
+        lambda: model.predict({"images": wrong, "captions": captions()}),
+        lambda: model.fit(iter([(wrong, captions())]), verbose=0),
+        lambda: model.encode_image(wrong),
+        lambda: without_preprocessor.encode_image(wrong / 255),
+        lambda: model.zero_shot(wrong, names),
+        lambda: evaluation.zero_shot(model, wrong, names, ["{}"]),
+    ):
+        with pytest.raises(ValueError, match="Images must be finite.*image 1 of 3"):
+            run()
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCABULARY_SIZE])
+def test_token_ids_that_the_model_does_not_know(model, without_preprocessor, wrong):
+    ids = token_ids()
+    ids[1, 2] = wrong
+    for run in (
+        lambda: model.fit(pixels(), ids, verbose=0),
+        lambda: model.evaluate(pixels(), ids, verbose=0),
+        lambda: model.encode_text(ids),
+        lambda: without_preprocessor.fit(iter([(tiny.images(3), ids)]), verbose=0),
+        lambda: without_preprocessor.predict(
+            {"images": tiny.images(3), "token_ids": ids}
+        ),
+        lambda: without_preprocessor.predict(
+            iter([{"images": tiny.images(3), "token_ids": ids}])
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"from 0 to 109.*Received.* {wrong}"):
+            run()
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 8, 2), (3, 8, 8, 4), (3, 8, 8)])

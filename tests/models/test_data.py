@@ -4,6 +4,7 @@ import sys
 import types
 
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -156,6 +157,28 @@ def test_no_images(model):
         model.fit(verbose=0)
 
 
+def test_no_batches(model, x):
+    import tensorflow as tf
+
+    y = tiny.labels(NUM_IMAGES)
+    few = tf.data.Dataset.from_tensor_slices((x, y)).batch(11, drop_remainder=True)
+    for source in (dataset(x[:0], y[:0]), few, Sequence(x[:0], y[:0])):
+        for method in (model.fit, model.evaluate, model.predict):
+            with pytest.raises(ValueError, match="no batches.*of length 0"):
+                method(source, verbose=0)
+
+
+def test_batches_that_do_not_fit_together(model, x):
+    y = tiny.labels(NUM_IMAGES)
+    for batch, message in (
+        ((x, y[:3]), "equally many.*10, 3"),
+        ((x[:0], y[:0]), "no images.*0 of them"),
+    ):
+        for method in (model.fit, model.evaluate):
+            with pytest.raises(ValueError, match=message):
+                method(iter([batch]), verbose=0)
+
+
 def test_lengths_differ(model, x):
     for method in (model.fit, model.evaluate):
         with pytest.raises(ValueError, match="equally many.*10, 9"):
@@ -174,6 +197,45 @@ def test_numbers_that_destroy_a_model(model, x):
             method(batches(wrong, y), verbose=0)
     for now, weight in zip(model.weights, before, strict=True):
         np.testing.assert_array_equal(to_numpy(now), weight)
+
+
+def test_numbers_of_half_precision(model, x):
+    """bfloat16 is of no kind that NumPy has a letter for."""
+    y, wrong = tiny.labels(NUM_IMAGES), x.astype(ml_dtypes.bfloat16)
+    model.evaluate(wrong, y, verbose=0)
+    wrong[2, 1, 1, 0] = np.inf
+    with pytest.raises(ValueError, match="finite.*first in image 2 of 10"):
+        model.evaluate(wrong, y, verbose=0)
+
+
+def test_weights_that_are_refused(model, x):
+    y, ones = tiny.labels(NUM_IMAGES), np.ones(NUM_IMAGES)
+    for weight, message in (
+        (ones[:9], "equally many.*10, 10, 9"),
+        (np.ones((NUM_IMAGES, 3)), r"of shape \(N,\).*\(10, 3\)"),
+        (["much"] * NUM_IMAGES, "must be numbers.*dtype object"),
+        (2.0, r"a row for each image.*\(10, 8, 8, 3\), \(10,\), \(\)"),
+    ):
+        for method in (model.fit, model.evaluate):
+            with pytest.raises(ValueError, match=message):
+                method(x, y, sample_weight=weight, verbose=0)
+            with pytest.raises(ValueError, match=message):
+                method(iter([(x, y, weight)]), verbose=0)
+    for weight in ([1.0, 2.0], {"0": 1.0}, {3: 1.0}, {-1: 1.0}, {0: None}, 2.0):
+        for source in ((x, y), (dataset(x, y),), (loader(x, y),)):
+            with pytest.raises(ValueError, match="dict from classes.*from 0 to 2"):
+                model.fit(*source, class_weight=weight, verbose=0)
+
+
+def test_labels_of_other_losses(x):
+    model = tiny.classifier(**tiny.DENSE)
+    model.compile(keras.optimizers.SGD(0.0), loss="categorical_crossentropy")
+    one_hot = np.eye(tiny.NUM_CLASSES)[tiny.labels(NUM_IMAGES)]
+    model.fit(x, one_hot, verbose=0)
+    one_hot[3, 1] = np.nan
+    for source in ((x, one_hot), (batches(x, one_hot),)):
+        with pytest.raises(ValueError, match="Labels must be finite.*the label 3 of"):
+            model.fit(*source, verbose=0)
 
 
 def test_labels_that_are_no_classes(model, x):

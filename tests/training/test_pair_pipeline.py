@@ -89,6 +89,8 @@ def test_pipelines_of_images_of_any_size_and_of_token_ids():
         (np.zeros((4, 8, 8, 3)), np.zeros((4, 16))),
         (np.zeros((4, 8, 8, 3)), [["a", "b"]] * 4),
         tf.data.Dataset.from_tensors((np.zeros((4, 8, 8, 3)), ["a"] * 4)),
+        (np.full((4, 8, 8, 3), np.nan), ["a"] * 4),
+        (np.zeros((4, 8, 8, 3)), ["a"] * 3),
     ],
 )
 def test_other_data_are_named(data):

@@ -157,9 +157,28 @@ def test_images_of_different_sizes():
         (np.zeros((4, 8, 8, 3)), np.zeros((4, 3))),
         (np.zeros((4, 8, 8, 3)), np.zeros((4, 1, 4))),
         tf.data.Dataset.from_tensors((np.zeros((4, 8, 8, 3)), np.zeros(4))),
+        # Floats are no classes.
+        (np.zeros((4, 8, 8, 3)), np.zeros(4)),
+        (np.zeros((4, 8, 8, 3)), np.zeros(3, int)),
+        (np.zeros((0, 8, 8, 3)), np.zeros(0, int)),
+        (np.full((4, 8, 8, 3), np.nan), np.zeros(4, int)),
+        (np.zeros((4, 8, 8, 3)), np.full((4, 4), np.inf)),
+        (np.zeros((4, 8, 8, 3)), np.full(4, NUM_CLASSES)),
+        (np.zeros((4, 8, 8, 3)), np.full(4, -1)),
     ],
 )
 def test_bad_data_are_named(data):
     for make in (make_recipe().training_data, make_recipe().evaluation_data):
         with pytest.raises(ValueError, match="Received"):
             make(data)
+
+
+@pytest.mark.parametrize("label", [-1, NUM_CLASSES])
+def test_labels_of_a_data_set_must_be_classes(label):
+    """A vector of zeros would say that the image is of no class."""
+    data = tf.data.Dataset.from_tensor_slices(
+        (np.zeros((4, 8, 8, 3)), np.full(4, label, "int8"))
+    )
+    for make in (make_recipe().training_data, make_recipe().evaluation_data):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="from 0 to 3"):
+            first(make(data))
