@@ -18,7 +18,7 @@ from keras_softmoe.layers._modalities import (
     each,
     sum_costs,
 )
-from keras_softmoe.layers._moe import MoE
+from keras_softmoe.layers._moe import MoE, check_settings
 from keras_softmoe.routers import Router
 from keras_softmoe.types import DType
 
@@ -57,7 +57,8 @@ class Encoder:
 
     Raises:
         ValueError: if a size is not a positive integer, the heads do not divide the
-            width, or `moe_layers` and `router` do not fit.
+            width, `moe_layers` and `router` do not fit, or `layers.MoE` does not
+            accept a setting.
         TypeError: if `layers.MoE` has no such setting.
 
     Examples:
@@ -145,7 +146,10 @@ def _complete_settings(settings):
     """All settings of `layers.MoE`, those that are not given with their defaults."""
     accepted = MoE.settings()
     check_names("`layers.MoE`, to which further arguments go,", settings, accepted)
-    return {**accepted, **settings}
+    settings = {**accepted, **settings}
+    # Also of a dense model, which is a mixture of experts with other `moe_layers`.
+    check_settings(**settings)
+    return settings
 
 
 def _block_indices(moe_layers, num_layers):

@@ -137,11 +137,14 @@ class MoE(Layer):
                 f"router={quote(router)}."
             )
         check_whole_numbers(1, mlp_dim=mlp_dim)
-        check_numbers(least=0, under=1, expert_dropout_rate=expert_dropout_rate)
-        self.check_group_images(group_images)
-        check_bools(equal_experts=equal_experts, remat_experts=remat_experts)
-        check_choice("dispatcher", dispatcher, DISPATCHERS)
-        check_choice("dispatch_dtype", dispatch_dtype, (None, "bfloat16"))
+        check_settings(
+            group_images,
+            dispatcher,
+            equal_experts,
+            expert_dropout_rate,
+            remat_experts,
+            dispatch_dtype,
+        )
         self.router = router.clone(name="router")
         self.mlp_dim = mlp_dim
         self.group_images = group_images
@@ -186,15 +189,8 @@ class MoE(Layer):
             ValueError: if it is no positive integer and not `None`, or the router
                 refuses groups of so many tokens.
         """
-        is_count = is_whole_number(group_images, 1, "group_images")
-        if not (is_count or group_images is None):
-            raise ValueError(
-                "A group consists of at least one image. `group_images` must be a "
-                f"positive integer{at_most('group_images')}, or `None` for the whole "
-                f"batch: pass one of these. Received: "
-                f"group_images={quote(group_images)}."
-            )
-        if self.built and is_count:
+        _check_count(group_images)
+        if self.built and group_images is not None:
             (router or self.router).check_group(group_images * self.num_tokens)
 
     def _check_placement(self):
@@ -427,6 +423,36 @@ class MoE(Layer):
     def from_config(cls, config):
         router = keras.saving.deserialize_keras_object(config["router"])
         return cls(**{**config, "router": router})
+
+
+def check_settings(
+    group_images,
+    dispatcher,
+    equal_experts,
+    expert_dropout_rate,
+    remat_experts,
+    dispatch_dtype,
+):
+    """Raise unless the arguments that `MoE.settings` names are accepted.
+
+    A stack of layers checks them also where none of its layers is a `MoE`.
+    """
+    _check_count(group_images)
+    check_choice("dispatcher", dispatcher, DISPATCHERS)
+    check_bools(equal_experts=equal_experts, remat_experts=remat_experts)
+    check_numbers(least=0, under=1, expert_dropout_rate=expert_dropout_rate)
+    check_choice("dispatch_dtype", dispatch_dtype, (None, "bfloat16"))
+
+
+def _check_count(group_images):
+    is_count = is_whole_number(group_images, 1, "group_images")
+    if not (is_count or group_images is None):
+        raise ValueError(
+            "A group consists of at least one image. `group_images` must be a "
+            f"positive integer{at_most('group_images')}, or `None` for the whole "
+            f"batch: pass one of these. Received: "
+            f"group_images={quote(group_images)}."
+        )
 
 
 def _count(mask):

@@ -325,6 +325,32 @@ def test_unknown_argument():
         tiny.backbone(num_blocks=2)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"group_images": "x"},
+        {"dispatcher": "fast"},
+        {"equal_experts": 1.5},
+        {"expert_dropout_rate": 2},
+        {"remat_experts": "yes"},
+        {"dispatch_dtype": "float99"},
+    ],
+)
+def test_settings_of_experts_in_a_dense_model(wrong):
+    """With other `moe_layers` they would be those of its experts."""
+    assert set(layers.MoE.settings()) >= set(wrong)
+    ((name, value),) = wrong.items()
+    text = {"vocabulary_size": 9, "sequence_length": 4}
+    sizes = {"num_layers": 1, "num_heads": 2, "hidden_dim": 8, "mlp_dim": 12}
+    for make in (
+        lambda: tiny.backbone(**tiny.DENSE, **wrong),
+        lambda: models.TextMoEBackbone(**text, **sizes, **wrong),
+        lambda: models.LIMoEBackbone((8, 8, 3), 4, **text, **sizes, **wrong),
+    ):
+        with pytest.raises(ValueError, match=f"Received: {name}={value!r}"):
+            make()
+
+
 def test_wrong_images():
     model = tiny.backbone()
     expected = to_numpy(model(tiny.images(2))["pooled_output"])
