@@ -22,7 +22,7 @@ def lowest(x):
     Returns:
         Scalar tensor of the dtype of `x`.
     """
-    return _like(x, _finfo(x).min / 2)
+    return _like(x, _finfo(x.dtype).min / 2)
 
 
 def tiny(x):
@@ -36,7 +36,12 @@ def tiny(x):
     Returns:
         Scalar tensor of the dtype of `x`.
     """
-    return _like(x, max(1e-30, _finfo(x).smallest_normal))
+    return _like(x, max(1e-30, smallest(x.dtype)))
+
+
+def smallest(dtype):
+    """The smallest positive float with all its digits, for a dtype."""
+    return float(_finfo(dtype).smallest_normal)
 
 
 def with_real_first(scores, valid):
@@ -51,13 +56,13 @@ def with_real_first(scores, valid):
     Returns:
         Tensor like `scores`.
     """
-    least = _like(scores, _finfo(scores).min)
+    least = _like(scores, _finfo(scores.dtype).min)
     scores = ops.where(scores > least, scores, least)
     return ops.where(valid, scores, -float("inf"))
 
 
-def _finfo(x):
-    return ml_dtypes.finfo(keras.backend.standardize_dtype(x.dtype))
+def _finfo(dtype):
+    return ml_dtypes.finfo(keras.backend.standardize_dtype(dtype))
 
 
 def _like(x, value):

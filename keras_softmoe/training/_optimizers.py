@@ -14,6 +14,7 @@ from keras import ops
 
 from keras_softmoe.checks import check_choice
 from keras_softmoe.keras_adapter import index_of
+from keras_softmoe.ops.constants import smallest
 from keras_softmoe.training._by_variable import ByVariable, weight_of_all
 
 
@@ -30,7 +31,8 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         learning_rate: float or schedule.
         beta_1: float, decay of the first moment.
         beta_2: float, decay of the second moment.
-        epsilon: float, see above.
+        epsilon: float, see above. Float16 has none that small: of weights of that
+            dtype it is at least 6e-5.
         weight_decay_rules: optional list of `(pattern, rate)`. A variable decays at the
             rate of the first pattern that `re.search` finds in its path, and not at all
             if there is none: a step subtracts `learning_rate * rate * variable`. Paths
@@ -117,7 +119,9 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         steps = ops.cast(self.iterations, "float32") + 1.0
         rate = learning_rate / weight_of_all(steps, self.beta_1)
         root = ops.sqrt(velocity / ops.cast(weight_of_all(steps, self.beta_2), dtype))
-        self.assign_sub(variable, ops.cast(rate, dtype) * mean / (root + self.epsilon))
+        # In float16 an epsilon of 1e-8 would be zero.
+        root = root + max(self.epsilon, smallest(dtype))
+        self.assign_sub(variable, ops.cast(rate, dtype) * mean / root)
 
     def get_config(self):
         return {

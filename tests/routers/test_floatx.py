@@ -1,0 +1,96 @@
+"""Every router is finite whatever the default dtype of Keras is."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+
+from keras_softmoe import layers, routers
+from tests import cases
+from tests.gradients import layer_gradients
+from tests.references import to_numpy
+
+BATCH, NUM_TOKENS, WIDTH, NUM_EXPERTS = 3, 4, 4, 3
+
+# Masked: nothing of one image, and some of another.
+MASK = np.array([[True] * NUM_TOKENS, [True, False] * 2, [False] * NUM_TOKENS])
+
+SPARSE_LOSSES = {
+    "losses": (*routers.classic_losses(), routers.GShardLoss()),
+    "noise_std": 1.0,
+}
+ROUTERS = {
+    "softmax token choice": lambda: routers.SoftmaxTokenChoiceRouter(
+        NUM_EXPERTS, 2, priority="sum", keep_fraction=0.5, **SPARSE_LOSSES
+    ),
+    "softmax token choice, normalized, at random": (
+        lambda: routers.SoftmaxTokenChoiceRouter(
+            NUM_EXPERTS, 2, priority="random", normalize_gates=True
+        )
+    ),
+    "softmax token choice, dropless": lambda: routers.SoftmaxTokenChoiceRouter(
+        NUM_EXPERTS, 2, capacity_factor=None
+    ),
+    "sinkhorn token choice": lambda: routers.SinkhornTokenChoiceRouter(NUM_EXPERTS),
+    "sinkhorn token choice, plan": lambda: routers.SinkhornTokenChoiceRouter(
+        NUM_EXPERTS, combine="plan", normalize_gates=True, **SPARSE_LOSSES
+    ),
+    "softmax expert choice": lambda: routers.SoftmaxExpertChoiceRouter(
+        NUM_EXPERTS, **SPARSE_LOSSES
+    ),
+    "sinkhorn expert choice, plan": lambda: routers.SinkhornExpertChoiceRouter(
+        NUM_EXPERTS, combine="plan"
+    ),
+    "sparse transport": lambda: routers.SparseTransportExpertChoiceRouter(NUM_EXPERTS),
+    "sparse transport, plan": lambda: routers.SparseTransportExpertChoiceRouter(
+        NUM_EXPERTS, combine="plan"
+    ),
+    "soft": lambda: routers.SoftRouter(NUM_EXPERTS, noise_std=1.0),
+    "soft, not normalized": lambda: routers.SoftRouter(NUM_EXPERTS, normalize=False),
+    "uniform": lambda: routers.SoftRouter(
+        NUM_EXPERTS, dispatch="uniform", combine="uniform"
+    ),
+    "identity": lambda: routers.IdentityRouter(2),
+}
+
+
+@pytest.fixture(params=["float16", "bfloat16", "float64"])
+def floatx(request):
+    """The default dtype of Keras is another one."""
+    with contextlib.ExitStack() as stack:
+        if request.param == "float64" and keras.backend.backend() == "jax":
+            import jax
+
+            stack.enter_context(jax.enable_x64(True))
+        stack.callback(keras.config.set_floatx, "float32")
+        keras.config.set_floatx(request.param)
+        keras.config.set_dtype_policy(request.param)
+        yield request.param
+
+
+def assert_finite(layer, inputs, **kwargs):
+    """Outputs, losses and gradients of training are."""
+    inputs = to_numpy(keras.ops.cast(inputs, layer.compute_dtype))
+
+    def loss(outputs, losses):
+        total = sum(keras.ops.sum(x) for x in keras.tree.flatten(outputs))
+        return keras.ops.cast(total, "float32") + sum(losses)
+
+    value, of_inputs, gradients = layer_gradients(
+        layer, inputs, loss, compiled=False, training=True, **kwargs
+    )
+    assert np.isfinite(value)
+    for gradient in (of_inputs, *gradients.values()):
+        assert np.isfinite(np.asarray(gradient, "float64")).all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_are_finite(floatx, name, masked):
+    # Three images in groups of two: one of the last group is padding.
+    layer = layers.MoE(ROUTERS[name](), mlp_dim=4, group_images=2)
+    layer.build((None, NUM_TOKENS, WIDTH))
+    assert layer.experts.weights[0].dtype == floatx
+    mask = {"mask": keras.ops.convert_to_tensor(MASK)} if masked else {}
+    assert_finite(layer, cases.array("normal", (BATCH, NUM_TOKENS, WIDTH), 0), **mask)
