@@ -278,10 +278,7 @@ def explain_errors(preset):
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise _unreadable(where, error) from error
     except ValueError as error:
-        message = str(error)
-        if len(message) > _MAX_MESSAGE:
-            middle = _MAX_MESSAGE // 2
-            error.args = (f"{message[:middle]} [...] {message[-middle // 2 :]}",)
+        error.args = (_shortened(error),)
         error.add_note(
             f"This happened while the preset {where} was read. If nothing was changed "
             "on purpose, restore it or save it again."
@@ -297,8 +294,16 @@ def _unreadable(where, error):
         f"The preset {where} cannot be read: a file is damaged, truncated, could not "
         "be fetched, or belongs to another model. Restore it, save it or fetch it "
         "again. "
-        f"Reason: {type(error).__name__}: {str(error)[:_MAX_MESSAGE]}"
+        f"Reason: {type(error).__name__}: {_shortened(error)}"
     )
+
+
+def _shortened(error):
+    """The message of an error without its middle: the reason may be at the end."""
+    message, middle = str(error), _MAX_MESSAGE // 2
+    if len(message) <= _MAX_MESSAGE:
+        return message
+    return f"{message[:middle]} [...] {message[-middle:]}"
 
 
 def _root():

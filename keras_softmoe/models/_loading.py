@@ -26,6 +26,7 @@ from keras_softmoe.checks import check_names, quote
 from keras_softmoe.files import read_whole, replaced_directory
 from keras_softmoe.models._compilation import preset_is_saved
 from keras_softmoe.models._mutable_routing import pop_mutable_settings
+from keras_softmoe.models._preset_keys import check_keys
 from keras_softmoe.models._size import weights_from
 from keras_softmoe.models.arguments import arguments_of
 from keras_softmoe.models.released import convert
@@ -247,7 +248,8 @@ def open_preset(preset, load_weights=True):
 
     Raises:
         ValueError: if the name is unknown, the directory is not a preset of this
-            library, or weights are wanted that do not exist or cannot be fetched.
+            library, a file in it has a key that is not known, or weights are wanted
+            that do not exist or cannot be fetched.
     """
     if not isinstance(preset, str | os.PathLike):
         raise ValueError(
@@ -268,6 +270,8 @@ def open_preset(preset, load_weights=True):
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             directory = catalogue.write(place, Path(folder, place))
         with catalogue.explain_errors(place):
+            if not catalogue.is_handle(preset):
+                check_keys(directory)
             yield str(directory)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from keras_softmoe import models, routers
 from keras_softmoe.catalogue import _entries as entries
+from keras_softmoe.models._preset_keys import check_keys
 from tests.models import tiny
 
 pytestmark = tiny.LOADING_WRONG_WEIGHTS
@@ -202,6 +203,47 @@ def test_preprocessing(preset, cls):
         (preset / file).write_text('{"module": "ker')
     with pytest.raises(ValueError, match="(?s)preset.*cannot be read.*truncated"):
         cls.from_preset(str(preset))
+
+
+@pytest.mark.parametrize(
+    "file, place, key, meant",
+    [
+        ("config.json", ["config"], "num_layer", "num_layers"),
+        ("config.json", ["config", "router", "config"], "num_expert", "num_experts"),
+        ("config.json", ["config", "router"], "regitered_name", "registered_name"),
+        ("task.json", ["config"], "num_class", "num_classes"),
+        ("task.json", ["config", "backbone", "config"], "patchsize", "patch_size"),
+        ("task.json", ["config", "preprocessor"], "modul", "module"),
+        ("preprocessor.json", [], "image_convertr", None),
+        ("preprocessor.json", ["config"], "image_convertr", "image_converter"),
+        ("preprocessor.json", ["config", "image_converter"], "confg", "config"),
+        ("image_converter.json", [], "interpolation", None),
+        ("image_converter.json", ["config"], "interpolatoin", "interpolation"),
+    ],
+)
+def test_keys_that_nothing_reads(preset, file, place, key, meant):
+    """Keras passes over some of them, and KerasHub over whole files."""
+    content = json.loads((preset / file).read_text())
+    part = content
+    for name in place:
+        part = part[name]
+    part[key] = "bicubic"
+    (preset / file).write_text(json.dumps(content))
+    hint = f"Did you mean `{meant}`. Accepted: .*" if meant else "Accepted: .*"
+    for load in (
+        load_backbone,
+        load_classifier,
+        models.ViTMoEImageClassifierPreprocessor.from_preset,
+        models.ViTMoEImageConverter.from_preset,
+    ):
+        with pytest.raises(ValueError, match=f"'{file}' has a key that .*{hint}") as e:
+            load(str(preset))
+        assert f"Received: {key!r}. Correct the file" in str(e.value)
+        assert f"while the preset in '{preset}' was read" in explanation(e)
+    # What else is in a directory belongs to the user.
+    (preset / file).write_text(json.dumps({**content, "config": {}})[:40])
+    (preset / "notes.json").write_text('{"class_name": "a", "config": {}, "b": 1}')
+    check_keys(preset)
 
 
 def test_wrong_override(preset):
