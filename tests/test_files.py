@@ -144,7 +144,7 @@ if sys.argv[2] == "exchange":
     pathlib.Path.rename = killed
 if sys.argv[2] == "replace":
     _placing._is_plain = lambda *paths: False
-    move, moved = _placing._move, []
+    move, moved = _placing.move, []
 
     def killed(file, path):
         if moved:
@@ -152,7 +152,7 @@ if sys.argv[2] == "replace":
         moved.append(path)
         move(file, path)
 
-    _placing._move = killed
+    _placing.move = killed
 with files.replaced_directory(sys.argv[1], ["*.json"]) as aside:
     (aside / "config.json").write_text("second")
     if sys.argv[2] == "replace":
@@ -443,14 +443,14 @@ def test_all_files_are_put_back(tmp_path, monkeypatch):
     for name in ("a.json", "b.json", "old.json"):
         (target / name).write_text("first")
     (target / "link").symlink_to("nowhere")
-    move = _placing._move
+    move = _placing.move
 
     def fails_once(file, path):
         if path.name == "b.json" and file.parent.name == "ready":
             raise PermissionError(errno.EPERM, "Operation not permitted")
         move(file, path)
 
-    monkeypatch.setattr(_placing, "_move", fails_once)
+    monkeypatch.setattr(_placing, "move", fails_once)
     with pytest.raises(NotWritten, match="unchanged"):
         with replaced_directory(target, MARKS, keep=lambda path: False) as aside:
             for name in ("a.json", "a_new.json", "b.json"):

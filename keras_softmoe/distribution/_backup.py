@@ -83,7 +83,7 @@ class Backup(keras.callbacks.Callback):
         ValueError: if `every` is not a positive integer, or `one_stream` is asked for
             where it cannot be; when training starts, if the directory cannot be written
             to, the backup cannot be read, is of another model or optimizer (nothing is
-            changed then), or some processes cannot see it.
+            changed then) or has other parts frozen, or some processes cannot see it.
 
     The state of other callbacks is not saved: one that waits for an improvement counts
     from zero. They are called for skipped batches as well, with the metrics as they
@@ -117,7 +117,8 @@ class Backup(keras.callbacks.Callback):
                 f"one_stream={one_stream!r}. Leave `steps_per_epoch` out, so that each "
                 "epoch begins the data again, and with it `one_stream`."
             )
-        self.path = Path(directory, FILE)
+        # Of a link the target is made if it does not exist.
+        self.path = Path(os.path.realpath(directory), FILE)
         self.every = every
         self.one_stream = one_stream
         self.delete = delete
@@ -279,8 +280,9 @@ class Backup(keras.callbacks.Callback):
                 f"{name}, for {backup.optimizer}."
             )
         variables = variables_of(model)
-        for kind in ("model", "optimizer"):
-            self._check(kind, variables[kind], backup.datasets[kind])
+        self._check("model", variables["model"], backup.datasets["model"])
+        self._check_frozen(variables["model"], backup.datasets["model"])
+        self._check("optimizer", variables["optimizer"], backup.datasets["optimizer"])
         for kind in ("model", "optimizer"):
             for variable, dataset in zip(
                 variables[kind], backup.datasets[kind], strict=True
@@ -308,6 +310,19 @@ class Backup(keras.callbacks.Callback):
             f"from the beginning. Received: {len(expected)} variables, for "
             f"{len(found)}, of which the first that differ are {first}."
         )
+
+    def _check_frozen(self, variables, datasets):
+        # The state of the optimizer would be that of other variables.
+        for variable, dataset in zip(variables, datasets, strict=True):
+            # Older files do not tell.
+            was_trained = dataset.attrs.get("trainable", variable.trainable)
+            if was_trained != variable.trainable:
+                raise ValueError(
+                    f"The backup in '{self.path}' is of a training in which other "
+                    "parts of the model were frozen. Freeze the same ones before "
+                    "`compile`, or remove it to start from the beginning. Received: "
+                    f"trainable={variable.trainable} for {variable.path!r}."
+                )
 
     def _restore_metrics(self):
         model, metrics = self.model, self._metrics

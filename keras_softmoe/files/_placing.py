@@ -227,7 +227,7 @@ def _replace_files(new, directory, keep):
         finish(ready, directory)
     except BaseException:
         for path in files_below(before):
-            _move(before / path, directory / path)
+            move(before / path, directory / path)
         for path in set(files).difference(there, files_below(ready)):
             (directory / path).unlink(missing_ok=True)
         raise
@@ -250,14 +250,14 @@ def finish(ready, directory):
     """Move files that are ready to their places, and remove those that are to go."""
     for path in files_below(ready):
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
-        _move(ready / path, directory / path)
+        move(ready / path, directory / path)
     gone = json.loads((ready.parent / "gone").read_text(encoding="utf-8"))
     for path in gone:
         (directory / path).unlink(missing_ok=True)
     shutil.rmtree(ready)
 
 
-def _move(file, path):
+def move(file, path):
     """Move a file to its place in one step."""
     place = _place(path)
     try:

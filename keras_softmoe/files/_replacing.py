@@ -13,6 +13,7 @@ from keras_softmoe.files._placing import (
     finish,
     is_exchangeable,
     make_like,
+    move,
     replace_files,
 )
 from keras_softmoe.files._refusals import (
@@ -49,19 +50,20 @@ def replaced_file(path, room=0):
         is_there = check_kind(target, stat.S_IFREG)
         with aside(target.parent, target.name) as temporary:
             check_room(temporary, room)
-            yield temporary / target.name
-            names = {file.name for file in temporary.iterdir()} - {target.name}
+            new = temporary / Path(path).name
+            yield new
+            names = sorted({file.name for file in temporary.iterdir()} - {new.name})
             for name in names:
-                other = target.with_name(name)
+                other = Path(os.path.realpath(Path(path).with_name(name)))
                 if check_kind(other, stat.S_IFREG) and not is_there:
                     raise NotWritten(
                         f"'{path}' cannot be written: it consists of several files, "
                         f"and '{other}' is another one, which stays as it was. Choose "
                         "another name, or remove that file first."
                     )
-            for name in (*names, target.name):
-                make_like(temporary / name, target.with_name(name))
-                os.replace(temporary / name, target.with_name(name))
+            for name in (*names, new.name):
+                make_like(temporary / name, Path(path).with_name(name))
+                move(temporary / name, Path(path).with_name(name))
 
 
 def check_file(path):

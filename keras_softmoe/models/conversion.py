@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from keras_softmoe.checkpoints import read_architecture, read_parameters
+from keras_softmoe.files import explain_refusals
 from keras_softmoe.keras_adapter import without_random_numbers
 from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
 from keras_softmoe.models._vit_moe_image_classifier import (
@@ -85,7 +86,9 @@ def convert_vmoe_checkpoint(
         >>> model = ksm.models.ViTMoEImageClassifier.from_preset("my_vmoe_b16")
     """
     target = Path(preset_dir)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    with explain_refusals(target):
+        is_taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if is_taken:
         raise ValueError(
             f"The directory '{target}' is not empty. Received: "
             f"preset_dir={str(preset_dir)!r}. Choose another one, or remove it."

@@ -9,8 +9,10 @@ from tests.torture import (
     downloads,
     faults,
     long_runs,
+    numerics,
     presets,
     routings,
+    targets,
 )
 
 BACKENDS = ("torch", "jax", "tensorflow")
@@ -31,6 +33,11 @@ PARTS = {
         _each(3400),
         140,
     ),
+    "numbers in padding": (numerics.masked_tokens, _each(1026, 342), 57),
+    "small dtypes": (numerics.small_dtypes, _each(1026, 171), 57),
+    "large logits": (numerics.large_logits, _each(1026, 342), 57),
+    # PyTorch's compiler wants a C compiler, and takes a minute for each.
+    "compiled steps": (numerics.compiled, {"jax": 171, "tensorflow": 171}, 0),
     "calls with a bad argument": (
         arguments.bad_calls,
         _each(1200, 300),
@@ -78,6 +85,11 @@ PARTS = {
         lambda tally, cases, seed: faults.unwritable_places(tally),
         _each(10),
         10,
+    ),
+    "targets that are something else": (
+        lambda tally, cases, seed: targets.odd_targets(tally),
+        {"torch": 128, "jax": 112, "tensorflow": 128},
+        0,
     ),
     "three processes at once": (
         lambda tally, cases, seed: faults.three_at_once(tally, -(-cases // 3)),
