@@ -80,6 +80,7 @@ def _write(file, name, variable):
     file[name] = keras.ops.convert_to_numpy(variable)
     file[name].attrs["dtype"] = keras.backend.standardize_dtype(variable.dtype)
     file[name].attrs["path"] = variable.path
+    file[name].attrs["trainable"] = variable.trainable
 
 
 def read(dataset):

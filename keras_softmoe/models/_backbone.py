@@ -13,7 +13,7 @@ from keras_softmoe.keras_adapter import (
     without_random_numbers,
 )
 from keras_softmoe.layers import Experts
-from keras_softmoe.models._adaptation import check_lora_file, quantizable
+from keras_softmoe.models._adaptation import check_lora_file, has_factors, quantizable
 from keras_softmoe.models._loading import load_and_save_presets
 from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.models._size import weights_follow
@@ -114,6 +114,10 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         """For `get_config`: one router if all blocks have equal ones, else a list."""
         blocks = self.blocks
         routers = [blocks[i].moe.get_config()["router"] for i in self.moe_layers]
+        if has_factors(self):
+            # Frozen by LoRA, of which a file knows nothing.
+            for router in routers:
+                router["config"]["trainable"] = True
         if all(router == routers[0] for router in routers):
             return routers[0] if routers else None
         return routers

@@ -157,11 +157,17 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
         return super().predict(x, *args, **kwargs)
 
     def get_config(self):
+        towers = {
+            "image_backbone": keras.saving.serialize_keras_object(self.image_backbone),
+            "text_backbone": keras.saving.serialize_keras_object(self.text_backbone),
+        }
+        if self.freeze_image:
+            # Which says all of it, and may be another one when it is loaded.
+            towers["image_backbone"]["config"]["trainable"] = True
         return {
             **keras_hub.models.Backbone.get_config(self),
             "trainable": trainable_argument(self),
-            "image_backbone": keras.saving.serialize_keras_object(self.image_backbone),
-            "text_backbone": keras.saving.serialize_keras_object(self.text_backbone),
+            **towers,
             "image_projection_dim": self.image_projection_dim,
             "text_projection_dim": self.text_projection_dim,
             "freeze_image": self.freeze_image,

@@ -21,7 +21,7 @@ LABELS = (np.arange(BATCH * STEPS) * 7 % 3).astype("int32")
 not_on_tensorflow = only_on("jax", "torch", because="one backend")
 
 
-def classifier(optimizer="adam", width=5, metrics=("accuracy",), dtype=None):
+def classifier(optimizer="adam", width=5, metrics=("accuracy",), dtype=None, frozen=()):
     """A model with random states, the same weights each time."""
     keras.utils.set_random_seed(1)
     layers = keras.layers
@@ -33,6 +33,8 @@ def classifier(optimizer="adam", width=5, metrics=("accuracy",), dtype=None):
             layers.Dense(3),
         ]
     )
+    for index in frozen:
+        model.layers[index].trainable = False
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     # XLA is slow to compile on TensorFlow.
     jit = keras.backend.backend() == "jax"
@@ -272,6 +274,7 @@ def test_a_backup_may_be_used_again_after_an_interruption(whole, tmp_path):
             {"optimizer": keras.optimizers.Adam(gradient_accumulation_steps=2)},
             "another optimizer.*Received: 14 variables, for 10",
         ),
+        ({"frozen": [2]}, "frozen. Freeze.*Received: trainable=False for '.*dense"),
     ],
 )
 def test_a_foreign_backup_changes_nothing(arguments, message, tmp_path):
@@ -283,6 +286,18 @@ def test_a_foreign_backup_changes_nothing(arguments, message, tmp_path):
     for now, earlier in zip(values(model), before, strict=True):
         np.testing.assert_array_equal(now, earlier)
     assert (tmp_path / "training.h5").is_file()
+
+
+def test_what_is_frozen_stays_so(tmp_path):
+    expected = classifier(frozen=[0])
+    start = values(expected)
+    fit(expected)
+    interrupted(tmp_path, 3, frozen=[0])
+    model = classifier(frozen=[0])
+    fit(model, Backup(tmp_path))
+    for now, before in zip(values(model), values(expected), strict=True):
+        np.testing.assert_allclose(now, before, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(values(model)[0], start[0])
 
 
 def test_other_metrics_start_anew(whole, tmp_path):

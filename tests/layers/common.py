@@ -29,6 +29,7 @@ def encoder_block(
     use_qk_norm=False,
     dropout_rate=0.0,
     dtype=None,
+    trainable=True,
     **moe_settings,
 ):
     """An `EncoderBlock`, with a mixture of experts if there is a router."""
@@ -36,7 +37,12 @@ def encoder_block(
     if router is not None:
         mlp = layers.MoE(router, mlp_dim, dtype=dtype, name="moe", **moe_settings)
     return layers.EncoderBlock(
-        num_heads, mlp, use_qk_norm=use_qk_norm, dropout_rate=dropout_rate, dtype=dtype
+        num_heads,
+        mlp,
+        use_qk_norm=use_qk_norm,
+        dropout_rate=dropout_rate,
+        dtype=dtype,
+        trainable=trainable,
     )
 
 
@@ -69,10 +75,10 @@ def symbol(shape, ids=None):
 def check_layer(
     make, shape, output_shape, num_weights, num_seeds=0, num_losses=0, ids=None
 ):
-    """Weights, configuration, shapes, dtypes and one compiled training step.
+    """Weights, configuration, shapes, dtypes, frames, frozen parts and a training step.
 
     Args:
-        make: Callable from `dtype` to a new layer.
+        make: Callable from `dtype` and `trainable` to a new layer.
         shape: Shape of one input, without the batch.
         output_shape: Shape of one output, without the batch.
         num_weights: Number of trainable weights.
@@ -85,6 +91,8 @@ def check_layer(
     check_shapes(make, shape, output_shape, ids)
     check_mixed_precision(make, shape, ids)
     check_training_step(make, shape, output_shape, ids)
+    check_frames(make, shape, num_losses, ids)
+    check_frozen(make, shape, num_weights, ids)
 
 
 def check_weights(make, shape, num_weights, num_seeds, num_losses, ids=None):
@@ -125,6 +133,7 @@ def check_shapes(make, shape, output_shape, ids=None):
     layer = make()
     symbolic = layer(symbol(shape, ids))
     assert symbolic.shape == (None, *output_shape)
+    assert make().compute_output_shape((None, *shape)) == (None, *output_shape)
     real = layer(sample(shape, ids))
     assert not layer.losses
     assert tuple(real.shape) == (BATCH, *output_shape)
@@ -162,3 +171,43 @@ def check_training_step(make, shape, output_shape, ids=None):
         # Softmax does not feel what is added to all keys.
         if weight.trainable and not weight.path.endswith("key/bias"):
             assert np.abs(to_numpy(weight) - old).max() > 1e-7, weight.path
+
+
+def check_frames(make, shape, num_losses, ids=None):
+    """Each frame of a video by itself, in the wrapper of Keras for it."""
+    layer, frames = make(), 2
+    video = np.stack([sample(shape, ids)] * frames, axis=1)
+    video[:, 1] = video[::-1, 0]
+    wrapper = keras.layers.TimeDistributed(layer)
+    symbolic = wrapper(symbol((frames, *shape), ids))
+    outputs = to_numpy(wrapper(video))
+    assert symbolic.shape[1:] == outputs.shape[1:]
+    for frame in range(frames):
+        expected = to_numpy(layer(video[:, frame]))
+        np.testing.assert_allclose(outputs[:, frame], expected, rtol=1e-5, atol=1e-6)
+    wrapper(video, training=True)
+    assert len(wrapper.losses) == frames * num_losses
+
+
+def check_frozen(make, shape, num_weights, ids=None):
+    """What is frozen when it is made, and parts of what is not, also in a file."""
+    frozen = make(trainable=False)
+    model = keras.Sequential([symbol(shape, ids), frozen])
+    # Keras asks the variables of a model, not the layers that they are in.
+    assert not model.trainable_weights
+    frozen.trainable = True
+    assert len(model.trainable_weights) == num_weights
+    every_part = [model, *frozen._flatten_layers(), *frozen.weights]
+    for part in every_part[2::2]:
+        part.trainable = False
+    for top in (True, False):
+        # (Not by the setter, which would freeze all that is in the layer.)
+        frozen._trainable = top
+        assert flags(revive(model)) == flags(model)
+
+
+def flags(layer):
+    """What of a layer is trainable: pairs of name and bool, of weights and layers."""
+    # What has no weights has nothing to train.
+    parts = [part for part in layer._flatten_layers() if part.weights]
+    return [(part.name, part.trainable) for part in (*layer.weights, *parts)]
