@@ -187,6 +187,14 @@ def _check_weights(weight):
             )
 
 
+def without_column(x):
+    """`(N,)` of an array or tensor `(N, 1)`; anything else as it is."""
+    shape = getattr(x, "shape", None)
+    if shape is None or getattr(shape, "rank", 0) is None:
+        return x
+    return x[:, 0] if len(shape) == 2 and shape[1] == 1 else x
+
+
 def no_outputs(model):
     """What a model predicts for no inputs: its outputs, with an empty batch."""
     empty = keras.tree.map_structure(

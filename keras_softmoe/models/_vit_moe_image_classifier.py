@@ -32,6 +32,7 @@ from keras_softmoe.models._data import (
     gives_batches,
     no_outputs,
     prepare,
+    without_column,
 )
 from keras_softmoe.models._loading import (
     load_and_save_presets,
@@ -487,7 +488,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         Args:
             y: array of labels.
         """
-        loss = keras.losses.get(self.loss) if isinstance(self.loss, str) else self.loss
+        loss = self._loss_object()
         if not _is_sparse(loss):
             check_finite_labels(y)
             return
@@ -503,6 +504,9 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
             found = f"labels with {quote(y[wrong][:5].tolist())}"
             raise _wrong_labels(found, self.num_classes)
 
+    def _loss_object(self):
+        return keras.losses.get(self.loss) if isinstance(self.loss, str) else self.loss
+
     def preprocess_samples(self, x, y=None, sample_weight=None):
         if not hasattr(x, "shape"):
             x = as_arrays(x)
@@ -513,6 +517,10 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         x = repeat_grey(x, self.backbone.image_shape[-1])
         check_images(x, self.backbone.image_shape)
+        # On TensorFlow a step that has seen both forms knows the rank of neither.
+        sample_weight = without_column(sample_weight)
+        if _is_sparse(self._loss_object()):
+            y = without_column(y)
         return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
 
     def get_config(self):

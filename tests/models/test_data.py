@@ -250,7 +250,9 @@ def test_labels_that_are_no_classes(model, x):
     one_hot = np.eye(tiny.NUM_CLASSES)[tiny.labels(NUM_IMAGES)]
     with pytest.raises(ValueError, match=r"labels of shape \(.*, 3\).*one-hot"):
         model.fit(x, one_hot, verbose=0)
-    model.evaluate(x, tiny.labels(NUM_IMAGES)[:, None], verbose=0)
+    columns = tiny.labels(NUM_IMAGES)[:, None]
+    for source in ((x, columns), (dataset(x, columns),), (batches(x, columns),)):
+        model.evaluate(*source, verbose=0)
     # Whole numbers are, whatever their dtype.
     model.evaluate(x, tiny.labels(NUM_IMAGES).astype("float64"), verbose=0)
 
