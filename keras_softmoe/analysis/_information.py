@@ -135,8 +135,8 @@ class InformationReducer:
         if not isinstance(decision.routing, DenseRouting):
             weights = taken / np.maximum(taken.sum(-1, keepdims=True), 1)
         weights = weights.reshape(-1, self._num_tokens, weights.shape[-1])
-        is_image = decision.summary["valid"].reshape(-1, self._num_tokens)[:, 0]
-        weights = weights[is_image].astype("float64")
+        # Without what only fills up groups.
+        weights = weights[: len(keras.tree.flatten(inputs)[0])].astype("float64")
         first, sums = self._sums.get(name, (0, None))
         last = first + len(weights)
         found = [weights.sum(axis=0)]

@@ -90,7 +90,7 @@ class LoadReducer:
 
     def result(self) -> dict:
         return {
-            name: ExpertLoad(groups, int(tokens), load, float(dropped / tokens))
+            name: ExpertLoad(groups, int(tokens), load, float(dropped / max(tokens, 1)))
             for name, (groups, tokens, load, dropped) in self._sums.items()
         }
 

@@ -140,19 +140,19 @@ class ExampleReducer:
         if name != self._layer:
             return
         images, token_ids = self._pairs.halves(inputs)
-        masks, _ = self._pairs.modality_masks(decision.summary["valid"], token_ids)
-        num_experts = len(self._patches)
-        for modality, mask in masks.items():
-            # (B, T, E), and (B, T) first choices
-            num_tokens = self._pairs.tokens_of[modality]
-            probabilities, selection = (
-                decision.summary[name][mask].reshape(-1, num_tokens, num_experts)
-                for name in ("probabilities", "selection")
+        num_pairs = len(token_ids if images is None else images)
+        for modality in self._pairs.tokens_of:
+            # (B, T), and twice (B, T, E)
+            valid, probabilities, selection = (
+                self._pairs.by_pair(decision.summary[name], modality, num_pairs)
+                for name in ("valid", "probabilities", "selection")
             )
             first = selection.argmax(-1)
-            self._routed[modality] += np.bincount(first.ravel(), minlength=num_experts)
+            self._routed[modality] += np.bincount(
+                first[valid], minlength=len(self._patches)
+            )
             if modality == "text":
-                self._words.add(token_ids, probabilities, first)
+                self._words.add(token_ids[valid], probabilities[valid], first[valid])
                 continue
             cut = _patches(images, self._pairs.backbone.patch_grid)
             for expert, surest in enumerate(self._patches):
@@ -256,7 +256,7 @@ class _WordCounts:
         self.chosen = np.zeros((vocabulary_size, num_experts), bool)
 
     def add(self, token_ids, probabilities, first):
-        """`(B, T)`, `(B, T, E)` and `(B, T)`."""
+        """`(N,)`, `(N, E)` and `(N,)`."""
         np.add.at(self.count, token_ids, 1)
         np.add.at(self.probability, token_ids, probabilities)
         self.chosen[token_ids, first] = True

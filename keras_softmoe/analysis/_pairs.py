@@ -82,12 +82,13 @@ class Pairs:
         A group is the tokens of one pair after the other, first the image's.
 
         Args:
-            valid: `(G, S)` bool array, `False` for the padding of groups.
+            valid: `(G, S)` bool array, `False` for the padding of groups, and for that
+                of text where the model masks it.
             token_ids: `(B, sequence_length)` int array, or `None` without captions.
 
         Returns:
             dict from each modality that is there to a `(G, S)` bool array, and a
-            `(G, S)` bool array.
+            `(G, S)` bool array. What the model masks is in none of them.
         """
         # (tokens of a pair,)
         modality = np.repeat(list(self.tokens_of), list(self.tokens_of.values()))
@@ -95,8 +96,24 @@ class Pairs:
         masks = {name: valid & (modality == name) for name in self.tokens_of}
         is_padding = np.zeros_like(valid)
         if token_ids is not None:
-            is_padding[masks["text"]] = np.ravel(token_ids) == PADDING
-        return masks, is_padding
+            self.by_pair(is_padding, "text", len(token_ids))[:] = token_ids == PADDING
+        return masks, is_padding & valid
+
+    def by_pair(self, values, modality, num_pairs):
+        """Values of the tokens of a modality, pair by pair.
+
+        Args:
+            values: `(G, S, ...)` array, of the tokens of groups.
+            modality: str, one of `tokens_of`.
+            num_pairs: int `B`, the pairs that do not only fill up groups.
+
+        Returns:
+            `(B, T, ...)` view of the array.
+        """
+        names, counts = list(self.tokens_of), list(self.tokens_of.values())
+        first = sum(counts[: names.index(modality)])
+        pairs = values.reshape(-1, sum(counts), *values.shape[2:])
+        return pairs[:num_pairs, first : first + self.tokens_of[modality]]
 
     def _inputs(self, rows):
         # On first use, since `models` imports KerasHub.

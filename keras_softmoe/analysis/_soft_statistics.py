@@ -222,10 +222,12 @@ class _Sums:
         valid = summary["valid"]
         # (tokens, E * C), without padding
         combine = combine[valid]
+        weight = dispatch.sum(axis=-1, dtype="float64")[valid]
+        # A sequence may be masked as a whole.
+        dispatch = dispatch[valid.any(axis=1)]
         self.num_groups += len(dispatch)
         self.num_tokens += len(combine)
         self.contribution += combine.sum(axis=0, dtype="float64")
-        weight = dispatch.sum(axis=-1, dtype="float64")[valid]
         edges = TOKEN_WEIGHT_EDGES[1:-1]
         bins = np.searchsorted(edges, weight * (1 + _ROUNDING), side="right")
         self.token_weights += np.bincount(bins, minlength=len(edges) + 1)

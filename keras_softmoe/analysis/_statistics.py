@@ -117,7 +117,8 @@ class RoutingReducer:
             router = self._routers[name]
             choices = router.num_selected_experts if tokens_choose(router) else 2
             self._sums[name] = _Sums(choices, self._labels)
-        self._sums[name].add(decision, self._num_tokens)
+        num_images = len(keras.tree.flatten(inputs)[0])
+        self._sums[name].add(decision, num_images, self._num_tokens)
 
     def result(self) -> dict:
         return {name: sums.statistics() for name, sums in self._sums.items()}
@@ -129,30 +130,34 @@ class _Sums:
     def __init__(self, choices, labels):
         self.choices = choices
         self.labels = labels
-        self.num_images = self.dropped = self.load = 0
+        self.num_images = self.dropped = self.load = self.tokens_by_position = 0
         self.weight_by_position = self.histogram = self.weight_by_class = 0
         self.experts_per_image = []
 
-    def add(self, decision, num_tokens):
+    def add(self, decision, num_images, num_tokens):
         load, dropped = load_and_dropped(decision)
         self.load += load.sum(axis=0, dtype="float64")
         self.dropped += dropped.sum()
-        is_image = decision.summary["valid"].reshape(-1, num_tokens)[:, 0]
+        # (images, tokens), of what does not only fill up groups
+        valid = decision.summary["valid"].reshape(-1, num_tokens)[:num_images]
         # (images, tokens, E) each
         taken, weights, given = (
-            values.reshape(-1, num_tokens, values.shape[-1])[is_image]
+            values.reshape(-1, num_tokens, values.shape[-1])[:num_images]
             for values in experts_of_tokens(decision)
         )
         self.experts_per_image.append(taken.any(1).sum(-1))
+        self.tokens_by_position += valid.sum(0)
         self.weight_by_position += weights.sum(0, dtype="float64")
         if self.labels is not None:
             classes = np.arange(self.labels.max() + 1)[:, None]
             rows = slice(self.num_images, self.num_images + len(weights))
             check_labels(rows.stop, self.labels[: rows.stop])
             member = classes == self.labels[rows]
-            self.weight_by_class += member @ weights.mean(1, dtype="float64")
+            # Of a sequence without any token the mean is zero.
+            count = np.maximum(valid.sum(1), 1)[:, None]
+            self.weight_by_class += member @ (weights.sum(1, dtype="float64") / count)
         self.num_images += len(weights)
-        largest = -np.sort(-given, axis=-1)[..., : self.choices]
+        largest = -np.sort(-given[valid], axis=-1)[..., : self.choices]
         self.histogram += np.stack(
             [
                 np.histogram(largest[..., k], NUM_BINS, (0.0, 1.0))[0]
@@ -161,7 +166,7 @@ class _Sums:
         )
 
     def statistics(self):
-        num_tokens = self.weight_by_position.shape[0]
+        by_position = np.maximum(self.tokens_by_position, 1)[:, None]
         weight_by_class = None
         if self.labels is not None:
             check_labels(self.num_images, self.labels)
@@ -169,10 +174,10 @@ class _Sums:
             with np.errstate(invalid="ignore"):
                 weight_by_class = self.weight_by_class / count
         return RoutingStatistics(
-            dropped=float(self.dropped / (self.num_images * num_tokens)),
+            dropped=float(self.dropped / max(self.tokens_by_position.sum(), 1)),
             load=self.load / self.num_images,
             experts_per_image=np.concatenate(self.experts_per_image),
-            weight_by_position=self.weight_by_position / self.num_images,
+            weight_by_position=self.weight_by_position / by_position,
             weight_by_class=weight_by_class,
             choice_histogram=self.histogram,
         )

@@ -116,15 +116,16 @@ class TagReducer:
         if inputs is not self._batch[0]:
             # Once for all blocks.
             self._batch = inputs, np.array([self._tags(ids) for ids in token_ids])
-        masks, _ = self._pairs.modality_masks(decision.summary["valid"], token_ids)
-        # (G, S), -1 for images and what fills up groups
-        tags = np.full(masks["text"].shape, -1)
-        tags[masks["text"]] = self._batch[1].ravel()
+        valid = decision.summary["valid"]
+        # (G, S), -1 for images and what is not there
+        tags = np.full(valid.shape, -1)
+        self._pairs.by_pair(tags, "text", len(token_ids))[:] = self._batch[1]
+        tags = np.where(valid, tags, -1)
         token, filled, _ = decision.routing
         # (G, E, C)
         placed = np.where(filled, np.take_along_axis(tags[:, None], token, -1), -1)
         seated = [(placed == tag).sum((0, 2)) for tag in range(len(self._index))]
-        count = np.bincount(self._batch[1].ravel(), minlength=len(self._index))
+        count = np.bincount(tags[tags >= 0], minlength=len(self._index))
         self._counts.setdefault(name, []).append((count, np.array(seated)))
 
     def result(self):

@@ -12,7 +12,7 @@ from keras_softmoe.checks import check_choice, check_numbers, check_whole_number
 from keras_softmoe.keras_adapter import Layer
 from keras_softmoe.layers._expert_bank import ExpertBank
 from keras_softmoe.layers.lora import per_expert
-from keras_softmoe.ops.backend import affine, chunked_map
+from keras_softmoe.ops.backend import affine, chunked_map, remat
 from keras_softmoe.ops.grouped import grouped_affine, knows_counts, map_experts
 from keras_softmoe.sharding import (
     check_divides_experts,
@@ -264,7 +264,7 @@ class Experts(Layer):
         known = {"activation": self.activation, "multiply": multiply}
         hidden, mlp = (functools.partial(f, **known) for f in (_hidden, _mlp))
         if self.remat:
-            hidden, mlp = keras.remat(hidden), keras.remat(mlp)
+            hidden, mlp = remat(hidden), remat(mlp)
         if training and self.dropout_rate:
             # Dropout outside of `remat`, which would draw another mask.
             x = self.dropout(hidden(x, *weights[:2]), training=True)
@@ -322,10 +322,10 @@ def _mlp(x, kernel, bias, output_kernel, output_bias, activation, multiply):
 
 
 @functools.cache
-def _stages_of_slots(activation, remat):
+def _stages_of_slots(activation, is_one):
     """The same functions in every call, see `map_experts`."""
     known = {"activation": activation, "multiply": affine}
-    if remat:
+    if is_one:
         return (functools.partial(_mlp, **known),)
     return affine, functools.partial(_after_first, **known)
 

@@ -167,14 +167,15 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         """Mean contrastive loss; in training, plus the balancing losses of routers."""
         loss = ops.mean(LOSSES[self._loss_name](self.logits(y_pred)))
         if training:
-            loss = sum((ops.sum(extra) for extra in self.losses), start=loss)
+            extras = [ops.cast(ops.sum(x), loss.dtype) for x in self.losses]
+            loss = sum(extras, start=loss)
         return loss
 
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         accuracies = self._own_metrics.accuracies
         if accuracies:
             logits = self.logits(y_pred)
-            pair = ops.arange(ops.shape(logits)[0])
+            pair = ops.arange(ops.shape(logits)[0], dtype="int32")
             for metric, axis in zip(accuracies, (1, 0), strict=True):
                 found = ops.cast(ops.argmax(logits, axis=axis), pair.dtype)
                 metric.update_state(ops.cast(ops.equal(found, pair), "float32"))

@@ -57,7 +57,7 @@ def sigmoid_contrastive_loss(logits: Tensor) -> Tensor:
         array([1.386..., 1.386...], dtype=float32)
     """
     logits = _checked(logits)
-    rows = ops.arange(ops.shape(logits)[0])
+    rows = ops.arange(ops.shape(logits)[0], dtype="int32")
     belongs = ops.cast(ops.equal(ops.expand_dims(rows, -1), rows), logits.dtype)
     return -ops.sum(ops.log_sigmoid((2.0 * belongs - 1.0) * logits), axis=1)
 

@@ -318,6 +318,67 @@ def _but_for_gradients(quick, fn):
     return either
 
 
+def remat(fn):
+    """`keras.remat` of a function of tensors that returns one.
+
+    It may also be differentiated twice and in forward mode, which TensorFlow's own does
+    not let it. There in forward mode nothing is recomputed, and on PyTorch nothing by
+    `torch.func`, which has no way to.
+
+    Args:
+        fn: callable of tensors. Others that it closes over get no gradient.
+
+    Returns:
+        Callable like `fn`.
+    """
+    if keras.backend.backend() == "torch":
+        recomputed = keras.remat(fn)
+        return lambda *tensors: (recomputed if _may_remat() else fn)(*tensors)
+    if keras.backend.backend() == "tensorflow":
+        return _remat_on_tensorflow(fn)
+    return keras.remat(fn)
+
+
+def _may_remat():
+    import torch
+
+    if torch.compiler.is_compiling():
+        return True
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            return True
+    except RuntimeError:
+        return False
+
+
+def _remat_on_tensorflow(fn):
+    import tensorflow as tf
+    from tensorflow.python.eager import forwardprop_util
+
+    @tf.custom_gradient
+    def recomputed(*tensors):
+        def gradients(upstream):
+            again = [tf.identity(x) for x in tensors]
+            if not tf.executing_eagerly():
+                # Not before there is a gradient, as in `tf.recompute_grad`: else the
+                # first results may be kept for it.
+                given = tf.cast(tf.reduce_max(tf.reshape(upstream, [-1])[:1]), "bool")
+                zero = tf.where(given == given, 0.0, float("nan"))
+                again = [x + tf.cast(zero, x.dtype) for x in tensors]
+            with tf.GradientTape() as tape:
+                tape.watch(again)
+                results = fn(*again)
+            return tape.gradient(results, again, upstream, tf.UnconnectedGradients.ZERO)
+
+        return fn(*map(tf.stop_gradient, tensors)), gradients
+
+    def call(*tensors):
+        in_forward_mode = forwardprop_util.pack_tangents(tensors).tangents
+        return (fn if in_forward_mode else recomputed)(*tensors)
+
+    return call
+
+
 def add_rows(rows, index, num_rows):
     """Sum the rows that go to the same place.
 

@@ -6,7 +6,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.ops.assignment import assign_choices
-from keras_softmoe.ops.backend import take_along
+from keras_softmoe.ops.backend import compiled_on_jax, linear_on_jax, take_along
 
 
 class ChoiceRouting(NamedTuple):
@@ -120,20 +120,22 @@ def add_rows_of_choices(rows, routing, num_tokens):
     return ops.sum(rows * ops.expand_dims(gate, -1), axis=2)
 
 
+@compiled_on_jax()
 def _reorder(rows, order, inverse):
     """Rows in another order.
 
     Their gradient is taken back. By itself TensorFlow and JAX would add it up, as if
     rows could meet, which is slow.
     """
-    if keras.backend.backend() == "torch":
+
+    def take(rows):
         return ops.take(rows, order, axis=0)
 
-    @ops.custom_gradient
-    def reorder(rows):
-        def gradient(upstream):
-            return ops.take(upstream, inverse, axis=0)
+    def take_back(upstream):
+        return ops.take(upstream, inverse, axis=0)
 
-        return ops.take(rows, order, axis=0), gradient
-
-    return reorder(rows)
+    if keras.backend.backend() == "jax":
+        return linear_on_jax(take, take_back, rows)
+    if keras.backend.backend() == "torch":
+        return take(rows)
+    return ops.custom_gradient(lambda rows: (take(rows), take_back))(rows)

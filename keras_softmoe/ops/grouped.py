@@ -8,7 +8,12 @@ import functools
 import keras
 from keras import ops
 
-from keras_softmoe.ops.backend import affine, compiled_on_jax, is_jax_on
+from keras_softmoe.ops.backend import (
+    affine,
+    compiled_on_jax,
+    is_jax_on,
+    linear_on_jax,
+)
 
 # Of the mean number of rows: the sizes of the pieces in which JAX takes an expert's
 # rows on a processor. Fine where most experts are; an expert with more takes several.
@@ -70,9 +75,12 @@ def map_experts(all_at_once, stages, rows, weights, count):
         import torch
 
         is_eager = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+        sizes = None
         if is_eager and rows.device.type == "cpu":
+            sizes = _known_counts(count)
+        if sizes is not None:
             results = []
-            for e, x in enumerate(rows.split(count.tolist())):
+            for e, x in enumerate(rows.split(sizes)):
                 own = [[w[e : e + 1] for w in of_stage] for of_stage in weights]
                 results.append(_chain(stages, x[None], own)[-1][0])
             return torch.cat(results)
@@ -111,11 +119,40 @@ def _eagerly_on_torch(rows, kernel, bias, count):
     fits = rows.element_size() <= 4 and not any(n % 16 for n in bytes_of_rows)
     if fits and hasattr(torch.nn.functional, "grouped_mm"):
         ends = torch.cumsum(count, 0, dtype=torch.int32)
-        products = torch.nn.functional.grouped_mm(rows, kernel, offs=ends)
-        expert = torch.repeat_interleave(count, output_size=rows.shape[0])
-        return products + bias[:, 0].index_select(0, expert)
-    pieces = zip(rows.split(count.tolist()), kernel, bias, strict=True)
+        try:
+            products = torch.nn.functional.grouped_mm(rows, kernel, offs=ends)
+        except NotImplementedError:
+            # It has no derivative in forward mode.
+            pass
+        else:
+            expert = torch.repeat_interleave(count, output_size=rows.shape[0])
+            return products + bias[:, 0].index_select(0, expert)
+    sizes = _known_counts(count)
+    if sizes is None:
+        return _by_all_experts_on_torch(rows, kernel, bias, count)
+    pieces = zip(rows.split(sizes), kernel, bias, strict=True)
     return torch.cat([torch.addmm(b, piece, k) for piece, k, b in pieces])
+
+
+def _known_counts(count):
+    """The counts as ints. Under `torch.func.vmap`, which has several of each, `None`."""
+    try:
+        return count.tolist()
+    except RuntimeError:
+        return None
+
+
+def _by_all_experts_on_torch(rows, kernel, bias, count):
+    import torch
+
+    ends = torch.cumsum(count, 0)
+    row = torch.arange(rows.shape[0], device=rows.device)[:, None]
+    results = torch.zeros_like(rows[:, :1])
+    for e, end in enumerate(ends):
+        is_own = (row < end) & (row >= end - count[e])
+        product = torch.addmm(bias[e], rows, kernel[e])
+        results = results + torch.where(is_own, product, 0)
+    return results
 
 
 # === TensorFlow ===
@@ -216,20 +253,36 @@ def _in_pieces(rows, weights, count, stages):
         x.shape[-1] for x in jax.eval_shape(functools.partial(_chain, stages), *one)
     ]
 
-    @jax.custom_vjp
-    def compute(rows, weights, count):
+    @jax.custom_jvp
+    def last(rows, weights, count):
         known = [padded(rows)], weights, count, sizes
         (results,), _ = _for_all_experts(last_stage, *known, widths[-1:])
         return results[:num_rows]
 
-    def keep(rows, weights, count):
-        rows = padded(rows)
-        known = [rows], weights, count, sizes
-        (*between, results), _ = _for_all_experts(all_stages, *known, widths)
-        return results[:num_rows], ([rows, *between], weights, count)
+    @jax.custom_jvp
+    def each(rows, weights, count):
+        """What each stage makes of padded rows. Its derivative is the last one's."""
+        *between, results = _for_all_experts(
+            all_stages, [padded(rows)], weights, count, sizes, widths
+        )[0]
+        return [*between, results[:num_rows]]
 
-    def gradients(kept, upstream):
-        xs, weights, count = kept
+    def derivative(values, tangents):
+        rows, weights, count = values
+        *between, results = each(*values)
+        xs = [padded(rows), *between]
+
+        def all_forward(xs, weights):
+            *xs, given = xs
+            for stage, x, own, of_own in zip(stages, xs, *weights, strict=True):
+                _, given = jax.jvp(stage, (x, *own), (given, *of_own))
+            return [given], []
+
+        def forward(tangents):
+            of_rows, of_weights = tangents
+            known = [*xs, padded(of_rows)], (weights, of_weights), count, sizes
+            (results,), _ = _for_all_experts(all_forward, *known, widths[-1:])
+            return results[:num_rows]
 
         def all_backward(xs, weights):
             *xs, given = xs
@@ -240,15 +293,50 @@ def _in_pieces(rows, weights, count, stages):
                 of_weights = [*found, *of_weights]
             return [given], of_weights
 
-        known = [*xs, padded(upstream)], weights, count, sizes
-        (of_rows,), of_weights = _for_all_experts(
-            all_backward, *known, [xs[0].shape[-1]], of_weights=True
-        )
-        of_weights = jax.tree.unflatten(jax.tree.structure(weights), of_weights)
-        return of_rows[:num_rows], of_weights, None
+        def backward(upstream):
+            known = [*xs, padded(upstream)], weights, count, sizes
+            (of_rows,), of_weights = _for_all_experts(
+                all_backward, *known, [rows.shape[-1]], of_weights=True
+            )
+            of_weights = jax.tree.unflatten(jax.tree.structure(weights), of_weights)
+            return of_rows[:num_rows], of_weights
 
-    compute.defvjp(keep, gradients)
-    return compute(rows, weights, count)
+        def plain(tangents):
+            by_all = functools.partial(_each_row_by_all_experts, stages, count=count)
+            return jax.jvp(by_all, (rows, weights), tangents)[1]
+
+        return between, results, linear_on_jax(forward, backward, tangents[:2], plain)
+
+    @last.defjvp
+    def derivative_of_last(values, tangents):
+        return derivative(values, tangents)[1:]
+
+    @each.defjvp
+    def derivative_of_each(values, tangents):
+        between, results, tangent = derivative(values, tangents)
+        return [*between, results], [*map(jnp.zeros_like, between), tangent]
+
+    return last(rows, weights, count)
+
+
+def _each_row_by_all_experts(stages, rows, weights, count):
+    """`map_experts`, slowly: JAX can differentiate this as often as wanted."""
+    import jax
+    from jax import numpy as jnp
+
+    ends = jnp.cumsum(count)
+    expert = jnp.searchsorted(ends, jnp.arange(len(rows)), side="right")
+
+    @jax.checkpoint
+    def add(total, of_expert):
+        number, own = of_expert
+        own = jax.tree.map(lambda weight: weight[None], own)
+        results = _chain(stages, rows[None], own)[-1][0]
+        return total + jnp.where(expert[:, None] == number, results, 0), None
+
+    shape = len(rows), weights[-1][-1].shape[-1]
+    of_experts = jnp.arange(len(count)), weights
+    return jax.lax.scan(add, jnp.zeros(shape, rows.dtype), of_experts)[0]
 
 
 def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):

@@ -68,6 +68,7 @@ class LIMoERouter(SparseRouter):
         multiple_of: int or `None`, see `ops.expert_capacity`.
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits that choose and weigh.
+            The load loss is about it: 0 takes `losses` without a `LoadLoss`.
         eval_capacity_factor: float or `None`, `capacity_factor` outside training;
             `None` for the same.
         random_logits: bool, whether the logits are normal noise instead; `"permuted"`:

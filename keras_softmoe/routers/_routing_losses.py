@@ -443,6 +443,9 @@ class MutualInformationLoss(RoutingLoss):
 def classic_losses(by_modality: bool = False) -> tuple:
     """The losses that know of no entropy: importance, load and z-loss.
 
+    The load loss is about the noise of a router: one whose `noise_std` is 0 refuses it,
+    and takes `(ImportanceLoss(), ZLoss())`.
+
     Args:
         by_modality: bool, whether each is computed for images and for text apart
             (six losses), or once for all tokens as in the paper (three).

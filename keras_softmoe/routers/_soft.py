@@ -222,9 +222,9 @@ class SoftRouter(Router):
         if self.dispatch == "uniform":
             logits = self._uniform_logits(tokens)
         if valid is not None:
-            valid = ops.expand_dims(valid, -1)
-            logits = ops.where(valid, logits, lowest(logits))
-        return softmax(logits, axis=1)
+            logits = ops.where(ops.expand_dims(valid, -1), logits, lowest(logits))
+        # Where all tokens are padding, they would have equal parts.
+        return zero_padding(softmax(logits, axis=1), valid)
 
     def _combine_weights(self, tokens, logits):
         """`(G, S, E * C)`, sums to one over the slots."""

@@ -1,6 +1,7 @@
 """What all learned sparse routers share."""
 
 import functools
+import warnings
 
 import keras
 import numpy as np
@@ -47,7 +48,8 @@ class SparseRouter(Router):
         rounding: `"round"` or `"ceil"`, see `ops.expert_capacity`.
         multiple_of: int or `None`, see `ops.expert_capacity`.
         noise_std: float. In training, normal noise of standard deviation
-            `noise_std / num_experts` is added to the logits.
+            `noise_std / num_experts` is added to the logits. The load loss is about it:
+            without noise there is none, and a `LoadLoss` in `losses` is refused.
         losses: sequence of `RoutingLoss`es. `None` for those of `default_losses`. A
             frozen router (`trainable` is `False`) adds none, see `Router`.
         eval_capacity_factor: float or `None`, slots per choice outside training;
@@ -121,7 +123,14 @@ class SparseRouter(Router):
             if named:
                 losses = _with_weights(losses, named)
             if not noise_std:
-                # The load loss is about the noise: without any there is none.
+                if named.get("load_loss_weight"):
+                    warnings.warn(
+                        "The load loss is about the noise of the router, so without "
+                        "noise it is left out. Received: noise_std=0, load_loss_weight="
+                        f"{named['load_loss_weight']}. Make the noise positive, or "
+                        "leave the weight out.",
+                        stacklevel=3,
+                    )
                 losses = [loss for loss in losses if not isinstance(loss, LoadLoss)]
         elif named:
             raise ValueError(
@@ -232,7 +241,9 @@ class SparseRouter(Router):
                 summary["auxiliary_loss"] = auxiliary_loss
                 # A frozen router could not follow it, only the tokens could.
                 if self.trainable:
-                    self.add_loss(_mean_of_groups(auxiliary_loss, num_tokens))
+                    loss = _mean_of_groups(auxiliary_loss, num_tokens)
+                    # In the dtype of the loss to which Keras adds it
+                    self.add_loss(ops.cast(loss, keras.config.floatx()))
         return Decision(routing, summary)
 
     def complete(self, decision, tokens, valid, **kwargs):
@@ -381,6 +392,13 @@ class SparseRouter(Router):
 
     def _noise_like(self, logits):
         return normal_like(logits, self.seed_generator)
+
+    @classmethod
+    def from_config(cls, config):
+        # Files have a weight of the load loss, which did nothing, beside no noise.
+        if config.get("noise_std") == 0:
+            config = {k: v for k, v in config.items() if k != "load_loss_weight"}
+        return super().from_config(config)
 
     def get_config(self):
         return {

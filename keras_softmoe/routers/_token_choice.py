@@ -169,6 +169,8 @@ class SoftmaxTokenChoiceRouter(TokenChoiceRouter):
         multiple_of: int or `None`, see `ops.expert_capacity`.
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits that choose and weigh.
+            The load loss is about it: without noise there is none by default, and one
+            in `losses` is refused.
         losses: sequence of `RoutingLoss`es, which are added up with their weights.
             `None` for those of the paper, `ImportanceLoss(weight=0.005)` and, if there
             is noise, `LoadLoss(weight=0.005)`, which exists only in training.

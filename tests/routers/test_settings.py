@@ -168,6 +168,17 @@ def test_losses_by_default():
     assert routers.SoftmaxExpertChoiceRouter(4).routing_losses == ()
 
 
+def test_no_load_loss_without_noise_is_said():
+    settings = {"noise_std": 0.0, "load_loss_weight": 0.1, "z_loss_weight": 0.2}
+    with pytest.warns(UserWarning, match="left out. Received: noise_std=0, load_loss"):
+        router = routers.SinkhornTokenChoiceRouter(4, **settings)
+    assert router.routing_losses == (routers.ZLoss(weight=0.2),)
+    # Not of files, which have the weight that was the default.
+    config = {"num_experts": 4, **settings}
+    router = routers.SinkhornTokenChoiceRouter.from_config(config)
+    assert router.routing_losses == (routers.ZLoss(weight=0.2),)
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [

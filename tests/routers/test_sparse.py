@@ -146,9 +146,7 @@ def test_auxiliary_loss_is_the_weighted_sum(name):
     tokens = cases.array("normal", (2, 8, WIDTH), 0)
     weights = {"z_loss_weight": 0.5}
     if name in TOKEN_CHOICE:
-        weights.update(
-            importance_loss_weight=0.3, load_loss_weight=0.2, gshard_loss_weight=0.1
-        )
+        weights.update(importance_loss_weight=0.3, gshard_loss_weight=0.1)
     router = build(name, 4, WIDTH, **weights)
     _, summary = call(router, tokens)
     probabilities = twins.softmax(summary["logits"])

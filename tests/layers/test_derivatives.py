@@ -1,0 +1,97 @@
+"""Layers with experts have derivatives of second order, and in forward mode."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_softmoe import layers, routers
+from tests.derivatives import (
+    changes_of_gradients,
+    difference,
+    gradients_of_each,
+    slope,
+)
+from tests.gradients import value_and_gradients
+from tests.layers.common import normal, randomize
+from tests.references import to_numpy
+from tests.skips import only_on
+
+SHAPE = (3, 6, 8)
+TOLERANCE = {"rtol": 2e-2, "atol": 5e-4}
+
+
+def token_choice(capacity_factor):
+    return routers.SoftmaxTokenChoiceRouter(
+        4, 2, capacity_factor=capacity_factor, noise_std=0.0
+    )
+
+
+LAYERS = {
+    "soft": lambda: layers.SoftMoE(4, 12),
+    "uniform": lambda: layers.MoE(routers.SoftRouter(4, dispatch="uniform"), 12),
+    "several slots": lambda: layers.SoftMoE(4, 12, slots_per_expert=2),
+    "token choice": lambda: layers.MoE(token_choice(1.5), 12),
+    "einsum": lambda: layers.MoE(token_choice(1.5), 12, dispatcher="einsum"),
+    "sinkhorn": lambda: layers.MoE(routers.SinkhornTokenChoiceRouter(4), 12),
+    "sinkhorn ec": lambda: layers.MoE(routers.SinkhornExpertChoiceRouter(4), 12),
+    "transport": lambda: layers.MoE(routers.SparseTransportExpertChoiceRouter(4), 12),
+    "identity": lambda: layers.MoE(routers.IdentityRouter(3), 12),
+    "expert choice": lambda: layers.MoE(routers.SoftmaxExpertChoiceRouter(4), 12),
+    "dropless": lambda: layers.MoE(token_choice(None), 12),
+    "dropless, all images": lambda: layers.MoE(
+        token_choice(None), 12, group_images=None
+    ),
+    # Widths that the grouped product of PyTorch does not take
+    "dropless, odd width": lambda: layers.MoE(token_choice(None), 5),
+    "remat": lambda: layers.SoftMoE(4, 12, remat_experts=True),
+    "dropless, remat": lambda: layers.MoE(token_choice(None), 12, remat_experts=True),
+    "dense": lambda: layers.MLP(12),
+}
+
+
+def problem(kind):
+    """A loss of inputs and weights, those, and a direction for each."""
+    keras.utils.set_random_seed(0)
+    layer = LAYERS[kind]()
+    layer.build((None, *SHAPE[1:]))
+    randomize(layer)
+    variables = layer.trainable_variables
+    target = normal(SHAPE, seed=2)
+
+    def loss(x, *values):
+        mapping = list(zip(variables, values, strict=True))
+        with keras.StatelessScope(state_mapping=mapping):
+            error = keras.ops.subtract(layer(x), target[: x.shape[0]])
+        return keras.ops.mean(keras.ops.square(error))
+
+    arrays = [normal(SHAPE), *(to_numpy(v) for v in variables)]
+    directions = [normal(x.shape, seed=i) for i, x in enumerate(arrays)]
+    return loss, arrays, [d / np.float32(np.sqrt(d.size)) for d in directions]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_forward_mode_and_second_order(kind):
+    loss, arrays, directions = problem(kind)
+    _, gradients = value_and_gradients(loss, arrays)
+    expected = sum(map(np.vdot, gradients, directions))
+    np.testing.assert_allclose(slope(loss, arrays, directions), expected, rtol=1e-4)
+
+    expected = difference(
+        lambda arrays: value_and_gradients(loss, arrays)[1], arrays, directions
+    )
+    assert max(np.abs(x).max() for x in expected) > 0.01
+    for found in changes_of_gradients(loss, arrays, directions):
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, **TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("kind", LAYERS)
+@only_on("jax", "torch", because="own loop")
+def test_gradients_of_each_image(kind):
+    loss, (x, *weights), _ = problem(kind)
+    found = gradients_of_each(lambda x, *weights: loss(x[None], *weights), x, weights)
+    for number in range(len(x)):
+        _, expected = value_and_gradients(loss, [x[number : number + 1], *weights])
+        for one, other in zip(found, expected[1:], strict=True):
+            np.testing.assert_allclose(one[number], other, rtol=1e-3, atol=1e-5)
