@@ -103,7 +103,7 @@ def _tensors(arrays):
     return [keras.ops.convert_to_tensor(x) for x in arrays]
 
 
-def difference(fn, arrays, directions, step=2e-3):
+def difference(fn, arrays, directions, step=1e-3):
     """`fn` of arrays, an array or a list of some, by central differences."""
     after, before = (
         fn([x + sign * step * d for x, d in zip(arrays, directions, strict=True)])

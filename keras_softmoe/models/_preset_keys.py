@@ -7,6 +7,7 @@ import keras
 
 from keras_softmoe.checks import did_you_mean, quote
 from keras_softmoe.models.arguments import arguments_of
+from keras_softmoe.routers import Router
 
 # KerasHub's names. What else is in a directory belongs to the user.
 _FILES = (
@@ -60,11 +61,13 @@ def _check_object(file, part):
     """Raise unless the names of a serialized object are known, see `check_keys`."""
     class_name = str(part["class_name"])[:80]
     _check_names(file, class_name, part, _OF_AN_OBJECT)
-    # Others than ours, and a user's, say themselves what they take.
+    # Others than ours, and a user's, say themselves what they take. So do routers, which
+    # take names of older files, too.
     registered = str(part.get("registered_name"))
     is_own = registered.startswith(_PACKAGE) and isinstance(part["config"], dict)
     cls = keras.saving.get_registered_object(registered) if is_own else None
-    if isinstance(cls, type) and issubclass(cls, keras.Layer):
+    is_layer = isinstance(cls, type) and issubclass(cls, keras.Layer)
+    if is_layer and not issubclass(cls, Router):
         accepted = arguments_of(cls)
         if not issubclass(cls, keras.Model):
             # Preprocessors and tokenizers remember the file that they are in.

@@ -135,7 +135,7 @@ def _eagerly_on_torch(rows, kernel, bias, count):
 
 
 def _known_counts(count):
-    """The counts as ints. Under `torch.func.vmap`, which has several of each, `None`."""
+    """The counts as ints; `None` under `torch.func.vmap`, with several of each."""
     try:
         return count.tolist()
     except RuntimeError:
