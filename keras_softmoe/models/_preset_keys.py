@@ -61,8 +61,8 @@ def _check_object(file, part):
     """Raise unless the names of a serialized object are known, see `check_keys`."""
     class_name = str(part["class_name"])[:80]
     _check_names(file, class_name, part, _OF_AN_OBJECT)
-    # Others than ours, and a user's, say themselves what they take. So do routers, which
-    # take names of older files, too.
+    # Others than ours, and a user's, say themselves what they take. Routers do, too,
+    # and take names of older files.
     registered = str(part.get("registered_name"))
     is_own = registered.startswith(_PACKAGE) and isinstance(part["config"], dict)
     cls = keras.saving.get_registered_object(registered) if is_own else None

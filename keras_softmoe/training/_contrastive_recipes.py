@@ -5,11 +5,12 @@ the docstring says so and what was chosen.
 """
 
 import dataclasses
+import functools
 
 from keras_softmoe.training._adafactor import Adafactor
 from keras_softmoe.training._paths import KERNELS
 from keras_softmoe.training._pipeline import Augmentation
-from keras_softmoe.training._recipe import ContrastiveRecipe
+from keras_softmoe.training._recipe import ContrastiveRecipe, scheduled
 from keras_softmoe.training._schedules import (
     WarmupRsqrtDecay,
     check_positive,
@@ -102,8 +103,12 @@ def limoe_pretraining(
     """
     check_positive(peak_learning_rate=peak_learning_rate)
     if timescale is not None:
-        schedule = WarmupRsqrtDecay(
-            peak_learning_rate, steps, timescale, warmup_steps, cooldown_steps
+        schedule = functools.partial(
+            WarmupRsqrtDecay,
+            peak_learning_rate,
+            timescale=timescale,
+            warmup_steps=warmup_steps,
+            cooldown_steps=cooldown_steps,
         )
     elif cooldown_steps:
         raise ValueError(
@@ -112,7 +117,9 @@ def limoe_pretraining(
             f"Received: cooldown_steps={cooldown_steps}, timescale=None."
         )
     else:
-        schedule = warmup_cosine_decay(peak_learning_rate, steps, warmup_steps)
+        schedule = functools.partial(
+            warmup_cosine_decay, peak_learning_rate, warmup_steps=warmup_steps
+        )
     # The optimizer's rates are multiplied with the learning rate.
     decay = [(KERNELS, weight_decay / peak_learning_rate)]
     return ContrastiveRecipe(
@@ -120,7 +127,8 @@ def limoe_pretraining(
         batch_size=batch_size,
         steps=steps,
         steps_per_epoch=steps_per_epoch,
-        optimizer=Adafactor(
+        optimizer=scheduled(
+            Adafactor,
             schedule,
             momentum_dtype=momentum_dtype,
             weight_decay_rules=decay,

@@ -3,13 +3,15 @@
 The defaults are the numbers of the released code, and all are arguments.
 """
 
+import functools
+
 from keras_softmoe.evaluation import PrecisionAt1
 from keras_softmoe.training._losses import SigmoidCrossentropy
 from keras_softmoe.training._optimizers import Adam
 from keras_softmoe.training._paths import KERNELS
 from keras_softmoe.training._pipeline import Augmentation
 from keras_softmoe.training._pretraining_recipes import CENTRAL_CROP
-from keras_softmoe.training._recipe import Recipe
+from keras_softmoe.training._recipe import Recipe, scheduled
 from keras_softmoe.training._schedules import WarmupPolynomialDecay
 
 
@@ -81,8 +83,11 @@ def imagenet_from_scratch(
         ... )
         >>> recipe.compile(make_classifier(1_000))  # and `fit`, see `Recipe`
     """
-    schedule = WarmupPolynomialDecay(
-        peak_learning_rate, steps, warmup_steps, end_learning_rate
+    schedule = functools.partial(
+        WarmupPolynomialDecay,
+        peak_learning_rate,
+        warmup_steps=warmup_steps,
+        end_learning_rate=end_learning_rate,
     )
     decay = [(KERNELS, weight_decay)]
     return Recipe(
@@ -91,7 +96,9 @@ def imagenet_from_scratch(
         batch_size=batch_size,
         steps=steps,
         steps_per_epoch=steps_per_epoch,
-        optimizer=Adam(schedule, weight_decay_rules=decay, global_clipnorm=clip_norm),
+        optimizer=scheduled(
+            Adam, schedule, weight_decay_rules=decay, global_clipnorm=clip_norm
+        ),
         loss=SigmoidCrossentropy(),
         metrics=(PrecisionAt1(),),
         augmentation=augmentation,

@@ -4,13 +4,15 @@ The defaults are the papers' numbers, and all are arguments. Where a paper is si
 the docstring says so and what was chosen.
 """
 
+import functools
+
 from keras_softmoe.evaluation import PrecisionAt1
 from keras_softmoe.training._adafactor import Adafactor
 from keras_softmoe.training._losses import SigmoidCrossentropy
 from keras_softmoe.training._optimizers import Adam
 from keras_softmoe.training._paths import HEAD_KERNEL, KERNELS, SOFT_ROUTER_SCALE
 from keras_softmoe.training._pipeline import Augmentation
-from keras_softmoe.training._recipe import Recipe
+from keras_softmoe.training._recipe import Recipe, scheduled
 from keras_softmoe.training._schedules import WarmupPolynomialDecay, WarmupRsqrtDecay
 
 # For evaluation: the middle square of 224 of 256 pixels.
@@ -82,8 +84,11 @@ def vmoe_pretraining(
         >>> recipe = ksm.training.vmoe_pretraining(num_classes=1_000, steps=1_000_000)
         >>> recipe.compile(make_classifier(1_000))  # and `fit`, see `Recipe`
     """
-    schedule = WarmupPolynomialDecay(
-        peak_learning_rate, steps, warmup_steps, end_learning_rate
+    schedule = functools.partial(
+        WarmupPolynomialDecay,
+        peak_learning_rate,
+        warmup_steps=warmup_steps,
+        end_learning_rate=end_learning_rate,
     )
     return Recipe(
         num_classes=num_classes,
@@ -91,7 +96,9 @@ def vmoe_pretraining(
         batch_size=batch_size,
         steps=steps,
         steps_per_epoch=steps_per_epoch,
-        optimizer=Adam(schedule, weight_decay=weight_decay, global_clipnorm=clip_norm),
+        optimizer=scheduled(
+            Adam, schedule, weight_decay=weight_decay, global_clipnorm=clip_norm
+        ),
         loss=SigmoidCrossentropy(),
         metrics=(PrecisionAt1(),),
         augmentation=augmentation,
@@ -157,8 +164,12 @@ def soft_moe_pretraining(
         >>> recipe = ksm.training.soft_moe_pretraining(num_classes=1_000)
         >>> recipe.compile(make_classifier(1_000))  # and `fit`, see `Recipe`
     """
-    schedule = WarmupRsqrtDecay(
-        peak_learning_rate, steps, timescale, warmup_steps, cooldown_steps
+    schedule = functools.partial(
+        WarmupRsqrtDecay,
+        peak_learning_rate,
+        timescale=timescale,
+        warmup_steps=warmup_steps,
+        cooldown_steps=cooldown_steps,
     )
     decay = _kernel_decay(weight_decay, head_weight_decay)
     return Recipe(
@@ -167,7 +178,9 @@ def soft_moe_pretraining(
         batch_size=batch_size,
         steps=steps,
         steps_per_epoch=steps_per_epoch,
-        optimizer=Adam(schedule, weight_decay_rules=decay, global_clipnorm=clip_norm),
+        optimizer=scheduled(
+            Adam, schedule, weight_decay_rules=decay, global_clipnorm=clip_norm
+        ),
         loss=SigmoidCrossentropy(),
         metrics=(PrecisionAt1(),),
         augmentation=augmentation,
@@ -235,8 +248,12 @@ def vmoe_15b_pretraining(
         ... )
         >>> recipe.compile(make_classifier(1_000))  # and `fit`, see `Recipe`
     """
-    schedule = WarmupRsqrtDecay(
-        peak_learning_rate, steps, timescale, warmup_steps, cooldown_steps
+    schedule = functools.partial(
+        WarmupRsqrtDecay,
+        peak_learning_rate,
+        timescale=timescale,
+        warmup_steps=warmup_steps,
+        cooldown_steps=cooldown_steps,
     )
     return Recipe(
         num_classes=num_classes,
@@ -244,7 +261,8 @@ def vmoe_15b_pretraining(
         batch_size=batch_size,
         steps=steps,
         steps_per_epoch=steps_per_epoch,
-        optimizer=Adafactor(
+        optimizer=scheduled(
+            Adafactor,
             schedule,
             momentum_dtype=momentum_dtype,
             weight_decay_rules=_kernel_decay(weight_decay, head_weight_decay),

@@ -1,7 +1,8 @@
 """What a training consists of, in one object that compiles a model and feeds `fit`."""
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import keras
 from numpy.typing import ArrayLike
@@ -20,6 +21,30 @@ from keras_softmoe.training._pipeline import (
 from keras_softmoe.types import Data
 
 
+def scheduled(optimizer, schedule, **arguments):
+    """A function from steps to an optimizer whose schedule ends with them.
+
+    Args:
+        optimizer: class of a `keras.optimizers.Optimizer`.
+        schedule: function from steps to its learning rate.
+        **arguments: its other arguments.
+    """
+    # No lambda, so that a recipe can be pickled.
+    return functools.partial(_optimizer_for, optimizer, schedule, arguments)
+
+
+def _optimizer_for(optimizer, schedule, arguments, steps):
+    return optimizer(schedule(steps), **arguments)
+
+
+class _Made(NamedTuple):
+    """An optimizer, and the function and the steps that it was made of."""
+
+    optimizer: Any
+    make: Any
+    steps: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Training:
     """What all recipes have. Attributes: see `Recipe`."""
@@ -30,28 +55,50 @@ class _Training:
     optimizer: Any
     augmentation: Augmentation | str
     steps_per_epoch: int | None = None
+    # What `replace` hands on, beside the optimizer.
+    _made: _Made | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __post_init__(self):
         # It is frozen: a copy with other values comes from `replace`.
         known = named_augmentation(self.augmentation)
         object.__setattr__(self, "augmentation", known)
-        if self.steps_per_epoch is None:
-            object.__setattr__(self, "steps_per_epoch", self.steps)
-        names = ("image_size", "batch_size", "steps", "steps_per_epoch")
+        names = ("image_size", "batch_size", "steps")
         check_whole_numbers(1, **{name: getattr(self, name) for name in names})
-        if self.steps % self.steps_per_epoch:
+        if self.steps_per_epoch is not None:
+            check_whole_numbers(1, steps_per_epoch=self.steps_per_epoch)
+        if self.steps % (self.steps_per_epoch or self.steps):
             raise ValueError(
                 "`steps_per_epoch` must divide `steps`, or training would end before "
                 f"the schedule or after it. Received: steps={self.steps}, "
                 f"steps_per_epoch={self.steps_per_epoch}."
             )
+        self._make_optimizer()
+
+    def _make_optimizer(self):
+        """Make the optimizer for these steps, unless one was given as it is."""
+        made = self._made
+        if isinstance(self.optimizer, type):
+            raise ValueError(
+                "`optimizer` must be an optimizer, or a function that makes one for a "
+                f"number of steps. Received: the class {self.optimizer.__name__}. Make "
+                "one."
+            )
+        if callable(self.optimizer):
+            made = _Made(None, self.optimizer, None)
+        elif made is not None and self.optimizer is not made.optimizer:
+            made = None
+        if made is not None and made.steps != self.steps:
+            made = _Made(made.make(self.steps), made.make, self.steps)
+            object.__setattr__(self, "optimizer", made.optimizer)
+        object.__setattr__(self, "_made", made)
 
     @property
     def fit_arguments(self):
         """Keyword arguments of `fit`: epochs and steps, and not to shuffle again."""
+        steps_per_epoch = self.steps_per_epoch or self.steps
         return {
-            "epochs": self.steps // self.steps_per_epoch,
-            "steps_per_epoch": self.steps_per_epoch,
+            "epochs": self.steps // steps_per_epoch,
+            "steps_per_epoch": steps_per_epoch,
             "shuffle": False,
         }
 
@@ -60,15 +107,17 @@ class _Training:
 class Recipe(_Training):
     """What it takes to train a classifier, made by functions such as `finetuning`.
 
-    Every part can be changed with `dataclasses.replace`. The schedule belongs to the
-    optimizer: give other `steps` to the function.
+    Every part can be changed with `dataclasses.replace`. With other `steps` the
+    optimizer of a recipe is made anew, and its schedule is that of these steps. An
+    optimizer that was given as it is keeps its own.
 
     Attributes:
         num_classes: int, number of classes.
         image_size: int, side of the square images in pixels.
         batch_size: int, images per step.
         steps: int, steps of the whole training, at which the schedule ends.
-        optimizer: `keras.optimizers.Optimizer`; each compiled model gets its copy.
+        optimizer: `keras.optimizers.Optimizer`; each compiled model gets its copy. When
+            a recipe is made, also a function from `steps` to one.
         loss: `keras.losses.Loss` of dense labels and logits.
         metrics: tuple of `keras.metrics.Metric`; each compiled model gets its copies.
         augmentation: `Augmentation` of the training images, or its name in
@@ -185,14 +234,15 @@ class ContrastiveRecipe(_Training):
     """What it takes to train on pairs of image and caption.
 
     Made by `limoe_pretraining` and `soft_moe_contrastive`. Every part can be changed
-    with `dataclasses.replace`. The schedule belongs to the optimizer: give other
-    `steps` to the function.
+    with `dataclasses.replace`. With other `steps` the optimizer of a recipe is made
+    anew, and its schedule is that of these steps.
 
     Attributes:
         image_size: int, side of the square images in pixels.
         batch_size: int, pairs per step, all of which are compared with each other.
         steps: int, steps of the whole training, at which the schedule ends.
-        optimizer: `keras.optimizers.Optimizer`; each compiled model gets its copy.
+        optimizer: `keras.optimizers.Optimizer`; each compiled model gets its copy. When
+            a recipe is made, also a function from `steps` to one.
         loss: str, as in `models.LIMoEContrastive.compile`.
         augmentation: `Augmentation` of the training images, or its name in
             `AUGMENTATIONS`. Without MixUp. Whoever mirrors images has captions that say

@@ -4,11 +4,13 @@ The defaults are the papers' numbers, and all are arguments. Where a paper is si
 the docstring says so and what was chosen.
 """
 
+import functools
+
 import keras
 
 from keras_softmoe.training._optimizers import SGD
 from keras_softmoe.training._pipeline import Augmentation
-from keras_softmoe.training._recipe import Recipe
+from keras_softmoe.training._recipe import Recipe, scheduled
 from keras_softmoe.training._schedules import warmup_cosine_decay
 
 
@@ -95,10 +97,8 @@ def finetuning(
         >>> recipe = ksm.training.finetuning(num_classes=10, steps=2_500)
         >>> recipe.compile(classifier)  # and `fit`, see `Recipe`
     """
-    if warmup_steps is None:
-        warmup_steps = min(500, steps // 5)
-    schedule = warmup_cosine_decay(
-        peak_learning_rate, steps, warmup_steps, end_learning_rate
+    schedule = functools.partial(
+        _schedule, peak_learning_rate, warmup_steps, end_learning_rate
     )
     average = {}
     if average_momentum is not None:
@@ -109,10 +109,20 @@ def finetuning(
         batch_size=batch_size,
         steps=steps,
         steps_per_epoch=steps_per_epoch,
-        optimizer=SGD(schedule, momentum=0.9, global_clipnorm=clip_norm, **average),
+        optimizer=scheduled(
+            SGD, schedule, momentum=0.9, global_clipnorm=clip_norm, **average
+        ),
         loss=keras.losses.CategoricalCrossentropy(from_logits=True),
         metrics=(keras.metrics.CategoricalAccuracy(name="accuracy"),),
         augmentation=augmentation,
+    )
+
+
+def _schedule(peak_learning_rate, warmup_steps, end_learning_rate, steps):
+    if warmup_steps is None:
+        warmup_steps = min(500, steps // 5)
+    return warmup_cosine_decay(
+        peak_learning_rate, steps, warmup_steps, end_learning_rate
     )
 
 

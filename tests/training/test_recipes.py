@@ -1,6 +1,9 @@
 """Every recipe trains a small Soft MoE on real digits, and decays what it should."""
 
+import copy
 import dataclasses
+import functools
+import pickle
 import re
 
 import keras
@@ -155,3 +158,82 @@ def test_the_model_must_have_as_many_classes():
     recipe = dataclasses.replace(training.finetuning(4), num_classes=5)
     with pytest.raises(ValueError, match="Received.*num_classes=5"):
         recipe.compile(model)
+
+
+ALL = {
+    "vmoe_pretraining": {"warmup_steps": 5},
+    "soft_moe_pretraining": {"warmup_steps": 5, "cooldown_steps": 20},
+    "vmoe_15b_pretraining": {"warmup_steps": 5, "cooldown_steps": 20},
+    "imagenet_from_scratch": {"warmup_steps": 5},
+    # Warms up for a share of the steps.
+    "finetuning": {"average_momentum": 0.9},
+    "vtab": {},
+    "limoe_pretraining": {"warmup_steps": 5},
+    "soft_moe_contrastive": {
+        "warmup_steps": 5,
+        "timescale": 10,
+        "cooldown_steps": 20,
+    },
+}
+
+
+def rates(recipe):
+    """Learning rates at 12 steps of a training, first and last included."""
+    config = recipe.optimizer.get_config()["learning_rate"]
+    schedule = keras.saving.deserialize_keras_object(config)
+    return [float(schedule(step)) for step in np.linspace(0, recipe.steps, 12)]
+
+
+def test_all_recipes_are_tested():
+    made = {name for name in training.__all__ if name in ALL}
+    assert made == set(ALL)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_other_steps(name):
+    """A copy for other steps is the recipe that the function makes for them."""
+    is_pair = name in ("limoe_pretraining", "soft_moe_contrastive")
+    arguments = ALL[name] if is_pair else {"num_classes": 10, **ALL[name]}
+    make = functools.partial(getattr(training, name), **arguments)
+    recipe, expected = make(steps=40), make(steps=80)
+    for start in (recipe, pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe)):
+        actual = dataclasses.replace(start, steps=80)
+        np.testing.assert_array_equal(rates(actual), rates(expected))
+        assert actual.optimizer.get_config() == expected.optimizer.get_config()
+        assert actual.fit_arguments == expected.fit_arguments
+        # And from there on.
+        actual = dataclasses.replace(
+            dataclasses.replace(actual, batch_size=4), steps=40
+        )
+        np.testing.assert_array_equal(rates(actual), rates(recipe))
+    assert rates(recipe) != rates(expected)
+    np.testing.assert_array_equal(rates(recipe), rates(make(steps=40)))
+    # With the steps as they are it is the same optimizer.
+    assert dataclasses.replace(recipe, image_size=32).optimizer is recipe.optimizer
+
+
+def test_an_optimizer_of_the_users_stays():
+    recipe = training.finetuning(10, steps=40)
+    own = keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.1, 7))
+    changed = dataclasses.replace(recipe, optimizer=own)
+    for copied in (changed, dataclasses.replace(changed, steps=80)):
+        assert copied.optimizer is own
+    # Or a function of the steps.
+    changed = dataclasses.replace(
+        recipe, optimizer=lambda steps: keras.optimizers.Adam(1.0 / steps)
+    )
+    for steps in (40, 80):
+        copied = dataclasses.replace(changed, steps=steps)
+        np.testing.assert_allclose(float(copied.optimizer.learning_rate), 1 / steps)
+    with pytest.raises(ValueError, match="Received: the class Adam. Make one"):
+        dataclasses.replace(recipe, optimizer=keras.optimizers.Adam)
+
+
+def test_steps_per_epoch_stays():
+    recipe = training.finetuning(10, steps=40, steps_per_epoch=20)
+    recipe = dataclasses.replace(recipe, steps=80)
+    assert recipe.fit_arguments["epochs"] == 4
+    with pytest.raises(ValueError, match="must divide `steps`.*steps=50"):
+        dataclasses.replace(recipe, steps=50)
+    with pytest.raises(ValueError, match="warmup"):
+        dataclasses.replace(training.vmoe_pretraining(10, 20_000), steps=10_000)
