@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import inspect
 import pickle
 import re
 
@@ -178,14 +179,19 @@ ALL = {
 
 
 def rates(recipe):
-    """Learning rates at 12 steps of a training, first and last included."""
+    """Learning rates at 12 steps, the last of them after the end of a training."""
     config = recipe.optimizer.get_config()["learning_rate"]
     schedule = keras.saving.deserialize_keras_object(config)
-    return [float(schedule(step)) for step in np.linspace(0, recipe.steps, 12)]
+    return [float(schedule(step)) for step in range(0, 96, 8)]
 
 
 def test_all_recipes_are_tested():
-    made = {name for name in training.__all__ if name in ALL}
+    kinds = (training.Recipe, training.ContrastiveRecipe)
+    made = {
+        name
+        for name, member in vars(training).items()
+        if inspect.isfunction(member) and member.__annotations__["return"] in kinds
+    }
     assert made == set(ALL)
 
 
@@ -199,7 +205,10 @@ def test_other_steps(name):
     for start in (recipe, pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe)):
         actual = dataclasses.replace(start, steps=80)
         np.testing.assert_array_equal(rates(actual), rates(expected))
-        assert actual.optimizer.get_config() == expected.optimizer.get_config()
+        configs = [r.optimizer.get_config() for r in (actual, expected)]
+        # Keras counts them.
+        names = [config.pop("name") for config in configs]
+        assert configs[0] == configs[1], names
         assert actual.fit_arguments == expected.fit_arguments
         # And from there on.
         actual = dataclasses.replace(
