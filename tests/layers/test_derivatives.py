@@ -28,19 +28,11 @@ def token_choice(capacity_factor):
 
 LAYERS = {
     "soft": lambda: layers.SoftMoE(4, 12),
-    "uniform": lambda: layers.MoE(routers.SoftRouter(4, dispatch="uniform"), 12),
-    "several slots": lambda: layers.SoftMoE(4, 12, slots_per_expert=2),
     "token choice": lambda: layers.MoE(token_choice(1.5), 12),
-    "einsum": lambda: layers.MoE(token_choice(1.5), 12, dispatcher="einsum"),
-    "sinkhorn": lambda: layers.MoE(routers.SinkhornTokenChoiceRouter(4), 12),
     "sinkhorn ec": lambda: layers.MoE(routers.SinkhornExpertChoiceRouter(4), 12),
     "transport": lambda: layers.MoE(routers.SparseTransportExpertChoiceRouter(4), 12),
-    "identity": lambda: layers.MoE(routers.IdentityRouter(3), 12),
     "expert choice": lambda: layers.MoE(routers.SoftmaxExpertChoiceRouter(4), 12),
-    "dropless": lambda: layers.MoE(token_choice(None), 12),
-    "dropless, all images": lambda: layers.MoE(
-        token_choice(None), 12, group_images=None
-    ),
+    "dropless": lambda: layers.MoE(token_choice(None), 12, group_images=2),
     # Widths that the grouped product of PyTorch does not take
     "dropless, odd width": lambda: layers.MoE(token_choice(None), 5),
     "remat": lambda: layers.SoftMoE(4, 12, remat_experts=True),
