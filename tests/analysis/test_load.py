@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import analysis, layers, ops, routers
+from tests.models import tiny
 from tests.recorded import recorded
 from tests.references import to_numpy
 
@@ -73,3 +74,12 @@ def test_a_model_without_routers():
     model = keras.Model(inputs, keras.layers.Dense(2)(inputs))
     with pytest.raises(ValueError, match=r"MoE layers.*Received: Functional .* \[\]"):
         analysis.expert_load(model, np.ones((1, 6)), verbose=0)
+
+
+def test_images_must_be_finite():
+    """NaN has no best expert."""
+    images = tiny.pixels(4)
+    images[2, 1, 1, 0] = np.inf
+    for analyse in (analysis.expert_load, analysis.routing_maps):
+        with pytest.raises(ValueError, match="Images must be finite.*image 2 of 4"):
+            analyse(tiny.classifier(), images)

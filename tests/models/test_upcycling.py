@@ -370,6 +370,7 @@ def test_routers_without_weights(dense, router, message):
         ({"images": MANY[0]}, "Make a batch of one"),
         ({"images": MANY[:0]}, "nothing to start from"),
         ({"images": MANY[:, :4]}, "Resize them"),
+        ({"images": np.where(MANY < 0.9, MANY, np.nan)}, "must be finite.*image 0 of"),
         ({"images": tiny.pixels(2).astype("uint8")}, r"in \[-1, 1\], which integers"),
     ],
 )
