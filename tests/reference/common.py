@@ -97,3 +97,12 @@ def check_auxiliary_loss(reference, key, actual):
 def finish(reference, prefix=""):
     reference.leave(INEXPRESSIBLE)
     reference.finish(prefix)
+
+
+def loss_weights(weights, noise_std):
+    """Weights of losses by name, as a router takes them: no load loss without noise."""
+    return {
+        name: weight
+        for name, weight in weights.items()
+        if noise_std or name != "load_loss_weight"
+    }

@@ -10,6 +10,7 @@ from tests.reference.common import (
     check_auxiliary_loss,
     check_statistics,
     finish,
+    loss_weights,
 )
 from tests.references import Reference, to_numpy
 
@@ -123,6 +124,7 @@ def sparse_router(case, config):
     if case.startswith("ec"):
         return routers.SoftmaxExpertChoiceRouter(config["E"], **arguments)
     weights = {f"{n}_loss_weight": w for n, w in config["loss_weights"].items()}
+    weights = loss_weights(weights, noise_std=0.0)
     return routers.SoftmaxTokenChoiceRouter(
         config["E"],
         num_selected_experts=config["k"],

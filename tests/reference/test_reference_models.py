@@ -6,7 +6,12 @@ import pytest
 
 from keras_softmoe import ops, routers
 from tests.gradients import layer_gradients, outputs
-from tests.reference.common import check_auxiliary_loss, check_statistics, finish
+from tests.reference.common import (
+    check_auxiliary_loss,
+    check_statistics,
+    finish,
+    loss_weights,
+)
 from tests.reference.test_reference_layers import check_weight_means
 from tests.references import Reference, to_numpy
 
@@ -53,7 +58,10 @@ def make_router(moe, noisy):
         num_selected_experts=settings["num_selected_experts"],
         priority="max" if dispatcher["batch_priority"] else "position",
         **arguments,
-        **{name: settings[name] for name in weights if name in settings},
+        **loss_weights(
+            {name: settings[name] for name in weights if name in settings},
+            arguments["noise_std"],
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from tests.reference.common import (
     check_dense,
     check_statistics,
     finish,
+    loss_weights,
     slot_routing,
 )
 from tests.reference.test_reference_ops import check_indices
@@ -48,7 +49,7 @@ def token_choice_router(reference, settings, **kwargs):
         num_selected_experts=settings["k"],
         priority="max" if settings["batch_priority"] else "position",
         **rounding(settings),
-        **reference.config["loss_weights"],
+        **loss_weights(reference.config["loss_weights"], kwargs.get("noise_std", 1.0)),
         **kwargs,
     )
 

@@ -13,6 +13,7 @@ from tests.reference.common import (
     check_dense,
     check_statistics,
     finish,
+    loss_weights,
     slot_routing,
 )
 from tests.references import Reference, to_numpy
@@ -82,12 +83,15 @@ def transport_router(prefix, settings):
     arguments["noise_std"] = settings.get("noise_std", 0.0)
     if prefix == "d_kl_items":
         return routers.SinkhornExpertChoiceRouter(settings["num_experts"], **arguments)
+    weights = ("importance_loss_weight", "load_loss_weight")
     return routers.SinkhornTokenChoiceRouter(
         settings["num_experts"],
         num_selected_experts=settings["num_selected_experts"],
         priority="max" if dispatcher["batch_priority"] else "position",
-        importance_loss_weight=settings.get("importance_loss_weight", 0.0),
-        load_loss_weight=settings.get("load_loss_weight", 0.0),
+        **loss_weights(
+            {name: settings.get(name, 0.0) for name in weights},
+            arguments["noise_std"],
+        ),
         **arguments,
     )
 
