@@ -125,6 +125,9 @@ def _eagerly_on_torch(rows, kernel, bias, count):
             # It has no derivative in forward mode.
             pass
         else:
+            if products.requires_grad and not torch.compiler.is_compiling():
+                # Its gradient takes none that was expanded, such as that of a sum.
+                products.register_hook(lambda upstream: upstream.contiguous())
             expert = torch.repeat_interleave(count, output_size=rows.shape[0])
             return products + bias[:, 0].index_select(0, expert)
     sizes = _known_counts(count)

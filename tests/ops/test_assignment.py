@@ -223,6 +223,21 @@ def test_real_tokens_before_padding_whatever_their_scores(worst):
     np.testing.assert_array_equal(to_numpy(token), [[[3, 1, 0]]])
 
 
+@pytest.mark.parametrize("worst", [-np.inf, np.nan])
+@pytest.mark.parametrize("priority", ["max", "sum", "numbers"])
+def test_real_tokens_are_kept_before_padding_whatever_their_scores(priority, worst):
+    scores = np.full((1, 4, 2), worst, "float32")
+    valid = np.array([[False, False, True, True]])
+    if priority == "numbers":
+        priority = np.full((1, 4), worst, "float32")
+    token, filled = ops.token_choice(
+        scores, 2, 4, priority=priority, valid=valid, keep_fraction=0.5
+    )
+    # Half of the two real ones is one, the first of equals.
+    np.testing.assert_array_equal(to_numpy(filled).sum(-1), [[1, 1]])
+    np.testing.assert_array_equal(to_numpy(token)[..., 0], [[2, 2]])
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 6, 1), (2, 8, 4), (1, 6, 3)])
 def test_identity_is_round_robin(shape):
     assert_same_slots(ops.identity(*shape), twins.identity(*shape))

@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 from keras_softmoe.ops.grouped import grouped_affine
+from tests.derivatives import changes_of_gradients, slope
 from tests.gradients import value_and_gradients
 
 # Rows of each expert: of an odd number of experts, none, and far more than the mean,
@@ -32,8 +33,36 @@ def test_grouped_affine(name):
         found = grouped_affine(rows, kernel, bias, ops.convert_to_tensor(count))
         return ops.sum(ops.multiply(ops.tanh(found), weight))
 
-    expected, found = (value_and_gradients(fn, arrays) for fn in (each, grouped))
+    known = arrays, [rng.standard_normal(x.shape).astype("float32") for x in arrays]
+    expected, found = (
+        [
+            value_and_gradients(fn, arrays),
+            slope(fn, *known),
+            changes_of_gradients(fn, *known),
+        ]
+        for fn in (each, grouped)
+    )
     for one, two in zip(
         keras.tree.flatten(expected), keras.tree.flatten(found), strict=True
     ):
-        np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(two, one, rtol=1e-4, atol=2e-5)
+
+
+def test_gradient_of_a_sum():
+    # It comes as one number, expanded, which not every product takes.
+    count = np.array([5, 0, 7], "int32")
+    rng = np.random.default_rng(0)
+    shapes = (12, 8), (3, 8, 4), (3, 1, 4)
+    arrays = [rng.standard_normal(shape).astype("float32") for shape in shapes]
+
+    def fn(*arrays):
+        return ops.sum(grouped_affine(*arrays, ops.convert_to_tensor(count)))
+
+    _, (of_rows, of_kernel, of_bias) = value_and_gradients(fn, arrays)
+    rows, kernel, _ = arrays
+    expert = np.repeat(np.arange(3), count)
+    expected = kernel.sum(-1)[expert]
+    np.testing.assert_allclose(of_rows, expected, rtol=1e-5, atol=1e-5)
+    expected = [rows[expert == e].sum(0)[:, None] + np.zeros((8, 4)) for e in range(3)]
+    np.testing.assert_allclose(of_kernel, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(of_bias[:, 0], count[:, None] + np.zeros((3, 4)))

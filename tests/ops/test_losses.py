@@ -100,6 +100,38 @@ def test_gradients_are_finite(flavour):
     assert np.all(np.isfinite(gradient))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scale", [1e18, 1e30])
+def test_losses_of_large_logits(scale, masked):
+    logits = cases.array("normal", (2, 8, 4), 0) * np.float32(scale)
+    # Nothing of the second group is real.
+    valid = np.array([[True, False] * 4, [False] * 8]) if masked else None
+
+    def fn(logits):
+        mask = None if valid is None else keras.ops.convert_to_tensor(valid)
+        probs = keras.ops.softmax(logits)
+        losses = [
+            ops.importance_loss(probs, mask),
+            ops.gshard_loss(probs, mask),
+            ops.load_loss(logits, logits + 0.1, 2, 0.5, mask),
+            ops.local_entropy_loss(probs, mask),
+            ops.merged_entropy_loss(probs, 2, mask),
+            ops.global_entropy_loss(probs, 1.0, mask),
+        ]
+        return sum(keras.ops.sum(loss) for loss in losses)
+
+    def z_loss(logits):
+        mask = None if valid is None else keras.ops.convert_to_tensor(valid)
+        return keras.ops.sum(ops.z_loss(logits, mask))
+
+    value, (gradient,) = value_and_gradients(fn, [logits])
+    assert np.isfinite(value) and np.isfinite(gradient).all()
+    # The square of more than 1.8e19 is infinite, its gradient is not.
+    value, (gradient,) = value_and_gradients(z_loss, [logits])
+    assert np.isfinite(value) == (scale < 1e19)
+    assert np.isfinite(gradient).all()
+
+
 def test_gshard_gradient_leaves_the_fraction_alone():
     # E^2 * mean_e(f_e * mean_s p_se): the derivative for p_se is E f_e / S.
     probs = twins.softmax(cases.array("normal", (1, 8, 4), 0)).astype("float32")

@@ -1,12 +1,14 @@
 """Transport plans: marginals, sparsity, and the twins' numbers."""
 
 import hypothesis.strategies as st
+import keras
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from keras_softmoe import ops
 from tests import cases, twins
+from tests.gradients import value_and_gradients
 from tests.references import to_numpy
 
 pytestmark = pytest.mark.usefixtures("quick_loops")
@@ -28,6 +30,73 @@ def test_sinkhorn_plan(logits, num_iterations, seed):
     # Rows are scaled last: every token hands out exactly its mass of 1.
     rows = np.ones(logits.shape[:2]) if valid is None else valid
     np.testing.assert_allclose(plan.sum(-1), rows, rtol=tolerance, atol=tolerance)
+
+
+# Of logits that large few numbers are left of what lies between them.
+LARGE = [1e4, 1e6, 1e8, 1e18, 1e30, np.finfo("float32").max]
+
+# The second group has padding, the third nothing else.
+WITH_PADDING = np.array([[True] * 8, [True, False] * 4, [False] * 8])
+
+
+def large(flavour, scale, shape=(3, 8, 4)):
+    rng = np.random.default_rng(0)
+    values = {
+        "spread": lambda: rng.uniform(-1, 1, shape),
+        "by token": lambda: rng.uniform(-1, 1, (*shape[:2], 1)) + np.zeros(shape),
+        "by expert": lambda: rng.uniform(-1, 1, (1, 1, shape[2])) + np.zeros(shape),
+        "extremes": lambda: rng.choice([-1.0, 1.0], shape),
+    }
+    return (values[flavour]() * scale).astype("float32")
+
+
+@pytest.mark.parametrize("scale", LARGE)
+@pytest.mark.parametrize("flavour", ["spread", "by token", "by expert", "extremes"])
+def test_plans_of_large_logits(flavour, scale):
+    logits = large(flavour, scale)
+    for valid in (None, WITH_PADDING):
+        real = np.ones((3, 8)) if valid is None else valid
+        plan = to_numpy(ops.sinkhorn_plan(logits, valid=valid))
+        assert plan.min() >= 0 and plan.max() <= 1 + 1e-5
+        # Of padding alone it is empty.
+        np.testing.assert_allclose(plan.sum(-1), real, atol=1e-5)
+        plan = to_numpy(ops.sparse_transport_plan(logits, 3, valid=valid))
+        assert plan.min() >= 0 and ((plan > 0).sum(1) <= 3).all()
+        assert not plan[real == 0].any()
+        mass = np.repeat(real.sum(1, keepdims=True) / 4, 4, axis=1)
+        np.testing.assert_allclose(plan.sum(1), mass, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e6, 1e30])
+def test_gradient_of_a_plan_of_large_logits(scale):
+    weights = keras.ops.convert_to_tensor(cases.array("normal", (3, 8, 4), 1))
+    valid = keras.ops.convert_to_tensor(WITH_PADDING)
+
+    def fn(logits):
+        return keras.ops.sum(ops.sinkhorn_plan(logits, valid=valid) * weights)
+
+    _, (gradient,) = value_and_gradients(fn, [large("spread", scale)])
+    assert np.isfinite(gradient).all()
+    assert not gradient[~WITH_PADDING].any()
+
+
+def test_large_logits_of_an_expert_change_no_plan():
+    # A number that is added to all of them does not, and here none is rounded.
+    logits = np.round(cases.array("normal", (2, 8, 4), 0) * 64) / 64
+    moved = logits + np.array([0, 2**16, -(2**16), 2**10], "float32")
+    found, expected = map(to_numpy, map(ops.sinkhorn_plan, (moved, logits)))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_plans_are_computed_in_float32():
+    logits = cases.array("normal", (2, 8, 4), 0)
+    logits = keras.ops.convert_to_tensor(logits, "bfloat16")
+    found = ops.sinkhorn_plan(logits), ops.sparse_transport_plan(logits, 8)
+    rounded = to_numpy(keras.ops.cast(logits, "float32"))
+    expected = ops.sinkhorn_plan(rounded), ops.sparse_transport_plan(rounded, 8)
+    for one, two in zip(map(to_numpy, found), map(to_numpy, expected), strict=True):
+        assert one.dtype == "float32"
+        np.testing.assert_array_equal(one, two)
 
 
 def test_sinkhorn_columns_converge():
