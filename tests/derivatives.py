@@ -10,7 +10,8 @@ def slope(fn, arrays, directions):
     if keras.backend.backend() == "jax":
         import jax
 
-        found = jax.jit(lambda *known: jax.jvp(fn, *known)[1])(arrays, directions)
+        known = tuple(arrays), tuple(directions)
+        found = jax.jit(lambda *known: jax.jvp(fn, *known)[1])(*known)
     elif keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 

@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_softmoe.layers import Experts
 from keras_softmoe.ops.backend import add_rows, affine, attend, chunked_map
+from tests.derivatives import changes_of_gradients, slope
 from tests.gradients import value_and_gradients
 from tests.references import to_numpy
 from tests.skips import only_on
@@ -51,6 +52,33 @@ def test_affine_of_stacks(count):
         to_numpy(affine(*arrays)), expected, rtol=1e-5, atol=1e-5
     )
     assert_same(affine, lambda *a: ops.matmul(*a[:2]) + a[2], arrays)
+
+
+def test_derivatives_of_stacks():
+    """Of second order and in forward mode; on JAX of third order, too."""
+    arrays = normal(4, 5, 3), normal(4, 3, 7), normal(4, 1, 7)
+    directions = [normal(*x.shape, seed=1) for x in arrays]
+
+    def of(product):
+        return lambda *arrays: ops.mean(ops.tanh(product(*arrays)))
+
+    own = of(affine)
+    plain = of(lambda x, kernel, bias: ops.matmul(x, kernel) + bias)
+    for derivative in (slope, changes_of_gradients):
+        found, expected = (derivative(f, arrays, directions) for f in (own, plain))
+        for one, other in zip(*map(keras.tree.flatten, (found, expected)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    if keras.backend.backend() == "jax":
+        import jax
+
+        for number in (0, 1):
+
+            def third(f, number=number):
+                second = jax.jacfwd(jax.grad(f, number), number)
+                total = jax.grad(lambda *x: (second(*x) ** 2).sum(), number)
+                return jax.jit(total)(*arrays)
+
+            np.testing.assert_allclose(third(own), third(plain), rtol=1e-3, atol=1e-6)
 
 
 def test_affine_in_half_precision():
