@@ -6,10 +6,11 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import layers, routers
+from keras_softmoe import layers, routers, training
 from tests import cases
 from tests.gradients import layer_gradients
 from tests.references import to_numpy
+from tests.routers import limoe_routers
 
 BATCH, NUM_TOKENS, WIDTH, NUM_EXPERTS = 3, 4, 4, 3
 
@@ -94,3 +95,55 @@ def test_routers_are_finite(floatx, name, masked):
     assert layer.experts.weights[0].dtype == floatx
     mask = {"mask": keras.ops.convert_to_tensor(MASK)} if masked else {}
     assert_finite(layer, cases.array("normal", (BATCH, NUM_TOKENS, WIDTH), 0), **mask)
+
+
+@pytest.mark.parametrize("form", ["joint", "disjoint_per_modality"])
+def test_limoe_is_finite(floatx, form):
+    router = limoe_routers.build(
+        losses=(
+            *routers.classic_losses(),
+            *routers.entropy_losses(limoe_routers.NUM_EXPERTS),
+            routers.MutualInformationLoss(),
+        ),
+        noise_std=1.0,
+        **limoe_routers.FORMS[form],
+    )
+    valid = np.ones((limoe_routers.GROUPS, limoe_routers.NUM_TOKENS), bool)
+    valid[0, 3:] = False
+
+    def loss(decision, losses):
+        gates = keras.ops.sum(decision.routing.gate)
+        return gates + sum(keras.ops.cast(x, gates.dtype) for x in losses)
+
+    value, of_tokens, gradients = layer_gradients(
+        router,
+        limoe_routers.tokens(),
+        loss,
+        compiled=False,
+        valid=keras.ops.convert_to_tensor(valid),
+        modalities=limoe_routers.MODALITIES,
+        training=True,
+    )
+    for x in (value, of_tokens, *gradients.values()):
+        assert np.isfinite(np.asarray(x, "float64")).all()
+
+
+@pytest.mark.parametrize("floatx", ["float16", "float64"], indirect=True)
+def test_balancing_losses_are_added_to_that_of_the_model(floatx):
+    # With an optimizer whose epsilon is zero in float16, and a weight without gradient.
+    model = keras.Sequential(
+        [
+            keras.Input((NUM_TOKENS, WIDTH)),
+            layers.MoE(
+                routers.SoftmaxTokenChoiceRouter(NUM_EXPERTS), 4, group_images=2
+            ),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(2),
+        ]
+    )
+    model.compile(training.Adam(1e-3), "mse")
+    x = cases.array("normal", (BATCH, NUM_TOKENS, WIDTH), 0)
+    history = model.fit(x, np.zeros((BATCH, 2)), epochs=2, verbose=0).history
+    assert np.isfinite(history["loss"]).all()
+    for weight in model.get_weights():
+        assert np.isfinite(np.asarray(weight, "float64")).all()

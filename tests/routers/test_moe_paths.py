@@ -9,7 +9,8 @@ from tests import cases, twins
 from tests.gradients import layer_gradients
 from tests.recorded import recorded
 from tests.references import to_numpy
-from tests.routers.sparse_routers import SPARSE
+from tests.routers.sparse_routers import PLANS, SPARSE
+from tests.skips import only_on
 
 BATCH, NUM_TOKENS, WIDTH, NUM_EXPERTS, MLP_DIM = 3, 4, 4, 4, 6
 ROUTERS = {
@@ -123,6 +124,22 @@ def test_soft_moe_is_a_moe_layer_with_a_soft_router():
     np.testing.assert_allclose(
         to_numpy(short(images())), to_numpy(long(images())), rtol=1e-6, atol=1e-6
     )
+
+
+@only_on("tensorflow", because="own loop")
+@pytest.mark.parametrize("name", PLANS)
+def test_gradient_of_a_plan_that_xla_compiles(name):
+    # It has to know how often a loop runs.
+    weights = []
+    for jit_compile in (True, False):
+        keras.utils.set_random_seed(0)
+        layer = layers.MoE(SPARSE[name](NUM_EXPERTS, combine="plan"), MLP_DIM)
+        model = keras.Sequential([keras.Input((NUM_TOKENS, WIDTH)), layer])
+        model.compile(keras.optimizers.SGD(1.0), "mse", jit_compile=jit_compile)
+        model.fit(images(), np.ones_like(images()), verbose=0)
+        weights.append(model.get_weights())
+    for found, expected in zip(*weights, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_experts_follow_the_policy():
