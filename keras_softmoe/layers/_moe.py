@@ -286,9 +286,11 @@ class MoE(Layer):
         if self.group_images == 1:
             return inputs, mask, _count(mask)
         if self.group_images is None:
+            shape = self._shape_of_whole_batch(inputs)
             if mask is not None:
-                mask = ops.reshape(mask, (1, -1))
-            return self._group_whole_batch(inputs), mask, _count(mask)
+                mask = ops.reshape(mask, shape)
+            tokens = ops.reshape(inputs, (*shape, inputs.shape[-1]))
+            return tokens, mask, _count(mask)
         batch, (num_tokens, width) = ops.shape(inputs)[0], inputs.shape[1:]
         # In this order compilers see that groups times images is the padded batch.
         groups = (batch + self.group_images - 1) // self.group_images
@@ -318,8 +320,9 @@ class MoE(Layer):
             count = _count(valid) * self.group_images // images
         return tokens, valid, count
 
-    def _group_whole_batch(self, inputs):
-        batch, num_tokens, width = inputs.shape
+    def _shape_of_whole_batch(self, inputs):
+        """The number of groups, and that of their tokens."""
+        batch, num_tokens, _ = inputs.shape
         if batch is None:
             raise ValueError(
                 "`group_images=None` routes the whole batch as one group, and the size "
@@ -328,7 +331,10 @@ class MoE(Layer):
                 "size (smaller batches are padded), or feed a dataset made with "
                 "`.batch(batch_size, drop_remainder=True)`."
             )
-        return ops.reshape(inputs, (1, batch * num_tokens, width))
+        if batch == 0:
+            # No group, of a size for which every router has slots.
+            return 0, num_tokens * self.router.num_experts
+        return 1, batch * num_tokens
 
     def _rounded(self, x):
         if self.dispatch_dtype is None:

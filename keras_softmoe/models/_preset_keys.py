@@ -7,7 +7,6 @@ import keras
 
 from keras_softmoe.checks import did_you_mean, quote
 from keras_softmoe.models.arguments import arguments_of
-from keras_softmoe.routers import Router
 
 # KerasHub's names. What else is in a directory belongs to the user.
 _FILES = (
@@ -61,14 +60,12 @@ def _check_object(file, part):
     """Raise unless the names of a serialized object are known, see `check_keys`."""
     class_name = str(part["class_name"])[:80]
     _check_names(file, class_name, part, _OF_AN_OBJECT)
-    # Others than ours, and a user's, say themselves what they take. Routers do, too,
-    # and take names of older files.
+    # Others than ours, and a user's, say themselves what they take.
     registered = str(part.get("registered_name"))
     is_own = registered.startswith(_PACKAGE) and isinstance(part["config"], dict)
     cls = keras.saving.get_registered_object(registered) if is_own else None
-    is_layer = isinstance(cls, type) and issubclass(cls, keras.Layer)
-    if is_layer and not issubclass(cls, Router):
-        accepted = arguments_of(cls)
+    if isinstance(cls, type) and issubclass(cls, keras.Layer):
+        accepted = [*arguments_of(cls), *getattr(cls, "former_settings", ())]
         if not issubclass(cls, keras.Model):
             # Preprocessors and tokenizers remember the file that they are in.
             accepted.append("config_file")

@@ -150,9 +150,11 @@ def dispatch(tokens: Tensor, routing: Routing, sharded: bool = False) -> Tensor:
     if sharded:
         slots = _take_in_groups(tokens, routing.token)
         return slots * ops.expand_dims(ops.cast(routing.filled, slots.dtype), -1)
+    _, num_experts, capacity = routing.token.shape
     rows = ops.reshape(tokens, (-1, tokens.shape[-1]))
-    # (E, G, C, D)
     slots = ops.take(rows, _row_of_slot(routing, tokens.shape[1]), axis=0)
+    # (E, G, C, D), which JAX forgets where there are no rows.
+    slots = ops.reshape(slots, (num_experts, -1, capacity, tokens.shape[-1]))
     filled = ops.cast(_experts_first(routing.filled), slots.dtype)
     return _experts_first(slots * ops.expand_dims(filled, -1))
 

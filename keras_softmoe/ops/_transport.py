@@ -10,7 +10,9 @@ from keras import ops
 from keras_softmoe.ops.backend import (
     compiled_on_jax,
     float32_at_least,
+    largest,
     repeat,
+    smallest,
     top_values,
 )
 from keras_softmoe.ops.constants import lowest
@@ -223,21 +225,21 @@ def _project(points, k, sharded, limit=None):
     int tensor with numbers up to `k`, which take its place.
     """
     # (..., k), descending
-    largest = top_values(points, k, sharded)
+    chosen = top_values(points, k, sharded)
     counts = ops.arange(1, k + 1, dtype=points.dtype)
     # The simplex threshold, less the largest point, is the largest of these candidates.
     # What lies more than 1 below the largest point does not move it.
-    top = ops.max(largest, axis=-1, keepdims=True)
-    candidates = ops.maximum(largest - top, -1.0)
+    top = largest(chosen)
+    candidates = ops.maximum(chosen - top, -1.0)
     candidates = (ops.cumsum(candidates, axis=-1) - 1.0) / counts
     if limit is not None:
         inside = ops.arange(k, dtype="int32") < limit
         candidates = ops.where(inside, candidates, -float("inf"))
-        largest = ops.where(inside, largest, float("inf"))
+        chosen = ops.where(inside, chosen, float("inf"))
         k = limit
-    threshold = ops.max(candidates, axis=-1, keepdims=True)
-    # Not `largest[..., -1:]`: XLA would replace `top_k` and the slice by a full sort.
-    last = ops.min(largest, axis=-1, keepdims=True)
+    threshold = largest(candidates)
+    # Not `chosen[..., -1:]`: XLA would replace `top_k` and the slice by a full sort.
+    last = smallest(chosen)
     above = points > last
     tied = ops.cast(ops.equal(points, last), "int32")
     room = k - ops.sum(ops.cast(above, "int32"), axis=-1, keepdims=True)

@@ -78,6 +78,9 @@ class SparseRouter(Router):
 
     mutable_settings = ("capacity_factor", "eval_capacity_factor", "random_logits")
 
+    # Names in files of older versions, which the constructor still takes.
+    former_settings = tuple(_NAMED_LOSSES)
+
     def __init__(
         self,
         num_experts,
@@ -457,9 +460,14 @@ def _first_slots(token, filled, limit):
 
 
 def _mean_of_groups(losses, num_tokens):
-    """Mean over the groups that have tokens."""
+    """Mean over the groups that have tokens; 0 if none has."""
     if num_tokens is None:
-        return ops.mean(losses)
+        groups = losses.shape[0]
+        if groups is not None and groups != 0:
+            return ops.mean(losses)
+        # On TensorFlow an empty batch may show only when the graph runs.
+        groups = ops.cast(ops.shape(losses)[0], losses.dtype)
+        return ops.sum(losses) / ops.maximum(groups, 1.0)
     has_tokens = num_tokens > 0
     count = ops.maximum(ops.sum(ops.cast(has_tokens, losses.dtype)), 1.0)
     return ops.sum(ops.where(has_tokens, losses, 0.0)) / count
