@@ -10,7 +10,6 @@ from keras_softmoe.costs import LayerCost
 from keras_softmoe.keras_adapter import Layer
 from keras_softmoe.layers._attention import Attention, layer_norm
 from keras_softmoe.layers._feedforward import MLP
-from keras_softmoe.ops.backend import largest
 
 POOLINGS = ("token", "first", "gap", "map")
 # Of what has no class token.
@@ -40,7 +39,7 @@ def pool(tokens, pooling, attention_pooling=None, mask=None, num_registers=0):
     if pooling == "gap":
         return ops.mean(tokens, axis=1)
     if pooling == "gmp":
-        return largest(tokens, axis=1, keepdims=False)
+        return ops.max(tokens, axis=1)
     return tokens[:, -1] if pooling == "last" else tokens[:, 0]
 
 
@@ -53,14 +52,14 @@ def _pool_masked(tokens, pooling, mask):
         count = ops.sum(ops.cast(mask, tokens.dtype), axis=1)
         return ops.sum(tokens, axis=1) / ops.maximum(count, 1.0)
     if pooling == "gmp":
-        tokens = ops.where(mask, tokens, -float("inf"))
-        return ops.where(is_any, largest(tokens, axis=1, keepdims=False), 0.0)
+        largest = ops.max(ops.where(mask, tokens, -float("inf")), axis=1)
+        return ops.where(is_any, largest, 0.0)
     # The first, or the last, of those that are there.
     count = tokens.shape[1]
     steps = (1, count + 1, 1) if pooling == "last" else (count, 0, -1)
     place = ops.arange(*steps, dtype="int32")
     places = ops.where(mask[..., 0], place, 0)
-    is_chosen = ops.equal(places, largest(places))
+    is_chosen = ops.equal(places, ops.max(places, axis=1, keepdims=True))
     chosen = ops.logical_and(ops.expand_dims(is_chosen, -1), mask)
     return ops.sum(ops.where(chosen, tokens, 0.0), axis=1)
 

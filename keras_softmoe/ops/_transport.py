@@ -10,9 +10,9 @@ from keras import ops
 from keras_softmoe.ops.backend import (
     compiled_on_jax,
     float32_at_least,
-    largest,
+    largest_entry,
     repeat,
-    smallest,
+    smallest_entry,
     top_values,
 )
 from keras_softmoe.ops.constants import lowest
@@ -229,7 +229,7 @@ def _project(points, k, sharded, limit=None):
     counts = ops.arange(1, k + 1, dtype=points.dtype)
     # The simplex threshold, less the largest point, is the largest of these candidates.
     # What lies more than 1 below the largest point does not move it.
-    top = largest(chosen)
+    top = largest_entry(chosen)
     candidates = ops.maximum(chosen - top, -1.0)
     candidates = (ops.cumsum(candidates, axis=-1) - 1.0) / counts
     if limit is not None:
@@ -237,9 +237,9 @@ def _project(points, k, sharded, limit=None):
         candidates = ops.where(inside, candidates, -float("inf"))
         chosen = ops.where(inside, chosen, float("inf"))
         k = limit
-    threshold = largest(candidates)
+    threshold = largest_entry(candidates)
     # Not `chosen[..., -1:]`: XLA would replace `top_k` and the slice by a full sort.
-    last = smallest(chosen)
+    last = smallest_entry(chosen)
     above = points > last
     tied = ops.cast(ops.equal(points, last), "int32")
     room = k - ops.sum(ops.cast(above, "int32"), axis=-1, keepdims=True)

@@ -418,20 +418,14 @@ def take_along(x, indices, axis):
     return ops.take_along_axis(x, indices, axis=axis)
 
 
-def largest(x, axis=-1, keepdims=True):
-    """`keras.ops.max`, which refuses an empty batch: of that nothing."""
-    return _of_any_batch(ops.max, x, axis, keepdims)
+def largest_entry(x):
+    """`keras.ops.max` of the last axis, which stays. Keras refuses an empty batch."""
+    return x[..., :1] if x.shape[0] == 0 else ops.max(x, axis=-1, keepdims=True)
 
 
-def smallest(x, axis=-1, keepdims=True):
-    """`keras.ops.min`, which refuses an empty batch: of that nothing."""
-    return _of_any_batch(ops.min, x, axis, keepdims)
-
-
-def _of_any_batch(reduce, x, axis, keepdims):
-    # A sum has the right shape and dtype.
-    reduce = ops.sum if x.shape[0] == 0 else reduce
-    return reduce(x, axis=axis, keepdims=keepdims)
+def smallest_entry(x):
+    """`keras.ops.min` of the last axis, which stays. Keras refuses an empty batch."""
+    return x[..., :1] if x.shape[0] == 0 else ops.min(x, axis=-1, keepdims=True)
 
 
 def softmax(logits, axis=-1):

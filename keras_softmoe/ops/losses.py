@@ -6,7 +6,7 @@ float32 at least, and come in that dtype.
 
 from keras import ops
 
-from keras_softmoe.ops.backend import float32_at_least, smallest, top_values
+from keras_softmoe.ops.backend import float32_at_least, smallest_entry, top_values
 from keras_softmoe.ops.constants import tiny
 from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.types import Tensor
@@ -85,7 +85,7 @@ def load_loss(
     # (G, S, 1), what a logit has to reach to be chosen
     chosen = top_values(noisy_logits, num_selected_experts, sharded)
     # Not `chosen[..., -1:]`: XLA would replace `top_k` and the slice by a full sort.
-    threshold = smallest(chosen)
+    threshold = smallest_entry(chosen)
     chance = _normal_cdf((logits - threshold) / noise_std)
     return _squared_variation(ops.sum(zero_padding(chance, valid), axis=1))
 
