@@ -40,6 +40,7 @@ RUNS_ON = {
     "analysis/test_by_modality.py": ("torch",),
     "analysis/test_information.py": ("torch",),
     "analysis/test_maps.py": ("torch",),
+    "analysis/test_masked_padding.py": ("torch",),
     "analysis/test_modality_examples.py": ("torch",),
     "analysis/test_monitor.py": ("torch",),
     "analysis/test_plot_*.py": ("torch",),

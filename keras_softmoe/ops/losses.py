@@ -155,9 +155,11 @@ def _squared_variation(values):
 
     Zero where all values are, of a group without any token.
     """
-    mean = ops.mean(values, axis=-1)
-    squared = ops.square(mean)
-    return ops.var(values, axis=-1) / ops.maximum(squared, tiny(squared))
+    mean = ops.mean(values, axis=-1, keepdims=True)
+    # Not `ops.var`, with which PyTorch warns of an empty batch.
+    variance = ops.mean(ops.square(values - mean), axis=-1)
+    squared = ops.square(mean[..., 0])
+    return variance / ops.maximum(squared, tiny(squared))
 
 
 def _normal_cdf(x):

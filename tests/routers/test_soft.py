@@ -132,6 +132,15 @@ def test_padding_has_no_say():
         np.testing.assert_allclose(weights[valid], expected[valid], rtol=1e-5)
 
 
+def test_group_of_padding_alone():
+    """Slots that take nothing, not equal parts of padding."""
+    valid = np.array([[True] * 8, [False] * 8])
+    tokens = cases.hide(cases.array("normal", (2, 8, WIDTH), 0), valid)
+    dispatch, combine = call(build(SHAPES[2]), tokens, valid)
+    assert not dispatch[1].any() and not combine[1].any()
+    np.testing.assert_allclose(dispatch[0].sum(0), 1.0, rtol=1e-5)
+
+
 def test_initial_dispatch_is_spread_out():
     # Of 196 tokens at width 512; a router without normalization would put nearly all
     # of a slot's weight on one token.
