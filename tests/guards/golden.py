@@ -1,0 +1,253 @@
+"""Numbers recorded before a change of the structure, compared with those after it.
+
+`python -m tests.guards.golden` records them again, on PyTorch. That is right only where
+numbers are meant to change, and the commit says which.
+
+- `predictions.npz`: outputs of the trained presets.
+- `decisions.npz`: routings and losses of 22 routers, with and without padding, in
+  training and out of it.
+- `costs.json`: parameters and GFLOP of all presets.
+- `plans.json`: placements of three presets.
+- `configurations.json.gz`: the configuration of every preset, key by key.
+- `saved_again.json`: the configurations that the trained presets are saved with again.
+"""
+
+import gzip
+import json
+import pathlib
+
+import keras
+import numpy as np
+
+import keras_softmoe as ksm
+from keras_softmoe import catalogue, routers
+from tests.models.test_backends import TRAINED, outputs
+from tests.references import to_numpy
+
+DIRECTORY = pathlib.Path(__file__).with_name("golden")
+WIDTH, TOKENS = 6, 12
+
+
+# === Decisions ===
+
+
+def _routers():
+    """Dict from names to routers: every class, priority, loss, and way to combine."""
+    losses = [
+        routers.ImportanceLoss(weight=0.1),
+        routers.LoadLoss(weight=0.2),
+        routers.GShardLoss(weight=0.3),
+        routers.ZLoss(weight=0.4),
+    ]
+    found = {
+        f"softmax_token_choice_{number}": routers.SoftmaxTokenChoiceRouter(
+            4,
+            num_selected_experts=choices,
+            capacity_factor=factor,
+            priority=priority,
+            normalize_gates=normalizes,
+            keep_fraction=kept,
+            losses=losses,
+        )
+        for number, (choices, factor, priority, normalizes, kept) in enumerate(
+            [
+                (1, 1.05, "position", False, 1.0),
+                (2, 0.5, "max", True, 1.0),
+                (2, 1.0, "sum", False, 0.5),
+                (2, 0.7, "pair", False, 1.0),
+                (2, None, "max", False, 1.0),
+            ]
+        )
+    }
+    for combine in ("softmax", "plan"):
+        found[f"sinkhorn_token_choice_{combine}"] = routers.SinkhornTokenChoiceRouter(
+            4,
+            num_selected_experts=2,
+            capacity_factor=1.0,
+            priority="max",
+            combine=combine,
+        )
+    return {
+        **found,
+        "softmax_expert_choice": routers.SoftmaxExpertChoiceRouter(
+            4, 1.0, noise_std=1.0, losses=[routers.ZLoss(weight=1.0)]
+        ),
+        "sinkhorn_expert_choice": routers.SinkhornExpertChoiceRouter(
+            4, 2.0, combine="plan"
+        ),
+        "sparse_transport": routers.SparseTransportExpertChoiceRouter(4, 1.0),
+        "rounded": routers.SoftmaxTokenChoiceRouter(
+            4, rounding="ceil", multiple_of=4, eval_capacity_factor=0.5
+        ),
+        "permuted": routers.SoftmaxTokenChoiceRouter(4, random_logits="permuted"),
+        "soft": routers.SoftRouter(3, slots_per_expert=2),
+        "soft_uniform": routers.SoftRouter(3, dispatch="uniform", normalize=False),
+        "identity": routers.IdentityRouter(4),
+        "limoe": routers.LIMoERouter(8),
+        "limoe_text_first": routers.LIMoERouter(
+            8, num_selected_experts=2, priority="text_first"
+        ),
+        "limoe_per_modality": routers.LIMoERouter(
+            8, per_modality=True, image_experts=5, text_experts=4
+        ),
+        "limoe_pruned": routers.LIMoERouter(
+            3, kept_experts=(0, 2, 5), num_predicted_experts=8, losses=()
+        ),
+        "limoe_losses": routers.LIMoERouter(
+            8,
+            losses=[
+                routers.MutualInformationLoss(),
+                routers.TargetEntropyLoss("image"),
+                routers.GlobalEntropyLoss("text", 4),
+            ],
+        ),
+    }
+
+
+def decisions():
+    """Dict from what was asked to a routing's arrays and the losses.
+
+    Names with "drawn" depend on random numbers, which are another backend's own.
+    """
+    found = {}
+    for number, (name, router) in enumerate(_routers().items()):
+        layouts = [()]
+        if router.knows_modalities:
+            layouts = [(("image", 8), ("text", 4)), (("text", 12),)]
+        for modalities in layouts:
+            for training in (False, True):
+                for masked in (False, True):
+                    key = "/".join(
+                        [name, *(f"{n}_{m}" for m, n in modalities)]
+                        + ["training"] * training
+                        + ["masked"] * masked
+                    )
+                    noise = getattr(router, "noise_std", 0.0)
+                    random = getattr(router, "random_logits", False)
+                    if random or (training and noise):
+                        key += "/drawn"
+                    found |= _decision(
+                        router, key, number, modalities, training, masked
+                    )
+    return found
+
+
+def _decision(template, key, number, modalities, training, masked):
+    keras.utils.set_random_seed(number)
+    router = template.clone("router")
+    router.build((None, TOKENS, WIDTH))
+    for index, weight in enumerate(router.trainable_weights):
+        rng = np.random.default_rng((number, index))
+        weight.assign(rng.normal(size=weight.shape))
+    tokens = np.random.default_rng(number).normal(size=(2, TOKENS, WIDTH))
+    valid = np.arange(TOKENS) < np.array([[9], [12]])
+    decision = router(
+        keras.ops.convert_to_tensor(tokens, "float32"),
+        valid=keras.ops.convert_to_tensor(valid) if masked else None,
+        training=training,
+        **({"modalities": modalities} if modalities else {}),
+    )
+    found = {
+        f"{key}/{field}": to_numpy(value)
+        for field, value in decision.routing._asdict().items()
+        if value is not None
+    }
+    losses = [float(to_numpy(loss)) for loss in router.losses]
+    return {**found, f"{key}/losses": np.array(losses)}
+
+
+# === Presets ===
+
+
+def predictions():
+    """Dict from the names of the trained presets to their outputs."""
+    return {name: outputs(name) for name in TRAINED}
+
+
+def costs():
+    """Dict from all names of presets to parameters and GFLOP."""
+    found = {name: ksm.evaluation.cost(name) for name in ksm.presets.names()}
+    return {
+        name: [cost.parameters, cost.gflop_per_image] for name, cost in found.items()
+    }
+
+
+PLANNED = {
+    "vmoe_base_patch16_every2_8e_224_imagenet21k": {"devices": 8},
+    "soft_moe_small_patch16_128e_224": {"devices": 16, "shard_dense": True},
+    "limoe_base_patch16_32e_224": {"devices": 32, "optimizer": "sgd"},
+}
+
+
+def plans():
+    """Dict from three names of presets to the text of a plan."""
+    return {
+        name: str(ksm.distribution.plan(name, memory=8e10, **settings)).splitlines()
+        for name, settings in PLANNED.items()
+    }
+
+
+def configurations():
+    """Dict from all names of presets to their class and arguments, as in a file."""
+    found = {}
+    for name in ksm.presets.names():
+        kind, config = catalogue.read_config(name)
+        config = keras.tree.map_structure(
+            lambda x: (
+                keras.saving.serialize_keras_object(x)
+                if isinstance(x, routers.Router)
+                else x
+            ),
+            dict(config),
+        )
+        found[name] = [kind, json.loads(json.dumps(config))]
+    return found
+
+
+def saved_again():
+    """Dict from the trained presets to the configuration that their backbone saves.
+
+    Modules are left out: a class is found by its registered name.
+    """
+    found = {}
+    for name in TRAINED:
+        kind, config = catalogue.read_config(name)
+        cls = keras.saving.get_registered_object(kind)
+        found[name] = _without_modules(cls.from_config(dict(config)).get_config())
+    return json.loads(json.dumps(found))
+
+
+def _without_modules(config):
+    if not isinstance(config, dict):
+        return config
+    return {k: _without_modules(v) for k, v in config.items() if k != "module"}
+
+
+# === Files ===
+
+
+def read(name):
+    if name.endswith(".npz"):
+        with np.load(DIRECTORY / name) as file:
+            return {key: file[key] for key in file}
+    text = (DIRECTORY / name).read_bytes()
+    return json.loads(gzip.decompress(text) if name.endswith(".gz") else text)
+
+
+def record():
+    DIRECTORY.mkdir(exist_ok=True)
+    np.savez_compressed(DIRECTORY / "predictions.npz", **predictions())
+    np.savez_compressed(DIRECTORY / "decisions.npz", **decisions())
+    for name, values in (
+        ("costs", costs()),
+        ("plans", plans()),
+        ("saved_again", saved_again()),
+    ):
+        (DIRECTORY / f"{name}.json").write_text(json.dumps(values, indent=1) + "\n")
+    text = json.dumps(configurations(), sort_keys=True).encode()
+    (DIRECTORY / "configurations.json.gz").write_bytes(gzip.compress(text, mtime=0))
+
+
+if __name__ == "__main__":
+    assert keras.backend.backend() == "torch"
+    record()

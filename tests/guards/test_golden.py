@@ -1,0 +1,67 @@
+"""What is computed today is what was recorded before the structure changed."""
+
+import json
+
+import numpy as np
+import pytest
+
+from keras_softmoe import catalogue
+from tests import skips
+from tests.guards import golden
+
+# `tests/models/test_backends.py` compares the presets on all backends.
+on_one = skips.only_on("torch", because="one backend")
+
+
+def test_decisions_of_all_routers():
+    expected, found = golden.read("decisions.npz"), golden.decisions()
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        # Random numbers are another backend's own.
+        if "/drawn/" in key and skips.BACKEND != "torch":
+            assert found[key].shape == values.shape, key
+        else:
+            np.testing.assert_allclose(
+                found[key], values, rtol=1e-5, atol=1e-6, err_msg=key
+            )
+
+
+@on_one
+def test_predictions_of_the_trained_presets():
+    expected, found = golden.read("predictions.npz"), golden.predictions()
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, atol=1e-6, err_msg=name)
+
+
+@on_one
+def test_costs_of_all_presets():
+    expected, found = golden.read("costs.json"), golden.costs()
+    assert found.keys() == expected.keys()
+    for name, (parameters, gflop) in expected.items():
+        assert found[name][0] == parameters, name
+        assert found[name][1] == pytest.approx(gflop, rel=1e-9), name
+
+
+@on_one
+def test_plans():
+    assert golden.plans() == golden.read("plans.json")
+
+
+@on_one
+def test_configurations_of_all_presets():
+    found = golden.configurations()
+    assert found == golden.read("configurations.json.gz")
+
+
+@on_one
+def test_configurations_of_the_trained_presets_saved_again():
+    assert golden.saved_again() == golden.read("saved_again.json")
+
+
+def test_every_preset_was_recorded():
+    assert set(golden.read("costs.json")) == set(catalogue.names())
+
+
+def test_recorded_values_are_json():
+    assert json.dumps(golden.read("plans.json"))
