@@ -25,8 +25,9 @@ def pruning_curve(
     Args:
         model: `LIMoEBackbone` with `routers.LIMoERouter`s, or a `LIMoEContrastive`.
         usage: dict from each MoE block to an `(E,)` array, how much the modality uses
-            each expert, as for `models.prune_experts`: counted by `analysis.analyze`,
-            or averaged during training by `analysis.RoutingMonitor`.
+            each expert, as for `models.prune_experts`: counted by
+            `analysis.modality_statistics`, or averaged during training by
+            `analysis.UsageMonitor`.
         metric: callable from a pruned model, of the same class as `model`, to a number,
             or to several ones, such as one for each seed: zero-shot accuracy,
             retrieval, ...
@@ -54,8 +55,8 @@ def pruning_curve(
         ...     return (
         ...         (encoder.class_embeddings(names, ["a {}"]) * whole).sum(-1).mean()
         ...     )
-        >>> routing = ksm.analysis.analyze(limoe, captions=captions)
-        >>> usage = {block: s.routed["text"] for block, s in routing.modalities.items()}
+        >>> statistics = ksm.analysis.modality_statistics(limoe, captions=captions)
+        >>> usage = {block: s.routed["text"] for block, s in statistics.items()}
         >>> curve = ksm.evaluation.pruning_curve(
         ...     limoe, usage, likeness, num_experts=(4, 8), name="cosine"
         ... )
