@@ -48,7 +48,7 @@ model = ksm.models.ViTMoEImageClassifier.from_preset(
         """\
 # T5's vocabulary, which is not in the preset
 tokenizer = ksm.models.LIMoETokenizer("spiece.model")
-converter = ksm.models.LIMoEImageConverter.from_preset(name)
+converter = ksm.models.ViTMoEImageConverter.from_preset(name)
 model = ksm.models.LIMoEContrastive.from_preset(
     name,
     load_weights=False,

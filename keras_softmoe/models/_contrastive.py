@@ -477,7 +477,7 @@ class TwoTowerContrastive(ContrastiveTask):
         ...     ksm.models.TextMoEBackbone(400, 16, 1, 2, 32, 64),
         ... )
         >>> preprocessor = ksm.models.TwoTowerPreprocessor(
-        ...     limoe.preprocessor.tokenizer, ksm.models.LIMoEImageConverter((32, 32))
+        ...     limoe.preprocessor.tokenizer, ksm.models.ViTMoEImageConverter((32, 32))
         ... )
         >>> model = ksm.models.TwoTowerContrastive(towers, preprocessor)
         >>> model.encode_text(captions).shape

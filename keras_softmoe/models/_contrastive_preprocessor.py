@@ -17,14 +17,9 @@ from keras_softmoe.models.arguments import check_preprocessor
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class LIMoEImageConverter(ViTMoEImageConverter):
-    """Resizes images and maps pixels from `[0, 255]` to `[-1, 1]`.
+    """`ViTMoEImageConverter` in presets of `LIMoEBackbone`.
 
-    As `ViTMoEImageConverter`, for the presets of `LIMoEBackbone`.
-
-    Examples:
-        >>> converter = ksm.models.LIMoEImageConverter(image_size=(32, 32))
-        >>> converter(np.full((2, 48, 48, 3), 255, "float32")).shape
-        (2, 32, 32, 3)
+    KerasHub finds the class of a converter by the class of the backbone.
     """
 
     backbone_cls = LIMoEBackbone
@@ -66,7 +61,7 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
 
     Args:
         tokenizer: `LIMoETokenizer`, without a `sequence_length` of its own.
-        image_converter: `LIMoEImageConverter` or `None`.
+        image_converter: `ViTMoEImageConverter` or `None`.
         sequence_length: int, tokens of a text, filled up with zeros.
         truncate: bool, whether longer captions are cut. By default they are refused.
         **kwargs: as in `keras_hub.models.Preprocessor`.
@@ -197,7 +192,7 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
 
     Args:
         tokenizer: `LIMoETokenizer`, without a `sequence_length` of its own.
-        image_converter: `LIMoEImageConverter` or `None`.
+        image_converter: `ViTMoEImageConverter` or `None`.
         sequence_length: int, tokens of a text, filled up with zeros.
         truncate: bool, whether longer captions are cut, as in the paper. By default
             they are refused, for what is cut is lost without notice.
@@ -207,7 +202,7 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
 
     Examples:
         >>> preprocessor = ksm.models.LIMoEPreprocessor(
-        ...     limoe.preprocessor.tokenizer, ksm.models.LIMoEImageConverter((32, 32))
+        ...     limoe.preprocessor.tokenizer, ksm.models.ViTMoEImageConverter((32, 32))
         ... )
         >>> preprocessor(scenes[:2], ["a red circle", "two blue stars"])[
         ...     "token_ids"
@@ -217,7 +212,7 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
 
     backbone_cls = LIMoEBackbone
     tokenizer_cls = LIMoETokenizer
-    image_converter_cls = LIMoEImageConverter
+    image_converter_cls = ViTMoEImageConverter
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -228,7 +223,7 @@ class TwoTowerPreprocessor(ContrastivePreprocessor):
 
     Examples:
         >>> preprocessor = ksm.models.TwoTowerPreprocessor(
-        ...     limoe.preprocessor.tokenizer, ksm.models.LIMoEImageConverter((32, 32))
+        ...     limoe.preprocessor.tokenizer, ksm.models.ViTMoEImageConverter((32, 32))
         ... )
         >>> preprocessor(scenes[:2], ["a red circle", "two blue stars"])[
         ...     "token_ids"
@@ -238,7 +233,7 @@ class TwoTowerPreprocessor(ContrastivePreprocessor):
 
     backbone_cls = TwoTowerBackbone
     tokenizer_cls = LIMoETokenizer
-    image_converter_cls = LIMoEImageConverter
+    image_converter_cls = ViTMoEImageConverter
 
 
 def no_weights(name, value):
