@@ -24,6 +24,12 @@ from keras_softmoe.models._contrastive_preprocessor import (
 from keras_softmoe.models._contrastive_preprocessor import (
     TwoTowerPreprocessor as TwoTowerPreprocessor,
 )
+from keras_softmoe.models._image_preprocessor import (
+    ViTMoEImageClassifierPreprocessor as ViTMoEImageClassifierPreprocessor,
+)
+from keras_softmoe.models._image_preprocessor import (
+    ViTMoEImageConverter as ViTMoEImageConverter,
+)
 from keras_softmoe.models._limoe_backbone import LIMoEBackbone as LIMoEBackbone
 from keras_softmoe.models._pruning import prune_experts as prune_experts
 from keras_softmoe.models._text_moe_backbone import TextMoEBackbone as TextMoEBackbone
@@ -33,12 +39,6 @@ from keras_softmoe.models._two_tower_backbone import (
 from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone as ViTMoEBackbone
 from keras_softmoe.models._vit_moe_image_classifier import (
     ViTMoEImageClassifier as ViTMoEImageClassifier,
-)
-from keras_softmoe.models._vit_moe_image_classifier import (
-    ViTMoEImageClassifierPreprocessor as ViTMoEImageClassifierPreprocessor,
-)
-from keras_softmoe.models._vit_moe_image_classifier import (
-    ViTMoEImageConverter as ViTMoEImageConverter,
 )
 
 __getattr__ = moved.attribute(__name__)

@@ -8,11 +8,13 @@ import keras_hub
 import numpy as np
 
 from keras_softmoe.checks import check_whole_numbers, quote
+from keras_softmoe.models._image_preprocessor import (
+    ViTMoEImageConverter,
+    fit_image_size,
+)
 from keras_softmoe.models._limoe_backbone import LIMoEBackbone
 from keras_softmoe.models._loading import load_from_presets
 from keras_softmoe.models._two_tower_backbone import TwoTowerBackbone
-from keras_softmoe.models._vit_moe_image_classifier import ViTMoEImageConverter
-from keras_softmoe.models.arguments import check_preprocessor
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -281,10 +283,7 @@ def check_tokenizer(folder):
 
 def fit_preprocessor(preprocessor, backbone):
     """Make images the size that the backbone takes, and compare the texts' length."""
-    check_preprocessor(preprocessor)
-    converter = getattr(preprocessor, "image_converter", None)
-    if getattr(converter, "image_size", None) is not None:
-        converter.image_size = backbone.image_shape[:2]
+    fit_image_size(preprocessor, backbone.image_shape[:2])
     length = getattr(preprocessor, "sequence_length", backbone.sequence_length)
     if length != backbone.sequence_length:
         raise ValueError(
