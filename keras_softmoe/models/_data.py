@@ -7,6 +7,7 @@ generator or any other iterable are preprocessed one by one.
 """
 
 import threading
+from typing import Any
 
 import keras
 import numpy as np
@@ -36,16 +37,16 @@ def gives_batches(x):
 
 
 def prepare(
-    model,
-    x,
-    y=None,
-    sample_weight=None,
+    model: keras.Model,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
     *,
-    batch_size=None,
-    shuffle=False,
-    drop_remainder=False,
-    class_weight=None,
-):
+    batch_size: int | None = None,
+    shuffle: bool = False,
+    drop_remainder: bool = False,
+    class_weight: dict | None = None,
+) -> Any:
     """Return data as `keras.Model.fit` takes them, preprocessed by a task.
 
     Args:
