@@ -29,6 +29,13 @@ REPLACEMENTS: dict[str, dict[str, str]] = {
     },
 }
 
+REPLACEMENTS["models"] = {
+    "LIMoEImageConverter": "`ViTMoEImageConverter`",
+    "every_n": "`moe_blocks(num_layers, every=n)`",
+    "last_n": "`moe_blocks(num_layers, every=2, last=n)`",
+    "second_half": "`moe_blocks(num_layers, last=(num_layers + 1) // 2)`",
+}
+
 
 def attribute(room):
     """Return the `__getattr__` of a room: removed names say what replaces them.
