@@ -24,6 +24,7 @@ PARTS = (
     "sharding",
     "routers",
     "layers",
+    "architecture",
     "checkpoints",
     "catalogue",
     "exporting",

@@ -2,7 +2,6 @@
 
 from keras_softmoe.layers._attention import Attention as Attention
 from keras_softmoe.layers._contrastive import ContrastiveScale as ContrastiveScale
-from keras_softmoe.layers._encoder import Encoder as Encoder
 from keras_softmoe.layers._encoder_block import EncoderBlock as EncoderBlock
 from keras_softmoe.layers._expert_bank import ExpertBank as ExpertBank
 from keras_softmoe.layers._feedforward import MLP as MLP
