@@ -7,6 +7,10 @@ removed with release 1.0.
 # Room -> removed name -> replacement, as it follows "Use ".
 REPLACEMENTS: dict[str, dict[str, str]] = {}
 
+REPLACEMENTS["layers"] = {
+    "Encoder": "a loop over layers `layers.EncoderBlock`, or a backbone of `models`",
+}
+
 
 def attribute(room):
     """Return the `__getattr__` of a room: removed names say what replaces them.

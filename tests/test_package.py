@@ -33,11 +33,13 @@ def test_version():
 
 # What users reach through the subpackages above.
 INTERNAL = {
+    "architecture",
     "catalogue",
     "checks",
     "checkpoints",
     "files",
     "keras_adapter",
+    "moved",
     "sharding",
     "types",
 }

@@ -15,11 +15,7 @@ from tests.models.test_two_towers import image_tower, text_tower
 TEXT = {
     "dense": {},
     "map": {"pooling": "map", "use_qk_norm": True, "dtype": "bfloat16"},
-    "experts": {
-        "moe_layers": (0,),
-        "router": routers.SoftRouter(4),
-        "mask_padding": True,
-    },
+    "experts": {"moe_layers": (0,), "router": routers.SoftRouter(4)},
 }
 
 
