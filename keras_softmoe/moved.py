@@ -36,6 +36,10 @@ REPLACEMENTS["models"] = {
     "second_half": "`moe_blocks(num_layers, last=(num_layers + 1) // 2)`",
 }
 
+REPLACEMENTS["layers"] = {
+    "Encoder": "a loop over layers `layers.EncoderBlock`, or a backbone of `models`",
+}
+
 
 def attribute(room):
     """Return the `__getattr__` of a room: removed names say what replaces them.
