@@ -7,12 +7,16 @@ removed with release 1.0.
 # Room -> removed name -> replacement, as it follows "Use ".
 REPLACEMENTS: dict[str, dict[str, str]] = {}
 
+REPLACEMENTS["exporting"] = {"exportable": "`cls.export = export_model`"}
+
 REPLACEMENTS["models"] = {
     "LIMoEImageConverter": "`ViTMoEImageConverter`",
     "every_n": "`moe_blocks(num_layers, every=n)`",
     "last_n": "`moe_blocks(num_layers, every=2, last=n)`",
     "second_half": "`moe_blocks(num_layers, last=(num_layers + 1) // 2)`",
 }
+
+REPLACEMENTS["presets"] = {"METADATA_FILE": '`"metadata.json"`'}
 
 
 def attribute(room):
