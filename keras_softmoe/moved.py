@@ -29,6 +29,8 @@ REPLACEMENTS: dict[str, dict[str, str]] = {
     },
 }
 
+REPLACEMENTS["exporting"] = {"exportable": "`cls.export = export_model`"}
+
 REPLACEMENTS["models"] = {
     "LIMoEImageConverter": "`ViTMoEImageConverter`",
     "every_n": "`moe_blocks(num_layers, every=n)`",
@@ -39,6 +41,8 @@ REPLACEMENTS["models"] = {
 REPLACEMENTS["layers"] = {
     "Encoder": "a loop over layers `layers.EncoderBlock`, or a backbone of `models`",
 }
+
+REPLACEMENTS["presets"] = {"METADATA_FILE": '`"metadata.json"`'}
 
 
 def attribute(room):

@@ -10,8 +10,15 @@ What the examples of this module go on from:
     ... )
 """
 
-from keras_softmoe import moved
+from keras_softmoe import exporting, moved
 from keras_softmoe.catalogue import moe_blocks as moe_blocks
+from keras_softmoe.models import (
+    _backbone,
+    _contrastive,
+    _contrastive_preprocessor,
+    _encoders,
+    _loading,
+)
 from keras_softmoe.models._adaptation import merge_lora as merge_lora
 from keras_softmoe.models._contrastive import LIMoEContrastive as LIMoEContrastive
 from keras_softmoe.models._contrastive import TwoTowerContrastive as TwoTowerContrastive
@@ -40,5 +47,24 @@ from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone as ViTMoEBackb
 from keras_softmoe.models._vit_moe_image_classifier import (
     ViTMoEImageClassifier as ViTMoEImageClassifier,
 )
+
+# The classes know nothing of files. Subclasses inherit what is attached to them here.
+_loading.attach(_backbone.MoEBackbone)
+_loading.attach(ViTMoEImageClassifier, _loading.load_classifier)
+_loading.attach(_contrastive.ContrastiveTask, _loading.load_contrastive)
+for _cls in (
+    ViTMoEImageConverter,
+    ViTMoEImageClassifierPreprocessor,
+    LIMoETokenizer,
+    _contrastive_preprocessor.ContrastivePreprocessor,
+):
+    _loading.attach_without_weights(_cls)
+for _cls in (
+    _backbone.MoEBackbone,
+    _encoders.ModalityEncoder,
+    ViTMoEImageClassifier,
+    _contrastive.ContrastiveTask,
+):
+    _cls.export = exporting.export_model
 
 __getattr__ = moved.attribute(__name__)

@@ -13,7 +13,6 @@ from keras_softmoe.models._image_preprocessor import (
     fit_image_size,
 )
 from keras_softmoe.models._limoe_backbone import LIMoEBackbone
-from keras_softmoe.models._loading import load_from_presets
 from keras_softmoe.models._two_tower_backbone import TwoTowerBackbone
 
 
@@ -28,7 +27,6 @@ class LIMoEImageConverter(ViTMoEImageConverter):
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-@load_from_presets
 class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
     """Cuts captions into the pieces of a SentencePiece vocabulary.
 
@@ -57,7 +55,6 @@ class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
             self.set_proto(file.read())
 
 
-@load_from_presets
 class ContrastivePreprocessor(keras_hub.models.Preprocessor):
     """Base class of the preprocessors for pairs of image and caption.
 
