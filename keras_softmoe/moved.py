@@ -7,6 +7,28 @@ removed with release 1.0.
 # Room -> removed name -> replacement, as it follows "Use ".
 REPLACEMENTS: dict[str, dict[str, str]] = {}
 
+REPLACEMENTS["evaluation"] = {"PrecisionAt1": "`ksm.training.PrecisionAt1`"}
+
+_RECIPE = "`ksm.training.recipe({!r}, ...)`"
+REPLACEMENTS["training"] = {
+    **{
+        name: _RECIPE.format(name)
+        for name in (
+            "finetuning",
+            "imagenet_from_scratch",
+            "limoe_pretraining",
+            "soft_moe_contrastive",
+            "soft_moe_pretraining",
+            "vmoe_15b_pretraining",
+            "vmoe_pretraining",
+            "vtab",
+        )
+    },
+    "ContrastiveRecipe": "`ksm.training.Recipe`",
+    "WarmupPolynomialDecay": "`ksm.training.WarmupSchedule(...)`",
+    "WarmupRsqrtDecay": '`ksm.training.WarmupSchedule(..., decay="rsqrt")`',
+}
+
 
 def attribute(room):
     """Return the `__getattr__` of a room: removed names say what replaces them.

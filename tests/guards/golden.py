@@ -22,6 +22,7 @@ import numpy as np
 
 import keras_softmoe as ksm
 from keras_softmoe import catalogue, routers
+from keras_softmoe.training._pipeline import named_augmentation
 from tests.models.test_backends import TRAINED, outputs
 from tests.references import to_numpy
 
@@ -262,7 +263,7 @@ RECIPES = {
         {
             "steps": 825_000,
             "peak_learning_rate": 2e-3,
-            "timescale": 10_000,
+            "decay": "rsqrt",
             "cooldown_steps": 125_000,
             "batch_size": 21_502,
             "image_size": 288,
@@ -275,32 +276,48 @@ RECIPES = {
 def recipes():
     """Dict from recipes, with changes or without, to all that they decide."""
     found = {
-        key: _decided(getattr(ksm.training, name)(**changes))
+        key: _decided(ksm.training.recipe(name, **changes))
         for key, (name, changes) in RECIPES.items()
     }
     return json.loads(json.dumps(found))
 
 
+class _Model:
+    """The arguments of a model's `compile`."""
+
+    def __init__(self, num_classes):
+        self.output_shape = (None, num_classes)
+
+    def compile(self, **arguments):
+        self.arguments = arguments
+
+
 def _decided(recipe):
-    optimizer, loss, metrics = recipe.optimizer, recipe.loss, None
-    if num_classes := getattr(recipe, "num_classes", None):
+    # Names of the losses of pairs are those of `LIMoEContrastive.compile`.
+    loss = {"contrastive": "auto", "contrastive_softmax": "softmax"}.get(recipe.loss)
+    metrics = central_crop = None
+    if loss is None:
+        model = _Model(recipe.num_classes)
+        recipe.compile(model)
         serialize = keras.saving.serialize_keras_object
-        loss = _without_modules(serialize(loss))
-        metrics = [_without_modules(serialize(m)) for m in recipe.metrics]
+        loss = _without_modules(serialize(model.arguments["loss"]))
+        metrics = [_without_modules(serialize(m)) for m in model.arguments["metrics"]]
+        central_crop = recipe.central_crop
+    optimizer, schedule = recipe.make_optimizer(), recipe.schedule()
     config = optimizer.get_config()
-    schedule = keras.saving.deserialize_keras_object(config.pop("learning_rate"))
-    steps = [round(recipe.steps * i / 10) for i in range(12)]
+    config.pop("learning_rate")
     config.pop("name")
+    steps = [round(recipe.steps * i / 10) for i in range(12)]
     return {
         "optimizer": [type(optimizer).__name__, config],
         "learning_rates": [float(to_numpy(schedule(step))) for step in steps],
         "loss": loss,
         "metrics": metrics,
-        "num_classes": num_classes,
+        "num_classes": recipe.num_classes,
         "image_size": recipe.image_size,
         "batch_size": recipe.batch_size,
-        "augmentation": recipe.augmentation._asdict(),
-        "central_crop": getattr(recipe, "central_crop", None),
+        "augmentation": named_augmentation(recipe.augmentation)._asdict(),
+        "central_crop": central_crop,
         "fit_arguments": recipe.fit_arguments,
     }
 
