@@ -36,6 +36,7 @@ INTERNAL = {
     "catalogue",
     "checks",
     "checkpoints",
+    "drawing",
     "files",
     "keras_adapter",
     "moved",
