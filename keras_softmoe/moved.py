@@ -45,6 +45,27 @@ REPLACEMENTS["layers"] = {
 REPLACEMENTS["presets"] = {"METADATA_FILE": '`"metadata.json"`'}
 
 
+_RECIPE = "`ksm.training.recipe({!r}, ...)`"
+REPLACEMENTS["training"] = {
+    **{
+        name: _RECIPE.format(name)
+        for name in (
+            "finetuning",
+            "imagenet_from_scratch",
+            "limoe_pretraining",
+            "soft_moe_contrastive",
+            "soft_moe_pretraining",
+            "vmoe_15b_pretraining",
+            "vmoe_pretraining",
+            "vtab",
+        )
+    },
+    "ContrastiveRecipe": "`ksm.training.Recipe`",
+    "WarmupPolynomialDecay": "`ksm.training.WarmupSchedule(...)`",
+    "WarmupRsqrtDecay": '`ksm.training.WarmupSchedule(..., decay="rsqrt")`',
+}
+
+
 def attribute(room):
     """Return the `__getattr__` of a room: removed names say what replaces them.
 

@@ -37,6 +37,7 @@ INTERNAL = {
     "catalogue",
     "checks",
     "checkpoints",
+    "drawing",
     "files",
     "keras_adapter",
     "moved",
