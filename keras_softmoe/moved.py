@@ -5,7 +5,36 @@ removed with release 1.0.
 """
 
 # Room -> removed name -> replacement, as it follows "Use ".
-REPLACEMENTS: dict[str, dict[str, str]] = {}
+_SWEEP = "`Sweep.plot`, as of `evaluation.routing_sweep(...)`"
+_OWN_SWEEP = "`evaluation.Sweep(rows).plot(x, y, by)` with rows from your own loop"
+REPLACEMENTS: dict[str, dict[str, str]] = {
+    "analysis": {
+        "peak_sweep": _OWN_SWEEP,
+        "plot_dropped_tokens": _OWN_SWEEP,
+        "plot_experts_in_use": _OWN_SWEEP,
+        "plot_pareto": _SWEEP,
+        "plot_peaks": _OWN_SWEEP,
+        "plot_pruning": "`Sweep.plot`, of `evaluation.pruning_curve(...)`",
+        "plot_random_routers": _SWEEP,
+        "plot_routing_entropy": _OWN_SWEEP,
+        "plot_sweep": _SWEEP,
+    },
+    "evaluation": {
+        "PrecisionAt1": "`training.PrecisionAt1`",
+        "class_embeddings": "`model.class_embeddings(class_names, templates)`",
+        "classify": "`zero_shot`, or `images @ classes.T` of embeddings",
+        "pareto_front": "`sweep.pareto()` of the `Sweep` from `routing_sweep`",
+        "random_routers": "`routing_sweep(model, test, layers=[3], "
+        'random_logits=(False, True, "permuted"))`',
+    },
+}
+
+REPLACEMENTS["models"] = {
+    "LIMoEImageConverter": "`ViTMoEImageConverter`",
+    "every_n": "`moe_blocks(num_layers, every=n)`",
+    "last_n": "`moe_blocks(num_layers, every=2, last=n)`",
+    "second_half": "`moe_blocks(num_layers, last=(num_layers + 1) // 2)`",
+}
 
 REPLACEMENTS["layers"] = {
     "Encoder": "a loop over layers `layers.EncoderBlock`, or a backbone of `models`",
