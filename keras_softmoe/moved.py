@@ -40,6 +40,10 @@ REPLACEMENTS["models"] = {
 
 REPLACEMENTS["presets"] = {"METADATA_FILE": '`"metadata.json"`'}
 
+REPLACEMENTS["layers"] = {
+    "Encoder": "a loop over layers `layers.EncoderBlock`, or a backbone of `models`",
+}
+
 
 def attribute(room):
     """Return the `__getattr__` of a room: removed names say what replaces them.

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import keras
 
+from keras_softmoe.architecture import moe_layers_of
 from keras_softmoe.checks import check_choice
 from keras_softmoe.exporting._write import image_converter, write
 from keras_softmoe.keras_adapter import flatten_layers
-from keras_softmoe.layers.parts import mixtures_of
 from keras_softmoe.routers import Router
 
 
@@ -210,7 +210,7 @@ def _check_slots(router):
 def _check_groups(model, signature):
     """Raise if groups are to be the whole batch, and its size is open."""
     batches = {spec.shape[0] for spec in keras.tree.flatten(signature)}
-    is_whole = any(layer.group_images is None for layer in mixtures_of(model))
+    is_whole = any(layer.group_images is None for layer in moe_layers_of(model))
     if None in batches and is_whole:
         raise ValueError(
             "`group_images=None` routes a whole batch as one group, so the file has to "

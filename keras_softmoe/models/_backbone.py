@@ -3,9 +3,9 @@
 import functools
 
 import h5py
-import keras
 import keras_hub
 
+from keras_softmoe.architecture import revive_router
 from keras_softmoe.keras_adapter import (
     flatten_layers,
     register_parameters,
@@ -26,34 +26,46 @@ from keras_softmoe.models._trainable import (
 from keras_softmoe.routers import record
 from keras_softmoe.sharding.variables import load_shards, weight_files
 
+# Settings that may change later, belong to Keras, or are models.
+_KEPT_ELSEWHERE = (
+    *("router", "group_images", "dtype"),
+    *("image_backbone", "text_backbone"),
+)
+
 
 @recompile_on_change
 class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     """Base class of backbones whose encoder blocks may be mixtures of experts.
 
-    A subclass puts the model together from the layers in `layers.parts`, and then calls
-    `keep_arguments`.
+    Args:
+        architecture: the record of the constructor's arguments, see `architecture`.
+        inputs: `keras.Input`, or a dict of them.
+        outputs: dict of Keras tensors.
+        name: str or `None`, name of the model.
+        trainable: bool or dict, see `_trainable`.
     """
 
-    def __init__(self, *args, trainable=True, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, architecture, inputs, outputs, name, trainable):
+        super().__init__(
+            inputs=inputs, outputs=outputs, dtype=architecture.dtype, name=name
+        )
         register_parameters(self)
         set_trainable_argument(self, trainable)
+        self._architecture = architecture
+        for setting, value in architecture.flat().items():
+            if setting not in _KEPT_ELSEWHERE:
+                setattr(self, setting, value)
 
-    def keep_arguments(self, encoder, **arguments):
-        """Keep the arguments of the constructor as attributes, for `get_config`.
-
-        Args:
-            encoder: `layers.Encoder`, whose settings are kept as well.
-            **arguments: all arguments that are not those of the encoder.
-        """
-        arguments |= {"moe_layers": encoder.moe_layers, **encoder.moe_settings}
-        self._argument_names = tuple(arguments)
-        # Kept by the mixtures of experts, in which it may change; a dense model has
-        # none.
-        self._group_images = arguments.pop("group_images")
-        for name, value in arguments.items():
-            setattr(self, name, value)
+    @property
+    def architecture(self):
+        """The `architecture.Settings` of the model, as they are now."""
+        changed = {"dtype": self._base_config()["dtype"]}
+        if self.moe_layers:
+            changed |= {
+                "router": list(self.routers.values()),
+                "group_images": self.group_images,
+            }
+        return self._architecture.replace(**changed)
 
     quantize = quantize
 
@@ -69,7 +81,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         To be set by `set_routing`.
         """
         layers = [block.moe for block in self.blocks if block.moe is not None]
-        return layers[0].group_images if layers else self._group_images
+        return layers[0].group_images if layers else self._architecture.group_images
 
     @property
     def routers(self):
@@ -124,19 +136,22 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         return routers
 
     def get_config(self):
-        arguments = {name: getattr(self, name) for name in self._argument_names}
+        base = self._base_config()
         return {
-            **super().get_config(),
-            "trainable": trainable_argument(self),
-            **arguments,
+            **base,
+            **self._architecture.flat(),
             "router": self.serialized_routers(),
+            "group_images": self.group_images,
+            "dtype": base["dtype"],
         }
+
+    def _base_config(self):
+        """The arguments that are no settings, and the dtype that the model has now."""
+        return {**super().get_config(), "trainable": trainable_argument(self)}
 
     @classmethod
     def from_config(cls, config):
-        router = config["router"]
-        if isinstance(router, dict | list | tuple):
-            router = keras.saving.deserialize_keras_object(router)
+        router = revive_router(config["router"])
         with without_random_numbers(weights_follow()):
             return super().from_config({**config, "router": router})
 

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import keras
 from numpy.typing import ArrayLike
 
-from keras_softmoe.layers.embedding import checked_image_shape, pair, patch_grid
-from keras_softmoe.layers.parts import PairParts
-from keras_softmoe.layers.pooling import pool
+from keras_softmoe.architecture import LIMoE
 from keras_softmoe.models._backbone import MoEBackbone
 from keras_softmoe.models._encoders import SingleModality, normalized
 from keras_softmoe.models._size import check_size
@@ -60,13 +58,17 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         use_qk_norm: bool, whether attention normalizes queries and keys.
         dropout_rate: float, dropout in the encoder blocks.
         group_images: int or `None`, pairs of image and text that are routed together,
-            see `layers.MoE`.
+            see `layers.MoE` for this and the following ones.
+        dispatcher: `"auto"`, `"gather"` or `"einsum"`.
+        equal_experts: bool, whether all experts of a block start with the same weights.
+        expert_dropout_rate: float, dropout inside the experts.
+        remat_experts: bool, whether the backward pass computes the hidden activations
+            of the experts again.
+        dispatch_dtype: `None` or `"bfloat16"`, the dtype to which tokens are rounded
+            on the way to the experts and back.
         dtype: dtype or policy of all layers but the routers, which stay in float32.
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.
-        **moe_settings: further arguments of `layers.MoE` for all mixtures of experts:
-            `dispatcher`, `equal_experts`, `expert_dropout_rate`,
-            `remat_experts`, `dispatch_dtype`.
 
     Returns, when called on a dict of `"images"` `(B, height, width, channels)` and
         `"token_ids"` `(B, sequence_length)` int32: dict of `"image_sequence_output"`
@@ -125,86 +127,46 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         use_qk_norm: bool = False,
         dropout_rate: float = 0.0,
         group_images: int | None = 32,
+        dispatcher: str = "auto",
+        equal_experts: bool = False,
+        expert_dropout_rate: float = 0.0,
+        remat_experts: bool = False,
+        dispatch_dtype: str | None = None,
         dtype: DType = None,
         name: str | None = None,
         trainable: bool = True,
-        **moe_settings,
     ):
-        arguments = {
-            "image_shape": checked_image_shape(image_shape),
-            "patch_size": pair(patch_size),
-            "vocabulary_size": vocabulary_size,
-            "sequence_length": sequence_length,
-            "num_layers": num_layers,
-            "num_heads": num_heads,
-            "hidden_dim": hidden_dim,
-            "mlp_dim": mlp_dim,
-            "embedding_dim": embedding_dim,
-            "image_pooling": image_pooling,
-            "text_pooling": text_pooling,
-            "logit_scale": logit_scale,
-            "logit_bias": logit_bias,
-            "mask_padding": mask_padding,
-            "use_qk_norm": use_qk_norm,
-            "dropout_rate": dropout_rate,
-        }
+        architecture = LIMoE.of_arguments(locals())
 
         # === Layers ===
-        parts = PairParts.make(
-            **arguments,
-            moe_layers=moe_layers,
-            router=router,
-            group_images=group_images,
-            dtype=dtype,
-            **moe_settings,
-        )
-        shapes = {"image": (1, *arguments["image_shape"]), "text": (1, sequence_length)}
-        check_size(lambda: parts.cost(shapes), name)
-        poolings = {"image": image_pooling, "text": text_pooling}
+        layers = architecture.layers()
+        check_size(layers, name)
 
         # === Functional Model ===
         def encode(inputs, training=None):
-            """Sequence outputs and embeddings of the modalities that are there."""
-            x, mask = {}, None
-            for modality, value in inputs.items():
-                for layer in parts.embedding[modality]:
-                    value = layer(value)
-                x[modality] = value
-            if mask_padding and "text" in inputs:
-                (embedding,) = parts.embedding["text"]
-                mask = {"text": embedding.compute_mask(inputs["text"])}
-            x = parts.encoder(x, training, mask)
-            outputs = {f"{m}_sequence_output": tokens for m, tokens in x.items()}
-            for modality, tokens in x.items():
-                tokens = pool(
-                    tokens,
-                    poolings[modality],
-                    parts.attention_pooling.get(modality),
-                    (mask or {}).get(modality),
-                )
-                outputs[f"{modality}_embedding"] = normalized(
-                    parts.projection[modality](tokens)
-                )
+            """Sequence outputs and embeddings of the modalities in the inputs."""
+            tokens, masks = layers.encode(inputs, training)
+            outputs = {f"{m}_sequence_output": x for m, x in tokens.items()}
+            for modality, x in tokens.items():
+                vectors = layers.embed(modality, x, masks.get(modality))
+                outputs[f"{modality}_embedding"] = normalized(vectors)
             return outputs
 
-        images = keras.Input(shape=arguments["image_shape"], name="images")
+        images = keras.Input(shape=architecture.image_shape, name="images")
         token_ids = keras.Input(
             shape=(sequence_length,), dtype="int32", name="token_ids"
         )
         outputs = encode({"image": images, "text": token_ids})
-        outputs |= parts.scale(outputs["image_embedding"])
+        outputs |= layers.scale(outputs["image_embedding"])
         super().__init__(
+            architecture,
             inputs={"images": images, "token_ids": token_ids},
             outputs=outputs,
-            dtype=dtype,
             name=name,
             trainable=trainable,
         )
         self._encode = encode
-
-        # === Config ===
-        self.keep_arguments(parts.encoder, **arguments)
-        self.patch_grid = patch_grid(self.image_shape, self.patch_size)
+        self.patch_grid = architecture.patch_grid
 
     def route(
         self, images: ArrayLike | None = None, token_ids: ArrayLike | None = None

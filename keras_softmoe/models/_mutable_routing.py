@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from keras_softmoe.architecture import moe_layers_of
 from keras_softmoe.checks import is_whole_number, quote
 from keras_softmoe.keras_adapter import (
     map_predictions,
     wrap_compilation,
 )
-from keras_softmoe.layers.parts import mixtures_of
 from keras_softmoe.models._run_checks import check_run
 from keras_softmoe.routers import MUTABLE_SETTINGS
 from keras_softmoe.sharding.variables import gather, num_processes
@@ -110,7 +110,7 @@ class MutableRouting:
             id(routers[index]): routers[index].with_settings(**settings)
             for index in layers
         }
-        mixtures = mixtures_of(self) if groups else []
+        mixtures = moe_layers_of(self) if groups else []
         for layer in mixtures:
             layer.check_group_images(router=changed.get(id(layer.router)), **groups)
         with _lock:
@@ -138,7 +138,7 @@ class MutableRouting:
     def _current_settings(self):
         return (
             {index: router.get_config() for index, router in self.routers.items()},
-            [layer.group_images for layer in mixtures_of(self)],
+            [layer.group_images for layer in moe_layers_of(self)],
             [(weight.path, weight.dtype) for weight in self.weights],
         )
 

@@ -50,11 +50,11 @@ def weights_follow():
     return _WEIGHTS_FOLLOW.get()
 
 
-def check_size(cost, name):
+def check_size(layers, name):
     """Raise if a model is too large to be built.
 
     Args:
-        cost: callable without arguments that returns the model's `costs.LayerCost`.
+        layers: its layers, as `architecture` makes them.
         name: str or `None`, of the model.
 
     Raises:
@@ -63,10 +63,9 @@ def check_size(cost, name):
             lie on accelerators, or are sharded over several machines).
     """
     try:
-        found = cost()
+        found = layers.cost(1)
     except ValueError:
-        # A router of the user's own need not count its slots; what is wrong otherwise
-        # is said when the layer is built.
+        # A custom router may not implement `capacity`. Other errors surface in `build`.
         return
     weights = found.weights + found.float32_weights
     file_bytes = _FILE_BYTES.get()

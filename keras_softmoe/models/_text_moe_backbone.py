@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import keras
 
-from keras_softmoe.layers.parts import TextParts
-from keras_softmoe.layers.pooling import pool
+from keras_softmoe.architecture import TextTower
 from keras_softmoe.models._backbone import MoEBackbone
 from keras_softmoe.models._size import check_size
 from keras_softmoe.models.arguments import check_token_ids, offer_names
@@ -40,12 +39,18 @@ class TextMoEBackbone(MoEBackbone):
             not mask it.
         use_qk_norm: bool, whether attention normalizes queries and keys.
         dropout_rate: float, dropout in the encoder blocks.
+        group_images: int or `None`, texts whose tokens are routed together, see
+            `layers.MoE` for this and the following ones.
+        dispatcher: `"auto"`, `"gather"` or `"einsum"`.
+        equal_experts: bool, whether all experts of a block start with the same weights.
+        expert_dropout_rate: float, dropout inside the experts.
+        remat_experts: bool, whether the backward pass computes the hidden activations
+            of the experts again.
+        dispatch_dtype: `None` or `"bfloat16"`, the dtype to which tokens are rounded
+            on the way to the experts and back.
         dtype: dtype or policy of all layers but the routers, which stay in float32.
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.
-        **moe_settings: further arguments of `layers.MoE` for all mixtures of experts:
-            `group_images`, `dispatcher`, `equal_experts`, `expert_dropout_rate`,
-            `remat_experts`, `dispatch_dtype`.
 
     Returns, when called on `(B, S)` int token ids: dict of `"sequence_output"`
         `(B, S, D)`, the normalized tokens, and `"pooled_output"` `(B, D)`.
@@ -83,52 +88,37 @@ class TextMoEBackbone(MoEBackbone):
         mask_padding: bool = False,
         use_qk_norm: bool = False,
         dropout_rate: float = 0.0,
+        group_images: int | None = 1,
+        dispatcher: str = "auto",
+        equal_experts: bool = False,
+        expert_dropout_rate: float = 0.0,
+        remat_experts: bool = False,
+        dispatch_dtype: str | None = None,
         dtype: DType = None,
         name: str | None = None,
         trainable: bool = True,
-        **moe_settings,
     ):
-        arguments = {
-            "vocabulary_size": vocabulary_size,
-            "sequence_length": sequence_length,
-            "num_layers": num_layers,
-            "num_heads": num_heads,
-            "hidden_dim": hidden_dim,
-            "mlp_dim": mlp_dim,
-            "pooling": pooling,
-            "mask_padding": mask_padding,
-            "use_qk_norm": use_qk_norm,
-            "dropout_rate": dropout_rate,
-        }
+        architecture = TextTower.of_arguments(locals())
 
         # === Layers ===
-        parts = TextParts.make(
-            **arguments,
-            moe_layers=moe_layers,
-            router=router,
-            dtype=dtype,
-            **moe_settings,
-        )
-        check_size(lambda: parts.cost((1, sequence_length)), name)
+        layers = architecture.layers()
+        check_size(layers, name)
 
         # === Functional Model ===
         token_ids = keras.Input(
             shape=(sequence_length,), dtype="int32", name="token_ids"
         )
-        (embedding,) = parts.embedding
-        mask = embedding.compute_mask(token_ids)
-        sequence = parts.encoder(embedding(token_ids), mask=mask)
-        pooled = pool(sequence, pooling, parts.attention_pooling, mask)
+        tokens, mask = layers.encode(token_ids)
         super().__init__(
+            architecture,
             inputs=token_ids,
-            outputs={"sequence_output": sequence, "pooled_output": pooled},
-            dtype=dtype,
+            outputs={
+                "sequence_output": tokens,
+                "pooled_output": layers.pool(tokens, mask),
+            },
             name=name,
             trainable=trainable,
         )
-
-        # === Config ===
-        self.keep_arguments(parts.encoder, **arguments)
 
     def predict(self, x, *args, **kwargs):
         check_token_ids(x, self.sequence_length)

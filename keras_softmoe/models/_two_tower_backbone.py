@@ -1,14 +1,11 @@
 """Two towers, one for images and one for text, with embeddings in one space."""
 
 import keras
-import keras_hub
 
-from keras_softmoe.checks import check_whole_numbers
-from keras_softmoe.layers import ContrastiveScale
+from keras_softmoe.architecture import TwoTowers
 from keras_softmoe.models._backbone import MoEBackbone
 from keras_softmoe.models._encoders import SingleModality, normalized
 from keras_softmoe.models._text_moe_backbone import TextMoEBackbone
-from keras_softmoe.models._trainable import trainable_argument
 from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
 from keras_softmoe.models.arguments import check_kind, check_pairs, offer_names
 from keras_softmoe.types import DType
@@ -78,36 +75,30 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
         name: str | None = None,
         trainable: bool = True,
     ):
-        # === Layers ===
         check_kind("image_backbone", image_backbone, ViTMoEBackbone)
         check_kind("text_backbone", text_backbone, TextMoEBackbone)
-        towers = {"image": image_backbone, "text": text_backbone}
-        dims = {"image": image_projection_dim, "text": text_projection_dim}
-        for modality, dim in dims.items():
-            if dim is not None:
-                check_whole_numbers(1, **{f"{modality}_projection_dim": dim})
-        projection = {
-            modality: keras.layers.Dense(
-                int(dim),
-                kernel_initializer="lecun_normal",
-                dtype=dtype,
-                name=f"{modality}_projection",
-            )
-            for modality, dim in dims.items()
-            if dim is not None
-        }
-        _check_widths(towers, dims)
+        towers = {"image_backbone": image_backbone, "text_backbone": text_backbone}
+        architecture = TwoTowers.of_arguments(
+            {**locals(), **{name: x.architecture for name, x in towers.items()}}
+        )
+
+        # === Layers ===
         if freeze_image:
             image_backbone.trainable = False
-        towers["image"] = _ImageTower(image_backbone, freeze_image, name="image_tower")
+        encoders = {
+            "image": _ImageTower(image_backbone, freeze_image, name="image_tower"),
+            "text": text_backbone,
+        }
+        projections = architecture.projections()
+        scale = architecture.scale()
 
         # === Functional Model ===
         def encode(inputs):
             outputs = {}
-            for modality, value in inputs.items():
-                x = towers[modality](value)["pooled_output"]
-                if modality in projection:
-                    x = projection[modality](x)
+            for modality, x in inputs.items():
+                x = encoders[modality](x)["pooled_output"]
+                if modality in projections:
+                    x = projections[modality](x)
                 outputs[f"{modality}_embedding"] = normalized(x)
             return outputs
 
@@ -116,27 +107,27 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
             shape=(text_backbone.sequence_length,), dtype="int32", name="token_ids"
         )
         outputs = encode({"image": images, "text": token_ids})
-        scale = ContrastiveScale(logit_scale, logit_bias, name="contrastive_scale")
         outputs |= scale(outputs["image_embedding"])
         super().__init__(
+            architecture,
             inputs={"images": images, "token_ids": token_ids},
             outputs=outputs,
-            dtype=dtype,
             name=name,
             trainable=trainable,
         )
-
-        # === Config ===
         self._encode = encode
         self.image_backbone = image_backbone
         self.text_backbone = text_backbone
-        self.image_projection_dim = image_projection_dim
-        self.text_projection_dim = text_projection_dim
-        self.freeze_image = freeze_image
-        self.logit_scale = logit_scale
-        self.logit_bias = logit_bias
         self.image_shape = image_backbone.image_shape
         self.sequence_length = text_backbone.sequence_length
+
+    @property
+    def architecture(self):
+        towers = {"image_backbone": self.image_backbone}
+        towers["text_backbone"] = self.text_backbone
+        return self._architecture.replace(
+            **{name: tower.architecture for name, tower in towers.items()}
+        )
 
     @property
     def routers(self) -> dict:
@@ -164,16 +155,9 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
         if self.freeze_image:
             # Which says all of it, and may be another one when it is loaded.
             towers["image_backbone"]["config"]["trainable"] = True
-        return {
-            **keras_hub.models.Backbone.get_config(self),
-            "trainable": trainable_argument(self),
-            **towers,
-            "image_projection_dim": self.image_projection_dim,
-            "text_projection_dim": self.text_projection_dim,
-            "freeze_image": self.freeze_image,
-            "logit_scale": self.logit_scale,
-            "logit_bias": self.logit_bias,
-        }
+        base = self._base_config()
+        settings = self._architecture.flat()
+        return {**base, **settings, **towers, "dtype": base["dtype"]}
 
     @classmethod
     def from_config(cls, config):
@@ -215,16 +199,3 @@ class _ImageTower(keras.layers.Layer):
     def from_config(cls, config):
         model = keras.saving.deserialize_keras_object(config["model"])
         return cls(**{**config, "model": model})
-
-
-def _check_widths(towers, dims):
-    widths = {
-        modality: dims[modality] or tower.output["pooled_output"].shape[-1]
-        for modality, tower in towers.items()
-    }
-    if widths["image"] != widths["text"]:
-        raise ValueError(
-            "Embeddings of images and text must have one width to be compared. "
-            f"Received: {widths['image']} for images, {widths['text']} for text. Set "
-            f"`text_projection_dim={widths['image']}`, or `image_projection_dim`."
-        )

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import keras
 from keras import ops
 
-from keras_softmoe.layers.embedding import checked_image_shape, pair, patch_grid
-from keras_softmoe.layers.parts import ImageParts
-from keras_softmoe.layers.pooling import pool
+from keras_softmoe.architecture import ViT
 from keras_softmoe.models._backbone import MoEBackbone
 from keras_softmoe.models._size import check_size
 from keras_softmoe.models.arguments import check_images, offer_names
@@ -54,12 +52,18 @@ class ViTMoEBackbone(MoEBackbone):
         layer_norm_epsilon: float, what layer normalizations add to the variance.
         layer_scale: float or `None`. If given, what a block adds to its tokens is
             multiplied by learned factors, at first this one, see `layers.LayerScale`.
+        group_images: int or `None`, images whose tokens are routed together, see
+            `layers.MoE` for this and the following ones.
+        dispatcher: `"auto"`, `"gather"` or `"einsum"`.
+        equal_experts: bool, whether all experts of a block start with the same weights.
+        expert_dropout_rate: float, dropout inside the experts.
+        remat_experts: bool, whether the backward pass computes the hidden activations
+            of the experts again.
+        dispatch_dtype: `None` or `"bfloat16"`, the dtype to which tokens are rounded
+            on the way to the experts and back.
         dtype: dtype or policy of all layers but the routers, which stay in float32.
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.
-        **moe_settings: further arguments of `layers.MoE` for all mixtures of experts:
-            `group_images`, `dispatcher`, `equal_experts`, `expert_dropout_rate`,
-            `remat_experts`, `dispatch_dtype`.
 
     Returns, when called on `(B, height, width, channels)` images: dict of
         `"sequence_output"` `(B, S, D)`, the normalized tokens (class token first, then
@@ -108,62 +112,36 @@ class ViTMoEBackbone(MoEBackbone):
         activation: str = "gelu_tanh",
         layer_norm_epsilon: float = 1e-6,
         layer_scale: float | None = None,
+        group_images: int | None = 1,
+        dispatcher: str = "auto",
+        equal_experts: bool = False,
+        expert_dropout_rate: float = 0.0,
+        remat_experts: bool = False,
+        dispatch_dtype: str | None = None,
         dtype: DType = None,
         name: str | None = None,
         trainable: bool = True,
-        **moe_settings,
     ):
-        arguments = {
-            "image_shape": checked_image_shape(image_shape),
-            "patch_size": pair(patch_size),
-            "num_layers": num_layers,
-            "num_heads": num_heads,
-            "hidden_dim": hidden_dim,
-            "mlp_dim": mlp_dim,
-            "pooling": pooling,
-            "position_embedding": position_embedding,
-            "use_qk_norm": use_qk_norm,
-            "representation_dim": representation_dim,
-            "dropout_rate": dropout_rate,
-            "position_resampling": position_resampling,
-            "num_registers": num_registers,
-            "activation": activation,
-            "layer_norm_epsilon": layer_norm_epsilon,
-            "layer_scale": layer_scale,
-        }
+        architecture = ViT.of_arguments(locals())
 
         # === Layers ===
-        parts = ImageParts.make(
-            **arguments,
-            moe_layers=moe_layers,
-            router=router,
-            dtype=dtype,
-            **moe_settings,
-        )
-        check_size(lambda: parts.cost((1, *arguments["image_shape"])), name)
+        layers = architecture.layers()
+        check_size(layers, name)
 
         # === Functional Model ===
-        images = keras.Input(shape=arguments["image_shape"], name="images")
-        x = images
-        for layer in parts.embedding:
-            x = layer(x)
-        sequence = parts.encoder(x)
-        x = pool(
-            sequence, pooling, parts.attention_pooling, num_registers=num_registers
-        )
-        if parts.pre_logits is not None:
-            x = parts.pre_logits(x)
+        images = keras.Input(shape=architecture.image_shape, name="images")
+        tokens = layers.encode(images)
         super().__init__(
+            architecture,
             inputs=images,
-            outputs={"sequence_output": sequence, "pooled_output": x},
-            dtype=dtype,
+            outputs={
+                "sequence_output": tokens,
+                "pooled_output": layers.pool(tokens),
+            },
             name=name,
             trainable=trainable,
         )
-
-        # === Config ===
-        self.keep_arguments(parts.encoder, **arguments)
-        self.patch_grid = patch_grid(self.image_shape, self.patch_size)
+        self.patch_grid = architecture.patch_grid
 
     def route(self, images: Tensor) -> dict:
         """What the routers decide for a batch of images.

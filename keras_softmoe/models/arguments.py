@@ -4,14 +4,12 @@ import functools
 import inspect
 
 from keras_softmoe.checks import check_names, first_not_finite, quote
-from keras_softmoe.layers import MoE
 
 
 def arguments_of(cls):
     """The names of all arguments that the constructor of a class takes, a list.
 
-    Those that it hands on to its base class count, and those of `layers.MoE` where it
-    takes them.
+    Those that it hands on to its base class count.
     """
     names = []
     for base in cls.__mro__:
@@ -21,8 +19,6 @@ def arguments_of(cls):
         kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         names += [p.name for p in parameters if p.kind not in kinds]
         further = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
-        if further == ["moe_settings"]:
-            names += MoE.settings()
         if further != ["kwargs"]:
             break
     return names

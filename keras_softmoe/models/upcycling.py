@@ -7,8 +7,13 @@ import numpy as np
 from keras import ops
 from numpy.typing import ArrayLike
 
-from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
-from keras_softmoe.layers import MoE
+from keras_softmoe.architecture import Mixture
+from keras_softmoe.checks import (
+    check_choice,
+    check_names,
+    check_numbers,
+    check_whole_numbers,
+)
 from keras_softmoe.models._backbone import MoEBackbone
 from keras_softmoe.models._source_kinds import Source
 from keras_softmoe.models._upcycling_starts import (
@@ -133,6 +138,7 @@ def upcycle(
         ...     classifier, (1, 3), router, start="clusters", images=images
         ... )
     """
+    check_names("`upcycle`", moe_settings, Mixture.names())
     if not isinstance(getattr(dense, "backbone", dense), MoEBackbone):
         dense = dense_model(dense)
     backbone = getattr(dense, "backbone", dense)
@@ -148,8 +154,7 @@ def upcycle(
         **backbone.get_config(),
         "moe_layers": tuple(moe_layers),
         "router": router,
-        **MoE.settings(),
-        **moe_settings,
+        **{**Mixture.names(), **moe_settings},
     }
     sparse = mixture = type(backbone).from_config(config)
     if backbone is not dense:

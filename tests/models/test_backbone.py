@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import layers, models, ops, routers
+from keras_softmoe import architecture, layers, models, ops, routers
 from tests.layers.common import dtype_of
 from tests.models import tiny
 from tests.recorded import recorded
@@ -338,7 +338,7 @@ def test_unknown_argument():
 )
 def test_settings_of_experts_in_a_dense_model(wrong):
     """With other `moe_layers` they would be those of its experts."""
-    assert set(layers.MoE.settings()) >= set(wrong)
+    assert set(architecture.Mixture.names()) >= set(wrong)
     ((name, value),) = wrong.items()
     text = {"vocabulary_size": 9, "sequence_length": 4}
     sizes = {"num_layers": 1, "num_heads": 2, "hidden_dim": 8, "mlp_dim": 12}
