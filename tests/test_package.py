@@ -38,6 +38,7 @@ INTERNAL = {
     "catalogue",
     "checks",
     "checkpoints",
+    "drawing",
     "files",
     "keras_adapter",
     "moved",
