@@ -33,6 +33,7 @@ def test_version():
 
 # What users reach through the subpackages above.
 INTERNAL = {
+    "backbones",
     "architecture",
     "catalogue",
     "checks",

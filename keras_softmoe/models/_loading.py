@@ -20,17 +20,15 @@ import keras_hub
 import numpy as np
 
 from keras_softmoe import catalogue
+from keras_softmoe.backbones import (
+    fit_preprocessor,
+    preset_is_saved,
+    weights_from,
+)
+from keras_softmoe.backbones.arguments import arguments_of
 from keras_softmoe.checks import check_names, quote
 from keras_softmoe.files import read_whole, replaced_directory
-from keras_softmoe.models._compilation import preset_is_saved
-from keras_softmoe.models._contrastive_preprocessor import (
-    check_tokenizer,
-    fit_preprocessor,
-)
-from keras_softmoe.models._mutable_routing import pop_mutable_settings
 from keras_softmoe.models._preset_keys import check_keys
-from keras_softmoe.models._size import weights_from
-from keras_softmoe.models.arguments import arguments_of
 from keras_softmoe.models.released import convert
 from keras_softmoe.routers import MUTABLE_SETTINGS
 from keras_softmoe.sharding.variables import (
@@ -112,7 +110,7 @@ def attach(cls, load=None):
         if hasattr(cls, "backbone_cls"):
             accepted += arguments_of(cls.backbone_cls)
         check_names(f"`{cls.__name__}.from_preset`", kwargs, accepted)
-        settings = pop_mutable_settings(kwargs)
+        settings = {n: kwargs.pop(n) for n in MUTABLE_SETTINGS if n in kwargs}
         with (
             open_preset(preset, load_weights) as directory,
             weights_from(directory if load_weights else None),
@@ -181,7 +179,7 @@ def load_contrastive(read, cls, directory, load_weights, arguments):
     """Load a contrastive task, see `attach`."""
     folder = Path(directory)
     if "preprocessor" not in arguments and folder.is_dir():
-        check_tokenizer(folder)
+        _check_tokenizer(folder)
     # KerasHub would read the preset's vocabulary into the tokenizer of another one.
     preprocessor = arguments.get("preprocessor")
     if preprocessor is not None:
@@ -192,6 +190,16 @@ def load_contrastive(read, cls, directory, load_weights, arguments):
         fit_preprocessor(preprocessor, model.backbone)
         model.preprocessor = preprocessor
     return model
+
+
+def _check_tokenizer(folder):
+    """Raise unless the directory (`pathlib.Path`) of a preset has a tokenizer."""
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"The preset {folder.name!r} has no tokenizer. Pass one, "
+            "`preprocessor=LIMoEPreprocessor(LIMoETokenizer('spiece.model'), ...)`, or "
+            "`preprocessor=None` to give the model token ids."
+        )
 
 
 def _load(read, cls, directory, load_weights, arguments):

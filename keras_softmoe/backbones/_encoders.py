@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import keras
 from keras import ops
 
+from keras_softmoe.backbones._adaptation import quantize
+from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.keras_adapter import flatten_layers
 from keras_softmoe.layers import EncoderBlock
-from keras_softmoe.models._adaptation import quantize
-from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
 
 # The input of a backbone that holds a modality.
 INPUTS = {"image": "images", "text": "token_ids"}

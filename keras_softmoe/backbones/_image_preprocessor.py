@@ -5,6 +5,9 @@ from collections.abc import Sequence
 import keras
 import keras_hub
 
+from keras_softmoe.backbones._pictures import without_pil
+from keras_softmoe.backbones._vit import ViTMoEBackbone
+from keras_softmoe.backbones.arguments import check_preprocessor
 from keras_softmoe.checks import (
     LARGEST,
     check_bools,
@@ -13,9 +16,6 @@ from keras_softmoe.checks import (
     is_whole_number,
     quote,
 )
-from keras_softmoe.models._pictures import without_pil
-from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
-from keras_softmoe.models.arguments import check_preprocessor
 
 _INTERPOLATIONS = ("bilinear", "nearest", "bicubic", "lanczos3", "lanczos5")
 _FLAGS = ("crop_to_aspect_ratio", "pad_to_aspect_ratio", "antialias")

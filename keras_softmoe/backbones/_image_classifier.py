@@ -7,33 +7,33 @@ import keras
 import keras_hub
 import numpy as np
 
-from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
-from keras_softmoe.keras_adapter import flatten_layers, register_parameters
-from keras_softmoe.models import _fitting
-from keras_softmoe.models._adaptation import quantize
-from keras_softmoe.models._compilation import (
+from keras_softmoe.backbones import _fitting
+from keras_softmoe.backbones._adaptation import quantize
+from keras_softmoe.backbones._compilation import (
     compile_from_config,
     with_compilation,
     with_optimizer,
 )
-from keras_softmoe.models._data import (
+from keras_softmoe.backbones._data import (
     check_finite_labels,
     checked_class_weight,
     prepare,
     without_column,
 )
-from keras_softmoe.models._image_preprocessor import (
+from keras_softmoe.backbones._image_preprocessor import (
     ViTMoEImageClassifierPreprocessor,
     fit_image_size,
 )
-from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
-from keras_softmoe.models._pictures import as_arrays, repeat_grey
-from keras_softmoe.models._trainable import (
+from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_on_change
+from keras_softmoe.backbones._pictures import as_arrays, repeat_grey
+from keras_softmoe.backbones._trainable import (
     set_trainable_argument,
     trainable_argument,
 )
-from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
-from keras_softmoe.models.arguments import check_images, check_kind, offer_names
+from keras_softmoe.backbones._vit import ViTMoEBackbone
+from keras_softmoe.backbones.arguments import check_images, check_kind, offer_names
+from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
+from keras_softmoe.keras_adapter import flatten_layers, register_parameters
 from keras_softmoe.sharding import check_model
 from keras_softmoe.types import DType
 

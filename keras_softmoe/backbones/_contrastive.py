@@ -7,38 +7,38 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_softmoe.checks import check_choice, check_whole_numbers
-from keras_softmoe.keras_adapter import register_parameters
-from keras_softmoe.models import _fitting
-from keras_softmoe.models._adaptation import quantize
-from keras_softmoe.models._compilation import (
+from keras_softmoe.backbones import _fitting
+from keras_softmoe.backbones._adaptation import quantize
+from keras_softmoe.backbones._compilation import (
     compile_from_config,
     with_compilation,
     with_optimizer,
 )
-from keras_softmoe.models._contrastive_preprocessor import (
+from keras_softmoe.backbones._contrastive_preprocessor import (
     LIMoEPreprocessor,
     TwoTowerPreprocessor,
     fit_preprocessor,
     no_weights,
 )
-from keras_softmoe.models._data import prepare
-from keras_softmoe.models._limoe_backbone import LIMoEBackbone
-from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
-from keras_softmoe.models._pair_encoding import PairEncoding
-from keras_softmoe.models._pictures import as_arrays, repeat_grey
-from keras_softmoe.models._trainable import (
+from keras_softmoe.backbones._data import prepare
+from keras_softmoe.backbones._limoe import LIMoEBackbone
+from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_on_change
+from keras_softmoe.backbones._pair_encoding import PairEncoding
+from keras_softmoe.backbones._pictures import as_arrays, repeat_grey
+from keras_softmoe.backbones._trainable import (
     set_trainable_argument,
     trainable_argument,
 )
-from keras_softmoe.models._two_tower_backbone import TwoTowerBackbone
-from keras_softmoe.models.arguments import (
+from keras_softmoe.backbones._two_towers import TwoTowerBackbone
+from keras_softmoe.backbones.arguments import (
     check_images,
     check_kind,
     check_pairs,
     check_vocabulary,
     offer_names,
 )
+from keras_softmoe.checks import check_choice, check_whole_numbers
+from keras_softmoe.keras_adapter import register_parameters
 from keras_softmoe.ops import sigmoid_contrastive_loss, softmax_contrastive_loss
 from keras_softmoe.sharding import check_model
 
