@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.lib.runs import finish, read_json, write_json
 from experiments.limoe_presets import (
     IMAGE_EXPERTS,
     NUM_EXPERTS,
@@ -35,7 +36,6 @@ from experiments.limoe_presets import (
     measure,
     training_run,
 )
-from experiments.runs import finish, read_json, write_json
 from keras_softmoe import evaluation, routers
 from keras_softmoe.files import replaced_file
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import keras
 
+from experiments.lib.runs import check_before, write_json
 from experiments.router_study.configurations import STUDIES
 from experiments.router_study.figures import plot_curves, plot_study
 from experiments.router_study.runner import run_study
 from experiments.router_study.scales import SCALES
 from experiments.router_study.tables import report
 from experiments.router_study.transfer import in_words, plot_transfer, transfer
-from experiments.runs import check_before, write_json
 from keras_softmoe.files import replaced_file
 
 

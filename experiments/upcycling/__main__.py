@@ -5,7 +5,7 @@ from pathlib import Path
 
 import keras
 
-from experiments.runs import (
+from experiments.lib.runs import (
     RESULTS,
     check_before,
     finish,

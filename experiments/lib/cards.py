@@ -6,7 +6,7 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from experiments.runs import processor
+from experiments.lib.runs import processor
 from keras_softmoe.catalogue import METADATA_FILE
 from keras_softmoe.files import replaced_file
 

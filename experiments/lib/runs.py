@@ -231,14 +231,15 @@ def adamw(learning_rate, steps, warmup_steps, weight_decay, clip_norm=None):
 
 
 def write_json(path, content):
-    """Write a file that is there whole or not at all.
+    """Write a file of one line that is there whole or not at all.
 
     Args:
         path: path of the file. Its directory is made.
         content: what JSON can hold.
     """
     with replaced_file(path) as new, open(new, "w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=1, allow_nan=False) + "\n")
+        text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+        file.write(text + "\n")
         file.flush()
         # Or a machine that loses power may keep the name and lose the content.
         os.fsync(file.fileno())

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from experiments.runs import finish, result_file
+from experiments.lib.runs import finish, result_file
 from keras_softmoe.catalogue import PRESET_MARKS
 from keras_softmoe.files import replaced_directory
 
