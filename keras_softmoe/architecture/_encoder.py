@@ -1,5 +1,6 @@
 """The Transformer encoder: blocks, some of them mixtures of experts."""
 
+import random
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -89,7 +90,13 @@ class Encoder(Mixture):
 
     def cost(self, batch_size: int | None = None, training: bool = False) -> LayerCost:
         """Return the cost of all layers for a batch, of one group by default."""
-        return self.layers().cost(batch_size or self.group_size, training)
+        # Layers that are never used draw no seeds from those of the program.
+        state = random.getstate()
+        try:
+            layers = self.layers()
+        finally:
+            random.setstate(state)
+        return layers.cost(batch_size or self.group_size, training)
 
     def attention_pooling(self, name: str) -> AttentionPooling:
         """Make a layer that pools tokens with the settings of the blocks."""

@@ -67,7 +67,7 @@ def check_size(layers, name):
     except ValueError:
         # A custom router may not implement `capacity`. Other errors surface in `build`.
         return
-    weights = found.weights + found.float32_weights
+    weights = found.parameters
     file_bytes = _FILE_BYTES.get()
     if file_bytes is not None and weights > _WEIGHTS_PER_BYTE * file_bytes + _RESAMPLED:
         raise ValueError(

@@ -86,13 +86,13 @@ def cost(
     model = described(model, num_classes, **changes)
     parts = _parts(model)
     return Cost(
-        parameters=sum(p.cost.weights + p.cost.float32_weights for p in parts),
+        parameters=sum(part.cost.parameters for part in parts),
         gflop_per_image=_gflop_per_image(parts),
         weight_bytes=sum(
-            _bytes(p.dtype) * p.cost.weights
-            + ITEMSIZE["float32"] * p.cost.float32_weights
-            for p in parts
-            if p.cost.weights or p.cost.float32_weights
+            _bytes(part.dtype) * part.cost.weights
+            + ITEMSIZE["float32"] * part.cost.float32_weights
+            for part in parts
+            if part.cost.parameters
         ),
     )
 

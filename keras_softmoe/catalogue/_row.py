@@ -1,32 +1,35 @@
 """A model of a paper as data, and the parts that such models share."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+
+from keras_softmoe.architecture import Settings, ViT
 
 IMAGE_SIZE = 224
 
 
-class Architecture(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Row:
     """A model whose weights were never released.
 
     Attributes:
         name: str, of the preset.
-        title: str, what the paper calls it.
-        what: str, its experts and where they are; empty for a dense model.
+        title: str, the paper's name for it.
+        experts: str, their number and place; empty for a dense model.
         source: str, paper and section or table.
         arguments: dict, arguments of the backbone other than its router.
         router: callable that makes the router, `None` for a dense model.
         twin: str, name of the preset of its dense twin, or `None`.
-        published: dict, what the paper says about it, or `None`.
+        published: dict, the paper's figures, or `None`.
         settings: list of dicts, settings that the paper trained it with, or `None`.
-        note: str, what else to know, or `None`.
-        backbone: str, name of the backbone's class.
+        note: str, further remarks, or `None`.
+        kind: class of its record in `architecture`.
     """
 
     name: str
     title: str
-    what: str
+    experts: str
     source: str
     arguments: dict
     router: Callable | None = None
@@ -34,7 +37,19 @@ class Architecture(NamedTuple):
     published: dict | None = None
     settings: list | None = None
     note: str | None = None
-    backbone: str = "ViTMoEBackbone"
+    kind: type = ViT
+
+    def architecture(self) -> Settings:
+        """Return the description of its layers."""
+        router = self.router and self.router()
+        return self.kind.of({**self.arguments, "router": router})
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, float]:
+        """Parameters of the backbone, and GFLOP of one image or pair."""
+        found = self.architecture()
+        cost = found.cost()
+        return cost.parameters, 2e-9 * cost.products / found.group_size
 
 
 def preset_name(family, sizes, model, *marks, image_size=IMAGE_SIZE):
@@ -44,7 +59,7 @@ def preset_name(family, sizes, model, *marks, image_size=IMAGE_SIZE):
         family: str, its beginning.
         sizes: dict from the paper's letters to sizes, of which the first is a word.
         model: str, size and patch as the papers write them.
-        *marks: str, what is between patch and image size. Empty ones are left out.
+        *marks: str, the part between patch and image size. Empty ones are left out.
         image_size: int, in pixels.
     """
     letter, patch = model.split("/")
