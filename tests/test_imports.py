@@ -29,6 +29,7 @@ PARTS = (
     "checkpoints",
     "catalogue",
     "exporting",
+    "backbones",
     "models",
     "presets",
     "converters",
@@ -93,7 +94,7 @@ def test_nothing_listed_later_is_imported():
     ("file", "source"),
     [
         ("layers/moe.py", "from keras_softmoe.models import ViTMoEBackbone"),
-        ("layers/moe.py", "from keras_softmoe.models._backbone import ViTMoEBackbone"),
+        ("layers/moe.py", "from keras_softmoe.backbones._base import ViTMoEBackbone"),
         ("layers/moe.py", "from keras_softmoe import ops, models"),
         ("layers/moe.py", "import keras_softmoe.models as models"),
         ("layers/moe.py", "import keras_softmoe"),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import keras
 
 _LICENCE = "Apache-2.0"
-_PREPROCESSOR_MODULE = "keras_softmoe.models._image_preprocessor"
+_PREPROCESSOR_MODULE = "keras_softmoe.backbones._image_preprocessor"
 
 
 class _Kind(NamedTuple):
@@ -29,7 +29,7 @@ class _Kind(NamedTuple):
 
 _KINDS = {
     "ViTMoEBackbone": _Kind(
-        "keras_softmoe.models._vit_moe_backbone",
+        "keras_softmoe.backbones._vit",
         (_PREPROCESSOR_MODULE, "ViTMoEImageConverter"),
         "ImageClassifier",
         "image",
@@ -39,8 +39,8 @@ model = ksm.models.ViTMoEImageClassifier.from_preset(
 )""",
     ),
     "LIMoEBackbone": _Kind(
-        "keras_softmoe.models._limoe_backbone",
-        ("keras_softmoe.models._contrastive_preprocessor", "LIMoEImageConverter"),
+        "keras_softmoe.backbones._limoe",
+        ("keras_softmoe.backbones._contrastive_preprocessor", "LIMoEImageConverter"),
         "ContrastiveTask",
         "pair of image and caption",
         """\

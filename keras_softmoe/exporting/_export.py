@@ -1,6 +1,5 @@
 """Exporting a model from any backend to any format."""
 
-import functools
 import json
 import os
 import subprocess
@@ -113,29 +112,6 @@ def export_model(
             run_jobs([save_job(model, filepath, job, backend, directory)], backend)
     if verbose is not False:
         print(f"Saved {format} at '{filepath}'.")
-
-
-def exportable(cls) -> type:
-    """Class decorator: `export` of a model is `export_model`.
-
-    Keras' own writes what the backend in use can write, and for PyTorch for one size of
-    batch.
-
-    Args:
-        cls: subclass of `keras.Model`.
-
-    Returns:
-        The same class.
-
-    Examples:
-        >>> @ksm.exporting.exportable
-        ... class OwnClassifier(keras.Model):
-        ...     pass  # its `export` writes all formats
-    """
-    cls.export = functools.wraps(export_model)(
-        lambda self, *args, **kwargs: export_model(self, *args, **kwargs)
-    )
-    return cls
 
 
 def checked_job(

@@ -12,16 +12,16 @@ import keras_hub
 import numpy as np
 from keras import ops
 
+from keras_softmoe.backbones import (
+    ViTMoEImageClassifierPreprocessor,
+    ViTMoEImageConverter,
+)
 from keras_softmoe.checkpoints import (
     Checkpoint,
     fits_positions,
     read_parameters,
 )
 from keras_softmoe.checks import check_names
-from keras_softmoe.models._image_preprocessor import (
-    ViTMoEImageClassifierPreprocessor,
-    ViTMoEImageConverter,
-)
 from keras_softmoe.models._keras_hub_params import read_keras_hub
 from keras_softmoe.models._source_kinds import (
     Source,

@@ -8,13 +8,13 @@ from keras import ops
 from numpy.typing import ArrayLike
 
 from keras_softmoe.architecture import Mixture
+from keras_softmoe.backbones import MoEBackbone, ViTMoEBackbone
 from keras_softmoe.checks import (
     check_choice,
     check_names,
     check_numbers,
     check_whole_numbers,
 )
-from keras_softmoe.models._backbone import MoEBackbone
 from keras_softmoe.models._source_kinds import Source
 from keras_softmoe.models._upcycling_starts import (
     check_start,
@@ -23,7 +23,6 @@ from keras_softmoe.models._upcycling_starts import (
     start_from_positions,
     tokens_for_mlps,
 )
-from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
 from keras_softmoe.models.dense_sources import dense_model
 from keras_softmoe.models.vmoe_params import named_variables
 from keras_softmoe.routers import Router

@@ -3,11 +3,11 @@
 import keras
 
 from keras_softmoe.architecture import TwoTowers
-from keras_softmoe.models._backbone import MoEBackbone
-from keras_softmoe.models._encoders import SingleModality, normalized
-from keras_softmoe.models._text_moe_backbone import TextMoEBackbone
-from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
-from keras_softmoe.models.arguments import check_kind, check_pairs, offer_names
+from keras_softmoe.backbones._base import MoEBackbone
+from keras_softmoe.backbones._encoders import SingleModality, normalized
+from keras_softmoe.backbones._text import TextMoEBackbone
+from keras_softmoe.backbones._vit import ViTMoEBackbone
+from keras_softmoe.backbones.arguments import check_kind, check_pairs, offer_names
 from keras_softmoe.types import DType
 
 

@@ -7,14 +7,13 @@ import keras
 import keras_hub
 import numpy as np
 
-from keras_softmoe.checks import check_whole_numbers, quote
-from keras_softmoe.models._image_preprocessor import (
+from keras_softmoe.backbones._image_preprocessor import (
     ViTMoEImageConverter,
     fit_image_size,
 )
-from keras_softmoe.models._limoe_backbone import LIMoEBackbone
-from keras_softmoe.models._loading import load_from_presets
-from keras_softmoe.models._two_tower_backbone import TwoTowerBackbone
+from keras_softmoe.backbones._limoe import LIMoEBackbone
+from keras_softmoe.backbones._two_towers import TwoTowerBackbone
+from keras_softmoe.checks import check_whole_numbers, quote
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -28,7 +27,6 @@ class LIMoEImageConverter(ViTMoEImageConverter):
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-@load_from_presets
 class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
     """Cuts captions into the pieces of a SentencePiece vocabulary.
 
@@ -57,7 +55,6 @@ class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
             self.set_proto(file.read())
 
 
-@load_from_presets
 class ContrastivePreprocessor(keras_hub.models.Preprocessor):
     """Base class of the preprocessors for pairs of image and caption.
 
@@ -269,16 +266,6 @@ def checked_captions(captions):
             f"{type(wrong[0][1]).__name__}."
         )
     return [str(c) for c in captions]
-
-
-def check_tokenizer(folder):
-    """Raise unless the directory (`pathlib.Path`) of a preset has a tokenizer."""
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(
-            f"The preset {folder.name!r} has no tokenizer. Pass one, "
-            "`preprocessor=LIMoEPreprocessor(LIMoETokenizer('spiece.model'), ...)`, or "
-            "`preprocessor=None` to give the model token ids."
-        )
 
 
 def fit_preprocessor(preprocessor, backbone):

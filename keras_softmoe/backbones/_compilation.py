@@ -9,7 +9,7 @@ import contextvars
 
 import keras
 
-from keras_softmoe.models._adaptation import has_factors
+from keras_softmoe.backbones._adaptation import has_factors
 
 _IN_PRESET = contextvars.ContextVar("configuration_is_for_a_preset", default=False)
 

@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import keras
 from keras import ops
 
-from keras_softmoe.exporting import exportable
+from keras_softmoe.backbones._adaptation import quantize
+from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.keras_adapter import flatten_layers
 from keras_softmoe.layers import EncoderBlock
-from keras_softmoe.models._adaptation import quantizable
-from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
 
 # The input of a backbone that holds a modality.
 INPUTS = {"image": "images", "text": "token_ids"}
@@ -52,11 +51,11 @@ class SingleModality:
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-@exportable
-@quantizable
 @recompile_on_change
 class ModalityEncoder(keras.Model, MutableRouting):
     """The part of a backbone that one modality passes through."""
+
+    quantize = quantize
 
     @property
     def routers(self):

@@ -6,21 +6,23 @@ import h5py
 import keras_hub
 
 from keras_softmoe.architecture import revive_router
-from keras_softmoe.exporting import exportable
+from keras_softmoe.backbones._adaptation import (
+    check_lora_file,
+    has_factors,
+    quantize,
+)
+from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_on_change
+from keras_softmoe.backbones._size import weights_follow
+from keras_softmoe.backbones._trainable import (
+    set_trainable_argument,
+    trainable_argument,
+)
 from keras_softmoe.keras_adapter import (
     flatten_layers,
     register_parameters,
     without_random_numbers,
 )
 from keras_softmoe.layers import Experts
-from keras_softmoe.models._adaptation import check_lora_file, has_factors, quantizable
-from keras_softmoe.models._loading import load_and_save_presets
-from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
-from keras_softmoe.models._size import weights_follow
-from keras_softmoe.models._trainable import (
-    set_trainable_argument,
-    trainable_argument,
-)
 from keras_softmoe.routers import record
 from keras_softmoe.sharding.variables import load_shards, weight_files
 
@@ -31,9 +33,6 @@ _KEPT_ELSEWHERE = (
 )
 
 
-@load_and_save_presets
-@exportable
-@quantizable
 @recompile_on_change
 class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     """Base class of backbones whose encoder blocks may be mixtures of experts.
@@ -67,6 +66,8 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
                 "group_images": self.group_images,
             }
         return self._architecture.replace(**changed)
+
+    quantize = quantize
 
     @property
     def blocks(self):

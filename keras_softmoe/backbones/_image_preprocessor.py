@@ -5,6 +5,9 @@ from collections.abc import Sequence
 import keras
 import keras_hub
 
+from keras_softmoe.backbones._pictures import without_pil
+from keras_softmoe.backbones._vit import ViTMoEBackbone
+from keras_softmoe.backbones.arguments import check_preprocessor
 from keras_softmoe.checks import (
     LARGEST,
     check_bools,
@@ -13,17 +16,12 @@ from keras_softmoe.checks import (
     is_whole_number,
     quote,
 )
-from keras_softmoe.models._loading import load_from_presets
-from keras_softmoe.models._pictures import without_pil
-from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
-from keras_softmoe.models.arguments import check_preprocessor
 
 _INTERPOLATIONS = ("bilinear", "nearest", "bicubic", "lanczos3", "lanczos5")
 _FLAGS = ("crop_to_aspect_ratio", "pad_to_aspect_ratio", "antialias")
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-@load_from_presets
 class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
     """Resizes images and maps pixels from `[0, 255]` to `[-1, 1]`.
 
@@ -72,7 +70,6 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-@load_from_presets
 class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreprocessor):
     """Prepares images (and passes labels through) for `ViTMoEImageClassifier`.
 

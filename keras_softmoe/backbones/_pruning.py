@@ -3,8 +3,8 @@
 import keras
 import numpy as np
 
+from keras_softmoe.backbones._limoe import LIMoEBackbone
 from keras_softmoe.checks import check_choice
-from keras_softmoe.models._limoe_backbone import LIMoEBackbone
 from keras_softmoe.routers import LIMoERouter
 
 METHODS = ("router_pred", "router_drop")

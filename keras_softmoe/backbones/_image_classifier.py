@@ -7,36 +7,33 @@ import keras
 import keras_hub
 import numpy as np
 
-from keras_softmoe import catalogue
-from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
-from keras_softmoe.exporting import exportable
-from keras_softmoe.keras_adapter import flatten_layers, register_parameters
-from keras_softmoe.models import _fitting
-from keras_softmoe.models._adaptation import quantizable
-from keras_softmoe.models._compilation import (
+from keras_softmoe.backbones import _fitting
+from keras_softmoe.backbones._adaptation import quantize
+from keras_softmoe.backbones._compilation import (
     compile_from_config,
     with_compilation,
     with_optimizer,
 )
-from keras_softmoe.models._data import (
+from keras_softmoe.backbones._data import (
     check_finite_labels,
     checked_class_weight,
     prepare,
     without_column,
 )
-from keras_softmoe.models._image_preprocessor import (
+from keras_softmoe.backbones._image_preprocessor import (
     ViTMoEImageClassifierPreprocessor,
     fit_image_size,
 )
-from keras_softmoe.models._loading import load_and_save_presets, with_backbone
-from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
-from keras_softmoe.models._pictures import as_arrays, repeat_grey
-from keras_softmoe.models._trainable import (
+from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_on_change
+from keras_softmoe.backbones._pictures import as_arrays, repeat_grey
+from keras_softmoe.backbones._trainable import (
     set_trainable_argument,
     trainable_argument,
 )
-from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
-from keras_softmoe.models.arguments import check_images, check_kind, offer_names
+from keras_softmoe.backbones._vit import ViTMoEBackbone
+from keras_softmoe.backbones.arguments import check_images, check_kind, offer_names
+from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
+from keras_softmoe.keras_adapter import flatten_layers, register_parameters
 from keras_softmoe.sharding import check_model
 from keras_softmoe.types import DType
 
@@ -48,9 +45,6 @@ _CROSSENTROPIES = {
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-@load_and_save_presets
-@exportable
-@quantizable
 @recompile_on_change
 @offer_names
 class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
@@ -110,6 +104,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     fit, evaluate, predict = _fitting.fit, _fitting.evaluate, _fitting.predict
     batches = prepare
     compile_from_config = compile_from_config
+    quantize = quantize
 
     def __init__(
         self,
@@ -199,38 +194,6 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
 
     def get_compile_config(self):
         return with_optimizer(self, super().get_compile_config())
-
-    @classmethod
-    def from_preset(cls, preset, load_weights=True, **kwargs):
-        """Load a classifier from a preset.
-
-        Args:
-            preset: str: a name from `keras_softmoe.presets.names()`, the path of a
-                preset directory, or a KerasHub handle (`"hf://user/model"`).
-            load_weights: bool, whether to load weights or start from random ones.
-            **kwargs: what to change: `num_classes` (for a new head), `image_shape`
-                (position embeddings are resampled), `dtype`, other arguments of this
-                class and of the backbone, and settings of the routers, see
-                `set_routing`.
-
-        Returns:
-            `ViTMoEImageClassifier`.
-
-        Raises:
-            ValueError: if the name is unknown (the message offers the nearest), the
-                preset has no weights, or a file is missing, damaged or foreign.
-
-        Examples:
-            >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
-            >>> model = ksm.models.ViTMoEImageClassifier.from_preset(
-            ...     name, num_classes=10
-            ... )
-        """
-        # The decorator of the class has found the directory of the preset.
-        if "num_classes" not in kwargs:
-            catalogue.check_task(preset, load_weights)
-        kwargs = with_backbone(cls, preset, load_weights, kwargs)
-        return super().from_preset(preset, load_weights=load_weights, **kwargs)
 
     @property
     def routers(self) -> dict:

@@ -12,6 +12,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_softmoe.backbones._pictures import as_arrays
+from keras_softmoe.backbones.arguments import check_finite_images
 from keras_softmoe.checks import (
     check_whole_numbers,
     first_not_finite,
@@ -20,8 +22,6 @@ from keras_softmoe.checks import (
     quote,
 )
 from keras_softmoe.keras_adapter import BatchesOf
-from keras_softmoe.models._pictures import as_arrays
-from keras_softmoe.models.arguments import check_finite_images
 
 # Keras' preprocessing layers compute with TensorFlow while a thread traces them.
 # Another thread that has finished would change them back too early.

@@ -6,13 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 
 from keras_softmoe.architecture import moe_layers_of
+from keras_softmoe.backbones._run_checks import check_run
 from keras_softmoe.checks import is_whole_number, quote
 from keras_softmoe.keras_adapter import (
     map_predictions,
     wrap_compilation,
 )
-from keras_softmoe.models._run_checks import check_run
-from keras_softmoe.routers import MUTABLE_SETTINGS
 from keras_softmoe.sharding.variables import gather, num_processes
 
 # Held while settings change, and while a step is made with them: of two threads that
@@ -156,8 +155,3 @@ def _compile_if_changed(model, step, make):
     if step == "predict" and num_processes() > 1:
         map_predictions(model, gather)
     return made
-
-
-def pop_mutable_settings(arguments):
-    """Take the settings of routers out of the arguments of `from_preset`."""
-    return {name: arguments.pop(name) for name in MUTABLE_SETTINGS if name in arguments}

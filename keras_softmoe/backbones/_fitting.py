@@ -15,16 +15,16 @@ from typing import Any
 import keras
 from numpy.typing import ArrayLike
 
-from keras_softmoe.checks import check_numbers
-from keras_softmoe.models._data import (
+from keras_softmoe.backbones._data import (
     gives_batches,
     is_empty,
     no_outputs,
     num_rows,
     prepare,
 )
-from keras_softmoe.models._pictures import as_arrays
-from keras_softmoe.models._run_checks import run_scope
+from keras_softmoe.backbones._pictures import as_arrays
+from keras_softmoe.backbones._run_checks import run_scope
+from keras_softmoe.checks import check_numbers
 
 
 def fit(  # noqa: D417

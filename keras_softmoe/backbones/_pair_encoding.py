@@ -3,15 +3,15 @@
 import keras
 import numpy as np
 
-from keras_softmoe.checks import check_whole_numbers
-from keras_softmoe.models._contrastive_preprocessor import checked_captions
-from keras_softmoe.models._pictures import as_arrays, repeat_grey
-from keras_softmoe.models.arguments import (
+from keras_softmoe.backbones._contrastive_preprocessor import checked_captions
+from keras_softmoe.backbones._pictures import as_arrays, repeat_grey
+from keras_softmoe.backbones.arguments import (
     check_finite_images,
     check_pairs,
     check_vocabulary,
 )
-from keras_softmoe.models.class_embeddings import class_embeddings
+from keras_softmoe.backbones.class_embeddings import class_embeddings
+from keras_softmoe.checks import check_whole_numbers
 
 
 class PairEncoding:

@@ -1,6 +1,5 @@
 """Contrastive learning of images and captions: what the tasks share."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import keras
@@ -8,50 +7,44 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_softmoe.checks import check_choice, check_whole_numbers
-from keras_softmoe.exporting import exportable
-from keras_softmoe.keras_adapter import register_parameters
-from keras_softmoe.models import _fitting
-from keras_softmoe.models._adaptation import quantizable
-from keras_softmoe.models._compilation import (
+from keras_softmoe.backbones import _fitting
+from keras_softmoe.backbones._adaptation import quantize
+from keras_softmoe.backbones._compilation import (
     compile_from_config,
     with_compilation,
     with_optimizer,
 )
-from keras_softmoe.models._contrastive_preprocessor import (
+from keras_softmoe.backbones._contrastive_preprocessor import (
     LIMoEPreprocessor,
     TwoTowerPreprocessor,
-    check_tokenizer,
     fit_preprocessor,
     no_weights,
 )
-from keras_softmoe.models._data import prepare
-from keras_softmoe.models._limoe_backbone import LIMoEBackbone
-from keras_softmoe.models._loading import load_and_save_presets, with_backbone
-from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
-from keras_softmoe.models._pair_encoding import PairEncoding
-from keras_softmoe.models._pictures import as_arrays, repeat_grey
-from keras_softmoe.models._trainable import (
+from keras_softmoe.backbones._data import prepare
+from keras_softmoe.backbones._limoe import LIMoEBackbone
+from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_on_change
+from keras_softmoe.backbones._pair_encoding import PairEncoding
+from keras_softmoe.backbones._pictures import as_arrays, repeat_grey
+from keras_softmoe.backbones._trainable import (
     set_trainable_argument,
     trainable_argument,
 )
-from keras_softmoe.models._two_tower_backbone import TwoTowerBackbone
-from keras_softmoe.models.arguments import (
+from keras_softmoe.backbones._two_towers import TwoTowerBackbone
+from keras_softmoe.backbones.arguments import (
     check_images,
     check_kind,
     check_pairs,
     check_vocabulary,
     offer_names,
 )
+from keras_softmoe.checks import check_choice, check_whole_numbers
+from keras_softmoe.keras_adapter import register_parameters
 from keras_softmoe.ops import sigmoid_contrastive_loss, softmax_contrastive_loss
 from keras_softmoe.sharding import check_model
 
 LOSSES = {"softmax": softmax_contrastive_loss, "sigmoid": sigmoid_contrastive_loss}
 
 
-@load_and_save_presets
-@exportable
-@quantizable
 @recompile_on_change
 @offer_names
 class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
@@ -69,6 +62,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
 
     fit, evaluate, predict = _fitting.fit, _fitting.evaluate, _fitting.predict
     compile_from_config = compile_from_config
+    quantize = quantize
 
     def __init__(
         self, backbone, preprocessor=None, compile=True, name=None, trainable=True
@@ -272,46 +266,6 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         x = {**x, "images": repeat_grey(x["images"], self.backbone.image_shape[-1])}
         check_pairs(self.backbone, x["images"], x["token_ids"])
         return (x,)
-
-    # === Presets ===
-
-    @classmethod
-    def from_preset(cls, preset, load_weights=True, **kwargs):
-        """Load a model, with its tokenizer, from a preset.
-
-        Args:
-            preset: str: a name from `keras_softmoe.presets.names()`, the path of a
-                preset directory, or a KerasHub handle (`"hf://user/model"`).
-            load_weights: bool, whether to load weights or start from random ones.
-            **kwargs: what to change: `image_shape` (position embeddings are resampled),
-                `dtype`, `preprocessor`, other arguments of this class and of the
-                backbone, and settings of the routers, see `set_routing`.
-
-        Returns:
-            A model of this class.
-
-        Raises:
-            ValueError: if the name is unknown (the message offers the nearest), the
-                preset has no weights, or a file is missing, damaged or foreign.
-
-        Examples:
-            >>> name = "limoe_tiny_patch4_8e_32_shapes"
-            >>> model = ksm.models.LIMoEContrastive.from_preset(name)
-        """
-        # The decorator of the class has found the directory of the preset.
-        folder = Path(preset)
-        if "preprocessor" not in kwargs and folder.is_dir():
-            check_tokenizer(folder)
-        # KerasHub would read the preset's vocabulary into another's tokenizer.
-        preprocessor = kwargs.get("preprocessor")
-        if preprocessor is not None:
-            kwargs["preprocessor"] = None
-        kwargs = with_backbone(cls, preset, load_weights, kwargs)
-        model = super().from_preset(preset, load_weights=load_weights, **kwargs)
-        if preprocessor is not None:
-            fit_preprocessor(preprocessor, model.backbone)
-            model.preprocessor = preprocessor
-        return model
 
     @property
     def routers(self):
