@@ -1,4 +1,4 @@
-"""Fetching the files of a checkpoint."""
+"""Download of checkpoints."""
 
 import os
 from pathlib import Path
@@ -15,19 +15,18 @@ ONE_FILE_SUFFIXES = (".npz", ".safetensors")
 
 
 def is_one_file(prefix):
-    """Whether a checkpoint is a single file (`.npz`, `.safetensors`), not shards."""
+    """Return whether a checkpoint is a single file (`.npz`, `.safetensors`)."""
     return str(prefix).endswith(ONE_FILE_SUFFIXES)
 
 
 def download_checkpoint(
     prefix: str, folder: str | os.PathLike, verbose: int = 1
 ) -> str:
-    """Copy the file or the files of a checkpoint into a folder.
+    """Copy the files of a checkpoint into a folder.
 
     Args:
-        prefix: str, the files' common part, for example `gs://bucket/name`, or the one
-            file that ends in `.npz` or `.safetensors`. Public buckets are read over
-            HTTPS.
+        prefix: str, the common part of the files, for example `gs://bucket/name`, or a
+            single `.npz` or `.safetensors` file. Public buckets are read over HTTPS.
         folder: str or path of an existing directory.
         verbose: 0 or 1, whether to show progress bars.
 

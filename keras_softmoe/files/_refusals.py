@@ -50,9 +50,9 @@ def explain_refusals(path):
         if number not in _REFUSALS:
             raise
         raise NotWritten(
-            f"'{path}' cannot be written ({os.strerror(number)}); what was there "
-            "before is unchanged. Make room, or choose a directory that this program "
-            f"may write to. Reason: {error}"
+            f"'{path}' cannot be written ({os.strerror(number)}); its old content is "
+            "unchanged. Make room, or choose a directory that this program may write "
+            f"to. Reason: {error}"
         ) from error
 
 
