@@ -204,8 +204,8 @@ def _find_chunks(stream, entries, promised):
             stream.check_end(end)
             if box not in missing:
                 raise stream.error(
-                    f"The slice {box} of {entries[number].name!r} is not what the "
-                    "index says, or comes twice"
+                    f"The slice {box} of {entries[number].name!r} is not in the "
+                    "index, or comes twice"
                 )
             missing.remove(box)
             _check_nbytes(stream, entries[number], box, nbytes)
@@ -223,7 +223,7 @@ def _array_number(stream, key, promised):
     if not (len(key) <= 6 and key.isascii() and key.isdigit() and key == str(int(key))):
         raise stream.error(f"{key[:40]!r} is no number of an array")
     if int(key) not in promised:
-        raise stream.error(f"Array {key} is not what the index says")
+        raise stream.error(f"Array {key} is not in the index")
     return int(key)
 
 
