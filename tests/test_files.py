@@ -15,9 +15,9 @@ import pytest
 from keras_softmoe.files import (
     NotWritten,
     _placing,
+    atomic_directory,
     read_whole,
     recover,
-    replaced_directory,
     replaced_file,
 )
 from tests.skips import REASONS
@@ -26,7 +26,7 @@ MARKS = ["*.json"]
 
 
 def replaced_preset(directory, **settings):
-    return replaced_directory(directory, MARKS, **settings)
+    return atomic_directory(directory, MARKS, **settings)
 
 
 def texts(directory):
@@ -55,7 +55,7 @@ def test_file(tmp_path):
 def test_directory(tmp_path):
     target = tmp_path / "deep" / "preset"
     for content in ("first", "second"):
-        with replaced_directory(target, MARKS) as aside:
+        with atomic_directory(target, MARKS) as aside:
             (aside / "config.json").write_text(content)
             assert content not in texts(target).values()
         assert texts(target)["config.json"] == content
@@ -71,7 +71,7 @@ def test_directory_after_a_failure(tmp_path):
     (target / "config.json").write_text("whole")
     for path in (target, tmp_path / "new"):
         with pytest.raises(KeyboardInterrupt):
-            with replaced_directory(path, MARKS) as aside:
+            with atomic_directory(path, MARKS) as aside:
                 (aside / "config.json").write_text("half")
                 raise KeyboardInterrupt
         assert texts(tmp_path) == {"preset/config.json": "whole"}
@@ -83,9 +83,7 @@ def test_files_that_are_not_kept(tmp_path):
     target.mkdir()
     for name in ("model.weights.h5", "metadata.json"):
         (target / name).write_text("old")
-    with replaced_directory(
-        target, MARKS, lambda path: path.suffix == ".json"
-    ) as aside:
+    with atomic_directory(target, MARKS, lambda path: path.suffix == ".json") as aside:
         (aside / "model.weights.json").write_text("new")
     assert texts(target) == {"metadata.json": "old", "model.weights.json": "new"}
 
@@ -155,7 +153,7 @@ if sys.argv[2] == "replace":
         move(file, path)
 
     _placing.move = killed
-with files.replaced_directory(sys.argv[1], ["*.json"]) as aside:
+with files.atomic_directory(sys.argv[1], ["*.json"]) as aside:
     (aside / "config.json").write_text("second")
     if sys.argv[2] == "replace":
         (aside / "assets.json").write_text("second")
@@ -173,13 +171,13 @@ def killed(target, where):
 def test_a_process_that_is_killed(where, tmp_path):
     """What was there is there, and the next one to write clears up."""
     target = tmp_path / "preset"
-    with replaced_directory(target, MARKS) as aside:
+    with atomic_directory(target, MARKS) as aside:
         (aside / "config.json").write_text("first")
     killed(target, where)
     assert len(list(tmp_path.iterdir())) == (2 if where == "write" else 1)
     recover(target)
     assert texts(target) == {"config.json": "first"}
-    with replaced_directory(target, MARKS) as aside:
+    with atomic_directory(target, MARKS) as aside:
         (aside / "config.json").write_text("third")
     assert texts(tmp_path) == {"preset/config.json": "third"}
     assert [path.name for path in tmp_path.iterdir()] == ["preset"]
@@ -197,7 +195,7 @@ def test_directories_are_read_whole(tmp_path):
     target = tmp_path / "preset"
 
     def write(content):
-        with replaced_directory(target, MARKS) as aside:
+        with atomic_directory(target, MARKS) as aside:
             for name in ("config.json", "weights"):
                 (aside / name).write_text(content)
 
@@ -301,12 +299,12 @@ def test_devices_stay():
 def test_files_of_another_directory_stay(tmp_path):
     """New ones go beside them; one of the same name is refused, nothing is changed."""
     (tmp_path / "README.md").write_text("mine")
-    with replaced_directory(tmp_path, MARKS) as aside:
+    with atomic_directory(tmp_path, MARKS) as aside:
         (aside / "config.json").write_text("first")
     assert texts(tmp_path) == {"README.md": "mine", "config.json": "first"}
     (tmp_path / "config.json").unlink()
     with pytest.raises(NotWritten, match="'README.md' in it is another file.*Choose"):
-        with replaced_directory(tmp_path, MARKS) as aside:
+        with atomic_directory(tmp_path, MARKS) as aside:
             (aside / "config.json").write_text("second")
             (aside / "README.md").write_text("second")
     assert texts(tmp_path) == {"README.md": "mine"}
@@ -359,7 +357,7 @@ def test_names_of_any_length(tmp_path):
 def test_modes_are_kept(tmp_path):
     target, file = tmp_path / "preset", tmp_path / "file"
     for _ in range(3):
-        with replaced_directory(target, MARKS) as aside:
+        with atomic_directory(target, MARKS) as aside:
             (aside / "config.json").touch()
             (aside / "assets").mkdir()
             (aside / "assets" / "words").touch()
@@ -408,7 +406,7 @@ def test_a_directory_that_stays(prepare, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def write(content):
-        with replaced_directory(target, MARKS, lambda path: path.name != "old") as new:
+        with atomic_directory(target, MARKS, lambda path: path.name != "old") as new:
             (new / "config.json").write_text(content)
             (new / "assets").mkdir()
             (new / "assets" / "words").write_text(content)
@@ -433,7 +431,7 @@ def test_files_behind_links_are_written(tmp_path):
     target.mkdir()
     (tmp_path / "large.json").write_text("old")
     (target / "config.json").symlink_to(tmp_path / "large.json")
-    with replaced_directory(target, MARKS) as aside:
+    with atomic_directory(target, MARKS) as aside:
         (aside / "config.json").write_text("new")
     assert (target / "config.json").is_symlink()
     assert (tmp_path / "large.json").read_text() == "new"
@@ -454,7 +452,7 @@ def test_all_files_are_put_back(tmp_path, monkeypatch):
 
     monkeypatch.setattr(_placing, "move", fails_once)
     with pytest.raises(NotWritten, match="unchanged"):
-        with replaced_directory(target, MARKS, keep=lambda path: False) as aside:
+        with atomic_directory(target, MARKS, keep=lambda path: False) as aside:
             for name in ("a.json", "a_new.json", "b.json"):
                 (aside / name).write_text("second")
     names = ("a.json", "b.json", "old.json")
@@ -465,7 +463,7 @@ def test_all_files_are_put_back(tmp_path, monkeypatch):
 def test_a_killed_process_is_finished(tmp_path):
     """Between two files: the next reader finds all of the new version."""
     target = tmp_path / "preset"
-    with replaced_directory(target, MARKS) as aside:
+    with atomic_directory(target, MARKS) as aside:
         for name in ("assets.json", "config.json", "gone.json"):
             (aside / name).write_text("first")
     killed(target, "replace")
@@ -495,7 +493,7 @@ def mounted(tmp_path):
 
 def test_mount_points(mounted):
     for content in ("first", "second"):
-        with replaced_directory(mounted, MARKS) as aside:
+        with atomic_directory(mounted, MARKS) as aside:
             (aside / "config.json").write_text(content)
         with replaced_file(mounted / "file") as aside:
             aside.write_text(content)
@@ -512,7 +510,7 @@ def test_mount_points_of_a_part_of_the_same_file_system(tmp_path, mounted):
         pytest.skip(REASONS["mount"])
     try:
         for content in ("first", "second"):
-            with replaced_directory(mounted / "a b", MARKS) as aside:
+            with atomic_directory(mounted / "a b", MARKS) as aside:
                 (aside / "config.json").write_text(content)
             assert texts(mounted / "part") == {"config.json": content}
     finally:
@@ -523,7 +521,7 @@ def test_a_parent_that_cannot_be_written_to():
     """As another user, where this one is a superuser."""
     program = """
 import fcntl, os, sys
-from keras_softmoe.files import replaced_directory
+from keras_softmoe.files import atomic_directory
 
 if not os.geteuid():
     os.setgroups([])
@@ -531,7 +529,7 @@ if not os.geteuid():
     os.setuid(65534)
 
 for content in ("first", "second"):
-    with replaced_directory(sys.argv[1], ["*.json"]) as aside:
+    with atomic_directory(sys.argv[1], ["*.json"]) as aside:
         (aside / "config.json").write_text(content)
     found = {name: open(name).read() for name in os.listdir()}
     assert found == {"config.json": content}, found

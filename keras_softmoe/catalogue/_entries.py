@@ -17,7 +17,7 @@ from keras_softmoe.catalogue._accuracy import accuracies
 from keras_softmoe.catalogue._limoe import limoe
 from keras_softmoe.catalogue._vision import vision
 from keras_softmoe.checks import quote
-from keras_softmoe.files import recover, replaced_directory
+from keras_softmoe.files import atomic_directory, recover
 from keras_softmoe.keras_adapter import has_preset_file
 
 CONFIG_FILE = "config.json"
@@ -155,7 +155,7 @@ def write(name: str, directory: str | os.PathLike) -> str:
             f"The preset {name!r} is a directory already: copy '{path}'. Received: "
             f"name={name!r}."
         )
-    with replaced_directory(directory, PRESET_MARKS) as new:
+    with atomic_directory(directory, PRESET_MARKS) as new:
         for file, text in preset_files.preset_files(architectures()[name]).items():
             (new / file).write_text(text, encoding="utf-8")
     return str(directory)

@@ -36,7 +36,7 @@ def check_files(new, directory, marks):
     Args:
         new: `pathlib.Path`.
         directory: `pathlib.Path`, resolved.
-        marks: see `replaced_directory`.
+        marks: see `atomic_directory`.
     """
     names = os.listdir(directory)
     is_known = any(Path(name).match(mark) for name in names for mark in marks)
@@ -100,7 +100,7 @@ def exchange(new, directory, keep, old):
     Args:
         new: `pathlib.Path`, to which missing files are added.
         directory: `pathlib.Path`, resolved.
-        keep: see `replaced_directory`.
+        keep: see `atomic_directory`.
         old: `pathlib.Path`, where a killed process leaves the old directory.
 
     Returns:
@@ -194,7 +194,7 @@ def replace_files(new, directory, keep):
     Args:
         new: `pathlib.Path` in a temporary directory inside of the old one.
         directory: `pathlib.Path`, resolved.
-        keep: see `replaced_directory`.
+        keep: see `atomic_directory`.
     """
     with _one_writer(directory):
         _replace_files(new, directory, keep)

@@ -80,7 +80,7 @@ def check_file(path):
 
 
 @contextlib.contextmanager
-def replaced_directory(directory, marks, keep=lambda path: True, room=0):
+def atomic_directory(directory, marks, keep=lambda path: True, room=0):
     """Write a directory aside and move it into place when it is complete.
 
     Existing files that are not written again are kept. Symbolic links are followed. How

@@ -21,7 +21,7 @@ from keras_softmoe.checkpoints import (
     read_vit_settings,
     web_address,
 )
-from keras_softmoe.files import NotWritten, one_process, replaced_directory
+from keras_softmoe.files import NotWritten, atomic_directory, one_process
 from keras_softmoe.keras_adapter import without_random_numbers
 from keras_softmoe.models.vmoe_params import load_vmoe_params
 from keras_softmoe.sharding.variables import room_for
@@ -194,7 +194,7 @@ def write_converted(model, checkpoint, directory, origin, preprocessor=None, ver
         str, `directory`.
     """
     load_vmoe_params(model, checkpoint, verbose=verbose)
-    with replaced_directory(
+    with atomic_directory(
         directory, catalogue.PRESET_MARKS, room=room_for(model.variables)
     ) as new:
         # KerasHub's own methods: the directory is already written aside.
