@@ -16,7 +16,7 @@ import keras
 
 import keras_softmoe as ksm
 from keras_softmoe.checks import quote
-from keras_softmoe.files import explain_refusals, replaced_file
+from keras_softmoe.files import atomic_file, explain_refusals
 
 # What the file of a finished run holds.
 RESULTS = ("results", "times")
@@ -237,7 +237,7 @@ def write_json(path, content):
         path: path of the file. Its directory is made.
         content: what JSON can hold.
     """
-    with replaced_file(path) as new, open(new, "w", encoding="utf-8") as file:
+    with atomic_file(path) as new, open(new, "w", encoding="utf-8") as file:
         file.write(json.dumps(content, indent=1, allow_nan=False) + "\n")
         file.flush()
         # Or a machine that loses power may keep the name and lose the content.

@@ -16,9 +16,9 @@ from keras_softmoe.files import (
     NotWritten,
     _placing,
     atomic_directory,
+    atomic_file,
     read_whole,
     recover,
-    replaced_file,
 )
 from tests.skips import REASONS
 
@@ -40,13 +40,13 @@ def texts(directory):
 def test_file(tmp_path):
     target = tmp_path / "deep" / "card.json"
     for content in ("first", "second"):
-        with replaced_file(target) as aside:
+        with atomic_file(target) as aside:
             aside.write_text(content)
             assert aside.suffix == ".json"
             # Not there before all is written
             assert not target.exists() or target.read_text() != content
         assert target.read_text() == content
-    with pytest.raises(KeyboardInterrupt), replaced_file(target) as aside:
+    with pytest.raises(KeyboardInterrupt), atomic_file(target) as aside:
         aside.write_text("half")
         raise KeyboardInterrupt
     assert texts(tmp_path) == {"deep/card.json": "second"}
@@ -88,7 +88,7 @@ def test_files_that_are_not_kept(tmp_path):
     assert texts(target) == {"metadata.json": "old", "model.weights.json": "new"}
 
 
-@pytest.mark.parametrize("replaced", [replaced_file, replaced_preset])
+@pytest.mark.parametrize("replaced", [atomic_file, replaced_preset])
 def test_what_the_system_refuses(replaced, tmp_path):
     """The error says what could not be written, why, and what to do."""
     (tmp_path / "file").write_text("whole")
@@ -112,7 +112,7 @@ def test_what_the_system_refuses(replaced, tmp_path):
     assert texts(tmp_path) == {"file": "whole"}
 
 
-@pytest.mark.parametrize("replaced", [replaced_file, replaced_preset])
+@pytest.mark.parametrize("replaced", [atomic_file, replaced_preset])
 def test_room_is_made_sure_of(replaced, tmp_path):
     """Before anything is written: HDF5 does not get over a write that is refused."""
     with replaced(tmp_path / "small", room=1000) as aside:
@@ -184,7 +184,7 @@ def test_a_process_that_is_killed(where, tmp_path):
 
 
 def test_what_a_living_process_writes_stays(tmp_path):
-    with replaced_file(tmp_path / "a") as first, replaced_file(tmp_path / "a") as other:
+    with atomic_file(tmp_path / "a") as first, atomic_file(tmp_path / "a") as other:
         first.write_text("first")
         other.write_text("other")
     assert texts(tmp_path) == {"a": "first"}
@@ -269,10 +269,10 @@ def make_directory(path):
 OTHERS = [make_file, make_pipe, make_socket, make_circle, make_directory]
 
 
-@pytest.mark.parametrize("replaced", [replaced_file, replaced_preset])
+@pytest.mark.parametrize("replaced", [atomic_file, replaced_preset])
 @pytest.mark.parametrize("make", OTHERS)
 def test_other_kinds_of_files_stay(make, replaced, tmp_path):
-    if make is (make_file if replaced is replaced_file else make_directory):
+    if make is (make_file if replaced is atomic_file else make_directory):
         return
     target = tmp_path / "target.json"
     make(target)
@@ -290,7 +290,7 @@ def test_other_kinds_of_files_stay(make, replaced, tmp_path):
 def test_devices_stay():
     """What a superuser could replace."""
     device = os.stat("/dev/null")
-    for replaced in (replaced_file, replaced_preset):
+    for replaced in (atomic_file, replaced_preset):
         with pytest.raises(NotWritten, match="it is a device"), replaced("/dev/null"):
             raise AssertionError("not even tried")
     assert os.stat("/dev/null") == device
@@ -315,18 +315,18 @@ def test_a_file_beside_another_one_stays(tmp_path):
     (tmp_path / "model.bin").write_text("mine")
     for _ in range(2):
         with pytest.raises(NotWritten, match="model.bin' is another one"):
-            with replaced_file(tmp_path / "model.xml") as aside:
+            with atomic_file(tmp_path / "model.xml") as aside:
                 aside.write_text("new")
                 aside.with_suffix(".bin").write_text("new")
         assert texts(tmp_path) == {"model.bin": "mine"}
     (tmp_path / "model.xml").write_text("old")
-    with replaced_file(tmp_path / "model.xml") as aside:
+    with atomic_file(tmp_path / "model.xml") as aside:
         aside.write_text("new")
         aside.with_suffix(".bin").write_text("new")
     assert texts(tmp_path) == {"model.bin": "new", "model.xml": "new"}
 
 
-@pytest.mark.parametrize("replaced", [replaced_file, replaced_preset])
+@pytest.mark.parametrize("replaced", [atomic_file, replaced_preset])
 def test_targets_of_links_are_written(replaced, tmp_path):
     """Of one to an existing path, and of one to a path that is still free."""
     for number in range(2):
@@ -344,8 +344,8 @@ def test_targets_of_links_are_written(replaced, tmp_path):
 
 def test_names_of_any_length(tmp_path):
     """As long as the file system allows, although temporary names are longer."""
-    for replaced in (replaced_file, replaced_preset):
-        name = ("ä" * 127) + ("f" if replaced is replaced_file else "d")
+    for replaced in (atomic_file, replaced_preset):
+        name = ("ä" * 127) + ("f" if replaced is atomic_file else "d")
         for _ in range(2):
             with replaced(tmp_path / name) as aside:
                 new = aside / "config.json" if aside.is_dir() else aside
@@ -361,7 +361,7 @@ def test_modes_are_kept(tmp_path):
             (aside / "config.json").touch()
             (aside / "assets").mkdir()
             (aside / "assets" / "words").touch()
-        with replaced_file(file) as aside:
+        with atomic_file(file) as aside:
             aside.touch()
         modes = {target: 0o2775, target / "assets": 0o750, target / "other": 0o604}
         modes |= {target / "config.json": 0o640, file: 0o600}
@@ -495,7 +495,7 @@ def test_mount_points(mounted):
     for content in ("first", "second"):
         with atomic_directory(mounted, MARKS) as aside:
             (aside / "config.json").write_text(content)
-        with replaced_file(mounted / "file") as aside:
+        with atomic_file(mounted / "file") as aside:
             aside.write_text(content)
         assert texts(mounted) == {"config.json": content, "file": content}
     assert mounted.is_mount()

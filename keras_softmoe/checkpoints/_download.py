@@ -8,7 +8,7 @@ import keras
 from keras_softmoe.checkpoints._checkpoint_index import data_path, read_index
 from keras_softmoe.checkpoints._files import open_file
 from keras_softmoe.checkpoints._remote import download, web_address
-from keras_softmoe.files import replaced_file
+from keras_softmoe.files import atomic_file
 
 _BLOCK = 1 << 24
 ONE_FILE_SUFFIXES = (".npz", ".safetensors")
@@ -61,10 +61,10 @@ def _copy(source, target, verbose):
     if verbose:
         print(f"Downloading {source}")
     if web_address(source) is not None:
-        with replaced_file(target) as aside:
+        with atomic_file(target) as aside:
             os.replace(download(source, aside.parent, verbose), aside)
         return
-    with open_file(source) as (file, size), replaced_file(target) as aside:
+    with open_file(source) as (file, size), atomic_file(target) as aside:
         progress = keras.utils.Progbar(size, verbose=verbose, unit_name="byte")
         with open(aside, "wb") as copy:
             while block := file.read(_BLOCK):

@@ -10,6 +10,6 @@ from keras_softmoe.files._reading import read_whole as read_whole
 from keras_softmoe.files._refusals import NotWritten as NotWritten
 from keras_softmoe.files._refusals import explain_refusals as explain_refusals
 from keras_softmoe.files._replacing import atomic_directory as atomic_directory
+from keras_softmoe.files._replacing import atomic_file as atomic_file
 from keras_softmoe.files._replacing import check_file as check_file
 from keras_softmoe.files._replacing import recover as recover
-from keras_softmoe.files._replacing import replaced_file as replaced_file

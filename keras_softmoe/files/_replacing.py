@@ -26,7 +26,7 @@ from keras_softmoe.files._temporary import aside, of_the_dead
 
 
 @contextlib.contextmanager
-def replaced_file(path, room=0):
+def atomic_file(path, room=0):
     """Write a file aside and move it into place when it is complete.
 
     Other files written beside it, for formats of several files, are moved first.
@@ -67,7 +67,7 @@ def replaced_file(path, room=0):
 
 
 def check_file(path):
-    """Raise `NotWritten` where `replaced_file` would, before there is content to write.
+    """Raise `NotWritten` where `atomic_file` would, before there is content to write.
 
     Args:
         path: str or path. Its directory is made if it does not exist.
@@ -104,7 +104,7 @@ def atomic_directory(directory, marks, keep=lambda path: True, room=0):
         keep: callable that takes the relative `pathlib.Path` of an existing file that
             was not written again and returns whether to keep it. By default all are
             kept. It is called after the new files are written.
-        room: int, see `replaced_file`.
+        room: int, see `atomic_file`.
 
     Yields:
         `pathlib.Path` of an empty directory to write to.
