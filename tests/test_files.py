@@ -13,7 +13,7 @@ import tempfile
 import pytest
 
 from keras_softmoe.files import (
-    NotWritten,
+    WriteError,
     _placing,
     atomic_directory,
     atomic_file,
@@ -93,7 +93,7 @@ def test_what_the_system_refuses(replaced, tmp_path):
     """The error says what could not be written, why, and what to do."""
     (tmp_path / "file").write_text("whole")
     for path in (tmp_path / "file" / "below", tmp_path / ("a" * 300)):
-        with pytest.raises(NotWritten, match="cannot be written.*choose a directory"):
+        with pytest.raises(WriteError, match="cannot be written.*choose a directory"):
             with replaced(path) as aside:
                 aside.touch()
     full = [
@@ -108,7 +108,7 @@ def test_what_the_system_refuses(replaced, tmp_path):
     with pytest.raises(OSError, match="another") as caught:
         with replaced(tmp_path / "new"):
             raise OSError("another")
-    assert not isinstance(caught.value, NotWritten)
+    assert not isinstance(caught.value, WriteError)
     assert texts(tmp_path) == {"file": "whole"}
 
 
@@ -118,7 +118,7 @@ def test_room_is_made_sure_of(replaced, tmp_path):
     with replaced(tmp_path / "small", room=1000) as aside:
         assert not any(path.is_file() for path in aside.parent.iterdir())
         aside.mkdir(exist_ok=True) if replaced is replaced_preset else aside.touch()
-    with pytest.raises(NotWritten, match="large' cannot be written.*Make room"):
+    with pytest.raises(WriteError, match="large' cannot be written.*Make room"):
         with replaced(tmp_path / "large", room=1 << 60):
             raise AssertionError("not even tried")
     assert [path.name for path in tmp_path.iterdir()] == ["small"]
@@ -279,7 +279,7 @@ def test_other_kinds_of_files_stay(make, replaced, tmp_path):
     before = target.lstat()
     (tmp_path / "link").symlink_to(target)
     for path in (target, tmp_path / "link"):
-        with pytest.raises(NotWritten, match="target.json.*(stays|unchanged)"):
+        with pytest.raises(WriteError, match="target.json.*(stays|unchanged)"):
             with replaced(path):
                 raise AssertionError("not even tried")
     assert (target.lstat().st_ino, target.lstat().st_mode) == before[1::-1]
@@ -291,7 +291,7 @@ def test_devices_stay():
     """What a superuser could replace."""
     device = os.stat("/dev/null")
     for replaced in (atomic_file, replaced_preset):
-        with pytest.raises(NotWritten, match="it is a device"), replaced("/dev/null"):
+        with pytest.raises(WriteError, match="it is a device"), replaced("/dev/null"):
             raise AssertionError("not even tried")
     assert os.stat("/dev/null") == device
 
@@ -303,7 +303,7 @@ def test_files_of_another_directory_stay(tmp_path):
         (aside / "config.json").write_text("first")
     assert texts(tmp_path) == {"README.md": "mine", "config.json": "first"}
     (tmp_path / "config.json").unlink()
-    with pytest.raises(NotWritten, match="'README.md' in it is another file.*Choose"):
+    with pytest.raises(WriteError, match="'README.md' in it is another file.*Choose"):
         with atomic_directory(tmp_path, MARKS) as aside:
             (aside / "config.json").write_text("second")
             (aside / "README.md").write_text("second")
@@ -314,7 +314,7 @@ def test_a_file_beside_another_one_stays(tmp_path):
     """OpenVINO writes `model.bin` beside `model.xml`, for example."""
     (tmp_path / "model.bin").write_text("mine")
     for _ in range(2):
-        with pytest.raises(NotWritten, match="model.bin' is another one"):
+        with pytest.raises(WriteError, match="model.bin' is another one"):
             with atomic_file(tmp_path / "model.xml") as aside:
                 aside.write_text("new")
                 aside.with_suffix(".bin").write_text("new")
@@ -451,7 +451,7 @@ def test_all_files_are_put_back(tmp_path, monkeypatch):
         move(file, path)
 
     monkeypatch.setattr(_placing, "move", fails_once)
-    with pytest.raises(NotWritten, match="unchanged"):
+    with pytest.raises(WriteError, match="unchanged"):
         with atomic_directory(target, MARKS, keep=lambda path: False) as aside:
             for name in ("a.json", "a_new.json", "b.json"):
                 (aside / name).write_text("second")

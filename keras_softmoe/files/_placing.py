@@ -11,7 +11,7 @@ import stat
 import sys
 from pathlib import Path
 
-from keras_softmoe.files._refusals import NotWritten, check_kind
+from keras_softmoe.files._refusals import WriteError, check_kind
 from keras_softmoe.files._temporary import aside
 
 
@@ -44,7 +44,7 @@ def check_files(new, directory, marks):
         for parent in list(path.parents)[:-1]:
             check_kind(_place(directory / parent), stat.S_IFDIR)
         if check_kind(_place(directory / path), stat.S_IFREG) and not is_known:
-            raise NotWritten(
+            raise WriteError(
                 f"'{directory}' cannot be written: '{path}' in it is another file, "
                 "which stays as it was. Files are replaced only where one of "
                 f"{', '.join(marks)} is among them. Choose an empty directory, or one "

@@ -17,7 +17,7 @@ from keras_softmoe.files._placing import (
     replace_files,
 )
 from keras_softmoe.files._refusals import (
-    NotWritten,
+    WriteError,
     check_kind,
     check_room,
     explain_refusals,
@@ -42,7 +42,7 @@ def atomic_file(path, room=0):
         `pathlib.Path` of the file to write, with the same suffixes.
 
     Raises:
-        NotWritten: (an `OSError` and a `ValueError`) if the system refuses, or the path
+        WriteError: (an `OSError` and a `ValueError`) if the system refuses, or the path
             is a directory, a pipe, a socket or a device.
     """
     with explain_refusals(path):
@@ -56,7 +56,7 @@ def atomic_file(path, room=0):
             for name in names:
                 other = Path(os.path.realpath(Path(path).with_name(name)))
                 if check_kind(other, stat.S_IFREG) and not is_there:
-                    raise NotWritten(
+                    raise WriteError(
                         f"'{path}' cannot be written: it consists of several files, "
                         f"and '{other}' is another one, which stays as it was. Choose "
                         "another name, or remove that file first."
@@ -67,7 +67,7 @@ def atomic_file(path, room=0):
 
 
 def check_file(path):
-    """Raise `NotWritten` where `atomic_file` would, before there is content to write.
+    """Raise `WriteError` where `atomic_file` would, before there is content to write.
 
     Args:
         path: str or path. Its directory is made if it does not exist.
@@ -110,7 +110,7 @@ def atomic_directory(directory, marks, keep=lambda path: True, room=0):
         `pathlib.Path` of an empty directory to write to.
 
     Raises:
-        NotWritten: (an `OSError` and a `ValueError`) if the system refuses, the path is
+        WriteError: (an `OSError` and a `ValueError`) if the system refuses, the path is
             a file, a pipe, a socket or a device, or a file would be replaced in a
             directory without a mark.
     """

@@ -21,7 +21,7 @@ from keras_softmoe.checkpoints import (
     read_vit_settings,
     web_address,
 )
-from keras_softmoe.files import NotWritten, atomic_directory, one_process
+from keras_softmoe.files import WriteError, atomic_directory, one_process
 from keras_softmoe.keras_adapter import without_random_numbers
 from keras_softmoe.models.vmoe_params import load_vmoe_params
 from keras_softmoe.sharding.variables import room_for
@@ -100,7 +100,7 @@ def _fetch_and_convert(preset, target, verbose):
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as folder:
         try:
             copy = download_checkpoint(preset.checkpoint, folder, verbose)
-        except NotWritten:
+        except WriteError:
             raise
         except (OSError, CheckpointError) as error:
             raise ValueError(

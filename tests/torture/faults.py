@@ -21,7 +21,7 @@ from keras_softmoe import converters, models, presets, routers
 from keras_softmoe.catalogue import _entries as entries
 from keras_softmoe.distribution import Backup
 from keras_softmoe.distribution._backup_file import open_backup
-from keras_softmoe.files import NotWritten, atomic_file
+from keras_softmoe.files import WriteError, atomic_file
 from tests.checkpoints import writer
 from tests.models import tiny
 from tests.processes import Program
@@ -268,7 +268,7 @@ def unwritable_places(tally):
             with tally.case(f"write an architecture to {name}", [name]):
                 presets.write("vit_small_patch16_224", place)
                 raise AssertionError("was written")
-        assert issubclass(NotWritten, ValueError) and keras.backend.backend()
+        assert issubclass(WriteError, ValueError) and keras.backend.backend()
 
 
 # === Several processes ===
