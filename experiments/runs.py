@@ -16,7 +16,7 @@ import keras
 
 import keras_softmoe as ksm
 from keras_softmoe.checks import quote
-from keras_softmoe.files import atomic_file, explain_refusals
+from keras_softmoe.files import atomic_file, wrap_os_errors
 
 # What the file of a finished run holds.
 RESULTS = ("results", "times")
@@ -287,7 +287,7 @@ def check_before(directories, seeds, known):
             f"{quote(tuple(seeds))}."
         )
     for directory in directories:
-        with explain_refusals(directory):
+        with wrap_os_errors(directory):
             Path(directory).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory):
                 pass

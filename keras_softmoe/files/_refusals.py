@@ -33,7 +33,7 @@ class WriteError(OSError, ValueError):
 
 
 @contextlib.contextmanager
-def explain_refusals(path):
+def wrap_os_errors(path):
     """Raise `WriteError` in place of an `OSError` of writing a path.
 
     Args:

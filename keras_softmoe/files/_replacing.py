@@ -20,7 +20,7 @@ from keras_softmoe.files._refusals import (
     WriteError,
     check_kind,
     check_room,
-    explain_refusals,
+    wrap_os_errors,
 )
 from keras_softmoe.files._temporary import aside, of_the_dead
 
@@ -45,7 +45,7 @@ def atomic_file(path, room=0):
         WriteError: (an `OSError` and a `ValueError`) if the system refuses, or the path
             is a directory, a pipe, a socket or a device.
     """
-    with explain_refusals(path):
+    with wrap_os_errors(path):
         target = Path(os.path.realpath(path))
         is_there = check_kind(target, stat.S_IFREG)
         with aside(target.parent, target.name) as temporary:
@@ -72,7 +72,7 @@ def check_file(path):
     Args:
         path: str or path. Its directory is made if it does not exist.
     """
-    with explain_refusals(path):
+    with wrap_os_errors(path):
         target = Path(os.path.realpath(path))
         check_kind(target, stat.S_IFREG)
         with aside(target.parent, target.name):
@@ -115,7 +115,7 @@ def atomic_directory(directory, marks, keep=lambda path: True, room=0):
             directory without a mark.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(explain_refusals(directory))
+        stack.enter_context(wrap_os_errors(directory))
         target = Path(os.path.realpath(directory))
         recover(target)
         is_there = check_kind(target, stat.S_IFDIR)
