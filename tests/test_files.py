@@ -18,7 +18,7 @@ from keras_softmoe.files import (
     atomic_directory,
     atomic_file,
     read_whole,
-    recover,
+    restore_interrupted,
 )
 from tests.skips import REASONS
 
@@ -175,7 +175,7 @@ def test_a_process_that_is_killed(where, tmp_path):
         (aside / "config.json").write_text("first")
     killed(target, where)
     assert len(list(tmp_path.iterdir())) == (2 if where == "write" else 1)
-    recover(target)
+    restore_interrupted(target)
     assert texts(target) == {"config.json": "first"}
     with atomic_directory(target, MARKS) as aside:
         (aside / "config.json").write_text("third")

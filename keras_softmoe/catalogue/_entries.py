@@ -17,7 +17,7 @@ from keras_softmoe.catalogue._accuracy import accuracies
 from keras_softmoe.catalogue._limoe import limoe
 from keras_softmoe.catalogue._vision import vision
 from keras_softmoe.checks import quote
-from keras_softmoe.files import atomic_directory, recover
+from keras_softmoe.files import atomic_directory, restore_interrupted
 from keras_softmoe.keras_adapter import has_preset_file
 
 CONFIG_FILE = "config.json"
@@ -192,7 +192,7 @@ def find_directory(preset):
             library.
     """
     path = Path(preset)
-    recover(path)
+    restore_interrupted(path)
     # A directory of the user has precedence, as in KerasHub.
     if not os.path.isdir(path):
         path = _directory(str(preset))

@@ -12,4 +12,4 @@ from keras_softmoe.files._refusals import wrap_os_errors as wrap_os_errors
 from keras_softmoe.files._replacing import atomic_directory as atomic_directory
 from keras_softmoe.files._replacing import atomic_file as atomic_file
 from keras_softmoe.files._replacing import check_file as check_file
-from keras_softmoe.files._replacing import recover as recover
+from keras_softmoe.files._replacing import restore_interrupted as restore_interrupted

@@ -88,12 +88,12 @@ def atomic_directory(directory, marks, keep=lambda path: True, room=0):
 
     - A new directory appears atomically.
     - A directory that contains only files is exchanged atomically on Linux. Elsewhere a
-      process killed between two steps leaves the old one aside, and `recover` restores
+      process killed between two steps leaves the old one aside, and `restore_interrupted` restores
       it.
     - Any other directory (a mount point, one whose parent is not writable, one that
       contains links or other directories) is kept, and its files are replaced
       atomically one by one. If one of them fails, all are restored; if the process is
-      killed, `recover` replaces the rest. Meanwhile `read_whole` waits, and other
+      killed, `restore_interrupted` replaces the rest. Meanwhile `read_whole` waits, and other
       readers may see files of two versions.
 
     Args:
@@ -117,7 +117,7 @@ def atomic_directory(directory, marks, keep=lambda path: True, room=0):
     with contextlib.ExitStack() as stack:
         stack.enter_context(wrap_os_errors(directory))
         target = Path(os.path.realpath(directory))
-        recover(target)
+        restore_interrupted(target)
         is_there = check_kind(target, stat.S_IFDIR)
         if is_there and not os.access(target, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
@@ -153,7 +153,7 @@ def _appears(new, target):
     return True
 
 
-def recover(directory):
+def restore_interrupted(directory):
     """Complete or undo the replacement of a directory by a killed process.
 
     Args:
