@@ -22,7 +22,7 @@ from keras_softmoe.checkpoints import (
     web_address,
 )
 from keras_softmoe.files import WriteError, atomic_directory, one_process
-from keras_softmoe.keras_adapter import without_random_numbers
+from keras_softmoe.keras_adapter import zero_initialization
 from keras_softmoe.models.vmoe_params import load_vmoe_params
 from keras_softmoe.sharding.variables import room_for
 
@@ -134,7 +134,7 @@ def _convert(preset, prefix, target, verbose):
     try:
         _check_same_model(found, preset)
         # Whether there are pre-logits is left to the checkpoint.
-        with catalogue.explain_errors(preset.path), without_random_numbers():
+        with catalogue.explain_errors(preset.path), zero_initialization():
             backbone = keras_hub.models.Backbone.from_preset(
                 str(preset.path),
                 load_weights=False,
