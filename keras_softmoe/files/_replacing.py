@@ -88,13 +88,13 @@ def atomic_directory(directory, marks, keep=lambda path: True, room=0):
 
     - A new directory appears atomically.
     - A directory that contains only files is exchanged atomically on Linux. Elsewhere a
-      process killed between two steps leaves the old one aside, and `restore_interrupted` restores
-      it.
+      process killed between two steps leaves the old one aside, for
+      `restore_interrupted`.
     - Any other directory (a mount point, one whose parent is not writable, one that
       contains links or other directories) is kept, and its files are replaced
       atomically one by one. If one of them fails, all are restored; if the process is
-      killed, `restore_interrupted` replaces the rest. Meanwhile `read_whole` waits, and other
-      readers may see files of two versions.
+      killed, `restore_interrupted` replaces the rest. Meanwhile `read_whole` waits, and
+      other readers may see files of two versions.
 
     Args:
         directory: str or path, created if it does not exist.
