@@ -16,7 +16,7 @@ import keras
 
 import keras_softmoe as ksm
 from keras_softmoe.checks import quote
-from keras_softmoe.files import explain_refusals, replaced_file
+from keras_softmoe.files import atomic_file, wrap_os_errors
 
 # What the file of a finished run holds.
 RESULTS = ("results", "times")
@@ -237,7 +237,7 @@ def write_json(path, content):
         path: path of the file. Its directory is made.
         content: what JSON can hold.
     """
-    with replaced_file(path) as new, open(new, "w", encoding="utf-8") as file:
+    with atomic_file(path) as new, open(new, "w", encoding="utf-8") as file:
         text = json.dumps(content, separators=(",", ":"), allow_nan=False)
         file.write(text + "\n")
         file.flush()
@@ -288,7 +288,7 @@ def check_before(directories, seeds, known):
             f"{quote(tuple(seeds))}."
         )
     for directory in directories:
-        with explain_refusals(directory):
+        with wrap_os_errors(directory):
             Path(directory).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory):
                 pass

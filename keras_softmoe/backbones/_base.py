@@ -20,7 +20,7 @@ from keras_softmoe.backbones._trainable import (
 from keras_softmoe.keras_adapter import (
     flatten_layers,
     register_parameters,
-    without_random_numbers,
+    zero_initialization,
 )
 from keras_softmoe.layers import Experts
 from keras_softmoe.routers import record
@@ -152,7 +152,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     @classmethod
     def from_config(cls, config):
         router = revive_router(config["router"])
-        with without_random_numbers(weights_follow()):
+        with zero_initialization(weights_follow()):
             return super().from_config({**config, "router": router})
 
 

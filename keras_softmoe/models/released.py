@@ -21,8 +21,8 @@ from keras_softmoe.checkpoints import (
     read_vit_settings,
     web_address,
 )
-from keras_softmoe.files import NotWritten, one_process, replaced_directory
-from keras_softmoe.keras_adapter import without_random_numbers
+from keras_softmoe.files import WriteError, atomic_directory, one_process
+from keras_softmoe.keras_adapter import zero_initialization
 from keras_softmoe.models.vmoe_params import load_vmoe_params
 from keras_softmoe.sharding.variables import room_for
 
@@ -100,7 +100,7 @@ def _fetch_and_convert(preset, target, verbose):
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as folder:
         try:
             copy = download_checkpoint(preset.checkpoint, folder, verbose)
-        except NotWritten:
+        except WriteError:
             raise
         except (OSError, CheckpointError) as error:
             raise ValueError(
@@ -134,7 +134,7 @@ def _convert(preset, prefix, target, verbose):
     try:
         _check_same_model(found, preset)
         # Whether there are pre-logits is left to the checkpoint.
-        with catalogue.explain_errors(preset.path), without_random_numbers():
+        with catalogue.explain_errors(preset.path), zero_initialization():
             backbone = keras_hub.models.Backbone.from_preset(
                 str(preset.path),
                 load_weights=False,
@@ -194,7 +194,7 @@ def write_converted(model, checkpoint, directory, origin, preprocessor=None, ver
         str, `directory`.
     """
     load_vmoe_params(model, checkpoint, verbose=verbose)
-    with replaced_directory(
+    with atomic_directory(
         directory, catalogue.PRESET_MARKS, room=room_for(model.variables)
     ) as new:
         # KerasHub's own methods: the directory is already written aside.
