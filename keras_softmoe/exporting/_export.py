@@ -58,14 +58,13 @@ def export_model(
 ) -> None:
     """Write a model as a file that runs without Keras and without this library.
 
-    What is written is prediction: the routers with their settings as they are now,
-    without noise and without dropout. A format is written by one backend, whichever is
-    in use: SavedModel, ONNX, LiteRT and OpenVINO by TensorFlow, `.pt2` by PyTorch. On
-    another one the model is handed to a process of its own that runs the right one, so
-    that a file is the same from everywhere. That takes some seconds more.
+    The file predicts: with the current settings of the routers, without noise and
+    without dropout. Each format is written by one backend: SavedModel, ONNX, LiteRT and
+    OpenVINO by TensorFlow, `.pt2` by PyTorch. On another backend the model is written
+    by a subprocess, which takes some seconds more; the file is the same.
 
-    The models of this library have this function as their method `export`; it takes
-    any other Keras model as well, with `SoftMoE` or `MoE` somewhere in it.
+    Models of this library have this function as their method `export`. It takes any
+    other Keras model as well, with `SoftMoE` or `MoE` somewhere in it.
 
     Args:
         model: `keras.Model` that is built.
@@ -117,7 +116,7 @@ def export_model(
 def checked_job(
     model, filepath, format, input_signature=None, preprocessing=False, options=None
 ):
-    """What `write` has to know besides model and file, a dict.
+    """Check an export, and return the other arguments of `write`, a dict.
 
     Raises:
         ValueError: as `export_model`.
@@ -140,7 +139,7 @@ def checked_job(
 
 
 def _check(model, filepath, format, preprocessing):
-    """Raise if it is known at once that the file cannot be written."""
+    """Raise if the format does not take the model."""
     check_choice("format", format, tuple(FORMATS))
     suffix, backend, packages, has_half_precision, has_quantized = FORMATS[format]
     if suffix and Path(filepath).suffix != suffix:
@@ -240,7 +239,7 @@ def _signature(model, input_signature):
     if input_signature is None:
         if not hasattr(model, "input"):
             raise ValueError(
-                f"A `{type(model).__name__}` does not say what its inputs look like. "
+                f"A `{type(model).__name__}` has no known input shapes. "
                 "Pass `input_signature=[keras.InputSpec(shape=(None, ...))]`. "
                 "Received: input_signature=None."
             )
@@ -260,7 +259,7 @@ def _as_spec(tensor):
 
 
 def save_job(model, filepath, job, backend, directory):
-    """Save what another process has to know to write a model, for `run_jobs`.
+    """Save a model and the arguments of `write` for a subprocess, see `run_jobs`.
 
     Args:
         model: `keras.Model`.
@@ -288,7 +287,7 @@ def save_job(model, filepath, job, backend, directory):
 
 
 def run_jobs(jobs, backend):
-    """Write what jobs say, in a process of its own.
+    """Write the files of jobs in a subprocess.
 
     Args:
         jobs: list of paths from `save_job`.
@@ -311,7 +310,7 @@ def run_jobs(jobs, backend):
     )
     if process.returncode:
         raise RuntimeError(
-            f"The process that was to export with {backend} failed. Its last words:\n"
+            f"Export with {backend} failed in a subprocess. End of stderr:\n"
             f"{process.stderr[-2000:]}"
         )
 
@@ -349,7 +348,7 @@ def job_to_json(job, backend):
 
 
 def job_from_json(text):
-    """What `job_to_json` was given."""
+    """Return the job of a text from `job_to_json`."""
 
     def as_spec(value):
         if "input_spec" in value:
