@@ -292,7 +292,7 @@ def test_fixed_batch_for_groups_of_the_whole_batch(tmp_path):
     ("file", "arguments", "message"),
     [
         ("m", {"format": "pb"}, "Accepted: 'tf_saved_model'.*Received: format='pb'"),
-        ("m.pb", {"format": "onnx"}, "ends in '.onnx'. Received: .*m.pb"),
+        ("m.pb", {"format": "onnx"}, "must end in '.onnx'. Received: .*m.pb"),
     ],
 )
 def test_unknown_format(tmp_path, file, arguments, message):
