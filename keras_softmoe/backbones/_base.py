@@ -37,6 +37,8 @@ _KEPT_ELSEWHERE = (
 class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     """Base class of backbones whose encoder blocks may be mixtures of experts.
 
+    `models` attaches `from_preset`, `save_to_preset` and `export`.
+
     Args:
         architecture: the record of the constructor's arguments, see `architecture`.
         inputs: `keras.Input`, or a dict of them.
