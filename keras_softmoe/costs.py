@@ -1,4 +1,4 @@
-"""What layers cost for a shape of inputs, without being built."""
+"""Costs of layers for a shape of inputs, before they are built."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class LayerCost(NamedTuple):
-    """What a layer, or a sum of layers, takes for one batch of inputs.
+    """Cost of a layer, or a sum of layers, for one batch of inputs.
 
     Costs are added with `+` and repeated with `*`.
 
@@ -71,7 +71,7 @@ class LayerCost(NamedTuple):
 
 
 class MixtureCost(NamedTuple):
-    """What of a mixture of experts is sharded when experts are.
+    """Parts of a mixture of experts that are sharded with its experts.
 
     Attributes:
         name: str, name of the layer.

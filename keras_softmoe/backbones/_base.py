@@ -1,4 +1,4 @@
-"""What the backbones share: routers, presets, mutable settings."""
+"""The base class of backbones: routers, configuration, weights."""
 
 import functools
 
@@ -58,7 +58,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
 
     @property
     def architecture(self):
-        """The `architecture.Settings` of the model, as they are now."""
+        """The record of the model's current settings, see the room `architecture`."""
         changed = {"dtype": self._base_config()["dtype"]}
         if self.moe_layers:
             changed |= {
@@ -128,7 +128,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         blocks = self.blocks
         routers = [blocks[i].moe.get_config()["router"] for i in self.moe_layers]
         if has_factors(self):
-            # Frozen by LoRA, of which a file knows nothing.
+            # LoRA has frozen them; a file has no LoRA.
             for router in routers:
                 router["config"]["trainable"] = True
         if all(router == routers[0] for router in routers):
@@ -172,7 +172,7 @@ def _check_blocks(filepath, num_layers):
 
 
 def _expert_banks(model):
-    """The kernels and biases of experts, of which a file holds what the model does."""
+    """Expert banks whose weights are the same in a file as in the model."""
     return [
         bank
         for layer in flatten_layers(model)

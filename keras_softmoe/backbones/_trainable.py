@@ -9,7 +9,7 @@ from keras_softmoe.keras_adapter import set_trainable, trainable_parts
 
 
 def set_trainable_argument(model, trainable):
-    """Freeze what the argument `trainable` of a constructor says.
+    """Freeze a model according to the argument `trainable` of its constructor.
 
     Args:
         model: `keras.Model`, whose layers are all there. (Keras looks for those to

@@ -1,7 +1,7 @@
-"""The entries of the catalogue: their names, what they are, and where they are.
+"""Entries of the catalogue: names, descriptions and directories.
 
-An entry is either a directory in KerasHub's format (what has weights, or is converted
-from weights that others released) or a `Row` of `_vision` and
+An entry is either a directory in KerasHub's format (with weights, or converted from
+weights that others released) or a `Row` of `_vision` and
 `_limoe`.
 """
 
@@ -36,9 +36,9 @@ PRESET_MARKS = (
     "model*.weights.*",
 )
 
-# Of a file of text, which all of it is read at once; the largest here have some 20 kB.
+# Size limit for JSON files, which are read into memory; the largest here have 20 kB.
 _MAX_TEXT_BYTES = 1 << 22
-# Of the message of an error in a preset: some quote the whole configuration.
+# Length limit for errors of presets: some quote the whole configuration.
 _MAX_MESSAGE = 2000
 
 # Handles that KerasHub resolves itself.
@@ -49,7 +49,7 @@ class Preset(NamedTuple):
     """One entry of the catalogue.
 
     Attributes:
-        name: str, what `from_preset` takes.
+        name: str, the argument of `from_preset`.
         kind: `"trained"`, `"convertible"` or `"architecture"`.
         description: str, one sentence.
         source: str, paper and section, or the training script.
@@ -79,7 +79,7 @@ class Preset(NamedTuple):
 
 
 def names() -> list:
-    """Names of all presets, sorted.
+    """Return the names of all presets, sorted.
 
     Returns:
         list of str.
@@ -92,7 +92,7 @@ def names() -> list:
 
 
 def describe(name: str) -> Preset:
-    """What a preset is.
+    """Describe a preset.
 
     Args:
         name: str, one of `names()`.
@@ -175,12 +175,12 @@ def architectures():
 
 
 def is_handle(preset):
-    """Whether KerasHub resolves this itself (`hf://...`, `kaggle://...`)."""
+    """Return whether KerasHub resolves this itself (`hf://...`, `kaggle://...`)."""
     return str(preset).startswith(_REMOTE)
 
 
 def find_directory(preset):
-    """The directory of a preset, checked to be one of this library.
+    """Return the directory of a preset, checked to be one of this library.
 
     Args:
         preset: str or path: a name of the catalogue or a directory.
@@ -203,7 +203,7 @@ def find_directory(preset):
 
 
 def read_config(preset):
-    """The class and the arguments of a preset's backbone. No model is built.
+    """Return class and arguments of a preset's backbone. No model is built.
 
     Args:
         preset: str or path: a name of the catalogue or a directory.
@@ -231,7 +231,7 @@ def read_config(preset):
 
 
 def read_metadata(preset):
-    """What a preset's `metadata.json` says, a dict; empty if it has no such file."""
+    """Return the metadata of a preset, a dict; empty if it has no `metadata.json`."""
     return _metadata(find_directory(preset), preset)
 
 
@@ -249,7 +249,7 @@ def check_task(directory, load_weights=True):
     if not has_preset_file(directory, _TASK_FILE):
         raise ValueError(
             f"The preset {name!r} is a backbone without a head: it has no "
-            f"{_TASK_FILE}. Say what the new head is for: "
+            f"{_TASK_FILE}. Give the new head its classes: "
             "`from_preset(..., num_classes=10)`."
         )
     if load_weights and not has_preset_file(directory, _TASK_WEIGHTS_FILE):
@@ -262,7 +262,7 @@ def check_task(directory, load_weights=True):
 
 
 def names_of_kind(kind):
-    """Names of the presets of a kind, sorted."""
+    """Return the names of the presets of a kind, sorted."""
     if kind == "architecture":
         return sorted(architectures())
     found = {name: _metadata(_root() / name, name) for name in _directory_names()}
@@ -271,7 +271,7 @@ def names_of_kind(kind):
 
 @contextlib.contextmanager
 def explain_errors(preset):
-    """Turn what goes wrong while a preset is read into an error that says so.
+    """Add the name of the preset to errors while its files are read.
 
     Args:
         preset: `pathlib.Path` of its directory, or str, its name or handle.
@@ -346,7 +346,7 @@ def _metadata(path, name):
 
 
 def _read_config_file(path):
-    """What `config.json` in a directory says, checked to be of a model of ours."""
+    """Content of `config.json` in a directory, checked to be of a model of ours."""
     file = path / CONFIG_FILE
     if not file.is_file():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What the papers' tables say about their models: the data of the catalogue."""
+"""Tables of the papers: the data of the catalogue."""
 
 # By the papers' letters: word, width, blocks, heads, hidden width of an MLP.
 SIZES = {

@@ -41,7 +41,7 @@ class LazyArray(NamedTuple):
 
 
 class Checkpoint(collections.abc.Mapping):
-    """The arrays of a checkpoint by name, each read when it is asked for.
+    """Arrays of a checkpoint by name, each read on access.
 
     A mapping from flat name (`Encoder/encoder_norm/scale`) to NumPy array. Nothing is
     kept: asking twice reads twice. `dict(checkpoint)` reads all.

@@ -43,7 +43,7 @@ DTYPES = {
 
 
 class IndexEntry(NamedTuple):
-    """What the index tells about one array.
+    """Entry of the index for one array.
 
     Attributes:
         name: str, the path in the tree, joined by slashes.

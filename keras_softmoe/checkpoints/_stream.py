@@ -16,7 +16,7 @@ _MAPS = {*range(0x80, 0x90), 0xDE, 0xDF}
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is missing, damaged, or not what it claims to be.
+    """Error of a checkpoint that is missing, damaged or of another kind.
 
     Examples:
         >>> try:
@@ -67,7 +67,7 @@ class Stream:
         return self._start + self._unpacker.tell()
 
     def error(self, problem):
-        """`CheckpointError` that says where it happened and what to do."""
+        """`CheckpointError` with the place and the remedy."""
         return CheckpointError(
             f"{problem}, in '{self.name}' near byte {self.tell()} of {self.size}. The "
             "file is damaged, truncated or no V-MoE checkpoint: fetch it again."
@@ -125,7 +125,7 @@ class Stream:
             raise self.error(f"Expected an object to end at byte {end}")
 
     def copy_to(self, target):
-        """Fill a writable memoryview of bytes with what comes next."""
+        """Fill a writable memoryview with the next bytes."""
         offset = self.tell()
         self._file.seek(offset)
         position = 0

@@ -106,7 +106,7 @@ def read_vit_checkpoint(path: str | os.PathLike) -> Checkpoint:
 
 
 def _of_images(arrays):
-    """Parameters of the tower for images, without what was trained beside them."""
+    """Parameters of the image tower, without those of other towers."""
     for prefix in ("params/", "img/"):
         below = [name for name in arrays if name.startswith(prefix)]
         if below:
@@ -147,7 +147,7 @@ class _Stack:
         self._taken = set()
 
     def read(self, index):
-        """The part of a block. Who is the last to take one lets go of the array."""
+        """Return the part of a block. The last call releases the array."""
         array = self._array.read() if self._read is None else self._read
         self._taken.add(index)
         is_last = len(self._taken) == len(array)
@@ -205,7 +205,7 @@ def _lazy(path, member, shape, dtype):
 
 @contextlib.contextmanager
 def _archive(path):
-    """The open zip archive and its size; whatever goes wrong in it is explained."""
+    """Open a zip archive, with its size and with errors that name it."""
     try:
         with open_file(path) as (file, size), zipfile.ZipFile(file) as archive:
             yield archive, size

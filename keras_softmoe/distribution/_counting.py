@@ -1,4 +1,4 @@
-"""What a model keeps and computes, in bytes, before it is built."""
+"""Sizes of a model in bytes, before it is built."""
 
 from typing import NamedTuple
 
@@ -20,8 +20,8 @@ class MoELayer(NamedTuple):
         num_experts: int.
         expert_bytes: int, kernels and biases of all experts.
         slot_parameter_bytes: int, `mu` of a soft router, 0 for the others.
-        slot_bytes: int, what all slots of one group of images hold, which is what
-            travels to the experts.
+        slot_bytes: int, of all slots of one group of images, which travel to the
+            experts.
     """
 
     path: str
@@ -43,8 +43,8 @@ class ModelSize(NamedTuple):
         hidden_dim: int, the axis along which it cuts them.
         moe_layers: tuple of `MoELayer`.
         group_images: int, images (or pairs) that are routed together.
-        activation_bytes: int, what the backward pass of a group needs of the forward
-            pass, slots at the experts included.
+        activation_bytes: int, activations of a group that the backward pass needs,
+            slots at the experts included.
         shared_bytes: int, of weights shared by both modalities, 0 without pairs.
         embedding_bytes: int, of the embedding of one image or caption in a contrastive
             loss, 0 without one.
@@ -68,7 +68,7 @@ def model_size(model, num_classes=None, **changes):
 
     The activations are those that XLA was seen to keep from the forward to the backward
     pass, without rematerialization (JAX 0.10 on a CPU, from its buffer assignments);
-    each layer says its own. Left out are what lives during one operation only,
+    each layer says its own. Left out are temporary tensors of one operation,
     embeddings of whole images and all that has no token axis.
 
     Args:
@@ -147,7 +147,7 @@ def _encoder_weights(limoe):
 
 
 def optimizer_copies(optimizer):
-    """How often an optimizer keeps the size of the weights, and what it is called.
+    """Return how many copies of the weights an optimizer keeps, and its name.
 
     Args:
         optimizer: str or `keras.optimizers.Optimizer`. One that is in use stays as it

@@ -140,7 +140,7 @@ class Attention(Layer):
 
 
 def _project(dense, x, *outputs):
-    """What an `EinsumDense` computes, `(B, S, *outputs)`, as a plain product."""
+    """Output of an `EinsumDense`, `(B, S, *outputs)`, by a plain product."""
     if dense.quantization_mode:
         return dense(x)
     num_tokens, width = x.shape[1], math.prod(outputs)

@@ -150,7 +150,7 @@ class EncoderBlock(Layer):
     def before_mlp(
         self, inputs: Tensor, mask: Tensor | None = None, training: bool | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The sum after attention, and its normalized tokens: what the MLP is given."""
+        """The sum after attention, and its normalized tokens, the input of the MLP."""
         check_tokens_shape(shapes_of(inputs))
         check_masks(mask, inputs)
         # What is masked would be in the gradients of all weights.

@@ -90,7 +90,7 @@ class MLP(Layer):
         return _multiply(self.output_dense, self.hidden(inputs))
 
     def hidden(self, inputs: Tensor) -> Tensor:
-        """What the second layer is given, `(..., H)`."""
+        """Input of the second layer, `(..., H)`."""
         hidden = _multiply(self.intermediate_dense, inputs)
         return _ACTIVATIONS[self.activation](hidden)
 
@@ -248,7 +248,7 @@ class Experts(Layer):
         return bool(modes & {"int8", "float8"})
 
     def _mlps(self, x, training, count=None):
-        """What the experts make of their slots `(E, G * C, D)`, or rows `(N, D)`."""
+        """Outputs of the experts for slots `(E, G * C, D)`, or rows `(N, D)`."""
         first, second = self.intermediate_dense, self.output_dense
         if self._computes_in_8_bits():
             hidden = _ACTIVATIONS[self.activation](first(x))
@@ -331,7 +331,7 @@ def _stages_of_slots(activation, is_one):
 
 
 def _multiply(dense, x):
-    """What a `keras.layers.Dense` computes, as fast as the backend can."""
+    """Output of a `keras.layers.Dense`, as fast as the backend can."""
     if dense.quantization_mode:
         return dense(x)
     return affine(x, dense.kernel, dense.bias)

@@ -1,4 +1,4 @@
-"""Layer scale: what a block adds to its tokens, with a learned factor per channel."""
+"""Layer scale: a learned factor per channel for the outputs of a block."""
 
 import math
 from collections.abc import Sequence

@@ -182,7 +182,7 @@ class MoE(Layer):
 
         Args:
             group_images: what `group_images` is to become.
-            router: the router in its settings of then; the layer's own if `None`.
+            router: the router with its new settings. Defaults to the layer's router.
 
         Raises:
             ValueError: if it is no positive integer and not `None`, or the router

@@ -1,11 +1,11 @@
-"""LoRA: what its two factors add to a kernel, and how they are folded into it."""
+"""LoRA: the update of a kernel by two factors, and how it is merged."""
 
 import keras
 from keras import ops
 
 
 def update(layer):
-    """What LoRA adds to the kernel of a layer, `alpha / rank * A @ B`.
+    """Update of a kernel by LoRA, `alpha / rank * A @ B`.
 
     Args:
         layer: layer of Keras with `lora_enabled`.

@@ -11,7 +11,7 @@ from keras import ops
 
 
 def each(function, tokens, *others):
-    """Apply a function to the tokens of each modality, and what else there is of it.
+    """Apply a function to the tokens of each modality, and further values of it.
 
     Args:
         function: callable.
@@ -83,7 +83,7 @@ def split(joined, tokens):
 
 
 def joined_shape(shapes):
-    """The shape of what `join` returns for tokens of some shapes."""
+    """The shape of the output of `join` for tokens of some shapes."""
     if not isinstance(shapes, dict):
         return shapes
     batch, _, width = next(iter(shapes.values()))
@@ -91,7 +91,7 @@ def joined_shape(shapes):
 
 
 def join_masks(masks, tokens):
-    """`(B, S)` mask of what `join` returns, `None` if no modality has one.
+    """`(B, S)` mask of the output of `join`, `None` if no modality has one.
 
     Args:
         masks: dict of `(B, S)` bool tensors or `None`, or one of them.
@@ -116,7 +116,7 @@ def as_sequence(tokens):
 
 
 def sequence_shapes(shapes):
-    """The shapes of what `as_sequence` returns, `B` as it is."""
+    """The shapes of the output of `as_sequence`, with the same `B`."""
     return each(lambda shape: (shape[0], *_sequence_shape(shape)[1:]), shapes)
 
 
@@ -125,7 +125,7 @@ def _sequence_shape(shape):
 
 
 def shapes_of(tokens):
-    """Shapes of tokens, as tuples; `None` of what is no tensor."""
+    """Shapes of tokens, as tuples; `None` for a value that is no tensor."""
     return each(lambda x: tuple(x.shape) if hasattr(x, "shape") else None, tokens)
 
 
@@ -189,7 +189,7 @@ def _known(sizes):
 
 
 def sum_costs(cost_of_shape, shapes):
-    """What a layer costs that is applied to each modality: its weights count once.
+    """Cost of a layer for each modality, with its weights counted once.
 
     Args:
         cost_of_shape: callable from a shape to a `costs.LayerCost`.
