@@ -5,7 +5,7 @@ from keras import ops
 
 
 def group(inputs, mask, group_images, num_experts):
-    """Join the tokens of images that are routed together.
+    """Reshape images to groups.
 
     Args:
         inputs: `(B, S, D)` tensor.
@@ -15,9 +15,9 @@ def group(inputs, mask, group_images, num_experts):
 
     Returns:
         `(G, S, D)` tokens; the `(G, S)` mask of real tokens, or `None`; and the
-        `(G,)` numbers of tokens for which there are to be slots, or `None` if there
-        is no mask. Images that only fill up a batch count for the latter as much
-        as the others of their group.
+        `(G,)` numbers of tokens that determine the capacity, or `None` without a
+        mask. Images that pad a batch count in the latter like the others of their
+        group.
     """
     if group_images == 1:
         return inputs, mask, _count(mask)
@@ -28,18 +28,19 @@ def group(inputs, mask, group_images, num_experts):
         tokens = ops.reshape(inputs, (*shape, inputs.shape[-1]))
         return tokens, mask, _count(mask)
     batch, (num_tokens, width) = ops.shape(inputs)[0], inputs.shape[1:]
-    # In this order compilers see that groups times images is the padded batch.
+    # In this order compilers infer that groups times images is the padded batch.
     groups = (batch + group_images - 1) // group_images
     padded = groups * group_images
     tokens_of_group = group_images * num_tokens
     is_padded = not isinstance(batch, int) or padded > batch
     valid, images = mask, group_images
     if is_padded:
-        # The batch may be known only when the graph runs, and so the padding:
-        # append as many empty images as could be needed, keep those that are.
+        # The batch size, and so the padding, may be known only when the graph runs:
+        # append the maximum number of empty images, and keep those that are needed.
         empty = ops.zeros((group_images - 1, num_tokens, width), inputs.dtype)
         inputs = ops.concatenate([inputs, empty], axis=0)[:padded]
-        # Not `ops.less`, which makes a constant of what PyTorch exports as open.
+        # Not `ops.less`, which turns an open size of PyTorch's export into a
+        # constant.
         is_image = ops.arange(padded, dtype="int32") < batch
         images = ops.reshape(is_image, (groups, group_images))
         images = ops.sum(ops.cast(images, "int32"), axis=-1)
@@ -66,7 +67,7 @@ def ungroup(outputs, inputs, group_images):
 
 
 def _shape_of_whole_batch(inputs, num_experts):
-    """The number of groups, and that of their tokens."""
+    """Return the number of groups and the tokens of each."""
     batch, num_tokens, _ = inputs.shape
     if batch is None:
         raise ValueError(
@@ -77,11 +78,11 @@ def _shape_of_whole_batch(inputs, num_experts):
             "`.batch(batch_size, drop_remainder=True)`."
         )
     if batch == 0:
-        # No group, of a size for which every router has slots.
+        # No group, of a size for which every router has slots
         return 0, num_tokens * num_experts
     return 1, batch * num_tokens
 
 
 def _count(mask):
-    """`(G,)` int32, the tokens of a `(G, S)` mask, or `None`."""
+    """Return the numbers of tokens of a `(G, S)` mask, `(G,)` int32, or `None`."""
     return None if mask is None else ops.sum(ops.cast(mask, "int32"), axis=-1)

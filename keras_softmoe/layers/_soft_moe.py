@@ -12,12 +12,12 @@ from keras_softmoe.routers import SoftRouter
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class SoftMoE(Layer):
-    """Soft mixture of expert MLPs: a drop-in for a Transformer's MLP.
+    """Soft mixture of expert MLPs, in place of a Transformer's MLP.
 
     Short for `MoE(SoftRouter(num_experts, slots_per_expert), mlp_dim)`. With as many
     slots (`num_experts * slots_per_expert`) as tokens it costs as much as the dense
-    MLP; one slot per expert is usually best (section 3.5). In a training of less than
-    some ten thousand steps set `initial_scale="unit_variance"`, see `SoftRouter`.
+    MLP; one slot per expert is usually best (section 3.5). For training runs of less
+    than about ten thousand steps set `initial_scale="unit_variance"`, see `SoftRouter`.
 
     Args:
         num_experts: int, number of experts.
