@@ -1,4 +1,4 @@
-"""What the backbones share: routers, presets, mutable settings."""
+"""The base class of backbones: routers, configuration, weights."""
 
 import functools
 
@@ -130,7 +130,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         blocks = self.blocks
         routers = [blocks[i].moe.get_config()["router"] for i in self.moe_layers]
         if has_factors(self):
-            # Frozen by LoRA, of which a file knows nothing.
+            # LoRA has frozen them; a file has no LoRA.
             for router in routers:
                 router["config"]["trainable"] = True
         if all(router == routers[0] for router in routers):
@@ -174,7 +174,7 @@ def _check_blocks(filepath, num_layers):
 
 
 def _expert_banks(model):
-    """The kernels and biases of experts, of which a file holds what the model does."""
+    """Expert banks whose weights are the same in a file as in the model."""
     return [
         bank
         for layer in flatten_layers(model)

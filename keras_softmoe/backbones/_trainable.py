@@ -9,7 +9,7 @@ from keras_softmoe.keras_adapter import set_trainable, trainable_parts
 
 
 def set_trainable_argument(model, trainable):
-    """Apply the argument `trainable` of a constructor.
+    """Freeze a model according to the argument `trainable` of its constructor.
 
     Args:
         model: `keras.Model` with all its layers. (Keras applies the argument before

@@ -1,7 +1,8 @@
 """Entries of the catalogue: names, descriptions and directories.
 
-An entry is either a directory in KerasHub's format (with weights, or to be converted
-from weights that others released) or a `Row` of `_vision` and `_limoe`.
+An entry is either a directory in KerasHub's format (with weights, or converted from
+weights that others released) or a `Row` of `_vision` and
+`_limoe`.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ PRESET_MARKS = (
 
 # Size limit for JSON files, which are read into memory; the largest here have 20 kB.
 _MAX_TEXT_BYTES = 1 << 22
-# Limit of an error message in a preset: some quote the whole configuration.
+# Length limit for errors of presets: some quote the whole configuration.
 _MAX_MESSAGE = 2000
 
 # Handles that KerasHub resolves itself.
@@ -48,7 +49,7 @@ class Preset(NamedTuple):
     """Entry of the catalogue.
 
     Attributes:
-        name: str, the name for `from_preset`.
+        name: str, the argument of `from_preset`.
         kind: `"trained"`, `"convertible"` or `"architecture"`.
         description: str, one sentence.
         source: str, paper and section, or the training script.
@@ -78,7 +79,7 @@ class Preset(NamedTuple):
 
 
 def names() -> list:
-    """Return the sorted names of all presets.
+    """Return the names of all presets, sorted.
 
     Returns:
         list of str.
@@ -91,7 +92,7 @@ def names() -> list:
 
 
 def describe(name: str) -> Preset:
-    """Return the description of a preset.
+    """Describe a preset.
 
     Args:
         name: str, one of `names()`.
@@ -174,12 +175,12 @@ def architectures():
 
 
 def is_handle(preset):
-    """Return whether KerasHub resolves the preset (`hf://...`, `kaggle://...`)."""
+    """Return whether KerasHub resolves this itself (`hf://...`, `kaggle://...`)."""
     return str(preset).startswith(_REMOTE)
 
 
 def find_directory(preset):
-    """Return the directory of a preset of this library, after checks.
+    """Return the directory of a preset, checked to be one of this library.
 
     Args:
         preset: str or path: a name of the catalogue or a directory.
@@ -202,7 +203,7 @@ def find_directory(preset):
 
 
 def read_config(preset):
-    """Return the class and the arguments of a preset's backbone, without building it.
+    """Return class and arguments of a preset's backbone. No model is built.
 
     Args:
         preset: str or path: a name of the catalogue or a directory.
@@ -230,7 +231,7 @@ def read_config(preset):
 
 
 def read_metadata(preset):
-    """Return the content of a preset's `metadata.json`, an empty dict without it."""
+    """Return the metadata of a preset, a dict; empty if it has no `metadata.json`."""
     return _metadata(find_directory(preset), preset)
 
 
@@ -248,7 +249,7 @@ def check_task(directory, load_weights=True):
     if not has_preset_file(directory, _TASK_FILE):
         raise ValueError(
             f"The preset {name!r} is a backbone without a head: it has no "
-            f"{_TASK_FILE}. Pass the size of a new head: "
+            f"{_TASK_FILE}. Give the new head its classes: "
             "`from_preset(..., num_classes=10)`."
         )
     if load_weights and not has_preset_file(directory, _TASK_WEIGHTS_FILE):
@@ -261,7 +262,7 @@ def check_task(directory, load_weights=True):
 
 
 def names_of_kind(kind):
-    """Return the sorted names of the presets of a kind."""
+    """Return the names of the presets of a kind, sorted."""
     if kind == "architecture":
         return sorted(architectures())
     found = {name: _metadata(_root() / name, name) for name in _directory_names()}
@@ -270,7 +271,7 @@ def names_of_kind(kind):
 
 @contextlib.contextmanager
 def explain_errors(preset):
-    """Explain errors of reading a preset, as a `ValueError` with its name.
+    """Add the name of the preset to errors while its files are read.
 
     Args:
         preset: `pathlib.Path` of its directory, or str, its name or handle.
@@ -345,7 +346,7 @@ def _metadata(path, name):
 
 
 def _read_config_file(path):
-    """Return the content of `config.json`, checked to be of a model of this library."""
+    """Content of `config.json` in a directory, checked to be of a model of ours."""
     file = path / CONFIG_FILE
     if not file.is_file():
         raise ValueError(

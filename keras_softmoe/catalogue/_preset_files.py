@@ -10,14 +10,14 @@ _PREPROCESSOR_MODULE = "keras_softmoe.backbones._image_preprocessor"
 
 
 class _Kind(NamedTuple):
-    """Settings that depend on the class of the backbone.
+    """Files and texts that depend on the class of the backbone.
 
     Attributes:
         module: str, module of the backbone's class.
         converter: pair of str, module and name of the class of its image converter.
-        task: str, the task whose backbone it is for KerasHub.
-        unit: str, unit of the number of operations.
-        code: str, example that creates a model.
+        task: str, of which KerasHub finds it to be a backbone.
+        unit: str, the input of one count of operations.
+        code: str, how a model is made.
     """
 
     module: str
@@ -55,7 +55,7 @@ model = ksm.models.LIMoEContrastive.from_preset(
     ),
 }
 
-# Results in the papers
+# Results of trained models in the papers
 _RESULTS = {
     "imagenet_zero_shot": ("ImageNet in the paper, zero-shot", "{} %"),
     "imagenet_10_shot": ("ImageNet in the paper, 10 shots", "{} %"),
@@ -210,8 +210,8 @@ def _card(row, about):
     if "row" in published:
         rows.append(("row", published["row"]))
     rows += [
-        (what, wording.format(published[key]))
-        for key, (what, wording) in _RESULTS.items()
+        (title, wording.format(published[key]))
+        for key, (title, wording) in _RESULTS.items()
         if key in published
     ]
     if row.twin:

@@ -1,13 +1,13 @@
 """Image models of the papers whose weights were never released.
 
-Models that differ only in settings that can be changed on a loaded model (experts per
-token, capacity, images per group) are one entry with a list of settings, of which the
-first is used. V-MoE's table names its models by the experts per token: there, each row
-is an entry.
+Models that differ only in settings of a loaded model (experts per token,
+capacity, images per group) are one entry with a list of settings, of which the first
+is the entry's own. V-MoE's table names its models by the experts per token: there,
+each row is an entry.
 
-Routers have the default number of slots, the nearest integer: it reproduces the
-training FLOPs of V-MoE table 8 and Soft MoE table 10. Models of the released code use
-its rounding.
+Routers have the default's number of slots, the nearest whole one: it reproduces the
+training FLOPs of V-MoE table 8 and Soft MoE table 10. Models of the released code
+round as that does.
 """
 
 from keras_softmoe import ops, routers
@@ -240,7 +240,7 @@ def _router_study():
                 "soft_moe",
                 model,
                 template(routers.SoftRouter, 32, slots_per_expert=slots),
-                what=f"32 experts with {slots} slots",
+                experts_in=f"32 experts with {slots} slots",
                 mark=f"{slots}s",
             )
 
@@ -251,14 +251,20 @@ def _study_sparse(family, model, router, settings):
 
 
 def _study(
-    family, model, router, what="32 experts", mark="", settings=None, group_images=1
+    family,
+    model,
+    router,
+    experts_in="32 experts",
+    mark="",
+    settings=None,
+    group_images=1,
 ):
     twin, dense = _vmoe_dense(model)
     layers = moe_blocks(dense["num_layers"], every=2)
     return Row(
         preset_name(family, VMOE_SIZES, model, "every2", "32e", mark),
         f"{family.replace('_', ' ').capitalize()} {model} of the router study",
-        f"{what} in every second block",
+        f"{experts_in} in every second block",
         "Router study, section 3.1",
         # The experts of a block start equal, as in V-MoE.
         dense | experts(layers, group_images) | {"equal_experts": True},

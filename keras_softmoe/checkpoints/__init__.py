@@ -1,4 +1,4 @@
-"""Readers of checkpoints released by others.
+"""Readers of files of other libraries: released checkpoints and their settings.
 
 This module handles arrays, their names and shapes, and no models.
 `models/conversion.py` creates models from them.

@@ -43,7 +43,7 @@ DTYPES = {
 
 
 class IndexEntry(NamedTuple):
-    """Entry of one array in the index.
+    """Entry of the index for one array.
 
     Attributes:
         name: str, the path in the tree, joined by slashes.

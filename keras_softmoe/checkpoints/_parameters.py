@@ -53,7 +53,7 @@ def read_parameters(source, num_heads=None, image_shape=None, head=True):
 
 
 def read_text_beside(path, name):
-    """Read a JSON file in the directory of another file.
+    """Read a JSON file in the directory of another file, a dict.
 
     Args:
         path: str, the other file.

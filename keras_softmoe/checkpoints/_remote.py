@@ -71,7 +71,7 @@ def download(path, folder, verbose=1):
 
 @contextlib.contextmanager
 def open_url(path):
-    """Open a file on the web and fetch only the ranges that are read.
+    """Open a file on the web, of which only the parts that are read are fetched.
 
     Args:
         path: str, `gs://bucket/name` or a URL.

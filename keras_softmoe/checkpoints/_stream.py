@@ -16,7 +16,7 @@ _MAPS = {*range(0x80, 0x90), 0xDE, 0xDF}
 
 
 class CheckpointError(ValueError):
-    """Error: a checkpoint is missing, damaged, or of another format.
+    """Error of a checkpoint that is missing, damaged or of another kind.
 
     Examples:
         >>> try:
@@ -67,7 +67,7 @@ class Stream:
         return self._start + self._unpacker.tell()
 
     def error(self, problem):
-        """Return a `CheckpointError` with the position and a remedy."""
+        """`CheckpointError` with the place and the remedy."""
         return CheckpointError(
             f"{problem}, in '{self.name}' near byte {self.tell()} of {self.size}. The "
             "file is damaged, truncated or no V-MoE checkpoint: fetch it again."

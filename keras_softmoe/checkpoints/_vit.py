@@ -106,7 +106,7 @@ def read_vit_checkpoint(path: str | os.PathLike) -> Checkpoint:
 
 
 def _of_images(arrays):
-    """Return the parameters of the image tower only."""
+    """Parameters of the image tower, without those of other towers."""
     for prefix in ("params/", "img/"):
         below = [name for name in arrays if name.startswith(prefix)]
         if below:
@@ -147,7 +147,7 @@ class _Stack:
         self._taken = set()
 
     def read(self, index):
-        """Return the part of a block. The array is released with the last part."""
+        """Return the part of a block. The last call releases the array."""
         array = self._array.read() if self._read is None else self._read
         self._taken.add(index)
         is_last = len(self._taken) == len(array)
@@ -205,7 +205,7 @@ def _lazy(path, member, shape, dtype):
 
 @contextlib.contextmanager
 def _archive(path):
-    """Open a zip archive, yield it with its size, and explain all errors of reading."""
+    """Open a zip archive, with its size and with errors that name it."""
     try:
         with open_file(path) as (file, size), zipfile.ZipFile(file) as archive:
             yield archive, size

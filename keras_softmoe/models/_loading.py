@@ -268,7 +268,7 @@ def _is_no_weights_file(path):
 
 @contextlib.contextmanager
 def open_preset(preset, load_weights=True):
-    """Find the files of a preset, and explain what goes wrong while they are read.
+    """Find the files of a preset, and name it in errors while they are read.
 
     Args:
         preset: str or path: a name of the catalogue, a directory, or a handle that

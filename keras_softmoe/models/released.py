@@ -1,7 +1,7 @@
 """Released checkpoints, converted to presets when they are first used.
 
-The preset says what the model is, so KerasHub makes it, as it would without weights,
-and the parameters of the checkpoint are put into it.
+KerasHub makes the model of the preset, as without weights, and the parameters of the
+checkpoint are put into it.
 """
 
 import json
@@ -52,7 +52,7 @@ def convert(
 
     Raises:
         ValueError: if the preset is none that is converted, the checkpoint cannot be
-            fetched (the message says what to do by hand), or it is damaged or another
+            fetched (the message gives the steps by hand), or it is damaged or another
             model's.
 
     Examples:
@@ -94,7 +94,7 @@ def convert(
 def _fetch_and_convert(preset, target, verbose):
     name = preset.name
     prefix = f".{name}.download."
-    # What a process that was killed has left. No other one is here.
+    # Left by a killed process; no other one is here.
     for left in target.parent.glob(f"{prefix}*"):
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as folder:
@@ -187,7 +187,7 @@ def write_converted(model, checkpoint, directory, origin, preprocessor=None, ver
         checkpoint: `Checkpoint` with its parameters, under V-MoE's names.
         directory: str or path to write, which appears when all is written.
         origin: str or path, where the checkpoint comes from.
-        preprocessor: what to save beside the model, if the model has none.
+        preprocessor: the preprocessor to save, if the model has none.
         verbose: 0 or 1, whether to show a progress bar.
 
     Returns:
