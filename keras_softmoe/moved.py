@@ -5,7 +5,16 @@ removed with release 1.0.
 """
 
 # Room -> removed name -> replacement, as it follows "Use ".
-REPLACEMENTS: dict[str, dict[str, str]] = {}
+REPLACEMENTS: dict[str, dict[str, str]] = {
+    "ops": {
+        "RESAMPLINGS": "one of 'bilinear', 'bicubic', 'bicubic_antialias'",
+        "identity": "`routers.IdentityRouter`",
+        "resample_position_grid": "`layers.PositionEmbedding.resample`",
+        "sigmoid_contrastive_loss": "`compile(loss='sigmoid')` of a contrastive model",
+        "sincos_2d_table": "`layers.PositionEmbedding(grid, kind='sincos2d')`",
+        "softmax_contrastive_loss": "`compile(loss='softmax')` of a contrastive model",
+    },
+}
 
 
 def attribute(room):

@@ -20,7 +20,7 @@ from keras_softmoe.layers.embedding import (
     patch_grid,
 )
 from keras_softmoe.layers.pooling import POOLINGS, TEXT_POOLINGS, AttentionPooling
-from keras_softmoe.ops import RESAMPLINGS
+from keras_softmoe.ops.position import RESAMPLINGS
 
 MODALITIES = ("image", "text")
 # Of the encoder's arguments those that only models of images take, for they are what

@@ -84,12 +84,15 @@ class Router(Layer):
 
     Examples:
         >>> class FirstTokensRouter(ksm.routers.Router):
-        ...     # Gives the first tokens to the experts in turn, and drops the others.
+        ...     # As many tokens for each expert, in their order; drops the last ones.
         ...
         ...     def call(self, tokens, valid=None, training=False):
         ...         groups, num_tokens, _ = tokens.shape
-        ...         kept = num_tokens // self.num_experts * self.num_experts
-        ...         token, filled = ksm.ops.identity(groups, kept, self.num_experts)
+        ...         slots = num_tokens // self.num_experts
+        ...         token = keras.ops.arange(slots * self.num_experts, dtype="int32")
+        ...         token = keras.ops.reshape(token, (1, self.num_experts, slots))
+        ...         token = keras.ops.repeat(token, groups, axis=0)
+        ...         filled = keras.ops.ones_like(token, dtype="bool")
         ...         gate = keras.ops.cast(filled, "float32")
         ...         routing = ksm.ops.SlotRouting(token, filled, gate)
         ...         return ksm.routers.Decision(routing, {})

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import ops, routers
+from keras_softmoe.ops.position import sincos_2d_table
 from tests.gradients import layer_gradients, outputs
 from tests.reference.common import (
     check_auxiliary_loss,
@@ -82,7 +83,7 @@ def position_embedding(reference, params):
         )
     )
     table = to_numpy(
-        ops.sincos_2d_table(
+        sincos_2d_table(
             height,
             width,
             reference.config["model"]["hidden_size"],
