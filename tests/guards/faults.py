@@ -1,0 +1,330 @@
+"""Faults of one line, planted one at a time: each must turn a test red.
+
+`KERAS_BACKEND=torch python -m tests.guards.faults` plants each in a copy of the library
+and runs the tests that should see it, until the first one fails. It prints a line for
+each fault, and fails if a fault stays unseen. Give names to plant only these.
+
+That every fault is still in place, with its text found once, is a test of every suite.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGE = ROOT / "keras_softmoe"
+
+
+class Fault(NamedTuple):
+    """A line and its faulty form.
+
+    Attributes:
+        name: str.
+        line: str, text that the library contains once, in whichever file.
+        planted: str, the text that takes its place.
+        tests: str, paths of tests below `tests`, the likeliest first.
+    """
+
+    name: str
+    line: str
+    planted: str
+    tests: str
+
+    def path(self, package=PACKAGE):
+        """Path of the only file with this line."""
+        texts = {path: path.read_text("utf-8") for path in package.rglob("*.py")}
+        found = [path for path, text in texts.items() if self.line in text]
+        counts = [texts[path].count(self.line) for path in found]
+        if counts != [1]:
+            raise ValueError(
+                f"The line of the fault '{self.name}' must occur once. Received: "
+                f"{[path.name for path in found]}. Take the line as it is now."
+            )
+        return found[0]
+
+
+ASSIGNMENT = "ops/test_assignment.py routers/test_sparse.py"
+ROUTING = "ops/test_routing.py layers/test_moe.py"
+LOSSES = "ops/test_losses.py reference/test_reference_ops.py"
+ENTROPY = "ops/test_entropy.py reference/test_reference_ops.py"
+TRANSPORT = "ops/test_transport.py reference/test_reference_transport.py"
+SPARSE = "routers/test_sparse.py reference/test_reference_routers.py"
+SOFT = "routers/test_soft.py reference/test_reference_routers.py"
+LIMOE = "routers/test_limoe.py routers/test_limoe_settings.py"
+MOE = "layers/test_moe.py layers/test_masks.py"
+LAYERS = "reference/test_reference_layers.py layers/test_attention.py"
+
+FAULTS = (
+    # === Which token sits in which slot ===
+    Fault(
+        "padding chooses experts",
+        "chosen = ops.where(ops.expand_dims(valid, -1), chosen, num_experts)",
+        "chosen = ops.where(ops.expand_dims(valid, -1), chosen, chosen)",
+        ASSIGNMENT,
+    ),
+    Fault(
+        "padding takes the slots of expert choice",
+        "scores = with_real_first(scores, valid)",
+        "_ = with_real_first(scores, valid)",
+        ASSIGNMENT,
+    ),
+    Fault(
+        "slots of padding count as filled",
+        "filled = take_along(ops.broadcast_to(valid, ops.shape(scores)), "
+        "token, axis=-1)",
+        "filled = ops.ones_like(token, dtype='bool')",
+        ASSIGNMENT,
+    ),
+    Fault(
+        "second choices before the first ones of later tokens",
+        "values = ops.transpose(values, (0, 2, 1))\n    return ops.reshape(values, "
+        "(-1, num_choices * num_tokens))",
+        "return ops.reshape(values, (-1, num_choices * num_tokens))",
+        ASSIGNMENT,
+    ),
+    Fault(
+        "capacity off by one",
+        "filled = slots < ops.expand_dims(count, -1)",
+        "filled = slots + 1 < ops.expand_dims(count, -1)",
+        ASSIGNMENT,
+    ),
+    Fault(
+        "a tie goes to the higher index",
+        'keys = chosen * num_choices + ops.arange(num_choices, dtype="int32")',
+        'keys = chosen * num_choices - ops.arange(num_choices, dtype="int32")',
+        ASSIGNMENT,
+    ),
+    Fault(
+        "the sum of scores ranks by the largest",
+        "return ops.sum(chosen_scores, axis=-1)",
+        "return chosen_scores[..., 0]",
+        ASSIGNMENT,
+    ),
+    Fault(
+        "pairs are ranked by their tokens",
+        'if priority == "pair":',
+        'if priority == "pairs":',
+        ASSIGNMENT,
+    ),
+    Fault(
+        "keep_fraction counts padding",
+        'num_kept = ops.take(ops.array(kept_of, dtype="int32"), count)',
+        "num_kept = kept_of[-1] + 0 * count",
+        ASSIGNMENT,
+    ),
+    Fault(
+        "identity routing with experts and slots exchanged",
+        "token = ops.broadcast_to(ops.transpose(token), shape)",
+        "token = ops.broadcast_to(ops.reshape(token, shape[1:]), shape)",
+        ASSIGNMENT,
+    ),
+    Fault(
+        "capacity rounded down",
+        '_ROUNDINGS = {"round": round,',
+        '_ROUNDINGS = {"round": math.floor,',
+        "ops/test_capacity.py routers/test_sparse.py",
+    ),
+    Fault(
+        "multiple_of rounds down",
+        "capacity += -capacity % multiple_of",
+        "capacity -= capacity % multiple_of",
+        "ops/test_capacity.py routers/test_sparse.py",
+    ),
+    # === Dispatch and combine ===
+    Fault(
+        "empty slots hold the first token",
+        "return _experts_first(slots * ops.expand_dims(filled, -1))",
+        "return _experts_first(slots)",
+        ROUTING,
+    ),
+    Fault(
+        "every group reads the tokens of the first",
+        "first_row = ops.reshape(groups * num_tokens, (-1, 1, 1))",
+        "first_row = ops.reshape(groups * 0, (-1, 1, 1))",
+        ROUTING,
+    ),
+    Fault(
+        "the dense view forgets the gates",
+        "return DenseRouting(dispatch, dispatch * ops.expand_dims(routing.gate, 1))",
+        "return DenseRouting(dispatch, dispatch)",
+        ROUTING,
+    ),
+    Fault(
+        "outputs are not weighted by gates",
+        "outputs = _experts_first(outputs) * ops.expand_dims(_experts_first(gate), -1)",
+        "outputs = _experts_first(outputs)",
+        ROUTING,
+    ),
+    Fault(
+        "choices of padding keep their gate",
+        "gate = ops.where(kept, gate, 0.0)\n        expert",
+        "expert",
+        "layers/test_dropless.py routers/test_sparse.py",
+    ),
+    # === Losses ===
+    Fault(
+        "padding counts in the mean over tokens",
+        "count = ops.maximum(ops.sum(ops.cast(valid, values.dtype), axis=1), 1.0)",
+        "count = ops.sum(ops.ones_like(ops.cast(valid, values.dtype)), axis=1)",
+        LOSSES,
+    ),
+    Fault(
+        "the load of the noisy logits",
+        "_normal_cdf((logits - threshold) / noise_std)",
+        "_normal_cdf((noisy_logits - threshold) / noise_std)",
+        LOSSES,
+    ),
+    Fault(
+        "the GShard loss is not scaled by the experts",
+        "return num_experts * ops.sum(share * probability, axis=-1)",
+        "return ops.sum(share * probability, axis=-1)",
+        LOSSES,
+    ),
+    Fault(
+        "the z-loss is not squared",
+        "squared = ops.square(ops.logsumexp(",
+        "squared = ops.abs(ops.logsumexp(",
+        LOSSES,
+    ),
+    Fault(
+        "global entropy above the threshold is rewarded",
+        "return ops.relu(threshold - entropy)",
+        "return threshold - entropy",
+        ENTROPY,
+    ),
+    Fault(
+        "mutual information with the wrong sign",
+        "return ops.mean(_entropy(marginals), axis=0) - ",
+        "return -ops.mean(_entropy(marginals), axis=0) + ",
+        ENTROPY,
+    ),
+    # === Plans ===
+    Fault(
+        "one Sinkhorn iteration too few",
+        "left = num_iterations - 1\n",
+        "left = num_iterations - 2\n",
+        TRANSPORT,
+    ),
+    Fault(
+        "Adam's second moment is not debiased",
+        "second_unbiased = second / (1.0 - 0.999**count)",
+        "second_unbiased = second",
+        TRANSPORT,
+    ),
+    # === Routers ===
+    Fault(
+        "a gate where the slot is empty",
+        "return ops.where(filled, take_along(by_expert, token, axis=-1), 0.0)\n\n\n",
+        "return take_along(by_expert, token, axis=-1)\n\n\n",
+        SPARSE,
+    ),
+    Fault(
+        "noise divided by the experts twice",
+        "return self.noise_std / self.num_experts\n",
+        "return self.noise_std / self.num_experts**2\n",
+        SPARSE,
+    ),
+    Fault(
+        "the capacity factor of evaluation in training",
+        "if not training and self.eval_capacity_factor is not None:",
+        "if self.eval_capacity_factor is not None:",
+        "routers/test_settings.py routers/test_sparse.py",
+    ),
+    Fault(
+        "dispatch weights sum to one over slots",
+        "return zero_padding(softmax(logits, axis=1), valid)",
+        "return zero_padding(softmax(logits, axis=-1), valid)",
+        SOFT,
+    ),
+    Fault(
+        "the scale of soft logits is left out",
+        "mu = mu * (self.scale * _inverse_norm(mu, axis=0))",
+        "mu = mu * _inverse_norm(mu, axis=0)",
+        SOFT,
+    ),
+    Fault(
+        "the first experts are barred from text",
+        "return index < num_experts - (self.text_experts or num_experts)",
+        "return index >= (self.text_experts or num_experts)",
+        LIMOE,
+    ),
+    Fault(
+        "LIMoE's losses are added, not averaged",
+        "return self.loss_weight * (super().total_loss(losses) / len(losses))",
+        "return self.loss_weight * super().total_loss(losses)",
+        LIMOE,
+    ),
+    # === Layers ===
+    Fault(
+        "numbers in padding reach the experts",
+        "            x = zero_padding(x, mask)\n        tokens, valid",
+        "        tokens, valid",
+        MOE,
+    ),
+    Fault(
+        "images that fill up a batch are routed",
+        'is_image = ops.arange(padded, dtype="int32") < batch',
+        'is_image = ops.arange(padded, dtype="int32") < padded',
+        MOE,
+    ),
+    Fault(
+        "keys are not normalized",
+        "query, key = self.query_norm(query), self.key_norm(key)",
+        "query = self.query_norm(query)",
+        LAYERS,
+    ),
+    Fault(
+        "masked tokens count in the mean",
+        "return ops.sum(tokens, axis=1) / ops.maximum(count, 1.0)",
+        "return ops.mean(tokens, axis=1)",
+        "models/test_limoe_backbone.py layers/test_masks.py",
+    ),
+)
+
+
+def plant(fault):
+    """Run the tests that should see a fault. Returns the first that fails."""
+    with tempfile.TemporaryDirectory() as directory:
+        package = pathlib.Path(directory) / PACKAGE.name
+        shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+        path = fault.path(package)
+        text = path.read_text("utf-8").replace(fault.line, fault.planted)
+        path.write_text(text, "utf-8")
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-rfE"]
+            + ["-p", "no:cacheprovider", "--import-mode=append"]
+            + ["--rootdir", str(ROOT)]
+            + [str(ROOT / "tests" / name) for name in fault.tests.split()],
+            # The copy shadows the library, whose tests are found from its own root.
+            cwd=directory,
+            env={**os.environ, "PYTHONPATH": f"{directory}:{ROOT}"},
+            capture_output=True,
+            text=True,
+        )
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    # 1: tests failed. Whatever else is no answer, such as a library that fails to load.
+    if done.returncode not in (0, 1):
+        raise RuntimeError(
+            f"'{fault.name}': {done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    return failed[0].removeprefix("FAILED ").split(" - ")[0] if failed else None
+
+
+def main(names):
+    backend = os.environ["KERAS_BACKEND"]
+    faults = [fault for fault in FAULTS if not names or fault.name in names]
+    unseen = []
+    for fault in faults:
+        seen_by = plant(fault)
+        print(f"[{backend}] {fault.name}: {seen_by or 'NOT SEEN'}", flush=True)
+        unseen += [] if seen_by else [fault.name]
+    print(f"[{backend}] {len(faults) - len(unseen)} of {len(faults)} seen")
+    return 1 if unseen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
