@@ -14,6 +14,19 @@ REPLACEMENTS: dict[str, dict[str, str]] = {
         "sincos_2d_table": "`layers.PositionEmbedding(grid, kind='sincos2d')`",
         "softmax_contrastive_loss": "`compile(loss='softmax')` of a contrastive model",
     },
+    "routers": {
+        "GlobalEntropyLoss": "`RoutingLoss(ops.global_entropy_loss, soft_minimum=9)`",
+        "GShardLoss": "`RoutingLoss(ops.gshard_loss)`",
+        "ImportanceLoss": "`RoutingLoss(ops.importance_loss)`",
+        "LoadLoss": "`RoutingLoss(ops.load_loss)`",
+        "LocalEntropyLoss": "`RoutingLoss(ops.local_entropy_loss)`",
+        "MergedEntropyLoss": "`RoutingLoss(ops.merged_entropy_loss)`",
+        "MUTABLE_SETTINGS": "the `mutable_settings` of a router",
+        "MutualInformationLoss": "`RoutingLoss(ops.mutual_information_loss)`",
+        "PrunedLIMoERouter": "`LIMoERouter` with `kept_experts`",
+        "TargetEntropyLoss": "`RoutingLoss(ops.target_entropy_loss)`",
+        "ZLoss": "`RoutingLoss(ops.z_loss)`",
+    },
 }
 
 

@@ -9,7 +9,8 @@ import keras
 from keras_softmoe import catalogue
 from keras_softmoe.checks import did_you_mean
 from keras_softmoe.layers.parts import ImageParts, PairParts, arguments_of
-from keras_softmoe.routers import MUTABLE_SETTINGS, Router
+from keras_softmoe.routers import Router
+from keras_softmoe.routers.settings import MUTABLE_SETTINGS
 
 # The classes of backbones by the names that presets have for them.
 _PARTS = {

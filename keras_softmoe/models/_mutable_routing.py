@@ -12,7 +12,7 @@ from keras_softmoe.keras_adapter import (
 )
 from keras_softmoe.layers.parts import mixtures_of
 from keras_softmoe.models._run_checks import check_run
-from keras_softmoe.routers import MUTABLE_SETTINGS
+from keras_softmoe.routers.settings import MUTABLE_SETTINGS
 from keras_softmoe.sharding.variables import gather, num_processes
 
 # Held while settings change, and while a step is made with them: of two threads that

@@ -281,7 +281,7 @@ class Router(Layer):
 
     def clone(self, name: str) -> "Router":
         """A new router with the same configuration and its own weights."""
-        config = {**self.get_config(), "name": name}
+        config = {**self._arguments(), "name": name}
         try:
             return type(self).from_config(config)
         except TypeError as error:
@@ -308,7 +308,7 @@ class Router(Layer):
                 f". Received: {', '.join(unknown)}."
             )
         # Not `from_config`, which turns every error into a TypeError.
-        return type(self)(**{**self.get_config(), **settings})
+        return type(self)(**{**self._arguments(), **settings})
 
     def update(self, **settings) -> None:
         """Change mutable settings. A function compiled before still has the old ones.
@@ -327,6 +327,10 @@ class Router(Layer):
         changed = self.with_settings(**settings)
         for name in settings:
             setattr(self, name, getattr(changed, name))
+
+    def _arguments(self):
+        """Arguments of the constructor, for a router of the same settings."""
+        return self.get_config()
 
     def get_config(self):
         # Without the dtype, which is always float32: Keras would import TensorFlow to

@@ -49,7 +49,9 @@ def test_sigmoid_loss_of_the_released_code():
     # Two towers, with the saved logits.
     for case in ("dense", "moe", "pool_first", "pool_gap", "pool_gmp", "tiny_norm"):
         saved = Reference(f"f_two_tower_{case}")
-        saved.check("sigmoid_loss", contrastive.sigmoid_contrastive_loss(saved.given("logits")))
+        saved.check(
+            "sigmoid_loss", contrastive.sigmoid_contrastive_loss(saved.given("logits"))
+        )
 
 
 @pytest.mark.parametrize("name", LOSSES)

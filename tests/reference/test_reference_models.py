@@ -11,7 +11,7 @@ from tests.reference.common import (
     check_auxiliary_loss,
     check_statistics,
     finish,
-    loss_weights,
+    losses_of,
 )
 from tests.reference.test_reference_layers import check_weight_means
 from tests.references import Reference, to_numpy
@@ -59,7 +59,7 @@ def make_router(moe, noisy):
         num_selected_experts=settings["num_selected_experts"],
         priority="max" if dispatcher["batch_priority"] else "position",
         **arguments,
-        **loss_weights(
+        losses=losses_of(
             {name: settings[name] for name in weights if name in settings},
             arguments["noise_std"],
         ),

@@ -1,11 +1,15 @@
 """LIMoE's routers as the tests use them: one group shape, every form."""
 
+import keras
 import numpy as np
 
 from keras_softmoe import routers
 from tests import cases, limoe_router_twin
 from tests.references import to_numpy
 from tests.routers.sparse_routers import PLAIN, WIDTH, as_numpy
+
+# As files name a pruned router
+Pruned = keras.saving.get_registered_object("keras_softmoe>PrunedLIMoERouter")
 
 # Two pairs of four patches and two words in a group.
 MODALITIES = (("image", 4), ("text", 2))

@@ -8,20 +8,27 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import routers
-from tests.routers.limoe_routers import MODALITIES, NUM_EXPERTS, build, call, tokens
+from keras_softmoe import ops, routers
+from tests.routers.limoe_routers import (
+    MODALITIES,
+    NUM_EXPERTS,
+    Pruned,
+    build,
+    call,
+    tokens,
+)
 
 PRUNED = {"kept_experts": (1, 2), "num_predicted_experts": 4}
 EVERY_LOSS = (
-    routers.ImportanceLoss(),
-    routers.LoadLoss("image"),
-    routers.ZLoss("text"),
-    routers.LocalEntropyLoss("text"),
-    routers.TargetEntropyLoss("image"),
-    routers.MergedEntropyLoss("text"),
-    routers.GlobalEntropyLoss("text", soft_minimum=2.5),
-    routers.GlobalEntropyLoss("text", threshold=0.5),
-    routers.MutualInformationLoss(),
+    routers.RoutingLoss(ops.importance_loss),
+    routers.RoutingLoss(ops.load_loss, "image"),
+    routers.RoutingLoss(ops.z_loss, "text"),
+    routers.RoutingLoss(ops.local_entropy_loss, "text"),
+    routers.RoutingLoss(ops.target_entropy_loss, "image"),
+    routers.RoutingLoss(ops.merged_entropy_loss, "text"),
+    routers.RoutingLoss(ops.global_entropy_loss, "text", soft_minimum=2.5),
+    routers.RoutingLoss(ops.global_entropy_loss, "text", threshold=0.5),
+    routers.RoutingLoss(ops.mutual_information_loss),
 )
 
 
@@ -29,17 +36,17 @@ EVERY_LOSS = (
 
 
 def test_classic_losses():
-    kinds = (routers.ImportanceLoss, routers.LoadLoss, routers.ZLoss)
-    assert routers.classic_losses() == tuple(kind() for kind in kinds)
+    functions = (ops.importance_loss, ops.load_loss, ops.z_loss)
+    assert routers.classic_losses() == tuple(map(routers.RoutingLoss, functions))
     assert routers.classic_losses(by_modality=True) == tuple(
-        kind(modality) for kind in kinds for modality in ("image", "text")
+        routers.RoutingLoss(f, name) for f in functions for name in ("image", "text")
     )
 
 
 def test_entropy_losses():
     # The thresholds of the paper's ablations, appendix A.2.
     local, text, image = routers.entropy_losses(32)
-    assert local == routers.LocalEntropyLoss("text")
+    assert local == routers.RoutingLoss(ops.local_entropy_loss, "text")
     assert (text.modality, image.modality) == ("text", "image")
     np.testing.assert_allclose(text.threshold, math.log(9))
     np.testing.assert_allclose(image.threshold, math.log(20))
@@ -53,7 +60,7 @@ def test_entropy_losses():
     np.testing.assert_allclose([text.threshold, image.threshold], np.log([4, 25]))
     # For several choices, appendix E.1.
     assert routers.entropy_losses(32, num_selected_experts=2)[0] == (
-        routers.MergedEntropyLoss("text")
+        routers.RoutingLoss(ops.merged_entropy_loss, "text")
     )
 
 
@@ -79,20 +86,22 @@ def test_thresholds_of_figure_12(num_experts):
 
 def test_threshold_is_a_soft_minimum():
     one, other = (
-        routers.GlobalEntropyLoss("text", soft_minimum=9),
-        routers.GlobalEntropyLoss("text", threshold=math.log(9)),
+        routers.RoutingLoss(ops.global_entropy_loss, "text", soft_minimum=9),
+        routers.RoutingLoss(ops.global_entropy_loss, "text", threshold=math.log(9)),
     )
     assert one == other and hash(one) == hash(other)
-    assert one != routers.GlobalEntropyLoss("image", soft_minimum=9)
-    assert one != routers.GlobalEntropyLoss("text", soft_minimum=8)
-    assert routers.ZLoss() != routers.ImportanceLoss()
+    assert one != routers.RoutingLoss(ops.global_entropy_loss, "image", soft_minimum=9)
+    assert one != routers.RoutingLoss(ops.global_entropy_loss, "text", soft_minimum=8)
+    assert routers.RoutingLoss(ops.z_loss) != routers.RoutingLoss(ops.importance_loss)
     # All experts may be asked for.
     for num_experts in (1, 3, 32, 49):
-        loss = routers.GlobalEntropyLoss("text", soft_minimum=num_experts)
+        loss = routers.RoutingLoss(
+            ops.global_entropy_loss, "text", soft_minimum=num_experts
+        )
         routers.LIMoERouter(num_experts, losses=[loss])
-    assert repr(routers.GlobalEntropyLoss("text", threshold=0.5)) == (
-        "GlobalEntropyLoss(modality='text', threshold=0.5)"
-    )
+    assert repr(
+        routers.RoutingLoss(ops.global_entropy_loss, "text", threshold=0.5)
+    ) == ("RoutingLoss(global_entropy_loss, modality='text', threshold=0.5)")
 
 
 # === Configuration ===
@@ -104,7 +113,7 @@ def test_a_loss_is_revived(loss):
     assert keras.saving.deserialize_keras_object(config) == loss
 
 
-@pytest.mark.parametrize("cls", [routers.LIMoERouter, routers.PrunedLIMoERouter])
+@pytest.mark.parametrize("cls", [routers.LIMoERouter, Pruned])
 def test_router_is_revived(cls):
     settings = {
         "num_selected_experts": 2,
@@ -124,7 +133,7 @@ def test_router_is_revived(cls):
         "name": "mine",
         "trainable": False,
     }
-    if cls is routers.PrunedLIMoERouter:
+    if cls is Pruned:
         router = cls(2, **PRUNED, **settings)
     else:
         router = cls(4, **settings)
@@ -156,7 +165,7 @@ def test_weights(form, shapes):
     router = build(**form)
     found = {w.path.rpartition("/")[2]: tuple(w.shape) for w in router.weights}
     assert found == shapes
-    router = build(2, routers.PrunedLIMoERouter, **PRUNED, **form)
+    router = build(2, Pruned, **PRUNED, **form)
     found = {w.path.rpartition("/")[2]: tuple(w.shape) for w in router.weights}
     assert found == shapes
 
@@ -209,7 +218,7 @@ def test_a_refused_setting_changes_nothing(wrong, received):
 
 # === Bad input ===
 
-LOAD = [routers.LoadLoss("text")]
+LOAD = [routers.RoutingLoss(ops.load_loss, "text")]
 
 
 @pytest.mark.parametrize(
@@ -221,21 +230,27 @@ LOAD = [routers.LoadLoss("text")]
             {"priority": "best"},
             "'sum'.*'image_first', 'text_first'.*priority='best'",
         ),
-        ({"noise_std": 0.0}, r"noise of the router.*LoadLoss.*noise_std=0.0"),
-        ({"noise_std": 0.0, "losses": LOAD}, "LoadLoss.*'text'.*noise_std=0.0"),
+        ({"noise_std": 0.0}, r"noise of the router.*load_loss.*noise_std=0.0"),
+        ({"noise_std": 0.0, "losses": LOAD}, "load_loss.*'text'.*noise_std=0.0"),
         ({"losses": ["entropy"]}, "(?s)objects like.*losses with .'entropy'"),
-        ({"losses": [routers.ZLoss] * 2}, "(?s)objects like.*losses with .*ZLoss"),
+        ({"losses": [ops.z_loss] * 2}, "(?s)objects like.*losses with .*z_loss"),
         (
-            {"losses": [routers.ZLoss("text")] * 2},
-            r"given once.*ZLoss\(modality='text'\)",
+            {"losses": [routers.RoutingLoss(ops.z_loss, "text")] * 2},
+            r"given once.*z_loss, modality='text'\)",
         ),
         (
-            {"losses": [routers.GlobalEntropyLoss("text", soft_minimum=4.1)]},
+            {
+                "losses": [
+                    routers.RoutingLoss(
+                        ops.global_entropy_loss, "text", soft_minimum=4.1
+                    )
+                ]
+            },
             r"at most log\(4\) = 1.3863.*num_experts=4 .*threshold of 1.4110 for text "
             "tokens, a soft minimum of 4.1 experts",
         ),
         (
-            {"losses": [routers.GlobalEntropyLoss(threshold=1.4)]},
+            {"losses": [routers.RoutingLoss(ops.global_entropy_loss, threshold=1.4)]},
             "at most.*threshold of 1.4000 for all tokens",
         ),
         (
@@ -278,17 +293,17 @@ def test_bad_argument(arguments, message):
 )
 def test_bad_pruning(arguments, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        routers.PrunedLIMoERouter(**{"num_experts": 2, **PRUNED, **arguments})
+        Pruned(**{"num_experts": 2, **PRUNED, **arguments})
 
 
 def test_a_pruned_router_is_asked_for_experts_that_there_were():
     # Its probabilities are about all of them, and so are losses on them.
-    four = routers.GlobalEntropyLoss("text", soft_minimum=4)
-    router = routers.PrunedLIMoERouter(2, **PRUNED, losses=[four])
+    four = routers.RoutingLoss(ops.global_entropy_loss, "text", soft_minimum=4)
+    router = Pruned(2, **PRUNED, losses=[four])
     assert router.routing_losses == (four,)
-    router = routers.PrunedLIMoERouter(2, **PRUNED, losses=None)
+    router = Pruned(2, **PRUNED, losses=None)
     assert router.routing_losses[3:] == routers.entropy_losses(4)
-    assert routers.PrunedLIMoERouter(2, **PRUNED).routing_losses == ()
+    assert Pruned(2, **PRUNED).routing_losses == ()
 
 
 @pytest.mark.parametrize(
@@ -310,7 +325,7 @@ def test_a_pruned_router_is_asked_for_experts_that_there_were():
 )
 def test_bad_threshold(arguments, message):
     with pytest.raises(ValueError, match=message):
-        routers.GlobalEntropyLoss(**arguments)
+        routers.RoutingLoss(ops.global_entropy_loss, **arguments)
 
 
 def test_bad_entropy_losses():
@@ -320,12 +335,26 @@ def test_bad_entropy_losses():
         routers.entropy_losses(4, num_selected_experts=5)
 
 
-def test_abstract_loss():
-    class Mine(routers.RoutingLoss):
-        pass
-
-    with pytest.raises(TypeError, match="`Mine` is abstract"):
-        call(build(losses=[Mine()]), tokens())
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"function": "z_loss"}, "such as `ops.z_loss`.*function='z_loss'"),
+        ({"function": routers.RoutingLoss}, "function=<class"),
+        ({"function": ops.z_loss, "weight": "1"}, "`weight`.*weight='1'"),
+        (
+            {"function": ops.z_loss, "threshold": 1.0},
+            "Only `ops.global_entropy_loss`.*threshold=1.0, soft_minimum=None for z_l",
+        ),
+        ({"function": ops.z_loss, "soft_minimum": 2.0}, "soft_minimum=2.0 for z_loss"),
+        (
+            {"function": ops.mutual_information_loss, "modality": "text"},
+            "both modalities.*modality='text' for mutual_information_loss",
+        ),
+    ],
+)
+def test_bad_loss(arguments, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        routers.RoutingLoss(**arguments)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,23 @@
 """Settings of the routers that seat single tokens, some of which may change later."""
 
+import json
+
 import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import routers
+from keras_softmoe import layers, ops, routers
+from keras_softmoe.checks import keyword_names
 from tests import cases, twins
 from tests.references import to_numpy
-from tests.routers.sparse_routers import SPARSE, TOKEN_CHOICE, WIDTH, build, call
+from tests.routers.sparse_routers import (
+    SPARSE,
+    TOKEN_CHOICE,
+    WIDTH,
+    build,
+    call,
+    losses,
+)
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -131,34 +141,23 @@ def losses_of(router):
     return to_numpy(router(tokens, training=True).summary["auxiliary_loss"])
 
 
+WEIGHTS = {"importance_loss": 0.3, "load_loss": 0.2, "gshard_loss": 0.1, "z_loss": 0.4}
+
+
 def test_losses_are_objects_with_weights():
-    weights = {
-        "importance_loss_weight": 0.3,
-        "load_loss_weight": 0.2,
-        "gshard_loss_weight": 0.1,
-        "z_loss_weight": 0.4,
-    }
-    kinds = (
-        routers.ImportanceLoss,
-        routers.LoadLoss,
-        routers.GShardLoss,
-        routers.ZLoss,
-    )
-    losses = [
-        kind(weight=weight)
-        for kind, weight in zip(kinds, weights.values(), strict=True)
-    ]
-    router = routers.SoftmaxTokenChoiceRouter(4, losses=losses)
-    # As files that were saved before have them.
-    named = routers.SoftmaxTokenChoiceRouter(4, **weights)
-    assert named.routing_losses == router.routing_losses == tuple(losses)
-    each = [losses_of(routers.SoftmaxTokenChoiceRouter(4, losses=[x])) for x in losses]
-    np.testing.assert_allclose(losses_of(router), sum(each), rtol=1e-5)
-    assert np.abs(each).min() > 0
+    each = losses(**WEIGHTS)
+    router = routers.SoftmaxTokenChoiceRouter(4, losses=each)
+    assert router.routing_losses == tuple(each)
+    values = [losses_of(routers.SoftmaxTokenChoiceRouter(4, losses=[x])) for x in each]
+    np.testing.assert_allclose(losses_of(router), sum(values), rtol=1e-5)
+    assert np.abs(values).min() > 0
 
 
 def test_losses_by_default():
-    paper = (routers.ImportanceLoss(weight=0.005), routers.LoadLoss(weight=0.005))
+    paper = (
+        routers.RoutingLoss(ops.importance_loss, weight=0.005),
+        routers.RoutingLoss(ops.load_loss, weight=0.005),
+    )
     assert routers.SoftmaxTokenChoiceRouter(4).routing_losses == paper
     # Without noise there is no load loss.
     router = routers.SoftmaxTokenChoiceRouter(4, noise_std=0.0)
@@ -168,24 +167,57 @@ def test_losses_by_default():
     assert routers.SoftmaxExpertChoiceRouter(4).routing_losses == ()
 
 
-def test_no_load_loss_without_noise_is_said():
-    settings = {"noise_std": 0.0, "load_loss_weight": 0.1, "z_loss_weight": 0.2}
-    with pytest.warns(UserWarning, match="left out. Received: noise_std=0, load_loss"):
-        router = routers.SinkhornTokenChoiceRouter(4, **settings)
-    assert router.routing_losses == (routers.ZLoss(weight=0.2),)
-    # Not of files, which have the weight that was the default.
-    config = {"num_experts": 4, **settings}
+def test_losses_of_older_files():
+    names = {f"{name}_weight": weight for name, weight in WEIGHTS.items()}
+    config = {"num_experts": 4, **names}
+    router = routers.SoftmaxTokenChoiceRouter.from_config(config)
+    assert router.routing_losses == tuple(losses(**WEIGHTS))
+    # Those that a file does not name have the weights of the paper, if any.
+    config = {"num_experts": 4, "load_loss_weight": 0.1, "z_loss_weight": 0.0}
+    router = routers.SoftmaxTokenChoiceRouter.from_config(config)
+    expected = losses(importance_loss=0.005, load_loss=0.1)
+    assert router.routing_losses == tuple(expected)
+    # Without noise the weight of the load loss did nothing.
+    config = {**config, "noise_std": 0.0}
     router = routers.SinkhornTokenChoiceRouter.from_config(config)
-    assert router.routing_losses == (routers.ZLoss(weight=0.2),)
+    assert router.routing_losses == ()
+    with pytest.raises(ValueError, match="Received: losses and load_loss_weight"):
+        routers.SoftmaxTokenChoiceRouter.from_config({**config, "losses": []})
+
+
+def test_losses_of_files_are_classes():
+    serialized = {
+        "module": "keras_softmoe.routers._routing_losses",
+        "class_name": "ZLoss",
+        "config": {"modality": None, "weight": 0.4},
+        "registered_name": "keras_softmoe>ZLoss",
+    }
+    router = routers.SoftmaxExpertChoiceRouter(4, losses=[serialized])
+    assert router.routing_losses == tuple(losses(z_loss=0.4))
+    (config,) = router.get_config()["losses"]
+    assert {**config, "module": serialized["module"]} == serialized
+    wrong = {**serialized, "config": {"wieght": 0.4}}
+    with pytest.raises(TypeError, match="wieght"):
+        routers.SoftmaxExpertChoiceRouter(4, losses=[wrong])
 
 
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"losses": [routers.LoadLoss()], "noise_std": 0.0}, "noise.*LoadLoss"),
-        ({"losses": [routers.ZLoss(), routers.ZLoss()]}, "given once"),
+        (
+            {"losses": [routers.RoutingLoss(ops.load_loss)], "noise_std": 0.0},
+            "noise.*load_loss",
+        ),
+        (
+            {
+                "losses": [
+                    routers.RoutingLoss(ops.z_loss),
+                    routers.RoutingLoss(ops.z_loss),
+                ]
+            },
+            "given once",
+        ),
         ({"losses": ["z"]}, "are objects like.*'z'"),
-        ({"losses": (), "z_loss_weight": 0.1}, "Received: losses and z_loss_weight"),
     ],
 )
 def test_bad_losses(settings, message):
@@ -194,19 +226,56 @@ def test_bad_losses(settings, message):
 
 
 @keras.saving.register_keras_serializable(package="tests")
-class LargestLogit(routers.RoutingLoss):
-    """A loss of a user, which knows nothing of weights."""
-
-    def __init__(self, modality=None):
-        super().__init__(modality)
-
-    def __call__(self, routed):
-        return keras.ops.max(routed.logits, axis=(1, 2))
+def largest_logit(routed, valid):
+    """A loss of a user."""
+    return keras.ops.max(routed.logits, axis=(1, 2))
 
 
-def test_a_loss_of_a_user_is_cloned_with_its_router():
-    router = routers.SoftmaxExpertChoiceRouter(4, losses=[LargestLogit()])
-    copy = router.clone(name="copy")
-    assert copy.routing_losses == (LargestLogit(),)
-    loss = losses_of(copy)
-    assert loss.shape == (2,) and loss[0] > 0
+def test_a_loss_of_a_user_is_saved_with_its_router():
+    own = routers.RoutingLoss(largest_logit, weight=0.5)
+    router = routers.SoftmaxExpertChoiceRouter(4, losses=[own])
+    serialized = keras.saving.serialize_keras_object(router)
+    revived = keras.saving.deserialize_keras_object(json.loads(json.dumps(serialized)))
+    for copy in (revived, router.clone(name="copy")):
+        assert copy.routing_losses == (own,)
+        loss = losses_of(copy)
+        assert loss.shape == (2,) and loss[0] > 0
+
+
+def test_a_layer_takes_a_loss_that_no_file_could_name():
+    def first_logit(routed, valid):
+        return routed.logits[:, 0, 0]
+
+    own = routers.RoutingLoss(first_logit)
+    router = routers.SoftmaxExpertChoiceRouter(4, losses=[own])
+    assert layers.MoE(router, mlp_dim=4).router.routing_losses == (own,)
+
+
+# === Constructors ===
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_misspelt_arguments(name):
+    with pytest.raises(TypeError, match="Did you mean `capacity_factor`.*capacty_fact"):
+        SPARSE[name](4, capacty_factor=2.0)
+    with pytest.raises(TypeError, match="no such argument.*losses.*Received: z_loss_w"):
+        SPARSE[name](4, z_loss_weight=1.0)
+
+
+@pytest.mark.parametrize("name", [*SPARSE, "limoe"])
+def test_configuration_has_every_argument(name):
+    router = SPARSE[name](4) if name in SPARSE else routers.LIMoERouter(4)
+    names = keyword_names(type(router).__init__)
+    assert sorted(router.get_config()) == sorted(names)
+    # And each is an attribute.
+    other = {"losses": router.routing_losses, "num_predicted_experts": None}
+    given = {n: getattr(router, n) for n in names if n not in other}
+    again = type(router)(**given, **{n: x for n, x in other.items() if n in names})
+    assert again.get_config() == router.get_config()
+
+
+def test_an_argument_of_another_router_is_none():
+    router = routers.SoftmaxExpertChoiceRouter(4)
+    assert not hasattr(router, "priority")
+    with pytest.raises(AttributeError, match="num_iterations"):
+        router.num_iterations  # noqa: B018
