@@ -273,22 +273,32 @@ def routing_at_inference(classifier):
     if not isinstance(classifier.backbone.router, routers.SoftmaxTokenChoiceRouter):
         return {}
     test = draw_glyphs(VALIDATION_IMAGES, VALIDATION_SEED)
-    rows = evaluation.routing_sweep(
+    fewer_slots = evaluation.routing_sweep(
         classifier,
         test,
         verbose=0,
         capacity_factor=CAPACITY_FACTORS,
         priority=("max", "position"),
     )
-    ablation = evaluation.random_routers(classifier, test, verbose=0)
+
+    def accuracy(random_logits, layers=None):
+        sweep = evaluation.routing_sweep(
+            *(classifier, test),
+            verbose=0,
+            layers=layers,
+            random_logits=(random_logits,),
+        )
+        return float(sweep.scores()[0].mean())
+
     return {
         "fewer_slots": [
-            {**row.settings, "accuracy": float(row.accuracies.mean())} for row in rows
+            {**row.settings, "accuracy": float(row.scores["accuracy"].mean())}
+            for row in fewer_slots.rows
         ],
         "random_routers": {
-            "none": float(ablation.learned.mean()),
-            "all": float(list(ablation.cumulative.values())[-1].mean()),
-            "one": [float(values.mean()) for values in ablation.single.values()],
+            "none": accuracy(False),
+            "one": [accuracy(True, [block]) for block in classifier.routers],
+            "all": accuracy(True),
         },
     }
 

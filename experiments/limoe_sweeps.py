@@ -36,7 +36,7 @@ from experiments.limoe_presets import (
     training_run,
 )
 from experiments.runs import finish, read_json, write_json
-from keras_softmoe import analysis, routers
+from keras_softmoe import evaluation, routers
 from keras_softmoe.files import replaced_file
 
 RESULTS = Path(__file__).resolve().parent / "limoe"
@@ -150,6 +150,9 @@ SWEEPS = {
 
 # === Results ===
 
+_THRESHOLD = "experts asked for, S = exp(threshold for text)"
+_IN_USE = "experts that serve 90%"
+
 
 def runs(file):
     """The runs that are finished."""
@@ -163,12 +166,20 @@ def figure(finished):
     by_threshold = {}
     for run in finished:
         if run["variant"] in minima:
-            found = by_threshold.setdefault(
-                minima[run["variant"]], {"image": [], "text": []}
-            )
-            for modality, values in found.items():
-                values.append(float(np.mean(run[f"{modality}_experts"])))
-    return analysis.plot_experts_in_use(by_threshold)
+            for modality in ("text", "image"):
+                point = minima[run["variant"]], modality
+                found = float(np.mean(run[f"{modality}_experts"]))
+                by_threshold.setdefault(point, []).append(found)
+    sweep = evaluation.Sweep(
+        [
+            ({_THRESHOLD: minimum, "modality": modality}, {_IN_USE: found})
+            for (minimum, modality), found in by_threshold.items()
+        ]
+    )
+    return sweep.plot(
+        *(_THRESHOLD, _IN_USE, "modality"),
+        baselines={"as many as\nasked for": lambda minimum: minimum},
+    )
 
 
 if __name__ == "__main__":

@@ -149,9 +149,9 @@ figure.savefig(FIGURES / "soft_correlation.png")
 
 Logits without normalization grow with the width of the model and with what the
 optimizer does to the slots, until the softmax collapses: each slot takes in one token.
-`peak_sweep` trains models with and without normalization, and measures the mean of
-their largest weights. First over the width, then over the learning rate. (So few steps
-on digits are too few for the accuracy to tell the two apart; the peaks already grow.)
+So we train models with and without normalization, and measure the mean of their largest
+weights. First over the width, then over the learning rate. (So few steps on digits are
+too few for the accuracy to tell the two apart; the peaks already grow.)
 """
 
 x_train, y_train = ksm.datasets.digits(image_size=32, split="train")
@@ -161,8 +161,8 @@ if SHORT:
     x_test, y_test = x_test[:64], y_test[:64]
 
 
-def trained(width, learning_rate, normalize, seed):
-    keras.utils.set_random_seed(seed)
+def trained(normalize, width=WIDTHS[1], learning_rate=1e-3):
+    keras.utils.set_random_seed(0)
     backbone = ksm.models.ViTMoEBackbone(
         image_shape=(32, 32, 3),
         patch_size=8,
@@ -194,37 +194,29 @@ def accuracy(classifier):
     return classifier.evaluate(x_test, y_test, batch_size=64, verbose=0)[1]
 
 
-def show(sweep, x, name):
-    for index, normalize in enumerate(sweep.normalize):
+def peaks_of(setting, values):
+    """Largest weights and accuracy of models that differ in one number."""
+    rows = []
+    for normalize in (True, False):
         print("normalized:" if normalize else "not normalized:")
-        for place, value in enumerate(sweep.values):
-            print(
-                f"  {x} {value:g}: largest dispatch weight "
-                f"{sweep.dispatch[index, place].mean():.3f}, combine weight "
-                f"{sweep.combine[index, place].mean():.3f}, accuracy "
-                f"{sweep.scores[index, place].mean():.3f}"
-            )
-    figure = ksm.analysis.plot_peaks(sweep, x=x, score="accuracy on digits")
-    figure.savefig(FIGURES / name)
+        for value in values:
+            classifier = trained(normalize, **{setting: value})
+            (s,) = ksm.analysis.soft_statistics(classifier, x_test, verbose=0).values()
+            scores = {
+                "largest dispatch weight": s.dispatch_peak,
+                "largest combine weight": s.combine_peak,
+                "accuracy on digits": accuracy(classifier),
+            }
+            rows.append(({setting: value, "normalize": normalize}, scores))
+            measured = ", ".join(f"{name} {x:.3f}" for name, x in scores.items())
+            print(f"  {setting} {value:g}: {measured}")
+    return ksm.evaluation.Sweep(rows)
 
 
-sweep = ksm.analysis.peak_sweep(
-    lambda width, normalize, seed: trained(width, 1e-3, normalize, seed),
-    WIDTHS,
-    x_test,
-    score=accuracy,
-    verbose=0,
-)
-show(sweep, "width", "soft_peaks_by_width.png")
-
-sweep = ksm.analysis.peak_sweep(
-    lambda rate, normalize, seed: trained(WIDTHS[1], rate, normalize, seed),
-    LEARNING_RATES,
-    x_test,
-    score=accuracy,
-    verbose=0,
-)
-show(sweep, "learning rate", "soft_peaks_by_learning_rate.png")
+for setting, values in (("width", WIDTHS), ("learning_rate", LEARNING_RATES)):
+    sweep = peaks_of(setting, values)
+    figure = sweep.plot(setting, list(sweep.rows[0].scores), by="normalize")
+    figure.savefig(FIGURES / f"soft_peaks_by_{setting}.png")
 
 """
 ## A model of your own

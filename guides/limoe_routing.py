@@ -168,16 +168,17 @@ usage = {block: s.routed["text"] for block, s in text.items()}
 
 def accuracy(encoder):
     """Zero-shot accuracy with the names of classes encoded by a model."""
-    classes = ksm.evaluation.class_embeddings(encoder, names, templates)
-    return ksm.evaluation.classify(images, classes, new.labels).accuracy
+    classes = encoder.class_embeddings(names, templates)
+    return np.mean((images @ classes.T).argmax(-1) == new.labels)
 
 
 curve = ksm.evaluation.pruning_curve(model, usage, accuracy, KEPT, verbose=0)
-print(f"whole model: accuracy {curve.whole[0]:.3f}")
-for method, values in curve.values.items():
-    for kept, value in zip(curve.num_experts, values[:, 0], strict=True):
-        print(f"{kept} text experts, {method}: accuracy {value:.3f}")
-figure = ksm.analysis.plot_pruning(curve, "zero-shot accuracy")
+print(f"whole model: accuracy {curve.baselines['not pruned'][0]:.3f}")
+for row in curve.rows:
+    kept, method = row.settings["experts_kept"], row.settings["method"]
+    value = row.scores["accuracy"][0]
+    print(f"{kept} text experts, {method}: accuracy {value:.3f}")
+figure = curve.plot("experts_kept", by="method")
 figure.savefig(FIGURES / "limoe_pruning.png")
 
 """

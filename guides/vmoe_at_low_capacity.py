@@ -87,7 +87,7 @@ Where groups span several images, who is dropped depends on the images beside, s
 repeats the evaluation with the images in several orders.
 """
 
-rows = ksm.evaluation.routing_sweep(
+sweep = ksm.evaluation.routing_sweep(
     classifier,
     (images, labels),
     seeds=SEEDS,
@@ -96,8 +96,8 @@ rows = ksm.evaluation.routing_sweep(
     verbose=0,
 )
 accuracies = {
-    (row.settings["priority"], row.settings["capacity_factor"]): row.accuracies
-    for row in rows
+    (row.settings["priority"], row.settings["capacity_factor"]): row.scores["accuracy"]
+    for row in sweep.rows
 }
 
 print("    C   batch prioritized   vanilla           difference (standard error)")
@@ -134,7 +134,7 @@ expert of the block.
 """
 
 os.makedirs("build", exist_ok=True)
-figure = ksm.analysis.plot_sweep(rows, x="capacity_factor", by="priority")
+figure = sweep.plot("capacity_factor", by="priority")
 figure.savefig("build/accuracy_against_capacity.png", dpi=120)
 
 figure = ksm.analysis.plot_discarded_patches(
@@ -164,8 +164,8 @@ for settings in (
         (images, labels),
         verbose=0,
         **{name: (value,) for name, value in settings.items()},
-    )
-    print(f"{settings!s:<40} {row.accuracies.mean():.3f}")
+    ).rows
+    print(f"{settings!s:<40} {row.scores['accuracy'].mean():.3f}")
 
 """
 ## What it saves
@@ -176,13 +176,13 @@ the unchanged model). The rows that no other one beats in accuracy and in operat
 the Pareto front.
 """
 
-figure = ksm.analysis.plot_pareto(rows, by="priority")
+figure = sweep.plot("gflop_per_image", by="priority")
 figure.savefig("build/pareto_front.png", dpi=120)
 
-for row in ksm.evaluation.pareto_front(rows):
+for row in sweep.pareto().rows:
     print(
         f"priority {row.settings['priority']:<8}  "
         f"C = {row.settings['capacity_factor']:4.2f}  "
-        f"accuracy {row.accuracies.mean():.3f}  "
+        f"accuracy {row.scores['accuracy'].mean():.3f}  "
         f"{1000 * row.gflop_per_image:.1f} MFLOP per image"
     )

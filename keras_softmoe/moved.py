@@ -5,28 +5,58 @@ removed with release 1.0.
 """
 
 # Room -> removed name -> replacement, as it follows "Use ".
+_SWEEP = "`Sweep.plot`, as of `evaluation.routing_sweep(...)`"
+_OWN_SWEEP = "`evaluation.Sweep(rows).plot(x, y, by)` with rows from your own loop"
 REPLACEMENTS: dict[str, dict[str, str]] = {
-    "ops": {
-        "RESAMPLINGS": "one of 'bilinear', 'bicubic', 'bicubic_antialias'",
-        "identity": "`routers.IdentityRouter`",
-        "resample_position_grid": "`layers.PositionEmbedding.resample`",
-        "sigmoid_contrastive_loss": "`compile(loss='sigmoid')` of a contrastive model",
-        "sincos_2d_table": "`layers.PositionEmbedding(grid, kind='sincos2d')`",
-        "softmax_contrastive_loss": "`compile(loss='softmax')` of a contrastive model",
+    "analysis": {
+        "peak_sweep": _OWN_SWEEP,
+        "plot_dropped_tokens": _OWN_SWEEP,
+        "plot_experts_in_use": _OWN_SWEEP,
+        "plot_pareto": _SWEEP,
+        "plot_peaks": _OWN_SWEEP,
+        "plot_pruning": "`Sweep.plot`, of `evaluation.pruning_curve(...)`",
+        "plot_random_routers": _SWEEP,
+        "plot_routing_entropy": _OWN_SWEEP,
+        "plot_sweep": _SWEEP,
     },
-    "routers": {
-        "GlobalEntropyLoss": "`RoutingLoss(ops.global_entropy_loss, soft_minimum=9)`",
-        "GShardLoss": "`RoutingLoss(ops.gshard_loss)`",
-        "ImportanceLoss": "`RoutingLoss(ops.importance_loss)`",
-        "LoadLoss": "`RoutingLoss(ops.load_loss)`",
-        "LocalEntropyLoss": "`RoutingLoss(ops.local_entropy_loss)`",
-        "MergedEntropyLoss": "`RoutingLoss(ops.merged_entropy_loss)`",
-        "MUTABLE_SETTINGS": "the `mutable_settings` of a router",
-        "MutualInformationLoss": "`RoutingLoss(ops.mutual_information_loss)`",
-        "PrunedLIMoERouter": "`LIMoERouter` with `kept_experts`",
-        "TargetEntropyLoss": "`RoutingLoss(ops.target_entropy_loss)`",
-        "ZLoss": "`RoutingLoss(ops.z_loss)`",
+    "evaluation": {
+        "PrecisionAt1": "`training.PrecisionAt1`",
+        "class_embeddings": "`model.class_embeddings(class_names, templates)`",
+        "classify": "`zero_shot`, or `images @ classes.T` of embeddings",
+        "pareto_front": "`sweep.pareto()` of the `Sweep` from `routing_sweep`",
+        "random_routers": "`routing_sweep(model, test, layers=[3], "
+        'random_logits=(False, True, "permuted"))`',
     },
+}
+
+REPLACEMENTS["models"] = {
+    "LIMoEImageConverter": "`ViTMoEImageConverter`",
+    "every_n": "`moe_blocks(num_layers, every=n)`",
+    "last_n": "`moe_blocks(num_layers, every=2, last=n)`",
+    "second_half": "`moe_blocks(num_layers, last=(num_layers + 1) // 2)`",
+}
+
+REPLACEMENTS["ops"] = {
+    "RESAMPLINGS": "one of 'bilinear', 'bicubic', 'bicubic_antialias'",
+    "identity": "`routers.IdentityRouter`",
+    "resample_position_grid": "`layers.PositionEmbedding.resample`",
+    "sigmoid_contrastive_loss": "`compile(loss='sigmoid')` of a contrastive model",
+    "sincos_2d_table": "`layers.PositionEmbedding(grid, kind='sincos2d')`",
+    "softmax_contrastive_loss": "`compile(loss='softmax')` of a contrastive model",
+}
+
+REPLACEMENTS["routers"] = {
+    "GlobalEntropyLoss": "`RoutingLoss(ops.global_entropy_loss, soft_minimum=9)`",
+    "GShardLoss": "`RoutingLoss(ops.gshard_loss)`",
+    "ImportanceLoss": "`RoutingLoss(ops.importance_loss)`",
+    "LoadLoss": "`RoutingLoss(ops.load_loss)`",
+    "LocalEntropyLoss": "`RoutingLoss(ops.local_entropy_loss)`",
+    "MergedEntropyLoss": "`RoutingLoss(ops.merged_entropy_loss)`",
+    "MUTABLE_SETTINGS": "the `mutable_settings` of a router",
+    "MutualInformationLoss": "`RoutingLoss(ops.mutual_information_loss)`",
+    "PrunedLIMoERouter": "`LIMoERouter` with `kept_experts`",
+    "TargetEntropyLoss": "`RoutingLoss(ops.target_entropy_loss)`",
+    "ZLoss": "`RoutingLoss(ops.z_loss)`",
 }
 
 

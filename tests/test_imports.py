@@ -20,6 +20,7 @@ PARTS = (
     "files",
     "costs",
     "keras_adapter",
+    "drawing",
     "ops",
     "sharding",
     "routers",

@@ -38,6 +38,7 @@ INTERNAL = {
     "checkpoints",
     "files",
     "keras_adapter",
+    "moved",
     "sharding",
     "types",
 }

@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments.router_study.configurations import FAMILIES, STUDIES, families
 from experiments.router_study.tables import numbers, seeds_of
-from keras_softmoe.analysis.drawing import (
+from keras_softmoe.drawing import (
     MARKERS,
     PALETTE,
     as_percentages,

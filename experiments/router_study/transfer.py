@@ -7,7 +7,7 @@ from scipy import stats
 
 from experiments.router_study.claims import value
 from experiments.router_study.configurations import FAMILIES
-from keras_softmoe.analysis.drawing import (
+from keras_softmoe.drawing import (
     PALETTE,
     as_percentages,
     new_figure,

@@ -20,6 +20,7 @@ What the examples of this module go on from:
     >>> scenes, captions, *_ = ksm.datasets.captioned_shapes(8, seed=1)
 """
 
+from keras_softmoe import moved
 from keras_softmoe.analysis._by_modality import (
     modality_statistics as modality_statistics,
 )
@@ -33,23 +34,8 @@ from keras_softmoe.analysis._modality_examples import expert_examples as expert_
 from keras_softmoe.analysis._modality_examples import pair_routing as pair_routing
 from keras_softmoe.analysis._monitor import RoutingMonitor as RoutingMonitor
 from keras_softmoe.analysis._monitor import UsageMonitor as UsageMonitor
-from keras_softmoe.analysis._peaks import peak_sweep as peak_sweep
-from keras_softmoe.analysis._plot_ablations import plot_pruning as plot_pruning
-from keras_softmoe.analysis._plot_ablations import (
-    plot_random_routers as plot_random_routers,
-)
-from keras_softmoe.analysis._plot_comparisons import (
-    plot_experts_in_use as plot_experts_in_use,
-)
-from keras_softmoe.analysis._plot_comparisons import plot_peaks as plot_peaks
-from keras_softmoe.analysis._plot_comparisons import (
-    plot_routing_entropy as plot_routing_entropy,
-)
 from keras_softmoe.analysis._plot_dropped import (
     plot_discarded_patches as plot_discarded_patches,
-)
-from keras_softmoe.analysis._plot_dropped import (
-    plot_dropped_tokens as plot_dropped_tokens,
 )
 from keras_softmoe.analysis._plot_expert_patches import (
     plot_expert_patches as plot_expert_patches,
@@ -97,8 +83,6 @@ from keras_softmoe.analysis._plot_statistics import plot_expert_load as plot_exp
 from keras_softmoe.analysis._plot_statistics import (
     plot_experts_per_image as plot_experts_per_image,
 )
-from keras_softmoe.analysis._plot_sweeps import plot_pareto as plot_pareto
-from keras_softmoe.analysis._plot_sweeps import plot_sweep as plot_sweep
 from keras_softmoe.analysis._plot_tags import plot_tags as plot_tags
 from keras_softmoe.analysis._report import routing_report as routing_report
 from keras_softmoe.analysis._slots import slot_correlation as slot_correlation
@@ -109,3 +93,5 @@ from keras_softmoe.analysis._statistics import routing_statistics as routing_sta
 from keras_softmoe.analysis._streaming import Reducer as Reducer
 from keras_softmoe.analysis._streaming import observe as observe
 from keras_softmoe.analysis._tags import tag_statistics as tag_statistics
+
+__getattr__ = moved.attribute(__name__)

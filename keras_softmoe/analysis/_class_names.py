@@ -1,6 +1,6 @@
 """Names of classes as the fonts of a figure can draw them."""
 
-from keras_softmoe.analysis import drawing
+from keras_softmoe import drawing
 
 
 def drawable_names(class_names, num_classes):

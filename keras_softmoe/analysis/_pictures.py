@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from keras_softmoe.analysis import drawing
+from keras_softmoe import drawing
 
 # Side of a picture in inches.
 _SIDE = 1.35

@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 import keras
 from numpy.typing import ArrayLike
 
+from keras_softmoe import drawing
 from keras_softmoe.analysis import _pictures as pictures
-from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._inputs import backbone_of, check_has_routers
 from keras_softmoe.analysis._maps import routing_maps
-from keras_softmoe.analysis._statistics import RoutingStatistics
 from keras_softmoe.evaluation.sweeps import keep_settings
 from keras_softmoe.types import Figure
 
@@ -91,71 +90,6 @@ def plot_discarded_patches(
     return figure
 
 
-def plot_dropped_tokens(statistics_by_num_experts: dict) -> Figure:
-    """Show the share of dropped tokens against the number of experts, block by block.
-
-    A token is dropped if no expert of the block takes it. The models differ in their
-    number of experts, and in nothing else if the figure is to tell something.
-
-    Args:
-        statistics_by_num_experts: dict from a number of experts to what
-            `analysis.routing_statistics` returns for a model that has as many. Or a
-            dict from names to such dicts ("tokens choose", "experts choose"): one panel
-            each, on the same axes.
-
-    Returns:
-        `matplotlib.figure.Figure`.
-
-    Raises:
-        ValueError: if these are not such statistics, or a model has another number of
-            experts than it is said to have.
-
-    Source: Soft MoE, appendix B (figures 8 to 11).
-
-    Examples:
-        >>> statistics = {16: ksm.analysis.routing_statistics(sparse, images)}
-        >>> figure = ksm.analysis.plot_dropped_tokens(statistics)
-    """
-    drawing.import_matplotlib()
-    named = statistics_by_num_experts
-    if not (named and all(isinstance(name, str) for name in named)):
-        named = {None: named}
-    for by_num_experts in named.values():
-        _check_num_experts(by_num_experts)
-    counts = sorted({count for by_count in named.values() for count in by_count})
-    layers = sorted(
-        {
-            layer
-            for by_count in named.values()
-            for statistics in by_count.values()
-            for layer in statistics
-        }
-    )
-    figure = drawing.new_figure(1.6 + 2.9 * len(named), 3.2)
-    axes = figure.subplots(1, len(named), squeeze=False, sharex=True, sharey=True)[0]
-    styles = drawing.line_styles(layers)
-    for ax, (name, by_num_experts) in zip(axes, named.items(), strict=True):
-        for layer, style in zip(layers, styles, strict=True):
-            line = {
-                count: by_num_experts[count][layer].dropped
-                for count in sorted(by_num_experts)
-                if layer in by_num_experts[count]
-            }
-            label = drawing.block_title(layer)
-            ax.plot(list(line), list(line.values()), label=label, **style)
-        ax.set_title(name or "", fontsize=9)
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(counts, counts)
-        ax.minorticks_off()
-        drawing.label_axes(ax, "experts")
-        drawing.plain_axes(ax)
-    drawing.as_percentages(axes[0].yaxis)
-    axes[0].set_ylim(bottom=0)
-    drawing.label_axes(axes[0], y="dropped tokens")
-    drawing.legend_beside(figure, drawing.labelled(axes[-1]))
-    return figure
-
-
 def _check_has_capacity(backbone):
     check_has_routers(backbone)
     for layer, router in backbone.routers.items():
@@ -165,21 +99,3 @@ def _check_has_capacity(backbone):
                 f"or experts choose. Received: block {layer} with "
                 f"{type(router).__name__}."
             )
-
-
-def _check_num_experts(by_num_experts):
-    if not isinstance(by_num_experts, dict) or not by_num_experts:
-        raise ValueError(
-            "`statistics_by_num_experts` must be a dict from numbers of experts to "
-            "statistics, or from names to such dicts, not empty. "
-            f"Received: {by_num_experts!r}."
-        )
-    for num_experts, statistics in by_num_experts.items():
-        drawing.check_statistics(statistics, RoutingStatistics)
-        for layer, block in statistics.items():
-            if len(block.load) != num_experts:
-                raise ValueError(
-                    "The keys of `statistics_by_num_experts` must be the number of "
-                    f"experts of each model. Received: {num_experts!r} for a model "
-                    f"with {len(block.load)} experts in block {layer}."
-                )

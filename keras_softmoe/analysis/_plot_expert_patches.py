@@ -7,8 +7,8 @@ import keras
 import numpy as np
 from numpy.typing import ArrayLike
 
+from keras_softmoe import drawing
 from keras_softmoe.analysis import _pictures as pictures
-from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._inputs import backbone_of, check_block
 from keras_softmoe.analysis._statistics import experts_of_tokens
 from keras_softmoe.analysis._streaming import observe

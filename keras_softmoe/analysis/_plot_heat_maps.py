@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from keras_softmoe import drawing
 from keras_softmoe.analysis import _pictures as pictures
-from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._class_names import drawable_names
 from keras_softmoe.analysis._slots import SlotCorrelation
 from keras_softmoe.analysis._statistics import RoutingStatistics

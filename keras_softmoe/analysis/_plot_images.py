@@ -6,8 +6,8 @@ import keras
 import numpy as np
 from numpy.typing import ArrayLike
 
+from keras_softmoe import drawing
 from keras_softmoe.analysis import _pictures as pictures
-from keras_softmoe.analysis import drawing
 from keras_softmoe.analysis._maps import main_experts, routing_maps
 from keras_softmoe.types import Figure
 

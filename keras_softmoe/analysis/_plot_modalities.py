@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keras_softmoe.analysis import drawing
+from keras_softmoe import drawing
 from keras_softmoe.analysis._by_modality import ModalityStatistics
 from keras_softmoe.types import Figure
 

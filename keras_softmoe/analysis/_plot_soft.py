@@ -5,7 +5,7 @@ from itertools import cycle
 
 import numpy as np
 
-from keras_softmoe.analysis import drawing
+from keras_softmoe import drawing
 from keras_softmoe.analysis._concentration import BANDS
 from keras_softmoe.analysis._soft_statistics import TOKEN_WEIGHT_EDGES, SoftStatistics
 from keras_softmoe.checks import check_choice

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_softmoe.analysis import drawing
+from keras_softmoe import drawing
 from keras_softmoe.analysis._information import InformationReducer
 from keras_softmoe.analysis._inputs import backbone_of, prepared, tokens_choose
 from keras_softmoe.analysis._load import LoadReducer

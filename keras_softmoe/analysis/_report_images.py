@@ -2,11 +2,11 @@
 
 import math
 
+from keras_softmoe import drawing
 from keras_softmoe.analysis import _plot_expert_patches as plot_expert_patches
 from keras_softmoe.analysis import _plot_heat_maps as plot_heat_maps
 from keras_softmoe.analysis import _plot_images as plot_images
 from keras_softmoe.analysis import _plot_statistics as plot_statistics
-from keras_softmoe.analysis import drawing
 from keras_softmoe.routers import IdentityRouter, SoftRouter
 
 

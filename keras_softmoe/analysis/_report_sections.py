@@ -2,6 +2,7 @@
 
 import math
 
+from keras_softmoe import drawing
 from keras_softmoe.analysis import (
     _plot_heat_maps as plot_heat_maps,
 )
@@ -16,9 +17,6 @@ from keras_softmoe.analysis import (
 )
 from keras_softmoe.analysis import (
     _plot_soft as plot_soft,
-)
-from keras_softmoe.analysis import (
-    drawing,
 )
 from keras_softmoe.analysis._by_modality import modality_statistics
 from keras_softmoe.analysis._modality_examples import expert_examples

@@ -10,7 +10,7 @@ from keras_softmoe.catalogue._architecture import (
     preset_name,
     vit,
 )
-from keras_softmoe.catalogue._moe_layers import every_n
+from keras_softmoe.catalogue._moe_layers import moe_blocks
 from keras_softmoe.catalogue._papers import LIMOE, LIMOE_H14_BLOCKS, VMOE_SIZES
 
 _NUM_EXPERTS = 32
@@ -84,7 +84,8 @@ def _pair_of_twins(model):
         layers = tuple(block - 1 for block in LIMOE_H14_BLOCKS)
         where = f"{len(layers)} blocks"
     else:
-        layers, where = every_n(dense["num_layers"]), "every second block"
+        layers = moe_blocks(dense["num_layers"], every=2)
+        where = "every second block"
     yield Architecture(
         names[1],
         f"LIMoE-{model}",

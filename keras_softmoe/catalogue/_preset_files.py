@@ -8,7 +8,7 @@ from typing import NamedTuple
 import keras
 
 _LICENCE = "Apache-2.0"
-_CLASSIFIER_MODULE = "keras_softmoe.models._vit_moe_image_classifier"
+_PREPROCESSOR_MODULE = "keras_softmoe.models._image_preprocessor"
 
 
 class _Kind(NamedTuple):
@@ -32,7 +32,7 @@ class _Kind(NamedTuple):
 _KINDS = {
     "ViTMoEBackbone": _Kind(
         "keras_softmoe.models._vit_moe_backbone",
-        (_CLASSIFIER_MODULE, "ViTMoEImageConverter"),
+        (_PREPROCESSOR_MODULE, "ViTMoEImageConverter"),
         "ImageClassifier",
         "image",
         """\
@@ -48,7 +48,7 @@ model = ksm.models.ViTMoEImageClassifier.from_preset(
         """\
 # T5's vocabulary, which is not in the preset
 tokenizer = ksm.models.LIMoETokenizer("spiece.model")
-converter = ksm.models.LIMoEImageConverter.from_preset(name)
+converter = ksm.models.ViTMoEImageConverter.from_preset(name)
 model = ksm.models.LIMoEContrastive.from_preset(
     name,
     load_weights=False,
@@ -90,7 +90,7 @@ def preset_files(architecture):
     if architecture.backbone == "ViTMoEBackbone":
         # A preprocessor for captions has a vocabulary, which the user brings.
         files["preprocessor.json"] = _serialized(
-            _CLASSIFIER_MODULE,
+            _PREPROCESSOR_MODULE,
             "ViTMoEImageClassifierPreprocessor",
             {
                 **_layer("preprocessor"),

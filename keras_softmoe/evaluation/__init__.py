@@ -12,14 +12,13 @@ What the examples of this module go on from:
     >>> scenes, captions, *_ = ksm.datasets.captioned_shapes(8, seed=1)
 """
 
+from keras_softmoe import moved
 from keras_softmoe.evaluation._cost import cost as cost
 from keras_softmoe.evaluation._few_shot import few_shot_probe as few_shot_probe
-from keras_softmoe.evaluation._metrics import PrecisionAt1 as PrecisionAt1
-from keras_softmoe.evaluation._random_routers import random_routers as random_routers
+from keras_softmoe.evaluation._pruning import pruning_curve as pruning_curve
 from keras_softmoe.evaluation._retrieval import retrieval as retrieval
-from keras_softmoe.evaluation._zero_shot import class_embeddings as class_embeddings
-from keras_softmoe.evaluation._zero_shot import classify as classify
+from keras_softmoe.evaluation._sweep import Sweep as Sweep
 from keras_softmoe.evaluation._zero_shot import zero_shot as zero_shot
-from keras_softmoe.evaluation.pruning import pruning_curve as pruning_curve
-from keras_softmoe.evaluation.sweeps import pareto_front as pareto_front
 from keras_softmoe.evaluation.sweeps import routing_sweep as routing_sweep
+
+__getattr__ = moved.attribute(__name__)

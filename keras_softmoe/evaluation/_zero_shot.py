@@ -1,4 +1,4 @@
-"""Zero-shot classification: classes are given by their names alone."""
+"""Zero-shot classification, by the names of the classes alone."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,6 @@ from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.evaluation._retrieval import check_embeddings
-from keras_softmoe.types import Tensor
 
 
 class ZeroShot(NamedTuple):
@@ -39,13 +38,13 @@ def zero_shot(
     batch_size: int = 64,
     verbose: int = 0,
 ) -> ZeroShot:
-    """Classify images by comparing them with the names of the classes.
+    """Classify images by the names of the classes.
 
     The name of a class is put into every template ("a photo of a {}."), and the
     embeddings of these texts, of length 1 each, are averaged and scaled back to length
-    1: `class_embeddings`. An image is of the class whose embedding its own is closest
-    to: `classify`. To classify several sets of images by the same classes, call these
-    two.
+    1. An image is of the class whose embedding its own is closest to. To classify
+    several sets of images by the same classes, encode them once:
+    `model.encode_image(images) @ model.class_embeddings(names, templates).T`.
 
     Args:
         model: what has `encode_image(images, batch_size=..., verbose=...)` and
@@ -78,69 +77,19 @@ def zero_shot(
         (8,)
     """
     check_whole_numbers(1, batch_size=batch_size)
-    names = _classes().check_names(class_names)
+    # On first use, since `models` imports KerasHub.
+    from keras_softmoe.models import class_embeddings as named
+
+    names = named.check_names(class_names)
     if labels is not None:
         labels = _check_labels(labels, len(images), len(names))
-    classes = class_embeddings(model, names, templates)
+    classes = named.class_embeddings(model.encode_text, names, templates)
     embeddings = model.encode_image(images, batch_size=batch_size, verbose=verbose)
-    return classify(embeddings, classes, labels)
+    return _classify(embeddings, classes, labels, named.unit)
 
 
-def class_embeddings(
-    model: Any, class_names: Sequence, templates: Sequence
-) -> np.ndarray:
-    """Embeddings of classes from their names, averaged over templates.
-
-    Args:
-        model: what has `encode_text(texts)`, returning `(N, D)` embeddings.
-        class_names: `C` strings, all different.
-        templates: strings, each with `{}` where the name goes.
-
-    Returns:
-        `(C, D)` float32 array, of length 1 in each row.
-
-    Raises:
-        ValueError: if names or templates cannot be used, or what the model returns are
-            not embeddings.
-
-    Source: as `zero_shot`.
-
-    Examples:
-        >>> names = ["red circle", "blue star"]
-        >>> ksm.evaluation.class_embeddings(limoe, names, ["a {}", "a small {}"]).shape
-        (2, 128)
-    """
-    return _classes().class_embeddings(model.encode_text, class_names, templates)
-
-
-def classify(
-    image_embeddings: Tensor, class_embeddings: Tensor, labels: ArrayLike | None = None
-) -> ZeroShot:
-    """Give each image the class whose embedding is closest to its own.
-
-    Args:
-        image_embeddings: `(N, D)` float array or tensor. Its rows are scaled to
-            length 1.
-        class_embeddings: `(C, D)` float array or tensor, as from the function of that
-            name, scaled likewise.
-        labels: `(N,)` ints in `[0, C)`, the right classes; `None` to predict only.
-
-    Returns:
-        `ZeroShot`.
-
-    Raises:
-        ValueError: if the embeddings are not two matrices of equal width with finite
-            numbers, or the labels do not match them.
-
-    Examples:
-        >>> classes = ksm.evaluation.class_embeddings(
-        ...     limoe, ["red", "blue"], ["a {} star"]
-        ... )
-        >>> ksm.evaluation.classify(
-        ...     limoe.encode_image(scenes), classes
-        ... ).predictions.shape
-        (8,)
-    """
+def _classify(image_embeddings, class_embeddings, labels, unit):
+    """Return the `ZeroShot` of embeddings; `unit` scales rows to length 1."""
     images = check_embeddings("image_embeddings", image_embeddings)
     classes = check_embeddings("class_embeddings", class_embeddings)
     if images.shape[1] != classes.shape[1]:
@@ -150,9 +99,6 @@ def classify(
             f"shape={classes.shape}. Take both from one model."
         )
     num_classes = len(classes)
-    if labels is not None:
-        labels = _check_labels(labels, len(images), num_classes)
-    unit = _classes().unit
     scores = (unit(images) @ unit(classes).T).astype("float32")
     predictions = scores.argmax(axis=1)
     if labels is None:
@@ -182,10 +128,3 @@ def _check_labels(labels, num_images, num_classes):
             "names of these classes, or leave out their images."
         )
     return labels.astype("int64")
-
-
-def _classes():
-    # On first use, since `models` imports KerasHub.
-    from keras_softmoe.models import class_embeddings
-
-    return class_embeddings

@@ -5,33 +5,12 @@ import copy
 import itertools
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import keras
 import numpy as np
 
 from keras_softmoe.evaluation._cost import gflop_per_image
-
-
-class SweepRow(NamedTuple):
-    """What a model does under some settings of its routers.
-
-    Attributes:
-        settings: dict of what was changed, as `set_routing` takes it.
-        accuracies: `(seeds,)` float64 array, one for each order of the images.
-        gflop_per_image: float, as in `Cost`. `None` if it is not known.
-        seconds_per_image: float, the median of the measured times to predict all
-            images, divided by their number. `None` if it was not measured.
-        relative_time: float, the median of the ratios of these times to those of the
-            model before its settings were changed; below 1 is faster. `None` if it was
-            not measured.
-    """
-
-    settings: dict
-    accuracies: np.ndarray
-    gflop_per_image: float | None = None
-    seconds_per_image: float | None = None
-    relative_time: float | None = None
+from keras_softmoe.evaluation._sweep import Sweep, SweepRow
 
 
 def routing_sweep(
@@ -41,9 +20,10 @@ def routing_sweep(
     batch_size: int = 64,
     verbose: int = 1,
     time_repeats: int = 0,
+    layers: Sequence | None = None,
     **grid,
-) -> list:
-    """Accuracy and cost of a classifier under each combination of router settings.
+) -> Sweep:
+    """Measure a classifier under each combination of router settings.
 
     Nothing is trained. Where groups span several images, whether a token gets a slot
     depends on the images beside it: each seed puts them in another order. The settings
@@ -62,10 +42,17 @@ def routing_sweep(
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
         time_repeats: int, how often the time of each combination is measured. 0: times
             are not measured.
+        layers: sequence of int, the MoE blocks whose routers are changed. All if
+            `None`. It becomes a setting of the rows, so that sweeps of several blocks
+            can be joined: `sum(sweeps, start=ksm.evaluation.Sweep(()))`.
         **grid: for each setting that `set_routing` takes, a sequence of values.
+            `random_logits=(False, True, "permuted")` compares learned routers with
+            ones that draw their logits at random, or permute what they have learned
+            among the experts, token by token.
 
     Returns:
-        list of `SweepRow`, the last setting of `grid` varying fastest.
+        `Sweep` with the score `"accuracy"`, one value for each seed, and the costs. The
+        last setting of `grid` varies fastest.
 
     Raises:
         ValueError: if images and labels differ in number, the grid is empty,
@@ -74,17 +61,33 @@ def routing_sweep(
 
     Source: V-MoE, section 4.2 and appendices C.2 and E.4 (capacity, priority and the
     number of experts at inference); tables 10 and 11 give FLOP and time as well.
+    Appendix E.1 (figures 27 and 28) for `random_logits=True`. Of the other control the
+    paper says that "the output weights" are permuted, to avoid a shift of the
+    distribution of the weights that are applied; taken here for the logits of each
+    token, not for the router's kernel.
 
     Examples:
-        >>> rows = ksm.evaluation.routing_sweep(
+        >>> sweep = ksm.evaluation.routing_sweep(
         ...     sparse,
         ...     (images, labels),
         ...     seeds=1,
         ...     priority=("max", "position"),
         ...     capacity_factor=(1.05, 0.25),
         ... )
-        >>> rows[0].settings, rows[0].accuracies.mean(), rows[0].gflop_per_image
-        >>> best = ksm.evaluation.pareto_front(rows)
+        >>> row = sweep.rows[0]
+        >>> row.settings, row.scores["accuracy"].mean(), row.gflop_per_image
+        >>> figure = sweep.plot("capacity_factor", by="priority")
+
+        One router at a time that draws its logits at random:
+
+        >>> sweeps = [
+        ...     ksm.evaluation.routing_sweep(
+        ...         sparse, (images, labels), layers=[block], random_logits=(True,)
+        ...     )
+        ...     for block in sparse.routers
+        ... ]
+        >>> random = sum(sweeps, start=ksm.evaluation.Sweep(()))
+        >>> figure = random.plot("layers", by="random_logits")
     """
     if not grid or not all(len(values) for values in grid.values()):
         raise ValueError(
@@ -100,7 +103,9 @@ def routing_sweep(
             "`time_repeats` counts the measurements of a time, 0 for none. Received: "
             f"time_repeats={time_repeats}."
         )
-    images, labels = check_test(test)
+    images, labels = _check_test(test)
+    chosen = {} if layers is None else {"layers": tuple(layers)}
+    combinations = [{**chosen, **settings} for settings in combinations]
     gflop = []
     with keep_settings(classifier):
         for settings in combinations:
@@ -108,58 +113,24 @@ def routing_sweep(
             gflop.append(gflop_per_image(classifier))
     unchanged = copy.deepcopy(classifier) if time_repeats else None
     rows = []
-    progress = progress_bar(len(combinations), verbose)
+    progress = keras.utils.Progbar(
+        len(combinations), verbose=verbose, unit_name="setting"
+    )
     with keep_settings(classifier):
         for done, settings in enumerate(combinations, start=1):
             classifier.set_routing(**settings)
-            accuracies = accuracies_of(classifier, images, labels, seeds, batch_size)
+            accuracies = _accuracies(classifier, images, labels, seeds, batch_size)
             times = ()
             if time_repeats:
                 pair = classifier, unchanged
                 times = _seconds(pair, images, batch_size, time_repeats)
-            rows.append(SweepRow(settings, accuracies, gflop[done - 1], *times))
+            scores = {"accuracy": accuracies}
+            rows.append(SweepRow(settings, scores, gflop[done - 1], *times))
             progress.update(done, [("accuracy", accuracies.mean())])
-    return rows
+    return Sweep(rows)
 
 
-def pareto_front(rows: Sequence, cost: str = "gflop_per_image") -> list:
-    """The settings that no other ones beat, neither in accuracy nor in cost.
-
-    A row is on the front if no other one has at least its mean accuracy and at most its
-    cost, and is better in one of the two. Means are compared as they are: differences
-    within the spread of the seeds count as well.
-
-    Args:
-        rows: sequence of `SweepRow`, what `routing_sweep` returns; also of several
-            models together.
-        cost: `"gflop_per_image"`, `"seconds_per_image"` or `"relative_time"`.
-
-    Returns:
-        list of those of the rows that are on the front, the cost rising.
-
-    Raises:
-        ValueError: if there are no rows, or the cost of one is not known.
-
-    Source: V-MoE, figures 2 and 3; Soft MoE, section 3.3 (figure 3).
-
-    Examples:
-        >>> rows = ksm.evaluation.routing_sweep(
-        ...     sparse, (images, labels), capacity_factor=(1.05, 0.25)
-        ... )
-        >>> [row.settings for row in ksm.evaluation.pareto_front(rows)]
-    """
-    rows = list(rows)
-    costs = costs_of(rows, cost)
-    means = np.array([np.mean(row.accuracies) for row in rows])
-    # (rows, rows): whether the one of the column beats that of the row
-    no_worse = (costs <= costs[:, None]) & (means >= means[:, None])
-    better = (costs < costs[:, None]) | (means > means[:, None])
-    beaten = (no_worse & better).any(axis=1)
-    order = np.argsort(costs, kind="stable")
-    return [rows[index] for index in order if not beaten[index]]
-
-
-def accuracies_of(classifier, images, labels, seeds, batch_size):
+def _accuracies(classifier, images, labels, seeds, batch_size):
     """`(seeds,)` float64 array: accuracies for each order of the images."""
     accuracies = []
     for seed in range(seeds):
@@ -186,29 +157,6 @@ def _seconds(pair, images, batch_size, repeats):
     return float(np.median(seconds[:, 0]) / len(images)), float(ratio)
 
 
-def costs_of(rows, cost):
-    """`(rows,)` float64 array: one of the costs of `SweepRow`s.
-
-    Raises:
-        ValueError: if there are no rows, or the cost of one is not known.
-    """
-    accepted = SweepRow._fields[2:]
-    if not rows or cost not in accepted:
-        raise ValueError(
-            "A front is one of `SweepRow`s, what `evaluation.routing_sweep` returns, "
-            f"and one of their costs, {', '.join(map(repr, accepted))}. Received: "
-            f"{len(rows)} rows, cost={cost!r}."
-        )
-    costs = [getattr(row, cost) for row in rows]
-    if None in costs:
-        raise ValueError(
-            "Each row has to have the cost. Received: "
-            f"cost={cost!r} and {rows[costs.index(None)]}. Times are measured by "
-            "`routing_sweep(..., time_repeats=5)`."
-        )
-    return np.array(costs, "float64")
-
-
 @contextlib.contextmanager
 def keep_settings(model):
     """Scope at whose end the mutable settings of all routers are as before."""
@@ -223,7 +171,7 @@ def keep_settings(model):
             model.set_routing(layers=[layer], **settings)
 
 
-def check_test(test):
+def _check_test(test):
     """Images and labels as arrays; raises unless they are equally many."""
     images, labels = (np.asarray(array) for array in test)
     if len(images) != len(labels) or not len(images):
@@ -232,8 +180,3 @@ def check_test(test):
             f"Received: {len(images)} images, {len(labels)} labels."
         )
     return images, labels
-
-
-def progress_bar(total, verbose):
-    """A progress bar over so many settings."""
-    return keras.utils.Progbar(total, verbose=verbose, unit_name="setting")

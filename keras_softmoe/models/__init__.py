@@ -10,15 +10,11 @@ What the examples of this module go on from:
     ... )
 """
 
-from keras_softmoe.catalogue import every_n as every_n
-from keras_softmoe.catalogue import last_n as last_n
-from keras_softmoe.catalogue import second_half as second_half
+from keras_softmoe import moved
+from keras_softmoe.catalogue import moe_blocks as moe_blocks
 from keras_softmoe.models._adaptation import merge_lora as merge_lora
 from keras_softmoe.models._contrastive import LIMoEContrastive as LIMoEContrastive
 from keras_softmoe.models._contrastive import TwoTowerContrastive as TwoTowerContrastive
-from keras_softmoe.models._contrastive_preprocessor import (
-    LIMoEImageConverter as LIMoEImageConverter,
-)
 from keras_softmoe.models._contrastive_preprocessor import (
     LIMoEPreprocessor as LIMoEPreprocessor,
 )
@@ -27,6 +23,12 @@ from keras_softmoe.models._contrastive_preprocessor import (
 )
 from keras_softmoe.models._contrastive_preprocessor import (
     TwoTowerPreprocessor as TwoTowerPreprocessor,
+)
+from keras_softmoe.models._image_preprocessor import (
+    ViTMoEImageClassifierPreprocessor as ViTMoEImageClassifierPreprocessor,
+)
+from keras_softmoe.models._image_preprocessor import (
+    ViTMoEImageConverter as ViTMoEImageConverter,
 )
 from keras_softmoe.models._limoe_backbone import LIMoEBackbone as LIMoEBackbone
 from keras_softmoe.models._pruning import prune_experts as prune_experts
@@ -38,9 +40,5 @@ from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone as ViTMoEBackb
 from keras_softmoe.models._vit_moe_image_classifier import (
     ViTMoEImageClassifier as ViTMoEImageClassifier,
 )
-from keras_softmoe.models._vit_moe_image_classifier import (
-    ViTMoEImageClassifierPreprocessor as ViTMoEImageClassifierPreprocessor,
-)
-from keras_softmoe.models._vit_moe_image_classifier import (
-    ViTMoEImageConverter as ViTMoEImageConverter,
-)
+
+__getattr__ = moved.attribute(__name__)

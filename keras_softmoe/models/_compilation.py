@@ -1,8 +1,7 @@
-"""Compiled tasks in files.
+"""Compilation of tasks in files.
 
-Keras does not call a `compile` of a subclass when it loads a file: the model would come
-back with other losses and without the state of its optimizer. These functions are what
-such a class does in `get_config`, `get_compile_config` and `compile_from_config`.
+Keras does not call a subclass's `compile` when it loads a file: the model would have
+other losses and no state of the optimizer.
 """
 
 import contextlib
@@ -17,9 +16,9 @@ _IN_PRESET = contextvars.ContextVar("configuration_is_for_a_preset", default=Fal
 
 @contextlib.contextmanager
 def preset_is_saved():
-    """Scope in which configurations go into presets, which have no optimizer's state.
+    """Scope in which configurations are those of presets, without an optimizer's state.
 
-    A model with LoRA comes back compiled from there, and uncompiled from other files.
+    A model with LoRA is compiled when loaded from a preset, not from other files.
     """
     token = _IN_PRESET.set(True)
     try:
@@ -29,10 +28,10 @@ def preset_is_saved():
 
 
 def with_compilation(model, config):
-    """The configuration of a model, which tells whether it was ever compiled.
+    """Add `compile=False` to a task's configuration if its file has no optimizer.
 
-    Its file has no state of an optimizer then: revived it has to be without one. With
-    LoRA the state is that of factors, which a file does not have: there it is the sum.
+    So it is of a task that was never compiled, and with LoRA: the file has the kernels
+    with the factors added, and no state for these.
     """
     if model.compiled and (_IN_PRESET.get() or not has_factors(model)):
         return config
@@ -40,29 +39,29 @@ def with_compilation(model, config):
 
 
 def with_optimizer(model, compile_config, **own):
-    """What a model was compiled with, and whether its optimizer has variables yet.
+    """Add to a compile configuration whether the optimizer is built.
 
-    Empty for a model with LoRA, see `with_compilation`. (Not `None`: Keras compiles the
-    clone of a compiled model with it.)
+    With LoRA it is empty, see `with_compilation`. (Not `None`: Keras compiles the clone
+    of a compiled model with it.)
 
     Args:
-        model: `keras.Model`.
-        compile_config: dict or `None`, what Keras says of it.
-        **own: arguments of `compile` that only `compile_again` is to pass.
+        model: task.
+        compile_config: dict or `None`, from `keras.Model.get_compile_config`.
+        **own: arguments of `compile` for `compile_from_config` alone, not for clones.
     """
     if has_factors(model):
         return {}
     if not compile_config:
         return compile_config
-    # Beside the optimizer's arguments, where others than `compile_again` pass it over.
+    # Among the optimizer's arguments, where Keras ignores it.
     known = {"is_built": model.optimizer.built, "own": own}
     return {**compile_config, "optimizer": {**compile_config["optimizer"], **known}}
 
 
-def compile_again(model, compile_config):
-    """Compile a model as one was whose `with_optimizer` is given."""
-    optimizer = compile_config["optimizer"]
-    arguments = keras.saving.deserialize_keras_object(compile_config)
-    model.compile(**{**arguments, **optimizer.get("own", {})})
+def compile_from_config(self, config):
+    """Compile a task as `get_compile_config` describes; a method of tasks."""
+    optimizer = config["optimizer"]
+    arguments = keras.saving.deserialize_keras_object(config)
+    self.compile(**{**arguments, **optimizer.get("own", {})})
     if optimizer.get("is_built", True):
-        model.optimizer.build(model.trainable_variables)
+        self.optimizer.build(self.trainable_variables)

@@ -11,9 +11,10 @@ from keras import ops
 from keras_softmoe.checks import check_choice, check_whole_numbers
 from keras_softmoe.exporting import exportable
 from keras_softmoe.keras_adapter import register_parameters
+from keras_softmoe.models import _fitting
 from keras_softmoe.models._adaptation import quantizable
 from keras_softmoe.models._compilation import (
-    compile_again,
+    compile_from_config,
     with_compilation,
     with_optimizer,
 )
@@ -30,7 +31,6 @@ from keras_softmoe.models._loading import load_and_save_presets, with_backbone
 from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.models._pair_encoding import PairEncoding
 from keras_softmoe.models._pictures import as_arrays, repeat_grey
-from keras_softmoe.models._run_checks import run_scope
 from keras_softmoe.models._trainable import (
     set_trainable_argument,
     trainable_argument,
@@ -58,7 +58,7 @@ LOSSES = {"softmax": softmax_contrastive_loss, "sigmoid": sigmoid_contrastive_lo
 @recompile_on_change
 @offer_names
 class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
-    """Base class: learns to tell which image and which caption belong together.
+    """Base class of contrastive learning on pairs of image and caption.
 
     Args:
         backbone: a model from `"images"` and `"token_ids"` to `"image_embedding"`,
@@ -69,6 +69,9 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.
     """
+
+    fit, evaluate, predict = _fitting.fit, _fitting.evaluate, _fitting.predict
+    compile_from_config = compile_from_config
 
     def __init__(
         self, backbone, preprocessor=None, compile=True, name=None, trainable=True
@@ -121,7 +124,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         self._loss_name = loss
         names = ("image_to_text_accuracy", "text_to_image_accuracy")
         accuracies = [keras.metrics.Mean(name=name) for name in names]
-        # In an object that Keras does not track: it would add them to earlier ones.
+        # In an object that Keras does not track: it would keep those of earlier calls.
         self._own_metrics = SimpleNamespace(
             accuracies=accuracies if metrics == "auto" else []
         )
@@ -135,12 +138,9 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         if not config:
             return config
         metrics = "auto" if self._own_metrics.accuracies else None
-        # A clone is a plain model, which does not take `"auto"`.
+        # `keras.models.clone_model` makes a plain model, which does not take `"auto"`.
         config = {**config, "loss": self._loss_name, "metrics": None}
         return with_optimizer(self, config, metrics=metrics)
-
-    def compile_from_config(self, config):
-        compile_again(self, config)
 
     @property
     def metrics(self):
@@ -184,128 +184,29 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
                 metric.update_state(ops.cast(ops.equal(found, pair), "float32"))
         return self.get_metrics_result()
 
-    def fit(
+    # === Data ===
+
+    def batches(
         self,
-        x=None,
+        x,
         y=None,
+        sample_weight=None,
+        *,
         batch_size=None,
-        validation_data=None,
-        shuffle=True,
-        **kwargs,
+        shuffle=False,
+        class_weight=None,
     ):
-        """Train on pairs of image and caption.
-
-        Each batch is its own task, so arrays are shuffled before each epoch, and pairs
-        that do not fill the last batch sit this epoch out.
-
-        Args:
-            x: `(N, height, width, channels)` images from 0 to 255, an array or a list
-                of arrays or PIL images, or whatever gives batches `(images, captions)`:
-                a `tf.data` or grain dataset, a PyTorch `DataLoader`, a
-                `keras.utils.PyDataset`, a generator. Without a preprocessor images are
-                in `[-1, 1]` and captions are token ids.
-            y: `N` captions, list or array of str, or `(N, S)` int token ids. `None`
-                with batches.
-            batch_size: int, 32 if `None` (or `N` if that is less).
-            validation_data: optional `(images, captions)` or batches. Pairs are
-                compared in batches of `validation_batch_size`, or else `batch_size`.
-            shuffle: bool, whether arrays are shuffled before each epoch.
-            **kwargs: as in `keras.Model.fit`.
-
-        Returns:
-            `keras.callbacks.History`.
-
-        Raises:
-            ValueError: if images and captions differ in number, there is only one pair,
-                images are not finite, captions are not what the preprocessor takes, or
-                weights are given. Nothing is then trained.
-        """
-        self._check_call("fit", kwargs)
-        validation_size = kwargs.pop("validation_batch_size", None) or batch_size
-        x = self._batches(x, y, batch_size, shuffle, "fit")
-        validation_data = self._validation(validation_data, validation_size)
-        with run_scope(self, trains=True):
-            # Not KerasHub's, which would preprocess what it knows, and refuse the rest.
-            return keras.Model.fit(
-                self, x, validation_data=validation_data, shuffle=False, **kwargs
-            )
-
-    def evaluate(self, x=None, y=None, batch_size=None, **kwargs):
-        """Loss (without balancing losses) and accuracies on pairs.
-
-        All depend on the batch size, since a caption is compared with those of its
-        batch; `evaluation.retrieval` compares it with all. Pairs that do not fill the
-        last batch are left out.
-
-        Args:
-            x: as in `fit`.
-            y: as in `fit`.
-            batch_size: int, 32 if `None` (or `N` if that is less).
-            **kwargs: as in `keras.Model.evaluate`.
-
-        Returns:
-            As `keras.Model.evaluate`.
-
-        Raises:
-            ValueError: as `fit`.
-        """
-        self._check_call("evaluate", kwargs)
-        if not kwargs.get("_use_cached_eval_dataset"):
-            x = self._batches(x, y, batch_size, False, "evaluate")
-        with run_scope(self, trains=False):
-            return keras.Model.evaluate(self, x, **kwargs)
-
-    def predict(self, x, batch_size=None, **kwargs):
-        """What the model returns for pairs, see its class.
-
-        Args:
-            x: dict of `"images"` and `"captions"` (without a preprocessor:
-                `"token_ids"`), or batches of pairs, as in `fit`.
-            batch_size: int, 32 if `None`.
-            **kwargs: as in `keras.Model.predict`.
-
-        Returns:
-            dict of arrays.
-
-        Raises:
-            ValueError: as `fit`.
-        """
-        x = prepare(self, x, batch_size=batch_size)
-        with run_scope(self, trains=False):
-            return keras.Model.predict(self, x, **kwargs)
-
-    def _check_call(self, method, arguments):
-        if not self.compiled:
-            raise ValueError(
-                f"A model has to be compiled first: call `compile()` before `{method}`."
-            )
-        for name in ("sample_weight", "class_weight"):
-            if arguments.get(name) is not None:
-                raise no_weights(name, arguments[name])
-
-    def _validation(self, data, batch_size):
-        if isinstance(data, tuple):
-            if len(data) != 2:
-                raise ValueError(
-                    "`validation_data` are pairs, (images, captions), without weights. "
-                    f"Received: a tuple of {len(data)}."
-                )
-            return self._batches(*data, batch_size, False, "fit")
-        return None if data is None else prepare(self, data)
-
-    def _batches(self, x, y, batch_size, shuffle, method):
-        """What `keras.Model.fit` takes; of arrays batches that are all full."""
+        """Return batches for `fit` and `evaluate`; those of arrays are all full."""
+        if sample_weight is not None:
+            raise no_weights("sample_weight", sample_weight)
         if isinstance(x, dict):
-            images, captions = x["images"], x.get("captions", x.get("token_ids"))
+            x, y = x["images"], x.get("captions", x.get("token_ids"))
         elif y is None:
             return prepare(self, x, batch_size=batch_size, shuffle=shuffle)
-        else:
-            images, captions = x, y
-        images = as_arrays(images)
-        token_ids = self._token_ids(captions)
+        images, token_ids = as_arrays(x), self._token_ids(y)
         if len(images) != len(token_ids) or len(images) < 2:
             raise ValueError(
-                f"`{method}` takes pairs, two or more: as many images as captions. "
+                "There must be pairs, two or more: as many images as captions. "
                 f"Received: {len(images)} images, {len(token_ids)} captions."
             )
         if batch_size is not None:
@@ -325,8 +226,13 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             drop_remainder=True,
         )
 
+    def checked_class_weight(self, class_weight):
+        """Raise if there are weights of classes, which pairs do not have."""
+        if class_weight is not None:
+            raise no_weights("class_weight", class_weight)
+
     def check_input(self, x):
-        """Raise unless images are what the model takes, before they are preprocessed.
+        """Raise unless images have a shape that can be preprocessed for the model.
 
         Args:
             x: array, or `tf.TensorSpec` of a batch; or a dict with such `"images"` and
@@ -345,7 +251,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         )
 
     def check_labels(self, y):
-        """Raise unless token ids are of the vocabulary. Captions are looked at later.
+        """Raise unless token ids are of the vocabulary. Captions are checked later.
 
         Args:
             y: array of captions or token ids.
@@ -353,8 +259,8 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         check_vocabulary(y, self.backbone)
 
     def preprocess_samples(self, x, y=None, sample_weight=None):
-        # Not `super()`: inside a `tf.data` pipeline AutoGraph would look for its class
-        # among the callers and may find another one.
+        # Not `super()`: in a `tf.data` pipeline AutoGraph may resolve it to the class
+        # of another caller.
         if self.preprocessor is not None:
             x = keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
         elif y is not None:
@@ -421,9 +327,9 @@ class LIMoEContrastive(ContrastiveTask):
     """Contrastive learning with one sparse tower for images and captions.
 
     Pixels from 0 to 255 (channels last, whatever `keras.config.image_data_format()`
-    says) and captions go in, embeddings come out. Both halves of a batch
-    pass through the tower in one call, in training and in `evaluate`; `encode_image`
-    and `encode_text` take one half.
+    says) and captions go in, embeddings come out. Images and captions pass through the
+    tower in one call in `fit` and `evaluate`; `encode_image` and `encode_text` take one
+    modality.
 
     Args:
         backbone: `LIMoEBackbone`.
@@ -480,7 +386,7 @@ class TwoTowerContrastive(ContrastiveTask):
         ...     ksm.models.TextMoEBackbone(400, 16, 1, 2, 32, 64),
         ... )
         >>> preprocessor = ksm.models.TwoTowerPreprocessor(
-        ...     limoe.preprocessor.tokenizer, ksm.models.LIMoEImageConverter((32, 32))
+        ...     limoe.preprocessor.tokenizer, ksm.models.ViTMoEImageConverter((32, 32))
         ... )
         >>> model = ksm.models.TwoTowerContrastive(towers, preprocessor)
         >>> model.encode_text(captions).shape

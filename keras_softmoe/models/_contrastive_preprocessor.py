@@ -8,23 +8,20 @@ import keras_hub
 import numpy as np
 
 from keras_softmoe.checks import check_whole_numbers, quote
+from keras_softmoe.models._image_preprocessor import (
+    ViTMoEImageConverter,
+    fit_image_size,
+)
 from keras_softmoe.models._limoe_backbone import LIMoEBackbone
 from keras_softmoe.models._loading import load_from_presets
 from keras_softmoe.models._two_tower_backbone import TwoTowerBackbone
-from keras_softmoe.models._vit_moe_image_classifier import ViTMoEImageConverter
-from keras_softmoe.models.arguments import check_preprocessor
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class LIMoEImageConverter(ViTMoEImageConverter):
-    """Resizes images and maps pixels from `[0, 255]` to `[-1, 1]`.
+    """`ViTMoEImageConverter` in presets of `LIMoEBackbone`.
 
-    As `ViTMoEImageConverter`, for the presets of `LIMoEBackbone`.
-
-    Examples:
-        >>> converter = ksm.models.LIMoEImageConverter(image_size=(32, 32))
-        >>> converter(np.full((2, 48, 48, 3), 255, "float32")).shape
-        (2, 32, 32, 3)
+    KerasHub finds the class of a converter by the class of the backbone.
     """
 
     backbone_cls = LIMoEBackbone
@@ -66,7 +63,7 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
 
     Args:
         tokenizer: `LIMoETokenizer`, without a `sequence_length` of its own.
-        image_converter: `LIMoEImageConverter` or `None`.
+        image_converter: `ViTMoEImageConverter` or `None`.
         sequence_length: int, tokens of a text, filled up with zeros.
         truncate: bool, whether longer captions are cut. By default they are refused.
         **kwargs: as in `keras_hub.models.Preprocessor`.
@@ -197,7 +194,7 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
 
     Args:
         tokenizer: `LIMoETokenizer`, without a `sequence_length` of its own.
-        image_converter: `LIMoEImageConverter` or `None`.
+        image_converter: `ViTMoEImageConverter` or `None`.
         sequence_length: int, tokens of a text, filled up with zeros.
         truncate: bool, whether longer captions are cut, as in the paper. By default
             they are refused, for what is cut is lost without notice.
@@ -207,7 +204,7 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
 
     Examples:
         >>> preprocessor = ksm.models.LIMoEPreprocessor(
-        ...     limoe.preprocessor.tokenizer, ksm.models.LIMoEImageConverter((32, 32))
+        ...     limoe.preprocessor.tokenizer, ksm.models.ViTMoEImageConverter((32, 32))
         ... )
         >>> preprocessor(scenes[:2], ["a red circle", "two blue stars"])[
         ...     "token_ids"
@@ -217,7 +214,7 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
 
     backbone_cls = LIMoEBackbone
     tokenizer_cls = LIMoETokenizer
-    image_converter_cls = LIMoEImageConverter
+    image_converter_cls = ViTMoEImageConverter
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -228,7 +225,7 @@ class TwoTowerPreprocessor(ContrastivePreprocessor):
 
     Examples:
         >>> preprocessor = ksm.models.TwoTowerPreprocessor(
-        ...     limoe.preprocessor.tokenizer, ksm.models.LIMoEImageConverter((32, 32))
+        ...     limoe.preprocessor.tokenizer, ksm.models.ViTMoEImageConverter((32, 32))
         ... )
         >>> preprocessor(scenes[:2], ["a red circle", "two blue stars"])[
         ...     "token_ids"
@@ -238,7 +235,7 @@ class TwoTowerPreprocessor(ContrastivePreprocessor):
 
     backbone_cls = TwoTowerBackbone
     tokenizer_cls = LIMoETokenizer
-    image_converter_cls = LIMoEImageConverter
+    image_converter_cls = ViTMoEImageConverter
 
 
 def no_weights(name, value):
@@ -286,10 +283,7 @@ def check_tokenizer(folder):
 
 def fit_preprocessor(preprocessor, backbone):
     """Make images the size that the backbone takes, and compare the texts' length."""
-    check_preprocessor(preprocessor)
-    converter = getattr(preprocessor, "image_converter", None)
-    if getattr(converter, "image_size", None) is not None:
-        converter.image_size = backbone.image_shape[:2]
+    fit_image_size(preprocessor, backbone.image_shape[:2])
     length = getattr(preprocessor, "sequence_length", backbone.sequence_length)
     if length != backbone.sequence_length:
         raise ValueError(

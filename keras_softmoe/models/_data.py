@@ -1,13 +1,13 @@
-"""Data as users have them, for `fit`, `evaluate` and `predict` of the tasks.
+"""Data of all kinds, checked and preprocessed for `fit`, `evaluate` and `predict`.
 
 KerasHub's tasks preprocess arrays, `tf.data` and some of grain, and refuse the rest.
-Here whatever gives batches is taken on every backend: arrays and `tf.data` go through a
-pipeline of `tf.data`; the batches of a `keras.utils.PyDataset`, a PyTorch `DataLoader`,
-a grain dataset or loader, a generator or any other iterable are preprocessed one by
-one.
+Here arrays and `tf.data` go through a `tf.data` pipeline, on every backend. The batches
+of a `keras.utils.PyDataset`, a PyTorch `DataLoader`, a grain dataset or loader, a
+generator or any other iterable are preprocessed one by one.
 """
 
 import threading
+from typing import Any
 
 import keras
 import numpy as np
@@ -23,13 +23,13 @@ from keras_softmoe.keras_adapter import BatchesOf
 from keras_softmoe.models._pictures import as_arrays
 from keras_softmoe.models.arguments import check_finite_images
 
-# While one thread traces them, Keras' preprocessing layers compute with TensorFlow: in
-# another thread, that is done with it, they would change back too early.
+# Keras' preprocessing layers compute with TensorFlow while a thread traces them.
+# Another thread that has finished would change them back too early.
 _tracing = threading.Lock()
 
 
 def gives_batches(x):
-    """Whether something gives batches one after the other, and is no array of them."""
+    """Whether `x` is an iterable of batches, not an array or a list of rows."""
     is_array = isinstance(x, (str, list, tuple, dict)) or hasattr(x, "shape")
     return not is_array and (
         isinstance(x, keras.utils.PyDataset) or hasattr(x, "__iter__")
@@ -37,38 +37,36 @@ def gives_batches(x):
 
 
 def prepare(
-    model,
-    x,
-    y=None,
-    sample_weight=None,
+    model: keras.Model,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
     *,
-    batch_size=None,
-    shuffle=False,
-    drop_remainder=False,
-    class_weight=None,
-):
-    """What `keras.Model.fit` takes, with the preprocessing of a task.
+    batch_size: int | None = None,
+    shuffle: bool = False,
+    drop_remainder: bool = False,
+    class_weight: dict | None = None,
+) -> Any:
+    """Return data as `keras.Model.fit` takes them, preprocessed by a task.
 
     Args:
-        model: task with `preprocess_samples(x, y, sample_weight)`, `check_labels(y)`,
-            which is given arrays, and `check_input(x)`, which is given arrays, or the
-            `tf.TensorSpec` of a dataset's batches, and raises an error before anything
-            is traced.
+        model: task with three methods: `check_input(x)` of arrays, or of the
+            `tf.TensorSpec` of a dataset's batches before anything is traced;
+            `check_labels(y)` of arrays; `preprocess_samples(x, y, sample_weight)`.
         x: arrays, or batches of `x`, `(x, y)` or `(x, y, sample_weight)`.
         y: array, or `None` with batches.
         sample_weight: as `y`.
-        batch_size: int, 32 if `None`; `None` with batches.
-        shuffle: bool, whether rows of arrays, and batches of a `PyDataset`, come in
-            another order in each epoch.
-        drop_remainder: bool, whether rows of arrays that fill no batch are left out.
-        class_weight: dict from classes to weights, see `checked_class_weight`, or
-            `None`. Of arrays and `tf.data` Keras itself takes care.
+        batch_size: int. Defaults to 32. `None` with batches.
+        shuffle: bool, whether rows of arrays, and batches of a `PyDataset`, are
+            shuffled before each epoch.
+        drop_remainder: bool, whether the last incomplete batch of arrays is dropped.
+        class_weight: dict from all classes to weights, or `None`. Keras applies it to
+            arrays and `tf.data`.
 
     Raises:
         ValueError: if arrays differ in length, there are none or no batches, images or
-            weights are not finite or labels are no classes, or batches are given
-            together with what they should contain. (The batches of `tf.data` are not
-            looked at.)
+            weights are not finite, labels are not classes, or labels and weights are
+            given beside batches. (Elements of `tf.data` are not checked.)
     """
     # KerasHub has imported TensorFlow already.
     import tensorflow as tf
@@ -80,8 +78,8 @@ def prepare(
         extra = [name for name, value in extra.items() if value is not None]
         if extra:
             raise ValueError(
-                "What gives batches gives them whole, labels and weights with the "
-                f"images. Received: x={type(x).__name__} together with "
+                "Batches must already contain labels and sample weights. "
+                f"Received: x={type(x).__name__} together with "
                 f"{', '.join(extra)}. Leave that out, and let x give (images, labels)."
             )
     elif x is not None:
@@ -114,25 +112,34 @@ def prepare(
 
 
 def _rows(model, x, y, sample_weight, shuffle):
-    """`tf.data` rows of arrays, in another order every time they are iterated."""
+    """`tf.data` rows of arrays, shuffled anew in each iteration."""
     import tensorflow as tf
 
     x, y, weight = (None if a is None else as_arrays(a) for a in (x, y, sample_weight))
     _check_samples(model, x, y, weight)
     arrays = tuple(a for a in (x, y, weight) if a is not None)
     rows = tf.data.Dataset.from_tensor_slices(arrays)
-    return rows.shuffle(_count(x)) if shuffle else rows
+    return rows.shuffle(num_rows(x)) if shuffle else rows
 
 
-def _count(array):
-    return len(keras.tree.flatten(array)[0])
+def num_rows(arrays):
+    """Number of rows of an array, or of a structure of arrays."""
+    return len(keras.tree.flatten(arrays)[0])
+
+
+def is_empty(x):
+    """Whether `x` is an array or a list without rows, or a dict with one."""
+    if isinstance(x, dict):
+        return any(map(is_empty, x.values()))
+    if isinstance(x, (list, tuple)):
+        return not x
+    return tuple(getattr(x, "shape", ()))[:1] == (0,)
 
 
 def _check_samples(model, x, y=None, weight=None):
-    """Raise unless arrays hold as many of each, and what can be learned from.
+    """Raise unless arrays are equally long, finite and of the model.
 
-    One NaN among the images, the labels or the weights makes all weights of the model
-    NaN.
+    One NaN among images, labels or sample weights makes all weights of a model NaN.
     """
     model.check_input(x)
     arrays = [array for part in (x, y, weight) for array in keras.tree.flatten(part)]
@@ -159,7 +166,7 @@ def _check_samples(model, x, y=None, weight=None):
 
 
 def check_finite_labels(y):
-    """Raise if labels that are no classes, such as smoothed ones, are not finite."""
+    """Raise if labels that need not be classes, as smoothed ones, are not finite."""
     for array in keras.tree.flatten(y):
         wrong = first_not_finite(array)
         if wrong is not None:
@@ -171,7 +178,7 @@ def check_finite_labels(y):
 
 
 def _check_weights(weight):
-    """Raise unless sample weights are a finite number for each sample."""
+    """Raise unless sample weights are one finite number for each sample."""
     for array in keras.tree.flatten(weight):
         if array.dtype.kind in "OSUcmM" or array.shape[1:] not in ((), (1,)):
             raise ValueError(
@@ -188,7 +195,7 @@ def _check_weights(weight):
 
 
 def without_column(x):
-    """`(N,)` of an array or tensor `(N, 1)`; anything else as it is."""
+    """Squeeze an array or tensor `(N, 1)` to `(N,)`; return anything else unchanged."""
     shape = getattr(x, "shape", None)
     if shape is None or getattr(shape, "rank", 0) is None:
         return x
@@ -196,7 +203,7 @@ def without_column(x):
 
 
 def no_outputs(model):
-    """What a model predicts for no inputs: its outputs, with an empty batch."""
+    """Outputs of a model for an empty batch, as `predict` returns them."""
     empty = keras.tree.map_structure(
         lambda x: keras.ops.zeros((0, *x.shape[1:]), x.dtype), model.output
     )
@@ -204,11 +211,11 @@ def no_outputs(model):
 
 
 def _check_batches(x):
-    """Raise if what gives batches is known to give none."""
+    """Raise if an iterable tells that it has no batches."""
     try:
         is_empty = x is not None and len(x) == 0
     except TypeError:
-        # It does not tell, or has no end.
+        # Its length is unknown or infinite.
         return
     if is_empty:
         raise ValueError(
@@ -218,10 +225,9 @@ def _check_batches(x):
 
 
 def checked_class_weight(class_weight, num_classes):
-    """Weights of all classes, a dict: 1 for those that are not mentioned.
+    """Return a dict with the weights of all classes; the default is 1.
 
-    Keras looks for the others among the given ones, and an `int` that is none of its
-    classes changes nothing.
+    Keras looks up every class, and ignores keys that are no classes.
 
     Args:
         class_weight: dict from int to float, or `None`, which is returned.
@@ -249,7 +255,7 @@ def checked_class_weight(class_weight, num_classes):
 def _weights(labels, weights, class_weight):
     if labels is None or weights is not None:
         raise ValueError(
-            "`class_weight` makes weights of labels. Received: batches "
+            "`class_weight` turns labels into sample weights. Received: batches "
             + ("without labels" if labels is None else "with weights of their own")
             + ". Leave `class_weight` out."
         )

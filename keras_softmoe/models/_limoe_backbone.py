@@ -41,7 +41,8 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         hidden_dim: int, width `D` of a token.
         mlp_dim: int, hidden width of MLPs and experts.
         moe_layers: tuple of int, the blocks (counted from 0) whose MLP is a mixture of
-            experts; `every_n(num_layers, 2)` in the paper.
+            experts; `moe_blocks(num_layers, every=2)` in the
+            paper.
         router: the router of those blocks, a template: each block makes its own with
             the same configuration. Or a list of routers, one for each of those blocks.
             Required exactly if there are any; a `routers.LIMoERouter` in the paper.

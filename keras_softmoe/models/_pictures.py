@@ -5,18 +5,6 @@ import sys
 import keras
 import numpy as np
 
-from keras_softmoe.checks import (
-    LARGEST,
-    check_bools,
-    check_choice,
-    check_numbers,
-    is_whole_number,
-    quote,
-)
-
-_INTERPOLATIONS = ("bilinear", "nearest", "bicubic", "lanczos3", "lanczos5")
-_WHETHER = ("crop_to_aspect_ratio", "pad_to_aspect_ratio", "antialias")
-
 
 def as_arrays(data):
     """NumPy arrays of whatever holds numbers, strings or pictures.
@@ -96,34 +84,3 @@ def repeat_grey(images, channels):
     if tf is not None and tf.is_tensor(images):
         return tf.repeat(images, channels, axis=-1)
     return keras.ops.repeat(images, channels, axis=-1)
-
-
-def check_resizing(image_size, scale, offset, **others):
-    """Raise unless arguments of an image converter are sizes, numbers and choices.
-
-    Keras looks at most of them when the first image comes.
-
-    Args:
-        image_size: `None`, or height and width.
-        scale: `None`, a number, or one for each channel.
-        offset: as `scale`.
-        **others: its other arguments. Not all are looked at.
-    """
-    if image_size is not None:
-        is_pair = isinstance(image_size, (list, tuple)) and len(image_size) == 2
-        if not is_pair or not all(
-            is_whole_number(size, name="image_shape") for size in image_size
-        ):
-            raise ValueError(
-                "`image_size` must be `None`, or a height and a width, at most "
-                f"{LARGEST['image_shape']:,}. Received: image_size={quote(image_size)}."
-                " Pass two such ints."
-            )
-    for name, value in {"scale": scale, "offset": offset}.items():
-        if value is not None:
-            is_one = not isinstance(value, (list, tuple))
-            for number in [value] if is_one else value[:16]:
-                check_numbers(**{name: number})
-    check_bools(**{name: others[name] for name in _WHETHER if name in others})
-    interpolation = others.get("interpolation", "bilinear")
-    check_choice("interpolation", interpolation, _INTERPOLATIONS)

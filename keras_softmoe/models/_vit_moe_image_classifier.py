@@ -1,63 +1,42 @@
-"""Image classification: converter, preprocessor and task."""
+"""Image classification on a Vision Transformer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import keras_hub
 import numpy as np
-from numpy.typing import ArrayLike
 
 from keras_softmoe import catalogue
-from keras_softmoe.checks import (
-    check_choice,
-    check_numbers,
-    check_whole_numbers,
-    quote,
-)
+from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
 from keras_softmoe.exporting import exportable
-from keras_softmoe.keras_adapter import (
-    flatten_layers,
-    register_parameters,
-)
+from keras_softmoe.keras_adapter import flatten_layers, register_parameters
+from keras_softmoe.models import _fitting
 from keras_softmoe.models._adaptation import quantizable
 from keras_softmoe.models._compilation import (
-    compile_again,
+    compile_from_config,
     with_compilation,
     with_optimizer,
 )
 from keras_softmoe.models._data import (
     check_finite_labels,
     checked_class_weight,
-    gives_batches,
-    no_outputs,
     prepare,
     without_column,
 )
-from keras_softmoe.models._loading import (
-    load_and_save_presets,
-    load_from_presets,
-    with_backbone,
+from keras_softmoe.models._image_preprocessor import (
+    ViTMoEImageClassifierPreprocessor,
+    fit_image_size,
 )
+from keras_softmoe.models._loading import load_and_save_presets, with_backbone
 from keras_softmoe.models._mutable_routing import MutableRouting, recompile_on_change
-from keras_softmoe.models._pictures import (
-    as_arrays,
-    check_resizing,
-    repeat_grey,
-    without_pil,
-)
-from keras_softmoe.models._run_checks import run_scope
+from keras_softmoe.models._pictures import as_arrays, repeat_grey
 from keras_softmoe.models._trainable import (
     set_trainable_argument,
     trainable_argument,
 )
 from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
-from keras_softmoe.models.arguments import (
-    check_images,
-    check_kind,
-    check_preprocessor,
-    offer_names,
-)
+from keras_softmoe.models.arguments import check_images, check_kind, offer_names
 from keras_softmoe.sharding import check_model
 from keras_softmoe.types import DType
 
@@ -66,77 +45,6 @@ _CROSSENTROPIES = {
     "categorical_crossentropy": keras.losses.CategoricalCrossentropy,
     "sparse_categorical_crossentropy": keras.losses.SparseCategoricalCrossentropy,
 }
-
-
-@keras.saving.register_keras_serializable(package="keras_softmoe")
-@load_from_presets
-class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
-    """Resizes images and maps pixels from `[0, 255]` to `[-1, 1]`.
-
-    Takes arrays, PIL images and lists of them. Its arguments are those of
-    `keras_hub.layers.ImageConverter`; `scale` and `offset` have
-    defaults for the models of this library. `from_preset` takes our preset names.
-
-    Images have their channels last, whatever `keras.config.image_data_format()` says,
-    as all models of this library take them.
-
-    Raises:
-        ValueError: if an argument is not among the accepted values, such as
-            `data_format="channels_first"`.
-
-    Source: V-MoE's released code (value range).
-
-    Examples:
-        >>> converter = ksm.models.ViTMoEImageConverter(image_size=(32, 32))
-        >>> converter(np.full((2, 48, 48, 3), 255, "float32")).shape
-        (2, 32, 32, 3)
-    """
-
-    backbone_cls = ViTMoEBackbone
-
-    def __init__(
-        self,
-        image_size: Sequence[int] | None = None,
-        scale: float = 1.0 / 127.5,
-        offset: float = -1.0,
-        data_format: str | None = "channels_last",
-        **kwargs,
-    ):
-        check_resizing(image_size, scale, offset, **kwargs)
-        check_choice("data_format", data_format, (None, "channels_last"))
-        super().__init__(
-            image_size=image_size,
-            scale=scale,
-            offset=offset,
-            # `None` would be the format that is set for all of Keras.
-            data_format="channels_last",
-            **kwargs,
-        )
-        # It has no weights, but `quantize` refuses a model with an unbuilt layer.
-        self.resizing.built = True
-
-    def call(self, inputs):
-        return super().call(without_pil(inputs))
-
-
-@keras.saving.register_keras_serializable(package="keras_softmoe")
-@load_from_presets
-class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreprocessor):
-    """Prepares images (and passes labels through) for `ViTMoEImageClassifier`.
-
-    Args:
-        image_converter: `ViTMoEImageConverter` or `None`.
-        **kwargs: as in `keras_hub.models.ImageClassifierPreprocessor`.
-
-    Examples:
-        >>> converter = ksm.models.ViTMoEImageConverter(image_size=(32, 32))
-        >>> preprocessor = ksm.models.ViTMoEImageClassifierPreprocessor(converter)
-        >>> preprocessor(np.full((2, 48, 48, 3), 255, "float32")).shape
-        (2, 32, 32, 3)
-    """
-
-    backbone_cls = ViTMoEBackbone
-    image_converter_cls = ViTMoEImageConverter
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -199,6 +107,10 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     backbone_cls = ViTMoEBackbone
     preprocessor_cls = ViTMoEImageClassifierPreprocessor
 
+    fit, evaluate, predict = _fitting.fit, _fitting.evaluate, _fitting.predict
+    batches = prepare
+    compile_from_config = compile_from_config
+
     def __init__(
         self,
         backbone: keras.Model,
@@ -214,9 +126,8 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         check_kind("backbone", backbone, self.backbone_cls)
         check_whole_numbers(1, num_classes=num_classes)
         check_numbers(least=0, under=1, dropout=dropout)
-        check_preprocessor(preprocessor)
         # === Config ===
-        # First of all, because compiling asks for the activation.
+        # First, because `compile` reads the activation.
         self.num_classes = num_classes = int(num_classes)
         self.activation = activation
         self.dropout = dropout
@@ -225,7 +136,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         # === Layers ===
         self.backbone = backbone
         self.preprocessor = preprocessor
-        _fit_converter(preprocessor, backbone.image_shape[:2])
+        fit_image_size(preprocessor, backbone.image_shape[:2])
         self.output_dropout = keras.layers.Dropout(
             dropout, dtype=backbone.dtype_policy, name="output_dropout"
         )
@@ -242,7 +153,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         x = self.backbone(inputs)["pooled_output"]
         x = self.output_dropout(x)
         outputs = self.output_dense(x)
-        # KerasHub's own classifier would build its pooling: skip it.
+        # KerasHub's `ImageClassifier.__init__` would add a pooling layer.
         keras_hub.models.Task.__init__(
             self, inputs=inputs, outputs=outputs, compile=compile, name=name
         )
@@ -289,9 +200,6 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     def get_compile_config(self):
         return with_optimizer(self, super().get_compile_config())
 
-    def compile_from_config(self, config):
-        compile_again(self, config)
-
     @classmethod
     def from_preset(cls, preset, load_weights=True, **kwargs):
         """Load a classifier from a preset.
@@ -329,8 +237,8 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         """Dict from the index of each MoE block to its router."""
         return self.backbone.routers
 
-    # KerasHub's two methods take the state of the optimizer for weights of the head. It
-    # is twice the size of the model, and what it was saved for is lost anyway.
+    # KerasHub's methods would write the state of the optimizer with the head: twice the
+    # size of the model, and of no use in a preset.
 
     def save_task_weights(self, filepath):
         keras.saving.save_weights(self, filepath, objects_to_skip=self._but_the_head())
@@ -341,133 +249,14 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     def _but_the_head(self):
         return [*flatten_layers(self.backbone), self.optimizer]
 
-    def fit(
-        self,
-        x=None,
-        y=None,
-        batch_size: int | None = None,
-        sample_weight: ArrayLike | None = None,
-        validation_data=None,
-        validation_split: float | None = None,
-        shuffle: bool = True,
-        **kwargs,
-    ):
-        """Train, as `keras.Model.fit` does.
+    # === Data ===
 
-        Arrays are shuffled before each epoch, which KerasHub's tasks leave out.
-
-        Args:
-            x: `(N, height, width, channels)` images from 0 to 255, an array or a list
-                of arrays or PIL images, the channel of grey ones repeated as often as
-                the model has channels. Or whatever gives batches `(x, y)`: a `tf.data`
-                or grain dataset, a PyTorch `DataLoader`, a `keras.utils.PyDataset`, a
-                generator.
-            y: `(N,)` int labels, `None` with batches.
-            batch_size: int, 32 if `None`. `None` with batches.
-            sample_weight: optional `(N,)` array of finite numbers.
-            validation_data: optional `(x, y)` or batches.
-            validation_split: optional float, the share at the end of the arrays that
-                is kept for validation.
-            shuffle: bool, whether arrays (and the batches of a `PyDataset`) are
-                shuffled before each epoch.
-            **kwargs: as in `keras.Model.fit`.
-
-        Returns:
-            `keras.callbacks.History`.
-
-        Raises:
-            ValueError: if images, labels and weights differ in number, there are none,
-                one of them is not finite, or the images have another shape than the
-                model's and nothing resizes them. Nothing is then trained. (The batches
-                of `tf.data` are not looked at.)
-        """
-        if validation_split and validation_data is None:
-            (x, y, sample_weight), validation_data = _split(
-                x, y, sample_weight, validation_split
-            )
-        validation_size = kwargs.pop("validation_batch_size", None) or batch_size
-        class_weight = checked_class_weight(
-            kwargs.pop("class_weight", None), self.num_classes
-        )
-        x = prepare(
-            self,
-            x,
-            y,
-            sample_weight,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            class_weight=class_weight,
-        )
-        if isinstance(validation_data, (tuple, list)):
-            validation_data = prepare(
-                self, *validation_data, batch_size=validation_size
-            )
-        elif validation_data is not None:
-            validation_data = prepare(self, validation_data)
-        with run_scope(self, trains=True):
-            # Not KerasHub's, which would preprocess what it knows, and refuse the rest.
-            return keras.Model.fit(
-                self,
-                x,
-                validation_data=validation_data,
-                shuffle=False,
-                class_weight=class_weight,
-                **kwargs,
-            )
-
-    def evaluate(
-        self,
-        x=None,
-        y=None,
-        batch_size: int | None = None,
-        sample_weight: ArrayLike | None = None,
-        **kwargs,
-    ):
-        """Loss (without balancing losses) and metrics, as `keras.Model.evaluate` does.
-
-        Args:
-            x: as in `fit`.
-            y: as in `fit`.
-            batch_size: int, 32 if `None`.
-            sample_weight: optional `(N,)` array.
-            **kwargs: as in `keras.Model.evaluate`.
-
-        Returns:
-            As `keras.Model.evaluate`.
-
-        Raises:
-            ValueError: as `fit`.
-        """
-        if not kwargs.get("_use_cached_eval_dataset"):
-            x = prepare(self, x, y, sample_weight, batch_size=batch_size)
-        with run_scope(self, trains=False):
-            return keras.Model.evaluate(self, x, **kwargs)
-
-    def predict(self, x, batch_size: int | None = None, **kwargs):
-        """Logits (or activations) of images.
-
-        Args:
-            x: images, as in `fit`, or batches of them (labels are passed over).
-            batch_size: int, 32 if `None`.
-            **kwargs: as in `keras.Model.predict`.
-
-        Returns:
-            `(N, num_classes)` array.
-
-        Raises:
-            ValueError: if the images have another shape than the model's and nothing
-                resizes them.
-        """
-        if not gives_batches(x):
-            x = as_arrays(x)
-            if getattr(x, "shape", ())[:1] == (0,):
-                return no_outputs(self)
-        x = prepare(self, x, batch_size=batch_size)
-        with run_scope(self, trains=False):
-            return keras.Model.predict(self, x, **kwargs)
+    def checked_class_weight(self, class_weight: dict | None) -> dict | None:
+        """Return the weights of all classes, 1 unless given; `None` without weights."""
+        return checked_class_weight(class_weight, self.num_classes)
 
     def check_input(self, x: Any) -> None:
-        """Raise unless images are what the model takes, before they are preprocessed.
+        """Raise unless images have a shape that can be preprocessed for the model.
 
         Args:
             x: array, or `tf.TensorSpec` of a batch.
@@ -481,9 +270,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
             )
 
     def check_labels(self, y: Any) -> None:
-        """Raise unless labels are classes of the model, where the loss wants classes.
-
-        For another loss they must be finite.
+        """Raise unless labels are classes of the model, or finite for other losses.
 
         Args:
             y: array of labels.
@@ -511,13 +298,13 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         if not hasattr(x, "shape"):
             x = as_arrays(x)
         self.check_input(x)
-        # Not `super()`: inside a `tf.data` pipeline AutoGraph would look for its class
-        # among the callers and may find another one.
+        # Not `super()`: in a `tf.data` pipeline AutoGraph may resolve it to the class
+        # of another caller.
         data = keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         x = repeat_grey(x, self.backbone.image_shape[-1])
         check_images(x, self.backbone.image_shape)
-        # On TensorFlow a step that has seen both forms knows the rank of neither.
+        # A TensorFlow step traced with both shapes loses the rank of its inputs.
         sample_weight = without_column(sample_weight)
         if _is_sparse(self._loss_object()):
             y = without_column(y)
@@ -552,27 +339,3 @@ def _wrong_labels(received, num_classes):
         "`labels.argmax(-1)`, or compile with the loss that they are for, such as "
         '`loss="categorical_crossentropy"`.'
     )
-
-
-def _split(x, y, sample_weight, validation_split):
-    """Arrays for training, and the share of them at the end for validation."""
-    if gives_batches(x):
-        raise ValueError(
-            "`validation_split` cuts arrays in two. Received: validation_split="
-            f"{validation_split} with x={type(x).__name__}. Pass other batches as "
-            "`validation_data`."
-        )
-    arrays = [None if a is None else as_arrays(a) for a in (x, y, sample_weight)]
-    cut = int(len(arrays[0]) * (1.0 - validation_split))
-    first = [None if a is None else a[:cut] for a in arrays]
-    return first, tuple(a[cut:] for a in arrays if a is not None)
-
-
-def _fit_converter(preprocessor, image_size):
-    """Make a resizing image converter resize to what the backbone takes.
-
-    A preset that is loaded at another resolution brings the old size along.
-    """
-    converter = getattr(preprocessor, "image_converter", None)
-    if getattr(converter, "image_size", None) is not None:
-        converter.image_size = image_size

@@ -19,6 +19,10 @@ from keras_softmoe.checkpoints import (
     read_parameters,
 )
 from keras_softmoe.checks import check_names
+from keras_softmoe.models._image_preprocessor import (
+    ViTMoEImageClassifierPreprocessor,
+    ViTMoEImageConverter,
+)
 from keras_softmoe.models._keras_hub_params import read_keras_hub
 from keras_softmoe.models._source_kinds import (
     Source,
@@ -26,10 +30,6 @@ from keras_softmoe.models._source_kinds import (
     find_file,
     from_keras_hub,
     own_model,
-)
-from keras_softmoe.models._vit_moe_image_classifier import (
-    ViTMoEImageClassifierPreprocessor,
-    ViTMoEImageConverter,
 )
 from keras_softmoe.models.conversion import model_for
 from keras_softmoe.models.vmoe_params import load_vmoe_params

@@ -33,6 +33,7 @@ from keras_softmoe.training._imagenet_recipe import (
     imagenet_from_scratch as imagenet_from_scratch,
 )
 from keras_softmoe.training._losses import SigmoidCrossentropy as SigmoidCrossentropy
+from keras_softmoe.training._metrics import PrecisionAt1 as PrecisionAt1
 from keras_softmoe.training._optimizers import SGD as SGD
 from keras_softmoe.training._optimizers import Adam as Adam
 from keras_softmoe.training._pipeline import Augmentation as Augmentation

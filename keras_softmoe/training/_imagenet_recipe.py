@@ -5,8 +5,8 @@ The defaults are the numbers of the released code, and all are arguments.
 
 import functools
 
-from keras_softmoe.evaluation import PrecisionAt1
 from keras_softmoe.training._losses import SigmoidCrossentropy
+from keras_softmoe.training._metrics import PrecisionAt1
 from keras_softmoe.training._optimizers import Adam
 from keras_softmoe.training._paths import KERNELS
 from keras_softmoe.training._pipeline import Augmentation

@@ -6,9 +6,9 @@ the docstring says so and what was chosen.
 
 import functools
 
-from keras_softmoe.evaluation import PrecisionAt1
 from keras_softmoe.training._adafactor import Adafactor
 from keras_softmoe.training._losses import SigmoidCrossentropy
+from keras_softmoe.training._metrics import PrecisionAt1
 from keras_softmoe.training._optimizers import Adam
 from keras_softmoe.training._paths import HEAD_KERNEL, KERNELS, SOFT_ROUTER_SCALE
 from keras_softmoe.training._pipeline import Augmentation

@@ -7,15 +7,13 @@ from keras_softmoe.analysis import (
     plot_concentration,
     plot_expert_contributions,
     plot_expert_load,
-    plot_peaks,
     plot_slot_correlation,
     plot_token_weights,
     plot_tokens_per_slot,
 )
 from keras_softmoe.analysis._load import ExpertLoad
-from keras_softmoe.analysis._peaks import PeakSweep
 from keras_softmoe.analysis._soft_statistics import TOKEN_WEIGHT_EDGES
-from tests.analysis.reading import legend_names, lines, png, tick_names
+from tests.analysis.reading import legend_names, png, tick_names
 from tests.analysis.soft_blocks import (
     NUM_EXPERTS,
     NUM_TOKENS,
@@ -204,75 +202,3 @@ def test_expert_load():
         np.testing.assert_allclose(heights, expected)
         assert f"dropped {100 * block.dropped:g}% of tokens" in ax.get_title()
     assert NUM_EXPERTS * SLOTS == 6
-
-
-# === Peaks ===
-
-
-def make_sweep(num_seeds=3, **changes):
-    rng = np.random.default_rng(0)
-    shape = (2, 3, num_seeds, 2)
-    sweep = PeakSweep(
-        values=np.array([512, 64, 1664]),
-        normalize=np.array([True, False]),
-        blocks=(3, 5),
-        dispatch=rng.uniform(size=shape),
-        combine=rng.uniform(size=shape),
-        scores=rng.uniform(size=shape[:-1]),
-    )
-    return sweep._replace(**changes)
-
-
-@pytest.mark.parametrize("num_seeds", [1, 3])
-def test_peaks(num_seeds):
-    sweep = make_sweep(num_seeds)
-    figure = plot_peaks(sweep, x="width", score="accuracy")
-    order = [1, 0, 2]
-    panels = (sweep.dispatch, sweep.combine, sweep.scores[..., None])
-    for ax, numbers in zip(figure.axes, panels, strict=True):
-        assert tick_names(ax.xaxis) == ["64", "512", "1664"]
-        assert ax.get_xscale() == "log"
-        drawn = [bars.lines for bars in ax.containers]
-        for (line, _, spreads), of_mode in zip(drawn, numbers, strict=True):
-            by_seed = of_mode[order].mean(axis=-1)
-            expected = np.stack([sweep.values[order], by_seed.mean(axis=-1)], axis=-1)
-            np.testing.assert_allclose(line.get_xydata(), expected)
-            assert bool(spreads) == (num_seeds > 1)
-            if spreads:
-                ends = np.array(spreads[0].get_segments())[:, :, 1]
-                mean, spread = by_seed.mean(axis=-1), by_seed.std(axis=-1, ddof=1)
-                # All of them are shares.
-                expected = np.clip([mean - spread, mean + spread], 0, 1).T
-                np.testing.assert_allclose(ends, expected)
-    # Each block by itself.
-    thin = [line for line in figure.axes[0].lines if line.get_linewidth() < 1]
-    found = np.array([line.get_ydata() for line in thin])
-    expected = sweep.dispatch[:, order].mean(axis=2).swapaxes(1, 2).reshape(4, 3)
-    np.testing.assert_allclose(found[:4], expected)
-    assert legend_names(figure.legends[0]) == ["normalized", "not normalized"]
-    assert figure.get_supxlabel() == "width"
-    assert figure.axes[2].get_title() == "accuracy"
-    assert png(figure).startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("factor, is_clipped", [(1.0, True), (2.0, False)])
-def test_scores_that_are_shares_have_bars_inside(factor, is_clipped):
-    scores = factor * np.tile([0.2, 1.0, 1.0], (2, 3, 1))
-    figure = plot_peaks(make_sweep(scores=scores))
-    for _, bars in lines(figure.axes[2]).values():
-        assert (bars.max() == 1) == is_clipped
-        assert bars.max() >= 1
-
-
-def test_peaks_without_scores_in_one_mode():
-    sweep = make_sweep(
-        normalize=np.array([False]), scores=None, values=np.array([1, 2, 3])
-    )
-    sweep = sweep._replace(dispatch=sweep.dispatch[:1], combine=sweep.combine[:1])
-    figure = plot_peaks(sweep)
-    assert len(figure.axes) == 2
-    assert figure.axes[0].get_xscale() == "linear"
-    assert legend_names(figure.legends[0]) == ["not normalized"]
-    with pytest.raises(ValueError, match="Received: sweep of type dict"):
-        plot_peaks({})
-    assert lines(figure.axes[0])

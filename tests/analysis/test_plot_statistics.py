@@ -6,7 +6,6 @@ import pytest
 from keras_softmoe import analysis, routers
 from keras_softmoe.analysis import (
     plot_choice_weights,
-    plot_dropped_tokens,
     plot_experts_by_class,
     plot_experts_by_position,
     plot_experts_per_image,
@@ -266,8 +265,3 @@ def test_a_model_from_end_to_end():
         assert png(figure).startswith(b"\x89PNG")
     ax = panels(plot_experts_by_position(given))[0]
     assert list(mosaic_tiles(ax, model.backbone.patch_grid)) != []
-    drawn = [
-        line.get_ydata()[0] for line in plot_dropped_tokens({4: given}).axes[0].lines
-    ]
-    assert drawn == [given[0].dropped, given[1].dropped]
-    assert min(drawn) > 0

@@ -1,6 +1,5 @@
-"""Sweeps over router settings, and routers that choose at random."""
+"""Sweeps over router settings, learned and random."""
 
-import itertools
 import types
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 
 from keras_softmoe import evaluation, routers
 from keras_softmoe.evaluation import sweeps
-from keras_softmoe.evaluation.sweeps import SweepRow
 from tests.models import tiny
 
 ROUTER = routers.SoftmaxTokenChoiceRouter(4, num_selected_experts=2, noise_std=0.0)
@@ -28,7 +26,7 @@ def test_a_sweep_is_the_models_own_accuracy():
     grid = {"priority": ("max", "position"), "capacity_factor": (1.0, 0.25)}
     rows = evaluation.routing_sweep(
         model, TEST, seeds=2, batch_size=4, verbose=0, **grid
-    )
+    ).rows
     assert model.backbone.get_config() == before
     assert [tuple(row.settings.values()) for row in rows] == [
         ("max", 1.0),
@@ -42,7 +40,7 @@ def test_a_sweep_is_the_models_own_accuracy():
             accuracy(model, np.random.default_rng(seed).permutation(7))
             for seed in range(2)
         ]
-        np.testing.assert_allclose(row.accuracies, expected)
+        np.testing.assert_allclose(row.scores["accuracy"], expected)
         cost = evaluation.cost(model)
         assert row.gflop_per_image == cost.gflop_per_image
         assert row.seconds_per_image is row.relative_time is None
@@ -54,7 +52,8 @@ def test_operations_of_a_quantized_model():
     model = tiny.classifier(**MOE)
     expected = evaluation.cost(model, num_selected_experts=1).gflop_per_image
     model.quantize("int8")
-    (row,) = evaluation.routing_sweep(model, TEST, num_selected_experts=[1], verbose=0)
+    sweep = evaluation.routing_sweep(model, TEST, num_selected_experts=[1], verbose=0)
+    (row,) = sweep.rows
     assert row.gflop_per_image == pytest.approx(expected, rel=1e-12)
 
 
@@ -77,9 +76,10 @@ def test_times_are_taken_in_turns(monkeypatch):
     monkeypatch.setattr(type(model), "predict", slow)
     clock = types.SimpleNamespace(perf_counter=lambda: now)
     monkeypatch.setattr(sweeps, "time", clock)
-    (row,) = evaluation.routing_sweep(
+    sweep = evaluation.routing_sweep(
         model, TEST, capacity_factor=[0.5], time_repeats=3, verbose=0
     )
+    (row,) = sweep.rows
     assert row.seconds_per_image == 3.0 / len(TEST[0])
     # The median of 2, 3 and 1.5
     assert row.relative_time == 2.0
@@ -91,41 +91,8 @@ def test_times_are_taken_in_turns(monkeypatch):
     assert names == 2 * ["changed", "unchanged", "unchanged", "changed"]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_pareto_front(seed):
-    rng = np.random.default_rng(seed)
-    # So few values that some are equal.
-    costs, accuracies = rng.integers(1, 5, (2, 12)) / 4
-    rows = [
-        SweepRow({"i": i}, np.array([a, a]), gflop_per_image=c)
-        for i, (c, a) in enumerate(zip(costs, accuracies, strict=True))
-    ]
-    beaten = set()
-    for i, j in itertools.permutations(range(12), 2):
-        better = costs[j] <= costs[i] and accuracies[j] >= accuracies[i]
-        if better and (costs[i], accuracies[i]) != (costs[j], accuracies[j]):
-            beaten.add(i)
-    front = evaluation.pareto_front(rows)
-    assert {row.settings["i"] for row in front} == set(range(12)) - beaten
-    assert np.all(np.diff([row.gflop_per_image for row in front]) >= 0)
-    assert np.all(np.diff([row.accuracies.mean() for row in front]) >= 0)
-
-
-@pytest.mark.parametrize(
-    "rows, cost, message",
-    [
-        ([], "gflop_per_image", "Received: 0 rows"),
-        ([SweepRow({}, np.ones(1), 1.0)], "gflop", "'relative_time'.*cost='gflop'"),
-        ([SweepRow({}, np.ones(1), 1.0)], "relative_time", "time_repeats=5"),
-    ],
-)
-def test_rows_without_a_front(rows, cost, message):
-    with pytest.raises(ValueError, match=message):
-        evaluation.pareto_front(rows, cost)
-
-
-@pytest.mark.parametrize("control", ["noise", "permuted"])
-def test_random_routers(monkeypatch, control):
+@pytest.mark.parametrize("layers", [[1], [0, 1]])
+def test_random_routers(monkeypatch, layers):
     model = tiny.classifier(**MOE)
     before = model.backbone.get_config()
     seen = []
@@ -136,19 +103,21 @@ def test_random_routers(monkeypatch, control):
         return predict(self, *args, **kwargs)
 
     monkeypatch.setattr(type(model), "predict", watched)
-    ablation = evaluation.random_routers(
-        model, TEST, seeds=2, verbose=0, control=control
+    drawn = (False, True, "permuted")
+    sweep = evaluation.routing_sweep(
+        model, TEST, seeds=2, verbose=0, layers=layers, random_logits=drawn
     )
-    assert ablation.control == control
     assert model.backbone.get_config() == before
-    # As learned; the first, the second; up to the first, up to the second. Two seeds.
-    runs = [[0, 0], [1, 0], [0, 1], [1, 0], [1, 1]]
-    drawn = {0: False, 1: True if control == "noise" else "permuted"}
-    assert seen == [[drawn[x] for x in run] for run in runs for _ in range(2)]
-    assert list(ablation.single) == list(ablation.cumulative) == [0, 1]
-    assert ablation.learned.shape == ablation.cumulative[1].shape == (2,)
+    # Each in two orders of the images.
+    expected = [[x if block in layers else False for block in (0, 1)] for x in drawn]
+    assert seen == [found for found in expected for _ in range(2)]
+    assert [row.settings for row in sweep.rows] == [
+        {"layers": tuple(layers), "random_logits": x} for x in drawn
+    ]
+    learned, *_ = sweep.scores()
+    assert learned.shape == (2,)
     expected = accuracy(model, np.random.default_rng(0).permutation(7))
-    np.testing.assert_allclose(ablation.learned[0], expected)
+    np.testing.assert_allclose(learned[0], expected)
 
 
 def test_settings_are_put_back_after_an_error():
@@ -168,8 +137,10 @@ def test_settings_are_put_back_after_an_error():
             lambda m: evaluation.routing_sweep(m, (TEST[0], [0]), priority=["max"]),
             "7 images, 1 labels",
         ),
-        (lambda m: evaluation.random_routers(m, ([], [])), "0 images"),
-        (lambda m: evaluation.random_routers(m, TEST, control="x"), "control='x'"),
+        (
+            lambda m: evaluation.routing_sweep(m, ([], []), priority=["max"]),
+            "0 images",
+        ),
         (
             lambda m: evaluation.routing_sweep(
                 m, TEST, priority=["max"], time_repeats=-1
@@ -185,4 +156,6 @@ def test_bad_arguments_are_named(call, received):
 
 def test_soft_routers_have_nothing_to_randomize():
     with pytest.raises(ValueError, match="random_logits"):
-        evaluation.random_routers(tiny.classifier(), TEST, verbose=0)
+        evaluation.routing_sweep(
+            tiny.classifier(), TEST, random_logits=(True,), verbose=0
+        )

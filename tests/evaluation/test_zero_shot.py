@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-from keras import ops
 
 import keras_softmoe.models.class_embeddings as module
-from keras_softmoe.evaluation import class_embeddings, classify, zero_shot
+from keras_softmoe.evaluation import zero_shot
 from keras_softmoe.evaluation._zero_shot import ZeroShot
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -31,6 +30,10 @@ class Letters:
 
 def images_of(*texts):
     return Letters().encode_text(list(texts)).reshape(-1, 2, 13, 1)
+
+
+def class_embeddings(model, class_names, templates):
+    return module.class_embeddings(model.encode_text, class_names, templates)
 
 
 def unit(x):
@@ -81,8 +84,8 @@ def test_zero_shot():
     classes = class_embeddings(model, NAMES, TEMPLATES)
     cosines = unit(images.reshape(5, -1)) @ classes.T
     np.testing.assert_allclose(found.scores, cosines, atol=1e-6)
-    # The same from its parts, whatever the length of the embeddings
-    again = classify(100 * images.reshape(5, -1), ops.array(3 * classes), labels)
+    # Whatever the length of the embeddings
+    again = zero_shot(model, 100 * images, NAMES, TEMPLATES, labels)
     np.testing.assert_allclose(again.scores, found.scores, atol=1e-6)
     assert again.accuracy == found.accuracy
     # Without labels
@@ -92,11 +95,12 @@ def test_zero_shot():
 
 
 def test_equal_scores_go_to_the_first_class():
-    found = classify(np.ones((2, 3)), np.ones((4, 3)), [0, 1])
+    names = ("ab", "abab", "aabb", "ba")
+    found = zero_shot(Letters(), images_of("ab", "ba"), names, ["{}"], [0, 1])
     np.testing.assert_array_equal(found.predictions, [0, 0])
     np.testing.assert_array_equal(found.class_accuracy, [1.0, 0.0, np.nan, np.nan])
     # Embeddings of length 0 score 0.
-    assert classify(np.zeros((1, 3)), np.ones((1, 3))).scores == 0.0
+    assert not zero_shot(Letters(), images_of("1"), names, ["{}"]).scores.any()
 
 
 # === Errors ===
@@ -141,13 +145,11 @@ def test_bad_input(arguments, message):
 
 
 def test_embeddings_that_do_not_match():
-    with pytest.raises(ValueError, match=r"shape=\(2, 3\).*shape=\(4, 5\)"):
-        classify(np.ones((2, 3)), np.ones((4, 5)))
-    with pytest.raises(ValueError, match="image_embeddings.*NaN"):
-        classify(np.full((2, 3), np.nan), np.ones((4, 3)))
-    with pytest.raises(ValueError, match="for 2 images"):
-        classify(np.ones((2, 3)), np.ones((4, 3)), [1])
     model = Letters()
+    with pytest.raises(ValueError, match=r"shape=\(2, 3\).*shape=\(3, 26\)"):
+        zero_shot(model, np.ones((2, 3)), NAMES, TEMPLATES)
+    with pytest.raises(ValueError, match="image_embeddings.*NaN"):
+        zero_shot(model, np.full((2, 26), np.nan), NAMES, TEMPLATES)
     model.encode_text = lambda texts: np.ones((1, 3))
     with pytest.raises(ValueError, match=r"\(1, 3\) for 6 texts"):
-        class_embeddings(model, NAMES, TEMPLATES)
+        zero_shot(model, np.ones((2, 3)), NAMES, TEMPLATES)

@@ -181,10 +181,7 @@ def test_presets_that_were_saved_before(cls, tmp_path, request):
     request.getfixturevalue("channels_first")
     loaded = cls.from_preset(str(tmp_path / "preset"))
     np.testing.assert_allclose(images(loaded), expected, rtol=1e-6, atol=1e-7)
-    converter = (
-        models.ViTMoEImageConverter if not is_pair else models.LIMoEImageConverter
-    )
-    converter = converter.from_preset(str(tmp_path / "preset"))
+    converter = models.ViTMoEImageConverter.from_preset(str(tmp_path / "preset"))
     assert converter(PIXELS).shape == (6, 8, 8, 3)
 
 

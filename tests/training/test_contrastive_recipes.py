@@ -39,7 +39,7 @@ def vocabulary(pairs):
 def make_preprocessor(cls, vocabulary):
     return cls(
         models.LIMoETokenizer(vocabulary),
-        models.LIMoEImageConverter(tiny.IMAGE_SHAPE[:2]),
+        models.ViTMoEImageConverter(tiny.IMAGE_SHAPE[:2]),
         sequence_length=16,
         truncate=True,
     )

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from keras_softmoe import evaluation, models
-from keras_softmoe.evaluation.pruning import PruningCurve
 from tests.models import tiny, tiny_limoe
 
 # Of the four experts of blocks 0 and 1.
@@ -34,19 +33,24 @@ def test_curve(make):
         return norms(pruned)
 
     curve = evaluation.pruning_curve(model, USAGE, metric, verbose=0)
-    assert isinstance(curve, PruningCurve)
+    assert isinstance(curve, evaluation.Sweep)
     # Each once, and once the model itself.
     assert seen == 6 * [False] + [True]
-    np.testing.assert_array_equal(curve.num_experts, [1, 2, 4])
-    assert list(curve.values) == ["router_pred", "router_drop"]
-    for method, values in curve.values.items():
-        assert values.shape == (3, 2) and values.dtype == "float64"
-        for count, found in zip((1, 2, 4), values, strict=True):
-            pruned = models.prune_experts(model, USAGE, count, method)
-            np.testing.assert_allclose(found, norms(pruned), rtol=1e-6)
+    whole = curve.baselines["not pruned"]
+    np.testing.assert_allclose(whole, norms(model), rtol=1e-6)
+    assert [tuple(row.settings.values()) for row in curve.rows] == [
+        (count, method)
+        for count in (1, 2, 4)
+        for method in ("router_pred", "router_drop")
+    ]
+    for row in curve.rows:
+        count, method = row.settings["experts_kept"], row.settings["method"]
+        found = row.scores["accuracy"]
+        assert found.shape == (2,) and found.dtype == "float64"
+        pruned = models.prune_experts(model, USAGE, count, method)
+        np.testing.assert_allclose(found, norms(pruned), rtol=1e-6)
         # All experts are as good as the model.
-        np.testing.assert_allclose(values[-1], curve.whole, rtol=1e-6)
-        assert not np.allclose(values[0], curve.whole)
+        assert np.allclose(found, whole, rtol=1e-6) == (count == 4)
 
 
 def test_one_number_and_chosen_counts():
@@ -58,11 +62,14 @@ def test_one_number_and_chosen_counts():
         num_experts=(3, 2),
         methods=["router_drop"],
         verbose=0,
+        name="size",
     )
-    assert curve.num_experts.tolist() == [2, 3]
-    (values,) = curve.values.values()
-    assert values.shape == (2, 1) and (np.diff(values, axis=0) > 0).all()
-    assert curve.whole.tolist() == [model.count_params()]
+    assert [row.settings["experts_kept"] for row in curve.rows] == [2, 3]
+    (fewer,), (more,) = curve.scores("size")
+    assert fewer < more < curve.baselines["not pruned"] == [model.count_params()]
+    (ax,) = curve.plot("experts_kept", "size", by="method").axes
+    left, right = ax.get_xlim()
+    assert left > right and ax.get_ylabel() == "size"
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ class PrecisionAt1(keras.metrics.Mean):
     labels.
 
     Examples:
-        >>> metric = ksm.evaluation.PrecisionAt1()
+        >>> metric = ksm.training.PrecisionAt1()
         >>> truth = np.array([[1, 0, 1], [0, 1, 0]])
         >>> float(metric(truth, np.array([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])))
         0.5

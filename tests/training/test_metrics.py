@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe.evaluation import PrecisionAt1
+from keras_softmoe.training import PrecisionAt1
 from tests.references import to_numpy
 
 

@@ -1,25 +1,11 @@
-"""What a LIMoE is worth with fewer and fewer experts."""
+"""A LIMoE measured with fewer and fewer experts."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import keras
 import numpy as np
 
-
-class PruningCurve(NamedTuple):
-    """A metric of a LIMoE that keeps some of its experts.
-
-    Attributes:
-        num_experts: `(n,)` int64 array, experts kept in each MoE block, rising.
-        values: dict from `"router_pred"` and `"router_drop"`, as asked for, to an
-            `(n, repeats)` float64 array of what the metric gave.
-        whole: `(repeats,)` float64 array, the metric of the model as it is.
-    """
-
-    num_experts: np.ndarray
-    values: dict
-    whole: np.ndarray
+from keras_softmoe.evaluation._sweep import Sweep
 
 
 def pruning_curve(
@@ -29,7 +15,8 @@ def pruning_curve(
     num_experts: Sequence | None = None,
     methods: Sequence = ("router_pred", "router_drop"),
     verbose: int = 1,
-) -> PruningCurve:
+    name: str = "accuracy",
+) -> Sweep:
     """Measure a LIMoE that keeps only the experts that a modality uses most.
 
     Nothing is trained, and the model stays as it is. One pruned model is held at a
@@ -42,16 +29,18 @@ def pruning_curve(
             `analysis.modality_statistics`, or averaged during training by
             `analysis.UsageMonitor`.
         metric: callable from a pruned model, of the same class as `model`, to a number,
-            or to several ones, such as one for each seed. It is your measure of what
-            the modality is used for: `evaluation.classify`, `retrieval`, ...
+            or to several ones, such as one for each seed: zero-shot accuracy,
+            retrieval, ...
         num_experts: sequence of ints, how many experts to keep in each block. By
             default all of them and half as many again and again, down to what a token
             chooses.
         methods: sequence of str, ways to prune, see `models.prune_experts`.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
+        name: str, the name of the metric in the rows.
 
     Returns:
-        `PruningCurve`.
+        `Sweep` with the settings `"experts_kept"`, rising, and `"method"`, and the
+        metric as its score. Its baseline `"not pruned"` is the model as it is.
 
     Raises:
         ValueError: as `models.prune_experts`, or if there is nothing to measure.
@@ -61,16 +50,17 @@ def pruning_curve(
     Examples:
         >>> # How many experts does text need?
         >>> names = ["red circle", "blue star"]
-        >>> def accuracy(encoder):
-        ...     classes = ksm.evaluation.class_embeddings(encoder, names, ["a {}"])
-        ...     found = ksm.evaluation.classify(classes, classes, [0, 1])
-        ...     return found.accuracy
+        >>> whole = limoe.class_embeddings(names, ["a {}"])
+        >>> def likeness(encoder):
+        ...     return (
+        ...         (encoder.class_embeddings(names, ["a {}"]) * whole).sum(-1).mean()
+        ...     )
         >>> statistics = ksm.analysis.modality_statistics(limoe, captions=captions)
         >>> usage = {block: s.routed["text"] for block, s in statistics.items()}
         >>> curve = ksm.evaluation.pruning_curve(
-        ...     limoe, usage, accuracy, num_experts=(4, 8)
+        ...     limoe, usage, likeness, num_experts=(4, 8), name="cosine"
         ... )
-        >>> dict(zip(curve.num_experts, curve.values["router_pred"].mean(axis=1)))
+        >>> figure = curve.plot("experts_kept", "cosine", by="method")
     """
     # On first use, since `models` imports KerasHub.
     from keras_softmoe.models import prune_experts
@@ -93,17 +83,18 @@ def pruning_curve(
 
     total = len(num_experts) * len(methods)
     bar = keras.utils.Progbar(1 + total, verbose=verbose, unit_name="model")
-    values = {method: [] for method in methods}
+    rows = []
     # The largest first: an error in the usage comes before work starts.
     for count in reversed(num_experts):
         for method in methods:
             pruned = prune_experts(model, usage, count, method)
-            values[method].insert(0, measure(pruned))
+            settings = {"experts_kept": count, "method": method}
+            rows.append((settings, {name: measure(pruned)}))
             bar.add(1)
     whole = np.atleast_1d(np.asarray(metric(model), "float64"))
     bar.add(1)
-    values = {method: np.array(rows) for method, rows in values.items()}
-    return PruningCurve(np.array(num_experts), values, whole)
+    rows.sort(key=lambda row: row[0]["experts_kept"])
+    return Sweep(rows, {"not pruned": whole})
 
 
 def _halves(routers):
