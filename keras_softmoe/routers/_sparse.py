@@ -115,7 +115,8 @@ class SparseRouter(Router):
         self.seed_generator = keras.random.SeedGenerator()
 
     def build(self, tokens_shape):
-        if tokens_shape[1] is not None:
+        # LIMoE's slots depend on the modalities of a call.
+        if tokens_shape[1] is not None and not self.knows_modalities:
             self.check_group(tokens_shape[1])
         for name in self.modalities.kernels:
             kernel = self.add_weight(
