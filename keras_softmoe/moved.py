@@ -29,6 +29,8 @@ REPLACEMENTS: dict[str, dict[str, str]] = {
     },
 }
 
+REPLACEMENTS["exporting"] = {"exportable": "`cls.export = export_model`"}
+
 REPLACEMENTS["models"] = {
     "LIMoEImageConverter": "`ViTMoEImageConverter`",
     "every_n": "`moe_blocks(num_layers, every=n)`",
@@ -57,6 +59,33 @@ REPLACEMENTS["routers"] = {
     "PrunedLIMoERouter": "`LIMoERouter` with `kept_experts`",
     "TargetEntropyLoss": "`RoutingLoss(ops.target_entropy_loss)`",
     "ZLoss": "`RoutingLoss(ops.z_loss)`",
+}
+
+REPLACEMENTS["layers"] = {
+    "Encoder": "a loop over layers `layers.EncoderBlock`, or a backbone of `models`",
+}
+
+REPLACEMENTS["presets"] = {"METADATA_FILE": '`"metadata.json"`'}
+
+
+_RECIPE = "`ksm.training.recipe({!r}, ...)`"
+REPLACEMENTS["training"] = {
+    **{
+        name: _RECIPE.format(name)
+        for name in (
+            "finetuning",
+            "imagenet_from_scratch",
+            "limoe_pretraining",
+            "soft_moe_contrastive",
+            "soft_moe_pretraining",
+            "vmoe_15b_pretraining",
+            "vmoe_pretraining",
+            "vtab",
+        )
+    },
+    "ContrastiveRecipe": "`ksm.training.Recipe`",
+    "WarmupPolynomialDecay": "`ksm.training.WarmupSchedule(...)`",
+    "WarmupRsqrtDecay": '`ksm.training.WarmupSchedule(..., decay="rsqrt")`',
 }
 
 

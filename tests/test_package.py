@@ -33,9 +33,12 @@ def test_version():
 
 # What users reach through the subpackages above.
 INTERNAL = {
+    "backbones",
+    "architecture",
     "catalogue",
     "checks",
     "checkpoints",
+    "drawing",
     "files",
     "keras_adapter",
     "moved",

@@ -12,6 +12,10 @@ import keras_hub
 import numpy as np
 from keras import ops
 
+from keras_softmoe.backbones import (
+    ViTMoEImageClassifierPreprocessor,
+    ViTMoEImageConverter,
+)
 from keras_softmoe.checkpoints import (
     Checkpoint,
     count_patches,
@@ -19,10 +23,6 @@ from keras_softmoe.checkpoints import (
     read_parameters,
 )
 from keras_softmoe.checks import check_names
-from keras_softmoe.models._image_preprocessor import (
-    ViTMoEImageClassifierPreprocessor,
-    ViTMoEImageConverter,
-)
 from keras_softmoe.models._keras_hub_params import read_keras_hub
 from keras_softmoe.models._source_kinds import (
     Source,

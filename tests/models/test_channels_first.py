@@ -121,8 +121,13 @@ def another_resolution():
 def recipe():
     """Batches with each layer of Keras in them; they draw their numbers anew."""
     augmentation = training.Augmentation(num_operations=1, mixup_alpha=0.5)
-    recipe = training.finetuning(
-        3, steps=2, image_size=8, batch_size=4, augmentation=augmentation
+    recipe = training.recipe(
+        "finetuning",
+        num_classes=3,
+        steps=2,
+        image_size=8,
+        batch_size=4,
+        augmentation=augmentation,
     )
     images, labels = next(iter(recipe.training_data((PIXELS, LABELS))))
     images, labels = next(iter(recipe.evaluation_data((PIXELS, LABELS))))
