@@ -54,7 +54,7 @@ ENTROPY = "ops/test_losses.py reference/test_reference_ops.py"
 TRANSPORT = "ops/test_transport.py reference/test_reference_transport.py"
 SPARSE = "routers/test_sparse.py reference/test_reference_routers.py"
 SOFT = "routers/test_soft.py reference/test_reference_routers.py"
-LIMOE = "routers/test_limoe.py routers/test_limoe_settings.py"
+LIMOE = "routers/test_limoe.py routers/test_modalities.py"
 MOE = "layers/test_moe.py layers/test_masks.py"
 LAYERS = "reference/test_reference_layers.py layers/test_attention.py"
 

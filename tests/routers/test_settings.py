@@ -1,22 +1,17 @@
-"""Settings of the routers that seat single tokens, some of which may change later."""
+"""Settings of sparse routers: the fields of `_policies`, some of which may change."""
 
-import json
-
-import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import layers, ops, routers
+from keras_softmoe import routers
 from keras_softmoe.checks import keyword_names
 from tests import cases, twins
-from tests.references import to_numpy
 from tests.routers.sparse_routers import (
     SPARSE,
     TOKEN_CHOICE,
     WIDTH,
     build,
     call,
-    losses,
 )
 
 
@@ -127,128 +122,6 @@ def test_a_refused_setting_changes_nothing():
         assert router.get_config() == before
     with pytest.raises(ValueError, match="Received: capacity_factor"):
         routers.SoftRouter(4).update(capacity_factor=2.0)
-
-
-# === Losses ===
-
-
-def losses_of(router):
-    """Losses of a training call on the same tokens and the same noise."""
-    router.build((None, 6, 8))
-    router.kernel.assign(np.random.default_rng(1).normal(size=router.kernel.shape))
-    router.seed_generator.state.assign([0, 0])
-    tokens = np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
-    return to_numpy(router(tokens, training=True).summary["auxiliary_loss"])
-
-
-WEIGHTS = {"importance_loss": 0.3, "load_loss": 0.2, "gshard_loss": 0.1, "z_loss": 0.4}
-
-
-def test_losses_are_objects_with_weights():
-    each = losses(**WEIGHTS)
-    router = routers.SoftmaxTokenChoiceRouter(4, losses=each)
-    assert router.routing_losses == tuple(each)
-    values = [losses_of(routers.SoftmaxTokenChoiceRouter(4, losses=[x])) for x in each]
-    np.testing.assert_allclose(losses_of(router), sum(values), rtol=1e-5)
-    assert np.abs(values).min() > 0
-
-
-def test_losses_by_default():
-    paper = (
-        routers.RoutingLoss(ops.importance_loss, weight=0.005),
-        routers.RoutingLoss(ops.load_loss, weight=0.005),
-    )
-    assert routers.SoftmaxTokenChoiceRouter(4).routing_losses == paper
-    # Without noise there is no load loss.
-    router = routers.SoftmaxTokenChoiceRouter(4, noise_std=0.0)
-    assert router.routing_losses == paper[:1]
-    assert routers.SoftmaxTokenChoiceRouter(4, losses=()).routing_losses == ()
-    assert routers.SinkhornTokenChoiceRouter(4).routing_losses == ()
-    assert routers.SoftmaxExpertChoiceRouter(4).routing_losses == ()
-
-
-def test_losses_of_older_files():
-    names = {f"{name}_weight": weight for name, weight in WEIGHTS.items()}
-    config = {"num_experts": 4, **names}
-    router = routers.SoftmaxTokenChoiceRouter.from_config(config)
-    assert router.routing_losses == tuple(losses(**WEIGHTS))
-    # Those that a file does not name have the weights of the paper, if any.
-    config = {"num_experts": 4, "load_loss_weight": 0.1, "z_loss_weight": 0.0}
-    router = routers.SoftmaxTokenChoiceRouter.from_config(config)
-    expected = losses(importance_loss=0.005, load_loss=0.1)
-    assert router.routing_losses == tuple(expected)
-    # Without noise the weight of the load loss did nothing.
-    config = {**config, "noise_std": 0.0}
-    router = routers.SinkhornTokenChoiceRouter.from_config(config)
-    assert router.routing_losses == ()
-    with pytest.raises(ValueError, match="Received: losses and load_loss_weight"):
-        routers.SoftmaxTokenChoiceRouter.from_config({**config, "losses": []})
-
-
-def test_losses_of_files_are_classes():
-    serialized = {
-        "module": "keras_softmoe.routers._routing_losses",
-        "class_name": "ZLoss",
-        "config": {"modality": None, "weight": 0.4},
-        "registered_name": "keras_softmoe>ZLoss",
-    }
-    router = routers.SoftmaxExpertChoiceRouter(4, losses=[serialized])
-    assert router.routing_losses == tuple(losses(z_loss=0.4))
-    (config,) = router.get_config()["losses"]
-    assert {**config, "module": serialized["module"]} == serialized
-    wrong = {**serialized, "config": {"wieght": 0.4}}
-    with pytest.raises(TypeError, match="wieght"):
-        routers.SoftmaxExpertChoiceRouter(4, losses=[wrong])
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        (
-            {"losses": [routers.RoutingLoss(ops.load_loss)], "noise_std": 0.0},
-            "noise.*load_loss",
-        ),
-        (
-            {
-                "losses": [
-                    routers.RoutingLoss(ops.z_loss),
-                    routers.RoutingLoss(ops.z_loss),
-                ]
-            },
-            "given once",
-        ),
-        ({"losses": ["z"]}, "are objects like.*'z'"),
-    ],
-)
-def test_bad_losses(settings, message):
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        routers.SoftmaxTokenChoiceRouter(4, **settings)
-
-
-@keras.saving.register_keras_serializable(package="tests")
-def largest_logit(routed, valid):
-    """A loss of a user."""
-    return keras.ops.max(routed.logits, axis=(1, 2))
-
-
-def test_a_loss_of_a_user_is_saved_with_its_router():
-    own = routers.RoutingLoss(largest_logit, weight=0.5)
-    router = routers.SoftmaxExpertChoiceRouter(4, losses=[own])
-    serialized = keras.saving.serialize_keras_object(router)
-    revived = keras.saving.deserialize_keras_object(json.loads(json.dumps(serialized)))
-    for copy in (revived, router.clone(name="copy")):
-        assert copy.routing_losses == (own,)
-        loss = losses_of(copy)
-        assert loss.shape == (2,) and loss[0] > 0
-
-
-def test_a_layer_takes_a_loss_that_no_file_could_name():
-    def first_logit(routed, valid):
-        return routed.logits[:, 0, 0]
-
-    own = routers.RoutingLoss(first_logit)
-    router = routers.SoftmaxExpertChoiceRouter(4, losses=[own])
-    assert layers.MoE(router, mlp_dim=4).router.routing_losses == (own,)
 
 
 # === Constructors ===

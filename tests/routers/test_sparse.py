@@ -1,4 +1,4 @@
-"""Routers that seat single tokens: against the twins, and what holds for all."""
+"""Sparse routers (`_named`, `_sparse`) against the twins, and what holds for all."""
 
 import hypothesis.strategies as st
 import keras

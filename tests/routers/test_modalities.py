@@ -1,7 +1,6 @@
-"""LIMoE's routers and losses: the named sets, configuration, settings, errors."""
+"""LIMoE's settings (`_modalities`): configuration, changes, errors."""
 
 import json
-import math
 import re
 
 import keras
@@ -10,6 +9,7 @@ import pytest
 
 from keras_softmoe import ops, routers
 from tests.routers.limoe_routers import (
+    EVERY_LOSS,
     MODALITIES,
     NUM_EXPERTS,
     Pruned,
@@ -19,98 +19,8 @@ from tests.routers.limoe_routers import (
 )
 
 PRUNED = {"kept_experts": (1, 2), "num_predicted_experts": 4}
-EVERY_LOSS = (
-    routers.RoutingLoss(ops.importance_loss),
-    routers.RoutingLoss(ops.load_loss, "image"),
-    routers.RoutingLoss(ops.z_loss, "text"),
-    routers.RoutingLoss(ops.local_entropy_loss, "text"),
-    routers.RoutingLoss(ops.target_entropy_loss, "image"),
-    routers.RoutingLoss(ops.merged_entropy_loss, "text"),
-    routers.RoutingLoss(ops.global_entropy_loss, "text", soft_minimum=2.5),
-    routers.RoutingLoss(ops.global_entropy_loss, "text", threshold=0.5),
-    routers.RoutingLoss(ops.mutual_information_loss),
-)
-
-
-# === Named sets ===
-
-
-def test_classic_losses():
-    functions = (ops.importance_loss, ops.load_loss, ops.z_loss)
-    assert routers.classic_losses() == tuple(map(routers.RoutingLoss, functions))
-    assert routers.classic_losses(by_modality=True) == tuple(
-        routers.RoutingLoss(f, name) for f in functions for name in ("image", "text")
-    )
-
-
-def test_entropy_losses():
-    # The thresholds of the paper's ablations, appendix A.2.
-    local, text, image = routers.entropy_losses(32)
-    assert local == routers.RoutingLoss(ops.local_entropy_loss, "text")
-    assert (text.modality, image.modality) == ("text", "image")
-    np.testing.assert_allclose(text.threshold, math.log(9))
-    np.testing.assert_allclose(image.threshold, math.log(20))
-    # They grow with the number of experts, to no less than one.
-    _, text, image = routers.entropy_losses(64)
-    np.testing.assert_allclose([text.threshold, image.threshold], np.log([18, 40]))
-    _, text, image = routers.entropy_losses(1)
-    assert (text.threshold, image.threshold) == (0.0, 0.0)
-    # Those of LIMoE-H/14, appendix A.3.
-    _, text, image = routers.entropy_losses(32, text_experts=4, image_experts=25)
-    np.testing.assert_allclose([text.threshold, image.threshold], np.log([4, 25]))
-    # For several choices, appendix E.1.
-    assert routers.entropy_losses(32, num_selected_experts=2)[0] == (
-        routers.RoutingLoss(ops.merged_entropy_loss, "text")
-    )
-
-
-@pytest.mark.parametrize("num_choices", [1, 2])
-def test_default_losses_are_both_sets(num_choices):
-    router = routers.LIMoERouter(8, num_choices)
-    assert router.routing_losses == (
-        *routers.classic_losses(),
-        *routers.entropy_losses(8, num_selected_experts=num_choices),
-    )
-    assert router.loss_weight == 0.04
-
-
-@pytest.mark.parametrize("num_experts", [4, 8, 16, 32, 64])
-def test_thresholds_of_figure_12(num_experts):
-    # Table 5: log(2.4) and log(0.8) for 4 experts, ..., log(38.4) and log(12.8) for 64.
-    losses = routers.entropy_losses(num_experts, 0.6 * num_experts, 0.2 * num_experts)
-    expected = np.log([0.6 * num_experts, 0.2 * num_experts])
-    np.testing.assert_allclose([loss.threshold for loss in losses[1:]], expected)
-    router = routers.LIMoERouter(num_experts, losses=losses)
-    assert router.clone("other").routing_losses == losses
-
-
-def test_threshold_is_a_soft_minimum():
-    one, other = (
-        routers.RoutingLoss(ops.global_entropy_loss, "text", soft_minimum=9),
-        routers.RoutingLoss(ops.global_entropy_loss, "text", threshold=math.log(9)),
-    )
-    assert one == other and hash(one) == hash(other)
-    assert one != routers.RoutingLoss(ops.global_entropy_loss, "image", soft_minimum=9)
-    assert one != routers.RoutingLoss(ops.global_entropy_loss, "text", soft_minimum=8)
-    assert routers.RoutingLoss(ops.z_loss) != routers.RoutingLoss(ops.importance_loss)
-    # All experts may be asked for.
-    for num_experts in (1, 3, 32, 49):
-        loss = routers.RoutingLoss(
-            ops.global_entropy_loss, "text", soft_minimum=num_experts
-        )
-        routers.LIMoERouter(num_experts, losses=[loss])
-    assert repr(
-        routers.RoutingLoss(ops.global_entropy_loss, "text", threshold=0.5)
-    ) == ("RoutingLoss(global_entropy_loss, modality='text', threshold=0.5)")
-
 
 # === Configuration ===
-
-
-@pytest.mark.parametrize("loss", EVERY_LOSS, ids=repr)
-def test_a_loss_is_revived(loss):
-    config = json.loads(json.dumps(keras.saving.serialize_keras_object(loss)))
-    assert keras.saving.deserialize_keras_object(config) == loss
 
 
 @pytest.mark.parametrize("cls", [routers.LIMoERouter, Pruned])
@@ -304,57 +214,6 @@ def test_a_pruned_router_is_asked_for_experts_that_there_were():
     router = Pruned(2, **PRUNED, losses=None)
     assert router.routing_losses[3:] == routers.entropy_losses(4)
     assert Pruned(2, **PRUNED).routing_losses == ()
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({}, "either `soft_minimum`.*soft_minimum=None, threshold=None"),
-        (
-            {"soft_minimum": 2, "threshold": 0.5},
-            "either `soft_minimum`.*soft_minimum=2, threshold=0.5",
-        ),
-        ({"soft_minimum": 0}, "positive.*soft_minimum=0"),
-        ({"soft_minimum": -1.0}, "positive.*soft_minimum=-1.0"),
-        ({"soft_minimum": math.nan}, "positive.*soft_minimum=nan"),
-        ({"soft_minimum": math.inf}, "positive.*soft_minimum=inf"),
-        ({"threshold": -math.inf}, "finite.*threshold=-inf"),
-        ({"threshold": math.nan}, "finite.*threshold=nan"),
-        ({"modality": "audio", "threshold": 1.0}, "'image', 'text'.*modality='audio'"),
-    ],
-)
-def test_bad_threshold(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        routers.RoutingLoss(ops.global_entropy_loss, **arguments)
-
-
-def test_bad_entropy_losses():
-    with pytest.raises(ValueError, match="soft_minimum=0.0"):
-        routers.entropy_losses(4, text_experts=0.0)
-    with pytest.raises(ValueError, match="between 1 and 4.*num_selected_experts=5"):
-        routers.entropy_losses(4, num_selected_experts=5)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"function": "z_loss"}, "such as `ops.z_loss`.*function='z_loss'"),
-        ({"function": routers.RoutingLoss}, "function=<class"),
-        ({"function": ops.z_loss, "weight": "1"}, "`weight`.*weight='1'"),
-        (
-            {"function": ops.z_loss, "threshold": 1.0},
-            "Only `ops.global_entropy_loss`.*threshold=1.0, soft_minimum=None for z_l",
-        ),
-        ({"function": ops.z_loss, "soft_minimum": 2.0}, "soft_minimum=2.0 for z_loss"),
-        (
-            {"function": ops.mutual_information_loss, "modality": "text"},
-            "both modalities.*modality='text' for mutual_information_loss",
-        ),
-    ],
-)
-def test_bad_loss(arguments, message):
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        routers.RoutingLoss(**arguments)
 
 
 @pytest.mark.parametrize(
