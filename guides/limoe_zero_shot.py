@@ -121,9 +121,10 @@ router = ksm.routers.LIMoERouter(
     num_experts=8,
     losses=(
         *ksm.routers.classic_losses(),  # importance, load, z-loss
-        ksm.routers.LocalEntropyLoss("text"),  # each text token sure of its expert
-        ksm.routers.GlobalEntropyLoss("text", soft_minimum=3),  # three experts or more
-        ksm.routers.GlobalEntropyLoss("image", soft_minimum=5),
+        # Each text token sure of its expert, text as a whole on three or more
+        ksm.routers.RoutingLoss(ksm.ops.local_entropy_loss, "text"),
+        ksm.routers.RoutingLoss(ksm.ops.global_entropy_loss, "text", soft_minimum=3),
+        ksm.routers.RoutingLoss(ksm.ops.global_entropy_loss, "image", soft_minimum=5),
     ),
     loss_weight=0.04,
 )
