@@ -5,11 +5,12 @@ import sys
 import numpy as np
 import pytest
 
-from keras_softmoe.datasets import GLYPH_CLASSES, digits, glyphs
-from keras_softmoe.datasets import _resampling as resampling
+from experiments.synthetic import GLYPH_CLASSES, glyphs
+from keras_softmoe.datasets import digits
+from experiments.synthetic import _resampling as resampling
 
 # The package shows the function under the module's name.
-module = sys.modules["keras_softmoe.datasets._glyphs"]
+module = sys.modules["experiments.synthetic._glyphs"]
 
 
 def test_shapes_types_and_classes():

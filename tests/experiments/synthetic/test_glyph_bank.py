@@ -4,8 +4,8 @@ import unicodedata
 import numpy as np
 import pytest
 
-from keras_softmoe.datasets import GLYPH_CLASSES
-from keras_softmoe.datasets import _glyph_bank as glyph_bank
+from experiments.synthetic import GLYPH_CLASSES
+from experiments.synthetic import _glyph_bank as glyph_bank
 
 
 def test_classes_hold_no_digit_of_any_script():

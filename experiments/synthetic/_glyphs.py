@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from keras_softmoe.checks import check_whole_numbers
-from keras_softmoe.datasets._glyph_bank import (
+from experiments.synthetic._glyph_bank import (
     BOX,
     FIELD,
     OFFSET,
@@ -19,7 +19,7 @@ from keras_softmoe.datasets._glyph_bank import (
     glyph_bank,
     import_matplotlib,
 )
-from keras_softmoe.datasets._resampling import area_matrix, bilinear_matrix
+from experiments.synthetic._resampling import area_matrix, bilinear_matrix
 from keras_softmoe.files import replaced_file
 
 # Raise with any change to the pictures: old caches are then left alone.
