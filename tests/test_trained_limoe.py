@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import keras_softmoe as ksm
+from experiments import synthetic
 
 LIMOE = "limoe_tiny_patch4_8e_32_shapes"
 DENSE = "limoe_dense_tiny_patch4_32_shapes"
-NAMES = ksm.datasets.SHAPE_COLOR_CLASSES
+NAMES = synthetic.SHAPE_COLOR_CLASSES
 TEMPLATES = ("a {}", "a picture of a {}", "there is a {}")
 # As in the script that trained and measured them, but fewer scenes.
 NUM_SCENES, TEST_SEED, HELD_OUT_SEED = 500, 101, 102
@@ -22,7 +23,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def scenes():
-    return ksm.datasets.captioned_shapes(NUM_SCENES, seed=TEST_SEED, verbose=0)
+    return synthetic.captioned_shapes(NUM_SCENES, seed=TEST_SEED, verbose=0)
 
 
 def metadata(name):
@@ -57,10 +58,10 @@ def test_results_are_well_above_chance(name):
 
 
 def test_zero_shot_is_that_of_the_card(model):
-    new = ksm.datasets.captioned_shapes(
+    new = synthetic.captioned_shapes(
         NUM_SCENES, seed=HELD_OUT_SEED, combinations="held_out", verbose=0
     )
-    held_out = [NAMES.index(name) for name in ksm.datasets.HELD_OUT_COMBINATIONS]
+    held_out = [NAMES.index(name) for name in synthetic.HELD_OUT_COMBINATIONS]
     assert set(new.labels) <= set(held_out)
     found = ksm.evaluation.zero_shot(model, new.images, NAMES, TEMPLATES, new.labels)
     said = metadata(LIMOE)["runs"][0]["zero_shot_new_of_64"]

@@ -2,7 +2,7 @@
 
 `glyphs` draws letters and signs, `captioned_shapes` scenes of colored shapes with
 captions: uint8 images of shape (images, height, width, 3), 0 to 255, and int32 labels.
-`python -m experiments.synthetic` writes the samples of them in `keras_softmoe.datasets`.
+`python -m experiments.synthetic` writes the samples in `keras_softmoe.datasets`.
 """
 
 from experiments.synthetic._captioned_shapes import captioned_shapes as captioned_shapes

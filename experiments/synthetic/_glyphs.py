@@ -10,7 +10,6 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_softmoe.checks import check_whole_numbers
 from experiments.synthetic._glyph_bank import (
     BOX,
     FIELD,
@@ -20,6 +19,7 @@ from experiments.synthetic._glyph_bank import (
     import_matplotlib,
 )
 from experiments.synthetic._resampling import area_matrix, bilinear_matrix
+from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.files import replaced_file
 
 # Raise with any change to the pictures: old caches are then left alone.
