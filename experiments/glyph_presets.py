@@ -32,7 +32,14 @@ import numpy as np
 
 import keras_softmoe as ksm
 from experiments import synthetic
-from experiments.cards import machine, spread, write_card, write_metadata
+from experiments.cards import (
+    RECORDS,
+    machine,
+    measured,
+    spread,
+    write_card,
+    write_metadata,
+)
 from experiments.publishing import publish, save_weights
 from experiments.runs import (
     Run,
@@ -128,6 +135,7 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", help="train these seeds only")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--output", type=Path, default=ROOT / "presets")
+    parser.add_argument("--records", type=Path, default=RECORDS)
     arguments = parser.parse_args()
     for name in arguments.only or TWINS:
         twin = TWINS[name]
@@ -137,7 +145,8 @@ def main():
                 print(f"\n{twin.name}, seed {run.seed}")
                 finish(run, WORK, verbose=2)
         directory = arguments.output / twin.name
-        publish(trainings, WORK, directory, partial(describe, twin, arguments.epochs))
+        describing = partial(describe, twin, arguments.epochs)
+        publish(trainings, WORK, directory, arguments.records, describing)
 
 
 # === Training ===
@@ -355,14 +364,14 @@ def describe(twin, epochs, directory, runs):
             "learning_rate": twin.learning_rate,
             **machine(),
         },
-        runs=runs,
+        **measured(runs[0]),
     )
-    write_card(directory, card(twin.name, metadata))
+    write_card(directory, card(twin.name, metadata, runs))
 
 
-def card(name, metadata):
-    """What the metadata of a preset say, in words."""
-    runs, training = metadata["runs"], metadata["training"]
+def card(name, metadata, runs):
+    """Text of the card of a preset."""
+    training = metadata["training"]
     first = runs[0]
     rows = "\n".join(
         f"| {shots} | {spread(first['few_shot']['model'][shots])} "

@@ -30,7 +30,14 @@ import numpy as np
 
 import keras_softmoe as ksm
 from experiments import synthetic
-from experiments.cards import machine, spread, write_card, write_metadata
+from experiments.cards import (
+    RECORDS,
+    machine,
+    measured,
+    spread,
+    write_card,
+    write_metadata,
+)
 from experiments.publishing import publish, save_weights
 from experiments.runs import Run, adamw, batches_of, finish, router_config
 from keras_softmoe import analysis, datasets, evaluation, models, routers
@@ -78,6 +85,7 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", help="train these seeds only")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--output", type=Path, default=ROOT / "presets")
+    parser.add_argument("--records", type=Path, default=RECORDS)
     arguments = parser.parse_args()
     for kind in arguments.only or NAMES:
         for seed in arguments.seeds or SEEDS:
@@ -85,7 +93,8 @@ def main():
             finish(preset_run(kind, seed, arguments.epochs), WORK, verbose=2)
         trainings = [preset_run(kind, seed, arguments.epochs) for seed in SEEDS]
         directory = arguments.output / NAMES[kind]
-        publish(trainings, WORK, directory, partial(describe, kind, arguments.epochs))
+        describing = partial(describe, kind, arguments.epochs)
+        publish(trainings, WORK, directory, arguments.records, describing)
 
 
 def preset_run(kind, seed, epochs):
@@ -321,13 +330,13 @@ def describe(kind, epochs, directory, runs):
             "pairs": epochs * EPOCH_PAIRS,
             **machine(),
         },
-        runs=runs,
+        **measured(runs[0]),
     )
-    write_card(directory, card(NAMES[kind], metadata))
+    write_card(directory, card(NAMES[kind], metadata, runs))
 
 
-def card(name, metadata):
-    runs, training = metadata["runs"], metadata["training"]
+def card(name, metadata, runs):
+    training = metadata["training"]
     table = "\n".join(
         f"| {what} | {spread([run[key] for run in runs])} | {runs[0][key]:.3f} "
         f"| {1 / one_in:.3f} |"

@@ -133,7 +133,7 @@ A vocabulary, a tokenizer, a preprocessor, a backbone, and the task on top. `fit
 images from 0 to 255 and captions as they are.
 """
 
-proto = ksm.datasets.train_vocabulary(scenes.captions, vocabulary_size=200)
+proto = ksm.datasets.train_vocabulary(scenes.captions, vocabulary_size=400)
 tokenizer = ksm.models.LIMoETokenizer(proto)
 backbone = ksm.models.LIMoEBackbone(
     image_shape=(32, 32, 3),
