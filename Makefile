@@ -35,8 +35,8 @@ NIGHTLY := $(BACKENDS:%=nightly-%)
 WHEELS := $(BACKENDS:%=wheel-%)
 # What a version of a dependency may break: arithmetic, layers, models and their files.
 CORE := tests/ops tests/routers/test_soft.py tests/layers/test_moe.py \
-    tests/layers/test_experts.py tests/models/test_backbone.py \
-    tests/models/test_classifier.py tests/models/test_from_preset.py \
+    tests/layers/test_experts.py tests/backbones/test_vit.py \
+    tests/backbones/test_image_classifier.py tests/models/test_from_preset.py \
     tests/reference/test_reference_ops.py tests/reference/test_reference_layers.py \
     tests/reference/test_reference_models.py
 
@@ -82,7 +82,7 @@ test: lint
 # Routing, losses, experts and models against their twins, and the recorded numbers.
 HEART := tests/ops tests/routers tests/layers/test_moe.py tests/layers/test_masks.py \
     tests/layers/test_experts.py tests/layers/test_every_layer.py \
-    tests/models/test_backbone.py tests/guards tests/test_imports.py tests/test_moved.py \
+    tests/backbones/test_vit.py tests/guards tests/test_imports.py tests/test_moved.py \
     tests/reference/test_reference_ops.py tests/reference/test_reference_routers.py
 
 check: lint

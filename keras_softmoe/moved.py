@@ -29,12 +29,21 @@ REPLACEMENTS: dict[str, dict[str, str]] = {
     },
 }
 
+REPLACEMENTS["exporting"] = {"exportable": "`cls.export = export_model`"}
+
 REPLACEMENTS["models"] = {
     "LIMoEImageConverter": "`ViTMoEImageConverter`",
     "every_n": "`moe_blocks(num_layers, every=n)`",
     "last_n": "`moe_blocks(num_layers, every=2, last=n)`",
     "second_half": "`moe_blocks(num_layers, last=(num_layers + 1) // 2)`",
 }
+
+REPLACEMENTS["layers"] = {
+    "Encoder": "a loop over layers `layers.EncoderBlock`, or a backbone of `models`",
+}
+
+REPLACEMENTS["presets"] = {"METADATA_FILE": '`"metadata.json"`'}
+
 
 _RECIPE = "`ksm.training.recipe({!r}, ...)`"
 REPLACEMENTS["training"] = {

@@ -25,9 +25,11 @@ PARTS = (
     "sharding",
     "routers",
     "layers",
+    "architecture",
     "checkpoints",
     "catalogue",
     "exporting",
+    "backbones",
     "models",
     "presets",
     "converters",
@@ -92,7 +94,7 @@ def test_nothing_listed_later_is_imported():
     ("file", "source"),
     [
         ("layers/moe.py", "from keras_softmoe.models import ViTMoEBackbone"),
-        ("layers/moe.py", "from keras_softmoe.models._backbone import ViTMoEBackbone"),
+        ("layers/moe.py", "from keras_softmoe.backbones._base import ViTMoEBackbone"),
         ("layers/moe.py", "from keras_softmoe import ops, models"),
         ("layers/moe.py", "import keras_softmoe.models as models"),
         ("layers/moe.py", "import keras_softmoe"),
@@ -139,7 +141,7 @@ def test_the_layers_need_neither_kerashub_nor_tensorflow():
     heavy = {"keras_hub", "tensorflow_text", "tensorflow"} - {keras.backend.backend()}
     assert not heavy.intersection(loaded)
     parts = {name.split(".")[1] for name in loaded if name.startswith("keras_softmoe.")}
-    light = {"checks", "costs", "keras_adapter", "ops", "sharding", "types"}
+    light = {"checks", "costs", "keras_adapter", "moved", "ops", "sharding", "types"}
     assert parts == {*light, "layers", "routers"}
 
 

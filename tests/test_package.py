@@ -33,6 +33,8 @@ def test_version():
 
 # What users reach through the subpackages above.
 INTERNAL = {
+    "backbones",
+    "architecture",
     "catalogue",
     "checks",
     "checkpoints",

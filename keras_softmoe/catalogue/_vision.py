@@ -11,14 +11,6 @@ rounds as that does.
 """
 
 from keras_softmoe import ops, routers
-from keras_softmoe.catalogue._architecture import (
-    IMAGE_SIZE,
-    Architecture,
-    experts,
-    preset_name,
-    template,
-    vit,
-)
 from keras_softmoe.catalogue._moe_layers import moe_blocks
 from keras_softmoe.catalogue._papers import (
     EXPERT_CHOICE,
@@ -31,6 +23,14 @@ from keras_softmoe.catalogue._papers import (
     VMOE_CLASSES,
     VMOE_RELEASED,
     VMOE_SIZES,
+)
+from keras_softmoe.catalogue._row import (
+    IMAGE_SIZE,
+    Row,
+    experts,
+    preset_name,
+    template,
+    vit,
 )
 from keras_softmoe.ops.capacity import RELEASED
 
@@ -57,7 +57,7 @@ _STUDY_EXPERT_CHOICE = {
 
 
 def vision():
-    """All of them, a list of `Architecture`."""
+    """All of them, a list of `Row`."""
     return [*_vmoe(), *_soft_moe(), *_soft_moe_baselines(), *_router_study()]
 
 
@@ -89,7 +89,7 @@ def _vmoe_model(model, placement, num_experts, k, published):
     }
     if placement is None:
         title = "Dense twin of V-MoE-15B" if is_15b else f"ViT-{model} of V-MoE"
-        return Architecture(twin, title, "", arguments=arguments, **rest)
+        return Row(twin, title, "", arguments=arguments, **rest)
     if placement == "every2":
         layers = moe_blocks(arguments["num_layers"], every=2)
         where = "every second block"
@@ -98,7 +98,7 @@ def _vmoe_model(model, placement, num_experts, k, published):
         layers = moe_blocks(arguments["num_layers"], every=2, last=number)
         where = f"the last {number} of every second block"
     marks = (placement, f"{num_experts}e", "" if k == 2 else f"k{k}")
-    return Architecture(
+    return Row(
         preset_name("vmoe", VMOE_SIZES, model, *marks),
         "V-MoE-15B" if is_15b else f"V-MoE-{model}",
         f"{num_experts} experts in {where}, K = {k}",
@@ -147,9 +147,9 @@ def _soft_moe():
             }
             if not num_experts:
                 title = f"ViT-{model} of Soft MoE"
-                yield Architecture(twin, title, "", arguments=dense, **rest)
+                yield Row(twin, title, "", arguments=dense, **rest)
                 continue
-            yield Architecture(
+            yield Row(
                 preset_name("soft_moe", SIZES, model, f"{num_experts}e"),
                 f"Soft MoE {model}",
                 f"{num_experts} experts with one slot in the second half",
@@ -199,7 +199,7 @@ def _baseline(family, model, num_experts, router, settings):
     twin, dense = _soft_dense(model)
     layers = _second_half(dense)
     rows = ", ".join(str(row) for row in sorted(s["row"] for s in settings))
-    return Architecture(
+    return Row(
         preset_name(family, SIZES, model, f"{num_experts}e"),
         f"{family.replace('_', ' ').capitalize()} {model} of Soft MoE",
         f"{num_experts} experts in the second half",
@@ -255,7 +255,7 @@ def _study(
 ):
     twin, dense = _vmoe_dense(model)
     layers = moe_blocks(dense["num_layers"], every=2)
-    return Architecture(
+    return Row(
         preset_name(family, VMOE_SIZES, model, "every2", "32e", mark),
         f"{family.replace('_', ' ').capitalize()} {model} of the router study",
         f"{what} in every second block",

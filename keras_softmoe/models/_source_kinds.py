@@ -9,6 +9,11 @@ import keras
 import keras_hub
 
 from keras_softmoe import catalogue
+from keras_softmoe.backbones import (
+    ViTMoEBackbone,
+    ViTMoEImageClassifier,
+    ViTMoEImageConverter,
+)
 from keras_softmoe.checkpoints import (
     CONFIG_FILE,
     ONE_FILE_SUFFIXES,
@@ -18,10 +23,7 @@ from keras_softmoe.checkpoints import (
     is_one_file,
     read_text_beside,
 )
-from keras_softmoe.models._image_preprocessor import ViTMoEImageConverter
 from keras_softmoe.models._keras_hub_params import SUPPORTED
-from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
-from keras_softmoe.models._vit_moe_image_classifier import ViTMoEImageClassifier
 
 # What a dense Vision Transformer may come from, see `dense_model`.
 Source: TypeAlias = str | os.PathLike | Checkpoint | keras.Model
