@@ -89,13 +89,13 @@ def captioned_shapes(
         ValueError: If a number is out of range or `combinations` unknown.
 
     Examples:
-        >>> images, captions, *_ = ksm.datasets.captioned_shapes(20)
+        >>> images, captions, *_ = captioned_shapes(20)
 
         Combinations that no caption has named, for zero-shot classification:
 
-        >>> data = ksm.datasets.captioned_shapes(10, combinations="held_out")
-        >>> names = np.array(ksm.datasets.SHAPE_COLOR_CLASSES)[data.labels]
-        >>> set(names) <= set(ksm.datasets.HELD_OUT_COMBINATIONS)
+        >>> data = captioned_shapes(10, combinations="held_out")
+        >>> names = np.array(SHAPE_COLOR_CLASSES)[data.labels]
+        >>> set(names) <= set(HELD_OUT_COMBINATIONS)
         True
     """
     check_whole_numbers(1, num_images=num_images)

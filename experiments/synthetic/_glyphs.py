@@ -93,8 +93,8 @@ def glyphs(
         ImportError: If matplotlib is missing (the extra `viz`).
 
     Examples:
-        >>> images, labels = ksm.datasets.glyphs(28, image_size=32, cache_dir="cache")
-        >>> ksm.datasets.GLYPH_CLASSES[labels[0]]
+        >>> images, labels = glyphs(28, image_size=32, cache_dir="cache")
+        >>> GLYPH_CLASSES[labels[0]]
     """
     check_whole_numbers(1, num_images=num_images)
     check_whole_numbers(8, image_size=image_size)
