@@ -32,7 +32,7 @@ import numpy as np
 
 import keras_softmoe as ksm
 from experiments import synthetic
-from experiments.cards import (
+from experiments.lib.cards import (
     RECORDS,
     machine,
     measured,
@@ -40,8 +40,8 @@ from experiments.cards import (
     write_card,
     write_metadata,
 )
-from experiments.publishing import publish, save_weights
-from experiments.runs import (
+from experiments.lib.publishing import publish, save_weights
+from experiments.lib.runs import (
     Run,
     adamw,
     batches_of,

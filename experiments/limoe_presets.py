@@ -30,7 +30,7 @@ import numpy as np
 
 import keras_softmoe as ksm
 from experiments import synthetic
-from experiments.cards import (
+from experiments.lib.cards import (
     RECORDS,
     machine,
     measured,
@@ -38,8 +38,8 @@ from experiments.cards import (
     write_card,
     write_metadata,
 )
-from experiments.publishing import publish, save_weights
-from experiments.runs import Run, adamw, batches_of, finish, router_config
+from experiments.lib.publishing import publish, save_weights
+from experiments.lib.runs import Run, adamw, batches_of, finish, router_config
 from keras_softmoe import analysis, datasets, evaluation, models, routers
 
 ROOT = Path(__file__).resolve().parents[1]

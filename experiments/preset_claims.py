@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from experiments.cards import read_runs
-from experiments.comparisons import Claim, corrected, difference, paired
 from experiments.glyph_presets import CAPACITY_FACTORS, TWINS
+from experiments.lib.cards import read_runs
+from experiments.lib.comparisons import Claim, corrected, difference, paired
 from experiments.router_study.claims import HEADLINE
 
 METRICS = {

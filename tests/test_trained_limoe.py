@@ -5,7 +5,7 @@ import pytest
 
 import keras_softmoe as ksm
 from experiments import synthetic
-from experiments.cards import read_runs
+from experiments.lib.cards import read_runs
 
 LIMOE = "limoe_tiny_patch4_8e_32_shapes"
 DENSE = "limoe_dense_tiny_patch4_32_shapes"

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_softmoe as ksm
-from experiments.cards import read_runs
+from experiments.lib.cards import read_runs
 
 SOFT = "soft_moe_tiny_patch4_16e_32_glyphs"
 TRAINED = [name for name in ksm.presets.names() if name.endswith("glyphs")]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from experiments import cards
 from experiments.glyph_presets import TWINS
+from experiments.lib import cards
 from experiments.limoe_presets import NAMES
 from keras_softmoe import catalogue
 

@@ -8,10 +8,10 @@ import tensorflow_datasets as tfds
 
 from experiments import router_study as study
 from experiments import synthetic
+from experiments.lib.runs import finish
 from experiments.router_study.cells import cell, digits
 from experiments.router_study.models import Stopwatch, build_backbone, build_classifier
 from experiments.router_study.tasks import VALIDATION_SEED, upstream_task
-from experiments.runs import finish
 
 
 def test_glyphs_are_new_in_each_epoch(tmp_path):

@@ -6,11 +6,11 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from experiments.runs import processor
+from experiments.lib.runs import processor
 from keras_softmoe.catalogue import METADATA_FILE
-from keras_softmoe.files import replaced_file
+from keras_softmoe.files import atomic_file
 
-RECORDS = Path(__file__).parent / "trained"
+RECORDS = Path(__file__).parents[1] / "trained"
 
 # Results of a training that are accuracies, and on what they are.
 _MEASURED = {
@@ -86,5 +86,5 @@ def spread(values, digits=3):
 
 
 def _write(path, text):
-    with replaced_file(path) as file:
+    with atomic_file(path) as file:
         file.write_text(text.rstrip("\n") + "\n", encoding="utf-8")

@@ -3,10 +3,10 @@
 import shutil
 from pathlib import Path
 
-from experiments.cards import write_runs
-from experiments.runs import finish, result_file
+from experiments.lib.cards import write_runs
+from experiments.lib.runs import finish, result_file
 from keras_softmoe.catalogue import PRESET_MARKS
-from keras_softmoe.files import replaced_directory
+from keras_softmoe.files import atomic_directory
 
 
 def save_weights(task, work, name):
@@ -18,7 +18,7 @@ def save_weights(task, work, name):
         name: str, of the run.
     """
     directory = _weights(work, name)
-    with replaced_directory(directory, PRESET_MARKS) as aside:
+    with atomic_directory(directory, PRESET_MARKS) as aside:
         task.save_to_preset(str(aside))
     return directory
 
@@ -45,7 +45,7 @@ def publish(trainings, work, directory, records, describe):
         finished = finish(run, work)
         minutes = round(finished["times"]["training_seconds"] / 60, 1)
         runs.append({"seed": run.seed, "minutes": minutes, **finished["results"]})
-    with replaced_directory(directory, PRESET_MARKS) as aside:
+    with atomic_directory(directory, PRESET_MARKS) as aside:
         shutil.copytree(_weights(work, first.name), aside, dirs_exist_ok=True)
         describe(aside, runs)
     write_runs(Path(records, f"{directory.name}.json"), runs)
