@@ -88,6 +88,17 @@ REPLACEMENTS["training"] = {
     "WarmupRsqrtDecay": '`ksm.training.WarmupSchedule(..., decay="rsqrt")`',
 }
 
+_SYNTHETIC = "`experiments.synthetic` of the repository"
+REPLACEMENTS["datasets"] = {
+    "COLOR_NAMES": "`class_names` of `ksm.datasets.sample('shapes')`",
+    "GLYPH_CLASSES": "`class_names` of `ksm.datasets.sample('glyphs')`",
+    "HELD_OUT_COMBINATIONS": "the labels of `ksm.datasets.sample('new_shapes')`",
+    "SHAPE_COLOR_CLASSES": "`class_names` of `ksm.datasets.sample('shapes')`",
+    "captioned_digits": "`digits` with captions of your own",
+    "captioned_shapes": f"`ksm.datasets.sample('shapes')`, or {_SYNTHETIC}",
+    "glyphs": f"`ksm.datasets.sample('glyphs')`, or {_SYNTHETIC}",
+}
+
 
 def attribute(room):
     """Return the `__getattr__` of a room, with errors for removed names.

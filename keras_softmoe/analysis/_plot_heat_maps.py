@@ -36,9 +36,9 @@ def plot_experts_by_class(
     Args:
         statistics: what `analysis.routing_statistics` returns when it is given
             labels.
-        class_names: optional sequence of str, names of the classes, such as
-            `datasets.GLYPH_CLASSES`. A class whose name the fonts of matplotlib's
-            settings cannot draw has its number; if `None`, all have.
+        class_names: optional sequence of str, names of the classes. A class whose
+            name the fonts of matplotlib's settings cannot draw has its number; if
+            `None`, all have.
         layers: sequence of blocks to show. All of them if `None`.
         sort: bool, whether to order each panel by itself, so that structure shows: each
             class goes with the expert that exceeds its own mean over the classes most

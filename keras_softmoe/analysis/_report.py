@@ -99,7 +99,7 @@ def routing_report(
         ...     images,
         ...     "report.html",
         ...     labels=labels,
-        ...     class_names=ksm.datasets.GLYPH_CLASSES,
+        ...     class_names=ksm.datasets.sample("glyphs").class_names,
         ... )
     """
     drawing.import_matplotlib()

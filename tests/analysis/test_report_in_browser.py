@@ -23,12 +23,12 @@ def chromium():
 def report(name, path):
     if name.endswith("_shapes"):
         model = ksm.models.LIMoEContrastive.from_preset(name)
-        data = ksm.datasets.captioned_shapes(64, seed=7, verbose=0)
+        data = ksm.datasets.sample("shapes", 64)
         return routing_report(
             model, data.images, path, data.captions, num_pictures=1, verbose=0
         )
     model = ksm.models.ViTMoEImageClassifier.from_preset(name)
-    images, labels = ksm.datasets.glyphs(64, image_size=32, seed=1, verbose=0)
+    images, labels, *_ = ksm.datasets.sample("glyphs", 64)
     return routing_report(model, images, path, labels=labels, num_pictures=1, verbose=0)
 
 
