@@ -88,7 +88,8 @@ class PatchReducer:
         self._count[name] += taken.sum((0, 1))
         weights = np.where(taken, weights, -1.0)
 
-        def picture(image, patch):
+        def picture(index):
+            image, patch = index
             place = np.unravel_index(patch, self._grid)
             return _with_neighbours(inputs[image], place, self._grid)
 
@@ -146,7 +147,7 @@ class ExampleReducer:
             for expert, best in enumerate(self._patches[name]):
                 probability = probabilities[..., expert]
                 chosen = np.where(first == expert, probability, -1.0)
-                best.add(chosen, lambda image, patch: cut[image, patch])
+                best.add(chosen, cut.__getitem__)
 
     def result(self):
         return {block: self._examples(block) for block in self._routed}
@@ -186,15 +187,15 @@ class _Best:
 
         Args:
             weights: `(B, T)` array, -1 for patches that do not count.
-            picture: callable from the indices of image and patch to a picture.
+            picture: callable from a pair, the indices of image and patch, to a picture.
         """
         patches = weights.argmax(axis=-1)
         best = weights[np.arange(len(weights)), patches]
         # Stable: of equals the first.
         for image in np.argsort(-best, kind="stable")[: self._count]:
             if best[image] >= 0:
-                found = best[image], picture(image, patches[image])
-                self._found.append(found)
+                found = picture((image, patches[image]))
+                self._found.append((best[image], found))
         self._found.sort(key=lambda pair: -pair[0])
         del self._found[self._count :]
 
@@ -237,7 +238,7 @@ class _WordCounts:
 
 
 def _patches(images, grid):
-    """Cut `(B, height, width, channels)` into `(B, T, height / rows, ..., channels)`."""
+    """Cut `(B, height, width, channels)` images into `(B, T, h, w, channels)`."""
     batch, height, width, channels = images.shape
     rows, columns = grid
     size = height // rows, width // columns

@@ -130,8 +130,8 @@ FIGURES = {
     "modality_load": FigureRow(
         "modalities",
         of_modalities.modality_load,
-        "How many tokens of text and of images queue for each expert. Hatched: dropped. "
-        "Dashed: the capacity, which holds in each group of pairs, so that an expert "
+        "How many tokens of text and of images queue for each expert. Hatched: "
+        "dropped. Dashed: the capacity, which holds in each group of pairs, so that an expert "
         "may drop tokens in one group and have free slots in another.",
         "LIMoE, figures 17 to 22 and 39",
     ),
@@ -153,8 +153,8 @@ FIGURES = {
     "priorities": FigureRow(
         "modalities",
         of_paths.priorities,
-        "The order in which tokens queue for the experts, in one group of pairs. Tokens "
-        "to the right of the dashed line, the capacity, are dropped.",
+        "The order in which tokens queue for the experts, in one group of pairs. "
+        "Tokens to the right of the dashed line, the capacity, are dropped.",
         "LIMoE, figures 32 to 37",
     ),
     "trajectories": FigureRow(
@@ -168,7 +168,7 @@ FIGURES = {
     "words": FigureRow(
         "modalities",
         of_modalities.words,
-        "The kinds of words of which the text of each expert consists, and of all text. "
+        "The kinds of words of which the text of each expert consists, and all text. "
         "The number above a bar is the expert's share of all text.",
         "LIMoE, figure 40",
         lambda block: block.words is not None,
@@ -188,8 +188,8 @@ FIGURES = {
     "slots": FigureRow(
         "maps",
         of_maps.slots,
-        "What some slots look at (orange: more than an even share of the slot's weight) "
-        "and what they ignore (blue: less). Maps without colour are slots that take in "
+        "The patches that some slots take in (orange: more than an even share of the "
+        "slot's weight) and ignore (blue: less). Maps without colour are slots that take in "
         "the mean of all patches. The slots that differ most are shown.",
         "Soft MoE, figure 25",
         lambda maps: maps.images is not None and maps.mixes_tokens,

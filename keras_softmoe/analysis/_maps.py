@@ -106,7 +106,7 @@ class MapReducer:
         return self._maps
 
     def _fields(self, decision, inputs, count):
-        """Return the attributes of `RoutingMaps` that are of images and text, a dict."""
+        """Return the attributes of images and text, a dict."""
         grid = self._backbone.patch_grid
         if self._pairs is None:
             num_tokens = tokens_per_input(self._backbone)

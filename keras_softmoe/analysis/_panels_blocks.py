@@ -1,4 +1,4 @@
-"""Figures of `BlockStatistics`: load, weights of choices, experts by class and place."""
+"""Figures of `BlockStatistics`: load, choices, experts by class and by place."""
 
 import math
 
@@ -165,12 +165,12 @@ def _position_maps(block):
 
 
 def _by_variation(maps):
-    """Order experts by falling standard deviation of their maps `(E, rows, columns)`."""
+    """Order experts by falling deviation of their maps `(E, rows, columns)`."""
     return np.argsort(-maps.std(axis=(1, 2)), kind="stable")
 
 
 def _mosaic(maps):
-    """Put maps `(E, rows, columns)` in one array, NaN between; return it and corners."""
+    """Put maps `(E, rows, columns)` in one array, NaN between; return corners too."""
     count, rows, columns = maps.shape
     # A gap between them, and above each a line for its name.
     head, gap = max(1.0, 0.32 * rows), max(1.0, 0.12 * columns)

@@ -109,7 +109,8 @@ def coverage(blocks, share=0.9):
     for ax, name in zip(axes, modalities, strict=True):
         for block, style in zip(blocks, styles, strict=True):
             shares = block.coverage[name]
-            label = f"{drawing.block_title(block.block)}: {block.experts_needed(share)[name]}"
+            needed = block.experts_needed(share)[name]
+            label = f"{drawing.block_title(block.block)}: {needed}"
             ax.plot(np.arange(1, len(shares) + 1), shares, label=label, **style)
         most = max(len(block.padding) for block in blocks)
         ax.plot([0, most], [0, 1], color="0.5", ls=":", lw=1)

@@ -23,8 +23,8 @@ class WordStatistics(NamedTuple):
     Attributes:
         tags: tuple of `T` str, the most frequent first, `"padding"` last.
         num_tokens: `(T,)` int64 array, how many tokens have each tag.
-        assigned: `(T, E)` int64 array, how many of them each expert processes; those that
-            `K` experts process count at each.
+        assigned: `(T, E)` int64 array, how many of them each expert processes; tokens
+            that `K` experts process count at each.
     """
 
     tags: tuple
@@ -54,8 +54,8 @@ class WordReducer:
     def __init__(self, pairs, tagger):
         if pairs.tokenizer is None or pairs.captions is None:
             raise ValueError(
-                "Words need a tokenizer: pass captions, and a task or its preprocessor. "
-                f"Received: captions of type {type(pairs.captions).__name__}, "
+                "Words need a tokenizer: pass captions, and a task or its "
+                f"preprocessor. Received: captions of type {type(pairs.captions).__name__}, "
                 f"preprocessor={pairs.preprocessor!r}."
             )
         self._pairs = pairs

@@ -25,9 +25,8 @@ def pruning_curve(
     Args:
         model: `LIMoEBackbone` with `routers.LIMoERouter`s, or a `LIMoEContrastive`.
         usage: dict from each MoE block to an `(E,)` array, how much the modality uses
-            each expert, as for `models.prune_experts`: counted by
-            `analysis.modality_statistics`, or averaged during training by
-            `analysis.UsageMonitor`.
+            each expert, as for `models.prune_experts`: counted by `analysis.analyze`,
+            or averaged during training by `analysis.RoutingMonitor`.
         metric: callable from a pruned model, of the same class as `model`, to a number,
             or to several ones, such as one for each seed: zero-shot accuracy,
             retrieval, ...
@@ -55,7 +54,7 @@ def pruning_curve(
         ...     return (
         ...         (encoder.class_embeddings(names, ["a {}"]) * whole).sum(-1).mean()
         ...     )
-        >>> statistics = ksm.analysis.modality_statistics(limoe, captions=captions)
+        >>> statistics = ksm.analysis.analyze(limoe, captions=captions).modalities
         >>> usage = {block: s.routed["text"] for block, s in statistics.items()}
         >>> curve = ksm.evaluation.pruning_curve(
         ...     limoe, usage, likeness, num_experts=(4, 8), name="cosine"
