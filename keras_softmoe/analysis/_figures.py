@@ -131,8 +131,8 @@ FIGURES = {
         "modalities",
         of_modalities.modality_load,
         "How many tokens of text and of images queue for each expert. Hatched: "
-        "dropped. Dashed: the capacity, which holds in each group of pairs, so that an expert "
-        "may drop tokens in one group and have free slots in another.",
+        "dropped. Dashed: the capacity, which holds in each group of pairs, so that an "
+        "expert may drop tokens in one group and have free slots in another.",
         "LIMoE, figures 17 to 22 and 39",
     ),
     "coverage": FigureRow(
@@ -189,8 +189,8 @@ FIGURES = {
         "maps",
         of_maps.slots,
         "The patches that some slots take in (orange: more than an even share of the "
-        "slot's weight) and ignore (blue: less). Maps without colour are slots that take in "
-        "the mean of all patches. The slots that differ most are shown.",
+        "slot's weight) and ignore (blue: less). Maps without colour are slots that "
+        "take in the mean of all patches. The slots that differ most are shown.",
         "Soft MoE, figure 25",
         lambda maps: maps.images is not None and maps.mixes_tokens,
         is_of_one_block=True,
@@ -265,7 +265,7 @@ def plot_of(part):
         part: str, the attribute of `Routing` that has them.
     """
 
-    def plot(self, figure: str, **options) -> Figure:
+    def plot(self, figure: str, **options) -> Figure:  # noqa: D417
         """Draw one block.
 
         Args:

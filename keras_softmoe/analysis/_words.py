@@ -53,9 +53,10 @@ class WordReducer:
 
     def __init__(self, pairs, tagger):
         if pairs.tokenizer is None or pairs.captions is None:
+            kind = type(pairs.captions).__name__
             raise ValueError(
                 "Words need a tokenizer: pass captions, and a task or its "
-                f"preprocessor. Received: captions of type {type(pairs.captions).__name__}, "
+                f"preprocessor. Received: captions of type {kind}, "
                 f"preprocessor={pairs.preprocessor!r}."
             )
         self._pairs = pairs
