@@ -1,5 +1,6 @@
 # make install   .venv with the library (editable) and all that the tests need
 # make demo      the main job on real images; backend from KERAS_BACKEND, JAX if unset
+# make check     lint and the heart of the suite on one backend; PyTorch if unset
 # make test      lint, then the whole suite on each backend in its own process
 # make docs      the site, into build/site; a warning is an error
 # make bench     layers and models beside their rivals on each backend, and tables of it
@@ -34,8 +35,8 @@ NIGHTLY := $(BACKENDS:%=nightly-%)
 WHEELS := $(BACKENDS:%=wheel-%)
 # What a version of a dependency may break: arithmetic, layers, models and their files.
 CORE := tests/ops tests/routers/test_soft.py tests/layers/test_moe.py \
-    tests/layers/test_experts.py tests/models/test_backbone.py \
-    tests/models/test_classifier.py tests/models/test_from_preset.py \
+    tests/layers/test_experts.py tests/backbones/test_vit.py \
+    tests/backbones/test_image_classifier.py tests/models/test_from_preset.py \
     tests/reference/test_reference_ops.py tests/reference/test_reference_layers.py \
     tests/reference/test_reference_models.py
 
@@ -45,7 +46,7 @@ $(SUITES) $(TORTURES): export OMP_NUM_THREADS ?= 1
 $(SUITES) $(TORTURES): export TF_NUM_INTRAOP_THREADS ?= 1
 $(SUITES) $(TORTURES): export TF_NUM_INTEROP_THREADS ?= 1
 
-.PHONY: install demo test lint docs $(SUITES) bench torture $(TORTURES) format clean \
+.PHONY: install demo check test lint docs $(SUITES) bench torture $(TORTURES) format clean \
     oldest $(OLDEST) nightly $(NIGHTLY) wheel wheels $(WHEELS) wheel-bare
 
 install: $(INSTALLED)
@@ -77,6 +78,16 @@ test: lint
 	    echo "$$backend: $$(tail -n 1 build/$$backend.log)"; \
 	done; \
 	exit $$status
+
+# Routing, losses, experts and models against their twins, and the recorded numbers.
+HEART := tests/ops tests/routers tests/layers/test_moe.py tests/layers/test_masks.py \
+    tests/layers/test_experts.py tests/layers/test_every_layer.py \
+    tests/backbones/test_vit.py tests/guards tests/test_imports.py tests/test_moved.py \
+    tests/reference/test_reference_ops.py tests/reference/test_reference_routers.py
+
+check: lint
+	KERAS_BACKEND=$${KERAS_BACKEND:-torch} OMP_NUM_THREADS=1 $(VENV)/python -m pytest \
+	    -q --numprocesses=$(JOBS) $(HEART)
 
 lint: install
 	$(VENV)/ruff format --check .
@@ -114,8 +125,8 @@ bench: install
 	$(VENV)/python benchmarks/tables.py --output benchmarks/RESULTS.md \
 	    --page docs/results/speed.md
 
-# About two hours of one core. Each backend says what it found; the table comes last, and what failed
-# is in build/torture/.
+# About two hours of one core. Each backend says what it found; the table comes last, and
+# the cases that failed are in build/torture/.
 # A hundredth of it: make torture TORTURE="--fraction 0.01"
 torture: export TORTURE ?=
 torture: install

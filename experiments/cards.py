@@ -7,20 +7,20 @@ import keras
 import numpy as np
 
 from experiments.runs import processor
-from keras_softmoe import presets
+from keras_softmoe.catalogue import METADATA_FILE
 from keras_softmoe.files import replaced_file
 
 
 def read_metadata(directory):
     """The metadata of a preset directory, an empty dict if there are none."""
-    file = Path(directory, presets.METADATA_FILE)
+    file = Path(directory, METADATA_FILE)
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def write_metadata(directory, **entries):
     """Add entries to the metadata of a preset directory; returns all."""
     metadata = read_metadata(directory) | entries
-    _write(Path(directory, presets.METADATA_FILE), json.dumps(metadata, indent=4))
+    _write(Path(directory, METADATA_FILE), json.dumps(metadata, indent=4))
     return metadata
 
 

@@ -136,7 +136,7 @@ def build(kind, router_settings=None, **backbone_settings):
         "num_heads": 4,
         "hidden_dim": 64,
         "mlp_dim": 128,
-        "moe_layers": models.every_n(4) if router else (),
+        "moe_layers": models.moe_blocks(4, every=2) if router else (),
         "router": router,
         "embedding_dim": 128,
         "name": NAMES[kind],
@@ -145,7 +145,7 @@ def build(kind, router_settings=None, **backbone_settings):
     backbone = models.LIMoEBackbone(**settings)
     preprocessor = models.LIMoEPreprocessor(
         tokenizer,
-        models.LIMoEImageConverter(
+        models.ViTMoEImageConverter(
             image_size=(IMAGE_SIZE, IMAGE_SIZE), name="image_converter"
         ),
         sequence_length=settings["sequence_length"],

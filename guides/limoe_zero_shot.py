@@ -147,14 +147,14 @@ backbone = ksm.models.LIMoEBackbone(
     num_heads=4,
     hidden_dim=64,
     mlp_dim=128,
-    moe_layers=ksm.models.every_n(2),
+    moe_layers=ksm.models.moe_blocks(2, every=2),
     router=router,
     embedding_dim=64,
 )
 own = ksm.models.LIMoEContrastive(
     backbone,
     ksm.models.LIMoEPreprocessor(
-        tokenizer, ksm.models.LIMoEImageConverter(image_size=(32, 32))
+        tokenizer, ksm.models.ViTMoEImageConverter(image_size=(32, 32))
     ),
 )
 own.compile(keras.optimizers.AdamW(2e-3))

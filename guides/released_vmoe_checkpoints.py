@@ -200,14 +200,15 @@ for change, outputs in (
 
 On another task, with a new head, at another resolution if you like: positions that
 were learned are resampled. The released checkpoints were themselves fine-tuned at
-384 x 384 from 224 x 224 in this way. `ksm.training.finetuning` is the paper's recipe:
+384 x 384 from 224 x 224 in this way. The recipe `"finetuning"` is that of the paper:
 SGD with momentum, a warmup and a cosine. Its crops and flips are not for digits.
 """
 
 classifier = ksm.models.ViTMoEImageClassifier.from_preset(
     str(preset_dir), num_classes=10, image_shape=(40, 40, 3)
 )
-recipe = ksm.training.finetuning(
+recipe = ksm.training.recipe(
+    "finetuning",
     num_classes=10,
     steps=EPOCHS * (NUM_TRAIN // 32),
     peak_learning_rate=0.01,

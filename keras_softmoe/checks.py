@@ -81,6 +81,15 @@ def check_whole_numbers(least, **arguments):
             )
 
 
+def check_num_heads(num_heads, width):
+    """Raise unless `num_heads` divides `width`."""
+    if width % num_heads:
+        raise ValueError(
+            "The heads share the width equally, so `num_heads` must divide it. "
+            f"Received: num_heads={num_heads}, width={width}. Change one of the two."
+        )
+
+
 def at_most(name):
     """The words for the largest value of an argument, nothing if there is none."""
     return f", at most {LARGEST[name]:,}" if name in LARGEST else ""

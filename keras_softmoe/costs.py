@@ -54,6 +54,11 @@ class LayerCost(NamedTuple):
     def __mul__(self, times):
         return LayerCost(*(times * value for value in self))
 
+    @property
+    def parameters(self) -> int:
+        """Numbers in all weights."""
+        return self.weights + self.float32_weights
+
     def without_weights(self) -> "LayerCost":
         """The cost of using the same layer once more."""
         return self._replace(

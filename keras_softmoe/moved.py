@@ -79,6 +79,42 @@ REPLACEMENTS: dict[str, dict[str, str]] = {
     },
 }
 
+REPLACEMENTS["exporting"] = {"exportable": "`cls.export = export_model`"}
+
+REPLACEMENTS["models"] = {
+    "LIMoEImageConverter": "`ViTMoEImageConverter`",
+    "every_n": "`moe_blocks(num_layers, every=n)`",
+    "last_n": "`moe_blocks(num_layers, every=2, last=n)`",
+    "second_half": "`moe_blocks(num_layers, last=(num_layers + 1) // 2)`",
+}
+
+REPLACEMENTS["layers"] = {
+    "Encoder": "a loop over layers `layers.EncoderBlock`, or a backbone of `models`",
+}
+
+REPLACEMENTS["presets"] = {"METADATA_FILE": '`"metadata.json"`'}
+
+
+_RECIPE = "`ksm.training.recipe({!r}, ...)`"
+REPLACEMENTS["training"] = {
+    **{
+        name: _RECIPE.format(name)
+        for name in (
+            "finetuning",
+            "imagenet_from_scratch",
+            "limoe_pretraining",
+            "soft_moe_contrastive",
+            "soft_moe_pretraining",
+            "vmoe_15b_pretraining",
+            "vmoe_pretraining",
+            "vtab",
+        )
+    },
+    "ContrastiveRecipe": "`ksm.training.Recipe`",
+    "WarmupPolynomialDecay": "`ksm.training.WarmupSchedule(...)`",
+    "WarmupRsqrtDecay": '`ksm.training.WarmupSchedule(..., decay="rsqrt")`',
+}
+
 
 def attribute(room):
     """Return the `__getattr__` of a room: removed names say what replaces them.

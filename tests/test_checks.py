@@ -6,7 +6,15 @@ import re
 import numpy as np
 import pytest
 
-from keras_softmoe import checks, distribution, evaluation, layers, models, routers
+from keras_softmoe import (
+    architecture,
+    checks,
+    distribution,
+    evaluation,
+    layers,
+    models,
+    routers,
+)
 from tests.models import tiny, tiny_limoe
 from tests.torture.arguments import BACKBONE, BACKBONES, NO_SIZES, TEXT, targets
 
@@ -288,7 +296,7 @@ def test_plans_for_any_number_of_devices():
 
 
 def test_misspelt_arguments_of_constructors():
-    settings = ", ".join(layers.MoE.settings())
+    settings = ", ".join(architecture.Mixture.names())
     for make, wrong, near, accepted in (
         (lambda **x: models.ViTMoEBackbone(**x), "num_layer", "num_layers", settings),
         (lambda **x: models.TextMoEBackbone(**x), "hiden_dim", "hidden_dim", settings),

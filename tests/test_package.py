@@ -33,11 +33,15 @@ def test_version():
 
 # What users reach through the subpackages above.
 INTERNAL = {
+    "backbones",
+    "architecture",
     "catalogue",
     "checks",
     "checkpoints",
+    "drawing",
     "files",
     "keras_adapter",
+    "moved",
     "sharding",
     "types",
 }

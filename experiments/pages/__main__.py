@@ -1,35 +1,29 @@
 """Write what is generated in README.md and below `docs`.
 
     python -m experiments.pages              # tables and pages, in seconds
-    python -m experiments.pages --count      # first count each architecture anew
     python -m experiments.pages --pictures   # first draw the routings anew
     python -m experiments.pages --guides [NAMES] [--short]  # first run guides, or all
 
 Tables stand between the lines `<!-- TITLE: begin -->` and `<!-- TITLE: end -->`, and
 come from the JSON of experiments and benchmarks and the metadata of presets. The pages
 of the API and of the guides are written whole. `--short` runs guides with as few images
-and steps as the tests do. `--count` also writes `keras_softmoe/catalogue/counts.json`,
-where the catalogue has parameters and GFLOP of its architectures: what
-`evaluation.cost` counts.
+and steps as the tests do.
 """
 
 import argparse
 import shutil
 
-from experiments.pages import ROOT, guides, pictures, results, tables, written
+from experiments.pages import ROOT, guides, pictures, results, written
 from keras_softmoe.files import replaced_file
 
 
 def main(arguments=None):
     """Command line: see `--help`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", action="store_true", help="count architectures")
     parser.add_argument("--pictures", action="store_true", help="draw the routings")
     parser.add_argument("--guides", nargs="*", metavar="NAME", help="run these guides")
     parser.add_argument("--short", action="store_true", help="run them in short")
     options = parser.parse_args(arguments)
-    if options.count:
-        _write(ROOT / "keras_softmoe" / "catalogue" / "counts.json", tables.counts())
     if options.pictures:
         pictures.draw(ROOT / "docs")
     if options.guides is not None:

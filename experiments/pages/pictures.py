@@ -34,6 +34,7 @@ def draw(docs):
         _save(_routing(title, router, arguments), concepts / f"{name}.png")
     _save(_weights(), concepts / "soft_against_sparse.png")
     _save(_dropped(), concepts / "dropped.png")
+    _save(_schedules(), concepts / "schedules.png")
     _save(learning_curves(), gallery / "preset_curves.png")
     for name in ksm.presets.names():
         if ksm.presets.describe(name).kind == "trained" and drawn(name):
@@ -226,6 +227,26 @@ def _dropped():
     )
     ax.title.set_fontsize(10)
     ax.legend(frameon=False)
+    return figure
+
+
+def _schedules():
+    """The learning rates of all recipes, from the first step to the last."""
+    figure, ax = plt.subplots(figsize=(6, 3.4), layout="constrained")
+    lines = {"linear": "-", "cosine": "--", "rsqrt": ":"}
+    for number, name in enumerate(ksm.training.recipes()):
+        recipe = ksm.training.recipe(name)
+        steps = np.linspace(0, recipe.steps, 400)
+        rates = keras.ops.convert_to_numpy(recipe.schedule()(steps))
+        share = rates / recipe.peak_learning_rate
+        line = lines[recipe.decay]
+        ax.plot(steps / recipe.steps, share, line, color=f"C{number}", label=name)
+    ax.set(
+        xlabel="share of the steps",
+        ylabel="learning rate, share of the peak",
+        ylim=(0, None),
+    )
+    ax.legend(frameon=False, fontsize=8)
     return figure
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from experiments import glyph_presets, glyph_trials, limoe_sweeps
 from experiments.cards import spread
-from keras_softmoe import catalogue, evaluation
+from keras_softmoe import catalogue
 
 NAMES = """\
 A name tells family, size, patch, placement of the experts (the second half of the
@@ -27,16 +27,6 @@ _OF_SWEEPS = {
     "image_dropped": 3,
     "text_dropped": 3,
 }
-
-
-def counts():
-    """Text of `counts.json`, one architecture a line."""
-    rows = []
-    for name in sorted(catalogue.architectures()):
-        cost = evaluation.cost(name)
-        row = [cost.parameters, round(cost.gflop_per_image, 4)]
-        rows.append(f"    {json.dumps(name)}: {json.dumps(row)}")
-    return "{\n" + ",\n".join(rows) + "\n}\n"
 
 
 def tables():

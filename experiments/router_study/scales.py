@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from keras_softmoe.catalogue import every_n
+from keras_softmoe.catalogue import moe_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Scale:
     @property
     def moe_layers(self):
         """Blocks with experts where nothing else is said: every second one."""
-        return every_n(self.num_layers)
+        return moe_blocks(self.num_layers, every=2)
 
     @property
     def settings(self):

@@ -150,11 +150,12 @@ class TfdsTask:
             crop_to_aspect_ratio=True,
         )
 
-    def _recipe(self, learning_rate=0.0):
+    def _recipe(self, learning_rate=1e-3):
         scale = self.scale
-        return ksm.training.vmoe_pretraining(
-            self.num_classes,
-            scale.steps,
+        return ksm.training.recipe(
+            "vmoe_pretraining",
+            num_classes=self.num_classes,
+            steps=scale.steps,
             peak_learning_rate=learning_rate,
             warmup_steps=scale.warmup_steps,
             weight_decay=scale.weight_decay,

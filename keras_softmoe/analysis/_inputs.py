@@ -48,7 +48,7 @@ def prepared(backbone, images, preprocessor):
         ValueError: if they are not a batch that the model takes, or not finite.
     """
     # On first use, since `models` imports KerasHub.
-    from keras_softmoe.models.arguments import check_finite_images
+    from keras_softmoe.backbones.arguments import check_finite_images
 
     if preprocessor is not None:
         images = preprocessor(images)

@@ -141,7 +141,7 @@ class Pairs:
 
     def _inputs(self, rows):
         # On first use, since `models` imports KerasHub.
-        from keras_softmoe.models.arguments import check_pairs
+        from keras_softmoe.backbones.arguments import check_pairs
 
         images = token_ids = None
         if self.images is not None:

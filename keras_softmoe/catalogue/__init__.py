@@ -19,6 +19,4 @@ from keras_softmoe.catalogue._entries import names_of_kind as names_of_kind
 from keras_softmoe.catalogue._entries import read_config as read_config
 from keras_softmoe.catalogue._entries import read_metadata as read_metadata
 from keras_softmoe.catalogue._entries import write as write
-from keras_softmoe.catalogue._moe_layers import every_n as every_n
-from keras_softmoe.catalogue._moe_layers import last_n as last_n
-from keras_softmoe.catalogue._moe_layers import second_half as second_half
+from keras_softmoe.catalogue._moe_layers import moe_blocks as moe_blocks

@@ -1,7 +1,8 @@
 """The entries of the catalogue: their names, what they are, and where they are.
 
 An entry is either a directory in KerasHub's format (what has weights, or is converted
-from weights that others released) or an `Architecture`, a row of this module's tables.
+from weights that others released) or a `Row` of `_vision` and
+`_limoe`.
 """
 
 import contextlib
@@ -163,7 +164,7 @@ def write(name: str, directory: str | os.PathLike) -> str:
 
 @functools.cache
 def architectures():
-    """Dict from name to `Architecture`: the models whose weights were never released.
+    """Dict from name to `Row`: the models whose weights were never released.
 
     Source: V-MoE, Soft MoE, LIMoE and the router study; see `_papers`.
     """
@@ -262,7 +263,10 @@ def check_task(directory, load_weights=True):
 
 def names_of_kind(kind):
     """Names of the presets of a kind, sorted."""
-    return [n for n in names() if _metadata(_directory(n), n).get("kind") == kind]
+    if kind == "architecture":
+        return sorted(architectures())
+    found = {name: _metadata(_root() / name, name) for name in _directory_names()}
+    return sorted(name for name, about in found.items() if about.get("kind") == kind)
 
 
 @contextlib.contextmanager

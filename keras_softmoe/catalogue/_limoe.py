@@ -3,15 +3,16 @@
 import functools
 
 from keras_softmoe import routers
-from keras_softmoe.catalogue._architecture import (
+from keras_softmoe.architecture import LIMoE
+from keras_softmoe.catalogue._moe_layers import moe_blocks
+from keras_softmoe.catalogue._papers import LIMOE, LIMOE_H14_BLOCKS, VMOE_SIZES
+from keras_softmoe.catalogue._row import (
     IMAGE_SIZE,
-    Architecture,
+    Row,
     experts,
     preset_name,
     vit,
 )
-from keras_softmoe.catalogue._moe_layers import every_n
-from keras_softmoe.catalogue._papers import LIMOE, LIMOE_H14_BLOCKS, VMOE_SIZES
 
 _NUM_EXPERTS = 32
 # Appendix E.5: routing worked in groups of this size and larger ones.
@@ -44,7 +45,7 @@ _H14_NOTE = (
 
 
 def limoe():
-    """All of them, a list of `Architecture`."""
+    """All of them, a list of `Row`."""
     return [each for model in LIMOE for each in _pair_of_twins(model)]
 
 
@@ -59,7 +60,7 @@ def _pair_of_twins(model):
     rest = {
         "source": "LIMoE, appendices A and C.1",
         "note": f"{_NOTE} {_H14_NOTE}" if model == "H/14" else _NOTE,
-        "backbone": "LIMoEBackbone",
+        "kind": LIMoE,
     }
     names = [
         preset_name(*parts, image_size=image_size)
@@ -71,7 +72,7 @@ def _pair_of_twins(model):
     title = f"Dense one-tower model {model} of LIMoE"
     if of_dense is None:
         title = f"Dense twin of LIMoE-{model}"
-    yield Architecture(
+    yield Row(
         names[0],
         title,
         "",
@@ -84,8 +85,9 @@ def _pair_of_twins(model):
         layers = tuple(block - 1 for block in LIMOE_H14_BLOCKS)
         where = f"{len(layers)} blocks"
     else:
-        layers, where = every_n(dense["num_layers"]), "every second block"
-    yield Architecture(
+        layers = moe_blocks(dense["num_layers"], every=2)
+        where = "every second block"
+    yield Row(
         names[1],
         f"LIMoE-{model}",
         f"{_NUM_EXPERTS} experts in {where}",

@@ -3,87 +3,55 @@
 from keras_softmoe.checks import is_whole_number
 
 
-def every_n(num_layers: int, n: int = 2) -> tuple:
-    """Every `n`-th block, V-MoE's "Every-n".
+def moe_blocks(num_layers: int, every: int = 1, last: int | None = None) -> tuple:
+    """Indices of the blocks that are mixtures of experts, as the papers place them.
 
-    Blocks are counted from 0, so these are blocks `n - 1`, `2n - 1`, and so on: with
-    `n=2` the second, the fourth, ... Blocks that are left over at the end stay dense.
+    Blocks are counted from 0, so with `every=2` these are the second, the fourth, ...:
+    blocks 1, 3, ... Blocks that are left over at the end stay dense.
+
+    | paper | placement | call |
+    |---|---|---|
+    | V-MoE | "Every-2" | `moe_blocks(12, every=2)` |
+    | V-MoE | "Last-2": the last 2 of every second block | `moe_blocks(24, 2, last=2)` |
+    | Soft MoE | the second half of the blocks | `moe_blocks(12, last=6)` |
+
+    V-MoE's "Last-n" does not mean the last `n` blocks in a row.
 
     Args:
         num_layers: int, number of encoder blocks.
-        n: int, from 1 (all blocks) to `num_layers` (the last one, if nothing is left
-            over).
+        every: int, distance between mixtures of experts, from 1 (all blocks) to
+            `num_layers`.
+        last: int or `None`, how many of those blocks to keep, counted from the end.
+            `None` keeps all.
 
     Returns:
         tuple of ints for `moe_layers`, ascending.
 
     Raises:
-        ValueError: if `n` is not from 1 to `num_layers`.
+        ValueError: if an argument is not among the accepted values.
 
-    Source: V-MoE, section 3.1; numbered as in its released code.
+    Source: V-MoE, section 3.1 and appendix E.1 (blocks 21 and 23 of 24); Soft MoE,
+    sections 2.1 and 3.4. Numbered as in V-MoE's released code.
 
     Examples:
-        >>> ksm.models.every_n(12, 2)
+        >>> ksm.models.moe_blocks(12, every=2)
         (1, 3, 5, 7, 9, 11)
-    """
-    _check(num_layers, "n", n, num_layers)
-    return tuple(range(n - 1, num_layers, n))
-
-
-def last_n(num_layers: int, n: int) -> tuple:
-    """The last `n` of every second block, V-MoE's "Last-n".
-
-    The paper's "last n even blocks": those of `every_n(num_layers, 2)` that are
-    nearest to the head. They are not `n` blocks in a row, as in Soft MoE, for which
-    there is `second_half`.
-
-    Args:
-        num_layers: int, number of encoder blocks.
-        n: int, how many mixtures of experts, from 1 to `num_layers // 2`.
-
-    Returns:
-        tuple of ints for `moe_layers`, ascending, counted from 0.
-
-    Raises:
-        ValueError: if `n` is not from 1 to `num_layers // 2`.
-
-    Source: V-MoE, section 3.1 and appendix E.1 (blocks 21 and 23 of 24).
-
-    Examples:
-        >>> ksm.models.last_n(24, 2)
+        >>> ksm.models.moe_blocks(24, every=2, last=2)
         (21, 23)
-    """
-    _check(num_layers, "n", n, num_layers // 2)
-    return tuple(range(1, num_layers, 2))[-n:]
-
-
-def second_half(num_layers: int) -> tuple:
-    """The second half of the blocks, Soft MoE's placement.
-
-    With an odd number of blocks the one in the middle is among them.
-
-    Args:
-        num_layers: int, number of encoder blocks.
-
-    Returns:
-        tuple of ints for `moe_layers`, ascending, counted from 0.
-
-    Raises:
-        ValueError: if `num_layers` is under one.
-
-    Source: Soft MoE, sections 2.1 and 3.4.
-
-    Examples:
-        >>> ksm.models.second_half(12)
+        >>> ksm.models.moe_blocks(12, last=6)
         (6, 7, 8, 9, 10, 11)
     """
     _check(num_layers, "num_layers", num_layers, None)
-    return tuple(range(num_layers // 2, num_layers))
+    _check(num_layers, "every", every, num_layers)
+    blocks = tuple(range(every - 1, num_layers, every))
+    if last is None:
+        return blocks
+    _check(num_layers, "last", last, len(blocks))
+    return blocks[-last:]
 
 
 def _check(num_layers, argument, value, largest):
-    is_count = is_whole_number(value)
-    if not is_count or (largest is not None and value > largest):
+    if not is_whole_number(value) or (largest is not None and value > largest):
         upto = "" if largest is None else f" and at most {largest}"
         layers = "" if argument == "num_layers" else f", num_layers={num_layers}"
         raise ValueError(

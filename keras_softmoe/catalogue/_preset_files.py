@@ -1,14 +1,12 @@
 """The directory of an architecture: the texts of its files, in KerasHub's format."""
 
-import functools
 import json
-from pathlib import Path
 from typing import NamedTuple
 
 import keras
 
 _LICENCE = "Apache-2.0"
-_CLASSIFIER_MODULE = "keras_softmoe.models._vit_moe_image_classifier"
+_PREPROCESSOR_MODULE = "keras_softmoe.backbones._image_preprocessor"
 
 
 class _Kind(NamedTuple):
@@ -31,8 +29,8 @@ class _Kind(NamedTuple):
 
 _KINDS = {
     "ViTMoEBackbone": _Kind(
-        "keras_softmoe.models._vit_moe_backbone",
-        (_CLASSIFIER_MODULE, "ViTMoEImageConverter"),
+        "keras_softmoe.backbones._vit",
+        (_PREPROCESSOR_MODULE, "ViTMoEImageConverter"),
         "ImageClassifier",
         "image",
         """\
@@ -41,14 +39,14 @@ model = ksm.models.ViTMoEImageClassifier.from_preset(
 )""",
     ),
     "LIMoEBackbone": _Kind(
-        "keras_softmoe.models._limoe_backbone",
-        ("keras_softmoe.models._contrastive_preprocessor", "LIMoEImageConverter"),
+        "keras_softmoe.backbones._limoe",
+        ("keras_softmoe.backbones._contrastive_preprocessor", "LIMoEImageConverter"),
         "ContrastiveTask",
         "pair of image and caption",
         """\
 # T5's vocabulary, which is not in the preset
 tokenizer = ksm.models.LIMoETokenizer("spiece.model")
-converter = ksm.models.LIMoEImageConverter.from_preset(name)
+converter = ksm.models.ViTMoEImageConverter.from_preset(name)
 model = ksm.models.LIMoEContrastive.from_preset(
     name,
     load_weights=False,
@@ -68,18 +66,18 @@ _RESULTS = {
 }
 
 
-def preset_files(architecture):
+def preset_files(row):
     """All files of a preset without weights.
 
     Args:
-        architecture: `Architecture`.
+        row: `Row`.
 
     Returns:
         dict from the name of a file to its text.
     """
-    about = metadata(architecture)
-    converter = _image_converter(architecture)
-    backbone = config(architecture)
+    about = metadata(row)
+    converter = _image_converter(row)
+    backbone = config(row)
     router = keras.saving.serialize_keras_object(backbone["config"]["router"])
     backbone["config"]["router"] = router
     files = {
@@ -87,10 +85,10 @@ def preset_files(architecture):
         "metadata.json": about,
         "image_converter.json": converter,
     }
-    if architecture.backbone == "ViTMoEBackbone":
+    if row.kind.backbone == "ViTMoEBackbone":
         # A preprocessor for captions has a vocabulary, which the user brings.
         files["preprocessor.json"] = _serialized(
-            _CLASSIFIER_MODULE,
+            _PREPROCESSOR_MODULE,
             "ViTMoEImageClassifierPreprocessor",
             {
                 **_layer("preprocessor"),
@@ -99,58 +97,48 @@ def preset_files(architecture):
             },
         )
     texts = {name: json.dumps(c, indent=4) + "\n" for name, c in files.items()}
-    return texts | {"README.md": _card(architecture, about)}
+    return texts | {"README.md": _card(row, about)}
 
 
-def config(architecture):
+def config(row):
     """The serialized backbone of an architecture, a dict with a router as it is."""
     return _serialized(
-        _KINDS[architecture.backbone].module,
-        architecture.backbone,
+        _KINDS[row.kind.backbone].module,
+        row.kind.backbone,
         {
-            "name": architecture.name,
+            "name": row.name,
             "trainable": True,
-            **architecture.arguments,
-            "router": architecture.router and architecture.router(),
+            **row.arguments,
+            "router": row.router and row.router(),
         },
     )
 
 
-def metadata(architecture):
-    """What `metadata.json` says of an architecture, a dict."""
-    parameters, gflop = _counts()[architecture.name]
-    published = architecture.published or {}
+def metadata(row):
+    """The content of `metadata.json` of an architecture, a dict."""
+    parameters, gflop = row.counts
+    published = row.published or {}
     optional = {
         "published": published,
-        "settings": architecture.settings,
-        "note": architecture.note,
+        "settings": row.settings,
+        "note": row.note,
     }
     if "head_classes" in published:
-        arguments = architecture.arguments
+        arguments = row.arguments
         width = arguments.get("representation_dim") or arguments["hidden_dim"]
         head = (width + 1) * published["head_classes"]
         optional["parameter_count_with_head"] = parameters + head
     return {
         "parameter_count": parameters,
         "gflop_per_image": round(gflop, 2),
-        "tasks": [_KINDS[architecture.backbone].task],
+        "tasks": [_KINDS[row.kind.backbone].task],
         "kind": "architecture",
-        "description": _description(architecture),
-        "source": architecture.source,
+        "description": _description(row),
+        "source": row.source,
         "licence": _LICENCE,
-        "dense_twin": architecture.twin,
+        "dense_twin": row.twin,
         **{key: value for key, value in optional.items() if value},
     }
-
-
-@functools.cache
-def _counts():
-    """Dict from name to parameters of the backbone and GFLOP.
-
-    `evaluation.cost` counts them, which stands on models; a test compares.
-    """
-    file = Path(__file__).with_name("counts.json")
-    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def _serialized(module, class_name, config):
@@ -167,12 +155,12 @@ def _layer(name):
     return {"name": name, "trainable": True, "dtype": policy}
 
 
-def _image_converter(architecture):
+def _image_converter(row):
     return _serialized(
-        *_KINDS[architecture.backbone].converter,
+        *_KINDS[row.kind.backbone].converter,
         {
             **_layer("image_converter"),
-            "image_size": architecture.arguments["image_shape"][:2],
+            "image_size": row.arguments["image_shape"][:2],
             "scale": 1.0 / 127.5,
             "offset": -1.0,
             "interpolation": "bilinear",
@@ -184,14 +172,14 @@ def _image_converter(architecture):
     )
 
 
-def _description(architecture):
-    shape = architecture.arguments
+def _description(row):
+    shape = row.arguments
     height, width, _ = shape["image_shape"]
     parts = [
-        architecture.title,
+        row.title,
         f"{shape['hidden_dim']} wide",
         f"{shape['num_layers']} blocks",
-        architecture.what,
+        row.experts,
         f"patch {shape['patch_size']} at {height} x {width}",
     ]
     if "sequence_length" in shape:
@@ -200,12 +188,12 @@ def _description(architecture):
     return f"{first}: {', '.join(others)}."
 
 
-def _card(architecture, about):
+def _card(row, about):
     """The model card, Markdown."""
-    kind = _KINDS[architecture.backbone]
+    kind = _KINDS[row.kind.backbone]
     rows = [
         ("parameters of the backbone", f"{about['parameter_count']:,}"),
-        (f"GFLOP per {kind.unit}", f"{_counts()[architecture.name][1]:,.1f}"),
+        (f"GFLOP per {kind.unit}", f"{row.counts[1]:,.1f}"),
         ("weights in float32", f"{4 * about['parameter_count'] / 1e9:,.2f} GB"),
     ]
     published = about.get("published", {})
@@ -226,29 +214,29 @@ def _card(architecture, about):
         for key, (what, wording) in _RESULTS.items()
         if key in published
     ]
-    if architecture.twin:
-        rows.append(("dense twin", f"`{architecture.twin}`"))
+    if row.twin:
+        rows.append(("dense twin", f"`{row.twin}`"))
     parts = [
-        f"# {architecture.name}",
+        f"# {row.name}",
         about["description"],
         "No weights come with it: load it without, and train.",
         f"""```python
 import keras_softmoe as ksm
 
-name = "{architecture.name}"
+name = "{row.name}"
 {kind.code}
 ```""",
         _table(("", ""), rows),
     ]
-    if architecture.settings:
-        keys = list(architecture.settings[0])
+    if row.settings:
+        keys = list(row.settings[0])
         parts += [
             "The paper trained it with these settings; the first are the preset's:",
-            _table(keys, [setting.values() for setting in architecture.settings]),
+            _table(keys, [setting.values() for setting in row.settings]),
         ]
-    if architecture.note:
-        parts.append(architecture.note)
-    parts.append(f"Source: {architecture.source}. Licence: {_LICENCE}.")
+    if row.note:
+        parts.append(row.note)
+    parts.append(f"Source: {row.source}. Licence: {_LICENCE}.")
     return "\n\n".join(parts) + "\n"
 
 

@@ -11,15 +11,7 @@ rounds as that does.
 """
 
 from keras_softmoe import ops, routers
-from keras_softmoe.catalogue._architecture import (
-    IMAGE_SIZE,
-    Architecture,
-    experts,
-    preset_name,
-    template,
-    vit,
-)
-from keras_softmoe.catalogue._moe_layers import every_n, last_n, second_half
+from keras_softmoe.catalogue._moe_layers import moe_blocks
 from keras_softmoe.catalogue._papers import (
     EXPERT_CHOICE,
     SIZES,
@@ -31,6 +23,14 @@ from keras_softmoe.catalogue._papers import (
     VMOE_CLASSES,
     VMOE_RELEASED,
     VMOE_SIZES,
+)
+from keras_softmoe.catalogue._row import (
+    IMAGE_SIZE,
+    Row,
+    experts,
+    preset_name,
+    template,
+    vit,
 )
 from keras_softmoe.ops.capacity import RELEASED
 
@@ -57,7 +57,7 @@ _STUDY_EXPERT_CHOICE = {
 
 
 def vision():
-    """All of them, a list of `Architecture`."""
+    """All of them, a list of `Row`."""
     return [*_vmoe(), *_soft_moe(), *_soft_moe_baselines(), *_router_study()]
 
 
@@ -89,15 +89,16 @@ def _vmoe_model(model, placement, num_experts, k, published):
     }
     if placement is None:
         title = "Dense twin of V-MoE-15B" if is_15b else f"ViT-{model} of V-MoE"
-        return Architecture(twin, title, "", arguments=arguments, **rest)
+        return Row(twin, title, "", arguments=arguments, **rest)
     if placement == "every2":
-        layers, where = every_n(arguments["num_layers"]), "every second block"
+        layers = moe_blocks(arguments["num_layers"], every=2)
+        where = "every second block"
     else:
         number = int(placement.removeprefix("last"))
-        layers = last_n(arguments["num_layers"], number)
+        layers = moe_blocks(arguments["num_layers"], every=2, last=number)
         where = f"the last {number} of every second block"
     marks = (placement, f"{num_experts}e", "" if k == 2 else f"k{k}")
-    return Architecture(
+    return Row(
         preset_name("vmoe", VMOE_SIZES, model, *marks),
         "V-MoE-15B" if is_15b else f"V-MoE-{model}",
         f"{num_experts} experts in {where}, K = {k}",
@@ -146,13 +147,13 @@ def _soft_moe():
             }
             if not num_experts:
                 title = f"ViT-{model} of Soft MoE"
-                yield Architecture(twin, title, "", arguments=dense, **rest)
+                yield Row(twin, title, "", arguments=dense, **rest)
                 continue
-            yield Architecture(
+            yield Row(
                 preset_name("soft_moe", SIZES, model, f"{num_experts}e"),
                 f"Soft MoE {model}",
                 f"{num_experts} experts with one slot in the second half",
-                arguments=dense | experts(second_half(dense["num_layers"])),
+                arguments=dense | experts(_second_half(dense)),
                 router=template(routers.SoftRouter, num_experts),
                 twin=twin,
                 **rest,
@@ -190,11 +191,15 @@ def _soft_moe_baselines():
         yield _baseline("token_choice", model, num_experts, router, settings)
 
 
+def _second_half(dense):
+    return moe_blocks(dense["num_layers"], last=dense["num_layers"] // 2)
+
+
 def _baseline(family, model, num_experts, router, settings):
     twin, dense = _soft_dense(model)
-    layers = second_half(dense["num_layers"])
+    layers = _second_half(dense)
     rows = ", ".join(str(row) for row in sorted(s["row"] for s in settings))
-    return Architecture(
+    return Row(
         preset_name(family, SIZES, model, f"{num_experts}e"),
         f"{family.replace('_', ' ').capitalize()} {model} of Soft MoE",
         f"{num_experts} experts in the second half",
@@ -249,8 +254,8 @@ def _study(
     family, model, router, what="32 experts", mark="", settings=None, group_images=1
 ):
     twin, dense = _vmoe_dense(model)
-    layers = every_n(dense["num_layers"])
-    return Architecture(
+    layers = moe_blocks(dense["num_layers"], every=2)
+    return Row(
         preset_name(family, VMOE_SIZES, model, "every2", "32e", mark),
         f"{family.replace('_', ' ').capitalize()} {model} of the router study",
         f"{what} in every second block",

@@ -4,15 +4,16 @@ from typing import NamedTuple
 
 import keras
 
+from keras_softmoe.architecture import LIMoE, TwoTowers
 from keras_softmoe.costs import ITEMSIZE
 from keras_softmoe.evaluation import cost
-from keras_softmoe.evaluation.configuration import configuration
+from keras_softmoe.evaluation.described import described
 
 _FLOAT32 = ITEMSIZE["float32"]
 
 
 class MoELayer(NamedTuple):
-    """A mixture of experts, as far as its placement goes.
+    """Sizes of a mixture of experts.
 
     Attributes:
         path: str, for example `"block_1/moe"`.
@@ -31,7 +32,7 @@ class MoELayer(NamedTuple):
 
 
 class ModelSize(NamedTuple):
-    """A model, as far as its placement goes.
+    """Sizes that `plan` needs.
 
     Attributes:
         name: str.
@@ -44,10 +45,9 @@ class ModelSize(NamedTuple):
         group_images: int, images (or pairs) that are routed together.
         activation_bytes: int, what the backward pass of a group needs of the forward
             pass, slots at the experts included.
-        shared_bytes: int, of the weights that images and captions use in turn, 0 where
-            there are images only.
-        embedding_bytes: int, of the embedding of one image or caption that a
-            contrastive loss compares, 0 without one.
+        shared_bytes: int, of weights shared by both modalities, 0 without pairs.
+        embedding_bytes: int, of the embedding of one image or caption in a contrastive
+            loss, 0 without one.
     """
 
     name: str
@@ -83,7 +83,12 @@ def model_size(model, num_classes=None, **changes):
         ValueError: as `evaluation.cost`, or if a group is the whole batch.
     """
     total = cost(model, num_classes, **changes)
-    found = configuration(model, num_classes, **changes)
+    found, name, num_classes, _ = described(model, num_classes, **changes)
+    if isinstance(found, TwoTowers):
+        raise ValueError(
+            "Two towers share nothing, and each has groups of its own. Received: "
+            f"model={model!r}. Plan each tower by itself."
+        )
     group_images = found.group_images
     if group_images is None:
         raise ValueError(
@@ -94,27 +99,27 @@ def model_size(model, num_classes=None, **changes):
     policy = keras.dtype_policies.get(found.dtype or keras.config.dtype_policy())
     variable = ITEMSIZE[policy.variable_dtype]
     compute = ITEMSIZE[policy.compute_dtype]
-    layers = found.cost(group_images, training=True)
+    layers = found.cost(training=True)
     activations = (
         compute * layers.kept
         + _FLOAT32 * layers.kept_float32
         + layers.kept_bytes
         # Logits of classes, their exponentials and gradients
-        + group_images * 3 * _FLOAT32 * (found.num_classes or 0)
+        + group_images * 3 * _FLOAT32 * (num_classes or 0)
     )
     expert_parameters = sum(m.expert_weights for m in layers.mixtures)
     shared_bytes = embedding_bytes = 0
-    if found.is_pair:
+    if isinstance(found, LIMoE):
         shared_bytes = variable * (_encoder_weights(found) - expert_parameters)
         # In float32 whatever the dtype of computation
-        embedding_bytes = _FLOAT32 * found.parts.projection["image"].units
+        embedding_bytes = _FLOAT32 * found.embedding_dim
     return ModelSize(
-        name=found.name,
+        name=name,
         parameters=total.parameters,
         expert_parameters=expert_parameters,
         weight_bytes=total.weight_bytes,
         dense_kernel_bytes=variable * layers.sharded_kernels,
-        hidden_dim=found.arguments["hidden_dim"],
+        hidden_dim=found.hidden_dim,
         moe_layers=tuple(
             MoELayer(
                 path=mixture.name,
@@ -132,11 +137,10 @@ def model_size(model, num_classes=None, **changes):
     )
 
 
-def _encoder_weights(found):
-    """Numbers in the weights of the encoder, which modalities share."""
-    tokens = (1, 1, found.arguments["hidden_dim"])
-    both = {"image": tokens, "text": tokens}
-    return found.parts.encoder.cost(both).weights
+def _encoder_weights(limoe):
+    """Numbers in the weights of the encoder, which both modalities share."""
+    tokens = (1, 1, limoe.hidden_dim)
+    return limoe.layers().encoder.cost({"image": tokens, "text": tokens}).weights
 
 
 # === Optimizers ===

@@ -1,13 +1,14 @@
 """What a model costs, from its configuration: nothing is built or loaded."""
 
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 
+from keras_softmoe.architecture import TwoTowers, ViT
 from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.costs import ITEMSIZE, LayerCost, dense
-from keras_softmoe.evaluation.configuration import configuration
+from keras_softmoe.evaluation.described import described
 
 
 class Cost(NamedTuple):
@@ -16,8 +17,8 @@ class Cost(NamedTuple):
     Attributes:
         parameters: int, the numbers in its weights.
         gflop_per_image: float, the operations in the matrix products that predict one
-            image, in units of 1e9. A multiply-add counts as two. Of a LIMoE: those
-            that encode one pair of image and caption.
+            image, in units of 1e9. A multiply-add counts as two. Of a text tower:
+            those of one text; of a LIMoE or two towers: of one pair.
         weight_bytes: int, the bytes of its weights under its dtype policy.
     """
 
@@ -53,14 +54,14 @@ def cost(
     pairs. Encoded apart, they meet another capacity.
 
     Args:
-        model: the name or directory of a preset (its backbone is counted), a
-            `ViTMoEBackbone`, a `ViTMoEImageClassifier` (with its head), a
-            `LIMoEBackbone`, a `LIMoEContrastive`, or a dict of arguments of one of the
-            backbones. Of a live model only the configuration is looked at: LoRA
+        model: the name or directory of a preset (its backbone is counted), a backbone
+            of this library, a `ViTMoEImageClassifier` (with its head), a
+            `LIMoEContrastive`, a `TwoTowerContrastive`, or a dict of arguments of one
+            of the backbones. Of a live model only the architecture counts: LoRA
             matrices, for example, are not seen.
         num_classes: int or `None`, classes of the head that is counted with the
-            backbone. A classifier's own, otherwise no head, if `None`. A LIMoE has
-            none.
+            backbone. Defaults to those of a classifier, otherwise to no head. Only a
+            `ViTMoEBackbone` can have one.
         **changes: arguments of the backbone to change and settings of its routers, as
             in `from_preset`.
 
@@ -82,18 +83,17 @@ def cost(
         >>> ksm.evaluation.cost(name, capacity_factor=0.5).gflop_per_image
         35.1...
     """
-    found = configuration(model, num_classes, **changes)
-    layers, head = _layers_and_head(found)
-    total = layers + head
-    weight_bytes = _bytes(found.dtype) * layers.weights
-    weight_bytes += ITEMSIZE["float32"] * layers.float32_weights
-    if head.weights:
-        dtype = found.dtype if found.head_dtype is None else found.head_dtype
-        weight_bytes += _bytes(dtype) * head.weights
+    model = described(model, num_classes, **changes)
+    parts = _parts(model)
     return Cost(
-        parameters=total.weights + total.float32_weights,
-        gflop_per_image=_gflop_per_image(found, total),
-        weight_bytes=weight_bytes,
+        parameters=sum(part.cost.parameters for part in parts),
+        gflop_per_image=_gflop_per_image(parts),
+        weight_bytes=sum(
+            _bytes(part.dtype) * part.cost.weights
+            + ITEMSIZE["float32"] * part.cost.float32_weights
+            for part in parts
+            if part.cost.parameters
+        ),
     )
 
 
@@ -103,23 +103,40 @@ def gflop_per_image(model):
     Args:
         model: as in `cost`.
     """
-    found = configuration(model)
-    layers, head = _layers_and_head(found)
-    return _gflop_per_image(found, layers + head)
+    return _gflop_per_image(_parts(described(model)))
 
 
-def _layers_and_head(found):
-    """Two `LayerCost`s for a batch of one group; that of no head is empty."""
-    batch_size = found.group_images or 1
-    layers = found.cost(batch_size)
-    if found.num_classes is None:
-        return layers, LayerCost()
-    _check_num_classes(found)
-    return layers, dense(found.feature_dim, found.num_classes, batch_size)
+class _Part(NamedTuple):
+    """A part of a model with one dtype.
+
+    Attributes:
+        cost: `costs.LayerCost` for some images.
+        images: int, how many.
+        dtype: dtype or policy of its weights.
+    """
+
+    cost: LayerCost
+    images: int
+    dtype: Any
 
 
-def _gflop_per_image(found, total):
-    return 2e-9 * total.products / (found.group_images or 1)
+def _parts(model):
+    """The parts of a `Described` model."""
+    found = model.architecture
+    encoders, head = [found], LayerCost()
+    if isinstance(found, TwoTowers):
+        encoders, head = found.towers.values(), found.head_cost()
+    if model.num_classes is not None:
+        _check_num_classes(model)
+        head = dense(found.output_dim, model.num_classes)
+    return [
+        *(_Part(each.cost(), each.group_size, each.dtype) for each in encoders),
+        _Part(head, 1, model.head_dtype),
+    ]
+
+
+def _gflop_per_image(parts):
+    return 2e-9 * sum(part.cost.products / part.images for part in parts)
 
 
 def _bytes(dtype):
@@ -134,11 +151,12 @@ def _bytes(dtype):
     return ITEMSIZE[policy.variable_dtype]
 
 
-def _check_num_classes(found):
-    num_classes = found.num_classes
-    if found.is_pair:
+def _check_num_classes(model):
+    num_classes = model.num_classes
+    if not isinstance(model.architecture, ViT):
         raise ValueError(
-            "A LIMoE has no head: it tells classes by their names. Received: "
-            f"num_classes={num_classes!r}. Leave it out."
+            f"A `{model.architecture.backbone}` has no head for classes, only a "
+            f"`ViTMoEBackbone` can have one. Received: num_classes={num_classes!r}. "
+            "Leave it out."
         )
     check_whole_numbers(1, num_classes=num_classes)

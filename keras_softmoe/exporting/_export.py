@@ -1,6 +1,5 @@
 """Exporting a model from any backend to any format."""
 
-import functools
 import json
 import os
 import subprocess
@@ -13,10 +12,10 @@ from typing import NamedTuple
 
 import keras
 
+from keras_softmoe.architecture import moe_layers_of
 from keras_softmoe.checks import check_choice
 from keras_softmoe.exporting._write import image_converter, write
 from keras_softmoe.keras_adapter import flatten_layers
-from keras_softmoe.layers.parts import mixtures_of
 from keras_softmoe.routers import Router
 
 
@@ -115,29 +114,6 @@ def export_model(
         print(f"Saved {format} at '{filepath}'.")
 
 
-def exportable(cls) -> type:
-    """Class decorator: `export` of a model is `export_model`.
-
-    Keras' own writes what the backend in use can write, and for PyTorch for one size of
-    batch.
-
-    Args:
-        cls: subclass of `keras.Model`.
-
-    Returns:
-        The same class.
-
-    Examples:
-        >>> @ksm.exporting.exportable
-        ... class OwnClassifier(keras.Model):
-        ...     pass  # its `export` writes all formats
-    """
-    cls.export = functools.wraps(export_model)(
-        lambda self, *args, **kwargs: export_model(self, *args, **kwargs)
-    )
-    return cls
-
-
 def checked_job(
     model, filepath, format, input_signature=None, preprocessing=False, options=None
 ):
@@ -234,7 +210,7 @@ def _check_slots(router):
 def _check_groups(model, signature):
     """Raise if groups are to be the whole batch, and its size is open."""
     batches = {spec.shape[0] for spec in keras.tree.flatten(signature)}
-    is_whole = any(layer.group_images is None for layer in mixtures_of(model))
+    is_whole = any(layer.group_images is None for layer in moe_layers_of(model))
     if None in batches and is_whole:
         raise ValueError(
             "`group_images=None` routes a whole batch as one group, so the file has to "

@@ -7,12 +7,12 @@ import logging
 import keras
 from keras import ops
 
+from keras_softmoe.architecture import moe_layers_of
 from keras_softmoe.files import replaced_directory, replaced_file
 from keras_softmoe.keras_adapter import (
     drop_assertions_of_more_than_one,
     sizes_may_be_one,
 )
-from keras_softmoe.layers.parts import mixtures_of
 
 
 def write(model, filepath, format, input_signature, preprocessing, options):
@@ -114,7 +114,7 @@ def _write_torch(model, filepath, input_signature, options):
     """
     import torch
 
-    groups = [layer.group_images for layer in mixtures_of(model)]
+    groups = [layer.group_images for layer in moe_layers_of(model)]
     traced_batch = 2 * max(filter(None, groups), default=1) + 1
     batch = torch.export.Dim("batch", min=1)
 
@@ -155,7 +155,7 @@ def _groups_of(model, batch):
 
     TensorFlow traces a model once more, for batches of any size.
     """
-    whole = [layer for layer in mixtures_of(model) if layer.group_images is None]
+    whole = [layer for layer in moe_layers_of(model) if layer.group_images is None]
     for layer in whole:
         layer.group_images = batch
     try:

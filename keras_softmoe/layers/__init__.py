@@ -1,8 +1,8 @@
 """Layers: experts, mixtures of experts, and the parts of a Vision Transformer."""
 
+from keras_softmoe import moved
 from keras_softmoe.layers._attention import Attention as Attention
 from keras_softmoe.layers._contrastive import ContrastiveScale as ContrastiveScale
-from keras_softmoe.layers._encoder import Encoder as Encoder
 from keras_softmoe.layers._encoder_block import EncoderBlock as EncoderBlock
 from keras_softmoe.layers._expert_bank import ExpertBank as ExpertBank
 from keras_softmoe.layers._feedforward import MLP as MLP
@@ -16,3 +16,5 @@ from keras_softmoe.layers.embedding import PatchEmbedding as PatchEmbedding
 from keras_softmoe.layers.embedding import PositionEmbedding as PositionEmbedding
 from keras_softmoe.layers.embedding import TokenEmbedding as TokenEmbedding
 from keras_softmoe.layers.pooling import AttentionPooling as AttentionPooling
+
+__getattr__ = moved.attribute(__name__)

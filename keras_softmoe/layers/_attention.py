@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from keras_softmoe import costs
-from keras_softmoe.checks import check_numbers, check_whole_numbers
+from keras_softmoe.checks import check_num_heads, check_numbers, check_whole_numbers
 from keras_softmoe.keras_adapter import Layer
 from keras_softmoe.ops.backend import affine, attend
 from keras_softmoe.ops.padding import zero_padding
@@ -158,15 +158,6 @@ def layer_norm(dtype, name, center=True, epsilon=1e-6):
     return keras.layers.LayerNormalization(
         epsilon=epsilon, center=center, dtype=dtype, name=name
     )
-
-
-def check_num_heads(num_heads, width):
-    """Raise unless `num_heads` divides `width`."""
-    if width % num_heads:
-        raise ValueError(
-            "The heads share the width equally, so `num_heads` must divide it. "
-            f"Received: num_heads={num_heads}, width={width}. Change one of the two."
-        )
 
 
 def _glorot(input_axes, output_axes):

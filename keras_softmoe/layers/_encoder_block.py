@@ -12,7 +12,8 @@ from keras_softmoe.keras_adapter import Layer
 from keras_softmoe.layers._attention import Attention, layer_norm
 from keras_softmoe.layers._feedforward import MLP
 from keras_softmoe.layers._layer_scale import LayerScale
-from keras_softmoe.layers._modalities import (
+from keras_softmoe.layers._moe import MoE
+from keras_softmoe.layers.modalities import (
     add,
     check_masks,
     check_tokens_shape,
@@ -21,7 +22,6 @@ from keras_softmoe.layers._modalities import (
     shapes_of,
     sum_costs,
 )
-from keras_softmoe.layers._moe import MoE
 from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.types import Tensor
 
@@ -213,10 +213,21 @@ class EncoderBlock(Layer):
         return cls(**{**config, "mlp": mlp})
 
 
+# Arguments of `MoE` that blocks in older files have.
+_OF_MIXTURES = (
+    "group_images",
+    "dispatcher",
+    "equal_experts",
+    "expert_dropout_rate",
+    "remat_experts",
+    "dispatch_dtype",
+)
+
+
 def _as_saved_now(config):
     """The arguments of a block from a file that is older than its `mlp`."""
     config = dict(config)
-    settings = {name: config.pop(name) for name in MoE.settings() if name in config}
+    settings = {name: config.pop(name) for name in _OF_MIXTURES if name in config}
     mlp_dim, router = config.pop("mlp_dim"), config.pop("router")
     dtype = config.get("dtype")
     if router is None:

@@ -1,6 +1,5 @@
 """The mixture-of-experts layer: router, dispatch, experts, combine."""
 
-import inspect
 import math
 import warnings
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from keras_softmoe.checks import (
 from keras_softmoe.costs import LayerCost, MixtureCost
 from keras_softmoe.keras_adapter import Layer
 from keras_softmoe.layers._feedforward import Experts
-from keras_softmoe.layers._modalities import (
+from keras_softmoe.layers.modalities import (
     as_sequence,
     check_masks,
     check_tokens_shape,
@@ -137,7 +136,7 @@ class MoE(Layer):
                 f"router={quote(router)}."
             )
         check_whole_numbers(1, mlp_dim=mlp_dim)
-        check_settings(
+        self.check_settings(
             group_images,
             dispatcher,
             equal_experts,
@@ -407,47 +406,34 @@ class MoE(Layer):
             "router": router,
             "mlp_dim": self.mlp_dim,
             "activation": self.activation,
-            **{name: getattr(self, name) for name in self.settings()},
+            "group_images": self.group_images,
+            "dispatcher": self.dispatcher,
+            "equal_experts": self.equal_experts,
+            "expert_dropout_rate": self.expert_dropout_rate,
+            "remat_experts": self.remat_experts,
+            "dispatch_dtype": self.dispatch_dtype,
         }
 
     @staticmethod
-    def settings() -> dict:
-        """Dict from the arguments that only mixtures of experts have to their defaults.
-
-        Whatever puts several such layers together takes them as `**moe_settings`, and
-        hands them on.
-        """
-        shared = ("router", "mlp_dim", "activation")
-        parameters = inspect.signature(MoE.__init__).parameters.values()
-        return {
-            p.name: p.default
-            for p in parameters
-            if p.default is not p.empty and p.name not in shared
-        }
+    def check_settings(
+        group_images: int | None,
+        dispatcher: str,
+        equal_experts: bool,
+        expert_dropout_rate: float,
+        remat_experts: bool,
+        dispatch_dtype: str | None,
+    ) -> None:
+        """Raise unless these arguments are accepted, also where there is no layer."""
+        _check_count(group_images)
+        check_choice("dispatcher", dispatcher, DISPATCHERS)
+        check_bools(equal_experts=equal_experts, remat_experts=remat_experts)
+        check_numbers(least=0, under=1, expert_dropout_rate=expert_dropout_rate)
+        check_choice("dispatch_dtype", dispatch_dtype, (None, "bfloat16"))
 
     @classmethod
     def from_config(cls, config):
         router = keras.saving.deserialize_keras_object(config["router"])
         return cls(**{**config, "router": router})
-
-
-def check_settings(
-    group_images,
-    dispatcher,
-    equal_experts,
-    expert_dropout_rate,
-    remat_experts,
-    dispatch_dtype,
-):
-    """Raise unless the arguments that `MoE.settings` names are accepted.
-
-    A stack of layers checks them also where none of its layers is a `MoE`.
-    """
-    _check_count(group_images)
-    check_choice("dispatcher", dispatcher, DISPATCHERS)
-    check_bools(equal_experts=equal_experts, remat_experts=remat_experts)
-    check_numbers(least=0, under=1, expert_dropout_rate=expert_dropout_rate)
-    check_choice("dispatch_dtype", dispatch_dtype, (None, "bfloat16"))
 
 
 def _check_count(group_images):

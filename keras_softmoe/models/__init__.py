@@ -10,37 +10,43 @@ What the examples of this module go on from:
     ... )
 """
 
-from keras_softmoe.catalogue import every_n as every_n
-from keras_softmoe.catalogue import last_n as last_n
-from keras_softmoe.catalogue import second_half as second_half
-from keras_softmoe.models._adaptation import merge_lora as merge_lora
-from keras_softmoe.models._contrastive import LIMoEContrastive as LIMoEContrastive
-from keras_softmoe.models._contrastive import TwoTowerContrastive as TwoTowerContrastive
-from keras_softmoe.models._contrastive_preprocessor import (
-    LIMoEImageConverter as LIMoEImageConverter,
-)
-from keras_softmoe.models._contrastive_preprocessor import (
-    LIMoEPreprocessor as LIMoEPreprocessor,
-)
-from keras_softmoe.models._contrastive_preprocessor import (
-    LIMoETokenizer as LIMoETokenizer,
-)
-from keras_softmoe.models._contrastive_preprocessor import (
-    TwoTowerPreprocessor as TwoTowerPreprocessor,
-)
-from keras_softmoe.models._limoe_backbone import LIMoEBackbone as LIMoEBackbone
-from keras_softmoe.models._pruning import prune_experts as prune_experts
-from keras_softmoe.models._text_moe_backbone import TextMoEBackbone as TextMoEBackbone
-from keras_softmoe.models._two_tower_backbone import (
-    TwoTowerBackbone as TwoTowerBackbone,
-)
-from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone as ViTMoEBackbone
-from keras_softmoe.models._vit_moe_image_classifier import (
-    ViTMoEImageClassifier as ViTMoEImageClassifier,
-)
-from keras_softmoe.models._vit_moe_image_classifier import (
+from keras_softmoe import backbones, exporting, moved
+from keras_softmoe.backbones import LIMoEBackbone as LIMoEBackbone
+from keras_softmoe.backbones import LIMoEContrastive as LIMoEContrastive
+from keras_softmoe.backbones import LIMoEPreprocessor as LIMoEPreprocessor
+from keras_softmoe.backbones import LIMoETokenizer as LIMoETokenizer
+from keras_softmoe.backbones import TextMoEBackbone as TextMoEBackbone
+from keras_softmoe.backbones import TwoTowerBackbone as TwoTowerBackbone
+from keras_softmoe.backbones import TwoTowerContrastive as TwoTowerContrastive
+from keras_softmoe.backbones import TwoTowerPreprocessor as TwoTowerPreprocessor
+from keras_softmoe.backbones import ViTMoEBackbone as ViTMoEBackbone
+from keras_softmoe.backbones import ViTMoEImageClassifier as ViTMoEImageClassifier
+from keras_softmoe.backbones import (
     ViTMoEImageClassifierPreprocessor as ViTMoEImageClassifierPreprocessor,
 )
-from keras_softmoe.models._vit_moe_image_classifier import (
-    ViTMoEImageConverter as ViTMoEImageConverter,
-)
+from keras_softmoe.backbones import ViTMoEImageConverter as ViTMoEImageConverter
+from keras_softmoe.backbones import merge_lora as merge_lora
+from keras_softmoe.backbones import prune_experts as prune_experts
+from keras_softmoe.catalogue import moe_blocks as moe_blocks
+from keras_softmoe.models import _loading
+
+# Subclasses inherit what is attached to their base class.
+_loading.attach(backbones.MoEBackbone)
+_loading.attach(ViTMoEImageClassifier, _loading.load_classifier)
+_loading.attach(backbones.ContrastiveTask, _loading.load_contrastive)
+for _cls in (
+    ViTMoEImageConverter,
+    ViTMoEImageClassifierPreprocessor,
+    LIMoETokenizer,
+    backbones.ContrastivePreprocessor,
+):
+    _loading.attach_without_weights(_cls)
+for _cls in (
+    backbones.MoEBackbone,
+    backbones.ModalityEncoder,
+    ViTMoEImageClassifier,
+    backbones.ContrastiveTask,
+):
+    _cls.export = exporting.export_model
+
+__getattr__ = moved.attribute(__name__)

@@ -1,13 +1,11 @@
-"""The way from a name, a directory or a handle to a model.
+"""`from_preset` and `save_to_preset` of all classes.
 
-Every `from_preset` of this library begins here: `open_preset` finds the files, and
-KerasHub makes the object. A preset without a directory (an architecture) gets a
-temporary one. A released checkpoint is converted when it is first asked for
-(`released.py`), and the directory that this gives is loaded like any other.
+`open_preset` finds the files of a name, a directory or a handle, and KerasHub makes the
+object. A preset without a directory (an architecture) gets a temporary one. A released
+checkpoint is converted when it is first loaded (`released.py`), and its directory is
+then loaded like any other.
 
-The classes are decorated with what is here, preprocessing with `load_from_presets`,
-models with `load_and_save_presets`. So nothing below them imports one, and
-`conversion.py`, which does, makes directories of checkpoints that are in no catalogue.
+The classes know nothing of files: `models/__init__.py` attaches these methods to them.
 """
 
 import contextlib
@@ -22,13 +20,15 @@ import keras_hub
 import numpy as np
 
 from keras_softmoe import catalogue
+from keras_softmoe.backbones import (
+    fit_preprocessor,
+    preset_is_saved,
+    weights_from,
+)
+from keras_softmoe.backbones.arguments import arguments_of
 from keras_softmoe.checks import check_names, quote
 from keras_softmoe.files import read_whole, replaced_directory
-from keras_softmoe.models._compilation import preset_is_saved
-from keras_softmoe.models._mutable_routing import pop_mutable_settings
 from keras_softmoe.models._preset_keys import check_keys
-from keras_softmoe.models._size import weights_from
-from keras_softmoe.models.arguments import arguments_of
 from keras_softmoe.models.released import convert
 from keras_softmoe.routers import MUTABLE_SETTINGS
 from keras_softmoe.sharding.variables import (
@@ -47,8 +47,10 @@ Args:
     preset: str: a name from `keras_softmoe.presets.names()`, the path of a preset
         directory, or a KerasHub handle (`"hf://user/model"`).
     load_weights: bool, whether to load weights or start from random ones.
-    **kwargs: arguments of the class to change (with another `image_shape` the position
-        embeddings are resampled), and settings of the routers, see `set_routing`.
+    **kwargs: arguments that replace those of the preset: of the class and, for a task,
+        of its backbone. With another `image_shape` position embeddings are resampled;
+        with `num_classes` a classifier has a new head. And settings of the routers,
+        see `set_routing`.
 
 Returns:
     A model of this class.
@@ -87,12 +89,63 @@ Raises:
 """
 
 
-def load_from_presets(cls):
-    """Class decorator: `from_preset` takes whatever `open_preset` does.
+def attach(cls, load=None):
+    """Give a class of models `from_preset` and `save_to_preset`, and its subclasses.
 
-    `save_to_preset` writes all files or none, and replaces those of presets only. For
-    classes without weights: converters, tokenizers, preprocessors. (A mixin would
-    have to come first, but KerasHub takes the first base of a class for its kind.)
+    (A mixin would have to come first, but KerasHub takes the first base of a class for
+    its kind.)
+
+    Args:
+        cls: class of models.
+        load: callable `(read, cls, directory, load_weights, arguments)` that returns a
+            model, where `read` is KerasHub's `from_preset` as a function of a class.
+            Defaults to `read` alone.
+    """
+    read, save = cls.from_preset.__func__, cls.save_to_preset
+    load = load or _load
+
+    @functools.wraps(read)
+    def from_preset(cls, preset, load_weights=True, **kwargs):
+        accepted = [*arguments_of(cls), *MUTABLE_SETTINGS]
+        if hasattr(cls, "backbone_cls"):
+            accepted += arguments_of(cls.backbone_cls)
+        check_names(f"`{cls.__name__}.from_preset`", kwargs, accepted)
+        settings = {n: kwargs.pop(n) for n in MUTABLE_SETTINGS if n in kwargs}
+        with (
+            open_preset(preset, load_weights) as directory,
+            weights_from(directory if load_weights else None),
+        ):
+            model = read_whole(
+                directory, lambda: load(read, cls, directory, load_weights, kwargs)
+            )
+            if load_weights:
+                _check_finite(model, preset)
+            _check_dtypes(getattr(model, "preprocessor", None), preset)
+        model.set_routing(**settings)
+        return model
+
+    @functools.wraps(save)
+    def save_to_preset(self, preset_dir, max_shard_size=10):
+        with preset_is_saved():
+            save_in_one_process(
+                lambda new: save(self, str(new), max_shard_size=max_shard_size),
+                lambda: replaced_directory(
+                    preset_dir,
+                    catalogue.PRESET_MARKS,
+                    keep=_is_no_weights_file,
+                    room=room_for(self.variables),
+                ),
+            )
+
+    from_preset.__doc__, save_to_preset.__doc__ = _FROM_PRESET, _SAVE_TO_PRESET
+    cls.from_preset = classmethod(from_preset)
+    cls.save_to_preset = save_to_preset
+
+
+def attach_without_weights(cls):
+    """Give a converter, tokenizer or preprocessor `from_preset` and `save_to_preset`.
+
+    `save_to_preset` writes all files or none, and replaces those of presets only.
     """
     read, save = cls.from_preset.__func__, cls.save_to_preset
 
@@ -112,62 +165,49 @@ def load_from_presets(cls):
 
     cls.from_preset = classmethod(from_preset)
     cls.save_to_preset = save_to_preset
-    return cls
 
 
-def load_and_save_presets(cls):
-    """Class decorator of models: `from_preset` and `save_to_preset` of all of them.
+def load_classifier(read, cls, directory, load_weights, arguments):
+    """Load a classifier, see `attach`."""
+    if "num_classes" not in arguments:
+        catalogue.check_task(directory, load_weights)
+    arguments = _with_backbone(cls, directory, load_weights, arguments)
+    return _load(read, cls, directory, load_weights, arguments)
 
-    `from_preset` takes whatever `open_preset` does, and settings of the routers. If the
-    class has a `from_preset` of its own, that is given the directory of the preset.
-    """
-    read, save = cls.from_preset.__func__, cls.save_to_preset
 
-    @functools.wraps(read)
-    def from_preset(cls, preset, load_weights=True, **kwargs):
-        accepted = [*arguments_of(cls), *MUTABLE_SETTINGS]
-        if hasattr(cls, "backbone_cls"):
-            accepted += arguments_of(cls.backbone_cls)
-        check_names(f"`{cls.__name__}.from_preset`", kwargs, accepted)
-        settings = pop_mutable_settings(kwargs)
-        with (
-            open_preset(preset, load_weights) as directory,
-            weights_from(directory if load_weights else None),
-        ):
-            model = read_whole(
-                directory,
-                lambda: read(cls, directory, load_weights=load_weights, **kwargs),
-            )
-            if load_weights:
-                _check_finite(model, preset)
-            _check_dtypes(getattr(model, "preprocessor", None), preset)
-        model.set_routing(**settings)
-        return model
+def load_contrastive(read, cls, directory, load_weights, arguments):
+    """Load a contrastive task, see `attach`."""
+    folder = Path(directory)
+    if "preprocessor" not in arguments and folder.is_dir():
+        _check_tokenizer(folder)
+    # KerasHub would read the preset's vocabulary into the tokenizer of another one.
+    preprocessor = arguments.get("preprocessor")
+    if preprocessor is not None:
+        arguments = {**arguments, "preprocessor": None}
+    arguments = _with_backbone(cls, directory, load_weights, arguments)
+    model = _load(read, cls, directory, load_weights, arguments)
+    if preprocessor is not None:
+        fit_preprocessor(preprocessor, model.backbone)
+        model.preprocessor = preprocessor
+    return model
 
-    if "from_preset" not in vars(cls):
-        from_preset.__doc__ = _FROM_PRESET
 
-    @functools.wraps(save)
-    def save_to_preset(self, preset_dir, max_shard_size=10):
-        with preset_is_saved():
-            save_in_one_process(
-                lambda new: save(self, str(new), max_shard_size=max_shard_size),
-                lambda: replaced_directory(
-                    preset_dir,
-                    catalogue.PRESET_MARKS,
-                    keep=_is_no_weights_file,
-                    room=room_for(self.variables),
-                ),
-            )
+def _check_tokenizer(folder):
+    """Raise unless the directory (`pathlib.Path`) of a preset has a tokenizer."""
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"The preset {folder.name!r} has no tokenizer. Pass one, "
+            "`preprocessor=LIMoEPreprocessor(LIMoETokenizer('spiece.model'), ...)`, or "
+            "`preprocessor=None` to give the model token ids."
+        )
 
-    save_to_preset.__doc__ = _SAVE_TO_PRESET
-    cls.from_preset = classmethod(from_preset)
-    cls.save_to_preset = save_to_preset
-    return cls
+
+def _load(read, cls, directory, load_weights, arguments):
+    return read(cls, directory, load_weights=load_weights, **arguments)
 
 
 def _check_finite(model, preset):
-    """Raise if a weight is not a number: the model would say nothing else any more."""
+    """Raise if a weight is NaN or infinity: so would be every output."""
     for variable in model.variables:
         is_float = keras.backend.is_float_dtype(variable.dtype)
         if not is_float or is_sharded(variable):
@@ -182,15 +222,15 @@ def _check_finite(model, preset):
 
 
 def _check_dtypes(preprocessing, preset):
-    """Raise if a dtype is none. Until it is called, Keras takes anything for one."""
+    """Raise if a dtype policy is invalid, which Keras notices in the first call."""
     for name in ("", "image_converter", "tokenizer"):
         layer = getattr(preprocessing, name, None) if name else preprocessing
         policy = getattr(layer, "dtype_policy", None)
         if isinstance(layer, keras.Layer) and not _is_policy(policy):
             raise ValueError(
-                f"The preset {str(preset)!r} is damaged: the dtype of its "
-                f"{name or 'preprocessor'} is no policy of Keras. Received: dtype="
-                f"{quote(policy)}. Restore its files."
+                f"The preset {str(preset)!r} is damaged: the {name or 'preprocessor'} "
+                f"has an invalid dtype policy. Received: dtype={quote(policy)}. "
+                "Restore its files."
             )
 
 
@@ -202,17 +242,11 @@ def _is_policy(policy):
     return True
 
 
-def with_backbone(cls, preset, load_weights, arguments):
-    """Arguments of a task's `from_preset`, with a backbone in place of its arguments.
+def _with_backbone(cls, directory, load_weights, arguments):
+    """Replace arguments of the backbone by a backbone that has them.
 
     KerasHub hands on two of them, `dtype` and `image_shape`: with those alone, nothing
     is changed.
-
-    Args:
-        cls: class of the task.
-        preset: str, directory or handle.
-        load_weights: bool, whether the backbone is to have weights.
-        arguments: dict, what `from_preset` was given.
     """
     handed_on = ("dtype", "image_shape")
     own = {*arguments_of(cls), *handed_on}
@@ -222,13 +256,13 @@ def with_backbone(cls, preset, load_weights, arguments):
     arguments = {n: x for n, x in arguments.items() if n in own}
     of_backbone |= {n: arguments[n] for n in handed_on if n in arguments}
     backbone = keras_hub.models.Backbone.from_preset(
-        preset, load_weights=load_weights, **of_backbone
+        directory, load_weights=load_weights, **of_backbone
     )
     return {**arguments, "backbone": backbone}
 
 
 def _is_no_weights_file(path):
-    # In one file or in several: weights of the other kind would be older ones.
+    # One file or several: a file of the other form has old weights.
     return not _WEIGHTS.fullmatch(path.as_posix())
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import keras
 
+from keras_softmoe.backbones.arguments import arguments_of
 from keras_softmoe.checks import did_you_mean, quote
-from keras_softmoe.models.arguments import arguments_of
 
 # KerasHub's names. What else is in a directory belongs to the user.
 _FILES = (

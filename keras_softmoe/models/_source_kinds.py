@@ -9,6 +9,11 @@ import keras
 import keras_hub
 
 from keras_softmoe import catalogue
+from keras_softmoe.backbones import (
+    ViTMoEBackbone,
+    ViTMoEImageClassifier,
+    ViTMoEImageConverter,
+)
 from keras_softmoe.checkpoints import (
     CONFIG_FILE,
     ONE_FILE_SUFFIXES,
@@ -19,11 +24,6 @@ from keras_softmoe.checkpoints import (
     read_text_beside,
 )
 from keras_softmoe.models._keras_hub_params import SUPPORTED
-from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
-from keras_softmoe.models._vit_moe_image_classifier import (
-    ViTMoEImageClassifier,
-    ViTMoEImageConverter,
-)
 
 # What a dense Vision Transformer may come from, see `dense_model`.
 Source: TypeAlias = str | os.PathLike | Checkpoint | keras.Model

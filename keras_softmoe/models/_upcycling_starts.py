@@ -4,6 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_softmoe.backbones.arguments import check_finite_images, check_images
 from keras_softmoe.checks import check_numbers
 from keras_softmoe.models._token_statistics import (
     position_directions,
@@ -12,7 +13,6 @@ from keras_softmoe.models._token_statistics import (
     truncated_kernel,
     unit,
 )
-from keras_softmoe.models.arguments import check_finite_images, check_images
 from keras_softmoe.routers import SoftRouter
 
 # Tokens by which the scale of logits is found.

@@ -4,15 +4,15 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from keras_softmoe.checkpoints import read_architecture, read_parameters
-from keras_softmoe.files import explain_refusals
-from keras_softmoe.keras_adapter import without_random_numbers
-from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
-from keras_softmoe.models._vit_moe_image_classifier import (
+from keras_softmoe.backbones import (
+    ViTMoEBackbone,
     ViTMoEImageClassifier,
     ViTMoEImageClassifierPreprocessor,
     ViTMoEImageConverter,
 )
+from keras_softmoe.checkpoints import read_architecture, read_parameters
+from keras_softmoe.files import explain_refusals
+from keras_softmoe.keras_adapter import without_random_numbers
 from keras_softmoe.models.released import write_converted
 from keras_softmoe.ops.capacity import RELEASED
 from keras_softmoe.routers import Router, SoftmaxTokenChoiceRouter, SoftRouter

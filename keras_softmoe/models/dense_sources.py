@@ -12,6 +12,10 @@ import keras_hub
 import numpy as np
 from keras import ops
 
+from keras_softmoe.backbones import (
+    ViTMoEImageClassifierPreprocessor,
+    ViTMoEImageConverter,
+)
 from keras_softmoe.checkpoints import (
     Checkpoint,
     count_patches,
@@ -26,10 +30,6 @@ from keras_softmoe.models._source_kinds import (
     find_file,
     from_keras_hub,
     own_model,
-)
-from keras_softmoe.models._vit_moe_image_classifier import (
-    ViTMoEImageClassifierPreprocessor,
-    ViTMoEImageConverter,
 )
 from keras_softmoe.models.conversion import model_for
 from keras_softmoe.models.vmoe_params import load_vmoe_params

@@ -7,9 +7,14 @@ import numpy as np
 from keras import ops
 from numpy.typing import ArrayLike
 
-from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
-from keras_softmoe.layers import MoE
-from keras_softmoe.models._backbone import MoEBackbone
+from keras_softmoe.architecture import Mixture
+from keras_softmoe.backbones import MoEBackbone, ViTMoEBackbone
+from keras_softmoe.checks import (
+    check_choice,
+    check_names,
+    check_numbers,
+    check_whole_numbers,
+)
 from keras_softmoe.models._source_kinds import Source
 from keras_softmoe.models._upcycling_starts import (
     check_start,
@@ -18,7 +23,6 @@ from keras_softmoe.models._upcycling_starts import (
     start_from_positions,
     tokens_for_mlps,
 )
-from keras_softmoe.models._vit_moe_backbone import ViTMoEBackbone
 from keras_softmoe.models.dense_sources import dense_model
 from keras_softmoe.models.vmoe_params import named_variables
 from keras_softmoe.routers import Router
@@ -133,6 +137,7 @@ def upcycle(
         ...     classifier, (1, 3), router, start="clusters", images=images
         ... )
     """
+    check_names("`upcycle`", moe_settings, Mixture.names())
     if not isinstance(getattr(dense, "backbone", dense), MoEBackbone):
         dense = dense_model(dense)
     backbone = getattr(dense, "backbone", dense)
@@ -148,8 +153,7 @@ def upcycle(
         **backbone.get_config(),
         "moe_layers": tuple(moe_layers),
         "router": router,
-        **MoE.settings(),
-        **moe_settings,
+        **{**Mixture.names(), **moe_settings},
     }
     sparse = mixture = type(backbone).from_config(config)
     if backbone is not dense:

@@ -1,8 +1,4 @@
-"""What the optimizers of this module add to those of Keras: rules, averages.
-
-Rates of decay that depend on the variable, gradients scaled by variable, and averages
-without a bias to the first step.
-"""
+"""Base of our optimizers: rules for single variables, and debiased averages."""
 
 import math
 import re
@@ -21,7 +17,10 @@ from keras_softmoe.sharding import layout_of
 
 
 class ByVariable(OwnAverages):
-    """What they add. Mixed into an optimizer of Keras, in front of it."""
+    """Mixin, in front of an optimizer of Keras: decay and gradient scale by variable.
+
+    The averages of `use_ema=True` have no bias to the first step.
+    """
 
     def __init__(self, weight_decay_rules, gradient_scale_rules, **kwargs):
         super().__init__(**kwargs)
@@ -32,8 +31,8 @@ class ByVariable(OwnAverages):
                 f"weight_decay={self.weight_decay}, "
                 f"weight_decay_rules={weight_decay_rules!r}."
             )
-        self.weight_decay_rules = _check_rules("weight_decay_rules", weight_decay_rules)
-        self.gradient_scale_rules = _check_rules(
+        self.weight_decay_rules = check_rules("weight_decay_rules", weight_decay_rules)
+        self.gradient_scale_rules = check_rules(
             "gradient_scale_rules", gradient_scale_rules
         )
 
@@ -47,9 +46,9 @@ class ByVariable(OwnAverages):
         )
 
     def add_like(self, variable, name, mean_of=None, dtype=None):
-        """A variable like another, of length 1 along an axis that is averaged.
+        """Return a variable like another, with length 1 along the axis `mean_of`.
 
-        It lies on devices as the other does, and has its dtype unless one is given.
+        It has the same layout on devices, and the same dtype unless one is given.
         """
         shape = [1 if i == mean_of else n for i, n in enumerate(variable.shape)]
         layout = layout_of(variable.path)
@@ -62,7 +61,7 @@ class ByVariable(OwnAverages):
             shape,
             dtype=dtype or variable.dtype,
             layout=layout,
-            # By this name `distribution.audit` knows what it belongs to.
+            # `distribution.audit` finds the other variable by this name.
             name=f"{variable.path.replace('/', '_')}_{name}",
         )
 
@@ -80,7 +79,7 @@ class ByVariable(OwnAverages):
         return super().apply(grads, trainable_variables)
 
     def decay_variable(self, variable, learning_rate):
-        """The decay of one step. The gradient is computed already: order is free."""
+        """Apply the decay of one step. Before or after the update is the same."""
         rate = self._decay_rates[index_of(self, variable)]
         if rate:
             self.assign_sub(
@@ -89,8 +88,7 @@ class ByVariable(OwnAverages):
 
     def update_averages(self, trainable_variables):
         # Keras starts its average from the variables after the first step. With the
-        # momentum of V-MoE-15B they are still 97 % of it after 30,000 steps; here all
-        # steps weigh what the momentum says.
+        # momentum of V-MoE-15B they are still 97 % of it after 30,000 steps.
         if not self.use_ema:
             return
         every = self.gradient_accumulation_steps or 1
@@ -126,7 +124,7 @@ class ByVariable(OwnAverages):
 
 
 def _dense(gradient):
-    """All of a gradient. TensorFlow has those of embeddings as some of their rows."""
+    """Return a dense tensor: TensorFlow has sparse gradients of embeddings."""
     if keras.backend.backend() != "tensorflow":
         return gradient
     import tensorflow as tf
@@ -135,15 +133,15 @@ def _dense(gradient):
 
 
 def _first_match(rules, path, default):
-    """Value of the first `(pattern, value)` whose pattern is found in the path."""
+    """Return the value of the first rule whose pattern is found in the path."""
     for pattern, value in rules:
         if re.search(pattern, path):
             return value
     return default
 
 
-def _check_rules(name, rules):
-    """The rules as a tuple of pairs; raise if they are none."""
+def check_rules(name, rules):
+    """Return the rules as a tuple of pairs; raise if one is not a pair."""
     checked = []
     for rule in rules or ():
         try:
@@ -166,15 +164,15 @@ def _check_rules(name, rules):
 
 
 def weight_of_all(steps, momentum):
-    """What all values weigh in an average that started from 0: `1 - momentum ** steps`.
+    """Return the weight of all values in an average that started from 0, float32.
 
-    Written so that a momentum near 1 loses no digits; float32.
+    That is `1 - momentum ** steps`, without loss of digits for a momentum near 1.
     """
     return -ops.expm1(steps * math.log(momentum)) if momentum else ops.ones_like(steps)
 
 
 def _share_of_newest(steps, momentum):
-    """How much of the newest value enters a debiased average of `steps` values."""
+    """Return the weight of the newest value in a debiased average of `steps` values."""
     if momentum == 1:
         # The limit, an arithmetic mean.
         return 1.0 / steps

@@ -1,4 +1,4 @@
-"""The loss with which the papers pretrain."""
+"""The loss of the papers' pretraining."""
 
 import keras
 from keras import ops
@@ -15,14 +15,13 @@ class SigmoidCrossentropy(keras.losses.Loss):
     which is `num_classes` times smaller: beside it the routers' balancing losses weigh
     that much more than in the papers, and a limit on the gradient that much less.
 
-    A head whose logits are 0 has the loss `num_classes * log(2)`,
-    nearly all of it because no class is likely. The released code therefore starts the
-    bias of the head at `-log(num_classes)`.
+    A head with logits of 0 has the loss `num_classes * log(2)`. The released code
+    therefore starts the bias of the head at `-log(num_classes)`.
 
     Args:
-        reduction: how the images of a batch are combined, see `keras.losses.Loss`.
+        reduction: see `keras.losses.Loss`.
         name: str, name of the loss.
-        dtype: dtype in which it is computed, see `keras.losses.Loss`.
+        dtype: see `keras.losses.Loss`.
 
     Call arguments:
         - `y_true`: `(B, num_classes)` tensor, labels from 0 to 1.

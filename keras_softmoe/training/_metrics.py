@@ -1,4 +1,4 @@
-"""Metrics that Keras lacks."""
+"""The metric of the papers' pretraining."""
 
 import keras
 from keras import ops
@@ -8,18 +8,18 @@ from keras_softmoe.types import DType
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class PrecisionAt1(keras.metrics.Mean):
-    """How often the most probable class is one of the image's labels.
+    """Share of images whose most probable class is one of their labels.
 
-    The upstream metric of the papers, whose images have several labels each. With one
-    label per image it is the accuracy.
+    The papers' upstream metric, for images with several labels each. With one label
+    per image it is the accuracy.
 
-    Images without any label are left out of the mean: no prediction could be right,
-    and the empty images that fill up a last batch are such. Equal predictions count as
-    the class with the lower index.
+    Images without any label are left out of the mean: no prediction could be right.
+    The empty images that fill up a last batch are such. Of equal predictions the class
+    with the lower index counts.
 
     Args:
         name: str, name of the metric.
-        dtype: dtype of its result and of what it sums up. That of Keras if `None`.
+        dtype: dtype of the result and of the sums. That of Keras if `None`.
 
     Call arguments:
         - `y_true`: `(B, num_classes)` labels, positive where the class is a label of
@@ -34,8 +34,7 @@ class PrecisionAt1(keras.metrics.Mean):
         ValueError: if labels and predictions have not the same shape
             `(B, num_classes)`.
 
-    Source: V-MoE, appendix B.6. The paper does not say what becomes of images without
-    labels.
+    Source: V-MoE, appendix B.6, which does not mention images without labels.
 
     Examples:
         >>> metric = ksm.training.PrecisionAt1()
@@ -46,7 +45,7 @@ class PrecisionAt1(keras.metrics.Mean):
 
     def __init__(self, name: str = "precision_at_1", dtype: DType = None):
         super().__init__(name=name, dtype=dtype)
-        # Callbacks ask for it when they have to find out which way is better.
+        # Callbacks read it to find out whether higher is better.
         self._direction = "up"
 
     def update_state(self, y_true, y_pred, sample_weight=None):

@@ -1,9 +1,9 @@
-"""Adam and SGD as the papers' training code uses them.
+"""Adam, SGD and Adafactor as in the papers' released training code.
 
-Keras' optimizers do most of it: `global_clipnorm`, `clipvalue`, `clipnorm`,
-`gradient_accumulation_steps` and `weight_decay` (one rate for all variables, times the
-learning rate) give the same numbers and are taken from there. What Keras lacks is
-added: what `ByVariable` has, and the papers' order of operations.
+`global_clipnorm`, `clipvalue`, `clipnorm`, `gradient_accumulation_steps` and
+`weight_decay` (one rate for all variables, times the learning rate) are those of Keras
+and give the same numbers. Keras lacks the features of `ByVariable`, the papers' order
+of operations, and an Adafactor with momentum.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_softmoe.checks import check_choice
+from keras_softmoe.checks import check_choice, check_numbers
 from keras_softmoe.keras_adapter import index_of
 from keras_softmoe.ops.constants import smallest
 from keras_softmoe.training._by_variable import ByVariable, weight_of_all
@@ -22,10 +22,10 @@ from keras_softmoe.training._by_variable import ByVariable, weight_of_all
 class Adam(ByVariable, keras.optimizers.Optimizer):
     """Adam, with weight decay and gradient scale by variable.
 
-    Differs from `keras.optimizers.Adam` in two more things. `epsilon` is added to the
-    root of the bias-corrected second moment, as in the Adam paper (algorithm 1): Keras'
-    weighs `1 / sqrt(1 - beta_2 ** step)` times as much, 32 times at the first step. And
-    the average that `use_ema=True` keeps is not biased to the first step.
+    Differs from `keras.optimizers.Adam` in two more points. `epsilon` is added to the
+    root of the bias-corrected second moment, as in the Adam paper (algorithm 1): that
+    of Keras is `1 / sqrt(1 - beta_2 ** step)` times as large, 32 times at the first
+    step. And the average of `use_ema=True` is not biased to the first step.
 
     Args:
         learning_rate: float or schedule.
@@ -33,21 +33,19 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         beta_2: float, decay of the second moment.
         epsilon: float, see above. Float16 has none that small: of weights of that
             dtype it is at least 6e-5.
-        weight_decay_rules: optional list of `(pattern, rate)`. A variable decays at the
-            rate of the first pattern that `re.search` finds in its path, and not at all
-            if there is none: a step subtracts `learning_rate * rate * variable`. Paths
-            are those of `[v.path for v in model.trainable_variables]`; variables that
-            are not trained do not decay.
-        gradient_scale_rules: optional list of `(pattern, factor)`, found in the same
+        weight_decay_rules: optional list of `(pattern, rate)`. A step subtracts
+            `learning_rate * rate * variable` with the rate of the first pattern that
+            `re.search` finds in the variable's path; without a match the variable does
+            not decay. Paths: `[v.path for v in model.trainable_variables]`.
+        gradient_scale_rules: optional list of `(pattern, factor)`, matched in the same
             way: the gradient is multiplied with the factor before it is clipped.
-        momentum_dtype: `"bfloat16"`, in which the first moment takes half the memory,
-            or `None` for the dtype of the variables. The second moment always has
-            that: in bfloat16 its steps of a thousandth would be rounded away.
-        **kwargs: what all Keras optimizers take: `weight_decay` (one rate for all
-            variables, in place of the rules), `clipnorm`, `clipvalue`,
-            `global_clipnorm`, `use_ema`, `ema_momentum` (1 is the mean of all steps),
-            `ema_overwrite_frequency`, `gradient_accumulation_steps`,
-            `loss_scale_factor`, `name`.
+        momentum_dtype: `"bfloat16"`, which halves the memory of the first moment, or
+            `None` for the dtype of the variables. The second moment always has that:
+            bfloat16 would round its small steps away.
+        **kwargs: arguments of `keras.optimizers.Optimizer`, such as `weight_decay` (one
+            rate for all variables, in place of the rules), `clipnorm`, `clipvalue`,
+            `global_clipnorm`, `use_ema`, `ema_momentum` (1 is the mean of all steps)
+            and `gradient_accumulation_steps`.
 
     Raises:
         ValueError: if a rule is not a pair of a valid pattern and a number of at least
@@ -59,7 +57,7 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
 
     Examples:
         >>> optimizer = ksm.training.Adam(
-        ...     ksm.training.WarmupPolynomialDecay(8e-4, 300_000, 10_000),
+        ...     ksm.training.WarmupSchedule(8e-4, 300_000, 10_000),
         ...     weight_decay_rules=[("predictions/kernel", 3.0), ("kernel$", 0.03)],
         ...     global_clipnorm=1.0,
         ... )
@@ -137,11 +135,11 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
 class SGD(ByVariable, keras.optimizers.SGD):
     """SGD with momentum, with weight decay and gradient scale by variable.
 
-    Differs from `keras.optimizers.SGD` in two more things. The learning rate scales the
-    step that is taken, not the gradient that enters the momentum: `m = momentum * m +
-    gradient; variable -= learning_rate * m`. The two are equal at a constant rate; when
-    it changes, Keras still takes steps at the rates of the past. And the average that
-    `use_ema=True` keeps is not biased to the first step.
+    Differs from `keras.optimizers.SGD` in two more points. The learning rate scales the
+    step, not the gradient that enters the momentum: `m = momentum * m + gradient;
+    variable -= learning_rate * m`. The two are equal at a constant rate; when it
+    changes, Keras still takes steps at past rates. And the average of `use_ema=True` is
+    not biased to the first step.
 
     Args:
         learning_rate: float or schedule.
@@ -149,7 +147,7 @@ class SGD(ByVariable, keras.optimizers.SGD):
         nesterov: bool, whether to apply Nesterov momentum.
         weight_decay_rules: see `Adam`.
         gradient_scale_rules: see `Adam`.
-        **kwargs: what all Keras optimizers take, see `Adam`.
+        **kwargs: see `Adam`.
 
     Raises:
         ValueError: if a rule is not a pair of a valid pattern and a number of at least
@@ -190,3 +188,152 @@ class SGD(ByVariable, keras.optimizers.SGD):
             self.assign(momentum, momentum * self.momentum + step)
             step = step + self.momentum * momentum if self.nesterov else momentum
         self.assign_sub(variable, step * ops.cast(learning_rate, variable.dtype))
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class Adafactor(ByVariable, keras.optimizers.Optimizer):
+    """Adafactor with momentum, the optimizer of LIMoE and V-MoE-15B.
+
+    A gradient is divided by the root of an average of its squares, and a step is an
+    average of such quotients. A matrix keeps only the means of the squares in its rows
+    and columns, so the state takes little more than 2 bytes for each weight; Adam's
+    takes 8.
+
+    `keras.optimizers.Adafactor` is that of Shazeer and Stern 2018. LIMoE and V-MoE-15B
+    train with that of ViT-G, which differs:
+
+    - It has a momentum in bfloat16, which starts from zeros and is not debiased.
+    - The learning rate alone scales a step. Keras multiplies it with the root mean
+      square of the variable (at least 0.001), limits the rate to `1 / sqrt(step)`, and
+      clips a step to a root mean square of 1.
+    - The decay of the squares is `1 - step ** -0.8`, at most 0.999.
+    - The two largest axes of a variable are factored, if both are 32 or longer. Keras
+      always factors the last two, and keeps a full-size average beside their means.
+
+    The papers name their source ("the same modifications used for ViT-G"); the numbers
+    and the rule of the two largest axes are from the released code. All is computed in
+    float32, whatever the dtype of the variables.
+
+    Args:
+        learning_rate: float or schedule.
+        beta_1: float, decay of the momentum; 0 for none.
+        beta_2_decay: float below 0, the exponent in `1 - step ** beta_2_decay`.
+        max_beta_2: float, the largest decay of the squares.
+        epsilon: float, added to the squares.
+        min_dim_size_to_factor: int, variables whose second largest axis is shorter keep
+            all their squares.
+        momentum_dtype: `"bfloat16"` or `"float32"`, dtype of the momentum.
+        weight_decay_rules: see `Adam`.
+        gradient_scale_rules: see `Adam`.
+        **kwargs: see `Adam`.
+
+    Raises:
+        ValueError: if a number is out of range, `momentum_dtype` is another, a rule is
+            not a pair of a valid pattern and a number of at least 0, or both
+            `weight_decay` and `weight_decay_rules` are given.
+
+    Source: LIMoE, appendix A; V-MoE, table 6 and appendix B.3. Both follow Zhai et al.
+    2022 (Scaling Vision Transformers), section 3.4.
+
+    Examples:
+        >>> optimizer = ksm.training.Adafactor(
+        ...     ksm.training.WarmupSchedule(8e-4, 300_000, 10_000, decay="rsqrt")
+        ... )
+        >>> classifier.compile(optimizer)
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.001,
+        beta_1: float = 0.9,
+        beta_2_decay: float = -0.8,
+        max_beta_2: float = 0.999,
+        epsilon: float = 1e-30,
+        min_dim_size_to_factor: int = 32,
+        momentum_dtype: str = "bfloat16",
+        weight_decay_rules: Sequence | None = None,
+        gradient_scale_rules: Sequence | None = None,
+        **kwargs,
+    ):
+        check_numbers(least=0, under=1, beta_1=beta_1, max_beta_2=max_beta_2)
+        check_numbers(under=0, beta_2_decay=beta_2_decay)
+        check_choice("momentum_dtype", momentum_dtype, ("bfloat16", "float32"))
+        super().__init__(
+            weight_decay_rules=weight_decay_rules,
+            gradient_scale_rules=gradient_scale_rules,
+            learning_rate=learning_rate,
+            **kwargs,
+        )
+        self.beta_1 = beta_1
+        self.beta_2_decay = beta_2_decay
+        self.max_beta_2 = max_beta_2
+        self.epsilon = epsilon
+        self.min_dim_size_to_factor = min_dim_size_to_factor
+        self.momentum_dtype = momentum_dtype
+
+    def build(self, variables):
+        if self.built:
+            return
+        super().build(variables)
+        self._axes, self.momentums, self.second_moments = [], [], []
+        for variable in variables:
+            axes = _axes_to_factor(variable.shape, self.min_dim_size_to_factor)
+            self._axes.append(axes)
+            self.second_moments.append(
+                [
+                    self.add_like(variable, f"mean_of_axis_{a}", a, "float32")
+                    for a in axes
+                ]
+                or [self.add_like(variable, "velocity", dtype="float32")]
+            )
+            if self.beta_1:
+                dtype = self.momentum_dtype
+                self.momentums.append(self.add_like(variable, "momentum", dtype=dtype))
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.decay_variable(variable, learning_rate)
+        index = index_of(self, variable)
+        gradient = ops.cast(gradient, "float32")
+        step = gradient * self._inverse_root(gradient, index)
+        if self.beta_1:
+            momentum = self.momentums[index]
+            before = ops.cast(momentum, "float32")
+            step = self.beta_1 * before + (1.0 - self.beta_1) * step
+            self.assign(momentum, ops.cast(step, momentum.dtype))
+        step = ops.cast(learning_rate, "float32") * step
+        self.assign_sub(variable, ops.cast(step, variable.dtype))
+
+    def _inverse_root(self, gradient, index):
+        """Return one over the root of the average of squares, after an update."""
+        steps = ops.cast(self.iterations, "float32") + 1.0
+        beta_2 = ops.minimum(1.0 - ops.power(steps, self.beta_2_decay), self.max_beta_2)
+        squares = ops.square(gradient) + self.epsilon
+        axes, moments = self._axes[index], self.second_moments[index]
+        means = [ops.mean(squares, axis=a, keepdims=True) for a in axes] or [squares]
+        roots = []
+        for moment, mean in zip(moments, means, strict=True):
+            mean = beta_2 * moment + (1.0 - beta_2) * mean
+            self.assign(moment, mean)
+            roots.append(ops.rsqrt(mean))
+        if not axes:
+            return roots[0]
+        # `mean` has the means of the second axis: along the first one, of all.
+        mean_of_all = ops.mean(mean, axis=axes[0], keepdims=True)
+        return roots[0] * roots[1] * ops.sqrt(mean_of_all)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "beta_1": self.beta_1,
+            "beta_2_decay": self.beta_2_decay,
+            "max_beta_2": self.max_beta_2,
+            "epsilon": self.epsilon,
+            "min_dim_size_to_factor": self.min_dim_size_to_factor,
+            "momentum_dtype": self.momentum_dtype,
+        }
+
+
+def _axes_to_factor(shape, min_size):
+    """Return the two largest axes, of equal ones the last, or `()` if too short."""
+    axes = sorted(range(len(shape)), key=lambda axis: shape[axis])[-2:]
+    return tuple(axes) if len(axes) == 2 and shape[axes[0]] >= min_size else ()

@@ -1,4 +1,4 @@
-"""From images and labels to augmented batches, as a `tf.data` pipeline.
+"""Augmented batches from images and labels or captions, as a `tf.data` pipeline.
 
 Runs on the CPU beside training, on every Keras backend. TensorFlow, which KerasHub
 brings along, is imported when a pipeline is made.
@@ -29,8 +29,8 @@ class Augmentation(NamedTuple):
         >>> own = ksm.training.Augmentation(
         ...     num_operations=2, magnitude=10, mixup_alpha=0.2
         ... )
-        >>> recipe = ksm.training.finetuning(
-        ...     num_classes=10, steps=2_500, augmentation=own
+        >>> recipe = ksm.training.recipe(
+        ...     "finetuning", num_classes=10, steps=2_500, augmentation=own
         ... )
     """
 
@@ -96,116 +96,146 @@ def named_augmentation(augmentation):
 
 
 def training_batches(
-    data, num_classes, image_size, batch_size, augmentation, shuffle_buffer, seed
+    rows, target_of, image_size, batch_size, augmentation, shuffle_buffer, seed
 ):
-    """Shuffled, augmented batches without end, see `Recipe.training_data`."""
-    import tensorflow as tf
-
-    rows, labels_shape = _rows(data, num_classes)
-    augmented = augmented_rows(
-        rows, data, image_size, augmentation, shuffle_buffer, seed
-    )
-    mix_up = keras.layers.MixUp(augmentation.mixup_alpha, **_LAYERS)
-
-    def dense(image, label):
-        return image, _dense_label(label, num_classes, labels_shape)
-
-    def mix(images, labels):
-        mixed = mix_up({"images": images, "labels": labels}, training=True)
-        return mixed["images"], mixed["labels"]
-
-    batches = augmented.map(dense, num_parallel_calls=tf.data.AUTOTUNE)
-    batches = batches.batch(batch_size, drop_remainder=True)
-    if augmentation.mixup_alpha:
-        batches = batches.map(mix, num_parallel_calls=tf.data.AUTOTUNE)
-    return batches.prefetch(tf.data.AUTOTUNE)
-
-
-def augmented_rows(rows, data, image_size, augmentation, shuffle_buffer, seed):
-    """Shuffled rows without end, of an augmented image and what belongs to it.
+    """Return shuffled, augmented batches without end, see `Recipe.training_data`.
 
     Args:
-        rows: `tf.data.Dataset` of pairs, the first of which is an image.
-        data: what it was made of, of which a tuple tells how many there are.
+        rows: `tf.data.Dataset` of single pairs of an image and a label or caption.
+        target_of: function that is applied to the labels or captions.
         image_size: int, side to which images are resized.
-        augmentation: `Augmentation`. MixUp is none of a single image.
+        batch_size: int.
+        augmentation: `Augmentation`.
         shuffle_buffer: int, rows among which the next one is drawn.
         seed: int.
     """
     import tensorflow as tf
 
-    if isinstance(data, tuple):
-        shuffle_buffer = min(shuffle_buffer, len(data[0]))
+    num_rows = int(rows.cardinality())
+    if num_rows > 0:
+        shuffle_buffer = min(shuffle_buffer, num_rows)
     rows = rows.shuffle(shuffle_buffer, seed=seed).repeat()
     seeds = tf.data.Dataset.random(seed=seed).batch(2)
     rand_augment = _rand_augment(augmentation)
+    mix_up = keras.layers.MixUp(augmentation.mixup_alpha, **_LAYERS)
 
     def augment(row, seed):
-        image, other = row
+        image, target = row
         image = tf.cast(image, "float32")
         if augmentation.crop:
             image = _random_crop(image, seed)
-        image = resize(image, image_size)
+        image = _resize(image, image_size)
         if augmentation.flip:
             image = tf.image.stateless_random_flip_left_right(image, seed + 1)
         if rand_augment:
             image = rand_augment(image, seed + 2)
-        return image, other
+        return image, target_of(target)
+
+    def mix(images, labels):
+        mixed = mix_up({"images": images, "labels": labels}, training=True)
+        return mixed["images"], mixed["labels"]
 
     rows = tf.data.Dataset.zip((rows, seeds))
-    return rows.map(augment, num_parallel_calls=tf.data.AUTOTUNE)
+    rows = rows.map(augment, num_parallel_calls=tf.data.AUTOTUNE)
+    batches = rows.batch(batch_size, drop_remainder=True)
+    if augmentation.mixup_alpha:
+        batches = batches.map(mix, num_parallel_calls=tf.data.AUTOTUNE)
+    return batches.prefetch(tf.data.AUTOTUNE)
 
 
-def evaluation_batches(data, num_classes, image_size, batch_size, crop_share):
-    """Batches of all images in their order, see `Recipe.evaluation_data`.
+def evaluation_batches(
+    rows, target_of, image_size, batch_size, central_crop, drop_remainder
+):
+    """Return batches of all images in their order, see `Recipe.evaluation_data`.
 
-    With a `crop_share` below 1 the middle square is cut out whose side is this share of
-    the shorter side of the image. At 1 the whole image is squeezed into a square.
+    With a `central_crop` below 1 the middle square is cut out whose side is this share
+    of the shorter side of the image. At 1 the whole image is squeezed into a square.
     """
     import tensorflow as tf
 
-    rows, labels_shape = _rows(data, num_classes)
-
-    def convert(image, label):
+    def convert(image, target):
         image = tf.cast(image, "float32")
-        if crop_share < 1.0:
-            image = _central_square(image, crop_share)
-        label = _dense_label(label, num_classes, labels_shape)
-        return resize(image, image_size), label
+        if central_crop < 1.0:
+            image = _central_square(image, central_crop)
+        return _resize(image, image_size), target_of(target)
 
     batches = rows.map(convert, num_parallel_calls=tf.data.AUTOTUNE)
-    return batches.batch(batch_size).prefetch(tf.data.AUTOTUNE)
+    batches = batches.batch(batch_size, drop_remainder=drop_remainder)
+    return batches.prefetch(tf.data.AUTOTUNE)
 
 
-def _rows(data, num_classes):
-    """Dataset of `(image, label)`, and the shape of a label."""
+# === Data ===
+
+
+def labelled_rows(data, num_classes):
+    """Return a data set of images and labels, and a function that makes labels dense.
+
+    Args:
+        data: see `Recipe.training_data`.
+        num_classes: int.
+    """
     import tensorflow as tf
 
     check_whole_numbers(1, num_classes=num_classes)
-    if isinstance(data, tuple | list) and len(data) == 2:
-        check_arrays(*data)
+    rows, label = _rows(data)
+    if rows is not data:
         _check_labels(np.asarray(data[1]), num_classes)
+    if label.shape.rank == 1 and label.shape[0] == num_classes:
+        return rows, lambda label: tf.cast(label, "float32")
+    if label.shape.rank != 0 or not label.dtype.is_integer:
+        raise ValueError(
+            "A label must be an integer, or a vector with an entry for each class. "
+            f"Received: labels of shape {tuple(label.shape)}, dtype "
+            f"{label.dtype.name}, num_classes={num_classes}."
+        )
+
+    def one_hot(label):
+        label = tf.cast(label, "int64")
+        is_class = (label >= 0) & (label < num_classes)
+        message = f"Labels must be from 0 to {num_classes - 1}, {num_classes=}."
+        with tf.control_dependencies([tf.debugging.Assert(is_class, [message, label])]):
+            return tf.one_hot(label, num_classes)
+
+    return rows, one_hot
+
+
+def captioned_rows(data):
+    """Return a data set of images and captions, and the identity.
+
+    Args:
+        data: see `Recipe.training_data`.
+    """
+    import tensorflow as tf
+
+    rows, caption = _rows(data)
+    is_text = caption.dtype == tf.string and caption.shape.rank == 0
+    if not (is_text or (caption.dtype.is_integer and caption.shape.rank == 1)):
+        raise ValueError(
+            "A caption must be a string, or a vector of int token ids. Received: "
+            f"captions of shape {tuple(caption.shape)}, dtype {caption.dtype.name}."
+        )
+    return rows, lambda caption: caption
+
+
+def _rows(data):
+    """Return a data set of pairs of image and target, and the spec of a target."""
+    import tensorflow as tf
+
+    if isinstance(data, tuple | list) and len(data) == 2:
+        _check_arrays(*data)
         data = tf.data.Dataset.from_tensor_slices(tuple(data))
     spec = getattr(data, "element_spec", None)
     if not isinstance(spec, tuple) or len(spec) != 2 or spec[0].shape.rank != 3:
         raise ValueError(
-            "Data must be a pair of arrays (images, labels), images of shape (number, "
-            "height, width, 3), or a `tf.data.Dataset` of single (image, label) pairs. "
-            f"Received: {spec or type(data)}. Take a batched data set apart with "
-            "`.unbatch()`."
+            "Data must be a pair (images, labels) or (images, captions), images of "
+            "shape (number, height, width, 3), or a `tf.data.Dataset` of such single "
+            f"pairs. Received: {spec or type(data)}. Take a batched data set apart "
+            "with `.unbatch()`."
         )
-    shape, dtype = spec[1].shape, spec[1].dtype
-    is_vector = shape.rank == 1 and shape[0] == num_classes
-    if not is_vector and (shape.rank != 0 or not dtype.is_integer):
-        raise ValueError(
-            "A label must be an integer, or a vector with an entry for each class. "
-            f"Received: labels of shape {tuple(shape)}, dtype {dtype.name}, "
-            f"num_classes={num_classes}."
-        )
-    return data, shape
+    return data, spec[1]
 
 
-def check_arrays(images, others):
+def _check_arrays(images, others):
     """Raise unless there are as many images as labels or captions, all of them finite.
 
     Args:
@@ -238,16 +268,7 @@ def _check_labels(labels, num_classes):
         )
 
 
-def _dense_label(label, num_classes, shape):
-    import tensorflow as tf
-
-    if shape.rank == 1:
-        return tf.cast(label, "float32")
-    label = tf.cast(label, "int64")
-    message = f"Labels must be from 0 to {num_classes - 1}, num_classes={num_classes}."
-    is_class = (label >= 0) & (label < num_classes)
-    with tf.control_dependencies([tf.debugging.Assert(is_class, [message, label])]):
-        return tf.one_hot(label, num_classes)
+# === Images ===
 
 
 def _rand_augment(augmentation):
@@ -325,7 +346,7 @@ def _central_square(image, share):
     return image[top : top + side, left : left + side]
 
 
-def resize(image, size):
+def _resize(image, size):
     import tensorflow as tf
 
     image = tf.image.resize(image, (size, size))

@@ -1,4 +1,4 @@
-"""Averages of checkpoints that are better than the best of them."""
+"""Greedy averages of checkpoints (model soups)."""
 
 import math
 import os
@@ -9,13 +9,13 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_softmoe.checks import check_whole_numbers
+from keras_softmoe.checks import check_whole_numbers, quote
 
 _SUFFIXES = (".weights.h5", ".weights.json", ".keras")
 
 
 class Soup(NamedTuple):
-    """What a soup is made of.
+    """The parts of a soup and their scores.
 
     Attributes:
         chosen: tuple of ints, indices of the checkpoints in the order in which they
@@ -39,19 +39,17 @@ def greedy_soup(
 ) -> Soup:
     """Average checkpoints of a model, chosen greedily.
 
-    The soup starts with the checkpoint of the highest score. Then, again and again,
-    each checkpoint is tried as one more part of the average, also those that are in it
-    already, and the one that raises the score most is added; until none raises it, or
-    the soup has `max_size` parts. Of equal scores the earlier checkpoint wins. That
-    asks for the score up to `len(checkpoints) * max_size` times, so take a score that
-    is quick and, since it is selected for, not the one that you report.
+    The soup starts with the checkpoint of the highest score. Then each checkpoint,
+    also one that is already in it, is tried as one more part of the average, and the
+    one that raises the score most is added; until none raises it, or the soup has
+    `max_size` parts. Of equal scores the earlier checkpoint wins. The score is computed
+    up to `len(checkpoints) * max_size` times: take a quick one and, since it is
+    selected for, not the one that you report.
 
-    At the end the model holds the soup. All its weights are averaged, in float64: also
-    moving statistics. The state of the optimizer stays as it was. If anything is
-    raised on the way, the model has its weights back as they were before.
-
-    Beside the model, memory holds one copy of its weights and one in float64, however
-    many files of checkpoints there are.
+    At the end the model holds the soup. All its weights are averaged in float64, moving
+    statistics too. The state of the optimizer does not change. After an error the model
+    has its old weights. Memory holds two copies of the weights, one of them in float64,
+    for any number of files.
 
     Args:
         model: a built `keras.Model`.
@@ -155,21 +153,17 @@ def _check_model(model):
 
 
 def _check_checkpoints(model, checkpoints):
-    """Files as strings, arrays as they are."""
-    is_one = isinstance(checkpoints, str | os.PathLike)
-    if is_one or not np.iterable(checkpoints):
+    """Return a list of paths as strings, and of lists of arrays unchanged."""
+    is_one = isinstance(checkpoints, str | os.PathLike) or not np.iterable(checkpoints)
+    listed = [] if is_one else list(checkpoints)
+    if not listed:
         raise ValueError(
-            "`checkpoints` must be a list of files or of lists of arrays. "
-            f"Received: checkpoints={checkpoints!r}."
-        )
-    checkpoints = list(checkpoints)
-    if not checkpoints:
-        raise ValueError(
-            "A soup needs a checkpoint or more. Received: checkpoints=[]. Save some "
-            "with `keras.callbacks.ModelCheckpoint(..., save_weights_only=True)`."
+            "`checkpoints` must be a list of files or of lists of arrays, one or more. "
+            f"Received: checkpoints={quote(checkpoints)}. Save some with "
+            "`keras.callbacks.ModelCheckpoint(..., save_weights_only=True)`."
         )
     shapes = [tuple(weight.shape) for weight in model.weights]
-    return [_check_checkpoint(c, shapes) for c in checkpoints]
+    return [_check_checkpoint(checkpoint, shapes) for checkpoint in listed]
 
 
 def _check_checkpoint(checkpoint, shapes):

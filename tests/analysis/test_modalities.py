@@ -190,7 +190,7 @@ def test_a_task_prepares_pixels_and_captions():
     proto = datasets.train_vocabulary(captions, vocabulary_size=75)
     tokenizer = models.LIMoETokenizer(proto)
     preprocessor = models.LIMoEPreprocessor(
-        tokenizer, models.LIMoEImageConverter((8, 8)), sequence_length=4
+        tokenizer, models.ViTMoEImageConverter((8, 8)), sequence_length=4
     )
     backbone = pairs.limoe(
         vocabulary_size=75, sequence_length=4, num_layers=1, moe_layers=(0,)

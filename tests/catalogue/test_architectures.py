@@ -1,22 +1,14 @@
 """The presets without weights: complete, and as the papers' tables have them."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-from experiments.pages import tables
 from keras_softmoe import catalogue, models
 from keras_softmoe.evaluation import cost
 
 METADATA = {name: catalogue.read_metadata(name) for name in catalogue.architectures()}
 PUBLISHED = {n: m["published"] for n, m in METADATA.items() if "published" in m}
-
-
-def test_what_is_counted():
-    # `python -m experiments.pages --count` writes it anew.
-    file = Path(catalogue.__file__).with_name("counts.json")
-    assert tables.counts() == file.read_text(encoding="utf-8")
 
 
 # === The papers' tables ===

@@ -246,7 +246,7 @@ def test_write(tmp_path, name):
         (
             "limoe_huge_patch14_32e_294",
             models.LIMoEBackbone,
-            models.LIMoEImageConverter,
+            models.ViTMoEImageConverter,
         ),
     ],
 )

@@ -143,7 +143,7 @@ def test_presets_can_be_loaded(name, small):
     preset = small(name)
     captions = ["a red circle", "two blue stars", "a green ring above a heart"]
     proto = datasets.train_vocabulary(captions * 5, vocabulary_size=90)
-    converter = models.LIMoEImageConverter.from_preset(name)
+    converter = models.ViTMoEImageConverter.from_preset(name)
     assert converter.image_size == (int(name[-3:]),) * 2
     model = models.LIMoEContrastive.from_preset(
         preset,

@@ -149,6 +149,6 @@ def test_configurations_that_cannot_be_counted(changes, message):
 
 
 def test_a_dict_without_an_image():
-    arguments = {name: ARGUMENTS[name] for name in ("vocabulary_size", "num_layers")}
-    with pytest.raises(ValueError, match="no image_shape, patch_size, sequence_length"):
+    arguments = {name: ARGUMENTS[name] for name in ("vocabulary_size", "patch_size")}
+    with pytest.raises(ValueError, match="no image_shape, sequence_length, num_layers"):
         cost(arguments)

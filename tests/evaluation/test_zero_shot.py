@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-import keras_softmoe.models.class_embeddings as module
+import keras_softmoe.backbones.class_embeddings as module
 from keras_softmoe.evaluation import zero_shot
 from keras_softmoe.evaluation._zero_shot import ZeroShot
 

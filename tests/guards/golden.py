@@ -10,6 +10,7 @@ numbers are meant to change, and the commit says which.
 - `plans.json`: placements of three presets.
 - `configurations.json.gz`: the configuration of every preset, key by key.
 - `saved_again.json`: the configurations that the trained presets are saved with again.
+- `recipes.json`: optimizer, learning rate at 12 steps, loss and data of the recipes.
 """
 
 import gzip
@@ -21,6 +22,7 @@ import numpy as np
 
 import keras_softmoe as ksm
 from keras_softmoe import catalogue, routers
+from keras_softmoe.training._pipeline import named_augmentation
 from tests.models.test_backends import TRAINED, outputs
 from tests.references import to_numpy
 
@@ -223,6 +225,103 @@ def _without_modules(config):
     return {k: _without_modules(v) for k, v in config.items() if k != "module"}
 
 
+# === Recipes ===
+
+RECIPES = {
+    "vmoe_pretraining": ("vmoe_pretraining", {"num_classes": 7, "steps": 521_000}),
+    "vmoe_pretraining/changed": (
+        "vmoe_pretraining",
+        {
+            "num_classes": 7,
+            "steps": 1_000,
+            "peak_learning_rate": 0.01,
+            "end_learning_rate": 0.001,
+            "warmup_steps": 100,
+            "weight_decay": 0.3,
+            "clip_norm": 10.0,
+            "image_size": 32,
+            "batch_size": 64,
+            "augmentation": "strong1",
+            "steps_per_epoch": 250,
+        },
+    ),
+    "soft_moe_pretraining": ("soft_moe_pretraining", {"num_classes": 7}),
+    "vmoe_15b_pretraining": (
+        "vmoe_15b_pretraining",
+        {"num_classes": 7, "steps": 2_900_000},
+    ),
+    "imagenet_from_scratch": ("imagenet_from_scratch", {}),
+    "finetuning": ("finetuning", {"num_classes": 7}),
+    "finetuning/changed": (
+        "finetuning",
+        {"num_classes": 7, "steps": 250, "average_momentum": 0.999999},
+    ),
+    "vtab": ("vtab", {"num_classes": 7}),
+    "limoe_pretraining": ("limoe_pretraining", {}),
+    "limoe_pretraining/largest": (
+        "limoe_pretraining",
+        {
+            "steps": 825_000,
+            "peak_learning_rate": 2e-3,
+            "decay": "rsqrt",
+            "cooldown_steps": 125_000,
+            "batch_size": 21_502,
+            "image_size": 288,
+        },
+    ),
+    "soft_moe_contrastive": ("soft_moe_contrastive", {}),
+}
+
+
+def recipes():
+    """Dict from recipes, with changes or without, to all that they decide."""
+    found = {
+        key: _decided(ksm.training.recipe(name, **changes))
+        for key, (name, changes) in RECIPES.items()
+    }
+    return json.loads(json.dumps(found))
+
+
+class _Model:
+    """The arguments of a model's `compile`."""
+
+    def __init__(self, num_classes):
+        self.output_shape = (None, num_classes)
+
+    def compile(self, **arguments):
+        self.arguments = arguments
+
+
+def _decided(recipe):
+    # Names of the losses of pairs are those of `LIMoEContrastive.compile`.
+    loss = {"contrastive": "auto", "contrastive_softmax": "softmax"}.get(recipe.loss)
+    metrics = central_crop = None
+    if loss is None:
+        model = _Model(recipe.num_classes)
+        recipe.compile(model)
+        serialize = keras.saving.serialize_keras_object
+        loss = _without_modules(serialize(model.arguments["loss"]))
+        metrics = [_without_modules(serialize(m)) for m in model.arguments["metrics"]]
+        central_crop = recipe.central_crop
+    optimizer, schedule = recipe.make_optimizer(), recipe.schedule()
+    config = optimizer.get_config()
+    config.pop("learning_rate")
+    config.pop("name")
+    steps = [round(recipe.steps * i / 10) for i in range(12)]
+    return {
+        "optimizer": [type(optimizer).__name__, config],
+        "learning_rates": [float(to_numpy(schedule(step))) for step in steps],
+        "loss": loss,
+        "metrics": metrics,
+        "num_classes": recipe.num_classes,
+        "image_size": recipe.image_size,
+        "batch_size": recipe.batch_size,
+        "augmentation": named_augmentation(recipe.augmentation)._asdict(),
+        "central_crop": central_crop,
+        "fit_arguments": recipe.fit_arguments,
+    }
+
+
 # === Files ===
 
 
@@ -242,6 +341,7 @@ def record():
         ("costs", costs()),
         ("plans", plans()),
         ("saved_again", saved_again()),
+        ("recipes", recipes()),
     ):
         (DIRECTORY / f"{name}.json").write_text(json.dumps(values, indent=1) + "\n")
     text = json.dumps(configurations(), sort_keys=True).encode()

@@ -59,6 +59,15 @@ def test_configurations_of_the_trained_presets_saved_again():
     assert golden.saved_again() == golden.read("saved_again.json")
 
 
+def test_recipes():
+    expected, found = golden.read("recipes.json"), golden.recipes()
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        rates, recorded = (x.pop("learning_rates") for x in (found[key], values))
+        np.testing.assert_allclose(rates, recorded, rtol=2e-6, atol=1e-12, err_msg=key)
+        assert found[key] == values, key
+
+
 def test_every_preset_was_recorded():
     assert set(golden.read("costs.json")) == set(catalogue.names())
 

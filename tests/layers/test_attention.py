@@ -176,18 +176,6 @@ def test_what_is_no_layer_is_refused(mlp):
         layers.EncoderBlock(2, mlp)
 
 
-def test_settings_of_the_moe_layer_are_written_once():
-    settings = layers.MoE.settings()
-    assert settings["group_images"] == 1 and settings["dispatcher"] == "auto"
-    router = routers.IdentityRouter(5)
-    encoder = layers.Encoder(2, 2, 8, 6, (1,), router, group_images=3)
-    assert encoder.blocks[0].moe is None
-    assert encoder.blocks[1].moe.group_images == 3
-    assert encoder.moe_settings == {**settings, "group_images": 3}
-    with pytest.raises(TypeError, match="(?s)layers.MoE.*group_images.*: size, depth"):
-        layers.Encoder(2, 2, 8, 6, (1,), router, size=3, depth=1)
-
-
 @pytest.mark.parametrize("router", [None, routers.IdentityRouter(5)])
 def test_block_from_an_older_file(router):
     # Its arguments were those of the MLP or of the experts.
@@ -198,8 +186,8 @@ def test_block_from_an_older_file(router):
         "router": router and keras.saving.serialize_keras_object(router),
         "use_qk_norm": True,
         "dropout_rate": 0.1,
-        **layers.MoE.settings(),
         "group_images": 2,
+        "equal_experts": True,
     }
     layer = layers.EncoderBlock.from_config(config)
     assert layer.use_qk_norm and layer.dropout_rate == 0.1

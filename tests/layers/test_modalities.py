@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, routers
-from keras_softmoe.layers import _modalities as modalities
+from keras_softmoe.layers import modalities
 from tests import limoe_router_twin as twin
 from tests import twins
 from tests.gradients import layer_gradients

@@ -120,8 +120,13 @@ def another_resolution():
 def recipe():
     """Batches with each layer of Keras in them; they draw their numbers anew."""
     augmentation = training.Augmentation(num_operations=1, mixup_alpha=0.5)
-    recipe = training.finetuning(
-        3, steps=2, image_size=8, batch_size=4, augmentation=augmentation
+    recipe = training.recipe(
+        "finetuning",
+        num_classes=3,
+        steps=2,
+        image_size=8,
+        batch_size=4,
+        augmentation=augmentation,
     )
     images, labels = next(iter(recipe.training_data((PIXELS, LABELS))))
     images, labels = next(iter(recipe.evaluation_data((PIXELS, LABELS))))
@@ -180,10 +185,7 @@ def test_presets_that_were_saved_before(cls, tmp_path, request):
     request.getfixturevalue("channels_first")
     loaded = cls.from_preset(str(tmp_path / "preset"))
     np.testing.assert_allclose(images(loaded), expected, rtol=1e-6, atol=1e-7)
-    converter = (
-        models.ViTMoEImageConverter if not is_pair else models.LIMoEImageConverter
-    )
-    converter = converter.from_preset(str(tmp_path / "preset"))
+    converter = models.ViTMoEImageConverter.from_preset(str(tmp_path / "preset"))
     assert converter(PIXELS).shape == (6, 8, 8, 3)
 
 

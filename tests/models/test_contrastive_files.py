@@ -44,7 +44,7 @@ def test_preset_brings_its_tokenizer(tmp_path):
     ):
         assert type(tokenizer) is models.LIMoETokenizer
         assert tokenizer.proto == tiny_limoe.vocabulary()
-    converter = models.LIMoEImageConverter.from_preset(path)
+    converter = models.ViTMoEImageConverter.from_preset(path)
     assert tuple(converter.image_size) == tiny.IMAGE_SHAPE[:2]
 
 

@@ -91,7 +91,7 @@ def backbone(**overrides):
 def preprocessor(cls=models.LIMoEPreprocessor, **overrides):
     return cls(
         models.LIMoETokenizer(vocabulary()),
-        models.LIMoEImageConverter(tiny.IMAGE_SHAPE[:2]),
+        models.ViTMoEImageConverter(tiny.IMAGE_SHAPE[:2]),
         **{"sequence_length": LENGTH, **overrides},
     )
 

@@ -1,5 +1,6 @@
 """Schedules, optimizers and training steps against the released code's (h, l)."""
 
+import functools
 import re
 
 import keras
@@ -10,19 +11,6 @@ from keras_softmoe import training
 from tests.reference.common import finish
 from tests.reference.test_reference_models import make_router
 from tests.references import Reference, to_numpy
-
-
-def warmup_cosine_decay(
-    peak_learning_rate, total_steps, warmup_steps, end_learning_rate=0.0
-):
-    """Keras' schedule, as the recipes use it."""
-    return keras.optimizers.schedules.CosineDecay(
-        0.0,
-        decay_steps=total_steps - warmup_steps,
-        alpha=end_learning_rate / peak_learning_rate,
-        warmup_target=peak_learning_rate,
-        warmup_steps=warmup_steps,
-    )
 
 
 def warmup_exponential_decay(
@@ -42,11 +30,11 @@ def warmup_exponential_decay(
 
 
 SCHEDULES = {
-    "warmup_linear_decay": training.WarmupPolynomialDecay,
-    "warmup_polynomial_decay": training.WarmupPolynomialDecay,
-    "warmup_cosine_decay": warmup_cosine_decay,
+    "warmup_linear_decay": training.WarmupSchedule,
+    "warmup_polynomial_decay": training.WarmupSchedule,
+    "warmup_cosine_decay": functools.partial(training.WarmupSchedule, decay="cosine"),
     "warmup_exponential_decay": warmup_exponential_decay,
-    "big_vision_rsqrt": training.WarmupRsqrtDecay,
+    "big_vision_rsqrt": functools.partial(training.WarmupSchedule, decay="rsqrt"),
 }
 LOSSES = {
     "sigmoid_xent": training.SigmoidCrossentropy,

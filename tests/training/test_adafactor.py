@@ -7,7 +7,7 @@ import pytest
 from keras_softmoe import training
 from tests.training.test_optimizers import apply, assert_equal, initial, rates_of
 
-SCHEDULE = training.WarmupPolynomialDecay(0.1, 8, 2)
+SCHEDULE = training.WarmupSchedule(0.1, 8, 2)
 # Factored along (0, 1), (1, 2), (0, 2), (0, 3); then those that are not: the second
 # largest axis is short, or there is none.
 SHAPES = {

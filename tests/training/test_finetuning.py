@@ -21,8 +21,9 @@ PRETRAINED = routers.SoftmaxTokenChoiceRouter(
     noise_std=0.0,
 )
 SETTINGS = {"num_selected_experts": 1, "priority": "max", "capacity_factor": 0.5}
-RECIPE = training.finetuning(
-    NUM_CLASSES,
+RECIPE = training.recipe(
+    "finetuning",
+    num_classes=NUM_CLASSES,
     steps=STEPS,
     peak_learning_rate=0.1,
     warmup_steps=0,

@@ -8,7 +8,7 @@ import pytest
 from keras_softmoe import training
 from tests.references import to_numpy
 
-SCHEDULE = training.WarmupPolynomialDecay(0.1, 8, 2)
+SCHEDULE = training.WarmupSchedule(0.1, 8, 2)
 ALL = pytest.mark.parametrize("cls", [training.Adafactor, training.Adam, training.SGD])
 
 

@@ -16,7 +16,8 @@ def pairs():
 
 
 def make_recipe(augmentation="none", **changes):
-    return training.limoe_pretraining(
+    return training.recipe(
+        "limoe_pretraining",
         **{
             "steps": 40,
             "warmup_steps": 0,
@@ -24,7 +25,7 @@ def make_recipe(augmentation="none", **changes):
             "batch_size": 4,
             "augmentation": augmentation,
             **changes,
-        }
+        },
     )
 
 

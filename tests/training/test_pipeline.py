@@ -13,8 +13,13 @@ NUM_CLASSES = 4
 
 
 def make_recipe(augmentation="none", **changes):
-    recipe = training.finetuning(
-        NUM_CLASSES, steps=10, image_size=8, batch_size=4, augmentation=augmentation
+    recipe = training.recipe(
+        "finetuning",
+        num_classes=NUM_CLASSES,
+        steps=10,
+        image_size=8,
+        batch_size=4,
+        augmentation=augmentation,
     )
     return dataclasses.replace(recipe, **changes)
 

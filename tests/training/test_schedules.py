@@ -8,10 +8,13 @@ from keras_softmoe import training
 from tests.references import to_numpy
 
 SCHEDULES = {
-    "linear": training.WarmupPolynomialDecay(0.8, 10, 4, 0.2),
-    "root": training.WarmupPolynomialDecay(0.8, 10, 4, power=0.5),
-    "rsqrt": training.WarmupRsqrtDecay(0.8, 10, 3, 4),
-    "cooldown": training.WarmupRsqrtDecay(0.8, 10, 3, 4, 3),
+    "linear": training.WarmupSchedule(0.8, 10, 4, end_learning_rate=0.2),
+    "root": training.WarmupSchedule(0.8, 10, 4, power=0.5),
+    "cosine": training.WarmupSchedule(0.8, 10, 4, "cosine", end_learning_rate=0.2),
+    "rsqrt": training.WarmupSchedule(0.8, 10, 4, "rsqrt", timescale=3),
+    "cooldown": training.WarmupSchedule(
+        0.8, 10, 4, "rsqrt", timescale=3, cooldown_steps=3
+    ),
 }
 EVERY = pytest.mark.parametrize("name", SCHEDULES)
 WARMUP = [0.0, 0.2, 0.4, 0.6]
@@ -20,6 +23,7 @@ SQRT2 = 2**0.5
 AFTER_WARMUP = {
     "linear": [0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.2],
     "root": [0.8 * (1 - t / 6) ** 0.5 for t in range(6)] + [0.0, 0.0],
+    "cosine": [0.5 + 0.3 * np.cos(np.pi * min(t, 6) / 6) for t in range(8)],
     "rsqrt": [0.8 / (1 + t / 3) ** 0.5 for t in range(3)] + [0.8 / SQRT2],
     "cooldown": [0.8 / (1 + t / 3) ** 0.5 for t in range(3)]
     + [0.8 / SQRT2 * left for left in (1.0, 2 / 3, 1 / 3, 0.0, 0.0, 0.0)],
@@ -64,7 +68,7 @@ def test_training_follows_it(name):
 
 
 def test_without_warmup_it_starts_at_the_peak():
-    assert values(training.WarmupPolynomialDecay(0.3, 10), 0) == np.float32(0.3)
+    assert values(training.WarmupSchedule(0.3, 10), 0) == np.float32(0.3)
 
 
 def test_cooldown_stops_at_zero():
@@ -78,27 +82,71 @@ def test_no_cooldown_no_end():
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 4])
-def test_the_cosine_of_fine_tuning(warmup_steps):
-    """Keras' schedule, with the values worked out by hand."""
-    recipe = training.finetuning(
-        10,
-        steps=6 + warmup_steps,
-        peak_learning_rate=0.8,
-        end_learning_rate=0.2,
-        warmup_steps=warmup_steps,
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+def test_schedules_of_keras(decay, warmup_steps):
+    """The same values as theirs, which take one step at a time or have no warmup."""
+    schedule = training.WarmupSchedule(
+        0.8, 6 + warmup_steps, warmup_steps, decay, end_learning_rate=0.2
     )
+    if decay == "linear":
+        theirs = keras.optimizers.schedules.PolynomialDecay(0.8, 6, 0.2)
+        first = warmup_steps
+    else:
+        theirs = keras.optimizers.schedules.CosineDecay(
+            0.0, 6, 0.25, warmup_target=0.8, warmup_steps=warmup_steps
+        )
+        first = 0
+    steps = np.arange(first, 12)
+    expected = [to_numpy(theirs(step - first)) for step in steps]
+    np.testing.assert_allclose(values(schedule, steps), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.fixture(params=["float16", "bfloat16"])
+def floatx(request):
+    keras.config.set_floatx(request.param)
+    yield
+    keras.config.set_floatx("float32")
+
+
+@pytest.mark.usefixtures("floatx")
+def test_steps_are_float32_whatever_the_default():
+    steps = [0, 40_000, 400_001, 781_250]
+    schedule = training.WarmupSchedule(1e-3, 781_250, 40_000, "cosine")
+    np.testing.assert_allclose(
+        values(schedule, steps), [0.0, 1e-3, 5.22506e-4, 0.0], rtol=1e-4, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "equal"),
+    [
+        (
+            "WarmupPolynomialDecay",
+            {"end_learning_rate": 0.2, "power": 1.0},
+            "linear",
+        ),
+        ("WarmupRsqrtDecay", {"timescale": 3, "cooldown_steps": 3}, "cooldown"),
+    ],
+)
+def test_names_of_the_first_release(name, config, equal):
+    """A schedule as in files of version 0.1."""
+    first = {"peak_learning_rate": 0.8, "warmup_steps": 4, "total_steps": 10}
     schedule = keras.optimizers.schedules.deserialize(
-        recipe.optimizer.get_config()["learning_rate"]
+        {
+            "module": "keras_softmoe.training._schedules",
+            "class_name": name,
+            "config": {**first, **config},
+            "registered_name": f"keras_softmoe>{name}",
+        }
     )
-    expected = WARMUP[:warmup_steps] + [
-        0.5 + 0.3 * np.cos(np.pi * min(t, 6) / 6) for t in range(8)
-    ]
-    actual = [values(schedule, step) for step in range(len(expected))]
-    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7)
+    assert type(schedule) is training.WarmupSchedule
+    assert schedule.get_config() == SCHEDULES[equal].get_config()
 
 
 def test_a_long_training():
-    schedule = training.WarmupRsqrtDecay(1e-3, 10_000_000, 1e4, 10_000, 500_000)
+    schedule = training.WarmupSchedule(
+        1e-3, 10_000_000, 10_000, "rsqrt", timescale=1e4, cooldown_steps=500_000
+    )
     steps = [9_499_999, 9_500_001, 9_999_999, 10_000_000]
     top = 1e-3 / (1 + 949) ** 0.5
     expected = [top, top * (1 - 2e-6), top * 2e-6, 0.0]
@@ -108,17 +156,19 @@ def test_a_long_training():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: training.WarmupPolynomialDecay(-1.0, 10),
-        lambda: training.WarmupPolynomialDecay(float("nan"), 10),
-        lambda: training.WarmupPolynomialDecay(1.0, 10, warmup_steps=10),
-        lambda: training.WarmupPolynomialDecay(1.0, 10, warmup_steps=-1),
-        lambda: training.WarmupPolynomialDecay(1.0, 10, power=-1.0),
-        lambda: training.WarmupPolynomialDecay(1.0, 10, end_learning_rate=-0.1),
-        lambda: training.finetuning(10, steps=10, warmup_steps=10),
-        lambda: training.finetuning(10, peak_learning_rate=0.0),
-        lambda: training.finetuning(10, end_learning_rate=-0.1),
-        lambda: training.WarmupRsqrtDecay(1.0, 10, 0),
-        lambda: training.WarmupRsqrtDecay(1.0, 10, 1, 6, 5),
+        lambda: training.WarmupSchedule(-1.0, 10),
+        lambda: training.WarmupSchedule(0.0, 10),
+        lambda: training.WarmupSchedule(float("nan"), 10),
+        lambda: training.WarmupSchedule(1.0, 10, warmup_steps=10),
+        lambda: training.WarmupSchedule(1.0, 10, warmup_steps=-1),
+        lambda: training.WarmupSchedule(1.0, 10, power=-1.0),
+        lambda: training.WarmupSchedule(1.0, 10, end_learning_rate=-0.1),
+        lambda: training.WarmupSchedule(1.0, 10, decay="exponential"),
+        lambda: training.WarmupSchedule(1.0, 10, decay="cosine", cooldown_steps=5),
+        lambda: training.WarmupSchedule(1.0, 10, 10, decay="cosine"),
+        lambda: training.WarmupSchedule(1.0, 10, decay="rsqrt", end_learning_rate=0.1),
+        lambda: training.WarmupSchedule(1.0, 10, decay="rsqrt", timescale=0),
+        lambda: training.WarmupSchedule(1.0, 10, 6, "rsqrt", cooldown_steps=5),
     ],
 )
 def test_bad_arguments_are_named(make):

@@ -1,0 +1,83 @@
+"""The base of the records: settings by name, with defaults and checks."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from keras_softmoe.checks import did_you_mean
+
+record = dataclasses.dataclass(frozen=True, kw_only=True)
+
+
+@record
+class Settings:
+    """Base class of records whose fields are the settings of a backbone.
+
+    A field has the name and the default of the argument of the backbone, and a record
+    refuses values that do not go together.
+
+    Attributes:
+        backbone: str, the name of the class that takes these arguments.
+    """
+
+    backbone: ClassVar[str]
+
+    def __post_init__(self):
+        """Check the values. Subclasses extend it."""
+
+    @classmethod
+    def names(cls) -> dict[str, Any]:
+        """All settings with their defaults, `dataclasses.MISSING` where there is none.
+
+        Required ones come first.
+        """
+        found = {field.name: field.default for field in dataclasses.fields(cls)}
+        return dict(sorted(found.items(), key=lambda item: not _is_missing(item[1])))
+
+    @classmethod
+    def of(cls, settings: Mapping) -> Self:
+        """Make the record of a dict of settings.
+
+        Raises:
+            ValueError: if a setting is unknown or missing (the message offers the
+                nearest name), or its value is not accepted.
+        """
+        accepted = cls.names()
+        required = [name for name, x in accepted.items() if _is_missing(x)]
+        missing = [name for name in required if name not in settings]
+        unknown = sorted(settings.keys() - accepted.keys())
+        if missing or unknown:
+            optional = [name for name in accepted if name not in required]
+            raise ValueError(
+                f"The arguments of `{cls.backbone}` are {', '.join(required)}, and "
+                f"optionally {', '.join(optional)}. Received: "
+                + (f"also {', '.join(unknown)}" if unknown else "")
+                + (f"no {', '.join(missing)}" if missing and not unknown else "")
+                + f".{did_you_mean(unknown, accepted)}"
+            )
+        return cls(**settings)
+
+    @classmethod
+    def of_arguments(cls, scope: Mapping) -> Self:
+        """Make the record of the `locals()` of a constructor, as its first statement.
+
+        Other names in the scope are left out.
+        """
+        return cls.of({name: scope[name] for name in cls.names()})
+
+    def flat(self) -> dict[str, Any]:
+        """Return all settings as a dict."""
+        return {name: getattr(self, name) for name in self.names()}
+
+    def replace(self, **changes) -> Self:
+        """Return a record with other values, checked again."""
+        return self.of({**self.flat(), **changes})
+
+    def _set(self, **values):
+        """Set fields in `__post_init__`, to values of one form."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+def _is_missing(default):
+    return default is dataclasses.MISSING

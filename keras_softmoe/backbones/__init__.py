@@ -1,0 +1,45 @@
+"""Keras models, on KerasHub's classes: backbones, tasks, preprocessing.
+
+They know no file, no name of a preset and no format: `models` is the public room, which
+attaches loading and export to these classes.
+"""
+
+from keras_softmoe.backbones._adaptation import merge_lora as merge_lora
+from keras_softmoe.backbones._base import MoEBackbone as MoEBackbone
+from keras_softmoe.backbones._compilation import preset_is_saved as preset_is_saved
+from keras_softmoe.backbones._contrastive import ContrastiveTask as ContrastiveTask
+from keras_softmoe.backbones._contrastive import LIMoEContrastive as LIMoEContrastive
+from keras_softmoe.backbones._contrastive import (
+    TwoTowerContrastive as TwoTowerContrastive,
+)
+from keras_softmoe.backbones._contrastive_preprocessor import (
+    ContrastivePreprocessor as ContrastivePreprocessor,
+)
+from keras_softmoe.backbones._contrastive_preprocessor import (
+    LIMoEPreprocessor as LIMoEPreprocessor,
+)
+from keras_softmoe.backbones._contrastive_preprocessor import (
+    LIMoETokenizer as LIMoETokenizer,
+)
+from keras_softmoe.backbones._contrastive_preprocessor import (
+    TwoTowerPreprocessor as TwoTowerPreprocessor,
+)
+from keras_softmoe.backbones._contrastive_preprocessor import (
+    fit_preprocessor as fit_preprocessor,
+)
+from keras_softmoe.backbones._encoders import ModalityEncoder as ModalityEncoder
+from keras_softmoe.backbones._image_classifier import (
+    ViTMoEImageClassifier as ViTMoEImageClassifier,
+)
+from keras_softmoe.backbones._image_preprocessor import (
+    ViTMoEImageClassifierPreprocessor as ViTMoEImageClassifierPreprocessor,
+)
+from keras_softmoe.backbones._image_preprocessor import (
+    ViTMoEImageConverter as ViTMoEImageConverter,
+)
+from keras_softmoe.backbones._limoe import LIMoEBackbone as LIMoEBackbone
+from keras_softmoe.backbones._pruning import prune_experts as prune_experts
+from keras_softmoe.backbones._size import weights_from as weights_from
+from keras_softmoe.backbones._text import TextMoEBackbone as TextMoEBackbone
+from keras_softmoe.backbones._two_towers import TwoTowerBackbone as TwoTowerBackbone
+from keras_softmoe.backbones._vit import ViTMoEBackbone as ViTMoEBackbone

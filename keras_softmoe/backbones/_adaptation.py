@@ -1,0 +1,112 @@
+"""LoRA and quantization of whole models."""
+
+import h5py
+import keras
+
+from keras_softmoe.keras_adapter import (
+    flatten_layers,
+    forget_adapted_layers,
+    is_quantized_under,
+    quick_garbage_collection,
+)
+from keras_softmoe.layers import ExpertBank
+from keras_softmoe.layers.lora import merge_lora as merge_lora_of_layer
+
+
+def merge_lora(model: keras.Model) -> list:
+    """Fold the factors of LoRA into the kernels, in all layers of a model.
+
+    The model computes the same, with ordinary layers: expert banks, and those of Keras
+    as in attention. Files need no such call, they hold the sum anyway.
+
+    What `enable_lora` froze stays frozen, but for the kernels that had factors. To free
+    all of it set `model.trainable = False` and then `True` (TensorFlow passes over a
+    value that is there already). Compile again before training goes on, and a model of
+    one's own around this one before anything. In int8 and in int4 sums are rounded to
+    the bits of the kernels, which takes small changes away: merge, then quantize.
+
+    Args:
+        model: `keras.Model` or `keras.Layer`.
+
+    Returns:
+        list of str, the paths of the layers that had factors.
+
+    Examples:
+        >>> model = ksm.models.ViTMoEBackbone((32, 32, 3), 8, 1, 2, 32, 64)
+        >>> model.enable_lora(
+        ...     4
+        ... )  # then train it, for example with `fit` of a classifier
+        >>> ksm.models.merge_lora(model)
+    """
+    layers = flatten_layers(model)
+    adapted = [layer for layer in layers if _has_factors(layer)]
+    with quick_garbage_collection():
+        for layer in adapted:
+            merge_lora_of_layer(layer)
+    for layer in layers:
+        forget_adapted_layers(layer)
+        if adapted and isinstance(layer, keras.Model):
+            # On TensorFlow they have the factors built in.
+            layer.train_function = layer.test_function = layer.predict_function = None
+    return [layer.path for layer in adapted]
+
+
+def has_factors(model):
+    """Whether a layer of a model has factors of LoRA."""
+    return any(map(_has_factors, flatten_layers(model)))
+
+
+def _has_factors(layer):
+    return getattr(layer, "lora_enabled", False)
+
+
+def quantize(self, mode=None, config=None, filters=None, **kwargs):
+    """Quantize the weights, as `keras.Model.quantize`; a method of all models.
+
+    A mode that expert banks do not have is refused before any layer changes. In int4
+    the head of a classifier keeps its precision, unless there are `filters`: it is
+    small, and its rounding alone cost 9 to 17 points of accuracy on digits.
+    """
+    mode_of_config = getattr(config, "mode", None)
+    head = getattr(self, "output_dense", None)
+    if filters is None and head is not None and "int4" in (mode, mode_of_config):
+
+        def filters(layer):
+            return layer is not head
+
+    for layer in flatten_layers(self):
+        if isinstance(layer, ExpertBank) and is_quantized_under(filters, layer):
+            layer.check_quantization(mode, config)
+    with quick_garbage_collection():
+        return keras.Model.quantize(
+            self, mode, config=config, filters=filters, **kwargs
+        )
+
+
+def check_lora_file(model, filepath):
+    """Refuse a file of factors in which expert banks share their second one.
+
+    Args:
+        model: `keras_hub.models.Backbone`.
+        filepath: str or path, as `save_lora_weights` writes it.
+
+    Raises:
+        ValueError: as said.
+    """
+    # KerasHub counts them like this.
+    layers = [x for x in flatten_layers(model) if x is not model and x.weights]
+    with h5py.File(filepath, "r") as file:
+        for index, layer in enumerate(layers):
+            factor = file.get(f"lora/{index}/vars/lora_kernel_b")
+            if (
+                isinstance(layer, ExpertBank)
+                and len(getattr(factor, "shape", "EDH")) < 3
+            ):
+                raise ValueError(
+                    "The file is older than the factors that each expert has for "
+                    "itself: its experts share the second one. Received: shape="
+                    f"{tuple(factor.shape)} for {layer.path!r} in '{filepath}', not "
+                    "(experts, rank, units). Train the factors again; or, with the "
+                    "version that wrote the file, save the model with what it has "
+                    "learned (`save_to_preset`), and load that."
+                )

@@ -1,0 +1,67 @@
+"""Compilation of tasks in files.
+
+Keras does not call a subclass's `compile` when it loads a file: the model would have
+other losses and no state of the optimizer.
+"""
+
+import contextlib
+import contextvars
+
+import keras
+
+from keras_softmoe.backbones._adaptation import has_factors
+
+_IN_PRESET = contextvars.ContextVar("configuration_is_for_a_preset", default=False)
+
+
+@contextlib.contextmanager
+def preset_is_saved():
+    """Scope in which configurations are those of presets, without an optimizer's state.
+
+    A model with LoRA is compiled when loaded from a preset, not from other files.
+    """
+    token = _IN_PRESET.set(True)
+    try:
+        yield
+    finally:
+        _IN_PRESET.reset(token)
+
+
+def with_compilation(model, config):
+    """Add `compile=False` to a task's configuration if its file has no optimizer.
+
+    So it is of a task that was never compiled, and with LoRA: the file has the kernels
+    with the factors added, and no state for these.
+    """
+    if model.compiled and (_IN_PRESET.get() or not has_factors(model)):
+        return config
+    return {**config, "compile": False}
+
+
+def with_optimizer(model, compile_config, **own):
+    """Add to a compile configuration whether the optimizer is built.
+
+    With LoRA it is empty, see `with_compilation`. (Not `None`: Keras compiles the clone
+    of a compiled model with it.)
+
+    Args:
+        model: task.
+        compile_config: dict or `None`, from `keras.Model.get_compile_config`.
+        **own: arguments of `compile` for `compile_from_config` alone, not for clones.
+    """
+    if has_factors(model):
+        return {}
+    if not compile_config:
+        return compile_config
+    # Among the optimizer's arguments, where Keras ignores it.
+    known = {"is_built": model.optimizer.built, "own": own}
+    return {**compile_config, "optimizer": {**compile_config["optimizer"], **known}}
+
+
+def compile_from_config(self, config):
+    """Compile a task as `get_compile_config` describes; a method of tasks."""
+    optimizer = config["optimizer"]
+    arguments = keras.saving.deserialize_keras_object(config)
+    self.compile(**{**arguments, **optimizer.get("own", {})})
+    if optimizer.get("is_built", True):
+        self.optimizer.build(self.trainable_variables)

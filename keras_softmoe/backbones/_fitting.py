@@ -1,0 +1,189 @@
+"""`fit`, `evaluate` and `predict` of all tasks.
+
+Plain functions that a task assigns in its class body: a mixin in front of KerasHub's
+class would become the kind of task that KerasHub looks for, and one behind it cannot
+override the methods of Keras. They call these methods of the task:
+
+- `batches(x, y, sample_weight, *, batch_size, shuffle, class_weight)`: data for
+  `keras.Model.fit`, from `_data.prepare`;
+- `checked_class_weight(class_weight)`: the weights of all classes;
+- those that `_data.prepare` names.
+"""
+
+from typing import Any
+
+import keras
+from numpy.typing import ArrayLike
+
+from keras_softmoe.backbones._data import (
+    gives_batches,
+    is_empty,
+    no_outputs,
+    num_rows,
+    prepare,
+)
+from keras_softmoe.backbones._pictures import as_arrays
+from keras_softmoe.backbones._run_checks import run_scope
+from keras_softmoe.checks import check_numbers
+
+
+def fit(  # noqa: D417
+    self,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    sample_weight: ArrayLike | None = None,
+    validation_data: Any = None,
+    validation_split: float | None = None,
+    shuffle: bool = True,
+    **kwargs,
+) -> keras.callbacks.History:
+    """Train on images and labels, or on pairs of image and caption.
+
+    As `keras.Model.fit`, with preprocessing. Arrays are shuffled before each epoch.
+    A contrastive task compares the pairs of a batch with each other: of arrays, the
+    last incomplete batch is dropped in each epoch.
+
+    Args:
+        x: `(N, height, width, channels)` images from 0 to 255, an array or a list of
+            arrays or PIL images; grey ones have their channel repeated. Or an iterable
+            of batches `(x, y)`: a `tf.data` or grain dataset, a PyTorch `DataLoader`, a
+            `keras.utils.PyDataset`, a generator. Without a preprocessor, images from -1
+            to 1. A contrastive task also takes a dict of `"images"` and `"captions"`.
+        y: `(N,)` int labels; of a contrastive task `N` captions, a list or array of
+            str, or `(N, sequence_length)` int token ids. `None` with batches.
+        batch_size: int. Defaults to 32. `None` with batches.
+        sample_weight: optional `(N,)` array of finite numbers. Pairs have no weights.
+        validation_data: optional `(x, y)` or batches.
+        validation_split: optional float, the fraction at the end of the arrays that is
+            kept for validation.
+        shuffle: bool, whether arrays, and the batches of a `PyDataset`, are shuffled
+            before each epoch.
+        **kwargs: as in `keras.Model.fit`. `validation_batch_size` defaults to
+            `batch_size`.
+
+    Returns:
+        `keras.callbacks.History`.
+
+    Raises:
+        ValueError: if arrays are empty or differ in length, a number is not finite,
+            images have another shape than the model's and nothing resizes them, or
+            labels or captions are not those of the model. Nothing is trained then.
+            (Elements of `tf.data` are not checked.)
+    """
+    _check_compiled(self, "fit")
+    if validation_split and validation_data is None and x is not None:
+        (x, y, sample_weight), validation_data = _split(
+            x, y, sample_weight, validation_split
+        )
+    validation_size = kwargs.pop("validation_batch_size", None) or batch_size
+    class_weight = self.checked_class_weight(kwargs.pop("class_weight", None))
+    x = self.batches(
+        x,
+        y,
+        sample_weight,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        class_weight=class_weight,
+    )
+    if isinstance(validation_data, (tuple, list)):
+        validation_data = self.batches(*validation_data, batch_size=validation_size)
+    elif validation_data is not None:
+        validation_data = self.batches(validation_data)
+    with run_scope(self, trains=True):
+        # KerasHub's `fit` would preprocess the data again, or refuse them.
+        return keras.Model.fit(
+            self,
+            x,
+            validation_data=validation_data,
+            shuffle=False,
+            class_weight=class_weight,
+            **kwargs,
+        )
+
+
+def evaluate(  # noqa: D417
+    self,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    sample_weight: ArrayLike | None = None,
+    **kwargs,
+):
+    """Compute the loss (without balancing losses) and the metrics.
+
+    Those of a contrastive task depend on the batch size, since a caption is compared
+    with those of its batch; `evaluation.retrieval` compares it with all.
+
+    Args:
+        x: as in `fit`.
+        y: as in `fit`.
+        batch_size: int. Defaults to 32.
+        sample_weight: optional `(N,)` array of finite numbers.
+        **kwargs: as in `keras.Model.evaluate`.
+
+    Returns:
+        As `keras.Model.evaluate`.
+
+    Raises:
+        ValueError: as `fit`.
+    """
+    _check_compiled(self, "evaluate")
+    # `fit` hands on the validation data that it has prepared.
+    if not kwargs.get("_use_cached_eval_dataset"):
+        x = self.batches(x, y, sample_weight, batch_size=batch_size)
+    with run_scope(self, trains=False):
+        return keras.Model.evaluate(self, x, **kwargs)
+
+
+def predict(self, x: Any, batch_size: int | None = None, **kwargs):  # noqa: D417
+    """Compute the outputs of the model.
+
+    Args:
+        x: images as in `fit`, or batches, whose labels are ignored. A contrastive task
+            takes a dict of `"images"` and `"captions"` (or `"token_ids"`), or batches
+            of pairs.
+        batch_size: int. Defaults to 32.
+        **kwargs: as in `keras.Model.predict`.
+
+    Returns:
+        `(N, num_classes)` array of logits (or activations); of a contrastive task a
+        dict of arrays, see its class.
+
+    Raises:
+        ValueError: if images have another shape than the model's and nothing resizes
+            them, a number is not finite, or captions are not those of the model.
+    """
+    if is_empty(x):
+        return no_outputs(self)
+    x = prepare(self, x, batch_size=batch_size)
+    with run_scope(self, trains=False):
+        return keras.Model.predict(self, x, **kwargs)
+
+
+def _check_compiled(model, method):
+    if not model.compiled:
+        raise ValueError(
+            f"A model has to be compiled first: call `compile()` before `{method}`. "
+            f"Received: {model.name!r}, which is not compiled."
+        )
+
+
+def _split(x, y, sample_weight, validation_split):
+    """Arrays for training, and those for validation, from the end."""
+    if gives_batches(x):
+        raise ValueError(
+            "`validation_split` cuts arrays in two. Received: validation_split="
+            f"{validation_split} with x={type(x).__name__}. Pass other batches as "
+            "`validation_data`."
+        )
+    check_numbers(least=0, under=1, validation_split=validation_split)
+    arrays = [None if a is None else as_arrays(a) for a in (x, y, sample_weight)]
+    cut = int(num_rows(arrays[0]) * (1.0 - validation_split))
+
+    def part(rows):
+        return keras.tree.map_structure(
+            lambda a: None if a is None else a[rows], arrays
+        )
+
+    return part(slice(cut)), tuple(a for a in part(slice(cut, None)) if a is not None)

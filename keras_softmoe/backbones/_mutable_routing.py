@@ -1,0 +1,157 @@
+"""Models whose routers have settings that may change after they are compiled."""
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+
+from keras_softmoe.architecture import moe_layers_of
+from keras_softmoe.backbones._run_checks import check_run
+from keras_softmoe.checks import is_whole_number, quote
+from keras_softmoe.keras_adapter import (
+    map_predictions,
+    wrap_compilation,
+)
+from keras_softmoe.sharding.variables import gather, num_processes
+
+# Held while settings change, and while a step is made with them: of two threads that
+# begin a run after a change, the second would be given the step from before it.
+_lock = threading.RLock()
+
+
+class MutableRouting:
+    """Mixin of models that recompile after settings of their routers have changed.
+
+    A compiled `predict`, `fit` or `evaluate` has the settings of its routers built in,
+    the groups in which they route, and the weights (others after a part of the model
+    was quantized or given LoRA factors). Before each call the model compares them with
+    the current ones. A model of another class around ours does not: compile it again.
+
+    A subclass has `routers`, a dict from the index of a block to its router, and is
+    decorated with `recompile_on_change`. (KerasHub takes the first base of a task for
+    the kind of task, so the mixin comes last and cannot override Keras' methods.)
+    """
+
+    # Settings that each step was compiled with. In an object of a class that Keras does
+    # not track: a dict would become part of the model.
+    _compiled_settings = None
+
+    def set_routing(self, layers=None, **settings):
+        """Change settings of the routers, for the next `predict`, `fit` or `evaluate`.
+
+        Args:
+            layers: int or sequence of int, the MoE blocks to change, counted as in
+                `moe_layers`. `None`: all.
+            **settings: what to change: `capacity_factor`, `eval_capacity_factor` and
+                `random_logits` of all sparse routers; `num_selected_experts` and
+                `priority` of those in which tokens choose, of all but LIMoE's also
+                `keep_fraction` and `normalize_gates`;
+                `single_modality_capacity_factor` of LIMoE's. And of all blocks at once
+                `group_images`, the images (or pairs) that are routed together, see
+                `layers.MoE`.
+
+        Settings belong to the model, not to a call. Where several threads share a model
+        and one of them changes settings, what runs in another at that moment follows
+        the old ones, the new ones, or in some blocks these and in others those; what
+        begins later follows those that the model has then. Give each thread that wants
+        its own settings its own model (`from_preset` once more), or let one lock guard
+        `set_routing` and the call that follows it. (On JAX `evaluate` and `predict` of
+        one model in several threads take turns, and are refused during `fit`.)
+
+        Raises:
+            ValueError: if a block has no router, a router has no such setting, a value
+                is not accepted, or `group_images` is to change in some blocks only. The
+                model is then unchanged.
+
+        Source: V-MoE, sections 2.4 and 4 and appendix E.4: `K` and `C` may differ from
+        those in training, "layer-wise" too (appendix E.3). Groups: V-MoE, appendix E.7;
+        LIMoE, appendix E.5.
+
+        Examples:
+            >>> model = ksm.models.ViTMoEImageClassifier.from_preset(
+            ...     "vmoe_tiny_patch4_16e_32_glyphs"
+            ... )
+            >>> model.set_routing(priority="max", capacity_factor=0.5)
+            >>> model.set_routing(layers=[3], num_selected_experts=2)
+            >>> model.set_routing(group_images=8)
+        """
+        routers, chosen = self.routers, layers
+        if layers is None:
+            layers = routers
+        is_one = isinstance(layers, str) or not np.iterable(layers)
+        layers = [layers] if is_one else list(layers)
+        # Of two towers a block is named by a str.
+        known = [i for i in layers if isinstance(i, str) or is_whole_number(i, 0)]
+        wrong = len(known) < len(layers) or not set(known) <= routers.keys()
+        if wrong:
+            raise ValueError(
+                "`layers` names blocks without a router. The MoE blocks are "
+                f"{sorted(routers)}. Received: layers={quote(layers)}. Name some of "
+                "them, or leave `layers` out."
+            )
+        if settings and not routers:
+            raise ValueError(
+                "A dense model has no routers to set. Received: "
+                f"{', '.join(settings)}. Leave these settings out."
+            )
+        if not settings:
+            # `from_preset` mostly has none: spare it the making of routers.
+            return
+        groups = {n: settings.pop(n) for n in ("group_images",) if n in settings}
+        if groups and chosen is not None:
+            raise ValueError(
+                "`group_images` is one number for all MoE blocks of a model. Received: "
+                f"layers={layers}, group_images={groups['group_images']!r}. Leave "
+                "`layers` out, and set what differs from block to block by itself."
+            )
+        # All of them first, so that a refused value leaves no router changed.
+        changed = {
+            id(routers[index]): routers[index].with_settings(**settings)
+            for index in layers
+        }
+        mixtures = moe_layers_of(self) if groups else []
+        for layer in mixtures:
+            layer.check_group_images(router=changed.get(id(layer.router)), **groups)
+        with _lock:
+            before = self._current_settings()
+            for index in layers:
+                routers[index].update(**settings)
+            for layer in mixtures:
+                layer.group_images = groups["group_images"]
+            if self._current_settings() != before:
+                # A step that another thread is just compiling may have either built
+                # in, whatever it was made for.
+                self._compiled_settings = None
+
+    def _settings_changed(self, step):
+        """Whether settings have changed since this was last asked for a step."""
+        if self._compiled_settings is None:
+            self._compiled_settings = SimpleNamespace(
+                train=None, test=None, predict=None
+            )
+        now = self._current_settings()
+        changed = getattr(self._compiled_settings, step) != now
+        setattr(self._compiled_settings, step, now)
+        return changed
+
+    def _current_settings(self):
+        return (
+            {index: router.get_config() for index, router in self.routers.items()},
+            [layer.group_images for layer in moe_layers_of(self)],
+            [(weight.path, weight.dtype) for weight in self.weights],
+        )
+
+
+def recompile_on_change(cls):
+    """Class decorator: a model checks its routers and itself before each run."""
+    wrap_compilation(cls, _compile_if_changed)
+    return cls
+
+
+def _compile_if_changed(model, step, make):
+    check_run(model, step)
+    with _lock:
+        made = make(model._settings_changed(step))
+    if step == "predict" and num_processes() > 1:
+        map_predictions(model, gather)
+    return made

@@ -1,0 +1,196 @@
+"""Checks of what models are made of and fed with."""
+
+import functools
+import inspect
+
+from keras_softmoe.checks import check_names, first_not_finite, quote
+
+
+def arguments_of(cls):
+    """The names of all arguments that the constructor of a class takes, a list.
+
+    Those that it hands on to its base class count.
+    """
+    names = []
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        _, *parameters = inspect.signature(base.__init__).parameters.values()
+        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        names += [p.name for p in parameters if p.kind not in kinds]
+        further = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
+        if further != ["kwargs"]:
+            break
+    return names
+
+
+def offer_names(cls):
+    """Class decorator: for a misspelt argument the constructor offers the right one."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self, *args, **kwargs):
+        check_names(f"`{cls.__name__}`", kwargs, arguments_of(cls))
+        init(self, *args, **kwargs)
+
+    # By their signature Keras knows constructors of functional models.
+    __init__.__signature__ = inspect.signature(init)
+    cls.__init__ = __init__
+    return cls
+
+
+def check_kind(name, value, kind):
+    """Raise unless an argument is an instance of a class."""
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"`{name}` must be a `{kind.__name__}`: make one, or load one with "
+            f"`{kind.__name__}.from_preset`. Received: {name}={quote(value)}."
+        )
+
+
+def check_preprocessor(preprocessor):
+    """Raise unless what preprocesses, and what of it converts images, can be called."""
+    converter = getattr(preprocessor, "image_converter", None)
+    for name, value in (("preprocessor", preprocessor), ("image_converter", converter)):
+        if value is not None and not callable(value):
+            raise ValueError(
+                f"`{name}` must be callable, or `None`. Received: "
+                f"{name}={quote(value)}. Make one, for example with "
+                "`ViTMoEImageConverter(image_size)`."
+            )
+    if getattr(converter, "data_format", None) == "channels_first":
+        raise ValueError(
+            "The models take images with their channels last. Received: an "
+            f"`image_converter` of class {type(converter).__name__} with "
+            "data_format='channels_first', which may be what "
+            "`keras.config.image_data_format()` says. Make it with "
+            '`data_format="channels_last"`.'
+        )
+
+
+def check_images(images, image_shape, any_size=False, grey=False):
+    """Raise unless a batch of images has the shape that a model takes.
+
+    Keras finds out as well, but on JAX in the middle of a step, when it has taken the
+    weights out of the model and does not put them back. What has no shape (a dataset)
+    and dimensions that are not known yet pass.
+
+    Args:
+        images: array, tensor or `tf.TensorSpec`.
+        image_shape: `(height, width, channels)` of the model.
+        any_size: bool, whether something will resize the images.
+        grey: bool, whether something will repeat the channel of grey images.
+    """
+    shape = getattr(images, "shape", None)
+    if shape is None or getattr(shape, "rank", 0) is None:
+        return
+    shape, expected = tuple(shape), (None, *image_shape)
+    accepted = (None, None, None, image_shape[-1]) if any_size else expected
+    if grey and len(shape) == 4 and shape[-1] == 1:
+        accepted = (*accepted[:3], 1)
+    if len(shape) != 4 or any(
+        None not in sizes and sizes[0] != sizes[1]
+        for sizes in zip(shape, accepted, strict=True)
+    ):
+        raise ValueError(
+            "The model takes images of shape (batch, height, width, channels) = "
+            f"{expected}. Received: images of shape {shape}. "
+            f"{_remedy(shape, image_shape)}"
+        )
+    kind = getattr(images.dtype, "kind", "f")
+    if kind in "OSU":
+        raise ValueError(
+            "Images are arrays of numbers. Received: images of dtype "
+            f"{images.dtype}. Read the files first, for example with PIL's "
+            "`Image.open`."
+        )
+
+
+def check_finite_images(images):
+    """Raise if a NumPy array of images has NaN or infinity in it.
+
+    One of them makes all weights NaN in training. In prediction it does so with all
+    that is computed of its image, and of those that are routed with it.
+    """
+    wrong = first_not_finite(images)
+    if wrong is not None:
+        raise ValueError(
+            "Images must be finite numbers. Received: NaN or infinity, first in "
+            f"image {wrong} of {len(images)}. Leave such images out, or mend "
+            "what made them: `numpy.isfinite(images).all()` tells."
+        )
+
+
+def _remedy(shape, image_shape):
+    channels = image_shape[-1]
+    if len(shape) == 3 and shape[-1] in (1, 3, 4, channels):
+        return (
+            "Make a batch of one of a single image, `images[None]`, and batches of a "
+            "dataset of single images, `dataset.batch(32)`."
+        )
+    if len(shape) == 3:
+        return "Give grey images an axis of channels: `images[..., None]`."
+    if len(shape) != 4:
+        return "Give them four axes."
+    if shape[-1] == channels:
+        return "Resize them, or load the model with another `image_shape`."
+    if shape[1] == channels:
+        return "Put the channels last: `numpy.moveaxis(images, 1, -1)`."
+    if shape[-1] == 4 and channels == 3:
+        return "Leave the alpha channel out: `images[..., :3]`."
+    if channels == 1:
+        return "Make them grey: `images.mean(-1, keepdims=True)`."
+    return f"Repeat a grey channel: `numpy.repeat(images, {channels}, axis=-1)`."
+
+
+def check_token_ids(token_ids, sequence_length):
+    """Raise unless a batch of texts has the length that a model takes."""
+    shape = getattr(token_ids, "shape", None)
+    if shape is None or getattr(shape, "rank", 0) is None:
+        return
+    if len(shape) != 2 or shape[1] not in (None, sequence_length):
+        raise ValueError(
+            "The model takes token ids of shape (batch, sequence length) = "
+            f"{(None, sequence_length)}. Received: token ids of shape {tuple(shape)}. "
+            "Pad or cut the texts, as the preset's preprocessor does."
+        )
+
+
+def check_vocabulary(token_ids, backbone):
+    """Raise unless token ids are those of a backbone's vocabulary.
+
+    Backends differ in what they make of others: an error of their own, NaN, zeros, or
+    the embedding of another token.
+
+    Args:
+        token_ids: NumPy array; of another dtype than int it is not looked at.
+        backbone: a backbone of pairs.
+    """
+    size = getattr(backbone, "text_backbone", backbone).vocabulary_size
+    if token_ids.dtype.kind not in "iu" or not token_ids.size:
+        return
+    least, largest = token_ids.min(), token_ids.max()
+    if least < 0 or largest >= size:
+        raise ValueError(
+            f"Token ids must be from 0 to {size - 1}, those of the model's vocabulary. "
+            f"Received: token ids from {least} to {largest}. Take them from the "
+            "tokenizer that belongs to the model."
+        )
+
+
+def check_pairs(backbone, images, token_ids):
+    """Raise unless images, texts or both are batches that a model takes."""
+    if images is None and token_ids is None:
+        raise ValueError(
+            "There is nothing to encode: pass images, token ids or both. Received: "
+            "images=None, token_ids=None."
+        )
+    check_images(images, backbone.image_shape)
+    check_token_ids(token_ids, backbone.sequence_length)
+    shapes = [getattr(x, "shape", None) for x in (images, token_ids)]
+    counts = [shape[0] if shape is not None else None for shape in shapes]
+    if None not in counts and counts[0] != counts[1]:
+        raise ValueError(
+            "Images and texts come in pairs, so there must be equally many. Received: "
+            f"{counts[0]} images, {counts[1]} texts."
+        )

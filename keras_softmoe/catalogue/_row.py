@@ -1,0 +1,98 @@
+"""A model of a paper as data, and the parts that such models share."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from keras_softmoe.architecture import Settings, ViT
+
+IMAGE_SIZE = 224
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Row:
+    """A model whose weights were never released.
+
+    Attributes:
+        name: str, of the preset.
+        title: str, the paper's name for it.
+        experts: str, their number and place; empty for a dense model.
+        source: str, paper and section or table.
+        arguments: dict, arguments of the backbone other than its router.
+        router: callable that makes the router, `None` for a dense model.
+        twin: str, name of the preset of its dense twin, or `None`.
+        published: dict, the paper's figures, or `None`.
+        settings: list of dicts, settings that the paper trained it with, or `None`.
+        note: str, further remarks, or `None`.
+        kind: class of its record in `architecture`.
+    """
+
+    name: str
+    title: str
+    experts: str
+    source: str
+    arguments: dict
+    router: Callable | None = None
+    twin: str | None = None
+    published: dict | None = None
+    settings: list | None = None
+    note: str | None = None
+    kind: type = ViT
+
+    def architecture(self) -> Settings:
+        """Return the description of its layers."""
+        router = self.router and self.router()
+        return self.kind.of({**self.arguments, "router": router})
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, float]:
+        """Parameters of the backbone, and GFLOP of one image or pair."""
+        found = self.architecture()
+        cost = found.cost()
+        return cost.parameters, 2e-9 * cost.products / found.group_size
+
+
+def preset_name(family, sizes, model, *marks, image_size=IMAGE_SIZE):
+    """Name of a preset: `preset_name("vit", SIZES, "B/16")` -> `vit_base_patch16_224`.
+
+    Args:
+        family: str, its beginning.
+        sizes: dict from the paper's letters to sizes, of which the first is a word.
+        model: str, size and patch as the papers write them.
+        *marks: str, the part between patch and image size. Empty ones are left out.
+        image_size: int, in pixels.
+    """
+    letter, patch = model.split("/")
+    parts = [family, sizes[letter][0], f"patch{patch}", *filter(None, marks)]
+    return "_".join([*parts, str(image_size)])
+
+
+def vit(sizes, model, image_size=IMAGE_SIZE):
+    """Arguments of a Vision Transformer; parameters as in `preset_name`."""
+    letter, patch = model.split("/")
+    _, hidden_dim, num_layers, num_heads, mlp_dim = sizes[letter]
+    return {
+        "image_shape": (image_size, image_size, 3),
+        "patch_size": int(patch),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "hidden_dim": hidden_dim,
+        "mlp_dim": mlp_dim,
+    }
+
+
+def experts(moe_layers, group_images=1):
+    """Arguments of a backbone that its experts need, beside the router."""
+    group = {"group_images": group_images} if group_images > 1 else {}
+    return {"moe_layers": moe_layers, **group}
+
+
+def template(router, num_experts, **settings):
+    """A callable that makes a router.
+
+    Args:
+        router: class from `keras_softmoe.routers`.
+        num_experts: int.
+        **settings: its other arguments.
+    """
+    return functools.partial(router, num_experts, name="router", **settings)
