@@ -6,7 +6,7 @@ it, and `figure.savefig("routing.png")` keeps it. `routing.save` writes all that
 to a model on one page. Both need matplotlib (the extra `viz`): without it they raise an
 `ImportError` that says how to install it.
 
-What the examples of this module go on from:
+Names that the examples of this module use:
 
     >>> soft = ksm.models.ViTMoEImageClassifier.from_preset(
     ...     "soft_moe_tiny_patch4_16e_32_glyphs"

@@ -26,8 +26,8 @@ class ExpertInformation(NamedTuple):
             sequence.
         label: float, that of the expert and the class of the image. `None` without
             labels.
-        label_chance: float, the same with the labels in a random order: what so few
-            images give by chance. `None` without labels.
+        label_chance: float, the same with the labels in a random order, by chance in so
+            few images. `None` without labels.
     """
 
     entropy: float

@@ -7,7 +7,7 @@ import keras
 
 from keras_softmoe import drawing
 from keras_softmoe.analysis._inputs import backbone_of
-from keras_softmoe.analysis._streaming import all_routers
+from keras_softmoe.analysis._streaming import routers_of
 from keras_softmoe.evaluation import cost
 
 # In the configuration of a router, but no settings of how it routes.
@@ -51,7 +51,7 @@ def card_of(model):
     facts.append(("Keras", f"{keras.version()}, {keras.backend.backend()}"))
     # Equal routers in one row.
     rows = {}
-    for block, router in all_routers(backbone).items():
+    for block, router in routers_of(backbone).items():
         settings = _settings(router.get_config())
         row = type(router).__name__, router.num_experts, settings
         rows.setdefault(row, []).append(drawing.block_title(block))

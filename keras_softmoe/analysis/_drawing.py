@@ -82,13 +82,13 @@ def _characters_of_fonts():
 
 
 def picture_figure(rows, columns, extra_width=0.0, extra_height=0.75):
-    """A figure with room for square pictures."""
+    """Make a figure with room for square pictures."""
     width = max(columns * _SIDE + extra_width, drawing.LEAST_WIDTH)
     return drawing.new_figure(width, rows * _SIDE + extra_height)
 
 
 def image_rows(images, names, **extra):
-    """A figure of rows: an image, then axes `(images, names)` with names above."""
+    """Make a figure of rows: an image, then axes `(images, names)` below names."""
     figure = picture_figure(len(images), 1 + len(names), **extra)
     axes = figure.subplots(len(images), 1 + len(names), squeeze=False)
     for ax, name in zip(axes[0], ["image", *names], strict=True):
@@ -99,7 +99,7 @@ def image_rows(images, names, **extra):
 
 
 def draw_picture(ax, image, brightness=1.0):
-    """An image in `[-1, 1]`, in colour if it has three channels, else in grey."""
+    """Draw an image in `[-1, 1]`, in colour if it has three channels, else in grey."""
     pixels = np.clip((image + 1) / 2, 0, 1)
     if pixels.shape[-1] != 3:
         pixels = np.repeat(pixels.mean(axis=-1, keepdims=True), 3, axis=-1)
@@ -107,7 +107,7 @@ def draw_picture(ax, image, brightness=1.0):
 
 
 def draw_map(ax, image, values, **kwargs):
-    """An array of any resolution, stretched over the image."""
+    """Draw an array of any resolution, stretched over the image."""
     height, width, _ = image.shape
     # Constants first: inverted y axis, in pixels.
     ax.imshow(values, extent=(0, width, height, 0), interpolation="nearest", **kwargs)
@@ -133,13 +133,13 @@ def hatch_patches(ax, image, is_dropped):
 
 
 def end_of_scale(values, quantile, least=0.0):
-    """Where a colour scale ends, so that a few large values hide no others."""
+    """Return the end of a colour scale on which a few large values hide no others."""
     positive = values[values > 0]
     return max(np.quantile(positive, quantile), least) if positive.size else least or 1
 
 
 def draw_scale(figure, drawn, axes, label="", extend="neither", size=7, aspect=30):
-    """The scale of what is drawn in some axes, with arrows where it is cut off."""
+    """Draw the scale of a map beside some axes, with arrows where it is cut off."""
     bar = figure.colorbar(drawn, ax=axes, extend=extend, aspect=aspect, pad=0.02)
     bar.ax.tick_params(labelsize=size)
     bar.set_label(label, fontsize=size + 1)

@@ -1,4 +1,4 @@
-"""The table of figures: what draws each, of which statistics, and its caption."""
+"""The table of figures: statistics, drawing function, caption and source of each."""
 
 import inspect
 from collections.abc import Callable
@@ -22,9 +22,10 @@ class FigureRow(NamedTuple):
         part: str, the attribute of `Routing` with the statistics that are drawn.
         draw: callable from a list of statistics of blocks (of one block, where
             `is_of_one_block`) and options to a `matplotlib.figure.Figure`.
-        caption: str, says what the figure shows.
-        source: str, where a paper has it.
-        applies: callable from the statistics of a block to whether they can be drawn.
+        caption: str, for the report and the documentation.
+        source: str, the papers and their figures.
+        applies: callable from the statistics of a block to a bool, whether they can be
+            drawn.
         is_of_one_block: bool.
         least_blocks: int, the fewest blocks.
     """

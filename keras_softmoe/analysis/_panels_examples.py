@@ -70,7 +70,7 @@ def examples(maps, experts=None):
     found = maps.examples
     count = len(next(iter(found.share.values())))
     experts = pictures.chosen_experts(experts, count)
-    # Width in inches of what there is.
+    # Widths in inches
     widths = {}
     if found.patches is not None:
         most = max(map(len, found.patches))

@@ -1,4 +1,4 @@
-"""`analyze`: one pass of data through a model, and everything counted in it."""
+"""`analyze`: statistics of all routers of a model, from one pass over data."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -133,7 +133,7 @@ def analyze(
     preprocessor: Callable | None = None,
     verbose: int = 1,
 ) -> Routing:
-    """Count what the routers of a model decide, in one pass over data.
+    """Count the routing decisions of a model, in one pass over data.
 
     Sums are kept instead of decisions: memory does not grow with the data. Everything
     that applies to the model is counted: the load of experts of any router; the work of
@@ -171,9 +171,9 @@ def analyze(
         `Routing`.
 
     Raises:
-        ValueError: if the model is dense or not built, there are no data, they are not
-            what the model takes, or differ in number; or if an argument does not apply
-            to the model.
+        ValueError: if the model is dense or not built, there are no data, the model
+            does not take them, images and labels or captions differ in number, or an
+            argument does not apply to the model.
 
     Source: V-MoE, section 5 and appendices D and E; Soft MoE, section 3.6 and
     appendices B, E, H and I; LIMoE, appendices B.2, E.4, F and G.

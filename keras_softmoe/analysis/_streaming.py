@@ -83,7 +83,7 @@ def observe(
 
     Raises:
         ValueError: if the model has no routers or is not built, there are no data, or
-            they are not what the model takes.
+            the model does not take them.
 
     Examples:
         >>> class Groups:
@@ -100,8 +100,8 @@ def observe(
     """
     backbone, _ = backbone_of(model)
     routers = routers_of(backbone)
-    data = () if data is None else data
-    batches, count = batches_of(model, data, batch_size, preprocessor)
+    given = () if data is None else data
+    batches, count = batches_of(model, given, batch_size, preprocessor)
     if not stream(backbone, routers, batches, reducers, count, verbose):
         raise ValueError(
             "There is nothing to route. Pass at least one batch of inputs (an iterator "
@@ -145,7 +145,9 @@ def routers_of(model):
             "A model that is not built has no weights to route with. Call it once on "
             f"data. Received: {type(model).__name__} with built=False."
         )
-    routers = all_routers(model)
+    routers = getattr(model, "routers", None)
+    if not isinstance(routers, dict):
+        routers = _by_name(x for x in flatten_layers(model) if isinstance(x, Router))
     if not routers:
         raise ValueError(
             "A dense model routes nothing: pass a model with MoE layers. Received: "
@@ -154,21 +156,13 @@ def routers_of(model):
     return routers
 
 
-def all_routers(model):
-    """As `routers_of`, but an empty dict if there are none."""
-    routers = getattr(model, "routers", None)
-    if isinstance(routers, dict):
-        return routers
-    return _by_name(x for x in flatten_layers(model) if isinstance(x, Router))
-
-
 def _by_name(routers):
-    """Dict from the name of the MoE layer around each router."""
+    """Return a dict from the name of the MoE layer around each router."""
     named = {}
     for router in routers:
         parts = (router.path or router.name).split("/")
         for own in ("router", "moe"):
-            # What the layers of this library call their parts.
+            # The names of parts in layers of this library.
             if len(parts) > 1 and parts[-1] == own:
                 parts.pop()
         name = unique = "/".join(parts)
