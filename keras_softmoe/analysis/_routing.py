@@ -12,7 +12,12 @@ from keras_softmoe.analysis._blocks import BlockReducer, check_labels
 from keras_softmoe.analysis._card import ModelCard, card_of
 from keras_softmoe.analysis._examples import ExampleReducer, PatchReducer
 from keras_softmoe.analysis._figures import FIGURES, draw
-from keras_softmoe.analysis._inputs import backbone_of, chooses, is_limoe
+from keras_softmoe.analysis._inputs import (
+    backbone_of,
+    chooses,
+    is_limoe,
+    tokens_per_input,
+)
 from keras_softmoe.analysis._maps import MapReducer
 from keras_softmoe.analysis._modalities import ModalityReducer
 from keras_softmoe.analysis._pairs import pairs_of
@@ -235,10 +240,12 @@ def _reducers(backbone, routers, labels, tagger, num_pictures, pairs):
             )
         reducers["words"] = WordReducer(pairs, tagger)
     if num_pictures:
-        if not hasattr(backbone, "patch_grid"):
+        has_patches = hasattr(backbone, "patch_grid") and tokens_per_input(backbone)
+        if pairs is None and not has_patches:
             raise ValueError(
-                "Pictures are those of a `ViTMoEBackbone` or `LIMoEBackbone`, or a "
-                f"task that has one. Received: num_pictures={num_pictures} with "
+                "Pictures are those of images in a `ViTMoEBackbone`, of arrays of "
+                "images and captions in a `LIMoEBackbone`, or in a task that has one. "
+                f"Received: num_pictures={num_pictures} with "
                 f"{type(backbone).__name__}."
             )
         reducers["maps"] = MapReducer(backbone, num_pictures, pairs)

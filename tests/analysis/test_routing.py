@@ -88,8 +88,11 @@ def test_a_model_of_ones_own():
 def test_pairs_as_a_dict():
     """As any model takes them: images and text are not told apart."""
     inputs = {"images": tiny.images(2), "token_ids": pairs.token_ids()[:2]}
-    routing = analysis.analyze(pairs.limoe(), inputs, verbose=0)
+    model = pairs.limoe()
+    routing = analysis.analyze(model, inputs, verbose=0)
     assert routing.modalities == {} and routing.figures == ANY
+    with pytest.raises(ValueError, match="num_pictures=1 with LIMoEBackbone"):
+        analysis.analyze(model, inputs, num_pictures=1, verbose=0)
 
 
 # === Choosing figures and blocks ===
