@@ -1,9 +1,8 @@
-"""One page with every claim of the papers that is asked here, and its verdict.
+"""The page of every claim of the papers that is asked here, and its verdict.
 
-    python -m experiments.claims
-
-writes `experiments/CLAIMS.md` from what is committed: the JSON of the router study and
-of upcycling, the metadata of the presets and the sweeps of LIMoE. Nothing is trained.
+`python -m experiments.pages` writes it, `experiments/CLAIMS.md`, from what is
+committed: the JSON of the router study and of upcycling, the metadata of the presets
+and the sweeps of LIMoE. Nothing is trained.
 """
 
 from pathlib import Path
@@ -23,10 +22,8 @@ from experiments.router_study.tables import METRICS, NOT_ASKED
 from experiments.runs import read_json
 from experiments.upcycling import tables as upcycling
 from experiments.upcycling.plans import PLANS
-from keras_softmoe.files import replaced_file
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE / "CLAIMS.md"
 ELSEWHERE_UNASKED = """\
 - *More experts per token, or batch priority, in fine-tuning; few slots in fine-tuning*
   (V-MoE, appendices C.4, E.4 and E.5, figure 36): every model here, dense or mixture,
@@ -56,12 +53,6 @@ class Section(NamedTuple):
     text: str
     claims: Any
     metrics: dict
-
-
-def main():
-    with replaced_file(PAGE) as file:
-        file.write_text(page(), encoding="utf-8")
-    print(f"{PAGE}: written")
 
 
 def page():
@@ -111,7 +102,3 @@ def sections():
     text = "[Presets and sweeps](../docs/presets.md) of images with captions."
     found.append(Section("LIMoE", text, limoe_claims.claims(), limoe_claims.METRICS))
     return found
-
-
-if __name__ == "__main__":
-    main()

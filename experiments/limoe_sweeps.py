@@ -40,7 +40,7 @@ from keras_softmoe import evaluation, routers
 from keras_softmoe.files import replaced_file
 
 RESULTS = Path(__file__).resolve().parent / "limoe"
-FIGURE = RESULTS.parents[1] / "guides" / "limoe_text_experts.png"
+FIGURE = RESULTS.parents[1] / "docs" / "images" / "limoe_text_experts.png"
 
 EPOCHS = 7
 SEEDS = (0, 1, 2)

@@ -1,4 +1,4 @@
-"""Checks of arguments, which say what was wrong, what is accepted and what to do."""
+"""Checks of arguments, with errors that name accepted values and a remedy."""
 
 import difflib
 import numbers
@@ -6,9 +6,9 @@ import reprlib
 
 import numpy as np
 
-# The largest values of arguments that are taken, by their names: far more than any
-# model of the papers has, and few enough for a machine. What goes wrong above them is
-# a slip of the pen or a file that is damaged or hostile, and costs hours or all memory.
+# Maximum values of arguments, by name: far larger than in any model of the papers, and
+# small enough for a machine. A larger value is a typing error or comes from a damaged
+# or hostile file, and would cost hours or all memory.
 LARGEST = {
     "num_layers": 256,
     "num_heads": 1024,
@@ -34,10 +34,10 @@ LARGEST = {
     "text_projection_dim": 1 << 16,
     "devices": 1 << 20,
 }
-# Of other whole numbers, and of numbers that float32 can still multiply.
+# Maximum of other integers, and of numbers that float32 can still multiply.
 _LARGEST_INTEGER, _LARGEST_NUMBER = 1 << 63, 1e30
 
-# Rows of an array that are looked at together, so that memory does not grow with it.
+# Rows of an array checked at once, so that memory does not grow with the array.
 _ROWS = 256
 
 _SHORT = reprlib.Repr()
@@ -46,21 +46,22 @@ _SHORT.maxtuple = _SHORT.maxlist = _SHORT.maxdict = 12
 
 
 def quote(value):
-    """A value as messages quote it: its `repr`, without the middle of what is long."""
+    """Return the `repr` of a value for a message, shortened in the middle."""
     try:
         return _SHORT.repr(value)
     except ValueError:
-        # Python writes no integers of many thousand digits.
+        # Python does not print integers of thousands of digits.
         return f"a {type(value).__name__}"
 
 
 def is_whole_number(value, least=1, name=None):
-    """Whether a value is an integer of at least so much. NumPy's are, bools are not.
+    """Return whether a value is an integer in range. NumPy's count, bools do not.
 
     Args:
         value: anything.
         least: int.
-        name: str or `None`, the argument, for which there may be a largest value.
+        name: str or `None`, name of the argument, which may have a maximum in
+            `LARGEST`.
     """
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     return is_integer and least <= value <= LARGEST.get(name, _LARGEST_INTEGER)
@@ -69,8 +70,8 @@ def is_whole_number(value, least=1, name=None):
 def check_whole_numbers(least, **arguments):
     """Raise unless every argument is a whole number, `least` or more.
 
-    And at most what `LARGEST` says for its name. Integers of NumPy are accepted. Some
-    layers of Keras refuse them: convert with `int` what goes there.
+    The maximum is `LARGEST[name]`. Integers of NumPy are accepted. Some layers of Keras
+    refuse them: convert those with `int`.
     """
     wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
     for name, value in arguments.items():
@@ -91,12 +92,12 @@ def check_num_heads(num_heads, width):
 
 
 def at_most(name):
-    """The words for the largest value of an argument, nothing if there is none."""
+    """Return the part of a message that names the maximum of an argument, if any."""
     return f", at most {LARGEST[name]:,}" if name in LARGEST else ""
 
 
 def is_number(value):
-    """Whether a value is a finite number. Those of NumPy are, bools are not."""
+    """Return whether a value is a finite number. NumPy's count, bools do not."""
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return is_real and -_LARGEST_NUMBER < value < _LARGEST_NUMBER
 
@@ -105,9 +106,9 @@ def check_numbers(least=None, over=None, under=None, **arguments):
     """Raise unless every argument is a finite number in a range.
 
     Args:
-        least: float or `None`, the smallest number that is accepted.
-        over: float or `None`, what every number must be greater than.
-        under: float or `None`, what every number must be less than.
+        least: float or `None`, inclusive lower bound.
+        over: float or `None`, exclusive lower bound.
+        under: float or `None`, exclusive upper bound.
         **arguments: the arguments.
     """
     bounds = [
@@ -130,15 +131,15 @@ def check_numbers(least=None, over=None, under=None, **arguments):
 
 
 def first_not_finite(array):
-    """The first row of a NumPy array in which a number is NaN or infinite.
+    """Return the first row of a NumPy array with a NaN or an infinite number.
 
     Args:
         array: `(N, ...)` array of any dtype.
 
     Returns:
-        int, or `None` if all are finite, or nothing that is no number could be in it.
+        int, or `None` if all are finite or the dtype has finite values only.
     """
-    # bfloat16 is of no kind that NumPy has a letter for.
+    # NumPy has no kind for bfloat16.
     if array.dtype.kind not in "fc" and "float" not in array.dtype.name:
         return None
     for start in range(0, len(array), _ROWS):
@@ -149,9 +150,9 @@ def first_not_finite(array):
 
 
 def check_choice(argument, value, accepted):
-    """Raise unless the value of an argument is among the accepted ones, a tuple.
+    """Raise unless the value of an argument is in `accepted`, a tuple.
 
-    All of them are strings, bools or `None`, so arrays need not be compared.
+    Accepted values are strings, bools or `None`, so arrays are not compared.
     """
     is_array = hasattr(value, "__array__") and getattr(value, "ndim", 1)
     if is_array or value not in accepted:
@@ -171,12 +172,12 @@ def check_names(owner, given, accepted):
     """Raise unless all names of arguments are accepted.
 
     Args:
-        owner: str, what takes the arguments.
+        owner: str, name of the callable.
         given: iterable of str, their names.
         accepted: iterable of str.
 
     Raises:
-        TypeError: as Python does, but with the nearest names that are accepted.
+        TypeError: as in Python, but with the nearest accepted names.
     """
     accepted = list(dict.fromkeys(accepted))
     unknown = [name for name in given if name not in accepted]
@@ -189,7 +190,7 @@ def check_names(owner, given, accepted):
 
 
 def did_you_mean(unknown, accepted):
-    """A sentence with the nearest accepted name for each unknown one, or nothing."""
+    """Return a sentence with the nearest accepted name of each unknown one, if any."""
     names = [name[:80] for name in unknown if isinstance(name, str)][:12]
     nearest = [difflib.get_close_matches(name, accepted, n=1) for name in names]
     hints = [f"`{near}`" for found in nearest for near in found]

@@ -1,4 +1,4 @@
-"""What layers cost for a shape of inputs, without being built."""
+"""Costs of layers for a shape of inputs, without building them."""
 
 import math
 from collections.abc import Sequence
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import keras
 
-# Bytes of a number; routers compute in float32 whatever the policy.
+# Bytes of a number. Routers compute in float32 under any dtype policy.
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class LayerCost(NamedTuple):
-    """What a layer, or a sum of layers, takes for one batch of inputs.
+    """The cost of a layer, or of a sum of layers, for one batch of inputs.
 
     Costs are added with `+` and repeated with `*`.
 
@@ -19,10 +19,10 @@ class LayerCost(NamedTuple):
         weights: int, numbers in the weights that follow the dtype policy.
         float32_weights: int, numbers in weights that are float32 under any policy.
         products: float, multiply-adds in matrix products of a forward pass.
-        kept: float, numbers in the dtype of computation that the backward pass needs
-            of the forward pass.
-        kept_float32: float, such numbers that are float32 under any policy, and
-            whatever else takes four bytes.
+        kept: float, numbers in the compute dtype that are kept from the forward pass
+            for the backward pass.
+        kept_float32: float, such numbers that are float32 under any policy, and others
+            of four bytes.
         kept_bytes: float, such numbers of one byte (masks of dropout).
         sharded_kernels: int, those of `weights` that dense sharding cuts: kernels of
             embeddings, attention and MLPs.
@@ -60,7 +60,7 @@ class LayerCost(NamedTuple):
         return self.weights + self.float32_weights
 
     def without_weights(self) -> "LayerCost":
-        """The cost of using the same layer once more."""
+        """Return the cost of using the same layer once more."""
         return self._replace(
             weights=0,
             float32_weights=0,
@@ -71,7 +71,7 @@ class LayerCost(NamedTuple):
 
 
 class MixtureCost(NamedTuple):
-    """What of a mixture of experts is sharded when experts are.
+    """Sizes of the parts of a mixture of experts that are sharded with the experts.
 
     Attributes:
         name: str, name of the layer.
@@ -99,20 +99,20 @@ class MixtureCost(NamedTuple):
 def cost_of(
     layer: keras.Layer, shape: Sequence[int], training: bool = False
 ) -> LayerCost:
-    """The cost of a layer of this library, or of a dense or normalization layer.
+    """Return the cost of a layer of this library, or of a dense or normalization layer.
 
     Args:
         layer: `keras.layers.Layer`. It need not be built.
         shape: shape of its inputs, batch included; a dict of shapes where the layer
             takes several modalities.
-        training: bool, whether the settings of training count, such as the capacity of
+        training: bool, whether to use the settings of training, such as the capacity of
             routers.
 
     Returns:
         `LayerCost`.
 
     Raises:
-        ValueError: if the layer does not say what it costs.
+        ValueError: if the layer has no method `cost`.
 
     Examples:
         >>> layer = ksm.layers.SoftMoE(num_experts=4, mlp_dim=64)
@@ -125,8 +125,8 @@ def cost_of(
         return normalization(shape, layer.center)
     if not hasattr(layer, "cost"):
         raise ValueError(
-            "A layer has to say what it costs, with a method `cost(shape, training)` "
-            "that returns a `keras_softmoe.costs.LayerCost`. Received: "
+            "`layer` must have a method `cost(shape, training)` that returns a "
+            "`keras_softmoe.costs.LayerCost`. Received: "
             f"layer={layer!r}."
         )
     return layer.cost(shape, training)
@@ -139,12 +139,12 @@ def dense(
     use_bias: bool = True,
     is_sharded: bool = False,
 ) -> LayerCost:
-    """A dense layer that is applied to some vectors. It keeps nothing by itself.
+    """Return the cost of a dense layer. It keeps nothing for the backward pass.
 
     Args:
         inputs: int, width of a vector.
         outputs: int, width of the result.
-        times: int, number of vectors.
+        times: int, number of vectors it is applied to.
         use_bias: bool.
         is_sharded: bool, whether dense sharding cuts its kernel.
 
@@ -164,10 +164,11 @@ def dense(
 
 
 def normalization(shape: Sequence[int], center: bool = True) -> LayerCost:
-    """A layer normalization: its input, its output and the centred input are kept.
+    """Return the cost of a layer normalization.
 
     Args:
-        shape: sequence of ints, of the input, with the batch.
+        shape: sequence of ints, the shape of the input with the batch. The input, the
+            output and the centred input are kept for the backward pass.
         center: bool, whether there is an offset.
 
     Returns:

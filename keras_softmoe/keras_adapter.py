@@ -1,8 +1,8 @@
-"""Every hook into what Keras and PyTorch keep private, each with its reason.
+"""All use of private parts of Keras and PyTorch, each with its reason.
 
 No other file imports `keras.src`, uses an attribute of theirs whose name begins with an
-underscore, or replaces a function that Keras has compiled. (Not in
-`models`, since `distribution` serves models that never load KerasHub.)
+underscore, or replaces a function that Keras has compiled. (It is not in `models`,
+since `distribution` serves models without KerasHub.)
 """
 
 import contextlib
@@ -24,21 +24,21 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 
 def flatten_layers(model):
-    """All layers inside a model or layer, at any depth, and itself: a list.
+    """Return a list of a model or layer and all layers inside it, at any depth.
 
-    `Model.layers` are those of the first level, and a layer does not tell its own.
+    `Model.layers` are those of the first level, and `keras.Layer` has no such list.
     Would be replaced by: a public `keras.Layer.flatten_layers()`.
     """
     return list(model._flatten_layers())
 
 
 class Layer(keras.layers.Layer):
-    """Base class of layers: `trainable` holds for parts that are made later, too.
+    """Base class of layers whose `trainable` also applies to parts created later.
 
-    Keras freezes the sublayers that a layer has when `trainable` is set, and none for
-    an argument of the constructor; those that `build` makes are trained. And a file
-    has one flag for a layer with all that is in it: here it also has those of parts
-    that differ.
+    Keras freezes the sublayers that exist when `trainable` is set, and none for an
+    argument of the constructor; those created in `build` are trained. A file has one
+    flag for a layer with all its parts: here it also has the flags of parts that
+    differ.
     Would be replaced by: Keras freezing sublayers of a frozen layer as it does weights,
     and saving the flag of each.
     """
@@ -59,15 +59,15 @@ class Layer(keras.layers.Layer):
 
 
 def trainable_parts(layer):
-    """What of a layer is trained, or not, unlike the layer that it is a part of.
+    """Return the `trainable` flags of parts that differ from their layer's.
 
-    Nothing for a layer with factors of LoRA: those have frozen the rest, and a file has
-    their sum with the kernels instead.
+    Empty for a layer with factors of LoRA: they freeze the rest, and a file has their
+    sum with the kernels instead.
     Would be replaced by: public lists of the sublayers and weights of a layer.
 
     Args:
-        layer: built `keras.Layer`. A model within it is left out: it has a
-            configuration of its own.
+        layer: built `keras.Layer`. Models inside it are left out, as they have a
+            separate configuration.
 
     Returns:
         dict from paths (of names, below the layer) to bools.
@@ -82,16 +82,16 @@ def trainable_parts(layer):
 
 
 def set_trainable(layer, value):
-    """Freeze or thaw a layer with all that it has.
+    """Freeze or unfreeze a layer with all its parts.
 
-    Unlike the setter of Keras also where `trainable` is that already: what is in the
-    layer may differ, and TensorFlow passes over such a value.
+    Unlike the setter of Keras this also works if `trainable` has the value already:
+    parts of the layer may differ, and TensorFlow ignores an unchanged value.
     Would be replaced by: the setter, and public lists as in `trainable_parts`.
 
     Args:
         layer: `keras.Layer`.
-        value: bool; or dict, as `trainable_parts` returns it, of what is to change.
-            Paths that the layer does not have are passed over.
+        value: bool; or dict of changes, as `trainable_parts` returns it. Paths that the
+            layer does not have are ignored.
     """
     if not isinstance(value, dict):
         for part in layer._flatten_layers():
@@ -100,7 +100,7 @@ def set_trainable(layer, value):
                 variable.trainable = value
         return
     parts = {path: part for path, part, _ in _parts(layer)} if value else {}
-    # What contains comes before what is contained.
+    # Layers come before their parts.
     for path in sorted(value):
         part = parts.get(path)
         if isinstance(part, keras.Layer):
@@ -116,26 +116,26 @@ def _parts(layer, path="", parent=None):
     for variable in layer._trainable_variables:
         yield prefix + variable.name, variable, layer
     for child in layer._layers:
-        # A flag of what has nothing to train would say nothing.
+        # The flag of a layer without weights has no meaning.
         if child.weights and not isinstance(child, keras.Model):
             yield from _parts(child, prefix + child.name, layer)
 
 
 def is_initialized(variable):
-    """Whether a variable has a value.
+    """Return whether a variable has a value.
 
-    It has none while its model is built by its first batch, and on JAX during a step.
-    `variable.value` draws initial numbers then, on one device.
+    It has none while the first batch builds its model, and on JAX during a step. Then
+    `variable.value` would draw initial values, on one device.
     Would be replaced by: a public `keras.Variable.is_initialized`.
     """
     return variable._value is not None
 
 
 def register_parameters(model):
-    """Make the weights of a KerasHub model parameters of the PyTorch module that it is.
+    """Register the weights of a KerasHub model as parameters of its PyTorch module.
 
-    While they are put together such models set attributes past PyTorch, which then
-    knows of no parameters: an optimizer of `model.parameters()` would train nothing.
+    The constructor of such models bypasses PyTorch's `__setattr__`, so that no
+    parameters are registered: an optimizer of `model.parameters()` would train nothing.
     Would be replaced by: KerasHub registering them, as Keras does.
     """
     if keras.backend.backend() == "torch":
@@ -147,11 +147,11 @@ _IS_NOT_DRAWN = contextvars.ContextVar("is_not_drawn", default=False)
 
 @contextlib.contextmanager
 def without_random_numbers(sure=True):
-    """Weights that are made in this scope start as zeros: others will be loaded.
+    """Scope in which new weights start as zeros, because others will be loaded.
 
-    To draw them takes a multiple of their memory, and on JAX seconds to compile, for
-    nothing.
-    Would be replaced by: a way of Keras to build a model whose weights are loaded.
+    Drawing initial values would take a multiple of their memory, and on JAX seconds of
+    compilation.
+    Would be replaced by: an option of Keras to build a model without initial values.
 
     Args:
         sure: bool, `False` for a scope that changes nothing.
@@ -166,11 +166,11 @@ def without_random_numbers(sure=True):
 
 @functools.cache
 def _let_variables_start_as_zeros():
-    """Replace how variables are initialized, once, for the scope above."""
+    """Replace the initialization of variables, once, for the scope above."""
     initialize = keras.Variable._initialize_with_initializer
 
     def initialize_with(variable, initializer):
-        # Seeds are whole numbers, and no weights.
+        # Seeds are integers, and not weights.
         if _IS_NOT_DRAWN.get() and keras.backend.is_float_dtype(variable.dtype):
             initializer = keras.initializers.Zeros() if _is_distributed() else _zeros
         initialize(variable, initializer)
@@ -183,7 +183,7 @@ def _is_distributed():
 
 
 def _zeros(shape, dtype):
-    # Of NumPy: for its own zeros JAX would compile a program for each shape.
+    # From NumPy, as JAX would compile a program for the zeros of each shape.
     return keras.ops.convert_to_tensor(np.zeros(shape, "float32"), dtype=dtype)
 
 
@@ -191,7 +191,7 @@ def _zeros(shape, dtype):
 
 
 def has_preset_file(preset, file):
-    """Whether a preset has a file; of a handle it is fetched.
+    """Return whether a preset has a file, fetching it for a handle.
 
     Would be replaced by: a public function of KerasHub that finds files by a handle.
 
@@ -208,9 +208,9 @@ def has_preset_file(preset, file):
 
 
 def forget_adapted_layers(layer):
-    """Let a backbone of KerasHub know that no layer of it has LoRA factors any more.
+    """Clear KerasHub's list of the layers of a backbone with LoRA factors.
 
-    It notes the layers in `enable_lora`, and saves the factors of those.
+    `enable_lora` fills the list, and the factors of these layers are saved.
     Would be replaced by: a `Backbone.merge_lora` of KerasHub.
     """
     if getattr(layer, "_lora_enabled_layers", None):
@@ -218,7 +218,7 @@ def forget_adapted_layers(layer):
 
 
 def is_quantized_under(filters, layer):
-    """Whether `Model.quantize(..., filters=filters)` quantizes a layer.
+    """Return whether `Model.quantize(..., filters=filters)` quantizes a layer.
 
     Would be replaced by: a public `keras.quantizers.should_quantize_layer`.
     """
@@ -229,15 +229,15 @@ def is_quantized_under(filters, layer):
 
 @contextlib.contextmanager
 def quick_garbage_collection():
-    """Scope in which to remove a variable does not search all objects of the program.
+    """Scope in which removing a variable does not search all objects of the program.
 
-    Keras collects garbage whenever a layer gives a variable up, which takes a second
-    where other libraries have made millions of objects. In the scope it looks at those
-    alone that are made in it.
-    Would be replaced by: one collection for a model, after its last layer.
+    Keras collects garbage whenever a layer removes a variable, which takes a second
+    with millions of objects of other libraries. In the scope only objects created in it
+    are searched.
+    Would be replaced by: a single collection after the last layer of a model.
     """
     if gc.get_freeze_count():
-        # The user keeps objects out of collections: to thaw ours would thaw those.
+        # The user has frozen objects, which our `unfreeze` would unfreeze.
         yield
         return
     gc.freeze()
@@ -251,17 +251,18 @@ def quick_garbage_collection():
 
 
 def wrap_compilation(cls, around):
-    """Call a function whenever `fit`, `evaluate` or `predict` of a class begins.
+    """Call a function at the start of each `fit`, `evaluate` or `predict` of a class.
 
-    Keras compiles a step once, with the settings of the layers built in, and calls
-    nothing of a model when a run begins but the methods that make the step.
+    Keras compiles a step once, with the settings of the layers as constants. The only
+    methods of a model that it calls at the start of a run are those that make the step.
     Would be replaced by: a method of `keras.Model` that is called before each run and
-    says whether to compile again.
+    returns whether to compile again.
 
     Args:
         cls: subclass of `keras.Model`.
         around: callable `(model, step, make)`, where `step` is `"train"`, `"test"` or
-            `"predict"`, and `make(again)` makes the step, again even if it is made.
+            `"predict"`, and `make(again)` makes the step, with `again=True` even if it
+            exists.
     """
     for step in ("train", "test", "predict"):
         name = f"make_{step}_function"
@@ -286,12 +287,12 @@ def _wrapped(make_function, step, around):
 def _trace_once(model, step):
     """Let the next call of a compiled step be traced once, on TensorFlow.
 
-    A step that makes variables, those of the optimizer and of the metrics, is traced a
-    second time without them. On the other backends Keras makes them beforehand.
+    A step that creates variables of the optimizer and the metrics is traced a second
+    time without that. On the other backends Keras creates them beforehand.
     Would be replaced by: the same in `keras.Model.fit` on TensorFlow.
 
     Args:
-        model: `keras.Model` whose function of the step is made.
+        model: `keras.Model` with a function of the step.
         step: `"train"` or `"test"`.
     """
     if keras.backend.backend() != "tensorflow" or model.run_eagerly:
@@ -303,7 +304,8 @@ def _trace_once(model, step):
         setattr(model, name, run)
         if step == "train":
             model.optimizer.build(model.trainable_variables)
-        # Batches that are no `tf.data` have no specification: two traces are right too.
+        # Other batches than `tf.data` have no specification: two traces are correct,
+        # too.
         if hasattr(iterator, "element_spec") and not has_metrics(model):
             _make_metrics_of(model, iterator.element_spec)
         return run(iterator)
@@ -312,7 +314,7 @@ def _trace_once(model, step):
 
 
 def _make_metrics_of(model, batch):
-    """As `make_metrics`, for a functional model, which knows its outputs."""
+    """Create the metrics of a functional model from its outputs, see `make_metrics`."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(
         keras.tree.map_structure(
             lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), batch
@@ -325,14 +327,14 @@ def _make_metrics_of(model, batch):
 
 
 def map_predictions(model, function):
-    """Apply a function to each tensor that a step of `predict` returns, on JAX.
+    """Apply a function to each tensor returned by a step of `predict`, on JAX.
 
-    Where several processes share a model, each is returned the rows of its own devices,
-    which Keras cannot put together.
-    Would be replaced by: `predict` on JAX that gathers what other processes have.
+    Where several processes share a model, each gets the rows of its own devices, which
+    Keras does not gather.
+    Would be replaced by: `predict` on JAX that gathers the rows of all processes.
 
     Args:
-        model: `keras.Model` whose predict function is made.
+        model: `keras.Model` with a predict function.
         function: callable that takes and returns a tensor.
     """
     predict = model.predict_function
@@ -350,12 +352,11 @@ def map_predictions(model, function):
 
 @contextlib.contextmanager
 def kept_weights(model, trains):
-    """Scope in which a model keeps its weights when its data raise an error.
+    """Scope in which a model keeps its weights if its data raise an error.
 
-    On JAX Keras takes the weights out of the model for its steps. Where a pipeline
-    fails at the first batch of `fit`, or at any of `evaluate`, it does not put them
-    back.
-    Would be replaced by: `JAXTrainer` putting its state back in a `finally`.
+    On JAX Keras moves the weights out of the model for its steps. If a pipeline fails
+    at the first batch of `fit`, or at any of `evaluate`, they are not moved back.
+    Would be replaced by: `JAXTrainer` restoring its state in a `finally`.
 
     Args:
         model: `keras.Model`.
@@ -373,7 +374,7 @@ def kept_weights(model, trains):
     try:
         yield
     except BaseException:
-        # What steps have made of them; then those that no step has used up.
+        # The results of steps; then weights that no step has donated.
         model.jax_state_sync()
         model._jax_state = None
         for variable, value in zip(variables, values, strict=True):
@@ -386,16 +387,17 @@ def kept_weights(model, trains):
 
 
 class BatchesOf(DataAdapter):
-    """Gives `fit`, `evaluate` and `predict` the batches of any iterable, preprocessed.
+    """Data adapter for preprocessed batches of any iterable.
 
-    A `PyDataset` keeps its workers and what it does between epochs. What tells its
-    length (`len`) has a progress bar. What can be iterated just once has one epoch, or
-    as many as `steps_per_epoch` cuts it into.
+    A `PyDataset` keeps its workers and its `on_epoch_end`. An iterable with a length
+    (`len`) has a progress bar. An iterator gives one epoch, or several of
+    `steps_per_epoch`.
     Would be replaced by: `keras.Model.fit` with a public hook for each batch.
 
     Args:
         data: iterable of batches.
-        preprocess: callable from a batch, a tuple, to a tuple of NumPy arrays.
+        preprocess: callable that takes a batch, a tuple, and returns a tuple of NumPy
+            arrays.
         shuffle: bool, whether the batches of a `PyDataset` are shuffled.
     """
 
@@ -406,7 +408,7 @@ class BatchesOf(DataAdapter):
             self._py_dataset = PyDatasetAdapter(data, shuffle=shuffle)
         elif iter(data) is data:
             self._iterator = data
-            # Drawn but not used up: Keras looks at a batch before it begins.
+            # Drawn but not yet used: Keras inspects a batch before it begins.
             self._drawn = []
 
     def get_numpy_iterator(self):
@@ -427,9 +429,9 @@ class BatchesOf(DataAdapter):
         if not self._drawn:
             raise ValueError(
                 "There are no batches left: a generator gives its batches once. "
-                f"Received: {self._iterator!r}. Pass what can be iterated again, for "
-                "example a `keras.utils.PyDataset`, or for several epochs one without "
-                "end and `steps_per_epoch`."
+                f"Received: {self._iterator!r}. Pass data that can be iterated again, "
+                "such as a `keras.utils.PyDataset`, or for several epochs an infinite "
+                "generator and `steps_per_epoch`."
             )
         yield self._drawn[0]
         self._drawn = []
@@ -445,7 +447,7 @@ class BatchesOf(DataAdapter):
         import tensorflow as tf
 
         if self._signature is None:
-            # Not by an iterator, which would start the workers.
+            # Not from an iterator, which would start the workers.
             is_py_dataset = self._py_dataset is not None
             first = self._data[0] if is_py_dataset else next(iter(self._batches()))
             self._signature = keras.tree.map_structure(
@@ -465,7 +467,7 @@ class BatchesOf(DataAdapter):
             length = len(self._data)
         except TypeError:
             return None
-        # How grain says that there is no end.
+        # The length of infinite datasets of grain
         return None if length >= sys.maxsize else length
 
     @property
@@ -481,19 +483,19 @@ class BatchesOf(DataAdapter):
             self._py_dataset.on_epoch_end()
 
 
-# === Going on with an interrupted `fit` ===
+# === Resuming an interrupted `fit` ===
 
 
 def set_first_epoch(model, epoch):
-    """Let the `fit` that has just begun start with a later epoch.
+    """Start the current `fit` at a later epoch.
 
-    For a callback's `on_train_begin`, as Keras' own `BackupAndRestore` does it: the
-    argument `initial_epoch` belongs to the user.
+    For a callback's `on_train_begin`, as in Keras' `BackupAndRestore`: the argument
+    `initial_epoch` is the user's.
     Would be replaced by: a public `Model.initial_epoch` that each `fit` resets.
 
     Args:
         model: `keras.Model`.
-        epoch: int, counted from 0, or `None` to forget it: the `fit` has begun.
+        epoch: int, counted from 0, or `None` to reset it when the `fit` has begun.
     """
     if epoch is not None:
         model._initial_epoch = _FirstEpoch(epoch, model)
@@ -502,9 +504,9 @@ def set_first_epoch(model, epoch):
 
 
 class _FirstEpoch(int):
-    """The epoch to begin with: true in the `fit` that it was set for, and in no other.
+    """Initial epoch that is true only in the `fit` for which it was set.
 
-    Keras never resets it, and tells nobody that a `fit` is interrupted. So it has to be
+    Keras never resets it, and has no callback for an interrupted `fit`. So it must be
     harmless to the next one, which has another `History`.
     """
 
@@ -518,32 +520,32 @@ class _FirstEpoch(int):
 
 
 def replace_next_step(model, step):
-    """Let a callable take the place of the next training step of the current `fit`.
+    """Replace the next training step of the current `fit` with a callable.
 
-    For a callback's `on_train_batch_begin`: callbacks can neither draw a batch nor
-    leave out a step.
+    For a callback's `on_train_batch_begin`: callbacks can neither draw a batch nor skip
+    a step.
     Would be replaced by: `fit(..., initial_step=...)`.
 
     Args:
         model: `keras.Model` that trains.
         step: callable that takes the model and the iterator over batches (on PyTorch
-            the batch itself), and returns the logs of the step, or `None` for the step
-            to be done after it. (A callback's own `model` would give JAX's state back.)
+            the batch itself), and returns the logs of the step, or `None` to run the
+            step after it. (A callback's own `model` would sync JAX's state back.)
     """
     model.train_function = _ReplacedStep(model, step)
 
 
 class _ReplacedStep:
-    """Takes the place of a train function for one step."""
+    """Train function that is replaced for one step."""
 
     def __init__(self, model, step):
         train = model.train_function
-        # One may have been left by an interruption just before its step.
+        # One may be left from an interruption just before its step.
         self._train = train._train if isinstance(train, _ReplacedStep) else train
         self._model, self._fit, self._step = model, model.history, step
 
     def __call__(self, *arguments):
-        # First of all, whatever happens next
+        # First, in case of an error
         self._model.train_function = self._train
         logs = None
         if self._model.history is self._fit:
@@ -555,7 +557,7 @@ class _ReplacedStep:
 
 
 def has_metrics(model):
-    """Whether the metrics of a compiled model are made.
+    """Return whether the metrics of a compiled model are built.
 
     Would be replaced by: a public `Model.metrics_built`.
     """
@@ -563,9 +565,9 @@ def has_metrics(model):
 
 
 def make_metrics(model, batch):
-    """Make the metrics of a compiled model, which TensorFlow does in its first step.
+    """Build the metrics of a compiled model, which TensorFlow does in its first step.
 
-    A model that cannot be traced on symbols stays as it is.
+    A model that cannot be traced symbolically is left unchanged.
     Would be replaced by: a public `Model.build_metrics(batch)`.
 
     Args:
@@ -580,10 +582,10 @@ def make_metrics(model, batch):
 
 
 class OwnAverages:
-    """Mixin, in front of an optimizer, whose `update_averages` follows every step.
+    """Mixin for an optimizer that calls `update_averages` after every step.
 
-    With `use_ema=True` Keras updates the averages by a rule of its own, and
-    `overwrite` and saving belong to that, so a second list beside it would not do.
+    With `use_ema=True` Keras updates the averages by a fixed rule; overwriting weights
+    and saving use the same list, so a second list would not work.
     Would be replaced by: a public `Optimizer.update_averages`.
     """
 
@@ -592,7 +594,7 @@ class OwnAverages:
 
 
 def averages_of(optimizer):
-    """The averages of an optimizer with `use_ema=True`: variables or `None`, a list.
+    """Return the averages of an optimizer with `use_ema=True`, variables or `None`.
 
     Would be replaced by: a public `Optimizer.averages`.
     """
@@ -600,7 +602,7 @@ def averages_of(optimizer):
 
 
 def variables_of(optimizer):
-    """The variables that an optimizer was built for, a list.
+    """Return the list of variables that an optimizer was built for.
 
     Would be replaced by: a public `Optimizer.trainable_variables`.
     """
@@ -608,18 +610,18 @@ def variables_of(optimizer):
 
 
 def index_of(optimizer, variable):
-    """The place of a variable among those that an optimizer was built for, an int.
+    """Return the index of a variable among those that an optimizer was built for.
 
-    Keras' own optimizers find the moments of a variable by it.
+    Optimizers of Keras find the moments of a variable by it.
     Would be replaced by: a public `Optimizer.get_variable_index`.
     """
     return optimizer._get_variable_index(variable)
 
 
 def num_gradients(optimizer):
-    """The number of gradients that an optimizer was given, an int tensor.
+    """Return the number of gradients applied to an optimizer, an int tensor.
 
-    `Optimizer.iterations` counts several that are accumulated as one.
+    `Optimizer.iterations` counts several accumulated gradients as one.
     Would be replaced by: a public counterpart of `Optimizer.iterations`.
     """
     return optimizer._iterations + 0
@@ -629,19 +631,19 @@ def num_gradients(optimizer):
 
 
 def backend_distributes():
-    """Whether Keras distributes tensors on the backend in use.
+    """Return whether Keras distributes tensors on the backend in use.
 
-    Where it does not, `keras.distribution` does nothing or fails without a word.
+    Otherwise `keras.distribution` silently does nothing or fails.
     Would be replaced by: a public `keras.distribution.is_supported()`.
     """
     from keras.src.backend import distribution_lib
 
-    # `None` where a backend has nothing.
+    # `None` for a backend without it
     return hasattr(distribution_lib, "distribute_tensor")
 
 
 def layout_map_of(distribution):
-    """The `LayoutMap` of any `keras.distribution.ModelParallel`, `None` of others.
+    """Return the `LayoutMap` of any `keras.distribution.ModelParallel`, else `None`.
 
     Would be replaced by: a public `ModelParallel.layout_map`.
     """
@@ -649,16 +651,16 @@ def layout_map_of(distribution):
 
 
 def lay_out_each_batch(layout_of):
-    """Let distributions choose the layout of every batch, not of the first one only.
+    """Let distributions choose the layout of every batch, instead of the first only.
 
-    On JAX Keras asks a distribution for the layout of the first batch of an epoch and
-    keeps it, which fails at the last one if the devices do not divide that. There is no
-    public place between the two. The first call counts, further ones do nothing.
-    Would be replaced by: Keras asking `Distribution.get_data_layout` for each batch.
+    On JAX Keras reuses the layout of the first batch of an epoch for all, which fails
+    at the last one if its size is not divisible by the devices. No public method can
+    intervene. Only the first call has an effect.
+    Would be replaced by: Keras calling `Distribution.get_data_layout` for each batch.
 
     Args:
-        layout_of: callable from the shape of the rows that a process has of a batch to
-            a `keras.distribution.TensorLayout`, or to `None` for that of Keras.
+        layout_of: callable that takes the shape of a process' rows of a batch and
+            returns a `keras.distribution.TensorLayout`, or `None` for that of Keras.
     """
     from keras.src.backend import distribution_lib
 
@@ -679,9 +681,9 @@ def lay_out_each_batch(layout_of):
 
 
 def sizes_may_be_one():
-    """Scope in which `torch.export` takes no open size for more than one.
+    """Scope in which `torch.export` does not assume that open sizes exceed one.
 
-    A batch may be one image, and the groups in which images are routed one group.
+    A batch may consist of one image, and of one group.
     Would be replaced by: `torch.export.Dim` for sizes that follow from others.
     """
     from torch.fx.experimental import _config
@@ -690,11 +692,11 @@ def sizes_may_be_one():
 
 
 def drop_assertions_of_more_than_one(graph):
-    """Take assertions out of an exported graph that an open size is not one.
+    """Remove assertions that an open size is not one from an exported graph.
 
-    PyTorch makes them when it looks how tensors lie in memory, which is another
-    question where there is one row. Nothing that is computed depends on them.
-    Would be replaced by: `torch.export` that asks only for what it needs.
+    PyTorch adds them when it inspects memory layouts, which differ for a single row. No
+    result depends on them.
+    Would be replaced by: `torch.export` without unnecessary assertions.
 
     Args:
         graph: `torch.fx.Graph`.

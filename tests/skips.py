@@ -56,7 +56,7 @@ RUNS_ON = {
     "checkpoints/test_hostile_checkpoints.py": ("torch",),
     "checkpoints/test_remote.py": ("tensorflow",),
     "checkpoints/test_safetensors.py": ("tensorflow",),
-    "checkpoints/test_vit.py": ("torch",),
+    "checkpoints/test_vit*.py": ("torch",),
     "layers/test_dropless_limits.py": ("torch",),
     # What it does in a layer is tested on all: `layers/test_lora.py`,
     # `layers/test_quantized_experts.py`.

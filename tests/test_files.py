@@ -2,11 +2,13 @@
 
 import errno
 import os
+import pathlib
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -517,10 +519,8 @@ def test_mount_points_of_a_part_of_the_same_file_system(tmp_path, mounted):
         subprocess.run(["umount", "-l", str(mounted / "a b")], check=True)
 
 
-def test_a_parent_that_cannot_be_written_to(tmp_path):
+def test_a_parent_that_cannot_be_written_to():
     """As another user, where this one is a superuser."""
-    target = tmp_path / "preset"
-    target.mkdir()
     program = """
 import fcntl, os, sys
 from keras_softmoe.files import replaced_directory
@@ -536,23 +536,22 @@ for content in ("first", "second"):
     found = {name: open(name).read() for name in os.listdir()}
     assert found == {"config.json": content}, found
 """
-    # All of the way to it must be open to the other user.
-    ways = [path for path in target.parents if path != path.parent]
-    before = {path: stat.S_IMODE(path.stat().st_mode) for path in ways}
-    if not os.geteuid():
-        os.chown(target, 65534, 65534)
-        for path in ways:
-            path.chmod(before[path] | 0o111)
-    tmp_path.chmod(0o555)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", program, str(target)],
-            cwd=target,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-    finally:
-        for path in ways:
-            path.chmod(before[path])
+    # Not `tmp_path`, whose parents are closed to other users.
+    with tempfile.TemporaryDirectory() as directory:
+        parent = pathlib.Path(directory)
+        target = parent / "preset"
+        target.mkdir()
+        if not os.geteuid():
+            os.chown(target, 65534, 65534)
+        parent.chmod(0o555)
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", program, str(target)],
+                cwd=target,
+                capture_output=True,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+        finally:
+            parent.chmod(0o700)
     assert not done.returncode, done.stderr

@@ -1,4 +1,4 @@
-"""The documentation: generated parts are of today, links lead somewhere, it builds."""
+"""The documentation: its tables are of today, links lead somewhere, it builds."""
 
 import html.parser
 import json
@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from experiments import pages
-from experiments.pages import guides, results
+from experiments.pages import embedding, guides
 
 ROOT = Path(__file__).resolve().parents[1]
 WRITTEN = pages.written()
@@ -66,19 +66,26 @@ def test_what_is_generated_is_of_today(path):
     assert text == WRITTEN[path], "run `python -m experiments.pages`"
 
 
-def test_copies_of_figures_are_of_today():
-    for source, copy in results.FIGURES.items():
-        assert (ROOT / "docs" / copy).read_bytes() == source.read_bytes(), copy
+def test_every_guide_has_a_record():
+    assert {file.stem for file in guides.RECORDED.iterdir()} == set(guides.names())
 
 
-def test_every_guide_has_a_record_with_all_of_its_figures():
-    shown = set()
-    for name in guides.names():
-        cells = json.loads((guides.RECORDED / f"{name}.json").read_text("utf-8"))[
-            "cells"
-        ]
-        shown |= {figure for cell in cells for figure in cell["figures"]}
-    assert shown == {file.name for file in guides.FIGURES.iterdir()}
+def test_the_site_shows_every_recorded_figure(site):
+    figures = guides.figures()
+    assert len(figures) > 20
+    for path, content in figures.items():
+        assert (site / path).read_bytes() == content, path
+        guide = path.split("/")[-1].rsplit("_", 2)[0]
+        assert path.removeprefix("guides/") in guides.page(guide)
+
+
+def test_a_page_is_embedded_below_the_headings_of_another(monkeypatch, tmp_path):
+    text = "# Title\n\n## Part\n\n[here](a.md), [there](https://b)\n\n![c](c.png)\n"
+    (tmp_path / "page.md").write_text(text)
+    monkeypatch.setattr(embedding, "ROOT", tmp_path)
+    assert embedding.with_pages("# Other\n\n<!-- page: page.md -->\n") == (
+        "# Other\n\n### Part\n\nhere, [there](https://b)\n\n![c](figures/c.png)\n"
+    )
 
 
 def test_a_record_of_other_code_is_refused(monkeypatch):

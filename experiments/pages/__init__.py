@@ -1,28 +1,27 @@
-"""The generated parts of README.md and of the pages below `docs`.
+"""What is generated in the documentation, by `__main__` and when the site is built.
 
-A page has tables where it says so, `<!-- TITLE: begin -->`; see `__main__`.
+`__main__` writes the page of all claims, and the tables of README.md and of pages
+below `docs`, which have one where they say so, `<!-- TITLE: begin -->`. The API
+reference, the guides and pages of the experiments are added to the site by `hook`.
 """
 
 import re
 from pathlib import Path
 
-from experiments.pages import api, gallery, guides, results, tables
+from experiments import claims
+from experiments.pages import gallery, results, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def written():
-    """Dict from paths below the root to texts: all that is generated, as it must be."""
-    pages = {
-        f"docs/{path}": text for path, text in (api.pages() | guides.pages()).items()
-    }
+    """Dict from paths below the root to texts: what is generated and committed."""
+    pages = {"experiments/CLAIMS.md": claims.page()}
     found = tables.tables() | results.tables() | {"gallery": gallery.gallery()}
     for file in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        path = file.relative_to(ROOT).as_posix()
-        if path not in pages:
-            text = file.read_text(encoding="utf-8")
-            if "<!-- " in text:
-                pages[path] = filled(text, found)
+        text = file.read_text(encoding="utf-8")
+        if ": begin -->" in text:
+            pages[file.relative_to(ROOT).as_posix()] = filled(text, found)
     return pages
 
 

@@ -1,19 +1,18 @@
-"""Write what is generated in README.md and below `docs`.
+"""Write what is generated and committed in the documentation.
 
-    python -m experiments.pages              # tables and pages, in seconds
+    python -m experiments.pages              # tables, in seconds
     python -m experiments.pages --pictures   # first draw the routings anew
     python -m experiments.pages --guides [NAMES] [--short]  # first run guides, or all
 
 Tables stand between the lines `<!-- TITLE: begin -->` and `<!-- TITLE: end -->`, and
-come from the JSON of experiments and benchmarks and the metadata of presets. The pages
-of the API and of the guides are written whole. `--short` runs guides with as few images
-and steps as the tests do.
+come from the JSON of experiments and benchmarks and the metadata of presets, as does
+`experiments/CLAIMS.md`. `--short` runs guides with as few images and steps as the tests
+do.
 """
 
 import argparse
-import shutil
 
-from experiments.pages import ROOT, guides, pictures, results, written
+from experiments.pages import ROOT, guides, pictures, written
 from keras_softmoe.files import replaced_file
 
 
@@ -30,17 +29,9 @@ def main(arguments=None):
         for name in options.guides or guides.names():
             guides.record(name, options.short)
             print(f"{name}: recorded", flush=True)
-    for source, copy in results.FIGURES.items():
-        (ROOT / "docs" / copy).parent.mkdir(exist_ok=True)
-        shutil.copyfile(source, ROOT / "docs" / copy)
     for path, text in written().items():
-        _write(ROOT / path, text)
-
-
-def _write(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced_file(path) as file:
-        file.write_text(text, encoding="utf-8")
+        with replaced_file(ROOT / path) as file:
+            file.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """Guides as pages: their text and code, with the output and the figures of a real run.
 
 Guides are Python files in the format of Keras' guides: strings between the code are
-Markdown. `record` runs one from its first line to its last and keeps what each part of
-the code printed in `guides/recorded`, and its figures in `docs/guides/figures`. `pages`
-puts text, code and records together, and refuses a record of other code.
+Markdown. `record` runs one from its first line to its last and keeps the output and the
+figures of each part of the code in `guides/recorded`, as a notebook does. `pages` puts
+text, code and records together, and refuses a record of other code.
 """
 
 import ast
+import base64
 import hashlib
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -23,7 +25,6 @@ from keras_softmoe.files import replaced_file
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ROOT / "guides"
 RECORDED = GUIDES / "recorded"
-FIGURES = ROOT / "docs" / "guides" / "figures"
 COLORS = 128
 FIGURE_WIDTH = 900
 
@@ -82,8 +83,8 @@ def record(name, short=False):
         outputs = done.stdout.split("\x1e")
         code = [source for kind, source in cells(name) if kind == "code"]
         records = [
-            _record(name, i, source, output, folder)
-            for i, (source, output) in enumerate(zip(code, outputs, strict=True))
+            _record(source, output, folder)
+            for source, output in zip(code, outputs, strict=True)
         ]
     versions = {
         package: importlib.metadata.version(package)
@@ -102,12 +103,8 @@ def record(name, short=False):
 
 def page(name):
     """The page of a guide, Markdown."""
-    file = RECORDED / f"{name}.json"
-    recorded = json.loads(file.read_text(encoding="utf-8"))
+    recorded = recorded_run(name)
     parts = cells(name)
-    digests = [_digest(source) for kind, source in parts if kind == "code"]
-    if digests != [cell["code"] for cell in recorded["cells"]]:
-        raise ValueError(f"{file} is of other code than the guide: {_remedy(name)}")
     heading, description = title(name)
     versions = ", ".join(f"{k} {v}" for k, v in recorded["versions"].items())
     length = " in its short form" if recorded["short"] else ""
@@ -117,7 +114,7 @@ def page(name):
         f"The program is `guides/{name}.py`. Its output here is that of a run{length} "
         f"on one processor core: {recorded['seconds']:,} seconds, {versions}.",
     ]
-    outputs = iter(recorded["cells"])
+    outputs = enumerate(recorded["cells"])
     is_guide = heading != "The main job"
     texts += [parts[0][1]] * (not is_guide)
     for kind, source in parts[1:]:
@@ -126,16 +123,41 @@ def page(name):
             continue
         source = re.sub(r"^# ruff: noqa.*\n*", "", source)
         texts += [f"```python\n{source}\n```"] if source else []
-        cell = next(outputs)
+        number, cell = next(outputs)
         texts += [f"```text\n{cell['output']}\n```"] if cell["output"] else []
-        texts += [f"![](figures/{figure})" for figure in cell["figures"]]
+        for i in range(len(cell["figures"])):
+            texts.append(f"![](figures/{name}_{number}_{i}.png)")
     return "\n\n".join(texts) + "\n"
+
+
+def recorded_run(name):
+    """The record of a guide: versions, seconds, and what each part of the code showed.
+
+    Raises:
+        ValueError: if the code of the guide has changed since.
+    """
+    file = RECORDED / f"{name}.json"
+    recorded = json.loads(file.read_text(encoding="utf-8"))
+    digests = [_digest(source) for kind, source in cells(name) if kind == "code"]
+    if digests != [cell["code"] for cell in recorded["cells"]]:
+        raise ValueError(f"{file} is of other code than the guide: {_remedy(name)}")
+    return recorded
+
+
+def figures():
+    """Dict from paths below `docs` to the recorded figures of all guides, PNG files."""
+    return {
+        f"guides/figures/{name}_{number}_{i}.png": base64.b64decode(figure)
+        for name in _recorded()
+        for number, cell in enumerate(recorded_run(name)["cells"])
+        for i, figure in enumerate(cell["figures"])
+    }
 
 
 def pages():
     """Dict from paths below `docs` to texts."""
     rows = ["| guide | what it shows |", "|---|---|"]
-    recorded = [name for name in names() if (RECORDED / f"{name}.json").exists()]
+    recorded = _recorded()
     for name in names():
         heading, description = title(name)
         link = f"[{heading}]({name}.md)" if name in recorded else heading
@@ -149,6 +171,10 @@ def pages():
         + "\n"
     )
     return {"guides/index.md": index} | {f"guides/{n}.md": page(n) for n in recorded}
+
+
+def _recorded():
+    return [name for name in names() if (RECORDED / f"{name}.json").exists()]
 
 
 def _is_text(node):
@@ -219,13 +245,14 @@ exec(compile(ast.Module(body, []), path, "exec"), main.__dict__)
 """
 
 
-def _record(name, number, code, output, folder):
+def _record(code, output, folder):
     paths = re.findall("\x1d(.*)\x1d\n?", output)
     text = re.sub("\x1d.*\x1d\n?", "", output).replace(f"{folder}/", "")
     figures = []
-    for i, path in enumerate(paths):
-        figures.append(f"{name}_{number}_{i}.png")
-        small_figure(folder / path, FIGURES / figures[-1])
+    for path in paths:
+        small = io.BytesIO()
+        small_figure(folder / path, small)
+        figures.append(base64.b64encode(small.getvalue()).decode("ascii"))
     return {"code": _digest(code), "output": _shown(text), "figures": figures}
 
 
@@ -242,12 +269,16 @@ def _shown(text):
 
 
 def small_figure(source, target):
-    """Copy a picture, no wider than a page and in few colours."""
+    """Copy a picture, no wider than a page and in few colours.
+
+    Args:
+        source: path or open file of the picture.
+        target: path or open file of the copy, a PNG.
+    """
     from PIL import Image
 
-    target.parent.mkdir(parents=True, exist_ok=True)
     with Image.open(source) as image:
         image = image.convert("RGB")
         image.thumbnail((FIGURE_WIDTH, 10 * FIGURE_WIDTH))
         image = image.quantize(COLORS, dither=Image.Dither.NONE)
-        image.save(target, optimize=True)
+        image.save(target, format="PNG", optimize=True)

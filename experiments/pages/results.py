@@ -1,21 +1,18 @@
-"""Tables of results on the pages, from JSON and from the experiments' own pages."""
+"""Tables of results on the pages, from JSON."""
 
 import json
 import math
-import re
 from pathlib import Path
 from statistics import mean, stdev
 
-from experiments import claims, preset_claims
+from experiments import preset_claims
 from experiments.comparisons import difference
 from experiments.router_study.claims import claims as claims_of_study
 from experiments.router_study.claims import value
 
 EXPERIMENTS = Path(__file__).resolve().parents[1]
 STUDY = EXPERIMENTS / "router_study"
-UPCYCLING = EXPERIMENTS / "upcycling"
 FIDELITY = EXPERIMENTS / "fidelity"
-GUIDES = EXPERIMENTS.parent / "guides"
 BENCHMARKS = EXPERIMENTS.parent / "benchmarks" / "results"
 BACKENDS = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
 
@@ -43,15 +40,6 @@ HEADLINE = {
         "softmax_token_choice_k1_at2-3_bpr",
     ),
 }
-# Figures of the repository that pages show, and their copies below `docs`.
-FIGURES = {
-    GUIDES / "limoe_load.png": "images/limoe_load.png",
-    GUIDES / "limoe_text_experts.png": "images/limoe_text_experts.png",
-    STUDY / "small" / "curves.png": "results/figures/study_curves.png",
-    STUDY / "small" / "upstream_accuracy.png": "results/figures/study_upstream.png",
-    STUDY / "small" / "10_shot.png": "results/figures/study_10_shot.png",
-    STUDY / "small" / "transfer.png": "results/figures/study_transfer.png",
-}
 
 
 def tables():
@@ -59,10 +47,6 @@ def tables():
     return {
         "figures": headline_table(),
         "routers measured": routers_table(),
-        "study": study_text(),
-        "claims": _embedded(claims.page()),
-        "upcycling": _embedded(UPCYCLING / "small" / "README.md"),
-        "exports": _embedded(EXPERIMENTS / "EXPORTS.md"),
         "fidelity": fidelity_table(),
     }
 
@@ -135,11 +119,6 @@ def routers_table():
         ]
         rows.append(f"| {' | '.join(row)} |")
     return "\n".join(rows) + "\n"
-
-
-def study_text():
-    """The study as it stands, its headings two levels lower."""
-    return _embedded(STUDY / "small" / "README.md")
 
 
 def fidelity_table():
@@ -271,25 +250,6 @@ def _mean_of(cells, key, factor, form):
     # One value for each block.
     values = [mean(cell[key]) for cell in cells.values() if cell.get(key) is not None]
     return form.format(factor * mean(values)) if values else "–"
-
-
-def _embedded(source):
-    """A page of the repository as part of another: no title, headings lower.
-
-    Links to figures lead to their copies, of other relative links the text stays.
-    """
-    text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
-    text = re.sub(r"^# .*\n", "", text).strip()
-    text = re.sub(r"^(#+) ", r"#\1 ", text, flags=re.MULTILINE)
-
-    def figure(match):
-        if not isinstance(source, Path):
-            return match[0]
-        copy = FIGURES[source.parent / match[2]].removeprefix("results/")
-        return f"![{match[1]}]({copy})"
-
-    text = re.sub(r"!\[(.*?)\]\(([^):]+)\)", figure, text)
-    return re.sub(r"(?<!!)\[([^\]]+)\]\((?!http|#)[^)]*\)", r"\1", text) + "\n"
 
 
 def _read(file):

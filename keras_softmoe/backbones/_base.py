@@ -5,7 +5,7 @@ import functools
 import h5py
 import keras_hub
 
-from keras_softmoe.architecture import revive_router
+from keras_softmoe.architecture import Settings, revive_router
 from keras_softmoe.backbones._adaptation import (
     check_lora_file,
     has_factors,
@@ -57,7 +57,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
                 setattr(self, setting, value)
 
     @property
-    def architecture(self):
+    def architecture(self) -> Settings:
         """The `architecture.Settings` of the model, as they are now."""
         changed = {"dtype": self._base_config()["dtype"]}
         if self.moe_layers:

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_softmoe.architecture import TwoTowers
+from keras_softmoe.architecture import Settings, TwoTowers
 from keras_softmoe.backbones._base import MoEBackbone
 from keras_softmoe.backbones._encoders import SingleModality, normalized
 from keras_softmoe.backbones._text import TextMoEBackbone
@@ -122,7 +122,7 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
         self.sequence_length = text_backbone.sequence_length
 
     @property
-    def architecture(self):
+    def architecture(self) -> Settings:
         towers = {"image_backbone": self.image_backbone}
         towers["text_backbone"] = self.text_backbone
         return self._architecture.replace(

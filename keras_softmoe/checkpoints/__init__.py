@@ -4,9 +4,6 @@ This module knows arrays, their names and shapes, and no model. `models/conversi
 makes models of what it reads.
 """
 
-from keras_softmoe.checkpoints._architecture import (
-    read_architecture as read_architecture,
-)
 from keras_softmoe.checkpoints._checkpoint import Checkpoint as Checkpoint
 from keras_softmoe.checkpoints._checkpoint import LazyArray as LazyArray
 from keras_softmoe.checkpoints._checkpoint import read_checkpoint as read_checkpoint
@@ -29,3 +26,7 @@ from keras_softmoe.checkpoints._translation import token as token
 from keras_softmoe.checkpoints._translation import translate as translate
 from keras_softmoe.checkpoints._translation import vector as vector
 from keras_softmoe.checkpoints._vit import read_vit_checkpoint as read_vit_checkpoint
+from keras_softmoe.checkpoints._vit_settings import fits_positions as fits_positions
+from keras_softmoe.checkpoints._vit_settings import (
+    read_vit_settings as read_vit_settings,
+)

@@ -1,6 +1,6 @@
 """Sharding experts and batches over many devices, through `keras.distribution`.
 
-What the examples of this module go on from:
+The examples of this module start with:
 
     >>> classifier = ksm.models.ViTMoEImageClassifier.from_preset(
     ...     "soft_moe_tiny_patch4_16e_32_glyphs"

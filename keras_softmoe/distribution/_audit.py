@@ -1,4 +1,4 @@
-"""The audit: how the variables of a model are sharded, and what is wrong with it."""
+"""Audit of the sharding of a model's variables."""
 
 from typing import NamedTuple
 
@@ -19,12 +19,12 @@ from keras_softmoe.layers import Experts
 from keras_softmoe.routers import SoftRouter
 from keras_softmoe.sharding import num_shards
 
-# What `Experts` asks a layout for when it is called.
+# Tensors whose layout `Experts` looks up when it is called
 _SLOTS = ("slots_of_groups", "slots_of_experts")
 
 
 class Placed(NamedTuple):
-    """How one variable is sharded.
+    """Sharding of one variable.
 
     Attributes:
         path: str.
@@ -32,7 +32,7 @@ class Placed(NamedTuple):
         dtype: str.
         axes: tuple with, for each axis, the axis of the mesh that shards it by the
             rules, a tuple of several, or `None`.
-        shard_shape: tuple of int, the shape of what one device holds.
+        shard_shape: tuple of int, the shape of the shard on one device.
         is_expert: bool, whether the variable belongs to experts, which should be
             sharded.
     """
@@ -46,17 +46,17 @@ class Placed(NamedTuple):
 
     @property
     def bytes_per_device(self):
-        """Int, what one device holds."""
+        """Int, bytes on one device."""
         return _num_bytes(self.shard_shape, self.dtype)
 
     @property
     def total_bytes(self):
-        """Int, one copy."""
+        """Int, bytes of one copy."""
         return _num_bytes(self.shape, self.dtype)
 
 
 class Audit(NamedTuple):
-    """How all variables of a model are sharded. Prints as a table.
+    """Sharding of all variables of a model. Prints as a table.
 
     Attributes:
         rows: tuple of `Placed`: variables of the model, then of its optimizer.
@@ -68,17 +68,17 @@ class Audit(NamedTuple):
 
     @property
     def bytes_per_device(self):
-        """Int, what one device holds."""
+        """Int, bytes on one device."""
         return sum(row.bytes_per_device for row in self.rows)
 
     @property
     def expert_bytes_per_device(self):
-        """Int, what one device holds of the experts."""
+        """Int, bytes of the experts on one device."""
         return sum(row.bytes_per_device for row in self.rows if row.is_expert)
 
     @property
     def total_bytes(self):
-        """Int, one copy of everything."""
+        """Int, bytes of one copy of all variables."""
         return sum(row.total_bytes for row in self.rows)
 
     def __str__(self):
@@ -113,32 +113,32 @@ def audit(
     | keras.distribution.ModelParallel
     | None = None,
 ) -> Audit:
-    """Check how the variables of a model are sharded, and refuse what is wrong.
+    """Check the sharding of a model's variables, and raise for violated rules.
 
-    The table says what each device holds. Everything may be replicated on every device
-    except what belongs to experts: their kernels and biases, the slot parameters of
-    soft routers, and the moments that an optimizer keeps of those. (Adafactor's means
-    of rows and columns have other shapes than their variable and are not checked:
+    The table lists the bytes on each device. All variables may be replicated on every
+    device except those of experts: their kernels and biases, the slot parameters of
+    soft routers, and the moments of these in an optimizer. (Adafactor's means of rows
+    and columns have other shapes than their variable and are not checked:
     `training.Adafactor` shards those of experts, `keras.optimizers.Adafactor` does not.
     They are no larger than an expert's width or hidden width.)
 
     Args:
-        model: `keras.Model` or layer that is built. For the optimizer's variables to be
-            checked, they have to exist: call `model.optimizer.build(
+        model: `keras.Model` or layer that is built. The optimizer's variables are
+            checked if they exist: call `model.optimizer.build(
             model.trainable_variables)`, or train a step.
-        distribution: the `keras.distribution.ModelParallel` or `DataParallel` whose
-            rules are compared with; the active one if `None`.
+        distribution: the `keras.distribution.ModelParallel` or `DataParallel` with the
+            rules. Defaults to the active one.
 
     Returns:
-        `Audit`. Under a `DataParallel`, which replicates everything on purpose, there
-        are no problems.
+        `Audit`. It has no problems under a `DataParallel`, which replicates everything
+        by design.
 
     Raises:
-        PlacementError: naming every expert variable or moment that is replicated,
-            every variable that is not sharded as its rule says, every number of experts
-            that the devices do not divide, every rule that matches nothing (neither
-            here nor in another model under the same distribution), every path that
-            several rules match, and every layer whose slots no rule lays out.
+        PlacementError: with a list of every expert variable or moment that is
+            replicated, every variable that is not sharded by its rule, every number of
+            experts that the devices do not divide, every rule that matches nothing
+            (neither here nor in another model under the same distribution), every path
+            that several rules match, and every layer without a rule for its slots.
         ValueError: if no distribution is given and none is active, or the model is not
             built.
 
@@ -151,7 +151,7 @@ def audit(
     """
     if not isinstance(model, keras.Layer) or not model.built:
         raise ValueError(
-            "`audit` checks a model or layer that is built: build it, or call it on "
+            "`audit` needs a model or layer that is built: build it, or call it on "
             f"some data. Received: model={model!r}."
         )
     if distribution is None:
@@ -172,7 +172,7 @@ def audit(
 
 
 def check_layer(layer, distribution):
-    """Raise `PlacementError` if variables of one layer lie where they should not."""
+    """Raise `PlacementError` if variables of a layer violate the rules."""
     found = _Findings(distribution)
     found.add_layer(layer)
     found.add_variables(layer.variables)
@@ -180,14 +180,14 @@ def check_layer(layer, distribution):
 
 
 class _Findings:
-    """Rows and problems, as they are collected."""
+    """Rows and problems found so far."""
 
     def __init__(self, distribution):
         self.distribution = distribution
-        # `None` where everything is replicated on purpose.
+        # `None` for a distribution that replicates everything by design
         self.layout_map = layout_map_of(distribution)
         self.rows, self.problems = [], []
-        # Axis along which experts are counted, by the `id` of the variable.
+        # Axis of the experts, by the `id` of the variable
         self.expert_axes = {}
         self.paths = set()
 
@@ -278,14 +278,14 @@ class _Findings:
     def add_rules(self):
         if self.layout_map is None:
             return
-        # Several models may share a distribution, and a rule be for one of them.
+        # Several models may share a distribution, with rules for one of them.
         used = getattr(self.distribution, "used_keys", ())
         problem = unmatched_rules(self.layout_map, used, self.paths)
         if problem:
             self.problems.append(problem)
 
     def audit(self):
-        """The `Audit`; raises if there are problems."""
+        """Return the `Audit`, or raise if it has problems."""
         result = Audit(tuple(self.rows), tuple(self.problems))
         if result.problems:
             error = PlacementError(
@@ -304,10 +304,10 @@ def _num_shards_of_axes(layout):
 
 
 def _shard_shape(variable, layout):
-    """The shape of what one device holds of a variable."""
+    """Return the shape of a variable's shard on one device."""
     shape = tuple(variable.shape)
     if not is_initialized(variable):
-        # A model that its first batch builds makes its values later, by the rule.
+        # A model built by its first batch creates its values later, by the rule.
         if layout is None or len(layout.axes) != len(shape):
             return shape
         shards = _num_shards_of_axes(layout)

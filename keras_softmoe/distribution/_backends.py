@@ -1,4 +1,4 @@
-"""What can be distributed by the installed Keras and over the devices there are."""
+"""Checks of the backend, the devices and the shape of a mesh."""
 
 import keras
 
@@ -17,20 +17,20 @@ _INSTEAD = {
 
 
 def check_backend(what):
-    """Raise unless Keras distributes models on the backend that is in use.
+    """Raise unless Keras distributes models on the backend in use.
 
     Args:
-        what: str, what was asked for, as the beginning of a sentence.
+        what: str, name of the feature, as the beginning of a sentence.
 
     Raises:
-        NotImplementedError: with what can be done instead.
+        NotImplementedError: with an alternative.
     """
     backend = keras.backend.backend()
     if backend == "jax" or (backend == "torch" and backend_distributes()):
         return
     raise NotImplementedError(
         f"{what} needs the JAX backend: Keras {keras.__version__} does not distribute "
-        f"models on {backend!r}, it would run on one device without a word. Start "
+        f"models on {backend!r}, and would silently run on one device. Start "
         "Python with KERAS_BACKEND=jax; presets are the same on all backends. "
         f"{_INSTEAD.get(backend, 'Or train on one device')} (shown in the guide "
         f"`placing_experts`). Received: backend={backend!r}."
@@ -49,24 +49,24 @@ def check_two_axes():
 
 
 def check_devices(devices):
-    """The devices to use, a list of str: all if `None`.
+    """Return the devices to use, a list of str. Defaults to all.
 
     Raises:
-        ValueError: if none is given, or one twice.
+        ValueError: if the list is empty, or has a device twice.
     """
     if devices is None:
         return keras.distribution.list_devices()
     devices = [devices] if isinstance(devices, str) else list(devices)
     if not devices or len(set(devices)) < len(devices):
         raise ValueError(
-            "`devices` are names of different devices, at least one. See "
+            "`devices` must be names of different devices, at least one. See "
             f"`keras.distribution.list_devices()`. Received: devices={devices}."
         )
     return devices
 
 
 def check_mesh_shape(mesh_shape, num_devices):
-    """The sizes (batch, experts) of a mesh of two axes.
+    """Return the sizes (batch, experts) of a mesh of two axes.
 
     Raises:
         ValueError: if they are not two positive integers with that product.
@@ -81,7 +81,7 @@ def check_mesh_shape(mesh_shape, num_devices):
         counts = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
         shapes = ", ".join(f"({num_devices // n}, {n})" for n in counts)
         raise ValueError(
-            "`mesh_shape` is a pair (batch, experts) of positive integers whose "
+            "`mesh_shape` must be a pair (batch, experts) of positive integers whose "
             f"product is the number of devices, {num_devices}. Accepted: "
             f"{shapes}, or `None` for one axis. Received: mesh_shape={mesh_shape!r}."
         )

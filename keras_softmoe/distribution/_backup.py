@@ -1,4 +1,4 @@
-"""Training that is interrupted at any point and resumed from there."""
+"""Callback to resume training from any interruption."""
 
 import os
 import shutil
@@ -42,53 +42,51 @@ from keras_softmoe.sharding.variables import (
 
 FILE = "training.h5"
 
-# Of the temporary neighbours of the file, see `replaced_file`.
+# Prefix of temporary files beside it, see `replaced_file`
 _PREFIX = f".{FILE}."
 
 
 class Backup(keras.callbacks.Callback):
-    """Callback that saves what `fit` needs to resume after it was interrupted.
+    """Callback that saves the state of `fit` to resume it after an interruption.
 
     Start the same program again, with the same arguments of `fit`: it finds the backup,
-    draws the batches that were done from the data without computing anything, and
-    resumes with the losses that it would have had. Saved are all variables: of the
-    model (the states of dropout and of noise among them), of its optimizer and of its
-    metrics; and, if one process trains, the global random generators of Python, NumPy
-    and the backend: PyTorch's draws what dropout without a seed drops, and perhaps the
-    order of the data.
+    skips the completed batches of the data without computing, and resumes with the same
+    losses as without an interruption. Saved are all variables of the model (with the
+    states of dropout and of noise), of its optimizer and of its metrics; and, for a
+    single process, the global random generators of Python, NumPy and the backend:
+    PyTorch's determines dropout without a seed, and perhaps the order of the data.
 
-    `keras.callbacks.BackupAndRestore` saves no random states, starts an interrupted
-    epoch again, and fails where several processes share a model.
+    `keras.callbacks.BackupAndRestore` saves no random states, restarts an interrupted
+    epoch, and fails if several processes share a model.
 
     Variables may be sharded over devices and processes, and over others when training
-    resumes. Where there are several processes, the first one writes and all of them
-    read, so they must share the directory.
+    resumes. Of several processes, the first one writes and all read, so they must share
+    the directory.
 
-    The data must come in the same order when the program is started again: shuffle
-    with a seed. Without `steps_per_epoch` Keras iterates over the data from the
-    beginning in each epoch, so the order must be the same in each, or depend on the
-    epoch alone: `dataset.shuffle(..., seed=1, reshuffle_each_iteration=False)`. With
+    The data must have the same order when the program is restarted: shuffle with a
+    seed. Without `steps_per_epoch` Keras iterates over the data from the beginning in
+    each epoch, so the order must be the same in each, or depend on the epoch only:
+    `dataset.shuffle(..., seed=1, reshuffle_each_iteration=False)`. With
     `steps_per_epoch` all epochs draw from one stream, `dataset.shuffle(..., seed=1)
-    .repeat()`: pass `one_stream=True` then.
+    .repeat()`: then pass `one_stream=True`.
 
     Args:
-        directory: str or path. Nothing else should be kept there.
+        directory: str or path, for this backup only.
         every: int, the number of batches between backups. `None`: only at the end of
-            each epoch, where there is one in any case.
-        one_stream: bool, whether all epochs draw from one stream. Not on PyTorch,
-            where Keras draws the batches itself.
-        delete: bool, whether the backup is removed when training has ended.
+            each epoch, which always has one.
+        one_stream: bool, whether all epochs draw from one stream. Not supported on
+            PyTorch, where Keras draws the batches.
+        delete: bool, whether the backup is removed at the end of training.
 
     Raises:
-        ValueError: if `every` is not a positive integer, or `one_stream` is asked for
-            where it cannot be; when training starts, if the directory cannot be written
-            to, the backup cannot be read, is of another model or optimizer (nothing is
-            changed then) or has other parts frozen, or some processes cannot see it.
+        ValueError: if `every` is not a positive integer, or `one_stream` is not
+            supported; when training starts, if the directory is not writable, the
+            backup cannot be read, belongs to another model or optimizer (then nothing
+            is changed) or has other frozen parts, or some processes cannot see it.
 
     The state of other callbacks is not saved: one that waits for an improvement counts
-    from zero. They are called for skipped batches as well, with the metrics as they
-    were when the backup was saved. Metrics may be others than before: they start from
-    zero within the epoch, with a warning.
+    from zero. They are also called for skipped batches, with the metrics of the backup.
+    If the metrics have changed they start from zero within the epoch, with a warning.
 
     Examples:
         >>> classifier.compile("sgd")
@@ -106,18 +104,18 @@ class Backup(keras.callbacks.Callback):
         super().__init__()
         if every is not None and not is_whole_number(every):
             raise ValueError(
-                "`every` is a positive integer, the number of batches between backups, "
-                "or `None` for the end of each epoch. Received: "
+                "`every` must be a positive integer, the number of batches between "
+                "backups, or `None` for the end of each epoch. Received: "
                 f"every={quote(every)}. Pass one of these."
             )
         if one_stream and keras.backend.backend() == "torch":
             raise ValueError(
-                "On PyTorch a callback cannot draw batches from the data, so what "
-                "earlier epochs took from one stream cannot be skipped. Received: "
+                "On PyTorch a callback cannot draw batches from the data, so batches "
+                "of earlier epochs cannot be skipped in one stream. Received: "
                 f"one_stream={one_stream!r}. Leave `steps_per_epoch` out, so that each "
                 "epoch begins the data again, and with it `one_stream`."
             )
-        # Of a link the target is made if it does not exist.
+        # For a symbolic link the target is created if it does not exist.
         self.path = Path(os.path.realpath(directory), FILE)
         self.every = every
         self.one_stream = one_stream
@@ -125,14 +123,14 @@ class Backup(keras.callbacks.Callback):
         self._start()
 
     def _start(self, epoch=0, batches=0):
-        # Batches of this epoch that are done, and those of them that are not saved
+        # Completed batches of this epoch, and those of them that are not saved
         self._epoch, self._batches, self._unsaved = epoch, batches, 0
-        # Batches of earlier epochs that are to be drawn, and whether the first epoch of
-        # this `fit` was interrupted
+        # Batches of earlier epochs to draw, and whether the first epoch of this `fit`
+        # was interrupted
         self._earlier, self._is_resumed = 0, False
-        # What the backup has of metrics, and the logs of skipped batches
+        # Metrics in the backup, and the logs of skipped batches
         self._metrics, self._logs = None, {}
-        # Random generators: when the epoch began, and as the backup has them
+        # States of random generators: at the start of the epoch, and in the backup
         self._generators, self._saved_generators = {}, None
 
     def on_train_begin(self, logs=None):
@@ -164,13 +162,13 @@ class Backup(keras.callbacks.Callback):
         self._epoch = epoch
         set_first_epoch(self.model, None)
         if self._saved_generators is not None:
-            # With the order of data that is drawn for this epoch
+            # They determine the order of data in this epoch.
             set_generator_states(self._saved_generators[0])
         self._generators = generator_states()
         if not self._is_resumed:
             self._batches = 0
         elif has_metrics(self.model):
-            # Only now, because Keras resets them when an epoch begins.
+            # Only now, because Keras resets metrics when an epoch begins.
             self._restore_metrics()
         self._is_resumed = False
 
@@ -183,8 +181,8 @@ class Backup(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if batch < self._batches:
             if batch + 1 == self._batches and self._saved_generators is not None:
-                # The steps that were skipped have drawn nothing. (Data have: Python's
-                # and NumPy's generators go on by themselves.)
+                # Skipped steps have drawn nothing. (The data have, so Python's and
+                # NumPy's generators have advanced.)
                 set_backend_states(self._saved_generators[1])
                 self._saved_generators = None
             return
@@ -204,7 +202,7 @@ class Backup(keras.callbacks.Callback):
             self.path.unlink(missing_ok=True)
 
     def _skip(self, model, iterator):
-        """In place of a step that was done before the interruption: its logs."""
+        """Return the logs of a step completed before the interruption."""
         self._skip_earlier(model, iterator)
         batch = _draw(iterator, model.steps_per_execution)
         if self._metrics is not None:
@@ -213,21 +211,21 @@ class Backup(keras.callbacks.Callback):
         return dict(self._logs)
 
     def _skip_earlier(self, model, iterator):
-        """Before the first step: draw the batches of earlier epochs."""
+        """Draw the batches of earlier epochs, before the first step."""
         _draw(iterator, self._earlier)
         self._earlier = 0
 
     def _steps(self):
         if self.params["steps"] is None:
             raise ValueError(
-                "How many batches an epoch draws from one stream has to be known. "
+                "The number of batches that an epoch draws from one stream is unknown. "
                 "Received: one_stream=True, steps_per_epoch=None. Pass "
                 "`steps_per_epoch` to `fit`, or leave `one_stream` out."
             )
         return self.params["steps"]
 
     def _check_directory(self):
-        """Refuse one that cannot be written to, and remove what a killed run left."""
+        """Raise unless the directory is writable, and remove files of a killed run."""
         failure = None
         if process_index() == 0:
             try:
@@ -253,7 +251,7 @@ class Backup(keras.callbacks.Callback):
     def _save(self, epoch, batches):
         self._unsaved = 0
         model, now = self.model, generator_states()
-        # Between epochs the next one begins with those of now.
+        # Between epochs the next one begins with the current states.
         generators = (self._generators if batches else now, now)
 
         def save(path):
@@ -264,11 +262,11 @@ class Backup(keras.callbacks.Callback):
         save_in_one_process(save, lambda: replaced_file(self.path, room))
 
     def _restore(self, backup):
-        """Restore model and optimizer; all checks come before the first change."""
+        """Restore model and optimizer, after all checks."""
         model = self.model
         if not model.built:
             raise ValueError(
-                f"A model has to be built before the backup in '{self.path}' can be "
+                f"A model must be built before the backup in '{self.path}' can be "
                 f"read into it. Received: the model {model.name!r} without variables. "
                 "Call it on a batch before `fit`."
             )
@@ -291,7 +289,7 @@ class Backup(keras.callbacks.Callback):
                     assign_shards(variable, dataset)
                 else:
                     variable.assign(read(dataset))
-        # Between epochs they are reset.
+        # Between epochs metrics are reset.
         if self._batches:
             self._metrics = [
                 (shape_and_dtype(dataset), dataset.attrs["path"], read(dataset))
@@ -312,9 +310,9 @@ class Backup(keras.callbacks.Callback):
         )
 
     def _check_frozen(self, variables, datasets):
-        # The state of the optimizer would be that of other variables.
+        # The state of the optimizer would belong to other variables.
         for variable, dataset in zip(variables, datasets, strict=True):
-            # Older files do not tell.
+            # Older files do not have it.
             was_trained = dataset.attrs.get("trainable", variable.trainable)
             if was_trained != variable.trainable:
                 raise ValueError(
@@ -342,12 +340,12 @@ class Backup(keras.callbacks.Callback):
 
 
 def _draw(iterator, count):
-    """Draw batches, and return the first of them."""
-    # PyTorch is handed the batch itself.
+    """Draw batches and return the first of them."""
+    # On PyTorch this is the batch itself.
     if not count or not hasattr(iterator, "__next__"):
         return None
     first = next(iterator)
     for _ in range(count - 1):
-        # Several steps in one may find fewer batches at the end of an epoch.
+        # With `steps_per_execution` the last batches of an epoch may be fewer.
         next(iterator, None)
     return first

@@ -12,13 +12,13 @@ _GENERATORS = ("epoch", "now")
 
 
 class BackupFile(NamedTuple):
-    """What the file of a backup holds.
+    """Content of the file of a backup.
 
     Attributes:
         done: pair of int, see `write`.
         optimizer: str, its `optimizer_name`.
         datasets: dict from a kind, see `variables_of`, to a list of `h5py.Dataset`.
-        generators: pair of dicts, see `write`; `None` in files that are older.
+        generators: pair of dicts, see `write`; `None` in older files.
     """
 
     done: tuple
@@ -28,7 +28,7 @@ class BackupFile(NamedTuple):
 
 
 def variables_of(model):
-    """The variables that a backup saves: dict of lists, by their kind."""
+    """Return the variables of a backup, a dict of lists by kind."""
     optimizer = model.optimizer.variables if model.optimizer is not None else []
     return {
         "model": model.variables,
@@ -38,14 +38,14 @@ def variables_of(model):
 
 
 def optimizer_name(optimizer):
-    """The names of the class of an optimizer and of one that it wraps: str."""
+    """Return the class names of an optimizer and of the one it wraps, a str."""
     name = type(optimizer).__name__
     inner = getattr(optimizer, "inner_optimizer", None)
     return name if inner is None else f"{name} of {optimizer_name(inner)}"
 
 
 def shape_and_dtype(variable):
-    """Shape and dtype of a variable, or of the one that a dataset was written from.
+    """Return shape and dtype of a variable, or of the variable in a dataset.
 
     Args:
         variable: `keras.Variable` or `h5py.Dataset`.
@@ -60,10 +60,9 @@ def write(file, done, model, generators):
 
     Args:
         file: `h5py.File`.
-        done: pair of int: epochs that are done, and batches of the next one.
+        done: pair of int: completed epochs, and completed batches of the next one.
         model: `keras.Model`.
-        generators: pair of dicts, the `generator_states` when the epoch began and those
-            of now.
+        generators: pair of dicts, `generator_states` at the start of the epoch and now.
     """
     file.attrs["done"] = done
     for when, states in zip(_GENERATORS, generators, strict=True):
@@ -84,7 +83,7 @@ def _write(file, name, variable):
 
 
 def read(dataset):
-    """The value of a variable in a file, an array."""
+    """Return the value of a variable in a file, an array."""
     value = np.asarray(dataset)
     if dataset.attrs["dtype"] == "bfloat16":
         value = value.view(ml_dtypes.bfloat16)

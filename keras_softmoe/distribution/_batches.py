@@ -1,4 +1,4 @@
-"""Which rows of a batch go to which device and come from which process."""
+"""Placement of the rows of a batch on devices and processes."""
 
 import keras
 
@@ -7,14 +7,14 @@ from keras_softmoe.sharding.variables import process_index
 
 
 class EachBatch:
-    """Mixin of distributions that lay out each batch by its own size.
+    """Mixin of distributions that choose the layout of each batch by its size.
 
-    A batch is sharded over the devices if they divide its rows. One that they do not,
-    most often the last, is replicated: every device computes all of it, which is slower
-    but has the same result, and nothing is dropped or padded.
+    A batch is sharded over the devices if they divide its rows. Any other batch,
+    usually the last, is replicated: every device computes all of it, which is slower
+    but gives the same result, and nothing is dropped or padded.
 
     Several processes share the batches of a `tf.data.Dataset`: each takes its rows of
-    every batch. Where each process has rows of its own already, pass
+    every batch. If each process already has its own rows, pass
     `auto_shard_dataset=False`. Then all processes must feed equally many rows in each
     step.
     """
@@ -31,7 +31,7 @@ class EachBatch:
 
     @property
     def num_devices(self):
-        """Int, the devices over which a batch is sharded."""
+        """Int, number of devices over which a batch is sharded."""
         return int(self.device_mesh.devices.size)
 
     @property
@@ -40,7 +40,7 @@ class EachBatch:
         return process_index()
 
     def get_data_layout(self, data_shape):
-        """The `TensorLayout` of data of which this process has an array of a shape."""
+        """Return the `TensorLayout` of data by the shape of this process' array."""
         others = [None] * (len(data_shape) - 1)
         replicated = self._layout([None] * len(data_shape), self.device_mesh)
         if not data_shape or data_shape[0] == self._replicated_rows:
@@ -49,7 +49,7 @@ class EachBatch:
             return self._layout([self.batch_axes, *others], self.device_mesh)
         if self.num_processes == 1:
             return replicated
-        # Each device of a process is given all the rows of the process.
+        # Each device of a process gets all rows of the process.
         devices = self.device_mesh.devices.reshape(self.num_processes, -1)
         mesh = keras.distribution.DeviceMesh(
             devices.shape, ["process", "device"], devices
@@ -57,14 +57,14 @@ class EachBatch:
         return self._layout(["process", *others], mesh)
 
     def distribute_dataset(self, dataset):
-        """The batches of which this process feeds its share.
+        """Return the share of this process of all batches.
 
         Args:
             dataset: `tf.data.Dataset` of whole batches, the same in all processes.
 
         Returns:
-            An iterable like it. The dataset itself, if there is one process only or
-            `auto_shard_dataset` is `False`.
+            An iterable like it. The dataset itself, for a single process or with
+            `auto_shard_dataset=False`.
         """
         if self.num_processes == 1 or not self.auto_shard_dataset:
             return dataset
@@ -75,7 +75,7 @@ class EachBatch:
 
 
 class SharedDataset:
-    """The rows of each batch of a dataset that one of several processes feeds.
+    """Dataset of one process' rows of each batch.
 
     Args:
         dataset: `tf.data.Dataset` of whole batches, the same in all processes.
@@ -98,13 +98,13 @@ class SharedDataset:
                     lambda x, start=start, share=share: x[start : start + share], batch
                 )
             else:
-                # Keras lays out a batch right after it has asked for it.
+                # Keras chooses the layout of a batch right after drawing it.
                 self._distribution._replicated_rows = rows
                 yield batch
         self._distribution._replicated_rows = None
 
     def __getattr__(self, name):
-        # Cardinality and element specification are those of the whole.
+        # Cardinality and element specification are those of the whole dataset.
         return getattr(self._dataset, name)
 
 

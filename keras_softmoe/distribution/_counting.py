@@ -1,4 +1,4 @@
-"""What a model keeps and computes, in bytes, before it is built."""
+"""Sizes of a model in bytes, before it is built."""
 
 from typing import NamedTuple
 
@@ -20,8 +20,8 @@ class MoELayer(NamedTuple):
         num_experts: int.
         expert_bytes: int, kernels and biases of all experts.
         slot_parameter_bytes: int, `mu` of a soft router, 0 for the others.
-        slot_bytes: int, what all slots of one group of images hold, which is what
-            travels to the experts.
+        slot_bytes: int, all slots of one group of images, which are sent to the
+            experts.
     """
 
     path: str
@@ -39,11 +39,11 @@ class ModelSize(NamedTuple):
         parameters: int, numbers in all weights.
         expert_parameters: int, those in kernels and biases of experts.
         weight_bytes: int, of all weights.
-        dense_kernel_bytes: int, of the kernels that `shard_dense` cuts.
-        hidden_dim: int, the axis along which it cuts them.
+        dense_kernel_bytes: int, of the kernels that `shard_dense` shards.
+        hidden_dim: int, size of the axis along which it shards them.
         moe_layers: tuple of `MoELayer`.
         group_images: int, images (or pairs) that are routed together.
-        activation_bytes: int, what the backward pass of a group needs of the forward
+        activation_bytes: int, kept from the forward pass of a group for the backward
             pass, slots at the experts included.
         shared_bytes: int, of weights shared by both modalities, 0 without pairs.
         embedding_bytes: int, of the embedding of one image or caption in a contrastive
@@ -64,12 +64,12 @@ class ModelSize(NamedTuple):
 
 
 def model_size(model, num_classes=None, **changes):
-    """Size of a model for its placement. Nothing is built.
+    """Return the sizes of a model, without building it.
 
-    The activations are those that XLA was seen to keep from the forward to the backward
-    pass, without rematerialization (JAX 0.10 on a CPU, from its buffer assignments);
-    each layer says its own. Left out are what lives during one operation only,
-    embeddings of whole images and all that has no token axis.
+    The activations are those that XLA keeps from the forward to the backward pass,
+    without rematerialization (JAX 0.10 on a CPU, from its buffer assignments), by the
+    `cost` of each layer. Left out are temporaries of one operation, embeddings of whole
+    images and all tensors without a token axis.
 
     Args:
         model: preset, backbone, task or dict of arguments, as in `evaluation.cost`.
@@ -86,7 +86,7 @@ def model_size(model, num_classes=None, **changes):
     found, name, num_classes, _ = described(model, num_classes, **changes)
     if isinstance(found, TwoTowers):
         raise ValueError(
-            "Two towers share nothing, and each has groups of its own. Received: "
+            "Two towers share nothing, and each has its own groups. Received: "
             f"model={model!r}. Plan each tower by itself."
         )
     group_images = found.group_images
@@ -138,7 +138,7 @@ def model_size(model, num_classes=None, **changes):
 
 
 def _encoder_weights(limoe):
-    """Numbers in the weights of the encoder, which both modalities share."""
+    """Return the number of weights of the encoder, which both modalities share."""
     tokens = (1, 1, limoe.hidden_dim)
     return limoe.layers().encoder.cost({"image": tokens, "text": tokens}).weights
 
@@ -147,26 +147,26 @@ def _encoder_weights(limoe):
 
 
 def optimizer_copies(optimizer):
-    """How often an optimizer keeps the size of the weights, and what it is called.
+    """Return the number of copies of the weights in an optimizer, and its name.
 
     Args:
-        optimizer: str or `keras.optimizers.Optimizer`. One that is in use stays as it
-            is.
+        optimizer: str or `keras.optimizers.Optimizer`. It is not changed.
 
     Returns:
         `(copies, name)`: int and str.
 
     Raises:
-        ValueError: if it is none, or keeps something else than whole copies.
+        ValueError: if it is not an optimizer, or keeps other variables than whole
+            copies.
     """
     given = optimizer
     optimizer = keras.optimizers.get(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(
-            "`optimizer` is the name of one or a `keras.optimizers.Optimizer`. "
-            f"Received: optimizer={given!r}. One that keeps nothing is 'sgd'."
+            "`optimizer` must be the name of one or a `keras.optimizers.Optimizer`. "
+            f"Received: optimizer={given!r}. One without moments is 'sgd'."
         )
-    # Some treat matrices in another way, or large ones.
+    # Some treat matrices, or large ones, differently.
     shapes = ((7,), (7, 5), (7, 5, 3), (200, 150))
     copies = {_copies_of(optimizer, shape) for shape in shapes}
     if len(copies) > 1 or None in copies:
@@ -180,7 +180,7 @@ def optimizer_copies(optimizer):
 
 
 def _copies_of(optimizer, shape):
-    """Variables in the shape of a weight; `None` if there are others."""
+    """Return the number of variables of the shape; `None` if others exist."""
     optimizer = type(optimizer).from_config(optimizer.get_config())
     optimizer.build([keras.Variable(keras.ops.zeros(shape), name="weight")])
     shapes = [tuple(v.shape) for v in optimizer.variables if v.shape != ()]

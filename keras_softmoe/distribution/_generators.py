@@ -1,4 +1,4 @@
-"""The global random generators of a process, as arrays."""
+"""States of the global random generators of a process, as arrays."""
 
 import random
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def generator_states():
-    """The states of the generators of Python, of NumPy and of the backend.
+    """Return the states of the generators of Python, of NumPy and of the backend.
 
     (JAX has none. Layers with a seed keep their state in a variable of the model.)
 
@@ -38,9 +38,9 @@ def generator_states():
 
 
 def set_generator_states(states):
-    """Bring the generators into states that `generator_states` has returned.
+    """Restore the states of generators from `generator_states`.
 
-    Those of another backend, and of accelerators that are not there, stay out.
+    States of another backend, and of missing accelerators, are ignored.
 
     Args:
         states: dict from names to arrays.
@@ -65,7 +65,7 @@ def _set_host_states(states):
 
 
 def set_backend_states(states):
-    """Do so for the generators of the backend alone."""
+    """Restore the states of the generators of the backend only."""
     backend = keras.backend.backend()
     if backend == "torch" and "torch" in states:
         import torch

@@ -1,15 +1,15 @@
-"""Layouts of variables and tensors: the axis of the mesh that shards each axis.
+"""Layouts of variables and tensors, as rules from paths to axes of the mesh.
 
-A layout map names variables by regular expressions that have to match their whole path.
-A variable that no rule matches is replicated on every device, without a word. So the
-rules below are written for the paths that the layers of this library have (in the
-comments, with the shapes of a model of width D), and `audit` compares.
+The keys of a layout map are regular expressions that must match the whole path of a
+variable. A variable without a rule is silently replicated on every device. So the rules
+below are written for the paths of this library's layers (in the comments, with the
+shapes of a model of width D), and `audit` checks them.
 
-The values name roles, which `Roles` turns into axes of a mesh:
+The values are roles, which `Roles` maps to axes of a mesh:
 
 - `experts`: the axis that shards experts
 - `images`: the axes that shard the batch, and so groups of images
-- `replicas`: of those, the ones along which experts are replicated
+- `replicas`: of these, the axes along which experts are replicated
 - `width`: the axis that shards dense kernels, if they are sharded
 """
 
@@ -47,7 +47,7 @@ EXPERT_RULES = {
     rf"{_ROUTER}/mu": (None, EXPERTS, None),
 }
 
-# Tensors that the layers ask a layout for, see `sharding.constrain`.
+# Tensors whose layout the layers look up, see `sharding.constrain`.
 TENSOR_RULES = {
     # block_1/moe/experts/slots_of_groups (G, E, C, D)
     rf"{_EXPERTS}/slots_of_groups": (IMAGES, None, None, None),
@@ -57,7 +57,7 @@ TENSOR_RULES = {
     rf"{_ROUTER}/mu_of_all_experts": (None, None, None),
 }
 
-# Each is sharded along the width of a token. Vectors are too small to be worth it.
+# Each is sharded along the width of a token. Vectors are too small to shard.
 DENSE_RULES = {
     # patch_embedding/projection/kernel (height, width, channels, D)
     r"(.*/)?patch_embedding/projection/kernel": (None, None, None, WIDTH),
@@ -75,7 +75,7 @@ DENSE_RULES = {
 
 
 class JointLayout(keras.distribution.TensorLayout):
-    """A layout in which several axes of the mesh may shard one axis of a tensor.
+    """Layout in which several axes of the mesh may shard one axis of a tensor.
 
     Args:
         axes: tuple with a str, a tuple of str, or `None` for each axis of the tensor.
@@ -87,7 +87,7 @@ class JointLayout(keras.distribution.TensorLayout):
 
     def __init__(self, axes, device_mesh=None):
         names = [name for axis in axes for name in _names(axis)]
-        # Keras checks names, but no tuples of names.
+        # Keras checks names, but not tuples of names.
         super().__init__(names, device_mesh)
         self._joint_axes = tuple(axes)
 
@@ -97,7 +97,7 @@ class JointLayout(keras.distribution.TensorLayout):
 
 
 class Roles(NamedTuple):
-    """The axes of a mesh that have the roles of the rules.
+    """The axes of a mesh for the roles of the rules.
 
     Attributes:
         experts: str.
@@ -112,12 +112,12 @@ class Roles(NamedTuple):
     width: str
 
     def layout(self, axes, device_mesh):
-        """The `TensorLayout` of axes that are named by their roles."""
+        """Return the `TensorLayout` of axes given by their roles."""
         axes = [None if role is None else getattr(self, role) for role in axes]
         return _layout(axes, device_mesh)
 
 
-# The papers' placement: one axis carries both the batch and the experts.
+# The papers' placement: one axis shards both the batch and the experts.
 ONE_AXIS = Roles(BATCH_AXIS, BATCH_AXIS, None, BATCH_AXIS)
 
 # One axis shards experts, the other replicates them, and both shard the batch.
@@ -129,22 +129,22 @@ def layout_map(
     shard_dense: bool = False,
     layouts: dict | None = None,
 ) -> keras.distribution.LayoutMap:
-    """The layout map of the models and layers of this library for a mesh.
+    """Return the layout map of this library's models and layers for a mesh.
 
     Args:
-        device_mesh: `keras.distribution.DeviceMesh` with an axis `"batch"`, which
-            carries the experts as well, or with `"batch"` and `"expert"`.
+        device_mesh: `keras.distribution.DeviceMesh` with an axis `"batch"`, which also
+            shards the experts, or with `"batch"` and `"expert"`.
         shard_dense: bool, whether the kernels of the dense part are sharded too, along
             the width of a token by the axis `"batch"`.
         layouts: optional dict from a regular expression for whole paths to a tuple of
-            axes of the mesh, in addition to the rules of this library. Under a key of
-            theirs it takes their place.
+            axes of the mesh, in addition to the rules of this library. It replaces a
+            rule with the same key.
 
     Returns:
         `keras.distribution.LayoutMap`.
 
     Raises:
-        ValueError: if a rule is not as said, or names axes that the mesh has not.
+        ValueError: if a rule has another form, or axes that the mesh does not have.
 
     Examples:
         >>> mesh = keras.distribution.DeviceMesh((1,), ["batch"], ["cpu:0"])
@@ -156,7 +156,7 @@ def layout_map(
     rules = EXPERT_RULES | TENSOR_RULES | (DENSE_RULES if shard_dense else {})
     found = {path: roles.layout(axes, device_mesh) for path, axes in rules.items()}
     for path, axes in _checked(layouts).items():
-        # Last, also where it takes the place of a rule.
+        # At the end, also if it replaces a rule
         found.pop(path, None)
         found[path] = _layout(axes, device_mesh)
     result = keras.distribution.LayoutMap(device_mesh)
@@ -165,9 +165,9 @@ def layout_map(
 
 
 def is_known(path):
-    """Whether a key of a layout map is a rule of this library.
+    """Return whether a key of a layout map is a rule of this library.
 
-    Such a rule may find nothing: a model has not all kinds of layers.
+    Such a rule may match nothing, as models do not have all kinds of layers.
     """
     return path in EXPERT_RULES or path in TENSOR_RULES or path in DENSE_RULES
 
@@ -179,19 +179,19 @@ def _layout(axes, device_mesh):
 
 
 def _checked(layouts):
-    """Rules of a user, a dict."""
+    """Return the rules of a user, a dict, after checks."""
     layouts = {} if layouts is None else layouts
     if not isinstance(layouts, dict):
         raise ValueError(
-            "`layouts` is a dict from a regular expression for whole paths to a tuple "
-            f"of axes of the mesh. Received: layouts={layouts!r}."
+            "`layouts` must be a dict from a regular expression for whole paths to a "
+            f"tuple of axes of the mesh. Received: layouts={layouts!r}."
         )
     for path, axes in layouts.items():
         try:
             re.compile(path)
         except (re.error, TypeError) as error:
             raise ValueError(
-                "A rule of `layouts` is no regular expression. Received: "
+                "A rule of `layouts` is not a regular expression. Received: "
                 f"{path!r}: {error}."
             ) from error
         if not isinstance(axes, tuple | list):

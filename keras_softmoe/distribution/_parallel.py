@@ -41,45 +41,45 @@ def expert_parallel(
 ) -> keras.distribution.ModelParallel:
     """Shard the experts of mixtures over many devices.
 
-    By default one axis of the mesh carries both the batch and the experts, as in the
+    By default one axis of the mesh shards both the batch and the experts, as in the
     papers: with `n` devices each has `1 / n` of the images and of every layer's
-    experts, and all of the rest. Where a layer mixes experts the slots travel to the
-    experts and back, by two all-to-alls forward and two backward; expert weights never
-    move. Optimizer moments are sharded like their variables.
+    experts, and all other weights. In a mixture of experts the slots are sent to the
+    experts and back, by two all-to-alls forward and two backward; expert weights are
+    never sent. Optimizer moments are sharded like their variables.
 
-    What is built under the distribution is checked: an expert variable or moment that
-    is replicated on every device, and a rule that matches nothing, are errors and not
-    silent, see `audit`. Of any model the layers are checked when they are built, and
-    the rules when data first flows. The tasks of this library are checked as a whole
-    when they are made, and all its models, moments included, before each `fit`,
-    `evaluate` or `predict`; for your own call `audit(model)`. Use a model under the
-    distribution that it was built under: outside the experts' weights would travel.
+    Models built under the distribution are checked: an expert variable or moment that
+    is replicated on every device, and a rule without a match, are errors, see `audit`.
+    In any model layers are checked when they are built, and rules with the first data.
+    The tasks of this library are checked as a whole when they are created, and all its
+    models, moments included, before each `fit`, `evaluate` or `predict`; for other
+    models call `audit(model)`. Use a model under the distribution it was built under:
+    elsewhere the experts' weights would be sent.
 
     Where several processes share a model, all of them call the same methods with the
     same data in the same order (shuffle with a seed). `predict` returns all rows to
-    each of them. Save with `save_to_preset`: Keras' `save` knows one process only.
+    each of them. Save with `save_to_preset`: Keras' `save` supports one process only.
 
-    Groups of several images must divide among the devices: with `n` devices a batch of
-    at least `n * group_images` images, or all tokens are gathered and a warning says
-    so. The last batch may be of any size.
+    Groups of several images must divide among the devices: with `n` devices a batch
+    needs at least `n * group_images` images, or all tokens are gathered, with a
+    warning. The last batch may have any size.
 
     Args:
         mesh_shape: `None`, or `(batch, experts)`: a mesh in which the experts are
             sharded over `experts` devices and replicated `batch` times, and the batch
             is sharded over all `batch * experts` devices. For more devices than
-            experts, or slow connections between hosts: the second axis counts
-            neighbours.
-        devices: sequence of str, for example `["cpu:0", "cpu:1"]`. All that
-            `keras.distribution.list_devices()` lists if `None`.
+            experts, or slow connections between hosts: devices along the second axis
+            are neighbours.
+        devices: sequence of str, for example `["cpu:0", "cpu:1"]`. Defaults to
+            `keras.distribution.list_devices()`.
         shard_dense: bool, whether the kernels of attention, dense MLPs and embeddings
             are sharded as well, along the width of a token by the batch axis. They are
-            gathered where they are needed: for models whose dense part is large.
+            gathered where needed: for models with a large dense part.
         layouts: optional dict from a regular expression, which must match the whole
             path of a variable, to a tuple of axes of the mesh (`"batch"`, `"expert"`,
-            or `None`), one for each axis of the variable: rules in addition to those of
-            this library, or in place of one under the same key.
+            or `None`), one for each axis of the variable: additional rules, or the
+            replacement of a rule of this library with the same key.
         auto_shard_dataset: bool, whether several processes share each batch of a
-            `tf.data.Dataset`. `False` if each feeds rows of its own.
+            `tf.data.Dataset`. `False` if each has its own rows.
 
     Returns:
         `keras.distribution.ModelParallel`. Use it with `keras.distribution.
@@ -88,10 +88,10 @@ def expert_parallel(
 
     Raises:
         ValueError: if `mesh_shape` does not fit the devices, or a rule is given twice.
-        NotImplementedError: if the installed Keras cannot do it on this backend.
+        NotImplementedError: if the installed Keras does not support it on this backend.
 
-    Under it, building raises `PlacementError` for a number of experts that the devices
-    do not divide, before any weight is made.
+    Under it, building raises `PlacementError` for a number of experts that the
+    devices do not divide, before any weight is created.
 
     Source: V-MoE, section 2 and appendix B ("expert parallelism"); Soft MoE, appendix
     on distributed training; GShard (Lepikhin et al. 2020), section 3.
@@ -126,13 +126,12 @@ def data_parallel(
 ) -> keras.distribution.DataParallel:
     """Train replicas of a model, one on each device, with a share of each batch.
 
-    `keras.distribution.DataParallel`, of which the last batch may be of any size and
-    several processes share each batch evenly. Routing stays on the devices: no
-    tokens are exchanged, provided that groups of several images divide among them.
+    As `keras.distribution.DataParallel`, but the last batch may have any size and
+    several processes share each batch evenly. Routing is local to each device: no
+    tokens are exchanged, provided that the devices divide the number of groups.
 
     Args:
-        devices: sequence of str. All that `keras.distribution.list_devices()` lists if
-            `None`.
+        devices: sequence of str. Defaults to `keras.distribution.list_devices()`.
         auto_shard_dataset: see `expert_parallel`.
 
     Returns:
@@ -154,7 +153,7 @@ def data_parallel(
 
 
 class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
-    """What `expert_parallel` returns.
+    """Distribution of experts, see `expert_parallel`.
 
     Args:
         layout_map: `keras.distribution.LayoutMap` as `layout_map` makes it.
@@ -171,7 +170,7 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         roles = TWO_AXES if EXPERT_AXIS in self.device_mesh.axis_names else ONE_AXIS
         self.batch_axes = roles.images
         self.num_expert_shards = num_shards(self.device_mesh, roles.experts)
-        # Rules that have matched a path, of any model under this distribution.
+        # Rules that have matched a path of any model under this distribution
         self.used_keys = set()
         # Shapes and layouts of variables, by their `name_in_optimizer`.
         self._shapes, self._layouts = {}, {}
@@ -182,10 +181,10 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         return self.num_devices
 
     def get_data_layout(self, data_shape):
-        # Data flows, so what is built is built. A model that is built by its first
-        # batch comes here again.
+        # With the first data, models are built. A model that is built by its first
+        # batch calls this again.
         if self.used_keys:
-            # Rules for the output of a layer are used later, when it is called.
+            # Rules for the output of a layer are used later, when it is called
             outputs = {key for key in self.layout_map if key.endswith("/output")}
             problem = unmatched_rules(self.layout_map, self.used_keys | outputs)
             if problem:
@@ -193,7 +192,7 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         return super().get_data_layout(data_shape)
 
     def get_variable_layout(self, variable):
-        """The `TensorLayout` of a variable, by its path.
+        """Return the `TensorLayout` of a variable, by its path.
 
         Raises:
             PlacementError: if several rules match the path, or the devices do not
@@ -207,7 +206,7 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
             name = name_in_optimizer(variable)
             self._shapes[name], self._layouts[name] = tuple(variable.shape), layout
             return layout
-        # Not every optimizer tells Keras of which variable a moment is.
+        # Some optimizers do not pass the variable of a moment to Keras.
         reference = self._layouts.get(reference_name(variable, self._shapes))
         return reference or super().get_variable_layout(variable)
 
@@ -233,7 +232,7 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         check_layer(layer, self)
 
     def check_model(self, model):
-        """Raise `PlacementError` if variables of a model lie where they should not."""
+        """Raise `PlacementError` if variables of a model violate the rules."""
         audit(model, self)
 
     def _match(self, path):
@@ -255,7 +254,7 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
 
 
 class ReplicaParallel(EachBatch, keras.distribution.DataParallel):
-    """What `data_parallel` returns.
+    """Distribution of replicas, see `data_parallel`.
 
     Args:
         device_mesh: `keras.distribution.DeviceMesh` with the one axis `"batch"`.
@@ -265,8 +264,8 @@ class ReplicaParallel(EachBatch, keras.distribution.DataParallel):
     batch_axes = BATCH_AXIS
 
     def get_tensor_layout(self, path):
-        # Slots have this layout anyway. From it `MoE` sees that groups do not divide
-        # among the devices, and warns.
+        # Slots have this layout anyway. `MoE` uses it to warn if groups do not divide
+        # among the devices.
         if path.endswith("/slots_of_groups"):
             return self._layout([self.batch_axes, None, None, None], self.device_mesh)
         return super().get_tensor_layout(path)

@@ -1,4 +1,4 @@
-"""Which meshes a model fits on, what it takes there, and what it sends."""
+"""Plans of training: memory and communication of a model on meshes of devices."""
 
 import math
 import os
@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 from keras_softmoe.checks import check_whole_numbers, is_number, quote
 from keras_softmoe.distribution._counting import model_size, optimizer_copies
 
-# Two tensors go out in the forward pass, and their gradients come back the same way:
+# Two tensors are sent in the forward pass, and their gradients in the backward pass:
 # slots to the experts, outputs of the experts to the images.
 _ALL_TO_ALLS = 4
 
-# Embeddings of the captions go to all images for the loss, and again for the metrics,
-# each of which also asks all devices for their most similar image and its similarity.
+# Embeddings of captions are gathered for the loss, and again for the metrics, each of
+# which also gathers from all devices the most similar image and its similarity.
 _GATHERS_OF_PAIRS = 2
 
 _FLOAT32 = 4
 
-# Columns of the table, and what they show.
+# Columns of the table, and the attributes that they show
 _COLUMNS = {
     "weights": "weights",
     "moments": "moments",
@@ -32,12 +32,12 @@ class Transfer(NamedTuple):
     """A collective operation of a training step.
 
     Attributes:
-        what: str, what travels: `"block_1/moe: slots"`, for example.
+        what: str, the tensor that is sent, for example `"block_1/moe: slots"`.
         operation: str, `"all-to-all"`, `"all-gather"` or `"all-reduce"`.
-        times: int, how often in a step.
-        bytes: int, size of its result on one device, each time, as in the text of the
+        times: int, number of times in a step.
+        bytes: int, size of its result on one device each time, as in the text of the
             compiled program.
-        over: int, how many devices exchange it with each other.
+        over: int, number of devices that take part in it.
     """
 
     what: str
@@ -48,24 +48,24 @@ class Transfer(NamedTuple):
 
     @property
     def sent(self):
-        """Bytes that leave a device in a step, if the devices form a ring: int."""
+        """Int, bytes sent by a device in a step, if the devices form a ring."""
         passes = 2 if self.operation == "all-reduce" else 1
         return passes * self.times * self.bytes * (self.over - 1) // self.over
 
 
 class MeshPlan(NamedTuple):
-    """What a mesh of devices takes. All bytes are those of one device.
+    """Memory and communication of a mesh of devices. All bytes are those of one device.
 
     Attributes:
         shape: `(batch, experts)`, the `mesh_shape` of `expert_parallel`. The batch is
-            cut over all devices; experts are sharded over the second axis and repeated
-            along the first. `(1, n)` stands for the papers' placement, one axis for
-            both (no `mesh_shape`), and `(n, 1)` for `data_parallel`.
+            sharded over all devices; experts are sharded over the second axis and
+            replicated along the first. `(1, n)` denotes the papers' placement, one axis
+            for both (no `mesh_shape`), and `(n, 1)` `data_parallel`.
         weights: int, bytes of the weights.
-        moments: int, bytes of what the optimizer keeps.
+        moments: int, bytes of the optimizer's variables.
         gradients: int, bytes of the gradients.
-        activations: int, bytes that the backward pass needs of the forward pass.
-        transfers: tuple of `Transfer`, what a training step sends.
+        activations: int, bytes kept from the forward pass for the backward pass.
+        transfers: tuple of `Transfer` of a training step.
         max_batch_size: int, the largest global batch that fits, 0 if none does.
     """
 
@@ -79,22 +79,22 @@ class MeshPlan(NamedTuple):
 
     @property
     def total(self):
-        """Bytes of all that is kept: int."""
+        """Int, bytes of weights, moments, gradients and activations."""
         return self.weights + self.moments + self.gradients + self.activations
 
     @property
     def moved(self):
-        """Bytes of the results of all collective operations of a step: int."""
+        """Int, bytes of the results of all collective operations of a step."""
         return sum(transfer.times * transfer.bytes for transfer in self.transfers)
 
     @property
     def sent(self):
-        """Bytes that leave a device in a step, if the devices form rings: int."""
+        """Int, bytes sent by a device in a step, if the devices form rings."""
         return sum(transfer.sent for transfer in self.transfers)
 
     @property
     def label(self):
-        """How the mesh is called in the table: str."""
+        """Str, name of the mesh in the table."""
         batch, experts = self.shape
         if experts == 1:
             return f"{batch}, data parallel"
@@ -102,18 +102,18 @@ class MeshPlan(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A model on some devices. Prints as a table.
+    """Plan of a model on some devices. Prints as a table.
 
     Attributes:
         name: str, of the model.
         parameters: int, numbers in all weights.
         expert_parameters: int, those in kernels and biases of experts.
-        devices: int, how many there are.
+        devices: int, number of devices.
         memory: float, bytes of each.
         batch_size: int, images (or pairs) of a step, on all devices together.
-        optimizer: str, its name and how many numbers it keeps for each weight.
-        meshes: tuple of `MeshPlan`, all that are possible, with the most repetitions
-            of the experts first.
+        optimizer: str, its name and the number of values it keeps for each weight.
+        meshes: tuple of `MeshPlan`, all possible ones, starting with the most replicas
+            of the experts.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Plan(NamedTuple):
 
     @property
     def fitting(self):
-        """The meshes on which the batch fits: tuple of `MeshPlan`."""
+        """Tuple of `MeshPlan`, the meshes on which the batch fits."""
         return tuple(mesh for mesh in self.meshes if mesh.total <= self.memory)
 
     def __str__(self):
@@ -165,41 +165,39 @@ def plan(
     shard_dense: bool = False,
     **changes,
 ) -> Plan:
-    """What training a model takes on each device, for every mesh of so many devices.
+    """Return memory and communication of training for every mesh of devices.
 
     Nothing is built: all numbers follow from the configuration. They are those of
-    `expert_parallel` (and of `data_parallel`, where all devices hold all experts).
+    `expert_parallel` (and of `data_parallel`, where all devices have all experts).
 
     Counted are, on each device:
 
     - weights, exactly: experts and the slot parameters of soft routers are divided by
-      the devices over which experts are sharded, all others are repeated;
+      the devices over which experts are sharded, all others are replicated;
     - moments: whole copies of the weights, as many as the optimizer keeps, in the dtype
-      of the weights. Single numbers (the step) are left out;
-    - gradients: one copy of the weights. All of them are counted as if they were there
-      at once;
-    - activations: what the backward pass needs of the forward pass without
+      of the weights. Scalars (the step) are left out;
+    - gradients: one copy of the weights, as if all existed at once;
+    - activations: tensors kept from the forward pass for the backward pass without
       rematerialization, for the images of the device and the slots of its experts, as
-      XLA was seen to keep it on a CPU (in float32 the estimates were from 7 % less to
-      37 % more; half precision, which a CPU computes in float32, and other devices
-      were not measured). Numbers per token of width `D`, with `h` heads over `S`
-      tokens: `3 D` for each normalization (`5 D` for those of queries and keys),
-      `8 D + 3 h S` for attention, `3 H` for an MLP; per slot of an expert `2 D + 3 H`
-      (`2 D` with `remat_experts`, but for one layer at a time);
-      and the weights of routers;
-    - moved bytes, of a training step, in which each MoE layer sends its slots
-      (`E C D` numbers for each group of images in the dtype of computation, `C` being
+      measured for XLA on a CPU (in float32 the estimates were from 7 % less to 37 %
+      more; half precision, which a CPU computes in float32, and other devices were not
+      measured). Numbers per token of width `D`, with `h` heads over `S` tokens: `3 D`
+      for each normalization (`5 D` for those of queries and keys), `8 D + 3 h S` for
+      attention, `3 H` for an MLP; per slot of an expert `2 D + 3 H` (`2 D` with
+      `remat_experts`, except for one layer at a time); and the weights of routers;
+    - moved bytes, of a training step, in which each MoE layer sends its slots (`E C D`
+      numbers for each group of images in the dtype of computation, `C` being
       `slots_per_expert` of a soft router and the capacity in training of a sparse one)
       four times all-to-all: to the experts, back, and the same for the gradients. The
-      gradients of what is repeated are summed over the devices that repeat it, in the
-      dtype of the weights. Slot parameters are put together before they are used, by
-      one more sum. A LIMoE sums the gradients of what both modalities use, one after
-      the other, for each. Its loss gathers the embeddings of all captions on each
-      device (`B W` numbers in float32, of width `W`) and sums their gradients; its
-      accuracies gather them again, and from each device, for each caption, the most
-      similar image and its similarity. Single numbers, such as losses and metrics, also
-      those of each pair, are left out, and what the tokens of captions cost a LIMoE
-      with `shard_dense`, whose embeddings are cut along their width.
+      gradients of replicated weights are summed over their replicas, in the dtype of
+      the weights. Slot parameters are gathered before they are used, by one more sum. A
+      LIMoE sums the gradients of weights that both modalities use separately for each
+      of them. Its loss gathers the embeddings of all captions on each device (`B W`
+      numbers in float32, of width `W`) and sums their gradients; its accuracies gather
+      them again, and from each device, for each caption, the most similar image and its
+      similarity. Left out are scalars, such as losses and metrics, also those of each
+      pair, and the tokens of captions in a LIMoE with `shard_dense`, whose embeddings
+      are sharded along their width.
 
     Args:
         preset: the name or directory of a preset (its backbone is counted), a live
@@ -208,15 +206,15 @@ def plan(
         devices: int, number of devices.
         memory: float, bytes of memory of each device.
         batch_size: int, images (for a LIMoE: pairs) of a step on all devices together.
-            `None` for one group on each device, which is the smallest.
+            Defaults to one group on each device, the smallest batch.
         optimizer: str or `keras.optimizers.Optimizer`. It must keep whole copies of the
             weights, as Adam (two), SGD with momentum or Lion (one) do.
-        num_classes: int or `None`, classes of a head that is counted as well, see
+        num_classes: int or `None`, classes of an additional head, see
             `evaluation.cost`.
-        shard_dense: bool, whether dense kernels are cut over the axis of the batch, as
-            with `expert_parallel(shard_dense=True)`. They are then gathered in every
-            step, and on two axes their gradients are summed along the one whole, along
-            the other in shards.
+        shard_dense: bool, whether dense kernels are sharded over the axis of the batch,
+            as with `expert_parallel(shard_dense=True)`. They are then gathered in every
+            step, and on two axes their gradients are summed whole along one axis and in
+            shards along the other.
         **changes: arguments of the backbone to change and settings of its routers, as
             in `from_preset`, for example `dtype="mixed_bfloat16"`.
 
@@ -256,7 +254,7 @@ def plan(
             f"batch_size={batch_size}."
         )
     groups = batch_size // smallest
-    # Of a dense model all devices hold all.
+    # All devices have the whole of a dense model.
     counts = [moe.num_experts for moe in model.moe_layers] or [1]
     shared = math.gcd(devices, *counts)
     shapes = [
@@ -284,7 +282,7 @@ def plan(
 
 
 def _dense_shards(shape):
-    """Devices along the axis of the batch, which cuts dense kernels."""
+    """Return the number of devices along the axis that shards dense kernels."""
     batch, experts = shape
     return experts if batch == 1 else batch
 
@@ -296,7 +294,7 @@ def _mesh_plan(model, shape, copies, groups, memory, shard_dense):
     weights = model.weight_bytes - of_experts - of_dense
     weights += of_experts // experts + of_dense // _dense_shards(shape)
     kept = (2 + copies) * weights
-    # The slots of the device's own images are as many as those of its experts.
+    # The images of a device have as many slots as its experts.
     fitting = max(0, int((memory - kept) // model.activation_bytes))
     return MeshPlan(
         shape,
@@ -321,7 +319,7 @@ def _transfers(model, shape, groups, shard_dense):
                 f"{moe.path}: slots", "all-to-all", _ALL_TO_ALLS, slots, experts
             )
             if mu:
-                # Put together by a sum, see `sharding.replicate`
+                # Gathered by a sum, see `sharding.replicate`
                 yield Transfer(
                     f"{moe.path}: slot parameters", "all-reduce", 1, mu, experts
                 )
@@ -334,7 +332,7 @@ def _transfers(model, shape, groups, shard_dense):
     if shard_dense and cut > 1:
         yield Transfer("dense kernels", "all-gather", 1, kernels, cut)
     if shard_dense and batch > 1 and experts > 1:
-        # XLA sums over the axis that cuts them first, and then keeps a shard.
+        # XLA first sums over the axis that shards them, and then keeps a shard.
         repeated -= kernels
         yield Transfer("gradients of dense kernels", "all-reduce", 1, kernels, batch)
         yield Transfer(
@@ -350,7 +348,7 @@ def _transfers(model, shape, groups, shard_dense):
 
 
 def _of_pairs(model, devices, groups):
-    """What learning from pairs of images and captions adds."""
+    """Yield the transfers of contrastive learning."""
     if not model.embedding_bytes:
         return
     pairs = devices * groups * model.group_images

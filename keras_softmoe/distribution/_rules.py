@@ -1,4 +1,4 @@
-"""Rules of a layout map: the one that matches a variable, and those that match none."""
+"""Rules of a layout map: the rule of a variable, and rules without a match."""
 
 import re
 
@@ -6,7 +6,7 @@ from keras_softmoe.distribution._layouts import is_known
 
 
 class PlacementError(ValueError):
-    """Variables do not lie on the devices as their rules say.
+    """Error: variables are not placed on the devices as their rules define.
 
     Attributes:
         audit: the `Audit` that found it, or `None`.
@@ -23,28 +23,28 @@ class PlacementError(ValueError):
 
 
 def matching_keys(layout_map, path):
-    """The keys of a layout map that match a path; the path alone, if it is a key."""
+    """Return the keys of a layout map that match a path; only the path if a key."""
     # Not `path in layout_map`, which is true for every path.
     keys = list(layout_map)
     return [path] if path in keys else [key for key in keys if re.fullmatch(key, path)]
 
 
 def several_match(path, keys):
-    """The beginning of the error where several rules match a path: str."""
+    """Return the beginning of the error for several matching rules, a str."""
     return f"Several rules match {path!r}: {', '.join(map(repr, keys))}."
 
 
 def is_foreign(key, layout, variable):
-    """Whether a rule of ours matches a variable that only has a name like ours."""
+    """Return whether a rule of this library matches a variable of another library."""
     return is_known(key) and len(layout.axes) != len(variable.shape)
 
 
 def reference_name(moment, shapes):
-    """The name of the variable of which an optimizer's variable is a moment.
+    """Return the name of the variable to which a moment of an optimizer belongs.
 
     Args:
         moment: `keras.Variable` of an optimizer.
-        shapes: dict from names of variables, as `name_in_optimizer` gives them, to
+        shapes: dict from names of variables, as `name_in_optimizer` returns them, to
             their shapes.
 
     Returns:
@@ -56,12 +56,12 @@ def reference_name(moment, shapes):
 
 
 def name_in_optimizer(variable):
-    """How the names of a variable's moments begin in an optimizer: str."""
+    """Return the prefix of the names of a variable's moments, a str."""
     return variable.path.replace("/", "_")
 
 
 def unmatched_rules(layout_map, used_keys, paths=()):
-    """The error for rules of a user that match nothing, `None` if there are none.
+    """Return the error for rules of a user that match nothing, or `None`.
 
     Args:
         layout_map: `keras.distribution.LayoutMap`.

@@ -1,4 +1,4 @@
-"""Writes files for `export_model` of a process with another backend.
+"""Write files for `export_model` in a process with another backend.
 
 python -m keras_softmoe.exporting JOB...
 """
@@ -19,7 +19,7 @@ def main():
         job = job_from_json(Path(file).read_text(encoding="utf-8"))
         for module in job.pop("modules"):
             importlib.import_module(module)
-        # The model is that of the process that asks.
+        # The model is trusted: the calling process has saved it.
         model = keras.saving.load_model(
             job.pop("model"), compile=False, safe_mode=False
         )

@@ -1,4 +1,4 @@
-"""Exporting a model from any backend to any format."""
+"""Export of a model from any backend to any format."""
 
 import json
 import os
@@ -20,15 +20,15 @@ from keras_softmoe.routers import Router
 
 
 class Format(NamedTuple):
-    """A kind of file.
+    """Format of exported files.
 
     Attributes:
-        suffix: str, how the name of the file ends; empty for a directory.
+        suffix: str, suffix of the file; empty for a directory.
         backend: str, the backend of Keras that writes it.
-        packages: tuple of str, what else has to be installed to write it.
-        has_half_precision: bool, whether it takes models that compute in float16 or
+        packages: tuple of str, other packages needed to write it.
+        has_half_precision: bool, whether it supports models that compute in float16 or
             bfloat16.
-        has_quantized: bool, whether it takes quantized models.
+        has_quantized: bool, whether it supports quantized models.
     """
 
     suffix: str
@@ -56,20 +56,21 @@ def export_model(
     preprocessing: bool = False,
     **kwargs,
 ) -> None:
-    """Write a model as a file that runs without Keras and without this library.
+    """Export a model to a file that runs without Keras and without this library.
 
-    What is written is prediction: the routers with their settings as they are now,
-    without noise and without dropout. A format is written by one backend, whichever is
-    in use: SavedModel, ONNX, LiteRT and OpenVINO by TensorFlow, `.pt2` by PyTorch. On
-    another one the model is handed to a process of its own that runs the right one, so
-    that a file is the same from everywhere. That takes some seconds more.
+    The file computes predictions: the routers with their current settings, without
+    noise and without dropout. Each format is written by one backend: SavedModel, ONNX,
+    LiteRT and OpenVINO by TensorFlow, `.pt2` by PyTorch. On another backend the model
+    is exported in a subprocess with that one, so that the file is the same. That takes
+    some seconds more.
 
-    The models of this library have this function as their method `export`; it takes
-    any other Keras model as well, with `SoftMoE` or `MoE` somewhere in it.
+    It is the method `export` of this library's models, and also accepts any other Keras
+    model with `SoftMoE` or `MoE` layers.
 
     Args:
         model: `keras.Model` that is built.
-        filepath: str or path. What was there is replaced when the new file is complete.
+        filepath: str or path. An existing file is replaced when the new one is
+            complete.
         format: str, one of `FORMATS`:
 
             - `"tf_saved_model"`: a directory; `tf.saved_model.load(filepath).serve(x)`.
@@ -78,22 +79,22 @@ def export_model(
               of the batch with its `resize_tensor_input`.
             - `"openvino"`: `.xml`, and a `.bin` beside it with the weights.
             - `"torch"`: `.pt2`; `torch.export.load(filepath).module()(x)`.
-        verbose: bool or `None`, whether to say what was written; `None` for yes.
+        verbose: bool or `None`, whether to print a message; `None` for yes.
         input_signature: `None` for batches of any size; or as in `keras.Model.export`,
             for example `[keras.InputSpec(shape=(8, 32, 32, 3), dtype="float32")]`.
-        preprocessing: bool, whether the file takes pixels from 0 to 255 as users have
-            them, of the model's size (or of the one in `input_signature`, from which
-            they are resized), instead of prepared images. The model must have a
-            preprocessor with an image converter, and images as its only input.
+        preprocessing: bool, whether the inputs are pixels from 0 to 255, of the model's
+            size (or of the size in `input_signature`, from which they are resized),
+            instead of preprocessed images. The model must have a preprocessor with an
+            image converter, and images as its only input.
         **kwargs: options of the format, as in `keras.Model.export`.
 
     Raises:
         ValueError: if the format is unknown, the name of the file does not fit it, or
-            the model has something that a file cannot hold: groups of the whole batch
-            where its size is open, routing at random, half precision where the format
-            has none, or classes that only the running program knows.
+            the model cannot be exported: groups of the whole batch with an open size,
+            random routing, half precision in a format without it, or classes defined in
+            `__main__`.
         ImportError: if a package that writes the format is not installed.
-        RuntimeError: if the process that was to write the file failed.
+        RuntimeError: if the subprocess that writes the file failed.
 
     Examples:
         >>> model = ksm.models.ViTMoEImageClassifier.from_preset(
@@ -107,7 +108,7 @@ def export_model(
         write(model, filepath, **job)
     else:
         if verbose is not False:
-            print(f"Writing with {backend}, in a process of its own ...")
+            print(f"Writing with {backend} in a subprocess ...")
         with tempfile.TemporaryDirectory() as directory:
             run_jobs([save_job(model, filepath, job, backend, directory)], backend)
     if verbose is not False:
@@ -117,7 +118,7 @@ def export_model(
 def checked_job(
     model, filepath, format, input_signature=None, preprocessing=False, options=None
 ):
-    """What `write` has to know besides model and file, a dict.
+    """Return the arguments of `write` besides model and file, a dict.
 
     Raises:
         ValueError: as `export_model`.
@@ -136,16 +137,16 @@ def checked_job(
     }
 
 
-# === What cannot be exported ===
+# === Checks ===
 
 
 def _check(model, filepath, format, preprocessing):
-    """Raise if it is known at once that the file cannot be written."""
+    """Raise if the model or the format cannot be exported."""
     check_choice("format", format, tuple(FORMATS))
     suffix, backend, packages, has_half_precision, has_quantized = FORMATS[format]
     if suffix and Path(filepath).suffix != suffix:
         raise ValueError(
-            f"The name of a file of format '{format}' ends in '{suffix}'. "
+            f"The name of a file of format '{format}' must end in '{suffix}'. "
             f"Received: filepath={str(filepath)!r}."
         )
     if not isinstance(model, keras.Model) or not model.built:
@@ -160,7 +161,7 @@ def _check(model, filepath, format, preprocessing):
             f"installed here: `pip install {' '.join(missing)}`."
         )
     if preprocessing:
-        # Which says what is missing.
+        # It raises the error.
         image_converter(model)
     layers = flatten_layers(model)
     computed = {layer.compute_dtype for layer in layers}
@@ -190,8 +191,9 @@ def _check_deterministic(router):
     priority = getattr(router, "priority", None)
     if random_logits or priority == "random":
         raise ValueError(
-            "A file gives the same result each time, so routing at random cannot be "
-            f"exported. Received: {router.path} with random_logits={random_logits!r}, "
+            "Random routing cannot be exported: an exported model must be "
+            f"deterministic. Received: {router.path} with "
+            f"random_logits={random_logits!r}, "
             f"priority={priority!r}. Change them with "
             "`set_routing(random_logits=False, priority='max')`."
         )
@@ -201,28 +203,28 @@ def _check_slots(router):
     if router.num_rows(1) is not None:
         factor = router.num_experts / router.choices_per_token
         raise ValueError(
-            "A file holds slots, whose number is fixed. Received: "
+            "An exported model has a fixed number of slots. Received: "
             f"{router.path} with capacity_factor=None. Set one that drops nothing "
             f"either: `set_routing(capacity_factor={factor:g})`."
         )
 
 
 def _check_groups(model, signature):
-    """Raise if groups are to be the whole batch, and its size is open."""
+    """Raise if a group is the whole batch and the batch size is open."""
     batches = {spec.shape[0] for spec in keras.tree.flatten(signature)}
     is_whole = any(layer.group_images is None for layer in moe_layers_of(model))
     if None in batches and is_whole:
         raise ValueError(
-            "`group_images=None` routes a whole batch as one group, so the file has to "
-            "know the size of the batch. Pass, for example, `input_signature="
-            "[keras.InputSpec(shape=(8, 224, 224, 3))]`, or route so many images "
-            "together with `set_routing(group_images=8)`. Received: "
+            "`group_images=None` routes a whole batch as one group, so the size of the "
+            "batch must be known. Pass, for example, `input_signature="
+            "[keras.InputSpec(shape=(8, 224, 224, 3))]`, or set the size of a group "
+            "with `set_routing(group_images=8)`. Received: "
             f"batch sizes {sorted(batches, key=str)}."
         )
 
 
 def _check_size(model, signature):
-    """Raise if pixels are to be resized in a `.pt2` file."""
+    """Raise if a `.pt2` file would have to resize pixels."""
     if tuple(signature[0].shape[1:3]) != tuple(model.input.shape[1:3]):
         raise ValueError(
             "PyTorch cannot export the resizing of images for batches of any size. "
@@ -232,15 +234,15 @@ def _check_size(model, signature):
         )
 
 
-# === What goes in ===
+# === Inputs ===
 
 
 def _signature(model, input_signature):
-    """A list with the inputs, each a `keras.InputSpec` or a structure of them."""
+    """Return a list of the inputs, each a `keras.InputSpec` or a structure of them."""
     if input_signature is None:
         if not hasattr(model, "input"):
             raise ValueError(
-                f"A `{type(model).__name__}` does not say what its inputs look like. "
+                f"The inputs of a `{type(model).__name__}` are unknown. "
                 "Pass `input_signature=[keras.InputSpec(shape=(None, ...))]`. "
                 "Received: input_signature=None."
             )
@@ -260,20 +262,20 @@ def _as_spec(tensor):
 
 
 def save_job(model, filepath, job, backend, directory):
-    """Save what another process has to know to write a model, for `run_jobs`.
+    """Save a model and a job for `run_jobs`.
 
     Args:
         model: `keras.Model`.
         filepath: str or path of the file to write.
-        job: dict of the other arguments of `write`.
-        backend: str, that of the other process.
+        job: dict, the other arguments of `write`.
+        backend: str, backend of the subprocess.
         directory: path of an empty directory.
 
     Returns:
         Path of a file.
 
     Raises:
-        ValueError: if the other process could not know a class or an option.
+        ValueError: if a class or an option cannot be passed to the subprocess.
     """
     saved, file = Path(directory, "model.keras"), Path(directory, "job.json")
     job = {
@@ -288,18 +290,18 @@ def save_job(model, filepath, job, backend, directory):
 
 
 def run_jobs(jobs, backend):
-    """Write what jobs say, in a process of its own.
+    """Run jobs in a subprocess.
 
     Args:
         jobs: list of paths from `save_job`.
-        backend: str, of the process.
+        backend: str, backend of the subprocess.
 
     Raises:
         RuntimeError: if it failed.
     """
     process = subprocess.run(
         [sys.executable, "-m", "keras_softmoe.exporting", *map(str, jobs)],
-        # Not beside this process on an accelerator, whose memory it may hold.
+        # Not on an accelerator, whose memory this process may occupy.
         env={
             **os.environ,
             "KERAS_BACKEND": backend,
@@ -311,13 +313,13 @@ def run_jobs(jobs, backend):
     )
     if process.returncode:
         raise RuntimeError(
-            f"The process that was to export with {backend} failed. Its last words:\n"
+            f"Export with {backend} failed in a subprocess. End of stderr:\n"
             f"{process.stderr[-2000:]}"
         )
 
 
 def _modules_of(model, format, backend):
-    """Modules that register the classes of a model's layers, for another process."""
+    """Return the modules that register the classes of a model's layers."""
     layers = flatten_layers(model)
     modules = sorted({type(layer).__module__ for layer in layers})
     if "__main__" in modules:
@@ -332,7 +334,7 @@ def _modules_of(model, format, backend):
 
 
 def job_to_json(job, backend):
-    """The text of a job, in which each `keras.InputSpec` is a dict."""
+    """Return a job as JSON, with each `keras.InputSpec` as a dict."""
 
     def as_dict(value):
         if isinstance(value, keras.InputSpec):
@@ -349,7 +351,7 @@ def job_to_json(job, backend):
 
 
 def job_from_json(text):
-    """What `job_to_json` was given."""
+    """Return the job from the text of `job_to_json`."""
 
     def as_spec(value):
         if "input_spec" in value:

@@ -1,4 +1,4 @@
-"""Writing a file with the backend in use."""
+"""Writing a model with the backend in use."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ def write(model, filepath, format, input_signature, preprocessing, options):
 
     Args:
         model: `keras.Model`.
-        filepath: str or path, replaced when all is written.
+        filepath: str or path, replaced when the new file is complete.
         format: str, see `export_model`.
         input_signature: list of `keras.InputSpec`s, or of structures of them.
         preprocessing: bool, see `export_model`.
@@ -48,10 +48,10 @@ def write(model, filepath, format, input_signature, preprocessing, options):
 
 
 def image_converter(model):
-    """The image converter of a model, whose only input must be images.
+    """Return the image converter of a model, whose only input must be images.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if it has none.
     """
     preprocessor = getattr(model, "preprocessor", None)
     converter = getattr(preprocessor, "image_converter", None)
@@ -60,13 +60,13 @@ def image_converter(model):
             "`preprocessing=True` needs a model with images as its only input and a "
             "preprocessor with an image converter, such as an image classifier from a "
             f"preset. Received: {model.name!r}, a `{type(model).__name__}`. Leave it "
-            "out, and prepare the inputs before they come to the file."
+            "out, and preprocess the inputs before the exported model."
         )
     return converter
 
 
 class FromPixels(keras.Model):
-    """A model behind its image converter, without what a converter does in pipelines.
+    """Model with its image converter, as plain operations on tensors.
 
     Args:
         model: `keras.Model` with an image converter.
@@ -101,7 +101,7 @@ class FromPixels(keras.Model):
 def _from_pixels(model, input_signature):
     (spec,) = input_signature
     model = FromPixels(model, spec.shape)
-    # Builds it.
+    # This builds it.
     model(keras.KerasTensor(spec.shape, dtype=spec.dtype, name="pixels"))
     return model, [keras.InputSpec(dtype=spec.dtype, shape=spec.shape, name="pixels")]
 
@@ -109,8 +109,8 @@ def _from_pixels(model, input_signature):
 def _write_torch(model, filepath, input_signature, options):
     """Write a `.pt2` file.
 
-    Keras' own traces a batch of two images. In a model that routes several images
-    together that is one group, and PyTorch would take one group for all that there is.
+    Keras' exporter traces a batch of two images. In a model that routes several images
+    together that is one group, and PyTorch would assume a single group.
     """
     import torch
 
@@ -142,8 +142,8 @@ def _write_torch(model, filepath, input_signature, options):
         **options,
     }
     with sizes_may_be_one():
-        # The weights are constants of what is called. Those of a module are written
-        # once more.
+        # The weights are constants of the function. Those of a module would be written
+        # twice.
         exported = torch.export.export(Module(), examples, **arguments)
     drop_assertions_of_more_than_one(exported.graph_module.graph)
     torch.export.save(exported, filepath)
@@ -151,9 +151,9 @@ def _write_torch(model, filepath, input_signature, options):
 
 @contextlib.contextmanager
 def _groups_of(model, batch):
-    """Scope in which what is routed with the whole batch has groups of that size.
+    """Scope in which `group_images=None` is replaced by the batch size.
 
-    TensorFlow traces a model once more, for batches of any size.
+    TensorFlow also traces a model for batches of any size.
     """
     whole = [layer for layer in moe_layers_of(model) if layer.group_images is None]
     for layer in whole:
@@ -167,7 +167,7 @@ def _groups_of(model, batch):
 
 @contextlib.contextmanager
 def _quiet():
-    """Scope without the progress that converters log."""
+    """Scope without the progress logs of converters."""
     logger = logging.getLogger("tf2onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

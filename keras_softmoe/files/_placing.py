@@ -16,7 +16,7 @@ from keras_softmoe.files._temporary import aside
 
 
 def identity(path):
-    """What tells a file or directory from another, `None` if there is none."""
+    """Return the device and inode of a path, or `None` if nothing exists there."""
     try:
         found = os.stat(path)
     except OSError:
@@ -25,13 +25,13 @@ def identity(path):
 
 
 def files_below(directory):
-    """The relative paths of all files below a directory, sorted."""
+    """Return the sorted relative paths of all files below a directory."""
     found = (path for path in directory.rglob("*") if path.is_file())
     return sorted(path.relative_to(directory) for path in found)
 
 
 def check_files(new, directory, marks):
-    """Raise unless the files of a new directory can take their places in an old one.
+    """Raise unless the files of a new directory may be moved into an old one.
 
     Args:
         new: `pathlib.Path`.
@@ -56,7 +56,7 @@ def check_files(new, directory, marks):
 
 
 def is_exchangeable(directory):
-    """Whether a new directory that is like an old one can take its place."""
+    """Return whether an old directory may be exchanged for a new one."""
     found = directory.stat()
     if hasattr(os, "geteuid"):
         groups = (os.getegid(), *os.getgroups())
@@ -67,7 +67,7 @@ def is_exchangeable(directory):
         os.access(directory.parent, os.W_OK | os.X_OK)
         and not _is_mount_point(directory)
         and not _has_attributes(directory)
-        # Of the processes that work in it this one is known.
+        # It must not be the working directory; those of other processes are unknown.
         and identity(directory) != identity(os.curdir)
     )
 
@@ -75,7 +75,7 @@ def is_exchangeable(directory):
 def _is_mount_point(directory):
     if os.path.ismount(directory):
         return True
-    # Where a part of a file system is mounted in the same one
+    # Bind mounts within one file system
     try:
         mounts = Path("/proc/self/mountinfo").read_bytes().splitlines()
     except OSError:
@@ -87,7 +87,7 @@ def _is_mount_point(directory):
 
 
 def _has_attributes(directory):
-    """Whether there are access lists, for example, that a new one would not have."""
+    """Return whether extended attributes (such as access lists) would be lost."""
     with contextlib.suppress(OSError, AttributeError):
         names = os.listxattr(directory)
         return any(not name.startswith("security.") for name in names)
@@ -95,22 +95,22 @@ def _has_attributes(directory):
 
 
 def exchange(new, directory, keep, old):
-    """Exchange two directories, if the old one holds nothing but files.
+    """Exchange two directories, if the old one contains nothing but files.
 
     Args:
-        new: `pathlib.Path`, which is given what it lacks.
+        new: `pathlib.Path`, to which missing files are added.
         directory: `pathlib.Path`, resolved.
         keep: see `replaced_directory`.
-        old: `pathlib.Path`, where a process that is killed leaves the old one.
+        old: `pathlib.Path`, where a killed process leaves the old directory.
 
     Returns:
-        bool, whether the system permits it.
+        bool, whether the system permitted it.
     """
     if not _is_plain(directory, new):
         return False
     _keep_files(directory, new, keep)
     if _rename_both(new, directory):
-        # Files that were made meanwhile
+        # Files created meanwhile
         _keep_files(new, directory, keep)
         return True
     old.parent.mkdir()
@@ -128,7 +128,7 @@ def exchange(new, directory, keep, old):
 
 
 def _is_plain(directory, new):
-    """Whether a directory holds files, and only directories that are in the new one."""
+    """Return whether it contains only files, and directories that the new one has."""
     for entry in _entries(directory):
         if entry.is_dir(follow_symlinks=False):
             path, other = Path(entry.path), new / entry.name
@@ -147,7 +147,7 @@ def _entries(directory):
 
 
 def _keep_files(directory, new, keep, below=Path()):
-    """Give a new directory the mode of an old one, and the files that it lacks."""
+    """Copy the mode of an old directory and its missing files to a new one."""
     for entry in _entries(directory / below):
         path = below / entry.name
         if entry.is_dir(follow_symlinks=False):
@@ -164,7 +164,7 @@ def _keep_files(directory, new, keep, below=Path()):
 
 
 def _rename_both(first, second):
-    """Exchange two directories in one step; `False` where the system cannot."""
+    """Exchange two directories atomically; return `False` where unsupported."""
     if sys.platform != "linux":
         return False
     try:
@@ -176,7 +176,7 @@ def _rename_both(first, second):
 
 
 def make_like(new, old):
-    """Give a new file or directory the owner and the mode of an old one, if any."""
+    """Copy the owner and the mode of an old file or directory, if any, to a new one."""
     with contextlib.suppress(OSError):
         found = old.stat()
         if hasattr(os, "chown"):
@@ -189,7 +189,7 @@ def make_like(new, old):
 
 
 def replace_files(new, directory, keep):
-    """Move the files of a new directory to their places in an old one, all or none.
+    """Move all files of a new directory into an old one, or none.
 
     Args:
         new: `pathlib.Path` in a temporary directory inside of the old one.
@@ -210,7 +210,7 @@ def _replace_files(new, directory, keep):
         if path.is_file()
     }
     gone = [path for path in sorted(there.difference(files)) if not keep(path)]
-    # What is replaced or removed is kept till the end.
+    # Replaced and removed files are kept until the end.
     before = temporary / "before"
     for path in [*there.intersection(files), *gone]:
         place = _place(directory / path)
@@ -235,7 +235,7 @@ def _replace_files(new, directory, keep):
 
 @contextlib.contextmanager
 def _one_writer(directory):
-    """Scope that one process is in at a time, where the file system has locks."""
+    """Context manager that locks a directory, where the file system has locks."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, OSError):
             import fcntl
@@ -247,7 +247,7 @@ def _one_writer(directory):
 
 
 def finish(ready, directory):
-    """Move files that are ready to their places, and remove those that are to go."""
+    """Move finished files into a directory and remove the files listed in `gone`."""
     for path in files_below(ready):
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
         move(ready / path, directory / path)
@@ -258,7 +258,7 @@ def finish(ready, directory):
 
 
 def move(file, path):
-    """Move a file to its place in one step."""
+    """Move a file to a path atomically."""
     place = _place(path)
     try:
         os.replace(file, place)
@@ -271,5 +271,5 @@ def move(file, path):
 
 
 def _place(path):
-    """Where a file of that path lies: that of a symbolic link is its target."""
+    """Return the path with symbolic links resolved."""
     return Path(os.path.realpath(path))

@@ -1,4 +1,4 @@
-"""Reading beside processes that write, and waiting for them."""
+"""Reading while other processes write, and waiting for them."""
 
 import contextlib
 import errno
@@ -11,16 +11,15 @@ from keras_softmoe.files._placing import identity
 from keras_softmoe.files._replacing import recover
 from keras_softmoe.files._temporary import ASIDE
 
-# How long a process waits for another one between two looks, in seconds, and how often
-# a reader looks.
+# Seconds between two attempts of a waiting process, and attempts of a reader.
 _PATIENCE = 0.2
 _LOOKS = 25
-# How a file system says that it has no locks.
+# Errors of file systems without locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}
 
 
 def read_whole(directory, read):
-    """Read a directory that others may be replacing, all of it from one version.
+    """Read one version of a directory that other processes may be replacing.
 
     Args:
         directory: str or path.
@@ -28,14 +27,14 @@ def read_whole(directory, read):
             directory was replaced meanwhile.
 
     Returns:
-        What `read` returns.
+        The result of `read`.
     """
     for _ in range(9):
         before = _version(directory)
         try:
             found = read()
         except Exception:
-            # Perhaps it found parts of two versions.
+            # It may have read parts of two versions.
             if _version(directory) == before:
                 raise
             continue
@@ -46,14 +45,14 @@ def read_whole(directory, read):
 
 @contextlib.contextmanager
 def one_process(path, waiting=None):
-    """Scope that only one process is in at a time; the others wait.
+    """Context manager that one process holds at a time; the others wait.
 
-    The system ends it with the process. (Nobody waits on Windows, or where a file
-    system has no locks.)
+    The lock ends with the process. (No process waits on Windows, or where a file system
+    has no locks.)
 
     Args:
-        path: str or path of a file that stands for the scope, and is there as long.
-        waiting: str or `None`, what to print if there is somebody to wait for.
+        path: str or path of the lock file, which exists while the lock is held.
+        waiting: str or `None`, message to print when the process has to wait.
     """
     try:
         import fcntl
@@ -76,7 +75,7 @@ def one_process(path, waiting=None):
                 if error.errno not in _NO_LOCKS:
                     raise
             if identity(path) != identity(file.fileno()):
-                # Who had it before has removed it.
+                # The previous holder has removed it.
                 continue
             try:
                 yield
@@ -86,11 +85,11 @@ def one_process(path, waiting=None):
 
 
 def _version(directory):
-    """What tells one version of a directory from the next, `None` if there is none."""
+    """Return a value that differs between versions, `None` without a directory."""
     if identity(directory) is None:
         return None
     for _ in range(_LOOKS):
-        # Files that are just replaced one by one
+        # Files are being replaced one by one.
         if not any(Path(directory).glob(f"..{glob.escape(ASIDE)}-*/ready")):
             break
         time.sleep(_PATIENCE)

@@ -1,4 +1,4 @@
-"""What a system refuses to write, and what is refused before it is asked."""
+"""Errors of writing: those of the operating system, and checks made beforehand."""
 
 import contextlib
 import ctypes
@@ -10,7 +10,7 @@ import stat
 import sys
 import tempfile
 
-# Errors of a system that refuses to write.
+# Error numbers of a system that refuses to write.
 _REFUSALS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO),
     *(errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
@@ -23,18 +23,18 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
-    # Of a link to anything else the target is written.
+    # Other links are followed.
     stat.S_IFLNK: "a link in a circle",
 }
 
 
 class NotWritten(OSError, ValueError):
-    """A file or directory that could not be written. What was there before still is."""
+    """Error: a file or directory could not be written. The old content is unchanged."""
 
 
 @contextlib.contextmanager
 def explain_refusals(path):
-    """Turn the errors of a system that refuses to write a path into `NotWritten`.
+    """Raise `NotWritten` in place of an `OSError` of writing a path.
 
     Args:
         path: str or path.
@@ -44,7 +44,7 @@ def explain_refusals(path):
     except NotWritten:
         raise
     except (OSError, RuntimeError) as error:
-        # When it closes a file HDF5 knows the reason only in words.
+        # On closing a file HDF5 gives the error number only in its message.
         number = re.search(r"errno = (\d+)", str(error))
         number = getattr(error, "errno", None) or (number and int(number[1]))
         if number not in _REFUSALS:
@@ -57,16 +57,16 @@ def explain_refusals(path):
 
 
 def check_kind(path, kind):
-    """Raise unless a path is free or of a kind.
+    """Raise if a path exists and is not of the expected kind.
 
-    A device or somebody's file is never replaced with a directory, for example.
+    For example, a directory never replaces a device or a file.
 
     Args:
         path: `pathlib.Path`, resolved.
         kind: `stat.S_IFREG` for a file, or `stat.S_IFDIR`.
 
     Returns:
-        bool, whether there is something.
+        bool, whether the path exists.
     """
     try:
         found = stat.S_IFMT(path.lstat().st_mode)
@@ -82,7 +82,7 @@ def check_kind(path, kind):
 
 
 def check_room(directory, size):
-    """Raise an `OSError` if so many bytes cannot be written in a directory."""
+    """Raise an `OSError` if a directory has no room for that many bytes."""
     if not size:
         return
     with tempfile.TemporaryFile(dir=directory) as file:
@@ -92,9 +92,9 @@ def check_room(directory, size):
 
 
 def _allocate(file, size):
-    """Give an empty file its size, without writing; `False` where nobody can.
+    """Allocate an empty file without writing; return `False` where unsupported.
 
-    Unlike the free space of the disk this knows of quotas and limits.
+    Unlike the free space of the disk, this respects quotas and limits.
     """
     if sys.platform != "linux":
         return False

@@ -1,4 +1,4 @@
-"""Writing a file or a directory aside, and replacing the old one when it is whole."""
+"""Writing files and directories aside and replacing the old ones when complete."""
 
 import contextlib
 import errno
@@ -27,23 +27,23 @@ from keras_softmoe.files._temporary import aside, of_the_dead
 
 @contextlib.contextmanager
 def replaced_file(path, room=0):
-    """Write a file aside and put it in place when all of it is written.
+    """Write a file aside and move it into place when it is complete.
 
-    Files that are written beside it, because a file of that kind consists of several,
-    are put in place before it. Of a symbolic link the target is written. A file that is
-    replaced passes on its mode, and its owner where the system permits it.
+    Other files written beside it, for formats of several files, are moved first.
+    Symbolic links are followed. The new file gets the mode of the old one, and its
+    owner where the system permits it.
 
     Args:
-        path: str or path. Its directory is made if it does not exist.
-        room: int, the bytes that there has to be room for before anything is written.
-            HDF5 does not get over a write that the system refuses: the process dies.
+        path: str or path. Its directory is created if it does not exist.
+        room: int, bytes that must be free before writing starts. HDF5 crashes the
+            process when a write fails.
 
     Yields:
         `pathlib.Path` of the file to write, with the same suffixes.
 
     Raises:
         NotWritten: (an `OSError` and a `ValueError`) if the system refuses, or the path
-            is that of a directory, a pipe, a socket or a device.
+            is a directory, a pipe, a socket or a device.
     """
     with explain_refusals(path):
         target = Path(os.path.realpath(path))
@@ -67,7 +67,7 @@ def replaced_file(path, room=0):
 
 
 def check_file(path):
-    """Raise `NotWritten` where `replaced_file` would, before what is written is known.
+    """Raise `NotWritten` where `replaced_file` would, before there is content to write.
 
     Args:
         path: str or path. Its directory is made if it does not exist.
@@ -81,29 +81,29 @@ def check_file(path):
 
 @contextlib.contextmanager
 def replaced_directory(directory, marks, keep=lambda path: True, room=0):
-    """Write a directory aside and put it in place when all of it is written.
+    """Write a directory aside and move it into place when it is complete.
 
-    What lies in a directory already and is not written again stays as it is. Of a
-    symbolic link the target is written. How whole the new content is:
+    Existing files that are not written again are kept. Symbolic links are followed. How
+    atomic the replacement is:
 
-    - A new directory appears in one step.
-    - A directory that holds files only is exchanged in one step where the system can
-      do that (Linux). Elsewhere a process that is killed between two steps leaves the
-      old one aside, from where `recover` brings it back.
-    - Another directory stays the same one: a mount point, one whose parent cannot be
-      written to, one that holds links or other directories. Its files are replaced one
-      by one, each in one step. If one of them cannot be, all are put back; if the
-      process is killed, `recover` replaces the rest. Meanwhile `read_whole` waits, and
-      other readers may find files of two versions.
+    - A new directory appears atomically.
+    - A directory that contains only files is exchanged atomically on Linux. Elsewhere a
+      process killed between two steps leaves the old one aside, and `recover` restores
+      it.
+    - Any other directory (a mount point, one whose parent is not writable, one that
+      contains links or other directories) is kept, and its files are replaced
+      atomically one by one. If one of them fails, all are restored; if the process is
+      killed, `recover` replaces the rest. Meanwhile `read_whole` waits, and other
+      readers may see files of two versions.
 
     Args:
-        directory: str or path, made if it does not exist.
-        marks: list of patterns of names, for example `["*.weights.h5"]`. Only in a
-            directory with a file that matches one of them files are replaced; to others
-            new ones are added.
-        keep: callable from the relative `pathlib.Path` of a file that is there already
-            and was not written again, to whether it is kept. All are, by default. It is
-            called when the new files are written.
+        directory: str or path, created if it does not exist.
+        marks: list of patterns of names, for example `["*.weights.h5"]`. Existing files
+            are replaced only in a directory with a file that matches one of them; new
+            files are added to any directory.
+        keep: callable that takes the relative `pathlib.Path` of an existing file that
+            was not written again and returns whether to keep it. By default all are
+            kept. It is called after the new files are written.
         room: int, see `replaced_file`.
 
     Yields:
@@ -111,8 +111,8 @@ def replaced_directory(directory, marks, keep=lambda path: True, room=0):
 
     Raises:
         NotWritten: (an `OSError` and a `ValueError`) if the system refuses, the path is
-            that of a file, a pipe, a socket or a device, or a file would be replaced in
-            a directory without a mark.
+            a file, a pipe, a socket or a device, or a file would be replaced in a
+            directory without a mark.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_refusals(directory))
@@ -140,13 +140,13 @@ def replaced_directory(directory, marks, keep=lambda path: True, room=0):
 
 
 def _appears(new, target):
-    """Put a directory where there is none; `False` if there is one."""
+    """Move a directory to a free path; return `False` if the path exists."""
     if target.exists():
         return False
     try:
         new.rename(target)
     except OSError as error:
-        # Another process was quicker.
+        # Another process was faster.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         return False
@@ -154,24 +154,24 @@ def _appears(new, target):
 
 
 def recover(directory):
-    """Put in place what a killed process has left, or put back what it has removed.
+    """Complete or undo the replacement of a directory by a killed process.
 
     Args:
         directory: str or path.
     """
     directory = Path(directory)
-    # Which is not so sure to be a path that it may raise an error.
+    # `os.path`, because `directory` may be no valid path, and must not raise here.
     if os.path.isdir(directory):
         for left in of_the_dead(directory):
             if (left / "ready").is_dir():
-                # Perhaps this process may only read.
+                # This process may have no permission to write.
                 with contextlib.suppress(OSError):
                     finish(left / "ready", directory)
                     shutil.rmtree(left, ignore_errors=True)
     elif not os.path.lexists(directory):
         for left in of_the_dead(directory.parent):
             old = left / "old" / directory.name
-            # If both are there, it was killed between its two steps.
+            # Both exist if it was killed between its two steps.
             if old.is_dir():
                 with contextlib.suppress(OSError):
                     old.rename(directory)

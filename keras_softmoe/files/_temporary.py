@@ -1,4 +1,4 @@
-"""Temporary directories beside what is written, or inside of it."""
+"""Temporary directories beside or inside the path that is written."""
 
 import contextlib
 import glob
@@ -9,23 +9,22 @@ import tempfile
 from pathlib import Path
 
 # Part of their names: `.NAME.aside-MACHINE-PROCESS-RANDOM` beside a path of that name,
-# `..aside-MACHINE-PROCESS-RANDOM` inside of a directory.
+# `..aside-MACHINE-PROCESS-RANDOM` inside a directory.
 ASIDE = f"aside-{platform.node()}"
-# The longest part of a name that is repeated in them, in bytes. File systems allow 255
-# for all of it.
+# Maximum length in bytes of NAME. File systems allow 255 for the whole name.
 _LABEL = 100
 
 
 @contextlib.contextmanager
 def aside(folder, name=""):
-    """Make a temporary directory; those of dead processes are removed first.
+    """Create a temporary directory, and remove those of dead processes first.
 
-    Of all names in the folder: a process that is killed just after it has put a file
-    in place may have been the last one to write that file.
+    Those of all names in the folder are removed: perhaps no other process will ever
+    write a file that a killed process had just moved into place.
 
     Args:
-        folder: `pathlib.Path`, made if it does not exist.
-        name: str, that of a path in the folder; empty for the folder itself.
+        folder: `pathlib.Path`, created if it does not exist.
+        name: str, the name of a path in the folder; empty for the folder itself.
 
     Yields:
         `pathlib.Path`.
@@ -43,7 +42,7 @@ def aside(folder, name=""):
 
 
 def of_the_dead(folder):
-    """The temporary directories in a folder whose processes, of this machine, ended.
+    """Yield temporary directories in a folder left by dead processes of this machine.
 
     Yields:
         `pathlib.Path`.
@@ -62,6 +61,6 @@ def _runs(process):
     except ProcessLookupError:
         return False
     except OSError:
-        # Of another user
+        # The process of another user
         return True
     return True

@@ -1,4 +1,4 @@
-"""Multi-head attention, with the query and key normalization that ViTs use."""
+"""Multi-head attention with the query and key normalization of ViTs."""
 
 import math
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class Attention(Layer):
         width = queries_shape[-1]
         check_num_heads(self.num_heads, width)
         head_dim = width // self.num_heads
-        # Glorot's fans are those of the (D, D) matrices that the kernels fold.
+        # The fans of Glorot are those of the (D, D) matrices before reshaping.
         project = {
             name: keras.layers.EinsumDense(
                 "bsd,dhk->bshk",
@@ -118,8 +118,8 @@ class Attention(Layer):
         total += costs.dense(width, width, num_tokens, is_sharded=True) * 2
         total += costs.LayerCost(
             products=2 * pairs * width,
-            # Query, key, value and context, each also with its axes in another order;
-            # weights, and in float32 logits and exponentials
+            # Query, key, value and context, each also with transposed axes; weights,
+            # and in float32 logits and exponentials
             kept=8 * num_queries * width + pairs * self.num_heads,
             kept_float32=2 * pairs * self.num_heads,
         )
@@ -127,7 +127,7 @@ class Attention(Layer):
             head_dim = width // self.num_heads
             shape = (num_queries * self.num_heads, head_dim)
             norm = costs.normalization(shape, center=False)
-            # Their results take another order of axes.
+            # Their results are transposed.
             total += (norm + costs.LayerCost(kept=2 * num_queries * width)) * 2
         return total
 
@@ -140,7 +140,7 @@ class Attention(Layer):
 
 
 def _project(dense, x, *outputs):
-    """What an `EinsumDense` computes, `(B, S, *outputs)`, as a plain product."""
+    """Return the output of an `EinsumDense`, `(B, S, *outputs)`, as a plain product."""
     if dense.quantization_mode:
         return dense(x)
     num_tokens, width = x.shape[1], math.prod(outputs)
@@ -153,7 +153,7 @@ def _project(dense, x, *outputs):
 
 
 def layer_norm(dtype, name, center=True, epsilon=1e-6):
-    """Layer normalization, if nothing is said with the epsilon of the papers' code."""
+    """Return a layer normalization, by default with the epsilon of the papers' code."""
     check_numbers(over=0, layer_norm_epsilon=epsilon)
     return keras.layers.LayerNormalization(
         epsilon=epsilon, center=center, dtype=dtype, name=name

@@ -1,4 +1,4 @@
-"""The learned numbers between embeddings and a contrastive loss."""
+"""Learned scale and bias of similarities in a contrastive loss."""
 
 import math
 from collections.abc import Sequence
@@ -13,18 +13,17 @@ from keras_softmoe.keras_adapter import Layer
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class ContrastiveScale(Layer):
-    """Learned scale (inverse temperature) and, if wanted, bias of similarities.
+    """Learned scale (inverse temperature) and optional bias of similarities.
 
-    Both are single numbers. They are given out once for each row, so that they can be
-    outputs of a model like any other.
+    Both are scalars, repeated for each row so that they can be outputs of a model.
 
     Args:
-        scale: float, initial scale. What is learned is its logarithm.
+        scale: float, initial scale. Its logarithm is the trained weight.
         bias: float or `None`, initial bias; `None` for none.
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
-    Maps `(B, D)` embeddings, of which only the number counts, to a dict of
-    `"logit_scale"` `(B,)` and, with a bias, `"logit_bias"` `(B,)`.
+    Maps `(B, D)` embeddings, of which only `B` matters, to a dict of `"logit_scale"`
+    `(B,)` and, with a bias, `"logit_bias"` `(B,)`.
 
     Raises:
         ValueError: if the scale is not positive.

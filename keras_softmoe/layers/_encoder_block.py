@@ -1,4 +1,4 @@
-"""The Transformer encoder's block, dense or with experts."""
+"""Transformer encoder block, dense or with experts."""
 
 import inspect
 import math
@@ -33,20 +33,20 @@ class EncoderBlock(Layer):
     Args:
         num_heads: int, number of attention heads.
         mlp: the layer after attention: `MLP`, `MoE` or any other that maps `(B, S, D)`
-            to `(B, S, D)`. It becomes a part of the block and keeps its own dtype. (For
-            `cost` it needs a method `cost`, see `costs.cost_of`.)
+            to `(B, S, D)`. It becomes a sublayer of the block and keeps its own dtype.
+            (For `cost` it needs a method `cost`, see `costs.cost_of`.)
         use_qk_norm: bool, whether queries and keys are normalized.
         dropout_rate: float, dropout after attention and after the MLP or experts.
-        layer_norm_epsilon: float, what normalizations add to the variance.
-        layer_scale: float or `None`. If given, what attention and what MLP or experts
-            add to the tokens is multiplied by a learned factor per channel, at first
-            this one, see `LayerScale`.
+        layer_norm_epsilon: float, epsilon of the normalizations.
+        layer_scale: float or `None`. Initial value of a learned factor per channel that
+            multiplies the outputs of attention and of the MLP or experts, see
+            `LayerScale`. `None` for no such factor.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
         - `inputs`: `(B, S, D)` float tensor; or a dict from modalities (`"image"`,
-          `"text"`) to such tensors. Attention and an MLP see each of them apart; a
-          `MoE` is given all of them together.
+          `"text"`) to such tensors. Attention and an MLP are applied to each of them
+          separately, a `MoE` to all of them together.
         - `mask`: optional `(B, S)` bool tensor, or a dict of them; `False` for tokens
           that get no attention and that experts leave out, see `MoE`.
 
@@ -54,8 +54,8 @@ class EncoderBlock(Layer):
         `(B, S, D)` tensor, or a dict like the input.
 
     Raises:
-        ValueError: if `mlp` is no layer, `num_heads` does not divide the width, a
-            number is out of range, or the input has not rank 3.
+        ValueError: if `mlp` is not a layer, `num_heads` does not divide the width, a
+            number is out of range, or the input does not have rank 3.
 
     Source: V-MoE, section 2.1 and figure 1; several modalities: LIMoE, section 2.
 
@@ -80,7 +80,7 @@ class EncoderBlock(Layer):
         super().__init__(**kwargs)
         if not isinstance(mlp, keras.layers.Layer):
             raise ValueError(
-                "`mlp` is a layer, for example `layers.MLP(mlp_dim=128)` or "
+                "`mlp` must be a layer, for example `layers.MLP(mlp_dim=128)` or "
                 "`layers.MoE(router, mlp_dim=128)`. "
                 f"Received: mlp={mlp!r}."
             )
@@ -97,7 +97,7 @@ class EncoderBlock(Layer):
             num_heads, use_qk_norm=use_qk_norm, dtype=dtype, name="attention"
         )
         self.mlp_norm = layer_norm(dtype, "mlp_norm", epsilon=epsilon)
-        # Files of weights have mixtures of experts under a name of their own.
+        # In files of weights mixtures of experts have a separate name.
         self.mlp = self.moe = None
         if isinstance(mlp, MoE):
             self.moe = mlp
@@ -114,12 +114,12 @@ class EncoderBlock(Layer):
             )
             self.mlp_scale = LayerScale(layer_scale, dtype=dtype, name="mlp_scale")
         self.supports_masking = True
-        # An MLP needs no mask: it looks at each token by itself.
+        # An MLP needs no mask, as it is applied to each token independently.
         self._masks_mlp = "mask" in inspect.signature(mlp.call).parameters
 
     def build(self, inputs_shape):
         check_tokens_shape(inputs_shape)
-        # Modalities differ in the number of tokens, which only the experts look at.
+        # Modalities differ in the number of tokens, which matters to the experts only.
         is_dict = isinstance(inputs_shape, dict)
         shape = next(iter(inputs_shape.values())) if is_dict else inputs_shape
         self.attention_norm.build(shape)
@@ -150,10 +150,10 @@ class EncoderBlock(Layer):
     def before_mlp(
         self, inputs: Tensor, mask: Tensor | None = None, training: bool | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The sum after attention, and its normalized tokens: what the MLP is given."""
+        """Return the sum after attention, and the normalized input of the MLP."""
         check_tokens_shape(shapes_of(inputs))
         check_masks(mask, inputs)
-        # What is masked would be in the gradients of all weights.
+        # Masked values would enter the gradients of all weights.
         inputs = each(zero_padding, inputs, mask)
         x = add(inputs, each(lambda x, m: self._attend(x, m, training), inputs, mask))
         return x, each(self.mlp_norm, x)
@@ -213,7 +213,7 @@ class EncoderBlock(Layer):
         return cls(**{**config, "mlp": mlp})
 
 
-# Arguments of `MoE` that blocks in older files have.
+# Arguments of `MoE` in the blocks of older files
 _OF_MIXTURES = (
     "group_images",
     "dispatcher",
@@ -225,7 +225,7 @@ _OF_MIXTURES = (
 
 
 def _as_saved_now(config):
-    """The arguments of a block from a file that is older than its `mlp`."""
+    """Return the arguments of a block from a file without the argument `mlp`."""
     config = dict(config)
     settings = {name: config.pop(name) for name in _OF_MIXTURES if name in config}
     mlp_dim, router = config.pop("mlp_dim"), config.pop("router")

@@ -1,4 +1,4 @@
-"""One dense layer per expert, which can be adapted (LoRA) and quantized."""
+"""One dense layer per expert, with LoRA and quantization."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from keras import ops
 from keras_softmoe.layers._int4 import from_int4, to_int4
 from keras_softmoe.layers.lora import merge_lora, per_expert, update
 
-# What `quantize` takes, and why not the others that Keras has.
+# Modes of `quantize`, and the reason why other modes of Keras are refused.
 _MODES = ("int8", "int4", "float8")
 _REFUSED = {
     mode: "Keras takes the longest axis of a kernel with three for the width of a "
@@ -23,12 +23,12 @@ _REFUSED = {
 class ExpertBank(keras.layers.EinsumDense):
     """A dense layer for each expert: `keras.layers.EinsumDense` on a stack of kernels.
 
-    What Keras makes of a kernel with three axes is meant for the heads of attention.
+    LoRA and quantization of Keras treat a kernel with three axes as heads of attention.
     Here the experts of a bank share nothing: each has its own factors of LoRA, and its
     own scales after `quantize`.
 
     Args:
-        equation: str of the form `"end,edh->enh"`, from `n` slots of each of `e`
+        equation: str of the form `"end,edh->enh"`, for `n` slots of each of `e`
             experts.
         **kwargs: as in `keras.layers.EinsumDense`.
 
@@ -56,9 +56,9 @@ class ExpertBank(keras.layers.EinsumDense):
 
     @property
     def kernel(self):
-        """The kernels, `(E, D, H)`: the sum with LoRA, the floats that int4 stands for.
+        """The kernels, `(E, D, H)`, with the update of LoRA, dequantized from int4.
 
-        In int8 they are the stored integers, as in Keras, without what LoRA adds.
+        In int8 they are the stored integers, as in Keras, without the update of LoRA.
         """
         if not self.built:
             raise AttributeError("An expert bank has a `kernel` once it is built.")
@@ -67,7 +67,7 @@ class ExpertBank(keras.layers.EinsumDense):
             kernel = self._from_int4()
         if not self.lora_enabled or self.quantization_mode == "int8":
             return kernel
-        # Not in Keras' `compute_dtype`, to which a file would hold it rounded.
+        # Not in the `compute_dtype`, which would round the kernel in a saved file.
         return ops.cast(kernel + update(self), kernel.dtype)
 
     # === LoRA ===
@@ -79,7 +79,7 @@ class ExpertBank(keras.layers.EinsumDense):
         a_initializer: str = "he_uniform",
         b_initializer: str = "zeros",
     ):
-        """Freeze the kernels and train two small factors of each in their place.
+        """Freeze the kernels and train two small factors for each instead.
 
         An expert computes with `kernel + lora_alpha / rank * A @ B`. Keras' own layers
         share `B` among the experts. In int8 and in int4 the factors stay floats.
@@ -112,13 +112,13 @@ class ExpertBank(keras.layers.EinsumDense):
         super().enable_lora(rank, lora_alpha, *initializers)
 
     def add_weight(self, shape=None, initializer=None, **kwargs):
-        # Keras makes the factors. Of the second one, (r, H), here each expert has one.
+        # Keras creates the factors. Each expert gets its own second factor (r, H).
         if kwargs.get("name") == "lora_kernel_b":
             shape = (self.lora_kernel_a.shape[0], *shape)
         return super().add_weight(shape, initializer, **kwargs)
 
     def merge_lora(self) -> None:
-        """Fold the factors into the kernels: an ordinary bank that computes the same.
+        """Merge the factors into the kernels, for the same outputs without LoRA.
 
         In int8 and in int4 the sum is rounded to the bits of the kernels.
         """
@@ -127,7 +127,7 @@ class ExpertBank(keras.layers.EinsumDense):
     # === Quantization ===
 
     def check_quantization(self, mode: str | None, config: Any = None) -> None:
-        """Raise the errors of `quantize`, before anything is changed."""
+        """Raise the errors of `quantize` before anything is changed."""
         if mode not in _MODES:
             raise ValueError(
                 f"Expert banks are not quantized by {mode!r}. {_REFUSED.get(mode, '')}"
@@ -144,22 +144,22 @@ class ExpertBank(keras.layers.EinsumDense):
         ]
         if quantizers:
             raise ValueError(
-                "Expert banks in int4 have a rounding of their own, and inputs in "
+                "Expert banks in int4 use their own rounding, and inputs in "
                 f"floats. Received: a config with {' and '.join(quantizers)} for "
                 f"{self.path!r}. Leave that out, or take 'int8'."
             )
 
     def quantize(self, mode: str | None = None, type_check: bool = True, config=None):
-        """Round the kernels to few bits.
+        """Quantize the kernels.
 
-        - `"int8"`: Keras' own. A scale for each expert and output, and inputs in int8
+        - `"int8"`: as in Keras. A scale for each expert and output, and inputs in int8
           too, with a scale for each slot.
-        - `"int4"`: the kernels only, which become floats again where they are used. A
-          scale and a zero for each expert, output and block of inputs (128, see
-          `keras.quantizers.Int4QuantizationConfig`). Keras' own would be shared by
-          weights of several experts.
-        - `"float8"`: Keras' own, for training: kernels, slots and their gradients pass
-          through float8, with one scale for all experts of a bank.
+        - `"int4"`: the kernels only, dequantized where they are used. A scale and a
+          zero point for each expert, output and block of inputs (128, see
+          `keras.quantizers.Int4QuantizationConfig`). In Keras weights of several
+          experts would share them.
+        - `"float8"`: as in Keras, for training: kernels, slots and their gradients are
+          rounded to float8, with one scale for all experts of a bank.
 
         Args:
             mode: str, one of these, or `None` with a config.
@@ -167,8 +167,8 @@ class ExpertBank(keras.layers.EinsumDense):
             config: `keras.quantizers.QuantizationConfig`, or `None`.
 
         Raises:
-            ValueError: for another mode, for float8 together with LoRA, and for
-                quantizers of one's own in int4.
+            ValueError: for another mode, for float8 together with LoRA, and for custom
+                quantizers in int4.
         """
         self.check_quantization(mode, config)
         if mode != "int4":
@@ -194,7 +194,7 @@ class ExpertBank(keras.layers.EinsumDense):
         policy = self.dtype_policy
         if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
             policy = policy[self.path]
-        # A file has the size of the blocks in its policy.
+        # In a file the dtype policy contains the block size.
         block_size = getattr(config or policy, "block_size", None)
         num_experts, width, units = self.original_kernel_shape = tuple(kernel_shape)
         self._block_rows = _rows(block_size, width)
@@ -247,18 +247,18 @@ class ExpertBank(keras.layers.EinsumDense):
         first = ops.copy(self.lora_kernel_a) if self.lora_enabled else None
         super().load_own_variables(store)
         if first is not None:
-            # Keras makes zeros of both factors, of which none could be trained again.
+            # Keras sets both factors to zero, and neither could be trained again.
             self.lora_kernel_a.assign(first)
 
 
 def _rows(block_size, width):
-    """How many of the inputs of an expert share a scale, an int."""
+    """Return the number of inputs of an expert that share a scale, an int."""
     return width if block_size in (None, -1) else min(block_size, width)
 
 
 def _float8_with_lora(bank):
     return (
-        "Keras computes in float8 without LoRA. Received: both for "
+        "Keras does not support LoRA in float8. Received: both for "
         f"{bank.path!r}. Fold the factors into the kernels first (`merge_lora`), or "
         "take 'int8' or 'int4'."
     )

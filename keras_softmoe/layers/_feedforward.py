@@ -1,4 +1,4 @@
-"""Two dense layers with a GELU between: once, or once per expert."""
+"""MLPs of two dense layers with a GELU: a single one, and one per expert."""
 
 import functools
 import math
@@ -25,14 +25,14 @@ from keras_softmoe.types import Tensor
 
 def _exact_gelu(x):
     if keras.backend.backend() == "tensorflow":
-        # Its own has the complementary error function, which runtimes of exported files
-        # do not know.
+        # TensorFlow's has the complementary error function, which runtimes of exported
+        # files do not support.
         return 0.5 * x * (1.0 + ops.erf(math.sqrt(0.5) * x))
     return ops.gelu(x, approximate=False)
 
 
-# The papers' code has the tanh approximation everywhere; models that come from PyTorch
-# have the exact one.
+# The papers' code has the tanh approximation everywhere; models from PyTorch have the
+# exact one.
 _ACTIVATIONS = {
     "gelu_tanh": functools.partial(ops.gelu, approximate=True),
     "gelu": _exact_gelu,
@@ -42,7 +42,7 @@ ACTIVATIONS = tuple(_ACTIVATIONS)
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class MLP(Layer):
-    """The feed-forward part of a dense encoder block.
+    """Feed-forward network of a dense encoder block.
 
     Args:
         mlp_dim: int, hidden width.
@@ -52,8 +52,8 @@ class MLP(Layer):
     Maps `(..., D)` to `(..., D)`.
 
     Raises:
-        ValueError: if `mlp_dim` is not a positive integer, or the activation is none
-            of these.
+        ValueError: if `mlp_dim` is not a positive integer, or the activation is
+            unknown.
 
     Source: V-MoE, section 2.1.
 
@@ -90,7 +90,7 @@ class MLP(Layer):
         return _multiply(self.output_dense, self.hidden(inputs))
 
     def hidden(self, inputs: Tensor) -> Tensor:
-        """What the second layer is given, `(..., H)`."""
+        """Return the input of the second layer, `(..., H)`."""
         hidden = _multiply(self.intermediate_dense, inputs)
         return _ACTIVATIONS[self.activation](hidden)
 
@@ -120,28 +120,26 @@ class Experts(Layer):
     """A bank of MLPs, one per expert, each applied to its own slots.
 
     Both layers are `layers.ExpertBank`: `keras.layers.EinsumDense` whose `quantize` and
-    `enable_lora` treat each expert by itself.
+    `enable_lora` treat each expert separately.
 
     Args:
         num_experts: int, number `E` of experts.
         mlp_dim: int, hidden width `H` of an expert.
-        equal_experts: bool. If `True` all experts start with the same weights, as the
-            released V-MoE models did, and part ways by what they are fed; if `False`
-            each draws its own.
+        equal_experts: bool, whether all experts start with the same weights, as in the
+            released V-MoE models, and diverge only by their tokens.
         dropout_rate: float, dropout between the two layers ("expert dropout").
-        remat: bool, whether hidden activations are computed again in the backward pass
+        remat: bool, whether hidden activations are recomputed in the backward pass
             instead of kept (`keras.remat`). Per slot they are several times `mlp_dim`
-            numbers, where the slots themselves have `D`. With dropout, what it leaves
-            of them is kept. (XLA on a processor finds that the same is computed twice,
-            and keeps it.)
+            numbers, while a slot has `D`. With dropout, its outputs are kept. (XLA on a
+            CPU eliminates the recomputation and keeps them.)
         activation: as in `MLP`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps slots `(G, E, C, D)` to outputs `(G, E, C, D)`; or rows `(N, D)`, sorted by
-    expert, to outputs `(N, D)`, if the rows of each expert are given as a second
-    argument, an `(E,)` int32 tensor whose sum is `N`. Under a distribution that names
-    layouts for `slots_of_groups` and `slots_of_experts` below the path of this layer,
-    slots travel to where the experts are and back, see
+    expert, to outputs `(N, D)`, with the number of rows of each expert as a second
+    argument, an `(E,)` int32 tensor whose sum is `N`. Under a distribution with layouts
+    for `slots_of_groups` and `slots_of_experts` below the path of this layer, slots are
+    sent to the devices of the experts and back, see
     `keras_softmoe.distribution.expert_parallel`.
 
     Raises:
@@ -217,7 +215,7 @@ class Experts(Layer):
         )
 
     def takes_rows(self) -> bool:
-        """Whether rows sorted by expert are taken, and not slots only."""
+        """Return whether rows sorted by expert are supported, besides slots."""
         return not self._computes_in_8_bits() and knows_counts()
 
     def call(self, slots, count=None, training=None):
@@ -228,8 +226,9 @@ class Experts(Layer):
             f"{self.path}/slots_of_groups",
             f"{self.path}/slots_of_experts",
         )
-        # Experts first makes each bank one batched product. With the groups first,
-        # compilers would transpose the hidden activations, several times as many.
+        # With experts first each bank is one batched product. With groups first,
+        # compilers would transpose the hidden activations, which are several times
+        # larger.
         # (E, G, C, D)
         x = ops.transpose(constrain(slots, of_groups), (1, 0, 2, 3))
         # (E, G * C, D)
@@ -248,25 +247,25 @@ class Experts(Layer):
         return bool(modes & {"int8", "float8"})
 
     def _mlps(self, x, training, count=None):
-        """What the experts make of their slots `(E, G * C, D)`, or rows `(N, D)`."""
+        """Return the experts' outputs for slots `(E, G * C, D)`, or rows `(N, D)`."""
         first, second = self.intermediate_dense, self.output_dense
         if self._computes_in_8_bits():
             hidden = _ACTIVATIONS[self.activation](first(x))
             return second(self.dropout(hidden, training=training))
         banks = (first.kernel, first.bias, second.kernel, second.bias)
-        # Views: of variables themselves TensorFlow's `remat` counts gradients twice.
+        # Views, because TensorFlow's `remat` counts gradients of variables twice.
         weights = tuple(ops.reshape(weight, weight.shape) for weight in banks)
         sharded = is_distributed()
         multiply = functools.partial(affine, sharded=sharded)
         if count is not None:
             multiply = functools.partial(grouped_affine, count=count)
-        # Not as arguments of the function, which `remat` would make tensors of.
+        # Bound beforehand, as `remat` would convert arguments to tensors.
         known = {"activation": self.activation, "multiply": multiply}
         hidden, mlp = (functools.partial(f, **known) for f in (_hidden, _mlp))
         if self.remat:
             hidden, mlp = remat(hidden), remat(mlp)
         if training and self.dropout_rate:
-            # Dropout outside of `remat`, which would draw another mask.
+            # Dropout outside `remat`, which would draw another mask
             x = self.dropout(hidden(x, *weights[:2]), training=True)
             return multiply(x, *weights[2:])
         if count is not None:
@@ -284,10 +283,10 @@ class Experts(Layer):
         *slots, width = slots_shape
         num_experts, slots = self.num_experts, math.prod(slots)
         expert = costs.dense(width, self.mlp_dim) + costs.dense(self.mlp_dim, width)
-        # What went in and what came out; before GELU, its tanh, after
+        # Inputs and outputs; before GELU, its tanh, after
         kept, kept_bytes = 2 * width + (0 if self.remat else 3 * self.mlp_dim), 0
         if self.dropout_rate:
-            # Masks; the activations that they leave are kept in any case.
+            # Masks; the activations after dropout are kept in any case.
             kept, kept_bytes = kept + bool(self.remat) * self.mlp_dim, self.mlp_dim
         return costs.LayerCost(
             weights=num_experts * expert.weights,
@@ -323,7 +322,7 @@ def _mlp(x, kernel, bias, output_kernel, output_bias, activation, multiply):
 
 @functools.cache
 def _stages_of_slots(activation, is_one):
-    """The same functions in every call, see `map_experts`."""
+    """Return the same functions in every call, see `map_experts`."""
     known = {"activation": activation, "multiply": affine}
     if is_one:
         return (functools.partial(_mlp, **known),)
@@ -331,7 +330,7 @@ def _stages_of_slots(activation, is_one):
 
 
 def _multiply(dense, x):
-    """What a `keras.layers.Dense` computes, as fast as the backend can."""
+    """Return the output of a `keras.layers.Dense`, computed by `affine`."""
     if dense.quantization_mode:
         return dense(x)
     return affine(x, dense.kernel, dense.bias)
@@ -339,7 +338,7 @@ def _multiply(dense, x):
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class EqualExperts(keras.initializers.Initializer):
-    """Draws one expert's weights and gives them to all.
+    """Initializer that draws the weights of one expert for all of them.
 
     Args:
         initializer: `keras.initializers.Initializer` for a `(1, ...)` bank.

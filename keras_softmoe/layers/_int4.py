@@ -1,4 +1,4 @@
-"""Kernels of experts in four bits, with scales of their own."""
+"""Quantization of experts' kernels to four bits, with scales for each expert."""
 
 import math
 
@@ -9,21 +9,21 @@ LOWEST, HIGHEST = -8, 7
 
 
 def to_int4(kernel, block_size):
-    """Round kernels to sixteen values, evenly spaced between the extremes of a block.
+    """Round kernels to 16 values, evenly spaced between the extremes of a block.
 
     Args:
         kernel: `(E, D, H)` float tensor.
-        block_size: int, how many of the `D` inputs share a scale.
+        block_size: int, number of the `D` inputs that share a scale.
 
     Returns:
         Tuple of `(E, D, ceil(H / 2))` int8, two values in each, and scale (float) and
-        zero (int8), `(E, ceil(D / block_size), H)`: a value `v` stands for
+        zero (int8), `(E, ceil(D / block_size), H)`: a stored `v` has the value
         `(v - zero) * scale`.
     """
     num_experts, width, units = kernel.shape
     blocks = math.ceil(width / block_size)
     kernel = ops.cast(kernel, "float32")
-    # Zeros widen no range, as each has zero in it: what is zero stays zero.
+    # Padding with zeros widens no range, as each contains zero; zeros remain zero.
     x = ops.pad(kernel, ((0, 0), (0, blocks * block_size - width), (0, 0)))
     x = ops.reshape(x, (num_experts, blocks, block_size, units))
     low = ops.minimum(ops.min(x, axis=2, keepdims=True), 0.0)
@@ -37,14 +37,14 @@ def to_int4(kernel, block_size):
 
 
 def from_int4(packed, scale, zero, units, block_size):
-    """The kernels that `to_int4` has rounded, `(E, D, H)`.
+    """Return the `(E, D, H)` kernels from the results of `to_int4`.
 
     Args:
         packed: `(E, D, ceil(H / 2))` int8 tensor.
         scale: `(E, ceil(D / block_size), H)` float tensor.
         zero: int8 tensor of that shape.
         units: int, `H`.
-        block_size: int, as it was given.
+        block_size: int, as given to `to_int4`.
     """
     values = keras.quantizers.unpack_int4(packed, units, axis=-1)
     if scale.shape[1] > 1:

@@ -1,4 +1,4 @@
-"""Layer scale: what a block adds to its tokens, with a learned factor per channel."""
+"""Layer scale: a learned factor per channel for the outputs of a block."""
 
 import math
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from keras_softmoe.keras_adapter import Layer
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class LayerScale(Layer):
-    """Multiplies each channel by a learned number.
+    """Multiply each channel by a learned factor.
 
     Args:
-        initial_value: float over 0, what the numbers are at first.
+        initial_value: float over 0, initial value of the factors.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps `(..., D)` to `(..., D)`.

@@ -53,53 +53,52 @@ DISPATCHERS = ("auto", "gather", "einsum")
 class MoE(Layer):
     """Mixture of expert MLPs with any router, in place of a Transformer's MLP.
 
-    Images are cut into groups, the router decides for each group, tokens travel to
-    the experts' slots, and the experts' outputs travel back. A token that no expert
-    takes comes back as zeros, so in a residual block it passes unchanged.
+    Images are divided into groups, the router decides for each group, tokens are
+    dispatched to the experts' slots, and the experts' outputs are combined. The output
+    of a token without an expert is zero, so a residual block passes it unchanged.
 
     Args:
         router: a router from `keras_softmoe.routers`. It is a template: the layer
-            makes its own with the same configuration.
+            creates a copy from its configuration.
         mlp_dim: int, hidden width of an expert.
-        group_images: int, images whose tokens are routed together. A batch that it
-            does not divide is filled up with padding, which takes no slot. `None`: the
-            whole batch, if its size is known when the call is traced.
-        dispatcher: how tokens reach the slots of a sparse router. `"gather"` copies
-            rows, `"einsum"` multiplies with one-hot weights (the one to use when
-            experts are sharded over devices), `"auto"` takes the one that was measured
-            to be faster: `"gather"`, except for groups of under 64 tokens. (The way
-            there and back took einsum 0.8 to 1.7 times as long as gather at 64 tokens,
-            2 to 6 times at 512 and 3 to 8 times at 1,024, on three backends.) Soft
-            routers mix all tokens, which is always a product. Of a router that drops
-            nothing (`capacity_factor=None`) rows are sorted by expert in any case but
-            `"einsum"`, and where that cannot be (experts in int8 or float8; compiled by
-            XLA on TensorFlow) each expert has a slot for each token.
+        group_images: int, images whose tokens are routed together. A batch that it does
+            not divide is padded; padding takes no slot. `None`: the whole batch, if its
+            size is known when the call is traced.
+        dispatcher: how tokens are dispatched to the slots of a sparse router.
+            `"gather"` copies rows, `"einsum"` multiplies with one-hot weights (for
+            experts sharded over devices), `"auto"` is the one measured to be faster:
+            `"gather"`, except for groups of under 64 tokens. (Dispatch and combine took
+            0.8 to 1.7 times as long with einsum as with gather at 64 tokens, 2 to 6
+            times at 512 and 3 to 8 times at 1,024, on three backends.) Soft routers
+            always use a product, as they mix all tokens. For a dropless router
+            (`capacity_factor=None`) rows are sorted by expert unless the dispatcher is
+            `"einsum"`; where that is not supported (experts in int8 or float8; compiled
+            by XLA on TensorFlow) each expert has a slot for each token.
         equal_experts: bool, whether all experts start with the same weights.
         expert_dropout_rate: float, dropout inside the experts.
-        remat_experts: bool, whether the experts' hidden activations are computed again
-            in the backward pass instead of kept, see `Experts`.
-        dispatch_dtype: `None` or `"bfloat16"`: the dtype to which tokens are rounded on
-            the way to the experts, and the experts' outputs on the way back. The
-            released V-MoE and Soft MoE code does so whatever the dtype of the rest.
-        activation: the experts', as in `MLP`.
+        remat_experts: bool, whether the experts' hidden activations are recomputed in
+            the backward pass instead of kept, see `Experts`.
+        dispatch_dtype: `None` or `"bfloat16"`: the dtype to which tokens are rounded
+            before dispatch, and the experts' outputs before combine. The released V-MoE
+            and Soft MoE code does so whatever the dtype of the rest.
+        activation: activation of the experts, as in `MLP`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
         - `inputs`: `(B, S, D)` float tensor, or `(B, ..., D)` with several axes of
-          tokens (a feature map, a video), which are one sequence to the router; or a
-          dict from modalities (`"image"`, `"text"`) to such tensors, which are routed
-          together: `S` is then the sum of their tokens, first those of the modality
-          that comes first in the alphabet.
+          tokens (a feature map, a video), flattened to one sequence for the router; or
+          a dict from modalities (`"image"`, `"text"`) to such tensors, which are routed
+          together: `S` is then the sum of their tokens, with modalities in alphabetical
+          order.
         - `mask`: optional bool tensor of the shape of the inputs without `D`, or a dict
-          of them; `False` for tokens that are not there. A layer that makes a mask
-          (`keras.layers.Embedding(mask_zero=True)`) passes it by itself. Such tokens
+          of them; `False` for padding. A layer that computes a mask
+          (`keras.layers.Embedding(mask_zero=True)`) passes it by itself. Masked tokens
           take no slot, get zeros, and count in no loss and no statistic; the others are
           routed as in a sequence without them, with the capacity of its length.
 
     Returns:
-        tensor like the input, or a dict. What the router decides for the `ceil(B /
-        group_images)` groups of `group_images * S` tokens is seen with
-        `routers.record`.
+        tensor like the input, or a dict. `routers.record` collects the decisions of the
+        router for the `ceil(B / group_images)` groups of `group_images * S` tokens.
 
     Raises:
         ValueError: if an argument is not among the accepted values, or the input has
@@ -168,7 +167,7 @@ class MoE(Layer):
     def build(self, inputs_shape):
         check_tokens_shape(inputs_shape, any_rank=True)
         _, num_tokens, width = joined_shape(sequence_shapes(inputs_shape))
-        # Of one image, which `check_group_images` has to know.
+        # Tokens of one image, for `check_group_images`
         self.num_tokens = num_tokens
         group_tokens = self.group_images and self.group_images * num_tokens
         self._check_placement()
@@ -178,15 +177,15 @@ class MoE(Layer):
     def check_group_images(
         self, group_images: int, router: Router | None = None
     ) -> None:
-        """Raise unless so many images can be routed together.
+        """Raise unless groups of `group_images` images can be routed.
 
         Args:
-            group_images: what `group_images` is to become.
-            router: the router in its settings of then; the layer's own if `None`.
+            group_images: the new value of `group_images`.
+            router: the router with its new settings. Defaults to the layer's router.
 
         Raises:
-            ValueError: if it is no positive integer and not `None`, or the router
-                refuses groups of so many tokens.
+            ValueError: if it is neither a positive integer nor `None`, or the router
+                cannot route groups of that many tokens.
         """
         _check_count(group_images)
         if self.built and group_images is not None:
@@ -197,8 +196,8 @@ class MoE(Layer):
         if is_distributed() and router.num_rows(1) is not None:
             factor = router.num_experts / router.choices_per_token
             raise ValueError(
-                "Rows that are sorted by expert cannot be shared out among devices, "
-                "which need as many from each group. Received: capacity_factor=None "
+                "Rows sorted by expert cannot be sharded over devices, which need "
+                "equally many of each group. Received: capacity_factor=None "
                 f"under a distribution. `capacity_factor={factor:g}` drops nothing "
                 "either, with a slot of each expert for each token."
             )
@@ -249,7 +248,7 @@ class MoE(Layer):
         return ops.reshape(mask, (-1, math.prod(mask.shape[1:])))
 
     def _warn_of_split_groups(self, batch, groups):
-        """Say so if images divide among devices, but groups of images do not."""
+        """Warn if the devices divide the number of images but not that of groups."""
         sharding = layout_of(f"{self.experts.path}/slots_of_groups")
         if sharding is None or not (isinstance(batch, int) and isinstance(groups, int)):
             return
@@ -258,7 +257,7 @@ class MoE(Layer):
             warnings.warn(
                 f"A batch of {batch} images makes {groups} groups, which do not divide "
                 f"among {parts} devices: each of them routes all tokens of {self.path}."
-                f" The result is right, but slow. Received: group_images="
+                f" The result is correct, but slow. Received: group_images="
                 f"{self.group_images}. Use batches whose size is a multiple of "
                 "`group_images` times the number of devices.",
                 stacklevel=2,
@@ -270,7 +269,7 @@ class MoE(Layer):
         return self.dispatcher == "einsum"
 
     def _group(self, inputs, mask):
-        """Images to groups.
+        """Reshape images to groups.
 
         Args:
             inputs: `(B, S, D)` tensor.
@@ -278,9 +277,9 @@ class MoE(Layer):
 
         Returns:
             `(G, S, D)` tokens; the `(G, S)` mask of real tokens, or `None`; and the
-            `(G,)` numbers of tokens for which there are to be slots, or `None` if there
-            is no mask. Images that only fill up a batch count for the latter as much
-            as the others of their group.
+            `(G,)` numbers of tokens that determine the capacity, or `None` without a
+            mask. Images that pad a batch count in the latter like the others of their
+            group.
         """
         if self.group_images == 1:
             return inputs, mask, _count(mask)
@@ -291,18 +290,19 @@ class MoE(Layer):
             tokens = ops.reshape(inputs, (*shape, inputs.shape[-1]))
             return tokens, mask, _count(mask)
         batch, (num_tokens, width) = ops.shape(inputs)[0], inputs.shape[1:]
-        # In this order compilers see that groups times images is the padded batch.
+        # In this order compilers infer that groups times images is the padded batch.
         groups = (batch + self.group_images - 1) // self.group_images
         padded = groups * self.group_images
         tokens_of_group = self.group_images * num_tokens
         is_padded = not isinstance(batch, int) or padded > batch
         valid, images = mask, self.group_images
         if is_padded:
-            # The batch may be known only when the graph runs, and so the padding:
-            # append as many empty images as could be needed, keep those that are.
+            # The batch size, and so the padding, may be known only when the graph runs:
+            # append the maximum number of empty images, and keep those that are needed.
             empty = ops.zeros((self.group_images - 1, num_tokens, width), inputs.dtype)
             inputs = ops.concatenate([inputs, empty], axis=0)[:padded]
-            # Not `ops.less`, which makes a constant of what PyTorch exports as open.
+            # Not `ops.less`, which turns an open size of PyTorch's export into a
+            # constant.
             is_image = ops.arange(padded, dtype="int32") < batch
             images = ops.reshape(is_image, (groups, self.group_images))
             images = ops.sum(ops.cast(images, "int32"), axis=-1)
@@ -320,7 +320,7 @@ class MoE(Layer):
         return tokens, valid, count
 
     def _shape_of_whole_batch(self, inputs):
-        """The number of groups, and that of their tokens."""
+        """Return the number of groups and the tokens of each."""
         batch, num_tokens, _ = inputs.shape
         if batch is None:
             raise ValueError(
@@ -331,7 +331,7 @@ class MoE(Layer):
                 "`.batch(batch_size, drop_remainder=True)`."
             )
         if batch == 0:
-            # No group, of a size for which every router has slots.
+            # No group, of a size for which every router has slots
             return 0, num_tokens * self.router.num_experts
         return 1, batch * num_tokens
 
@@ -339,8 +339,7 @@ class MoE(Layer):
         if self.dispatch_dtype is None:
             return x
         if keras.backend.backend() == "jax":
-            # Two casts in a row are a promise that XLA need not keep: it may go on
-            # with the excess precision.
+            # XLA may remove two casts in a row and keep the excess precision.
             from jax import lax
 
             return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
@@ -373,8 +372,8 @@ class MoE(Layer):
         experts = self.experts.cost((num_groups * slots, width))
         multiplies = rows is None and self._multiplies(group_tokens)
         mixing = self.router.mixes_tokens or multiplies
-        # Soft weights are kept by the router; others, and in half precision those too,
-        # are made for the products.
+        # Soft weights are kept by the router; others, and all of them in half
+        # precision, are created for the products.
         is_half = self.compute_dtype != "float32"
         copies = mixing and (is_half or not self.router.mixes_tokens)
         mixture = MixtureCost(
@@ -391,7 +390,7 @@ class MoE(Layer):
             + LayerCost(
                 products=mixing * all_tokens * width * 2 * slots,
                 kept=copies * 2 * all_tokens * slots,
-                # The router's copy of the tokens
+                # The copy of the tokens in the router
                 kept_float32=is_half * all_tokens * width,
                 mixtures=(mixture,),
             )
@@ -399,7 +398,7 @@ class MoE(Layer):
 
     def get_config(self):
         router = keras.saving.serialize_keras_object(self.router)
-        # A template is not built; of a group whose size has changed it could not be.
+        # A template is not built, and could not be if the size of a group has changed.
         router.pop("build_config", None)
         return {
             **super().get_config(),
@@ -423,7 +422,7 @@ class MoE(Layer):
         remat_experts: bool,
         dispatch_dtype: str | None,
     ) -> None:
-        """Raise unless these arguments are accepted, also where there is no layer."""
+        """Raise unless these arguments are accepted, without a layer."""
         _check_count(group_images)
         check_choice("dispatcher", dispatcher, DISPATCHERS)
         check_bools(equal_experts=equal_experts, remat_experts=remat_experts)
@@ -448,18 +447,18 @@ def _check_count(group_images):
 
 
 def _count(mask):
-    """`(G,)` int32, the tokens of a `(G, S)` mask, or `None`."""
+    """Return the numbers of tokens of a `(G, S)` mask, `(G,)` int32, or `None`."""
     return None if mask is None else ops.sum(ops.cast(mask, "int32"), axis=-1)
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class SoftMoE(Layer):
-    """Soft mixture of expert MLPs: a drop-in for a Transformer's MLP.
+    """Soft mixture of expert MLPs, in place of a Transformer's MLP.
 
     Short for `MoE(SoftRouter(num_experts, slots_per_expert), mlp_dim)`. With as many
     slots (`num_experts * slots_per_expert`) as tokens it costs as much as the dense
-    MLP; one slot per expert is usually best (section 3.5). In a training of less than
-    some ten thousand steps set `initial_scale="unit_variance"`, see `SoftRouter`.
+    MLP; one slot per expert is usually best (section 3.5). For training runs of less
+    than about ten thousand steps set `initial_scale="unit_variance"`, see `SoftRouter`.
 
     Args:
         num_experts: int, number of experts.

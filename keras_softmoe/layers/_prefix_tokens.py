@@ -1,4 +1,4 @@
-"""Learned tokens in front of the patches: class token and registers."""
+"""Learned tokens before the patches: class token and registers."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from keras_softmoe.keras_adapter import Layer
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class ClassToken(Layer):
-    """Puts a learned token in front of the others.
+    """Prepend a learned token to the others.
 
     Maps `(B, S, D)` to `(B, S + 1, D)`.
 
@@ -34,7 +34,7 @@ class ClassToken(Layer):
 
     def call(self, tokens):
         token = ops.cast(self.class_token, tokens.dtype)
-        # Broadcast without asking for the batch size, which may be unknown.
+        # Broadcast without the batch size, which may be unknown.
         token = token + ops.zeros_like(tokens[:, :1])
         return ops.concatenate([token, tokens], axis=1)
 
@@ -48,14 +48,15 @@ class ClassToken(Layer):
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class Registers(Layer):
-    """Puts learned tokens that belong to no patch in front of the patches.
+    """Insert learned tokens that belong to no patch before the patches.
 
-    Registers and DeiT's distillation token are such. They have no positions: a position
+    For registers and DeiT's distillation token. They have no position embeddings: one
     that is the same for all images is part of the token.
 
     Args:
         num_registers: int, number `R` of tokens.
-        has_class_token: bool, whether there is a class token, which stays the first.
+        has_class_token: bool, whether the first token is a class token, which remains
+            the first.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps `(B, S, D)` to `(B, S + R, D)`.
@@ -87,7 +88,7 @@ class Registers(Layer):
     def call(self, tokens):
         first = int(self.has_class_token)
         registers = ops.cast(self.registers, tokens.dtype)
-        # Broadcast without asking for the batch size, which may be unknown.
+        # Broadcast without the batch size, which may be unknown.
         registers = registers + ops.zeros_like(tokens[:, :1])
         parts = [tokens[:, :first], registers, tokens[:, first:]]
         return ops.concatenate(parts[1 - first :], axis=1)

@@ -1,4 +1,4 @@
-"""From images and text to tokens."""
+"""Embeddings of images and texts as tokens, and of their positions."""
 
 from collections.abc import Sequence
 
@@ -26,15 +26,15 @@ POSITION_EMBEDDINGS = ("learned", "sincos2d", "none")
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class PatchEmbedding(Layer):
-    """Cuts images into patches and projects each to a token.
+    """Split images into patches and project each to a token.
 
     Args:
         patch_size: int or `(height, width)` of a patch in pixels.
         hidden_dim: int, width `D` of a token.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
-    Maps `(B, height, width, channels)` images, channels last whatever
-    `keras.config.image_data_format()` says, to `(B, S, D)` tokens, row by row.
+    Maps `(B, height, width, channels)` images, channels last regardless of
+    `keras.config.image_data_format()`, to `(B, S, D)` tokens, row by row.
 
     Raises:
         ValueError: if a size is not a positive integer.
@@ -95,26 +95,26 @@ class PatchEmbedding(Layer):
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class PositionEmbedding(Layer):
-    """Adds to each token where in the image it comes from.
+    """Add to each token an embedding of its position in the image.
 
-    Weights that were saved for another grid of patches are resampled when they are
-    loaded, which is how a model moves to another resolution.
+    Weights saved for another grid of patches are resampled on loading, so that a model
+    can be used at another resolution.
 
     Args:
-        grid: `(rows, columns)` of patches, or an int for as many of each.
+        grid: `(rows, columns)` of patches, or an int for both.
         kind: `"learned"` (one vector for each token, class token included) or
             `"sincos2d"` (fixed, for patches only).
-        has_class_token: bool, whether the first token is a class token. Its vector
-            stays as it is.
-        resampling: how weights are resampled, `"bilinear"`, `"bicubic"` or
+        has_class_token: bool, whether the first token is a class token. Its embedding
+            is not resampled.
+        resampling: method of resampling weights, `"bilinear"`, `"bicubic"` or
             `"bicubic_antialias"`, see `ops.resample_position_grid`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps `(B, S, D)` to `(B, S, D)`.
 
     Raises:
-        ValueError: if the number of tokens does not fit the grid, a word is not among
-            the accepted ones, or saved weights have another width.
+        ValueError: if the number of tokens does not fit the grid, an argument is not
+            among the accepted values, or saved weights have another width.
 
     Source: V-MoE, section 4.4 (resolution); Soft MoE, released code (`sincos2d`).
 
@@ -175,7 +175,7 @@ class PositionEmbedding(Layer):
     def save_own_variables(self, store):
         super().save_own_variables(store)
         if self.kind == "learned":
-            # The number of tokens alone does not tell 2 x 8 from 4 x 4 patches.
+            # The number of tokens is the same for 2 x 8 and 4 x 4 patches.
             store["grid"] = np.asarray(self.grid, "int32")
 
     def load_own_variables(self, store):
@@ -185,7 +185,7 @@ class PositionEmbedding(Layer):
         self.embedding.assign(self.resample(table, tuple(np.asarray(store["grid"]))))
 
     def resample(self, table: ArrayLike, grid: Sequence[int] | None = None) -> Tensor:
-        """Fit a `(1, S', D)` table for another grid of patches to this layer's grid.
+        """Resample a `(1, S', D)` table of another grid to the grid of this layer.
 
         Args:
             table: `(1, S', D)` array of learned position embeddings, with a row for
@@ -228,15 +228,15 @@ class PositionEmbedding(Layer):
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class TokenEmbedding(Layer):
-    """Looks up the tokens of a text and adds where in the text they stand.
+    """Embed the tokens of a text and add learned position embeddings.
 
     Args:
         vocabulary_size: int, number of different tokens.
         sequence_length: int `S`, tokens of a text.
         hidden_dim: int, width `D` of a token.
         mask_padding: bool, whether padding (id 0) is masked for the layers that follow,
-            as by `keras.layers.Embedding(mask_zero=True)`. If not it is a token like
-            any other.
+            as by `keras.layers.Embedding(mask_zero=True)`. Otherwise padding is an
+            ordinary token.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps `(B, S)` ids to `(B, S, D)` tokens.
@@ -245,7 +245,7 @@ class TokenEmbedding(Layer):
         ValueError: if a size is not a positive integer, or the texts have another
             length.
 
-    Source: LIMoE, section 2; how the weights start: the two-tower models of Soft MoE's
+    Source: LIMoE, section 2; initial weights: the two-tower models of Soft MoE's
     released code.
 
     Examples:
@@ -304,7 +304,7 @@ class TokenEmbedding(Layer):
         return tokens + ops.cast(self.position_embedding, tokens.dtype)
 
     def compute_mask(self, token_ids, previous_mask=None):
-        """`(B, S)` bool tensor, `False` for padding; `None` if it is not masked."""
+        """Return a `(B, S)` bool mask, `False` for padding; `None` without masking."""
         return ops.not_equal(token_ids, 0) if self.mask_padding else None
 
     def compute_output_shape(self, token_ids_shape):
@@ -329,11 +329,11 @@ class TokenEmbedding(Layer):
 
 
 def pair(size, name="patch_size"):
-    """`(height, width)` of a size that may be given as one number.
+    """Return `(height, width)` of a size that may be a single number.
 
     Args:
         size: int or two of them.
-        name: str, the argument.
+        name: str, name of the argument.
 
     Raises:
         ValueError: if they are not positive integers.
@@ -349,7 +349,7 @@ def pair(size, name="patch_size"):
 
 
 def checked_image_shape(image_shape):
-    """`(height, width, channels)`, a tuple.
+    """Return `(height, width, channels)` as a tuple.
 
     Raises:
         ValueError: if they are not three positive integers.
@@ -366,7 +366,7 @@ def checked_image_shape(image_shape):
 
 
 def patch_grid(image_shape, patch_size):
-    """`(rows, columns)` of patches.
+    """Return the `(rows, columns)` of patches.
 
     Args:
         image_shape: `(height, width, channels)`.

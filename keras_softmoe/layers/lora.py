@@ -1,11 +1,11 @@
-"""LoRA: what its two factors add to a kernel, and how they are folded into it."""
+"""LoRA: the update of a kernel by its two factors, and merging it into the kernel."""
 
 import keras
 from keras import ops
 
 
 def update(layer):
-    """What LoRA adds to the kernel of a layer, `alpha / rank * A @ B`.
+    """Return the update of a layer's kernel by LoRA, `alpha / rank * A @ B`.
 
     Args:
         layer: layer of Keras with `lora_enabled`.
@@ -14,10 +14,11 @@ def update(layer):
 
 
 def merge_lora(layer):
-    """Fold the factors of a layer into its kernel, which is then an ordinary one.
+    """Merge the LoRA factors of a layer into its kernel.
 
-    It computes what it did before, is trained as before `enable_lora`, and may be given
-    factors again. In int8 and in int4 the sum is rounded to the bits of the kernel.
+    The layer computes the same, is trained as before `enable_lora`, and `enable_lora`
+    may be called again. In int8 and in int4 the sum is rounded to the bits of the
+    kernel.
 
     Args:
         layer: layer of Keras with `lora_enabled`: `Dense`, `EinsumDense`, `Embedding`,
@@ -25,12 +26,12 @@ def merge_lora(layer):
     """
     merged = {}
     if layer.quantization_mode:
-        # What a file would hold.
+        # The kernels as they would be saved
         layer.save_own_variables(merged)
     else:
         added = update(layer)
     for name in _names(layer):
-        # Removed from the variables of the layer, too.
+        # This also removes it from the variables of the layer.
         delattr(layer, name)
     layer.lora_enabled = False
     layer.lora_rank = layer.lora_alpha = None
@@ -43,10 +44,10 @@ def merge_lora(layer):
 
 
 def per_expert(initializer):
-    """An initializer of a bank `(E, D, H)` with the fans of one expert.
+    """Return an initializer of a bank `(E, D, H)` with the fans of one expert.
 
-    Without the axes it would take the experts for a receptive field and start each of
-    them too small by the root of their number.
+    Without the axes it would treat the experts as a receptive field, and the weights of
+    each would be too small by the square root of the number of experts.
 
     Args:
         initializer: as `keras.initializers.get` takes it.

@@ -1,7 +1,6 @@
 """Tokens of several modalities: a dict from a modality's name to its tokens.
 
-Where there is just one, a plain tensor does. What these functions take and return is
-either.
+A single modality may be a plain tensor. These functions take and return either.
 """
 
 import math
@@ -11,13 +10,13 @@ from keras import ops
 
 
 def each(function, tokens, *others):
-    """Apply a function to the tokens of each modality, and what else there is of it.
+    """Apply a function to the tokens, and other values, of each modality.
 
     Args:
         function: callable.
         tokens: dict from modalities to tokens, or tokens.
-        *others: of the same structure, for further arguments. `None` and what a dict
-            lacks is `None` for each.
+        *others: of the same structure, for further arguments. Missing entries and
+            `None` become `None` for each modality.
     """
     if isinstance(tokens, dict):
         others = [other or {} for other in others]
@@ -29,26 +28,26 @@ def each(function, tokens, *others):
 
 
 def masks_like(tokens, masks):
-    """Masks with an entry for each modality, as Keras hands them on; `None` for none.
+    """Return masks with an entry for each modality, for Keras to propagate, or `None`.
 
-    It would take the only entry of a shorter dict for the mask of the first modality.
+    Keras would use the only entry of a shorter dict for the first modality.
     """
     return None if masks is None else each(lambda _, mask: mask, tokens, masks)
 
 
 def add(x, y):
-    """Sum, modality by modality."""
+    """Add the tensors of each modality."""
     return keras.tree.map_structure(ops.add, x, y)
 
 
 def layout(tokens):
-    """Pairs of modality and number of tokens, in the order in which `join` puts them.
+    """Return pairs of modality and number of tokens, in the order of `join`.
 
     Args:
         tokens: dict of `(B, S, D)` tensors or shapes, or one of them.
 
     Returns:
-        tuple of `(name, S)`, empty if there is just one modality without a name.
+        tuple of `(name, S)`, empty for a single modality without a name.
     """
     if not isinstance(tokens, dict):
         return ()
@@ -56,10 +55,10 @@ def layout(tokens):
 
 
 def join(tokens):
-    """`(B, S, D)` of all modalities, one after the other in alphabetical order.
+    """Concatenate the tokens of all modalities, in alphabetical order, to `(B, S, D)`.
 
     Raises:
-        ValueError: if they are of different numbers of images.
+        ValueError: if their batch sizes differ.
     """
     if not isinstance(tokens, dict):
         return tokens
@@ -72,7 +71,7 @@ def join(tokens):
 
 
 def split(joined, tokens):
-    """The inverse of `join`, for tokens like those that were joined."""
+    """Split joined tokens into modalities, with the shapes of `tokens`."""
     if not isinstance(tokens, dict):
         return joined
     parts, start = {}, 0
@@ -83,7 +82,7 @@ def split(joined, tokens):
 
 
 def joined_shape(shapes):
-    """The shape of what `join` returns for tokens of some shapes."""
+    """Return the output shape of `join` for tokens of given shapes."""
     if not isinstance(shapes, dict):
         return shapes
     batch, _, width = next(iter(shapes.values()))
@@ -91,11 +90,11 @@ def joined_shape(shapes):
 
 
 def join_masks(masks, tokens):
-    """`(B, S)` mask of what `join` returns, `None` if no modality has one.
+    """Return the `(B, S)` mask of joined tokens, `None` if no modality has one.
 
     Args:
         masks: dict of `(B, S)` bool tensors or `None`, or one of them.
-        tokens: the tokens that they are of.
+        tokens: the tokens of the masks.
     """
     if not isinstance(tokens, dict):
         return masks
@@ -111,12 +110,12 @@ def join_masks(masks, tokens):
 
 
 def as_sequence(tokens):
-    """`(B, ..., D)` tokens as `(B, S, D)`: the axes between are one."""
+    """Reshape `(B, ..., D)` tokens to `(B, S, D)`."""
     return each(lambda x: ops.reshape(x, _sequence_shape(x.shape)), tokens)
 
 
 def sequence_shapes(shapes):
-    """The shapes of what `as_sequence` returns, `B` as it is."""
+    """Return the output shapes of `as_sequence`, with `B` unchanged."""
     return each(lambda shape: (shape[0], *_sequence_shape(shape)[1:]), shapes)
 
 
@@ -125,7 +124,7 @@ def _sequence_shape(shape):
 
 
 def shapes_of(tokens):
-    """Shapes of tokens, as tuples; `None` of what is no tensor."""
+    """Return the shapes of tokens as tuples, `None` for values without a shape."""
     return each(lambda x: tuple(x.shape) if hasattr(x, "shape") else None, tokens)
 
 
@@ -134,7 +133,7 @@ def check_tokens_shape(shapes, any_rank=False):
 
     With `any_rank` there may be several axes of tokens, which must all be known.
     """
-    # Keras hands on `None` for the shapes of a dict without any tensor.
+    # Keras passes `None` as the shapes of a dict without any tensor.
     parts = list(shapes.values()) if isinstance(shapes, dict) else [shapes]
     if None in parts or not parts:
         raise ValueError(
@@ -159,7 +158,7 @@ def check_tokens_shape(shapes, any_rank=False):
 
 
 def check_masks(masks, tokens):
-    """Raise unless masks are those of tokens: of the same names, and without `D`."""
+    """Raise unless masks have names and shapes of the tokens, without `D`."""
     if masks is None:
         return
     shapes = shapes_of(tokens)
@@ -184,12 +183,12 @@ def _is_mask(mask, shape):
 
 
 def _known(sizes):
-    """Set of those sizes that are known, and no symbols of a program to export."""
+    """Return the set of known sizes, without symbols of an exported program."""
     return {size for size in sizes if isinstance(size, int)}
 
 
 def sum_costs(cost_of_shape, shapes):
-    """What a layer costs that is applied to each modality: its weights count once.
+    """Return the cost of a layer applied to each modality, with its weights once.
 
     Args:
         cost_of_shape: callable from a shape to a `costs.LayerCost`.

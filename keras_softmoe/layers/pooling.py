@@ -1,4 +1,4 @@
-"""From tokens to one vector per image or text."""
+"""Pooling of tokens to one vector per image or text."""
 
 from collections.abc import Sequence
 
@@ -12,23 +12,23 @@ from keras_softmoe.layers._attention import Attention, layer_norm
 from keras_softmoe.layers._feedforward import MLP
 
 POOLINGS = ("token", "first", "gap", "map")
-# Of what has no class token.
+# For texts, which have no class token
 TEXT_POOLINGS = ("last", "first", "gap", "gmp", "map")
 
 
 def pool(tokens, pooling, attention_pooling=None, mask=None, num_registers=0):
-    """`(B, S, D)` tokens to `(B, D)`.
+    """Pool `(B, S, D)` tokens to `(B, D)`.
 
     Args:
         tokens: `(B, S, D)` tensor.
         pooling: `"token"` or `"first"` (the first), `"last"`, `"gap"` (their mean),
             `"gmp"` (their maximum) or `"map"` (attention).
         attention_pooling: `AttentionPooling` layer for `"map"`.
-        mask: optional `(B, S)` bool tensor, `False` for tokens to leave out. The vector
-            of a text without any token is that of zeros.
-        num_registers: int, how many tokens in front are no patches: they are neither
-            the first one nor part of a mean. (They come after a class token, which is
-            pooled by itself.)
+        mask: optional `(B, S)` bool tensor, `False` for tokens to leave out. A text
+            without any token gets zeros.
+        num_registers: int, number of leading tokens that are no patches and are left
+            out of `"first"` and `"gap"`. (With a class token they come after it, and it
+            is pooled alone.)
     """
     if pooling == "map":
         return attention_pooling(tokens, mask=mask)
@@ -54,7 +54,7 @@ def _pool_masked(tokens, pooling, mask):
     if pooling == "gmp":
         largest = ops.max(ops.where(mask, tokens, -float("inf")), axis=1)
         return ops.where(is_any, largest, 0.0)
-    # The first, or the last, of those that are there.
+    # The first or the last token that is not masked
     count = tokens.shape[1]
     steps = (1, count + 1, 1) if pooling == "last" else (count, 0, -1)
     place = ops.arange(*steps, dtype="int32")
@@ -66,16 +66,16 @@ def _pool_masked(tokens, pooling, mask):
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class AttentionPooling(Layer):
-    """Multi-head attention pooling: one learned query looks at all tokens.
+    """Multi-head attention pooling: one learned query attends to all tokens.
 
-    With `y` the attention's result, the output is `y + MLP(LayerNorm(y))`.
+    With `y` the output of the attention, the result is `y + MLP(LayerNorm(y))`.
 
     Args:
         num_heads: int, number of attention heads.
         mlp_dim: int, hidden width of the MLP.
         use_qk_norm: bool, whether query and keys are normalized.
-        activation: the MLP's, as in `MLP`.
-        layer_norm_epsilon: float, what normalizations add to the variance.
+        activation: activation of the MLP, as in `MLP`.
+        layer_norm_epsilon: float, epsilon of the normalizations.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
@@ -148,7 +148,7 @@ class AttentionPooling(Layer):
         total = costs.LayerCost(weights=width)
         total += self.attention.cost(queries_shape, tokens_shape)
         total += costs.normalization(queries_shape) + self.mlp.cost(queries_shape)
-        # Of what has a token axis: keys and values, each also in another order of axes
+        # Tensors with a token axis: keys and values, each also with transposed axes
         kept = 4 * batch * num_tokens * width
         return total._replace(kept=kept, kept_float32=0)
 

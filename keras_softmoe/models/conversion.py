@@ -10,15 +10,12 @@ from keras_softmoe.backbones import (
     ViTMoEImageClassifierPreprocessor,
     ViTMoEImageConverter,
 )
-from keras_softmoe.checkpoints import read_architecture, read_parameters
+from keras_softmoe.checkpoints import read_parameters, read_vit_settings
 from keras_softmoe.files import explain_refusals
 from keras_softmoe.keras_adapter import without_random_numbers
 from keras_softmoe.models.released import write_converted
 from keras_softmoe.ops.capacity import RELEASED
 from keras_softmoe.routers import Router, SoftmaxTokenChoiceRouter, SoftRouter
-
-# Where a format does not tell with what it started.
-_LAYER_SCALE = 1e-5
 
 
 def convert_vmoe_checkpoint(
@@ -37,8 +34,8 @@ def convert_vmoe_checkpoint(
 
     Names and shapes of the parameters tell nearly all of the model: sizes, which
     blocks have experts and how many, class token or pooling, pre-logits and head. The
-    arguments say the rest. They are by default as the released V-MoE models have them,
-    and whoever loads the preset can change them still.
+    arguments say the rest. They default to the settings of the released V-MoE models,
+    and can be overridden when the preset is loaded.
 
     The model is built once in memory, and the arrays are read one at a time. The
     directory appears when all of it is written, or not at all.
@@ -111,27 +108,24 @@ def convert_vmoe_checkpoint(
 
 def model_for(
     checkpoint,
-    image_shape=None,
     router=None,
     group_images=None,
     dispatch_dtype="bfloat16",
-    pooling=None,
-    position_embedding=None,
     preprocessor=None,
     activation=None,
+    **given,
 ):
-    """A model that the parameters of a checkpoint fit, still without them.
+    """Make a model that the parameters of a checkpoint fit, still without them.
 
     Args:
         checkpoint: `Checkpoint` under V-MoE's names.
-        image_shape: as in `convert_vmoe_checkpoint`, as all that follow.
-        router: the router.
+        router: as in `convert_vmoe_checkpoint`, as `group_images`, `dispatch_dtype`
+            and `preprocessor`.
         group_images: int.
         dispatch_dtype: `"bfloat16"` or `None`.
-        pooling: str.
-        position_embedding: str.
         preprocessor: a preprocessor.
-        activation: what the head of a classifier ends in, `None` for logits.
+        activation: of the head of a classifier, `None` for logits.
+        **given: settings that parameters do not tell, as in `read_vit_settings`.
 
     Returns:
         `(model, preprocessor)`: a classifier that has its preprocessor, and `None`, or
@@ -141,73 +135,50 @@ def model_for(
         CheckpointError: if these are not the parameters of such a model.
         ValueError: if an argument contradicts them.
     """
-    architecture = read_architecture(checkpoint.shapes)
-    settings = dict(checkpoint.settings)
-    image_shape = image_shape or settings.pop("image_shape", None)
-    settings.pop("image_shape", None)
-    layer_scale = settings.pop("layer_scale", _LAYER_SCALE)
-    image_shape = architecture.image_shape(image_shape)
-    arguments = {
-        **settings,
-        "layer_scale": layer_scale if architecture.has_layer_scale else None,
-        "num_registers": architecture.num_registers,
-        "image_shape": image_shape,
-        "patch_size": architecture.patch_size,
-        "num_layers": architecture.num_layers,
-        "num_heads": architecture.num_heads,
-        "hidden_dim": architecture.hidden_dim,
-        "mlp_dim": architecture.mlp_dim,
-        "pooling": architecture.pooling(pooling),
-        "position_embedding": architecture.position_embedding(position_embedding),
-        "use_qk_norm": architecture.use_qk_norm,
-        "representation_dim": architecture.representation_dim,
-        "dtype": "float32",
-    }
-    if architecture.moe_layers:
+    given = {name: value for name, value in given.items() if value is not None}
+    found = read_vit_settings(checkpoint.shapes, **{**checkpoint.settings, **given})
+    settings = {**found.settings, "dtype": "float32"}
+    if found.num_experts is not None:
         if group_images is None:
-            group_images = 8 if architecture.slots_per_expert is None else 1
-        arguments |= {
-            "moe_layers": architecture.moe_layers,
-            "router": _router(architecture, router),
+            group_images = 8 if found.slots_per_expert is None else 1
+        settings |= {
+            "router": _router(found, router),
             "group_images": group_images,
             "dispatch_dtype": dispatch_dtype,
         }
     if preprocessor is None:
         preprocessor = ViTMoEImageClassifierPreprocessor(
-            ViTMoEImageConverter(image_size=image_shape[:2])
+            ViTMoEImageConverter(image_size=settings["image_shape"][:2])
         )
-    # Its weights are loaded over what it starts from.
+    # Its weights are loaded over the initial ones.
     with without_random_numbers():
-        backbone = ViTMoEBackbone(**arguments)
-    if architecture.num_classes is None:
+        backbone = ViTMoEBackbone(**settings)
+    if found.num_classes is None:
         return backbone, preprocessor
     classifier = ViTMoEImageClassifier(
-        backbone,
-        architecture.num_classes,
-        preprocessor=preprocessor,
-        activation=activation,
+        backbone, found.num_classes, preprocessor=preprocessor, activation=activation
     )
     return classifier, None
 
 
-def _router(architecture, given):
+def _router(found, given):
     """The router: `given`, or else the one of the released models.
 
     Raises:
         ValueError: if `given` is for another number of experts.
     """
     if given is None:
-        if architecture.slots_per_expert is not None:
-            return SoftRouter(architecture.num_experts, architecture.slots_per_expert)
+        if found.slots_per_expert is not None:
+            return SoftRouter(found.num_experts, found.slots_per_expert)
         return SoftmaxTokenChoiceRouter(
-            architecture.num_experts,
+            found.num_experts,
             num_selected_experts=2,
             capacity_factor=1.05,
             **RELEASED,
         )
-    if given.num_experts != architecture.num_experts:
+    if given.num_experts != found.num_experts:
         raise ValueError(
-            f"The checkpoint has {architecture.num_experts} experts. Received: a "
+            f"The checkpoint has {found.num_experts} experts. Received: a "
             f"router with num_experts={given.num_experts}."
         )
     return given

@@ -18,8 +18,7 @@ from keras_softmoe.backbones import (
 )
 from keras_softmoe.checkpoints import (
     Checkpoint,
-    count_patches,
-    read_architecture,
+    fits_positions,
     read_parameters,
 )
 from keras_softmoe.checks import check_names
@@ -91,7 +90,7 @@ def dense_model(
         model = _converted(source, image_shape, head, changes)
     elif changes:
         raise ValueError(
-            "A model of this library is as it is. Received: "
+            "A keras_softmoe model takes no conversion arguments. Received: "
             f"{', '.join(changes)} for source={source!r}. Leave these arguments out."
         )
     if not head:
@@ -166,9 +165,7 @@ def _native_shape(checkpoint, image_shape):
     """The shape of images that parameters are for, if it is the given one."""
     if image_shape is None:
         return None
-    found = read_architecture(checkpoint.shapes)
-    num_patches = count_patches(image_shape, found.patch_size)
-    return image_shape if found.num_patches in (None, num_patches) else None
+    return image_shape if fits_positions(checkpoint.shapes, image_shape) else None
 
 
 def _at_resolution(model, image_shape):

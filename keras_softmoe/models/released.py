@@ -12,13 +12,13 @@ from pathlib import Path
 
 import keras_hub
 
-from keras_softmoe import catalogue
+from keras_softmoe import architecture, catalogue
 from keras_softmoe.checkpoints import (
     CheckpointError,
     download_checkpoint,
     is_one_file,
-    read_architecture,
     read_parameters,
+    read_vit_settings,
     web_address,
 )
 from keras_softmoe.files import NotWritten, one_process, replaced_directory
@@ -130,7 +130,7 @@ def _by_hand(url):
 
 def _convert(preset, prefix, target, verbose):
     checkpoint = read_parameters(prefix)
-    found = read_architecture(checkpoint.shapes)
+    found = read_vit_settings(checkpoint.shapes)
     try:
         _check_same_model(found, preset)
         # Whether there are pre-logits is left to the checkpoint.
@@ -139,7 +139,7 @@ def _convert(preset, prefix, target, verbose):
                 str(preset.path),
                 load_weights=False,
                 dtype="float32",
-                representation_dim=found.representation_dim,
+                representation_dim=found.settings["representation_dim"],
             )
             model = keras_hub.models.ImageClassifier.from_preset(
                 str(preset.path), load_weights=False, backbone=backbone
@@ -154,20 +154,24 @@ def _convert(preset, prefix, target, verbose):
 
 def _check_same_model(found, preset):
     """Raise unless a checkpoint's sizes are those of a convertible preset."""
-    _, config = catalogue.read_config(preset.path)
+    expected = architecture.read(*catalogue.read_config(preset.path))
+    routers = list(expected.routers.values())
     with catalogue.explain_errors(preset.path):
         task = json.loads((preset.path / "task.json").read_text(encoding="utf-8"))
         expected = {
-            **config,
-            "num_experts": (config.get("router") or _DENSE)["config"]["num_experts"],
+            **expected.flat(),
+            "num_experts": routers[0].num_experts if routers else None,
             "num_classes": task["config"]["num_classes"],
         }
+    found = {
+        **found.settings,
+        "num_experts": found.num_experts,
+        "num_classes": found.num_classes,
+    }
     differing = [
-        f"{key} is {value}, not {expected[key]}"
-        for key, value in found._asdict().items()
-        if key in expected and key != "representation_dim"
-        # In JSON all sequences are lists.
-        if (list(value) if isinstance(value, tuple) else value) != expected[key]
+        f"{name} is {value}, not {expected[name]}"
+        for name, value in found.items()
+        if name != "representation_dim" and value != expected[name]
     ]
     if differing:
         raise ValueError(
@@ -208,10 +212,6 @@ def _note_origin(directory, origin):
     metadata = json.loads(file.read_text(encoding="utf-8"))
     metadata |= {"kind": "converted", "checkpoint": str(origin)}
     file.write_text(json.dumps(metadata, indent=4), encoding="utf-8")
-
-
-# What stands for the router of a dense model.
-_DENSE = {"config": {"num_experts": None}}
 
 
 def _cache():

@@ -1,6 +1,6 @@
-"""Tensors and variables that are sharded over devices and processes.
+"""Sharding of tensors and variables over devices and processes.
 
-What reads and writes variables is in `sharding.variables`: the layers do not need it.
+Reading and writing variables is in `sharding.variables`: the layers do not need it.
 """
 
 from keras_softmoe.sharding._constraints import (

@@ -1,9 +1,9 @@
-"""Layouts of the tensors inside a layer, while a distribution is active.
+"""Layouts of tensors inside a layer under an active distribution.
 
-A distribution of `keras.distribution` may name layouts for tensors inside a layer by a
-path, as it names those of variables. The layers of this library ask for some, so that
-tokens travel to the experts and not the experts to the tokens. Without a distribution,
-or where it names no layout, nothing here does anything.
+A distribution of `keras.distribution` may define layouts for tensors inside a layer by
+a path, as for variables. The layers of this library use some, so that tokens are sent
+to the experts and not experts to the tokens. Without a distribution, or without a
+layout for the path, these functions return their input.
 """
 
 import keras
@@ -11,22 +11,23 @@ from keras import ops
 
 
 def is_distributed():
-    """Whether a distribution is active, so that tensors may be sharded.
+    """Return whether a distribution is active, so that tensors may be sharded.
 
-    Some functions of `ops` then take another way to the same result (`sharded=True`):
-    one of which the compiler knows that it needs nothing from other devices.
+    Some functions of `ops` then compute the same result in another way
+    (`sharded=True`), for which the compiler sees that no data of other devices are
+    needed.
     """
     return keras.distribution.distribution() is not None
 
 
 def constrain(tensor, path):
-    """Shard a tensor as the active distribution says.
+    """Shard a tensor by the layout of the active distribution.
 
     Args:
         tensor: tensor of a known shape.
         path: str, the path of the layer, a slash and the name of the tensor. The layout
-            of this path is that of the tensor. An axis that the devices do not divide
-            is replicated.
+            of this path is that of the tensor. An axis that is not divisible by its
+            devices is replicated.
 
     Returns:
         The tensor.
@@ -44,7 +45,7 @@ def constrain(tensor, path):
 
 
 def replicate(tensor, axis, path):
-    """Replicate a tensor that is sharded along an axis, by a sum and not by a gather.
+    """Replicate a tensor that is sharded along an axis, by a sum instead of a gather.
 
     Each device adds its own shard to zeros. For small tensors only: it moves twice the
     bytes of a gather. But it is an all-reduce, like the sums of gradients, and so an
@@ -52,9 +53,9 @@ def replicate(tensor, axis, path):
 
     Args:
         tensor: tensor of a known shape.
-        axis: int, the axis that is sharded, not a negative one.
-        path: str, the path for which the active distribution names the layout of the
-            replicated tensor.
+        axis: int, the sharded axis, not negative.
+        path: str, the path of the layout of the replicated tensor in the active
+            distribution.
 
     Returns:
         A tensor equal to the one given.
@@ -71,13 +72,13 @@ def replicate(tensor, axis, path):
 
 
 def layout_of(path):
-    """The `TensorLayout` that the active distribution names for a path, or `None`."""
+    """Return the `TensorLayout` of the active distribution for a path, or `None`."""
     distribution = keras.distribution.distribution()
     return None if distribution is None else distribution.get_tensor_layout(path)
 
 
 def num_shards(device_mesh, axis):
-    """The number of shards along an axis of a tensor.
+    """Return the number of shards along an axis of a tensor.
 
     Args:
         device_mesh: `keras.distribution.DeviceMesh`.
@@ -92,21 +93,21 @@ def num_shards(device_mesh, axis):
     return shards
 
 
-# What the distributions of this library check. Those of Keras have no such methods.
+# Checks by the distributions of this library. Those of Keras have no such methods.
 
 
 def check_divides_experts(num_experts):
-    """Let the active distribution refuse a number of experts, before they are made."""
+    """Let the active distribution check a number of experts before they are built."""
     _check("check_divides_experts", num_experts)
 
 
 def check_layer(layer):
-    """Let the active distribution check the variables of a layer just built."""
+    """Let the active distribution check the variables of a newly built layer."""
     _check("check_layer", layer)
 
 
 def check_model(model):
-    """Let the active distribution check a model that is about to be used."""
+    """Let the active distribution check a model before it runs."""
     _check("check_model", model)
 
 

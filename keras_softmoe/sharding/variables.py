@@ -1,9 +1,9 @@
 """Reading and writing variables that are sharded over devices and processes.
 
 A file holds replicated variables. Where no process has all shards of a variable, all
-processes together gather one variable after the other for the process that writes.
-Where a file is read, each device is given its shard, and a process reads no more than
-the shards of its devices.
+processes together gather one variable after the other for the process that writes. In
+reading a file, each device gets its shard, and a process reads only the shards of its
+devices.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import numpy as np
 
 from keras_softmoe.keras_adapter import is_initialized
 
-# What HDF5 takes beside the numbers, in bytes.
+# Bytes that HDF5 needs besides the numbers.
 _OVERHEAD, _OVERHEAD_OF_VARIABLE = 1 << 14, 1 << 12
 
 # Whether variables are read through a `_Reader`.
@@ -27,17 +27,17 @@ _IS_READING = contextvars.ContextVar("variables_are_read", default=False)
 
 
 def num_processes():
-    """The number of processes that share the devices."""
+    """Return the number of processes that share the devices."""
     return _processes()[0]
 
 
 def process_index():
-    """The index of this process; 0 is the one that writes."""
+    """Return the index of this process; process 0 writes files."""
     return _processes()[1]
 
 
 def failed_processes(is_well):
-    """The indices of the processes that are not well; all have to call this."""
+    """Return the indices of processes with `is_well=False`; all must call this."""
     if num_processes() == 1:
         return [] if is_well else [0]
     from jax.experimental import multihost_utils
@@ -47,8 +47,8 @@ def failed_processes(is_well):
 
 
 def is_sharded(variable):
-    """Whether no device has all of a variable."""
-    # A variable without a value would draw one.
+    """Return whether no device has the whole variable."""
+    # `value` would initialize a variable without a value.
     if not is_initialized(variable):
         return False
     sharding = getattr(variable.value, "sharding", None)
@@ -56,7 +56,7 @@ def is_sharded(variable):
 
 
 def gather(value):
-    """A tensor as an array in every process; all processes have to call this."""
+    """Return a tensor as an array in every process; all processes must call this."""
     if not _needs_others(value):
         return np.asarray(value)
     from jax.experimental import multihost_utils
@@ -65,7 +65,7 @@ def gather(value):
 
 
 def room_for(variables):
-    """The bytes that a file of HDF5 takes for variables, roughly: int."""
+    """Return the approximate size in bytes of an HDF5 file of variables, an int."""
     return _OVERHEAD + sum(
         _OVERHEAD_OF_VARIABLE
         + math.prod(v.shape)
@@ -75,7 +75,7 @@ def room_for(variables):
 
 
 def save_in_one_process(save, target):
-    """Write variables to files in one of several processes, with the help of all.
+    """Write variables to files in process 0, gathering shards from all processes.
 
     Every process has to call this with the same model. If the writer fails, all of
     them raise.
@@ -90,7 +90,7 @@ def save_in_one_process(save, target):
         with target() as path:
             save(str(path))
         return
-    # A rehearsal with numbers in place of arrays tells in which order they are read.
+    # A rehearsal with numbers in place of arrays records the order of reading.
     order = []
     with tempfile.TemporaryDirectory() as aside, _Reader(_numbers(order)):
         save(str(Path(aside, "rehearsal")))
@@ -101,7 +101,7 @@ def save_in_one_process(save, target):
             with target() as path, _Reader(_gathered(pending)):
                 save(str(path))
         except Exception as error:
-            # The others wait for this process, so first help them to the end.
+            # The other processes wait for this one, so gather the rest first.
             failure = error
     for variable in pending:
         gather(variable.value)
@@ -116,7 +116,7 @@ def save_in_one_process(save, target):
 
 
 def load_shards(model, filepath, layers, load):
-    """Load the weights of a model, of some layers only the shards of this process.
+    """Load the weights of a model; of some layers, only the shards of this process.
 
     Args:
         model: `keras.Model`.
@@ -124,12 +124,12 @@ def load_shards(model, filepath, layers, load):
         layers: list of layers. If some of their variables are sharded, all of them are
             read shard by shard.
         load: callable that loads all weights. It takes `objects_to_skip`, a list of
-            layers that it leaves out.
+            layers to leave out.
     """
     variables = [variable for layer in layers for variable in layer.variables]
     if any(map(is_sharded, variables)):
         with _find_datasets(model, filepath, variables) as datasets:
-            # With one missing, Keras has the words for what is wrong with the file.
+            # If a dataset is missing, let Keras report it.
             if all(dataset is not None for dataset in datasets):
                 for variable, dataset in zip(variables, datasets, strict=True):
                     assign_shards(variable, dataset)
@@ -139,10 +139,10 @@ def load_shards(model, filepath, layers, load):
 
 
 def assign_shards(variable, dataset):
-    """Read a variable from a file, to each device its shard.
+    """Read a variable from a file, one shard for each device.
 
     Args:
-        variable: `keras.Variable` whose value lies on several devices of JAX.
+        variable: `keras.Variable` whose value is on several devices of JAX.
         dataset: `h5py.Dataset` of its shape.
 
     Raises:
@@ -158,7 +158,7 @@ def assign_shards(variable, dataset):
     dtype = keras.backend.standardize_dtype(variable.dtype)
     dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
 
-    # One shard after the other: a callback for all would have all in memory twice.
+    # One shard after the other: one callback for all would hold all in memory twice.
     shape, sharding = tuple(variable.shape), variable.value.sharding
     shards = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -183,7 +183,7 @@ def _find_datasets(model, filepath, variables):
     Yields:
         list with the `h5py.Dataset` of each variable, `None` for one that is missing.
     """
-    # A file of the same structure, in which numbers stand in for arrays, tells where.
+    # A file of the same structure, with numbers in place of arrays, gives the names.
     with tempfile.TemporaryDirectory() as directory:
         path = str(Path(directory, "numbers.weights.h5"))
         numbered = []
@@ -204,7 +204,7 @@ def _find_datasets(model, filepath, variables):
 
 
 def weight_files(filepath):
-    """The files that weights are in: that of a path, or those that it is cut into.
+    """Return the files of weights: the path itself, or its parts if it is split.
 
     Args:
         filepath: str or path, `*.weights.h5` or `*.weights.json`.
@@ -222,7 +222,7 @@ def _note(names, name, item):
 
 
 class _Reader(keras.StatelessScope):
-    """Scope in which the value of a variable is what a function returns for it.
+    """Scope in which a function gives the values of variables.
 
     Args:
         read: callable from a `keras.Variable` to an array, or `None` for its own value.
@@ -242,7 +242,7 @@ class _Reader(keras.StatelessScope):
         super().__exit__(*exception)
 
     def get_current_value(self, variable):
-        # The function may ask for the variable's own value itself.
+        # The function may read the variable's own value.
         if self._is_inside:
             return None
         self._is_inside = True
@@ -253,7 +253,7 @@ class _Reader(keras.StatelessScope):
 
 
 def _numbers(order, every=False):
-    """A function for `_Reader` that collects variables and returns their numbers."""
+    """Return a function for `_Reader` that collects variables and returns numbers."""
 
     def read(variable):
         if not every and not _needs_others(variable.value):
@@ -265,7 +265,7 @@ def _numbers(order, every=False):
 
 
 def _gathered(pending):
-    """A function for `_Reader` of the writer: gathers in the order of the rehearsal."""
+    """Return a function for `_Reader` that gathers in the order of the rehearsal."""
 
     def read(variable):
         if not _needs_others(variable.value):
@@ -283,7 +283,7 @@ def _gathered(pending):
 
 
 def _needs_others(value):
-    """Whether other processes have shards of a tensor that this one has not."""
+    """Return whether only other processes have some shards of a tensor."""
     if not hasattr(value, "is_fully_addressable"):
         return False
     return not (value.is_fully_addressable or value.is_fully_replicated)

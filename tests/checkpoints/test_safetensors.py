@@ -254,9 +254,9 @@ def test_fuzz(tmp_path, arrays):
 
 
 def safetensors_names(checkpoint, path):
-    from keras_softmoe.checkpoints import read_architecture
+    from keras_softmoe.checkpoints import read_vit_settings
     from keras_softmoe.checkpoints._torch_names import read_torch_names
 
     found = read_torch_names(checkpoint, str(path), num_heads=torch_twin.HEADS)
-    read_architecture(found.shapes)
+    read_vit_settings(found.shapes)
     return found

@@ -332,7 +332,7 @@ def test_half_precision_is_kept(tmp_path):
 
 @pytest.mark.parametrize("every", [0, -1, True, 2.0, "2", np.float32(3)])
 def test_every_is_a_number_of_batches(every, tmp_path):
-    with pytest.raises(ValueError, match="`every` is a positive integer.*every="):
+    with pytest.raises(ValueError, match="`every` must be a positive integer.*every="):
         Backup(tmp_path, every=every)
     assert Backup(tmp_path, every=np.int64(3)).every == 3
 
@@ -396,7 +396,7 @@ def test_an_unbuilt_model_is_told_from_another_one(tmp_path):
     model.compile("adam", "mse")
     backup = Backup(tmp_path)
     backup.set_model(model)
-    with pytest.raises(ValueError, match="has to be built.*Call it on a batch"):
+    with pytest.raises(ValueError, match="must be built.*Call it on a batch"):
         backup.on_train_begin()
 
 

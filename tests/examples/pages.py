@@ -24,13 +24,8 @@ _BACKEND = re.compile(r"<!-- backend: (\w+) -->")
 
 
 def pages():
-    """Dict from the path of each page that has Python code to its text.
-
-    Not of those in `docs/guides`: they show programs that have tests of their own.
-    """
-    docs = ROOT / "docs"
-    paths = [ROOT / "README.md", *sorted(docs.rglob("*.md"))]
-    paths = [path for path in paths if docs / "guides" not in path.parents]
+    """Dict from the path of each page that has Python code to its text."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
     return {name: text for name, text in texts.items() if "```python" in text}
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import converters, models, routers
-from keras_softmoe.checkpoints import read_architecture
+from keras_softmoe.checkpoints import read_vit_settings
 from keras_softmoe.models import released
 from tests.checkpoints import writer
 from tests.models import tiny
@@ -249,7 +249,7 @@ def test_blocks_that_differ():
     # A thousand blocks of which all but one are a name only: no model of that size.
     shapes |= {f"Encoder/encoderblock_{i}/a": (1,) for i in range(2, 1000)}
     with pytest.raises(converters.CheckpointError, match="the same parameters"):
-        read_architecture(shapes)
+        read_vit_settings(shapes)
 
 
 CONTRADICTIONS = {

@@ -189,7 +189,7 @@ def test_own_models():
     assert type(converters.dense_model(name)) is models.ViTMoEImageClassifier
     converter = converters.image_preprocessor(name, (8, 8)).image_converter
     assert (converter.scale, converter.offset) == (1 / 127.5, -1.0)
-    with pytest.raises(ValueError, match="as it is.*Received: activation"):
+    with pytest.raises(ValueError, match="no conversion.*Received: activation"):
         converters.dense_model(model, activation="gelu")
 
 

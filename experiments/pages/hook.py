@@ -1,0 +1,24 @@
+"""A hook of MkDocs: adds to the site what is in no file below `docs`.
+
+That is the API reference, the guides with their output, and the pages and figures of
+the experiments.
+"""
+
+from mkdocs.structure.files import File
+
+from experiments.pages import api, embedding, guides
+
+
+def on_files(files, config):
+    """Add the pages of the API and of the guides, and figures."""
+    contents = api.pages() | guides.pages() | guides.figures()
+    for path, source in embedding.figures().items():
+        contents[path] = source.read_bytes()
+    for path, content in contents.items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Put pages of the experiments where a page names them."""
+    return embedding.with_pages(markdown)
