@@ -84,6 +84,11 @@ class BlockStatistics(NamedTuple):
         information: `ExpertInformation`.
         patch_grid: pair of ints, rows and columns of the patches of an image. `None`
             for text.
+
+    Examples:
+        >>> block = ksm.analysis.analyze(sparse, images, labels).blocks[3]
+        >>> block.dropped, block.imbalance, block.information.position_share
+        >>> figure = block.plot("by_class")
     """
 
     block: int | str
@@ -100,7 +105,7 @@ class BlockStatistics(NamedTuple):
     patch_grid: tuple | None = None
 
     @property
-    def imbalance(self):
+    def imbalance(self) -> float:
         """Float, the largest load over the mean: 1 if all experts do the same."""
         return float(self.load.max() / self.load.mean())
 

@@ -44,6 +44,14 @@ class RoutingMaps(NamedTuple):
             patches that no expert takes at that capacity. `None` without
             `capacity_factors`.
         priority: str, the priority of the router, `None` if it has none.
+
+    Examples:
+        >>> routing = ksm.analysis.analyze(sparse, images, num_pictures=8)
+        >>> maps = routing.maps[3]
+        >>> maps.dispatch.shape[:4]
+        (8, 8, 8, 16)
+        >>> (maps.main_experts < 0).mean()  # share of dropped patches
+        >>> figure = maps.plot("experts")
     """
 
     block: int | str
@@ -61,7 +69,7 @@ class RoutingMaps(NamedTuple):
     priority: str | None = None
 
     @property
-    def main_experts(self):
+    def main_experts(self) -> np.ndarray:
         """`(B, rows, columns)` int array: the expert with the largest combine weight.
 
         Summed over its slots; -1 where no expert takes the patch.

@@ -49,6 +49,15 @@ class ModalityStatistics(NamedTuple):
             last one.
         words: `WordStatistics` of the text by the kinds of its words. `None` without a
             tagger.
+
+    Examples:
+        >>> def tagger(words):
+        ...     return ["article" if word == "a" else "other" for word in words]
+        >>> block = ksm.analysis.analyze(
+        ...     limoe, scenes, captions=captions, tagger=tagger
+        ... ).modalities[3]
+        >>> block.dropped, block.experts_needed(0.9), block.words.tags
+        >>> figure = block.plot("words")
     """
 
     block: int | str
@@ -72,12 +81,12 @@ class ModalityStatistics(NamedTuple):
     plot = plot_of("modalities")
 
     @property
-    def slots(self):
+    def slots(self) -> int:
         """Int, the slots of an expert in all groups together."""
         return self.capacity * self.num_groups
 
     @property
-    def entropy(self):
+    def entropy(self) -> dict:
         """Dict to float: entropy in nats of the mean routing probabilities.
 
         The global entropy loss holds it over its threshold. Source: LIMoE, appendix
@@ -86,7 +95,7 @@ class ModalityStatistics(NamedTuple):
         return {name: _entropy(p) for name, p in self.probability.items()}
 
     @property
-    def dispatch_entropy(self):
+    def dispatch_entropy(self) -> dict:
         """Dict to float: entropy in nats of how the processed tokens are distributed.
 
         NaN where none is processed. Source: LIMoE, appendix B.2 (figure 9, bottom).
@@ -94,7 +103,7 @@ class ModalityStatistics(NamedTuple):
         return {name: _entropy(count) for name, count in self.assigned.items()}
 
     @property
-    def coverage(self):
+    def coverage(self) -> dict:
         """Dict to `(E,)` float64 array: the share that the most used experts serve.
 
         Entry `m - 1` is the share of tokens whose first choice is one of the `m`
@@ -106,7 +115,7 @@ class ModalityStatistics(NamedTuple):
             for name, count in self.routed.items()
         }
 
-    def experts_needed(self, share=0.9):
+    def experts_needed(self, share: float = 0.9) -> dict:
         """Return the number of experts that serve a share of a modality's tokens.
 
         Args:

@@ -41,6 +41,11 @@ class Routing(NamedTuple):
         maps: dict from each block to `RoutingMaps` of some images or pairs. Empty
             without `num_pictures`.
         model: `ModelCard`, the model and the settings of its routers.
+
+    Examples:
+        >>> routing = ksm.analysis.analyze(sparse, images)
+        >>> {block: found.dropped for block, found in routing.blocks.items()}
+        >>> figure = routing.plot("experts_per_image")
     """
 
     blocks: dict

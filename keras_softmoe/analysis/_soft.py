@@ -47,6 +47,12 @@ class SoftStatistics(NamedTuple):
         slot_directions: `(E * C, D)` float32 array, the parameters of the slots, scaled
             to length 1. Slots of one expert follow each other: slot `c` of expert `e`
             is at `e * C + c`. `None` of a block that mixes uniformly.
+
+    Examples:
+        >>> block = ksm.analysis.analyze(soft, images).soft[3]
+        >>> block.dispatch.needed(0.9), block.combine.needed(0.9)  # of 64, of 64
+        >>> block.expert_contribution.max() / block.expert_contribution.min()
+        >>> figure = block.plot("concentration", weights="combine")
     """
 
     block: int | str
@@ -60,12 +66,12 @@ class SoftStatistics(NamedTuple):
     slot_directions: np.ndarray | None = None
 
     @property
-    def token_weight_edges(self):
+    def token_weight_edges(self) -> np.ndarray:
         """`(bins + 1,)` float64 array, the edges of the bins of token weights."""
         return TOKEN_WEIGHT_EDGES
 
     @property
-    def slot_cosines(self):
+    def slot_cosines(self) -> np.ndarray | None:
         """`(E * C, E * C)` float32 array: cosines between the parameters of the slots.
 
         Slots whose parameters point in the same direction take in the same mixture of
@@ -77,7 +83,7 @@ class SoftStatistics(NamedTuple):
         return self.slot_directions @ self.slot_directions.T
 
     @property
-    def cosine_within_experts(self):
+    def cosine_within_experts(self) -> float:
         """Float, the mean cosine over pairs of different slots of the same expert.
 
         NaN with one slot per expert.
@@ -87,7 +93,7 @@ class SoftStatistics(NamedTuple):
         return self._mean_cosine(same)
 
     @property
-    def cosine_between_experts(self):
+    def cosine_between_experts(self) -> float:
         """Float, the mean cosine over pairs of slots of different experts.
 
         NaN with one expert.
@@ -95,7 +101,7 @@ class SoftStatistics(NamedTuple):
         return self._mean_cosine(~self._same_expert())
 
     @property
-    def expert_contribution(self):
+    def expert_contribution(self) -> np.ndarray:
         """`(E,)` float64 array: mean combine weight of each expert, over its slots.
 
         Source: Soft MoE, appendix H (figure 24, center).
@@ -103,12 +109,12 @@ class SoftStatistics(NamedTuple):
         return self.slot_contribution.sum(axis=1)
 
     @property
-    def mean_token_weight(self):
+    def mean_token_weight(self) -> float:
         """Float, the mean of the tokens' total dispatch weights."""
         return self.slot_contribution.size * self.num_groups / self.num_tokens
 
     @property
-    def dispatch_peak(self):
+    def dispatch_peak(self) -> float:
         """Float from `1 / S` to 1: mean over slots of the largest dispatch weight.
 
         At 1 the softmax has collapsed: each slot takes a single token. Source: Soft
@@ -117,7 +123,7 @@ class SoftStatistics(NamedTuple):
         return float(self.dispatch.mean[0])
 
     @property
-    def combine_peak(self):
+    def combine_peak(self) -> float:
         """Float from `1 / (E * C)` to 1, for tokens and their combine weights.
 
         The mean over tokens of the largest one. Source: Soft MoE, appendix E.
@@ -125,7 +131,7 @@ class SoftStatistics(NamedTuple):
         return float(self.combine.mean[0])
 
     @property
-    def dispatch_sharpness(self):
+    def dispatch_sharpness(self) -> float:
         """Float from 1: `dispatch_peak` in even shares, `1 / S` each.
 
         At 1 every slot is the mean of all tokens: the layer does not route.
@@ -133,13 +139,13 @@ class SoftStatistics(NamedTuple):
         return self.dispatch_peak * len(self.dispatch.mean)
 
     @property
-    def combine_sharpness(self):
+    def combine_sharpness(self) -> float:
         """Float from 1: `combine_peak` in even shares, `1 / (E * C)` each."""
         return self.combine_peak * len(self.combine.mean)
 
     plot = plot_of("soft")
 
-    def tokens_above(self, weight):
+    def tokens_above(self, weight: float) -> float:
         """Return the share of tokens whose total dispatch weight is at least `weight`.
 
         Args:
@@ -161,7 +167,7 @@ class SoftStatistics(NamedTuple):
         above = np.concatenate([np.cumsum(counts[::-1])[::-1], [0]])
         return float(np.interp(weight, TOKEN_WEIGHT_EDGES, above)) / self.num_tokens
 
-    def tokens_needed(self, share=0.9):
+    def tokens_needed(self, share: float = 0.9) -> np.ndarray:
         """Return the number of tokens that make up a share of each slot, on average.
 
         Args:
