@@ -9,7 +9,7 @@ import platform
 import keras
 from timing import Patience
 
-from keras_softmoe.files import replaced_file
+from keras_softmoe.files import atomic_file
 
 
 def command_line(description, shapes):
@@ -169,6 +169,6 @@ def describe(machine):
 
 def write_json(path, content):
     """Write a file that no reader ever finds half written."""
-    with replaced_file(path) as new, open(new, "w", encoding="utf-8") as file:
+    with atomic_file(path) as new, open(new, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=2)
         file.write("\n")

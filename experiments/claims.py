@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments import limoe_claims, preset_claims
-from experiments.comparisons import (
+from experiments.lib.comparisons import (
     in_words,
     looked_at,
     overview,
     reading,
     run_and_not,
 )
+from experiments.lib.runs import read_json
 from experiments.router_study.claims import claims as claims_of_study
 from experiments.router_study.scales import SCALES
 from experiments.router_study.tables import METRICS, NOT_ASKED
-from experiments.runs import read_json
 from experiments.upcycling import tables as upcycling
 from experiments.upcycling.plans import PLANS
 

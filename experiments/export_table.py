@@ -10,7 +10,7 @@ The tests measure it, one backend after the other:
 import json
 from pathlib import Path
 
-from keras_softmoe.files import replaced_file
+from keras_softmoe.files import atomic_file
 
 DIRECTORY = Path(__file__).with_name("exports")
 PAGE = Path(__file__).with_name("EXPORTS.md")
@@ -47,9 +47,9 @@ def write(backend, found):
         {"router": router, "format": format, "difference": float(f"{error:.1e}")}
         for (router, format), error in found.items()
     ]
-    with replaced_file(DIRECTORY / f"{backend}.json") as file:
+    with atomic_file(DIRECTORY / f"{backend}.json") as file:
         file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    with replaced_file(PAGE) as file:
+    with atomic_file(PAGE) as file:
         file.write_text(page(), encoding="utf-8")
 
 

@@ -24,7 +24,7 @@ from experiments.glyph_presets import (
     classifier_run,
     upstream,
 )
-from experiments.runs import finish, write_json
+from experiments.lib.runs import finish, write_json
 from keras_softmoe import routers
 
 RESULTS = Path(__file__).resolve().parent / "glyphs"

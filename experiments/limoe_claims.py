@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from experiments.cards import read_metadata
-from experiments.comparisons import Claim, corrected, paired
+from experiments.lib.cards import read_metadata
+from experiments.lib.comparisons import Claim, corrected, paired
 from experiments.limoe_presets import NAMES
 from experiments.limoe_presets import ROOT as CHECKOUT
 from experiments.limoe_sweeps import RESULTS, runs

@@ -29,9 +29,9 @@ import keras
 import numpy as np
 
 import keras_softmoe as ksm
-from experiments.cards import machine, spread, write_card, write_metadata
-from experiments.publishing import publish, save_weights
-from experiments.runs import Run, adamw, batches_of, finish, router_config
+from experiments.lib.cards import machine, spread, write_card, write_metadata
+from experiments.lib.publishing import publish, save_weights
+from experiments.lib.runs import Run, adamw, batches_of, finish, router_config
 from keras_softmoe import analysis, datasets, evaluation, models, routers
 
 ROOT = Path(__file__).resolve().parents[1]

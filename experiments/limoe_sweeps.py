@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.lib.runs import finish, read_json, write_json
 from experiments.limoe_presets import (
     IMAGE_EXPERTS,
     NUM_EXPERTS,
@@ -35,9 +36,8 @@ from experiments.limoe_presets import (
     measure,
     training_run,
 )
-from experiments.runs import finish, read_json, write_json
 from keras_softmoe import evaluation, routers
-from keras_softmoe.files import replaced_file
+from keras_softmoe.files import atomic_file
 
 RESULTS = Path(__file__).resolve().parent / "limoe"
 FIGURE = RESULTS.parents[1] / "docs" / "images" / "limoe_text_experts.png"
@@ -77,7 +77,7 @@ def main():
                 # Read again: another process may have added runs meanwhile.
                 write_json(file, [*runs(file), result])
     if "losses" in arguments.sweep and arguments.output == RESULTS:
-        with replaced_file(FIGURE) as aside:
+        with atomic_file(FIGURE) as aside:
             figure(runs(RESULTS / "losses.json")).savefig(aside, dpi=150)
 
 

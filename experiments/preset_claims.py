@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from experiments.cards import read_metadata
-from experiments.comparisons import Claim, corrected, difference, paired
 from experiments.glyph_presets import CAPACITY_FACTORS, ROOT, TWINS
+from experiments.lib.cards import read_metadata
+from experiments.lib.comparisons import Claim, corrected, difference, paired
 from experiments.router_study.claims import HEADLINE
 
 METRICS = {

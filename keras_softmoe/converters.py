@@ -1,6 +1,6 @@
 """Readers and converters of other libraries' parameters, and upcycling.
 
-What the examples of this module go on from:
+The examples of this module start with:
 
     >>> name = "vit_tiny_patch4_32_glyphs"
     >>> classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)

@@ -142,11 +142,11 @@ def register_parameters(model):
         model._track_variables()
 
 
-_IS_NOT_DRAWN = contextvars.ContextVar("is_not_drawn", default=False)
+_STARTS_AS_ZEROS = contextvars.ContextVar("starts_as_zeros", default=False)
 
 
 @contextlib.contextmanager
-def without_random_numbers(sure=True):
+def zero_initialization(enabled=True):
     """Scope in which new weights start as zeros, because others will be loaded.
 
     Drawing initial values would take a multiple of their memory, and on JAX seconds of
@@ -154,14 +154,14 @@ def without_random_numbers(sure=True):
     Would be replaced by: an option of Keras to build a model without initial values.
 
     Args:
-        sure: bool, `False` for a scope that changes nothing.
+        enabled: bool, `False` for a scope that changes nothing.
     """
     _let_variables_start_as_zeros()
-    token = _IS_NOT_DRAWN.set(sure)
+    token = _STARTS_AS_ZEROS.set(enabled)
     try:
         yield
     finally:
-        _IS_NOT_DRAWN.reset(token)
+        _STARTS_AS_ZEROS.reset(token)
 
 
 @functools.cache
@@ -171,7 +171,7 @@ def _let_variables_start_as_zeros():
 
     def initialize_with(variable, initializer):
         # Seeds are integers, and not weights.
-        if _IS_NOT_DRAWN.get() and keras.backend.is_float_dtype(variable.dtype):
+        if _STARTS_AS_ZEROS.get() and keras.backend.is_float_dtype(variable.dtype):
             initializer = keras.initializers.Zeros() if _is_distributed() else _zeros
         initialize(variable, initializer)
 

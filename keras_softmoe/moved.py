@@ -1,4 +1,4 @@
-"""Public names of earlier releases, and what replaces each of them.
+"""Public names of earlier releases, and their replacements.
 
 A room with an entry ends in `__getattr__ = moved.attribute(__name__)`. The entries are
 removed with release 1.0.
@@ -117,7 +117,7 @@ REPLACEMENTS["training"] = {
 
 
 def attribute(room):
-    """Return the `__getattr__` of a room: removed names say what replaces them.
+    """Return the `__getattr__` of a room, with errors for removed names.
 
     Args:
         room: str, the full name of the module, as in its `__name__`.

@@ -87,6 +87,7 @@ RUNS_ON = {
     "test_checks.py": ("torch",),
     "test_files.py": ("torch",),
     "test_imports.py": ("torch",),
+    "test_language.py": ("torch",),
     "test_moved.py": ("torch",),
     "test_package.py": ("jax",),
     "test_pages.py": ("torch",),

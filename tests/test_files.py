@@ -13,12 +13,12 @@ import tempfile
 import pytest
 
 from keras_softmoe.files import (
-    NotWritten,
+    WriteError,
     _placing,
+    atomic_directory,
+    atomic_file,
     read_whole,
-    recover,
-    replaced_directory,
-    replaced_file,
+    restore_interrupted,
 )
 from tests.skips import REASONS
 
@@ -26,7 +26,7 @@ MARKS = ["*.json"]
 
 
 def replaced_preset(directory, **settings):
-    return replaced_directory(directory, MARKS, **settings)
+    return atomic_directory(directory, MARKS, **settings)
 
 
 def texts(directory):
@@ -40,13 +40,13 @@ def texts(directory):
 def test_file(tmp_path):
     target = tmp_path / "deep" / "card.json"
     for content in ("first", "second"):
-        with replaced_file(target) as aside:
+        with atomic_file(target) as aside:
             aside.write_text(content)
             assert aside.suffix == ".json"
             # Not there before all is written
             assert not target.exists() or target.read_text() != content
         assert target.read_text() == content
-    with pytest.raises(KeyboardInterrupt), replaced_file(target) as aside:
+    with pytest.raises(KeyboardInterrupt), atomic_file(target) as aside:
         aside.write_text("half")
         raise KeyboardInterrupt
     assert texts(tmp_path) == {"deep/card.json": "second"}
@@ -55,7 +55,7 @@ def test_file(tmp_path):
 def test_directory(tmp_path):
     target = tmp_path / "deep" / "preset"
     for content in ("first", "second"):
-        with replaced_directory(target, MARKS) as aside:
+        with atomic_directory(target, MARKS) as aside:
             (aside / "config.json").write_text(content)
             assert content not in texts(target).values()
         assert texts(target)["config.json"] == content
@@ -71,7 +71,7 @@ def test_directory_after_a_failure(tmp_path):
     (target / "config.json").write_text("whole")
     for path in (target, tmp_path / "new"):
         with pytest.raises(KeyboardInterrupt):
-            with replaced_directory(path, MARKS) as aside:
+            with atomic_directory(path, MARKS) as aside:
                 (aside / "config.json").write_text("half")
                 raise KeyboardInterrupt
         assert texts(tmp_path) == {"preset/config.json": "whole"}
@@ -83,19 +83,17 @@ def test_files_that_are_not_kept(tmp_path):
     target.mkdir()
     for name in ("model.weights.h5", "metadata.json"):
         (target / name).write_text("old")
-    with replaced_directory(
-        target, MARKS, lambda path: path.suffix == ".json"
-    ) as aside:
+    with atomic_directory(target, MARKS, lambda path: path.suffix == ".json") as aside:
         (aside / "model.weights.json").write_text("new")
     assert texts(target) == {"metadata.json": "old", "model.weights.json": "new"}
 
 
-@pytest.mark.parametrize("replaced", [replaced_file, replaced_preset])
+@pytest.mark.parametrize("replaced", [atomic_file, replaced_preset])
 def test_what_the_system_refuses(replaced, tmp_path):
     """The error says what could not be written, why, and what to do."""
     (tmp_path / "file").write_text("whole")
     for path in (tmp_path / "file" / "below", tmp_path / ("a" * 300)):
-        with pytest.raises(NotWritten, match="cannot be written.*choose a directory"):
+        with pytest.raises(WriteError, match="cannot be written.*choose a directory"):
             with replaced(path) as aside:
                 aside.touch()
     full = [
@@ -110,17 +108,17 @@ def test_what_the_system_refuses(replaced, tmp_path):
     with pytest.raises(OSError, match="another") as caught:
         with replaced(tmp_path / "new"):
             raise OSError("another")
-    assert not isinstance(caught.value, NotWritten)
+    assert not isinstance(caught.value, WriteError)
     assert texts(tmp_path) == {"file": "whole"}
 
 
-@pytest.mark.parametrize("replaced", [replaced_file, replaced_preset])
+@pytest.mark.parametrize("replaced", [atomic_file, replaced_preset])
 def test_room_is_made_sure_of(replaced, tmp_path):
     """Before anything is written: HDF5 does not get over a write that is refused."""
     with replaced(tmp_path / "small", room=1000) as aside:
         assert not any(path.is_file() for path in aside.parent.iterdir())
         aside.mkdir(exist_ok=True) if replaced is replaced_preset else aside.touch()
-    with pytest.raises(NotWritten, match="large' cannot be written.*Make room"):
+    with pytest.raises(WriteError, match="large' cannot be written.*Make room"):
         with replaced(tmp_path / "large", room=1 << 60):
             raise AssertionError("not even tried")
     assert [path.name for path in tmp_path.iterdir()] == ["small"]
@@ -155,7 +153,7 @@ if sys.argv[2] == "replace":
         move(file, path)
 
     _placing.move = killed
-with files.replaced_directory(sys.argv[1], ["*.json"]) as aside:
+with files.atomic_directory(sys.argv[1], ["*.json"]) as aside:
     (aside / "config.json").write_text("second")
     if sys.argv[2] == "replace":
         (aside / "assets.json").write_text("second")
@@ -173,20 +171,20 @@ def killed(target, where):
 def test_a_process_that_is_killed(where, tmp_path):
     """What was there is there, and the next one to write clears up."""
     target = tmp_path / "preset"
-    with replaced_directory(target, MARKS) as aside:
+    with atomic_directory(target, MARKS) as aside:
         (aside / "config.json").write_text("first")
     killed(target, where)
     assert len(list(tmp_path.iterdir())) == (2 if where == "write" else 1)
-    recover(target)
+    restore_interrupted(target)
     assert texts(target) == {"config.json": "first"}
-    with replaced_directory(target, MARKS) as aside:
+    with atomic_directory(target, MARKS) as aside:
         (aside / "config.json").write_text("third")
     assert texts(tmp_path) == {"preset/config.json": "third"}
     assert [path.name for path in tmp_path.iterdir()] == ["preset"]
 
 
 def test_what_a_living_process_writes_stays(tmp_path):
-    with replaced_file(tmp_path / "a") as first, replaced_file(tmp_path / "a") as other:
+    with atomic_file(tmp_path / "a") as first, atomic_file(tmp_path / "a") as other:
         first.write_text("first")
         other.write_text("other")
     assert texts(tmp_path) == {"a": "first"}
@@ -197,7 +195,7 @@ def test_directories_are_read_whole(tmp_path):
     target = tmp_path / "preset"
 
     def write(content):
-        with replaced_directory(target, MARKS) as aside:
+        with atomic_directory(target, MARKS) as aside:
             for name in ("config.json", "weights"):
                 (aside / name).write_text(content)
 
@@ -271,17 +269,17 @@ def make_directory(path):
 OTHERS = [make_file, make_pipe, make_socket, make_circle, make_directory]
 
 
-@pytest.mark.parametrize("replaced", [replaced_file, replaced_preset])
+@pytest.mark.parametrize("replaced", [atomic_file, replaced_preset])
 @pytest.mark.parametrize("make", OTHERS)
 def test_other_kinds_of_files_stay(make, replaced, tmp_path):
-    if make is (make_file if replaced is replaced_file else make_directory):
+    if make is (make_file if replaced is atomic_file else make_directory):
         return
     target = tmp_path / "target.json"
     make(target)
     before = target.lstat()
     (tmp_path / "link").symlink_to(target)
     for path in (target, tmp_path / "link"):
-        with pytest.raises(NotWritten, match="target.json.*(stays|unchanged)"):
+        with pytest.raises(WriteError, match="target.json.*(stays|unchanged)"):
             with replaced(path):
                 raise AssertionError("not even tried")
     assert (target.lstat().st_ino, target.lstat().st_mode) == before[1::-1]
@@ -292,8 +290,8 @@ def test_other_kinds_of_files_stay(make, replaced, tmp_path):
 def test_devices_stay():
     """What a superuser could replace."""
     device = os.stat("/dev/null")
-    for replaced in (replaced_file, replaced_preset):
-        with pytest.raises(NotWritten, match="it is a device"), replaced("/dev/null"):
+    for replaced in (atomic_file, replaced_preset):
+        with pytest.raises(WriteError, match="it is a device"), replaced("/dev/null"):
             raise AssertionError("not even tried")
     assert os.stat("/dev/null") == device
 
@@ -301,12 +299,12 @@ def test_devices_stay():
 def test_files_of_another_directory_stay(tmp_path):
     """New ones go beside them; one of the same name is refused, nothing is changed."""
     (tmp_path / "README.md").write_text("mine")
-    with replaced_directory(tmp_path, MARKS) as aside:
+    with atomic_directory(tmp_path, MARKS) as aside:
         (aside / "config.json").write_text("first")
     assert texts(tmp_path) == {"README.md": "mine", "config.json": "first"}
     (tmp_path / "config.json").unlink()
-    with pytest.raises(NotWritten, match="'README.md' in it is another file.*Choose"):
-        with replaced_directory(tmp_path, MARKS) as aside:
+    with pytest.raises(WriteError, match="'README.md' in it is another file.*Choose"):
+        with atomic_directory(tmp_path, MARKS) as aside:
             (aside / "config.json").write_text("second")
             (aside / "README.md").write_text("second")
     assert texts(tmp_path) == {"README.md": "mine"}
@@ -316,19 +314,19 @@ def test_a_file_beside_another_one_stays(tmp_path):
     """OpenVINO writes `model.bin` beside `model.xml`, for example."""
     (tmp_path / "model.bin").write_text("mine")
     for _ in range(2):
-        with pytest.raises(NotWritten, match="model.bin' is another one"):
-            with replaced_file(tmp_path / "model.xml") as aside:
+        with pytest.raises(WriteError, match="model.bin' is another one"):
+            with atomic_file(tmp_path / "model.xml") as aside:
                 aside.write_text("new")
                 aside.with_suffix(".bin").write_text("new")
         assert texts(tmp_path) == {"model.bin": "mine"}
     (tmp_path / "model.xml").write_text("old")
-    with replaced_file(tmp_path / "model.xml") as aside:
+    with atomic_file(tmp_path / "model.xml") as aside:
         aside.write_text("new")
         aside.with_suffix(".bin").write_text("new")
     assert texts(tmp_path) == {"model.bin": "new", "model.xml": "new"}
 
 
-@pytest.mark.parametrize("replaced", [replaced_file, replaced_preset])
+@pytest.mark.parametrize("replaced", [atomic_file, replaced_preset])
 def test_targets_of_links_are_written(replaced, tmp_path):
     """Of one to an existing path, and of one to a path that is still free."""
     for number in range(2):
@@ -346,8 +344,8 @@ def test_targets_of_links_are_written(replaced, tmp_path):
 
 def test_names_of_any_length(tmp_path):
     """As long as the file system allows, although temporary names are longer."""
-    for replaced in (replaced_file, replaced_preset):
-        name = ("ä" * 127) + ("f" if replaced is replaced_file else "d")
+    for replaced in (atomic_file, replaced_preset):
+        name = ("ä" * 127) + ("f" if replaced is atomic_file else "d")
         for _ in range(2):
             with replaced(tmp_path / name) as aside:
                 new = aside / "config.json" if aside.is_dir() else aside
@@ -359,11 +357,11 @@ def test_names_of_any_length(tmp_path):
 def test_modes_are_kept(tmp_path):
     target, file = tmp_path / "preset", tmp_path / "file"
     for _ in range(3):
-        with replaced_directory(target, MARKS) as aside:
+        with atomic_directory(target, MARKS) as aside:
             (aside / "config.json").touch()
             (aside / "assets").mkdir()
             (aside / "assets" / "words").touch()
-        with replaced_file(file) as aside:
+        with atomic_file(file) as aside:
             aside.touch()
         modes = {target: 0o2775, target / "assets": 0o750, target / "other": 0o604}
         modes |= {target / "config.json": 0o640, file: 0o600}
@@ -408,7 +406,7 @@ def test_a_directory_that_stays(prepare, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def write(content):
-        with replaced_directory(target, MARKS, lambda path: path.name != "old") as new:
+        with atomic_directory(target, MARKS, lambda path: path.name != "old") as new:
             (new / "config.json").write_text(content)
             (new / "assets").mkdir()
             (new / "assets" / "words").write_text(content)
@@ -433,7 +431,7 @@ def test_files_behind_links_are_written(tmp_path):
     target.mkdir()
     (tmp_path / "large.json").write_text("old")
     (target / "config.json").symlink_to(tmp_path / "large.json")
-    with replaced_directory(target, MARKS) as aside:
+    with atomic_directory(target, MARKS) as aside:
         (aside / "config.json").write_text("new")
     assert (target / "config.json").is_symlink()
     assert (tmp_path / "large.json").read_text() == "new"
@@ -453,8 +451,8 @@ def test_all_files_are_put_back(tmp_path, monkeypatch):
         move(file, path)
 
     monkeypatch.setattr(_placing, "move", fails_once)
-    with pytest.raises(NotWritten, match="unchanged"):
-        with replaced_directory(target, MARKS, keep=lambda path: False) as aside:
+    with pytest.raises(WriteError, match="unchanged"):
+        with atomic_directory(target, MARKS, keep=lambda path: False) as aside:
             for name in ("a.json", "a_new.json", "b.json"):
                 (aside / name).write_text("second")
     names = ("a.json", "b.json", "old.json")
@@ -465,7 +463,7 @@ def test_all_files_are_put_back(tmp_path, monkeypatch):
 def test_a_killed_process_is_finished(tmp_path):
     """Between two files: the next reader finds all of the new version."""
     target = tmp_path / "preset"
-    with replaced_directory(target, MARKS) as aside:
+    with atomic_directory(target, MARKS) as aside:
         for name in ("assets.json", "config.json", "gone.json"):
             (aside / name).write_text("first")
     killed(target, "replace")
@@ -495,9 +493,9 @@ def mounted(tmp_path):
 
 def test_mount_points(mounted):
     for content in ("first", "second"):
-        with replaced_directory(mounted, MARKS) as aside:
+        with atomic_directory(mounted, MARKS) as aside:
             (aside / "config.json").write_text(content)
-        with replaced_file(mounted / "file") as aside:
+        with atomic_file(mounted / "file") as aside:
             aside.write_text(content)
         assert texts(mounted) == {"config.json": content, "file": content}
     assert mounted.is_mount()
@@ -512,7 +510,7 @@ def test_mount_points_of_a_part_of_the_same_file_system(tmp_path, mounted):
         pytest.skip(REASONS["mount"])
     try:
         for content in ("first", "second"):
-            with replaced_directory(mounted / "a b", MARKS) as aside:
+            with atomic_directory(mounted / "a b", MARKS) as aside:
                 (aside / "config.json").write_text(content)
             assert texts(mounted / "part") == {"config.json": content}
     finally:
@@ -523,7 +521,7 @@ def test_a_parent_that_cannot_be_written_to():
     """As another user, where this one is a superuser."""
     program = """
 import fcntl, os, sys
-from keras_softmoe.files import replaced_directory
+from keras_softmoe.files import atomic_directory
 
 if not os.geteuid():
     os.setgroups([])
@@ -531,7 +529,7 @@ if not os.geteuid():
     os.setuid(65534)
 
 for content in ("first", "second"):
-    with replaced_directory(sys.argv[1], ["*.json"]) as aside:
+    with atomic_directory(sys.argv[1], ["*.json"]) as aside:
         (aside / "config.json").write_text(content)
     found = {name: open(name).read() for name in os.listdir()}
     assert found == {"config.json": content}, found

@@ -13,7 +13,7 @@ do.
 import argparse
 
 from experiments.pages import ROOT, guides, pictures, written
-from keras_softmoe.files import replaced_file
+from keras_softmoe.files import atomic_file
 
 
 def main(arguments=None):
@@ -30,7 +30,7 @@ def main(arguments=None):
             guides.record(name, options.short)
             print(f"{name}: recorded", flush=True)
     for path, text in written().items():
-        with replaced_file(ROOT / path) as file:
+        with atomic_file(ROOT / path) as file:
             file.write_text(text, encoding="utf-8")
 
 

@@ -11,7 +11,10 @@ MODULES = {
     "layers": "Mixtures of experts as layers, and the parts of a Vision Transformer.",
     "routers": "Which tokens go to which slots. Losses that balance experts, and "
     "`record`, which shows decisions.",
-    "models": "Backbones, tasks and their preprocessing, on KerasHub's classes.",
+    "models": "Backbones, tasks and their preprocessing, on KerasHub's classes. All "
+    "have `from_preset(preset, load_weights=True, **kwargs)` and "
+    "`save_to_preset(preset_dir)`. Models have `export`, see "
+    "[`ksm.exporting`](exporting.md).",
     "presets": "What there is to load by name.",
     "converters": "Parameters from and to other libraries, and upcycling.",
     "evaluation": "How good a model is, how good its features are, what it costs.",

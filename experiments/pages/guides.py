@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from keras_softmoe.files import replaced_file
+from keras_softmoe.files import atomic_file
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ROOT / "guides"
@@ -97,7 +97,7 @@ def record(name, short=False):
         "cells": records,
     }
     RECORDED.mkdir(exist_ok=True)
-    with replaced_file(RECORDED / f"{name}.json") as file:
+    with atomic_file(RECORDED / f"{name}.json") as file:
         file.write_text(json.dumps(about, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 

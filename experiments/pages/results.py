@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from experiments import preset_claims
-from experiments.comparisons import difference
+from experiments.lib.comparisons import difference
 from experiments.router_study.claims import claims as claims_of_study
 from experiments.router_study.claims import value
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from experiments import glyph_presets, glyph_trials, limoe_sweeps
-from experiments.cards import spread
+from experiments.lib.cards import spread
 from keras_softmoe import catalogue
 
 NAMES = """\

@@ -1,7 +1,7 @@
 """The router study: many routers in one model, on the same images, with seeds."""
 
-from experiments.comparisons import Claim as Claim
-from experiments.comparisons import Difference as Difference
+from experiments.lib.comparisons import Claim as Claim
+from experiments.lib.comparisons import Difference as Difference
 from experiments.router_study.claims import claims as claims
 from experiments.router_study.configurations import Configuration as Configuration
 from experiments.router_study.configurations import configurations as configurations

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import keras
 
+from experiments.lib.runs import check_before, write_json
 from experiments.router_study.configurations import STUDIES
 from experiments.router_study.figures import plot_curves, plot_study
 from experiments.router_study.runner import run_study
 from experiments.router_study.scales import SCALES
 from experiments.router_study.tables import report
 from experiments.router_study.transfer import in_words, plot_transfer, transfer
-from experiments.runs import check_before, write_json
-from keras_softmoe.files import replaced_file
+from keras_softmoe.files import atomic_file
 
 
 def main(arguments=None):
@@ -66,20 +66,20 @@ def write_results(results, directory):
         last = f"{results['scale']['shots'][-1]}-shot"
         for metric in ("upstream_accuracy", last):
             name = f"{metric.replace('-', '_')}.png"
-            with replaced_file(directory / name) as file:
+            with atomic_file(directory / name) as file:
                 plot_study(results, metric).savefig(file)
             text += f"\n![{metric.replace('_', ' ')} against cost]({name})\n"
     curves = [s for s in ("headline", "initial_scale") if s in results["studies"]]
     if curves:
-        with replaced_file(directory / "curves.png") as file:
+        with atomic_file(directory / "curves.png") as file:
             plot_curves(results, curves).savefig(file)
         text += "\n![accuracy and sharpness while training](curves.png)\n"
     if found := transfer(results):
-        with replaced_file(directory / "transfer.png") as file:
+        with atomic_file(directory / "transfer.png") as file:
             plot_transfer(results).savefig(file)
         text += f"\n## Transfer\n\n{in_words(found)}\n\n"
         text += "![few-shot against upstream accuracy](transfer.png)\n"
-    with replaced_file(directory / "README.md") as file:
+    with atomic_file(directory / "README.md") as file:
         file.write_text(text, encoding="utf-8")
 
 

@@ -4,13 +4,13 @@ import keras
 import numpy as np
 
 import keras_softmoe as ksm
+from experiments.lib.runs import EpochData, Run, batches_of, fit
 from experiments.router_study.models import (
     backbone_arguments,
     build_backbone,
     build_classifier,
 )
 from experiments.router_study.tasks import accuracy, compile_with_cosine
-from experiments.runs import EpochData, Run, batches_of, fit
 
 _FINE_TUNING_BATCH = 32
 

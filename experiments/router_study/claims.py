@@ -3,7 +3,7 @@
 import itertools
 import statistics
 
-from experiments.comparisons import Claim, corrected, difference
+from experiments.lib.comparisons import Claim, corrected, difference
 from experiments.router_study.configurations import families, placements
 
 _ACCURACIES = ("upstream_accuracy", "5-shot")

@@ -6,11 +6,7 @@ from pathlib import Path
 
 import keras
 
-from experiments.router_study.cells import cell, cell_name, count, describe
-from experiments.router_study.configurations import STUDIES, configurations
-from experiments.router_study.models import Stopwatch
-from experiments.router_study.tasks import upstream_task
-from experiments.runs import (
+from experiments.lib.runs import (
     RESULTS,
     backup_directory,
     check_before,
@@ -21,6 +17,10 @@ from experiments.runs import (
     result_file,
     write_json,
 )
+from experiments.router_study.cells import cell, cell_name, count, describe
+from experiments.router_study.configurations import STUDIES, configurations
+from experiments.router_study.models import Stopwatch
+from experiments.router_study.tasks import upstream_task
 
 _DENSE = "dense"
 _SEEDS = ("seeds", "more_seeds", "rate_seeds")

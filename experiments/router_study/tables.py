@@ -2,7 +2,7 @@
 
 import statistics
 
-from experiments.comparisons import in_words, reading, run_and_not
+from experiments.lib.comparisons import in_words, reading, run_and_not
 from experiments.router_study.claims import claims, value
 from experiments.router_study.configurations import FAMILIES, STUDIES
 

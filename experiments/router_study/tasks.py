@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 import keras_softmoe as ksm
-from experiments.runs import adamw, batches_of
+from experiments.lib.runs import adamw, batches_of
 
 # No model is trained on the images of this seed.
 VALIDATION_SEED = 10_000

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import keras
 
-from experiments.runs import (
+from experiments.lib.runs import (
     RESULTS,
     check_before,
     finish,
@@ -33,7 +33,7 @@ from experiments.upcycling.plans import (
     variants,
 )
 from experiments.upcycling.tables import report
-from keras_softmoe.files import replaced_file
+from keras_softmoe.files import atomic_file
 
 
 def main(arguments=None):
@@ -84,7 +84,7 @@ def main(arguments=None):
     measure_starts(plan, seeds, work)
     results = gather(plan, work)
     write_json(output / "results.json", results)
-    with replaced_file(output / "README.md") as file:
+    with atomic_file(output / "README.md") as file:
         file.write_text(report(results), encoding="utf-8")
     print(f"\n{report(results)}\nWritten to {output}")
 

@@ -9,13 +9,13 @@ import keras
 import numpy as np
 
 import keras_softmoe as ksm
+from experiments.lib.runs import Run
 from experiments.router_study.cells import digits, is_finite, sharpness_of
 from experiments.router_study.configurations import Configuration
 from experiments.router_study.models import build_backbone, build_classifier
 from experiments.router_study.tasks import GlyphTask, compile_with_cosine
-from experiments.runs import Run
 from experiments.upcycling.plans import DENSE, variants
-from keras_softmoe.files import replaced_file
+from keras_softmoe.files import atomic_file
 
 _WATCHED_GROUPS = 32
 
@@ -66,7 +66,7 @@ def start_run(plan, seed, task, file):
         return model
 
     def measure(model):
-        with replaced_file(file) as new:
+        with atomic_file(file) as new:
             np.savez(new, **ksm.converters.to_vmoe_params(model))
         return _measured(plan, task, model)
 

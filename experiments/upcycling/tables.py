@@ -2,7 +2,7 @@
 
 import statistics
 
-from experiments.comparisons import Claim, corrected, in_words, paired, reading
+from experiments.lib.comparisons import Claim, corrected, in_words, paired, reading
 from experiments.upcycling.plans import DENSE
 
 METRICS = {

@@ -5,7 +5,7 @@ import html
 import io
 from pathlib import Path
 
-from keras_softmoe.files import replaced_file
+from keras_softmoe.files import atomic_file
 
 # A page has to open anywhere, and be small enough to be sent around.
 MOST_BYTES = 5_000_000
@@ -91,7 +91,7 @@ class Page:
         for resolution in _RESOLUTIONS:
             content = self._html(resolution).encode("utf-8")
             if len(content) <= MOST_BYTES:
-                with replaced_file(path) as aside:
+                with atomic_file(path) as aside:
                     aside.write_bytes(content)
                     aside.chmod(_MODE)
                 return Path(path)

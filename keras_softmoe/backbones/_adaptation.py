@@ -16,8 +16,8 @@ from keras_softmoe.layers.lora import merge_lora as merge_lora_of_layer
 def merge_lora(model: keras.Model) -> list:
     """Fold the factors of LoRA into the kernels, in all layers of a model.
 
-    The model computes the same, with ordinary layers: expert banks, and those of Keras
-    as in attention. Files need no such call, they hold the sum anyway.
+    The outputs stay the same, and the layers are ordinary ones again, expert banks and
+    those of Keras. Files hold the sum anyway.
 
     What `enable_lora` froze stays frozen, but for the kernels that had factors. To free
     all of it set `model.trainable = False` and then `True` (TensorFlow passes over a
@@ -84,14 +84,14 @@ def quantize(self, mode=None, config=None, filters=None, **kwargs):
 
 
 def check_lora_file(model, filepath):
-    """Refuse a file of factors in which expert banks share their second one.
+    """Raise if the experts of a file of LoRA factors share their second factor.
 
     Args:
         model: `keras_hub.models.Backbone`.
         filepath: str or path, as `save_lora_weights` writes it.
 
     Raises:
-        ValueError: as said.
+        ValueError: if the file is older than factors for each expert.
     """
     # KerasHub counts them like this.
     layers = [x for x in flatten_layers(model) if x is not model and x.weights]

@@ -1,4 +1,4 @@
-"""What the backbones share: routers, presets, mutable settings."""
+"""The base class of backbones: routers, configuration, weights."""
 
 import functools
 
@@ -20,7 +20,7 @@ from keras_softmoe.backbones._trainable import (
 from keras_softmoe.keras_adapter import (
     flatten_layers,
     register_parameters,
-    without_random_numbers,
+    zero_initialization,
 )
 from keras_softmoe.layers import Experts
 from keras_softmoe.routers import record
@@ -36,6 +36,8 @@ _KEPT_ELSEWHERE = (
 @recompile_on_change
 class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     """Base class of backbones whose encoder blocks may be mixtures of experts.
+
+    `models` attaches `from_preset`, `save_to_preset` and `export`.
 
     Args:
         architecture: the record of the constructor's arguments, see `architecture`.
@@ -128,7 +130,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         blocks = self.blocks
         routers = [blocks[i].moe.get_config()["router"] for i in self.moe_layers]
         if has_factors(self):
-            # Frozen by LoRA, of which a file knows nothing.
+            # LoRA has frozen them; a file has no LoRA.
             for router in routers:
                 router["config"]["trainable"] = True
         if all(router == routers[0] for router in routers):
@@ -152,7 +154,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     @classmethod
     def from_config(cls, config):
         router = revive_router(config["router"])
-        with without_random_numbers(weights_follow()):
+        with zero_initialization(weights_follow()):
             return super().from_config({**config, "router": router})
 
 
@@ -172,7 +174,7 @@ def _check_blocks(filepath, num_layers):
 
 
 def _expert_banks(model):
-    """The kernels and biases of experts, of which a file holds what the model does."""
+    """Expert banks whose weights are the same in a file as in the model."""
     return [
         bank
         for layer in flatten_layers(model)

@@ -50,6 +50,8 @@ LOSSES = {"softmax": softmax_contrastive_loss, "sigmoid": sigmoid_contrastive_lo
 class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
     """Base class of contrastive learning on pairs of image and caption.
 
+    `models` attaches `from_preset`, `save_to_preset` and `export`.
+
     Args:
         backbone: a model from `"images"` and `"token_ids"` to `"image_embedding"`,
             `"text_embedding"`, `"logit_scale"` and perhaps `"logit_bias"`.

@@ -28,7 +28,7 @@ class LIMoEImageConverter(ViTMoEImageConverter):
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
-    """Cuts captions into the pieces of a SentencePiece vocabulary.
+    """Splits captions into pieces of a SentencePiece vocabulary.
 
     The presets that were trained here bring their own small vocabulary. The paper's is
     T5's: download its `spiece.model` and pass the path. Id 0 must be the padding, as it
@@ -49,7 +49,7 @@ class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
     backbone_cls = LIMoEBackbone
 
     def load_assets(self, dir_path):
-        # KerasHub would leave the file open.
+        # KerasHub leaves the file open.
         (name,) = self.file_assets
         with open(os.path.join(dir_path, name), "rb") as file:
             self.set_proto(file.read())
@@ -109,11 +109,11 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
         return {"images": self.convert(x), "token_ids": self.tokenize(y)}
 
     def convert(self, images):
-        """Images as the backbone takes them, a batch."""
+        """Convert a batch of images to those that the backbone takes."""
         return images if self.image_converter is None else self.image_converter(images)
 
     def tokenize(self, captions):
-        """`(B, sequence_length)` int32 ids of captions (ids pass unchanged).
+        """Convert captions to `(B, sequence_length)` int32 ids (ids pass unchanged).
 
         A NumPy array, or a symbolic tensor in a `tf.data` pipeline.
         """
@@ -153,8 +153,8 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
                 f"Received: captions of shape {captions.shape}, "
                 f"dtype {captions.dtype.name}. Call its `batch` first."
             )
-        # `keras.utils.set_random_seed` empties TensorFlow's caches, where vocabularies
-        # of tokenizers made before are.
+        # `keras.utils.set_random_seed` clears the caches of TensorFlow that hold the
+        # vocabularies of existing tokenizers.
         with tf.init_scope():
             self.tokenizer.set_proto(self.tokenizer.proto)
         tokens = self.tokenizer(captions)
@@ -236,7 +236,7 @@ class TwoTowerPreprocessor(ContrastivePreprocessor):
 
 
 def no_weights(name, value):
-    """The error for weights, which pairs do not have."""
+    """Return the error for weights, which pairs do not have."""
     return ValueError(
         "Pairs are compared with each other and have no weights. Received: "
         f"{name}={quote(value)}. Leave it out."
@@ -244,7 +244,7 @@ def no_weights(name, value):
 
 
 def checked_captions(captions):
-    """List of captions as str.
+    """Return captions as a list of str.
 
     Raises:
         ValueError: if there are others than strings among them, or a single string was
@@ -269,7 +269,7 @@ def checked_captions(captions):
 
 
 def fit_preprocessor(preprocessor, backbone):
-    """Make images the size that the backbone takes, and compare the texts' length."""
+    """Set the size of images to the backbone's, and check the length of texts."""
     fit_image_size(preprocessor, backbone.image_shape[:2])
     length = getattr(preprocessor, "sequence_length", backbone.sequence_length)
     if length != backbone.sequence_length:

@@ -52,7 +52,8 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
 
     Pixels from 0 to 255 go in, logits come out. `fit`, `evaluate` and `predict`
     preprocess by themselves if there is a `preprocessor`. Images have their channels
-    last, whatever `keras.config.image_data_format()` says.
+    last, independent of `keras.config.image_data_format()`. (`models` attaches
+    `from_preset`, `save_to_preset` and `export`.)
 
     Args:
         backbone: `ViTMoEBackbone`.

@@ -171,7 +171,7 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
     def route(
         self, images: ArrayLike | None = None, token_ids: ArrayLike | None = None
     ) -> dict:
-        """What the routers decide for a batch of pairs, or for one modality alone.
+        """Return the decisions of the routers for a batch of pairs, or one modality.
 
         Args:
             images: optional `(B, height, width, channels)` float array in `[-1, 1]`.

@@ -14,8 +14,8 @@ from keras_softmoe.keras_adapter import (
 )
 from keras_softmoe.sharding.variables import gather, num_processes
 
-# Held while settings change, and while a step is made with them: of two threads that
-# begin a run after a change, the second would be given the step from before it.
+# Held while settings change and while a step is compiled: otherwise the second of two
+# threads that start a run after a change would be given the old step.
 _lock = threading.RLock()
 
 
@@ -50,13 +50,12 @@ class MutableRouting:
                 `group_images`, the images (or pairs) that are routed together, see
                 `layers.MoE`.
 
-        Settings belong to the model, not to a call. Where several threads share a model
-        and one of them changes settings, what runs in another at that moment follows
-        the old ones, the new ones, or in some blocks these and in others those; what
-        begins later follows those that the model has then. Give each thread that wants
-        its own settings its own model (`from_preset` once more), or let one lock guard
-        `set_routing` and the call that follows it. (On JAX `evaluate` and `predict` of
-        one model in several threads take turns, and are refused during `fit`.)
+        Settings belong to the model, not to a call. If threads share a model, a call
+        that runs while another thread changes settings may use the old ones, the new
+        ones, or both in different blocks. Give each thread its own model, or guard
+        `set_routing` and the call after it by one lock. (On JAX `evaluate` and
+        `predict` of one model in several threads take turns, and are refused during
+        `fit`.)
 
         Raises:
             ValueError: if a block has no router, a router has no such setting, a value
@@ -95,7 +94,7 @@ class MutableRouting:
                 f"{', '.join(settings)}. Leave these settings out."
             )
         if not settings:
-            # `from_preset` mostly has none: spare it the making of routers.
+            # Most calls of `from_preset` have none: make no routers for them.
             return
         groups = {n: settings.pop(n) for n in ("group_images",) if n in settings}
         if groups and chosen is not None:
@@ -104,7 +103,7 @@ class MutableRouting:
                 f"layers={layers}, group_images={groups['group_images']!r}. Leave "
                 "`layers` out, and set what differs from block to block by itself."
             )
-        # All of them first, so that a refused value leaves no router changed.
+        # Check all values before any router changes.
         changed = {
             id(routers[index]): routers[index].with_settings(**settings)
             for index in layers
@@ -119,12 +118,11 @@ class MutableRouting:
             for layer in mixtures:
                 layer.group_images = groups["group_images"]
             if self._current_settings() != before:
-                # A step that another thread is just compiling may have either built
-                # in, whatever it was made for.
+                # Another thread may be compiling a step with the old settings.
                 self._compiled_settings = None
 
     def _settings_changed(self, step):
-        """Whether settings have changed since this was last asked for a step."""
+        """Whether settings have changed since the step was compiled."""
         if self._compiled_settings is None:
             self._compiled_settings = SimpleNamespace(
                 train=None, test=None, predict=None
@@ -143,7 +141,7 @@ class MutableRouting:
 
 
 def recompile_on_change(cls):
-    """Class decorator: a model checks its routers and itself before each run."""
+    """Class decorator: check a model before each run, and recompile after changes."""
     wrap_compilation(cls, _compile_if_changed)
     return cls
 

@@ -1,4 +1,4 @@
-"""Embeddings of images alone and of captions alone, and what they are good for."""
+"""Embeddings of images alone and of captions alone, and zero-shot classification."""
 
 import keras
 import numpy as np
@@ -15,14 +15,14 @@ from keras_softmoe.checks import check_whole_numbers
 
 
 class PairEncoding:
-    """Mixin of contrastive tasks: encodes one half of pairs, and classifies by names.
+    """Mixin of contrastive tasks: encode one modality, and classify by class names.
 
     A subclass has a `backbone` with an `image_encoder` and a `text_encoder`, and a
     `preprocessor` or `None`.
     """
 
     def encode_image(self, images, batch_size=64, verbose=0):
-        """Embeddings of images alone.
+        """Compute embeddings of images alone.
 
         Args:
             images: `(N, height, width, channels)` array, or list of arrays or PIL
@@ -34,7 +34,8 @@ class PairEncoding:
             `(N, width)` float32 array, rows of length one.
 
         Raises:
-            ValueError: if these are no images of the model's shape, or not finite.
+            ValueError: if images have another shape than the model's, or are not
+                finite.
 
         Source: LIMoE, appendix D.1: experts have more room, since images alone do not
         use all of them (`single_modality_capacity_factor` of the router).
@@ -57,7 +58,7 @@ class PairEncoding:
         return self._encode(encoder, images, convert, "image", batch_size, verbose)
 
     def encode_text(self, captions, batch_size=64, verbose=0):
-        """Embeddings of captions alone.
+        """Compute embeddings of captions alone.
 
         Args:
             captions: list or array of `N` str, or `(N, sequence_length)` token ids.
@@ -108,7 +109,7 @@ class PairEncoding:
         return self.preprocessor.tokenize(checked_captions(captions))
 
     def class_embeddings(self, class_names, templates=("{}",)):
-        """Embeddings of classes from their names, averaged over templates.
+        """Compute embeddings of classes from their names, averaged over templates.
 
         Args:
             class_names: `C` strings, all different.
@@ -128,7 +129,7 @@ class PairEncoding:
     def zero_shot(
         self, images, class_names, templates=("{}",), batch_size=64, verbose=0
     ):
-        """Scores of classes that are given by their names alone.
+        """Score classes that are given by their names alone.
 
         Args:
             images: as in `encode_image`.

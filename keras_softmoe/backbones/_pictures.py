@@ -1,4 +1,4 @@
-"""Pictures as users have them: arrays of any library, PIL images, lists of them."""
+"""Images of all kinds as arrays: arrays of any library, PIL images, lists of them."""
 
 import sys
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def as_arrays(data):
-    """NumPy arrays of whatever holds numbers, strings or pictures.
+    """Convert numbers, strings or images to NumPy arrays.
 
     Args:
         data: array or tensor of any library; PIL image, which becomes a batch of one;
@@ -28,7 +28,7 @@ def as_arrays(data):
 def _stacked(values):
     pictures = [value for value in values if _is_pil(value)]
     if pictures:
-        # What is grey stays so, unless some are not.
+        # Grey images stay grey unless some have colours.
         is_grey = all(picture.mode in ("1", "L") for picture in pictures)
         mode = "L" if is_grey else "RGB"
         values = [v.convert(mode) if _is_pil(v) else v for v in values]
@@ -49,18 +49,18 @@ def _array(value):
     if is_torch:
         value = value.detach().cpu()
     array = np.asarray(value)
-    # `tf.data` knows strings by this dtype.
+    # `tf.data` takes strings of this dtype.
     return array.astype(object) if array.dtype.kind == "U" else array
 
 
 def _is_pil(value):
-    # PIL need not be installed, and where it is not imported there are no such images.
+    # Unless PIL is imported, there are no such images.
     pil = sys.modules.get("PIL.Image")
     return pil is not None and isinstance(value, pil.Image)
 
 
 def without_pil(images):
-    """A PIL image, or a list with some, as arrays; anything else as it is."""
+    """Convert a PIL image, or those in a list, to arrays; return others unchanged."""
     if _is_pil(images):
         return as_arrays(images)[0]
     if isinstance(images, (list, tuple)) and any(map(_is_pil, images)):
@@ -69,7 +69,7 @@ def without_pil(images):
 
 
 def repeat_grey(images, channels):
-    """`(B, height, width, channels)` of images which may have just one channel.
+    """Repeat the channel of grey images; return others unchanged.
 
     Args:
         images: array or tensor, also of TensorFlow in a pipeline on another backend.

@@ -1,4 +1,4 @@
-"""What is around each `fit`, `evaluate` and `predict` of models of this library."""
+"""Checks before, and the scope around, each `fit`, `evaluate` and `predict`."""
 
 import contextlib
 import threading
@@ -13,14 +13,14 @@ from keras_softmoe.routers.recording import is_recording
 from keras_softmoe.sharding import check_model
 from keras_softmoe.sharding.variables import is_sharded
 
-# Model -> the lock that its runs take, and whether the one that has it trains.
+# Model -> the lock of its runs, and whether the current one trains.
 _runs = weakref.WeakKeyDictionary()
 _making = threading.Lock()
 
 
 @contextlib.contextmanager
 def run_scope(model, trains):
-    """Scope of a run, after which the model has its weights, whatever happens.
+    """Scope of a run, after which the model has its weights even if the run fails.
 
     On JAX runs of one model in several threads take turns: Keras takes the weights out
     of the model while a run lasts.
@@ -41,7 +41,7 @@ def run_scope(model, trains):
         )
     if not run.lock.acquire(blocking=False):
         if run.trains:
-            # Which may take days, and may wait for what its own threads predict.
+            # Training may take days, and may itself wait for this thread.
             raise ValueError(
                 f"The model {model.name!r} is in training in another thread, and Keras "
                 "has taken the weights out of it. Use another model in this thread, "
@@ -59,7 +59,7 @@ def run_scope(model, trains):
 
 
 def check_run(model, step):
-    """Refuse, or warn of, a run that would not do what is expected of it.
+    """Raise, or warn, before a run that would not do as expected.
 
     Args:
         model: `keras.Model`.
@@ -88,7 +88,7 @@ def _check_recording(model, step):
 
 
 def _is_traced(model, step):
-    """Whether tensors of a step do not outlive it."""
+    """Whether a step is traced, so that its tensors do not outlive it."""
     backend = keras.backend.backend()
     if backend == "jax":
         # Gradients are traced in any case.

@@ -22,8 +22,8 @@ _WEIGHTS_FOLLOW = contextvars.ContextVar("weights_follow", default=False)
 def weights_from(directory):
     """Scope in which the weights of all models come from the files of a preset.
 
-    A configuration of a few bytes can claim more weights than any memory holds. What
-    the files cannot fill is refused before it is built.
+    A configuration of a few bytes can claim more weights than any memory holds. A
+    model that the files cannot fill is refused before it is built.
 
     Args:
         directory: str, the directory of a preset; a handle, or `None` for a preset

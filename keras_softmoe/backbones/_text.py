@@ -30,9 +30,9 @@ class TextMoEBackbone(MoEBackbone):
             experts.
         router: the router of those blocks, a template, or a list of routers, one for
             each of those blocks. Required exactly if there are any.
-        pooling: what `pooled_output` is made of: `"last"` (the last token), `"first"`,
-            `"gap"` (the mean of all tokens), `"gmp"` (their maximum) or `"map"`
-            (multi-head attention pooling).
+        pooling: how tokens become `pooled_output`: `"last"` (the last token),
+            `"first"`, `"gap"` (the mean of all tokens), `"gmp"` (their maximum) or
+            `"map"` (multi-head attention pooling).
         mask_padding: bool, whether padding (id 0) gets no attention and no slot, and
             counts neither in the losses of routers nor in the pooling; a text is then
             encoded as if the sequence ended with it. The released models do

@@ -1,7 +1,7 @@
-"""Models of which parts are frozen, in their configurations.
+"""Frozen parts of models in their configurations.
 
-Those of KerasHub's kind are flat: they tell the arguments of the constructor, and none
-of the layers. So the argument `trainable` tells of the parts, too.
+KerasHub's configurations are flat: they have the arguments of the constructor, and
+nothing of the layers. So the argument `trainable` also describes the parts.
 """
 
 from keras_softmoe.checks import quote
@@ -9,11 +9,11 @@ from keras_softmoe.keras_adapter import set_trainable, trainable_parts
 
 
 def set_trainable_argument(model, trainable):
-    """Freeze what the argument `trainable` of a constructor says.
+    """Freeze a model according to the argument `trainable` of its constructor.
 
     Args:
-        model: `keras.Model`, whose layers are all there. (Keras looks for those to
-            freeze before there are any.)
+        model: `keras.Model` with all its layers. (Keras applies the argument before
+            there are any.)
         trainable: bool; or dict, as `trainable_argument` returns it.
 
     Raises:
@@ -30,7 +30,7 @@ def set_trainable_argument(model, trainable):
 
 
 def trainable_argument(model):
-    """The argument `trainable` that makes a model like this one.
+    """Return the argument `trainable` that describes the frozen parts of a model.
 
     Args:
         model: `keras.Model`.

@@ -18,8 +18,8 @@ from keras_softmoe.types import DType, Tensor
 class ViTMoEBackbone(MoEBackbone):
     """Vision Transformer in which some blocks are mixtures of experts.
 
-    With `moe_layers=()` it is a dense ViT. Images are expected in `[-1, 1]`, which is
-    what `ViTMoEImageConverter` makes of pixels from 0 to 255, with their channels last
+    With `moe_layers=()` it is a dense ViT. Images are expected in `[-1, 1]`, the output
+    of `ViTMoEImageConverter` for pixels from 0 to 255, with their channels last
     whatever `keras.config.image_data_format()` says.
 
     Args:
@@ -34,7 +34,7 @@ class ViTMoEBackbone(MoEBackbone):
         router: the router of those blocks, a template: each block makes its own with
             the same configuration. Or a list of routers, one for each of those blocks.
             Required exactly if there are any.
-        pooling: what `pooled_output` is made of: `"token"` (a class token), `"first"`
+        pooling: how tokens become `pooled_output`: `"token"` (a class token), `"first"`
             (the first patch), `"gap"` (the mean of all tokens) or `"map"` (multi-head
             attention pooling).
         position_embedding: `"learned"`, `"sincos2d"` or `"none"`.
@@ -49,9 +49,9 @@ class ViTMoEBackbone(MoEBackbone):
         dropout_rate: float, dropout in the encoder blocks.
         activation: of MLPs and experts: `"gelu_tanh"` (GELU in the tanh approximation,
             as in the papers' code) or `"gelu"` (exact).
-        layer_norm_epsilon: float, what layer normalizations add to the variance.
-        layer_scale: float or `None`. If given, what a block adds to its tokens is
-            multiplied by learned factors, at first this one, see `layers.LayerScale`.
+        layer_norm_epsilon: float, added to the variance in layer normalizations.
+        layer_scale: float or `None`. If given, learned factors with this initial value
+            multiply the outputs of attention and MLPs, see `layers.LayerScale`.
         group_images: int or `None`, images whose tokens are routed together, see
             `layers.MoE` for this and the following ones.
         dispatcher: `"auto"`, `"gather"` or `"einsum"`.
@@ -144,7 +144,7 @@ class ViTMoEBackbone(MoEBackbone):
         self.patch_grid = architecture.patch_grid
 
     def route(self, images: Tensor) -> dict:
-        """What the routers decide for a batch of images.
+        """Return the decisions of the routers for a batch of images.
 
         Args:
             images: `(B, height, width, channels)` float array or tensor in `[-1, 1]`.

@@ -1,4 +1,4 @@
-"""Checks of what models are made of and fed with."""
+"""Checks of the arguments and the inputs of models."""
 
 import functools
 import inspect
@@ -7,7 +7,7 @@ from keras_softmoe.checks import check_names, first_not_finite, quote
 
 
 def arguments_of(cls):
-    """The names of all arguments that the constructor of a class takes, a list.
+    """Return the names of all arguments of a constructor, a list.
 
     Those that it hands on to its base class count.
     """
@@ -49,7 +49,7 @@ def check_kind(name, value, kind):
 
 
 def check_preprocessor(preprocessor):
-    """Raise unless what preprocesses, and what of it converts images, can be called."""
+    """Raise unless a preprocessor and its image converter can be called."""
     converter = getattr(preprocessor, "image_converter", None)
     for name, value in (("preprocessor", preprocessor), ("image_converter", converter)):
         if value is not None and not callable(value):
@@ -72,8 +72,8 @@ def check_images(images, image_shape, any_size=False, grey=False):
     """Raise unless a batch of images has the shape that a model takes.
 
     Keras finds out as well, but on JAX in the middle of a step, when it has taken the
-    weights out of the model and does not put them back. What has no shape (a dataset)
-    and dimensions that are not known yet pass.
+    weights out of the model and does not put them back. Data without a shape (a
+    dataset) and dimensions that are not known yet pass.
 
     Args:
         images: array, tensor or `tf.TensorSpec`.

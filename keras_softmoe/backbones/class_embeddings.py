@@ -1,4 +1,4 @@
-"""Zero-shot classes: from their names to embeddings."""
+"""Embeddings of classes from their names, for zero-shot classification."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ _TEXTS_PER_CALL = 8192
 
 
 def class_embeddings(encode_text, class_names, templates):
-    """Embeddings of classes from their names, averaged over templates.
+    """Compute embeddings of classes from their names, averaged over templates.
 
     Args:
         encode_text: callable from a list of `N` str to `(N, D)` embeddings.
@@ -20,8 +20,8 @@ def class_embeddings(encode_text, class_names, templates):
         `(C, D)` float32 array, of length 1 in each row.
 
     Raises:
-        ValueError: if names or templates cannot be used, or what the callable returns
-            are not embeddings.
+        ValueError: if names or templates cannot be used, or the callable does not
+            return embeddings.
 
     Source: LIMoE, appendix D.2, which follows Radford et al. 2021 (CLIP), section
     3.1.4.
@@ -52,7 +52,7 @@ def unit(embeddings):
 
 
 def check_names(class_names):
-    """List of the names of classes; raises if they cannot be used."""
+    """Return a list of the names of classes, or raise if they cannot be used."""
     names = _strings("class_names", class_names, 'class_names=["cat", "dog"]')
     if len(set(names)) < len(names):
         repeated = [name for name, count in Counter(names).items() if count > 1]

@@ -1,7 +1,7 @@
-"""The catalogue of presets: architectures as data, and directories with weights.
+"""Catalogue of presets: architectures as data, and directories with weights.
 
-`_papers` has the tables of the papers, `_vision` and `_limoe` decode them into
-architectures, `_preset_files` writes one as a directory, `_entries` knows all names.
+`_papers` has the tables of the papers, `_vision` and `_limoe` convert them to
+architectures, `_preset_files` writes one as a directory, `_entries` has all names.
 """
 
 from keras_softmoe.catalogue._entries import CONFIG_FILE as CONFIG_FILE

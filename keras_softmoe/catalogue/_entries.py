@@ -1,7 +1,7 @@
-"""The entries of the catalogue: their names, what they are, and where they are.
+"""Entries of the catalogue: names, descriptions and directories.
 
-An entry is either a directory in KerasHub's format (what has weights, or is converted
-from weights that others released) or a `Row` of `_vision` and
+An entry is either a directory in KerasHub's format (with weights, or converted from
+weights that others released) or a `Row` of `_vision` and
 `_limoe`.
 """
 
@@ -18,14 +18,14 @@ from keras_softmoe.catalogue._accuracy import accuracies
 from keras_softmoe.catalogue._limoe import limoe
 from keras_softmoe.catalogue._vision import vision
 from keras_softmoe.checks import quote
-from keras_softmoe.files import recover, replaced_directory
+from keras_softmoe.files import atomic_directory, restore_interrupted
 from keras_softmoe.keras_adapter import has_preset_file
 
 CONFIG_FILE = "config.json"
 METADATA_FILE = "metadata.json"
 _TASK_FILE = "task.json"
 _TASK_WEIGHTS_FILE = "task.weights.h5"
-# Files that tell the directory of a preset from others; somebody else's may have a
+# Files that identify the directory of a preset; other directories may have a
 # `config.json`, too.
 PRESET_MARKS = (
     METADATA_FILE,
@@ -36,9 +36,9 @@ PRESET_MARKS = (
     "model*.weights.*",
 )
 
-# Of a file of text, which all of it is read at once; the largest here have some 20 kB.
+# Size limit for JSON files, which are read into memory; the largest here have 20 kB.
 _MAX_TEXT_BYTES = 1 << 22
-# Of the message of an error in a preset: some quote the whole configuration.
+# Length limit for errors of presets: some quote the whole configuration.
 _MAX_MESSAGE = 2000
 
 # Handles that KerasHub resolves itself.
@@ -46,21 +46,21 @@ _REMOTE = ("hf://", "kaggle://", "modelscope://")
 
 
 class Preset(NamedTuple):
-    """One entry of the catalogue.
+    """Entry of the catalogue.
 
     Attributes:
-        name: str, what `from_preset` takes.
+        name: str, the argument of `from_preset`.
         kind: `"trained"`, `"convertible"` or `"architecture"`.
         description: str, one sentence.
         source: str, paper and section, or the training script.
-        licence: str, of the weights.
+        licence: str, licence of the weights.
         parameters: int, parameters of the backbone.
-        path: `pathlib.Path` of the directory. `None` for an architecture, of which
-            `presets.write` makes one.
-        checkpoint: str or `None`, where a convertible preset's weights come from.
-        accuracy: dict from data set to accuracy, from 0 to 1: the published one, of a
-            preset that was trained here the measured one. Empty if there is none; how
-            it was measured is in the card.
+        path: `pathlib.Path` of the directory. `None` for an architecture, for which
+            `presets.write` creates one.
+        checkpoint: str or `None`, source of a convertible preset's weights.
+        accuracy: dict from data set to accuracy, from 0 to 1: the published one, or the
+            measured one of a preset trained here. May be empty; the card describes the
+            measurement.
 
     Examples:
         >>> preset = ksm.presets.describe("soft_moe_tiny_patch4_16e_32_glyphs")
@@ -79,7 +79,7 @@ class Preset(NamedTuple):
 
 
 def names() -> list:
-    """Names of all presets, sorted.
+    """Return the names of all presets, sorted.
 
     Returns:
         list of str.
@@ -92,7 +92,7 @@ def names() -> list:
 
 
 def describe(name: str) -> Preset:
-    """What a preset is.
+    """Describe a preset.
 
     Args:
         name: str, one of `names()`.
@@ -127,22 +127,22 @@ def describe(name: str) -> Preset:
 def write(name: str, directory: str | os.PathLike) -> str:
     """Write an architecture as a preset directory in KerasHub's format.
 
-    `from_preset(name, load_weights=False)` does without. A directory is what
-    KerasHub's own classes and tools take. It has the configuration, the image
-    preprocessing and a model card.
+    `from_preset(name, load_weights=False)` does not need it, but KerasHub's classes and
+    tools do. The directory has the configuration, the image preprocessing and a model
+    card.
 
     Args:
         name: str, the name of a preset of the kind `"architecture"`.
-        directory: str or path, made if it does not exist. In a directory that holds a
-            preset files of the same names are replaced; all others are kept.
+        directory: str or path, created if it does not exist. In a preset directory
+            files of the same names are replaced; all others are kept.
 
     Returns:
         str, `directory`.
 
     Raises:
         ValueError: if the name is unknown, the preset has a directory already, or the
-            directory cannot be written (also an `OSError`): the path is that of a file
-            or a device, or files of something else would be replaced there.
+            directory cannot be written (also an `OSError`): the path is a file or a
+            device, or other files than those of a preset would be replaced.
 
     Examples:
         >>> ksm.presets.write("vit_base_patch16_224", "my_vit")
@@ -156,7 +156,7 @@ def write(name: str, directory: str | os.PathLike) -> str:
             f"The preset {name!r} is a directory already: copy '{path}'. Received: "
             f"name={name!r}."
         )
-    with replaced_directory(directory, PRESET_MARKS) as new:
+    with atomic_directory(directory, PRESET_MARKS) as new:
         for file, text in preset_files.preset_files(architectures()[name]).items():
             (new / file).write_text(text, encoding="utf-8")
     return str(directory)
@@ -164,7 +164,7 @@ def write(name: str, directory: str | os.PathLike) -> str:
 
 @functools.cache
 def architectures():
-    """Dict from name to `Row`: the models whose weights were never released.
+    """Return a dict from name to `Row` of models whose weights were never released.
 
     Source: V-MoE, Soft MoE, LIMoE and the router study; see `_papers`.
     """
@@ -175,12 +175,12 @@ def architectures():
 
 
 def is_handle(preset):
-    """Whether KerasHub resolves this itself (`hf://...`, `kaggle://...`)."""
+    """Return whether KerasHub resolves this itself (`hf://...`, `kaggle://...`)."""
     return str(preset).startswith(_REMOTE)
 
 
 def find_directory(preset):
-    """The directory of a preset, checked to be one of this library.
+    """Return the directory of a preset, checked to be one of this library.
 
     Args:
         preset: str or path: a name of the catalogue or a directory.
@@ -189,12 +189,12 @@ def find_directory(preset):
         `pathlib.Path`, or `None` for an architecture, which has no directory.
 
     Raises:
-        ValueError: if the name is unknown, or the directory is no preset of this
+        ValueError: if the name is unknown, or the directory is not a preset of this
             library.
     """
     path = Path(preset)
-    recover(path)
-    # A directory of the user's goes first, as for KerasHub.
+    restore_interrupted(path)
+    # A directory of the user has precedence, as in KerasHub.
     if not os.path.isdir(path):
         path = _directory(str(preset))
     if path is not None:
@@ -203,17 +203,17 @@ def find_directory(preset):
 
 
 def read_config(preset):
-    """The class and the arguments of a preset's backbone. No model is built.
+    """Return class and arguments of a preset's backbone. No model is built.
 
     Args:
         preset: str or path: a name of the catalogue or a directory.
 
     Returns:
         Registered name of the class (`"keras_softmoe>ViTMoEBackbone"`) and the dict of
-        its arguments, as `from_config` takes them: with a router, or a serialized one.
+        its arguments for `from_config`, with a router or a serialized one.
 
     Raises:
-        ValueError: as in `find_directory`, or for a handle, which is not read.
+        ValueError: as in `find_directory`, or for a handle.
     """
     if is_handle(preset):
         raise ValueError(
@@ -222,7 +222,7 @@ def read_config(preset):
         )
     path = find_directory(preset)
     if path is None:
-        # Serializing the router would import TensorFlow.
+        # The router is not serialized, as that would import TensorFlow.
         saved = preset_files.config(architectures()[preset])
     else:
         saved = _read_config_file(path)
@@ -231,29 +231,29 @@ def read_config(preset):
 
 
 def read_metadata(preset):
-    """What a preset's `metadata.json` says, a dict; empty if it has no such file."""
+    """Return the metadata of a preset, a dict; empty if it has no `metadata.json`."""
     return _metadata(find_directory(preset), preset)
 
 
 def check_task(directory, load_weights=True):
-    """Raise unless a preset holds a whole task: a backbone and its head.
+    """Raise unless a preset contains a whole task: a backbone and its head.
 
     Args:
         directory: str or path of a preset's directory, or a handle.
-        load_weights: bool, whether weights are wanted.
+        load_weights: bool, whether weights are required.
 
     Raises:
-        ValueError: if the preset holds a backbone only, or no weights for the head.
+        ValueError: if the preset contains only a backbone, or no weights for the head.
     """
     name = str(directory) if is_handle(directory) else Path(directory).name
     if not has_preset_file(directory, _TASK_FILE):
         raise ValueError(
             f"The preset {name!r} is a backbone without a head: it has no "
-            f"{_TASK_FILE}. Say what the new head is for: "
+            f"{_TASK_FILE}. Give the new head its classes: "
             "`from_preset(..., num_classes=10)`."
         )
     if load_weights and not has_preset_file(directory, _TASK_WEIGHTS_FILE):
-        # KerasHub would go on with a new head.
+        # KerasHub would continue with a new head.
         raise ValueError(
             f"The preset {name!r} has no weights for its head: "
             f"{_TASK_WEIGHTS_FILE} is missing. Copy the file there, save the preset "
@@ -262,7 +262,7 @@ def check_task(directory, load_weights=True):
 
 
 def names_of_kind(kind):
-    """Names of the presets of a kind, sorted."""
+    """Return the names of the presets of a kind, sorted."""
     if kind == "architecture":
         return sorted(architectures())
     found = {name: _metadata(_root() / name, name) for name in _directory_names()}
@@ -271,7 +271,7 @@ def names_of_kind(kind):
 
 @contextlib.contextmanager
 def explain_errors(preset):
-    """Turn what goes wrong while a preset is read into an error that says so.
+    """Add the name of the preset to errors while its files are read.
 
     Args:
         preset: `pathlib.Path` of its directory, or str, its name or handle.
@@ -289,7 +289,7 @@ def explain_errors(preset):
         )
         raise
     except Exception as error:
-        # Libraries that fetch, unpack or read files have many errors of their own.
+        # Libraries that fetch, unpack or read files raise many kinds of errors.
         raise _unreadable(where, error) from error
 
 
@@ -303,7 +303,7 @@ def _unreadable(where, error):
 
 
 def _shortened(error):
-    """The message of an error without its middle: the reason may be at the end."""
+    """Return a message without its middle, as the reason may be at the end."""
     message, middle = str(error), _MAX_MESSAGE // 2
     if len(message) <= _MAX_MESSAGE:
         return message
@@ -312,7 +312,7 @@ def _shortened(error):
 
 def _root():
     package = Path(__file__).parent.parent
-    # In a wheel the presets lie inside the package, in a checkout beside it.
+    # In a wheel the presets are inside the package, in a checkout beside it.
     inside = package / "_presets"
     return inside if inside.is_dir() else package.parent / "presets"
 
@@ -322,8 +322,8 @@ def _directory_names():
 
 
 def _directory(name):
-    """Directory of a name of the catalogue, `None` for an architecture."""
-    # A name is one path component: nothing outside the catalogue.
+    """Return the directory of a name of the catalogue, `None` for an architecture."""
+    # A name is one path component, without access outside the catalogue.
     if name in _directory_names():
         return _root() / name
     if name in architectures():
@@ -346,7 +346,7 @@ def _metadata(path, name):
 
 
 def _read_config_file(path):
-    """What `config.json` in a directory says, checked to be of a model of ours."""
+    """Content of `config.json` in a directory, checked to be of a model of ours."""
     file = path / CONFIG_FILE
     if not file.is_file():
         raise ValueError(
@@ -366,11 +366,11 @@ def _read_config_file(path):
 
 
 def _check_files(path):
-    """Raise if a file of a preset is none, or one of text is too long to be one."""
+    """Raise if an entry of a preset is not a file, or a JSON file is too large."""
     for file in path.rglob("*"):
         is_folder = file.is_dir() and file.suffix not in (".json", ".h5")
         if not (file.is_file() or is_folder):
-            # From a pipe nothing would ever come.
+            # Reading a pipe would block forever.
             raise ValueError(
                 f"The preset in '{path}' is damaged: '{file.name}' is no file, or a "
                 "link to nothing. Restore it or save the preset again."

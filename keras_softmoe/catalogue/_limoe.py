@@ -1,4 +1,4 @@
-"""LIMoE's models, whose weights were never released, and their dense twins."""
+"""Models of LIMoE, whose weights were never released, and their dense twins."""
 
 import functools
 
@@ -19,8 +19,8 @@ _NUM_EXPERTS = 32
 _GROUP_PAIRS = 32
 
 _TEXT = {
-    # T5's SentencePiece model has so many pieces, and gives out no other ids. (T5's own
-    # models have 128 rows more, for sentinels and to fill up.)
+    # Pieces of T5's SentencePiece model, which returns no other ids. (The T5 models
+    # have 128 more rows, for sentinels and padding.)
     "vocabulary_size": 32_000,
     "sequence_length": 16,
 }
@@ -45,7 +45,7 @@ _H14_NOTE = (
 
 
 def limoe():
-    """All of them, a list of `Row`."""
+    """Return a list of `Row` of all models of LIMoE."""
     return [each for model in LIMOE for each in _pair_of_twins(model)]
 
 

@@ -1,13 +1,13 @@
-"""Which blocks of a Transformer are mixtures of experts."""
+"""Placement of mixtures of experts in the blocks of a Transformer."""
 
 from keras_softmoe.checks import is_whole_number
 
 
 def moe_blocks(num_layers: int, every: int = 1, last: int | None = None) -> tuple:
-    """Indices of the blocks that are mixtures of experts, as the papers place them.
+    """Return the indices of the blocks with experts, as in the papers.
 
     Blocks are counted from 0, so with `every=2` these are the second, the fourth, ...:
-    blocks 1, 3, ... Blocks that are left over at the end stay dense.
+    blocks 1, 3, ... Remaining blocks at the end are dense.
 
     | paper | placement | call |
     |---|---|---|
@@ -21,7 +21,7 @@ def moe_blocks(num_layers: int, every: int = 1, last: int | None = None) -> tupl
         num_layers: int, number of encoder blocks.
         every: int, distance between mixtures of experts, from 1 (all blocks) to
             `num_layers`.
-        last: int or `None`, how many of those blocks to keep, counted from the end.
+        last: int or `None`, number of those blocks to keep, counted from the end.
             `None` keeps all.
 
     Returns:

@@ -1,6 +1,6 @@
-"""What the papers' tables say about their models: the data of the catalogue."""
+"""Tables of the papers: the data of the catalogue."""
 
-# By the papers' letters: word, width, blocks, heads, hidden width of an MLP.
+# By the papers' letters: word, width, blocks, heads, hidden width of an MLP
 SIZES = {
     "S": ("small", 384, 12, 6, 1536),
     "B": ("base", 768, 12, 12, 3072),
@@ -14,7 +14,7 @@ VMOE_SIZES = {
 }
 
 # V-MoE table 8: row, model, placement of 32 experts, K, parameters with a head. The
-# patch of 15B is not in the paper: it is that of the ViT it grew from (Zhai et al.
+# patch of 15B is not in the paper: it is that of the ViT it is based on (Zhai et al.
 # 2022, table 2), and divides the 560 pixels of its fine-tuning.
 VMOE_CLASSES = 18_291
 VMOE = [
@@ -135,5 +135,5 @@ LIMOE = {
     "H/14": (None, (84.1, 81.4, 39.8, 51.1), (4, 25)),
 }
 # Appendix A.3, where blocks are counted from 1: 32 is among them, of 32 blocks. The
-# figures of appendix G count from 0: what they call layers 6, 14 and 31 are 7, 15, 32.
+# figures of appendix G count from 0: their layers 6, 14 and 31 are 7, 15, 32.
 LIMOE_H14_BLOCKS = (3, 7, 11, 15, 18, 21, 24, 26, 28, 30, 31, 32)

@@ -1,4 +1,4 @@
-"""The directory of an architecture: the texts of its files, in KerasHub's format."""
+"""Files of an architecture's preset directory, in KerasHub's format."""
 
 import json
 from typing import NamedTuple
@@ -10,13 +10,13 @@ _PREPROCESSOR_MODULE = "keras_softmoe.backbones._image_preprocessor"
 
 
 class _Kind(NamedTuple):
-    """What differs with the class of the backbone.
+    """Files and texts that depend on the class of the backbone.
 
     Attributes:
-        module: str, where the backbone's class is.
+        module: str, module of the backbone's class.
         converter: pair of str, module and name of the class of its image converter.
         task: str, of which KerasHub finds it to be a backbone.
-        unit: str, what operations are counted for.
+        unit: str, the input of one count of operations.
         code: str, how a model is made.
     """
 
@@ -55,7 +55,7 @@ model = ksm.models.LIMoEContrastive.from_preset(
     ),
 }
 
-# What the papers report of a model that was trained
+# Results of trained models in the papers
 _RESULTS = {
     "imagenet_zero_shot": ("ImageNet in the paper, zero-shot", "{} %"),
     "imagenet_10_shot": ("ImageNet in the paper, 10 shots", "{} %"),
@@ -67,7 +67,7 @@ _RESULTS = {
 
 
 def preset_files(row):
-    """All files of a preset without weights.
+    """Return all files of a preset without weights.
 
     Args:
         row: `Row`.
@@ -86,7 +86,7 @@ def preset_files(row):
         "image_converter.json": converter,
     }
     if row.kind.backbone == "ViTMoEBackbone":
-        # A preprocessor for captions has a vocabulary, which the user brings.
+        # A preprocessor for captions needs a vocabulary from the user.
         files["preprocessor.json"] = _serialized(
             _PREPROCESSOR_MODULE,
             "ViTMoEImageClassifierPreprocessor",
@@ -101,7 +101,7 @@ def preset_files(row):
 
 
 def config(row):
-    """The serialized backbone of an architecture, a dict with a router as it is."""
+    """Return the serialized backbone of an architecture, except its router."""
     return _serialized(
         _KINDS[row.kind.backbone].module,
         row.kind.backbone,
@@ -115,7 +115,7 @@ def config(row):
 
 
 def metadata(row):
-    """The content of `metadata.json` of an architecture, a dict."""
+    """Return the content of `metadata.json` of an architecture, a dict."""
     parameters, gflop = row.counts
     published = row.published or {}
     optional = {
@@ -189,7 +189,7 @@ def _description(row):
 
 
 def _card(row, about):
-    """The model card, Markdown."""
+    """Return the model card, Markdown."""
     kind = _KINDS[row.kind.backbone]
     rows = [
         ("parameters of the backbone", f"{about['parameter_count']:,}"),
@@ -210,8 +210,8 @@ def _card(row, about):
     if "row" in published:
         rows.append(("row", published["row"]))
     rows += [
-        (what, wording.format(published[key]))
-        for key, (what, wording) in _RESULTS.items()
+        (title, wording.format(published[key]))
+        for key, (title, wording) in _RESULTS.items()
         if key in published
     ]
     if row.twin:

@@ -1,4 +1,4 @@
-"""A model of a paper as data, and the parts that such models share."""
+"""Model of a paper as data, and helpers to define it."""
 
 import dataclasses
 import functools
@@ -11,18 +11,18 @@ IMAGE_SIZE = 224
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Row:
-    """A model whose weights were never released.
+    """Model whose weights were never released.
 
     Attributes:
         name: str, of the preset.
         title: str, the paper's name for it.
-        experts: str, their number and place; empty for a dense model.
+        experts: str, number and placement of experts; empty for a dense model.
         source: str, paper and section or table.
         arguments: dict, arguments of the backbone other than its router.
-        router: callable that makes the router, `None` for a dense model.
+        router: callable that returns the router, `None` for a dense model.
         twin: str, name of the preset of its dense twin, or `None`.
         published: dict, the paper's figures, or `None`.
-        settings: list of dicts, settings that the paper trained it with, or `None`.
+        settings: list of dicts, settings of the paper's trainings, or `None`.
         note: str, further remarks, or `None`.
         kind: class of its record in `architecture`.
     """
@@ -53,7 +53,7 @@ class Row:
 
 
 def preset_name(family, sizes, model, *marks, image_size=IMAGE_SIZE):
-    """Name of a preset: `preset_name("vit", SIZES, "B/16")` -> `vit_base_patch16_224`.
+    """Return a preset's name, such as `vit_base_patch16_224` for `"B/16"`.
 
     Args:
         family: str, its beginning.
@@ -68,7 +68,7 @@ def preset_name(family, sizes, model, *marks, image_size=IMAGE_SIZE):
 
 
 def vit(sizes, model, image_size=IMAGE_SIZE):
-    """Arguments of a Vision Transformer; parameters as in `preset_name`."""
+    """Return the arguments of a Vision Transformer, see `preset_name`."""
     letter, patch = model.split("/")
     _, hidden_dim, num_layers, num_heads, mlp_dim = sizes[letter]
     return {
@@ -82,13 +82,13 @@ def vit(sizes, model, image_size=IMAGE_SIZE):
 
 
 def experts(moe_layers, group_images=1):
-    """Arguments of a backbone that its experts need, beside the router."""
+    """Return the arguments of a backbone for its experts, besides the router."""
     group = {"group_images": group_images} if group_images > 1 else {}
     return {"moe_layers": moe_layers, **group}
 
 
 def template(router, num_experts, **settings):
-    """A callable that makes a router.
+    """Return a callable that creates a router.
 
     Args:
         router: class from `keras_softmoe.routers`.

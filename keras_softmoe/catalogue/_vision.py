@@ -1,13 +1,13 @@
-"""The papers' image models whose weights were never released.
+"""Image models of the papers whose weights were never released.
 
-Models that differ only in what can be changed on a loaded model (experts per token,
+Models that differ only in settings of a loaded model (experts per token,
 capacity, images per group) are one entry with a list of settings, of which the first
 is the entry's own. V-MoE's table names its models by the experts per token: there,
 each row is an entry.
 
 Routers have the default's number of slots, the nearest whole one: it reproduces the
-training FLOPs of V-MoE table 8 and Soft MoE table 10. What is of the released code
-rounds as that does.
+training FLOPs of V-MoE table 8 and Soft MoE table 10. Models of the released code
+round as that does.
 """
 
 from keras_softmoe import ops, routers
@@ -57,7 +57,7 @@ _STUDY_EXPERT_CHOICE = {
 
 
 def vision():
-    """All of them, a list of `Row`."""
+    """Return a list of `Row` of all image models."""
     return [*_vmoe(), *_soft_moe(), *_soft_moe_baselines(), *_router_study()]
 
 
@@ -102,7 +102,7 @@ def _vmoe_model(model, placement, num_experts, k, published):
         preset_name("vmoe", VMOE_SIZES, model, *marks),
         "V-MoE-15B" if is_15b else f"V-MoE-{model}",
         f"{num_experts} experts in {where}, K = {k}",
-        # The released code starts all experts of a block equal.
+        # In the released code all experts of a block start equal.
         arguments=arguments | experts(layers, 8) | {"equal_experts": True},
         router=template(
             routers.SoftmaxTokenChoiceRouter,
@@ -116,7 +116,7 @@ def _vmoe_model(model, placement, num_experts, k, published):
 
 
 def _vmoe_dense(model):
-    """Name and arguments of a dense model in V-MoE's set-up."""
+    """Return name and arguments of a dense model in V-MoE's set-up."""
     arguments = vit(VMOE_SIZES, model)
     if model == "15B/14":
         arguments["pooling"] = "map"
@@ -213,7 +213,7 @@ def _baseline(family, model, num_experts, router, settings):
 
 
 def _soft_dense(model):
-    """Name and arguments of a dense model in Soft MoE's set-up."""
+    """Return name and arguments of a dense model in Soft MoE's set-up."""
     return preset_name("vit", SIZES, model), vit(SIZES, model) | {
         "pooling": "gap",
         "position_embedding": "sincos2d",
@@ -225,7 +225,7 @@ def _soft_dense(model):
 
 
 def _router_study():
-    """The six routers in V-MoE's set-up, which the study takes over."""
+    """Yield the models of the six routers, in V-MoE's set-up."""
     for model in STUDY:
         for family, router in _STUDY_TOKEN_CHOICE.items():
             settings = [{"num_selected_experts": k} for k in (1, 2)]
@@ -240,7 +240,7 @@ def _router_study():
                 "soft_moe",
                 model,
                 template(routers.SoftRouter, 32, slots_per_expert=slots),
-                what=f"32 experts with {slots} slots",
+                experts_in=f"32 experts with {slots} slots",
                 mark=f"{slots}s",
             )
 
@@ -251,16 +251,22 @@ def _study_sparse(family, model, router, settings):
 
 
 def _study(
-    family, model, router, what="32 experts", mark="", settings=None, group_images=1
+    family,
+    model,
+    router,
+    experts_in="32 experts",
+    mark="",
+    settings=None,
+    group_images=1,
 ):
     twin, dense = _vmoe_dense(model)
     layers = moe_blocks(dense["num_layers"], every=2)
     return Row(
         preset_name(family, VMOE_SIZES, model, "every2", "32e", mark),
         f"{family.replace('_', ' ').capitalize()} {model} of the router study",
-        f"{what} in every second block",
+        f"{experts_in} in every second block",
         "Router study, section 3.1",
-        # V-MoE's experts of a block start equal.
+        # The experts of a block start equal, as in V-MoE.
         dense | experts(layers, group_images) | {"equal_experts": True},
         router,
         twin,

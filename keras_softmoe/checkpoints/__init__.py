@@ -1,7 +1,7 @@
-"""Readers of files that others wrote: released checkpoints, and what is in them.
+"""Readers of files of other libraries: released checkpoints and their settings.
 
-This module knows arrays, their names and shapes, and no model. `models/conversion.py`
-makes models of what it reads.
+This module handles arrays, their names and shapes, and no models.
+`models/conversion.py` creates models from them.
 """
 
 from keras_softmoe.checkpoints._checkpoint import Checkpoint as Checkpoint

@@ -1,4 +1,4 @@
-"""Checkpoints in the sharded format of the released V-MoE models."""
+"""Reader of the sharded format of the released V-MoE models."""
 
 import collections.abc
 import math
@@ -21,13 +21,13 @@ from keras_softmoe.checkpoints._stream import Stream
 
 # The key that marks a data file.
 _MARKER = "__msgpack_array_chunk_a87ca2__"
-# The writer cuts pieces of at most this many bytes, so nobody needs many of them.
+# The writer splits chunks into pieces of at most this size, so a chunk has few.
 _MAX_PIECE = 1 << 30
 _MAX_PIECES = 4096
 
 
 class LazyArray(NamedTuple):
-    """An array that is not read yet.
+    """Array that is not read yet.
 
     Attributes:
         shape: tuple of int.
@@ -41,16 +41,16 @@ class LazyArray(NamedTuple):
 
 
 class Checkpoint(collections.abc.Mapping):
-    """The arrays of a checkpoint by name, each read when it is asked for.
+    """Arrays of a checkpoint by name, each read on access.
 
     A mapping from flat name (`Encoder/encoder_norm/scale`) to NumPy array. Nothing is
-    kept: asking twice reads twice. `dict(checkpoint)` reads all.
+    cached: a second access reads again. `dict(checkpoint)` reads all.
 
     Attributes:
         shapes: dict from name to shape, known without reading the arrays.
         dtypes: dict from name to dtype.
-        settings: dict of arguments of a backbone that its parameters do not tell, but
-            the format or a file beside it does.
+        settings: dict of arguments of a backbone that follow from the format or a file
+            beside it, and not from the parameters.
 
     Examples:
         >>> checkpoint = ksm.converters.read_checkpoint("vmoe_tiny/ckpt")
@@ -74,7 +74,7 @@ class Checkpoint(collections.abc.Mapping):
         )
 
     def below(self, prefix: str) -> "Checkpoint":
-        """The arrays whose names begin with `prefix`, which is cut off."""
+        """Return the arrays whose names begin with `prefix`, without the prefix."""
         return Checkpoint(
             {
                 name.removeprefix(prefix): array
@@ -85,7 +85,7 @@ class Checkpoint(collections.abc.Mapping):
         )
 
     def without(self, prefix: str) -> "Checkpoint":
-        """All arrays but those whose names begin with `prefix`."""
+        """Return all arrays except those whose names begin with `prefix`."""
         return Checkpoint(
             {
                 name: array
@@ -98,7 +98,7 @@ class Checkpoint(collections.abc.Mapping):
     def __getitem__(self, name):
         return self._arrays[name].read()
 
-    # Mapping's own would read the array.
+    # That of `Mapping` would read the array.
     def __contains__(self, name):
         return name in self._arrays
 
@@ -117,24 +117,22 @@ def read_checkpoint(prefix: str | os.PathLike) -> Checkpoint:
 
     Such a checkpoint is a file `PREFIX.index` and one or more of
     `PREFIX.data-00000-of-00001`. All of it is checked before anything is returned:
-    every array that the index names must be there, whole, once, and of its dtype.
-    The arrays themselves are read one by one when they are asked for, straight to
-    where they belong.
+    every array of the index must exist completely, once, and with its dtype. The arrays
+    themselves are read on access, directly into the result.
 
-    Files may come from anywhere. They are never unpickled, they name no other files,
-    and the memory that a damaged or hostile one can take is bounded by its own size
-    plus what an index can cost, which is limited (16 MiB long, 131,072 names, 65,536
-    slices). The format has no checksums: a bit that flips inside of an array is a
-    wrong number, which no reader can tell.
+    Files may be untrusted. They are never unpickled, they refer to no other files, and
+    the memory for a damaged or hostile one is bounded by its size plus that of an index
+    (at most 16 MiB, 131,072 names, 65,536 slices). The format has no checksums: a
+    flipped bit inside an array is a wrong value, which no reader can detect.
 
     Args:
-        prefix: str or path: the files' common part, before `.index`. With `://` in it
-            (`gs://bucket/name`) it is read through `tf.io.gfile`.
+        prefix: str or path: the common part of the files, before `.index`. With `://`
+            in it (`gs://bucket/name`) it is read through `tf.io.gfile`.
 
     Returns:
-        `Checkpoint`: a mapping from flat name to NumPy array, with the `shapes` known
-        beforehand. Arrays of dtype `bfloat16` come as `ml_dtypes.bfloat16`, bit for
-        bit; `load_vmoe_params` takes them as they are.
+        `Checkpoint`: a mapping from flat name to NumPy array, with known `shapes`.
+        Arrays of `bfloat16` have the dtype `ml_dtypes.bfloat16`, bit for bit;
+        `load_vmoe_params` accepts them.
 
     Raises:
         CheckpointError: (a `ValueError`) if a file is missing, damaged, or does not
@@ -150,7 +148,7 @@ def read_checkpoint(prefix: str | os.PathLike) -> Checkpoint:
     """
     prefix = os.fspath(prefix)
     entries, shard_count = read_index(prefix)
-    # Data file -> number of the array -> the boxes that the index says are in it
+    # Data file -> number of the array -> its boxes according to the index
     promised = collections.defaultdict(lambda: collections.defaultdict(set))
     for number, entry in enumerate(entries):
         for box, shard in entry.chunks.items():
@@ -175,7 +173,7 @@ def _lazy(entry, places):
 
 
 def _find_chunks(stream, entries, promised):
-    """Where the chunks of a data file lie: yields array number, box and offset.
+    """Yield array number, box and offset of each chunk in a data file.
 
     Args:
         stream: `Stream` of the file.
@@ -206,8 +204,8 @@ def _find_chunks(stream, entries, promised):
             stream.check_end(end)
             if box not in missing:
                 raise stream.error(
-                    f"The slice {box} of {entries[number].name!r} is not what the "
-                    "index says, or comes twice"
+                    f"The slice {box} of {entries[number].name!r} is not in the "
+                    "index, or comes twice"
                 )
             missing.remove(box)
             _check_nbytes(stream, entries[number], box, nbytes)
@@ -225,7 +223,7 @@ def _array_number(stream, key, promised):
     if not (len(key) <= 6 and key.isascii() and key.isdigit() and key == str(int(key))):
         raise stream.error(f"{key[:40]!r} is no number of an array")
     if int(key) not in promised:
-        raise stream.error(f"Array {key} is not what the index says")
+        raise stream.error(f"Array {key} is not in the index")
     return int(key)
 
 
@@ -239,9 +237,9 @@ def _check_nbytes(stream, entry, box, nbytes):
 
 
 def _pieces(stream, entry):
-    """Step into the pieces of a chunk one by one: yields their sizes in bytes.
+    """Enter the pieces of a chunk one by one and yield their sizes in bytes.
 
-    Who asks for the next one must have moved past the bytes of the last.
+    The caller must move past the bytes of a piece before the next one.
     """
     count = stream.array_length()
     if count > _MAX_PIECES:

@@ -1,4 +1,4 @@
-"""The index of a sharded V-MoE checkpoint: which arrays there are, and where."""
+"""Index of a sharded V-MoE checkpoint: its arrays and their data files."""
 
 import collections
 import io
@@ -12,8 +12,8 @@ import numpy as np
 from keras_softmoe.checkpoints._files import open_file
 from keras_softmoe.checkpoints._stream import CheckpointError, Stream
 
-# Far above what a checkpoint needs (the index of 15 B parameters takes under a
-# megabyte), and low enough to keep what a hostile file can cost small.
+# Limits far above the needs of a checkpoint (the index of 15 B parameters takes under a
+# megabyte), which bound the cost of a hostile file.
 MAX_INDEX_BYTES = 1 << 24
 _MAX_NAMES = 1 << 17
 _MAX_SLICES = 1 << 16
@@ -21,7 +21,7 @@ _MAX_CORNERS = 1 << 18
 _MAX_DEPTH = 32
 _MAX_NAME = 512
 _MAX_DIMENSIONS = 8
-# Five digits in the names of the files.
+# Names of files have five digits.
 _MAX_SHARDS = 99_999
 
 _VERSION = "20220622"
@@ -43,14 +43,14 @@ DTYPES = {
 
 
 class IndexEntry(NamedTuple):
-    """What the index tells about one array.
+    """Entry of the index for one array.
 
     Attributes:
         name: str, the path in the tree, joined by slashes.
         shape: tuple of int.
         dtype: `np.dtype`.
-        chunks: dict from the box that a chunk fills, a tuple of `(start, stop)` for
-            each axis, to the number of the data file that holds it.
+        chunks: dict from the box of a chunk, a tuple of `(start, stop)` for each axis,
+            to the number of its data file.
     """
 
     name: str
@@ -114,12 +114,12 @@ def read_index(prefix):
 
 
 def data_path(prefix, shard, shard_count):
-    """Path of a data file, by its number."""
+    """Return the path of a data file, by its number."""
     return f"{prefix}.data-{shard:05d}-of-{shard_count:05d}"
 
 
 def read_box(stream):
-    """Read the payload of a slice: `(start, stop)` for each axis."""
+    """Read a slice and return its `(start, stop)` for each axis."""
     box = []
     dimensions = stream.array_length()
     if dimensions > _MAX_DIMENSIONS:
@@ -134,9 +134,9 @@ def read_box(stream):
 
 
 def _read_tree(stream):
-    """Path in the tree -> `IndexEntry`, for all leaves below the next map."""
+    """Return a dict from path to `IndexEntry` of all leaves below the next map."""
     leaves, num_names, num_slices = {}, 0, 0
-    # Depth first, with a stack of our own: (path, keys to come, keys seen)
+    # Depth first, with an explicit stack: (path, keys to come, keys seen)
     pending = [((), stream.map_length(), set())]
     while pending:
         path, remaining, seen = pending.pop()
@@ -163,7 +163,7 @@ def _read_tree(stream):
 
 def _read_key(stream, path):
     key = stream.value(str)
-    # Names are never used as paths of files, here. Who does so should be safe.
+    # Names are not used as paths of files here, but must be safe as such.
     if key in ("", ".", "..") or not key.isprintable() or set("/\\") & set(key):
         raise stream.error(f"{key[:40]!r} is no name of a parameter")
     if sum(map(len, path)) + len(path) + len(key) > _MAX_NAME:
@@ -199,7 +199,7 @@ def _read_shape(stream):
         raise stream.error(f"An array of {dimensions} axes")
     shape = tuple(stream.value(int) for _ in range(dimensions))
     dtype = read_dtype(stream)
-    # Whether JAX may change the dtype in an operation: nothing to us.
+    # Whether JAX may change the dtype in an operation: not needed
     stream.value(bool)
     if stream.map_length():
         raise stream.error("Axes with names are not supported")
@@ -216,7 +216,7 @@ def read_dtype(stream):
 
 
 def _check_chunks(stream, entry, shard_count):
-    """Raise unless the chunks fill the array, each entry once, from existing files."""
+    """Raise unless the chunks fill the array exactly, from existing files."""
     name, shape, _, chunks = entry
     if min(shape, default=0) < 0:
         raise stream.error(f"{name!r} has the shape {shape}")
@@ -238,11 +238,11 @@ def _check_chunks(stream, entry, shard_count):
 
 
 def _tile(stream, shape, boxes):
-    """Whether boxes fill an array exactly, without overlap.
+    """Return whether boxes fill an array exactly, without overlap.
 
-    How many boxes lie over a point is the sum of steps up and down at the corners of
-    the boxes that are before it. So two sets of boxes cover alike exactly if the steps
-    at each corner add up to the same.
+    The number of boxes over a point is the sum of the steps up and down at the corners
+    of boxes before it. So two sets of boxes cover the same points exactly if the steps
+    at each corner have the same sums.
     """
     whole = tuple((0, size) for size in shape)
     if math.prod(shape) == 0:

@@ -1,4 +1,4 @@
-"""Fetching the files of a checkpoint."""
+"""Download of checkpoints."""
 
 import os
 from pathlib import Path
@@ -8,26 +8,25 @@ import keras
 from keras_softmoe.checkpoints._checkpoint_index import data_path, read_index
 from keras_softmoe.checkpoints._files import open_file
 from keras_softmoe.checkpoints._remote import download, web_address
-from keras_softmoe.files import replaced_file
+from keras_softmoe.files import atomic_file
 
 _BLOCK = 1 << 24
 ONE_FILE_SUFFIXES = (".npz", ".safetensors")
 
 
 def is_one_file(prefix):
-    """Whether a checkpoint is a single file (`.npz`, `.safetensors`), not shards."""
+    """Return whether a checkpoint is a single file (`.npz`, `.safetensors`)."""
     return str(prefix).endswith(ONE_FILE_SUFFIXES)
 
 
 def download_checkpoint(
     prefix: str, folder: str | os.PathLike, verbose: int = 1
 ) -> str:
-    """Copy the file or the files of a checkpoint into a folder.
+    """Copy the files of a checkpoint into a folder.
 
     Args:
-        prefix: str, the files' common part, for example `gs://bucket/name`, or the one
-            file that ends in `.npz` or `.safetensors`. Public buckets are read over
-            HTTPS.
+        prefix: str, the common part of the files, for example `gs://bucket/name`, or a
+            single `.npz` or `.safetensors` file. Public buckets are read over HTTPS.
         folder: str or path of an existing directory.
         verbose: 0 or 1, whether to show progress bars.
 
@@ -62,10 +61,10 @@ def _copy(source, target, verbose):
     if verbose:
         print(f"Downloading {source}")
     if web_address(source) is not None:
-        with replaced_file(target) as aside:
+        with atomic_file(target) as aside:
             os.replace(download(source, aside.parent, verbose), aside)
         return
-    with open_file(source) as (file, size), replaced_file(target) as aside:
+    with open_file(source) as (file, size), atomic_file(target) as aside:
         progress = keras.utils.Progbar(size, verbose=verbose, unit_name="byte")
         with open(aside, "wb") as copy:
             while block := file.read(_BLOCK):

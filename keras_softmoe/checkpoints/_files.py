@@ -1,4 +1,4 @@
-"""Opening files, wherever they are."""
+"""Opening of local and remote files."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from keras_softmoe.checkpoints._stream import CheckpointError
 
 @contextlib.contextmanager
 def open_file(path):
-    """Open a local file, or one on the web or in a bucket (`gs://...`).
+    """Open a file on this machine, on the web or in a bucket (`gs://...`).
 
     Other kinds of URLs are left to TensorFlow's `tf.io.gfile`.
 
@@ -20,7 +20,7 @@ def open_file(path):
         A binary file that can seek, and its size in bytes.
 
     Raises:
-        CheckpointError: if there is no such file, or it cannot be read.
+        CheckpointError: if the file does not exist or cannot be read.
     """
     if web_address(path) is not None:
         with open_url(path) as opened:
@@ -28,7 +28,7 @@ def open_file(path):
         return
     failures = (OSError,)
     if is_remote(path):
-        # Seconds and hundreds of MB, for those who read from a bucket.
+        # This import takes seconds and hundreds of MB.
         import tensorflow as tf
 
         failures = (OSError, tf.errors.OpError)
@@ -37,7 +37,7 @@ def open_file(path):
             file = tf.io.gfile.GFile(path, "rb")
             size = file.size()
         else:
-            # A pipe or a device would keep the reader waiting.
+            # Reading a pipe or a device could block forever.
             if not os.path.isfile(path):
                 raise FileNotFoundError("no such file")
             file = open(path, "rb")
@@ -48,10 +48,10 @@ def open_file(path):
         raise CheckpointError(
             f"The file '{path}' cannot be read ({type(error).__name__}: {error}). A "
             "sharded checkpoint is PREFIX.index and all of PREFIX.data-00000-of-..., "
-            "in one place. Fetch what is missing."
+            "in one place. Fetch missing files."
         ) from error
 
 
 def is_remote(path):
-    """Whether a path is a URL (`gs://bucket/name`)."""
+    """Return whether a path is a URL (`gs://bucket/name`)."""
     return "://" in path

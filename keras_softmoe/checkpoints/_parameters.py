@@ -1,4 +1,4 @@
-"""The parameters of a model, in whichever format they were saved."""
+"""Parameters of a model from a file of any supported format."""
 
 import json
 import os
@@ -17,20 +17,20 @@ _MAX_TEXT = 1 << 20
 
 
 def read_parameters(source, num_heads=None, image_shape=None, head=True):
-    """Open the parameters of a model.
+    """Open the parameters of a model, in any supported format.
 
     Args:
         source: str or path: the common part of a sharded checkpoint's files, an `.npz`
             file of an original Vision Transformer or of big_vision, or a `.safetensors`
             file of `timm` or `transformers`. Or a `Checkpoint`.
-        num_heads: int, for a `.safetensors` file whose width does not tell it.
+        num_heads: int, for a `.safetensors` file if the width does not determine it.
         image_shape: `(height, width, channels)`, for a `.safetensors` file of a model
-            for images that are no squares.
-        head: bool, whether a head is wanted. Without one, both heads of a distilled
+            for images that are not square.
+        head: bool, whether to read the head. If `False`, both heads of a distilled
             model are left out of a `.safetensors` file.
 
     Returns:
-        `Checkpoint` under V-MoE's names. Of a saved state of training it has only the
+        `Checkpoint` under V-MoE's names. From a saved training state it has only the
         parameters.
 
     Raises:
@@ -53,14 +53,14 @@ def read_parameters(source, num_heads=None, image_shape=None, head=True):
 
 
 def read_text_beside(path, name):
-    """What a JSON file in the directory of another file says, a dict.
+    """Read a JSON file in the directory of another file, a dict.
 
     Args:
         path: str, the other file.
         name: str, of the JSON file.
 
     Returns:
-        dict, empty if there is no such file.
+        dict, empty if the file does not exist.
 
     Raises:
         CheckpointError: if it is damaged.
@@ -76,7 +76,7 @@ def read_text_beside(path, name):
             raise ValueError("no JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"The file '{file}', which says what the model beside it is, cannot be "
-            f"read: {str(error)[:80]}. Fetch it again, or move the weights elsewhere."
+            f"The file '{file}', which describes the model beside it, cannot be read: "
+            f"{str(error)[:80]}. Fetch it again, or move the weights elsewhere."
         ) from error
     return found

@@ -1,8 +1,8 @@
-"""Tokens in front of the patches, and which of them have positions.
+"""Tokens before the patches, with and without positions.
 
-Libraries differ in both. Here all become the same: a class token with a position, then
-registers without. A position that is the same for all images is added to its token, and
-a class token that has none gets one of zeros.
+Libraries differ in both. Here all are converted to a class token with a position, then
+registers without. The position of a register is added to the token, and a class token
+without a position gets zeros.
 """
 
 import math
@@ -19,16 +19,15 @@ _OUR_POSITIONS = "Encoder/posembed_input/pos_embedding"
 
 
 def place_tokens(arrays, covered, num_patches=None):
-    """Lay tokens and positions out as our models have them.
+    """Convert tokens and positions to the layout of this library's models.
 
     Args:
-        arrays: dict from V-MoE's name to `LazyArray`; among them perhaps `"cls"`,
+        arrays: dict from V-MoE's name to `LazyArray`; optionally with `"cls"`,
             `"distillation_token"`, `"registers"` and `"positions"`, each `(1, S, D)`.
-        covered: how many of these tokens, in this order, have positions: a tuple of the
-            numbers that are possible. If there are several the number of patches
-            decides.
-        num_patches: int or `None`, how many patches there may be. If it does not fit
-            they are those of a square.
+        covered: tuple of the possible numbers of these tokens, in this order, that have
+            positions. The number of patches decides between several.
+        num_patches: int or `None`, the number of patches. If it does not fit, patches
+            form a square.
 
     Returns:
         dict, the arrays with `"cls"`, `"registers"` and V-MoE's name of the positions.
@@ -76,7 +75,7 @@ def place_tokens(arrays, covered, num_patches=None):
 
 
 def count_patches(image_shape, patch_size):
-    """How many whole patches an image has.
+    """Return the number of whole patches in an image.
 
     Args:
         image_shape: `(height, width, channels)`.
@@ -95,8 +94,8 @@ def _covered(total, covered, num_patches):
         if math.isqrt(patches) ** 2 == patches or len(set(covered)) == 1:
             return number
     raise CheckpointError(
-        f"There are {total} positions, of which {' or '.join(map(str, covered))} may "
-        "be of tokens in front of the patches. The rest is no square. Received: a "
-        "checkpoint of another model, or one for images that are no squares: say "
+        f"Of {total} positions {' or '.join(map(str, covered))} may belong to tokens "
+        "before the patches, and the rest is no square. Received: a checkpoint of "
+        "another model, or one for images that are not square: pass "
         "`image_shape=(height, width, channels)`."
     )

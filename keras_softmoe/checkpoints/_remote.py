@@ -1,7 +1,7 @@
-"""Files on a web server or in a public bucket, without TensorFlow.
+"""Reading of files on web servers and in public buckets, without TensorFlow.
 
-`gs://bucket/name` is read as `https://storage.googleapis.com/bucket/name`: TensorFlow
-has its reader of buckets in a package of its own since version 2.20.
+`gs://bucket/name` is read as `https://storage.googleapis.com/bucket/name`: since
+version 2.20 TensorFlow's reader of buckets is a separate package.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ import keras
 from keras_softmoe.checkpoints._stream import CheckpointError
 
 _BUCKETS = "https://storage.googleapis.com/"
-# How long to wait for a server's answer, in seconds.
+# Timeout for a server's answer, in seconds
 _PATIENCE = 10.0
 _BUFFER = 1 << 20
 
 
 def web_address(path):
-    """The URL of a path that is on the web, or `None`.
+    """Return the URL of a path on the web, or `None`.
 
     Args:
-        path: str; `gs://`, `https://` and `http://` are.
+        path: str. Those with `gs://`, `https://` and `http://` are on the web.
     """
     if path.startswith("gs://"):
         return _BUCKETS + path.removeprefix("gs://")
@@ -39,16 +39,16 @@ def download(path, folder, verbose=1):
 
     Args:
         path: str, `gs://bucket/name` or a URL.
-        folder: str or path of an existing directory, empty of what an interrupted
-            download may have left.
+        folder: str or path of an existing directory, without files of an interrupted
+            download.
         verbose: 0 or 1, whether to show a progress bar.
 
     Returns:
         str, path of the copy.
 
     Raises:
-        CheckpointError: (a `ValueError`) if there is no answer within ten seconds, or
-            the copy is not whole.
+        CheckpointError: (a `ValueError`) if the server does not answer within ten
+            seconds, or the copy is incomplete.
     """
     url = web_address(path)
     size = _size(url)
@@ -65,13 +65,13 @@ def download(path, folder, verbose=1):
         raise _error(url, error) from error
     if size is not None and os.path.getsize(copy) != size:
         os.remove(copy)
-        raise _error(url, f"{size:,} bytes were promised, and did not come")
+        raise _error(url, f"the copy does not have {size:,} bytes")
     return str(copy)
 
 
 @contextlib.contextmanager
 def open_url(path):
-    """Open a file on the web, of which only what is asked for is fetched.
+    """Open a file on the web, of which only the parts that are read are fetched.
 
     Args:
         path: str, `gs://bucket/name` or a URL.
@@ -80,19 +80,19 @@ def open_url(path):
         A binary file that can seek, and its size in bytes.
 
     Raises:
-        CheckpointError: if there is no answer within ten seconds, or the server does
-            not send parts of files.
+        CheckpointError: if the server does not answer within ten seconds, or does not
+            send parts of files.
     """
     url = web_address(path)
     size = _size(url)
     if size is None:
-        raise _error(url, "the server does not tell the size of the file")
+        raise _error(url, "the server does not send the size of the file")
     with io.BufferedReader(_Ranges(url, size), _BUFFER) as file:
         yield file, size
 
 
 class _Ranges(io.RawIOBase):
-    """A file on the web, read by requests for ranges of bytes."""
+    """File on the web, read by requests for ranges of bytes."""
 
     def __init__(self, url, size):
         self._url = url
@@ -122,7 +122,7 @@ class _Ranges(io.RawIOBase):
             self._url, headers={"Range": f"bytes={self._place}-{end}"}
         )
         with _explained(self._url), _answer(request) as answer:
-            # Not the whole file, whose first bytes these would not be.
+            # The answer must not be the whole file.
             if answer.status != 206:
                 raise OSError("the server does not send parts of files")
             content = answer.read(count)
@@ -132,9 +132,9 @@ class _Ranges(io.RawIOBase):
 
 
 def _size(url):
-    """Bytes of a file on the web, an int, or `None` if the server does not say.
+    """Return the size in bytes of a file on the web, or `None` if unknown.
 
-    In a thread, because nothing bounds how long names of servers are looked up.
+    In a thread, because the DNS look-up has no timeout.
     """
     found = []
 
@@ -161,7 +161,7 @@ def _answer(request):
     try:
         return urllib.request.urlopen(request, timeout=_PATIENCE)
     except urllib.error.HTTPError as error:
-        # It holds the connection.
+        # It keeps the connection open.
         error.close()
         raise
 
@@ -176,7 +176,7 @@ def _explained(url):
 
 @contextlib.contextmanager
 def _timeout():
-    """`get_file` has no argument for it: a server that falls silent is left."""
+    """Scope with a timeout of sockets, for which `get_file` has no argument."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_PATIENCE)
     try:

@@ -1,7 +1,7 @@
-"""Files of arrays in the safetensors format.
+"""Reader of the safetensors format.
 
-Read here and not by the package of that name: it gives NumPy no bfloat16, and it maps
-the file into memory, so that one that is cut short meanwhile ends the process.
+The package of that name is not used: it has no bfloat16 for NumPy, and it maps the file
+into memory, so that truncating the file meanwhile crashes the process.
 """
 
 import json
@@ -16,7 +16,7 @@ from keras_softmoe.checkpoints._files import open_file
 from keras_softmoe.checkpoints._stream import CheckpointError
 from keras_softmoe.checks import is_whole_number
 
-# A thousand arrays take about a tenth of it.
+# A thousand arrays need about a tenth of it.
 _MAX_HEADER = 1 << 20
 _MAX_AXES = 8
 _LENGTH = 8
@@ -32,8 +32,8 @@ _DTYPES = {
 def read_safetensors(path: str | os.PathLike) -> Checkpoint:
     """Open a file in the safetensors format.
 
-    The header is checked before anything is returned: every array must lie where it
-    says, whole, and all of them together fill the file. Nothing in the file can be
+    The header is checked before anything is returned: every array must be complete at
+    its offsets, and all of them together fill the file. Nothing in the file can be
     executed, and reading it takes a multiple of the header, of at most 1 MiB, and of
     one array at a time.
 
@@ -41,12 +41,12 @@ def read_safetensors(path: str | os.PathLike) -> Checkpoint:
         path: str or path, or a URL that `tf.io.gfile` reads (`gs://...`).
 
     Returns:
-        `Checkpoint` under the names in the file. Arrays of bfloat16 come as
+        `Checkpoint` under the names in the file. Arrays of bfloat16 have the dtype
         `ml_dtypes.bfloat16`.
 
     Raises:
-        CheckpointError: (a `ValueError`) if the file is missing or damaged, or no such
-            file.
+        CheckpointError: (a `ValueError`) if the file is missing, damaged, or of another
+            format.
 
     Source: the format's documentation (version 0.8).
 
@@ -93,7 +93,7 @@ def _unique(pairs):
 
 
 def _checked_entry(path, name, entry):
-    """Shape, dtype, first byte and the byte after the last one of an array."""
+    """Return shape, dtype, first byte and the byte after the last one of an array."""
     keys = {"dtype", "shape", "data_offsets"}
     if not isinstance(entry, dict) or set(entry) != keys:
         raise _error(path, f"{name[:80]!r} has not just {', '.join(sorted(keys))}")

@@ -1,9 +1,9 @@
-"""msgpack read header by header, from files that nobody vouches for."""
+"""Reader of msgpack, header by header, for untrusted files."""
 
 import msgpack
 
-# What the library may hold at a time. Names, numbers and small slices are read by it;
-# arrays of data are stepped over or copied piece by piece.
+# Limits of memory. The library reads names, numbers and small slices; arrays of data
+# are skipped or copied piece by piece.
 _LARGEST_VALUE = 4096
 _BLOCK = 1 << 20
 
@@ -16,7 +16,7 @@ _MAPS = {*range(0x80, 0x90), 0xDE, 0xDF}
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is missing, damaged, or not what it claims to be.
+    """Error of a checkpoint that is missing, damaged or of another kind.
 
     Examples:
         >>> try:
@@ -27,18 +27,18 @@ class CheckpointError(ValueError):
 
 
 class Stream:
-    """A cursor over one msgpack object in a file.
+    """Cursor over one msgpack object in a file.
 
     `msgpack.Unpacker` bounds the size of single values, but allocates for an array as
     many entries as its header claims, level by level, and loads extension objects as a
     whole. So containers and extension objects are entered by their headers here, and
-    the library reads only the values in them. Every step consumes bytes of the file:
-    time and memory are bounded by its size.
+    the library reads only the values in them. Every step consumes bytes of the file,
+    whose size bounds time and memory.
 
     Args:
         file: binary file that can seek.
         size: int, its length in bytes.
-        name: str, what to call it in errors.
+        name: str, its name in errors.
     """
 
     def __init__(self, file, size, name):
@@ -48,7 +48,7 @@ class Stream:
         self.seek(0)
 
     def seek(self, offset):
-        """Go on reading at this byte."""
+        """Move to a byte of the file."""
         self._file.seek(offset)
         self._start = offset
         self._unpacker = msgpack.Unpacker(
@@ -63,40 +63,40 @@ class Stream:
         )
 
     def tell(self):
-        """The byte that is read next."""
+        """Return the position of the next byte."""
         return self._start + self._unpacker.tell()
 
     def error(self, problem):
-        """`CheckpointError` that says where it happened and what to do."""
+        """`CheckpointError` with the place and the remedy."""
         return CheckpointError(
             f"{problem}, in '{self.name}' near byte {self.tell()} of {self.size}. The "
             "file is damaged, truncated or no V-MoE checkpoint: fetch it again."
         )
 
     def map_length(self):
-        """Step into a map; returns its number of keys."""
+        """Enter a map and return its number of keys."""
         return self._library("read_map_header", "Expected a map")
 
     def array_length(self, expected=None):
-        """Step into an array; returns its length, which must be the `expected` one."""
+        """Enter an array and return its length, which must be the `expected` one."""
         length = self._library("read_array_header", "Expected an array")
         if expected is not None and length != expected:
             raise self.error(f"Expected an array of {expected}, found {length}")
         return length
 
     def value(self, kind):
-        """One value of a type: `str`, `int`, `bool` or `type(None)`."""
+        """Return one value of a type: `str`, `int`, `bool` or `type(None)`."""
         value = self._library("unpack", f"Expected {kind.__name__}")
         if type(value) is not kind:
             raise self.error(f"Expected {kind.__name__}, found {str(value)[:40]!r}")
         return value
 
     def at_map(self):
-        """Whether the next object is a map."""
+        """Return whether the next object is a map."""
         return self._head(1)[0] in _MAPS
 
     def enter_binary(self):
-        """Step into a binary object; returns the byte where it ends."""
+        """Enter a binary object and return the byte where it ends."""
         head = self._head(5)
         width = _BINARY.get(head[0])
         if width is None:
@@ -104,7 +104,7 @@ class Stream:
         return self._enter(1 + width, head[1 : 1 + width])
 
     def enter_extension(self, code):
-        """Step into an extension object of this code; returns where it ends."""
+        """Enter an extension object of a code and return the byte where it ends."""
         head = self._head(6)
         width = _EXTENSION.get(head[0])
         if width is not None:
@@ -120,12 +120,12 @@ class Stream:
         return self._enter(size, length)
 
     def check_end(self, end):
-        """Raise unless all up to the byte `end` has been read, and nothing more."""
+        """Raise unless the position is the byte `end`."""
         if self.tell() != end:
             raise self.error(f"Expected an object to end at byte {end}")
 
     def copy_to(self, target):
-        """Fill a writable memoryview of bytes with what comes next."""
+        """Fill a writable memoryview with the next bytes."""
         offset = self.tell()
         self._file.seek(offset)
         position = 0
@@ -145,7 +145,7 @@ class Stream:
             raise self.error(f"{expectation} ({reason})") from error
 
     def _head(self, size):
-        """The next bytes, at most `size` and at least one, which stay unread."""
+        """Return up to `size` next bytes, at least one, and keep the position."""
         offset = self.tell()
         self._file.seek(offset)
         head = self._file.read(size)

@@ -1,4 +1,4 @@
-"""Names of PyTorch's Vision Transformers: `timm`'s and those of `transformers`."""
+"""Names of parameters in the Vision Transformers of `timm` and `transformers`."""
 
 import functools
 import re
@@ -31,7 +31,7 @@ _POOLING = "MapHead/MultiHeadDotProductAttention/"
 
 
 def _layer(theirs, ours, kernel="kernel", weight=matrix, bias=vector):
-    """Rules for the weight and the bias of a layer."""
+    """Return rules for the weight and the bias of a layer."""
     return (
         (theirs + r"\.weight", f"{ours}/{kernel}", weight),
         (theirs + r"\.bias", f"{ours}/bias", bias),
@@ -89,7 +89,7 @@ _HF = (
     (_HF_EMBEDDINGS + r"distillation_token", DISTILLATION_TOKEN, token),
     (_HF_EMBEDDINGS + r"register_tokens", REGISTERS, token),
     (_HF_EMBEDDINGS + r"position_embeddings", POSITIONS, token),
-    # Only training on masked images needs it.
+    # Used only in training on masked images
     (_HF_EMBEDDINGS + r"mask_token", None, same),
     *_convolution(_HF_EMBEDDINGS + r"patch_embeddings\.projection", "embedding"),
     *_norm(_HF_BLOCK + r"(?:layernorm_before|norm1)", _OURS + "LayerNorm_0"),
@@ -110,7 +110,7 @@ _HF = (
     *_dense(_HF_BLOCK + r"(?:intermediate\.dense|mlp\.fc1)", _OURS + "Mlp/Dense_0"),
     *_dense(_HF_BLOCK + r"(?:output\.dense|mlp\.fc2)", _OURS + "Mlp/Dense_1"),
     *_norm(_HF_PREFIX + "layernorm", "Encoder/encoder_norm"),
-    # It has a tanh: what others call pre-logits.
+    # With a tanh; other libraries call it pre-logits
     *_dense(_HF_PREFIX + r"pooler\.dense", "pre_logits"),
     *_dense("classifier", "head"),
 )
@@ -144,16 +144,16 @@ _SIGLIP = (
     *_dense("classifier", "head"),
 )
 
-# Those of DeiT, one of which looks at the distillation token.
+# The heads of DeiT, one of them on the distillation token
 _TWO_HEADS = r"(head_dist|distillation_classifier|cls_classifier)\..*"
 
-# By the name of the patch embedding's kernel, which has all axes of the model.
+# By the name of the patch embedding's kernel
 _FORMATS = (
     (r"patch_embed\.proj\.weight", _TIMM),
     (_HF_EMBEDDINGS + r"patch_embeddings\.projection\.weight", _HF),
     (_SIGLIP_REST + r"embeddings\.patch_embedding\.weight", _SIGLIP),
 )
-# Where a head has not 64 channels, as in nearly all of these models.
+# Models whose heads do not have 64 channels, unlike nearly all others
 _HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16}
 _ACTIVATIONS = {
     "gelu": "gelu",
@@ -167,19 +167,19 @@ _ACTIVATIONS = {
 def read_torch_names(
     checkpoint, path, about=None, num_heads=None, image_shape=None, head=True
 ):
-    """Parameters of a PyTorch Vision Transformer under V-MoE's names.
+    """Return the parameters of a PyTorch Vision Transformer under V-MoE's names.
 
     Args:
         checkpoint: `Checkpoint` of a file, under the names of `timm` or `transformers`.
-        path: str, what to call the file in errors.
-        about: dict, what the `config.json` beside the file says, if there is one.
-        num_heads: int, if neither `about` nor the width tells the number of heads.
-        image_shape: `(height, width, channels)`, for images that are no squares.
-        head: bool, whether a head is wanted: models with two have no place for both.
+        path: str, name of the file in errors.
+        about: dict, content of the `config.json` beside the file, if any.
+        num_heads: int, if neither `about` nor the width determines it.
+        image_shape: `(height, width, channels)`, for images that are not square.
+        head: bool, whether to read the head; two of them are not supported.
 
     Returns:
-        `Checkpoint`, whose `settings` are the arguments of the backbone that its names
-        and shapes do not tell.
+        `Checkpoint`, whose `settings` are the arguments of the backbone that do not
+        follow from names and shapes.
 
     Raises:
         CheckpointError: if the names are not those of a plain Vision Transformer.
@@ -194,7 +194,7 @@ def read_torch_names(
     ]
     if len(found) != 1:
         raise CheckpointError(
-            f"'{path}' has not the names of a Vision Transformer of `timm` or "
+            f"'{path}' does not have the names of a Vision Transformer of `timm` or "
             "`transformers`: exactly one kernel of a patch embedding, such as "
             "'patch_embed.proj.weight' or "
             f"'embeddings.patch_embeddings.projection.weight'. Received: {len(found)} "
@@ -224,7 +224,7 @@ def read_torch_names(
     of_classes = sum(name in arrays for name in (CLASS_TOKEN, DISTILLATION_TOKEN))
     covered = (of_classes,)
     if rules is _TIMM:
-        # With "no_embed_class" no token but the patches has a position.
+        # With "no_embed_class" only patches have positions.
         registers = arrays[REGISTERS].shape[1] if REGISTERS in arrays else 0
         covered = (0, of_classes + registers)
     return Checkpoint(place_tokens(arrays, covered, num_patches), settings)
@@ -236,9 +236,9 @@ def _num_heads(width, about, given, path):
         found = width // 64
     if not isinstance(found, int) or found < 1 or width % found:
         raise CheckpointError(
-            f"'{path}' does not tell the number of attention heads of a model that is "
-            f"{width} wide. Received: {found!r}. Say it: `num_heads=...`, or put the "
-            "model's config.json beside the file."
+            f"'{path}' does not determine the number of attention heads of a model "
+            f"that is {width} wide. Received: {found!r}. Pass `num_heads=...`, or put "
+            "the model's config.json beside the file."
         )
     return found
 
@@ -256,7 +256,7 @@ def _settings(rules, arrays, about, path):
     word = about.get("hidden_act", activation)
     if word not in _ACTIVATIONS:
         raise CheckpointError(
-            f"The model of '{path}' has an activation that ours do not. Accepted: "
+            f"The model of '{path}' has an unsupported activation. Accepted: "
             f"{', '.join(_ACTIVATIONS)}. Received: hidden_act={str(word)[:40]!r}."
         )
     epsilon = about.get("layer_norm_eps", epsilon)

@@ -1,10 +1,10 @@
-"""From the names and layouts of other libraries to V-MoE's, by tables of rules.
+"""Translation of other libraries' names and layouts to V-MoE's, by tables of rules.
 
-A rule is a pattern for the whole of their name, V-MoE's name (a template with the
-groups of the pattern), and a function that lays the array out anew. The functions here
-do that when the array is read, and make dicts, for an array may be several in one:
-`{}` in the template stands for the key. `None` for a name means that the array is no
-part of an image model's function and is left out.
+A rule is a pattern for the whole original name, V-MoE's name (a template with the
+groups of the pattern), and a function that changes the layout of the array. The
+functions here do that on reading, and return dicts, as an array may contain several:
+`{}` in the template is replaced by the key. An array with `None` for a name is not used
+by an image model and is left out.
 """
 
 import functools
@@ -15,7 +15,7 @@ import numpy as np
 from keras_softmoe.checkpoints._checkpoint import LazyArray
 from keras_softmoe.checkpoints._stream import CheckpointError
 
-# What models have that ours do not, by words in names of parameters.
+# Unsupported features of models, by words in names of parameters
 _FOREIGN = (
     (
         r"(?i).*(pre_layrnorm|pre_layernorm|norm_pre|ln_pre|class_embedding).*",
@@ -55,31 +55,31 @@ _FOREIGN = (
 
 
 def changed(array, shape, function):
-    """A `LazyArray` of another shape, made by a function when it is read."""
+    """Return a `LazyArray` of another shape, computed by a function on reading."""
     return LazyArray(tuple(shape), array.dtype, lambda: function(array.read()))
 
 
 def reshaped(array, shape):
-    """The same numbers in another shape."""
+    """Return a `LazyArray` with the same values in another shape."""
     return changed(array, shape, functools.partial(np.reshape, shape=tuple(shape)))
 
 
 def translate(arrays, rules, where, num_heads=None):
-    """Arrays under V-MoE's names.
+    """Return arrays under V-MoE's names.
 
     Args:
-        arrays: dict from their name to `LazyArray`.
+        arrays: dict from original name to `LazyArray`.
         rules: iterable of `(pattern, name, function)`. A function takes an array and
             the number of heads, and returns a dict from words to arrays.
-        where: str, what to call the source in errors.
+        where: str, name of the source in errors.
         num_heads: int, the number of attention heads.
 
     Returns:
         dict from V-MoE's name to `LazyArray`.
 
     Raises:
-        CheckpointError: if there is no rule for a name, an array has not the axes that
-            the rule takes, or two are the same parameter.
+        CheckpointError: if a name has no rule, an array does not have the axes of its
+            rule, or two are the same parameter.
     """
     translated, unknown = {}, []
     for theirs, array in arrays.items():
@@ -138,18 +138,18 @@ def _unknown(unknown, count, where):
 
 
 def same(array, num_heads=None):
-    """As it is."""
+    """Keep the array."""
     return {"": array}
 
 
 def vector(array, num_heads=None):
-    """A vector, which may be a matrix of one row."""
+    """Flatten a vector or a matrix of one row."""
     (width,) = (size for size in array.shape if size != 1) if array.shape else ()
     return {"": reshaped(array, (width,))}
 
 
 def token(array, num_heads=None):
-    """Tokens of any number as `(1, S, D)`."""
+    """Reshape tokens to `(1, S, D)`."""
     if len(array.shape) == 1:
         return {"": reshaped(array, (1, 1, *array.shape))}
     if len(array.shape) == 2:
@@ -161,40 +161,40 @@ def token(array, num_heads=None):
 
 
 def matrix(array, num_heads=None):
-    """PyTorch's `(outputs, inputs)` as `(inputs, outputs)`."""
+    """Transpose PyTorch's `(outputs, inputs)` to `(inputs, outputs)`."""
     outputs, inputs = array.shape
     return {"": changed(array, (inputs, outputs), np.transpose)}
 
 
 def convolution(array, num_heads=None):
-    """PyTorch's `(outputs, inputs, height, width)`, outputs last."""
+    """Transpose PyTorch's `(outputs, inputs, height, width)`, outputs last."""
     outputs, inputs, height, width = array.shape
     shape = (height, width, inputs, outputs)
     return {"": changed(array, shape, lambda x: np.transpose(x, (2, 3, 1, 0)))}
 
 
 def to_heads(array, num_heads):
-    """PyTorch's `(H * d, inputs)` as `(inputs, H, d)`."""
+    """Rearrange PyTorch's `(H * d, inputs)` to `(inputs, H, d)`."""
     outputs, inputs = array.shape
     shape = (inputs, *_heads(outputs, num_heads))
     return {"": changed(array, shape, lambda x: np.reshape(x.T, shape))}
 
 
 def to_heads_bias(array, num_heads):
-    """`(H * d,)` as `(H, d)`."""
+    """Reshape `(H * d,)` to `(H, d)`."""
     (outputs,) = array.shape
     return {"": reshaped(array, _heads(outputs, num_heads))}
 
 
 def from_heads(array, num_heads):
-    """PyTorch's `(outputs, H * d)` as `(H, d, outputs)`."""
+    """Rearrange PyTorch's `(outputs, H * d)` to `(H, d, outputs)`."""
     outputs, inputs = array.shape
     shape = (*_heads(inputs, num_heads), outputs)
     return {"": changed(array, shape, lambda x: np.reshape(x.T, shape))}
 
 
 def fused(*parts):
-    """Kernels or biases of heads, one below the other, for these words."""
+    """Return a function that splits stacked kernels or biases of heads into parts."""
 
     def cut(array, num_heads):
         rows, remainder = divmod(array.shape[0], len(parts))

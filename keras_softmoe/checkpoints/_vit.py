@@ -14,11 +14,11 @@ from keras_softmoe.checkpoints._prefix_tokens import POSITIONS, place_tokens
 from keras_softmoe.checkpoints._stream import CheckpointError
 from keras_softmoe.checkpoints._translation import same, translate
 
-# Weights hardly compress: an archive that grows much more is none of weights.
+# Weights hardly compress: an archive that grows much more does not contain weights.
 _MAX_GROWTH = 16
 _MAX_SMALL = 1 << 26
 
-# Their name (a pattern) -> V-MoE's. The children of a block are numbered by kind in
+# Original name (a pattern) -> V-MoE's. The children of a block are numbered by kind in
 # newer files (LayerNorm_0 and 1) and jointly in older ones (LayerNorm_0 and 2).
 _BLOCK = r"Transformer/(encoderblock_\d+)"
 _POOLING = "MapHead/MultiHeadDotProductAttention"
@@ -27,7 +27,7 @@ _RULES = tuple(
     for rule in (
         (r"(embedding/(?:kernel|bias)|cls|(?:pre_logits|head)/(?:kernel|bias))", r"\1"),
         (r"Transformer/(posembed_input/pos_embedding)", r"Encoder/\1"),
-        # big_vision's, without one for the class token
+        # Of big_vision, without a position for the class token
         (r"pos_embedding", POSITIONS),
         (r"Transformer/(encoder_norm/(?:scale|bias))", r"Encoder/\1"),
         (_BLOCK + r"/LayerNorm_0/(scale|bias)", r"Encoder/\1/LayerNorm_0/\2"),
@@ -54,31 +54,31 @@ _RULES = tuple(
         ),
     )
 )
-# Blocks that big_vision's `scan` has stacked.
+# Blocks stacked by the `scan` of big_vision
 _STACKED = "Transformer/encoderblock/"
 _MAX_BLOCKS = 1024
 
 
 def read_vit_checkpoint(path: str | os.PathLike) -> Checkpoint:
-    """Open a checkpoint of a Vision Transformer of Google's, an `.npz` file.
+    """Open an `.npz` checkpoint of a Vision Transformer by Google.
 
-    Those of the original repository and of AugReg, in both numberings of the blocks'
-    children, and those of big_vision: below `params/`, blocks stacked or not, with
-    attention pooling or a class token; of two towers (SigLIP) the one for images. The
-    names that come out are V-MoE's, so `load_vmoe_params` and `convert_vmoe_checkpoint`
-    take the result. Nothing is unpickled, and the file is checked before anything is
+    Supported are files of the original repository and of AugReg, in both numberings of
+    the blocks' children, and of big_vision: below `params/`, blocks stacked or not,
+    with attention pooling or a class token; the image tower of two (SigLIP). Parameters
+    get the names of V-MoE, so `load_vmoe_params` and `convert_vmoe_checkpoint` accept
+    the result. Nothing is unpickled, and the file is checked before anything is
     returned.
 
     Args:
         path: str or path, or a URL that `tf.io.gfile` reads (`gs://...`).
 
     Returns:
-        `Checkpoint`: a mapping from V-MoE's flat name to NumPy array, each read when
-        it is asked for. Arrays saved as bfloat16 come as `ml_dtypes.bfloat16`.
+        `Checkpoint`: a mapping from V-MoE's flat name to NumPy array, each read on
+        access. Arrays saved as bfloat16 have the dtype `ml_dtypes.bfloat16`.
 
     Raises:
-        CheckpointError: (a `ValueError`) if the file is missing or damaged, or holds
-            anything but the parameters of a plain Vision Transformer.
+        CheckpointError: (a `ValueError`) if the file is missing or damaged, or has
+            other arrays than the parameters of a plain Vision Transformer.
 
     Source: Dosovitskiy et al. 2021, released code, and big_vision's (names of the
     parameters).
@@ -106,7 +106,7 @@ def read_vit_checkpoint(path: str | os.PathLike) -> Checkpoint:
 
 
 def _of_images(arrays):
-    """Parameters of the tower for images, without what was trained beside them."""
+    """Parameters of the image tower, without those of other towers."""
     for prefix in ("params/", "img/"):
         below = [name for name in arrays if name.startswith(prefix)]
         if below:
@@ -115,7 +115,7 @@ def _of_images(arrays):
 
 
 def _unstacked(arrays, where):
-    """Arrays of all blocks, `(L, ...)`, as one for each block."""
+    """Split arrays of all blocks, `(L, ...)`, into one for each block."""
     stacked = {name: a for name, a in arrays.items() if name.startswith(_STACKED)}
     counts = {array.shape[:1] for array in stacked.values()}
     if len(counts) > 1 or counts & {(), (0,)}:
@@ -139,7 +139,7 @@ def _unstacked(arrays, where):
 
 
 class _Stack:
-    """An array of several blocks, read once for all that take their part of it."""
+    """Array of several blocks, read once for all of them."""
 
     def __init__(self, array):
         self._array = array
@@ -147,7 +147,7 @@ class _Stack:
         self._taken = set()
 
     def read(self, index):
-        """The part of a block. Who is the last to take one lets go of the array."""
+        """Return the part of a block. The last call releases the array."""
         array = self._array.read() if self._read is None else self._read
         self._taken.add(index)
         is_last = len(self._taken) == len(array)
@@ -158,7 +158,7 @@ class _Stack:
 
 
 def _members(path):
-    """Name, shape and dtype of each array in an `.npz` file."""
+    """Yield name, shape and dtype of each array in an `.npz` file."""
     with _archive(path) as (archive, size):
         infos = archive.infolist()
         total = sum(info.file_size for info in infos)
@@ -190,7 +190,7 @@ def _read_header(member):
 
 
 def _lazy(path, member, shape, dtype):
-    # NumPy has no bfloat16, and saves it as two bytes of nothing in particular.
+    # NumPy has no bfloat16, and saves it as two bytes without a type.
     is_bfloat16 = dtype == np.dtype("V2")
 
     def read():
@@ -205,7 +205,7 @@ def _lazy(path, member, shape, dtype):
 
 @contextlib.contextmanager
 def _archive(path):
-    """The open zip archive and its size; whatever goes wrong in it is explained."""
+    """Open a zip archive, with its size and with errors that name it."""
     try:
         with open_file(path) as (file, size), zipfile.ZipFile(file) as archive:
             yield archive, size

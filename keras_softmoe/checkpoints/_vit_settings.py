@@ -10,12 +10,12 @@ from keras_softmoe.checkpoints._stream import CheckpointError
 _BLOCK = r"Encoder/encoderblock_(\d+)/"
 _POSITIONS = "Encoder/posembed_input/pos_embedding"
 
-# Where a format does not tell the initial value
+# If the format does not have the initial value
 _LAYER_SCALE = 1e-5
 
 
 class ViTSettings(NamedTuple):
-    """A Vision Transformer as names and shapes of its parameters describe it.
+    """Vision Transformer described by names and shapes of its parameters.
 
     Attributes:
         settings: dict, arguments of a `models.ViTMoEBackbone` other than its router.
@@ -33,17 +33,17 @@ class ViTSettings(NamedTuple):
 def read_vit_settings(
     shapes, image_shape=None, pooling=None, position_embedding=None, **given
 ):
-    """Find out the settings of a model from its parameters.
+    """Return the settings of a model from names and shapes of its parameters.
 
     Args:
         shapes: dict from V-MoE's name of a parameter to its shape.
         image_shape: `(height, width, channels)`. Defaults to a square with as many
             patches as there are learned positions.
-        pooling: str, `"gap"` (default) or `"first"`, where neither a class token nor
-            attention pooling tells it.
-        position_embedding: str, `"sincos2d"` (default) or `"none"`, where no positions
-            are learned.
-        **given: settings that parameters do not tell.
+        pooling: str, `"gap"` (default) or `"first"`, without a class token or attention
+            pooling.
+        position_embedding: str, `"sincos2d"` (default) or `"none"`, without learned
+            positions.
+        **given: settings that do not follow from the parameters.
 
     Returns:
         `ViTSettings`.
@@ -60,7 +60,7 @@ def read_vit_settings(
     *patch_size, channels, hidden_dim = _shape(shapes, "embedding/kernel", 4)
     blocks = _blocks(shapes)
     first = blocks[0]
-    # With these sizes the model is as large as the checkpoint, not larger.
+    # These checks bound the size of the model by that of the checkpoint.
     _, num_heads, _ = _shape(
         first, "SelfAttention/query/kernel", (hidden_dim, None, None)
     )
@@ -105,16 +105,16 @@ def read_vit_settings(
 
 
 def fits_positions(shapes, image_shape) -> bool:
-    """Return whether images have as many patches as there are learned positions.
+    """Return whether images have as many patches as the learned positions.
 
-    Also where no positions are learned.
+    Also `True` without learned positions.
     """
     *patch_size, _, _ = _shape(shapes, "embedding/kernel", 4)
     return _count_positions(shapes) in (None, count_patches(image_shape, patch_size))
 
 
 def _count_positions(shapes):
-    """Number of patches with learned positions, `None` if none are."""
+    """Return the number of patches with learned positions, or `None`."""
     if _POSITIONS not in shapes:
         return None
     hidden_dim = _shape(shapes, "embedding/kernel", 4)[-1]
@@ -123,15 +123,15 @@ def _count_positions(shapes):
 
 
 def _image_shape(given, patch_size, channels, num_patches):
-    """Shape of the images: the `given` one, or a square of the learned positions."""
+    """Return the shape of images: the `given` one, or a square of the positions."""
     height, width = patch_size
     if given is None:
         side = num_patches and math.isqrt(num_patches)
         if not side or side**2 != num_patches:
             raise CheckpointError(
-                "The checkpoint does not tell the size of the images: it has "
-                f"{num_patches or 'no'} learned positions, which are no "
-                "square. Say it: `image_shape=(height, width, channels)`."
+                "The size of the images does not follow from the checkpoint: its "
+                f"{num_patches or 'no'} learned positions are no square. Pass "
+                "`image_shape=(height, width, channels)`."
             )
         return (side * height, side * width, channels)
     fits = num_patches in (None, count_patches(given, patch_size))
@@ -146,7 +146,7 @@ def _image_shape(given, patch_size, channels, num_patches):
 
 
 def _mlps(blocks, hidden_dim):
-    """Width of all MLPs, number of experts and of the slots of each, or `None`."""
+    """Return the width of MLPs, and the numbers of experts and slots, or `None`."""
     mlp_dims, num_experts, slots = set(), None, None
     for block in blocks:
         if _is_moe(block):
@@ -166,10 +166,10 @@ def _mlps(blocks, hidden_dim):
 
 
 def _blocks(shapes):
-    """Parameters of each block, name inside the block -> shape.
+    """Return a list of dicts, name inside a block -> shape.
 
     Raises:
-        CheckpointError: unless all blocks are there, and those of a kind are alike.
+        CheckpointError: if a block is missing, or blocks of a kind differ.
     """
     blocks = {}
     for name, shape in shapes.items():
@@ -197,7 +197,7 @@ def _is_moe(block):
 
 
 def _shape(shapes, name, expected):
-    """Shape of a parameter, which must be the `expected` one where that is known.
+    """Return the shape of a parameter, which must be the `expected` one.
 
     Args:
         shapes: dict from name to shape.

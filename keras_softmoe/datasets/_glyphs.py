@@ -20,7 +20,7 @@ from keras_softmoe.datasets._glyph_bank import (
     import_matplotlib,
 )
 from keras_softmoe.datasets._resampling import area_matrix, bilinear_matrix
-from keras_softmoe.files import replaced_file
+from keras_softmoe.files import atomic_file
 
 # Raise with any change to the pictures: old caches are then left alone.
 _VERSION = 1
@@ -330,5 +330,5 @@ def _read_cache(path):
 
 
 def _write_cache(path, images, labels):
-    with replaced_file(path) as aside, open(aside, "wb") as file:
+    with atomic_file(path) as aside, open(aside, "wb") as file:
         np.savez(file, images=images, labels=labels)

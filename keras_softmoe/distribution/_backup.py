@@ -23,7 +23,7 @@ from keras_softmoe.distribution._generators import (
     set_backend_states,
     set_generator_states,
 )
-from keras_softmoe.files import replaced_file
+from keras_softmoe.files import atomic_file
 from keras_softmoe.keras_adapter import (
     has_metrics,
     make_metrics,
@@ -42,7 +42,7 @@ from keras_softmoe.sharding.variables import (
 
 FILE = "training.h5"
 
-# Prefix of temporary files beside it, see `replaced_file`
+# Prefix of temporary files beside it, see `atomic_file`
 _PREFIX = f".{FILE}."
 
 
@@ -259,7 +259,7 @@ class Backup(keras.callbacks.Callback):
                 write(file, (epoch, batches), model, generators)
 
         room = room_for(sum(variables_of(model).values(), start=[]))
-        save_in_one_process(save, lambda: replaced_file(self.path, room))
+        save_in_one_process(save, lambda: atomic_file(self.path, room))
 
     def _restore(self, backup):
         """Restore model and optimizer, after all checks."""

@@ -20,7 +20,7 @@ class MoELayer(NamedTuple):
         num_experts: int.
         expert_bytes: int, kernels and biases of all experts.
         slot_parameter_bytes: int, `mu` of a soft router, 0 for the others.
-        slot_bytes: int, all slots of one group of images, which are sent to the
+        slot_bytes: int, of all slots of one group of images, which travel to the
             experts.
     """
 
@@ -43,8 +43,8 @@ class ModelSize(NamedTuple):
         hidden_dim: int, size of the axis along which it shards them.
         moe_layers: tuple of `MoELayer`.
         group_images: int, images (or pairs) that are routed together.
-        activation_bytes: int, kept from the forward pass of a group for the backward
-            pass, slots at the experts included.
+        activation_bytes: int, activations of a group that the backward pass needs,
+            slots at the experts included.
         shared_bytes: int, of weights shared by both modalities, 0 without pairs.
         embedding_bytes: int, of the embedding of one image or caption in a contrastive
             loss, 0 without one.
@@ -66,10 +66,10 @@ class ModelSize(NamedTuple):
 def model_size(model, num_classes=None, **changes):
     """Return the sizes of a model, without building it.
 
-    The activations are those that XLA keeps from the forward to the backward pass,
-    without rematerialization (JAX 0.10 on a CPU, from its buffer assignments), by the
-    `cost` of each layer. Left out are temporaries of one operation, embeddings of whole
-    images and all tensors without a token axis.
+    The activations are those that XLA was seen to keep from the forward to the backward
+    pass, without rematerialization (JAX 0.10 on a CPU, from its buffer assignments);
+    each layer says its own. Left out are temporary tensors of one operation,
+    embeddings of whole images and all that has no token axis.
 
     Args:
         model: preset, backbone, task or dict of arguments, as in `evaluation.cost`.
@@ -147,7 +147,7 @@ def _encoder_weights(limoe):
 
 
 def optimizer_copies(optimizer):
-    """Return the number of copies of the weights in an optimizer, and its name.
+    """Return how many copies of the weights an optimizer keeps, and its name.
 
     Args:
         optimizer: str or `keras.optimizers.Optimizer`. It is not changed.

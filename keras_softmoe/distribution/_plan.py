@@ -1,4 +1,4 @@
-"""Plans of training: memory and communication of a model on meshes of devices."""
+"""Memory and communication of a model on every mesh of some devices."""
 
 import math
 import os
@@ -17,7 +17,7 @@ _GATHERS_OF_PAIRS = 2
 
 _FLOAT32 = 4
 
-# Columns of the table, and the attributes that they show
+# Columns of the table, and their attributes
 _COLUMNS = {
     "weights": "weights",
     "moments": "moments",
@@ -32,7 +32,7 @@ class Transfer(NamedTuple):
     """A collective operation of a training step.
 
     Attributes:
-        what: str, the tensor that is sent, for example `"block_1/moe: slots"`.
+        what: str, the tensors: `"block_1/moe: slots"`, for example.
         operation: str, `"all-to-all"`, `"all-gather"` or `"all-reduce"`.
         times: int, number of times in a step.
         bytes: int, size of its result on one device each time, as in the text of the
@@ -54,7 +54,7 @@ class Transfer(NamedTuple):
 
 
 class MeshPlan(NamedTuple):
-    """Memory and communication of a mesh of devices. All bytes are those of one device.
+    """Memory and communication on a mesh. All bytes are those of one device.
 
     Attributes:
         shape: `(batch, experts)`, the `mesh_shape` of `expert_parallel`. The batch is
@@ -62,10 +62,10 @@ class MeshPlan(NamedTuple):
             replicated along the first. `(1, n)` denotes the papers' placement, one axis
             for both (no `mesh_shape`), and `(n, 1)` `data_parallel`.
         weights: int, bytes of the weights.
-        moments: int, bytes of the optimizer's variables.
+        moments: int, bytes of the optimizer's moments.
         gradients: int, bytes of the gradients.
-        activations: int, bytes kept from the forward pass for the backward pass.
-        transfers: tuple of `Transfer` of a training step.
+        activations: int, bytes that the backward pass needs of the forward pass.
+        transfers: tuple of `Transfer`, those of a training step.
         max_batch_size: int, the largest global batch that fits, 0 if none does.
     """
 
@@ -165,7 +165,7 @@ def plan(
     shard_dense: bool = False,
     **changes,
 ) -> Plan:
-    """Return memory and communication of training for every mesh of devices.
+    """Plan the training of a model on some devices: memory and communication.
 
     Nothing is built: all numbers follow from the configuration. They are those of
     `expert_parallel` (and of `data_parallel`, where all devices have all experts).
@@ -175,9 +175,10 @@ def plan(
     - weights, exactly: experts and the slot parameters of soft routers are divided by
       the devices over which experts are sharded, all others are replicated;
     - moments: whole copies of the weights, as many as the optimizer keeps, in the dtype
-      of the weights. Scalars (the step) are left out;
-    - gradients: one copy of the weights, as if all existed at once;
-    - activations: tensors kept from the forward pass for the backward pass without
+      of the weights. Single numbers (the step) are left out;
+    - gradients: one copy of the weights. All of them are counted as if they were there
+      at once;
+    - activations: tensors that the backward pass needs of the forward pass without
       rematerialization, for the images of the device and the slots of its experts, as
       measured for XLA on a CPU (in float32 the estimates were from 7 % less to 37 %
       more; half precision, which a CPU computes in float32, and other devices were not
@@ -348,7 +349,7 @@ def _transfers(model, shape, groups, shard_dense):
 
 
 def _of_pairs(model, devices, groups):
-    """Yield the transfers of contrastive learning."""
+    """Transfers of a contrastive loss."""
     if not model.embedding_bytes:
         return
     pairs = devices * groups * model.group_images

@@ -1,4 +1,4 @@
-"""What a model costs, from its configuration: nothing is built or loaded."""
+"""The cost of a model from its architecture: nothing is built or loaded."""
 
 import os
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from keras_softmoe.evaluation.described import described
 
 
 class Cost(NamedTuple):
-    """What a model costs.
+    """Cost of a model.
 
     Attributes:
         parameters: int, the numbers in its weights.

@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.architecture import moe_layers_of
-from keras_softmoe.files import replaced_directory, replaced_file
+from keras_softmoe.files import atomic_directory, atomic_file
 from keras_softmoe.keras_adapter import (
     drop_assertions_of_more_than_one,
     sizes_may_be_one,
@@ -28,9 +28,9 @@ def write(model, filepath, format, input_signature, preprocessing, options):
     """
     if preprocessing:
         model, input_signature = _from_pixels(model, input_signature)
-    replaced = replaced_file
+    replaced = atomic_file
     if format == "tf_saved_model":
-        replaced = functools.partial(replaced_directory, marks=["saved_model.pb"])
+        replaced = functools.partial(atomic_directory, marks=["saved_model.pb"])
     batch = keras.tree.flatten(input_signature)[0].shape[0]
     with replaced(filepath) as aside, _quiet(), _groups_of(model, batch):
         if format == "torch":

@@ -7,9 +7,9 @@ directories of killed processes are removed by the next process that writes ther
 
 from keras_softmoe.files._reading import one_process as one_process
 from keras_softmoe.files._reading import read_whole as read_whole
-from keras_softmoe.files._refusals import NotWritten as NotWritten
-from keras_softmoe.files._refusals import explain_refusals as explain_refusals
+from keras_softmoe.files._refusals import WriteError as WriteError
+from keras_softmoe.files._refusals import wrap_os_errors as wrap_os_errors
+from keras_softmoe.files._replacing import atomic_directory as atomic_directory
+from keras_softmoe.files._replacing import atomic_file as atomic_file
 from keras_softmoe.files._replacing import check_file as check_file
-from keras_softmoe.files._replacing import recover as recover
-from keras_softmoe.files._replacing import replaced_directory as replaced_directory
-from keras_softmoe.files._replacing import replaced_file as replaced_file
+from keras_softmoe.files._replacing import restore_interrupted as restore_interrupted

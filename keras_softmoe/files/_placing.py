@@ -11,7 +11,7 @@ import stat
 import sys
 from pathlib import Path
 
-from keras_softmoe.files._refusals import NotWritten, check_kind
+from keras_softmoe.files._refusals import WriteError, check_kind
 from keras_softmoe.files._temporary import aside
 
 
@@ -36,7 +36,7 @@ def check_files(new, directory, marks):
     Args:
         new: `pathlib.Path`.
         directory: `pathlib.Path`, resolved.
-        marks: see `replaced_directory`.
+        marks: see `atomic_directory`.
     """
     names = os.listdir(directory)
     is_known = any(Path(name).match(mark) for name in names for mark in marks)
@@ -44,7 +44,7 @@ def check_files(new, directory, marks):
         for parent in list(path.parents)[:-1]:
             check_kind(_place(directory / parent), stat.S_IFDIR)
         if check_kind(_place(directory / path), stat.S_IFREG) and not is_known:
-            raise NotWritten(
+            raise WriteError(
                 f"'{directory}' cannot be written: '{path}' in it is another file, "
                 "which stays as it was. Files are replaced only where one of "
                 f"{', '.join(marks)} is among them. Choose an empty directory, or one "
@@ -100,7 +100,7 @@ def exchange(new, directory, keep, old):
     Args:
         new: `pathlib.Path`, to which missing files are added.
         directory: `pathlib.Path`, resolved.
-        keep: see `replaced_directory`.
+        keep: see `atomic_directory`.
         old: `pathlib.Path`, where a killed process leaves the old directory.
 
     Returns:
@@ -194,7 +194,7 @@ def replace_files(new, directory, keep):
     Args:
         new: `pathlib.Path` in a temporary directory inside of the old one.
         directory: `pathlib.Path`, resolved.
-        keep: see `replaced_directory`.
+        keep: see `atomic_directory`.
     """
     with _one_writer(directory):
         _replace_files(new, directory, keep)

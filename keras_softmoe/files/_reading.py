@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from keras_softmoe.files._placing import identity
-from keras_softmoe.files._replacing import recover
+from keras_softmoe.files._replacing import restore_interrupted
 from keras_softmoe.files._temporary import ASIDE
 
 # Seconds between two attempts of a waiting process, and attempts of a reader.
@@ -93,7 +93,7 @@ def _version(directory):
         if not any(Path(directory).glob(f"..{glob.escape(ASIDE)}-*/ready")):
             break
         time.sleep(_PATIENCE)
-        recover(directory)
+        restore_interrupted(directory)
     with contextlib.suppress(OSError):
         return identity(directory), os.stat(directory).st_mtime_ns
     return None

@@ -28,20 +28,20 @@ _KINDS = {
 }
 
 
-class NotWritten(OSError, ValueError):
+class WriteError(OSError, ValueError):
     """Error: a file or directory could not be written. The old content is unchanged."""
 
 
 @contextlib.contextmanager
-def explain_refusals(path):
-    """Raise `NotWritten` in place of an `OSError` of writing a path.
+def wrap_os_errors(path):
+    """Raise `WriteError` in place of an `OSError` of writing a path.
 
     Args:
         path: str or path.
     """
     try:
         yield
-    except NotWritten:
+    except WriteError:
         raise
     except (OSError, RuntimeError) as error:
         # On closing a file HDF5 gives the error number only in its message.
@@ -49,10 +49,10 @@ def explain_refusals(path):
         number = getattr(error, "errno", None) or (number and int(number[1]))
         if number not in _REFUSALS:
             raise
-        raise NotWritten(
-            f"'{path}' cannot be written ({os.strerror(number)}); what was there "
-            "before is unchanged. Make room, or choose a directory that this program "
-            f"may write to. Reason: {error}"
+        raise WriteError(
+            f"'{path}' cannot be written ({os.strerror(number)}); its old content is "
+            "unchanged. Make room, or choose a directory that this program may write "
+            f"to. Reason: {error}"
         ) from error
 
 
@@ -73,7 +73,7 @@ def check_kind(path, kind):
     except FileNotFoundError:
         return False
     if found != kind:
-        raise NotWritten(
+        raise WriteError(
             f"'{path}' cannot be written as {_KINDS[kind]}: it is "
             f"{_KINDS.get(found, 'something else')}, and stays as it was. Choose "
             "another path, or a directory that does not exist yet; or remove it first."

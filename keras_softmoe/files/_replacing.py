@@ -17,16 +17,16 @@ from keras_softmoe.files._placing import (
     replace_files,
 )
 from keras_softmoe.files._refusals import (
-    NotWritten,
+    WriteError,
     check_kind,
     check_room,
-    explain_refusals,
+    wrap_os_errors,
 )
 from keras_softmoe.files._temporary import aside, of_the_dead
 
 
 @contextlib.contextmanager
-def replaced_file(path, room=0):
+def atomic_file(path, room=0):
     """Write a file aside and move it into place when it is complete.
 
     Other files written beside it, for formats of several files, are moved first.
@@ -42,10 +42,10 @@ def replaced_file(path, room=0):
         `pathlib.Path` of the file to write, with the same suffixes.
 
     Raises:
-        NotWritten: (an `OSError` and a `ValueError`) if the system refuses, or the path
+        WriteError: (an `OSError` and a `ValueError`) if the system refuses, or the path
             is a directory, a pipe, a socket or a device.
     """
-    with explain_refusals(path):
+    with wrap_os_errors(path):
         target = Path(os.path.realpath(path))
         is_there = check_kind(target, stat.S_IFREG)
         with aside(target.parent, target.name) as temporary:
@@ -56,7 +56,7 @@ def replaced_file(path, room=0):
             for name in names:
                 other = Path(os.path.realpath(Path(path).with_name(name)))
                 if check_kind(other, stat.S_IFREG) and not is_there:
-                    raise NotWritten(
+                    raise WriteError(
                         f"'{path}' cannot be written: it consists of several files, "
                         f"and '{other}' is another one, which stays as it was. Choose "
                         "another name, or remove that file first."
@@ -67,12 +67,12 @@ def replaced_file(path, room=0):
 
 
 def check_file(path):
-    """Raise `NotWritten` where `replaced_file` would, before there is content to write.
+    """Raise `WriteError` where `atomic_file` would, before there is content to write.
 
     Args:
         path: str or path. Its directory is made if it does not exist.
     """
-    with explain_refusals(path):
+    with wrap_os_errors(path):
         target = Path(os.path.realpath(path))
         check_kind(target, stat.S_IFREG)
         with aside(target.parent, target.name):
@@ -80,7 +80,7 @@ def check_file(path):
 
 
 @contextlib.contextmanager
-def replaced_directory(directory, marks, keep=lambda path: True, room=0):
+def atomic_directory(directory, marks, keep=lambda path: True, room=0):
     """Write a directory aside and move it into place when it is complete.
 
     Existing files that are not written again are kept. Symbolic links are followed. How
@@ -88,13 +88,13 @@ def replaced_directory(directory, marks, keep=lambda path: True, room=0):
 
     - A new directory appears atomically.
     - A directory that contains only files is exchanged atomically on Linux. Elsewhere a
-      process killed between two steps leaves the old one aside, and `recover` restores
-      it.
+      process killed between two steps leaves the old one aside, for
+      `restore_interrupted`.
     - Any other directory (a mount point, one whose parent is not writable, one that
       contains links or other directories) is kept, and its files are replaced
       atomically one by one. If one of them fails, all are restored; if the process is
-      killed, `recover` replaces the rest. Meanwhile `read_whole` waits, and other
-      readers may see files of two versions.
+      killed, `restore_interrupted` replaces the rest. Meanwhile `read_whole` waits, and
+      other readers may see files of two versions.
 
     Args:
         directory: str or path, created if it does not exist.
@@ -104,20 +104,20 @@ def replaced_directory(directory, marks, keep=lambda path: True, room=0):
         keep: callable that takes the relative `pathlib.Path` of an existing file that
             was not written again and returns whether to keep it. By default all are
             kept. It is called after the new files are written.
-        room: int, see `replaced_file`.
+        room: int, see `atomic_file`.
 
     Yields:
         `pathlib.Path` of an empty directory to write to.
 
     Raises:
-        NotWritten: (an `OSError` and a `ValueError`) if the system refuses, the path is
+        WriteError: (an `OSError` and a `ValueError`) if the system refuses, the path is
             a file, a pipe, a socket or a device, or a file would be replaced in a
             directory without a mark.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(explain_refusals(directory))
+        stack.enter_context(wrap_os_errors(directory))
         target = Path(os.path.realpath(directory))
-        recover(target)
+        restore_interrupted(target)
         is_there = check_kind(target, stat.S_IFDIR)
         if is_there and not os.access(target, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
@@ -153,7 +153,7 @@ def _appears(new, target):
     return True
 
 
-def recover(directory):
+def restore_interrupted(directory):
     """Complete or undo the replacement of a directory by a killed process.
 
     Args:

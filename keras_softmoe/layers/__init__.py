@@ -9,9 +9,9 @@ from keras_softmoe.layers._feedforward import MLP as MLP
 from keras_softmoe.layers._feedforward import Experts as Experts
 from keras_softmoe.layers._layer_scale import LayerScale as LayerScale
 from keras_softmoe.layers._moe import MoE as MoE
-from keras_softmoe.layers._moe import SoftMoE as SoftMoE
 from keras_softmoe.layers._prefix_tokens import ClassToken as ClassToken
 from keras_softmoe.layers._prefix_tokens import Registers as Registers
+from keras_softmoe.layers._soft_moe import SoftMoE as SoftMoE
 from keras_softmoe.layers.embedding import PatchEmbedding as PatchEmbedding
 from keras_softmoe.layers.embedding import PositionEmbedding as PositionEmbedding
 from keras_softmoe.layers.embedding import TokenEmbedding as TokenEmbedding

@@ -19,6 +19,7 @@ from keras_softmoe.checks import (
 from keras_softmoe.costs import LayerCost, MixtureCost
 from keras_softmoe.keras_adapter import Layer
 from keras_softmoe.layers._feedforward import Experts
+from keras_softmoe.layers._groups import group, ungroup
 from keras_softmoe.layers.modalities import (
     as_sequence,
     check_masks,
@@ -42,7 +43,7 @@ from keras_softmoe.ops import (
 )
 from keras_softmoe.ops.choices import to_slots
 from keras_softmoe.ops.padding import zero_padding
-from keras_softmoe.routers import Router, SoftRouter
+from keras_softmoe.routers import Router
 from keras_softmoe.sharding import is_distributed, layout_of, num_shards
 from keras_softmoe.types import DType
 
@@ -211,7 +212,9 @@ class MoE(Layer):
         if mask is not None:
             mask = join_masks(each(self._mask_sequence, mask), sequences)
             x = zero_padding(x, mask)
-        tokens, valid, counts = self._group(x, mask)
+        tokens, valid, counts = group(
+            x, mask, self.group_images, self.router.num_experts
+        )
         self._warn_of_split_groups(x.shape[0], tokens.shape[0])
         known = {}
         if self.router.knows_modalities:
@@ -237,7 +240,7 @@ class MoE(Layer):
         slots = dispatch(self._rounded(tokens), routing, sharded)
         slots = self._rounded(self.experts(slots, training=training, **sorted_rows))
         outputs = combine(slots, routing, num_tokens, sharded)
-        outputs = split(self._ungroup(outputs, x), sequences)
+        outputs = split(ungroup(outputs, x, self.group_images), sequences)
         return keras.tree.map_structure(
             lambda y, like: ops.reshape(y, (-1, *like.shape[1:])), outputs, inputs
         )
@@ -268,73 +271,6 @@ class MoE(Layer):
             return num_tokens < 64
         return self.dispatcher == "einsum"
 
-    def _group(self, inputs, mask):
-        """Reshape images to groups.
-
-        Args:
-            inputs: `(B, S, D)` tensor.
-            mask: `(B, S)` bool tensor or `None`.
-
-        Returns:
-            `(G, S, D)` tokens; the `(G, S)` mask of real tokens, or `None`; and the
-            `(G,)` numbers of tokens that determine the capacity, or `None` without a
-            mask. Images that pad a batch count in the latter like the others of their
-            group.
-        """
-        if self.group_images == 1:
-            return inputs, mask, _count(mask)
-        if self.group_images is None:
-            shape = self._shape_of_whole_batch(inputs)
-            if mask is not None:
-                mask = ops.reshape(mask, shape)
-            tokens = ops.reshape(inputs, (*shape, inputs.shape[-1]))
-            return tokens, mask, _count(mask)
-        batch, (num_tokens, width) = ops.shape(inputs)[0], inputs.shape[1:]
-        # In this order compilers infer that groups times images is the padded batch.
-        groups = (batch + self.group_images - 1) // self.group_images
-        padded = groups * self.group_images
-        tokens_of_group = self.group_images * num_tokens
-        is_padded = not isinstance(batch, int) or padded > batch
-        valid, images = mask, self.group_images
-        if is_padded:
-            # The batch size, and so the padding, may be known only when the graph runs:
-            # append the maximum number of empty images, and keep those that are needed.
-            empty = ops.zeros((self.group_images - 1, num_tokens, width), inputs.dtype)
-            inputs = ops.concatenate([inputs, empty], axis=0)[:padded]
-            # Not `ops.less`, which turns an open size of PyTorch's export into a
-            # constant.
-            is_image = ops.arange(padded, dtype="int32") < batch
-            images = ops.reshape(is_image, (groups, self.group_images))
-            images = ops.sum(ops.cast(images, "int32"), axis=-1)
-            valid = ops.repeat(ops.expand_dims(is_image, -1), num_tokens, axis=-1)
-            if mask is not None:
-                empty = ops.zeros((self.group_images - 1, num_tokens), "bool")
-                mask = ops.concatenate([mask, empty], axis=0)[:padded]
-                valid = ops.logical_and(valid, mask)
-        tokens = ops.reshape(inputs, (groups, tokens_of_group, width))
-        if valid is not None:
-            valid = ops.reshape(valid, (groups, tokens_of_group))
-        count = None
-        if mask is not None:
-            count = _count(valid) * self.group_images // images
-        return tokens, valid, count
-
-    def _shape_of_whole_batch(self, inputs):
-        """Return the number of groups and the tokens of each."""
-        batch, num_tokens, _ = inputs.shape
-        if batch is None:
-            raise ValueError(
-                "`group_images=None` routes the whole batch as one group, and the size "
-                f"of a batch is not known while {keras.backend.backend()} traces a "
-                "function for batches of any size. Set `group_images` to the batch "
-                "size (smaller batches are padded), or feed a dataset made with "
-                "`.batch(batch_size, drop_remainder=True)`."
-            )
-        if batch == 0:
-            # No group, of a size for which every router has slots
-            return 0, num_tokens * self.router.num_experts
-        return 1, batch * num_tokens
-
     def _rounded(self, x):
         if self.dispatch_dtype is None:
             return x
@@ -344,12 +280,6 @@ class MoE(Layer):
 
             return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         return ops.cast(ops.cast(x, self.dispatch_dtype), x.dtype)
-
-    def _ungroup(self, outputs, inputs):
-        if self.group_images == 1:
-            return outputs
-        outputs = ops.reshape(outputs, (-1, *inputs.shape[1:]))
-        return outputs[: ops.shape(inputs)[0]]
 
     def compute_mask(self, inputs, previous_mask=None):
         return masks_like(inputs, previous_mask)
@@ -444,95 +374,3 @@ def _check_count(group_images):
             f"batch: pass one of these. Received: "
             f"group_images={quote(group_images)}."
         )
-
-
-def _count(mask):
-    """Return the numbers of tokens of a `(G, S)` mask, `(G,)` int32, or `None`."""
-    return None if mask is None else ops.sum(ops.cast(mask, "int32"), axis=-1)
-
-
-@keras.saving.register_keras_serializable(package="keras_softmoe")
-class SoftMoE(Layer):
-    """Soft mixture of expert MLPs, in place of a Transformer's MLP.
-
-    Short for `MoE(SoftRouter(num_experts, slots_per_expert), mlp_dim)`. With as many
-    slots (`num_experts * slots_per_expert`) as tokens it costs as much as the dense
-    MLP; one slot per expert is usually best (section 3.5). For training runs of less
-    than about ten thousand steps set `initial_scale="unit_variance"`, see `SoftRouter`.
-
-    Args:
-        num_experts: int, number of experts.
-        mlp_dim: int, hidden width of an expert.
-        slots_per_expert: int, slots of each expert.
-        equal_experts: bool, whether all experts start with the same weights.
-        remat_experts: bool, see `MoE`.
-        initial_scale: float, or `"unit_variance"`, see `SoftRouter`.
-        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
-
-    Call arguments:
-        - `inputs`: `(B, S, D)` float tensor, or `(B, ..., D)`, see `MoE`.
-        - `mask`: optional bool tensor of that shape without `D`, see `MoE`.
-
-    Returns:
-        tensor like the input.
-
-    Raises:
-        ValueError: if an argument is not positive, or the input has no axis of tokens.
-
-    Source: Soft MoE, section 2 (algorithm 1).
-
-    Examples:
-        >>> layer = ksm.layers.SoftMoE(num_experts=16, mlp_dim=128)
-        >>> layer(np.random.normal(size=(2, 16, 32))).shape
-        (2, 16, 32)
-    """
-
-    def __init__(
-        self,
-        num_experts: int,
-        mlp_dim: int,
-        slots_per_expert: int = 1,
-        equal_experts: bool = False,
-        remat_experts: bool = False,
-        initial_scale: float | str = 1.0,
-        **kwargs,
-    ):
-        super().__init__(**kwargs)
-        self.num_experts = num_experts
-        self.mlp_dim = mlp_dim
-        self.slots_per_expert = slots_per_expert
-        self.equal_experts = equal_experts
-        self.remat_experts = remat_experts
-        self.initial_scale = initial_scale
-        self.moe = MoE(
-            SoftRouter(num_experts, slots_per_expert, initial_scale=initial_scale),
-            mlp_dim,
-            equal_experts=equal_experts,
-            remat_experts=remat_experts,
-            dtype=self.dtype_policy,
-            name="moe",
-        )
-        self.supports_masking = True
-
-    def build(self, inputs_shape):
-        self.moe.build(inputs_shape)
-
-    def call(self, inputs, mask=None, training=None):
-        return self.moe(inputs, mask=mask, training=training)
-
-    def compute_output_shape(self, inputs_shape):
-        return inputs_shape
-
-    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
-        return self.moe.cost(inputs_shape, training)
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "num_experts": self.num_experts,
-            "mlp_dim": self.mlp_dim,
-            "slots_per_expert": self.slots_per_expert,
-            "equal_experts": self.equal_experts,
-            "remat_experts": self.remat_experts,
-            "initial_scale": self.initial_scale,
-        }

@@ -148,7 +148,7 @@ def check_tokens_shape(shapes, any_rank=False):
             raise ValueError(
                 f"Tokens have a shape {axes}, of which all but the first are known "
                 f"beforehand. Received: shape={tuple(shape)}. Give `keras.Input` all "
-                "sizes but the batch's, or reshape what comes before the layer."
+                "sizes but the batch's, or reshape the input of the layer."
             )
     if len(_known(shape[-1] for shape in parts)) > 1:
         raise ValueError(

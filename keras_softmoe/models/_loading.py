@@ -27,7 +27,7 @@ from keras_softmoe.backbones import (
 )
 from keras_softmoe.backbones.arguments import arguments_of
 from keras_softmoe.checks import check_names, quote
-from keras_softmoe.files import read_whole, replaced_directory
+from keras_softmoe.files import atomic_directory, read_whole
 from keras_softmoe.models._preset_keys import check_keys
 from keras_softmoe.models.released import convert
 from keras_softmoe.routers import MUTABLE_SETTINGS
@@ -129,7 +129,7 @@ def attach(cls, load=None):
         with preset_is_saved():
             save_in_one_process(
                 lambda new: save(self, str(new), max_shard_size=max_shard_size),
-                lambda: replaced_directory(
+                lambda: atomic_directory(
                     preset_dir,
                     catalogue.PRESET_MARKS,
                     keep=_is_no_weights_file,
@@ -160,7 +160,7 @@ def attach_without_weights(cls):
 
     @functools.wraps(save)
     def save_to_preset(self, preset_dir, *args, **kwargs):
-        with replaced_directory(preset_dir, catalogue.PRESET_MARKS) as new:
+        with atomic_directory(preset_dir, catalogue.PRESET_MARKS) as new:
             save(self, str(new), *args, **kwargs)
 
     cls.from_preset = classmethod(from_preset)
@@ -268,7 +268,7 @@ def _is_no_weights_file(path):
 
 @contextlib.contextmanager
 def open_preset(preset, load_weights=True):
-    """Find the files of a preset, and explain what goes wrong while they are read.
+    """Find the files of a preset, and name it in errors while they are read.
 
     Args:
         preset: str or path: a name of the catalogue, a directory, or a handle that

@@ -186,7 +186,7 @@ def _is_own_preset(source):
 
 
 def _registered_name(directory):
-    """What a preset's `config.json` says of its class; `""` if there is none."""
+    """Registered name of the class in a preset's `config.json`, `""` without one."""
     about = read_text_beside(str(Path(directory, CONFIG_FILE)), CONFIG_FILE)
     return str(about.get("registered_name") or "")
 

@@ -1,4 +1,4 @@
-"""What the tokens of a dense model say about the routers and experts to come.
+"""Statistics of the tokens of a dense model, for new routers and experts.
 
 Plain NumPy: it runs once, before training.
 """
@@ -54,7 +54,7 @@ def spherical_kmeans(tokens, num_clusters, rng):
 
 
 def truncated_kernel(kernel, inputs, energy):
-    """The kernel of lowest rank that keeps most of what it makes of some inputs.
+    """The kernel of lowest rank that keeps most of its outputs for some inputs.
 
     Of all matrices of a rank, `kernel @ V @ V.T` changes `inputs @ kernel` least (in
     the sum of squares), where the columns of `V` are the first right singular vectors

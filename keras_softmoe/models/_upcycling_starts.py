@@ -1,4 +1,4 @@
-"""Routers and experts that start from what a dense model makes of some images."""
+"""Initial routers and experts from the tokens of a dense model."""
 
 import keras
 import numpy as np
@@ -54,7 +54,7 @@ def check_start(start, router, images, confidence):
 
 
 def tokens_for_mlps(backbone, layers, images):
-    """What the MLPs of some blocks of a dense model are given.
+    """Inputs of the MLPs of some blocks of a dense model.
 
     Args:
         backbone: dense `ViTMoEBackbone`.

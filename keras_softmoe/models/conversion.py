@@ -11,8 +11,8 @@ from keras_softmoe.backbones import (
     ViTMoEImageConverter,
 )
 from keras_softmoe.checkpoints import read_parameters, read_vit_settings
-from keras_softmoe.files import explain_refusals
-from keras_softmoe.keras_adapter import without_random_numbers
+from keras_softmoe.files import wrap_os_errors
+from keras_softmoe.keras_adapter import zero_initialization
 from keras_softmoe.models.released import write_converted
 from keras_softmoe.ops.capacity import RELEASED
 from keras_softmoe.routers import Router, SoftmaxTokenChoiceRouter, SoftRouter
@@ -83,7 +83,7 @@ def convert_vmoe_checkpoint(
         >>> model = ksm.models.ViTMoEImageClassifier.from_preset("my_vmoe_b16")
     """
     target = Path(preset_dir)
-    with explain_refusals(target):
+    with wrap_os_errors(target):
         is_taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if is_taken:
         raise ValueError(
@@ -151,7 +151,7 @@ def model_for(
             ViTMoEImageConverter(image_size=settings["image_shape"][:2])
         )
     # Its weights are loaded over the initial ones.
-    with without_random_numbers():
+    with zero_initialization():
         backbone = ViTMoEBackbone(**settings)
     if found.num_classes is None:
         return backbone, preprocessor

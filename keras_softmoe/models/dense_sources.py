@@ -1,8 +1,8 @@
-"""A dense Vision Transformer of this library from wherever there is one.
+"""Dense Vision Transformers of this library from models and files of others.
 
 Files and models of other libraries are first read as a `Checkpoint` under V-MoE's names
-(`checkpoints/`, `_keras_hub_params.py`). What is here finds out which of them a source
-is, and makes the model.
+(`checkpoints/`, `_keras_hub_params.py`). These functions find the kind of a source and
+make the model.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def dense_model(
     head: bool = True,
     **changes,
 ) -> keras.Model:
-    """A dense model of this library with the weights of a source.
+    """Return a dense model of this library with the weights of a source.
 
     A source is one of these, or a preset name, a directory or a handle (`hf://...`,
     `kaggle://...`) of it:
@@ -67,7 +67,7 @@ def dense_model(
             front of the patches stay as they are. Files of models for images that are
             no squares need it, as theirs.
         head: bool, whether to keep the head for classes, if there is one.
-        **changes: of files, what neither they nor a `config.json` beside them tells:
+        **changes: settings that neither a file nor a `config.json` beside it tells:
             `num_heads`, `activation`, `layer_norm_epsilon`, `position_resampling`,
             `pooling`, `position_embedding`, see `ViTMoEBackbone`.
 
@@ -78,7 +78,7 @@ def dense_model(
         CheckpointError: (a `ValueError`) if a file is missing, damaged or none of a
             plain Vision Transformer; the message lists the names that do not fit.
         ValueError: if the source is unknown, cannot be fetched, or is a model that
-            needs what ours do not have (DINOv3, CLIP, MLPs with gates).
+            needs parts that ours do not have (DINOv3, CLIP, MLPs with gates).
 
     Examples:
         >>> vit = ksm.converters.dense_model("vit_tiny_patch4_32_glyphs")
@@ -104,16 +104,16 @@ def dense_model(
 def image_preprocessor(
     source: Source, image_size: Sequence[int] | None = None
 ) -> keras.layers.Layer:
-    """What makes the images that a source takes of pixels from 0 to 255.
+    """Return the preprocessor from pixels (0 to 255) to the images of a source.
 
     Args:
         source: as in `dense_model`.
         image_size: `(height, width)` to resize to, or `None`. A `ViTMoEImageClassifier`
-            sets it to what its backbone takes if it is given.
+            sets it to the size of its backbone if it is given.
 
     Returns:
         `ViTMoEImageClassifierPreprocessor`: that of the source (a classifier or preset
-        of KerasHub, or what a `preprocessor_config.json` beside a file says), or one
+        of KerasHub, or of a `preprocessor_config.json` beside a file), or one
         that maps pixels to `[-1, 1]`.
 
     Raises:
@@ -127,7 +127,7 @@ def image_preprocessor(
 
 
 def _converted(source, image_shape, head, changes):
-    """A model of this library from a source of another one."""
+    """Make a model of this library from a source of another one."""
     changes, activation = dict(changes), None
     if isinstance(source, Checkpoint):
         checkpoint = source
@@ -162,14 +162,14 @@ def _converted(source, image_shape, head, changes):
 
 
 def _native_shape(checkpoint, image_shape):
-    """The shape of images that parameters are for, if it is the given one."""
+    """Return the given shape of images if the parameters are for it."""
     if image_shape is None:
         return None
     return image_shape if fits_positions(checkpoint.shapes, image_shape) else None
 
 
 def _at_resolution(model, image_shape):
-    """The same model for images of another shape."""
+    """Make the same model for images of another shape."""
     backbone = getattr(model, "backbone", model)
     new = new_backbone = type(backbone).from_config(
         {**backbone.get_config(), "image_shape": image_shape}

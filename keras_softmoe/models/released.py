@@ -1,7 +1,7 @@
 """Released checkpoints, converted to presets when they are first used.
 
-The preset says what the model is, so KerasHub makes it, as it would without weights,
-and the parameters of the checkpoint are put into it.
+KerasHub makes the model of the preset, as without weights, and the parameters of the
+checkpoint are put into it.
 """
 
 import json
@@ -21,8 +21,8 @@ from keras_softmoe.checkpoints import (
     read_vit_settings,
     web_address,
 )
-from keras_softmoe.files import NotWritten, one_process, replaced_directory
-from keras_softmoe.keras_adapter import without_random_numbers
+from keras_softmoe.files import WriteError, atomic_directory, one_process
+from keras_softmoe.keras_adapter import zero_initialization
 from keras_softmoe.models.vmoe_params import load_vmoe_params
 from keras_softmoe.sharding.variables import room_for
 
@@ -52,7 +52,7 @@ def convert(
 
     Raises:
         ValueError: if the preset is none that is converted, the checkpoint cannot be
-            fetched (the message says what to do by hand), or it is damaged or another
+            fetched (the message gives the steps by hand), or it is damaged or another
             model's.
 
     Examples:
@@ -94,13 +94,13 @@ def convert(
 def _fetch_and_convert(preset, target, verbose):
     name = preset.name
     prefix = f".{name}.download."
-    # What a process that was killed has left. No other one is here.
+    # Left by a killed process; no other one is here.
     for left in target.parent.glob(f"{prefix}*"):
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as folder:
         try:
             copy = download_checkpoint(preset.checkpoint, folder, verbose)
-        except NotWritten:
+        except WriteError:
             raise
         except (OSError, CheckpointError) as error:
             raise ValueError(
@@ -134,7 +134,7 @@ def _convert(preset, prefix, target, verbose):
     try:
         _check_same_model(found, preset)
         # Whether there are pre-logits is left to the checkpoint.
-        with catalogue.explain_errors(preset.path), without_random_numbers():
+        with catalogue.explain_errors(preset.path), zero_initialization():
             backbone = keras_hub.models.Backbone.from_preset(
                 str(preset.path),
                 load_weights=False,
@@ -187,14 +187,14 @@ def write_converted(model, checkpoint, directory, origin, preprocessor=None, ver
         checkpoint: `Checkpoint` with its parameters, under V-MoE's names.
         directory: str or path to write, which appears when all is written.
         origin: str or path, where the checkpoint comes from.
-        preprocessor: what to save beside the model, if the model has none.
+        preprocessor: the preprocessor to save, if the model has none.
         verbose: 0 or 1, whether to show a progress bar.
 
     Returns:
         str, `directory`.
     """
     load_vmoe_params(model, checkpoint, verbose=verbose)
-    with replaced_directory(
+    with atomic_directory(
         directory, catalogue.PRESET_MARKS, room=room_for(model.variables)
     ) as new:
         # KerasHub's own methods: the directory is already written aside.

@@ -187,7 +187,7 @@ def test_names_that_are_missing(tmp_path, arrays):
 
 
 def test_heads_that_nothing_tells(tmp_path, arrays):
-    with pytest.raises(converters.CheckpointError, match="Say it: `num_heads=...`"):
+    with pytest.raises(converters.CheckpointError, match="Pass `num_heads=...`"):
         convert(tmp_path, arrays, num_heads=None)
     with pytest.raises(converters.CheckpointError, match="Received: 5"):
         convert(tmp_path, arrays, num_heads=5)

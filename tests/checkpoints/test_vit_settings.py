@@ -61,5 +61,7 @@ def test_images_that_fit_the_positions():
         read_vit_settings(shapes, image_shape=(8, 16, 3))
     free = shapes_of(tiny.backbone(**MODELS["no positions"]))
     assert fits_positions(free, (8, 16, 3))
-    with pytest.raises(converters.CheckpointError, match="does not tell the size"):
+    with pytest.raises(
+        converters.CheckpointError, match="size of the images does not follow"
+    ):
         read_vit_settings(free)

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from experiments import glyph_presets, glyph_trials, limoe_presets, limoe_sweeps, runs
+from experiments import glyph_presets, glyph_trials, limoe_presets, limoe_sweeps
+from experiments.lib import runs
 
 
 @pytest.fixture

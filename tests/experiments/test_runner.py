@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from experiments import router_study as study
+from experiments.lib.runs import finish
 from experiments.router_study import cells, runner
-from experiments.runs import finish
 from keras_softmoe import evaluation
 
 SCALE = dataclasses.replace(study.SMOKE, seeds=(3, 4), more_seeds=(), timed_rounds=1)

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 
-from experiments import runs
+from experiments.lib import runs
 from keras_softmoe import models
 from tests.models import tiny
 

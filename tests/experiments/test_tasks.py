@@ -7,10 +7,10 @@ import pytest
 import tensorflow_datasets as tfds
 
 from experiments import router_study as study
+from experiments.lib.runs import finish
 from experiments.router_study.cells import cell, digits
 from experiments.router_study.models import Stopwatch, build_backbone, build_classifier
 from experiments.router_study.tasks import VALIDATION_SEED, upstream_task
-from experiments.runs import finish
 from keras_softmoe import datasets
 
 

@@ -58,7 +58,7 @@ def test_costs_are_equal_but_for_the_router():
 
 def test_what_is_finished_is_not_trained_again(finished, monkeypatch):
     directory, results = finished
-    monkeypatch.setattr("experiments.runs._train", None)
+    monkeypatch.setattr("experiments.lib.runs._train", None)
     program.train(PLAN, [Cell("copies", 3, PLAN.learning_rate)], directory)
     assert program.gather(PLAN, directory) == results
 

@@ -270,7 +270,7 @@ def test_arguments_that_contradict_the_checkpoint(tmp_path, params, argument):
 @pytest.mark.parametrize("case", ["rectangle", "no positions"])
 def test_size_of_images_that_is_not_given(tmp_path, case):
     write(tmp_path / "ckpt", tiny.backbone(**GIVEN[case][0]))
-    assert_refused(tmp_path, r"Say it: `image_shape=\(height, width", ValueError)
+    assert_refused(tmp_path, r"Pass `image_shape=\(height, width", ValueError)
 
 
 def test_damaged_data(tmp_path, params):

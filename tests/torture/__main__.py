@@ -18,7 +18,7 @@ import time
 
 import keras
 
-from keras_softmoe.files import replaced_file
+from keras_softmoe.files import atomic_file
 from tests.torture.campaign import Tally
 from tests.torture.parts import BACKENDS, PARTS, SEED, cases_of
 
@@ -40,7 +40,7 @@ def run(parts=(), fraction=1.0):
         tally, start = Tally(part), time.monotonic()
         PARTS[part][0](tally, cases, SEED)
         found[part] = tally.as_dict()
-        with replaced_file(file) as new:
+        with atomic_file(file) as new:
             new.write_text(json.dumps(found, indent=1))
         failures += len(tally.failures)
         print(
@@ -101,7 +101,7 @@ def write_tables(fraction=1.0):
         f"| all | | {totals['cases']:,} | {totals['refused']:,} | "
         f"{totals['failures']} | | | {totals['minutes']:.0f} min |"
     )
-    with replaced_file(page) as new:
+    with atomic_file(page) as new:
         new.write_text("\n".join(lines) + "\n")
 
 

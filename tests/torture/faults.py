@@ -21,7 +21,7 @@ from keras_softmoe import converters, models, presets, routers
 from keras_softmoe.catalogue import _entries as entries
 from keras_softmoe.distribution import Backup
 from keras_softmoe.distribution._backup_file import open_backup
-from keras_softmoe.files import NotWritten, replaced_file
+from keras_softmoe.files import WriteError, atomic_file
 from tests.checkpoints import writer
 from tests.models import tiny
 from tests.processes import Program
@@ -94,7 +94,7 @@ class _Whole:
             # The next to write there clears up.
             with (
                 contextlib.suppress(FileNotFoundError),
-                replaced_file(left.with_name("other")) as new,
+                atomic_file(left.with_name("other")) as new,
             ):
                 new.touch()
         hidden = [p.name for p in self.directory.rglob(".*")]
@@ -268,7 +268,7 @@ def unwritable_places(tally):
             with tally.case(f"write an architecture to {name}", [name]):
                 presets.write("vit_small_patch16_224", place)
                 raise AssertionError("was written")
-        assert issubclass(NotWritten, ValueError) and keras.backend.backend()
+        assert issubclass(WriteError, ValueError) and keras.backend.backend()
 
 
 # === Several processes ===

@@ -82,7 +82,7 @@ def backup(directory):
 
 def study(directory):
     """Train and measure one model of a study."""
-    from experiments.runs import finish
+    from experiments.lib.runs import finish
     from tests.experiments.test_runs import make_run
 
     return lambda: finish(make_run(), directory)

@@ -3,9 +3,9 @@
 import shutil
 from pathlib import Path
 
-from experiments.runs import finish, result_file
+from experiments.lib.runs import finish, result_file
 from keras_softmoe.catalogue import PRESET_MARKS
-from keras_softmoe.files import replaced_directory
+from keras_softmoe.files import atomic_directory
 
 
 def save_weights(task, work, name):
@@ -17,7 +17,7 @@ def save_weights(task, work, name):
         name: str, of the run.
     """
     directory = _weights(work, name)
-    with replaced_directory(directory, PRESET_MARKS) as aside:
+    with atomic_directory(directory, PRESET_MARKS) as aside:
         task.save_to_preset(str(aside))
     return directory
 
@@ -43,7 +43,7 @@ def publish(trainings, work, directory, describe):
         finished = finish(run, work)
         minutes = round(finished["times"]["training_seconds"] / 60, 1)
         runs.append({"seed": run.seed, "minutes": minutes, **finished["results"]})
-    with replaced_directory(directory, PRESET_MARKS) as aside:
+    with atomic_directory(directory, PRESET_MARKS) as aside:
         shutil.copytree(_weights(work, first.name), aside, dirs_exist_ok=True)
         describe(aside, runs)
     print(f"{directory.name}: weights, metadata and card written")

@@ -16,7 +16,7 @@ import keras
 
 import keras_softmoe as ksm
 from keras_softmoe.checks import quote
-from keras_softmoe.files import explain_refusals, replaced_file
+from keras_softmoe.files import atomic_file, wrap_os_errors
 
 # What the file of a finished run holds.
 RESULTS = ("results", "times")
@@ -231,14 +231,15 @@ def adamw(learning_rate, steps, warmup_steps, weight_decay, clip_norm=None):
 
 
 def write_json(path, content):
-    """Write a file that is there whole or not at all.
+    """Write a file of one line that is there whole or not at all.
 
     Args:
         path: path of the file. Its directory is made.
         content: what JSON can hold.
     """
-    with replaced_file(path) as new, open(new, "w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    with atomic_file(path) as new, open(new, "w", encoding="utf-8") as file:
+        text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+        file.write(text + "\n")
         file.flush()
         # Or a machine that loses power may keep the name and lose the content.
         os.fsync(file.fileno())
@@ -287,7 +288,7 @@ def check_before(directories, seeds, known):
             f"{quote(tuple(seeds))}."
         )
     for directory in directories:
-        with explain_refusals(directory):
+        with wrap_os_errors(directory):
             Path(directory).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory):
                 pass

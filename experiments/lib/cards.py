@@ -6,9 +6,9 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from experiments.runs import processor
+from experiments.lib.runs import processor
 from keras_softmoe.catalogue import METADATA_FILE
-from keras_softmoe.files import replaced_file
+from keras_softmoe.files import atomic_file
 
 
 def read_metadata(directory):
@@ -42,5 +42,5 @@ def spread(values, digits=3):
 
 
 def _write(path, text):
-    with replaced_file(path) as file:
+    with atomic_file(path) as file:
         file.write_text(text.rstrip("\n") + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""What the experiments share: trainings, comparisons, cards and weights of presets."""
