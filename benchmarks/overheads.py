@@ -30,8 +30,10 @@ def token_choice(loss_weight, noise_std=1.0):
     """V-MoE's router, with one weight for both losses."""
     losses = ()
     if loss_weight:
-        kinds = (ksm.routers.ImportanceLoss, ksm.routers.LoadLoss)
-        losses = [kind(weight=loss_weight) for kind in kinds]
+        losses = [
+            ksm.routers.RoutingLoss(function, weight=loss_weight)
+            for function in (ksm.ops.importance_loss, ksm.ops.load_loss)
+        ]
     return ksm.routers.SoftmaxTokenChoiceRouter(
         NUM_EXPERTS,
         priority="max",

@@ -1,7 +1,7 @@
 """Train the small presets that ship with the library.
 
 One dense Vision Transformer and three mixtures of experts of the same width, depth and
-compute learn to tell 179 rendered letters and signs apart (`datasets.glyphs`,
+compute learn to tell 179 rendered letters and signs apart (`synthetic.glyphs`,
 synthetic, no digits among them): half of them fill the image, half lie anywhere in it
 among pieces of others, so that the place of a patch does not tell what it shows. A
 fifth model, whose tokens choose two experts each in groups of eight images, is there to
@@ -31,7 +31,15 @@ import keras
 import numpy as np
 
 import keras_softmoe as ksm
-from experiments.lib.cards import machine, spread, write_card, write_metadata
+from experiments import synthetic
+from experiments.lib.cards import (
+    RECORDS,
+    machine,
+    measured,
+    spread,
+    write_card,
+    write_metadata,
+)
 from experiments.lib.publishing import publish, save_weights
 from experiments.lib.runs import (
     Run,
@@ -127,6 +135,7 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", help="train these seeds only")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--output", type=Path, default=ROOT / "presets")
+    parser.add_argument("--records", type=Path, default=RECORDS)
     arguments = parser.parse_args()
     for name in arguments.only or TWINS:
         twin = TWINS[name]
@@ -136,7 +145,8 @@ def main():
                 print(f"\n{twin.name}, seed {run.seed}")
                 finish(run, WORK, verbose=2)
         directory = arguments.output / twin.name
-        publish(trainings, WORK, directory, partial(describe, twin, arguments.epochs))
+        describing = partial(describe, twin, arguments.epochs)
+        publish(trainings, WORK, directory, arguments.records, describing)
 
 
 # === Training ===
@@ -163,7 +173,7 @@ def classifier_run(name, twin, seed, epochs, measure):
     def build():
         classifier = models.ViTMoEImageClassifier(
             build_backbone(twin.router, twin.group_images),
-            num_classes=len(datasets.GLYPH_CLASSES),
+            num_classes=len(synthetic.GLYPH_CLASSES),
             preprocessor=models.ViTMoEImageClassifierPreprocessor(
                 models.ViTMoEImageConverter(image_size=(IMAGE_SIZE, IMAGE_SIZE))
             ),
@@ -198,7 +208,7 @@ def draw_glyphs(number, seed, start=0):
     """Images and labels, as many of each layout, one layout after the other."""
     each = number // len(LAYOUTS)
     parts = [
-        datasets.glyphs(
+        synthetic.glyphs(
             each, IMAGE_SIZE, seed, start // len(LAYOUTS), verbose=0, **layout
         )
         for layout in LAYOUTS.values()
@@ -307,7 +317,7 @@ def upstream(classifier):
     """Accuracy on glyphs of each layout."""
     found = {}
     for name, layout in LAYOUTS.items():
-        images, labels = datasets.glyphs(
+        images, labels = synthetic.glyphs(
             VALIDATION_IMAGES, IMAGE_SIZE, VALIDATION_SEED, verbose=0, **layout
         )
         predicted = classifier.predict(images, batch_size=BATCH_SIZE, verbose=0)
@@ -354,14 +364,14 @@ def describe(twin, epochs, directory, runs):
             "learning_rate": twin.learning_rate,
             **machine(),
         },
-        runs=runs,
+        **measured(runs[0]),
     )
-    write_card(directory, card(twin.name, metadata))
+    write_card(directory, card(twin.name, metadata, runs))
 
 
-def card(name, metadata):
-    """What the metadata of a preset say, in words."""
-    runs, training = metadata["runs"], metadata["training"]
+def card(name, metadata, runs):
+    """Text of the card of a preset."""
+    training = metadata["training"]
     first = runs[0]
     rows = "\n".join(
         f"| {shots} | {spread(first['few_shot']['model'][shots])} "
@@ -388,7 +398,7 @@ classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)
 ```
 
 **Data.** {training["images"]:,} synthetic images of 179 letters and signs, rendered
-from the fonts that ship with matplotlib (`keras_softmoe.datasets.glyphs`, seed
+from the fonts that ship with matplotlib (`experiments.synthetic.glyphs`, seed
 {training["seed"]}), each seen once: half fill the image, half lie anywhere in it among
 pieces of others. No digits.
 

@@ -2,10 +2,9 @@
 
 import numpy as np
 
-from experiments.lib.cards import read_metadata
+from experiments.lib.cards import read_runs
 from experiments.lib.comparisons import Claim, corrected, paired
 from experiments.limoe_presets import NAMES
-from experiments.limoe_presets import ROOT as CHECKOUT
 from experiments.limoe_sweeps import RESULTS, runs
 
 METRICS = {
@@ -26,10 +25,7 @@ def claims():
 
     Source: LIMoE, sections 3 and 4 and appendices B and E.
     """
-    presets = {
-        kind: read_metadata(CHECKOUT / "presets" / name).get("runs", [])
-        for kind, name in NAMES.items()
-    }
+    presets = {kind: read_runs(name) for kind, name in NAMES.items()}
     sweeps = {
         file.stem: _by_variant(runs(file)) for file in sorted(RESULTS.glob("*.json"))
     }

@@ -3,7 +3,7 @@
 Both are one tower for images and captions of the same width and depth; in every second
 block of the LIMoE eight experts take the place of the MLP, at the compute of one. They
 learn from synthetic scenes of coloured shapes with captions
-(`datasets.captioned_shapes`), each seen once: every epoch draws new ones. A quarter of
+(`synthetic.captioned_shapes`), each seen once: every epoch draws new ones. A quarter of
 all combinations of shape and colour is never shown or named. Then each model is asked
 for those by name (zero-shot), and for the caption of an image and the image of a
 caption (retrieval), and a card is written beside its weights.
@@ -29,7 +29,15 @@ import keras
 import numpy as np
 
 import keras_softmoe as ksm
-from experiments.lib.cards import machine, spread, write_card, write_metadata
+from experiments import synthetic
+from experiments.lib.cards import (
+    RECORDS,
+    machine,
+    measured,
+    spread,
+    write_card,
+    write_metadata,
+)
 from experiments.lib.publishing import publish, save_weights
 from experiments.lib.runs import Run, adamw, batches_of, finish, router_config
 from keras_softmoe import analysis, datasets, evaluation, models, routers
@@ -77,6 +85,7 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", help="train these seeds only")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--output", type=Path, default=ROOT / "presets")
+    parser.add_argument("--records", type=Path, default=RECORDS)
     arguments = parser.parse_args()
     for kind in arguments.only or NAMES:
         for seed in arguments.seeds or SEEDS:
@@ -84,7 +93,8 @@ def main():
             finish(preset_run(kind, seed, arguments.epochs), WORK, verbose=2)
         trainings = [preset_run(kind, seed, arguments.epochs) for seed in SEEDS]
         directory = arguments.output / NAMES[kind]
-        publish(trainings, WORK, directory, partial(describe, kind, arguments.epochs))
+        describing = partial(describe, kind, arguments.epochs)
+        publish(trainings, WORK, directory, arguments.records, describing)
 
 
 def preset_run(kind, seed, epochs):
@@ -156,7 +166,7 @@ def build(kind, router_settings=None, **backbone_settings):
 
 def vocabulary():
     """The SentencePiece model of the captions, the same for all runs."""
-    captions = datasets.captioned_shapes(4096, image_size=16, verbose=0).captions
+    captions = synthetic.captioned_shapes(4096, image_size=16, verbose=0).captions
     return datasets.train_vocabulary(captions, VOCABULARY_SIZE)
 
 
@@ -182,7 +192,7 @@ def training_run(
 
     def draw(epoch):
         start = epoch * EPOCH_PAIRS
-        scenes = datasets.captioned_shapes(
+        scenes = synthetic.captioned_shapes(
             EPOCH_PAIRS, IMAGE_SIZE, seed, start, verbose=0
         )
         return batches_of(scenes.images, scenes.captions, BATCH_SIZE)
@@ -215,7 +225,7 @@ def training_run(
 
 def watch(model):
     """Recall of captions, and how many experts serve the tokens of each modality."""
-    scenes = datasets.captioned_shapes(NUM_WATCHED, IMAGE_SIZE, TEST_SEED, verbose=0)
+    scenes = synthetic.captioned_shapes(NUM_WATCHED, IMAGE_SIZE, TEST_SEED, verbose=0)
     recall = evaluation.retrieval(
         model.encode_image(scenes.images), model.encode_text(scenes.captions)
     )
@@ -227,12 +237,12 @@ def watch(model):
 
 def measure(model):
     """Zero-shot accuracy, retrieval and routing on scenes that were not trained on."""
-    held_out = datasets.captioned_shapes(
+    held_out = synthetic.captioned_shapes(
         NUM_CLASSIFIED, IMAGE_SIZE, HELD_OUT_SEED, combinations="held_out", verbose=0
     )
-    test = datasets.captioned_shapes(NUM_CLASSIFIED, IMAGE_SIZE, TEST_SEED, verbose=0)
-    names = list(datasets.SHAPE_COLOR_CLASSES)
-    new = np.array([names.index(name) for name in datasets.HELD_OUT_COMBINATIONS])
+    test = synthetic.captioned_shapes(NUM_CLASSIFIED, IMAGE_SIZE, TEST_SEED, verbose=0)
+    names = list(synthetic.SHAPE_COLOR_CLASSES)
+    new = np.array([names.index(name) for name in synthetic.HELD_OUT_COMBINATIONS])
     found = evaluation.zero_shot(
         model, held_out.images, names, TEMPLATES, held_out.labels
     )
@@ -247,7 +257,7 @@ def measure(model):
         model.encode_image(test.images[:NUM_RETRIEVED]),
         model.encode_text(test.captions[:NUM_RETRIEVED]),
     )
-    num_colors = len(datasets.COLOR_NAMES)
+    num_colors = len(synthetic.COLOR_NAMES)
     return {
         "zero_shot_new_of_64": found.accuracy,
         "zero_shot_new_of_16": float(np.mean(among_new == held_out.labels)),
@@ -321,13 +331,13 @@ def describe(kind, epochs, directory, runs):
             "pairs": epochs * EPOCH_PAIRS,
             **machine(),
         },
-        runs=runs,
+        **measured(runs[0]),
     )
-    write_card(directory, card(NAMES[kind], metadata))
+    write_card(directory, card(NAMES[kind], metadata, runs))
 
 
-def card(name, metadata):
-    runs, training = metadata["runs"], metadata["training"]
+def card(name, metadata, runs):
+    training = metadata["training"]
     table = "\n".join(
         f"| {what} | {spread([run[key] for run in runs])} | {runs[0][key]:.3f} "
         f"| {1 / one_in:.3f} |"
@@ -335,7 +345,7 @@ def card(name, metadata):
     )
     seeds = ", ".join(str(run["seed"]) for run in runs)
     minutes = np.mean([run["minutes"] for run in runs])
-    new = ", ".join(datasets.HELD_OUT_COMBINATIONS)
+    new = ", ".join(synthetic.HELD_OUT_COMBINATIONS)
     return f"""# {name}
 
 {metadata["description"]} {metadata["parameter_count"]:,} parameters,
@@ -345,12 +355,12 @@ def card(name, metadata):
 import keras_softmoe as ksm
 
 model = ksm.models.LIMoEContrastive.from_preset("{name}")
-scenes = ksm.datasets.captioned_shapes(8, seed=5)
+scenes = ksm.datasets.sample("shapes", 8)
 scores = model.zero_shot(scenes.images, ["red circle", "blue star"], ["a {{}}"])
 ```
 
 **Data.** {training["pairs"]:,} synthetic scenes of coloured shapes with captions
-(`keras_softmoe.datasets.captioned_shapes`), each seen once. Never shown or named:
+(`experiments.synthetic.captioned_shapes`), each seen once. Never shown or named:
 {new}.
 
 **Training.** `experiments/limoe_presets.py`, seeds {seeds}: AdamW, peak learning rate

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from experiments.glyph_presets import CAPACITY_FACTORS, ROOT, TWINS
-from experiments.lib.cards import read_metadata
+from experiments.glyph_presets import CAPACITY_FACTORS, TWINS
+from experiments.lib.cards import read_runs
 from experiments.lib.comparisons import Claim, corrected, difference, paired
 from experiments.router_study.claims import HEADLINE
 
@@ -98,11 +98,8 @@ def gains(metric):
 
 
 def trainings():
-    """Dict from what each variant is called to its runs, as its metadata have them."""
-    return {
-        variant: read_metadata(ROOT / "presets" / TWINS[twin].name).get("runs", [])
-        for variant, twin in _VARIANTS.items()
-    }
+    """Dict from the names of the variants to their runs."""
+    return {variant: read_runs(TWINS[twin].name) for variant, twin in _VARIANTS.items()}
 
 
 def _number(run, metric):

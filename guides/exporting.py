@@ -47,7 +47,7 @@ full drop the others: the kind of decision that exporters find hardest.
 
 name = "vmoe_tiny_patch4_16e_32_glyphs"
 classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)
-images, _ = ksm.datasets.glyphs(64, 32, seed=7, verbose=0)
+images, *_ = ksm.datasets.sample("glyphs", 64)
 images = images.astype("float32")
 expected = classifier.predict(images, verbose=0)
 

@@ -35,7 +35,7 @@ import numpy as np
 import keras_softmoe as ksm
 
 PRESET = "soft_moe_tiny_patch4_16e_32_glyphs"
-NUM_IMAGES, EPOCHS = 2000, 4
+NUM_IMAGES, EPOCHS = 512, 4
 WIDTHS, LEARNING_RATES = (32, 128, 512), (1e-4, 1e-3, 1e-2)
 
 # The tests run this guide with fewer and smaller models.
@@ -48,7 +48,7 @@ FIGURES = Path("build")
 FIGURES.mkdir(exist_ok=True)
 
 model = ksm.models.ViTMoEImageClassifier.from_preset(PRESET)
-images, labels = ksm.datasets.glyphs(NUM_IMAGES, image_size=32, seed=1, verbose=0)
+images, labels, class_names, _ = ksm.datasets.sample("glyphs", NUM_IMAGES)
 
 """
 ## One pass
@@ -244,7 +244,5 @@ network and can be sent around. It takes models with any router; of a LIMoE it s
 images and text apart.
 """
 
-path = routing.save(
-    FIGURES / "soft_report.html", class_names=ksm.datasets.GLYPH_CLASSES
-)
+path = routing.save(FIGURES / "soft_report.html", class_names=class_names)
 print(f"report: {path}, {path.stat().st_size / 1e6:.1f} MB")

@@ -34,7 +34,7 @@ import numpy as np
 import keras_softmoe as ksm
 
 PRESET = "limoe_tiny_patch4_8e_32_shapes"
-NUM_PAIRS, KEPT, EVERY = 1024, (8, 6, 4, 2), 8
+NUM_PAIRS, KEPT, EVERY = 256, (8, 6, 4, 2), 2
 
 # The tests run this guide with fewer pairs.
 SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"
@@ -45,7 +45,7 @@ FIGURES = Path("build")
 FIGURES.mkdir(exist_ok=True)
 
 model = ksm.models.LIMoEContrastive.from_preset(PRESET)
-scenes = ksm.datasets.captioned_shapes(NUM_PAIRS, seed=7, verbose=0)
+scenes = ksm.datasets.sample("shapes", NUM_PAIRS)
 
 """
 ## Load
@@ -112,9 +112,10 @@ into kinds: a tagger for parts of speech (the paper used NLTK's, whose data have
 downloaded), or, for the few words of these captions, a list.
 """
 
-shapes = {name.split()[-1] for name in ksm.datasets.SHAPE_COLOR_CLASSES}
+colors = {name.split()[0] for name in scenes.class_names}
+shapes = {name.split()[1] for name in scenes.class_names}
 KINDS = {
-    "color": ksm.datasets.COLOR_NAMES,
+    "color": colors,
     "shape": shapes | {shape + "s" for shape in shapes} | {"crosses"},
     "size": ("small", "little", "tiny", "large", "big", "huge"),
     "determiner": ("a", "an", "the", "this"),
@@ -156,10 +157,8 @@ distributed among those, so that their outputs count for more than in training. 
 are encoded by the whole model, text by the pruned one.
 """
 
-new = ksm.datasets.captioned_shapes(
-    NUM_PAIRS, seed=8, combinations="held_out", verbose=0
-)
-names = ksm.datasets.SHAPE_COLOR_CLASSES
+new = ksm.datasets.sample("new_shapes", NUM_PAIRS)
+names = new.class_names
 templates = ("a {}", "a picture of a {}", "there is a {}")
 images = model.encode_image(new.images)
 usage = {block: s.routed["text"] for block, s in text.items()}

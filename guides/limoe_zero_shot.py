@@ -34,34 +34,33 @@ import numpy as np
 import keras_softmoe as ksm
 
 PRESET = "limoe_tiny_patch4_8e_32_shapes"
-NUM_SCENES, NUM_PAIRS, EPOCHS = 1000, 4096, 2
+NUM_SCENES, EPOCHS = 256, 8
 
 # The tests run this guide with fewer scenes.
 SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"
 if SHORT:
-    NUM_SCENES, NUM_PAIRS, EPOCHS = 64, 128, 1
+    NUM_SCENES, EPOCHS = 64, 1
 
 keras.utils.set_random_seed(0)
 
 """
 ## Data
 
-`captioned_shapes` draws synthetic scenes and describes them: shape, colour, size,
-place, number, and how two things lie to each other. A caption mentions some of it.
+The sample `"shapes"` has synthetic scenes and captions: shape, colour, size, place,
+number, and how two things lie to each other. A caption mentions some of it.
 
 A quarter of all combinations of shape and colour is *held out*: it appears in no
 training scene and in no training caption. The preset has seen circles, and it has seen
-orange things, but if "orange circle" is held out it has never met one, nor the words
-together.
+orange things, but "orange circle" is held out: it has never met one, nor the words
+together. The sample `"new_shapes"` has nothing but such combinations.
 """
 
-scenes = ksm.datasets.captioned_shapes(NUM_SCENES, seed=7, verbose=0)
-new = ksm.datasets.captioned_shapes(
-    NUM_SCENES, seed=8, combinations="held_out", verbose=0
-)
+scenes = ksm.datasets.sample("shapes", NUM_SCENES)
+new = ksm.datasets.sample("new_shapes", NUM_SCENES)
 for caption in scenes.captions[:5]:
     print(caption)
-print("held out:", ", ".join(ksm.datasets.HELD_OUT_COMBINATIONS[:6]), "...")
+held_out = np.unique(new.labels)
+print("held out:", ", ".join(new.class_names[i] for i in held_out[:6]), "...")
 
 """
 ## Zero-shot classification
@@ -71,7 +70,7 @@ embeddings of the texts are averaged, and an image goes to the class that is nea
 """
 
 model = ksm.models.LIMoEContrastive.from_preset(PRESET)
-names = ksm.datasets.SHAPE_COLOR_CLASSES
+names = new.class_names
 templates = ("a {}", "a picture of a {}", "there is a {}")
 
 scores = model.zero_shot(new.images, names, templates)
@@ -84,7 +83,6 @@ among the held-out ones alone, one in 16.
 """
 
 found = ksm.evaluation.zero_shot(model, new.images, names, templates, new.labels)
-held_out = np.array([names.index(n) for n in ksm.datasets.HELD_OUT_COMBINATIONS])
 among = held_out[found.scores[:, held_out].argmax(-1)]
 print(f"new combinations, of 64 names: {found.accuracy:.3f} (chance {1 / 64:.3f})")
 print(f"of the 16 new names: {np.mean(among == new.labels):.3f} (chance {1 / 16:.3f})")
@@ -121,9 +119,10 @@ router = ksm.routers.LIMoERouter(
     num_experts=8,
     losses=(
         *ksm.routers.classic_losses(),  # importance, load, z-loss
-        ksm.routers.LocalEntropyLoss("text"),  # each text token sure of its expert
-        ksm.routers.GlobalEntropyLoss("text", soft_minimum=3),  # three experts or more
-        ksm.routers.GlobalEntropyLoss("image", soft_minimum=5),
+        # Each text token sure of its expert, text as a whole on three or more
+        ksm.routers.RoutingLoss(ksm.ops.local_entropy_loss, "text"),
+        ksm.routers.RoutingLoss(ksm.ops.global_entropy_loss, "text", soft_minimum=3),
+        ksm.routers.RoutingLoss(ksm.ops.global_entropy_loss, "image", soft_minimum=5),
     ),
     loss_weight=0.04,
 )
@@ -135,8 +134,7 @@ A vocabulary, a tokenizer, a preprocessor, a backbone, and the task on top. `fit
 images from 0 to 255 and captions as they are.
 """
 
-pairs = ksm.datasets.captioned_shapes(NUM_PAIRS, seed=9, verbose=0)
-proto = ksm.datasets.train_vocabulary(pairs.captions, vocabulary_size=400)
+proto = ksm.datasets.train_vocabulary(scenes.captions, vocabulary_size=400)
 tokenizer = ksm.models.LIMoETokenizer(proto)
 backbone = ksm.models.LIMoEBackbone(
     image_shape=(32, 32, 3),
@@ -158,7 +156,7 @@ own = ksm.models.LIMoEContrastive(
     ),
 )
 own.compile(keras.optimizers.AdamW(2e-3))
-own.fit(pairs.images, pairs.captions, batch_size=64, epochs=EPOCHS, verbose=2)
+own.fit(scenes.images, scenes.captions, batch_size=64, epochs=EPOCHS, verbose=2)
 
 """
 A few steps are no training; the preset took half a million pairs. Saving puts weights,

@@ -56,7 +56,7 @@ keras.utils.set_random_seed(0)
 
 # The tests run this guide with fewer images.
 SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"
-NUM_GLYPHS, NUM_DIGITS, EPOCHS = (64, 32, 1) if SHORT else (4096, 901, 5)
+NUM_GLYPHS, NUM_DIGITS, EPOCHS = (64, 32, 1) if SHORT else (512, 901, 5)
 
 """
 ## A dense model
@@ -65,7 +65,7 @@ It learns letters and signs. KerasHub's classifier takes images as they are, so 
 it what all models here take: numbers from -1 to 1.
 """
 
-glyphs, classes = ksm.datasets.glyphs(NUM_GLYPHS, image_size=32, seed=0, verbose=0)
+glyphs, classes, *_ = ksm.datasets.sample("glyphs", NUM_GLYPHS)
 backbone = keras_hub.models.ViTBackbone(
     image_shape=(32, 32, 3),
     patch_size=8,

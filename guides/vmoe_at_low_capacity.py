@@ -44,7 +44,7 @@ import numpy as np
 import keras_softmoe as ksm
 
 PRESET = "vmoe_tiny_patch4_16e_k2_32_glyphs"
-NUM_IMAGES, SEEDS = 2000, 5
+NUM_IMAGES, SEEDS = 512, 5
 CAPACITY_FACTORS = (1.05, 0.5, 0.25, 0.15, 0.1)
 
 # The tests run this guide with fewer images.
@@ -54,7 +54,7 @@ if SHORT:
     CAPACITY_FACTORS = (1.05, 0.15)
 
 classifier = ksm.models.ViTMoEImageClassifier.from_preset(PRESET)
-images, labels = ksm.datasets.glyphs(NUM_IMAGES, image_size=32, seed=1, verbose=0)
+images, labels, *_ = ksm.datasets.sample("glyphs", NUM_IMAGES)
 print(classifier.backbone.router.get_config())
 
 """

@@ -1,8 +1,10 @@
 """Checks of arguments, with errors that name accepted values and a remedy."""
 
 import difflib
+import inspect
 import numbers
 import reprlib
+import typing
 
 import numpy as np
 
@@ -187,6 +189,18 @@ def check_names(owner, given, accepted):
             f"Accepted: {', '.join(accepted)}. Received: "
             f"{', '.join(unknown[:12])}{', ...' * (len(unknown) > 12)}."
         )
+
+
+def keyword_names(method):
+    """Names of a method's arguments, with those of `**x: Unpack[a TypedDict]`."""
+    _, *parameters = inspect.signature(method).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    names = [p.name for p in parameters if p.kind in kinds]
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            for unpacked in typing.get_args(parameter.annotation):
+                names += typing.get_type_hints(unpacked)
+    return names
 
 
 def did_you_mean(unknown, accepted):

@@ -88,6 +88,29 @@ REPLACEMENTS["models"] = {
     "second_half": "`moe_blocks(num_layers, last=(num_layers + 1) // 2)`",
 }
 
+REPLACEMENTS["ops"] = {
+    "RESAMPLINGS": "one of 'bilinear', 'bicubic', 'bicubic_antialias'",
+    "identity": "`routers.IdentityRouter`",
+    "resample_position_grid": "`layers.PositionEmbedding.resample`",
+    "sigmoid_contrastive_loss": "`compile(loss='sigmoid')` of a contrastive model",
+    "sincos_2d_table": "`layers.PositionEmbedding(grid, kind='sincos2d')`",
+    "softmax_contrastive_loss": "`compile(loss='softmax')` of a contrastive model",
+}
+
+REPLACEMENTS["routers"] = {
+    "GlobalEntropyLoss": "`RoutingLoss(ops.global_entropy_loss, soft_minimum=9)`",
+    "GShardLoss": "`RoutingLoss(ops.gshard_loss)`",
+    "ImportanceLoss": "`RoutingLoss(ops.importance_loss)`",
+    "LoadLoss": "`RoutingLoss(ops.load_loss)`",
+    "LocalEntropyLoss": "`RoutingLoss(ops.local_entropy_loss)`",
+    "MergedEntropyLoss": "`RoutingLoss(ops.merged_entropy_loss)`",
+    "MUTABLE_SETTINGS": "the `mutable_settings` of a router",
+    "MutualInformationLoss": "`RoutingLoss(ops.mutual_information_loss)`",
+    "PrunedLIMoERouter": "`LIMoERouter` with `kept_experts`",
+    "TargetEntropyLoss": "`RoutingLoss(ops.target_entropy_loss)`",
+    "ZLoss": "`RoutingLoss(ops.z_loss)`",
+}
+
 REPLACEMENTS["layers"] = {
     "Encoder": "a loop over layers `layers.EncoderBlock`, or a backbone of `models`",
 }
@@ -113,6 +136,17 @@ REPLACEMENTS["training"] = {
     "ContrastiveRecipe": "`ksm.training.Recipe`",
     "WarmupPolynomialDecay": "`ksm.training.WarmupSchedule(...)`",
     "WarmupRsqrtDecay": '`ksm.training.WarmupSchedule(..., decay="rsqrt")`',
+}
+
+_SYNTHETIC = "`experiments.synthetic` of the repository"
+REPLACEMENTS["datasets"] = {
+    "COLOR_NAMES": "`class_names` of `ksm.datasets.sample('shapes')`",
+    "GLYPH_CLASSES": "`class_names` of `ksm.datasets.sample('glyphs')`",
+    "HELD_OUT_COMBINATIONS": "the labels of `ksm.datasets.sample('new_shapes')`",
+    "SHAPE_COLOR_CLASSES": "`class_names` of `ksm.datasets.sample('shapes')`",
+    "captioned_digits": "`digits` with captions of your own",
+    "captioned_shapes": f"`ksm.datasets.sample('shapes')`, or {_SYNTHETIC}",
+    "glyphs": f"`ksm.datasets.sample('glyphs')`, or {_SYNTHETIC}",
 }
 
 

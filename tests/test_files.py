@@ -220,20 +220,26 @@ def test_one_process_at_a_time(tmp_path, capfd):
 import sys, time
 from keras_softmoe.files import one_process
 
-with one_process(sys.argv[1], "waiting"):
-    with open(sys.argv[2], "a") as file:
+lock, log, ready = sys.argv[1:]
+with open(ready, "a") as file:
+    file.write(".")
+# Imports take longer than the scope.
+while len(open(ready).read()) < 2:
+    time.sleep(0.01)
+with one_process(lock, "waiting"):
+    with open(log, "a") as file:
         file.write("in ")
         file.flush()
         time.sleep(0.5)
         file.write("out ")
 """
-    arguments = [str(tmp_path / "lock"), str(tmp_path / "log")]
+    arguments = [str(tmp_path / name) for name in ("lock", "log", "ready")]
     processes = [
         subprocess.Popen([sys.executable, "-c", program, *arguments]) for _ in range(2)
     ]
     assert [process.wait() for process in processes] == [0, 0]
     assert (tmp_path / "log").read_text() == "in out " * 2
-    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "ready"]
     assert "waiting" in capfd.readouterr().out
 
 

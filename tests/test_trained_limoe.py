@@ -1,15 +1,15 @@
 """What the LIMoE presets that ship with weights are worth, on scenes never seen."""
 
-import json
-
 import numpy as np
 import pytest
 
 import keras_softmoe as ksm
+from experiments import synthetic
+from experiments.lib.cards import read_runs
 
 LIMOE = "limoe_tiny_patch4_8e_32_shapes"
 DENSE = "limoe_dense_tiny_patch4_32_shapes"
-NAMES = ksm.datasets.SHAPE_COLOR_CLASSES
+NAMES = synthetic.SHAPE_COLOR_CLASSES
 TEMPLATES = ("a {}", "a picture of a {}", "there is a {}")
 # As in the script that trained and measured them, but fewer scenes.
 NUM_SCENES, TEST_SEED, HELD_OUT_SEED = 500, 101, 102
@@ -22,12 +22,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def scenes():
-    return ksm.datasets.captioned_shapes(NUM_SCENES, seed=TEST_SEED, verbose=0)
-
-
-def metadata(name):
-    file = ksm.presets.describe(name).path / "metadata.json"
-    return json.loads(file.read_text(encoding="utf-8"))
+    return synthetic.captioned_shapes(NUM_SCENES, seed=TEST_SEED, verbose=0)
 
 
 @pytest.mark.parametrize("name", [LIMOE, DENSE])
@@ -37,9 +32,9 @@ def test_preset_is_small_and_has_a_card(name):
     card = (path / "README.md").read_text(encoding="utf-8")
     for part in ("synthetic", "seeds 0, 1, 2", "minutes", "±", "chance", "Licence"):
         assert part in card
-    assert [run["seed"] for run in metadata(name)["runs"]] == [0, 1, 2]
+    assert [run["seed"] for run in read_runs(name)] == [0, 1, 2]
     # Three runs, beside the twin's on another core.
-    assert sum(run["minutes"] for run in metadata(name)["runs"]) < 60
+    assert sum(run["minutes"] for run in read_runs(name)) < 60
 
 
 def test_twins_cost_the_same():
@@ -50,20 +45,20 @@ def test_twins_cost_the_same():
 
 @pytest.mark.parametrize("name", [LIMOE, DENSE])
 def test_results_are_well_above_chance(name):
-    for run in metadata(name)["runs"]:
+    for run in read_runs(name):
         assert run["zero_shot_new_of_64"] > 10 / 64
         for direction in ("image_to_text", "text_to_image"):
             assert run[f"{direction}_recall_at_1"] > 10 / 500
 
 
 def test_zero_shot_is_that_of_the_card(model):
-    new = ksm.datasets.captioned_shapes(
+    new = synthetic.captioned_shapes(
         NUM_SCENES, seed=HELD_OUT_SEED, combinations="held_out", verbose=0
     )
-    held_out = [NAMES.index(name) for name in ksm.datasets.HELD_OUT_COMBINATIONS]
+    held_out = [NAMES.index(name) for name in synthetic.HELD_OUT_COMBINATIONS]
     assert set(new.labels) <= set(held_out)
     found = ksm.evaluation.zero_shot(model, new.images, NAMES, TEMPLATES, new.labels)
-    said = metadata(LIMOE)["runs"][0]["zero_shot_new_of_64"]
+    said = read_runs(LIMOE)[0]["zero_shot_new_of_64"]
     # Those are the first 500 of the card's 2,000: three standard errors.
     error = np.sqrt(said * (1 - said) * (1 / NUM_SCENES - 1 / 2000))
     assert abs(found.accuracy - said) < 3 * error
@@ -74,7 +69,7 @@ def test_retrieval_is_that_of_the_card(model, scenes):
     recall = ksm.evaluation.retrieval(
         model.encode_image(scenes.images), model.encode_text(scenes.captions)
     )
-    run = metadata(LIMOE)["runs"][0]
+    run = read_runs(LIMOE)[0]
     # The same scenes, so only rounding may move a pair.
     for direction, values in recall._asdict().items():
         for k in (1, 10):

@@ -1,12 +1,11 @@
 """What the presets that ship with weights are worth, measured on real digits."""
 
-import json
-
 import keras
 import numpy as np
 import pytest
 
 import keras_softmoe as ksm
+from experiments.lib.cards import read_runs
 
 SOFT = "soft_moe_tiny_patch4_16e_32_glyphs"
 TRAINED = [name for name in ksm.presets.names() if name.endswith("glyphs")]
@@ -50,9 +49,7 @@ def test_few_shot_accuracy_is_that_of_the_card(digits):
     result = ksm.evaluation.few_shot_probe(
         classifier, *digits, shots=(5,), seeds=20, verbose=0
     )
-    file = ksm.presets.describe(SOFT).path / "metadata.json"
-    run = json.loads(file.read_text(encoding="utf-8"))["runs"][0]
-    card = run["few_shot"]["model"]
+    card = read_runs(SOFT)[0]["few_shot"]["model"]
     np.testing.assert_allclose(result[5].accuracies, card["5"], atol=0.005)
 
 

@@ -1,4 +1,4 @@
-"""What a trained preset says about itself: its metadata and its card."""
+"""The metadata and the card of a trained preset, and the record of its trainings."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,17 @@ import numpy as np
 from experiments.lib.runs import processor
 from keras_softmoe.catalogue import METADATA_FILE
 from keras_softmoe.files import atomic_file
+
+RECORDS = Path(__file__).parents[1] / "trained"
+
+# Results of a training that are accuracies, and on what they are.
+_MEASURED = {
+    "upstream_accuracy": "glyphs",
+    "zero_shot_new_of_64": "scenes, new combinations, of 64 names",
+    "zero_shot_new_of_16": "scenes, new combinations, of 16 names",
+    "zero_shot_seen_of_64": "scenes, seen combinations, of 64 names",
+    "fine_tuned": "digits, fine-tuned",
+}
 
 
 def read_metadata(directory):
@@ -22,6 +33,39 @@ def write_metadata(directory, **entries):
     metadata = read_metadata(directory) | entries
     _write(Path(directory, METADATA_FILE), json.dumps(metadata, indent=4))
     return metadata
+
+
+def read_runs(name):
+    """The results of all trainings of a preset, a list of dicts, empty if unknown."""
+    file = RECORDS / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+
+
+def write_runs(file, runs):
+    """Write the results of all trainings of a preset, one training a line."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    _write(file, "[\n" + ",\n".join(map(json.dumps, runs)) + "\n]")
+
+
+def measured(run):
+    """Entries of the metadata with the accuracies of the weights of a training.
+
+    Where one model was measured several times, `accuracy` is the mean and
+    `accuracy_std` the standard deviation.
+    """
+    found = {name: run[key] for key, name in _MEASURED.items() if key in run}
+    for layout, value in run.get("upstream_accuracy_by_layout", {}).items():
+        found[f"glyphs, {layout}"] = value
+    for shots, values in run.get("few_shot", {}).get("model", {}).items():
+        found[f"digits, few-shot, {shots} of a class"] = values
+    return {
+        "accuracy": {name: float(np.mean(values)) for name, values in found.items()},
+        "accuracy_std": {
+            name: float(np.std(values, ddof=1))
+            for name, values in found.items()
+            if np.size(values) > 1
+        },
+    }
 
 
 def write_card(directory, text):

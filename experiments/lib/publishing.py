@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from experiments.lib.cards import write_runs
 from experiments.lib.runs import finish, result_file
 from keras_softmoe.catalogue import PRESET_MARKS
 from keras_softmoe.files import atomic_directory
@@ -22,7 +23,7 @@ def save_weights(task, work, name):
     return directory
 
 
-def publish(trainings, work, directory, describe):
+def publish(trainings, work, directory, records, describe):
     """Write the weights of the first training, and what is known of all finished ones.
 
     Nothing is written unless the first is finished.
@@ -31,6 +32,7 @@ def publish(trainings, work, directory, describe):
         trainings: sequence of `Run`, of which the first gives the weights.
         work: path of the working directory, which holds what is finished.
         directory: path of the preset, which is replaced in one step.
+        records: path of the directory of all results, of which one file is replaced.
         describe: callable from the directory to fill and a list of dicts, the results
             of each finished training, that writes metadata and card.
     """
@@ -46,6 +48,7 @@ def publish(trainings, work, directory, describe):
     with atomic_directory(directory, PRESET_MARKS) as aside:
         shutil.copytree(_weights(work, first.name), aside, dirs_exist_ok=True)
         describe(aside, runs)
+    write_runs(Path(records, f"{directory.name}.json"), runs)
     print(f"{directory.name}: weights, metadata and card written")
 
 

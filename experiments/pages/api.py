@@ -20,7 +20,7 @@ MODULES = {
     "evaluation": "How good a model is, how good its features are, what it costs.",
     "analysis": "Routing decisions: statistics, maps, figures, a report.",
     "training": "The papers' recipes, and the schedules and optimizers they need.",
-    "datasets": "Images and captions that need no network, and TensorFlow Datasets.",
+    "datasets": "Images that need no network, TensorFlow Datasets, vocabularies.",
     "distribution": "Experts and batches on many devices.",
     "exporting": "Files for other runtimes.",
     "ops": "Pure functions on tensors, from which routers are made.",

@@ -254,7 +254,7 @@ def _preset(name):
     """How a preset routes."""
     if name.startswith("limoe"):
         model = ksm.models.LIMoEContrastive.from_preset(name)
-        scenes = ksm.datasets.captioned_shapes(256, seed=5, verbose=0)
+        scenes = ksm.datasets.sample("shapes")
         routing = ksm.analysis.analyze(
             model, scenes.images, captions=scenes.captions, verbose=0
         )

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from experiments import glyph_presets, glyph_trials, limoe_sweeps
-from experiments.lib.cards import spread
+from experiments.lib.cards import read_runs, spread
 from keras_softmoe import catalogue
 
 NAMES = """\
@@ -32,7 +32,11 @@ _OF_SWEEPS = {
 def tables():
     """Dict from the titles of tables to their text."""
     found = {name: catalogue.read_metadata(name) for name in catalogue.names()}
-    runs = {name: m for name, m in found.items() if "runs" in m}
+    runs = {
+        name: {**m, "runs": read_runs(name)}
+        for name, m in found.items()
+        if m["kind"] == "trained"
+    }
     trained = {name: m for name, m in runs.items() if "few_shot" in m["runs"][0]}
     contrastive = {name: m for name, m in runs.items() if name not in trained}
     convertible = {n: m for n, m in found.items() if m["kind"] == "convertible"}

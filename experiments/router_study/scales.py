@@ -22,7 +22,7 @@ class Scale:
         rate_seeds: tuple of ints, seeds with which learning rates are chosen: all rates
             with the first, `close_rates` with all of them. No result is of these.
         image_size: int, side of the images in pixels.
-        placement: str, where glyphs lie, as in `ksm.datasets.glyphs`.
+        placement: str, where glyphs lie, as in `experiments.synthetic.glyphs`.
         distractors: int, pieces of other glyphs in an image, as there.
         glyph_size: int, side of a glyph in pixels, as there.
         patch_size: int, side of a patch in pixels.
@@ -61,8 +61,8 @@ class Scale:
         fine_tuning_epochs: int, times that the new task's images are seen.
         fine_tuning_rate: float, peak learning rate.
         timed_rounds: int, training steps of which the median time is taken.
-        tfds: str or `None`, a data set of TensorFlow Datasets. `datasets.glyphs`, which
-            needs no network, if `None`.
+        tfds: str or `None`, a data set of TensorFlow Datasets. If `None`
+            `experiments.synthetic.glyphs`, which needs no network.
 
     Source: router study, section 3.1 (the set-up); the sizes of all but `full` are
     ours.

@@ -167,7 +167,9 @@ def _setup(results):
         cell["seconds"] for cells in times["cells"].values() for cell in cells.values()
     )
     count = sum(len(cells) for cells in results["cells"].values())
-    data = scale["tfds"] or "synthetic letters and signs (`datasets.glyphs`)"
+    data = (
+        scale["tfds"] or "synthetic letters and signs (`experiments.synthetic.glyphs`)"
+    )
     if scale["placement"] == "anywhere":
         data += f" anywhere in the image, among {scale['distractors']} pieces of others"
     images = scale["epochs"] * scale["steps_per_epoch"] * scale["batch_size"]

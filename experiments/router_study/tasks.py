@@ -6,6 +6,7 @@ import keras
 import numpy as np
 
 import keras_softmoe as ksm
+from experiments import synthetic
 from experiments.lib.runs import adamw, batches_of
 
 # No model is trained on the images of this seed.
@@ -26,7 +27,7 @@ def upstream_task(scale, directory):
 
 
 class GlyphTask:
-    """Letters and signs (`ksm.datasets.glyphs`), each image seen once.
+    """Letters and signs (`synthetic.glyphs`), each image seen once.
 
     Args:
         scale: `Scale`.
@@ -38,7 +39,7 @@ class GlyphTask:
     def __init__(self, scale, directory):
         self.scale = scale
         self.directory = str(directory)
-        self.num_classes = len(ksm.datasets.GLYPH_CLASSES)
+        self.num_classes = len(synthetic.GLYPH_CLASSES)
 
     def compile(self, model, learning_rate):
         """Compile a model with AdamW and a cosine schedule."""
@@ -71,7 +72,7 @@ class GlyphTask:
 
     def _glyphs(self, number, seed, start=0):
         scale = self.scale
-        return ksm.datasets.glyphs(
+        return synthetic.glyphs(
             number,
             scale.image_size,
             seed,

@@ -120,7 +120,8 @@ class Routing(NamedTuple):
 
         Examples:
             >>> routing = ksm.analysis.analyze(sparse, images, labels, num_pictures=1)
-            >>> routing.save("report.html", class_names=ksm.datasets.GLYPH_CLASSES)
+            >>> names = ksm.datasets.sample("glyphs").class_names
+            >>> routing.save("report.html", class_names=names)
         """
         return write_report(self, path, title, class_names)
 

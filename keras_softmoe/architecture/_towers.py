@@ -22,7 +22,7 @@ from keras_softmoe.layers.embedding import (
     patch_grid,
 )
 from keras_softmoe.layers.pooling import POOLINGS, TEXT_POOLINGS, pool
-from keras_softmoe.ops import RESAMPLINGS
+from keras_softmoe.ops.position import RESAMPLINGS
 
 
 @record

@@ -39,7 +39,10 @@ from keras_softmoe.backbones.arguments import (
 )
 from keras_softmoe.checks import check_choice, check_whole_numbers
 from keras_softmoe.keras_adapter import register_parameters
-from keras_softmoe.ops import sigmoid_contrastive_loss, softmax_contrastive_loss
+from keras_softmoe.ops.contrastive import (
+    sigmoid_contrastive_loss,
+    softmax_contrastive_loss,
+)
 from keras_softmoe.sharding import check_model
 
 LOSSES = {"softmax": softmax_contrastive_loss, "sigmoid": sigmoid_contrastive_loss}
@@ -96,9 +99,9 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         Args:
             optimizer: `"auto"` (`AdamW` at 3e-4), a name or a
                 `keras.optimizers.Optimizer`.
-            loss: `"softmax"` (`ops.softmax_contrastive_loss`), `"sigmoid"`
-                (`ops.sigmoid_contrastive_loss`) or `"auto"`: the sigmoid loss if the
-                backbone has a `logit_bias`, else the softmax loss.
+            loss: `"softmax"` (as CLIP and LIMoE), `"sigmoid"` (as SigLIP) or
+                `"auto"`: the sigmoid loss if the backbone has a `logit_bias`, else the
+                softmax loss.
             metrics: `"auto"`: `image_to_text_accuracy` and `text_to_image_accuracy`,
                 how often the pair is the most similar of its batch. `None` for none.
             **kwargs: as in `keras.Model.compile`.

@@ -40,7 +40,7 @@ class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
         **kwargs: as in `keras_hub.tokenizers.SentencePieceTokenizer`.
 
     Examples:
-        >>> captions = ksm.datasets.captioned_shapes(2_000).captions
+        >>> captions = ksm.datasets.sample("shapes").captions
         >>> proto = ksm.datasets.train_vocabulary(captions, vocabulary_size=100)
         >>> tokenizer = ksm.models.LIMoETokenizer(proto)
         >>> tokenizer(["a red circle"])

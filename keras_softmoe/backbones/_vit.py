@@ -40,7 +40,7 @@ class ViTMoEBackbone(MoEBackbone):
         position_embedding: `"learned"`, `"sincos2d"` or `"none"`.
         position_resampling: how learned positions move to another resolution:
             `"bilinear"`, `"bicubic"` or `"bicubic_antialias"`, see
-            `ops.resample_position_grid`.
+            `layers.PositionEmbedding`.
         num_registers: int, learned tokens between class token and patches (registers,
             DeiT's distillation token). `"gap"` and `"first"` leave them out.
         use_qk_norm: bool, whether attention normalizes queries and keys.

@@ -3,7 +3,12 @@
 import functools
 import inspect
 
-from keras_softmoe.checks import check_names, first_not_finite, quote
+from keras_softmoe.checks import (
+    check_names,
+    first_not_finite,
+    keyword_names,
+    quote,
+)
 
 
 def arguments_of(cls):
@@ -16,8 +21,7 @@ def arguments_of(cls):
         if "__init__" not in vars(base):
             continue
         _, *parameters = inspect.signature(base.__init__).parameters.values()
-        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        names += [p.name for p in parameters if p.kind not in kinds]
+        names += keyword_names(base.__init__)
         further = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
         if further != ["kwargs"]:
             break

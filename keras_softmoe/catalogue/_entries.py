@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from keras_softmoe.catalogue import _preset_files as preset_files
-from keras_softmoe.catalogue._accuracy import accuracies
 from keras_softmoe.catalogue._limoe import limoe
 from keras_softmoe.catalogue._vision import vision
 from keras_softmoe.checks import quote
@@ -120,7 +119,7 @@ def describe(name: str) -> Preset:
             parameters=about["parameter_count"],
             path=path,
             checkpoint=about.get("checkpoint"),
-            accuracy=accuracies(about),
+            accuracy=about.get("accuracy", {}),
         )
 
 

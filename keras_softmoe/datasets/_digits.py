@@ -3,7 +3,6 @@
 import numpy as np
 
 from keras_softmoe.checks import check_whole_numbers
-from keras_softmoe.datasets._resampling import bilinear_matrix
 
 # The images are 8 x 8 counts of inked pixels, 0 to 16.
 _SIDE = 8
@@ -59,17 +58,25 @@ def digits(
     small, labels = load_digits(return_X_y=True)
     labels = labels.astype("int32")
     if split != "all":
-        chosen = np.flatnonzero(training_half(labels, seed) == (split == "train"))
+        chosen = np.flatnonzero(_training_half(labels, seed) == (split == "train"))
         small, labels = small[chosen], labels[chosen]
     # (number, 8, 8) -> (number, image_size, image_size)
-    enlarge = bilinear_matrix(image_size, _SIDE)
+    enlarge = _bilinear_matrix(image_size, _SIDE)
     images = enlarge @ small.reshape(-1, _SIDE, _SIDE).astype("float32") @ enlarge.T
     images = np.rint(images * (255 / _LEVELS)).astype("uint8")
     return np.repeat(images[..., None], 3, axis=-1), labels
 
 
-def training_half(labels, seed):
-    """Boolean (number,), True for half of each class (the larger, if odd)."""
+def _bilinear_matrix(size, source):
+    """Return (size, source) float32: enlarging with aligned centres, edges held."""
+    position = (np.arange(size) + 0.5) * source / size - 0.5
+    rows = np.eye(source)
+    columns = [np.interp(position, np.arange(source), row) for row in rows]
+    return np.stack(columns, axis=1).astype("float32")
+
+
+def _training_half(labels, seed):
+    """Return a boolean (number,), True for half of each class (the larger, if odd)."""
     rng = np.random.default_rng(seed)
     half = np.zeros(len(labels), bool)
     for label in np.unique(labels):

@@ -25,8 +25,8 @@ def train_vocabulary(captions: Texts, vocabulary_size: int = 400) -> bytes:
 
     Args:
         captions: list, tuple or one-dimensional array of str.
-        vocabulary_size: int, number of pieces, special ones included. 400 holds every
-            word of `captioned_shapes` and `captioned_digits`.
+        vocabulary_size: int, number of pieces, special ones included. The presets
+            that know shapes and colors have 400.
 
     Returns:
         The model as bytes, what `keras_hub.tokenizers.SentencePieceTokenizer` takes as
@@ -41,7 +41,7 @@ def train_vocabulary(captions: Texts, vocabulary_size: int = 400) -> bytes:
         Text-to-Text Transformer", 2020, for the special pieces.
 
     Examples:
-        >>> captions = ksm.datasets.captioned_shapes(2_000).captions
+        >>> captions = ksm.datasets.sample("shapes").captions
         >>> proto = ksm.datasets.train_vocabulary(captions, vocabulary_size=100)
         >>> tokenizer = ksm.models.LIMoETokenizer(proto)
         >>> tokenizer(["a red circle"])

@@ -5,7 +5,7 @@ The examples of this module start with:
     >>> classifier = ksm.models.ViTMoEImageClassifier.from_preset(
     ...     "soft_moe_tiny_patch4_16e_32_glyphs"
     ... )
-    >>> images, labels = ksm.datasets.glyphs(8, image_size=32)
+    >>> images, labels, *_ = ksm.datasets.sample("glyphs", 8)
 """
 
 from keras_softmoe.distribution._audit import audit as audit

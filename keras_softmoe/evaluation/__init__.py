@@ -5,11 +5,11 @@ Names that the examples of this module use:
     >>> sparse = ksm.models.ViTMoEImageClassifier.from_preset(
     ...     "vmoe_tiny_patch4_16e_32_glyphs"
     ... )
-    >>> images, labels = ksm.datasets.glyphs(8, image_size=32, seed=1)
+    >>> images, labels, *_ = ksm.datasets.sample("glyphs", 8)
     >>> limoe = ksm.models.LIMoEContrastive.from_preset(
     ...     "limoe_tiny_patch4_8e_32_shapes"
     ... )
-    >>> scenes, captions, *_ = ksm.datasets.captioned_shapes(8, seed=1)
+    >>> scenes, _, _, captions = ksm.datasets.sample("shapes", 8)
 """
 
 from keras_softmoe import moved

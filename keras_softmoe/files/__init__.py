@@ -1,8 +1,8 @@
-"""Files and directories that appear whole or not at all.
+"""Atomic writing of files and directories, and reading beside writers.
 
-New content goes to a temporary directory, which takes the place of the target when all
-of it is written. Where writing fails, the old content stays as it was. Temporary
-directories of killed processes are removed by the next process that writes there.
+New content is written to a temporary directory, which replaces the target when it is
+complete. If writing fails, the old content is unchanged. Temporary directories of
+killed processes are removed by the next process that writes there.
 """
 
 from keras_softmoe.files._reading import one_process as one_process

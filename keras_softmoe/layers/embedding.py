@@ -18,7 +18,11 @@ from keras_softmoe.checks import (
 )
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.keras_adapter import Layer
-from keras_softmoe.ops import RESAMPLINGS, resample_position_grid, sincos_2d_table
+from keras_softmoe.ops.position import (
+    RESAMPLINGS,
+    resample_position_grid,
+    sincos_2d_table,
+)
 from keras_softmoe.types import Tensor
 
 POSITION_EMBEDDINGS = ("learned", "sincos2d", "none")
@@ -106,8 +110,18 @@ class PositionEmbedding(Layer):
             `"sincos2d"` (fixed, for patches only).
         has_class_token: bool, whether the first token is a class token. Its embedding
             is not resampled.
-        resampling: method of resampling weights, `"bilinear"`, `"bicubic"` or
-            `"bicubic_antialias"`, see `ops.resample_position_grid`.
+        resampling: method of resampling weights.
+
+            - `"bilinear"`, with aligned corners: corner patches keep their embeddings,
+              entry `i` of the new axis is read at `i * (old - 1) / (new - 1)` of the
+              old one. (V-MoE, original ViT, big_vision)
+            - `"bicubic"`: entry `i` is read at `(i + 0.5) * old / new - 0.5`, with the
+              cubic kernel of `a = -0.75`, as by PyTorch's `interpolate`.
+              (`transformers`)
+            - `"bicubic_antialias"`: the same with `a = -0.5` and, where the grid
+              becomes smaller, a kernel that is as much wider. (`timm`, DINOv2 with
+              registers)
+
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps `(B, S, D)` to `(B, S, D)`.

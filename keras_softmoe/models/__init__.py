@@ -3,8 +3,8 @@
 What the examples of this module go on from:
 
     >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
-    >>> images, labels = ksm.datasets.glyphs(8, image_size=32)
-    >>> scenes, captions, *_ = ksm.datasets.captioned_shapes(8)
+    >>> images, labels, *_ = ksm.datasets.sample("glyphs", 8)
+    >>> scenes, _, _, captions = ksm.datasets.sample("shapes", 8)
     >>> limoe = ksm.models.LIMoEContrastive.from_preset(
     ...     "limoe_tiny_patch4_8e_32_shapes"
     ... )

@@ -132,7 +132,7 @@ def upcycle(
         >>> sparse = ksm.converters.upcycle(
         ...     classifier, moe_layers=(1, 3), router=router
         ... )
-        >>> images, _ = ksm.datasets.glyphs(8, image_size=32)
+        >>> images, *_ = ksm.datasets.sample("glyphs", 8)
         >>> clustered = ksm.converters.upcycle(
         ...     classifier, (1, 3), router, start="clusters", images=images
         ... )

@@ -1,16 +1,15 @@
 """Pure functions on tensors: routing, assignment, capacity, transport, losses."""
 
-from keras_softmoe.ops._contrastive import (
-    sigmoid_contrastive_loss as sigmoid_contrastive_loss,
-)
-from keras_softmoe.ops._contrastive import (
-    softmax_contrastive_loss as softmax_contrastive_loss,
-)
-from keras_softmoe.ops._position import RESAMPLINGS as RESAMPLINGS
-from keras_softmoe.ops._position import (
-    resample_position_grid as resample_position_grid,
-)
-from keras_softmoe.ops._position import sincos_2d_table as sincos_2d_table
+from keras_softmoe import moved
+from keras_softmoe.ops._losses import global_entropy_loss as global_entropy_loss
+from keras_softmoe.ops._losses import gshard_loss as gshard_loss
+from keras_softmoe.ops._losses import importance_loss as importance_loss
+from keras_softmoe.ops._losses import load_loss as load_loss
+from keras_softmoe.ops._losses import local_entropy_loss as local_entropy_loss
+from keras_softmoe.ops._losses import merged_entropy_loss as merged_entropy_loss
+from keras_softmoe.ops._losses import mutual_information_loss as mutual_information_loss
+from keras_softmoe.ops._losses import target_entropy_loss as target_entropy_loss
+from keras_softmoe.ops._losses import z_loss as z_loss
 from keras_softmoe.ops._routing import DenseRouting as DenseRouting
 from keras_softmoe.ops._routing import SlotRouting as SlotRouting
 from keras_softmoe.ops._routing import combine as combine
@@ -21,18 +20,8 @@ from keras_softmoe.ops._transport import (
     sparse_transport_plan as sparse_transport_plan,
 )
 from keras_softmoe.ops.assignment import expert_choice as expert_choice
-from keras_softmoe.ops.assignment import identity as identity
 from keras_softmoe.ops.assignment import token_choice as token_choice
 from keras_softmoe.ops.capacity import expert_capacity as expert_capacity
 from keras_softmoe.ops.choices import ChoiceRouting as ChoiceRouting
-from keras_softmoe.ops.entropy import global_entropy_loss as global_entropy_loss
-from keras_softmoe.ops.entropy import local_entropy_loss as local_entropy_loss
-from keras_softmoe.ops.entropy import merged_entropy_loss as merged_entropy_loss
-from keras_softmoe.ops.entropy import (
-    mutual_information_loss as mutual_information_loss,
-)
-from keras_softmoe.ops.entropy import target_entropy_loss as target_entropy_loss
-from keras_softmoe.ops.losses import gshard_loss as gshard_loss
-from keras_softmoe.ops.losses import importance_loss as importance_loss
-from keras_softmoe.ops.losses import load_loss as load_loss
-from keras_softmoe.ops.losses import z_loss as z_loss
+
+__getattr__ = moved.attribute(__name__)

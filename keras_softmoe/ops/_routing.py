@@ -44,7 +44,8 @@ class SlotRouting(NamedTuple):
             token. 0 where the slot is empty.
 
     Examples:
-        >>> token, filled = ksm.ops.identity(1, num_tokens=4, num_experts=2)
+        >>> scores = np.random.uniform(size=(1, 4, 2))
+        >>> token, filled = ksm.ops.expert_choice(scores, capacity=2)
         >>> gate = keras.ops.cast(filled, "float32")
         >>> routing = ksm.ops.SlotRouting(token, filled, gate)
         >>> routing.token.shape
@@ -94,7 +95,8 @@ def to_dense(routing: Routing, num_tokens: int) -> DenseRouting:
         `DenseRouting` with `(G, S, E, C)` tensors in the dtype of the gates.
 
     Examples:
-        >>> token, filled = ksm.ops.identity(1, num_tokens=4, num_experts=2)
+        >>> scores = np.random.uniform(size=(1, 4, 2))
+        >>> token, filled = ksm.ops.expert_choice(scores, capacity=2)
         >>> gate = keras.ops.cast(filled, "float32")
         >>> dense = ksm.ops.to_dense(ksm.ops.SlotRouting(token, filled, gate), 4)
         >>> dense.dispatch.shape
@@ -130,7 +132,8 @@ def dispatch(tokens: Tensor, routing: Routing, sharded: bool = False) -> Tensor:
         `ChoiceRouting` `(G * S * K, D)`, its rows in their order.
 
     Examples:
-        >>> token, filled = ksm.ops.identity(1, num_tokens=4, num_experts=2)
+        >>> scores = np.random.uniform(size=(1, 4, 2))
+        >>> token, filled = ksm.ops.expert_choice(scores, capacity=2)
         >>> routing = ksm.ops.SlotRouting(
         ...     token, filled, keras.ops.cast(filled, "float32")
         ... )
@@ -177,7 +180,8 @@ def combine(
         gets zeros.
 
     Examples:
-        >>> token, filled = ksm.ops.identity(1, num_tokens=4, num_experts=2)
+        >>> scores = np.random.uniform(size=(1, 4, 2))
+        >>> token, filled = ksm.ops.expert_choice(scores, capacity=2)
         >>> routing = ksm.ops.SlotRouting(
         ...     token, filled, keras.ops.cast(filled, "float32")
         ... )

@@ -224,12 +224,8 @@ def expert_choice(
     return ops.where(filled, token, 0), filled
 
 
-def identity(
-    num_groups: int | Tensor, num_tokens: int, num_experts: int
-) -> tuple[Tensor, Tensor]:
-    """Assign tokens to experts in turn, whatever they hold.
-
-    Token `s` goes to slot `s // E` of expert `s % E`.
+def identity(num_groups, num_tokens, num_experts):
+    """Assign tokens to experts in turn: token `s` to slot `s // E` of expert `s % E`.
 
     Args:
         num_groups: int (or scalar int tensor), the number `G` of groups.
@@ -243,11 +239,6 @@ def identity(
         ValueError: if `num_tokens` is not a multiple of `num_experts`.
 
     Source: Soft MoE, section 3.6 and appendix A ("Identity").
-
-    Examples:
-        >>> token, filled = ksm.ops.identity(1, num_tokens=4, num_experts=2)
-        >>> np.asarray(token)[0]
-        array([[0, 2], [1, 3]], dtype=int32)
     """
     check_num_tokens(num_tokens, num_experts)
     capacity = num_tokens // num_experts

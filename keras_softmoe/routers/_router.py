@@ -1,4 +1,4 @@
-"""The one interface of all routers: tokens -> `Decision`."""
+"""The interface of all routers: tokens -> `Decision`."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,10 +18,10 @@ from keras_softmoe.types import Tensor
 
 
 class Decision(NamedTuple):
-    """What a router decided for each group of tokens.
+    """The routing of each group of tokens, with tensors that describe it.
 
     Attributes:
-        routing: `SlotRouting` or `DenseRouting`, all a MoE layer needs.
+        routing: `SlotRouting`, `ChoiceRouting` or `DenseRouting`.
         summary: dict of tensors that describe the decision. `"auxiliary_loss"` `(G,)`
             is the weighted sum of the router's balancing losses, which `MoE` adds to
             the loss in training; a `call` without losses may leave it out, and an
@@ -29,12 +29,12 @@ class Decision(NamedTuple):
             also `"probabilities"` and `"selection"` `(G, S, E)`, the scores that choose
             the slots.
 
-            What only an observer needs is computed only for one: when a router is
-            called directly, and in a scope of `routers.record`. That is `"valid"`
-            `(G, S)` bool, `False` for padding; `"auxiliary_loss"` outside of training;
-            and of a sparse routing `"load"` `(G, E)`, the number of tokens that each
-            expert takes, and `"dropped"` `(G, S)` bool, the tokens that no expert takes
-            (padding is not counted as dropped).
+            Some entries are computed only when a router is called directly, and in a
+            scope of `routers.record`: `"valid"` `(G, S)` bool, `False` for padding;
+            `"auxiliary_loss"` outside of training; and of a sparse routing `"load"`
+            `(G, E)`, the number of tokens that each expert takes, and `"dropped"`
+            `(G, S)` bool, the tokens that no expert takes (padding is not counted as
+            dropped).
 
     Examples:
         >>> router = ksm.routers.SoftmaxExpertChoiceRouter(num_experts=4)
@@ -52,27 +52,22 @@ class Decision(NamedTuple):
 class Router(Layer):
     """Base class of all routers.
 
-    A subclass implements `call(tokens, valid=None, training=False) -> Decision`,
-    where `tokens` is `(G, S, D)` and `valid` an optional `(G, S)` bool tensor that
-    is `False` for padding, which must take no slot: set `filled` to `False` there, or
-    the weights of a `DenseRouting` to zero. Weights are made in `build(tokens_shape)`
-    and get their gradient through the gates and `"auxiliary_loss"`. Arguments of the
-    constructor that are not of this class go into `get_config`: a layer makes its own
-    router from it, and so does loading a file. For `evaluation.cost` and
-    `distribution.plan` it also says how many slots it has, in `capacity`; if it has
-    weights, in `cost` what they are; and if its routing is a `DenseRouting`,
-    `mixes_tokens = True`.
+    A subclass implements `call(tokens, valid=None, training=False) -> Decision`, where
+    `tokens` is `(G, S, D)` and `valid` an optional `(G, S)` bool tensor, `False` for
+    padding. Padding must take no slot: set `filled` to `False` there, or the weights of
+    a `DenseRouting` to zero. Weights are created in `build(tokens_shape)` and get their
+    gradient through the gates and `"auxiliary_loss"`. `get_config` returns the
+    arguments of the constructor, from which a layer makes its own router. For
+    `evaluation.cost` and `distribution.plan` implement `capacity`, and `cost` if there
+    are weights; set `mixes_tokens = True` if the routing is a `DenseRouting`.
 
-    Routers compute in float32 under any dtype policy: a choice among experts that
-    flips with a rounding error flips the output with it.
+    Routers compute in float32 under any dtype policy: a rounding error can change the
+    choice of an expert, and so the output.
 
-    A frozen router, one whose `trainable` is `False` by itself or with a layer or model
-    around it, adds no balancing loss in training: it could not follow it, and only the
-    tokens would be moved. What the loss would be is still in the `summary`. So a frozen
-    tower adds none either; calling it with `training=False` would not do, since Keras
-    overrules that inside a functional model. For balanced tokens without a trained
-    router leave `trainable` on and give the kernel to no optimizer:
-    `router.kernel.trainable = False`.
+    A frozen router (`trainable=False`, its own or that of a layer or model around it)
+    adds no balancing loss in training: only the tokens could follow it. The loss is
+    still in the `summary`. To balance tokens without training the router, freeze its
+    kernel alone: `router.kernel.trainable = False`.
 
     Args:
         num_experts: int, number of experts.
@@ -84,12 +79,15 @@ class Router(Layer):
 
     Examples:
         >>> class FirstTokensRouter(ksm.routers.Router):
-        ...     # Gives the first tokens to the experts in turn, and drops the others.
+        ...     # As many tokens for each expert, in their order; drops the last ones.
         ...
         ...     def call(self, tokens, valid=None, training=False):
         ...         groups, num_tokens, _ = tokens.shape
-        ...         kept = num_tokens // self.num_experts * self.num_experts
-        ...         token, filled = ksm.ops.identity(groups, kept, self.num_experts)
+        ...         slots = num_tokens // self.num_experts
+        ...         token = keras.ops.arange(slots * self.num_experts, dtype="int32")
+        ...         token = keras.ops.reshape(token, (1, self.num_experts, slots))
+        ...         token = keras.ops.repeat(token, groups, axis=0)
+        ...         filled = keras.ops.ones_like(token, dtype="bool")
         ...         gate = keras.ops.cast(filled, "float32")
         ...         routing = ksm.ops.SlotRouting(token, filled, gate)
         ...         return ksm.routers.Decision(routing, {})
@@ -101,25 +99,22 @@ class Router(Layer):
     # Whether a slot holds a mixture of tokens (`DenseRouting`) instead of one.
     mixes_tokens = False
 
-    # How many directions tokens are compared with, see `set_directions`; 0 if there are
-    # no such weights.
+    # Number of directions for `set_directions`; 0 if there are no such weights.
     num_directions = 0
 
-    # Whether it is directions of tokens that are compared, and not tokens.
+    # Whether tokens are L2-normalized before the product with the directions.
     normalizes_tokens = False
 
     # Arguments of the constructor that may change later.
     mutable_settings = ()
 
-    # Whether `call` also takes `modalities`: pairs of a modality's name and the number
-    # of its tokens, in the order in which they follow each other, again and again, in a
-    # group. `MoE` passes them to a router that wants to know.
+    # Whether `call` also takes `modalities`, see `LIMoERouter`. `MoE` passes them.
     knows_modalities = False
 
     # Whether `call` also takes `num_tokens`, a `(G,)` int tensor: the tokens of each
-    # group for which there are to be slots. `MoE` passes it to a router that wants to
-    # know where tokens are masked: a masked sequence is then routed like a shorter one.
-    # (Images that only fill up a batch are padding as well, but leave the slots alone.)
+    # group that slots are counted by. `MoE` passes it where tokens are masked, so that
+    # a masked sequence is routed like a shorter one. (Images that fill up a batch are
+    # padding as well, but do not change the number of slots.)
     knows_num_tokens = False
 
     def __init__(self, num_experts: int, **kwargs):
@@ -127,7 +122,7 @@ class Router(Layer):
         kwargs["dtype"] = "float32"
         super().__init__(**kwargs)
         self.num_experts = num_experts
-        # What is masked comes as `valid`, and slots have no mask.
+        # Masks come as `valid`, and slots have none.
         self.supports_masking = True
 
     def __call__(self, tokens, valid=None, training=None, *, summarize=True, **kwargs):
@@ -192,27 +187,23 @@ class Router(Layer):
     def capacity(self, num_tokens: int, training: bool = False) -> int:
         """Slots per expert for a group of `num_tokens` tokens, as a Python int."""
         raise ValueError(
-            f"`{type(self).__name__}` does not say how many slots its experts have. "
-            "Implement `capacity(num_tokens, training=False)`, which returns the slots "
-            "of one expert for a group of so many tokens."
+            f"`{type(self).__name__}` has no method for the number of slots. Implement "
+            "`capacity(num_tokens, training=False)`, which returns the slots of one "
+            "expert for a group of so many tokens."
         )
 
     def num_rows(self, num_tokens: int, training: bool = False) -> int | None:
-        """Rows that all experts together are given for a group, as a Python int.
-
-        `None` for a router that fills slots, as most do.
-        """
+        """Rows of all experts together for a group; `None` for a router with slots."""
         return None
 
     def check_group(self, num_tokens: int) -> None:
         """Raise if a group of `num_tokens` tokens cannot be routed.
 
-        Called when a layer is built and when its groups are to change, so that the
-        error comes before work starts. A subclass says what it refuses; here nothing.
+        Called when a layer is built and when its groups change. Accepts all by default.
         """
 
     def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
-        """What the router costs, a `costs.LayerCost`. Nothing, if it has no weights.
+        """The `costs.LayerCost` of the router. Nothing by default.
 
         Args:
             tokens_shape: `(G, S, D)`, all known.
@@ -223,10 +214,10 @@ class Router(Layer):
     def complete(
         self, decision: Decision, tokens: Tensor, valid: Tensor, **kwargs
     ) -> Decision:
-        """A decision with all that an observer may ask for, see `Decision`.
+        """A decision with a complete summary, see `Decision`.
 
         Args:
-            decision: what `call` returned.
+            decision: the `Decision` of `call`.
             tokens: `(G, S, D)` tensor.
             valid: `(G, S)` bool tensor or `None`.
             **kwargs: other arguments of the call.
@@ -262,7 +253,7 @@ class Router(Layer):
         return Decision(routing, {**found, **summary})
 
     def set_directions(self, directions: ArrayLike) -> None:
-        """Let the logits be the products of tokens and directions.
+        """Set the weights, so that logits are products of tokens and directions.
 
         Args:
             directions: `(num_directions, D)` array, all of one length: one for each
@@ -272,13 +263,13 @@ class Router(Layer):
             ValueError: if the router has no such weights.
         """
         raise ValueError(
-            f"`{type(self).__name__}` has no weights that tokens are compared with. "
+            f"`{type(self).__name__}` has no weights for directions. "
             f"Received: directions of shape {directions.shape}."
         )
 
     def clone(self, name: str) -> "Router":
         """A new router with the same configuration and its own weights."""
-        config = {**self.get_config(), "name": name}
+        config = {**self._arguments(), "name": name}
         try:
             return type(self).from_config(config)
         except TypeError as error:
@@ -305,7 +296,7 @@ class Router(Layer):
                 f". Received: {', '.join(unknown)}."
             )
         # Not `from_config`, which turns every error into a TypeError.
-        return type(self)(**{**self.get_config(), **settings})
+        return type(self)(**{**self._arguments(), **settings})
 
     def update(self, **settings) -> None:
         """Change mutable settings. A function compiled before still has the old ones.
@@ -324,6 +315,10 @@ class Router(Layer):
         changed = self.with_settings(**settings)
         for name in settings:
             setattr(self, name, getattr(changed, name))
+
+    def _arguments(self):
+        """Arguments of the constructor, for a router of the same settings."""
+        return self.get_config()
 
     def get_config(self):
         # Without the dtype, which is always float32: Keras would import TensorFlow to

@@ -52,16 +52,12 @@ class SoftRouter(Router):
         normalize: bool, whether the logits are a scaled cosine (the default, needed
             at large widths: appendix E) or the plain product `X mu` of equation 1,
             which has no scale.
-        initial_scale: float over 0, where the learned `scale` starts (1 in the
+        initial_scale: float over 0, the start of the learned `scale` (1 in the
             papers), or `"unit_variance"` for `sqrt(D)`, with which the logits of
             random directions have variance 1, as those of equation 1 have. An
-            optimizer like Adam moves it by no more than the sum of the learning rates:
-            by 90 in the papers' 300,000 steps, by a few units in some thousands. It
-            matters where that is too little: after 2,048 steps at 1.5e-3 the slots of a
-            model that started at 1 were still means of all patches (no weight over 1.3
-            even shares). After 4,000 steps at 8e-3 it had 2.3 even shares, and one from
-            `sqrt(D)`, with D = 64, had 4.3 at the same accuracy (0.6 ± 0.8 points more,
-            six seeds; `experiments/router_study`).
+            optimizer like Adam moves it by at most the sum of the learning rates: 90 in
+            the papers' 300,000 steps, but a few units in some thousands, in which slots
+            that started at 1 stay near the mean of all patches.
         noise_std: float, standard deviation of normal noise on the logits in
             training. Unlike that of the sparse routers it is not divided by the
             number of experts.

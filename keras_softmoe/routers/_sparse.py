@@ -1,372 +1,267 @@
-"""What all learned sparse routers share."""
+"""The sparse router: one algorithm, put together from policies."""
 
-import functools
-import warnings
+import dataclasses
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
+from keras_softmoe.checks import check_choice, check_names, keyword_names
 from keras_softmoe.costs import LayerCost
-from keras_softmoe.ops import SlotRouting, expert_capacity
+from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.backend import normal_like, take_along
-from keras_softmoe.ops.capacity import ROUNDINGS
 from keras_softmoe.ops.choices import choice_routing
-from keras_softmoe.routers._router import Decision, Router
-from keras_softmoe.routers._routing_losses import (
-    GShardLoss,
-    ImportanceLoss,
-    LoadLoss,
-    Routed,
-    ZLoss,
-    checked_losses,
+from keras_softmoe.routers._loss_files import (
+    FORMER_WEIGHTS,
     serialize_loss,
+    with_losses,
 )
+from keras_softmoe.routers._losses import Routed, checked_losses
+from keras_softmoe.routers._modalities import Modalities, OneKind
+from keras_softmoe.routers._policies import (
+    Capacity,
+    Sinkhorn,
+    SparseTransport,
+    TokenChoice,
+    mutable_settings,
+    settings_of,
+    slots_by_length,
+)
+from keras_softmoe.routers._router import Decision, Router
+from keras_softmoe.routers.settings import SparseSettings
 
-# How losses were named before they were objects, in the order in which they are added.
-_NAMED_LOSSES = {
-    "importance_loss_weight": ImportanceLoss,
-    "load_loss_weight": LoadLoss,
-    "gshard_loss_weight": GShardLoss,
-    "z_loss_weight": ZLoss,
-}
+# Attributes of a router that hold its policies.
+_POLICIES = ("capacity_policy", "scores", "assignment", "modalities")
 
 
 class SparseRouter(Router):
-    """Base class of the routers that learn a score for each token and expert.
+    """A router that learns a score for each token and expert.
 
-    The steps are the same for all: logits, noise in training, probabilities, selection
-    scores, slot assignment, gates, losses. Subclasses fill in the ones that differ:
-    `assign` and, where they need to, `predict_logits`, `probabilities_of`,
-    `selection_scores`, `choose`, `weigh` and `total_loss`.
+    `call` has all steps: logits, noise in training, probabilities, the scores that
+    choose, slot assignment, gates, losses. The policies fill in those that differ. A
+    final class puts policies together in its constructor, whose arguments are their
+    fields; `get_config` reads them back from the policies.
 
     Args:
         num_experts: int, number of experts.
-        capacity_factor: float, slots per choice; `None`, only where tokens choose, for
-            room for all choices.
-        rounding: `"round"` or `"ceil"`, see `ops.expert_capacity`.
-        multiple_of: int or `None`, see `ops.expert_capacity`.
-        noise_std: float. In training, normal noise of standard deviation
-            `noise_std / num_experts` is added to the logits. The load loss is about it:
-            without noise there is none, and a `LoadLoss` in `losses` is refused.
-        losses: sequence of `RoutingLoss`es. `None` for those of `default_losses`. A
-            frozen router (`trainable` is `False`) adds none, see `Router`.
-        eval_capacity_factor: float or `None`, slots per choice outside training;
-            `None` for the same as in training.
-        combine: `"softmax"` or `"plan"`: whether gates are softmax probabilities or
-            the selection scores.
-        random_logits: what routing at random does to a trained model (V-MoE, appendix
-            E.1). `True`: the logits are normal noise and the tokens are not looked at.
-            `"permuted"`: the logits of each token are permuted among the experts, drawn
-            anew for each token and call, so that probabilities and gates stay as large
-            as they are. `False`: neither.
-        **kwargs: `name` and `trainable`, as in `keras.layers.Layer`; also the weights
-            of losses by the names that saved files have for them
-            (`importance_loss_weight`, ...).
+        scores: `Softmax`, `Sinkhorn` or `SparseTransport`.
+        assignment: `TokenChoice` or `ExpertChoice`.
+        modalities: `Modalities`; `None` where images and text are not told apart.
+        losses: sequence of `RoutingLoss`es. `None` for `default_losses`, of these
+            without noise all but the load loss.
+        loss_weight: float, weight of the mean of the losses. If `None` they are added
+            up.
+        random_logits: see `SparseSettings`.
+        **settings: fields of `Capacity`; `name` and `trainable`, as in
+            `keras.layers.Layer`.
 
-    Weights: `kernel` `(D, E)`.
+    Raises:
+        TypeError: if there are no such settings, with the nearest names.
+
+    Weights: `kernel` `(D, E)`, or those that `modalities` names.
     """
 
     knows_num_tokens = True
 
-    # Whether `capacity_factor=None` has a meaning.
-    can_drop_nothing = False
-
     # Whether the gates feel the noise, or only the slot assignment does.
     noisy_gates = True
 
-    mutable_settings = ("capacity_factor", "eval_capacity_factor", "random_logits")
+    # The losses of a router that is given none.
+    default_losses = ()
 
-    # Names in files of older versions, which the constructor still takes.
-    former_settings = tuple(_NAMED_LOSSES)
+    # Names in files of older versions, which `from_config` still takes.
+    former_settings = ("dtype", *FORMER_WEIGHTS)
 
     def __init__(
         self,
         num_experts,
+        scores,
+        assignment,
+        modalities=None,
         *,
-        capacity_factor,
-        rounding,
-        multiple_of,
-        noise_std=0.0,
         losses=None,
-        eval_capacity_factor=None,
-        combine="softmax",
+        loss_weight=None,
         random_logits=False,
-        **kwargs,
+        **settings,
     ):
-        check_choice("combine", combine, ("softmax", "plan"))
-        if capacity_factor is not None:
-            check_numbers(over=0, capacity_factor=capacity_factor)
-        elif not self.can_drop_nothing:
-            raise ValueError(
-                "`capacity_factor` must be a positive number where experts choose, as "
-                "many tokens as they have slots. Received: capacity_factor=None for a "
-                f"`{type(self).__name__}`. Pass, for example, 1.0, or take a "
-                "`SoftmaxTokenChoiceRouter`, which keeps all choices then."
-            )
-        if eval_capacity_factor is not None:
-            check_numbers(over=0, eval_capacity_factor=eval_capacity_factor)
-        if multiple_of is not None:
-            check_whole_numbers(0, multiple_of=multiple_of)
-        check_numbers(least=0, noise_std=noise_std)
+        of_capacity = [field.name for field in dataclasses.fields(Capacity)]
+        accepted = [
+            *keyword_names(type(self).__init__),
+            *SparseSettings.__annotations__,
+        ]
+        accepted = [*accepted, *of_capacity, "dtype"]
+        check_names(f"`{type(self).__name__}`", settings, accepted)
+        slots = {name: settings.pop(name) for name in of_capacity if name in settings}
+        super().__init__(num_experts, **settings)
+        self.capacity_policy = Capacity(**slots)
+        self.scores = scores
+        self.assignment = assignment
+        self.modalities = modalities = modalities or OneKind()
+        assignment.check(num_experts, self.capacity_policy)
+        modalities.check(num_experts, assignment.choices)
         check_choice("random_logits", random_logits, (False, True, "permuted"))
-        check_choice("rounding", rounding, ROUNDINGS)
-        named = {name: kwargs.pop(name) for name in _NAMED_LOSSES if name in kwargs}
-        super().__init__(num_experts, **kwargs)
-        self.capacity_factor = capacity_factor
-        self.eval_capacity_factor = eval_capacity_factor
-        self.rounding = rounding
-        self.multiple_of = multiple_of
-        self.noise_std = noise_std
-        self.combine = combine
         self.random_logits = random_logits
         if losses is None:
-            losses = self.default_losses()
-            if named:
-                losses = _with_weights(losses, named)
-            if not noise_std:
-                if named.get("load_loss_weight"):
-                    warnings.warn(
-                        "The load loss is about the noise of the router, so without "
-                        "noise it is left out. Received: noise_std=0, load_loss_weight="
-                        f"{named['load_loss_weight']}. Make the noise positive, or "
-                        "leave the weight out.",
-                        stacklevel=3,
-                    )
-                losses = [loss for loss in losses if not isinstance(loss, LoadLoss)]
-        elif named:
-            raise ValueError(
-                "Weights of losses are part of the losses. Received: losses and "
-                f"{', '.join(named)}. Pass, for example, "
-                "`losses=(ImportanceLoss(weight=0.005),)` alone."
-            )
+            losses = [
+                loss
+                for loss in self.default_losses
+                if scores.noise_std or not loss.needs_noise
+            ]
         self.routing_losses = checked_losses(
-            losses, self.num_predicted_experts, self.choices_per_token, noise_std
+            losses, self.num_predicted_experts, scores.noise_std
         )
+        self.loss_weight = loss_weight
         # Always there: a setting that needs it can be switched on later.
         self.seed_generator = keras.random.SeedGenerator()
 
-    @property
-    def num_predicted_experts(self):
-        """Int, the experts among which probabilities are distributed."""
-        return self.num_experts
-
-    @property
-    def choices_per_token(self):
-        """Int, the choices of a token, which `capacity` makes room for."""
-        return 1
-
-    def default_losses(self):
-        """The losses of a router that is given none."""
-        return ()
-
     def build(self, tokens_shape):
-        if tokens_shape[1] is not None:
+        # LIMoE's slots depend on the modalities of a call.
+        if tokens_shape[1] is not None and not self.knows_modalities:
             self.check_group(tokens_shape[1])
-        self.kernel = self.add_kernel(tokens_shape, "kernel")
+        for name in self.modalities.kernels:
+            kernel = self.add_weight(
+                shape=(tokens_shape[-1], self.num_predicted_experts),
+                initializer="lecun_normal",
+                name=name,
+            )
+            setattr(self, name, kernel)
 
-    def check_group(self, num_tokens):
-        # An error, if there is no slot at all
-        self.capacity(num_tokens)
-
-    def add_kernel(self, tokens_shape, name):
-        """A new weight that maps tokens to logits."""
-        return self.add_weight(
-            shape=(tokens_shape[-1], self.num_predicted_experts),
-            initializer="lecun_normal",
-            name=name,
-        )
-
-    def call(self, tokens, valid=None, training=False, num_tokens=None):
-        return self.route(tokens, valid, training, {}, num_tokens)
-
-    def route(self, tokens, valid, training, masks, num_tokens=None):
-        """The `Decision` for a batch of groups.
-
-        Args:
-            tokens: `(G, S, D)` float tensor.
-            valid: `(G, S)` bool tensor, `False` for padding, or `None`.
-            training: bool.
-            masks: dict from modalities to the `(1, S)` bool tensors of their tokens;
-                empty for a router that knows no modalities.
-            num_tokens: optional `(G,)` int tensor, the tokens of each group for which
-                there are slots; all `S` if `None`.
-        """
+    def call(self, tokens, valid=None, training=False, num_tokens=None, modalities=()):
+        group_tokens = tokens.shape[1]
+        masks = self.modalities.masks(group_tokens, modalities)
         # (G, S, E)
-        logits = self.predict_logits(tokens, masks)
-        if self.random_logits:
-            noise = self._noise_like(logits)
-            if self.random_logits == "permuted":
-                order = ops.argsort(noise, axis=-1)
-                logits = take_along(logits, order, axis=-1)
-            else:
-                logits = noise
-        logits = self.mask_logits(logits, masks)
-        noisy_logits = logits
-        if training and self.noise_std:
+        logits = self._randomized(self._logits(tokens, masks))
+        logits = noisy_logits = self.modalities.allowed(logits, masks)
+        if training and self.scores.noise_std:
             noisy_logits = logits + self._logits_std * self._noise_like(logits)
         routed = self._routed(logits, noisy_logits, valid, masks)
-        probabilities = self.probabilities_of(routed.noisy_probabilities)
+        probabilities = self.modalities.left(routed.noisy_probabilities)
 
-        capacity_factor = self.slots_per_choice(training, masks)
-        capacity = self.slots(tokens.shape[1], capacity_factor)
-        limit = None
-        if num_tokens is not None and capacity_factor is not None:
-            limit = self._group_limit(num_tokens, tokens.shape[1], capacity_factor)
-        selection = self.selection_scores(
-            noisy_logits, probabilities, capacity, valid, limit
+        factor = self._slots_per_choice(training, len(masks))
+        slots = self._slots(group_tokens, factor)
+        limit = self._limit(num_tokens, group_tokens, factor)
+        selection = self.scores.selection(
+            noisy_logits, probabilities, slots, valid, limit
         )
-        chosen = self.choose(selection)
-        if self.combine == "plan":
-            scores = selection
-        elif self.noisy_gates:
-            scores = probabilities
+        chosen = self.assignment.choose(selection)
+        if self.scores.combine == "plan":
+            gates = selection
         else:
-            scores = routed.probabilities
-        scores = self.weigh(scores, chosen)
-        if capacity_factor is None:
-            kept = self.kept_tokens(selection, chosen, valid)
-            routing = choice_routing(scores, chosen, kept)
+            gates = probabilities if self.noisy_gates else routed.probabilities
+        gates = self.assignment.gates(gates, chosen)
+        if factor is None:
+            kept = self.assignment.kept(selection, chosen, valid, self.seed_generator)
+            routing = choice_routing(gates, chosen, kept)
         else:
-            token, filled = self.assign(selection, chosen, capacity, valid, masks)
+            token, filled = self.assignment.assign(
+                selection, chosen, slots, valid, masks, self.seed_generator
+            )
             if limit is not None:
                 token, filled = _first_slots(token, filled, limit)
-            routing = SlotRouting(token, filled, gates(scores, token, filled))
+            routing = SlotRouting(token, filled, _looked_up(gates, token, filled))
         summary = {
             "logits": logits,
             "probabilities": probabilities,
             "selection": selection,
         }
         if training:
-            auxiliary_loss = self._auxiliary_loss(routed)
-            if auxiliary_loss is not None:
-                summary["auxiliary_loss"] = auxiliary_loss
-                # A frozen router could not follow it, only the tokens could.
-                if self.trainable:
-                    loss = _mean_of_groups(auxiliary_loss, num_tokens)
-                    # In the dtype of the loss to which Keras adds it
-                    self.add_loss(ops.cast(loss, keras.config.floatx()))
+            self._add_losses(summary, routed, num_tokens)
         return Decision(routing, summary)
 
-    def complete(self, decision, tokens, valid, **kwargs):
-        summary = decision.summary
-        if "auxiliary_loss" not in summary:
-            masks = self.modality_masks(tokens.shape[1], **kwargs)
-            logits = summary["logits"]
-            routed = self._routed(logits, logits, valid, masks)
-            # In training `call` has found that none applies.
-            loss = None if kwargs.get("training") else self._auxiliary_loss(routed)
-            if loss is not None:
-                summary = {**summary, "auxiliary_loss": loss}
-                decision = decision._replace(summary=summary)
-        return super().complete(decision, tokens, valid, **kwargs)
+    # === Logits ===
+
+    def _logits(self, tokens, masks):
+        kernels = [getattr(self, name) for name in self.modalities.kernels]
+        return self.modalities.logits(tokens, kernels, masks)
+
+    def _randomized(self, logits):
+        if not self.random_logits:
+            return logits
+        noise = self._noise_like(logits)
+        if self.random_logits == "permuted":
+            return take_along(logits, ops.argsort(noise, axis=-1), axis=-1)
+        return noise
+
+    def _noise_like(self, logits):
+        return normal_like(logits, self.seed_generator)
+
+    @property
+    def _logits_std(self):
+        return self.scores.noise_std / self.num_experts
+
+    @property
+    def num_predicted_experts(self):
+        """Int, the experts among which probabilities are distributed."""
+        return self.modalities.num_predicted_experts or self.num_experts
 
     @property
     def num_directions(self):
-        return self.num_experts
+        is_one = len(self.modalities.kernels) == 1 and not self.modalities.is_pruned
+        return is_one * self.num_experts
 
     def set_directions(self, directions):
+        if not self.num_directions:
+            super().set_directions(directions)
         self.kernel.assign(np.transpose(directions))
-
-    # === Steps that subclasses may replace ===
-
-    def modality_masks(self, group_tokens, **kwargs):
-        """Dict from modalities to the `(1, S)` bool tensors of their tokens."""
-        return {}
-
-    def predict_logits(self, tokens, masks):
-        """`(G, S, E)` logits."""
-        return ops.matmul(tokens, self.kernel)
-
-    def mask_logits(self, logits, masks):
-        """The logits, without experts that a modality must not use."""
-        return logits
-
-    def probabilities_of(self, probabilities):
-        """The probabilities of the experts that there are."""
-        return probabilities
-
-    def selection_scores(self, logits, probabilities, capacity, valid, limit):
-        """The `(G, S, E)` scores that choose the slots.
-
-        `limit`, if not `None`, is the `(G,)` capacity of each group by itself.
-        """
-        return probabilities
-
-    def choose(self, selection):
-        """The `(G, S, K)` experts that tokens choose, best first; `None` if none do."""
-        return None
-
-    def kept_tokens(self, selection, chosen, valid):
-        """`(G, S)` bool: the tokens that choose at all, where nothing is dropped."""
-        return valid
-
-    def assign(self, selection, chosen, capacity, valid, masks):
-        """`token` and `filled` of a `SlotRouting`, from the selection scores."""
-        raise TypeError(
-            f"`{type(self).__name__}` is abstract: it assigns no slots. Use one of the "
-            "routers in `keras_softmoe.routers`, or implement `assign`."
-        )
-
-    def weigh(self, scores, chosen):
-        """The `(G, S, E)` weights at which gates are looked up."""
-        return scores
-
-    def total_loss(self, losses):
-        """One `(G,)` tensor from the list of weighted losses, at least one."""
-        return sum(losses[1:], start=losses[0])
 
     # === Capacity and cost ===
 
-    def capacity(self, num_tokens, training=False):
-        return self.slots(num_tokens, self.slots_per_choice(training))
+    @property
+    def choices_per_token(self):
+        """Int, the choices of a token, for which there are slots."""
+        return self.assignment.choices
+
+    def capacity(self, num_tokens, training=False, single_modality=False):
+        factor = self._slots_per_choice(training, int(single_modality))
+        return self._slots(num_tokens, factor)
 
     def num_rows(self, num_tokens, training=False):
-        if self.slots_per_choice(training) is not None:
+        if self._slots_per_choice(training) is not None:
             return None
         return num_tokens * self.choices_per_token
 
-    def slots_per_choice(self, training=False, masks=()):
-        """The capacity factor for groups with tokens of some modalities.
+    def check_group(self, num_tokens):
+        # An error, if there is no slot at all
+        self.capacity(num_tokens)
+
+    def _slots_per_choice(self, training, num_modalities=0):
+        """The capacity factor for groups with tokens of so many modalities.
 
         `None` where all choices have room.
         """
-        if not training and self.eval_capacity_factor is not None:
-            return self.eval_capacity_factor
-        return self.capacity_factor
+        if num_modalities == 1 and self.capacity_policy.capacity_factor is not None:
+            return self.modalities.single_modality_capacity_factor
+        return self.capacity_policy.factor(training)
 
-    def slots(self, num_tokens, capacity_factor):
-        """Slots per expert for a group of `num_tokens` tokens and a given factor."""
-        return _slots(num_tokens, capacity_factor, *self._capacity_settings())
+    def _slots(self, num_tokens, factor):
+        return self.capacity_policy.slots(
+            factor, num_tokens, self.choices_per_token, self.num_experts
+        )
 
-    def _group_limit(self, num_tokens, largest, capacity_factor):
-        """`(G,)` int: the capacity of groups of so many tokens, one slot at least."""
-        table = _table_of_slots(largest, capacity_factor, *self._capacity_settings())
-        return ops.take(ops.convert_to_tensor(table), num_tokens, axis=0)
-
-    def _capacity_settings(self):
-        return (
+    def _limit(self, num_tokens, largest, factor):
+        """`(G,)` int: slots of an expert for groups of so many tokens, or `None`."""
+        if num_tokens is None or factor is None:
+            return None
+        table = slots_by_length(
+            self.capacity_policy,
+            factor,
+            largest,
             self.choices_per_token,
             self.num_experts,
-            self.rounding,
-            self.multiple_of,
         )
+        return ops.take(ops.convert_to_tensor(table), num_tokens, axis=0)
 
     def cost(self, tokens_shape, training=False):
         num_groups, num_tokens, width = tokens_shape
         num_tokens *= num_groups
+        # Of two kernels both are applied to all tokens.
+        num_logits = self.num_predicted_experts * len(self.modalities.kernels)
         return LayerCost(
-            float32_weights=width * self.num_logits,
-            products=num_tokens * width * self.num_logits,
+            float32_weights=width * num_logits,
+            products=num_tokens * width * num_logits,
             # Logits, probabilities and scores
             kept_float32=3 * num_tokens * self.num_experts,
         )
-
-    @property
-    def num_logits(self):
-        """Int, products with a token of all kernels together."""
-        return self.num_predicted_experts
 
     # === Losses ===
 
@@ -380,6 +275,17 @@ class SparseRouter(Router):
             self._logits_std,
         )
 
+    def _add_losses(self, summary, routed, num_tokens):
+        auxiliary_loss = self._auxiliary_loss(routed)
+        if auxiliary_loss is None:
+            return
+        summary["auxiliary_loss"] = auxiliary_loss
+        # A frozen router could not follow it, only the tokens could.
+        if self.trainable:
+            loss = _mean_of_groups(auxiliary_loss, num_tokens)
+            # In the dtype of the loss to which Keras adds it
+            self.add_loss(ops.cast(loss, keras.config.floatx()))
+
     def _auxiliary_loss(self, routed):
         """`(G,)`, `None` if no loss applies."""
         losses = [
@@ -387,66 +293,83 @@ class SparseRouter(Router):
             for loss in self.routing_losses
             if loss.applies(routed)
         ]
-        return self.total_loss(losses) if losses else None
+        if not losses:
+            return None
+        total = sum(losses[1:], start=losses[0])
+        if self.loss_weight is None:
+            return total
+        return self.loss_weight * (total / len(losses))
+
+    def complete(self, decision, tokens, valid, **kwargs):
+        summary = decision.summary
+        # In training `call` has found that none applies.
+        if "auxiliary_loss" not in summary and not kwargs.get("training"):
+            modalities = kwargs.get("modalities", ())
+            masks = self.modalities.masks(tokens.shape[1], modalities)
+            logits = summary["logits"]
+            loss = self._auxiliary_loss(self._routed(logits, logits, valid, masks))
+            if loss is not None:
+                summary = {**summary, "auxiliary_loss": loss}
+                decision = decision._replace(summary=summary)
+        return super().complete(decision, tokens, valid, **kwargs)
+
+    # === Settings ===
 
     @property
-    def _logits_std(self):
-        return self.noise_std / self.num_experts
+    def _policies(self):
+        return [getattr(self, name) for name in _POLICIES]
 
-    def _noise_like(self, logits):
-        return normal_like(logits, self.seed_generator)
+    @property
+    def mutable_settings(self):
+        return (*mutable_settings(self._policies), "random_logits")
 
     @classmethod
     def from_config(cls, config):
-        # Files have a weight of the load loss, which did nothing, beside no noise.
-        if config.get("noise_std") == 0:
-            config = {k: v for k, v in config.items() if k != "load_loss_weight"}
-        return super().from_config(config)
+        return super().from_config(with_losses(config, cls.default_losses))
 
     def get_config(self):
+        averaged = self.loss_weight is not None
         return {
             **super().get_config(),
-            "capacity_factor": self.capacity_factor,
-            "eval_capacity_factor": self.eval_capacity_factor,
-            "rounding": self.rounding,
-            "multiple_of": self.multiple_of,
+            **settings_of(self._policies),
             "losses": [serialize_loss(loss) for loss in self.routing_losses],
+            **({"loss_weight": self.loss_weight} if averaged else {}),
             "random_logits": self.random_logits,
         }
 
+    def _arguments(self):
+        return {**self.get_config(), "losses": self.routing_losses}
 
-def gates(scores, token, filled):
-    """Look up the score of each slot's token at its expert; 0 where empty."""
+
+def _setting(name):
+    """Property such as `router.priority`: a field of one of the router's policies."""
+
+    def policy_of(router):
+        having = (p for p in _POLICIES if hasattr(getattr(router, p), name))
+        return next(having, _POLICIES[0])
+
+    def read(router):
+        return getattr(getattr(router, policy_of(router)), name)
+
+    def change(router, value):
+        policy = policy_of(router)
+        changed = dataclasses.replace(getattr(router, policy), **{name: value})
+        setattr(router, policy, changed)
+
+    return property(read, change)
+
+
+for _record in (Capacity, Sinkhorn, SparseTransport, TokenChoice, Modalities):
+    for _field in dataclasses.fields(_record):
+        if not hasattr(SparseRouter, _field.name):
+            setattr(SparseRouter, _field.name, _setting(_field.name))
+
+
+def _looked_up(scores, token, filled):
+    """Gates of slots: the score of the token at the expert; 0 where empty."""
     # (G, E, S)
     by_expert = ops.transpose(scores, (0, 2, 1))
     return ops.where(filled, take_along(by_expert, token, axis=-1), 0.0)
-
-
-def _slots(num_tokens, capacity_factor, choices, num_experts, rounding, multiple_of):
-    """An expert is given no token twice, so at most as many as there are tokens."""
-    if capacity_factor is None:
-        return num_tokens
-    capacity = expert_capacity(
-        num_tokens * choices, num_experts, capacity_factor, rounding, multiple_of
-    )
-    return min(capacity, num_tokens)
-
-
-@functools.lru_cache(maxsize=256)
-def _table_of_slots(largest, *settings):
-    """`(largest + 1,)` int32 array: `_slots` of 0, 1, ... tokens, one at least.
-
-    Kept, since an eager call needs it each time.
-    """
-
-    def slots(count):
-        try:
-            return _slots(count, *settings)
-        except ValueError:
-            # Of that many tokens alone it would be under one slot.
-            return 1
-
-    return np.array([1, *map(slots, range(1, largest + 1))], "int32")
 
 
 def _first_slots(token, filled, limit):
@@ -475,14 +398,3 @@ def _mean_of_groups(losses, num_tokens):
 
 def _and(mask, valid):
     return mask if valid is None else ops.logical_and(mask, valid)
-
-
-def _with_weights(losses, weights):
-    """Losses with weights by their former names, those without weight left out."""
-    by_kind = {type(loss): loss.weight for loss in losses}
-    by_kind |= {_NAMED_LOSSES[name]: weight for name, weight in weights.items()}
-    return [
-        kind(weight=by_kind[kind])
-        for kind in _NAMED_LOSSES.values()
-        if by_kind.get(kind)
-    ]

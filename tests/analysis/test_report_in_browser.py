@@ -24,11 +24,11 @@ def chromium():
 def report(name, path):
     if name.endswith("_shapes"):
         model = ksm.models.LIMoEContrastive.from_preset(name)
-        data = ksm.datasets.captioned_shapes(64, seed=7, verbose=0)
+        data = ksm.datasets.sample("shapes", 64)
         given = {"data": data.images, "captions": data.captions}
     else:
         model = ksm.models.ViTMoEImageClassifier.from_preset(name)
-        images, labels = ksm.datasets.glyphs(64, image_size=32, seed=1, verbose=0)
+        images, labels, *_ = ksm.datasets.sample("glyphs", 64)
         given = {"data": images, "labels": labels}
     return analyze(model, **given, num_pictures=1, verbose=0).save(path)
 

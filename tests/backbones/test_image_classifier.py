@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import models, routers
+from keras_softmoe import models, ops, routers
 from tests.layers.common import dtype_of
 from tests.models import tiny
 from tests.references import to_numpy
@@ -75,7 +75,9 @@ def test_auxiliary_loss_is_trained_but_not_evaluated():
     fitted, evaluated = [], []
     for weight in (0.0, 1.0):
         router = routers.SoftmaxTokenChoiceRouter(
-            4, noise_std=0.0, importance_loss_weight=weight
+            4,
+            noise_std=0.0,
+            losses=[routers.RoutingLoss(ops.importance_loss, weight=weight)],
         )
         model = tiny.classifier(router=router)
         model.compile(keras.optimizers.SGD(0.0))

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import layers, models, routers
+from keras_softmoe import layers, models, ops, routers
 from tests.layers.common import flags, randomize
 from tests.models import tiny, tiny_limoe
 from tests.references import to_numpy
@@ -14,7 +14,10 @@ from tests.references import to_numpy
 pytestmark = [tiny.FITTING, tiny.LOADING]
 # Quiet, so that two trainings are the same one.
 ROUTER = routers.SoftmaxTokenChoiceRouter(
-    4, capacity_factor=2.0, noise_std=0.0, losses=(routers.ZLoss(weight=0.5),)
+    4,
+    capacity_factor=2.0,
+    noise_std=0.0,
+    losses=(routers.RoutingLoss(ops.z_loss, weight=0.5),),
 )
 SPARSE = {"router": ROUTER, "pooling": "map"}
 

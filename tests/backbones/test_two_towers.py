@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import models, routers
+from keras_softmoe import models, ops, routers
 from keras_softmoe.layers.pooling import TEXT_POOLINGS
 from tests.layers.common import randomize
 from tests.models import tiny, tiny_limoe
@@ -13,8 +13,9 @@ from tests.references import to_numpy
 
 WIDTH = 8
 # Noise that would show, and a loss.
-NOISY = routers.SoftmaxTokenChoiceRouter(4, noise_std=8.0, importance_loss_weight=1.0)
-QUIET = routers.SoftmaxTokenChoiceRouter(4, noise_std=0.0, importance_loss_weight=1.0)
+IMPORTANCE = (routers.RoutingLoss(ops.importance_loss),)
+NOISY = routers.SoftmaxTokenChoiceRouter(4, noise_std=8.0, losses=IMPORTANCE)
+QUIET = routers.SoftmaxTokenChoiceRouter(4, noise_std=0.0, losses=IMPORTANCE)
 
 
 def text_tower(**overrides):
@@ -155,7 +156,11 @@ def test_outputs(dims):
 def test_losses_of_both_towers_are_trained():
     # Where a router's logits are all zero, its z-loss is log(E) squared.
     image, text = (
-        routers.SoftmaxTokenChoiceRouter(4, noise_std=0.0, z_loss_weight=weight)
+        routers.SoftmaxTokenChoiceRouter(
+            4,
+            noise_std=0.0,
+            losses=[routers.RoutingLoss(ops.z_loss, weight=weight)],
+        )
         for weight in (1.0, 0.5)
     )
     backbone = towers(moe(image), moe(text))

@@ -77,33 +77,11 @@ def test_describe_with_damaged_metadata(catalogue, content):
 
 
 def test_accuracy(catalogue):
-    published = {"ImageNet": 0.8}
-    measured = {
-        "upstream_accuracy": 0.5,
-        "upstream_accuracy_by_layout": {"center": 0.6, "anywhere": 0.4},
-        "few_shot": {"model": {"5": [0.7, 0.9]}, "raw pixels": {"5": [0.1]}},
-        "fine_tuned": [1.0, 0.9],
-        "fine_tuning_seconds": [3.0],
-    }
-    expected = {
-        "glyphs": 0.5,
-        "glyphs, center": 0.6,
-        "glyphs, anywhere": 0.4,
-        "digits, few-shot, 5 of a class": 0.8,
-        "digits, fine-tuned": 0.95,
-    }
-    of_shapes = {"zero_shot_new_of_64": 0.2, "image_to_text_recall_at_1": 0.3}
-    for index, (metadata, found) in enumerate(
-        [
-            ({"accuracy": published}, published),
-            # Of several trainings the first.
-            ({"runs": [measured, {"upstream_accuracy": 0.0}]}, expected),
-            ({"runs": [of_shapes]}, {"scenes, new combinations, of 64 names": 0.2}),
-            ({}, {}),
-        ]
-    ):
-        write(catalogue / f"measured_{index}", **metadata)
-        assert presets.describe(f"measured_{index}").accuracy == pytest.approx(found)
+    found = {"ImageNet": 0.8}
+    write(catalogue / "measured", accuracy=found)
+    write(catalogue / "silent")
+    assert presets.describe("measured").accuracy == found
+    assert presets.describe("silent").accuracy == {}
 
 
 def test_real_catalogue():

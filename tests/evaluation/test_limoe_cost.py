@@ -52,8 +52,16 @@ MODELS = {
     "pruned": {
         "moe_layers": (0, 1),
         "router": [
-            routers.PrunedLIMoERouter(2, (1, 4), 5),
-            routers.PrunedLIMoERouter(1, (0,), 3, per_modality=True),
+            routers.LIMoERouter(
+                2, kept_experts=(1, 4), num_predicted_experts=5, losses=()
+            ),
+            routers.LIMoERouter(
+                1,
+                kept_experts=(0,),
+                num_predicted_experts=3,
+                per_modality=True,
+                losses=(),
+            ),
         ],
         "group_images": 2,
     },

@@ -7,11 +7,11 @@ import pytest
 import tensorflow_datasets as tfds
 
 from experiments import router_study as study
+from experiments import synthetic
 from experiments.lib.runs import finish
 from experiments.router_study.cells import cell, digits
 from experiments.router_study.models import Stopwatch, build_backbone, build_classifier
 from experiments.router_study.tasks import VALIDATION_SEED, upstream_task
-from keras_softmoe import datasets
 
 
 def test_glyphs_are_new_in_each_epoch(tmp_path):
@@ -19,7 +19,7 @@ def test_glyphs_are_new_in_each_epoch(tmp_path):
     seen = [batch for epoch in range(scale.epochs) for batch in task.batches(3, epoch)]
     images, labels = (np.concatenate(part) for part in zip(*seen, strict=True))
     number = scale.steps * scale.batch_size
-    expected = datasets.glyphs(number, scale.image_size, seed=3, verbose=0)
+    expected = synthetic.glyphs(number, scale.image_size, seed=3, verbose=0)
     np.testing.assert_array_equal(images, expected[0])
     np.testing.assert_array_equal(labels, expected[1])
     # Images of validation are those of a seed that no model is trained on.
@@ -31,7 +31,7 @@ def test_accuracy_and_head(tmp_path):
     task = upstream_task(scale, tmp_path)
     dense = study.configurations(scale, ("routers",))["routers"]["dense"]
     model = build_classifier(build_backbone(scale, dense), task.num_classes, bias=-2.0)
-    _, labels = datasets.glyphs(
+    _, labels = synthetic.glyphs(
         scale.validation_images, scale.image_size, VALIDATION_SEED, verbose=0
     )
     images, same = task.images(2)
@@ -64,7 +64,7 @@ def test_less_data_comes_again_in_another_order(tmp_path):
 def test_glyphs_anywhere(tmp_path):
     scale = dataclasses.replace(study.ANYWHERE, validation_images=8)
     images, _ = upstream_task(scale, tmp_path).images(8)
-    expected, _ = datasets.glyphs(
+    expected, _ = synthetic.glyphs(
         8, 24, VALIDATION_SEED, verbose=0, placement="anywhere", distractors=2
     )
     np.testing.assert_array_equal(images, expected)

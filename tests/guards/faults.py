@@ -50,11 +50,11 @@ class Fault(NamedTuple):
 ASSIGNMENT = "ops/test_assignment.py routers/test_sparse.py"
 ROUTING = "ops/test_routing.py layers/test_moe.py"
 LOSSES = "ops/test_losses.py reference/test_reference_ops.py"
-ENTROPY = "ops/test_entropy.py reference/test_reference_ops.py"
+ENTROPY = "ops/test_losses.py reference/test_reference_ops.py"
 TRANSPORT = "ops/test_transport.py reference/test_reference_transport.py"
 SPARSE = "routers/test_sparse.py reference/test_reference_routers.py"
 SOFT = "routers/test_soft.py reference/test_reference_routers.py"
-LIMOE = "routers/test_limoe.py routers/test_limoe_settings.py"
+LIMOE = "routers/test_limoe.py routers/test_modalities.py"
 MOE = "layers/test_moe.py layers/test_masks.py"
 LAYERS = "reference/test_reference_layers.py layers/test_attention.py"
 
@@ -224,8 +224,8 @@ FAULTS = (
     ),
     Fault(
         "noise divided by the experts twice",
-        "return self.noise_std / self.num_experts\n",
-        "return self.noise_std / self.num_experts**2\n",
+        "return self.scores.noise_std / self.num_experts\n",
+        "return self.scores.noise_std / self.num_experts**2\n",
         SPARSE,
     ),
     Fault(
@@ -254,8 +254,8 @@ FAULTS = (
     ),
     Fault(
         "LIMoE's losses are added, not averaged",
-        "return self.loss_weight * (super().total_loss(losses) / len(losses))",
-        "return self.loss_weight * super().total_loss(losses)",
+        "return self.loss_weight * (total / len(losses))",
+        "return self.loss_weight * total",
         LIMOE,
     ),
     # === Layers ===

@@ -21,7 +21,7 @@ import keras
 import numpy as np
 
 import keras_softmoe as ksm
-from keras_softmoe import catalogue, routers
+from keras_softmoe import catalogue, ops, routers
 from keras_softmoe.training._pipeline import named_augmentation
 from tests.models.test_backends import TRAINED, outputs
 from tests.references import to_numpy
@@ -36,10 +36,10 @@ WIDTH, TOKENS = 6, 12
 def _routers():
     """Dict from names to routers: every class, priority, loss, and way to combine."""
     losses = [
-        routers.ImportanceLoss(weight=0.1),
-        routers.LoadLoss(weight=0.2),
-        routers.GShardLoss(weight=0.3),
-        routers.ZLoss(weight=0.4),
+        routers.RoutingLoss(ops.importance_loss, weight=0.1),
+        routers.RoutingLoss(ops.load_loss, weight=0.2),
+        routers.RoutingLoss(ops.gshard_loss, weight=0.3),
+        routers.RoutingLoss(ops.z_loss, weight=0.4),
     ]
     found = {
         f"softmax_token_choice_{number}": routers.SoftmaxTokenChoiceRouter(
@@ -72,7 +72,7 @@ def _routers():
     return {
         **found,
         "softmax_expert_choice": routers.SoftmaxExpertChoiceRouter(
-            4, 1.0, noise_std=1.0, losses=[routers.ZLoss(weight=1.0)]
+            4, 1.0, noise_std=1.0, losses=[routers.RoutingLoss(ops.z_loss)]
         ),
         "sinkhorn_expert_choice": routers.SinkhornExpertChoiceRouter(
             4, 2.0, combine="plan"
@@ -98,9 +98,9 @@ def _routers():
         "limoe_losses": routers.LIMoERouter(
             8,
             losses=[
-                routers.MutualInformationLoss(),
-                routers.TargetEntropyLoss("image"),
-                routers.GlobalEntropyLoss("text", 4),
+                routers.RoutingLoss(ops.mutual_information_loss),
+                routers.RoutingLoss(ops.target_entropy_loss, "image"),
+                routers.RoutingLoss(ops.global_entropy_loss, "text", soft_minimum=4),
             ],
         ),
     }
@@ -202,27 +202,27 @@ def configurations():
             ),
             dict(config),
         )
-        found[name] = [kind, json.loads(json.dumps(config))]
+        found[name] = [kind, without_modules(json.loads(json.dumps(config)))]
     return found
 
 
 def saved_again():
-    """Dict from the trained presets to the configuration that their backbone saves.
-
-    Modules are left out: a class is found by its registered name.
-    """
+    """Dict from the trained presets to the configuration that their backbone saves."""
     found = {}
     for name in TRAINED:
         kind, config = catalogue.read_config(name)
         cls = keras.saving.get_registered_object(kind)
-        found[name] = _without_modules(cls.from_config(dict(config)).get_config())
-    return json.loads(json.dumps(found))
+        found[name] = cls.from_config(dict(config)).get_config()
+    return without_modules(json.loads(json.dumps(found)))
 
 
-def _without_modules(config):
+def without_modules(config):
+    """A configuration without modules: a class is found by its registered name."""
+    if isinstance(config, list):
+        return [without_modules(x) for x in config]
     if not isinstance(config, dict):
         return config
-    return {k: _without_modules(v) for k, v in config.items() if k != "module"}
+    return {k: without_modules(v) for k, v in config.items() if k != "module"}
 
 
 # === Recipes ===
@@ -300,8 +300,8 @@ def _decided(recipe):
         model = _Model(recipe.num_classes)
         recipe.compile(model)
         serialize = keras.saving.serialize_keras_object
-        loss = _without_modules(serialize(model.arguments["loss"]))
-        metrics = [_without_modules(serialize(m)) for m in model.arguments["metrics"]]
+        loss = without_modules(serialize(model.arguments["loss"]))
+        metrics = [without_modules(serialize(m)) for m in model.arguments["metrics"]]
         central_crop = recipe.central_crop
     optimizer, schedule = recipe.make_optimizer(), recipe.schedule()
     config = optimizer.get_config()

@@ -50,13 +50,14 @@ def test_plans():
 
 @on_one
 def test_configurations_of_all_presets():
-    found = golden.configurations()
-    assert found == golden.read("configurations.json.gz")
+    expected = golden.without_modules(golden.read("configurations.json.gz"))
+    assert golden.configurations() == expected
 
 
 @on_one
 def test_configurations_of_the_trained_presets_saved_again():
-    assert golden.saved_again() == golden.read("saved_again.json")
+    expected = golden.without_modules(golden.read("saved_again.json"))
+    assert golden.saved_again() == expected
 
 
 def test_recipes():

@@ -33,9 +33,7 @@ def test_routers_that_choose_tokens_refuse_it():
         routers.SinkhornExpertChoiceRouter,
         routers.SparseTransportExpertChoiceRouter,
     ):
-        with pytest.raises(
-            ValueError, match=f"capacity_factor=None for a `{kind.__name__}"
-        ):
+        with pytest.raises(ValueError, match="experts choose.*capacity_factor=None"):
             kind(NUM_EXPERTS, capacity_factor=None)
 
 

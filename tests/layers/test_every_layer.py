@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import layers, routers
+from keras_softmoe import layers, ops, routers
 from tests.layers.common import (
     check_layer,
     check_training_step,
@@ -17,7 +17,7 @@ from tests.references import to_numpy
 TOKENS = (6, 8)
 NOISY = {
     "noise_std": 1.0,
-    "z_loss_weight": 0.1,
+    "losses": [routers.RoutingLoss(ops.z_loss, weight=0.1)],
     "capacity_factor": 2.0,
 }
 # Name -> router, its number of weights, of seed generators and of added losses.
@@ -113,21 +113,24 @@ def test_router_configuration_is_kept_by_the_layer():
         2,
         1.5,
         "max",
-        "ceil",
-        2,
-        0.5,
-        (routers.GShardLoss(weight=0.3), routers.ZLoss(weight=0.4)),
-        7,
-        "plan",
-        3.0,
-        0.5,
-        True,
-        True,
+        keep_fraction=0.5,
+        normalize_gates=True,
+        num_iterations=7,
+        combine="plan",
+        noise_std=0.5,
+        losses=(
+            routers.RoutingLoss(ops.gshard_loss, weight=0.3),
+            routers.RoutingLoss(ops.z_loss, weight=0.4),
+        ),
+        eval_capacity_factor=3.0,
+        rounding="ceil",
+        multiple_of=2,
+        random_logits=True,
     )
     revived = revive(layers.MoE(router, 5)).router
     assert revived.routing_losses == (
-        routers.GShardLoss(weight=0.3),
-        routers.ZLoss(weight=0.4),
+        routers.RoutingLoss(ops.gshard_loss, weight=0.3),
+        routers.RoutingLoss(ops.z_loss, weight=0.4),
     )
     config = revived.get_config()
     expected = {

@@ -4,11 +4,15 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import layers, models, routers
+from keras_softmoe import layers, models, ops, routers
 from tests.gradients import layer_gradients, outputs
 from tests.references import to_numpy
 
-LOSSES = (routers.ImportanceLoss(), routers.GShardLoss(), routers.ZLoss())
+LOSSES = (
+    routers.RoutingLoss(ops.importance_loss),
+    routers.RoutingLoss(ops.gshard_loss),
+    routers.RoutingLoss(ops.z_loss),
+)
 ROUTERS = {
     "soft": lambda: routers.SoftRouter(4, 2),
     "uniform": lambda: routers.SoftRouter(4, 2, dispatch="uniform", combine="uniform"),

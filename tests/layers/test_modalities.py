@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import layers, routers
+from keras_softmoe import layers, ops, routers
 from keras_softmoe.layers import modalities
 from tests import limoe_router_twin as twin
 from tests import twins
@@ -19,7 +19,10 @@ LENGTHS = {"image": 4, "text": 2}
 PLAIN = routers.SoftmaxTokenChoiceRouter(
     NUM_EXPERTS, priority="max", capacity_factor=0.5
 )
-LOSSES = (routers.LocalEntropyLoss("text"), routers.ZLoss("image"))
+LOSSES = (
+    routers.RoutingLoss(ops.local_entropy_loss, "text"),
+    routers.RoutingLoss(ops.z_loss, "image"),
+)
 LIMOE = routers.LIMoERouter(
     NUM_EXPERTS, capacity_factor=0.5, losses=LOSSES, loss_weight=1.0
 )
@@ -363,7 +366,7 @@ def test_masked_text_is_not_there(make, per_modality, capacity_factor):
         losses=(
             *routers.classic_losses(by_modality=True),
             *routers.entropy_losses(NUM_EXPERTS),
-            routers.MutualInformationLoss(),
+            routers.RoutingLoss(ops.mutual_information_loss),
         ),
     )
     layer = Joined(make(router, inputs))

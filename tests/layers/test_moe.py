@@ -103,7 +103,12 @@ def test_padding_under_a_soft_router():
 
 def test_padding_counts_in_no_loss():
     router = routers.SoftmaxTokenChoiceRouter(
-        NUM_EXPERTS, noise_std=0.0, importance_loss_weight=1.0, z_loss_weight=1.0
+        NUM_EXPERTS,
+        noise_std=0.0,
+        losses=[
+            routers.RoutingLoss(ops.importance_loss),
+            routers.RoutingLoss(ops.z_loss),
+        ],
     )
     grouped, single = build(router, group_images=2), build(router)
     single.set_weights(grouped.get_weights())

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import layers, routers
+from keras_softmoe import layers, ops, routers
 from tests.layers.common import BATCH, normal
 from tests.references import to_numpy
 
@@ -12,7 +12,11 @@ FRAMES, TOKENS = 3, (5, 8)
 # Equal logits of four experts: what the loss is, one can tell.
 Z_LOSS = 0.5 * np.log(4.0) ** 2
 SPARSE = routers.SoftmaxTokenChoiceRouter(
-    4, 2, capacity_factor=0.5, noise_std=0.0, losses=(routers.ZLoss(weight=0.5),)
+    4,
+    2,
+    capacity_factor=0.5,
+    noise_std=0.0,
+    losses=(routers.RoutingLoss(ops.z_loss, weight=0.5),),
 )
 
 

@@ -7,8 +7,9 @@ import keras_hub
 import numpy as np
 import pytest
 
-from keras_softmoe import models, ops, routers
+from keras_softmoe import models, routers
 from keras_softmoe.catalogue import _entries as entries
+from keras_softmoe.ops.position import resample_position_grid
 from tests.layers.common import randomize
 from tests.models import tiny
 from tests.references import to_numpy
@@ -145,7 +146,7 @@ def test_other_resolution(tmp_path, pooling, image_shape):
     table = to_numpy(model.backbone.get_layer("position_embedding").embedding)[0]
     patches = table[-4:].reshape(2, 2, 8)
     rows, columns = image_shape[0] // 4, image_shape[1] // 4
-    patches = to_numpy(ops.resample_position_grid(patches, rows, columns))
+    patches = to_numpy(resample_position_grid(patches, rows, columns))
     expected = np.concatenate([table[:-4], patches.reshape(-1, 8)])[None]
     for cls in (models.ViTMoEImageClassifier, keras_hub.models.ImageClassifier):
         revived = cls.from_preset(path, image_shape=image_shape)

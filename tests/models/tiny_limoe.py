@@ -9,7 +9,7 @@ import functools
 import keras
 import numpy as np
 
-from keras_softmoe import models, routers
+from keras_softmoe import models, ops, routers
 from tests import limoe_router_twin as twin
 from tests import limoe_twins
 from tests.layers.common import randomize
@@ -28,12 +28,12 @@ CAPTIONS = [
     "big square",
 ]
 LOSSES = (
-    routers.LocalEntropyLoss("text"),
-    routers.GlobalEntropyLoss("text", soft_minimum=3.9),
-    routers.GlobalEntropyLoss("image", soft_minimum=3.9),
-    routers.MutualInformationLoss(),
-    routers.ImportanceLoss(),
-    routers.ZLoss("image"),
+    routers.RoutingLoss(ops.local_entropy_loss, "text"),
+    routers.RoutingLoss(ops.global_entropy_loss, "text", soft_minimum=3.9),
+    routers.RoutingLoss(ops.global_entropy_loss, "image", soft_minimum=3.9),
+    routers.RoutingLoss(ops.mutual_information_loss),
+    routers.RoutingLoss(ops.importance_loss),
+    routers.RoutingLoss(ops.z_loss, "image"),
 )
 LOSS_TWINS = [
     (twin.local, "text"),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from keras_softmoe import ops
+from keras_softmoe.ops import assignment
 from keras_softmoe.ops.assignment import PRIORITIES
 from tests import cases, twins
 from tests.references import to_numpy
@@ -240,7 +241,7 @@ def test_real_tokens_are_kept_before_padding_whatever_their_scores(priority, wor
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 6, 1), (2, 8, 4), (1, 6, 3)])
 def test_identity_is_round_robin(shape):
-    assert_same_slots(ops.identity(*shape), twins.identity(*shape))
+    assert_same_slots(assignment.identity(*shape), twins.identity(*shape))
 
 
 @pytest.mark.parametrize(
@@ -254,7 +255,7 @@ def test_identity_is_round_robin(shape):
         (lambda s: ops.token_choice(s, 1, 2, keep_fraction=1.5), "1.5"),
         (lambda s: ops.expert_choice(s, 9), "9"),
         (lambda s: ops.expert_choice(s, 0), "0"),
-        (lambda s: ops.identity(1, 7, 4), "7"),
+        (lambda s: assignment.identity(1, 7, 4), "7"),
     ],
 )
 def test_bad_arguments_are_named(call, received):

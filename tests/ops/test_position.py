@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import ops
+from keras_softmoe.ops import position
 from tests import twins
 from tests.ops import bicubic_twin
 from tests.references import to_numpy
@@ -17,7 +17,7 @@ from tests.references import to_numpy
 def test_sincos_2d_table(height, width, hidden_dim, temperature):
     arguments = (height, width, hidden_dim, temperature)
     np.testing.assert_allclose(
-        to_numpy(ops.sincos_2d_table(*arguments)),
+        to_numpy(position.sincos_2d_table(*arguments)),
         twins.sincos_2d_table(*arguments),
         rtol=1e-5,
         atol=1e-6,
@@ -27,7 +27,7 @@ def test_sincos_2d_table(height, width, hidden_dim, temperature):
 @pytest.mark.parametrize("hidden_dim", [4, 10])
 def test_sincos_2d_table_wants_a_multiple_of_four(hidden_dim):
     with pytest.raises(ValueError, match=f"Received: .*{hidden_dim}"):
-        ops.sincos_2d_table(2, 2, hidden_dim)
+        position.sincos_2d_table(2, 2, hidden_dim)
 
 
 @pytest.mark.parametrize("old", [(1, 1), (2, 3), (4, 4)])
@@ -35,7 +35,7 @@ def test_sincos_2d_table_wants_a_multiple_of_four(hidden_dim):
 def test_resample_position_grid(old, new):
     grid = np.random.default_rng(0).normal(size=(*old, 6)).astype("float32")
     np.testing.assert_allclose(
-        to_numpy(ops.resample_position_grid(grid, *new)),
+        to_numpy(position.resample_position_grid(grid, *new)),
         twins.resample_position_grid(grid, *new),
         rtol=1e-5,
         atol=1e-5,
@@ -44,7 +44,7 @@ def test_resample_position_grid(old, new):
 
 def test_corners_are_kept():
     grid = np.random.default_rng(0).normal(size=(3, 4, 6)).astype("float32")
-    larger = to_numpy(ops.resample_position_grid(grid, 7, 9))
+    larger = to_numpy(position.resample_position_grid(grid, 7, 9))
     np.testing.assert_allclose(
         larger[[0, 0, -1, -1], [0, -1, 0, -1]],
         grid[[0, 0, -1, -1], [0, -1, 0, -1]],
@@ -59,7 +59,7 @@ def test_corners_are_kept():
 def test_bicubic(old, new, antialias):
     grid = np.random.default_rng(0).normal(size=(*old, 4)).astype("float32")
     name = "bicubic_antialias" if antialias else "bicubic"
-    ours = to_numpy(ops.resample_position_grid(grid, *new, name))
+    ours = to_numpy(position.resample_position_grid(grid, *new, name))
     expected = bicubic_twin.resample(grid, *new, antialias)
     np.testing.assert_allclose(ours, expected, atol=1e-5)
     if keras.backend.backend() == "torch":

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-from keras_softmoe import ops
+from keras_softmoe import ops, routers
 from tests import twins
 from tests.reference import INEXPRESSIBLE
 from tests.references import to_numpy
@@ -99,10 +99,23 @@ def finish(reference, prefix=""):
     reference.finish(prefix)
 
 
-def loss_weights(weights, noise_std):
-    """Weights of losses by name, as a router takes them: no load loss without noise."""
-    return {
-        name: weight
-        for name, weight in weights.items()
-        if noise_std or name != "load_loss_weight"
+def losses_of(weights, noise_std):
+    """Losses of a router from their weights by name: no load loss without noise.
+
+    Those of V-MoE's router have weights of 0.005 where the settings have none.
+    """
+    weights = {
+        "importance_loss_weight": 0.005,
+        "load_loss_weight": 0.005,
+        **weights,
     }
+    functions = {
+        "gshard_loss_weight": ops.gshard_loss,
+        "importance_loss_weight": ops.importance_loss,
+        "load_loss_weight": ops.load_loss,
+    }
+    return [
+        routers.RoutingLoss(functions[name], weight=weight)
+        for name, weight in weights.items()
+        if weight and (noise_std or name != "load_loss_weight")
+    ]

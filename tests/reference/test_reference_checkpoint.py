@@ -6,7 +6,7 @@ import pytest
 
 from keras_softmoe import converters, models, routers
 from tests import twins
-from tests.reference.common import loss_weights
+from tests.reference.common import losses_of
 from tests.references import NUMBERS, Reference, to_numpy
 
 TOLERANCE = 1e-4
@@ -57,7 +57,7 @@ def router_of(moe):
         multiple_of=dispatcher["capacity_multiple_of"],
         priority="max" if dispatcher["batch_priority"] else "position",
         noise_std=settings["noise_std"],
-        **loss_weights(
+        losses=losses_of(
             {name: settings[name] for name in weights}, settings["noise_std"]
         ),
     )

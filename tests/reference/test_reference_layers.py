@@ -10,7 +10,7 @@ from tests.reference.common import (
     check_auxiliary_loss,
     check_statistics,
     finish,
-    loss_weights,
+    losses_of,
 )
 from tests.references import Reference, to_numpy
 
@@ -124,13 +124,13 @@ def sparse_router(case, config):
     if case.startswith("ec"):
         return routers.SoftmaxExpertChoiceRouter(config["E"], **arguments)
     weights = {f"{n}_loss_weight": w for n, w in config["loss_weights"].items()}
-    weights = loss_weights(weights, noise_std=0.0)
+    losses = losses_of(weights, noise_std=0.0)
     return routers.SoftmaxTokenChoiceRouter(
         config["E"],
         num_selected_experts=config["k"],
         priority="max" if config["batch_priority"] else "position",
+        losses=losses,
         **arguments,
-        **weights,
     )
 
 

@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 
 from keras_softmoe import ops, routers
+from keras_softmoe.ops.position import sincos_2d_table
 from tests.gradients import layer_gradients, outputs
 from tests.reference.common import (
     check_auxiliary_loss,
     check_statistics,
     finish,
-    loss_weights,
+    losses_of,
 )
 from tests.reference.test_reference_layers import check_weight_means
 from tests.references import Reference, to_numpy
@@ -58,7 +59,7 @@ def make_router(moe, noisy):
         num_selected_experts=settings["num_selected_experts"],
         priority="max" if dispatcher["batch_priority"] else "position",
         **arguments,
-        **loss_weights(
+        losses=losses_of(
             {name: settings[name] for name in weights if name in settings},
             arguments["noise_std"],
         ),
@@ -82,7 +83,7 @@ def position_embedding(reference, params):
         )
     )
     table = to_numpy(
-        ops.sincos_2d_table(
+        sincos_2d_table(
             height,
             width,
             reference.config["model"]["hidden_size"],

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import ops
+from keras_softmoe.ops.position import resample_position_grid
 from tests.reference.common import (
     check_statistics,
     finish,
@@ -100,7 +101,7 @@ def test_resampled_position_table(case):
     reference = Reference("j_posembed_resize")
     token, grid = split(reference.given(f"{case}/source"))
     expected_token, expected = split(reference.given(f"{case}/output"))
-    actual = to_numpy(ops.resample_position_grid(grid, *expected.shape[:2]))
+    actual = to_numpy(resample_position_grid(grid, *expected.shape[:2]))
     np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
     if len(token) and len(expected_token):
         np.testing.assert_array_equal(token, expected_token)
@@ -118,6 +119,6 @@ def test_resampled_grid(case):
     expected = reference.given(f"{case}/output")
     if source.ndim == 2:
         source, expected = source[..., None], expected[..., None]
-    actual = ops.resample_position_grid(source, *expected.shape[:2])
+    actual = resample_position_grid(source, *expected.shape[:2])
     np.testing.assert_allclose(to_numpy(actual), expected, rtol=2e-5, atol=2e-5)
     finish(reference, f"{case}/")

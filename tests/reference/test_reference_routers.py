@@ -14,7 +14,7 @@ from tests.reference.common import (
     check_dense,
     check_statistics,
     finish,
-    loss_weights,
+    losses_of,
     slot_routing,
 )
 from tests.reference.test_reference_ops import check_indices
@@ -49,7 +49,9 @@ def token_choice_router(reference, settings, **kwargs):
         num_selected_experts=settings["k"],
         priority="max" if settings["batch_priority"] else "position",
         **rounding(settings),
-        **loss_weights(reference.config["loss_weights"], kwargs.get("noise_std", 1.0)),
+        losses=losses_of(
+            reference.config["loss_weights"], kwargs.get("noise_std", 1.0)
+        ),
         **kwargs,
     )
 

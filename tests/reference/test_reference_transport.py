@@ -13,7 +13,7 @@ from tests.reference.common import (
     check_dense,
     check_statistics,
     finish,
-    loss_weights,
+    losses_of,
     slot_routing,
 )
 from tests.references import Reference, to_numpy
@@ -88,7 +88,7 @@ def transport_router(prefix, settings):
         settings["num_experts"],
         num_selected_experts=settings["num_selected_experts"],
         priority="max" if dispatcher["batch_priority"] else "position",
-        **loss_weights(
+        losses=losses_of(
             {name: settings.get(name, 0.0) for name in weights},
             arguments["noise_std"],
         ),
@@ -151,7 +151,7 @@ def check_transport_metrics(reference, case, router, summary):
     if f"{case}metrics/importance_loss" in reference:
         loss = 0.0
         # The reference reports a loss of weight 0 as 0.
-        if any(isinstance(x, routers.ImportanceLoss) for x in router.routing_losses):
+        if any(x.function is ops.importance_loss for x in router.routing_losses):
             loss = ops.importance_loss(keras.ops.softmax(summary["logits"]))
         reference.check(f"{case}metrics/importance_loss", loss)
     if f"{case}metrics/load_loss" in reference:

@@ -1,12 +1,27 @@
 """LIMoE's routers as the tests use them: one group shape, every form."""
 
+import keras
 import numpy as np
 
-from keras_softmoe import routers
+from keras_softmoe import ops, routers
 from tests import cases, limoe_router_twin
 from tests.references import to_numpy
 from tests.routers.sparse_routers import PLAIN, WIDTH, as_numpy
 
+# As files name a pruned router
+Pruned = keras.saving.get_registered_object("keras_softmoe>PrunedLIMoERouter")
+
+EVERY_LOSS = (
+    routers.RoutingLoss(ops.importance_loss),
+    routers.RoutingLoss(ops.load_loss, "image"),
+    routers.RoutingLoss(ops.z_loss, "text"),
+    routers.RoutingLoss(ops.local_entropy_loss, "text"),
+    routers.RoutingLoss(ops.target_entropy_loss, "image"),
+    routers.RoutingLoss(ops.merged_entropy_loss, "text"),
+    routers.RoutingLoss(ops.global_entropy_loss, "text", soft_minimum=2.5),
+    routers.RoutingLoss(ops.global_entropy_loss, "text", threshold=0.5),
+    routers.RoutingLoss(ops.mutual_information_loss),
+)
 # Two pairs of four patches and two words in a group.
 MODALITIES = (("image", 4), ("text", 2))
 NAMES = (["image"] * 4 + ["text"] * 2) * 2

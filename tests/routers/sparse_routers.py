@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_softmoe import routers
+from keras_softmoe import ops, routers
 from tests.references import to_numpy
 
 WIDTH = 4
@@ -30,6 +30,11 @@ SPARSE = {
 }
 TOKEN_CHOICE = ["softmax_token_choice", "sinkhorn_token_choice"]
 PLANS = ["sinkhorn_token_choice", "sinkhorn_expert_choice", "sparse_transport"]
+
+
+def losses(**weights):
+    """Losses with weights by the names of their functions: `losses(z_loss=0.5)`."""
+    return [routers.RoutingLoss(getattr(ops, f), weight=w) for f, w in weights.items()]
 
 
 def build(name, num_experts, width, **kwargs):

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import layers, routers, training
+from keras_softmoe import layers, ops, routers, training
 from tests import cases
 from tests.gradients import layer_gradients
 from tests.references import to_numpy
@@ -17,7 +17,7 @@ BATCH, NUM_TOKENS, WIDTH, NUM_EXPERTS = 3, 4, 4, 3
 MASK = np.array([[True] * NUM_TOKENS, [True, False] * 2, [False] * NUM_TOKENS])
 
 SPARSE_LOSSES = {
-    "losses": (*routers.classic_losses(), routers.GShardLoss()),
+    "losses": (*routers.classic_losses(), routers.RoutingLoss(ops.gshard_loss)),
     "noise_std": 1.0,
 }
 ROUTERS = {
@@ -100,7 +100,7 @@ def test_limoe_is_finite(floatx, form):
         losses=(
             *routers.classic_losses(),
             *routers.entropy_losses(limoe_routers.NUM_EXPERTS),
-            routers.MutualInformationLoss(),
+            routers.RoutingLoss(ops.mutual_information_loss),
         ),
         noise_std=1.0,
         **limoe_routers.FORMS[form],

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import routers
+from keras_softmoe import ops, routers
 from tests import cases, twins
 from tests import limoe_router_twin as twin
 from tests.gradients import layer_gradients
@@ -15,6 +15,7 @@ from tests.routers.limoe_routers import (
     NAMES,
     NUM_EXPERTS,
     NUM_TOKENS,
+    Pruned,
     build,
     call,
     kernels,
@@ -24,15 +25,22 @@ from tests.routers.limoe_routers import (
 )
 
 PRIORITIES = ["sum", "max", "position", "pair", "image_first", "text_first"]
+
+
+def about(function, **settings):
+    """Callable from a modality to a loss of ours."""
+    return lambda modality: routers.RoutingLoss(function, modality, **settings)
+
+
 # Each kind of loss, of ours and of the twin's, for each modality that it can be about.
 KINDS = {
-    "importance": (routers.ImportanceLoss, twin.importance),
-    "z": (routers.ZLoss, twin.z),
-    "local": (routers.LocalEntropyLoss, twin.local),
-    "target": (routers.TargetEntropyLoss, twin.target),
-    "merged": (routers.MergedEntropyLoss, twin.merged),
+    "importance": (about(ops.importance_loss), twin.importance),
+    "z": (about(ops.z_loss), twin.z),
+    "local": (about(ops.local_entropy_loss), twin.local),
+    "target": (about(ops.target_entropy_loss), twin.target),
+    "merged": (about(ops.merged_entropy_loss), twin.merged),
     "global": (
-        lambda m: routers.GlobalEntropyLoss(m, soft_minimum=3.9),
+        about(ops.global_entropy_loss, soft_minimum=3.9),
         twin.at_least(3.9),
     ),
 }
@@ -42,7 +50,7 @@ LOSSES = {
     for modality in ("image", "text", None)
 }
 LOSSES["mutual_information"] = (
-    routers.MutualInformationLoss(),
+    routers.RoutingLoss(ops.mutual_information_loss),
     (twin.mutual_information, None),
 )
 # One of each kind.
@@ -148,8 +156,8 @@ def test_a_modality_that_comes_first_loses_no_token_to_the_other():
 
 def test_a_soft_minimum_of_less_than_one_expert_is_averaged():
     # Images in figure 12's model with four experts: the loss is zero, and one of two.
-    local = routers.LocalEntropyLoss("text")
-    nothing = routers.GlobalEntropyLoss("image", soft_minimum=0.8)
+    local = routers.RoutingLoss(ops.local_entropy_loss, "text")
+    nothing = routers.RoutingLoss(ops.global_entropy_loss, "image", soft_minimum=0.8)
     both, one = (build(losses=losses) for losses in ((local, nothing), (local,)))
     of_both, of_one = (call(r, tokens())[1]["auxiliary_loss"] for r in (both, one))
     twin_losses = [(twin.local, "text"), (twin.at_least(0.8), "image")]
@@ -232,7 +240,7 @@ def test_load_loss_of_a_modality(modality, set_noise):
     router = build(
         noise_std=2.0,
         num_selected_experts=2,
-        losses=(routers.LoadLoss(modality),),
+        losses=(routers.RoutingLoss(ops.load_loss, modality),),
         loss_weight=1.0,
     )
     set_noise(noise.astype("float32"))
@@ -248,7 +256,10 @@ def test_gradients_of_the_losses(form, set_noise):
     router = build(
         num_selected_experts=2,
         noise_std=2.0,
-        losses=(*(LOSSES[name][0] for name in EACH), routers.LoadLoss("text")),
+        losses=(
+            *(LOSSES[name][0] for name in EACH),
+            routers.RoutingLoss(ops.load_loss, "text"),
+        ),
         loss_weight=1.0,
         **FORMS[form],
     )
@@ -290,7 +301,10 @@ def test_mutual_information_of_routing():
     # Images and text that are the same tokens are routed alike: nothing is told.
     modalities, names = (("image", 3), ("text", 3)), (["image"] * 3 + ["text"] * 3) * 2
     x = np.tile(tokens()[:, :3], (1, 4, 1))
-    loss = {"losses": (routers.MutualInformationLoss(),), "loss_weight": 1.0}
+    loss = {
+        "losses": (routers.RoutingLoss(ops.mutual_information_loss),),
+        "loss_weight": 1.0,
+    }
     router = build(per_modality=True, **loss)
     router.text_kernel.assign(router.image_kernel)
     _, summary = call(router, x, modalities=modalities)
@@ -354,7 +368,7 @@ def test_room_for_one_modality():
 
 
 def test_without_losses_that_apply_there_is_none():
-    router = build(losses=(routers.LocalEntropyLoss("text"),))
+    router = build(losses=(routers.RoutingLoss(ops.local_entropy_loss, "text"),))
     _, summary = call(router, tokens(), modalities=(("image", 6),), training=True)
     np.testing.assert_array_equal(summary["auxiliary_loss"], [0.0, 0.0])
     assert not router.losses
@@ -378,11 +392,11 @@ def test_pruned_router_predicts_all_experts(form):
     kept = (0, 2, 3)
     router = build(
         3,
-        routers.PrunedLIMoERouter,
+        Pruned,
         kept_experts=kept,
         num_predicted_experts=NUM_EXPERTS,
         capacity_factor=1.0,
-        losses=(routers.LocalEntropyLoss("text"),),
+        losses=(routers.RoutingLoss(ops.local_entropy_loss, "text"),),
         loss_weight=1.0,
         **FORMS[form],
     )

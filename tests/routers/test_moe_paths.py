@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import layers, routers
+from keras_softmoe import layers, ops, routers
 from tests import cases, twins
 from tests.gradients import layer_gradients
 from tests.recorded import recorded
@@ -134,7 +134,9 @@ def test_gradient_of_a_plan_that_xla_compiles(name):
     for jit_compile in (True, False):
         keras.utils.set_random_seed(0)
         # One of the plans has no gradient, but a router gets that of its loss.
-        router = SPARSE[name](NUM_EXPERTS, combine="plan", losses=[routers.ZLoss()])
+        router = SPARSE[name](
+            NUM_EXPERTS, combine="plan", losses=[routers.RoutingLoss(ops.z_loss)]
+        )
         layer = layers.MoE(router, MLP_DIM)
         model = keras.Sequential([keras.Input((NUM_TOKENS, WIDTH)), layer])
         model.compile(keras.optimizers.SGD(1.0), "mse", jit_compile=jit_compile)

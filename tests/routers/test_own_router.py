@@ -6,7 +6,8 @@ import pytest
 from keras import ops
 
 from keras_softmoe import layers, routers
-from keras_softmoe.ops import SlotRouting, identity
+from keras_softmoe.ops import SlotRouting
+from keras_softmoe.ops.assignment import identity
 from tests import cases
 from tests.references import to_numpy
 

@@ -1,13 +1,18 @@
-"""Settings of the routers that seat single tokens, some of which may change later."""
+"""Settings of sparse routers: the fields of `_policies`, some of which may change."""
 
-import keras
 import numpy as np
 import pytest
 
 from keras_softmoe import routers
+from keras_softmoe.checks import keyword_names
 from tests import cases, twins
-from tests.references import to_numpy
-from tests.routers.sparse_routers import SPARSE, TOKEN_CHOICE, WIDTH, build, call
+from tests.routers.sparse_routers import (
+    SPARSE,
+    TOKEN_CHOICE,
+    WIDTH,
+    build,
+    call,
+)
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -119,94 +124,31 @@ def test_a_refused_setting_changes_nothing():
         routers.SoftRouter(4).update(capacity_factor=2.0)
 
 
-# === Losses ===
+# === Constructors ===
 
 
-def losses_of(router):
-    """Losses of a training call on the same tokens and the same noise."""
-    router.build((None, 6, 8))
-    router.kernel.assign(np.random.default_rng(1).normal(size=router.kernel.shape))
-    router.seed_generator.state.assign([0, 0])
-    tokens = np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
-    return to_numpy(router(tokens, training=True).summary["auxiliary_loss"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_misspelt_arguments(name):
+    with pytest.raises(TypeError, match="Did you mean `capacity_factor`.*capacty_fact"):
+        SPARSE[name](4, capacty_factor=2.0)
+    with pytest.raises(TypeError, match="no such argument.*losses.*Received: z_loss_w"):
+        SPARSE[name](4, z_loss_weight=1.0)
 
 
-def test_losses_are_objects_with_weights():
-    weights = {
-        "importance_loss_weight": 0.3,
-        "load_loss_weight": 0.2,
-        "gshard_loss_weight": 0.1,
-        "z_loss_weight": 0.4,
-    }
-    kinds = (
-        routers.ImportanceLoss,
-        routers.LoadLoss,
-        routers.GShardLoss,
-        routers.ZLoss,
-    )
-    losses = [
-        kind(weight=weight)
-        for kind, weight in zip(kinds, weights.values(), strict=True)
-    ]
-    router = routers.SoftmaxTokenChoiceRouter(4, losses=losses)
-    # As files that were saved before have them.
-    named = routers.SoftmaxTokenChoiceRouter(4, **weights)
-    assert named.routing_losses == router.routing_losses == tuple(losses)
-    each = [losses_of(routers.SoftmaxTokenChoiceRouter(4, losses=[x])) for x in losses]
-    np.testing.assert_allclose(losses_of(router), sum(each), rtol=1e-5)
-    assert np.abs(each).min() > 0
+@pytest.mark.parametrize("name", [*SPARSE, "limoe"])
+def test_configuration_has_every_argument(name):
+    router = SPARSE[name](4) if name in SPARSE else routers.LIMoERouter(4)
+    names = keyword_names(type(router).__init__)
+    assert sorted(router.get_config()) == sorted(names)
+    # And each is an attribute.
+    other = {"losses": router.routing_losses, "num_predicted_experts": None}
+    given = {n: getattr(router, n) for n in names if n not in other}
+    again = type(router)(**given, **{n: x for n, x in other.items() if n in names})
+    assert again.get_config() == router.get_config()
 
 
-def test_losses_by_default():
-    paper = (routers.ImportanceLoss(weight=0.005), routers.LoadLoss(weight=0.005))
-    assert routers.SoftmaxTokenChoiceRouter(4).routing_losses == paper
-    # Without noise there is no load loss.
-    router = routers.SoftmaxTokenChoiceRouter(4, noise_std=0.0)
-    assert router.routing_losses == paper[:1]
-    assert routers.SoftmaxTokenChoiceRouter(4, losses=()).routing_losses == ()
-    assert routers.SinkhornTokenChoiceRouter(4).routing_losses == ()
-    assert routers.SoftmaxExpertChoiceRouter(4).routing_losses == ()
-
-
-def test_no_load_loss_without_noise_is_said():
-    settings = {"noise_std": 0.0, "load_loss_weight": 0.1, "z_loss_weight": 0.2}
-    with pytest.warns(UserWarning, match="left out. Received: noise_std=0, load_loss"):
-        router = routers.SinkhornTokenChoiceRouter(4, **settings)
-    assert router.routing_losses == (routers.ZLoss(weight=0.2),)
-    # Not of files, which have the weight that was the default.
-    config = {"num_experts": 4, **settings}
-    router = routers.SinkhornTokenChoiceRouter.from_config(config)
-    assert router.routing_losses == (routers.ZLoss(weight=0.2),)
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"losses": [routers.LoadLoss()], "noise_std": 0.0}, "noise.*LoadLoss"),
-        ({"losses": [routers.ZLoss(), routers.ZLoss()]}, "given once"),
-        ({"losses": ["z"]}, "are objects like.*'z'"),
-        ({"losses": (), "z_loss_weight": 0.1}, "Received: losses and z_loss_weight"),
-    ],
-)
-def test_bad_losses(settings, message):
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        routers.SoftmaxTokenChoiceRouter(4, **settings)
-
-
-@keras.saving.register_keras_serializable(package="tests")
-class LargestLogit(routers.RoutingLoss):
-    """A loss of a user, which knows nothing of weights."""
-
-    def __init__(self, modality=None):
-        super().__init__(modality)
-
-    def __call__(self, routed):
-        return keras.ops.max(routed.logits, axis=(1, 2))
-
-
-def test_a_loss_of_a_user_is_cloned_with_its_router():
-    router = routers.SoftmaxExpertChoiceRouter(4, losses=[LargestLogit()])
-    copy = router.clone(name="copy")
-    assert copy.routing_losses == (LargestLogit(),)
-    loss = losses_of(copy)
-    assert loss.shape == (2,) and loss[0] > 0
+def test_an_argument_of_another_router_is_none():
+    router = routers.SoftmaxExpertChoiceRouter(4)
+    assert not hasattr(router, "priority")
+    with pytest.raises(AttributeError, match="num_iterations"):
+        router.num_iterations  # noqa: B018

@@ -1,4 +1,4 @@
-"""Routers that seat single tokens: against the twins, and what holds for all."""
+"""Sparse routers (`_named`, `_sparse`) against the twins, and what holds for all."""
 
 import hypothesis.strategies as st
 import keras
@@ -18,6 +18,7 @@ from tests.routers.sparse_routers import (
     as_numpy,
     build,
     call,
+    losses,
 )
 
 FINITE_FLAVOURS = ["normal", "equal", "zero"]
@@ -123,10 +124,10 @@ def test_padding_has_no_say(name):
     valid = cases.padding((2, 8), 1)
     tokens = cases.array("normal", (2, 8, WIDTH), 0)
     other = cases.hide(tokens, valid)
-    weights = {"z_loss_weight": 1.0}
+    weights = {"z_loss": 1.0}
     if name in TOKEN_CHOICE:
-        weights.update(importance_loss_weight=1.0, gshard_loss_weight=1.0)
-    router = build(name, 4, WIDTH, **weights)
+        weights.update(importance_loss=1.0, gshard_loss=1.0)
+    router = build(name, 4, WIDTH, losses=losses(**weights))
     routing, summary = call(router, tokens, valid)
     other_routing, other_summary = call(router, other, valid)
     for actual, expected in zip(other_routing, routing, strict=True):
@@ -144,10 +145,10 @@ def test_padding_has_no_say(name):
 @pytest.mark.parametrize("name", SPARSE)
 def test_auxiliary_loss_is_the_weighted_sum(name):
     tokens = cases.array("normal", (2, 8, WIDTH), 0)
-    weights = {"z_loss_weight": 0.5}
+    weights = {"z_loss": 0.5}
     if name in TOKEN_CHOICE:
-        weights.update(importance_loss_weight=0.3, gshard_loss_weight=0.1)
-    router = build(name, 4, WIDTH, **weights)
+        weights.update(importance_loss=0.3, gshard_loss=0.1)
+    router = build(name, 4, WIDTH, losses=losses(**weights))
     _, summary = call(router, tokens)
     probabilities = twins.softmax(summary["logits"])
     expected = 0.5 * twins.z_loss(summary["logits"])
@@ -164,7 +165,7 @@ def test_losses_are_added_in_training_only(name):
     if name == "identity":
         router, expected = routers.IdentityRouter(4), 0
     else:
-        router, expected = build(name, 4, WIDTH, z_loss_weight=1.0), 1
+        router, expected = build(name, 4, WIDTH, losses=losses(z_loss=1.0)), 1
     router(tokens, training=False)
     assert len(router.losses) == 0
     _, summary = call(router, tokens, training=True)
@@ -179,10 +180,10 @@ def test_losses_are_added_in_training_only(name):
 def test_noise(name, set_noise):
     tokens = cases.array("normal", (2, 8, WIDTH), 0)
     noise = cases.array("normal", (2, 8, 4), 7)
-    weights = {"load_loss_weight": 1.0} if name in TOKEN_CHOICE else {}
+    weights = {}
     if name in TOKEN_CHOICE:
-        weights["importance_loss_weight"] = 0.5
-    router = build(name, 4, WIDTH, noise_std=2.0, **weights)
+        weights = {"load_loss": 1.0, "importance_loss": 0.5}
+    router = build(name, 4, WIDTH, noise_std=2.0, losses=losses(**weights))
     undrawn = set_noise(noise)
     _, quiet = call(router, tokens, training=False)
     assert len(undrawn) == 1
@@ -256,13 +257,13 @@ def test_sinkhorn_plan_has_the_gradient_of_its_iterations(name):
 @pytest.mark.parametrize("flavour", FINITE_FLAVOURS)
 def test_gradients_are_finite(name, flavour):
     tokens = cases.array(flavour, (2, 8, WIDTH), 0)
-    weights = {"z_loss_weight": 1.0}
+    weights = {"z_loss": 1.0}
     if name in TOKEN_CHOICE:
-        weights.update(importance_loss_weight=1.0, gshard_loss_weight=1.0)
-    router = build(name, 4, WIDTH, **weights)
+        weights.update(importance_loss=1.0, gshard_loss=1.0)
+    router = build(name, 4, WIDTH, losses=losses(**weights))
 
-    def loss(decision, losses):
-        return keras.ops.sum(decision.routing.gate**2) + sum(losses)
+    def loss(decision, added):
+        return keras.ops.sum(decision.routing.gate**2) + sum(added)
 
     value, for_tokens, for_weights = layer_gradients(
         router, tokens, loss, training=True

@@ -323,7 +323,9 @@ def targets():
             },
             {"batch_size": "size"},
         ),
-        "ImportanceLoss": Target(routers.ImportanceLoss, {}, {"weight": "number"}),
+        "RoutingLoss": Target(
+            routers.RoutingLoss, {"function": ops.z_loss}, {"weight": "number"}
+        ),
     }
     for cls, arguments in BACKBONES.items():
         kinds = {**_sizes(arguments), **_MOE_KINDS, "dropout_rate": "rate"}

@@ -14,7 +14,7 @@ import zipfile
 import keras
 import numpy as np
 
-from keras_softmoe import models, routers
+from keras_softmoe import models, ops, routers
 from keras_softmoe.checks import quote
 from tests.models import tiny, tiny_limoe
 from tests.references import to_numpy
@@ -71,9 +71,9 @@ ROUTERS = {
     "token": routers.SoftmaxTokenChoiceRouter(
         4,
         losses=(
-            routers.ImportanceLoss(weight=0.1),
-            routers.LoadLoss(),
-            routers.ZLoss(),
+            routers.RoutingLoss(ops.importance_loss, weight=0.1),
+            routers.RoutingLoss(ops.load_loss),
+            routers.RoutingLoss(ops.z_loss),
         ),
     ),
     "sinkhorn": routers.SinkhornTokenChoiceRouter(4, combine="plan"),

@@ -31,8 +31,8 @@ DECAY = 1e-5
 
 @pytest.fixture(scope="module")
 def pairs():
-    images, captions, _ = datasets.captioned_digits(8, split="train")
-    return images[:64], captions[:64]
+    images, labels = datasets.digits(8, split="train")
+    return images[:64], np.array([f"the digit {label}" for label in labels[:64]])
 
 
 @pytest.fixture(scope="module")

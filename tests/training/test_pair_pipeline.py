@@ -11,8 +11,8 @@ from keras_softmoe import datasets, training
 
 @pytest.fixture(scope="module")
 def pairs():
-    images, captions, _ = datasets.captioned_digits(8, split="train")
-    return images[:64], captions[:64]
+    images, labels = datasets.digits(8, split="train")
+    return images[:64], np.array([f"the digit {label}" for label in labels[:64]])
 
 
 def make_recipe(augmentation="none", **changes):

@@ -1,15 +1,15 @@
 import os
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from keras_softmoe.datasets import GLYPH_CLASSES, digits, glyphs
-from keras_softmoe.datasets import _resampling as resampling
+from experiments.synthetic import GLYPH_CLASSES, glyphs
+from experiments.synthetic import _resampling as resampling
+from keras_softmoe.datasets import digits
 
 # The package shows the function under the module's name.
-module = sys.modules["keras_softmoe.datasets._glyphs"]
+module = sys.modules["experiments.synthetic._glyphs"]
 
 
 def test_shapes_types_and_classes():
@@ -185,19 +185,6 @@ def test_failed_write_leaves_nothing_behind(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         glyphs(3, cache_dir=tmp_path, verbose=0)
     assert os.listdir(tmp_path) == []
-
-
-def test_import_needs_none_of_the_extras():
-    code = (
-        "import sys; sys.modules.update(dict.fromkeys("
-        "['matplotlib', 'PIL', 'sklearn', 'tensorflow_datasets']));"
-        "import keras_softmoe.datasets as d; print(len(d.GLYPH_CLASSES))"
-    )
-    environment = {**os.environ, "KERAS_BACKEND": "jax"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == "179", done.stderr
 
 
 @pytest.mark.parametrize("source, size", [(8, 8), (8, 32), (10, 32), (3, 7)])

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
+from experiments.synthetic._captions import caption_scenes
+from experiments.synthetic._scenes import Scenes, arrange, sample_scenes
+from experiments.synthetic._shape_drawing import draw_scenes
 from keras_softmoe.checks import check_whole_numbers
-from keras_softmoe.datasets._captions import caption_scenes
-from keras_softmoe.datasets._scenes import Scenes, arrange, sample_scenes
-from keras_softmoe.datasets._shape_drawing import draw_scenes
 
 # Scenes are made in blocks, three random streams each: what is there and where, how it
 # is drawn, how it is told. Part of what a seed means.
@@ -89,13 +89,13 @@ def captioned_shapes(
         ValueError: If a number is out of range or `combinations` unknown.
 
     Examples:
-        >>> images, captions, *_ = ksm.datasets.captioned_shapes(20)
+        >>> images, captions, *_ = captioned_shapes(20)
 
         Combinations that no caption has named, for zero-shot classification:
 
-        >>> data = ksm.datasets.captioned_shapes(10, combinations="held_out")
-        >>> names = np.array(ksm.datasets.SHAPE_COLOR_CLASSES)[data.labels]
-        >>> set(names) <= set(ksm.datasets.HELD_OUT_COMBINATIONS)
+        >>> data = captioned_shapes(10, combinations="held_out")
+        >>> names = np.array(SHAPE_COLOR_CLASSES)[data.labels]
+        >>> set(names) <= set(HELD_OUT_COMBINATIONS)
         True
     """
     check_whole_numbers(1, num_images=num_images)

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from keras_softmoe.datasets import (
+from experiments.synthetic import (
     COLOR_NAMES,
     HELD_OUT_COMBINATIONS,
     SHAPE_COLOR_CLASSES,
     captioned_shapes,
 )
-from keras_softmoe.datasets._captioned_shapes import CaptionedShapes
-from keras_softmoe.datasets._scenes import (
+from experiments.synthetic._captioned_shapes import CaptionedShapes
+from experiments.synthetic._scenes import (
     PLACE_NAMES,
     RELATION_NAMES,
     SHAPE_NAMES,
@@ -19,7 +19,7 @@ from keras_softmoe.datasets._scenes import (
     arrange,
     sample_scenes,
 )
-from tests.datasets.caption_reader import is_true, read_caption, scene_of
+from tests.experiments.synthetic.caption_reader import is_true, read_caption, scene_of
 
 HELD_OUT = [SHAPE_COLOR_CLASSES.index(name) for name in HELD_OUT_COMBINATIONS]
 

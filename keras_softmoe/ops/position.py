@@ -1,14 +1,10 @@
-"""Where a patch lies in the image."""
+"""Position embeddings of patches: fixed tables, and resampling of learned ones."""
 
 import numpy as np
 from keras import ops
 
-from keras_softmoe.types import Tensor
 
-
-def sincos_2d_table(
-    height: int, width: int, hidden_dim: int, temperature: float = 10000.0
-) -> np.ndarray:
+def sincos_2d_table(height, width, hidden_dim, temperature=10000.0):
     """Fixed two-dimensional sine and cosine position embeddings.
 
     For the patch in row `y` and column `x` and frequencies
@@ -30,10 +26,6 @@ def sincos_2d_table(
 
     Source: the fixed embeddings of Soft MoE's released code; Beyer et al. 2022
     (Better plain ViT baselines for ImageNet-1k).
-
-    Examples:
-        >>> ksm.ops.sincos_2d_table(4, 4, hidden_dim=32).shape
-        (16, 32)
     """
     if hidden_dim % 4 or hidden_dim < 8:
         raise ValueError(
@@ -48,35 +40,20 @@ def sincos_2d_table(
     return np.concatenate(parts, axis=1).astype("float32")
 
 
-def resample_position_grid(
-    grid: Tensor, height: int, width: int, resampling: str = "bilinear"
-) -> Tensor:
-    """Resize a grid of position embeddings, as the code that they come from does.
-
-    - `"bilinear"`, with aligned corners: corner patches keep their embeddings, entry
-      `i` of the new axis is read at `i * (old - 1) / (new - 1)` of the old one. An axis
-      of length one is repeated. (V-MoE, original ViT, big_vision)
-    - `"bicubic"`: entry `i` is read at `(i + 0.5) * old / new - 0.5`, with the cubic
-      kernel of `a = -0.75`, as by PyTorch's `interpolate`. (`transformers`)
-    - `"bicubic_antialias"`: the same with `a = -0.5` and, where the grid becomes
-      smaller, a kernel that is as much wider. (`timm`, DINOv2 with registers)
+def resample_position_grid(grid, height, width, resampling="bilinear"):
+    """Resize a grid of position embeddings, as the code that trained them does.
 
     Args:
         grid: `(h, w, D)` float tensor or array.
         height: int, new number of rows.
         width: int, new number of columns.
-        resampling: str, one of these.
+        resampling: one of `RESAMPLINGS`, see `layers.PositionEmbedding`.
 
     Returns:
         `(height, width, D)` tensor.
 
     Source: V-MoE, section 4.4, after Dosovitskiy et al. 2021, section 3.2; for the
     cubic kernel, Keys 1981.
-
-    Examples:
-        >>> grid = np.random.normal(size=(4, 4, 32)).astype("float32")
-        >>> ksm.ops.resample_position_grid(grid, 8, 8).shape
-        (8, 8, 32)
     """
     grid = ops.convert_to_tensor(grid)
     rows = _INTERPOLATIONS[resampling](grid.shape[0], height)

@@ -10,6 +10,7 @@ import os
 from typing import NamedTuple
 
 import numpy as np
+from scipy.ndimage import distance_transform_edt
 
 # Every class is one shape: a capital stands for its lower case where the two differ
 # in size alone (C, O, S, ...), and one script stands for all that share a shape.
@@ -33,8 +34,6 @@ FIELD = BOX + 2 * MARGIN
 # A field value v (uint8) is the signed distance v / STEPS - OFFSET in bank pixels.
 STEPS = 8
 OFFSET = 8
-# Distances above what a field can hold are not worth computing.
-REACH = 255 // STEPS - OFFSET + 1
 
 # Fonts whose character map is Unicode. Patterns, because versions of matplotlib differ
 # in what they ship. The Computer Modern text fonts map only the Latin letters as
@@ -183,27 +182,9 @@ def _removable(ink, second):
 
 
 def _distance(mask):
-    """Euclidean distance of every pixel to the nearest True one, exact up to REACH."""
-    # Whole arrays of this size do not fit a processor's cache; 64 glyphs do.
-    parts = np.array_split(mask, -(-len(mask) // 64))
-    return np.concatenate([_distance_part(part) for part in parts])
-
-
-def _distance_part(mask):
-    size = mask.shape[1]
-    # Along columns by two sweeps; then the best of all columns within reach.
-    columns = np.where(mask, 0, 2 * REACH).astype("int16")
-    for y in range(1, size):
-        np.minimum(columns[:, y], columns[:, y - 1] + 1, out=columns[:, y])
-    for y in reversed(range(size - 1)):
-        np.minimum(columns[:, y], columns[:, y + 1] + 1, out=columns[:, y])
-    squares = columns**2
-    nearest = squares.copy()
-    for dx in range(1, REACH + 1):
-        right, left = squares[:, :, dx:] + dx**2, squares[:, :, :-dx] + dx**2
-        np.minimum(nearest[:, :, :-dx], right, out=nearest[:, :, :-dx])
-        np.minimum(nearest[:, :, dx:], left, out=nearest[:, :, dx:])
-    return np.sqrt(nearest.astype("float32"))
+    """Euclidean distance of every pixel to the nearest True one, float32."""
+    distances = [distance_transform_edt(~picture) for picture in mask]
+    return np.stack(distances).astype("float32")
 
 
 def _encode(distance):

@@ -1,110 +1,29 @@
-"""LIMoE's routers and losses: the named sets, configuration, settings, errors."""
+"""LIMoE's settings (`_modalities`): configuration, changes, errors."""
 
 import json
-import math
 import re
 
 import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import routers
-from tests.routers.limoe_routers import MODALITIES, NUM_EXPERTS, build, call, tokens
-
-PRUNED = {"kept_experts": (1, 2), "num_predicted_experts": 4}
-EVERY_LOSS = (
-    routers.ImportanceLoss(),
-    routers.LoadLoss("image"),
-    routers.ZLoss("text"),
-    routers.LocalEntropyLoss("text"),
-    routers.TargetEntropyLoss("image"),
-    routers.MergedEntropyLoss("text"),
-    routers.GlobalEntropyLoss("text", soft_minimum=2.5),
-    routers.GlobalEntropyLoss("text", threshold=0.5),
-    routers.MutualInformationLoss(),
+from keras_softmoe import ops, routers
+from tests.routers.limoe_routers import (
+    EVERY_LOSS,
+    MODALITIES,
+    NUM_EXPERTS,
+    Pruned,
+    build,
+    call,
+    tokens,
 )
 
-
-# === Named sets ===
-
-
-def test_classic_losses():
-    kinds = (routers.ImportanceLoss, routers.LoadLoss, routers.ZLoss)
-    assert routers.classic_losses() == tuple(kind() for kind in kinds)
-    assert routers.classic_losses(by_modality=True) == tuple(
-        kind(modality) for kind in kinds for modality in ("image", "text")
-    )
-
-
-def test_entropy_losses():
-    # The thresholds of the paper's ablations, appendix A.2.
-    local, text, image = routers.entropy_losses(32)
-    assert local == routers.LocalEntropyLoss("text")
-    assert (text.modality, image.modality) == ("text", "image")
-    np.testing.assert_allclose(text.threshold, math.log(9))
-    np.testing.assert_allclose(image.threshold, math.log(20))
-    # They grow with the number of experts, to no less than one.
-    _, text, image = routers.entropy_losses(64)
-    np.testing.assert_allclose([text.threshold, image.threshold], np.log([18, 40]))
-    _, text, image = routers.entropy_losses(1)
-    assert (text.threshold, image.threshold) == (0.0, 0.0)
-    # Those of LIMoE-H/14, appendix A.3.
-    _, text, image = routers.entropy_losses(32, text_experts=4, image_experts=25)
-    np.testing.assert_allclose([text.threshold, image.threshold], np.log([4, 25]))
-    # For several choices, appendix E.1.
-    assert routers.entropy_losses(32, num_selected_experts=2)[0] == (
-        routers.MergedEntropyLoss("text")
-    )
-
-
-@pytest.mark.parametrize("num_choices", [1, 2])
-def test_default_losses_are_both_sets(num_choices):
-    router = routers.LIMoERouter(8, num_choices)
-    assert router.routing_losses == (
-        *routers.classic_losses(),
-        *routers.entropy_losses(8, num_selected_experts=num_choices),
-    )
-    assert router.loss_weight == 0.04
-
-
-@pytest.mark.parametrize("num_experts", [4, 8, 16, 32, 64])
-def test_thresholds_of_figure_12(num_experts):
-    # Table 5: log(2.4) and log(0.8) for 4 experts, ..., log(38.4) and log(12.8) for 64.
-    losses = routers.entropy_losses(num_experts, 0.6 * num_experts, 0.2 * num_experts)
-    expected = np.log([0.6 * num_experts, 0.2 * num_experts])
-    np.testing.assert_allclose([loss.threshold for loss in losses[1:]], expected)
-    router = routers.LIMoERouter(num_experts, losses=losses)
-    assert router.clone("other").routing_losses == losses
-
-
-def test_threshold_is_a_soft_minimum():
-    one, other = (
-        routers.GlobalEntropyLoss("text", soft_minimum=9),
-        routers.GlobalEntropyLoss("text", threshold=math.log(9)),
-    )
-    assert one == other and hash(one) == hash(other)
-    assert one != routers.GlobalEntropyLoss("image", soft_minimum=9)
-    assert one != routers.GlobalEntropyLoss("text", soft_minimum=8)
-    assert routers.ZLoss() != routers.ImportanceLoss()
-    # All experts may be asked for.
-    for num_experts in (1, 3, 32, 49):
-        loss = routers.GlobalEntropyLoss("text", soft_minimum=num_experts)
-        routers.LIMoERouter(num_experts, losses=[loss])
-    assert repr(routers.GlobalEntropyLoss("text", threshold=0.5)) == (
-        "GlobalEntropyLoss(modality='text', threshold=0.5)"
-    )
-
+PRUNED = {"kept_experts": (1, 2), "num_predicted_experts": 4}
 
 # === Configuration ===
 
 
-@pytest.mark.parametrize("loss", EVERY_LOSS, ids=repr)
-def test_a_loss_is_revived(loss):
-    config = json.loads(json.dumps(keras.saving.serialize_keras_object(loss)))
-    assert keras.saving.deserialize_keras_object(config) == loss
-
-
-@pytest.mark.parametrize("cls", [routers.LIMoERouter, routers.PrunedLIMoERouter])
+@pytest.mark.parametrize("cls", [routers.LIMoERouter, Pruned])
 def test_router_is_revived(cls):
     settings = {
         "num_selected_experts": 2,
@@ -124,7 +43,7 @@ def test_router_is_revived(cls):
         "name": "mine",
         "trainable": False,
     }
-    if cls is routers.PrunedLIMoERouter:
+    if cls is Pruned:
         router = cls(2, **PRUNED, **settings)
     else:
         router = cls(4, **settings)
@@ -156,7 +75,7 @@ def test_weights(form, shapes):
     router = build(**form)
     found = {w.path.rpartition("/")[2]: tuple(w.shape) for w in router.weights}
     assert found == shapes
-    router = build(2, routers.PrunedLIMoERouter, **PRUNED, **form)
+    router = build(2, Pruned, **PRUNED, **form)
     found = {w.path.rpartition("/")[2]: tuple(w.shape) for w in router.weights}
     assert found == shapes
 
@@ -209,7 +128,7 @@ def test_a_refused_setting_changes_nothing(wrong, received):
 
 # === Bad input ===
 
-LOAD = [routers.LoadLoss("text")]
+LOAD = [routers.RoutingLoss(ops.load_loss, "text")]
 
 
 @pytest.mark.parametrize(
@@ -221,21 +140,27 @@ LOAD = [routers.LoadLoss("text")]
             {"priority": "best"},
             "'sum'.*'image_first', 'text_first'.*priority='best'",
         ),
-        ({"noise_std": 0.0}, r"noise of the router.*LoadLoss.*noise_std=0.0"),
-        ({"noise_std": 0.0, "losses": LOAD}, "LoadLoss.*'text'.*noise_std=0.0"),
+        ({"noise_std": 0.0}, r"noise of the router.*load_loss.*noise_std=0.0"),
+        ({"noise_std": 0.0, "losses": LOAD}, "load_loss.*'text'.*noise_std=0.0"),
         ({"losses": ["entropy"]}, "(?s)objects like.*losses with .'entropy'"),
-        ({"losses": [routers.ZLoss] * 2}, "(?s)objects like.*losses with .*ZLoss"),
+        ({"losses": [ops.z_loss] * 2}, "(?s)objects like.*losses with .*z_loss"),
         (
-            {"losses": [routers.ZLoss("text")] * 2},
-            r"given once.*ZLoss\(modality='text'\)",
+            {"losses": [routers.RoutingLoss(ops.z_loss, "text")] * 2},
+            r"given once.*z_loss, modality='text'\)",
         ),
         (
-            {"losses": [routers.GlobalEntropyLoss("text", soft_minimum=4.1)]},
+            {
+                "losses": [
+                    routers.RoutingLoss(
+                        ops.global_entropy_loss, "text", soft_minimum=4.1
+                    )
+                ]
+            },
             r"at most log\(4\) = 1.3863.*num_experts=4 .*threshold of 1.4110 for text "
             "tokens, a soft minimum of 4.1 experts",
         ),
         (
-            {"losses": [routers.GlobalEntropyLoss(threshold=1.4)]},
+            {"losses": [routers.RoutingLoss(ops.global_entropy_loss, threshold=1.4)]},
             "at most.*threshold of 1.4000 for all tokens",
         ),
         (
@@ -278,54 +203,17 @@ def test_bad_argument(arguments, message):
 )
 def test_bad_pruning(arguments, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        routers.PrunedLIMoERouter(**{"num_experts": 2, **PRUNED, **arguments})
+        Pruned(**{"num_experts": 2, **PRUNED, **arguments})
 
 
 def test_a_pruned_router_is_asked_for_experts_that_there_were():
     # Its probabilities are about all of them, and so are losses on them.
-    four = routers.GlobalEntropyLoss("text", soft_minimum=4)
-    router = routers.PrunedLIMoERouter(2, **PRUNED, losses=[four])
+    four = routers.RoutingLoss(ops.global_entropy_loss, "text", soft_minimum=4)
+    router = Pruned(2, **PRUNED, losses=[four])
     assert router.routing_losses == (four,)
-    router = routers.PrunedLIMoERouter(2, **PRUNED, losses=None)
+    router = Pruned(2, **PRUNED, losses=None)
     assert router.routing_losses[3:] == routers.entropy_losses(4)
-    assert routers.PrunedLIMoERouter(2, **PRUNED).routing_losses == ()
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({}, "either `soft_minimum`.*soft_minimum=None, threshold=None"),
-        (
-            {"soft_minimum": 2, "threshold": 0.5},
-            "either `soft_minimum`.*soft_minimum=2, threshold=0.5",
-        ),
-        ({"soft_minimum": 0}, "positive.*soft_minimum=0"),
-        ({"soft_minimum": -1.0}, "positive.*soft_minimum=-1.0"),
-        ({"soft_minimum": math.nan}, "positive.*soft_minimum=nan"),
-        ({"soft_minimum": math.inf}, "positive.*soft_minimum=inf"),
-        ({"threshold": -math.inf}, "finite.*threshold=-inf"),
-        ({"threshold": math.nan}, "finite.*threshold=nan"),
-        ({"modality": "audio", "threshold": 1.0}, "'image', 'text'.*modality='audio'"),
-    ],
-)
-def test_bad_threshold(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        routers.GlobalEntropyLoss(**arguments)
-
-
-def test_bad_entropy_losses():
-    with pytest.raises(ValueError, match="soft_minimum=0.0"):
-        routers.entropy_losses(4, text_experts=0.0)
-    with pytest.raises(ValueError, match="between 1 and 4.*num_selected_experts=5"):
-        routers.entropy_losses(4, num_selected_experts=5)
-
-
-def test_abstract_loss():
-    class Mine(routers.RoutingLoss):
-        pass
-
-    with pytest.raises(TypeError, match="`Mine` is abstract"):
-        call(build(losses=[Mine()]), tokens())
+    assert Pruned(2, **PRUNED).routing_losses == ()
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_softmoe.checks import check_whole_numbers
-from keras_softmoe.datasets._glyph_bank import (
+from experiments.synthetic._glyph_bank import (
     BOX,
     FIELD,
     OFFSET,
@@ -19,7 +18,8 @@ from keras_softmoe.datasets._glyph_bank import (
     glyph_bank,
     import_matplotlib,
 )
-from keras_softmoe.datasets._resampling import area_matrix, bilinear_matrix
+from experiments.synthetic._resampling import area_matrix, bilinear_matrix
+from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.files import atomic_file
 
 # Raise with any change to the pictures: old caches are then left alone.
@@ -93,8 +93,8 @@ def glyphs(
         ImportError: If matplotlib is missing (the extra `viz`).
 
     Examples:
-        >>> images, labels = ksm.datasets.glyphs(28, image_size=32, cache_dir="cache")
-        >>> ksm.datasets.GLYPH_CLASSES[labels[0]]
+        >>> images, labels = glyphs(28, image_size=32, cache_dir="cache")
+        >>> GLYPH_CLASSES[labels[0]]
     """
     check_whole_numbers(1, num_images=num_images)
     check_whole_numbers(8, image_size=image_size)

@@ -4,8 +4,8 @@ import re
 
 import numpy as np
 
-from keras_softmoe.datasets import COLOR_NAMES
-from keras_softmoe.datasets._scenes import (
+from experiments.synthetic import COLOR_NAMES
+from experiments.synthetic._scenes import (
     PLACE_NAMES,
     RELATION_NAMES,
     SHAPE_NAMES,

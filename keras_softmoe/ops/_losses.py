@@ -1,0 +1,369 @@
+"""Balancing and entropy losses of routers. Each returns one value per group, `(G,)`.
+
+`valid`, in all of them, is an optional `(G, S)` bool mask of the tokens that count:
+`False` for padding, and for tokens of other modalities. Where a group has no such token
+the loss is that of zeros. Losses are computed in float32 at least, and come in that
+dtype.
+"""
+
+import math
+from collections.abc import Sequence
+
+from keras import ops
+
+from keras_softmoe.ops.assignment import check_num_selected_experts
+from keras_softmoe.ops.backend import float32_at_least, smallest_entry, top_values
+from keras_softmoe.ops.constants import tiny
+from keras_softmoe.ops.padding import zero_padding
+from keras_softmoe.types import Tensor
+
+# === Balancing losses of V-MoE and others ===
+
+
+def importance_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Squared coefficient of variation of the experts' importance.
+
+    An expert's importance is the sum of its probabilities over the tokens.
+
+    Args:
+        probs: `(G, S, E)` float tensor, each token's probabilities over experts,
+            without noise.
+        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+
+    Returns:
+        `(G,)` tensor, 0 where all experts are equally important.
+
+    Source: V-MoE, appendix A ("importance loss").
+
+    Examples:
+        >>> loss = ksm.ops.importance_loss(np.full((2, 16, 4), 0.25, "float32"))
+        >>> np.asarray(loss)
+        array([0., 0.], dtype=float32)
+    """
+    return _squared_variation(ops.sum(_counted(probs, valid), axis=1))
+
+
+def load_loss(
+    logits: Tensor,
+    noisy_logits: Tensor,
+    num_selected_experts: int,
+    noise_std: float,
+    valid: Tensor | None = None,
+    sharded: bool = False,
+) -> Tensor:
+    """Squared coefficient of variation of the experts' expected load.
+
+    An expert's load is the mean probability, over the tokens, that it would be
+    among the token's choices if its noise were drawn again.
+
+    Args:
+        logits: `(G, S, E)` float tensor, without noise.
+        noisy_logits: `(G, S, E)` float tensor, the same with the noise that was
+            used to choose experts.
+        num_selected_experts: int, the number `K` of experts that a token chooses.
+        noise_std: float, the standard deviation of that noise, as it was added to
+            the logits.
+        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+        sharded: bool, see `token_choice`.
+
+    Returns:
+        `(G,)` tensor, 0 where all experts have the same load.
+
+    Raises:
+        ValueError: if `noise_std` is not positive.
+
+    Source: V-MoE, appendix A ("load loss").
+
+    Examples:
+        >>> logits = np.random.normal(size=(2, 16, 4)).astype("float32")
+        >>> noise = np.random.normal(scale=0.25, size=logits.shape).astype("float32")
+        >>> ksm.ops.load_loss(logits, logits + noise, 1, noise_std=0.25).shape
+        (2,)
+    """
+    if not noise_std > 0:
+        raise ValueError(
+            "The load loss is defined through the noise on the logits. `noise_std` "
+            f"must be positive. Received: noise_std={noise_std}. Without noise, "
+            "leave this loss out."
+        )
+    logits, noisy_logits = (_counted(x, valid) for x in (logits, noisy_logits))
+    # (G, S, 1), the logit from which on an expert is chosen
+    chosen = top_values(noisy_logits, num_selected_experts, sharded)
+    # Not `chosen[..., -1:]`: XLA would replace `top_k` and the slice by a full sort.
+    threshold = smallest_entry(chosen)
+    chance = _normal_cdf((logits - threshold) / noise_std)
+    return _squared_variation(ops.sum(zero_padding(chance, valid), axis=1))
+
+
+def gshard_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Product of the experts' share of first choices and their mean probability.
+
+    The share of first choices has no gradient; the mean probability has.
+
+    Args:
+        probs: `(G, S, E)` float tensor, each token's probabilities over experts.
+        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+
+    Returns:
+        `(G,)` tensor, 1 where both are uniform.
+
+    Source: Lepikhin et al. 2020 (GShard), section 2.2; router study, appendix A.
+
+    Examples:
+        >>> loss = ksm.ops.gshard_loss(np.full((2, 16, 4), 0.25, "float32"))
+        >>> np.asarray(loss)
+        array([1., 1.], dtype=float32)
+    """
+    probs = _counted(probs, valid)
+    num_experts = probs.shape[-1]
+    experts = ops.arange(num_experts, dtype="int32")
+    first = ops.cast(ops.argmax(probs, axis=-1), "int32")
+    is_first = ops.cast(ops.equal(ops.expand_dims(first, -1), experts), probs.dtype)
+    share = ops.stop_gradient(_mean_over_tokens(is_first, valid))
+    probability = _mean_over_tokens(probs, valid)
+    return num_experts * ops.sum(share * probability, axis=-1)
+
+
+def z_loss(logits: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Mean squared log-partition of the router: keeps logits small.
+
+    Args:
+        logits: `(G, S, E)` float tensor.
+        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+
+    Returns:
+        `(G,)` tensor, the mean over tokens of `logsumexp(logits) ** 2`: infinite for
+        logits from 1.8e19 on, whose square no float32 holds. Its gradient is finite.
+
+    Source: Zoph et al. 2022 (ST-MoE), section 3; LIMoE, appendices.
+
+    Examples:
+        >>> np.asarray(ksm.ops.z_loss(np.zeros((1, 16, 4), "float32")))  # log(4) ** 2
+        array([1.92...], dtype=float32)
+    """
+    logits = _counted(logits, valid)
+    squared = ops.square(ops.logsumexp(logits, axis=-1, keepdims=True))
+    return _mean_over_tokens(squared, valid)[:, 0]
+
+
+# === Entropy losses of LIMoE, made for the tokens of one modality ===
+
+
+def local_entropy_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Mean entropy of the tokens' probabilities: pulls tokens to few experts.
+
+    Args:
+        probs: `(G, S, E)` float tensor, each token's probabilities over experts.
+        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+
+    Returns:
+        `(G,)` tensor in nats, 0 where every token is sure of one expert, `log(E)`
+        where none prefers any.
+
+    Source: LIMoE, section 2.2.2 ("local entropy").
+
+    Examples:
+        >>> loss = ksm.ops.local_entropy_loss(np.full((1, 16, 4), 0.25, "float32"))
+        >>> np.asarray(loss)  # log(4)
+        array([1.38...], dtype=float32)
+    """
+    entropy = _entropy(_counted(probs, valid), keepdims=True)
+    return _mean_over_tokens(entropy, valid)[:, 0]
+
+
+def target_entropy_loss(
+    probs: Tensor, num_selected_experts: int, valid: Tensor | None = None
+) -> Tensor:
+    """Squared distance of the mean local entropy from that of `K` equal choices.
+
+    Args:
+        probs: `(G, S, E)` float tensor, each token's probabilities over experts.
+        num_selected_experts: int, the number `K` of experts that a token chooses.
+        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+
+    Returns:
+        `(G,)` tensor: `(log(K) - local_entropy_loss(probs)) ** 2`.
+
+    Raises:
+        ValueError: if `num_selected_experts` is not in `[1, E]`.
+
+    Source: LIMoE, appendix E.1 ("target entropy").
+
+    Examples:
+        >>> probs = np.full((1, 16, 4), 0.25, "float32")
+        >>> np.asarray(ksm.ops.target_entropy_loss(probs, 2)).round(3)  # log(2) ** 2
+        array([0.48], dtype=float32)
+    """
+    check_num_selected_experts(num_selected_experts, probs.shape[-1])
+    target = math.log(num_selected_experts)
+    return ops.square(target - local_entropy_loss(probs, valid))
+
+
+def merged_entropy_loss(
+    probs: Tensor,
+    num_selected_experts: int,
+    valid: Tensor | None = None,
+    sharded: bool = False,
+) -> Tensor:
+    """Mean entropy of "among the `K` most probable experts or not".
+
+    It pulls all weight to `K` experts, however they share it.
+
+    Args:
+        probs: `(G, S, E)` float tensor, each token's probabilities over experts.
+        num_selected_experts: int, the number `K` of experts that a token chooses.
+        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+        sharded: bool, see `token_choice`.
+
+    Returns:
+        `(G,)` tensor in nats, 0 if `K = E`.
+
+    Raises:
+        ValueError: if `num_selected_experts` is not in `[1, E]`.
+
+    Source: LIMoE, appendix E.1 ("merged entropy").
+
+    Examples:
+        >>> probs = np.array([[[0.5, 0.5, 0.0, 0.0]] * 16], "float32")
+        >>> np.asarray(ksm.ops.merged_entropy_loss(probs, 2))  # sure of its two experts
+        array([0.], dtype=float32)
+    """
+    probs = _counted(probs, valid)
+    num_experts = probs.shape[-1]
+    check_num_selected_experts(num_selected_experts, num_experts)
+    # Both sums from the probabilities: one minus the other would lose a small one.
+    ranked = top_values(probs, num_experts, sharded)
+    chosen = ops.sum(ranked[..., :num_selected_experts], axis=-1)
+    others = ops.sum(ranked[..., num_selected_experts:], axis=-1)
+    entropy = _entropy(ops.stack([chosen, others], axis=-1), keepdims=True)
+    return _mean_over_tokens(entropy, valid)[:, 0]
+
+
+def global_entropy_loss(
+    probs: Tensor, threshold: float, valid: Tensor | None = None
+) -> Tensor:
+    """Distance of the entropy of the mean probabilities below a threshold.
+
+    It spreads a modality over experts: at least `exp(threshold)` of them have to be
+    used to satisfy it (more, if unevenly), and from there on it is zero.
+
+    Args:
+        probs: `(G, S, E)` float tensor, each token's probabilities over experts.
+        threshold: float in nats, at most `log(E)`: the logarithm of the soft minimum
+            of experts. With a negative one, a soft minimum of less than one expert,
+            the loss is zero whatever the routing: no entropy is below it.
+        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+
+    Returns:
+        `(G,)` tensor: `max(0, threshold - entropy)`.
+
+    Raises:
+        ValueError: if the threshold is over `log(E)`, which no probabilities reach, or
+            not finite.
+
+    Source: LIMoE, section 2.2.2 ("global entropy") and appendix B.2; table 5 (runs of
+    figure 12) has `log(0.8)`.
+
+    Examples:
+        >>> probs = np.full((1, 16, 4), 0.25, "float32")
+        >>> np.asarray(ksm.ops.global_entropy_loss(probs, threshold=np.log(3)))
+        array([0.], dtype=float32)
+    """
+    num_experts = probs.shape[-1]
+    largest = math.log(num_experts)
+    # Some slack for `log` in single precision.
+    if not -math.inf < threshold <= largest + 1e-6:
+        raise ValueError(
+            "The entropy of a choice among experts is at most their logarithm: "
+            f"`threshold` must be finite and at most log({num_experts}) = "
+            f"{largest:.4f}. Received: threshold={threshold}. For a soft minimum of S "
+            "experts pass log(S)."
+        )
+    entropy = _entropy(_mean_over_tokens(float32_at_least(probs), valid))
+    return ops.relu(threshold - entropy)
+
+
+def mutual_information_loss(
+    probs_by_modality: Sequence, valid_by_modality: Sequence | None = None
+) -> Tensor:
+    """Minus the mutual information of experts and modalities.
+
+    Lowest, `-log(M)`, where `M` modalities share no expert (and there are enough of
+    them), and 0 where all are routed alike.
+
+    Args:
+        probs_by_modality: list of `(G, S_m, E)` float tensors, the probabilities over
+            experts of the tokens of each modality. Their numbers may differ.
+        valid_by_modality: optional list of `(G, S_m)` bool tensors or `None`, `True`
+            for the tokens that count.
+
+    Returns:
+        `(G,)` tensor in nats.
+
+    Raises:
+        ValueError: if there are no modalities, or as many masks as modalities are not
+            given.
+
+    Source: LIMoE, appendix B.1 ("mutual-information loss").
+
+    Examples:
+        >>> image = np.array([[[1.0, 0.0]] * 16], "float32")
+        >>> text = np.array([[[0.0, 1.0]] * 8], "float32")
+        >>> np.asarray(ksm.ops.mutual_information_loss([image, text]))  # -log(2)
+        array([-0.693...], dtype=float32)
+    """
+    valid_by_modality = valid_by_modality or [None] * len(probs_by_modality)
+    if not probs_by_modality or len(valid_by_modality) != len(probs_by_modality):
+        raise ValueError(
+            "Mutual information takes the probabilities of each modality, and one mask "
+            f"for each if any. Received: {len(probs_by_modality)} modalities, "
+            f"{len(valid_by_modality)} masks."
+        )
+    # (M, G, E)
+    marginals = ops.stack(
+        [
+            _mean_over_tokens(float32_at_least(probs), valid)
+            for probs, valid in zip(probs_by_modality, valid_by_modality, strict=True)
+        ]
+    )
+    return ops.mean(_entropy(marginals), axis=0) - _entropy(ops.mean(marginals, axis=0))
+
+
+# === Steps that they share ===
+
+
+def _counted(values, valid):
+    """`(G, S, E)` values in float32 at least, zeros where a token does not count."""
+    return zero_padding(float32_at_least(values), valid)
+
+
+def _mean_over_tokens(values, valid):
+    """Mean of `(G, S, N)` values over the tokens that count, `(G, N)`."""
+    if valid is None:
+        return ops.mean(values, axis=1)
+    # In a group without any token the mean is zero.
+    count = ops.maximum(ops.sum(ops.cast(valid, values.dtype), axis=1), 1.0)
+    return ops.sum(zero_padding(values, valid), axis=1) / ops.expand_dims(count, -1)
+
+
+def _squared_variation(values):
+    """Squared coefficient of variation over the last axis: (std / mean) ** 2.
+
+    Zero where all values are, as in a group without any token.
+    """
+    mean = ops.mean(values, axis=-1, keepdims=True)
+    # Not `ops.var`, with which PyTorch warns of an empty batch.
+    variance = ops.mean(ops.square(values - mean), axis=-1)
+    squared = ops.square(mean[..., 0])
+    return variance / ops.maximum(squared, tiny(squared))
+
+
+def _normal_cdf(x):
+    return 0.5 * (1.0 + ops.erf(x / 2**0.5))
+
+
+def _entropy(probs, keepdims=False):
+    """Entropy over the last axis, in nats."""
+    # The logarithm and its derivative are finite at zero, where x log x is zero.
+    logarithm = ops.log(ops.maximum(probs, tiny(probs)))
+    return -ops.sum(probs * logarithm, axis=-1, keepdims=keepdims)

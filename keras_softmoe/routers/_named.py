@@ -1,0 +1,326 @@
+"""The sparse routers of V-MoE and of the router study, by their names."""
+
+from typing import Unpack
+
+import keras
+
+from keras_softmoe import ops
+from keras_softmoe.routers._losses import RoutingLoss
+from keras_softmoe.routers._policies import (
+    ExpertChoice,
+    Sinkhorn,
+    Softmax,
+    SparseTransport,
+    TokenChoice,
+)
+from keras_softmoe.routers._sparse import SparseRouter
+from keras_softmoe.routers.settings import SparseSettings
+
+# === Tokens choose experts ===
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class SoftmaxTokenChoiceRouter(SparseRouter):
+    """V-MoE's router: every token chooses its `K` most probable experts.
+
+    The gates are the softmax probabilities of the choices, by default not normalized
+    after the choice. A token whose experts are all full gets nothing from the layer.
+
+    Args:
+        num_experts: int, number of experts.
+        num_selected_experts: int, the number `K` of experts that a token chooses.
+        capacity_factor: float, slots per choice: under 1 some choices are dropped
+            even if they spread evenly. `None`: nothing is dropped, and no slot stays
+            empty (dropless). The experts then multiply as many rows as they are given,
+            and the routing is an `ops.ChoiceRouting`.
+        priority: the order in which tokens are assigned: `"position"`, `"max"` (batch
+            prioritized routing: the largest probability first), `"sum"`, `"pair"` or
+            `"random"`, see `ops.token_choice`.
+        keep_fraction: float in `(0, 1]`. Under 1, tokens of low priority are skipped
+            (V-MoE, algorithm 3), see `ops.token_choice`.
+        normalize_gates: bool, whether the gates of a token's choices are divided by
+            their sum. For a softmax that is the same as taking the softmax over the
+            chosen logits only, "softmax(TOP-K)" in V-MoE's table 3; with one choice
+            the router then gets no gradient.
+        noise_std: float. In training, normal noise of standard deviation
+            `noise_std / num_experts` is added to the logits that choose and weigh.
+            The load loss is about it: without noise there is none by default, and one
+            in `losses` is refused.
+        **settings: those of all sparse routers, see `SparseSettings`. By default
+            `losses` are the importance loss and, if there is noise, the load loss, with
+            weights of 0.005 as in the paper.
+
+    Weights: `kernel` `(D, E)`.
+
+    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`. In
+    training, the mean of `auxiliary_loss` over the groups is added to the losses.
+
+    Raises:
+        ValueError: if a token would choose more experts than there are, or another
+            argument is not among the accepted values.
+
+    Source: V-MoE, section 2 and appendix A; router study, section 2 ("Softmax Token
+    Choice"). Noise and loss weights are those of the V-MoE paper.
+
+    Examples:
+        >>> router = ksm.routers.SoftmaxTokenChoiceRouter(8, num_selected_experts=2)
+        >>> decision = router(np.random.normal(size=(4, 16, 32)))
+        >>> decision.routing.token.shape
+        (4, 8, 4)
+    """
+
+    default_losses = (
+        RoutingLoss(ops.importance_loss, weight=0.005),
+        RoutingLoss(ops.load_loss, weight=0.005),
+    )
+
+    def __init__(
+        self,
+        num_experts: int,
+        num_selected_experts: int = 1,
+        capacity_factor: float | None = 1.05,
+        priority: str = "position",
+        *,
+        keep_fraction: float = 1.0,
+        normalize_gates: bool = False,
+        noise_std: float = 1.0,
+        **settings: Unpack[SparseSettings],
+    ):
+        super().__init__(
+            num_experts,
+            Softmax(noise_std),
+            TokenChoice(num_selected_experts, priority, keep_fraction, normalize_gates),
+            capacity_factor=capacity_factor,
+            **settings,
+        )
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class SinkhornTokenChoiceRouter(SparseRouter):
+    """Every token chooses the experts with the most weight in a balanced plan.
+
+    The plan is `ops.sinkhorn_plan` of the logits: each expert receives the same total
+    weight in it, so there is no balancing loss by default, but more tokens may choose
+    an expert than it has slots. The gates are softmax probabilities by default. Noise
+    changes the plan only: the probabilities are those of the logits without it, as in
+    the released code.
+
+    Args:
+        num_experts: int, number of experts.
+        num_selected_experts: int, the number `K` of experts that a token chooses.
+        capacity_factor: as in `SoftmaxTokenChoiceRouter`.
+        priority: as in `SoftmaxTokenChoiceRouter`, by the entries of the plan.
+        keep_fraction: as in `SoftmaxTokenChoiceRouter`.
+        normalize_gates: as in `SoftmaxTokenChoiceRouter`.
+        num_iterations: int, number of Sinkhorn iterations.
+        combine: `"softmax"` (gates are probabilities, the plan has no gradient) or
+            `"plan"` (gates are entries of the plan, which then has a gradient).
+        noise_std: float. In training, normal noise of standard deviation
+            `noise_std / num_experts` is added to the logits.
+        **settings: those of all sparse routers, see `SparseSettings`. No `losses` by
+            default.
+
+    Weights: `kernel` `(D, E)`.
+
+    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`;
+    `selection` in the summary is the plan.
+
+    Raises:
+        ValueError: if an argument is not among the accepted values.
+
+    Source: router study, section 2 ("Sinkhorn Token Choice").
+
+    Examples:
+        >>> router = ksm.routers.SinkhornTokenChoiceRouter(8, capacity_factor=1.0)
+        >>> decision = router(np.random.normal(size=(4, 16, 32)))
+        >>> plan = keras.ops.convert_to_numpy(decision.summary["selection"])
+        >>> plan.sum(axis=1).shape  # of each expert, near 16 / 8 = 2
+        (4, 8)
+    """
+
+    noisy_gates = False
+
+    def __init__(
+        self,
+        num_experts: int,
+        num_selected_experts: int = 1,
+        capacity_factor: float | None = 1.05,
+        priority: str = "position",
+        *,
+        keep_fraction: float = 1.0,
+        normalize_gates: bool = False,
+        num_iterations: int = 20,
+        combine: str = "softmax",
+        noise_std: float = 1.0,
+        **settings: Unpack[SparseSettings],
+    ):
+        super().__init__(
+            num_experts,
+            Sinkhorn(num_iterations, combine, noise_std),
+            TokenChoice(num_selected_experts, priority, keep_fraction, normalize_gates),
+            capacity_factor=capacity_factor,
+            **settings,
+        )
+
+
+# === Experts choose tokens ===
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class SoftmaxExpertChoiceRouter(SparseRouter):
+    """Every expert chooses the tokens that find it most probable.
+
+    The probabilities are a softmax over experts, and the gates are the probabilities
+    of the chosen pairs. All slots are filled, so no balancing loss is needed; a token
+    may be chosen by several experts or by none.
+
+    Args:
+        num_experts: int, number of experts.
+        capacity_factor: float, slots per token: the average number of experts that
+            process a token. An expert takes at most all tokens of a group.
+        noise_std: float. In training, normal noise of standard deviation
+            `noise_std / num_experts` is added to the logits.
+        **settings: those of all sparse routers, see `SparseSettings`. No `losses` by
+            default; `[RoutingLoss(ops.z_loss, weight=1e-4)]` keeps logits small.
+
+    Weights: `kernel` `(D, E)`.
+
+    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`.
+
+    Raises:
+        ValueError: if an argument is not among the accepted values.
+
+    Source: router study, section 2 ("Softmax Expert Choice"); Soft MoE, section 3.
+
+    Examples:
+        >>> router = ksm.routers.SoftmaxExpertChoiceRouter(num_experts=4)
+        >>> decision = router(np.random.normal(size=(1, 16, 32)))
+        >>> keras.ops.convert_to_numpy(decision.summary["load"])  # 16 / 4 for everyone
+        array([[4., 4., 4., 4.]], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        capacity_factor: float = 1.0,
+        *,
+        noise_std: float = 0.0,
+        **settings: Unpack[SparseSettings],
+    ):
+        super().__init__(
+            num_experts,
+            Softmax(noise_std),
+            ExpertChoice(),
+            capacity_factor=capacity_factor,
+            **settings,
+        )
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class SinkhornExpertChoiceRouter(SparseRouter):
+    """Every expert chooses the tokens with the most weight in a balanced plan.
+
+    The plan is `ops.sinkhorn_plan` of the logits. Since every token sends out the
+    same total weight in it, fewer tokens stay without an expert than under
+    `SoftmaxExpertChoiceRouter`.
+
+    Args:
+        num_experts: int, number of experts.
+        capacity_factor: float, slots per token.
+        num_iterations: int, number of Sinkhorn iterations.
+        combine: `"softmax"` (gates are probabilities, the plan has no gradient) or
+            `"plan"` (gates are entries of the plan, which then has a gradient).
+        noise_std: float. In training, normal noise of standard deviation
+            `noise_std / num_experts` is added to the logits, for plan and gates.
+        **settings: those of all sparse routers, see `SparseSettings`. No `losses` by
+            default.
+
+    Weights: `kernel` `(D, E)`.
+
+    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`;
+    `selection` in the summary is the plan.
+
+    Raises:
+        ValueError: if an argument is not among the accepted values.
+
+    Source: router study, section 2 ("Sinkhorn Expert Choice").
+
+    Examples:
+        >>> router = ksm.routers.SinkhornExpertChoiceRouter(num_experts=8)
+        >>> decision = router(np.random.normal(size=(4, 16, 32)))
+        >>> plan = keras.ops.convert_to_numpy(decision.summary["selection"])
+        >>> bool(abs(plan.sum(axis=2) - 1).max() < 1e-5)  # each token gives all it has
+        True
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        capacity_factor: float = 1.0,
+        *,
+        num_iterations: int = 20,
+        combine: str = "softmax",
+        noise_std: float = 0.0,
+        **settings: Unpack[SparseSettings],
+    ):
+        super().__init__(
+            num_experts,
+            Sinkhorn(num_iterations, combine, noise_std),
+            ExpertChoice(),
+            capacity_factor=capacity_factor,
+            **settings,
+        )
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class SparseTransportExpertChoiceRouter(SparseRouter):
+    """Experts choose by a balanced plan that respects their capacity.
+
+    The plan is `ops.sparse_transport_plan` of the softmax probabilities: it knows, as
+    the Sinkhorn plan does not, that an expert takes only `C` tokens. No noise is added
+    and no gradient flows through the plan.
+
+    Args:
+        num_experts: int, number of experts.
+        capacity_factor: float, slots per token.
+        num_iterations: int, number of steps of the solver.
+        learning_rate: float, step size of the solver.
+        combine: `"softmax"` (gates are probabilities) or `"plan"` (gates are entries of
+            the plan: then the router does not learn).
+        **settings: those of all sparse routers, see `SparseSettings`. No `losses` by
+            default.
+
+    Weights: `kernel` `(D, E)`.
+
+    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`;
+    `selection` in the summary is the plan.
+
+    Raises:
+        ValueError: if an argument is not among the accepted values.
+
+    Source: router study, section 2 ("Sparsity-constrained Expert Choice").
+
+    Examples:
+        >>> router = ksm.routers.SparseTransportExpertChoiceRouter(num_experts=8)
+        >>> decision = router(np.random.normal(size=(4, 16, 32)))
+        >>> decision.routing.filled.shape
+        (4, 8, 2)
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        capacity_factor: float = 1.0,
+        *,
+        num_iterations: int = 20,
+        learning_rate: float = 0.01,
+        combine: str = "softmax",
+        **settings: Unpack[SparseSettings],
+    ):
+        super().__init__(
+            num_experts,
+            SparseTransport(num_iterations, learning_rate, combine),
+            ExpertChoice(),
+            capacity_factor=capacity_factor,
+            **settings,
+        )
