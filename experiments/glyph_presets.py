@@ -245,8 +245,8 @@ def watch(classifier):
     predicted = classifier.predict(images, batch_size=BATCH_SIZE, verbose=0)
     found = {"accuracy": float(np.mean(predicted.argmax(-1) == labels))}
     if routes_softly:
-        statistics = analysis.soft_statistics(classifier, images, verbose=0)
-        found["sharpness"] = [s.dispatch_sharpness for s in statistics.values()]
+        soft = analysis.analyze(classifier, images, verbose=0).soft
+        found["sharpness"] = [s.dispatch_sharpness for s in soft.values()]
     return found
 
 

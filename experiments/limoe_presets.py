@@ -284,9 +284,10 @@ def usage(model, scenes):
     """
     if not model.backbone.moe_layers:
         return {}
-    statistics = analysis.modality_statistics(
-        model, scenes.images, scenes.captions, verbose=0
-    ).values()
+    routing = analysis.analyze(
+        model, scenes.images, captions=scenes.captions, verbose=0
+    )
+    statistics = routing.modalities.values()
     found = {}
     for modality in ("image", "text"):
         found[f"{modality}_experts"] = [

@@ -52,7 +52,10 @@ def main():
     chosen = [list(test[1]).index(label) for label in (0, 2, 3, 5, 8)]
     path = pathlib.Path("build", f"routing_{keras.backend.backend()}.png").resolve()
     path.parent.mkdir(exist_ok=True)
-    ksm.analysis.plot_slots(classifier, test[0][chosen]).savefig(path)
+    routing = ksm.analysis.analyze(
+        classifier, test[0][chosen], num_pictures=len(chosen), verbose=0
+    )
+    routing.plot("slots").savefig(path)
     print("Each map shows what one slot of one expert looks at (orange) and what it")
     print(
         "ignores (blue); none has a colour where it takes in all alike. Saved as", path

@@ -17,7 +17,7 @@ average of all tokens (the *dispatch* weights), and each token gets back a weigh
 average of all slots' outputs (the *combine* weights). But an average may well consist
 of one token only, and an expert may hardly be listened to. The Soft MoE paper looks
 into its models for such things (section 3.6, appendices E, H and I). This guide does it
-with a small one, and with models of your own: the functions take any Keras model with
+with a small one, and with models of your own: `analyze` takes any Keras model with
 `SoftMoE` layers.
 
 ## Setup
@@ -53,12 +53,16 @@ images, labels, class_names, _ = ksm.datasets.sample("glyphs", NUM_IMAGES)
 """
 ## One pass
 
-`soft_statistics` sends the images through the model once and keeps sums, so that a
-large data set needs no more memory than a small one. It takes arrays, and whatever
-yields batches, such as a `tf.data.Dataset`.
+`analyze` sends the images through the model once and keeps sums, so that a large data
+set needs no more memory than a small one. It takes arrays, and iterables of batches,
+such as a `tf.data.Dataset`. The result has the statistics of each block, of soft
+routers in `routing.soft`, and draws itself; of the first four images it keeps the
+routing patch by patch.
 """
 
-statistics = ksm.analysis.soft_statistics(model, images, verbose=0)
+routing = ksm.analysis.analyze(model, images, labels, num_pictures=4, verbose=0)
+statistics = routing.soft
+print(routing.figures)
 
 """
 ## Tokens
@@ -73,7 +77,7 @@ for block, s in statistics.items():
         f"block {block}: mean weight of a token {s.mean_token_weight:.2f}, "
         f"{100 * s.tokens_above(1.05):.1f} % of the tokens have 1.05 and more"
     )
-figure = ksm.analysis.plot_token_weights(statistics)
+figure = routing.plot("token_weights")
 figure.savefig(FIGURES / "soft_token_weights.png")
 
 """
@@ -90,7 +94,7 @@ for block, s in statistics.items():
         f"{contribution.max() / contribution.min():.2f} times as much as expert "
         f"{contribution.argmin()}"
     )
-figure = ksm.analysis.plot_expert_contributions(statistics)
+figure = routing.plot("contributions")
 figure.savefig(FIGURES / "soft_expert_contributions.png")
 
 """
@@ -113,9 +117,9 @@ for block, s in statistics.items():
         f"{len(s.combine.mean)} slots"
     )
 for weights in ("dispatch", "combine"):
-    figure = ksm.analysis.plot_concentration(statistics, weights)
+    figure = routing.plot("concentration", weights=weights)
     figure.savefig(FIGURES / f"soft_{weights}.png")
-figure = ksm.analysis.plot_tokens_per_slot(statistics)
+figure = routing.plot("tokens_per_slot")
 figure.savefig(FIGURES / "soft_tokens_per_slot.png")
 
 """
@@ -123,7 +127,7 @@ Where in the images the tokens are that a slot prefers (orange) and those that i
 ignores (blue). A slot that takes in the mean of all tokens has no colour:
 """
 
-figure = ksm.analysis.plot_slots(model, images[:4], layer=3)
+figure = routing.plot("slots", blocks=[3])
 figure.savefig(FIGURES / "soft_slots.png")
 
 """
@@ -135,13 +139,12 @@ between them say: in part. Slots of one expert are more alike than those of diff
 ones, which is why the paper prefers many experts with one slot each.
 """
 
-correlation = ksm.analysis.slot_correlation(model)
-for block, c in correlation.items():
+for block, s in statistics.items():
     print(
-        f"block {block}: mean cosine within experts {c.within:.2f}, "
-        f"between experts {c.between:.2f}"
+        f"block {block}: mean cosine within experts {s.cosine_within_experts:.2f}, "
+        f"between experts {s.cosine_between_experts:.2f}"
     )
-figure = ksm.analysis.plot_slot_correlation(correlation)
+figure = routing.plot("slot_correlation")
 figure.savefig(FIGURES / "soft_correlation.png")
 
 """
@@ -201,7 +204,7 @@ def peaks_of(setting, values):
         print("normalized:" if normalize else "not normalized:")
         for value in values:
             classifier = trained(normalize, **{setting: value})
-            (s,) = ksm.analysis.soft_statistics(classifier, x_test, verbose=0).values()
+            (s,) = ksm.analysis.analyze(classifier, x_test, verbose=0).soft.values()
             scores = {
                 "largest dispatch weight": s.dispatch_peak,
                 "largest combine weight": s.combine_peak,
@@ -230,23 +233,16 @@ x = x + ksm.layers.SoftMoE(num_experts=8, mlp_dim=64, name="first_moe")(x)
 x = x + ksm.layers.SoftMoE(num_experts=4, mlp_dim=64, name="second_moe")(x)
 own = keras.Model(inputs, x)
 data = np.random.default_rng(0).normal(size=(128, 16, 24)).astype("float32")
-for name, s in ksm.analysis.soft_statistics(own, data, verbose=0).items():
+for name, s in ksm.analysis.analyze(own, data, verbose=0).soft.items():
     print(f"{name}: experts {np.round(s.expert_contribution, 3)}")
 
 """
 ## All of it on one page
 
-`routing_report` writes what applies to a model on one HTML page, which needs no network
-and can be sent around. It takes models with any router; of a LIMoE it shows images and
-text apart.
+`save` writes every figure that applies to a model on one HTML page, which needs no
+network and can be sent around. It takes models with any router; of a LIMoE it shows
+images and text apart.
 """
 
-path = ksm.analysis.routing_report(
-    model,
-    images[:512],
-    FIGURES / "soft_report.html",
-    labels=labels[:512],
-    class_names=class_names,
-    verbose=0,
-)
+path = routing.save(FIGURES / "soft_report.html", class_names=class_names)
 print(f"report: {path}, {path.stat().st_size / 1e6:.1f} MB")

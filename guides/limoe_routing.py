@@ -55,14 +55,15 @@ groups of 32 pairs. Every expert has the same number of slots (the dashed line).
 chose an expert beyond them is dropped.
 """
 
-statistics = ksm.analysis.modality_statistics(
-    model, scenes.images, scenes.captions, verbose=0
+routing = ksm.analysis.analyze(
+    model, scenes.images, captions=scenes.captions, num_pictures=1, verbose=0
 )
+statistics = routing.modalities
 for block, s in statistics.items():
     print(f"block {block}: dropped {s.dropped}")
     for modality, needed in s.experts_needed(0.9).items():
         print(f"  90 % of {modality} tokens need {needed} of {len(s.padding)} experts")
-ksm.analysis.plot_modality_load(statistics).savefig(FIGURES / "limoe_load.png")
+routing.plot("modality_load").savefig(FIGURES / "limoe_load.png")
 
 """
 ## Confidence and priority
@@ -75,9 +76,9 @@ text mostly comes before images, without a rule that says so.
 for block, s in statistics.items():
     means = {m: f"{value:.2f}" for m, value in s.confidence_mean.items()}
     print(f"block {block}: mean of the largest probability {means}")
-figure = ksm.analysis.plot_routing_confidence(statistics)
+figure = routing.plot("confidence")
 figure.savefig(FIGURES / "limoe_confidence.png")
-figure = ksm.analysis.plot_priorities(statistics)
+figure = routing.plot("priorities")
 figure.savefig(FIGURES / "limoe_priorities.png")
 
 """
@@ -86,7 +87,7 @@ figure.savefig(FIGURES / "limoe_priorities.png")
 From the experts of one block to those of the next.
 """
 
-figure = ksm.analysis.plot_trajectories(statistics)
+figure = routing.plot("trajectories")
 figure.savefig(FIGURES / "limoe_trajectories.png")
 
 """
@@ -96,14 +97,11 @@ The patches and words that the router sends to each expert of the last block mos
 surely, and one scene with its caption, patch by patch.
 """
 
-examples = ksm.analysis.expert_examples(
-    model, scenes.images, scenes.captions, layer=3, verbose=0
-)
-for expert, words in enumerate(examples.words):
+for expert, words in enumerate(routing.maps[3].examples.words):
     print(f"expert {expert}:", " ".join(word.lstrip("▁") for word in words))
-figure = ksm.analysis.plot_expert_examples(examples)
+figure = routing.plot("examples", blocks=[3])
 figure.savefig(FIGURES / "limoe_examples.png")
-figure = ksm.analysis.plot_pair(model, scenes.images[0], scenes.captions[0], layer=3)
+figure = routing.plot("pair", blocks=[3])
 figure.savefig(FIGURES / "limoe_pair.png")
 
 """
@@ -130,13 +128,14 @@ def tagger(words):
     return [kind_of.get(word, "other") for word in words]
 
 
-tags = ksm.analysis.tag_statistics(
-    model, scenes.captions, tagger, scenes.images, verbose=0
+tagged = ksm.analysis.analyze(
+    model, scenes.images, captions=scenes.captions, tagger=tagger, verbose=0
 )
-most = tags[3].seated.sum(axis=0).argmax()
-for tag, share in zip(tags[3].tags, tags[3].share[:, most], strict=True):
+words = tagged.modalities[3].words
+most = words.assigned.sum(axis=0).argmax()
+for tag, share in zip(words.tags, words.share[:, most], strict=True):
     print(f"of the text of expert {most} in block 3 {100 * share:3.0f} % is {tag}")
-ksm.analysis.plot_tags(tags).savefig(FIGURES / "limoe_tags.png")
+tagged.plot("words").savefig(FIGURES / "limoe_tags.png")
 
 """
 ## Pruning
@@ -145,10 +144,10 @@ Which experts does text alone use? Coverage says how much of the text the `m` mo
 experts serve.
 """
 
-text = ksm.analysis.modality_statistics(model, captions=scenes.captions, verbose=0)
+text = ksm.analysis.analyze(model, captions=scenes.captions, verbose=0).modalities
 for block, s in text.items():
     print(f"block {block}: coverage {np.round(s.coverage['text'], 3)}")
-figure = ksm.analysis.plot_coverage(statistics)
+figure = routing.plot("coverage")
 figure.savefig(FIGURES / "limoe_coverage.png")
 
 """
@@ -210,7 +209,7 @@ In a training of your own, a callback averages the usage over the last steps, as
 paper does. Here are a few more steps of the preset.
 """
 
-monitor = ksm.analysis.UsageMonitor(
+monitor = ksm.analysis.RoutingMonitor(
     scenes.images[:64], scenes.captions[:64], every=EVERY
 )
 model.compile(optimizer=keras.optimizers.AdamW(1e-4))

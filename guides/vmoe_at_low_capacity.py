@@ -137,9 +137,16 @@ os.makedirs("build", exist_ok=True)
 figure = sweep.plot("capacity_factor", by="priority")
 figure.savefig("build/accuracy_against_capacity.png", dpi=120)
 
-figure = ksm.analysis.plot_discarded_patches(
-    classifier, images[:4], capacity_factors=CAPACITY_FACTORS, priority="max"
+classifier.set_routing(priority="max")
+routing = ksm.analysis.analyze(
+    classifier,
+    images[:4],
+    num_pictures=4,
+    capacity_factors=CAPACITY_FACTORS,
+    verbose=0,
 )
+classifier.set_routing(priority="position")
+figure = routing.plot("discarded")
 figure.savefig("build/discarded_patches.png", dpi=120)
 
 """

@@ -4,20 +4,70 @@ A room with an entry ends in `__getattr__ = moved.attribute(__name__)`. The entr
 removed with release 1.0.
 """
 
-# Room -> removed name -> replacement, as it follows "Use ".
+
+def _figure(name, arguments="data"):
+    return f'`analyze(model, {arguments}).plot("{name}")`'
+
+
 _SWEEP = "`Sweep.plot`, as of `evaluation.routing_sweep(...)`"
 _OWN_SWEEP = "`evaluation.Sweep(rows).plot(x, y, by)` with rows from your own loop"
+_PICTURES = "data, num_pictures=4"
+_PAIRS = "images, captions=captions"
+_PICTURED_PAIRS = "images, captions=captions, num_pictures=4"
+
+# Room -> removed name -> replacement, as it follows "Use ".
 REPLACEMENTS: dict[str, dict[str, str]] = {
     "analysis": {
+        "InformationReducer": "`analyze(model, data, labels).blocks[3].information`",
+        "LoadReducer": "`analyze(model, data).blocks`",
+        "RoutingReducer": "`analyze(model, data, labels).blocks`",
+        "SoftReducer": "`analyze(model, data).soft`",
+        "UsageMonitor": "`RoutingMonitor(images, captions, every=50)`",
+        "expert_examples": f"`analyze(model, {_PICTURED_PAIRS}).maps[3].examples`",
+        "expert_information": "`analyze(model, data, labels).blocks[3].information`",
+        "expert_load": "`analyze(model, data).blocks`",
+        "main_experts": f"`analyze(model, {_PICTURES}).maps[3].main_experts`",
+        "modality_statistics": f"`analyze(model, {_PAIRS}).modalities`",
+        "pair_routing": f"`analyze(model, {_PICTURED_PAIRS}).maps`",
         "peak_sweep": _OWN_SWEEP,
+        "plot_choice_weights": _figure("choice_weights"),
+        "plot_concentration": _figure("concentration"),
+        "plot_coverage": _figure("coverage", _PAIRS),
+        "plot_discarded_patches": _figure(
+            "discarded", f"{_PICTURES}, capacity_factors=(1.0, 0.5)"
+        ),
         "plot_dropped_tokens": _OWN_SWEEP,
+        "plot_expert_contributions": _figure("contributions"),
+        "plot_expert_examples": _figure("examples", _PICTURED_PAIRS),
+        "plot_expert_load": _figure("load"),
+        "plot_expert_patches": _figure("patches", _PICTURES),
+        "plot_experts": _figure("experts", _PICTURES),
+        "plot_experts_by_class": _figure("by_class", "data, labels"),
+        "plot_experts_by_position": _figure("by_position"),
         "plot_experts_in_use": _OWN_SWEEP,
+        "plot_experts_per_image": _figure("experts_per_image"),
+        "plot_modality_load": _figure("modality_load", _PAIRS),
+        "plot_pair": _figure("pair", _PICTURED_PAIRS),
         "plot_pareto": _SWEEP,
         "plot_peaks": _OWN_SWEEP,
+        "plot_priorities": _figure("priorities", _PAIRS),
         "plot_pruning": "`Sweep.plot`, of `evaluation.pruning_curve(...)`",
         "plot_random_routers": _SWEEP,
+        "plot_routing_confidence": _figure("confidence", _PAIRS),
         "plot_routing_entropy": _OWN_SWEEP,
+        "plot_slot_correlation": _figure("slot_correlation"),
+        "plot_slots": _figure("slots", _PICTURES),
         "plot_sweep": _SWEEP,
+        "plot_tags": _figure("words", f"{_PAIRS}, tagger=tagger"),
+        "plot_token_weights": _figure("token_weights"),
+        "plot_tokens_per_slot": _figure("tokens_per_slot"),
+        "plot_trajectories": _figure("trajectories", _PAIRS),
+        "routing_maps": f"`analyze(model, {_PICTURES}).maps`",
+        "routing_report": '`analyze(model, data).save("report.html")`',
+        "routing_statistics": "`analyze(model, data, labels).blocks`",
+        "slot_correlation": "`analyze(model, data).soft[3].slot_cosines`",
+        "soft_statistics": "`analyze(model, data).soft`",
+        "tag_statistics": f"`analyze(model, {_PAIRS}, tagger=tagger)`",
     },
     "evaluation": {
         "PrecisionAt1": "`training.PrecisionAt1`",

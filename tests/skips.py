@@ -35,18 +35,21 @@ REASONS = {
 # long: of what computes without one, and of what is long and made of parts that are
 # tested on all. (`models/test_backends.py` compares presets on all of them.)
 RUNS_ON = {
-    # Figures and tables of arrays, and what is counted over decisions: `test_load.py`,
-    # `test_statistics.py` and `test_soft_statistics.py` see those of every backend.
-    "analysis/test_by_modality.py": ("torch",),
-    "analysis/test_information.py": ("torch",),
+    # Figures and tables of arrays, and sums over decisions: `test_blocks.py` and
+    # `test_soft.py` see decisions of every backend.
+    "analysis/test_concentration.py": ("torch",),
+    "analysis/test_examples.py": ("torch",),
+    "analysis/test_figures.py": ("torch",),
     "analysis/test_maps.py": ("torch",),
     "analysis/test_masked_padding.py": ("torch",),
-    "analysis/test_modality_examples.py": ("torch",),
+    "analysis/test_modalities.py": ("torch",),
     "analysis/test_monitor.py": ("torch",),
-    "analysis/test_plot_*.py": ("torch",),
+    "analysis/test_page.py": ("torch",),
+    "analysis/test_panels_*.py": ("torch",),
     "analysis/test_report*.py": ("torch",),
+    "analysis/test_routing.py": ("torch",),
     "analysis/test_streaming.py": ("torch",),
-    "analysis/test_tags.py": ("torch",),
+    "analysis/test_words.py": ("torch",),
     "catalogue/*": ("torch",),
     "checkpoints/test_checkpoint.py": ("torch",),
     "checkpoints/test_checkpoint_fuzz.py": ("jax",),

@@ -96,10 +96,8 @@ def test_no_leakage_between_modalities(model, scenes):
 
 
 def test_pruning_to_four_text_experts(model, scenes):
-    statistics = ksm.analysis.modality_statistics(
-        model, captions=scenes.captions, verbose=0
-    )
-    usage = {block: s.routed["text"] for block, s in statistics.items()}
+    routing = ksm.analysis.analyze(model, captions=scenes.captions, verbose=0)
+    usage = {block: s.routed["text"] for block, s in routing.modalities.items()}
     whole = model.encode_text(scenes.captions[:100])
     pruned = ksm.models.LIMoEContrastive(
         ksm.models.prune_experts(model, usage, 4), model.preprocessor

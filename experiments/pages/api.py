@@ -4,6 +4,7 @@ import importlib
 import inspect
 
 import keras_softmoe
+from keras_softmoe.analysis._figures import FIGURES
 
 # What a page opens with: what the module is for, and where to read on.
 MODULES = {
@@ -17,7 +18,7 @@ MODULES = {
     "presets": "What there is to load by name.",
     "converters": "Parameters from and to other libraries, and upcycling.",
     "evaluation": "How good a model is, how good its features are, what it costs.",
-    "analysis": "What routers decide: statistics, maps, figures, a report.",
+    "analysis": "Routing decisions: statistics, maps, figures, a report.",
     "training": "The papers' recipes, and the schedules and optimizers they need.",
     "datasets": "Images that need no network, TensorFlow Datasets, vocabularies.",
     "distribution": "Experts and batches on many devices.",
@@ -62,7 +63,30 @@ def page(module):
             constants.append(f"- `ksm.{module}.{name}`: {_described(value)}")
     if constants:
         parts += ["## Constants", "\n".join(constants)]
+    if module == "analysis":
+        parts += ["## Figures", *_figures()]
     return "\n\n".join(parts) + "\n"
+
+
+def _figures():
+    """The table of figures, Markdown."""
+    rows = [
+        f"| `{name}` | `{row.part}` | {row.caption} | "
+        f"{', '.join(f'`{option}`' for option in row.options)} | {row.source} |"
+        for name, row in FIGURES.items()
+    ]
+    return [
+        "`routing.plot(figure)` draws one of these, and `routing.figures` names those "
+        "that apply. Scores of several models or settings are drawn by "
+        "[`evaluation.Sweep.plot`](evaluation.md).",
+        "\n".join(
+            [
+                "| figure | of | shows | options | in |",
+                "|---|---|---|---|---|",
+                *rows,
+            ]
+        ),
+    ]
 
 
 def _described(value):

@@ -255,16 +255,15 @@ def _preset(name):
     if name.startswith("limoe"):
         model = ksm.models.LIMoEContrastive.from_preset(name)
         scenes = ksm.datasets.sample("shapes")
-        statistics = ksm.analysis.modality_statistics(
-            model, scenes.images, scenes.captions, verbose=0
+        routing = ksm.analysis.analyze(
+            model, scenes.images, captions=scenes.captions, verbose=0
         )
-        return ksm.analysis.plot_modality_load(statistics)
+        return routing.plot("modality_load")
     model = ksm.models.ViTMoEImageClassifier.from_preset(name)
     images, labels = ksm.datasets.digits(split="test")
     chosen = images[[list(labels).index(label) for label in (0, 2, 3, 5, 8)]]
-    if name.startswith("soft"):
-        return ksm.analysis.plot_slots(model, chosen)
-    return ksm.analysis.plot_experts(model, chosen)
+    routing = ksm.analysis.analyze(model, chosen, num_pictures=5, verbose=0)
+    return routing.plot("slots" if name.startswith("soft") else "experts")
 
 
 def learning_curves():

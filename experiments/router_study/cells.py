@@ -52,9 +52,13 @@ def cell(scale, configuration, seed, task):
         }
 
     def watch(model):
+        sharpness = None
+        if model.backbone.moe_layers:
+            images, _ = task.images(scale.watched_images // 8)
+            sharpness = sharpness_of(ksm.analysis.analyze(model, images, verbose=0))
         return {
             "accuracy": task.accuracy(model, scale.watched_images),
-            "sharpness": sharpness_of(model, task.images(scale.watched_images // 8)[0]),
+            "sharpness": sharpness,
         }
 
     return Run(
@@ -121,28 +125,23 @@ def _routing(scale, model, task):
     if not model.backbone.moe_layers:
         return dict.fromkeys(names)
     images, labels = task.images(scale.routed_images)
-    load, information = ksm.analysis.observe(
-        model,
-        images,
-        [ksm.analysis.LoadReducer(), ksm.analysis.InformationReducer(model, labels)],
-        verbose=0,
-    )
+    routing = ksm.analysis.analyze(model, images, labels, verbose=0)
+    blocks = routing.blocks.values()
     return {
-        "dropped": [x.dropped for x in load.values()],
-        "imbalance": [x.imbalance for x in load.values()],
-        "position_share": [x.position_share for x in information.values()],
-        "label_share": [x.label_share for x in information.values()],
-        "sharpness": sharpness_of(model, images),
+        "dropped": [x.dropped for x in blocks],
+        "imbalance": [x.imbalance for x in blocks],
+        "position_share": [x.information.position_share for x in blocks],
+        "label_share": [x.information.label_share for x in blocks],
+        "sharpness": sharpness_of(routing),
     }
 
 
-def sharpness_of(model, images):
+def sharpness_of(routing):
     """The largest dispatch and combine weights in even shares, per soft block."""
-    routers = model.backbone.routers.values()
-    if not any(isinstance(router, ksm.routers.SoftRouter) for router in routers):
+    if not routing.soft:
         return None
-    found = ksm.analysis.soft_statistics(model, images, verbose=0)
-    return [[x.dispatch_sharpness, x.combine_sharpness] for x in found.values()]
+    soft = routing.soft.values()
+    return [[x.dispatch_sharpness, x.combine_sharpness] for x in soft]
 
 
 def _transfer(scale, model, seed):

@@ -64,8 +64,8 @@ def run_study(
         - `"cells"`: dict from names to dicts from seeds (strings) to results:
           `"upstream_accuracy"`, `"few_shot"` (dict from shots to mean accuracy),
           `"fine_tuned_accuracy"`; per block with experts `"dropped"` and `"imbalance"`
-          (see `analysis.expert_load`), `"position_share"` and `"label_share"` (see
-          `analysis.expert_information`) and, of a soft router, `"sharpness"` (that of
+          (see `analysis.BlockStatistics`), `"position_share"` and `"label_share"` (see
+          its `information`) and, of a soft router, `"sharpness"` (that of
           dispatch and of combine, see `analysis.SoftStatistics`); `"curve"`, for each
           epoch `"loss"`, `"accuracy"` and `"sharpness"`; and `"diverged"`, with which
           a cell has no other results but the curve.

@@ -24,7 +24,7 @@ NOT_ASKED = """\
   parameters* (V-MoE, sections 3.3 and 3.6; Soft MoE, section 4; LIMoE, section 4): the
   data were never released.
 - *Experts for concepts* (V-MoE, section 5; LIMoE, section 4 and appendix F): pictures,
-  see `routing_report` and `guides/limoe_routing.py`."""
+  see `analysis.analyze` and `guides/limoe_routing.py`."""
 _NAMED = {"keras": "Keras ", "python": "Python "}
 
 

@@ -253,11 +253,11 @@ def _routing(model, images):
     """
     if not model.backbone.moe_layers:
         return dict.fromkeys(("dropped", "imbalance", "sharpness"))
-    load = ksm.analysis.expert_load(model, images, verbose=0)
+    routing = ksm.analysis.analyze(model, images, verbose=0)
     return {
-        "dropped": [x.dropped for x in load.values()],
-        "imbalance": [x.imbalance for x in load.values()],
-        "sharpness": sharpness_of(model, images),
+        "dropped": [x.dropped for x in routing.blocks.values()],
+        "imbalance": [x.imbalance for x in routing.blocks.values()],
+        "sharpness": sharpness_of(routing),
     }
 
 

@@ -1,4 +1,4 @@
-"""How few weights hold how much of a weighted average, counted over many averages."""
+"""Concentration of weighted averages: the share that the largest weights hold."""
 
 from typing import NamedTuple
 
@@ -11,9 +11,9 @@ _ROUNDING = 1e-6
 
 
 class Concentration(NamedTuple):
-    """How much of its average the `n` largest weights hold, over many averages.
+    """The share of an average that its `n` largest weights hold, over many averages.
 
-    The weights of an average add up to one. What its `n` largest hold together is their
+    The weights of an average add up to one. The sum of its `n` largest is their
     cumulative weight; a straight line from zero to one is a uniform average.
 
     Attributes:
@@ -28,7 +28,7 @@ class Concentration(NamedTuple):
     counts: np.ndarray
 
     def bands(self, levels=BANDS):
-        """Between which values the central parts of the distribution lie.
+        """Return the ends of the central parts of the distribution.
 
         Args:
             levels: sequence of `L` floats between 0 and 1, the shares of the averages
@@ -54,7 +54,7 @@ class Concentration(NamedTuple):
         return np.array(bands).T.reshape(len(levels), 2, -1)
 
     def reached(self, share):
-        """For how many averages the `n` largest weights hold a share of the whole.
+        """Return the part of the averages of which the `n` largest hold a share.
 
         Args:
             share: float over 0 and under 1, rounded to the width of a bin.
@@ -72,7 +72,7 @@ class Concentration(NamedTuple):
         return self.counts[:, first:].sum(axis=1) / self.counts.sum(axis=1)
 
     def needed(self, share=0.9, part=0.5):
-        """How many weights are enough for a share of the whole.
+        """Return how many weights are enough for a share of the whole.
 
         Args:
             share: float over 0 and under 1, rounded to the width of a bin.
@@ -95,7 +95,7 @@ class Concentration(NamedTuple):
 
 
 def weights_needed(curves, share):
-    """How many of the largest weights hold a share, by curves of cumulative weight.
+    """Return how many of the largest weights hold a share, by cumulative weights.
 
     Args:
         curves: `(..., N)` float array, rising to one.
@@ -137,7 +137,7 @@ class ConcentrationTotal:
         self.counts += counts.reshape(length, NUM_BINS)
 
     def _equally_long(self, curves):
-        """The curves, as long as the longest so far, to which the sums grow."""
+        """Return the curves at the length of the longest so far, and grow the sums."""
         many, known = self.sums.shape
         missing = curves.shape[-1] - known
         if missing < 0:
@@ -156,7 +156,7 @@ class ConcentrationTotal:
         return self.sums / self.num_rows
 
     def concentration(self):
-        """The `Concentration` of all averages."""
+        """Return the `Concentration` of all averages."""
         return Concentration(self.curves.mean(axis=0), self.counts)
 
 

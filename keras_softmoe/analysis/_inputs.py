@@ -1,55 +1,48 @@
-"""Data on their way into a model whose routing is analysed."""
+"""Batches of data, as models take them."""
 
 import keras
 import numpy as np
 from keras import ops
 
 from keras_softmoe.checks import check_whole_numbers
+from keras_softmoe.routers import IdentityRouter, SoftRouter
+
+
+def is_limoe(backbone):
+    """Whether a backbone routes images and text through the same experts."""
+    return hasattr(backbone, "sequence_length") and hasattr(backbone, "patch_grid")
+
+
+def tokens_per_input(backbone):
+    """Return the tokens of an image or text in a `ViTMoEBackbone` or `TextMoEBackbone`.
+
+    `None` for other models, of which it is unknown.
+    """
+    outputs = getattr(backbone, "output", None)
+    if not isinstance(outputs, dict) or "sequence_output" not in outputs:
+        return None
+    return outputs["sequence_output"].shape[1]
 
 
 def backbone_of(model, preprocessor=None):
-    """The backbone of a task (or the model itself) and the preprocessor to use."""
+    """Return the backbone of a task, or the model itself, and the preprocessor."""
     if isinstance(getattr(model, "backbone", None), keras.Model):
         return model.backbone, preprocessor or model.preprocessor
     return model, preprocessor
 
 
-def check_has_routers(backbone):
-    """Raise unless the model has MoE blocks."""
-    moe_layers = getattr(backbone, "moe_layers", ())
-    if not moe_layers:
-        raise ValueError(
-            "A dense model routes nothing. Pass a `ViTMoEBackbone` with `moe_layers`, "
-            f"or a task that has one. Received: {type(backbone).__name__} with "
-            f"moe_layers={moe_layers}."
-        )
-
-
-def check_block(backbone, layer):
-    """The index of a MoE block; the first one if `None`.
-
-    Raises:
-        ValueError: if it is no MoE block, or the model has none.
-    """
-    check_has_routers(backbone)
-    moe_layers = tuple(backbone.moe_layers)
-    if layer is None:
-        return moe_layers[0]
-    if layer not in moe_layers:
-        raise ValueError(
-            f"Only the blocks {moe_layers} are mixtures of experts. "
-            f"Received: layer={layer}."
-        )
-    return layer
-
-
 def tokens_choose(router):
-    """Whether it is the tokens that choose among the experts of a router."""
+    """Whether the tokens choose among the experts of a router."""
     return "num_selected_experts" in router.get_config()
 
 
+def chooses(router):
+    """Whether a router decides which tokens an expert takes."""
+    return not isinstance(router, SoftRouter | IdentityRouter)
+
+
 def prepared(backbone, images, preprocessor):
-    """Images as the backbone takes them, a float32 array.
+    """Return images as the backbone takes them, a float32 array.
 
     Raises:
         ValueError: if they are not a batch that the model takes, or not finite.
@@ -77,7 +70,7 @@ def prepared(backbone, images, preprocessor):
 
 
 def batches_of(model, data, batch_size, preprocessor):
-    """Batches of inputs as a model takes them.
+    """Return batches of inputs as a model takes them, and their number.
 
     Args:
         model: keras.Model, or a task with a `backbone`, whose own preprocessor is
@@ -87,8 +80,7 @@ def batches_of(model, data, batch_size, preprocessor):
         preprocessor: callable applied to batches, or `None`.
 
     Returns:
-        Generator of arrays or dicts of arrays, and how many there are: `None` if that
-        is not known.
+        Generator of arrays or dicts of arrays, and their number: `None` if unknown.
     """
     backbone, own = backbone_of(model)
     if isinstance(data, keras.utils.PyDataset):

@@ -1,120 +1,170 @@
-"""Where in an image each expert works."""
+"""Routing of some images or pairs, patch by patch and word by word."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import keras
 import numpy as np
 from keras import ops
-from numpy.typing import ArrayLike
 
-from keras_softmoe.analysis._inputs import backbone_of, check_block
-from keras_softmoe.analysis._streaming import LastDecision, observe
-from keras_softmoe.ops import to_dense
+from keras_softmoe.analysis._examples import ExpertExamples, ExpertPatches, pieces
+from keras_softmoe.analysis._figures import plot_of
+from keras_softmoe.analysis._inputs import tokens_per_input
+from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting, to_dense
+from keras_softmoe.ops.choices import to_slots
 
 
 class RoutingMaps(NamedTuple):
-    """Routing of some images at one block, laid out on the grid of patches.
+    """Routing of `B` images at one block, laid out on the grid of patches.
 
-    The class token, if the model has one, is left out.
+    The class token, if the model has one, is left out. Of a LIMoE that routes text
+    alone, attributes of images are `None`; those of text are `None` for images alone.
 
     Attributes:
-        dispatch: `(B, rows, columns, E, C)` float32 array, how much of each patch goes
-            into slot `c` of expert `e`. Soft routers: weights that sum to one over the
-            tokens of the group. Sparse routers: 1 where the slot holds the patch,
-            else 0.
-        combine: `(B, rows, columns, E, C)` float32 array, how much of that slot's
-            output each patch receives.
-        images: `(B, height, width, channels)` float32 array, the images as the model
-            saw them, in `[-1, 1]`.
-        layer: int, the block.
+        block: int or str, the block, see `observe`.
         group_tokens: int, tokens of a group, those of an image unless images are routed
             together.
+        num_experts: int, `E`.
+        mixes_tokens: bool, whether slots hold mixtures of tokens.
+        images: `(B, height, width, channels)` float32 array, the images as the model
+            saw them, in `[-1, 1]`.
+        dispatch: `(B, rows, columns, E, C)` float32 array, the share of each patch in
+            slot `c` of expert `e`. Soft routers: weights that sum to one over the
+            tokens of the group. Sparse routers: 1 where the slot holds the patch,
+            else 0.
+        combine: `(B, rows, columns, E, C)` float32 array, the weight of that slot's
+            output for each patch.
+        words: list of `B` lists of str, the pieces of each caption and its padding, or
+            their ids if there is no tokenizer.
+        word_experts: `(B, sequence_length)` int array, the expert whose output counts
+            most for each piece, -1 where no expert takes it.
+        patches: `ExpertPatches` of all images of the pass. `None` for LIMoE, and for
+            routers that mix tokens.
+        examples: `ExpertExamples` of all pairs of the pass. `None` but for LIMoE.
+        discarded: dict from capacity factors to `(B, rows, columns)` bool arrays, the
+            patches that no expert takes at that capacity. `None` without
+            `capacity_factors`.
+        priority: str, the priority of the router, `None` if it has none.
+
+    Examples:
+        >>> routing = ksm.analysis.analyze(sparse, images, num_pictures=8)
+        >>> maps = routing.maps[3]
+        >>> maps.dispatch.shape[:4]
+        (8, 8, 8, 16)
+        >>> (maps.main_experts < 0).mean()  # share of dropped patches
+        >>> figure = maps.plot("experts")
     """
 
-    dispatch: np.ndarray
-    combine: np.ndarray
-    images: np.ndarray
-    layer: int
+    block: int | str
     group_tokens: int
+    num_experts: int
+    mixes_tokens: bool
+    images: np.ndarray | None = None
+    dispatch: np.ndarray | None = None
+    combine: np.ndarray | None = None
+    words: list | None = None
+    word_experts: np.ndarray | None = None
+    patches: ExpertPatches | None = None
+    examples: ExpertExamples | None = None
+    discarded: dict | None = None
+    priority: str | None = None
+
+    @property
+    def main_experts(self) -> np.ndarray:
+        """`(B, rows, columns)` int array: the expert with the largest combine weight.
+
+        Summed over its slots; -1 where no expert takes the patch.
+        """
+        return _main_experts(self.dispatch, self.combine)
+
+    plot = plot_of("maps")
 
 
-def routing_maps(
-    model: keras.Model,
-    images: ArrayLike,
-    layer: int | None = None,
-    preprocessor: Callable | None = None,
-) -> RoutingMaps:
-    """Route some images and lay the decisions of one block out on the patch grid.
+class MapReducer:
+    """Reducer to a dict from each block to its `RoutingMaps`.
 
-    Under a router with `group_images > 1` the images compete for slots with those
-    beside them, in the order given.
+    Of the first batch the first inputs are kept.
 
     Args:
-        model: `ViTMoEBackbone`, or a task that has one (its `preprocessor`, if any, is
-            applied to the images).
-        images: `(B, height, width, channels)` array, routed as one batch. A few: the
-            result holds `B * S * E * C` numbers twice.
-        layer: int, a block out of `moe_layers`. The first one if `None`.
-        preprocessor: callable applied to the images, such as a preset's image
-            converter. By default a task's own, else none: floats in `[-1, 1]` are
-            then expected.
-
-    Returns:
-        `RoutingMaps`.
-
-    Raises:
-        ValueError: if the model is dense, the block is not one of its MoE blocks, or
-            the images are not a batch that the model takes.
-
-    Source: Soft MoE, section 2.1 (dispatch and combine weights); V-MoE, section 5.
-
-    Examples:
-        >>> maps = ksm.analysis.routing_maps(soft, images)
-        >>> maps.dispatch.shape
-        (8, 8, 8, 16, 4)
+        backbone: keras.Model with the routers and a `patch_grid`.
+        num_pictures: int, inputs to keep.
+        pairs: `Pairs` of a LIMoE, `None` for a `ViTMoEBackbone`.
     """
-    backbone, _ = backbone_of(model)
-    layer = check_block(backbone, layer)
-    # One batch.
-    reducers = [LastDecision(layer)]
-    ((decision, images),) = observe(
-        model, [images], reducers, preprocessor=preprocessor, verbose=0
-    )
-    # Tokens of an image, then of a group.
-    num_tokens = backbone.output["sequence_output"].shape[1]
+
+    def __init__(self, backbone, num_pictures, pairs=None):
+        self._backbone = backbone
+        self._num_pictures = num_pictures
+        self._pairs = pairs
+        self._maps = {}
+
+    def update(self, name, decision, inputs):
+        if name in self._maps:
+            return
+        count = min(len(keras.tree.flatten(inputs)[0]), self._num_pictures)
+        router = self._backbone.routers[name]
+        self._maps[name] = RoutingMaps(
+            name,
+            decision.summary["valid"].shape[1],
+            router.num_experts,
+            router.mixes_tokens,
+            priority=getattr(router, "priority", None),
+            **self._fields(decision, inputs, count),
+        )
+
+    def result(self):
+        return self._maps
+
+    def _fields(self, decision, inputs, count):
+        """Return the attributes of images and text, a dict."""
+        grid = self._backbone.patch_grid
+        if self._pairs is None:
+            num_tokens = tokens_per_input(self._backbone)
+            weights = _weights(decision, num_tokens, count)
+            first = num_tokens - grid[0] * grid[1]
+            dispatch, combine = (_on_grid(x[:, first:], grid) for x in weights)
+            return {"images": inputs[:count], "dispatch": dispatch, "combine": combine}
+        images, token_ids = self._pairs.halves(inputs)
+        num_tokens = sum(self._pairs.tokens_of.values())
+        weights = _weights(decision, num_tokens, count)
+        found = {}
+        if images is not None:
+            num_patches = self._pairs.tokens_of["image"]
+            dispatch, combine = (_on_grid(x[:, :num_patches], grid) for x in weights)
+            found |= {
+                "images": images[:count],
+                "dispatch": dispatch,
+                "combine": combine,
+            }
+        if token_ids is not None:
+            text = [x[:, -self._pairs.tokens_of["text"] :] for x in weights]
+            found["word_experts"] = _main_experts(*text)
+            tokenizer = self._pairs.tokenizer
+            found["words"] = [pieces(tokenizer, ids) for ids in token_ids[:count]]
+        return found
+
+
+def _weights(decision, num_tokens, count):
+    """Return dispatch and combine weights of the first inputs, `(B, T, E, C)` each."""
+    routing = decision.routing
     group_tokens = decision.summary["valid"].shape[1]
-    dispatch, combine = (
-        _to_patches(weights, num_tokens, backbone.patch_grid)[: len(images)]
-        for weights in to_dense(decision.routing, group_tokens)
-    )
-    return RoutingMaps(dispatch, combine, images, layer, group_tokens)
+    if isinstance(routing, ChoiceRouting):
+        routing = SlotRouting(*to_slots(routing, group_tokens))
+    groups = -(-count * num_tokens // group_tokens)
+    kind = DenseRouting if isinstance(routing, DenseRouting) else SlotRouting
+    first = kind(*(ops.convert_to_numpy(x)[:groups] for x in routing))
+    return [
+        ops.convert_to_numpy(x).reshape(-1, num_tokens, *x.shape[2:])[:count]
+        for x in to_dense(first, group_tokens)
+    ]
 
 
-def main_experts(maps: RoutingMaps) -> np.ndarray:
-    """The expert with the largest combine weight, summed over its slots, per patch.
+def _on_grid(weights, grid):
+    """Lay `(B, rows * columns, E, C)` out as `(B, rows, columns, E, C)`."""
+    return weights.reshape(len(weights), *grid, *weights.shape[2:])
 
-    Args:
-        maps: `RoutingMaps`.
 
-    Returns:
-        `(B, rows, columns)` int array; -1 where no expert takes the patch.
-
-    Examples:
-        >>> maps = ksm.analysis.routing_maps(sparse, images)
-        >>> experts = ksm.analysis.main_experts(maps)
-        >>> (experts < 0).mean()  # share of dropped patches
-    """
-    # (B, rows, columns, E)
-    weight = maps.combine.sum(axis=-1)
-    dropped = maps.dispatch.sum(axis=(-2, -1)) == 0
+def _main_experts(dispatch, combine):
+    """Return the expert of the largest weight, `(...)`, of `(..., E, C)` weights."""
+    # (..., E)
+    weight = combine.sum(axis=-1)
+    dropped = dispatch.sum(axis=(-2, -1)) == 0
     return np.where(dropped, -1, weight.argmax(axis=-1))
-
-
-def _to_patches(weights, num_tokens, grid):
-    """`(G, tokens of a group, E, C)` to `(images, rows, columns, E, C)`."""
-    weights = ops.convert_to_numpy(weights)
-    slots = weights.shape[2:]
-    weights = weights.reshape(-1, num_tokens, *slots)
-    first = num_tokens - grid[0] * grid[1]
-    return weights[:, first:].reshape(-1, *grid, *slots)

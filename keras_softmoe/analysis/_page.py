@@ -49,7 +49,7 @@ figcaption {{ color: #444; font-size: .9rem; max-width: 46rem; }}
 
 
 class Page:
-    """Collects what a page shows, then writes it.
+    """Collect the sections, tables and figures of a page, then write it.
 
     Args:
         title: str.
@@ -79,7 +79,7 @@ class Page:
         self._add("\n".join([*lines, "</table></div>"]))
 
     def figure(self, figure, text):
-        """Add a `matplotlib.figure.Figure` and a text that says what it shows."""
+        """Add a `matplotlib.figure.Figure` and its caption."""
         self.parts.append(lambda resolution: _picture(figure, text, resolution))
 
     def write(self, path):

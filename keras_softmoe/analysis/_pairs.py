@@ -1,11 +1,26 @@
-"""Pairs of image and caption on their way through a LIMoE, batch by batch."""
+"""Batches of pairs of image and caption, as a LIMoE takes them."""
 
 import numpy as np
 
-from keras_softmoe.analysis._inputs import backbone_of, prepared, tokens_choose
-from keras_softmoe.analysis._streaming import stream
+from keras_softmoe.analysis._inputs import (
+    backbone_of,
+    is_limoe,
+    prepared,
+    tokens_choose,
+)
+from keras_softmoe.analysis._streaming import routers_of, stream
 
 PADDING = 0
+# The kind of word of padding.
+PADDING_TAG = "padding"
+
+
+def pairs_of(model, images, captions, preprocessor):
+    """Return the `Pairs` of a LIMoE's data, `None` for other models and data."""
+    is_array = images is None or hasattr(images, "shape")
+    if captions is None and not (is_limoe(backbone_of(model)[0]) and is_array):
+        return None
+    return Pairs(model, images, captions, preprocessor)
 
 
 class Pairs:
@@ -18,13 +33,18 @@ class Pairs:
         preprocessor: `None` or a `LIMoEPreprocessor`. By default a task's own.
 
     Raises:
-        ValueError: if the model routes no pairs, its tokens do not choose experts,
-            there is nothing to route, or images and captions differ in number.
+        ValueError: if the model routes no pairs, there is nothing to route, or images
+            and captions differ in number.
     """
 
     def __init__(self, model, images, captions, preprocessor):
         self.backbone, self.preprocessor = backbone_of(model, preprocessor)
-        _check_routers(self.backbone)
+        if not is_limoe(self.backbone):
+            raise ValueError(
+                "Only a `LIMoEBackbone`, or a task that has one, routes captions. "
+                f"Received: {type(self.backbone).__name__}."
+            )
+        self.routers = routers_of(self.backbone)
         counts = {len(x) for x in (images, captions) if x is not None}
         if len(counts) != 1 or 0 in counts:
             found = (
@@ -46,17 +66,22 @@ class Pairs:
             self.tokens_of["text"] = self.backbone.sequence_length
 
     @property
+    def tokens_choose(self):
+        """Whether the tokens choose among the experts in all blocks."""
+        return all(map(tokens_choose, self.routers.values()))
+
+    @property
     def tokenizer(self):
-        """What cut the captions into tokens, `None` if they came as ids."""
+        """The tokenizer of the preprocessor, `None` if there is none."""
         return getattr(self.preprocessor, "tokenizer", None)
 
     def observe(self, reducers, batch_size, verbose):
-        """Route all pairs in one pass and return what reducers found, a tuple.
+        """Route all pairs in one pass and return the results of reducers, a tuple.
 
         Args:
-            reducers: sequence of `streaming.Reducer`.
+            reducers: sequence of `Reducer`.
             batch_size: int, pairs at a time, rounded up to whole groups.
-            verbose: as in `streaming.observe`.
+            verbose: as in `observe`.
         """
         group = self.backbone.group_images or 1
         batch_size = -(-batch_size // group) * group
@@ -66,18 +91,17 @@ class Pairs:
         if len(self.tokens_of) == 1:
             (modality,) = self.tokens_of
             model = getattr(model, f"{modality}_encoder")
-        routers = self.backbone.routers
-        stream(model, routers, batches, reducers, len(starts), verbose)
+        stream(model, self.routers, batches, reducers, len(starts), verbose)
         return tuple(reducer.result() for reducer in reducers)
 
     def halves(self, inputs):
-        """Images and token ids out of the inputs of a batch, `None` if missing."""
+        """Return images and token ids of a batch, `None` if missing."""
         if isinstance(inputs, dict):
             return inputs["images"], inputs["token_ids"]
         return (inputs, None) if "image" in self.tokens_of else (None, inputs)
 
     def modality_masks(self, valid, token_ids):
-        """Which tokens belong to images and to text, and which are padding of text.
+        """Return masks of the tokens of images, of text, and of its padding.
 
         A group is the tokens of one pair after the other, first the image's.
 
@@ -87,8 +111,8 @@ class Pairs:
             token_ids: `(B, sequence_length)` int array, or `None` without captions.
 
         Returns:
-            dict from each modality that is there to a `(G, S)` bool array, and a
-            `(G, S)` bool array. What the model masks is in none of them.
+            dict from each modality to a `(G, S)` bool array, and a `(G, S)` bool array
+            of padding. Tokens that the model masks are in none of them.
         """
         # (tokens of a pair,)
         modality = np.repeat(list(self.tokens_of), list(self.tokens_of.values()))
@@ -100,7 +124,7 @@ class Pairs:
         return masks, is_padding & valid
 
     def by_pair(self, values, modality, num_pairs):
-        """Values of the tokens of a modality, pair by pair.
+        """Return the values of the tokens of a modality, pair by pair.
 
         Args:
             values: `(G, S, ...)` array, of the tokens of groups.
@@ -141,15 +165,3 @@ class Pairs:
                 "preprocessor=None."
             )
         return self.preprocessor.tokenize(captions)
-
-
-def _check_routers(backbone):
-    routers = getattr(backbone, "routers", {})
-    choose = all(map(tokens_choose, routers.values()))
-    if not (routers and choose and hasattr(backbone, "sequence_length")):
-        raise ValueError(
-            "Pass a `LIMoEBackbone` with `moe_layers` whose tokens choose their "
-            "experts, as with a `LIMoERouter`, or a task that has one. Received: "
-            f"{type(backbone).__name__} with the routers "
-            f"{sorted({type(router).__name__ for router in routers.values()})}."
-        )

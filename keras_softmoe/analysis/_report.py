@@ -1,249 +1,182 @@
-"""Everything that can be shown of the routing of a model, on one page."""
+"""The page of a `Routing`: its tables, and every figure that applies."""
 
-import os
-import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
-
-import keras
-import numpy as np
-from numpy.typing import ArrayLike
+import math
 
 from keras_softmoe import drawing
-from keras_softmoe.analysis._information import InformationReducer
-from keras_softmoe.analysis._inputs import backbone_of, prepared, tokens_choose
-from keras_softmoe.analysis._load import LoadReducer
+from keras_softmoe.analysis._figures import FIGURES
 from keras_softmoe.analysis._page import Page
-from keras_softmoe.analysis._plot_expert_patches import PatchReducer
-from keras_softmoe.analysis._plot_statistics import plot_expert_load
-from keras_softmoe.analysis._report_images import (
-    add_pictures,
-    add_specialization,
-    sparse_ends,
-)
-from keras_softmoe.analysis._report_sections import add_modalities, add_soft
-from keras_softmoe.analysis._soft_statistics import SoftReducer
-from keras_softmoe.analysis._statistics import RoutingReducer
-from keras_softmoe.analysis._streaming import all_routers, observe
-from keras_softmoe.evaluation import cost
 from keras_softmoe.files import check_file
-from keras_softmoe.routers import SoftRouter
-from keras_softmoe.types import Texts
 
-# In the configuration of a router, but no settings of how it routes.
-_NO_SETTINGS = ("name", "trainable", "num_experts")
-# What models of Keras' own classes are called.
-_KINDS = {"Functional": "this model", "Sequential": "this model"}
+_SHARE = 0.9
 
 
-def routing_report(
-    model: keras.Model,
-    images: ArrayLike,
-    path: str | os.PathLike,
-    captions: Texts | None = None,
-    labels: ArrayLike | None = None,
-    class_names: Sequence | None = None,
-    num_pictures: int = 4,
-    title: str | None = None,
-    batch_size: int = 64,
-    preprocessor: Callable | None = None,
-    verbose: int = 1,
-) -> Path:
-    """Write a page that shows how a model routes: one HTML file that needs no network.
-
-    It has what applies to the model. Any router: its settings, the load of the experts,
-    dropped tokens. Images in a backbone or classifier of this library: the experts of
-    patches, what slots look at (soft routers) or the patches that experts take (sparse
-    ones), the choices of sparse routers, how much position and class tell about the
-    expert, experts by position and by class. Soft routers, in a user's model too: what
-    tokens give and slots take, how alike slots are. A LIMoE: load, confidence,
-    priorities and paths of images and text, and for each expert the tokens that its
-    router is most certain of. Of a dense model the page says that it routes nothing.
-    Beside numbers stands what an even use of experts or tokens would give.
-
-    Args:
-        model: `ViTMoEBackbone`, `LIMoEBackbone`, a task that has one of them, or any
-            built `keras.Model` with `layers.MoE` or `layers.SoftMoE`.
-        images: `(N, height, width, channels)` array, as the model or its preprocessor
-            takes it. For a user's model any data that `analysis.observe` takes.
-        path: str or path of the file. Its directory is made. What is there is replaced
-            when the page is complete.
-        captions: for a LIMoE `N` str or `(N, sequence_length)` ints, routed together
-            with the images.
-        labels: optional `(N,)` int array, classes of the images. A `ViTMoEBackbone` or
-            its task is shown class by class then.
-        class_names: optional sequence of str, names of the classes, as in
-            `analysis.plot_experts_by_class`.
-        num_pictures: int, how many of the images are shown patch by patch. With 0 no
-            patches are shown.
-        title: str, heading of the page. If `None`, "How ... routes", with the name of
-            the model if it was given one, else with its class.
-        batch_size: int, images routed at a time.
-        preprocessor: as in `analysis.routing_statistics`. By default a task's own.
-        verbose: 0 for silence, 1 for a progress bar for each pass over the images, 2
-            for one line.
-
-    Returns:
-        `pathlib.Path` of the file, of 5 MB at most.
-
-    Raises:
-        ValueError: if the model is not built, or the images, captions or labels are not
-            ones that it takes.
-
-    Source: the figures of V-MoE, appendices D and E; Soft MoE, section 3.6 and
-    appendices H and I; LIMoE, appendices E, F and G.
-
-    Examples:
-        >>> ksm.analysis.routing_report(
-        ...     sparse,
-        ...     images,
-        ...     "report.html",
-        ...     labels=labels,
-        ...     class_names=ksm.datasets.sample("glyphs").class_names,
-        ... )
-    """
+def write_report(routing, path, title, class_names):
+    """Write the page of `Routing.save`, with the same arguments."""
     drawing.import_matplotlib()
     # Where that cannot be, the error comes before the work.
     check_file(path)
-    backbone, preprocessor = backbone_of(model, preprocessor)
-    routers = all_routers(backbone)
-    name = _given_name(model) or _KINDS.get(type(model).__name__, type(model).__name__)
-    page = Page(f"How {name} routes" if title is None else title)
-    run = {"batch_size": batch_size, "preprocessor": preprocessor, "verbose": verbose}
-    _add_model(page, model, backbone)
-    if not routers:
-        page.section("Routing", "The model is dense: it has no routers and no experts.")
-        return page.write(path)
-    _add_routers(page, routers)
-    if _is_limoe(backbone):
-        if all(map(tokens_choose, routers.values())):
-            add_modalities(page, backbone, images, captions, num_pictures, run)
-            return page.write(path)
-        images = _pairs(backbone, images, captions, preprocessor)
-        run["preprocessor"] = None
-    reducers = {"load": LoadReducer()}
-    if hasattr(backbone, "patch_grid") and not _is_limoe(backbone):
-        reducers["routing"] = RoutingReducer(backbone, labels)
-        reducers["information"] = InformationReducer(backbone, labels)
-        if num_pictures:
-            reducers |= {n: PatchReducer(backbone, n) for n in sparse_ends(backbone)}
-    if any(isinstance(router, SoftRouter) for router in routers.values()):
-        reducers["soft"] = SoftReducer(backbone)
-    results = observe(backbone, images, list(reducers.values()), **run)
-    found = dict(zip(reducers, results, strict=True))
-    _add_load(page, found["load"])
-    if "routing" in found:
-        if num_pictures:
-            patches = [found[layer] for layer in sparse_ends(backbone)]
-            add_pictures(page, backbone, images[:num_pictures], preprocessor, patches)
-        add_specialization(
-            page, backbone, found["routing"], found["information"], class_names
-        )
-    if "soft" in found:
-        add_soft(page, found["soft"], routers, backbone)
+    page = Page(f"How {routing.model.name} routes" if title is None else title)
+    page.section("Model")
+    page.table(["", ""], routing.model.facts)
+    page.section("Routers")
+    page.table(["block", "router", "experts", "settings"], routing.model.routers)
+    options = {"by_class": {"class_names": class_names}}
+    for part, (heading, text, tables) in _PARTS.items():
+        blocks = getattr(routing, part)
+        if not blocks:
+            continue
+        page.section(heading, text)
+        for table in tables:
+            header, rows = table(blocks)
+            if rows:
+                page.table(header, rows)
+        for name in routing.figures:
+            if FIGURES[name].part == part:
+                _add_figure(page, routing, name, options.get(name, {}))
     return page.write(path)
 
 
-# === Models ===
+def _add_figure(page, routing, name, options):
+    """Show a figure; one of a single block for the first and the last block."""
+    row = FIGURES[name]
+    if not row.is_of_one_block:
+        page.figure(routing.plot(name, **options), row.caption)
+        if name == "concentration":
+            page.figure(routing.plot(name, weights="combine"), row.caption)
+        return
+    found = [b for b, maps in getattr(routing, row.part).items() if row.applies(maps)]
+    for block in dict.fromkeys((found[0], found[-1])):
+        pictures = range(len(routing.maps[block].images)) if name == "pair" else (None,)
+        for index in pictures:
+            shown = {} if index is None else {"index": index}
+            figure = routing.plot(name, [block], **options, **shown)
+            page.figure(figure, f"{drawing.block_title(block)}: {row.caption}")
 
 
-def _given_name(model):
-    """The name of a model, "" if Keras made it up: `vi_t_mo_e_backbone_1`."""
-    made_up = re.sub(r"_|\d", "", model.name) == type(model).__name__.lower()
-    return "" if made_up else model.name
+# === Tables ===
 
 
-def _is_limoe(backbone):
-    return hasattr(backbone, "sequence_length") and hasattr(backbone, "patch_grid")
-
-
-def _pairs(backbone, images, captions, preprocessor):
-    """Images and captions as the backbone takes them."""
-    if captions is None:
-        raise ValueError(
-            "The tokens of this model do not choose experts, so images are routed "
-            "together with text only. Pass as many captions as images. Received: "
-            "captions=None."
-        )
-    convert = getattr(preprocessor, "convert", None)
-    if np.asarray(captions).dtype.kind not in "iu":
-        captions = preprocessor.tokenize(captions)
-    return {"images": prepared(backbone, images, convert), "token_ids": captions}
-
-
-# === Sections ===
-
-
-def _add_model(page, model, backbone):
-    rows = [
-        ["model", " ".join([type(model).__name__, _given_name(model)]).rstrip()],
-        ["parameters", f"{model.count_params():,}"],
-    ]
-    try:
-        gflop = cost(model).gflop_per_image
-        rows.append(["GFLOP for an image (or a pair)", f"{gflop:.3g}"])
-    except ValueError:
-        # A model of another kind, or one that was quantized.
-        pass
-    if hasattr(backbone, "patch_grid"):
-        grid = " × ".join(map(str, backbone.patch_grid))
-        rows.append(["patches of an image", grid])
-    rows.append(["Keras", f"{keras.version()}, {keras.backend.backend()}"])
-    page.section("Model")
-    page.table(["", ""], rows)
-
-
-def _add_routers(page, routers):
-    page.section("Routers")
-    # Equal routers in one row.
-    rows = {}
-    for layer, router in routers.items():
-        settings = _settings(router.get_config())
-        row = type(router).__name__, router.num_experts, settings
-        rows.setdefault(row, []).append(drawing.block_title(layer))
-    page.table(
-        ["block", "router", "experts", "settings"],
-        [[", ".join(blocks), *row] for row, blocks in rows.items()],
-    )
-
-
-def _settings(config):
-    return ", ".join(
-        f"{name}={_setting(value)}"
-        for name, value in config.items()
-        if name not in _NO_SETTINGS and value not in (None, False)
-    )
-
-
-def _setting(value):
-    """A value in a configuration; of something serialized its class and settings."""
-    if isinstance(value, dict) and "class_name" in value:
-        return f"{value['class_name']}({_settings(value['config'])})"
-    if isinstance(value, list | tuple):
-        return " + ".join(str(_setting(x)) for x in value)
-    return f"{value:.4g}" if isinstance(value, float) else value
-
-
-def _add_load(page, loads):
-    page.section(
-        "Load",
-        "How much each expert has to do. A token is dropped if no expert takes it; it "
-        "then passes the block unchanged.",
-    )
-    page.table(
-        ["block", "tokens", "dropped", "busiest expert, in even shares (even 1×)"],
+def _load(blocks):
+    header = ["block", "tokens", "dropped", "busiest expert, in even shares (even 1×)"]
+    return header, [
         [
-            [
-                drawing.block_title(layer),
-                f"{block.num_tokens:,}",
-                f"{100 * block.dropped:.3g}%",
-                f"{block.imbalance:.2f}×",
-            ]
-            for layer, block in loads.items()
-        ],
-    )
-    page.figure(
-        plot_expert_load(loads),
-        "Tokens that each expert takes, in even shares (dashed line). Of routers that "
-        "mix tokens, the sum of its combine weights.",
-    )
+            drawing.block_title(name),
+            f"{block.num_tokens:,}",
+            f"{100 * block.dropped:.3g}%",
+            f"{block.imbalance:.2f}×",
+        ]
+        for name, block in blocks.items()
+    ]
+
+
+def _information(blocks):
+    known = {n: b for n, b in blocks.items() if b.information is not None}
+    header = ["block", "entropy of the expert", "explained by position"]
+    if any(block.information.label is not None for block in known.values()):
+        header.append("explained by class")
+    return header, [
+        [drawing.block_title(name), *_information_cells(block)]
+        for name, block in known.items()
+    ]
+
+
+def _information_cells(block):
+    found = block.information
+    shares = [found.position_share, found.label_share]
+    return [
+        f"{found.entropy:.2f} bits (even {math.log2(len(block.load)):.3g})",
+        *(f"{100 * share:.1f}%" for share in shares if share is not None),
+    ]
+
+
+def _soft(blocks):
+    header = [
+        "block",
+        "largest dispatch weight",
+        "dispatch sharpness (even 1×)",
+        "tokens for 90% of a slot",
+        "largest combine weight",
+        "combine sharpness (even 1×)",
+        "slots for 90% of a token",
+        "most and least important expert (even 1×)",
+    ]
+    return header, [
+        [drawing.block_title(name), *_soft_cells(block)]
+        for name, block in blocks.items()
+    ]
+
+
+def _soft_cells(block):
+    contribution = block.expert_contribution
+    return [
+        *_concentrated(block.dispatch_peak, block.dispatch_sharpness, block.dispatch),
+        *_concentrated(block.combine_peak, block.combine_sharpness, block.combine),
+        f"{contribution.argmax()} and {contribution.argmin()}, "
+        f"{contribution.max() / contribution[contribution > 0].min():.3g}× apart",
+    ]
+
+
+def _concentrated(peak, sharpness, concentration):
+    """Write the largest weight and the number for 90%, beside an even average's."""
+    count = len(concentration.mean)
+    return [
+        f"{100 * peak:.3g}% (even {100 / count:.3g}%)",
+        f"{sharpness:.2f}×",
+        f"{concentration.needed(_SHARE)} of {count} (even {_even_count(count)})",
+    ]
+
+
+def _modalities(blocks):
+    header = ["block", "modality", "tokens", "dropped", "experts that serve 90%"]
+    return header, [
+        [
+            drawing.block_title(name),
+            modality,
+            f"{block.num_tokens[modality]:,}",
+            f"{100 * block.dropped[modality]:.3g}%",
+            f"{needed} of {len(block.padding)} "
+            f"(even {_even_count(len(block.padding))})",
+        ]
+        for name, block in blocks.items()
+        for modality, needed in block.experts_needed(_SHARE).items()
+    ]
+
+
+def _even_count(count):
+    """Return the number of so many that hold 90% where all hold the same."""
+    return math.ceil(round(_SHARE * count, 6))
+
+
+# Part of `Routing` -> heading, text and tables of its section.
+_PARTS = {
+    "blocks": (
+        "Load and specialization",
+        "How much each expert has to do. A token is dropped if no expert takes it; it "
+        "then passes the block unchanged. Of images also how much of the choice of an "
+        "expert (its entropy) is explained by the place of the token in the image, and "
+        "by the class of the image beyond labels in random order: an expert that "
+        "follows from the place alone does not look at the token.",
+        (_load, _information),
+    ),
+    "soft": (
+        "Weights of tokens and slots",
+        "A slot takes in an average of all tokens (dispatch weights), and a token gets "
+        "back an average of all slots' outputs (combine weights). In the table, the "
+        "largest weights are means and the numbers for 90% medians; behind them those "
+        "of an even average. Sharpness is the largest weight in even shares: at 1× "
+        "every slot is the mean of all tokens, or every token gets the mean of all "
+        "slots, and the layer does not route.",
+        (_soft,),
+    ),
+    "modalities": (
+        "Images and text",
+        "Tokens of images and of text choose among the same experts. A token is "
+        "dropped if none of the experts that it chose has a free slot.",
+        (_modalities,),
+    ),
+    "maps": (
+        "Pictures",
+        "Some inputs, patch by patch, at the first and the last block with experts.",
+        (),
+    ),
+}

@@ -1,4 +1,4 @@
-"""One pass of data through a model, on which reducers see what its routers decide."""
+"""One pass of data through a model, with its routing decisions shown to reducers."""
 
 import contextlib
 import itertools
@@ -15,7 +15,7 @@ from keras_softmoe.routers import Decision, Router, record
 
 
 class Reducer(Protocol):
-    """Interface of what `observe` shows decisions to: any class with these methods.
+    """Interface of a reducer for `observe`: any class with these methods.
 
     Example: the largest logit of each block.
 
@@ -32,10 +32,10 @@ class Reducer(Protocol):
     """
 
     def update(self, name: int | str, decision: Decision, inputs: Any) -> None:
-        """Take in what one router decided for one batch.
+        """Add the decision of one router about one batch.
 
-        Routers are shown in the order in which the model calls them. Keep sums, not
-        decisions, if memory must not grow with the data.
+        Routers come in the order in which the model calls them. Keep sums instead of
+        decisions, so that memory does not grow with the data.
 
         Args:
             name: int or str, the block, see `observe`.
@@ -46,25 +46,7 @@ class Reducer(Protocol):
         """
 
     def result(self) -> dict:
-        """What `observe` returns at the end."""
-
-
-class LastDecision:
-    """Reducer to the last decision of one block, and the inputs of that batch.
-
-    Args:
-        name: int or str, the block, see `observe`.
-    """
-
-    def __init__(self, name):
-        self._name = name
-
-    def update(self, name, decision, inputs):
-        if name == self._name:
-            self._last = decision, inputs
-
-    def result(self):
-        return self._last
+        """Return the result, at the end of the pass."""
 
 
 def observe(
@@ -75,10 +57,10 @@ def observe(
     preprocessor: Callable | None = None,
     verbose: int = 1,
 ) -> tuple:
-    """Send data through a model once, and show each decision of its routers.
+    """Send data through a model once, and show each routing decision to reducers.
 
     One batch and the decisions about it are held at a time, so memory does not grow
-    with the data.
+    with the data. `analyze` is this with the reducers of all its statistics.
 
     Args:
         model: any built `keras.Model` with `layers.MoE` or `layers.SoftMoE`: a backbone
@@ -88,33 +70,38 @@ def observe(
             of arrays, for a model that takes it; or an iterable of batches (a
             `tf.data.Dataset`, `keras.utils.PyDataset`, PyTorch `DataLoader`, generator)
             of inputs or of tuples that begin with them.
-        reducers: sequence of `Reducer`, which share the pass: `LoadReducer`,
-            `RoutingReducer`, `SoftReducer`, or your own.
+        reducers: sequence of `Reducer`, which share the pass.
         batch_size: int, inputs of an array at a time.
         preprocessor: callable applied to each batch. By default a task's own for
             images, none for dicts.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
 
     Returns:
-        tuple of what the reducers found, in their order. They name a block by its key
-        in `model.routers` where the model has it, such as the index of the block; else
-        by the name of its MoE layer.
+        tuple of the results of the reducers, in their order. A block is named by its
+        key in `model.routers` where the model has it, such as the index of the block;
+        else by the name of its MoE layer.
 
     Raises:
         ValueError: if the model has no routers or is not built, there are no data, or
-            they are not what the model takes.
+            the model does not take them.
 
     Examples:
-        >>> load, found = ksm.analysis.observe(
-        ...     soft,
-        ...     images,
-        ...     [ksm.analysis.LoadReducer(), ksm.analysis.SoftReducer(soft)],
-        ... )
-        >>> load[3].imbalance, found[3].dispatch_peak
+        >>> class Groups:
+        ...     def __init__(self):
+        ...         self.count = {}
+        ...
+        ...     def update(self, name, decision, inputs):
+        ...         groups = len(decision.summary["valid"])
+        ...         self.count[name] = self.count.get(name, 0) + groups
+        ...
+        ...     def result(self):
+        ...         return self.count
+        >>> (groups,) = ksm.analysis.observe(soft, images, [Groups()])
     """
     backbone, _ = backbone_of(model)
     routers = routers_of(backbone)
-    batches, count = batches_of(model, data, batch_size, preprocessor)
+    given = () if data is None else data
+    batches, count = batches_of(model, given, batch_size, preprocessor)
     if not stream(backbone, routers, batches, reducers, count, verbose):
         raise ValueError(
             "There is nothing to route. Pass at least one batch of inputs (an iterator "
@@ -124,18 +111,15 @@ def observe(
 
 
 def stream(model, routers, batches, reducers, count=None, verbose=1):
-    """Call a model on batches and update reducers with the decisions about them.
+    """Call a model on batches, update reducers, and return the number of batches.
 
     Args:
         model: keras.Model.
-        routers: dict from blocks to the routers that the reducers see.
+        routers: dict from blocks to the routers whose decisions are shown.
         batches: iterable of inputs of the model.
         reducers: sequence of `Reducer`.
         count: int, number of batches, or `None` if it is not known.
         verbose: as in `observe`.
-
-    Returns:
-        int, the number of batches.
     """
     # Several routers may have the same path.
     names = {id(router): name for name, router in routers.items()}
@@ -150,57 +134,35 @@ def stream(model, routers, batches, reducers, count=None, verbose=1):
     return seen
 
 
-def routers_of(model, kind=Router, weight=None):
-    """The routers of a model by the names of their blocks.
-
-    Args:
-        model: keras.Model with MoE layers, built.
-        kind: class of the routers.
-        weight: str, name of a weight that they must have, or `None`.
-
-    Returns:
-        dict from the block to its router: the keys of `model.routers` where the model
-        has it, such as the index of the block; else the name of the MoE layer.
+def routers_of(model):
+    """Return the routers of a model by the names of their blocks.
 
     Raises:
-        ValueError: if there is none, or the model is not built.
+        ValueError: if there are none, or the model is not built.
     """
     if not model.built:
         raise ValueError(
             "A model that is not built has no weights to route with. Call it once on "
             f"data. Received: {type(model).__name__} with built=False."
         )
-    routers = all_routers(model)
-    found = {
-        name: router
-        for name, router in routers.items()
-        if isinstance(router, kind) and (weight is None or hasattr(router, weight))
-    }
-    if not found:
-        raise ValueError(
-            f"The model has to have MoE layers with a `{kind.__name__}`"
-            + ("" if weight is None else f" that has the weight `{weight}`")
-            + f". Received: {type(model).__name__} with the routers "
-            f"{sorted({type(router).__name__ for router in routers.values()})}."
-        )
-    return found
-
-
-def all_routers(model):
-    """As `routers_of`, but of any model: an empty dict if there are none."""
     routers = getattr(model, "routers", None)
-    if isinstance(routers, dict):
-        return routers
-    return _by_name(x for x in flatten_layers(model) if isinstance(x, Router))
+    if not isinstance(routers, dict):
+        routers = _by_name(x for x in flatten_layers(model) if isinstance(x, Router))
+    if not routers:
+        raise ValueError(
+            "A dense model routes nothing: pass a model with MoE layers. Received: "
+            f"{type(model).__name__} with the routers []."
+        )
+    return routers
 
 
 def _by_name(routers):
-    """Dict from the name of the MoE layer around each router."""
+    """Return a dict from the name of the MoE layer around each router."""
     named = {}
     for router in routers:
         parts = (router.path or router.name).split("/")
         for own in ("router", "moe"):
-            # What the layers of this library call their parts.
+            # The names of parts in layers of this library.
             if len(parts) > 1 and parts[-1] == own:
                 parts.pop()
         name = unique = "/".join(parts)
@@ -213,7 +175,7 @@ def _by_name(routers):
 
 
 def _decisions(model, names, inputs):
-    """What the routers with these names decide for a batch: pairs, in order of calls.
+    """Return pairs of a block and a decision about a batch, in the order of calls.
 
     A router that is called twice is there twice.
     """
@@ -231,7 +193,7 @@ def _decisions(model, names, inputs):
 
 
 def _without_gradients():
-    """PyTorch would keep all activations of a batch for a backward pass."""
+    """Keep PyTorch from storing all activations of a batch for a backward pass."""
     if keras.backend.backend() != "torch":
         return contextlib.nullcontext()
     import torch

@@ -22,8 +22,7 @@ def prune_experts(
         model: `LIMoEBackbone` with `routers.LIMoERouter`s, or a task that has one.
         usage: dict from each MoE block to an `(E,)` array, how many tokens of the
             modality each expert was chosen for, as measured on data by
-            `analysis.modality_statistics`, or during training by
-            `analysis.UsageMonitor`.
+            `analysis.analyze`, or during training by `analysis.RoutingMonitor`.
         num_experts: int, experts to keep in each block, those with the most tokens
             (of equals the first).
         method: `"router_pred"`: probabilities are still distributed among all experts,
@@ -43,7 +42,7 @@ def prune_experts(
     (figure 14).
 
     Examples:
-        >>> statistics = ksm.analysis.modality_statistics(limoe, None, captions)
+        >>> statistics = ksm.analysis.analyze(limoe, captions=captions).modalities
         >>> usage = {layer: s.routed["text"] for layer, s in statistics.items()}
         >>> pruned = ksm.models.prune_experts(limoe, usage, num_experts=4)
         >>> text_model = ksm.models.LIMoEContrastive(pruned, limoe.preprocessor)

@@ -1,6 +1,6 @@
-"""How good a model is, how good its features are, and what it costs.
+"""Quality of models and of their features, and their cost.
 
-What the examples of this module go on from:
+Names that the examples of this module use:
 
     >>> sparse = ksm.models.ViTMoEImageClassifier.from_preset(
     ...     "vmoe_tiny_patch4_16e_32_glyphs"

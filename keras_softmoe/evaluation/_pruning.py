@@ -25,15 +25,13 @@ def pruning_curve(
     Args:
         model: `LIMoEBackbone` with `routers.LIMoERouter`s, or a `LIMoEContrastive`.
         usage: dict from each MoE block to an `(E,)` array, how much the modality uses
-            each expert, as for `models.prune_experts`: counted by
-            `analysis.modality_statistics`, or averaged during training by
-            `analysis.UsageMonitor`.
+            each expert, as for `models.prune_experts`: counted by `analysis.analyze`,
+            or averaged during training by `analysis.RoutingMonitor`.
         metric: callable from a pruned model, of the same class as `model`, to a number,
             or to several ones, such as one for each seed: zero-shot accuracy,
             retrieval, ...
         num_experts: sequence of ints, how many experts to keep in each block. By
-            default all of them and half as many again and again, down to what a token
-            chooses.
+            default all of them, half, a quarter, ..., down to the choices of a token.
         methods: sequence of str, ways to prune, see `models.prune_experts`.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
         name: str, the name of the metric in the rows.
@@ -52,10 +50,9 @@ def pruning_curve(
         >>> names = ["red circle", "blue star"]
         >>> whole = limoe.class_embeddings(names, ["a {}"])
         >>> def likeness(encoder):
-        ...     return (
-        ...         (encoder.class_embeddings(names, ["a {}"]) * whole).sum(-1).mean()
-        ...     )
-        >>> statistics = ksm.analysis.modality_statistics(limoe, captions=captions)
+        ...     classes = encoder.class_embeddings(names, ["a {}"])
+        ...     return (classes * whole).sum(-1).mean()
+        >>> statistics = ksm.analysis.analyze(limoe, captions=captions).modalities
         >>> usage = {block: s.routed["text"] for block, s in statistics.items()}
         >>> curve = ksm.evaluation.pruning_curve(
         ...     limoe, usage, likeness, num_experts=(4, 8), name="cosine"
@@ -98,7 +95,7 @@ def pruning_curve(
 
 
 def _halves(routers):
-    """All experts, half of them, and so on, at least as many as a token chooses."""
+    """Return all experts, half of them, ..., down to the choices of a token."""
     count = min((router.num_experts for router in routers), default=1)
     least = max(
         (getattr(router, "num_selected_experts", 1) for router in routers), default=1

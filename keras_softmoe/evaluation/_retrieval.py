@@ -1,4 +1,4 @@
-"""How often an image finds its caption among all captions, and a caption its image."""
+"""Recall of captions by images, and of images by captions."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -36,18 +36,18 @@ def retrieval(
     ks: Sequence = (1, 5, 10),
     chunk_size: int = 2048,
 ) -> Retrieval:
-    """Recall@k of images among captions and of captions among images.
+    """Compute recall@k of images among captions and of captions among images.
 
     Similarities are dot products of the embeddings as they are given: cosines, if the
     embeddings have length 1, as those of the models here have.
 
     Ties are broken as by chance: if `b` wrong candidates are more similar than the
     right one and `t` wrong ones are equally similar, the right one is among the first
-    `k` with probability `(k - b) / (t + 1)`, cut to between 0 and 1, and that is what
-    the query adds to the recall. (Where several captions of an image are tied, the
+    `k` with probability `(k - b) / (t + 1)`, cut to between 0 and 1, which the query
+    adds to the recall. (Where several captions of an image are tied, the
     probability is that of at least one of them.) So a model whose embeddings are all
-    equal scores exactly what guessing scores, and captions that read the same, which
-    no model can tell apart, count as the guesses they are. Similarities that differ by
+    equal scores exactly as guessing does, and equal captions, between which no model
+    can distinguish, count as guesses. Similarities that differ by
     no more than their rounding errors may do (about `2e-16 * 2 D`) are tied.
 
     The similarities of all pairs are never held at once. They are computed in float64,
@@ -135,7 +135,7 @@ def _ranks(images, texts, owner, chunk_size):
             block = image @ _float64(texts[columns]).T
             row = owner[columns] - rows.start
             here = np.flatnonzero((row >= 0) & (row < len(block)))
-            # What is left are the wrong candidates.
+            # The wrong candidates are left.
             block[row[here], here] = -np.inf
             better, tied = _compare(block, own[columns], tolerance, axis=0)
             better_images[columns] += better

@@ -34,7 +34,8 @@ def draw_sweep(sweep, x, y, by, baselines):
     draw = _draw_fronts if x in COSTS else _draw_lines
     with_legend = by is not None or baselines or x in COSTS
     width = 4.8 if len(names) == 1 else 3.0 * len(names)
-    figure = drawing.new_figure(width + (2.1 if with_legend else 0), 3.6)
+    beside = 2.4 if x in COSTS else 1.8
+    figure = drawing.new_figure(width + (beside if with_legend else 0), 3.6)
     axes = figure.subplots(1, len(names), squeeze=False)[0]
     for ax, name in zip(axes, names, strict=True):
         limits = _limits(sweep.scores(name), baselines)

@@ -47,7 +47,7 @@ def zero_shot(
     `model.encode_image(images) @ model.class_embeddings(names, templates).T`.
 
     Args:
-        model: what has `encode_image(images, batch_size=..., verbose=...)` and
+        model: any object with `encode_image(images, batch_size=..., verbose=...)` and
             `encode_text(texts)`, both returning `(N, D)` embeddings, such as a
             `LIMoEContrastive`.
         images: `(N, height, width, channels)` array, as `model.encode_image` takes it.
@@ -64,7 +64,7 @@ def zero_shot(
 
     Raises:
         ValueError: if names, templates or labels cannot be used, before anything is
-            encoded, or what the model returns are not embeddings.
+            encoded, or the model does not return embeddings.
 
     Source: LIMoE, appendix D.2, which follows Radford et al. 2021 (CLIP), section
     3.1.4.

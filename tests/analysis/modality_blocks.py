@@ -2,28 +2,31 @@
 
 import numpy as np
 
-from keras_softmoe.analysis._by_modality import ModalityStatistics
+from keras_softmoe.analysis import ModalityStatistics
 
 MODALITIES = ("image", "text")
 
 
-def make_block(seed=0, num_experts=3, modalities=MODALITIES, capacity=30, last=False):
+def make_block(block=0, num_experts=3, modalities=MODALITIES, capacity=30, last=False):
     """Two groups; numbers that agree with each other as far as figures compare them."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(block)
 
     def each(make):
         return {name: make() for name in modalities}
 
     chosen = each(lambda: rng.integers(10, 40, num_experts))
-    seated = {
+    assigned = {
         name: count - rng.integers(1, 5, num_experts) for name, count in chosen.items()
     }
     return ModalityStatistics(
+        block=block,
         num_tokens={name: int(count.sum()) for name, count in chosen.items()},
         routed=chosen,
         chosen=chosen,
-        seated=seated,
-        padding=seated["text"] // 3 if "text" in seated else np.zeros(num_experts, int),
+        assigned=assigned,
+        padding=assigned["text"] // 3
+        if "text" in assigned
+        else np.zeros(num_experts, int),
         dropped=each(rng.uniform),
         capacity=capacity,
         num_groups=2,
@@ -39,6 +42,6 @@ def make_block(seed=0, num_experts=3, modalities=MODALITIES, capacity=30, last=F
     )
 
 
-def statistics(layers=(1, 3), **kwargs):
-    last = list(layers)[-1]
-    return {layer: make_block(layer, last=layer == last, **kwargs) for layer in layers}
+def statistics(blocks=(1, 3), **kwargs):
+    last = list(blocks)[-1]
+    return {block: make_block(block, last=block == last, **kwargs) for block in blocks}

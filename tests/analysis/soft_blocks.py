@@ -3,8 +3,7 @@
 import numpy as np
 
 from keras_softmoe.analysis._concentration import ConcentrationTotal
-from keras_softmoe.analysis._slots import SlotCorrelation
-from keras_softmoe.analysis._soft_statistics import TOKEN_WEIGHT_EDGES, SoftStatistics
+from keras_softmoe.analysis._soft import TOKEN_WEIGHT_EDGES, SoftStatistics
 
 NUM_EXPERTS, SLOTS, NUM_TOKENS, NUM_GROUPS = 3, 2, 5, 4
 
@@ -15,7 +14,7 @@ def concentration(rng, *shape):
     return total
 
 
-def make_block(seed=0):
+def make_block(block=0, seed=0):
     rng = np.random.default_rng(seed)
     dispatch = concentration(rng, NUM_GROUPS, NUM_EXPERTS * SLOTS, NUM_TOKENS)
     tokens = NUM_GROUPS * NUM_TOKENS
@@ -23,6 +22,7 @@ def make_block(seed=0):
     weights = rng.gamma(1.0, size=tokens)
     weights *= NUM_EXPERTS * SLOTS * NUM_GROUPS / weights.sum()
     return SoftStatistics(
+        block=block,
         num_groups=NUM_GROUPS,
         num_tokens=tokens,
         token_weight_counts=np.histogram(weights, TOKEN_WEIGHT_EDGES)[0],
@@ -30,15 +30,15 @@ def make_block(seed=0):
         slot_curves=dispatch.curves.reshape(NUM_EXPERTS, SLOTS, -1),
         dispatch=dispatch.concentration(),
         combine=combine.concentration(),
+        slot_directions=make_directions(NUM_EXPERTS * SLOTS),
     )
 
 
-def make_correlation(seed=0, num_experts=NUM_EXPERTS, slots=SLOTS):
-    rng = np.random.default_rng(seed)
-    mu = rng.normal(size=(num_experts * slots, 4))
-    mu /= np.linalg.norm(mu, axis=1, keepdims=True)
-    return SlotCorrelation((mu @ mu.T).astype("float32"), slots)
+def make_directions(count, seed=0):
+    directions = np.random.default_rng(seed).normal(size=(count, 4))
+    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+    return directions.astype("float32")
 
 
-def blocks(make=make_block, names=(1, 3)):
-    return {name: make(seed) for seed, name in enumerate(names)}
+def statistics(blocks=(1, 3)):
+    return {block: make_block(block, seed) for seed, block in enumerate(blocks)}

@@ -4,15 +4,17 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe.analysis import routing_maps
-from keras_softmoe.analysis._maps import RoutingMaps, main_experts
+from keras_softmoe.analysis import RoutingMaps, analyze
+from keras_softmoe.layers import SoftMoE
 from keras_softmoe.models import (
     ViTMoEBackbone,
     ViTMoEImageClassifier,
     ViTMoEImageClassifierPreprocessor,
     ViTMoEImageConverter,
 )
-from keras_softmoe.routers import SoftmaxTokenChoiceRouter, SoftRouter
+from keras_softmoe.routers import LIMoERouter, SoftmaxTokenChoiceRouter, SoftRouter
+from tests.analysis import pairs
+from tests.references import to_numpy
 
 # 2 x 3 patches, so that rows cannot be taken for columns.
 GRID = (2, 3)
@@ -22,6 +24,12 @@ IMAGE_SHAPE = (8, 12, 3)
 def make_backbone(router, **kwargs):
     arguments = {"moe_layers": (1,) if router else (), "router": router, **kwargs}
     return ViTMoEBackbone(IMAGE_SHAPE, 4, 2, 2, 8, 16, **arguments)
+
+
+def routing_maps(model, images, layer=0, **kwargs):
+    """Maps of all images, in one batch."""
+    routing = analyze(model, images, num_pictures=len(images), verbose=0, **kwargs)
+    return routing.maps[layer]
 
 
 def make_images(count):
@@ -37,8 +45,7 @@ def test_soft_weights_lie_on_the_grid(pooling):
     maps = routing_maps(backbone, images, layer=1)
     routing = backbone.route(images)[1].routing
     first = int(pooling == "token")
-    assert maps.layer == 1
-    assert routing_maps(backbone, images).layer == 0
+    assert maps.block == 1
     assert maps.dispatch.shape == maps.combine.shape == (2, *GRID, 4, 2)
     for found, wanted in zip((maps.dispatch, maps.combine), routing, strict=True):
         wanted = keras.ops.convert_to_numpy(wanted)
@@ -57,7 +64,7 @@ def test_seats_of_grouped_images_find_their_image():
     router = SoftmaxTokenChoiceRouter(3, 2, capacity_factor=0.6)
     backbone = make_backbone(router, pooling="token", group_images=4)
     images = make_images(6)
-    maps = routing_maps(backbone, images)
+    maps = routing_maps(backbone, images, 1)
     routing = backbone.route(images)[1].routing
     token, filled, gate = (keras.ops.convert_to_numpy(part) for part in routing)
     num_tokens = 1 + GRID[0] * GRID[1]
@@ -78,9 +85,9 @@ def test_a_task_brings_its_preprocessor():
     preprocessor = ViTMoEImageClassifierPreprocessor(ViTMoEImageConverter())
     task = ViTMoEImageClassifier(backbone, 3, preprocessor=preprocessor)
     pixels = np.random.default_rng(0).integers(0, 256, (2, *IMAGE_SHAPE), "uint8")
-    maps = routing_maps(task, pixels)
+    maps = routing_maps(task, pixels, 1)
     np.testing.assert_allclose(maps.images, pixels / 127.5 - 1, atol=1e-6)
-    given = routing_maps(backbone, pixels, preprocessor=ViTMoEImageConverter())
+    given = routing_maps(backbone, pixels, 1, preprocessor=ViTMoEImageConverter())
     np.testing.assert_allclose(maps.dispatch, given.dispatch, rtol=1e-6)
 
 
@@ -97,21 +104,94 @@ def test_main_experts():
         ]
     )[None, None]
     dispatch = (combine > 0).astype("float32")
-    maps = RoutingMaps(dispatch, combine, np.zeros((1, 4, 12, 3)), 0, 3)
-    assert main_experts(maps).tolist() == [[[1, 0, -1]]]
+    maps = RoutingMaps(0, 3, 2, False, dispatch=dispatch, combine=combine)
+    assert maps.main_experts.tolist() == [[[1, 0, -1]]]
 
 
-def test_a_dense_model_is_refused():
-    with pytest.raises(ValueError, match="dense model routes nothing"):
-        routing_maps(make_backbone(None), make_images(1))
+def test_some_images_of_many():
+    backbone = make_backbone(SoftRouter(2))
+    images = make_images(6)
+    maps = analyze(backbone, images, num_pictures=3, batch_size=4, verbose=0).maps[1]
+    expected = routing_maps(backbone, images[:4], 1)
+    np.testing.assert_array_equal(maps.images, images[:3])
+    np.testing.assert_allclose(maps.combine, expected.combine[:3], rtol=1e-5)
+    # Of the first batch at most.
+    maps = analyze(backbone, images, num_pictures=6, batch_size=4, verbose=0).maps[1]
+    assert len(maps.images) == 4
+    assert analyze(backbone, images, verbose=0).maps == {}
 
 
 def test_wrong_arguments():
     backbone = make_backbone(SoftRouter(2))
-    with pytest.raises(ValueError, match=r"blocks \(1,\).*layer=0"):
-        routing_maps(backbone, make_images(1), layer=0)
     with pytest.raises(ValueError, match="preprocessor.*dtype=uint8"):
         routing_maps(backbone, np.zeros((1, *IMAGE_SHAPE), "uint8"))
     for images in (make_images(1)[0], make_images(1)[:, :4], make_images(0)):
-        with pytest.raises(ValueError, match=r"batches of \(8, 12, 3\).*shape="):
+        with pytest.raises(
+            ValueError, match=r"batches of \(8, 12, 3\).*shape=|nothing"
+        ):
             routing_maps(backbone, images)
+    inputs = keras.Input((4, 6))
+    own = keras.Model(inputs, SoftMoE(2, 8)(inputs))
+    with pytest.raises(ValueError, match="num_pictures=1 with Functional"):
+        analyze(own, np.ones((1, 4, 6)), num_pictures=1, verbose=0)
+
+
+# === Pairs ===
+
+
+class Letters:
+    """As much of a tokenizer as is needed."""
+
+    def id_to_token(self, index):
+        assert isinstance(index, int)
+        return "_▁abcde"[index]
+
+
+class Preprocessor:
+    tokenizer = Letters()
+
+    def convert(self, images):
+        return images
+
+
+@pytest.mark.parametrize("num_selected_experts", [1, 2])
+def test_a_pair(num_selected_experts):
+    # Alone in its group it finds every expert full but for one slot.
+    router = LIMoERouter(4, num_selected_experts, capacity_factor=0.3)
+    backbone = pairs.limoe(router, group_images=1)
+    images, ids = pairs.images()[:1], pairs.token_ids()[:1]
+    found = routing_maps(backbone, images, 1, captions=ids, preprocessor=Preprocessor())
+    assert (found.block, found.num_experts) == (1, 4)
+    np.testing.assert_array_equal(found.images, images)
+    assert found.words == [[Letters().id_to_token(int(i)) for i in ids[0]]]
+    assert found.main_experts.shape == (1, 2, 2)
+    decision = backbone.route(images, ids)[1]
+    dropped = to_numpy(decision.summary["dropped"])[0]
+    experts = [*found.main_experts.ravel(), *found.word_experts[0]]
+    np.testing.assert_array_equal(np.array(experts) < 0, dropped)
+    assert 0 < dropped.sum() < 7
+    probabilities = to_numpy(decision.summary["probabilities"])[0]
+    token, filled = (to_numpy(x)[0] for x in decision.routing[:2])
+    for place, expert in enumerate(experts):
+        takers = [e for e in range(4) if place in token[e][filled[e]]]
+        best = max(takers, key=lambda e: probabilities[place, e], default=-1)
+        assert expert == best
+
+
+def test_one_pair_competes_with_no_other():
+    # In a group of two there is room for one pair.
+    backbone = pairs.limoe()
+    images, ids = pairs.images()[:1], np.array([[3, 1, 5]])
+    found = routing_maps(backbone, images, captions=ids)
+    decision = backbone.route(images, pairs.token_ids()[:1])[0]
+    first = to_numpy(decision.summary["selection"])[0].argmax(-1)
+    np.testing.assert_array_equal(found.main_experts.ravel(), first[:4])
+    np.testing.assert_array_equal(found.word_experts[0], first[4:7])
+    assert found.words == [["3", "1", "5"]]
+
+
+def test_text_alone_has_no_pictures():
+    ids = pairs.token_ids()
+    found = analyze(pairs.limoe(), captions=ids, num_pictures=2, verbose=0).maps[0]
+    assert found.images is found.dispatch is None
+    assert found.word_experts.shape == (2, 3) and len(found.words) == 2

@@ -6,7 +6,7 @@ import pytest
 
 from keras_softmoe import analysis, models, routers
 from tests.analysis import pairs
-from tests.analysis.test_tags import TOKEN_IDS, Preprocessor, tagger
+from tests.analysis.test_words import TOKEN_IDS, Preprocessor, tagger, words_of
 from tests.layers.common import randomize
 from tests.references import to_numpy
 
@@ -20,8 +20,8 @@ def limoe():
 def test_modalities(limoe, with_images):
     ids = pairs.token_ids()
     images = pairs.images() if with_images else None
-    statistics = analysis.modality_statistics(limoe, images, ids, verbose=0)
-    for s in statistics.values():
+    routing = analysis.analyze(limoe, images, captions=ids, verbose=0)
+    for s in routing.modalities.values():
         assert s.num_tokens["text"] == np.count_nonzero(ids) == 6
         assert s.routed["text"].sum() == s.confidence_histogram["text"].sum() == 6
         assert not s.padding.any()
@@ -30,11 +30,10 @@ def test_modalities(limoe, with_images):
 
 
 def test_tags(limoe):
-    statistics = analysis.tag_statistics(
-        *(limoe, TOKEN_IDS, tagger, pairs.images()),
+    statistics = words_of(
+        *(limoe, pairs.images(), TOKEN_IDS, tagger),
         batch_size=2,
         preprocessor=Preprocessor(),
-        verbose=0,
     )
     for s in statistics.values():
         counts = dict(zip(s.tags, s.num_tokens, strict=True))
@@ -44,7 +43,8 @@ def test_tags(limoe):
 def test_examples(limoe):
     """As in a model that sees no padding: of captions without any."""
     ids = pairs.token_ids()
-    found = analysis.expert_examples(limoe, None, ids, layer=1, verbose=0)
+    routing = analysis.analyze(limoe, captions=ids, num_pictures=1, verbose=0)
+    found = routing.maps[1].examples
     with routers.record() as decisions:
         limoe.text_encoder(keras.ops.convert_to_tensor(ids), training=False)
     decision = list(decisions.values())[1]
@@ -83,18 +83,13 @@ def decision_of(backbone):
 def test_routing():
     backbone = text_tower(routers.SoftmaxTokenChoiceRouter(2, capacity_factor=0.75))
     labels = np.array([0, 1, 1, 0])
-    reducers = [
-        analysis.RoutingReducer(backbone, labels),
-        analysis.InformationReducer(backbone, labels),
-        analysis.LoadReducer(),
-    ]
-    found = analysis.observe(backbone, TEXTS, reducers, batch_size=3, verbose=0)
-    statistics, information, load = (of_block[0] for of_block in found)
+    found = analysis.analyze(backbone, TEXTS, labels, batch_size=3, verbose=0)
+    statistics = found.blocks[0]
     routing, summary = decision_of(backbone)
     valid = TEXTS != 0
     assert summary["dropped"].any()
     share = summary["dropped"].sum() / valid.sum()
-    np.testing.assert_allclose([statistics.dropped, load.dropped], share)
+    np.testing.assert_allclose(statistics.dropped, share)
     # (N, T, E)
     weights = np.zeros((4, 4, 2))
     for group, expert, slot in zip(*np.nonzero(routing.filled), strict=True):
@@ -116,14 +111,14 @@ def test_routing():
     share = (weights > 0).sum((0, 1)) / (weights > 0).sum()
     assert 0 < share.min()
     entropy = -np.sum(share * np.log2(share))
-    np.testing.assert_allclose(information.entropy, entropy, rtol=1e-6)
+    np.testing.assert_allclose(statistics.information.entropy, entropy, rtol=1e-6)
 
 
 def test_soft():
     """A text without any token has slots that take nothing, and is left out."""
     backbone = text_tower(routers.SoftRouter(2))
-    statistics = analysis.soft_statistics(backbone, TEXTS, verbose=0)[0]
-    rest = analysis.soft_statistics(backbone, TEXTS[[0, 1, 3]], verbose=0)[0]
+    statistics = analysis.analyze(backbone, TEXTS, verbose=0).soft[0]
+    rest = analysis.analyze(backbone, TEXTS[[0, 1, 3]], verbose=0).soft[0]
     assert statistics.num_groups == 3
     for name, value in statistics._asdict().items():
         if isinstance(value, np.ndarray):

@@ -28,7 +28,7 @@ def test_sharpness():
     classifier, images, history = fit(router)
     names = {f"dispatch_sharpness_{BLOCK}", f"combine_sharpness_{BLOCK}"}
     assert names < set(history) and not any("dropped" in name for name in history)
-    found = analysis.soft_statistics(classifier, images, verbose=0)[BLOCK]
+    found = analysis.analyze(classifier, images, verbose=0).soft[BLOCK]
     for side in ("dispatch", "combine"):
         values = history[f"{side}_sharpness_{BLOCK}"]
         assert len(values) == 2 and values[0] != values[1]
@@ -42,7 +42,7 @@ def test_sharpness():
 def test_load():
     router = routers.SoftmaxTokenChoiceRouter(4, capacity_factor=0.75)
     classifier, images, history = fit(router)
-    load = analysis.expert_load(classifier, images, verbose=0)[BLOCK]
+    load = analysis.analyze(classifier, images, verbose=0).blocks[BLOCK]
     assert history[f"dropped_{BLOCK}"][-1] == pytest.approx(load.dropped)
     assert history[f"imbalance_{BLOCK}"][-1] == pytest.approx(load.imbalance)
     assert not any("sharpness" in name for name in history)
@@ -61,7 +61,7 @@ def limoe_pairs(count=8):
 
 
 class Statistics(keras.callbacks.Callback):
-    """What `modality_statistics` counts after each step."""
+    """Statistics by modality after each step."""
 
     def __init__(self, images, captions):
         super().__init__()
@@ -69,8 +69,9 @@ class Statistics(keras.callbacks.Callback):
         self.found = []
 
     def on_train_batch_end(self, batch, logs=None):
-        found = analysis.modality_statistics(self.model, *self.pairs, verbose=0)
-        self.found.append(found)
+        images, captions = self.pairs
+        found = analysis.analyze(self.model, images, captions=captions, verbose=0)
+        self.found.append(found.modalities)
 
 
 def test_usage_is_the_mean_of_the_last_measurements():
@@ -78,7 +79,7 @@ def test_usage_is_the_mean_of_the_last_measurements():
     model = tiny_limoe.task()
     model.compile(keras.optimizers.SGD(1.0))
     routed = images[:4], captions[:4]
-    monitor = analysis.UsageMonitor(*routed, every=3, last=2)
+    monitor = analysis.RoutingMonitor(*routed, every=3, last=2)
     beside = Statistics(*routed)
     # Three epochs of four steps, measured after steps 3, 6, 9 and 12; counted anew in
     # the second training.
@@ -99,7 +100,7 @@ def test_usage_is_the_mean_of_the_last_measurements():
         for block, share in usage.items():
             expected = np.mean(
                 [
-                    s[block].seated[modality] / s[block].num_tokens[modality]
+                    s[block].assigned[modality] / s[block].num_tokens[modality]
                     for s in measured
                 ],
                 axis=0,
@@ -117,7 +118,7 @@ def test_several_steps_in_an_execution():
     """As `fit` calls it with `steps_per_execution=2`: with the last step of each."""
     _, captions = limoe_pairs()
     model = tiny_limoe.task()
-    monitor = analysis.UsageMonitor(captions=captions, every=3)
+    monitor = analysis.RoutingMonitor(captions=captions, every=3)
     monitor.set_model(model)
     monitor.on_train_begin()
     monitor.on_epoch_begin(0)
@@ -126,16 +127,18 @@ def test_several_steps_in_an_execution():
         monitor.usage("text")
     # The third step is in the second execution.
     monitor.on_train_batch_end(3)
-    found = analysis.modality_statistics(model, captions=captions, verbose=0)
+    found = analysis.analyze(model, captions=captions, verbose=0).modalities
     for block, share in monitor.usage("text").items():
-        expected = found[block].seated["text"] / (8 * tiny_limoe.LENGTH)
+        expected = found[block].assigned["text"] / (8 * tiny_limoe.LENGTH)
         np.testing.assert_allclose(share, expected)
 
 
 def test_usage_that_was_not_measured():
     images, captions = limoe_pairs()
-    monitor = analysis.UsageMonitor(captions=captions, every=1)
-    with pytest.raises(ValueError, match=r"\[\]. Received: modality='text'"):
+    monitor = analysis.RoutingMonitor(captions=captions)
+    with pytest.raises(
+        ValueError, match=r"every epoch.*\[\]. Received: modality='text'"
+    ):
         monitor.usage("text")
     model = tiny_limoe.task()
     model.fit(images, captions, batch_size=8, verbose=0, callbacks=[monitor])
@@ -143,7 +146,7 @@ def test_usage_that_was_not_measured():
         monitor.usage("image")
     for wrong in ({"every": 0}, {"last": 0}):
         with pytest.raises(ValueError, match="Received: every="):
-            analysis.UsageMonitor(captions=captions, **wrong)
+            analysis.RoutingMonitor(captions=captions, **wrong)
     classifier = tiny.classifier()
     with pytest.raises(ValueError, match="LIMoEBackbone"):
         classifier.fit(

@@ -4,22 +4,15 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import analysis, evaluation, layers, routers
+from keras_softmoe import evaluation, layers, routers
 from keras_softmoe.analysis import _page as page
-from keras_softmoe.analysis import routing_report
+from keras_softmoe.analysis import analyze
 from tests.analysis import pairs
 from tests.analysis.reading import Reading
 from tests.models import tiny
 
-ALL = ["Model", "Routers", "Load"]
-PATCHES = ["Images", "Specialization"]
-SOFT = ["What tokens give and slots take", "How alike slots are"]
-MODALITIES = [
-    "Load by modality",
-    "Confidence and priority",
-    "Paths through the model",
-    "Examples",
-]
+ALL = ["Model", "Routers", "Load and specialization"]
+SOFT, PAIRS, PICTURES = "Weights of tokens and slots", "Images and text", "Pictures"
 
 
 @pytest.fixture(autouse=True)
@@ -30,12 +23,10 @@ def coarse_figures(monkeypatch):
 
 @pytest.fixture
 def report(tmp_path):
-    """Callable from a model and data to the `Reading` of its report."""
+    """Callable from a routing to the `Reading` of its report."""
 
-    def write(model, images, **kwargs):
-        path = routing_report(
-            model, images, tmp_path / "report.html", verbose=0, **kwargs
-        )
+    def write(routing, **kwargs):
+        path = routing.save(tmp_path / "report.html", **kwargs)
         found = Reading(path)
         assert all(
             reference[:5] in ("data:", "#sect") for reference in found.references
@@ -49,11 +40,11 @@ def report(tmp_path):
 def test_soft_classifier(report):
     router = routers.SoftRouter(3, slots_per_expert=2)
     model = tiny.classifier(moe_layers=(0, 1), router=router)
-    images = tiny.pixels(5)
-    found = report(model, images, labels=tiny.labels(5), num_pictures=1)
+    routing = analyze(model, tiny.pixels(5), tiny.labels(5), num_pictures=1, verbose=0)
+    found = report(routing)
     assert found.title == "How ViTMoEImageClassifier routes"
-    assert found.headings == [*ALL, *PATCHES, *SOFT]
-    model_table, router_table, load_table, told_table, soft_table = found.tables
+    assert found.headings == [*ALL, SOFT, PICTURES]
+    model_table, router_table, load_table, information_table, soft_table = found.tables
     assert model_table[1] == ["model", "ViTMoEImageClassifier"]
     assert ["parameters", f"{model.count_params():,}"] in model_table
     gflop = evaluation.cost(model).gflop_per_image
@@ -63,70 +54,61 @@ def test_soft_classifier(report):
         "initial_scale=1"
     )
     assert router_table[1:] == [["block 0, block 1", "SoftRouter", "3", settings]]
-    statistics = analysis.soft_statistics(model, images, verbose=0)
-    load = analysis.expert_load(model, images, verbose=0)
-    told = analysis.expert_information(model, images, tiny.labels(5), verbose=0)
     for block in (0, 1):
-        assert told_table[1 + block] == [
+        load, soft = routing.blocks[block], routing.soft[block]
+        information = load.information
+        assert information_table[1 + block] == [
             f"block {block}",
-            f"{told[block].entropy:.2f} bits (even 1.58)",
-            f"{100 * told[block].position_share:.1f}%",
-            f"{100 * told[block].label_share:.1f}%",
+            f"{information.entropy:.2f} bits (even 1.58)",
+            f"{100 * information.position_share:.1f}%",
+            f"{100 * information.label_share:.1f}%",
         ]
-        row = [f"block {block}", "25", "0%", f"{load[block].imbalance:.2f}×"]
+        row = [f"block {block}", "25", "0%", f"{load.imbalance:.2f}×"]
         assert load_table[1 + block] == row
-        contribution = statistics[block].expert_contribution
+        contribution = soft.expert_contribution
         assert soft_table[1 + block] == [
             f"block {block}",
-            f"{100 * statistics[block].dispatch_peak:.3g}% (even 20%)",
-            f"{statistics[block].dispatch_sharpness:.2f}×",
-            f"{statistics[block].dispatch.needed(0.9)} of 5 (even 5)",
-            f"{100 * statistics[block].combine_peak:.3g}% (even 16.7%)",
-            f"{statistics[block].combine_sharpness:.2f}×",
-            f"{statistics[block].combine.needed(0.9)} of 6 (even 6)",
+            f"{100 * soft.dispatch_peak:.3g}% (even 20%)",
+            f"{soft.dispatch_sharpness:.2f}×",
+            f"{soft.dispatch.needed(0.9)} of 5 (even 5)",
+            f"{100 * soft.combine_peak:.3g}% (even 16.7%)",
+            f"{soft.combine_sharpness:.2f}×",
+            f"{soft.combine.needed(0.9)} of 6 (even 6)",
             f"{contribution.argmax()} and {contribution.argmin()}, "
             f"{contribution.max() / contribution.min():.3g}× apart",
         ]
-    # Load, two blocks twice, position, class, five of weights, slots.
-    assert len(found.images) == 1 + 4 + 2 + 5 + 1
+    # Load, position, class; six of weights, slots; two blocks twice.
+    assert len(found.images) == 3 + 6 + 4
 
 
 def test_sparse_backbone(report):
     backbone = tiny.backbone(router=tiny.SPARSE, group_images=2)
-    images = tiny.images(5)
-    found = report(backbone, images, title="My <title>", num_pictures=0)
+    routing = analyze(backbone, tiny.images(5), verbose=0)
+    found = report(routing, title="My <title>")
     assert found.title == "My <title>"
-    assert found.headings == [*ALL, "Choices", "Specialization"]
-    (statistics,) = analysis.routing_statistics(backbone, images, verbose=0).values()
-    assert statistics.dropped > 0
-    assert found.tables[2][1][:3] == [
-        "block 1",
-        "25",
-        f"{100 * statistics.dropped:.3g}%",
-    ]
+    assert found.headings == ALL
+    (block,) = routing.blocks.values()
+    assert block.dropped > 0
+    dropped = f"{100 * block.dropped:.3g}%"
+    assert found.tables[2][1][:3] == ["block 1", "25", dropped]
     assert len(found.images) == 4
     # Without labels nothing about classes.
-    (told,) = analysis.expert_information(backbone, images, verbose=0).values()
     assert found.tables[3][0][-1] == "explained by position"
-    assert found.tables[3][1][-1] == f"{100 * told.position_share:.1f}%"
+    share = f"{100 * block.information.position_share:.1f}%"
+    assert found.tables[3][1][-1] == share
     # Experts of one block, and the patches that they take in place of slots.
-    captions = report(backbone, images, num_pictures=1).captions
+    routing = analyze(backbone, tiny.images(5), num_pictures=1, verbose=0)
+    captions = report(routing).captions
     assert len(captions) == 6
     assert sum("slots" in caption for caption in captions) == 0
-    assert sum("busiest experts of block 1" in caption for caption in captions) == 1
+    assert sum("block 1: The patches that" in caption for caption in captions) == 1
 
 
-def test_identity_chooses_nothing(report):
-    router = routers.IdentityRouter(4)
-    backbone = tiny.backbone(router=router, pooling="gap")
-    found = report(backbone, tiny.images(2), num_pictures=1)
-    assert found.headings == [*ALL, *PATCHES]
-
-
-def test_dense(report):
-    found = report(tiny.classifier(**tiny.DENSE), tiny.pixels(2))
-    assert found.headings == ["Model", "Routing"]
-    assert found.images == []
+def test_names_of_classes(report):
+    routing = analyze(tiny.classifier(), tiny.pixels(4), tiny.labels(4), verbose=0)
+    report(routing, class_names="abc")
+    with pytest.raises(ValueError, match="`class_names`.*Received: 1 names"):
+        report(routing, class_names="a")
 
 
 def test_a_model_of_ones_own(report):
@@ -138,26 +120,30 @@ def test_a_model_of_ones_own(report):
     x = layers.MoE(choosing, 8, name="choosing")(x)
     model = keras.Model(inputs, x, name="my_model")
     data = np.random.default_rng(0).normal(size=(3, 4, 6)).astype("float32")
-    found = report(model, data, batch_size=3)
+    found = report(analyze(model, data, verbose=0))
     assert found.title == "How my_model routes"
     assert found.tables[0][1] == ["model", "Functional my_model"]
-    assert found.headings == [*ALL, *SOFT]
+    assert found.headings == [*ALL, SOFT]
     assert [row[0] for row in found.tables[2][1:]] == ["mixed", "uniform", "choosing"]
     assert float(found.tables[2][3][2].rstrip("%")) > 0
     assert [row[0] for row in found.tables[3][1:]] == ["mixed", "uniform"]
-    found = report(keras.Model(inputs, model.get_layer("uniform")(inputs)), data)
+    unnamed = keras.Model(inputs, model.get_layer("uniform")(inputs))
+    found = report(analyze(unnamed, data, verbose=0))
     assert found.title == "How this model routes"
-    assert found.headings == [*ALL, SOFT[0]]
+    assert found.headings == [*ALL, SOFT]
 
 
 @pytest.mark.parametrize("captions", [None, "given"])
 def test_limoe(report, captions):
-    backbone = pairs.limoe()
     captions = None if captions is None else pairs.token_ids()
-    images = pairs.images()
-    found = report(backbone, images, captions=captions, num_pictures=2)
-    assert found.headings == [*ALL[:2], *MODALITIES]
-    statistics = analysis.modality_statistics(backbone, images, captions, verbose=0)
+    routing = analyze(
+        *(pairs.limoe(), pairs.images()),
+        captions=captions,
+        num_pictures=2,
+        verbose=0,
+    )
+    found = report(routing)
+    assert found.headings == [*ALL, PAIRS, PICTURES]
     rows = [
         [
             f"block {block}",
@@ -166,23 +152,12 @@ def test_limoe(report, captions):
             f"{100 * s.dropped[name]:.3g}%",
             f"{s.experts_needed(0.9)[name]} of 4 (even 4)",
         ]
-        for block, s in statistics.items()
+        for block, s in routing.modalities.items()
         for name in s.num_tokens
     ]
-    assert found.tables[2][1:] == rows
+    assert found.tables[3][1:] == rows
     assert len(rows) == (2 if captions is None else 4)
     assert "losses=ImportanceLoss() + " in found.tables[1][1][3]
     assert "registered_name" not in found.tables[1][1][3]
-    # Pairs only where there are captions.
-    assert len(found.images) == (6 if captions is None else 8)
-
-
-def test_limoe_whose_tokens_are_mixed(report):
-    backbone = pairs.limoe(routers.SoftRouter(3), moe_layers=(1,))
-    arguments = {"captions": pairs.token_ids(), "batch_size": 2}
-    found = report(backbone, pairs.images(), **arguments)
-    assert found.headings == [*ALL, *SOFT]
-    # Three pairs of seven tokens.
-    assert found.tables[2][1][:2] == ["block 1", "21"]
-    with pytest.raises(ValueError, match="Received: captions=None"):
-        report(backbone, pairs.images())
+    # Load, five by modality; of two blocks experts, examples, and each pair.
+    assert len(found.images) == 1 + 5 + 4 + (0 if captions is None else 4)

@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import pytest
 
 from keras_softmoe import analysis, layers, routers
 from keras_softmoe.ops import DenseRouting
@@ -77,53 +76,23 @@ def test_reducers_share_a_pass():
     spy = Spy()
     model = own_model(spy)
     spy.seen.clear()
-    soft, load, kept = analysis.observe(
-        model,
-        X,
-        [analysis.SoftReducer(model), analysis.LoadReducer(), Kept()],
-        batch_size=2,
-        verbose=0,
-    )
+    found = analysis.observe(model, X, [Kept(), Kept()], batch_size=2, verbose=0)
     # Three batches, of which no gradients are kept.
     assert spy.seen == [False] * 3
-    assert len(kept) == 6
-    expected = analysis.expert_load(model, X, batch_size=2, verbose=0)
-    assert list(load) == list(expected) == ["soft", "sparse"]
-    for name, block in expected.items():
-        np.testing.assert_array_equal(load[name].load, block.load)
-        assert load[name].dropped == block.dropped
-    (expected,) = analysis.soft_statistics(model, X, 2, verbose=0).values()
-    assert list(soft) == ["soft"]
-    np.testing.assert_array_equal(soft["soft"].slot_curves, expected.slot_curves)
+    assert [len(kept) for kept in found] == [6, 6]
 
 
-def test_images_and_labels_share_a_pass():
+def test_batches_with_labels():
     model = tiny.classifier(moe_layers=(0, 1), router=tiny.SPARSE)
     images, labels = tiny.pixels(5), tiny.labels(5)
-    # Of batches with their labels the images are routed.
     batches = [(images[:2], labels[:2]), (images[2:], labels[2:])]
-    routing, load = analysis.observe(
-        model,
-        batches,
-        [analysis.RoutingReducer(model, labels), analysis.LoadReducer()],
-        verbose=0,
-    )
-    expected = analysis.routing_statistics(model, images, labels, 2, verbose=0)
-    assert list(routing) == list(load) == [0, 1]
-    for block in (0, 1):
+    routing = analysis.analyze(model, batches, labels, verbose=0)
+    expected = analysis.analyze(model, images, labels, batch_size=2, verbose=0)
+    assert list(routing.blocks) == [0, 1]
+    for block, found in routing.blocks.items():
         np.testing.assert_allclose(
-            routing[block].weight_by_class, expected[block].weight_by_class, rtol=1e-5
+            found.weight_by_class, expected.blocks[block].weight_by_class, rtol=1e-5
         )
-        np.testing.assert_allclose(5 * routing[block].load, load[block].load)
-        np.testing.assert_allclose(routing[block].dropped, load[block].dropped)
-
-
-@pytest.mark.parametrize("count", [4, 6])
-def test_labels_of_other_images(count):
-    model = tiny.backbone(router=tiny.SPARSE)
-    reducer = analysis.RoutingReducer(model, np.zeros(count, int))
-    with pytest.raises(ValueError, match=f"Received: 5 images, {count} labels"):
-        analysis.observe(model, tiny.images(5), [reducer], verbose=0)
 
 
 def test_a_layer_that_is_called_twice():
@@ -132,7 +101,7 @@ def test_a_layer_that_is_called_twice():
     model = keras.Model(inputs, layer(layer(inputs)))
     (seen,) = analysis.observe(model, X, [Kept()], verbose=0)
     assert [name for name, *_ in seen] == ["shared", "shared"]
-    load = analysis.expert_load(model, X, verbose=0)["shared"]
+    load = analysis.analyze(model, X, verbose=0).blocks["shared"]
     assert load.num_tokens == 2 * 5 * NUM_TOKENS
     combine = [decision.routing.combine.sum((0, 1, 3)) for _, decision, _ in seen]
     np.testing.assert_allclose(load.load, combine[0] + combine[1], rtol=1e-5)
@@ -153,7 +122,7 @@ class Doubling(routers.Router):
 def test_dense_weights_of_a_users_router():
     inputs = keras.Input((NUM_TOKENS, 6))
     model = keras.Model(inputs, layers.MoE(Doubling(3), 8, name="doubling")(inputs))
-    load = analysis.expert_load(model, X, verbose=0)["doubling"]
+    load = analysis.analyze(model, X, verbose=0).blocks["doubling"]
     # Combine weights; the last of four tokens goes to no expert.
     np.testing.assert_allclose(load.load, [10.0, 10.0, 10.0])
     assert load.dropped == 0.25

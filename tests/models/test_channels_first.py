@@ -72,14 +72,13 @@ def probe():
 
 
 def route():
-    statistics = analysis.expert_load(
-        tiny.classifier(router=tiny.SPARSE), tiny.pixels(4)
-    )
-    return keras.tree.flatten({name: tuple(x) for name, x in statistics.items()})
+    routing = analysis.analyze(tiny.classifier(router=tiny.SPARSE), tiny.pixels(4))
+    return [x.load for x in routing.blocks.values()]
 
 
 def maps():
-    return list(analysis.routing_maps(tiny.classifier(), tiny.pixels(2)))
+    routing = analysis.analyze(tiny.classifier(), tiny.pixels(2), num_pictures=2)
+    return [x for maps in routing.maps.values() for x in (maps.dispatch, maps.combine)]
 
 
 def encode_image():

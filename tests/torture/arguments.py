@@ -308,6 +308,11 @@ def targets():
             },
             {"batch_size": "size"},
         ),
+        "analyze": Target(
+            analysis.analyze,
+            {"model": _classifier(), "data": tiny.pixels(2), "verbose": 0},
+            {"batch_size": "size"},
+        ),
         "observe": Target(
             analysis.observe,
             {

@@ -143,10 +143,10 @@ def _writers(folder):
             "",
         ),
         "Backup": (back_up, has("training.h5"), ""),
-        "routing_report": (
-            lambda path: analysis.routing_report(
-                sparse, images, path, num_pictures=1, verbose=0
-            ),
+        "Routing.save": (
+            lambda path: analysis.analyze(
+                sparse, images, num_pictures=1, verbose=0
+            ).save(path),
             _is_file,
             ".html",
         ),

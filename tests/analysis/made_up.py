@@ -1,0 +1,18 @@
+"""A `Routing` of made-up statistics, to draw from."""
+
+from keras_softmoe.analysis import Routing
+from keras_softmoe.analysis._card import ModelCard
+from keras_softmoe.analysis._figures import FIGURES
+
+CARD = ModelCard("model", [], [])
+
+
+def routing(**parts):
+    """A `Routing` with some parts, dicts from blocks to statistics."""
+    none = {"blocks": {}, "soft": {}, "modalities": {}, "maps": {}}
+    return Routing(**{**none, **parts}, model=CARD)
+
+
+def plot(figure, given, blocks=None, **options):
+    """Draw a figure of the statistics that it is of."""
+    return routing(**{FIGURES[figure].part: given}).plot(figure, blocks, **options)

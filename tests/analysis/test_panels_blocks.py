@@ -1,0 +1,220 @@
+"""Figures of routing statistics show the numbers that they are given."""
+
+import numpy as np
+import pytest
+
+from keras_softmoe.datasets import sample
+from tests.analysis.made_up import plot
+from tests.analysis.reading import legend_names, png, tick_names
+from tests.analysis.routing_blocks import make_block, statistics
+
+
+def panels(figure):
+    """Dict from the block to its axes, without those of colour bars."""
+    titled = [ax for ax in figure.axes if ax.get_title().startswith("block")]
+    return {int(ax.get_title().removeprefix("block ")): ax for ax in titled}
+
+
+def even_line(image):
+    """Where the white line on the scale of an image is."""
+    lines = [line for line in image.colorbar.ax.lines if line.get_color() == "white"]
+    ((low, high),) = (line.get_ydata() for line in lines)
+    assert low == high
+    return low
+
+
+def picture(ax):
+    (image,) = ax.get_images()
+    return image
+
+
+# === Load ===
+
+
+def test_expert_load():
+    given = statistics()
+    given[5] = make_block(5)._replace(load=np.zeros(3), dropped=1.0)
+    figure = plot("load", given)
+    for ax, block in zip(figure.axes, given.values(), strict=True):
+        heights = [bar.get_height() for bar in ax.patches]
+        expected = block.load / (block.load.mean() or 1)
+        np.testing.assert_allclose(heights, expected)
+        assert f"dropped {100 * block.dropped:.3g}% of tokens" in ax.get_title()
+
+
+# === Classes ===
+
+
+def test_experts_by_class_in_the_order_of_the_numbers():
+    given = statistics()
+    # A class without images.
+    given[3].weight_by_class[1] = np.nan
+    shown = panels(plot("by_class", given, class_names="abcd", sort=False))
+    kept = {1: [0, 1, 2, 3], 3: [0, 2, 3]}
+    for layer, ax in shown.items():
+        image, weights = picture(ax), given[layer].weight_by_class[kept[layer]]
+        np.testing.assert_array_equal(image.get_array(), weights)
+        assert image.norm.vmin == 0
+        np.testing.assert_allclose(image.norm.vmax, np.quantile(weights, 0.995))
+        np.testing.assert_allclose(even_line(image), weights.mean())
+        assert tick_names(ax.xaxis) == ["0", "1", "2"]
+        assert tick_names(ax.yaxis) == [*np.array(list("abcd"))[kept[layer]]]
+
+
+def test_experts_by_class_in_stairs():
+    weights = np.array(
+        [
+            [0.9, 0.1, 0.0],  # least of all expert 0's; for expert 1 it is the most
+            [1.0, 0.0, 0.3],  # expert 2's, weakly
+            [1.0, 0.0, 0.5],  # expert 2's
+            [1.1, 0.0, 0.0],  # expert 0's
+        ]
+    )
+    block = make_block()._replace(weight_by_class=weights)
+    ax = panels(plot("by_class", {1: block}))[1]
+    # Largest excess over the expert's mean: 0.1, 0.075, 0.3.
+    assert tick_names(ax.xaxis) == ["2", "0", "1"]
+    assert tick_names(ax.yaxis) == ["2", "1", "3", "0"]
+    expected = weights[[2, 1, 3, 0]][:, [2, 0, 1]]
+    np.testing.assert_array_equal(picture(ax).get_array(), expected)
+
+
+def test_a_few_large_weights_are_off_the_scale():
+    block = make_block(num_classes=400, num_tokens=100, patch_grid=(10, 10))
+    block.weight_by_class[7, 1] = 100.0
+    block.weight_by_position[3, 2] = 100.0
+    for name, quantile in (("by_class", 0.995), ("by_position", 0.98)):
+        shown = picture(panels(plot(name, {1: block}, sort=False))[1])
+        values = np.ma.compressed(np.ma.masked_invalid(shown.get_array()))
+        np.testing.assert_allclose(shown.norm.vmax, np.quantile(values, quantile))
+        assert shown.norm.vmax < values.max() == 100.0
+        assert shown.colorbar.extend == "max"
+
+
+def test_names_that_fonts_lack_are_numbers(recwarn):
+    block = make_block()
+    # A letter of Georgian, which the font has, and of Linear B, which it has not.
+    names = ["ჯ", "\U00010000", "two words", "a \U00010000"]
+    figure = plot("by_class", {1: block}, class_names=names, sort=False)
+    assert tick_names(panels(figure)[1].yaxis) == ["ჯ", "1", "two words", "3"]
+    class_names = sample("glyphs").class_names
+    glyphs = make_block(num_classes=len(class_names))
+    shown = panels(plot("by_class", {1: glyphs}, class_names=class_names, sort=False))[
+        1
+    ]
+    assert tick_names(shown.yaxis) == list(class_names[::9])
+    assert png(figure) and png(shown.figure)
+    assert not [w for w in recwarn if "missing from" in str(w.message)]
+
+
+def test_many_classes_have_some_names():
+    block = make_block(num_experts=32, num_classes=1000)
+    ax = panels(plot("by_class", {1: block}, sort=False))[1]
+    assert tick_names(ax.yaxis) == [str(index) for index in range(0, 1000, 50)]
+    assert tick_names(ax.xaxis) == [str(index) for index in range(0, 32, 2)]
+
+
+def test_names_that_are_missing():
+    with pytest.raises(ValueError, match="each of the 4 classes. Received: 3 names"):
+        plot("by_class", statistics(), class_names="abc")
+
+
+# === Positions ===
+
+
+def mosaic_tiles(ax, shape):
+    """Dict from the expert to the map beneath its number."""
+    mosaic = picture(ax).get_array().filled(np.nan)
+    tiles = {}
+    for text in ax.texts:
+        column, row = (int(np.floor(x + 1)) for x in text.get_position())
+        tiles[int(text.get_text())] = mosaic[
+            row : row + shape[0], column : column + shape[1]
+        ]
+    assert np.isfinite(mosaic).sum() == len(tiles) * np.prod(shape)
+    return tiles
+
+
+@pytest.mark.parametrize(
+    "num_tokens, shape",
+    [
+        (16, (4, 4)),
+        (17, (4, 4)),
+        (9, (2, 4)),
+        # With registers
+        (11, (2, 4)),
+        (8, (4, 2)),
+        (1, (1, 1)),
+    ],
+)
+def test_experts_by_position(num_tokens, shape):
+    given = statistics(num_tokens=num_tokens, num_experts=7, patch_grid=shape)
+    figure = plot("by_position", given)
+    for layer, ax in panels(figure).items():
+        tiles = mosaic_tiles(ax, shape)
+        # Without the class token.
+        patches = given[layer].weight_by_position[-np.prod(shape) :]
+        for expert, tile in tiles.items():
+            np.testing.assert_array_equal(tile, patches[:, expert].reshape(shape))
+        assert list(tiles) == np.argsort(-patches.std(0), kind="stable").tolist()
+        assert picture(ax).norm.vmin == 0
+        np.testing.assert_allclose(even_line(picture(ax)), patches.mean())
+    unsorted = panels(plot("by_position", given, sort=False))
+    assert list(mosaic_tiles(unsorted[1], shape)) == list(range(7))
+
+
+@pytest.mark.parametrize("num_experts", [16, 32, 64])
+def test_maps_fill_their_rows(num_experts):
+    given = statistics(num_experts=num_experts, num_tokens=64, patch_grid=(8, 8))
+    ax = panels(plot("by_position", given))[1]
+    corners = np.array([text.get_position() for text in ax.texts])
+    across, down = (len(np.unique(axis)) for axis in corners.T)
+    assert across * down == num_experts
+    assert max(across, down) <= 2 * min(across, down)
+
+
+def test_an_expert_without_work_is_drawn():
+    weights = np.zeros((4, 3))
+    block = make_block()._replace(weight_by_position=weights, weight_by_class=weights)
+    for name in ("by_class", "by_position"):
+        image = picture(panels(plot(name, {1: block}))[1])
+        assert image.get_array().max() == 0
+        assert image.norm.vmax > 0
+
+
+# === Distributions ===
+
+
+@pytest.mark.parametrize("num_choices", [1, 2, 5])
+def test_choice_weights(num_choices):
+    given = statistics(num_choices=num_choices)
+    names = ["largest", "2nd largest", "3rd largest", "4th largest", "5th largest"]
+    figure = plot("choice_weights", given)
+    for layer, ax in panels(figure).items():
+        steps = [patch for patch in ax.patches if not patch.get_fill()]
+        assert [patch.get_label() for patch in steps] == names[:num_choices]
+        for counts, patch in zip(given[layer].choice_histogram, steps, strict=True):
+            shares, edges, _ = patch.get_data()
+            np.testing.assert_allclose(shares, counts / counts.sum())
+            np.testing.assert_allclose(edges, np.arange(51) / 50)
+            assert ax.get_ylim()[0] == 0
+            assert ax.get_ylim()[1] > shares.max()
+        (least,) = ax.lines
+        np.testing.assert_allclose(least.get_xdata(), 1 / 3)
+    legend = legend_names(panels(figure)[1].get_legend())
+    assert legend == [*names[:num_choices], "1/E"]
+
+
+def test_experts_per_image():
+    given = statistics()
+    for layer, ax in panels(plot("experts_per_image", given)).items():
+        used = given[layer].experts_per_image
+        (bars,) = ax.containers
+        np.testing.assert_allclose(
+            [bar.get_height() for bar in bars],
+            [np.mean(used == count) for count in range(4)],
+        )
+        (mean,) = ax.lines
+        np.testing.assert_allclose(mean.get_xdata(), used.mean())
+        (name,) = legend_names(ax.get_legend())
+        assert name == f"mean {used.mean():.1f} of 3"

@@ -1,0 +1,291 @@
+"""Figures over the images show the numbers that they claim to show."""
+
+import numpy as np
+import pytest
+
+from keras_softmoe.analysis import analyze
+from keras_softmoe.analysis._panels_maps import _most_different_slots
+from keras_softmoe.models import ViTMoEBackbone
+from keras_softmoe.routers import (
+    IdentityRouter,
+    SoftmaxExpertChoiceRouter,
+    SoftmaxTokenChoiceRouter,
+    SoftRouter,
+)
+from tests.analysis.reading import png, tick_names
+from tests.models import tiny
+
+ROUTERS = {
+    "soft": lambda: SoftRouter(4, slots_per_expert=2),
+    "uniform": lambda: SoftRouter(4, dispatch="uniform", combine="uniform"),
+    "token choice": lambda: SoftmaxTokenChoiceRouter(4, capacity_factor=0.5),
+    "expert choice": lambda: SoftmaxExpertChoiceRouter(4),
+    "identity": lambda: IdentityRouter(4),
+}
+
+
+def make_backbone(router, channels=3, **kwargs):
+    arguments = {"moe_layers": (0,), "router": router, "pooling": "gap", **kwargs}
+    return ViTMoEBackbone((8, 16, channels), 4, 1, 2, 8, 16, **arguments)
+
+
+def make_images(count=2, channels=3):
+    rng = np.random.default_rng(0)
+    return rng.uniform(-1, 1, (count, 8, 16, channels)).astype("float32")
+
+
+def maps_of(backbone, images):
+    return analyze(backbone, images, num_pictures=len(images), verbose=0).maps[0]
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_every_router_can_be_drawn(name):
+    maps = maps_of(make_backbone(ROUTERS[name]()), make_images())
+    assert png(maps.plot("experts")).startswith(b"\x89PNG")
+    if maps.mixes_tokens:
+        assert png(maps.plot("slots")).startswith(b"\x89PNG")
+    else:
+        # The slot of a sparse router holds one token at most.
+        with pytest.raises(ValueError, match="Received: figure='slots'"):
+            maps.plot("slots")
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_pictures_that_are_not_in_colour_are_grey(channels):
+    backbone = make_backbone(ROUTERS["soft"](), channels)
+    images = make_images(1, channels)
+    picture = (
+        maps_of(backbone, images).plot("slots").axes[0].get_images()[0].get_array()
+    )
+    grey = np.repeat(images[0].mean(-1, keepdims=True) / 2 + 0.5, 3, axis=-1)
+    np.testing.assert_allclose(picture, grey, atol=1e-6)
+
+
+def test_slots_are_drawn_where_they_take():
+    backbone, images = make_backbone(ROUTERS["soft"]()), make_images()
+    chosen = [(3, 1), (0, 0)]
+    figure = maps_of(backbone, images).plot("slots", slots=chosen)
+    maps = maps_of(backbone, images)
+    axes = np.reshape(figure.axes[:6], (2, 3))
+    titles = [ax.get_title() for ax in axes[0]]
+    assert titles == ["image", "expert 3, slot 1", "expert 0, slot 0"]
+    for row in range(2):
+        for ax, (expert, slot) in zip(axes[row, 1:], chosen, strict=True):
+            drawn = ax.get_images()[-1]
+            # In even shares of the 8 patches.
+            weights = 8 * maps.dispatch[row, :, :, expert, slot]
+            np.testing.assert_allclose(drawn.get_array(), weights, rtol=1e-5)
+            assert weights.min() < 1 < weights.max()
+            assert drawn.get_extent() == [0, 16, 8, 0]
+            assert drawn.norm is axes[0, 1].get_images()[-1].norm
+    # An even share is in the middle of a scale of ratios.
+    np.testing.assert_allclose(drawn.norm([0.25, 0.5, 1, 2, 4]), np.linspace(0, 1, 5))
+    scale = figure.axes[-1]
+    assert tick_names(scale.yaxis) == ["0.25", "0.5", "1 (even)", "2", "4"]
+    assert "block 0" in figure.get_suptitle()
+
+
+def test_slots_that_route_show_it():
+    images = make_images()
+    backbone = make_backbone(ROUTERS["soft"]())
+
+    def strength():
+        """How far colours are from that of an even share, on average."""
+        drawn = [
+            ax.get_images()[-1]
+            for ax in maps_of(backbone, images).plot("slots", slots=2).axes
+            if len(ax.get_images()) > 1
+        ]
+        return np.mean([d.cmap(d.norm(d.get_array()))[..., 3].mean() for d in drawn])
+
+    faint = strength()
+    backbone.routers[0].scale.assign(30.0)
+    # With random weights about 0.9 and 0.2.
+    assert strength() > 0.6 > 0.4 > faint
+    backbone = make_backbone(ROUTERS["uniform"]())
+    assert strength() < 0.01
+
+
+def test_an_even_share_is_one_of_the_group():
+    backbone = make_backbone(ROUTERS["uniform"](), group_images=2)
+    figure = maps_of(backbone, make_images()).plot("slots", slots=[(0, 0)])
+    np.testing.assert_allclose(figure.axes[1].get_images()[-1].get_array(), 1, 1e-5)
+    assert "(1/16)" in figure.axes[-1].get_ylabel()
+
+
+def test_slots_that_do_not_exist():
+    backbone, images = make_backbone(ROUTERS["soft"]()), make_images()
+    for slots in (0, -1, [], [(4, 0)], [(0, 2)], [(-1, 0)]):
+        with pytest.raises(ValueError, match="4 experts with 2 slots.*slots="):
+            maps_of(backbone, images).plot("slots", slots=slots)
+    assert (
+        len(maps_of(backbone, images).plot("slots", slots=99).axes) == 2 * (1 + 8) + 1
+    )
+
+
+def test_the_slots_shown_differ():
+    # One row of three patches, three experts of two slots, (slots, patches):
+    taken = np.array(
+        [
+            [0.8, 0.1, 0.1],  # expert 0
+            [0.1, 0.1, 0.8],
+            [0.9, 0.1, 0.0],  # expert 1, the most selective, and much like (0, 0)
+            [0.3, 0.3, 0.4],
+            [0.7, 0.2, 0.1],  # expert 2, like (0, 0) as well
+            [0.0, 0.0, 0.0],  # and empty
+        ]
+    )
+    dispatch = taken.T.reshape(1, 1, 3, 3, 2)
+    assert _most_different_slots(dispatch, 1) == [(1, 0)]
+    assert _most_different_slots(dispatch, 2) == [(0, 1), (1, 0)]
+    # The third is of the third expert, though (1, 1) is less like the others.
+    assert _most_different_slots(dispatch, 3) == [(0, 1), (1, 0), (2, 0)]
+    # The empty one comes last.
+    assert (2, 1) not in _most_different_slots(dispatch, 5)
+    assert len(set(_most_different_slots(dispatch, 6))) == 6
+    assert _most_different_slots(np.zeros((1, 1, 3, 2, 1)), 2) == [(0, 0), (1, 0)]
+
+
+def test_experts_are_drawn_where_they_work():
+    backbone, images = make_backbone(ROUTERS["token choice"]()), make_images()
+    figure = maps_of(backbone, images).plot("experts")
+    maps = maps_of(backbone, images)
+    experts = maps.main_experts
+    weights = maps.combine.sum(-1).max(-1)
+    clear = weights >= 2 / 4
+    assert clear.any() and not clear.all()
+    dropped = int((experts < 0).sum())
+    assert dropped > 0
+    for index in range(2):
+        ax = figure.axes[2 * index + 1]
+        pixels, cover = (image.get_array() for image in ax.get_images())
+        # Equal colours are equal experts.
+        taken = experts[index] >= 0
+        _, seen = np.unique(pixels[taken][:, :3], axis=0, return_inverse=True)
+        _, wanted = np.unique(experts[index][taken], return_inverse=True)
+        assert (np.equal.outer(seen, seen) == np.equal.outer(wanted, wanted)).all()
+        # None at an even share of one in four, full from two of them on.
+        opacity = np.where(taken, np.clip(4 * weights[index] - 1, 0, 1), 0)
+        np.testing.assert_allclose(pixels[..., 3], opacity, atol=1e-6)
+        found = [text.get_alpha() for text in ax.texts]
+        np.testing.assert_allclose(found, opacity[taken], atol=1e-6)
+        numbers = [int(text.get_text()) for text in ax.texts]
+        assert numbers == experts[index][experts[index] >= 0].tolist()
+        dropped_here = experts[index] < 0
+        np.testing.assert_array_equal(~np.ma.getmaskarray(cover), dropped_here)
+        (hatched,) = ax.collections
+        covered = ~np.ma.getmaskarray(hatched.get_array())
+        np.testing.assert_array_equal(covered, dropped_here)
+    bars = [bar.get_width() for bar in figure.axes[-1].patches]
+    assert bars == [
+        *((experts == expert).sum() for expert in range(4)),
+        *((experts == expert)[clear].sum() for expert in range(4)),
+        dropped,
+    ]
+    (even,) = figure.axes[-1].lines
+    assert even.get_xdata() == pytest.approx([(16 - dropped) / 4] * 2)
+
+
+def test_patches_that_listen_to_all_experts_are_white():
+    figure = maps_of(make_backbone(ROUTERS["uniform"]()), make_images(1)).plot(
+        "experts"
+    )
+    pixels = figure.axes[1].get_images()[0].get_array()
+    np.testing.assert_allclose(pixels[..., 3], 0, atol=1e-5)
+
+
+def test_many_experts_have_many_colours():
+    backbone = make_backbone(SoftRouter(40))
+    bars = maps_of(backbone, make_images()).plot("experts").axes[-1].containers[1]
+    assert len({bar.get_facecolor() for bar in bars}) == 40
+
+
+# === Discarded patches ===
+
+# It has slots for all tokens, but for `eval_capacity_factor`.
+SCARCE = SoftmaxTokenChoiceRouter(4, capacity_factor=4.0, eval_capacity_factor=1.0)
+CAPACITIES = (1.0, 0.25)
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    return tiny.classifier(moe_layers=(0, 1), router=SCARCE, group_images=2)
+
+
+def discarded(classifier, images, priority):
+    """`(capacities, images, rows, columns)` in block 1, setting by setting."""
+    found = []
+    for factor in CAPACITIES:
+        settings = {"eval_capacity_factor": factor, "priority": priority}
+        classifier.set_routing(**settings)
+        routing = analyze(classifier, images, num_pictures=2, verbose=0)
+        found.append(routing.maps[1].dispatch.sum((-2, -1)) == 0)
+    classifier.set_routing(eval_capacity_factor=1.0, priority="position")
+    return np.array(found)
+
+
+@pytest.mark.parametrize("priority", ["position", "max"])
+def test_discarded_patches_are_covered(classifier, priority):
+    images = tiny.pixels(2)
+    expected = discarded(classifier, images, priority)
+    classifier.set_routing(priority=priority)
+    before = classifier.backbone.get_config()
+    routing = analyze(
+        classifier, images, num_pictures=2, capacity_factors=CAPACITIES, verbose=0
+    )
+    assert classifier.backbone.get_config() == before
+    figure = routing.plot("discarded", [1])
+    axes = np.reshape(figure.axes, (2, 3))
+    assert [ax.get_title() for ax in axes[0]] == ["image", "C = 1", "C = 0.25"]
+    assert 0 < expected[0].mean() < expected[1].mean()
+    for row in range(2):
+        (picture,) = axes[row, 0].get_images()
+        np.testing.assert_allclose(picture.get_array(), images[row] / 255, atol=1e-6)
+        assert not axes[row, 0].collections
+        for ax, patches in zip(axes[row, 1:], expected[:, row], strict=True):
+            (cover,) = ax.collections
+            _, grey = ax.get_images()
+            for layer in (cover, grey):
+                shown = ~np.ma.getmaskarray(layer.get_array())
+                np.testing.assert_array_equal(shown, patches)
+            # The patches lie where they do in the picture, upside down for matplotlib.
+            assert cover.get_coordinates()[0, 0].tolist() == [0, 0]
+            assert cover.get_coordinates()[-1, -1].tolist() == [8, 8]
+            assert ax.get_ylim() == (8, 0)
+            assert ax.get_xlabel() == f"{patches.mean():.0%} discarded"
+    title = figure.get_suptitle()
+    assert "block 1" in title
+    assert (
+        "vanilla" in title if priority == "position" else "batch prioritized" in title
+    )
+    assert png(figure).startswith(b"\x89PNG")
+
+
+def test_settings_are_put_back_after_an_error(classifier):
+    before = classifier.backbone.get_config()
+    with pytest.raises(ValueError, match="eval_capacity_factor=-1.0"):
+        analyze(
+            *(classifier, tiny.pixels(2)),
+            num_pictures=2,
+            capacity_factors=(0.5, -1.0),
+            verbose=0,
+        )
+    assert classifier.backbone.get_config() == before
+
+
+@pytest.mark.parametrize(
+    "router, num_pictures, message",
+    [
+        (tiny.SOFT, 1, "Received: .*block 1 of SoftRouter"),
+        (IdentityRouter(5), 1, "block 1 of IdentityRouter"),
+        (SCARCE, 0, "num_pictures=4.*Received: .*num_pictures=0"),
+    ],
+)
+def test_where_no_patch_is_discarded(router, num_pictures, message):
+    with pytest.raises(ValueError, match=message):
+        analyze(
+            *(tiny.backbone(router=router), tiny.images(2)),
+            num_pictures=num_pictures,
+            capacity_factors=(1.0,),
+            verbose=0,
+        )

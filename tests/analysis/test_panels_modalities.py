@@ -1,0 +1,185 @@
+"""Figures of statistics by modality show the numbers that they are given."""
+
+import numpy as np
+import pytest
+
+from keras_softmoe.analysis._words import WordStatistics
+from tests.analysis.made_up import plot
+from tests.analysis.modality_blocks import make_block, statistics
+from tests.analysis.reading import legend_names, lines, png, tick_names
+
+BLUE, RED = "#0072b2", "#d55e00"
+
+
+def hex_color(artist):
+    from matplotlib.colors import to_hex
+
+    return to_hex(
+        artist.get_facecolor() if artist.get_fill() else artist.get_edgecolor()
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["modality_load", "confidence", "coverage", "priorities", "trajectories"]
+)
+@pytest.mark.parametrize("modalities", [("image", "text"), ("image",), ("text",)])
+def test_every_modality_can_be_drawn(name, modalities):
+    given = statistics(modalities=modalities)
+    figure = plot(name, given)
+    if len(modalities) == 2:
+        # Saving takes longest.
+        assert png(figure).startswith(b"\x89PNG")
+    if name != "coverage":
+        (legend,) = figure.legends
+        named = {x.split(",")[0].split(":")[0] for x in legend_names(legend)}
+        assert named & {"image", "text"} == set(modalities)
+
+
+# === Load ===
+
+
+def test_load():
+    given = statistics((1, 3, 5))
+    figure = plot("modality_load", given, (5, 1))
+    assert [ax.get_title() for ax in figure.axes] == ["block 5", "block 1"]
+    for ax, layer in zip(figure.axes, (5, 1), strict=True):
+        block = given[layer]
+        expected = {
+            "text: words": block.assigned["text"] - block.padding,
+            "text: padding": block.padding,
+            "image": block.assigned["image"],
+            "text, dropped": block.chosen["text"] - block.assigned["text"],
+            "image, dropped": block.chosen["image"] - block.assigned["image"],
+        }
+        bottom = np.zeros(3)
+        assert [bars.get_label() for bars in ax.containers] == list(expected)
+        for bars, counts in zip(ax.containers, expected.values(), strict=True):
+            np.testing.assert_allclose([bar.get_y() for bar in bars], bottom)
+            np.testing.assert_allclose([bar.get_height() for bar in bars], counts)
+            bottom += counts
+        (capacity,) = ax.lines
+        np.testing.assert_allclose(capacity.get_ydata(), 60)
+        assert ax.get_ylim()[1] > max(bottom.max(), 60)
+    assert legend_names(figure.legends[0]) == [*expected, "capacity"]
+
+
+def test_a_capacity_far_above_is_written():
+    figure = plot("modality_load", statistics(capacity=5000))
+    for ax in figure.axes:
+        assert not ax.lines
+        assert [text.get_text() for text in ax.texts] == ["capacity 10,000 ↑"]
+        # The line would have made the bars invisible.
+        assert ax.get_ylim()[1] < 200
+    assert "capacity" not in legend_names(figure.legends[0])
+
+
+def test_what_there_is_none_of_is_not_in_the_legend():
+    block = make_block()
+    block = block._replace(chosen=block.assigned, padding=np.zeros(3, int))
+    figure = plot("modality_load", {1: block})
+    assert legend_names(figure.legends[0]) == ["text: words", "image", "capacity"]
+
+
+# === Confidence ===
+
+
+def test_confidence():
+    given = statistics((1, 3))
+    figure = plot("confidence", given)
+    (ax,) = figure.axes
+    found = lines(ax)
+    for name in ("text", "image"):
+        points, spread = found[name]
+        mean = np.array([block.confidence_mean[name] for block in given.values()])
+        std = np.array([block.confidence_std[name] for block in given.values()])
+        np.testing.assert_allclose(points[:, 1], mean)
+        np.testing.assert_allclose(spread, np.stack([mean - std, mean + std], 1))
+    assert ax.get_ylim() == (0, 1.04)
+    assert tick_names(ax.xaxis) == ["block 1", "block 3"]
+    # Text to the left of its block, images to the right.
+    patches = [patch for patch in ax.patches]
+    blocks = [
+        (p, b, n) for p, b in enumerate(given.values()) for n in ("image", "text")
+    ]
+    for patch, (place, block, name) in zip(patches, blocks, strict=True):
+        values, edges, baseline = patch.get_data()
+        counts = block.confidence_histogram[name]
+        side = -1 if name == "text" else 1
+        assert baseline == place
+        widths = side * (values - place)
+        np.testing.assert_allclose(widths / widths.max(), counts / counts.max())
+        assert widths.max() < 0.5
+        np.testing.assert_allclose(edges, np.arange(51) / 50)
+        assert hex_color(patch) == (BLUE if name == "text" else RED)
+    (least,) = [c for c in ax.collections if c.get_label() == "1/E"]
+    np.testing.assert_allclose(np.array(least.get_segments())[..., 1], 1 / 3)
+
+
+def test_confidence_ends_at_100_percent():
+    block = make_block()._replace(
+        confidence_mean={"text": 0.9, "image": 0.05},
+        confidence_std={"text": 0.3, "image": 0.2},
+    )
+    found = lines(plot("confidence", {1: block}).axes[0])
+    np.testing.assert_allclose(found["text"][1], [[0.6, 1.0]])
+    np.testing.assert_allclose(found["image"][1], [[0.0, 0.25]])
+
+
+# === Coverage ===
+
+
+def test_coverage():
+    given = statistics((1, 3))
+    figure = plot("coverage", given, share=0.8)
+    for ax, name in zip(figure.axes, ("text", "image"), strict=True):
+        assert ax.get_title() == name
+        blocks, (even, level) = ax.lines[:2], ax.lines[2:]
+        for line, block in zip(blocks, given.values(), strict=True):
+            np.testing.assert_allclose(line.get_xdata(), [1, 2, 3])
+            np.testing.assert_allclose(line.get_ydata(), block.coverage[name])
+        np.testing.assert_allclose(even.get_xydata(), [[0, 0], [3, 1]])
+        np.testing.assert_allclose(level.get_ydata(), 0.8)
+        needed = [block.experts_needed(0.8)[name] for block in given.values()]
+        legend = ax.get_legend()
+        assert legend.get_title().get_text() == "experts for 80%"
+        assert legend_names(legend) == [
+            f"block {layer}: {n}" for layer, n in zip(given, needed, strict=True)
+        ]
+    with pytest.raises(ValueError, match="Received: share=2"):
+        plot("coverage", given, share=2)
+
+
+# === Words ===
+
+
+def test_bars_are_shares():
+    assigned = np.array([[6, 0, 1], [2, 0, 1], [0, 0, 2]])
+    num_tokens = np.array([10, 4, 6])
+    words = WordStatistics(("noun", "verb", "padding"), num_tokens, assigned)
+    given = statistics()
+    given[1] = given[1]._replace(words=words)
+    given[3] = given[3]._replace(words=words._replace(assigned=assigned[:, ::-1]))
+    figure = plot("words", given)
+    assert [ax.get_title() for ax in figure.axes] == ["block 1", "block 3"]
+    ax = figure.axes[0]
+    # The second expert has no text.
+    assert tick_names(ax.xaxis) == ["0", "2", "all"]
+    expected = np.array([[0.75, 0.25, 0.5], [0.25, 0.25, 0.2], [0.0, 0.5, 0.3]])
+    bottom = np.zeros(3)
+    for bars, heights in zip(ax.containers, expected, strict=True):
+        np.testing.assert_allclose([bar.get_height() for bar in bars], heights)
+        np.testing.assert_allclose([bar.get_y() for bar in bars], bottom)
+        bottom += heights
+    assert [text.get_text() for text in ax.texts] == ["40%", "20%"]
+    assert tick_names(figure.axes[1].xaxis) == ["0", "2", "all"]
+    assert legend_names(figure.legends[0]) == ["padding", "verb", "noun"]
+    assert png(figure).startswith(b"\x89PNG")
+
+
+def test_figure_of_many_tags_and_of_some_blocks():
+    tags = tuple(map(str, range(12)))
+    words = WordStatistics(tags, np.ones(12, int), np.ones((12, 2), int))
+    given = {b: found._replace(words=words) for b, found in statistics().items()}
+    figure = plot("words", given, [3])
+    (ax,) = figure.axes
+    assert len({tuple(bars[0].get_facecolor()) for bars in ax.containers}) == 12

@@ -1,0 +1,144 @@
+"""Figures of what a Soft MoE mixes show the numbers that they are given."""
+
+import numpy as np
+import pytest
+
+from keras_softmoe.analysis._soft import TOKEN_WEIGHT_EDGES
+from tests.analysis.made_up import plot
+from tests.analysis.reading import legend_names, png, tick_names
+from tests.analysis.soft_blocks import NUM_TOKENS, make_directions, statistics
+
+
+def test_token_weights():
+    given = statistics()
+    (ax,) = plot("token_weights", given).axes
+    for line, block in zip(ax.lines, given.values(), strict=False):
+        weights, shares = line.get_data()
+        np.testing.assert_array_equal(weights, TOKEN_WEIGHT_EDGES[1:-1])
+        found = [block.tokens_above(weight) for weight in weights]
+        np.testing.assert_allclose(shares, found, atol=1e-12)
+        # All that changes is in sight.
+        left, right = ax.get_xlim()
+        moving = (shares > 0) & (shares < 1)
+        assert left <= weights[moving].min() and weights[moving].max() <= right
+    # One mean for both blocks.
+    (mean,) = ax.lines[2:]
+    np.testing.assert_allclose(mean.get_xdata(), 6 / NUM_TOKENS)
+
+
+def test_expert_contributions():
+    given = statistics()
+    # Far apart; one counts for nothing.
+    weights = np.array([[0, 0], [0.01, 0], [0.49, 0.5]])
+    given[3] = given[3]._replace(slot_contribution=weights)
+    (ax,) = plot("contributions", {1: given[1]}).axes
+    (line,) = ax.lines
+    ordered = np.sort(given[1].expert_contribution)
+    np.testing.assert_allclose(line.get_xdata(), [1, 2, 3])
+    np.testing.assert_allclose(line.get_ydata(), ordered / ordered[0])
+    assert line.get_label() == f"block 1: {ordered[-1] / ordered[0]:.3g}×"
+    assert ax.get_ylim()[0] <= 1 < ordered[-1] / ordered[0] <= ax.get_ylim()[1]
+    (ax,) = plot("contributions", given).axes
+    assert ax.get_yscale() == "log"
+    np.testing.assert_allclose(ax.lines[1].get_ydata(), [0, 1, 99])
+
+
+def test_tokens_per_slot():
+    given = statistics()
+    figure = plot("tokens_per_slot", given, share=0.8)
+    for ax, block in zip(figure.axes, given.values(), strict=True):
+        curves = block.slot_curves.reshape(-1, NUM_TOKENS)
+        *slots, fewest, most, uniform = ax.lines
+        for line, curve in zip(slots, curves, strict=True):
+            np.testing.assert_array_equal(line.get_xdata(), np.arange(NUM_TOKENS + 1))
+            np.testing.assert_array_equal(line.get_ydata(), [0, *curve])
+        needed = block.tokens_needed(0.8)
+        found = legend_names(ax.get_legend())
+        for line, name, extreme in (
+            (fewest, found[0], needed.min()),
+            (most, found[1], needed.max()),
+        ):
+            expert, slot, count = (
+                int(word.strip(",:")) for word in name.split() if word[0].isdigit()
+            )
+            assert needed[expert, slot] == count == extreme
+            np.testing.assert_array_equal(
+                line.get_ydata()[1:], block.slot_curves[expert, slot]
+            )
+        assert ax.get_legend().get_title().get_text() == "tokens for 80%"
+        np.testing.assert_array_equal(uniform.get_xydata(), [[0, 0], [NUM_TOKENS, 1]])
+    with pytest.raises(ValueError, match="Received: share=1.5"):
+        plot("tokens_per_slot", given, share=1.5)
+
+
+@pytest.mark.parametrize("weights", ["dispatch", "combine"])
+def test_concentration(weights):
+    given = statistics()
+    levels = (0.9, 0.5)
+    figure = plot("concentration", given, weights=weights, levels=levels)
+    for ax, block in zip(figure.axes, given.values(), strict=True):
+        found = getattr(block, weights)
+        mean, uniform = ax.lines
+        np.testing.assert_array_equal(mean.get_ydata(), [0, *found.mean])
+        length = len(found.mean)
+        np.testing.assert_array_equal(uniform.get_xydata(), [[0, 0], [length, 1]])
+        # The wide band below the narrow one.
+        bands = found.bands(levels)
+        assert len(ax.collections) == 2
+        for area, (low, high) in zip(ax.collections, bands, strict=True):
+            (path,) = area.get_paths()
+            for n in range(1, length + 1):
+                at = path.vertices[path.vertices[:, 0] == n][:, 1]
+                np.testing.assert_allclose(
+                    [at.min(), at.max()], [low[n - 1], high[n - 1]]
+                )
+    names = legend_names(figure.legends[0])
+    assert names == ["uniform", "mean", "central 50%", "central 90%"]
+    dark, light = (handle.get_facecolor() for handle in figure.legends[0].get_patches())
+    assert sum(dark[:3]) < sum(light[:3])
+    assert weights in figure.get_supylabel()
+
+
+def test_weights_of_no_kind():
+    with pytest.raises(ValueError, match="'dispatch', 'combine'. Received: weights="):
+        plot("concentration", statistics(), weights="both")
+
+
+def test_slot_correlation():
+    given = statistics()
+    one_slot = {"slot_contribution": np.ones((4, 1))}
+    directions = make_directions(4)
+    given["one"] = given[1]._replace(slot_directions=directions, **one_slot)
+    figure = plot("slot_correlation", given)
+    for ax, block in zip(figure.axes, given.values(), strict=False):
+        experts, slots = block.slot_contribution.shape
+        (image,) = ax.get_images()
+        np.testing.assert_array_equal(image.get_array(), block.slot_cosines)
+        assert (image.norm.vmin, image.norm.vmax) == (-1, 1)
+        assert tick_names(ax.xaxis) == [str(e) for e in range(experts)]
+        names = ax.get_title().split("\n")[1]
+        between = f"between {block.cosine_between_experts:.2f}"
+        if slots == 1:
+            assert names == between.replace("-0.00", "0.00")
+            assert len(ax.collections) == 0
+        else:
+            assert (
+                names == f"within experts {block.cosine_within_experts:.2f}, {between}"
+            )
+            # Lines between the experts.
+            edges = [s[0][1] for s in ax.collections[0].get_segments()]
+            np.testing.assert_allclose(edges, [1.5, 3.5])
+            # Ticks in the middle of the expert's slots.
+            np.testing.assert_allclose(ax.get_xticks(), [0.5, 2.5, 4.5])
+    assert png(figure).startswith(b"\x89PNG")
+    large = plot(
+        "slot_correlation",
+        {
+            1: given[1]._replace(
+                slot_directions=make_directions(100),
+                slot_contribution=np.ones((50, 2)),
+            )
+        },
+    )
+    assert len(large.axes[0].collections) == 0
+    assert len(large.axes[0].get_xticks()) <= 8
