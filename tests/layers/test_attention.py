@@ -172,7 +172,7 @@ def test_any_layer_can_follow_attention():
 
 @pytest.mark.parametrize("mlp", [128, None, layers.MLP])
 def test_what_is_no_layer_is_refused(mlp):
-    with pytest.raises(ValueError, match=r"(?s)`mlp` is a layer.*Received: mlp="):
+    with pytest.raises(ValueError, match=r"(?s)`mlp` must be a layer.*Received: mlp="):
         layers.EncoderBlock(2, mlp)
 
 
