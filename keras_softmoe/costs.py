@@ -56,7 +56,7 @@ class LayerCost(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Numbers in all weights."""
+        """Int, numbers in all weights."""
         return self.weights + self.float32_weights
 
     def without_weights(self) -> "LayerCost":

@@ -536,7 +536,7 @@ def replace_next_step(model, step):
 
 
 class _ReplacedStep:
-    """Train function that is replaced for one step."""
+    """Train function with another callable in place of its next step."""
 
     def __init__(self, model, step):
         train = model.train_function
@@ -692,7 +692,7 @@ def sizes_may_be_one():
 
 
 def drop_assertions_of_more_than_one(graph):
-    """Remove assertions that an open size is not one from an exported graph.
+    """Remove the assertions of an exported graph that an open size is not one.
 
     PyTorch adds them when it inspects memory layouts, which differ for a single row. No
     result depends on them.

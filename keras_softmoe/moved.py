@@ -145,7 +145,6 @@ REPLACEMENTS["datasets"] = {
     "HELD_OUT_COMBINATIONS": "the labels of `ksm.datasets.sample('new_shapes')`",
     "SHAPE_COLOR_CLASSES": "`class_names` of `ksm.datasets.sample('shapes')`",
     "captioned_digits": "`digits` with captions of your own",
-    "captioned_shapes": f"`ksm.datasets.sample('shapes')`, or {_SYNTHETIC}",
     "glyphs": f"`ksm.datasets.sample('glyphs')`, or {_SYNTHETIC}",
 }
 

@@ -10,9 +10,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "keras_softmoe"
 # Rooms that are not rewritten yet.
 EXCLUDED = (
     "analysis",
-    "architecture",
     "backbones",
-    "datasets",
     "drawing",
     "evaluation",
     "models",

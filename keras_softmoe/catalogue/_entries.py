@@ -91,7 +91,7 @@ def names() -> list:
 
 
 def describe(name: str) -> Preset:
-    """Describe a preset.
+    """Return the description of a preset.
 
     Args:
         name: str, one of `names()`.
@@ -345,7 +345,7 @@ def _metadata(path, name):
 
 
 def _read_config_file(path):
-    """Content of `config.json` in a directory, checked to be of a model of ours."""
+    """Return the content of `config.json`, checked to be of a model of this library."""
     file = path / CONFIG_FILE
     if not file.is_file():
         raise ValueError(

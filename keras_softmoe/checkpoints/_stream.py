@@ -67,7 +67,7 @@ class Stream:
         return self._start + self._unpacker.tell()
 
     def error(self, problem):
-        """`CheckpointError` with the place and the remedy."""
+        """Return a `CheckpointError` with the position and the remedy."""
         return CheckpointError(
             f"{problem}, in '{self.name}' near byte {self.tell()} of {self.size}. The "
             "file is damaged, truncated or no V-MoE checkpoint: fetch it again."

@@ -106,7 +106,7 @@ def read_vit_checkpoint(path: str | os.PathLike) -> Checkpoint:
 
 
 def _of_images(arrays):
-    """Parameters of the image tower, without those of other towers."""
+    """Return the parameters of the image tower only."""
     for prefix in ("params/", "img/"):
         below = [name for name in arrays if name.startswith(prefix)]
         if below:

@@ -1,4 +1,4 @@
-"""Settings of the model that parameters belong to, from their names and shapes."""
+"""Settings of a model from names and shapes of its parameters."""
 
 import math
 import re

@@ -5,6 +5,9 @@ packages are imported when a function needs them.
 """
 
 from keras_softmoe import moved
+from keras_softmoe.datasets._captioned_shapes import (
+    captioned_shapes as captioned_shapes,
+)
 from keras_softmoe.datasets._digits import digits as digits
 from keras_softmoe.datasets._sample import sample as sample
 from keras_softmoe.datasets._tfds import from_tfds as from_tfds

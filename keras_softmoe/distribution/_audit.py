@@ -259,7 +259,7 @@ class _Findings:
                 )
             elif shard != tuple(s // n for s, n in zip(shape, shards, strict=True)):
                 self.problems.append(
-                    f"{received} has shards of {shard}, not as its rule {axes} says. "
+                    f"{received} has shards of {shard}, unlike its rule {axes}. "
                     "Build the model, and compile it, under the distribution."
                 )
 
@@ -289,7 +289,7 @@ class _Findings:
         result = Audit(tuple(self.rows), tuple(self.problems))
         if result.problems:
             error = PlacementError(
-                "Variables do not lie on the devices as they should:\n"
+                "Variables are not placed on the devices by their rules:\n"
                 + "\n".join(f"- {problem}" for problem in result.problems)
                 + "\nRules have to match whole paths. Compare with "
                 "`[v.path for v in model.variables]` and `ksm.distribution.layout_map`."

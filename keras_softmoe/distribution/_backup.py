@@ -262,7 +262,7 @@ class Backup(keras.callbacks.Callback):
         save_in_one_process(save, lambda: atomic_file(self.path, room))
 
     def _restore(self, backup):
-        """Restore model and optimizer, after all checks."""
+        """Check a backup, and restore model and optimizer from it."""
         model = self.model
         if not model.built:
             raise ValueError(

@@ -20,7 +20,7 @@ class MoELayer(NamedTuple):
         num_experts: int.
         expert_bytes: int, kernels and biases of all experts.
         slot_parameter_bytes: int, `mu` of a soft router, 0 for the others.
-        slot_bytes: int, of all slots of one group of images, which travel to the
+        slot_bytes: int, of all slots of one group of images, which are sent to the
             experts.
     """
 
@@ -66,10 +66,10 @@ class ModelSize(NamedTuple):
 def model_size(model, num_classes=None, **changes):
     """Return the sizes of a model, without building it.
 
-    The activations are those that XLA was seen to keep from the forward to the backward
-    pass, without rematerialization (JAX 0.10 on a CPU, from its buffer assignments);
-    each layer says its own. Left out are temporary tensors of one operation,
-    embeddings of whole images and all that has no token axis.
+    The activations are those that XLA keeps from the forward to the backward pass,
+    without rematerialization (JAX 0.10 on a CPU, from its buffer assignments), by the
+    `cost` of each layer. Left out are temporary tensors of one operation, embeddings of
+    whole images and all tensors without a token axis.
 
     Args:
         model: preset, backbone, task or dict of arguments, as in `evaluation.cost`.

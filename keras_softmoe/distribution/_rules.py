@@ -6,7 +6,7 @@ from keras_softmoe.distribution._layouts import is_known
 
 
 class PlacementError(ValueError):
-    """Error: variables are not placed on the devices as their rules define.
+    """Error of variables that are not placed on the devices by their rules.
 
     Attributes:
         audit: the `Audit` that found it, or `None`.

@@ -1,4 +1,4 @@
-"""Putting a new directory in place of an old one: as a whole, or file by file."""
+"""Replacement of an old directory by a new one: as a whole, or file by file."""
 
 import contextlib
 import ctypes

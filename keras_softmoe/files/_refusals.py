@@ -29,7 +29,7 @@ _KINDS = {
 
 
 class WriteError(OSError, ValueError):
-    """Error: a file or directory could not be written. The old content is unchanged."""
+    """Error of writing a file or directory, whose old content is unchanged."""
 
 
 @contextlib.contextmanager

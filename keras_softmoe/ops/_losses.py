@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from keras import ops
 
 from keras_softmoe.ops.assignment import check_num_selected_experts
-from keras_softmoe.ops.backend import float32_at_least, smallest_entry, top_values
+from keras_softmoe.ops.backend import float32_at_least
 from keras_softmoe.ops.constants import tiny
 from keras_softmoe.ops.padding import zero_padding
+from keras_softmoe.ops.selection import smallest_entry, top_values
 from keras_softmoe.types import Tensor
 
 # === Balancing losses of V-MoE and others ===

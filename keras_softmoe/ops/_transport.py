@@ -7,15 +7,9 @@ every expert receives `S / E`, so no expert can be everybody's favourite. Paddin
 
 from keras import ops
 
-from keras_softmoe.ops.backend import (
-    compiled_on_jax,
-    float32_at_least,
-    largest_entry,
-    repeat,
-    smallest_entry,
-    top_values,
-)
+from keras_softmoe.ops.backend import compiled_on_jax, float32_at_least, repeat
 from keras_softmoe.ops.constants import lowest
+from keras_softmoe.ops.selection import largest_entry, smallest_entry, top_values
 from keras_softmoe.types import Tensor
 
 # Scalings of a plan before it is computed anew from its logarithm. One changes no entry

@@ -12,9 +12,10 @@ import keras
 from keras import ops
 
 from keras_softmoe.checks import check_choice
-from keras_softmoe.ops.backend import float32_at_least, take_along, top_indices
+from keras_softmoe.ops.backend import float32_at_least
 from keras_softmoe.ops.constants import with_real_first
 from keras_softmoe.ops.padding import zero_padding
+from keras_softmoe.ops.selection import take_along, top_indices
 from keras_softmoe.types import Tensor
 
 PRIORITIES = ("position", "max", "sum", "pair", "random")

@@ -6,7 +6,8 @@ import keras
 from keras import ops
 
 from keras_softmoe.ops.assignment import assign_choices
-from keras_softmoe.ops.backend import compiled_on_jax, linear_on_jax, take_along
+from keras_softmoe.ops.backend import compiled_on_jax, linear_on_jax
+from keras_softmoe.ops.selection import take_along
 
 
 class ChoiceRouting(NamedTuple):

@@ -5,7 +5,7 @@ from keras import ops
 
 from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import check_num_tokens, identity
-from keras_softmoe.ops.backend import take_along
+from keras_softmoe.ops.selection import take_along
 from keras_softmoe.routers._router import Decision, Router
 
 

@@ -37,9 +37,9 @@ from keras_softmoe.ops.assignment import (
     check_num_selected_experts,
     kept_tokens,
 )
-from keras_softmoe.ops.backend import take_along, top_indices
 from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING, ROUNDINGS
 from keras_softmoe.ops.constants import tiny
+from keras_softmoe.ops.selection import take_along, top_indices
 from keras_softmoe.sharding import is_distributed
 
 live = functools.partial(field, metadata={"live": True})

@@ -9,8 +9,9 @@ from keras import ops
 from keras_softmoe.checks import check_choice, check_names, keyword_names
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import SlotRouting
-from keras_softmoe.ops.backend import normal_like, take_along
+from keras_softmoe.ops.backend import normal_like
 from keras_softmoe.ops.choices import choice_routing
+from keras_softmoe.ops.selection import take_along
 from keras_softmoe.routers._loss_files import (
     FORMER_WEIGHTS,
     serialize_loss,

@@ -1,4 +1,4 @@
-"""Which token sits in which slot: the library against the literal queue."""
+"""Slot assignment and the rule for ties (`selection`), against the twins."""
 
 import hypothesis.strategies as st
 import keras

@@ -6,7 +6,7 @@ anti-aliasing one comparison, at any size and any rotation.
 
 import numpy as np
 
-from experiments.synthetic._scenes import COLOR_NAMES, MOST_THINGS, SHAPE_NAMES
+from keras_softmoe.datasets._scenes import COLOR_NAMES, MOST_THINGS, SHAPE_NAMES
 
 # RGB, 0 to 1, in the order of `COLOR_NAMES`.
 _PALETTE = {

@@ -4,7 +4,7 @@ A caption says nothing that is not so, and seldom all that is: what it mentions 
 at random, as the wording is.
 """
 
-from experiments.synthetic._scenes import (
+from keras_softmoe.datasets._scenes import (
     COLOR_NAMES,
     PLACE_NAMES,
     RELATION_NAMES,

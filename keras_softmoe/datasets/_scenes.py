@@ -1,4 +1,4 @@
-"""What is in a synthetic scene and where: names, held-out combinations, sampling.
+"""Synthetic scenes: names, held-out combinations, sampling.
 
 All lengths are fractions of the side of the image, x to the right and y downwards.
 """

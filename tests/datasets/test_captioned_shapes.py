@@ -10,8 +10,8 @@ from experiments.synthetic import (
     SHAPE_COLOR_CLASSES,
     captioned_shapes,
 )
-from experiments.synthetic._captioned_shapes import CaptionedShapes
-from experiments.synthetic._scenes import (
+from keras_softmoe.datasets._captioned_shapes import CaptionedShapes
+from keras_softmoe.datasets._scenes import (
     PLACE_NAMES,
     RELATION_NAMES,
     SHAPE_NAMES,
@@ -19,7 +19,7 @@ from experiments.synthetic._scenes import (
     arrange,
     sample_scenes,
 )
-from tests.experiments.synthetic.caption_reader import is_true, read_caption, scene_of
+from tests.datasets.caption_reader import is_true, read_caption, scene_of
 
 HELD_OUT = [SHAPE_COLOR_CLASSES.index(name) for name in HELD_OUT_COMBINATIONS]
 

@@ -5,18 +5,18 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from experiments.synthetic._captions import caption_scenes
-from experiments.synthetic._scenes import Scenes, arrange, sample_scenes
-from experiments.synthetic._shape_drawing import draw_scenes
 from keras_softmoe.checks import check_whole_numbers
+from keras_softmoe.datasets._captions import caption_scenes
+from keras_softmoe.datasets._scenes import Scenes, arrange, sample_scenes
+from keras_softmoe.datasets._shape_drawing import draw_scenes
 
 # Scenes are made in blocks, three random streams each: what is there and where, how it
-# is drawn, how it is told. Part of what a seed means.
+# is drawn, how it is described. Part of what a seed means.
 _BLOCK = 256
 
 
 class CaptionedShapes(NamedTuple):
-    """What `captioned_shapes` returns: arrays with one entry for each of N scenes.
+    """Result of `captioned_shapes`: arrays with one entry for each of N scenes.
 
     Attributes are int32 arrays of shape (N,), -1 where a scene has no such attribute.
 
