@@ -23,15 +23,15 @@ class CaptionedShapes(NamedTuple):
     Args:
         images: uint8 of shape (N, image_size, image_size, 3), 0 to 255.
         captions: array of N str.
-        labels: the thing (of a pair the first), index into `SHAPE_COLOR_CLASSES`.
-            With `C = len(COLOR_NAMES)`, `labels // C` is an index into `SHAPE_NAMES`
-            and `labels % C` one into `COLOR_NAMES`.
+        labels: the thing (of a pair the first), index into `class_names` of
+            `datasets.sample("shapes")`: of 8 shapes and 8 colors, `labels // 8` is the
+            shape and `labels % 8` the color.
         sizes: its size, index into `SIZE_NAMES`.
         counts: how many of it there are, 1 to 3; of either thing of a pair, 1.
         places: where a lone thing is, index into `PLACE_NAMES`.
         relations: where the first thing of a pair is, seen from the second one, index
             into `RELATION_NAMES`.
-        second_labels: the second thing of a pair, index into `SHAPE_COLOR_CLASSES`.
+        second_labels: the second thing of a pair, as in `labels`.
         second_sizes: its size, index into `SIZE_NAMES`.
     """
 
@@ -63,9 +63,9 @@ def captioned_shapes(
     wordings, and mentions all or (mostly) a part of what is there: "a small red star
     in the upper left corner", "two green rings", "the square is over the blue heart".
 
-    The combinations of shape and color named in `HELD_OUT_COMBINATIONS`, a quarter
-    of all, with each shape and each color twice, appear in no training scene and in no
-    caption of one, so that they are new to a model that has learned from those.
+    A quarter of the combinations of shape and color, with each shape and each color
+    twice, is held out: these appear in no training scene and in no caption of one, so
+    that they are new to a model that has learned from those.
 
     Image and caption `i` depend on `seed`, `combinations` and `i` alone (the image on
     its size as well): a smaller set is the beginning of a larger one, and parts made
@@ -89,14 +89,13 @@ def captioned_shapes(
         ValueError: If a number is out of range or `combinations` unknown.
 
     Examples:
-        >>> images, captions, *_ = captioned_shapes(20)
+        >>> images, captions, *_ = ksm.datasets.captioned_shapes(20)
 
         Combinations that no caption has named, for zero-shot classification:
 
-        >>> data = captioned_shapes(10, combinations="held_out")
-        >>> names = np.array(SHAPE_COLOR_CLASSES)[data.labels]
-        >>> set(names) <= set(HELD_OUT_COMBINATIONS)
-        True
+        >>> data = ksm.datasets.captioned_shapes(10, combinations="held_out")
+        >>> data.images.shape
+        (10, 32, 32, 3)
     """
     check_whole_numbers(1, num_images=num_images)
     check_whole_numbers(16, image_size=image_size)
