@@ -93,7 +93,7 @@ lint: install
 	$(VENV)/ruff format --check .
 	$(VENV)/ruff check .
 	@mkdir -p build
-	KERAS_BACKEND=torch $(VENV)/python -m tests.examples.typed build/examples.py
+	KERAS_BACKEND=torch $(VENV)/python -m tests.support.typed_examples build/examples.py
 	$(VENV)/mypy
 
 # Pages, figures and search lie in one directory, which needs no server and no network.

@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 import keras_softmoe as ksm
-from tests.checkpoints.writer import write_checkpoint
+from tests.support.checkpoint_writer import write_checkpoint
 
 # The tests run this guide with fewer images.
 SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"

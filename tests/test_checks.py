@@ -16,7 +16,7 @@ from keras_softmoe import (
     ops,
     routers,
 )
-from tests.models import tiny, tiny_limoe
+from tests.support import tiny, tiny_limoe
 from tests.torture.arguments import BACKBONE, BACKBONES, NO_SIZES, TEXT, targets
 
 

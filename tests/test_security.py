@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import models
-from tests.models import tiny, tiny_limoe
+from tests.support import tiny, tiny_limoe
 from tests.torture.campaign import Tally
 from tests.torture.damage import Canary
 

@@ -6,9 +6,9 @@ import pytest
 from sklearn.metrics import mutual_info_score
 
 from keras_softmoe import analysis, layers, ops, routers
-from tests.models import tiny
-from tests.recorded import recorded
-from tests.references import to_numpy
+from tests.support import tiny
+from tests.support.recorded import recorded
+from tests.support.references import to_numpy
 
 # === Load, in any model ===
 

@@ -7,7 +7,7 @@ from keras_softmoe import analysis, routers
 from keras_softmoe.analysis._examples import ExampleReducer, _WordCounts
 from keras_softmoe.analysis._pairs import Pairs
 from keras_softmoe.models import ViTMoEBackbone
-from tests.analysis import pairs
+from tests.support import pairs
 
 ROWS = COLUMNS = 2
 

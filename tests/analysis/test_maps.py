@@ -13,8 +13,8 @@ from keras_softmoe.models import (
     ViTMoEImageConverter,
 )
 from keras_softmoe.routers import LIMoERouter, SoftmaxTokenChoiceRouter, SoftRouter
-from tests.analysis import pairs
-from tests.references import to_numpy
+from tests.support import pairs
+from tests.support.references import to_numpy
 
 # 2 x 3 patches, so that rows cannot be taken for columns.
 GRID = (2, 3)

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from keras_softmoe import analysis, models, routers
-from tests.analysis import pairs
 from tests.analysis.test_words import TOKEN_IDS, Preprocessor, tagger, words_of
-from tests.layers.common import randomize
-from tests.references import to_numpy
+from tests.support import pairs
+from tests.support.layer_checks import randomize
+from tests.support.references import to_numpy
 
 
 @pytest.fixture(scope="module")

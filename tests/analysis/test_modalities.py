@@ -7,8 +7,7 @@ import pytest
 
 from keras_softmoe import analysis, datasets, models, routers
 from keras_softmoe.analysis._modalities import ModalityStatistics
-from tests.analysis import pairs
-from tests.models import tiny
+from tests.support import pairs, tiny
 
 SCARCE = {"capacity_factor": 0.75}
 ROUTERS = {

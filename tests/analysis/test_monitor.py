@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import analysis, models, routers
-from tests.models import tiny, tiny_limoe
+from tests.support import tiny, tiny_limoe
 
 BLOCK = 1
 

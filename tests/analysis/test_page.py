@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from keras_softmoe.analysis import _page as pages
 from keras_softmoe.analysis._page import Page
 from keras_softmoe.files import _placing
-from tests.analysis.reading import Reading
+from tests.support.reading import Reading
 
 
 def make_page():

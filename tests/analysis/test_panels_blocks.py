@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe.datasets import sample
-from tests.analysis.made_up import plot
-from tests.analysis.reading import legend_names, png, tick_names
-from tests.analysis.routing_blocks import make_block, statistics
+from tests.support.made_up import plot
+from tests.support.reading import legend_names, png, tick_names
+from tests.support.routing_blocks import make_block, statistics
 
 
 def panels(figure):

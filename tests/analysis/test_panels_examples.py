@@ -5,9 +5,9 @@ import pytest
 
 from keras_softmoe.analysis import RoutingMaps, analyze
 from keras_softmoe.analysis._examples import ExpertExamples, ExpertPatches
-from tests.analysis import pairs
-from tests.analysis.reading import png
-from tests.references import to_numpy
+from tests.support import pairs
+from tests.support.reading import png
+from tests.support.references import to_numpy
 
 
 def examples(**overrides):

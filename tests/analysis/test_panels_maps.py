@@ -12,8 +12,8 @@ from keras_softmoe.routers import (
     SoftmaxTokenChoiceRouter,
     SoftRouter,
 )
-from tests.analysis.reading import png, tick_names
-from tests.models import tiny
+from tests.support import tiny
+from tests.support.reading import png, tick_names
 
 ROUTERS = {
     "soft": lambda: SoftRouter(4, slots_per_expert=2),

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe.analysis._words import WordStatistics
-from tests.analysis.made_up import plot
-from tests.analysis.modality_blocks import make_block, statistics
-from tests.analysis.reading import legend_names, lines, png, tick_names
+from tests.support.made_up import plot
+from tests.support.modality_blocks import make_block, statistics
+from tests.support.reading import legend_names, lines, png, tick_names
 
 BLUE, RED = "#0072b2", "#d55e00"
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from tests.analysis.made_up import plot
-from tests.analysis.modality_blocks import make_block, statistics
-from tests.analysis.reading import legend_names, tick_names
 from tests.analysis.test_panels_modalities import BLUE, RED, hex_color
+from tests.support.made_up import plot
+from tests.support.modality_blocks import make_block, statistics
+from tests.support.reading import legend_names, tick_names
 
 # === Queues ===
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe.analysis._soft import TOKEN_WEIGHT_EDGES
-from tests.analysis.made_up import plot
-from tests.analysis.reading import legend_names, png, tick_names
-from tests.analysis.soft_blocks import NUM_TOKENS, make_directions, statistics
+from tests.support.made_up import plot
+from tests.support.reading import legend_names, png, tick_names
+from tests.support.soft_blocks import NUM_TOKENS, make_directions, statistics
 
 
 def test_token_weights():

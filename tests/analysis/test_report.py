@@ -7,9 +7,8 @@ import pytest
 from keras_softmoe import evaluation, layers, routers
 from keras_softmoe.analysis import _page as page
 from keras_softmoe.analysis import analyze
-from tests.analysis import pairs
-from tests.analysis.reading import Reading
-from tests.models import tiny
+from tests.support import pairs, tiny
+from tests.support.reading import Reading
 
 ALL = ["Model", "Routers", "Load and specialization"]
 SOFT, PAIRS, PICTURES = "Weights of tokens and slots", "Images and text", "Pictures"

@@ -5,9 +5,9 @@ import pytest
 import keras_softmoe as ksm
 from keras_softmoe.analysis import analyze
 from keras_softmoe.analysis._page import MOST_BYTES
-from tests.analysis.browser import CHROMIUM, browser
-from tests.analysis.reading import Reading
 from tests.skips import REASONS
+from tests.support.browser import CHROMIUM, browser
+from tests.support.reading import Reading
 
 TRAINED = [n for n in ksm.presets.names() if n.endswith(("_glyphs", "_shapes"))]
 ROUTED = [n for n in TRAINED if not n.startswith("vit_") and "_dense_" not in n]

@@ -8,15 +8,15 @@ import pytest
 
 from keras_softmoe import analysis, layers, routers
 from keras_softmoe.analysis._figures import FIGURES
-from tests.analysis import (
+from tests.support import (
     made_up,
     modality_blocks,
     pairs,
     routing_blocks,
     soft_blocks,
+    tiny,
 )
-from tests.analysis.reading import legend_names, png
-from tests.models import tiny
+from tests.support.reading import legend_names, png
 
 ANY = ["load"]
 IMAGES = ["by_position", "by_class"]

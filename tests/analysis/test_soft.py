@@ -8,8 +8,8 @@ from keras_softmoe import analysis, layers, routers
 from keras_softmoe.analysis._concentration import NUM_BINS
 from keras_softmoe.analysis._soft import TOKEN_WEIGHT_EDGES
 from keras_softmoe.routers.recording import is_recording
-from tests.models import tiny
-from tests.references import to_numpy
+from tests.support import tiny
+from tests.support.references import to_numpy
 
 ROUTER = routers.SoftRouter(3, slots_per_expert=2)
 NUM_TOKENS = 4

@@ -5,8 +5,8 @@ import numpy as np
 
 from keras_softmoe import analysis, layers, routers
 from keras_softmoe.ops import DenseRouting
-from tests.models import tiny
-from tests.references import to_numpy
+from tests.support import tiny
+from tests.support.references import to_numpy
 
 NUM_TOKENS = 4
 X = np.random.default_rng(0).normal(size=(5, NUM_TOKENS, 6)).astype("float32")

@@ -5,8 +5,7 @@ import pytest
 
 from keras_softmoe import analysis
 from keras_softmoe.analysis._words import _words
-from tests.analysis import pairs
-from tests.models import tiny_limoe
+from tests.support import pairs, tiny_limoe
 
 TAGS = {"a": "article", "red": "adjective", "circle": "noun", "heart": "noun"}
 

@@ -9,7 +9,7 @@ from keras_softmoe import architecture, routers
 from keras_softmoe.layers import MLP, MoE
 from tests.architecture.test_settings import ROUTER, TEXT, VIT
 from tests.backbones.test_two_towers import text_tower
-from tests.models import tiny, tiny_limoe
+from tests.support import tiny, tiny_limoe
 
 
 def test_blocks_and_their_settings():

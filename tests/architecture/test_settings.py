@@ -10,7 +10,7 @@ import pytest
 from keras_softmoe import architecture, catalogue, models, routers
 from keras_softmoe.layers import MoE
 from tests.backbones.test_two_towers import image_tower, text_tower
-from tests.models import tiny, tiny_limoe
+from tests.support import tiny, tiny_limoe
 
 ROUTER = routers.SoftRouter(2)
 SIZES = {"num_layers": 2, "num_heads": 2, "hidden_dim": 8, "mlp_dim": 12}

@@ -7,8 +7,8 @@ import pytest
 
 import keras_softmoe as ksm
 from keras_softmoe import layers, models
-from tests.models import tiny
-from tests.references import to_numpy
+from tests.support import tiny
+from tests.support.references import to_numpy
 
 pytestmark = [tiny.FITTING, tiny.LOADING, tiny.QUANTIZING]
 EXPERT_BANKS = {

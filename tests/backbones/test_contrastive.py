@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from keras_softmoe import models, routers
-from tests import limoe_router_twin as twin
-from tests.models import tiny, tiny_limoe
-from tests.models.tiny_limoe import AMPLE, BATCH, as_numpy
-from tests.references import to_numpy
+from tests.support import limoe_router_twin as twin
+from tests.support import tiny, tiny_limoe
+from tests.support.references import to_numpy
+from tests.support.tiny_limoe import AMPLE, BATCH, as_numpy
 
 NUM_PAIRS = 2 * BATCH
 TOLERANCE = 2e-5

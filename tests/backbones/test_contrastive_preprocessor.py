@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from keras_softmoe import evaluation, models
-from tests.models import tiny, tiny_limoe
-from tests.models.tiny_limoe import (
+from tests.support import tiny, tiny_limoe
+from tests.support.references import to_numpy
+from tests.support.tiny_limoe import (
     BATCH,
     LENGTH,
     VOCABULARY_SIZE,
     captions,
     token_ids,
 )
-from tests.references import to_numpy
 
 LONG = "a very long caption about one red circle and two blue stars"
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe import evaluation, models
-from tests.models import tiny, tiny_limoe
-from tests.references import to_numpy
 from tests.skips import needs
+from tests.support import tiny, tiny_limoe
+from tests.support.references import to_numpy
 
 NUM_IMAGES, BATCH = 10, 4
 pytestmark = [

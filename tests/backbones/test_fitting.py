@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers
-from tests.models import tiny
-from tests.references import to_numpy
 from tests.skips import only_on
+from tests.support import tiny
+from tests.support.references import to_numpy
 
 BATCH = 4
 SMALL = {"num_layers": 1, "moe_layers": (0,)}

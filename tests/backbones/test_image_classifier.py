@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe import models, ops, routers
-from tests.layers.common import dtype_of
-from tests.models import tiny
-from tests.references import to_numpy
+from tests.support import tiny
+from tests.support.layer_checks import dtype_of
+from tests.support.references import to_numpy
 
 NUM_IMAGES = 50
 pytestmark = [tiny.FITTING, tiny.LOADING]

@@ -6,11 +6,11 @@ import pytest
 
 from keras_softmoe import models, routers
 from keras_softmoe.layers.pooling import TEXT_POOLINGS
-from tests.layers.common import dtype_of
-from tests.models import tiny, tiny_limoe
-from tests.models.tiny_limoe import AMPLE, BATCH, LENGTH, NUM_PATCHES, as_numpy, pairs
-from tests.recorded import recorded
-from tests.references import to_numpy
+from tests.support import tiny, tiny_limoe
+from tests.support.layer_checks import dtype_of
+from tests.support.recorded import recorded
+from tests.support.references import to_numpy
+from tests.support.tiny_limoe import AMPLE, BATCH, LENGTH, NUM_PATCHES, as_numpy, pairs
 
 WIDTH, EMBEDDING_DIM = 8, 6
 EMBEDDINGS = {"image": "image_embedding", "text": "text_embedding"}

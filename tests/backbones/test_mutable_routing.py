@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe import models, routers
-from tests.models import tiny, tiny_limoe
-from tests.references import to_numpy
 from tests.skips import only_on
+from tests.support import tiny, tiny_limoe
+from tests.support.references import to_numpy
 
 pytestmark = tiny.FITTING
 # Models whose layers the tests compile several times; TensorFlow's are compiled anew by

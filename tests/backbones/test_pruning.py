@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe import evaluation, models, routers
-from tests.layers.common import randomize
-from tests.models import tiny
-from tests.references import to_numpy
+from tests.support import tiny
+from tests.support.layer_checks import randomize
+from tests.support.references import to_numpy
 
 NUM_EXPERTS = 6
 # Kept of them, most used first: 4 and 1 in block 1; 0 and 3 in block 3.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import routers
-from tests.models import tiny
+from tests.support import tiny
 
 pytestmark = tiny.FITTING
 IS_TORCH = keras.backend.backend() == "torch"

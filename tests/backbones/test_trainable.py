@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, models, ops, routers
-from tests.layers.common import flags, randomize
-from tests.models import tiny, tiny_limoe
-from tests.references import to_numpy
+from tests.support import tiny, tiny_limoe
+from tests.support.layer_checks import flags, randomize
+from tests.support.references import to_numpy
 
 pytestmark = [tiny.FITTING, tiny.LOADING]
 # Quiet, so that two trainings are the same one.

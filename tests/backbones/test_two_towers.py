@@ -6,10 +6,10 @@ import pytest
 
 from keras_softmoe import models, ops, routers
 from keras_softmoe.layers.pooling import TEXT_POOLINGS
-from tests.layers.common import randomize
-from tests.models import tiny, tiny_limoe
-from tests.models.tiny_limoe import BATCH, LENGTH, VOCABULARY_SIZE, as_numpy, pairs
-from tests.references import to_numpy
+from tests.support import tiny, tiny_limoe
+from tests.support.layer_checks import randomize
+from tests.support.references import to_numpy
+from tests.support.tiny_limoe import BATCH, LENGTH, VOCABULARY_SIZE, as_numpy, pairs
 
 WIDTH = 8
 # Noise that would show, and a loss.

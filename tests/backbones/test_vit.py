@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from keras_softmoe import architecture, layers, models, ops, routers
-from tests.layers.common import dtype_of
-from tests.models import tiny
-from tests.recorded import recorded
-from tests.references import to_numpy
+from tests.support import tiny
+from tests.support.layer_checks import dtype_of
+from tests.support.recorded import recorded
+from tests.support.references import to_numpy
 
 NUM_PATCHES, WIDTH = 4, 8
 

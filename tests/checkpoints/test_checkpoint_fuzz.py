@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.references import NUMBERS
+from tests.support.references import NUMBERS
 from tests.torture.campaign import Tally
 from tests.torture.checkpoints import damaged_checkpoints, own_checkpoint
 

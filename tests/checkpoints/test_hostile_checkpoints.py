@@ -9,9 +9,9 @@ import pytest
 from keras_softmoe import checkpoints
 from keras_softmoe.checkpoints import _checkpoint_index as checkpoint_index
 from keras_softmoe.checkpoints import _files as opening
-from tests.checkpoints import writer
-from tests.checkpoints.memory import peak_memory
-from tests.checkpoints.spoilers import ARRAYS, SPOILERS, Files
+from tests.support import checkpoint_writer as writer
+from tests.support.memory import peak_memory
+from tests.support.spoilers import ARRAYS, SPOILERS, Files
 
 BAD_NAMES = ("..", ".", "", "/etc", "a/b", "a\\b", "a\0b", "\u202e", "a" * 600)
 

@@ -8,7 +8,8 @@ import pytest
 
 from keras_softmoe import converters
 from keras_softmoe.checkpoints import _remote as remote
-from tests.checkpoints import safetensors_file, server, writer
+from tests.support import checkpoint_writer as writer
+from tests.support import safetensors_file, server
 
 ARRAYS = {"a": np.arange(12, dtype="float32"), "b": np.ones((3, 4), "float32")}
 

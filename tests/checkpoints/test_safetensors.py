@@ -9,10 +9,9 @@ import pytest
 
 from keras_softmoe import converters
 from keras_softmoe.checkpoints import _safetensors as safetensors
-from tests.checkpoints import safetensors_file
-from tests.checkpoints.memory import peak_memory
-from tests.models import torch_twin
 from tests.skips import needs
+from tests.support import safetensors_file, torch_twin
+from tests.support.memory import peak_memory
 
 ARRAYS = {
     "a": np.arange(6, dtype="float32").reshape(2, 3),

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe import converters, models
-from tests.checkpoints.memory import peak_memory
-from tests.models import tiny
-from tests.references import to_numpy
+from tests.support import tiny
+from tests.support.memory import peak_memory
+from tests.support.references import to_numpy
 
 NEW = {
     "SelfAttention": "MultiHeadDotProductAttention_0",

@@ -4,7 +4,7 @@ import pytest
 
 from keras_softmoe import architecture, converters, routers
 from keras_softmoe.checkpoints import fits_positions, read_vit_settings
-from tests.models import tiny
+from tests.support import tiny
 
 MODELS = {
     "soft": {},

@@ -19,7 +19,7 @@ from keras_softmoe.datasets._scenes import (
     arrange,
     sample_scenes,
 )
-from tests.datasets.caption_reader import is_true, read_caption, scene_of
+from tests.support.caption_reader import is_true, read_caption, scene_of
 
 HELD_OUT = [SHAPE_COLOR_CLASSES.index(name) for name in HELD_OUT_COMBINATIONS]
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.processes import Program
 from tests.skips import only_on
+from tests.support.processes import Program
 
 # Compiling takes longer than what is compiled.
 QUICK = (
@@ -17,9 +17,9 @@ jax_only = only_on("jax", because="distribution")
 
 
 def start(program, *arguments, flags=""):
-    """Start a program of this directory in a process of its own."""
+    """Start a program of `tests/support` in a process of its own."""
     return Program(
-        f"tests.distribution.{program}",
+        f"tests.support.{program}",
         *arguments,
         environment={"XLA_FLAGS": f"{QUICK} {flags}"},
         strict=True,

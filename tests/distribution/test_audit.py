@@ -6,7 +6,7 @@ import pytest
 
 from keras_softmoe import distribution, layers, models, routers
 from keras_softmoe.distribution import PlacementError, audit, layout_map
-from tests.models import tiny
+from tests.support import tiny
 
 KERNEL = r".*/experts/(intermediate|output)_dense/kernel"
 

@@ -9,13 +9,13 @@ import json
 import keras
 import numpy as np
 
-from tests.processes import Program
+from tests.support.processes import Program
 
 if keras.backend.backend() != "jax":
 
     def test_replicas_route_smaller_groups_than_one_model(tmp_path):
         file = tmp_path / "losses.json"
-        code, output = Program("tests.distribution.replicas", file).wait()
+        code, output = Program("tests.support.replicas", file).wait()
         assert code == 0, output
         alone, replicas = np.array(json.loads(file.read_text(encoding="utf-8")))
         assert alone.shape == (4,)

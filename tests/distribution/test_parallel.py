@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe.distribution import plan
-from tests.distribution import tiny_models as tiny
 from tests.distribution.conftest import jax_only
+from tests.support import tiny_distributed as tiny
 
 pytestmark = jax_only
 

@@ -12,7 +12,7 @@ import pytest
 from keras_softmoe import models, presets, routers, training
 from keras_softmoe.distribution import layout_map, plan
 from keras_softmoe.evaluation import cost
-from tests.models import tiny
+from tests.support import tiny
 
 DEVICES = 8
 SOFT = {"router": routers.SoftRouter(8, slots_per_expert=2)}

@@ -6,11 +6,11 @@ import pytest
 from keras_softmoe import routers
 from keras_softmoe.distribution import plan
 from keras_softmoe.evaluation import cost
-from tests.distribution import tiny_models
 from tests.distribution.conftest import jax_only
 from tests.distribution.test_plan import DEVICES, SOFT, TOKEN_CHOICE
-from tests.models import tiny
-from tests.recorded import recorded
+from tests.support import tiny
+from tests.support import tiny_distributed as tiny_models
+from tests.support.recorded import recorded
 
 
 def mesh_of(planned, shape):

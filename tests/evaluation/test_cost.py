@@ -12,8 +12,8 @@ import pytest
 from keras_softmoe import distribution, models, presets, routers
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.evaluation import cost
-from tests.evaluation.products import count, multiply_adds
-from tests.models import tiny
+from tests.support import tiny
+from tests.support.products import count, multiply_adds
 
 # What rounds up to more slots than the default
 RELEASED = {"rounding": "ceil", "multiple_of": 4}

@@ -9,8 +9,8 @@ from keras_softmoe import distribution, models, routers
 from keras_softmoe.evaluation import cost
 from keras_softmoe.evaluation.described import described
 from tests.backbones.test_two_towers import image_tower, text_tower
-from tests.evaluation.products import count, multiply_adds
-from tests.models import tiny, tiny_limoe
+from tests.support import tiny, tiny_limoe
+from tests.support.products import count, multiply_adds
 
 TEXT = {
     "dense": {},

@@ -7,7 +7,7 @@ import pytest
 
 from keras_softmoe import models, routers
 from keras_softmoe.evaluation import cost
-from tests.evaluation.products import count, multiply_adds
+from tests.support.products import count, multiply_adds
 
 # 4 patches and 3 text tokens, so that nothing is confused
 ARGUMENTS = {

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import evaluation, models
-from tests.models import tiny, tiny_limoe
+from tests.support import tiny, tiny_limoe
 
 # Of the four experts of blocks 0 and 1.
 USAGE = {0: [5, 1, 7, 0], 1: np.array([0.1, 0.2, 0.3, 0.4])}

@@ -9,7 +9,7 @@ from keras_softmoe.evaluation._ridge import (
     ridge_probe,
     sample_support,
 )
-from tests.references import Reference
+from tests.support.references import Reference
 
 # (shots, l2 index) where the float32 reference is itself off, by up to 1.6: 42
 # images for 38 weights. Its float64 scores hold everywhere.

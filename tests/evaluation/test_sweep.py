@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe.evaluation import Sweep
-from tests.analysis.reading import legend_names, lines, png, tick_names
+from tests.support.reading import legend_names, lines, png, tick_names
 
 
 def make_rows(seeds=3, **grid):

@@ -7,7 +7,7 @@ import pytest
 
 from keras_softmoe import evaluation, routers
 from keras_softmoe.evaluation import sweeps
-from tests.models import tiny
+from tests.support import tiny
 
 ROUTER = routers.SoftmaxTokenChoiceRouter(4, num_selected_experts=2, noise_std=0.0)
 MOE = {"moe_layers": (0, 1), "router": ROUTER, "group_images": 2}

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import keras_softmoe as ksm
-from tests.checkpoints import safetensors_file
-from tests.examples import docstrings
-from tests.references import NUMBERS
+from tests.support import docstrings, safetensors_file
+from tests.support.references import NUMBERS
 
 # What Keras warns of in ordinary use, among others.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -6,8 +6,8 @@ Each page on one backend. Trainings are cut after two batches.
 import keras
 import pytest
 
-from tests.examples import docstrings, pages
 from tests.skips import only_on
+from tests.support import docstrings, pages
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 TURNS = ("torch", "jax", "torch", "torch")

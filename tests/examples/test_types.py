@@ -2,7 +2,7 @@
 
 import inspect
 
-from tests.examples import docstrings
+from tests.support import docstrings
 
 
 def signatures():

@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from experiments import router_study as study
-from tests.experiments import made_up
+from tests.support import made_up_study
 
 BASE = {
     "dense": 0.30,
@@ -56,7 +56,7 @@ def as_the_papers(name, seed):
 
 
 def found(accuracy=as_the_papers, scale=study.SMALL, **kwargs):
-    return study.claims(made_up.results(scale, accuracy, **kwargs))
+    return study.claims(made_up_study.results(scale, accuracy, **kwargs))
 
 
 def test_claims_that_hold():
@@ -257,7 +257,7 @@ def test_cells_that_are_missing():
 
 
 def test_models_that_diverged():
-    results = made_up.results(study.SMALL, as_the_papers)
+    results = made_up_study.results(study.SMALL, as_the_papers)
     results["cells"]["soft_uniform_at2-3"]["2"] = {"diverged": True, "curve": []}
     (difference,) = study.claims(results)[DISPATCH].differences["upstream_accuracy"]
     assert difference.seeds == 2

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.lib import runs
 from keras_softmoe import models
-from tests.models import tiny
+from tests.support import tiny
 
 
 def test_batches_are_whole():

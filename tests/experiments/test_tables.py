@@ -10,7 +10,7 @@ from experiments import router_study as study
 from experiments.router_study import __main__ as command_line
 from experiments.router_study.tables import seeds_of
 from keras_softmoe import evaluation
-from tests.experiments import made_up
+from tests.support import made_up_study
 
 COMMITTED = Path(study.__file__).parent / "small"
 
@@ -21,7 +21,7 @@ def accuracy(name, seed):
 
 @pytest.fixture
 def results():
-    return made_up.results(study.SMALL, accuracy)
+    return made_up_study.results(study.SMALL, accuracy)
 
 
 def cells_of(text):
@@ -132,7 +132,7 @@ def test_report_of_a_part():
         return 0.5 + 0.01 * seed if name in names else None
 
     studies = ("headline", "fixed")
-    text = study.report(made_up.results(study.ANYWHERE, accuracy, studies))
+    text = study.report(made_up_study.results(study.ANYWHERE, accuracy, studies))
     claims, _, not_run = text.partition("\nNot run: ")
     assert claims.count("\n- **") == 2 and "**Identity is between" in claims
     assert "Uniform is between the dense model and Soft MoE; " in not_run
@@ -147,7 +147,7 @@ def test_claims_in_words():
     def dispatch_matters(name, seed):
         return 0.5 + name.startswith("soft_uniform") * (0.02 + 0.001 * seed)
 
-    results = made_up.results(study.SMALL, dispatch_matters, ("fixed",))
+    results = made_up_study.results(study.SMALL, dispatch_matters, ("fixed",))
     lines = study.claims_table(results).splitlines()
     (place,) = (i for i, line in enumerate(lines) if "Dispatch mixing" in line)
     # 0.0577 points, 4.303 times

@@ -20,10 +20,10 @@ from experiments import export_table
 from keras_softmoe import layers, models, routers
 from keras_softmoe.exporting import FORMATS, _export, export_model
 from tests import skips
-from tests.models import tiny, tiny_limoe
+from tests.support import tiny, tiny_limoe
 
 BACKEND = keras.backend.backend()
-RUNNER = Path(__file__).with_name("run_files.py")
+RUNNER = Path(__file__).parents[1] / "support" / "run_files.py"
 BATCHES = (1, 3, 16)
 TOLERANCE = 1e-4
 

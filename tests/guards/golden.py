@@ -24,7 +24,7 @@ import keras_softmoe as ksm
 from keras_softmoe import catalogue, ops, routers
 from keras_softmoe.training._pipeline import named_augmentation
 from tests.models.test_backends import TRAINED, outputs
-from tests.references import to_numpy
+from tests.support.references import to_numpy
 
 DIRECTORY = pathlib.Path(__file__).with_name("golden")
 WIDTH, TOKENS = 6, 12

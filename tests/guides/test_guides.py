@@ -12,7 +12,7 @@ import pathlib
 import keras
 import pytest
 
-from tests.processes import Program
+from tests.support.processes import Program
 
 GUIDES = pathlib.Path(__file__).parents[2] / "guides"
 BACKEND = keras.backend.backend()

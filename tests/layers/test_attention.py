@@ -5,16 +5,16 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, routers
-from tests import twins
-from tests.layers.common import (
+from tests.support import twins
+from tests.support.layer_checks import (
     check_configuration,
     dtype_of,
     encoder_block,
     normal,
     randomize,
 )
-from tests.recorded import recorded
-from tests.references import to_numpy
+from tests.support.recorded import recorded
+from tests.support.references import to_numpy
 
 
 def attend(layer, queries, tokens):

@@ -6,8 +6,8 @@ import pytest
 
 from keras_softmoe import layers
 from keras_softmoe.layers.pooling import TEXT_POOLINGS, pool
-from tests.layers.common import dtype_of, normal, randomize, revive
-from tests.references import to_numpy
+from tests.support.layer_checks import dtype_of, normal, randomize, revive
+from tests.support.references import to_numpy
 
 BATCH, WIDTH = 3, 8
 

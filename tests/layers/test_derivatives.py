@@ -5,16 +5,16 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, routers
-from tests.derivatives import (
+from tests.skips import only_on
+from tests.support.derivatives import (
     changes_of_gradients,
     difference,
     gradients_of_each,
     slope,
 )
-from tests.gradients import value_and_gradients
-from tests.layers.common import normal, randomize
-from tests.references import to_numpy
-from tests.skips import only_on
+from tests.support.gradients import value_and_gradients
+from tests.support.layer_checks import normal, randomize
+from tests.support.references import to_numpy
 
 SHAPE = (3, 6, 8)
 TOLERANCE = {"rtol": 2e-2, "atol": 5e-4}

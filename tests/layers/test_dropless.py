@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, ops, routers
-from tests import twins
-from tests.gradients import layer_gradients, outputs
-from tests.layers.common import normal, randomize
-from tests.recorded import recorded
-from tests.references import to_numpy
+from tests.support import twins
+from tests.support.gradients import layer_gradients, outputs
+from tests.support.layer_checks import normal, randomize
+from tests.support.recorded import recorded
+from tests.support.references import to_numpy
 
 NUM_EXPERTS, NUM_TOKENS = 4, 6
 SHAPE = (5, NUM_TOKENS, 8)

@@ -6,10 +6,10 @@ import pytest
 import keras_softmoe as ksm
 from keras_softmoe import layers, routers
 from keras_softmoe.ops.grouped import grouped_affine
-from tests.layers.common import normal
 from tests.layers.test_dropless import NUM_EXPERTS, SHAPE, build
-from tests.recorded import recorded
-from tests.references import to_numpy
+from tests.support.layer_checks import normal
+from tests.support.recorded import recorded
+from tests.support.references import to_numpy
 
 
 def test_skipped_tokens():

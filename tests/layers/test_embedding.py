@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers
-from tests import twins
-from tests.layers.common import normal, randomize
-from tests.references import to_numpy
+from tests.support import twins
+from tests.support.layer_checks import normal, randomize
+from tests.support.references import to_numpy
 
 
 def test_patch_embedding():

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, ops, routers
-from tests.gradients import layer_gradients
 from tests.layers.test_masks import ROUTERS, squares
-from tests.references import to_numpy
+from tests.support.gradients import layer_gradients
+from tests.support.references import to_numpy
 
 SHAPE = (0, 16, 5)
 

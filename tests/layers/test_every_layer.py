@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, ops, routers
-from tests.layers.common import (
+from tests.support.layer_checks import (
     check_layer,
     check_training_step,
     check_weights,
     encoder_block,
     revive,
 )
-from tests.references import to_numpy
+from tests.support.references import to_numpy
 
 TOKENS = (6, 8)
 NOISY = {

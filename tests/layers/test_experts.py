@@ -6,10 +6,10 @@ import pytest
 
 from keras_softmoe import layers
 from keras_softmoe.layers._feedforward import EqualExperts
-from tests import twins
-from tests.gradients import layer_gradients
-from tests.layers.common import normal, randomize
-from tests.references import to_numpy
+from tests.support import twins
+from tests.support.gradients import layer_gradients
+from tests.support.layer_checks import normal, randomize
+from tests.support.references import to_numpy
 
 NUM_EXPERTS, WIDTH, MLP_DIM = 16, 24, 40
 

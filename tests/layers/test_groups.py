@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe.layers._groups import group, ungroup
-from tests.layers.common import normal
-from tests.references import to_numpy
+from tests.support.layer_checks import normal
+from tests.support.references import to_numpy
 
 # Three images of five tokens
 X = normal((3, 5, 4))

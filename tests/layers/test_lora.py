@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers
-from tests import twins
-from tests.gradients import layer_gradients
-from tests.layers.common import normal, randomize, revive
-from tests.references import to_numpy
+from tests.support import twins
+from tests.support.gradients import layer_gradients
+from tests.support.layer_checks import normal, randomize, revive
+from tests.support.references import to_numpy
 
 E, D, H, RANK = 3, 5, 6, 2
 QUANTIZING = pytest.mark.filterwarnings(

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, models, ops, routers
-from tests.gradients import layer_gradients, outputs
-from tests.references import to_numpy
+from tests.support.gradients import layer_gradients, outputs
+from tests.support.references import to_numpy
 
 LOSSES = (
     routers.RoutingLoss(ops.importance_loss),

@@ -6,13 +6,13 @@ import pytest
 
 from keras_softmoe import layers, ops, routers
 from keras_softmoe.layers import modalities
-from tests import limoe_router_twin as twin
-from tests import twins
-from tests.gradients import layer_gradients
-from tests.layers.common import BATCH, encoder_block, normal, randomize, revive
 from tests.layers.test_moe import expert_weights
-from tests.recorded import recorded
-from tests.references import to_numpy
+from tests.support import limoe_router_twin as twin
+from tests.support import twins
+from tests.support.gradients import layer_gradients
+from tests.support.layer_checks import BATCH, encoder_block, normal, randomize, revive
+from tests.support.recorded import recorded
+from tests.support.references import to_numpy
 
 WIDTH, NUM_EXPERTS, MLP_DIM = 8, 4, 6
 LENGTHS = {"image": 4, "text": 2}

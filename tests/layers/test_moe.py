@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, ops, routers
-from tests import twins
-from tests.layers.common import encoder_block, normal, randomize
-from tests.recorded import recorded
-from tests.references import to_numpy
+from tests.support import twins
+from tests.support.layer_checks import encoder_block, normal, randomize
+from tests.support.recorded import recorded
+from tests.support.references import to_numpy
 
 NUM_TOKENS, WIDTH, NUM_EXPERTS, MLP_DIM = 4, 8, 4, 6
 SHAPE = (NUM_TOKENS, WIDTH)

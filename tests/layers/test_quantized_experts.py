@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers
-from tests.layers.common import normal, randomize
-from tests.references import to_numpy
+from tests.support.layer_checks import normal, randomize
+from tests.support.references import to_numpy
 
 E = 3
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, ops, routers
-from tests.layers.common import BATCH, normal
-from tests.references import to_numpy
+from tests.support.layer_checks import BATCH, normal
+from tests.support.references import to_numpy
 
 FRAMES, TOKENS = 3, (5, 8)
 # Equal logits of four experts: what the loss is, one can tell.

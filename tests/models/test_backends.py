@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import models, presets, routers
-from tests.models import tiny, tiny_limoe
+from tests.support import tiny, tiny_limoe
 
 ROOT = pathlib.Path(__file__).parents[2]
 OWN = keras.backend.backend()

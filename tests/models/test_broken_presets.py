@@ -11,7 +11,7 @@ import pytest
 from keras_softmoe import models, routers
 from keras_softmoe.catalogue import _entries as entries
 from keras_softmoe.models._preset_keys import check_keys
-from tests.models import tiny
+from tests.support import tiny
 
 pytestmark = tiny.LOADING_WRONG_WEIGHTS
 

@@ -9,9 +9,9 @@ import pytest
 
 from keras_softmoe import analysis, converters, evaluation, models, training
 from keras_softmoe.exporting._write import FromPixels
-from tests.layers.common import randomize
-from tests.models import hub, tiny, tiny_limoe
-from tests.references import to_numpy
+from tests.support import hub, tiny, tiny_limoe
+from tests.support.layer_checks import randomize
+from tests.support.references import to_numpy
 
 pytestmark = [tiny.FITTING, tiny.LOADING]
 

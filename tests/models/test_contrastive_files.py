@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe import models
-from tests.models import tiny, tiny_limoe
-from tests.models.tiny_limoe import AMPLE, BATCH, as_numpy, captions, pairs
-from tests.references import to_numpy
+from tests.support import tiny, tiny_limoe
+from tests.support.references import to_numpy
+from tests.support.tiny_limoe import AMPLE, BATCH, as_numpy, captions, pairs
 
 
 def assert_same(actual, expected, tolerance=1e-6):

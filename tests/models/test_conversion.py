@@ -9,9 +9,9 @@ import pytest
 from keras_softmoe import converters, models, routers
 from keras_softmoe.checkpoints import read_vit_settings
 from keras_softmoe.models import released
-from tests.checkpoints import writer
-from tests.models import tiny
-from tests.references import to_numpy
+from tests.support import checkpoint_writer as writer
+from tests.support import tiny
+from tests.support.references import to_numpy
 
 ROUTER = routers.SoftmaxTokenChoiceRouter(
     4, num_selected_experts=3, priority="max", capacity_factor=0.5

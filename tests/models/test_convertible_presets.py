@@ -11,10 +11,10 @@ import pytest
 from keras_softmoe import converters, evaluation, models, presets, routers
 from keras_softmoe.catalogue import _entries as entries
 from keras_softmoe.models._loading import open_preset
-from tests.checkpoints import server, writer
 from tests.checkpoints.test_vit import save
-from tests.models import tiny
-from tests.references import to_numpy
+from tests.support import checkpoint_writer as writer
+from tests.support import server, tiny
+from tests.support.references import to_numpy
 
 NAME = "vmoe_nano_patch4_8_shapes"
 REAL = [n for n in presets.names() if presets.describe(n).kind == "convertible"]

@@ -9,11 +9,9 @@ import pytest
 
 from keras_softmoe import converters, evaluation, models, routers
 from keras_softmoe.models import _source_kinds as source_kinds
-from tests.checkpoints import safetensors_file
-from tests.models import hub, tiny, torch_twin
-from tests.ops import bicubic_twin
-from tests.references import to_numpy
 from tests.skips import needs
+from tests.support import bicubic_twin, hub, safetensors_file, tiny, torch_twin
+from tests.support.references import to_numpy
 
 BACKBONES = [name for name in hub.MODELS if "Classifier" not in name]
 CLASSIFIERS = [name for name in hub.MODELS if "Classifier" in name]

@@ -10,9 +10,9 @@ import pytest
 from keras_softmoe import models, routers
 from keras_softmoe.catalogue import _entries as entries
 from keras_softmoe.ops.position import resample_position_grid
-from tests.layers.common import randomize
-from tests.models import tiny
-from tests.references import to_numpy
+from tests.support import tiny
+from tests.support.layer_checks import randomize
+from tests.support.references import to_numpy
 
 pytestmark = tiny.FITTING
 FILES = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import converters, models, routers
-from tests.references import NUMBERS
+from tests.support.references import NUMBERS
 
 HIDDEN_DIM, NUM_EXPERTS = 192, 4
 MODELS = {

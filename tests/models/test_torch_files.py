@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe import converters, routers
-from tests.checkpoints import safetensors_file
-from tests.models import tiny, torch_twin
-from tests.references import to_numpy
+from tests.support import safetensors_file, tiny, torch_twin
+from tests.support.references import to_numpy
 
 SHAPE = (12, 12, 3)
 # Kind, and arguments of the twin.

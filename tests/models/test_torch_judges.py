@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from keras_softmoe import converters
-from tests.models import tiny, torch_twin
 from tests.skips import needs
+from tests.support import tiny, torch_twin
 
 SHAPE, LARGER = (12, 12, 3), (20, 20, 3)
 SIZES = {

@@ -6,8 +6,8 @@ import pytest
 
 from keras_softmoe import converters, models, routers
 from keras_softmoe.models._token_statistics import truncated_kernel
-from tests.models import tiny, tiny_limoe
-from tests.references import to_numpy
+from tests.support import tiny, tiny_limoe
+from tests.support.references import to_numpy
 
 NUM_EXPERTS = 4
 # One batch for all models: a backend compiles anew for every shape.

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe import converters, models, routers
-from tests.layers.common import randomize
-from tests.models import tiny
-from tests.references import to_numpy
+from tests.support import tiny
+from tests.support.layer_checks import randomize
+from tests.support.references import to_numpy
 
 MODELS = {
     "soft_token": {"position_embedding": "learned"},

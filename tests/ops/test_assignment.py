@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from keras_softmoe import ops
 from keras_softmoe.ops import assignment
 from keras_softmoe.ops.assignment import PRIORITIES
-from tests import cases, twins
-from tests.references import to_numpy
+from tests.support import cases, twins
+from tests.support.references import to_numpy
 
 CAPACITIES = [1, 3]
 

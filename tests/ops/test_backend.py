@@ -7,10 +7,10 @@ from keras import ops
 
 from keras_softmoe.layers import Experts
 from keras_softmoe.ops.backend import add_rows, affine, attend, chunked_map
-from tests.derivatives import changes_of_gradients, slope
-from tests.gradients import value_and_gradients
-from tests.references import to_numpy
 from tests.skips import only_on
+from tests.support.derivatives import changes_of_gradients, slope
+from tests.support.gradients import value_and_gradients
+from tests.support.references import to_numpy
 
 
 def normal(*shape, seed=0):

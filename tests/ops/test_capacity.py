@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from keras_softmoe import ops, routers
-from tests import twins
+from tests.support import twins
 
 
 @settings(max_examples=300)

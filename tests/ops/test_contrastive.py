@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe.ops import contrastive
-from tests import limoe_twins
-from tests.gradients import value_and_gradients
-from tests.references import Reference, to_numpy
+from tests.support import limoe_twins
+from tests.support.gradients import value_and_gradients
+from tests.support.references import Reference, to_numpy
 
 LOSSES = ["softmax_contrastive_loss", "sigmoid_contrastive_loss"]
 

@@ -6,8 +6,8 @@ import pytest
 from keras import ops
 
 from keras_softmoe.ops.grouped import grouped_affine
-from tests.derivatives import changes_of_gradients, slope
-from tests.gradients import value_and_gradients
+from tests.support.derivatives import changes_of_gradients, slope
+from tests.support.gradients import value_and_gradients
 
 # Rows of each expert: of an odd number of experts, none, and far more than the mean,
 # which JAX takes in several pieces.

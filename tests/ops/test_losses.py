@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 
 from keras_softmoe import ops
-from tests import cases, limoe_twins, twins
-from tests.gradients import value_and_gradients
-from tests.references import to_numpy
+from tests.support import cases, limoe_twins, twins
+from tests.support.gradients import value_and_gradients
+from tests.support.references import to_numpy
 
 
 def assert_close(actual, expected, tolerance=2e-5):

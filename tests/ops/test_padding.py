@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe import ops
-from tests import twins
-from tests.gradients import value_and_gradients
-from tests.references import to_numpy
+from tests.support import twins
+from tests.support.gradients import value_and_gradients
+from tests.support.references import to_numpy
 
 SHAPE = (2, 6, 4)
 VALID = np.array([[True, False, True, True, False, True], [False] * 2 + [True] * 4])

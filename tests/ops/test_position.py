@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe.ops import position
-from tests import twins
-from tests.ops import bicubic_twin
-from tests.references import to_numpy
+from tests.support import bicubic_twin, twins
+from tests.support.references import to_numpy
 
 
 @pytest.mark.parametrize(

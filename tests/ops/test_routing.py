@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe import ops
-from tests import cases, twins
-from tests.gradients import value_and_gradients
-from tests.references import to_numpy
+from tests.support import cases, twins
+from tests.support.gradients import value_and_gradients
+from tests.support.references import to_numpy
 
 # (G, S, E, C)
 SHAPES = [(1, 1, 1, 1), (2, 6, 3, 2), (2, 3, 5, 4)]

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 
 from keras_softmoe import ops
-from tests import cases, twins
-from tests.gradients import value_and_gradients
-from tests.references import to_numpy
+from tests.support import cases, twins
+from tests.support.gradients import value_and_gradients
+from tests.support.references import to_numpy
 
 pytestmark = pytest.mark.usefixtures("quick_loops")
 

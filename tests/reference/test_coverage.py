@@ -12,7 +12,7 @@ from tests.reference import test_reference_routers as routers
 from tests.reference import test_reference_training as training
 from tests.reference import test_reference_transport as transport
 from tests.reference import test_reference_two_towers as two_towers
-from tests.references import NUMBERS, Reference
+from tests.support.references import NUMBERS, Reference
 
 # File -> cases, where its arrays belong to cases. The tests of the other files compare
 # all arrays at once.

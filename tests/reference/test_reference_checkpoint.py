@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe import converters, models, routers
-from tests import twins
-from tests.reference.common import losses_of
-from tests.references import NUMBERS, Reference, to_numpy
+from tests.support import twins
+from tests.support.reference_checks import losses_of
+from tests.support.references import NUMBERS, Reference, to_numpy
 
 TOLERANCE = 1e-4
 

@@ -4,15 +4,15 @@ import keras
 import pytest
 
 from keras_softmoe import layers, ops, routers
-from tests.gradients import layer_gradients
-from tests.recorded import recorded
-from tests.reference.common import (
+from tests.support.gradients import layer_gradients
+from tests.support.recorded import recorded
+from tests.support.reference_checks import (
     check_auxiliary_loss,
     check_statistics,
     finish,
     losses_of,
 )
-from tests.references import Reference, to_numpy
+from tests.support.references import Reference, to_numpy
 
 SOFT_FILES = [
     f"a_soft_{case}"

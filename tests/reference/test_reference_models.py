@@ -6,15 +6,15 @@ import pytest
 
 from keras_softmoe import ops, routers
 from keras_softmoe.ops.position import sincos_2d_table
-from tests.gradients import layer_gradients, outputs
-from tests.reference.common import (
+from tests.reference.test_reference_layers import check_weight_means
+from tests.support.gradients import layer_gradients, outputs
+from tests.support.reference_checks import (
     check_auxiliary_loss,
     check_statistics,
     finish,
     losses_of,
 )
-from tests.reference.test_reference_layers import check_weight_means
-from tests.references import Reference, to_numpy
+from tests.support.references import Reference, to_numpy
 
 MODELS = [
     "e_dense_gap_sincos_qknorm_rect",

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe import ops, routers
-from tests.reference.common import (
+from tests.reference.test_reference_ops import check_indices
+from tests.support.reference_checks import (
     affine_output,
     build,
     check_auxiliary_loss,
@@ -17,8 +18,7 @@ from tests.reference.common import (
     losses_of,
     slot_routing,
 )
-from tests.reference.test_reference_ops import check_indices
-from tests.references import Reference, to_numpy
+from tests.support.references import Reference, to_numpy
 
 TOKEN_CHOICE_FILES = [f"b_tokens_choice_{s}" for s in ("even", "odd", "skewed")]
 EXPERT_CHOICE_FILES = [f"c_expert_choice_{s}" for s in ("even", "odd")]

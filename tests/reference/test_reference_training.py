@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe import training
-from tests.reference.common import finish
 from tests.reference.test_reference_models import make_router
-from tests.references import Reference, to_numpy
+from tests.support.reference_checks import finish
+from tests.support.references import Reference, to_numpy
 
 
 def warmup_exponential_decay(

@@ -4,8 +4,8 @@ import keras
 import pytest
 
 from keras_softmoe import ops, routers
-from tests.gradients import layer_gradients
-from tests.reference.common import (
+from tests.support.gradients import layer_gradients
+from tests.support.reference_checks import (
     AffineProbe,
     affine_output,
     build,
@@ -16,7 +16,7 @@ from tests.reference.common import (
     losses_of,
     slot_routing,
 )
-from tests.references import Reference, to_numpy
+from tests.support.references import Reference, to_numpy
 
 pytestmark = pytest.mark.usefixtures("quick_loops")
 

@@ -6,10 +6,10 @@ import pytest
 
 from keras_softmoe import routers
 from keras_softmoe.ops.contrastive import sigmoid_contrastive_loss
-from tests.gradients import outputs
-from tests.reference.common import check_auxiliary_loss, finish
 from tests.reference.test_reference_models import make_router
-from tests.references import Reference, to_numpy
+from tests.support.gradients import outputs
+from tests.support.reference_checks import check_auxiliary_loss, finish
+from tests.support.references import Reference, to_numpy
 
 TOWERS = [
     "f_two_tower_dense",

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe import routers
-from tests import cases
-from tests.references import to_numpy
-from tests.routers.sparse_routers import SPARSE, WIDTH, build
+from tests.support import cases
+from tests.support.references import to_numpy
+from tests.support.sparse_routers import SPARSE, WIDTH, build
 
 TOKENS = cases.array("normal", (2, 8, WIDTH), 0)
 

@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, ops, routers, training
-from tests import cases
-from tests.gradients import layer_gradients
-from tests.references import to_numpy
-from tests.routers import limoe_routers
 from tests.skips import REASONS
+from tests.support import cases, limoe_routers
+from tests.support.gradients import layer_gradients
+from tests.support.references import to_numpy
 
 BATCH, NUM_TOKENS, WIDTH, NUM_EXPERTS = 3, 4, 4, 3
 

@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 
 from keras_softmoe import ops, routers
-from tests import cases, twins
-from tests import limoe_router_twin as twin
-from tests.gradients import layer_gradients
-from tests.references import to_numpy
-from tests.routers.limoe_routers import (
+from tests.support import cases, twins
+from tests.support import limoe_router_twin as twin
+from tests.support.gradients import layer_gradients
+from tests.support.limoe_routers import (
     FORMS,
     MODALITIES,
     NAMES,
@@ -23,6 +22,7 @@ from tests.routers.limoe_routers import (
     routed,
     tokens,
 )
+from tests.support.references import to_numpy
 
 PRIORITIES = ["sum", "max", "position", "pair", "image_first", "text_first"]
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, ops, routers
-from tests.references import to_numpy
-from tests.routers.limoe_routers import EVERY_LOSS
-from tests.routers.sparse_routers import losses
+from tests.support.limoe_routers import EVERY_LOSS
+from tests.support.references import to_numpy
+from tests.support.sparse_routers import losses
 
 
 def losses_of(router):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import ops, routers
-from tests.routers.limoe_routers import (
+from tests.support.limoe_routers import (
     EVERY_LOSS,
     MODALITIES,
     NUM_EXPERTS,

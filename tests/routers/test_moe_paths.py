@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, ops, routers
-from tests import cases, twins
-from tests.gradients import layer_gradients
-from tests.recorded import recorded
-from tests.references import to_numpy
-from tests.routers.sparse_routers import PLANS, SPARSE
 from tests.skips import only_on
+from tests.support import cases, twins
+from tests.support.gradients import layer_gradients
+from tests.support.recorded import recorded
+from tests.support.references import to_numpy
+from tests.support.sparse_routers import PLANS, SPARSE
 
 BATCH, NUM_TOKENS, WIDTH, NUM_EXPERTS, MLP_DIM = 3, 4, 4, 4, 6
 ROUTERS = {

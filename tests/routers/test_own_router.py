@@ -8,8 +8,8 @@ from keras import ops
 from keras_softmoe import layers, routers
 from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import identity
-from tests import cases
-from tests.references import to_numpy
+from tests.support import cases
+from tests.support.references import to_numpy
 
 TOKENS = cases.array("normal", (3, 8, 4), 0)
 

@@ -5,8 +5,8 @@ import pytest
 
 from keras_softmoe import routers
 from keras_softmoe.checks import keyword_names
-from tests import cases, twins
-from tests.routers.sparse_routers import (
+from tests.support import cases, twins
+from tests.support.sparse_routers import (
     SPARSE,
     TOKEN_CHOICE,
     WIDTH,

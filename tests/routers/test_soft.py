@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 
 from keras_softmoe import ops, routers
-from tests import cases, twins
-from tests.gradients import layer_gradients
-from tests.references import to_numpy
+from tests.support import cases, twins
+from tests.support.gradients import layer_gradients
+from tests.support.references import to_numpy
 
 WIDTH = 4
 # (G, S, E, C)

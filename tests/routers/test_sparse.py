@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 
 from keras_softmoe import layers, routers
-from tests import cases, twins
-from tests.gradients import layer_gradients
-from tests.references import to_numpy
-from tests.routers.sparse_routers import (
+from tests.support import cases, twins
+from tests.support.gradients import layer_gradients
+from tests.support.references import to_numpy
+from tests.support.sparse_routers import (
     PLANS,
     SPARSE,
     TOKEN_CHOICE,

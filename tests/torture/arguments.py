@@ -20,7 +20,7 @@ from keras_softmoe import (
     routers,
 )
 from keras_softmoe.checks import quote
-from tests.models import tiny, tiny_limoe
+from tests.support import tiny, tiny_limoe
 
 SOFT = routers.SoftRouter(4)
 

@@ -11,9 +11,10 @@ import numpy as np
 
 from keras_softmoe import checkpoints
 from keras_softmoe.checkpoints import _stream as stream
-from tests.checkpoints import twin, writer
-from tests.checkpoints.memory import peak_memory
-from tests.checkpoints.spoilers import ARRAYS, CUTS
+from tests.support import checkpoint_twin as twin
+from tests.support import checkpoint_writer as writer
+from tests.support.memory import peak_memory
+from tests.support.spoilers import ARRAYS, CUTS
 
 # First bytes of objects that have a length, or claim one
 HEADERS = re.compile(rb"[\x80-\xbf\xc4-\xc9\xd4-\xdf]")

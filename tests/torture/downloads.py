@@ -16,8 +16,8 @@ import time
 import numpy as np
 
 from keras_softmoe import models
-from tests.models import tiny
-from tests.references import to_numpy
+from tests.support import tiny
+from tests.support.references import to_numpy
 
 _sleep = time.sleep
 

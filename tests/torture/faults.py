@@ -22,10 +22,10 @@ from keras_softmoe.catalogue import _entries as entries
 from keras_softmoe.distribution import Backup
 from keras_softmoe.distribution._backup_file import open_backup
 from keras_softmoe.files import WriteError, atomic_file
-from tests.checkpoints import writer
-from tests.models import tiny
-from tests.processes import Program
-from tests.references import to_numpy
+from tests.support import checkpoint_writer as writer
+from tests.support import tiny
+from tests.support.processes import Program
+from tests.support.references import to_numpy
 from tests.torture import victims
 
 KINDS = ("save", "convert", "backup", "study")

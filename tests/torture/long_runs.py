@@ -15,9 +15,9 @@ import numpy as np
 
 from keras_softmoe import models, routers
 from keras_softmoe.distribution import Backup
-from tests.models import tiny
-from tests.processes import Program
-from tests.references import to_numpy
+from tests.support import tiny
+from tests.support.processes import Program
+from tests.support.references import to_numpy
 from tests.torture.campaign import resident_megabytes
 
 STEPS_PER_EPOCH = 50

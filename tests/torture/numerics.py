@@ -11,8 +11,8 @@ import keras
 import numpy as np
 
 from keras_softmoe import layers, routers
-from tests.gradients import layer_gradients
-from tests.references import to_numpy
+from tests.support.gradients import layer_gradients
+from tests.support.references import to_numpy
 
 IMAGES, TOKENS, WIDTH, EXPERTS = 3, 6, 4, 3
 

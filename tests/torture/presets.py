@@ -16,8 +16,8 @@ import numpy as np
 
 from keras_softmoe import models, ops, routers
 from keras_softmoe.checks import quote
-from tests.models import tiny, tiny_limoe
-from tests.references import to_numpy
+from tests.support import tiny, tiny_limoe
+from tests.support.references import to_numpy
 from tests.torture.damage import (
     HOSTILE,
     Canary,

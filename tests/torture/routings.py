@@ -9,9 +9,9 @@ import keras
 import numpy as np
 
 from keras_softmoe import layers, routers
-from tests import cases, limoe_router_twin, twins
-from tests.references import to_numpy
-from tests.routers.sparse_routers import as_numpy
+from tests.support import cases, limoe_router_twin, twins
+from tests.support.references import to_numpy
+from tests.support.sparse_routers import as_numpy
 
 # Numbers can be compared with the twin's; others only follow from what is reported.
 COMPARED = ("normal", "ties", "equal", "zero")

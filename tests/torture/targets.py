@@ -19,8 +19,8 @@ import numpy as np
 
 from keras_softmoe import analysis, converters, models, presets, routers
 from keras_softmoe.distribution import Backup
-from tests.checkpoints import writer
-from tests.models import tiny
+from tests.support import checkpoint_writer as writer
+from tests.support import tiny
 from tests.torture import victims
 
 WORK = "three years of work"

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.models import tiny
+from tests.support import tiny
 from tests.torture import __main__ as program
 from tests.torture import arguments, long_runs, parts
 from tests.torture.campaign import Tally

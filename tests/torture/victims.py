@@ -19,8 +19,8 @@ import numpy as np
 from keras_softmoe import models, presets
 from keras_softmoe.catalogue import _entries as entries
 from keras_softmoe.distribution import Backup
-from tests.models import tiny
-from tests.references import to_numpy
+from tests.support import tiny
+from tests.support.references import to_numpy
 
 NAME = "vmoe_nano_patch4_8_shapes"
 BATCHES, EPOCHS = 4, 2

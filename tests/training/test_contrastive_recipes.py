@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe import datasets, models, routers, training
-from tests.models import tiny
-from tests.references import to_numpy
+from tests.support import tiny
+from tests.support.references import to_numpy
 
 STEPS = 40
 SHORT = {

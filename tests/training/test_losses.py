@@ -4,7 +4,7 @@ import keras
 import numpy as np
 
 from keras_softmoe import training
-from tests.references import to_numpy
+from tests.support.references import to_numpy
 
 LOGITS = np.array([[2.0, -1.0, 0.5], [30.0, -40.0, 0.0]], "float32")
 LABELS = np.array([[1, 0, 1], [0.25, 0.75, 0]], "float32")

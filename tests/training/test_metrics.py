@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe.training import PrecisionAt1
-from tests.references import to_numpy
+from tests.support.references import to_numpy
 
 
 def twin(labels, predictions, weights):

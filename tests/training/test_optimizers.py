@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import training
-from tests.references import to_numpy
+from tests.support.references import to_numpy
 
 SCHEDULE = training.WarmupSchedule(0.1, 8, 2)
 ALL = pytest.mark.parametrize("cls", [training.Adafactor, training.Adam, training.SGD])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import training
-from tests.references import to_numpy
+from tests.support.references import to_numpy
 
 CHANGES = {
     "vmoe_pretraining": {"warmup_steps": 5},

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe import datasets, training
-from tests.models import tiny
-from tests.references import to_numpy
+from tests.support import tiny
+from tests.support.references import to_numpy
 
 NUM_CLASSES = 10
 STEPS = 30

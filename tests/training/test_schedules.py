@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import training
-from tests.references import to_numpy
+from tests.support.references import to_numpy
 
 SCHEDULES = {
     "linear": training.WarmupSchedule(0.8, 10, 4, end_learning_rate=0.2),

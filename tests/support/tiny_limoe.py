@@ -10,11 +10,10 @@ import keras
 import numpy as np
 
 from keras_softmoe import models, ops, routers
-from tests import limoe_router_twin as twin
-from tests import limoe_twins
-from tests.layers.common import randomize
-from tests.models import tiny
-from tests.references import to_numpy
+from tests.support import limoe_router_twin as twin
+from tests.support import limoe_twins, tiny
+from tests.support.layer_checks import randomize
+from tests.support.references import to_numpy
 
 BATCH, GROUP = 3, 2
 NUM_PATCHES, LENGTH = 4, 8

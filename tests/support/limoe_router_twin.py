@@ -1,6 +1,6 @@
 """Plain NumPy twin of LIMoE's router, in float64 and written from the paper.
 
-Like `tests.twins`, whose legend and padding hold here, it imports nothing of the
+Like `twins.py`, whose legend and padding hold here, it imports nothing of the
 library. Tokens have a name each, "image" or "text".
 """
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests import limoe_twins, twins
+from tests.support import limoe_twins, twins
 
 
 class Routed(NamedTuple):
@@ -56,7 +56,7 @@ def members(names, num_groups, valid=None):
 
 
 def token_choice(probabilities, num_choices, capacity, priority, names, valid=None):
-    """Seats: the queue of `tests.twins`, or one modality in front of the other."""
+    """Seats: the queue of `twins.py`, or one modality in front of the other."""
     if not priority.endswith("_first"):
         return twins.token_choice(probabilities, num_choices, capacity, priority, valid)
     first = priority.removesuffix("_first")

@@ -4,9 +4,9 @@ import keras
 import numpy as np
 
 from keras_softmoe import ops, routers
-from tests import cases, limoe_router_twin
-from tests.references import to_numpy
-from tests.routers.sparse_routers import PLAIN, WIDTH, as_numpy
+from tests.support import cases, limoe_router_twin
+from tests.support.references import to_numpy
+from tests.support.sparse_routers import PLAIN, WIDTH, as_numpy
 
 # As files name a pruned router
 Pruned = keras.saving.get_registered_object("keras_softmoe>PrunedLIMoERouter")

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 # Where they come from is told in the README.md there.
-NUMBERS = pathlib.Path(__file__).parent / "reference" / "numbers"
+NUMBERS = pathlib.Path(__file__).parents[1] / "reference" / "numbers"
 
 
 def to_numpy(x):

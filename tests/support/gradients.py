@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-from tests.references import to_numpy
+from tests.support.references import to_numpy
 
 
 def outputs(fn, inputs):

@@ -3,7 +3,7 @@
 import keras
 
 from keras_softmoe import ops, routers
-from tests.references import to_numpy
+from tests.support.references import to_numpy
 
 WIDTH = 4
 

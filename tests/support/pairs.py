@@ -5,9 +5,9 @@ from typing import NamedTuple
 import numpy as np
 
 from keras_softmoe import models, ops, routers
-from tests.layers.common import randomize
-from tests.models import tiny
-from tests.references import to_numpy
+from tests.support import tiny
+from tests.support.layer_checks import randomize
+from tests.support.references import to_numpy
 
 BLOCKS = (0, 1)
 NUM_PATCHES, SEQUENCE_LENGTH, VOCABULARY_SIZE = 4, 3, 7

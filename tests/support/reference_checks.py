@@ -4,9 +4,9 @@ import keras
 import numpy as np
 
 from keras_softmoe import ops, routers
-from tests import twins
 from tests.reference import INEXPRESSIBLE
-from tests.references import to_numpy
+from tests.support import twins
+from tests.support.references import to_numpy
 
 
 def build(router, reference):

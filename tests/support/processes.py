@@ -12,7 +12,7 @@ import sys
 import tempfile
 import warnings
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     ["keras_softmoe", "keras_softmoe.models", "matplotlib.pyplot", "tensorflow"]

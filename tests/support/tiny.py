@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import models, routers
-from tests.layers.common import randomize
+from tests.support.layer_checks import randomize
 
 IMAGE_SHAPE = (8, 8, 3)
 NUM_CLASSES = 3

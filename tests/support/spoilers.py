@@ -4,7 +4,7 @@ import msgpack
 import numpy as np
 
 from keras_softmoe.checkpoints import _checkpoint_index as checkpoint_index
-from tests.checkpoints import writer
+from tests.support import checkpoint_writer as writer
 
 ARRAYS = {
     "Encoder/block_0/kernel": np.arange(24, dtype="f4").reshape(4, 6),

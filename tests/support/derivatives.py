@@ -2,7 +2,7 @@
 
 import keras
 
-from tests.references import to_numpy
+from tests.support.references import to_numpy
 
 
 def slope(fn, arrays, directions):

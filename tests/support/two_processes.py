@@ -15,7 +15,7 @@ import jax
 import keras
 
 from keras_softmoe import distribution
-from tests.distribution import tiny_models as tiny
+from tests.support import tiny_distributed as tiny
 
 # Batches of 16 images and one of 12, which processes divide and devices do not.
 TRAINING = 3 * tiny.BATCH + tiny.REST

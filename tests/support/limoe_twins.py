@@ -1,6 +1,6 @@
 """Plain NumPy twins of LIMoE's losses, in float64 and written from its appendices.
 
-Like `tests.twins`, whose legend and padding hold here, they import nothing of the
+Like `twins.py`, whose legend and padding hold here, they import nothing of the
 library.
 """
 
@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from tests.twins import kept_tokens, per_group, softmax
+from tests.support.twins import kept_tokens, per_group, softmax
 
 
 def entropy(p):

@@ -1,6 +1,6 @@
 """Records how far the reference tests are from the released code's numbers.
 
-    KERAS_BACKEND=torch python -m pytest -p tests.fidelity tests/reference
+    KERAS_BACKEND=torch python -m pytest -p tests.support.fidelity tests/reference
 
 writes `experiments/fidelity/torch.json`: of each file of reference numbers how many
 arrays were compared, how many of them exactly (masks and indices), and the largest
@@ -14,9 +14,9 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from tests import references
+from tests.support import references
 
-FOLDER = Path(__file__).resolve().parents[1] / "experiments" / "fidelity"
+FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "fidelity"
 FILES = {}
 
 

@@ -14,8 +14,8 @@ import keras
 import numpy as np
 
 from keras_softmoe import distribution, models, training
-from tests.distribution import tiny_models as tiny
-from tests.distribution.collectives import collectives
+from tests.support import tiny_distributed as tiny
+from tests.support.collectives import collectives
 
 PLACEMENTS = {
     "one device": lambda: None,

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from keras_softmoe import layers
-from tests.references import to_numpy
+from tests.support.references import to_numpy
 
 # One size for all calls, because a backend compiles anew for every shape. It is odd, so
 # that a group of two images is half padding.

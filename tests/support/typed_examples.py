@@ -1,6 +1,6 @@
 """Writes the examples of all public names as one module, for a type checker.
 
-python -m tests.examples.typed build/examples.py
+python -m tests.support.typed_examples build/examples.py
 """
 
 import doctest
@@ -9,9 +9,9 @@ import sys
 import textwrap
 
 import keras_softmoe as ksm
-from tests.examples import docstrings
+from tests.support import docstrings
 
-HEAD = """\"\"\"Examples of the public names: written by tests/examples/typed.py.\"\"\"
+HEAD = """\"\"\"Examples of the public names: written by typed_examples.py.\"\"\"
 
 import keras
 import numpy as np

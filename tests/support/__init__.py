@@ -1,0 +1,1 @@
+"""What tests share: twins in plain NumPy, small models, servers, programs."""
