@@ -341,7 +341,7 @@ print(*{"keras_hub", "tensorflow"} & (set(sys.modules) - before))
         ((8, float("inf")), {}, "finite.*memory=inf"),
         ((8, float("nan")), {}, "finite.*memory=nan"),
         ((8, 1e9), {"optimizer": "adamant"}, "adamant"),
-        ((8, 1e9), {"optimizer": None}, "`optimizer` is the name.*optimizer=None"),
+        ((8, 1e9), {"optimizer": None}, "`optimizer` must be the name.*optimizer=None"),
         ((8, 1e9), {"depth": 3}, "also depth"),
     ],
 )
