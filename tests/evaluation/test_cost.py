@@ -258,7 +258,7 @@ class Strange(routers.Router):
         ({"router": None, "moe_layers": (), "capacity_factor": 1.0}, "capacity_factor"),
         ({"keep_fraction": 0.5}, "no such setting"),
         ({"router": {"class_name": "Nothing", "config": {}}}, "cannot be made"),
-        ({"router": Strange(4)}, "`Strange` does not say.*Implement `capacity"),
+        ({"router": Strange(4)}, "`Strange` has no method.*Implement `capacity"),
         ({"dtype": "int8_from_float32"}, "before they are quantized.*int8_from"),
     ],
 )

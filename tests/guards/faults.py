@@ -301,7 +301,11 @@ def plant(fault):
             + [str(ROOT / "tests" / name) for name in fault.tests.split()],
             # The copy shadows the library, whose tests are found from its own root.
             cwd=directory,
-            env={**os.environ, "PYTHONPATH": f"{directory}:{ROOT}"},
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{directory}:{ROOT}",
+                "PYTEST_ADDOPTS": "",
+            },
             capture_output=True,
             text=True,
         )
