@@ -225,6 +225,22 @@ def expert_choice(
     return ops.where(filled, token, 0), filled
 
 
+def gates_of_slots(scores, token, filled):
+    """Look up the gates of a `SlotRouting`.
+
+    Args:
+        scores: `(G, S, E)` float tensor, the weight of each expert for each token.
+        token: `(G, E, C)` int32 tensor.
+        filled: `(G, E, C)` bool tensor.
+
+    Returns:
+        `(G, E, C)` tensor, 0 where the slot is empty.
+    """
+    # (G, E, S)
+    by_expert = ops.transpose(scores, (0, 2, 1))
+    return ops.where(filled, take_along(by_expert, token, axis=-1), 0.0)
+
+
 def identity(num_groups, num_tokens, num_experts):
     """Assign tokens to experts in turn: token `s` to slot `s // E` of expert `s % E`.
 

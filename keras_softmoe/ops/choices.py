@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_softmoe.ops.assignment import assign_choices
+from keras_softmoe.ops.assignment import assign_choices, gates_of_slots
 from keras_softmoe.ops.backend import compiled_on_jax, linear_on_jax
 from keras_softmoe.ops.selection import take_along
 
@@ -95,9 +95,7 @@ def to_slots(routing, num_tokens):
     gate = ops.sum(gate, axis=2)
     kept = routing.kept[..., 0]
     token, filled = assign_choices(gate, routing.expert, num_tokens, valid=kept)
-    by_expert = ops.transpose(gate, (0, 2, 1))
-    gate = ops.where(filled, take_along(by_expert, token, axis=-1), 0.0)
-    return token, filled, gate
+    return token, filled, gates_of_slots(gate, token, filled)
 
 
 def take_rows(tokens, routing):

@@ -9,6 +9,7 @@ from keras import ops
 from keras_softmoe.checks import check_choice, check_names, keyword_names
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import SlotRouting
+from keras_softmoe.ops.assignment import gates_of_slots
 from keras_softmoe.ops.backend import normal_like
 from keras_softmoe.ops.choices import choice_routing
 from keras_softmoe.ops.selection import take_along
@@ -89,8 +90,9 @@ class SparseRouter(Router):
         accepted = [
             *keyword_names(type(self).__init__),
             *SparseSettings.__annotations__,
+            *of_capacity,
+            "dtype",
         ]
-        accepted = [*accepted, *of_capacity, "dtype"]
         check_names(f"`{type(self).__name__}`", settings, accepted)
         slots = {name: settings.pop(name) for name in of_capacity if name in settings}
         super().__init__(num_experts, **settings)
@@ -159,7 +161,7 @@ class SparseRouter(Router):
             )
             if limit is not None:
                 token, filled = _first_slots(token, filled, limit)
-            routing = SlotRouting(token, filled, _looked_up(gates, token, filled))
+            routing = SlotRouting(token, filled, gates_of_slots(gates, token, filled))
         summary = {
             "logits": logits,
             "probabilities": probabilities,
@@ -364,13 +366,6 @@ for _record in (Capacity, Sinkhorn, SparseTransport, TokenChoice, Modalities):
     for _field in dataclasses.fields(_record):
         if not hasattr(SparseRouter, _field.name):
             setattr(SparseRouter, _field.name, _setting(_field.name))
-
-
-def _looked_up(scores, token, filled):
-    """Gates of slots: the score of the token at the expert; 0 where empty."""
-    # (G, E, S)
-    by_expert = ops.transpose(scores, (0, 2, 1))
-    return ops.where(filled, take_along(by_expert, token, axis=-1), 0.0)
 
 
 def _first_slots(token, filled, limit):
