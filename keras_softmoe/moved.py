@@ -15,6 +15,9 @@ _PICTURES = "data, num_pictures=4"
 _PAIRS = "images, captions=captions"
 _PICTURED_PAIRS = "images, captions=captions, num_pictures=4"
 
+_RECIPE = "`ksm.training.recipe({!r}, ...)`"
+_SYNTHETIC = "`experiments.synthetic` of the repository"
+
 # Room -> removed name -> replacement, as it follows "Use ".
 REPLACEMENTS: dict[str, dict[str, str]] = {
     "analysis": {
@@ -77,75 +80,65 @@ REPLACEMENTS: dict[str, dict[str, str]] = {
         "random_routers": "`routing_sweep(model, test, layers=[3], "
         'random_logits=(False, True, "permuted"))`',
     },
-}
-
-REPLACEMENTS["exporting"] = {"exportable": "`cls.export = export_model`"}
-
-REPLACEMENTS["models"] = {
-    "LIMoEImageConverter": "`ViTMoEImageConverter`",
-    "every_n": "`moe_blocks(num_layers, every=n)`",
-    "last_n": "`moe_blocks(num_layers, every=2, last=n)`",
-    "second_half": "`moe_blocks(num_layers, last=(num_layers + 1) // 2)`",
-}
-
-REPLACEMENTS["ops"] = {
-    "RESAMPLINGS": "one of 'bilinear', 'bicubic', 'bicubic_antialias'",
-    "identity": "`routers.IdentityRouter`",
-    "resample_position_grid": "`layers.PositionEmbedding.resample`",
-    "sigmoid_contrastive_loss": "`compile(loss='sigmoid')` of a contrastive model",
-    "sincos_2d_table": "`layers.PositionEmbedding(grid, kind='sincos2d')`",
-    "softmax_contrastive_loss": "`compile(loss='softmax')` of a contrastive model",
-}
-
-REPLACEMENTS["routers"] = {
-    "GlobalEntropyLoss": "`RoutingLoss(ops.global_entropy_loss, soft_minimum=9)`",
-    "GShardLoss": "`RoutingLoss(ops.gshard_loss)`",
-    "ImportanceLoss": "`RoutingLoss(ops.importance_loss)`",
-    "LoadLoss": "`RoutingLoss(ops.load_loss)`",
-    "LocalEntropyLoss": "`RoutingLoss(ops.local_entropy_loss)`",
-    "MergedEntropyLoss": "`RoutingLoss(ops.merged_entropy_loss)`",
-    "MUTABLE_SETTINGS": "the `mutable_settings` of a router",
-    "MutualInformationLoss": "`RoutingLoss(ops.mutual_information_loss)`",
-    "PrunedLIMoERouter": "`LIMoERouter` with `kept_experts`",
-    "TargetEntropyLoss": "`RoutingLoss(ops.target_entropy_loss)`",
-    "ZLoss": "`RoutingLoss(ops.z_loss)`",
-}
-
-REPLACEMENTS["layers"] = {
-    "Encoder": "a loop over layers `layers.EncoderBlock`, or a backbone of `models`",
-}
-
-REPLACEMENTS["presets"] = {"METADATA_FILE": '`"metadata.json"`'}
-
-
-_RECIPE = "`ksm.training.recipe({!r}, ...)`"
-REPLACEMENTS["training"] = {
-    **{
-        name: _RECIPE.format(name)
-        for name in (
-            "finetuning",
-            "imagenet_from_scratch",
-            "limoe_pretraining",
-            "soft_moe_contrastive",
-            "soft_moe_pretraining",
-            "vmoe_15b_pretraining",
-            "vmoe_pretraining",
-            "vtab",
-        )
+    "datasets": {
+        "COLOR_NAMES": "`class_names` of `ksm.datasets.sample('shapes')`",
+        "GLYPH_CLASSES": "`class_names` of `ksm.datasets.sample('glyphs')`",
+        "HELD_OUT_COMBINATIONS": "the labels of `ksm.datasets.sample('new_shapes')`",
+        "SHAPE_COLOR_CLASSES": "`class_names` of `ksm.datasets.sample('shapes')`",
+        "captioned_digits": "`digits` with captions of your own",
+        "glyphs": f"`ksm.datasets.sample('glyphs')`, or {_SYNTHETIC}",
     },
-    "ContrastiveRecipe": "`ksm.training.Recipe`",
-    "WarmupPolynomialDecay": "`ksm.training.WarmupSchedule(...)`",
-    "WarmupRsqrtDecay": '`ksm.training.WarmupSchedule(..., decay="rsqrt")`',
-}
-
-_SYNTHETIC = "`experiments.synthetic` of the repository"
-REPLACEMENTS["datasets"] = {
-    "COLOR_NAMES": "`class_names` of `ksm.datasets.sample('shapes')`",
-    "GLYPH_CLASSES": "`class_names` of `ksm.datasets.sample('glyphs')`",
-    "HELD_OUT_COMBINATIONS": "the labels of `ksm.datasets.sample('new_shapes')`",
-    "SHAPE_COLOR_CLASSES": "`class_names` of `ksm.datasets.sample('shapes')`",
-    "captioned_digits": "`digits` with captions of your own",
-    "glyphs": f"`ksm.datasets.sample('glyphs')`, or {_SYNTHETIC}",
+    "exporting": {"exportable": "`cls.export = export_model`"},
+    "layers": {
+        "Encoder": "a loop over layers `layers.EncoderBlock`, or a backbone of "
+        "`models`",
+    },
+    "models": {
+        "LIMoEImageConverter": "`ViTMoEImageConverter`",
+        "every_n": "`moe_blocks(num_layers, every=n)`",
+        "last_n": "`moe_blocks(num_layers, every=2, last=n)`",
+        "second_half": "`moe_blocks(num_layers, last=(num_layers + 1) // 2)`",
+    },
+    "ops": {
+        "RESAMPLINGS": "one of 'bilinear', 'bicubic', 'bicubic_antialias'",
+        "identity": "`routers.IdentityRouter`",
+        "resample_position_grid": "`layers.PositionEmbedding.resample`",
+        "sigmoid_contrastive_loss": "`compile(loss='sigmoid')` of a contrastive model",
+        "sincos_2d_table": "`layers.PositionEmbedding(grid, kind='sincos2d')`",
+        "softmax_contrastive_loss": "`compile(loss='softmax')` of a contrastive model",
+    },
+    "presets": {"METADATA_FILE": '`"metadata.json"`'},
+    "routers": {
+        "GlobalEntropyLoss": "`RoutingLoss(ops.global_entropy_loss, soft_minimum=9)`",
+        "GShardLoss": "`RoutingLoss(ops.gshard_loss)`",
+        "ImportanceLoss": "`RoutingLoss(ops.importance_loss)`",
+        "LoadLoss": "`RoutingLoss(ops.load_loss)`",
+        "LocalEntropyLoss": "`RoutingLoss(ops.local_entropy_loss)`",
+        "MergedEntropyLoss": "`RoutingLoss(ops.merged_entropy_loss)`",
+        "MUTABLE_SETTINGS": "the `mutable_settings` of a router",
+        "MutualInformationLoss": "`RoutingLoss(ops.mutual_information_loss)`",
+        "PrunedLIMoERouter": "`LIMoERouter` with `kept_experts`",
+        "TargetEntropyLoss": "`RoutingLoss(ops.target_entropy_loss)`",
+        "ZLoss": "`RoutingLoss(ops.z_loss)`",
+    },
+    "training": {
+        **{
+            name: _RECIPE.format(name)
+            for name in (
+                "finetuning",
+                "imagenet_from_scratch",
+                "limoe_pretraining",
+                "soft_moe_contrastive",
+                "soft_moe_pretraining",
+                "vmoe_15b_pretraining",
+                "vmoe_pretraining",
+                "vtab",
+            )
+        },
+        "ContrastiveRecipe": "`ksm.training.Recipe`",
+        "WarmupPolynomialDecay": "`ksm.training.WarmupSchedule(...)`",
+        "WarmupRsqrtDecay": '`ksm.training.WarmupSchedule(..., decay="rsqrt")`',
+    },
 }
 
 

@@ -26,7 +26,6 @@ class FigureRow(NamedTuple):
         source: str, the papers and their figures.
         applies: callable from the statistics of a block to a bool, whether they can be
             drawn.
-        is_of_one_block: bool.
         least_blocks: int, the fewest blocks.
     """
 
@@ -35,8 +34,12 @@ class FigureRow(NamedTuple):
     caption: str
     source: str
     applies: Callable = lambda block: True
-    is_of_one_block: bool = False
     least_blocks: int = 1
+
+    @property
+    def is_of_one_block(self):
+        """Bool, whether it is of one block alone, as all figures of pictures are."""
+        return self.part == "maps"
 
     @property
     def options(self):
@@ -184,7 +187,6 @@ FIGURES = {
         "their weight; on the dashed line all experts would have equally many.",
         "V-MoE, section 5 and appendix D",
         lambda maps: maps.images is not None,
-        is_of_one_block=True,
     ),
     "slots": FigureRow(
         "maps",
@@ -194,7 +196,6 @@ FIGURES = {
         "take in the mean of all patches. The slots that differ most are shown.",
         "Soft MoE, figure 25",
         lambda maps: maps.images is not None and maps.mixes_tokens,
-        is_of_one_block=True,
     ),
     "discarded": FigureRow(
         "maps",
@@ -202,7 +203,6 @@ FIGURES = {
         "The patches that no expert takes (hatched), as the capacity falls.",
         "V-MoE, figure 4",
         lambda maps: maps.discarded is not None,
-        is_of_one_block=True,
     ),
     "patches": FigureRow(
         "maps",
@@ -212,7 +212,6 @@ FIGURES = {
         "the image).",
         "as LIMoE, figures 23 to 25",
         lambda maps: maps.patches is not None,
-        is_of_one_block=True,
     ),
     "examples": FigureRow(
         "maps",
@@ -220,7 +219,6 @@ FIGURES = {
         "The patches and words of each expert with the highest routing probabilities.",
         "LIMoE, figures 23 to 25",
         lambda maps: maps.examples is not None,
-        is_of_one_block=True,
     ),
     "pair": FigureRow(
         "maps",
@@ -228,7 +226,6 @@ FIGURES = {
         "The expert that takes each patch and each word of one pair.",
         "LIMoE, figures 26 to 29",
         lambda maps: maps.images is not None and maps.words is not None,
-        is_of_one_block=True,
     ),
 }
 
