@@ -1,0 +1,65 @@
+"""Each file of the library has a test file where a reader looks for it.
+
+It is `tests/ROOM/test_NAME.py`, without the underscore of a private file, or another
+file of tests whose docstring names the file between backticks, as in "ROOM/NAME.py".
+"""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+TESTS = pathlib.Path(__file__).parent
+PACKAGE = TESTS.parent / "keras_softmoe"
+# Rooms some of whose files have no test file yet.
+EXCLUDED = (
+    "analysis",
+    "architecture",
+    "backbones",
+    "catalogue",
+    "checkpoints",
+    "datasets",
+    "distribution",
+    "evaluation",
+    "exporting",
+    "files",
+    "layers",
+    "models",
+    "ops",
+    "routers",
+    "sharding",
+    "training",
+)
+ROOMS = sorted(
+    path.name
+    for path in PACKAGE.iterdir()
+    if (path / "__init__.py").exists() and path.name not in EXCLUDED
+)
+
+
+def named_files():
+    """Files of the library that docstrings of test files name."""
+    for path in TESTS.rglob("test_*.py"):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        yield from re.findall(r"`(\w+/\w+\.py)`", text)
+
+
+NAMED = set(named_files())
+
+
+def without_a_test(room):
+    for path in sorted((PACKAGE / room).glob("*.py")):
+        file = f"{room}/{path.name}"
+        own = TESTS / room / f"test_{path.stem.lstrip('_')}.py"
+        if not path.name.startswith("__") and file not in NAMED and not own.exists():
+            yield file
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_each_file_has_a_test_file(room):
+    assert list(without_a_test(room)) == []
+
+
+def test_named_files_exist():
+    assert [file for file in sorted(NAMED) if not (PACKAGE / file).exists()] == []
