@@ -88,7 +88,10 @@ REPLACEMENTS: dict[str, dict[str, str]] = {
         "captioned_digits": "`digits` with captions of your own",
         "glyphs": f"`ksm.datasets.sample('glyphs')`, or {_SYNTHETIC}",
     },
-    "exporting": {"exportable": "`cls.export = export_model`"},
+    "exporting": {
+        "FORMATS": "a name from the error of `export_model(model, path, format='')`",
+        "exportable": "`cls.export = export_model`",
+    },
     "layers": {
         "Encoder": "a loop over layers `layers.EncoderBlock`, or a backbone of "
         "`models`",

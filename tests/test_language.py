@@ -10,13 +10,11 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "keras_softmoe"
 # Rooms that are not rewritten yet.
 EXCLUDED = (
     "analysis",
-    "backbones",
     "drawing",
     "evaluation",
     "models",
     "ops",
     "routers",
-    "training",
 )
 FILES = sorted(
     path.relative_to(PACKAGE).as_posix()

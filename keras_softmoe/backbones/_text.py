@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import keras
 
 from keras_softmoe.architecture import TextTower
-from keras_softmoe.backbones._base import MoEBackbone
-from keras_softmoe.backbones._size import check_size
+from keras_softmoe.backbones._base import MoEBackbone, check_size
 from keras_softmoe.backbones.arguments import check_token_ids, offer_names
 from keras_softmoe.routers import Router
 from keras_softmoe.types import DType

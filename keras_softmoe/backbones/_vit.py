@@ -6,8 +6,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.architecture import ViT
-from keras_softmoe.backbones._base import MoEBackbone
-from keras_softmoe.backbones._size import check_size
+from keras_softmoe.backbones._base import MoEBackbone, check_size
 from keras_softmoe.backbones.arguments import check_images, offer_names
 from keras_softmoe.routers import Router
 from keras_softmoe.types import DType, Tensor

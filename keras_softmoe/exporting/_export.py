@@ -71,7 +71,7 @@ def export_model(
         model: `keras.Model` that is built.
         filepath: str or path. An existing file is replaced when the new one is
             complete.
-        format: str, one of `FORMATS`:
+        format: str, one of:
 
             - `"tf_saved_model"`: a directory; `tf.saved_model.load(filepath).serve(x)`.
             - `"onnx"`: `.onnx`, for ONNX Runtime and others.

@@ -1,4 +1,7 @@
-"""What contrastive tasks and their preprocessors refuse, in arrays and in pipelines."""
+"""Errors of contrastive tasks and preprocessors, for arrays and in pipelines.
+
+Tests `backbones/_contrastive_preprocessor.py`.
+"""
 
 import re
 

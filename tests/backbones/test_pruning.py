@@ -187,5 +187,5 @@ def test_models_that_are_not_pruned():
         models.prune_experts(dense, {}, 2)
     adapted = backbone()
     adapted.enable_lora(2)
-    with pytest.raises(ValueError, match="before they are quantized or given LoRA"):
+    with pytest.raises(ValueError, match="those with LoRA weights cannot be pruned"):
         models.prune_experts(adapted, USAGE, 2)

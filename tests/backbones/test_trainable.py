@@ -1,4 +1,7 @@
-"""Parts of models that are not trained: when they are made, in files, in clones."""
+"""Frozen parts of models: when they are made, in files, in clones; compilation.
+
+Tests `backbones/_configuration.py`, with `test_image_classifier.py`.
+"""
 
 import warnings
 

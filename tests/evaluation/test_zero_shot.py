@@ -1,4 +1,7 @@
-"""Zero-shot classification with a model that can be worked out by hand."""
+"""Zero-shot classification with a model that can be worked out by hand.
+
+Tests `evaluation/_zero_shot.py` and `backbones/class_embeddings.py`.
+"""
 
 import numpy as np
 import pytest
