@@ -113,9 +113,10 @@ def _check(backbone, usage, num_experts):
     pruned = any(getattr(r, "kept_experts", None) for r in routers.values())
     if not isinstance(backbone, LIMoEBackbone) or kinds != {LIMoERouter} or pruned:
         raise ValueError(
-            "Only a `LIMoEBackbone` with `routers.LIMoERouter`s can be pruned (not a "
-            f"dense one, and only once). Received: {type(backbone).__name__} with "
-            f"routers of {sorted(kind.__name__ for kind in kinds)}."
+            "Only a `LIMoEBackbone` with `routers.LIMoERouter`s can be pruned "
+            "(not a dense one, and only once). Received: "
+            f"{type(backbone).__name__} with routers of "
+            f"{sorted(kind.__name__ for kind in kinds)}."
         )
     most = min(router.num_experts for router in routers.values())
     least = max(router.num_selected_experts for router in routers.values())
