@@ -23,6 +23,7 @@ from keras_softmoe.backbones._configuration import (
     trainable_argument,
 )
 from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_on_change
+from keras_softmoe.backbones.arguments import check_pairs
 from keras_softmoe.costs import ITEMSIZE
 from keras_softmoe.keras_adapter import (
     flatten_layers,
@@ -54,7 +55,8 @@ _FILE_BYTES = contextvars.ContextVar("file_bytes", default=None)
 class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     """Base class of backbones whose encoder blocks may be mixtures of experts.
 
-    `models` attaches `from_preset`, `save_to_preset` and `export`.
+    `models` attaches `from_preset`, `save_to_preset` and `export`. A subclass has
+    `check_inputs`, which raises unless arrays are valid inputs of the model.
 
     Args:
         architecture: the record of the constructor's arguments, see `architecture`.
@@ -118,6 +120,10 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         with record() as decisions:
             function()
         return {index: decisions[r.path] for index, r in self.routers.items()}
+
+    def predict(self, x, *args, **kwargs):
+        self.check_inputs(x)
+        return super().predict(x, *args, **kwargs)
 
     def load_weights(self, filepath, skip_mismatch=False, **kwargs):
         load = functools.partial(
@@ -300,6 +306,11 @@ class SingleModality:
     """
 
     _encoders = None
+
+    def check_inputs(self, x):
+        """Raise unless a dict has images and token ids that the model takes."""
+        if isinstance(x, dict):
+            check_pairs(self, x.get("images"), x.get("token_ids"))
 
     @property
     def image_encoder(self):

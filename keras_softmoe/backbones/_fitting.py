@@ -30,50 +30,6 @@ from keras_softmoe.backbones._data import (
 from keras_softmoe.checks import check_numbers
 from keras_softmoe.keras_adapter import kept_weights
 
-# Model -> the lock of its runs, and whether the current one trains.
-_runs = weakref.WeakKeyDictionary()
-_making = threading.Lock()
-
-
-@contextlib.contextmanager
-def run_scope(model, trains):
-    """Scope of a run, after which the model has its weights even if the run fails.
-
-    On JAX runs of one model in several threads take turns: Keras takes the weights out
-    of the model while a run lasts.
-
-    Args:
-        model: `keras.Model`.
-        trains: bool, whether the run is `fit`.
-
-    Raises:
-        ValueError: if another thread trains the model, on JAX.
-    """
-    if keras.backend.backend() != "jax":
-        yield
-        return
-    with _making:
-        run = _runs.setdefault(
-            model, SimpleNamespace(lock=threading.RLock(), trains=False)
-        )
-    if not run.lock.acquire(blocking=False):
-        if run.trains:
-            # Training may take days, and may itself wait for this thread.
-            raise ValueError(
-                f"The model {model.name!r} is in training in another thread, and Keras "
-                "has taken the weights out of it. Use another model in this thread, "
-                "or wait until `fit` has returned."
-            )
-        run.lock.acquire()
-    trained = run.trains
-    run.trains = trains or trained
-    try:
-        with kept_weights(model, trains):
-            yield
-    finally:
-        run.trains = trained
-        run.lock.release()
-
 
 def fit(  # noqa: D417
     self,
@@ -235,3 +191,50 @@ def _split(x, y, sample_weight, validation_split):
         )
 
     return part(slice(cut)), tuple(a for a in part(slice(cut, None)) if a is not None)
+
+
+# === Runs in several threads ===
+
+# Model -> the lock of its runs, and whether the current one trains.
+_runs = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+@contextlib.contextmanager
+def run_scope(model, trains):
+    """Scope of a run, after which the model has its weights even if the run fails.
+
+    On JAX runs of one model in several threads take turns: Keras takes the weights out
+    of the model while a run lasts.
+
+    Args:
+        model: `keras.Model`.
+        trains: bool, whether the run is `fit`.
+
+    Raises:
+        ValueError: if another thread trains the model, on JAX.
+    """
+    if keras.backend.backend() != "jax":
+        yield
+        return
+    with _making:
+        run = _runs.setdefault(
+            model, SimpleNamespace(lock=threading.RLock(), trains=False)
+        )
+    if not run.lock.acquire(blocking=False):
+        if run.trains:
+            # Training may take days, and may itself wait for this thread.
+            raise ValueError(
+                f"The model {model.name!r} is in training in another thread, and Keras "
+                "has taken the weights out of it. Use another model in this thread, "
+                "or wait until `fit` has returned."
+            )
+        run.lock.acquire()
+    trained = run.trains
+    run.trains = trains or trained
+    try:
+        with kept_weights(model, trains):
+            yield
+    finally:
+        run.trains = trained
+        run.lock.release()

@@ -196,8 +196,3 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         inputs = {"image": images, "text": token_ids}
         inputs = {name: x for name, x in inputs.items() if x is not None}
         return self.decisions_of(lambda: self._encode(inputs, training=False))
-
-    def predict(self, x, *args, **kwargs):
-        if isinstance(x, dict):
-            check_pairs(self, x.get("images"), x.get("token_ids"))
-        return super().predict(x, *args, **kwargs)

@@ -1,6 +1,7 @@
 """Text towers, dense or with mixtures of experts."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 
@@ -119,6 +120,5 @@ class TextMoEBackbone(MoEBackbone):
             trainable=trainable,
         )
 
-    def predict(self, x, *args, **kwargs):
+    def check_inputs(self, x: Any) -> None:
         check_token_ids(x, self.sequence_length)
-        return super().predict(x, *args, **kwargs)

@@ -6,7 +6,7 @@ from keras_softmoe.architecture import Settings, TwoTowers
 from keras_softmoe.backbones._base import MoEBackbone, SingleModality, normalized
 from keras_softmoe.backbones._text import TextMoEBackbone
 from keras_softmoe.backbones._vit import ViTMoEBackbone
-from keras_softmoe.backbones.arguments import check_kind, check_pairs, offer_names
+from keras_softmoe.backbones.arguments import check_kind, offer_names
 from keras_softmoe.types import DType
 
 
@@ -140,11 +140,6 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
             for modality, tower in towers.items()
             for index, router in tower.routers.items()
         }
-
-    def predict(self, x, *args, **kwargs):
-        if isinstance(x, dict):
-            check_pairs(self, x.get("images"), x.get("token_ids"))
-        return super().predict(x, *args, **kwargs)
 
     def get_config(self):
         towers = {

@@ -1,6 +1,7 @@
 """Vision Transformers with mixtures of experts: V-MoE, Soft MoE and dense twins."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 from keras import ops
@@ -165,6 +166,5 @@ class ViTMoEBackbone(MoEBackbone):
         images = ops.convert_to_tensor(images, self.input.dtype)
         return self.decisions_of(lambda: self(images, training=False))
 
-    def predict(self, x, *args, **kwargs):
+    def check_inputs(self, x: Any) -> None:
         check_images(x, self.image_shape)
-        return super().predict(x, *args, **kwargs)
