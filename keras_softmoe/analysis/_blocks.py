@@ -26,7 +26,7 @@ class ExpertInformation(NamedTuple):
         label: float, that of the expert and the class of the image. `None` without
             labels.
         label_chance: float, the same with shuffled labels: its value by chance for this
-        number of images. `None` without labels.
+            number of images. `None` without labels.
     """
 
     entropy: float
@@ -65,10 +65,10 @@ class BlockStatistics(NamedTuple):
         num_groups: int, groups of tokens that were routed together.
         num_tokens: int, tokens in all groups together, without padding.
         load: `(E,)` float64 array, tokens that each expert takes, over all groups. For
-        routers that mix tokens, the sum of the combine weights.
+            routers that mix tokens, the sum of the combine weights.
         dropped: float, the share of tokens that no expert takes.
         chooses: bool, whether the router chooses tokens for experts (`False` for
-        routers that mix tokens and for `IdentityRouter`).
+            routers that mix tokens and for `IdentityRouter`).
         experts_per_image: `(N,)` int array, how many experts take at least one token of
             each image (all of them, for a soft router).
         weight_by_position: `(T, E)` float64 array, mean weight of each expert's output

@@ -27,7 +27,7 @@ class ModalityStatistics(NamedTuple):
         block: int or str, the block, see `observe`.
         num_tokens: dict to int, how many tokens there were.
         routed: dict to `(E,)` int64 array, tokens with the expert as first choice, with
-        a slot or without.
+            a slot or without.
         chosen: dict to `(E,)` int64 array, tokens that queue for each expert: those
             with any of their `K` choices. The same as `routed` where `K = 1`.
         assigned: dict to `(E,)` int64 array, tokens that each expert processes.

@@ -20,12 +20,12 @@ class RoutingMonitor(keras.callbacks.Callback):
     For each MoE block, by its name in `analysis.observe`:
 
     - `dispatch_sharpness_BLOCK` and `combine_sharpness_BLOCK` of a soft router: the
-    mean over slots (or tokens) of the largest weight, in even shares. At 1 every slot
-    is the mean of the image: the layer does not route. If the initial scale is too
-    small for the length of the training it stays there, see
-    `SoftRouter(initial_scale=...)`.
+      mean over slots (or tokens) of the largest weight, in even shares. At 1 every slot
+      is the mean of the image: the layer does not route. If the initial scale is too
+      small for the length of the training it stays there, see
+      `SoftRouter(initial_scale=...)`.
     - `dropped_BLOCK` and `imbalance_BLOCK` of the others: the share of tokens that no
-    expert takes, and the largest load over the mean.
+      expert takes, and the largest load over the mean.
 
     Callbacks after it see them as metrics, the history of `fit` and
     `keras.callbacks.TensorBoard` among them.

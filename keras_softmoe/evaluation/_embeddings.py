@@ -241,7 +241,7 @@ class ZeroShot(NamedTuple):
 
     Attributes:
         predictions: `(N,)` int64 array, the class of the highest score; ties go to the
-        first.
+            first.
         scores: `(N, C)` float32 array, cosines of images and classes.
         accuracy: float from 0 to 1, the share of right predictions. `None` without
             labels.

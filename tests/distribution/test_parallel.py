@@ -147,13 +147,13 @@ def test_expert_bytes_fall_with_the_number_of_devices(found):
     assert told == {n: [total // n, total // n] for n in (1, 2, 4, 8)}
 
 
-@pytest.mark.parametrize("placement", ("data parallel", "2 x 4"))
-def test_a_last_batch_of_any_size_is_trained_on(found, placement):
-    told = found["last_batch"]
-    alone = told["one device"]
-    # Two steps, then loss and accuracy of an evaluation
-    assert len(alone) == 4
-    np.testing.assert_allclose(told[placement], alone, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("placement", MESHES)
+def test_a_batch_of_any_size_is_trained_on(found, placement):
+    told = found["training"]["token choice"]
+    alone = told["one device"]["rest"]
+    # The loss of a step, then loss and accuracy of an evaluation
+    assert len(alone) == 3
+    np.testing.assert_allclose(told[placement]["rest"], alone, rtol=0, atol=1e-4)
 
 
 def test_dense_kernels_are_sharded_on_request(found):

@@ -65,10 +65,15 @@ class Program:
         model.fit(data, epochs=EPOCHS, verbose=0, shuffle=False, callbacks=[losses])
         (text,) = self._new_texts()
         told = {"losses": losses.values, "collectives": _sent(text)}
-        # A last batch of four images. (`last_batch` has one of the other kind.)
+        # Batches that the devices do not divide: the last one of four images here, ...
         images = tiny.images(tiny.BATCH + 4 * (kind == "soft"))
         predictions = model.predict(images, batch_size=tiny.BATCH, verbose=0)
         told["predictions"] = predictions.tolist()
+        if kind in tiny.GROUPS:
+            # ... and one whose groups they do not divide either.
+            rest = tiny.batches(tiny.REST)
+            history = model.fit(rest, verbose=0, shuffle=False).history
+            told["rest"] = [*history["loss"], *model.evaluate(rest, verbose=0)]
         if placement == "one axis":
             told["moments"] = [
                 [v.path, _shapes(v)]
@@ -89,18 +94,13 @@ class Program:
 
     def pairs(self):
         """Collectives of learning from images and captions."""
-        told = {}
-        for placement in ("data parallel", "2 x 4"):
-            keras.distribution.set_distribution(PLACEMENTS[placement]())
-            model = models.LIMoEContrastive(tiny.limoe())
-            captions = np.arange(3 * tiny.BATCH).reshape(-1, 3) % 10 + 1
-            self._new_texts()
-            model.fit(
-                tiny.images(tiny.BATCH), captions, batch_size=tiny.BATCH, verbose=0
-            )
-            (text,) = self._new_texts()
-            told[placement] = _sent(text)
-        return told
+        keras.distribution.set_distribution(PLACEMENTS["2 x 4"]())
+        model = models.LIMoEContrastive(tiny.limoe())
+        captions = np.arange(3 * tiny.BATCH).reshape(-1, 3) % 10 + 1
+        self._new_texts()
+        model.fit(tiny.images(tiny.BATCH), captions, batch_size=tiny.BATCH, verbose=0)
+        (text,) = self._new_texts()
+        return _sent(text)
 
     def adafactor(self):
         """Losses with means of squares along two axes, and what one device holds."""
@@ -164,19 +164,6 @@ class Program:
         model.train_on_batch(tiny.images(tiny.BATCH), tiny.labels(tiny.BATCH))
         (text,) = self._new_texts()
         return _sent(text)
-
-    def last_batch(self):
-        """Losses where the devices do not divide the last batch, nor its groups."""
-        told = {}
-        for placement in ("one device", "data parallel", "2 x 4"):
-            keras.distribution.set_distribution(PLACEMENTS[placement]())
-            model = tiny.classifier("token choice")
-            losses = tiny.StepLosses()
-            data = tiny.batches(tiny.BATCH + tiny.REST)
-            model.fit(data, verbose=0, shuffle=False, callbacks=[losses])
-            evaluated = model.evaluate(data.skip(1), verbose=0)
-            told[placement] = losses.values + evaluated
-        return told
 
     def dense_part(self):
         """Losses, collectives and shards where dense kernels are cut too."""
