@@ -5,7 +5,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_softmoe.distribution._rules import (
+from keras_softmoe.distribution._layouts import (
     PlacementError,
     is_foreign,
     matching_keys,

@@ -111,7 +111,7 @@ def model_size(model, num_classes=None, **changes):
     shared_bytes = embedding_bytes = 0
     if isinstance(found, LIMoE):
         shared_bytes = variable * (_encoder_weights(found) - expert_parameters)
-        # In float32 whatever the dtype of computation
+        # In float32 under any policy
         embedding_bytes = _FLOAT32 * found.embedding_dim
     return ModelSize(
         name=name,

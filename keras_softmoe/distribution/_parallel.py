@@ -18,11 +18,9 @@ from keras_softmoe.distribution._layouts import (
     ONE_AXIS,
     TWO_AXES,
     JointLayout,
-    layout_map,
-)
-from keras_softmoe.distribution._rules import (
     PlacementError,
     is_foreign,
+    layout_map,
     matching_keys,
     name_in_optimizer,
     reference_name,

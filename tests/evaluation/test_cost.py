@@ -135,7 +135,8 @@ def test_presets_and_changes(tmp_path):
     changes = {"image_shape": (16, 8, 3), "dtype": "bfloat16"}
     changed = models.ViTMoEBackbone.from_preset(path, load_weights=False, **changes)
     assert cost(path, **changes) == cost(changed)
-    for name in presets.names():
+    # All costs are recorded in `tests/guards`.
+    for name in presets.names()[::20]:
         assert cost(name).parameters == presets.describe(name).parameters
 
 

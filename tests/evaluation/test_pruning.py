@@ -1,4 +1,7 @@
-"""What a metric says of pruned models, against models pruned by hand."""
+"""Metrics of pruned models, as curves, against models pruned by hand.
+
+The curves are made in `evaluation/sweeps.py`.
+"""
 
 import numpy as np
 import pytest

@@ -8,7 +8,7 @@ import pytest
 
 import keras_softmoe.backbones.class_embeddings as module
 from keras_softmoe.evaluation import zero_shot
-from keras_softmoe.evaluation._zero_shot import ZeroShot
+from keras_softmoe.evaluation._embeddings import ZeroShot
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
