@@ -10,7 +10,7 @@ from keras import ops
 from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis._inputs import backbone_of, batches_of
-from keras_softmoe.keras_adapter import flatten_layers
+from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.routers import Decision, Router, record
 
 

@@ -17,7 +17,7 @@ from keras_softmoe.backbones._trainable import (
     set_trainable_argument,
     trainable_argument,
 )
-from keras_softmoe.keras_adapter import (
+from keras_softmoe.keras_adapter.layers import (
     flatten_layers,
     register_parameters,
     zero_initialization,

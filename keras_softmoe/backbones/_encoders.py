@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_softmoe.backbones._adaptation import quantize
 from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_on_change
-from keras_softmoe.keras_adapter import flatten_layers
+from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.layers import EncoderBlock
 
 # The input of a backbone that holds a modality.

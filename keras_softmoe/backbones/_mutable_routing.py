@@ -8,10 +8,7 @@ import numpy as np
 from keras_softmoe.architecture import moe_layers_of
 from keras_softmoe.backbones._run_checks import check_run
 from keras_softmoe.checks import is_whole_number, quote
-from keras_softmoe.keras_adapter import (
-    map_predictions,
-    wrap_compilation,
-)
+from keras_softmoe.keras_adapter.runs import map_predictions, wrap_compilation
 from keras_softmoe.sharding.variables import gather, num_processes
 
 # Held while settings change and while a step is compiled: otherwise the second of two

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import keras
 
-from keras_softmoe.keras_adapter import kept_weights
+from keras_softmoe.keras_adapter.runs import kept_weights
 from keras_softmoe.routers.recording import is_recording
-from keras_softmoe.sharding import check_model
+from keras_softmoe.sharding.constraints import check_model
 from keras_softmoe.sharding.variables import is_sharded
 
 # Model -> the lock of its runs, and whether the current one trains.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import keras
 
-from keras_softmoe.costs import ITEMSIZE
+from keras_softmoe.layer_cost import ITEMSIZE
 
 # Two weights of int4 share a byte.
 _WEIGHTS_PER_BYTE = 2

@@ -5,7 +5,7 @@ nothing of the layers. So the argument `trainable` also describes the parts.
 """
 
 from keras_softmoe.checks import quote
-from keras_softmoe.keras_adapter import set_trainable, trainable_parts
+from keras_softmoe.keras_adapter.layers import set_trainable, trainable_parts
 
 
 def set_trainable_argument(model, trainable):

@@ -29,7 +29,7 @@ from keras_softmoe.distribution._rules import (
     several_match,
     unmatched_rules,
 )
-from keras_softmoe.sharding import num_shards
+from keras_softmoe.sharding.constraints import num_shards
 
 
 def expert_parallel(
