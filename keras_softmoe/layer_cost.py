@@ -141,9 +141,6 @@ def dense_cost(
         times: int, number of vectors it is applied to.
         use_bias: bool.
         is_sharded: bool, whether dense sharding cuts its kernel.
-
-    Returns:
-        `LayerCost`.
     """
     kernel = inputs * outputs
     return LayerCost(
@@ -156,13 +153,11 @@ def dense_cost(
 def normalization_cost(shape: Sequence[int], center: bool = True) -> LayerCost:
     """Return the cost of a layer normalization.
 
-    Args:
-        shape: sequence of ints, the shape of the input with the batch. The input, the
-            output and the centred input are kept for the backward pass.
-        center: bool, whether there is an offset.
+    The input, the output and the centred input are kept for the backward pass.
 
-    Returns:
-        `LayerCost`.
+    Args:
+        shape: sequence of ints, the shape of the input with the batch.
+        center: bool, whether there is an offset.
     """
     numbers = math.prod(shape)
     return LayerCost(

@@ -17,6 +17,7 @@ _REFUSED = {
 # Names of the kernels of layers with LoRA, other than `kernel`.
 _KERNELS = {keras.layers.Embedding: "embeddings"}
 
+# Extremes of the integers of four bits.
 _LOWEST_INT4, _HIGHEST_INT4 = -8, 7
 
 
@@ -58,11 +59,14 @@ class ExpertBank(keras.layers.EinsumDense):
             raise AttributeError("An expert bank has a `kernel` once it is built.")
         kernel = self._kernel
         if self.quantization_mode == "int4":
-            kernel = self._from_int4()
+            stored = kernel, self.kernel_scale, self.kernel_zero
+            tensors = map(ops.convert_to_tensor, stored)
+            units = self.original_kernel_shape[-1]
+            kernel = _from_int4(*tensors, units, self._block_rows)
         if not self.lora_enabled or self.quantization_mode == "int8":
             return kernel
         # Not in the `compute_dtype`, which would round the kernel in a saved file.
-        return ops.cast(kernel + update(self), kernel.dtype)
+        return ops.cast(kernel + _lora_update(self), kernel.dtype)
 
     # === LoRA ===
 
@@ -126,8 +130,8 @@ class ExpertBank(keras.layers.EinsumDense):
             raise ValueError(
                 f"Expert banks are not quantized by {mode!r}. {_REFUSED.get(mode, '')}"
                 f"Received: mode={mode!r} for {self.path!r}. Take 'int8' or 'int4', or "
-                "leave the experts out: `quantize(..., filters=lambda layer: not "
-                "isinstance(layer, ksm.layers.ExpertBank))`."
+                "leave the experts out: `quantize(..., filters=lambda layer: 'experts' "
+                "not in str(layer.path))`."
             )
         if mode == "float8" and self.lora_enabled:
             raise ValueError(_float8_with_lora(self))
@@ -218,12 +222,6 @@ class ExpertBank(keras.layers.EinsumDense):
             return self.call(*args, **kwargs)
         return super().quantized_call(*args, **kwargs)
 
-    def _from_int4(self):
-        stored = self._kernel, self.kernel_scale, self.kernel_zero
-        units = self.original_kernel_shape[-1]
-        tensors = map(ops.convert_to_tensor, stored)
-        return _from_int4(*tensors, units, self._block_rows)
-
     # === Files ===
 
     def save_own_variables(self, store):
@@ -261,13 +259,10 @@ def _float8_with_lora(bank):
 # === LoRA ===
 
 
-def update(layer):
-    """Return the update of a layer's kernel by LoRA, `alpha / rank * A @ B`.
-
-    Args:
-        layer: layer of Keras with `lora_enabled`.
-    """
-    return layer.lora_alpha / layer.lora_rank * ops.matmul(*_factors(layer))
+def _lora_update(layer):
+    """Return the update of a layer's kernel by LoRA, `alpha / rank * A @ B`."""
+    first, second = (getattr(layer, name) for name in _lora_names(layer))
+    return layer.lora_alpha / layer.lora_rank * ops.matmul(first, second)
 
 
 def merge_lora(layer):
@@ -286,8 +281,8 @@ def merge_lora(layer):
         # The kernels as they would be saved
         layer.save_own_variables(merged)
     else:
-        added = update(layer)
-    for name in _names(layer):
+        added = _lora_update(layer)
+    for name in _lora_names(layer):
         # This also removes it from the variables of the layer.
         delattr(layer, name)
     layer.lora_enabled = False
@@ -322,13 +317,9 @@ def per_expert(initializer):
     )
 
 
-def _names(layer):
+def _lora_names(layer):
     kernel = _KERNELS.get(type(layer), "kernel")
     return f"lora_{kernel}_a", f"lora_{kernel}_b"
-
-
-def _factors(layer):
-    return [getattr(layer, name) for name in _names(layer)]
 
 
 # === Kernels in four bits ===
