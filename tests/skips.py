@@ -57,6 +57,9 @@ RUNS_ON = {
     "checkpoints/test_remote.py": ("tensorflow",),
     "checkpoints/test_safetensors.py": ("tensorflow",),
     "checkpoints/test_vit*.py": ("torch",),
+    # Each use of Keras is tested on all where the library makes it.
+    "test_keras_adapter.py": ("torch",),
+    "sharding/*": ("torch",),
     "layers/test_dropless_limits.py": ("torch",),
     # What it does in a layer is tested on all: `layers/test_lora.py`,
     # `layers/test_quantized_experts.py`.

@@ -11,7 +11,7 @@ from keras import ops
 from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_whole_numbers
-from keras_softmoe.keras_adapter import flatten_layers
+from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.routers import Decision, IdentityRouter, Router, SoftRouter, record
 
 

@@ -3,14 +3,14 @@
 import h5py
 import keras
 
-from keras_softmoe.keras_adapter import (
+from keras_softmoe.keras_adapter.layers import (
     flatten_layers,
     forget_adapted_layers,
     is_quantized_under,
     quick_garbage_collection,
 )
-from keras_softmoe.layers import ExpertBank
-from keras_softmoe.layers.lora import merge_lora as merge_lora_of_layer
+from keras_softmoe.layers.expert_bank import ExpertBank
+from keras_softmoe.layers.expert_bank import merge_lora as merge_lora_of_layer
 
 
 def merge_lora(model: keras.Model) -> list:

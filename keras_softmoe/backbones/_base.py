@@ -24,12 +24,12 @@ from keras_softmoe.backbones._configuration import (
 )
 from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.backbones.arguments import check_pairs
-from keras_softmoe.costs import ITEMSIZE
-from keras_softmoe.keras_adapter import (
+from keras_softmoe.keras_adapter.layers import (
     flatten_layers,
     register_parameters,
     zero_initialization,
 )
+from keras_softmoe.layer_cost import ITEMSIZE
 from keras_softmoe.layers import EncoderBlock, Experts
 from keras_softmoe.routers import record
 from keras_softmoe.sharding.variables import load_shards, weight_files

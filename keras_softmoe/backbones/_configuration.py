@@ -7,7 +7,7 @@ import keras
 
 from keras_softmoe.backbones._adaptation import has_factors
 from keras_softmoe.checks import quote
-from keras_softmoe.keras_adapter import set_trainable, trainable_parts
+from keras_softmoe.keras_adapter.layers import set_trainable, trainable_parts
 
 
 def set_trainable_argument(model, trainable):

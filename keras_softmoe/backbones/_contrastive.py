@@ -35,12 +35,12 @@ from keras_softmoe.backbones.arguments import (
     offer_names,
 )
 from keras_softmoe.checks import check_choice, check_whole_numbers
-from keras_softmoe.keras_adapter import register_parameters
+from keras_softmoe.keras_adapter.layers import register_parameters
 from keras_softmoe.ops.contrastive import (
     sigmoid_contrastive_loss,
     softmax_contrastive_loss,
 )
-from keras_softmoe.sharding import check_model
+from keras_softmoe.sharding.constraints import check_model
 
 LOSSES = {"softmax": softmax_contrastive_loss, "sigmoid": sigmoid_contrastive_loss}
 

@@ -21,7 +21,7 @@ from keras_softmoe.checks import (
     is_whole_number,
     quote,
 )
-from keras_softmoe.keras_adapter import BatchesOf
+from keras_softmoe.keras_adapter.data import BatchesOf
 
 # Keras' preprocessing layers compute with TensorFlow while a thread traces them.
 # Another thread that has finished would change them back too early.

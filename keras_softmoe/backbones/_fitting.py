@@ -28,7 +28,7 @@ from keras_softmoe.backbones._data import (
     prepare,
 )
 from keras_softmoe.checks import check_numbers
-from keras_softmoe.keras_adapter import kept_weights
+from keras_softmoe.keras_adapter.runs import kept_weights
 
 
 def fit(  # noqa: D417

@@ -32,8 +32,8 @@ from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_o
 from keras_softmoe.backbones._vit import ViTMoEBackbone
 from keras_softmoe.backbones.arguments import check_images, check_kind, offer_names
 from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
-from keras_softmoe.keras_adapter import flatten_layers, register_parameters
-from keras_softmoe.sharding import check_model
+from keras_softmoe.keras_adapter.layers import flatten_layers, register_parameters
+from keras_softmoe.sharding.constraints import check_model
 from keras_softmoe.types import DType
 
 _CROSSENTROPIES = {

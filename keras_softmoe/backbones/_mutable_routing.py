@@ -9,12 +9,9 @@ import numpy as np
 
 from keras_softmoe.architecture import moe_layers_of
 from keras_softmoe.checks import is_whole_number, quote
-from keras_softmoe.keras_adapter import (
-    map_predictions,
-    wrap_compilation,
-)
+from keras_softmoe.keras_adapter.runs import map_predictions, wrap_compilation
 from keras_softmoe.routers.recording import is_recording
-from keras_softmoe.sharding import check_model
+from keras_softmoe.sharding.constraints import check_model
 from keras_softmoe.sharding.variables import gather, is_sharded, num_processes
 
 # Held while settings change and while a step is compiled: otherwise the second of two

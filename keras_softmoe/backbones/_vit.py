@@ -51,7 +51,7 @@ class ViTMoEBackbone(MoEBackbone):
             as in the papers' code) or `"gelu"` (exact).
         layer_norm_epsilon: float, added to the variance in layer normalizations.
         layer_scale: float or `None`. If given, learned factors with this initial value
-            multiply the outputs of attention and MLPs, see `layers.LayerScale`.
+            multiply the outputs of attention and MLPs.
         group_images: int or `None`, images whose tokens are routed together, see
             `layers.MoE` for this and the following ones.
         dispatcher: `"auto"`, `"gather"` or `"einsum"`.

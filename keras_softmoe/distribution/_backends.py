@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_softmoe.keras_adapter import backend_distributes
+from keras_softmoe.keras_adapter.distributions import backend_distributes
 
 _INSTEAD = {
     "tensorflow": (

@@ -22,7 +22,7 @@ from keras_softmoe.distribution._backup_file import (
     write,
 )
 from keras_softmoe.files import atomic_file
-from keras_softmoe.keras_adapter import (
+from keras_softmoe.keras_adapter.runs import (
     has_metrics,
     make_metrics,
     replace_next_step,

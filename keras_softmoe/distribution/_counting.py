@@ -5,9 +5,9 @@ from typing import NamedTuple
 import keras
 
 from keras_softmoe.architecture import LIMoE, TwoTowers
-from keras_softmoe.costs import ITEMSIZE
 from keras_softmoe.evaluation import cost
 from keras_softmoe.evaluation.described import described
+from keras_softmoe.layer_cost import ITEMSIZE
 
 _FLOAT32 = ITEMSIZE["float32"]
 

@@ -27,7 +27,7 @@ from keras_softmoe.distribution._layouts import (
     several_match,
     unmatched_rules,
 )
-from keras_softmoe.sharding import num_shards
+from keras_softmoe.sharding.constraints import num_shards
 
 
 def expert_parallel(

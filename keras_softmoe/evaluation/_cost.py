@@ -7,8 +7,8 @@ import keras
 
 from keras_softmoe.architecture import TwoTowers, ViT
 from keras_softmoe.checks import check_whole_numbers
-from keras_softmoe.costs import ITEMSIZE, LayerCost, dense
 from keras_softmoe.evaluation.described import described
+from keras_softmoe.layer_cost import ITEMSIZE, LayerCost, dense_cost
 
 
 class Cost(NamedTuple):
@@ -110,7 +110,7 @@ class _Part(NamedTuple):
     """A part of a model with one dtype.
 
     Attributes:
-        cost: `costs.LayerCost` for some images.
+        cost: `layers.LayerCost` for some images.
         images: int, how many.
         dtype: dtype or policy of its weights.
     """
@@ -128,7 +128,7 @@ def _parts(model):
         encoders, head = found.towers.values(), found.head_cost()
     if model.num_classes is not None:
         _check_num_classes(model)
-        head = dense(found.output_dim, model.num_classes)
+        head = dense_cost(found.output_dim, model.num_classes)
     return [
         *(_Part(each.cost(), each.group_size, each.dtype) for each in encoders),
         _Part(head, 1, model.head_dtype),

@@ -15,7 +15,7 @@ import keras
 from keras_softmoe.architecture import moe_layers_of
 from keras_softmoe.checks import check_choice
 from keras_softmoe.exporting._write import image_converter, write
-from keras_softmoe.keras_adapter import flatten_layers
+from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.routers import Router
 
 

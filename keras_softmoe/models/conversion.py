@@ -12,7 +12,7 @@ from keras_softmoe.backbones import (
 )
 from keras_softmoe.checkpoints import read_parameters, read_vit_settings
 from keras_softmoe.files import wrap_os_errors
-from keras_softmoe.keras_adapter import zero_initialization
+from keras_softmoe.keras_adapter.layers import zero_initialization
 from keras_softmoe.models.released import write_converted
 from keras_softmoe.ops.capacity import RELEASED
 from keras_softmoe.routers import Router, SoftmaxTokenChoiceRouter, SoftRouter

@@ -22,7 +22,7 @@ from keras_softmoe.checkpoints import (
     web_address,
 )
 from keras_softmoe.files import WriteError, atomic_directory, one_process
-from keras_softmoe.keras_adapter import zero_initialization
+from keras_softmoe.keras_adapter.layers import zero_initialization
 from keras_softmoe.models.vmoe_params import load_vmoe_params
 from keras_softmoe.sharding.variables import room_for
 

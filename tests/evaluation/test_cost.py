@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe import distribution, models, presets, routers
-from keras_softmoe.costs import LayerCost
 from keras_softmoe.evaluation import cost
+from keras_softmoe.layer_cost import LayerCost
 from tests.support import tiny
 from tests.support.products import count, multiply_adds
 
