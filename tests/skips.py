@@ -179,7 +179,7 @@ HEART = {
         "test_sequence_without_any_token[soft]",
         "test_sequence_without_any_token[batch priority]",
     ),
-    "layers/test_modalities.py": (
+    "layers/test_tokens.py": (
         "test_both_dispatchers",
         "test_layer_is_its_twin_and_padding_has_no_say",
         "test_masked_text_is_not_there",

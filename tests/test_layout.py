@@ -10,6 +10,8 @@ import re
 
 import pytest
 
+from tests import skips
+
 TESTS = pathlib.Path(__file__).parent
 PACKAGE = TESTS.parent / "keras_softmoe"
 # Rooms some of whose files have no test file yet.
@@ -53,3 +55,11 @@ def test_each_file_has_a_test_file(room):
 
 def test_named_files_exist():
     assert [file for file in sorted(NAMED) if not (PACKAGE / file).exists()] == []
+
+
+def test_tests_that_are_selected_by_name_exist():
+    assert [file for file in skips.RUNS_ON if not list(TESTS.glob(file))] == []
+    for file, names in skips.HEART.items():
+        tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+        functions = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+        assert {name.partition("[")[0] for name in names} <= functions, file

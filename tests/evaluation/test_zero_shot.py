@@ -1,6 +1,6 @@
 """Zero-shot classification with a model that can be worked out by hand.
 
-Tests `evaluation/_zero_shot.py` and `backbones/class_embeddings.py`.
+Tests `evaluation/_embeddings.py` and `backbones/class_embeddings.py`.
 """
 
 import numpy as np
