@@ -15,7 +15,6 @@ EXCLUDED = (
     "evaluation",
     "models",
     "ops",
-    "routers",
     "training",
 )
 FILES = sorted(

@@ -27,7 +27,6 @@ EXCLUDED = (
     "layers",
     "models",
     "ops",
-    "routers",
     "sharding",
     "training",
 )
