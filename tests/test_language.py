@@ -14,7 +14,6 @@ EXCLUDED = (
     "drawing",
     "evaluation",
     "models",
-    "ops",
     "training",
 )
 FILES = sorted(

@@ -26,7 +26,6 @@ EXCLUDED = (
     "files",
     "layers",
     "models",
-    "ops",
     "sharding",
     "training",
 )

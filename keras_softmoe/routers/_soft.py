@@ -18,9 +18,8 @@ from keras_softmoe.checks import (
 )
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import DenseRouting
-from keras_softmoe.ops.backend import normal_like, softmax
-from keras_softmoe.ops.constants import lowest
-from keras_softmoe.ops.padding import zero_padding
+from keras_softmoe.ops.backend import softmax
+from keras_softmoe.ops.padding import lowest, zero_padding
 from keras_softmoe.routers._router import Decision, Router
 from keras_softmoe.sharding import check_layer, replicate
 
@@ -207,7 +206,9 @@ class SoftRouter(Router):
             # Dividing the products is cheaper than dividing the tokens.
             logits = logits * _inverse_norm(tokens, axis=-1)
         if training and self.noise_std:
-            noise = normal_like(logits, self.seed_generator)
+            noise = keras.random.normal(
+                ops.shape(logits), dtype=logits.dtype, seed=self.seed_generator
+            )
             logits = logits + self.noise_std * noise
         return logits
 

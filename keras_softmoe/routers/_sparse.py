@@ -13,8 +13,7 @@ from keras_softmoe.checks import check_choice, check_names, keyword_names
 from keras_softmoe.costs import LayerCost
 from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import gates_of_slots
-from keras_softmoe.ops.backend import normal_like
-from keras_softmoe.ops.choices import choice_routing
+from keras_softmoe.ops.routing import choice_routing
 from keras_softmoe.ops.selection import take_along
 from keras_softmoe.routers._losses import (
     FORMER_WEIGHTS,
@@ -201,7 +200,8 @@ class SparseRouter(Router):
         return noise
 
     def _noise_like(self, logits):
-        return normal_like(logits, self.seed_generator)
+        shape, dtype = ops.shape(logits), logits.dtype
+        return keras.random.normal(shape, dtype=dtype, seed=self.seed_generator)
 
     @property
     def _logits_std(self):

@@ -140,7 +140,7 @@ LOAD = [routers.RoutingLoss(ops.load_loss, "text")]
             {"priority": "best"},
             "'sum'.*'image_first', 'text_first'.*priority='best'",
         ),
-        ({"noise_std": 0.0}, r"noise of the router.*load_loss.*noise_std=0.0"),
+        ({"noise_std": 0.0}, r"needs noise.*load_loss.*noise_std=0.0"),
         ({"noise_std": 0.0, "losses": LOAD}, "load_loss.*'text'.*noise_std=0.0"),
         ({"losses": ["entropy"]}, "(?s)objects like.*losses with .'entropy'"),
         ({"losses": [ops.z_loss] * 2}, "(?s)objects like.*losses with .*z_loss"),
