@@ -287,7 +287,7 @@ class Router(Layer):
         if unknown:
             accepted = ", ".join(self.mutable_settings)
             raise ValueError(
-                f"`{type(self).__name__}` has no such mutable setting. "
+                f"`{type(self).__name__}` has no such setting to change. "
                 f"Accepted: {accepted or 'none; leave the settings out'}"
                 f". Received: {', '.join(unknown)}."
             )

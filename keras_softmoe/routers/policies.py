@@ -189,8 +189,8 @@ class ExpertChoice:
         """Raise unless the policies of a router fit together."""
         if capacity.capacity_factor is None:
             raise ValueError(
-                "Experts that choose need a number of slots: `capacity_factor` must be "
-                "a positive number. Received: capacity_factor=None. Pass, for example, "
+                "`capacity_factor` must be a positive number where experts choose. "
+                "Received: capacity_factor=None. Pass, for example, "
                 "1.0, or use a `SoftmaxTokenChoiceRouter` to keep all choices."
             )
 
