@@ -184,7 +184,7 @@ class Router(Layer):
     def capacity(self, num_tokens: int, training: bool = False) -> int:
         """Return the slots of an expert for a group of `num_tokens` tokens."""
         raise ValueError(
-            f"`{type(self).__name__}` does not define its number of slots. Implement "
+            f"`{type(self).__name__}` has no method for its number of slots. Implement "
             "`capacity(num_tokens, training=False)`, which returns the slots of an "
             "expert for a group of `num_tokens` tokens."
         )
