@@ -131,6 +131,7 @@ REPLACEMENTS: dict[str, dict[str, str]] = {
         "MUTABLE_SETTINGS": "the `mutable_settings` of a router",
         "MutualInformationLoss": "`RoutingLoss(ops.mutual_information_loss)`",
         "PrunedLIMoERouter": "`LIMoERouter` with `kept_experts`",
+        "SparseSettings": "the `**settings` of `SoftmaxTokenChoiceRouter`",
         "TargetEntropyLoss": "`RoutingLoss(ops.target_entropy_loss)`",
         "ZLoss": "`RoutingLoss(ops.z_loss)`",
     },

@@ -20,8 +20,6 @@ EXCLUDED = (
     "checkpoints",
     "files",
     "models",
-    "ops",
-    "routers",
 )
 ROOMS = sorted(
     path.name

@@ -10,7 +10,7 @@ from keras_softmoe.analysis._examples import ExpertExamples, ExpertPatches, piec
 from keras_softmoe.analysis._figures import plot_of
 from keras_softmoe.analysis._streaming import tokens_per_input
 from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting, to_dense
-from keras_softmoe.ops.choices import to_slots
+from keras_softmoe.ops.routing import to_slots
 
 
 class RoutingMaps(NamedTuple):

@@ -9,7 +9,7 @@ from keras_softmoe.analysis._figures import plot_of
 from keras_softmoe.analysis._words import WordStatistics
 from keras_softmoe.ops import ChoiceRouting, token_choice
 from keras_softmoe.ops.assignment import PRIORITIES
-from keras_softmoe.ops.choices import to_slots
+from keras_softmoe.ops.routing import to_slots
 
 NUM_BINS = 50
 # Bins of the queue for an expert if all experts are chosen equally often.

@@ -42,8 +42,8 @@ from keras_softmoe.ops import (
     dispatch,
     to_dense,
 )
-from keras_softmoe.ops.choices import to_slots
 from keras_softmoe.ops.padding import zero_padding
+from keras_softmoe.ops.routing import to_slots
 from keras_softmoe.routers import Router
 from keras_softmoe.sharding.constraints import is_distributed, layout_of, num_shards
 from keras_softmoe.types import DType

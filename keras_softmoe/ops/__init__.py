@@ -10,11 +10,6 @@ from keras_softmoe.ops._losses import merged_entropy_loss as merged_entropy_loss
 from keras_softmoe.ops._losses import mutual_information_loss as mutual_information_loss
 from keras_softmoe.ops._losses import target_entropy_loss as target_entropy_loss
 from keras_softmoe.ops._losses import z_loss as z_loss
-from keras_softmoe.ops._routing import DenseRouting as DenseRouting
-from keras_softmoe.ops._routing import SlotRouting as SlotRouting
-from keras_softmoe.ops._routing import combine as combine
-from keras_softmoe.ops._routing import dispatch as dispatch
-from keras_softmoe.ops._routing import to_dense as to_dense
 from keras_softmoe.ops._transport import sinkhorn_plan as sinkhorn_plan
 from keras_softmoe.ops._transport import (
     sparse_transport_plan as sparse_transport_plan,
@@ -22,6 +17,11 @@ from keras_softmoe.ops._transport import (
 from keras_softmoe.ops.assignment import expert_choice as expert_choice
 from keras_softmoe.ops.assignment import token_choice as token_choice
 from keras_softmoe.ops.capacity import expert_capacity as expert_capacity
-from keras_softmoe.ops.choices import ChoiceRouting as ChoiceRouting
+from keras_softmoe.ops.routing import ChoiceRouting as ChoiceRouting
+from keras_softmoe.ops.routing import DenseRouting as DenseRouting
+from keras_softmoe.ops.routing import SlotRouting as SlotRouting
+from keras_softmoe.ops.routing import combine as combine
+from keras_softmoe.ops.routing import dispatch as dispatch
+from keras_softmoe.ops.routing import to_dense as to_dense
 
 __getattr__ = moved.attribute(__name__)

@@ -1,9 +1,8 @@
 """Balancing and entropy losses of routers. Each returns one value per group, `(G,)`.
 
-`valid`, in all of them, is an optional `(G, S)` bool mask of the tokens that count:
-`False` for padding, and for tokens of other modalities. Where a group has no such token
-the loss is that of zeros. Losses are computed in float32 at least, and come in that
-dtype.
+`valid` is an optional `(G, S)` bool mask of the tokens that count: `False` for padding
+and for tokens of other modalities. The loss of a group without tokens is that of zeros.
+Losses are computed and returned in float32 at least.
 """
 
 import math
@@ -13,8 +12,7 @@ from keras import ops
 
 from keras_softmoe.ops.assignment import check_num_selected_experts
 from keras_softmoe.ops.backend import float32_at_least
-from keras_softmoe.ops.constants import tiny
-from keras_softmoe.ops.padding import zero_padding
+from keras_softmoe.ops.padding import tiny, zero_padding
 from keras_softmoe.ops.selection import smallest_entry, top_values
 from keras_softmoe.types import Tensor
 
@@ -62,8 +60,7 @@ def load_loss(
         noisy_logits: `(G, S, E)` float tensor, the same with the noise that was
             used to choose experts.
         num_selected_experts: int, the number `K` of experts that a token chooses.
-        noise_std: float, the standard deviation of that noise, as it was added to
-            the logits.
+        noise_std: float, standard deviation of the noise on the logits.
         valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
         sharded: bool, see `token_choice`.
 
@@ -85,10 +82,10 @@ def load_loss(
         raise ValueError(
             "The load loss is defined through the noise on the logits. `noise_std` "
             f"must be positive. Received: noise_std={noise_std}. Without noise, "
-            "leave this loss out."
+            "leave the loss out."
         )
     logits, noisy_logits = (_counted(x, valid) for x in (logits, noisy_logits))
-    # (G, S, 1), the logit from which on an expert is chosen
+    # (G, S, 1), the smallest logit of a chosen expert
     chosen = top_values(noisy_logits, num_selected_experts, sharded)
     # Not `chosen[..., -1:]`: XLA would replace `top_k` and the slice by a full sort.
     threshold = smallest_entry(chosen)
@@ -126,15 +123,15 @@ def gshard_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def z_loss(logits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Mean squared log-partition of the router: keeps logits small.
+    """Mean squared log-partition of the router, which keeps logits small.
 
     Args:
         logits: `(G, S, E)` float tensor.
         valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
 
     Returns:
-        `(G,)` tensor, the mean over tokens of `logsumexp(logits) ** 2`: infinite for
-        logits from 1.8e19 on, whose square no float32 holds. Its gradient is finite.
+        `(G,)` tensor, the mean over tokens of `logsumexp(logits) ** 2`. It overflows
+        for logits over 1.8e19; its gradient is finite.
 
     Source: Zoph et al. 2022 (ST-MoE), section 3; LIMoE, appendices.
 
@@ -147,19 +144,19 @@ def z_loss(logits: Tensor, valid: Tensor | None = None) -> Tensor:
     return _mean_over_tokens(squared, valid)[:, 0]
 
 
-# === Entropy losses of LIMoE, made for the tokens of one modality ===
+# === Entropy losses of LIMoE, for the tokens of one modality ===
 
 
 def local_entropy_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Mean entropy of the tokens' probabilities: pulls tokens to few experts.
+    """Mean entropy of the tokens' probabilities, which concentrates them.
 
     Args:
         probs: `(G, S, E)` float tensor, each token's probabilities over experts.
         valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
 
     Returns:
-        `(G,)` tensor in nats, 0 where every token is sure of one expert, `log(E)`
-        where none prefers any.
+        `(G,)` tensor in nats, 0 if each token has one expert with probability 1,
+        `log(E)` if all probabilities are equal.
 
     Source: LIMoE, section 2.2.2 ("local entropy").
 
@@ -208,7 +205,7 @@ def merged_entropy_loss(
 ) -> Tensor:
     """Mean entropy of "among the `K` most probable experts or not".
 
-    It pulls all weight to `K` experts, however they share it.
+    It moves all weight to `K` experts, whatever their shares.
 
     Args:
         probs: `(G, S, E)` float tensor, each token's probabilities over experts.
@@ -226,13 +223,13 @@ def merged_entropy_loss(
 
     Examples:
         >>> probs = np.array([[[0.5, 0.5, 0.0, 0.0]] * 16], "float32")
-        >>> np.asarray(ksm.ops.merged_entropy_loss(probs, 2))  # sure of its two experts
+        >>> np.asarray(ksm.ops.merged_entropy_loss(probs, 2))  # all weight on two
         array([0.], dtype=float32)
     """
     probs = _counted(probs, valid)
     num_experts = probs.shape[-1]
     check_num_selected_experts(num_selected_experts, num_experts)
-    # Both sums from the probabilities: one minus the other would lose a small one.
+    # Not one minus the other: a small sum would be lost in rounding.
     ranked = top_values(probs, num_experts, sharded)
     chosen = ops.sum(ranked[..., :num_selected_experts], axis=-1)
     others = ops.sum(ranked[..., num_selected_experts:], axis=-1)
@@ -245,22 +242,20 @@ def global_entropy_loss(
 ) -> Tensor:
     """Distance of the entropy of the mean probabilities below a threshold.
 
-    It spreads a modality over experts: at least `exp(threshold)` of them have to be
-    used to satisfy it (more, if unevenly), and from there on it is zero.
+    It spreads a modality over experts: it is zero if at least `exp(threshold)` of them
+    are used evenly, or more unevenly.
 
     Args:
         probs: `(G, S, E)` float tensor, each token's probabilities over experts.
         threshold: float in nats, at most `log(E)`: the logarithm of the soft minimum
-            of experts. With a negative one, a soft minimum of less than one expert,
-            the loss is zero whatever the routing: no entropy is below it.
+            of experts. With a negative one the loss is always zero.
         valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
 
     Returns:
         `(G,)` tensor: `max(0, threshold - entropy)`.
 
     Raises:
-        ValueError: if the threshold is over `log(E)`, which no probabilities reach, or
-            not finite.
+        ValueError: if the threshold is over `log(E)` or not finite.
 
     Source: LIMoE, section 2.2.2 ("global entropy") and appendix B.2; table 5 (runs of
     figure 12) has `log(0.8)`.
@@ -272,7 +267,7 @@ def global_entropy_loss(
     """
     num_experts = probs.shape[-1]
     largest = math.log(num_experts)
-    # Some slack for `log` in single precision.
+    # Tolerance for a `log` in single precision
     if not -math.inf < threshold <= largest + 1e-6:
         raise ValueError(
             "The entropy of a choice among experts is at most their logarithm: "
@@ -289,12 +284,12 @@ def mutual_information_loss(
 ) -> Tensor:
     """Minus the mutual information of experts and modalities.
 
-    Lowest, `-log(M)`, where `M` modalities share no expert (and there are enough of
-    them), and 0 where all are routed alike.
+    The minimum is `-log(M)`, if `M` modalities share no expert; 0 if all have the same
+    experts.
 
     Args:
         probs_by_modality: list of `(G, S_m, E)` float tensors, the probabilities over
-            experts of the tokens of each modality. Their numbers may differ.
+            experts of the `S_m` tokens of each modality.
         valid_by_modality: optional list of `(G, S_m)` bool tensors or `None`, `True`
             for the tokens that count.
 
@@ -302,8 +297,7 @@ def mutual_information_loss(
         `(G,)` tensor in nats.
 
     Raises:
-        ValueError: if there are no modalities, or as many masks as modalities are not
-            given.
+        ValueError: if there are no modalities, or another number of masks.
 
     Source: LIMoE, appendix B.1 ("mutual-information loss").
 
@@ -317,7 +311,7 @@ def mutual_information_loss(
     if not probs_by_modality or len(valid_by_modality) != len(probs_by_modality):
         raise ValueError(
             "Mutual information takes the probabilities of each modality, and one mask "
-            f"for each if any. Received: {len(probs_by_modality)} modalities, "
+            f"for each or none. Received: {len(probs_by_modality)} modalities, "
             f"{len(valid_by_modality)} masks."
         )
     # (M, G, E)
@@ -330,28 +324,25 @@ def mutual_information_loss(
     return ops.mean(_entropy(marginals), axis=0) - _entropy(ops.mean(marginals, axis=0))
 
 
-# === Steps that they share ===
+# === Shared steps ===
 
 
 def _counted(values, valid):
-    """`(G, S, E)` values in float32 at least, zeros where a token does not count."""
+    """Return values in float32 at least, with zeros for tokens that do not count."""
     return zero_padding(float32_at_least(values), valid)
 
 
 def _mean_over_tokens(values, valid):
-    """Mean of `(G, S, N)` values over the tokens that count, `(G, N)`."""
+    """Return the mean of `(G, S, N)` values over the tokens that count, `(G, N)`."""
     if valid is None:
         return ops.mean(values, axis=1)
-    # In a group without any token the mean is zero.
+    # The mean of a group without tokens is zero.
     count = ops.maximum(ops.sum(ops.cast(valid, values.dtype), axis=1), 1.0)
     return ops.sum(zero_padding(values, valid), axis=1) / ops.expand_dims(count, -1)
 
 
 def _squared_variation(values):
-    """Squared coefficient of variation over the last axis: (std / mean) ** 2.
-
-    Zero where all values are, as in a group without any token.
-    """
+    """Return `(std / mean) ** 2` over the last axis; zero if all values are zero."""
     mean = ops.mean(values, axis=-1, keepdims=True)
     # Not `ops.var`, with which PyTorch warns of an empty batch.
     variance = ops.mean(ops.square(values - mean), axis=-1)
@@ -364,7 +355,7 @@ def _normal_cdf(x):
 
 
 def _entropy(probs, keepdims=False):
-    """Entropy over the last axis, in nats."""
-    # The logarithm and its derivative are finite at zero, where x log x is zero.
+    """Return the entropy over the last axis, in nats."""
+    # So the logarithm and its derivative are finite at zero, where x log x is zero.
     logarithm = ops.log(ops.maximum(probs, tiny(probs)))
     return -ops.sum(probs * logarithm, axis=-1, keepdims=keepdims)

@@ -1,20 +1,20 @@
-"""Transport plans: matchings of tokens and experts with balanced marginals.
+"""Transport plans between tokens and experts, with balanced marginals.
 
-A plan is a `(G, S, E)` tensor of non-negative weights. Every token sends out 1 and
-every expert receives `S / E`, so no expert can be everybody's favourite. Padding
-(`valid` is `False`) sends out nothing, and the experts share the rest.
+A plan is a `(G, S, E)` tensor of non-negative weights. The weights of every token sum
+to 1, and those of every expert to `S / E`. Padding (`valid` is `False`) has no weight,
+and `S` is then the number of other tokens.
 """
 
 from keras import ops
 
 from keras_softmoe.ops.backend import compiled_on_jax, float32_at_least, repeat
-from keras_softmoe.ops.constants import lowest
+from keras_softmoe.ops.padding import lowest
 from keras_softmoe.ops.selection import largest_entry, smallest_entry, top_values
 from keras_softmoe.types import Tensor
 
-# Scalings of a plan before it is computed anew from its logarithm. One changes no entry
-# by more than the square of the number of tokens, so what was too small for a float32
-# stays small, and four of them overflow with no less than 50,000 tokens.
+# Scalings of a plan between updates of its logarithm. A scaling changes an entry at
+# most by the square of the number of tokens, so entries that underflow stay small, and
+# four scalings overflow only with 50,000 tokens or more.
 _SCALINGS = 4
 
 
@@ -25,13 +25,11 @@ def sinkhorn_plan(
 
     The plan `P` maximizes `<P, logits> + entropy(P)` over all plans. Each iteration
     scales the columns (experts) to their marginals and then the rows (tokens), so
-    the token marginals hold exactly and the expert marginals in the limit. The
-    plan is kept as its logarithm between every four iterations: logits of any size
-    are safe, and most iterations are two products of the plan and a vector.
+    the token marginals hold exactly and the expert marginals in the limit. Every four
+    iterations the logarithm of the plan is updated, so logits of any size are safe.
 
     Args:
-        logits: `(G, S, E)` float tensor. All finite numbers are accepted; those beyond
-            a quarter of the largest count as that.
+        logits: `(G, S, E)` float tensor, clipped to a quarter of the largest number.
         num_iterations: int, number of column-and-row scalings.
         valid: optional `(G, S)` bool tensor, `False` for padding.
 
@@ -47,7 +45,7 @@ def sinkhorn_plan(
     Examples:
         >>> logits = np.random.normal(size=(1, 16, 4)).astype("float32")
         >>> plan = np.asarray(ksm.ops.sinkhorn_plan(logits))
-        >>> bool(abs(plan.sum(axis=2) - 1).max() < 1e-5)  # each token gives all it has
+        >>> bool(abs(plan.sum(axis=2) - 1).max() < 1e-5)  # the weights of each token
         True
     """
     _check_num_iterations(num_iterations)
@@ -64,8 +62,8 @@ def _sinkhorn_plan(logits, num_iterations, valid):
     if valid is not None:
         valid = ops.expand_dims(valid, -1)
         logits = ops.where(valid, logits, never)
-        # Of padding alone there would be nothing to scale: all of it is scaled, and
-        # the plan is emptied in the end.
+        # A group of padding alone is scaled as if it had tokens, and set to zero at
+        # the end.
         is_empty = ops.logical_not(ops.any(valid, axis=1, keepdims=True))
         is_token = ops.logical_or(valid, is_empty)
 
@@ -79,11 +77,11 @@ def _sinkhorn_plan(logits, num_iterations, valid):
         return log_plan + (ops.log(rows) + ops.log(columns))
 
     # The first scaling of columns, and that of rows. `log_softmax` subtracts the
-    # largest logit first: beside large ones a logarithm would be lost in rounding.
+    # largest logit first, which avoids rounding errors for large logits.
     log_plan = ops.log(mass) + ops.log_softmax(logits, axis=1)
     log_plan = ops.log_softmax(log_plan, axis=2)
     if valid is not None:
-        # Rows of padding have nothing to send.
+        # Rows of padding have no weight.
         log_plan = ops.where(is_token, log_plan, never)
     left = num_iterations - 1
     if left % _SCALINGS:
@@ -115,20 +113,19 @@ def sparse_transport_plan(
     the token marginals approximately.
 
     Args:
-        scores: `(G, S, E)` float tensor, usually the softmax probabilities. All finite
-            numbers are accepted; those beyond the largest, divided by `4 E`, count as
-            that.
+        scores: `(G, S, E)` float tensor, usually the softmax probabilities, clipped to
+            the largest number divided by `4 E`.
         capacity: int, the largest number of non-zeros in a column. `S` (or more)
             leaves the plan unconstrained.
         num_iterations: int, the largest number of Adam steps.
         learning_rate: float, Adam's step size.
-        tolerance: float. A group whose gradient (the error of its token marginals)
-            has at most this Euclidean norm takes no further steps after that one,
-            and none at all where this already holds at zero.
+        tolerance: float. A group takes no further steps once the Euclidean norm of its
+            gradient (the error of its token marginals) is at most this, and none at all
+            if this holds at zero.
         valid: optional `(G, S)` bool tensor, `False` for padding.
         sharded: bool, see `token_choice`.
-        limit: optional `(G,)` int tensor, for each group its own largest number of
-            non-zeros, from 1 to `capacity`.
+        limit: optional `(G,)` int tensor, the largest number of non-zeros of each
+            group, from 1 to `capacity`.
 
     Returns:
         `(G, S, E)` tensor, the plan, in float32 at least. No gradient flows through it.
@@ -163,7 +160,7 @@ def _sparse_transport_plan(
     scores = ops.stop_gradient(scores)
     # (G, 1, 1)
     column = _num_tokens(scores, valid) / scores.shape[-1]
-    # Divided by the least mass of a column, `1 / E`, they are still finite.
+    # Still finite after division by the least mass of a column, `1 / E`
     never = lowest(scores) / scores.shape[-1]
     scores = ops.clip(scores, 0.5 * never, -0.5 * never)
     # (G, E, S), (G, 1, S)
@@ -200,29 +197,29 @@ def _sparse_transport_plan(
         dual = dual - learning_rate * running * update
         return dual, first, second, running * unsolved(gradient)
 
-    # Where zero is a solution no step is taken: Adam would make a full one, even of
-    # the rounding error that is left of the gradient.
+    # If zero is a solution, no step is taken: Adam would make a full step, even for a
+    # gradient of rounding errors.
     zeros = ops.zeros_like(row)
     start = (zeros, zeros, zeros, unsolved(gradient_at(zeros)))
     dual = repeat(adam_step, num_iterations, start)[0]
     plan = plan_of(dual)
     if valid is not None:
-        # Of padding alone there is no plan.
+        # Groups of padding alone have an empty plan.
         plan = ops.where(valid, plan, 0.0)
     return ops.stop_gradient(ops.transpose(plan, (0, 2, 1)))
 
 
 def _project(points, k, sharded, limit=None):
-    """Nearest points on the simplex (last axis) with at most `k` non-zeros.
+    """Return the nearest points on the simplex with at most `k` non-zeros.
 
-    Ties for the last non-zero go to the lower index. `limit`, if there is one, is an
-    int tensor with numbers up to `k`, which take its place.
+    The simplex is that of the last axis. Ties for the last non-zero go to the lower
+    index. `limit` is an optional int tensor with numbers up to `k`, used in its place.
     """
     # (..., k), descending
     chosen = top_values(points, k, sharded)
     counts = ops.arange(1, k + 1, dtype=points.dtype)
     # The simplex threshold, less the largest point, is the largest of these candidates.
-    # What lies more than 1 below the largest point does not move it.
+    # Points more than 1 below the largest do not change it.
     top = largest_entry(chosen)
     candidates = ops.maximum(chosen - top, -1.0)
     candidates = (ops.cumsum(candidates, axis=-1) - 1.0) / counts
@@ -244,10 +241,10 @@ def _project(points, k, sharded, limit=None):
 
 
 def _num_tokens(scores, valid):
-    """Number of tokens in each group that are not padding, `(G, 1, 1)` float."""
+    """Return the number of tokens of each group without padding, `(G, 1, 1)` float."""
     if valid is None:
         return ops.full_like(scores[:, :1, :1], scores.shape[1])
-    # Of padding alone too, so that nothing is divided by zero.
+    # At least one, as it is a divisor
     count = ops.maximum(ops.sum(ops.cast(valid, scores.dtype), axis=1), 1.0)
     return ops.reshape(count, (-1, 1, 1))
 
@@ -255,6 +252,6 @@ def _num_tokens(scores, valid):
 def _check_num_iterations(num_iterations):
     if num_iterations < 1:
         raise ValueError(
-            "A plan takes at least one iteration. `num_iterations` must be a positive "
+            "A plan needs at least one iteration. `num_iterations` must be a positive "
             f"integer. Received: num_iterations={num_iterations}."
         )

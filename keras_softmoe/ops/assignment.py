@@ -1,9 +1,8 @@
-"""From scores to a slot assignment: which token is in which slot.
+"""Assignment of tokens to slots by scores.
 
-Every function returns the pair `token` `(G, E, C)` int32 and `filled` `(G, E, C)`
-bool of a `SlotRouting`; the gates are looked up afterwards, so the scores that
-select need not be the scores that weigh. Ties go to the lower index on every
-backend.
+The functions return `token` `(G, E, C)` int32 and `filled` `(G, E, C)` bool of a
+`SlotRouting`. Gates are looked up afterwards, so the scores that select may differ from
+those that weigh. Ties go to the lower index on every backend.
 """
 
 from typing import Any
@@ -13,8 +12,7 @@ from keras import ops
 
 from keras_softmoe.checks import check_choice
 from keras_softmoe.ops.backend import float32_at_least
-from keras_softmoe.ops.constants import with_real_first
-from keras_softmoe.ops.padding import zero_padding
+from keras_softmoe.ops.padding import with_real_first, zero_padding
 from keras_softmoe.ops.selection import take_along, top_indices
 from keras_softmoe.types import Tensor
 
@@ -31,17 +29,17 @@ def token_choice(
     seed: Any = None,
     sharded: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Every token chooses its best experts, as long as they have free slots.
+    """Assign to every token its best experts, as long as they have free slots.
 
     All first choices are assigned before all second choices, and so on; among equal
-    choices the tokens come in the order of their priority. A choice that finds its
-    expert full is dropped and takes no other slot.
+    choices tokens come in the order of their priority. A choice is dropped if its
+    expert is full.
 
     Args:
-        scores: `(G, S, E)` float tensor, how well token and expert suit each other.
+        scores: `(G, S, E)` float tensor of scores of tokens and experts.
         num_selected_experts: int, the number `K` of experts that a token chooses.
         capacity: int, the number `C` of slots of an expert. May exceed `S`.
-        priority: which tokens are assigned first.
+        priority: order of tokens.
 
             - `"position"`: tokens in their order (the vanilla algorithm).
             - `"max"`: tokens by their largest score, descending (batch prioritized
@@ -54,11 +52,11 @@ def token_choice(
         valid: optional `(G, S)` bool tensor. Tokens with `False` are padding and
             take no slot.
         keep_fraction: float in `(0, 1]`. Under 1, only this fraction of a group's
-            tokens (rounded, at least one) chooses at all, those with the highest
-            priority; the rest is skipped. `"pair"` ranks whole tokens like `"max"`.
+            tokens (rounded, at least one) chooses experts, those with the highest
+            priority; the rest is skipped. `"pair"` ranks tokens like `"max"`.
         seed: int or `keras.random.SeedGenerator`, for the priority `"random"`.
         sharded: bool, whether groups may be sharded over devices. The result is the
-            same, by operations that need nothing of other devices.
+            same, computed without data of other devices.
 
     Returns:
         `token` `(G, E, C)` int32 and `filled` `(G, E, C)` bool.
@@ -78,7 +76,7 @@ def token_choice(
     """
     scores = ops.convert_to_tensor(scores)
     check_num_selected_experts(num_selected_experts, scores.shape[-1])
-    # Not every backend sorts numbers among which there is a NaN.
+    # Not every backend can sort NaN.
     scores = zero_padding(scores, valid)
     if not isinstance(priority, str) and valid is not None:
         priority = ops.where(valid, priority, 0)
@@ -99,10 +97,9 @@ def assign_choices(
     seed=None,
     sharded=False,
 ):
-    """`token_choice`, of tokens whose experts are known.
+    """Return the slots of given choices, see `token_choice`.
 
-    `chosen` is `(G, S, K)` int32, the experts of each token, best first; all other
-    arguments and the result are those of `token_choice`.
+    `chosen` is `(G, S, K)` int32, the experts of each token, best first.
     """
     _, num_tokens, num_experts = scores.shape
     num_selected_experts = chosen.shape[-1]
@@ -125,16 +122,15 @@ def assign_choices(
     if keep_fraction < 1.0:
         valid = _best_tokens(chosen, rank, keep_fraction, valid, sharded)
     if valid is not None:
-        # Padding chooses an expert E that does not exist, and so takes no slot.
+        # Padding chooses a dummy expert E, and so takes no slot.
         chosen = ops.where(ops.expand_dims(valid, -1), chosen, num_experts)
     # (G, K * S), the queue
     chosen = _by_choice(chosen)
     if order is not None:
         chosen = take_along(chosen, order, axis=1)
 
-    # Sorting by (expert, place in the queue) brings each expert's choices together
-    # in the order in which they are assigned. The keys are unique, so the result
-    # depends on no backend's rule for ties.
+    # Sorting by (expert, place in the queue) groups the choices by expert, in the order
+    # of assignment. Keys are unique, so the backend's rule for ties does not matter.
     keys = chosen * num_choices + ops.arange(num_choices, dtype="int32")
     queue = ops.argsort(keys, axis=-1)
     experts = ops.arange(num_experts, dtype="int32")
@@ -148,7 +144,7 @@ def assign_choices(
     filled = slots < ops.expand_dims(count, -1)
     place = ops.where(filled, ops.expand_dims(start, -1) + slots, 0)
     place = ops.reshape(place, (-1, num_experts * capacity))
-    # (G, E * C), the choice that got the slot
+    # (G, E * C), the choice in the slot
     choice = take_along(queue, place, axis=1)
     if order is not None:
         choice = take_along(order, choice, axis=1)
@@ -159,7 +155,7 @@ def assign_choices(
 
 
 def kept_tokens(scores, chosen, priority, keep_fraction, valid=None, seed=None):
-    """`(G, S)` bool, the tokens that choose at all; `None` for all of them.
+    """Return a `(G, S)` mask of the tokens that are not skipped; `None` for all.
 
     Arguments are those of `assign_choices`.
     """
@@ -174,13 +170,13 @@ def kept_tokens(scores, chosen, priority, keep_fraction, valid=None, seed=None):
 def expert_choice(
     scores: Tensor, capacity: int, valid: Tensor | None = None, sharded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Every expert chooses its best tokens.
+    """Assign to every expert its best tokens.
 
-    A token may be chosen by several experts or by none; no slot stays empty unless
-    the tokens are padding.
+    A token may be chosen by several experts or by none. Slots are empty only if there
+    is padding.
 
     Args:
-        scores: `(G, S, E)` float tensor, how well token and expert suit each other.
+        scores: `(G, S, E)` float tensor of scores of tokens and experts.
         capacity: int in `[1, S]`, the number `C` of tokens that an expert takes.
         valid: optional `(G, S)` bool tensor. Tokens with `False` are padding and
             take no slot.
@@ -220,13 +216,13 @@ def expert_choice(
     token = top_indices(scores, capacity, sharded)
     if valid is None:
         return token, ops.ones_like(token, dtype="bool")
-    # Scores can be -inf themselves, so ask the mask who is real.
+    # By the mask: scores of tokens may be -inf, too.
     filled = take_along(ops.broadcast_to(valid, ops.shape(scores)), token, axis=-1)
     return ops.where(filled, token, 0), filled
 
 
 def gates_of_slots(scores, token, filled):
-    """Look up the gates of a `SlotRouting`.
+    """Return the gates of a `SlotRouting`.
 
     Args:
         scores: `(G, S, E)` float tensor, the weight of each expert for each token.
@@ -242,7 +238,7 @@ def gates_of_slots(scores, token, filled):
 
 
 def identity(num_groups, num_tokens, num_experts):
-    """Assign tokens to experts in turn: token `s` to slot `s // E` of expert `s % E`.
+    """Assign token `s` to slot `s // E` of expert `s % E`.
 
     Args:
         num_groups: int (or scalar int tensor), the number `G` of groups.
@@ -266,10 +262,10 @@ def identity(num_groups, num_tokens, num_experts):
 
 
 def check_num_tokens(num_tokens, num_experts):
-    """Raise unless identity routing can give all experts equally many tokens."""
+    """Raise unless `num_experts` divides `num_tokens`, as in identity routing."""
     if num_tokens % num_experts:
         raise ValueError(
-            "Identity routing needs as many slots as tokens, so the number of tokens "
+            "Identity routing has as many slots as tokens, so the number of tokens "
             "must be a multiple of the number of experts. Received: "
             f"num_tokens={num_tokens}, num_experts={num_experts}. Change "
             "`num_experts`, or choose the image and patch size so that it divides."
@@ -305,22 +301,22 @@ def check_keep_fraction(keep_fraction):
     """Raise unless `0 < keep_fraction <= 1`."""
     if not 0.0 < keep_fraction <= 1.0:
         raise ValueError(
-            "`keep_fraction` is the part of the tokens that may choose: over 0 and at "
+            "`keep_fraction` is the fraction of tokens that choose: over 0 and at "
             f"most 1. Received: keep_fraction={keep_fraction}. 1 keeps all tokens."
         )
 
 
 def _by_choice(values):
-    """`(G, S, K)` to `(G, K * S)`: all first choices, then all second ones, ..."""
+    """Reshape `(G, S, K)` to `(G, K * S)`: all first choices, all second ones, ..."""
     _, num_tokens, num_choices = values.shape
     values = ops.transpose(values, (0, 2, 1))
     return ops.reshape(values, (-1, num_choices * num_tokens))
 
 
 def _rank_tokens(chosen_scores, priority, seed):
-    """`(G, S)` numbers that are larger for tokens of higher priority."""
+    """Return `(G, S)` numbers, larger for tokens of higher priority."""
     if priority == "random":
-        # Not in the default dtype: of float16 there are too few for no ties.
+        # Not in the default dtype: float16 would have ties.
         return keras.random.uniform(ops.shape(chosen_scores)[:2], 0, 1, "float32", seed)
     if priority == "sum":
         return ops.sum(chosen_scores, axis=-1)
@@ -329,7 +325,7 @@ def _rank_tokens(chosen_scores, priority, seed):
 
 
 def _queue_order(rank, num_choices, sharded):
-    """`(G, K * S)`: for each place in the queue a choice, as `_by_choice` counts."""
+    """Return the order of choices, `(G, K * S)` indices in that of `_by_choice`."""
     num_tokens = rank.shape[1]
     # (G, 1, S), the same order of tokens among all first choices, all second, ...
     order = ops.expand_dims(top_indices(rank, num_tokens, sharded), 1)
@@ -339,19 +335,19 @@ def _queue_order(rank, num_choices, sharded):
 
 
 def _best_tokens(chosen, rank, keep_fraction, valid, sharded):
-    """`(G, S)` bool: the fraction of the real tokens with the highest ranks."""
+    """Return a `(G, S)` mask of the fraction of tokens with the highest ranks."""
     num_tokens = chosen.shape[1]
     if rank is None:
         falling = ops.arange(num_tokens, 0, -1, dtype="float32")
         rank = ops.broadcast_to(falling, ops.shape(chosen)[:2])
-    # One rounding, Python's, for any number of real tokens.
+    # Rounded by Python for every number of tokens, as backends may differ
     kept_of = [max(1, round(keep_fraction * n)) for n in range(num_tokens + 1)]
     num_kept = kept_of[-1]
     if valid is not None:
         rank = with_real_first(float32_at_least(rank), valid)
         count = ops.sum(ops.cast(valid, "int32"), axis=-1, keepdims=True)
         num_kept = ops.take(ops.array(kept_of, dtype="int32"), count)
-    # (G, S), how many tokens come before
+    # (G, S), number of tokens before
     order = top_indices(rank, num_tokens, sharded)
     before = ops.cast(ops.argsort(order, axis=-1), "int32")
     best = before < num_kept

@@ -1,6 +1,6 @@
-"""Operations for which a backend has a faster way than Keras takes.
+"""Operations that a backend can compute faster than Keras does.
 
-Each says in the words of `keras.ops` what it computes; nothing else in the layers
+Each docstring gives the definition in `keras.ops`. Layers have no other code that
 depends on the backend for its speed.
 """
 
@@ -9,20 +9,20 @@ import functools
 import keras
 from keras import ops
 
-# An expert with fewer rows is a small product, see `affine` and `chunked_map`.
+# Products of fewer rows per expert are small, see `affine` and `chunked_map`.
 _FEW_ROWS = 128
-# Experts of a chunk: with few rows on JAX, and with many.
+# Experts in a chunk: with few rows on JAX, and with many
 _CHUNK = 8
 _CHUNK_OF_MANY_ROWS = 4
 
 
 def compiled_on_jax(*static):
-    """Decorator of a function with a loop: on JAX it is compiled once for its shapes.
+    """Return a decorator that compiles a function once for its shapes on JAX.
 
-    Without, JAX compiles the loop of an eager call anew each time.
+    Without it, JAX compiles a loop in the function again in every eager call.
 
     Args:
-        *static: str, the names of arguments that are no tensors.
+        *static: str, names of arguments that are not tensors.
     """
 
     def decorate(fn):
@@ -36,20 +36,19 @@ def compiled_on_jax(*static):
 
 
 def affine(x, kernel, bias, sharded=False):
-    """`matmul(x, kernel) + bias`, for one matrix or for a stack of them.
+    """`matmul(x, kernel) + bias`, for one matrix or a stack.
 
-    Rows of all images make one matrix: with the images as an axis of their own, XLA's
-    gradient of the kernel takes up to half as long again on a processor. Where a stack
-    has few rows for each matrix, their gradient is another product there, see
-    `_product_of_few_rows`. PyTorch adds the bias within the product.
+    The rows of all images are one matrix: with a separate axis of images, XLA's
+    gradient of the kernel takes up to 1.5 times as long on a CPU. For stacks with few
+    rows see `_product_of_few_rows`. PyTorch adds the bias within the product.
 
     Args:
         x: `(..., D)` tensor, or `(E, N, D)` with a stack.
         kernel: `(D, H)` tensor, or a stack `(E, D, H)`.
         bias: `(H,)` tensor, or `(E, 1, H)` with a stack.
         sharded: bool, whether a stack may be sharded over devices along its first axis.
-            Its products are then computed together: chunk by chunk, all of them would
-            have to come to each device.
+            Its products are then computed at once: chunks would be copied to every
+            device.
 
     Returns:
         `(..., H)` tensor, or `(E, N, H)`.
@@ -73,11 +72,11 @@ def affine(x, kernel, bias, sharded=False):
 
 @compiled_on_jax()
 def _product_of_few_rows(x, kernel):
-    """`matmul` of stacks for JAX on processors, where each matrix meets few rows.
+    """`matmul` of stacks with few rows for each matrix, for JAX on CPUs.
 
-    Before XLA multiplies the gradients of few rows with kernels, it transposes all
-    kernels. The other way around, kernels times the transposed gradients, only those
-    few are transposed: a third of the time. The barrier keeps XLA from turning it back.
+    For the gradient of the rows, XLA transposes all kernels. Here the few gradients are
+    transposed instead, which takes a third of the time. The barrier keeps XLA from
+    reverting it.
     """
     import jax
 
@@ -89,18 +88,18 @@ def _product_of_few_rows(x, kernel):
 
 
 def linear_on_jax(fn, transposed, x, plain=None):
-    """`fn(x)` of a linear function, whose gradient is computed by another one.
+    """`fn(x)` of a linear function with a custom gradient.
 
-    `jax.custom_vjp` is that too, but has no derivative in forward mode. The solution
-    `x, y` of the linear system `x = b`, `y - fn(x) = 0` has derivatives of any order
-    and mode, and batches: JAX solves another such system for each.
+    Unlike `jax.custom_vjp`, it has derivatives of any order and mode, and batches: `fn`
+    is the solution `y` of the linear system `x = b`, `y - fn(x) = 0`, for whose
+    derivatives JAX solves another such system.
 
     Args:
-        fn: callable of `x`. Values it closes over may be differentiated, too.
-        transposed: callable of the gradient of `fn(x)` that returns the one of `x`.
+        fn: callable of `x`. Values that it closes over may be differentiated, too.
+        transposed: callable from the gradient of `fn(x)` to that of `x`.
         x: tensor, or a structure of tensors, none a scalar.
-        plain: optional callable that computes the same as `fn`, which JAX can
-            differentiate and transpose by itself. If `None`, `fn` can be.
+        plain: optional callable equal to `fn`, which JAX can differentiate and
+            transpose. If `None`, JAX uses `fn`.
 
     Returns:
         `fn(x)`.
@@ -129,9 +128,9 @@ def linear_on_jax(fn, transposed, x, plain=None):
 
 
 def _tied(tensors):
-    """The same tensors, each of which depends on all of them: on none of their entries.
+    """Return equal tensors that depend on each other, but on none of their entries.
 
-    JAX does not solve systems where some values have a derivative, and others none.
+    JAX solves no systems in which only some values have a derivative.
     """
     import jax
     from jax import numpy as jnp
@@ -148,22 +147,21 @@ def _tied(tensors):
 def attend(query, key, value, mask=None):
     """`keras.ops.dot_product_attention`, with the softmax in float32 at least.
 
-    That is what JAX does on accelerators, where it has fused programs. On processors
-    plain products are faster; PyTorch has one program for both, for which Keras would
-    copy the operands.
+    JAX has a fused kernel on accelerators; on CPUs plain products are faster. PyTorch
+    has one for both, for which Keras would copy the operands.
 
     Args:
         query: `(B, Q, heads, head_dim)` tensor.
         key: `(B, S, heads, head_dim)` tensor.
         value: `(B, S, heads, head_dim)` tensor.
-        mask: optional `(B, S)` bool tensor, `False` for tokens that get no attention.
-            If all of an image are, none is left out.
+        mask: optional `(B, S)` bool tensor, `False` for tokens without attention. It is
+            ignored for images where it has no `True`.
 
     Returns:
         `(B, Q, heads, head_dim)` tensor.
     """
     if mask is not None:
-        # Of nothing there is no mean: 0 / 0.
+        # The mean of no tokens would be 0 / 0.
         is_empty = ops.logical_not(ops.any(mask, axis=-1, keepdims=True))
         mask = ops.logical_or(mask, is_empty)
         # (B, 1, 1, S)
@@ -190,32 +188,19 @@ def attend(query, key, value, mask=None):
 
 
 def float32_at_least(x):
-    """A tensor in float32, or in its own dtype where that is more precise."""
+    """Return a tensor in float32, or in its own dtype if that is more precise."""
     x = ops.convert_to_tensor(x)
     return ops.cast(x, keras.backend.result_type(x.dtype, "float32"))
 
 
-def normal_like(x, seed):
-    """Standard normal noise of the shape and dtype of a tensor.
-
-    Args:
-        x: float tensor.
-        seed: int or `keras.random.SeedGenerator`.
-
-    Returns:
-        Tensor like `x`.
-    """
-    return keras.random.normal(ops.shape(x), dtype=x.dtype, seed=seed)
-
-
 def repeat(step, count, state):
-    """`keras.ops.fori_loop(0, count, step, state)`, whose gradient XLA compiles.
+    """`keras.ops.fori_loop(0, count, step, state)` with a gradient under XLA.
 
-    TensorFlow has to be told the largest number of iterations for that.
+    On TensorFlow this requires the largest number of iterations.
 
     Args:
-        step: callable `(number, state)`, from the number of an iteration (a scalar
-            tensor or an int) and a state to the next state.
+        step: callable from the number of an iteration (an int or scalar tensor) and a
+            state to the next state.
         count: int, the number of iterations.
         state: tensor or nested structure of tensors.
 
@@ -233,12 +218,12 @@ def repeat(step, count, state):
 
 
 def _are_few(rows):
-    """Whether rows are few. Exported for batches of any size, nothing is known."""
+    """Return whether rows are few: `False` if unknown, as in an exported model."""
     return isinstance(rows, int) and rows < _FEW_ROWS
 
 
 def is_jax_on(*platforms):
-    """Whether the backend is JAX, and computes on one of these, such as `"cpu"`."""
+    """Return whether the backend is JAX on one of these platforms, such as `"cpu"`."""
     if keras.backend.backend() != "jax":
         return False
     import jax
@@ -247,19 +232,17 @@ def is_jax_on(*platforms):
 
 
 def chunked_map(fn, operands, sharded=False):
-    """`fn(*operands)`, computed in chunks of the first axis where that is faster.
+    """`fn(*operands)`, computed in chunks of the first axis if that is faster.
 
-    It is on processors, whose caches hold what was computed for a chunk until it is
-    needed.
+    It is faster on CPUs, whose caches hold the intermediate results of a chunk.
 
     Args:
-        fn: callable that computes each element along the first axis by itself.
-        operands: list of tensors of the same first axis. The first is `(E, N, D)`, the
-            rows of each element.
-        sharded: bool, see `affine`: there are no chunks then.
+        fn: callable that computes each element along the first axis separately.
+        operands: list of tensors with the same first axis. The first is `(E, N, D)`.
+        sharded: bool, see `affine`. If `True`, there are no chunks.
 
     Returns:
-        What `fn` returns, a tensor of that first axis.
+        Tensor, the result of `fn`.
     """
     operands = [ops.convert_to_tensor(operand) for operand in operands]
     count, rows, _ = operands[0].shape
@@ -268,7 +251,7 @@ def chunked_map(fn, operands, sharded=False):
     if keras.backend.backend() == "torch":
         import torch
 
-        # Gradients would be put together from as many parts, which costs more.
+        # Gradients of chunks would have to be concatenated, which costs more.
         all_at_once = torch.is_grad_enabled() or operands[0].device.type != "cpu"
         if all_at_once or not many_rows:
             return fn(*operands)
@@ -276,7 +259,7 @@ def chunked_map(fn, operands, sharded=False):
         return torch.cat([fn(*chunk) for chunk in chunks])
     if not is_jax_on("cpu") or sharded:
         return fn(*operands)
-    # XLA takes twice as long for hundreds of small products as for some at a time.
+    # XLA takes twice as long for hundreds of small products at once.
     if count >= 256 and count % _CHUNK == 0:
         return _in_chunks(fn, _CHUNK)(*operands)
     if many_rows and count % size == 0:
@@ -285,7 +268,7 @@ def chunked_map(fn, operands, sharded=False):
 
 
 def _in_chunks(fn, size):
-    """`fn`, computed for as many elements along the first axis at a time."""
+    """Return `fn`, computed for `size` elements of the first axis at a time."""
 
     def compute(*operands):
         chunks = [ops.reshape(x, (-1, size, *x.shape[1:])) for x in operands]
@@ -296,7 +279,7 @@ def _in_chunks(fn, size):
 
 
 def _but_for_gradients(quick, fn):
-    """On JAX, `quick`, and the equal `fn` where something is differentiated."""
+    """Return `quick`, which JAX replaces by the equal `fn` for derivatives."""
     import jax
 
     either = jax.custom_jvp(quick)
@@ -319,17 +302,13 @@ def _but_for_gradients(quick, fn):
 
 
 def remat(fn):
-    """`keras.remat` of a function of tensors that returns one.
+    """`keras.remat` of a function from tensors to a tensor.
 
-    It may also be differentiated twice and in forward mode, which TensorFlow's own does
-    not let it. There in forward mode nothing is recomputed, and on PyTorch nothing by
-    `torch.func`, which has no way to.
+    Unlike Keras', it can be differentiated twice and in forward mode on TensorFlow.
+    Nothing is recomputed in forward mode there, and by `torch.func` on PyTorch.
 
     Args:
-        fn: callable of tensors. Others that it closes over get no gradient.
-
-    Returns:
-        Callable like `fn`.
+        fn: callable of tensors. Tensors that it closes over get no gradient.
     """
     if keras.backend.backend() == "torch":
         recomputed = keras.remat(fn)
@@ -360,8 +339,8 @@ def _remat_on_tensorflow(fn):
         def gradients(upstream):
             again = [tf.identity(x) for x in tensors]
             if not tf.executing_eagerly():
-                # Not before there is a gradient, as in `tf.recompute_grad`: else the
-                # first results may be kept for it.
+                # Recompute after the gradient arrives, as in `tf.recompute_grad`:
+                # otherwise the first results may be kept.
                 given = tf.cast(tf.reduce_max(tf.reshape(upstream, [-1])[:1]), "bool")
                 zero = tf.where(given == given, 0.0, float("nan"))
                 again = [x + tf.cast(zero, x.dtype) for x in tensors]
@@ -380,10 +359,7 @@ def _remat_on_tensorflow(fn):
 
 
 def add_rows(rows, index, num_rows):
-    """Sum the rows that go to the same place.
-
-    `keras.ops.segment_sum`, which is what this means and what other backends do. On
-    PyTorch Keras first looks for indices out of range, and its gradient is slow.
+    """`keras.ops.segment_sum`, which on PyTorch checks indices and has a slow gradient.
 
     Args:
         rows: `(N, D)` tensor.
@@ -391,7 +367,7 @@ def add_rows(rows, index, num_rows):
         num_rows: int (or scalar int tensor), the number of places.
 
     Returns:
-        `(num_rows, D)` tensor; zeros where no row goes.
+        `(num_rows, D)` tensor, with zeros for places without rows.
     """
     if keras.backend.backend() == "torch":
         return rows.new_zeros((num_rows, rows.shape[1])).index_add(0, index, rows)
@@ -399,9 +375,9 @@ def add_rows(rows, index, num_rows):
 
 
 def softmax(logits, axis=-1):
-    """Softmax that also takes an axis of size one.
+    """`keras.ops.softmax` without its warning for an axis of size one.
 
-    Keras warns that this gives ones. With a single expert, slot or token it is meant.
+    Such an axis, of a single expert, slot or token, is intended.
 
     Args:
         logits: float tensor.

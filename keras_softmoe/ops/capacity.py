@@ -1,15 +1,15 @@
-"""How many slots an expert gets."""
+"""The capacity of experts: their number of slots."""
 
 import math
 
 from keras_softmoe.checks import check_choice, check_numbers
 
-# As the papers have it: the nearest whole number. The default of all routers.
+# The nearest whole number, as in the papers: the default of all routers
 ROUNDING, MULTIPLE_OF = "round", None
 _ROUNDINGS = {"round": round, "ceil": math.ceil}
 ROUNDINGS = tuple(_ROUNDINGS)
 
-# As the released V-MoE code has it, and so the checkpoints that were trained with it.
+# The settings of the released V-MoE code and its checkpoints
 RELEASED = {"rounding": "ceil", "multiple_of": 4}
 
 
@@ -20,22 +20,17 @@ def expert_capacity(
     rounding: str = ROUNDING,
     multiple_of: int | None = MULTIPLE_OF,
 ) -> int:
-    """Number of slots per expert, from tokens, experts and their ratio.
+    """Return the number of slots per expert.
 
     `num_tokens * capacity_factor / num_experts`, rounded. With a capacity factor of
     1 there are as many slots as choices, up to that rounding.
 
-    Experts compute all their slots, filled or not, so their compute is proportional to
-    this number. The released V-MoE code rounds up, and then up to a multiple of four;
-    `rounding="ceil", multiple_of=4` reproduces it. That adds little where an expert has
-    many slots, and much where it has few: 196 tokens, 128 experts and a factor of 1
-    make 2 slots for each expert, and with the released code's rounding 4, which is
-    twice the compute.
-
-    The added slots also take choices that would otherwise be dropped. With the default
-    a low factor drops what it says (at 0.5 about half of the choices, or more if they
-    spread unevenly), and in a small group a little slack is rounded away: 16 choices, 4
-    experts and a factor of 1.05 make 4 slots for each expert, none to spare.
+    Experts compute all their slots, filled or not. The released V-MoE code rounds up,
+    and then up to a multiple of four: `rounding="ceil", multiple_of=4`. This matters if
+    experts have few slots: with 196 tokens, 128 experts and a factor of 1 there are 2
+    slots per expert, and 4 with the released code's rounding, which is twice the
+    compute, but drops fewer choices. With the default, a small excess is rounded away
+    in a small group: 16 choices, 4 experts and a factor of 1.05 give 4 slots.
 
     Args:
         num_tokens: int, the number of choices that need slots in a group: tokens times
@@ -45,7 +40,7 @@ def expert_capacity(
         rounding: `"round"` (to the nearest integer, halves to the even one, as Python
             does) or `"ceil"`.
         multiple_of: int or `None`. The result is rounded up to a multiple of it,
-            which some accelerators like; `None`, 0 and 1 leave it as it is.
+            which some accelerators prefer; `None`, 0 and 1 leave it as it is.
 
     Returns:
         int, the number `C` of slots per expert.
@@ -68,8 +63,8 @@ def expert_capacity(
             f"integer or `None`. Received: num_tokens={num_tokens}, "
             f"num_experts={num_experts}, multiple_of={multiple_of}."
         )
-    # This order of operations matters: it decides on which side of a half or of a
-    # whole number the ratio falls.
+    # The order of operations matters where the ratio is close to a half or a whole
+    # number.
     capacity = _ROUNDINGS[rounding](num_tokens * capacity_factor / num_experts)
     if capacity < 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Contrastive losses of image and text embeddings. Each returns one value per pair."""
+"""Contrastive losses of image and text embeddings, with one value per pair."""
 
 import keras
 from keras import ops

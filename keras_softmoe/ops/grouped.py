@@ -1,6 +1,6 @@
-"""Products of rows that are sorted by expert, each with as many as it has.
+"""Products of rows sorted by expert, with different numbers of rows.
 
-Keras has no such product, and each backend another one.
+Keras has no such operation, and each backend has its own.
 """
 
 import functools
@@ -15,16 +15,17 @@ from keras_softmoe.ops.backend import (
     linear_on_jax,
 )
 
-# Of the mean number of rows: the sizes of the pieces in which JAX takes an expert's
-# rows on a processor. Fine where most experts are; an expert with more takes several.
+# Sizes of the pieces in which JAX computes an expert's rows on a CPU, as fractions of
+# the mean number of rows. They are dense near 1, where most experts are; an expert with
+# more rows takes several pieces.
 _PIECES = (0.25, 0.5, 0.75, 0.8125, 0.875, 0.9375, 1.0, 1.0625, 1.125, 1.25, 1.5)
 
 
 def knows_counts():
-    """Whether what is computed now may depend on how many rows an expert has.
+    """Return whether shapes may depend on the number of rows of an expert.
 
-    Not in what XLA compiles for TensorFlow (`jit_compile=True`, the default of `fit`
-    where there are accelerators).
+    They may not if XLA compiles for TensorFlow (`jit_compile=True`, the default of
+    `fit` on accelerators).
     """
     if keras.backend.backend() != "tensorflow":
         return True
@@ -36,7 +37,7 @@ def knows_counts():
 
 
 def grouped_affine(rows, kernel, bias, count):
-    """`matmul(rows, kernel[e]) + bias[e]`, for the rows of each expert `e`.
+    """Return `matmul(rows, kernel[e]) + bias[e]` for the rows of each expert `e`.
 
     Args:
         rows: `(N, D)` tensor: first those of expert 0, then those of expert 1, ...
@@ -52,17 +53,17 @@ def grouped_affine(rows, kernel, bias, count):
 
 
 def map_experts(all_at_once, stages, rows, weights, count):
-    """What experts make of rows that are sorted by expert.
+    """Return the outputs of experts for rows sorted by expert.
 
-    On a processor JAX, and PyTorch without gradients, compute expert after expert,
-    whose hidden activations their caches hold.
+    On a CPU, JAX, and PyTorch without gradients, compute one expert after another, so
+    that caches hold its hidden activations.
 
     Args:
-        all_at_once: callable `(rows, *weights)` that computes it.
-        stages: tuple of callables that do so for slots, `(E, N, D)`, one after the
-            other, each with its weights; the same ones in every call, since JAX
-            compiles for them. What lies between two of them is kept for gradients,
-            what is inside of one is computed again.
+        all_at_once: callable from `(rows, *weights)` to the outputs.
+        stages: tuple of callables that compute the same for slots, `(E, N, D)`, one
+            after another, each with its weights; the same callables in every call, as
+            JAX compiles them. Results between stages are kept for gradients, those
+            inside of a stage are recomputed.
         rows: `(N, D)` tensor, see `grouped_affine`.
         weights: tuple with a tuple for each stage, of tensors whose first axis is that
             of experts.
@@ -90,7 +91,7 @@ def map_experts(all_at_once, stages, rows, weights, count):
 
 
 def _chain(stages, x, weights):
-    """What each stage makes of what the one before it made, a list."""
+    """Return the list of results of consecutive stages."""
     results = []
     for stage, of_stage in zip(stages, weights, strict=True):
         x = stage(x, *of_stage)
@@ -105,8 +106,7 @@ def _on_torch(rows, kernel, bias, count):
     import torch
 
     if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:
-        # What `torch.compile` knows of the grouped product is bfloat16 alone: a break
-        # in its graph.
+        # `torch.compile` supports the grouped product only for bfloat16.
         return torch.compiler.disable(_eagerly_on_torch)(rows, kernel, bias, count)
     return _eagerly_on_torch(rows, kernel, bias, count)
 
@@ -115,7 +115,7 @@ def _eagerly_on_torch(rows, kernel, bias, count):
     import torch
 
     bytes_of_rows = [n * rows.element_size() for n in kernel.shape[1:]]
-    # What PyTorch's grouped product takes, from version 2.10 on
+    # The requirements of PyTorch's grouped product, from version 2.10 on
     fits = rows.element_size() <= 4 and not any(n % 16 for n in bytes_of_rows)
     if fits and hasattr(torch.nn.functional, "grouped_mm"):
         ends = torch.cumsum(count, 0, dtype=torch.int32)
@@ -126,7 +126,7 @@ def _eagerly_on_torch(rows, kernel, bias, count):
             pass
         else:
             if products.requires_grad and not torch.compiler.is_compiling():
-                # Its gradient takes none that was expanded, such as that of a sum.
+                # Its gradient rejects expanded tensors, such as the gradient of a sum.
                 products.register_hook(lambda upstream: upstream.contiguous())
             expert = torch.repeat_interleave(count, output_size=rows.shape[0])
             return products + bias[:, 0].index_select(0, expert)
@@ -138,7 +138,7 @@ def _eagerly_on_torch(rows, kernel, bias, count):
 
 
 def _known_counts(count):
-    """The counts as ints; `None` under `torch.func.vmap`, with several of each."""
+    """Return the counts as ints; `None` under `torch.func.vmap`."""
     try:
         return count.tolist()
     except RuntimeError:
@@ -170,7 +170,7 @@ def _on_tensorflow(rows, kernel, bias, count):
         return x[ends[expert] - count[expert] : ends[expert]]
 
     def for_each_expert(fn, num_results):
-        """What `fn` returns for each expert, as `TensorArray`s."""
+        """Return the results of `fn` for each expert as `TensorArray`s."""
 
         def step(expert, *results):
             written = zip(results, fn(expert), strict=True)
@@ -186,7 +186,7 @@ def _on_tensorflow(rows, kernel, bias, count):
         )
         return arrays
 
-    # Differentiated, a loop would add up a gradient of all kernels in each step.
+    # The default gradient of a loop adds up a gradient of all kernels in each step.
     @tf.custom_gradient
     def product(rows, kernel, bias):
         (results,) = for_each_expert(
@@ -194,7 +194,7 @@ def _on_tensorflow(rows, kernel, bias, count):
         )
 
         def gradients(upstream):
-            # Of rows that were taken TensorFlow has their indices only.
+            # The gradient of taken rows is a `tf.IndexedSlices`.
             upstream = tf.convert_to_tensor(upstream)
 
             def of_expert(e):
@@ -233,7 +233,7 @@ def _on_jax(rows, kernel, bias, count):
 
 @compiled_on_jax("stages")
 def _in_pieces(rows, weights, count, stages):
-    """`map_experts` for processors, where XLA's own multiplies all rows by all E."""
+    """`map_experts` on CPUs, where `ragged_dot` multiplies all rows by all kernels."""
     import jax
     from jax import numpy as jnp
 
@@ -242,7 +242,7 @@ def _in_pieces(rows, weights, count, stages):
     sizes = sorted({8 * max(1, part) for part in parts})
 
     def padded(x):
-        # A piece may reach beyond the last row.
+        # A piece may extend beyond the last row.
         return jnp.pad(x, ((0, sizes[-1]), (0, 0)))
 
     def all_stages(xs, weights):
@@ -264,7 +264,7 @@ def _in_pieces(rows, weights, count, stages):
 
     @jax.custom_jvp
     def each(rows, weights, count):
-        """What each stage makes of padded rows. Its derivative is the last one's."""
+        """Return the results of all stages, with the derivative of the last one."""
         *between, results = _for_all_experts(
             all_stages, [padded(rows)], weights, count, sizes, widths
         )[0]
@@ -323,7 +323,7 @@ def _in_pieces(rows, weights, count, stages):
 
 
 def _each_row_by_all_experts(stages, rows, weights, count):
-    """`map_experts`, slowly: JAX can differentiate this as often as wanted."""
+    """`map_experts` in a slow form that JAX can differentiate any number of times."""
     import jax
     from jax import numpy as jnp
 
@@ -343,17 +343,17 @@ def _each_row_by_all_experts(stages, rows, weights, count):
 
 
 def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):
-    """What a function makes of the rows of each expert, on JAX.
+    """Return the results of a function for the rows of each expert, on JAX.
 
-    Shapes are fixed when XLA compiles, so experts take their rows in pieces of a few
-    sizes: the smallest one that holds them all, or several of the largest. Two experts
-    are computed at a time, which is faster than one; they have about as many rows.
+    Shapes are fixed when XLA compiles, so an expert's rows are computed in pieces of a
+    few sizes: the smallest that holds them all, or several of the largest. Two experts
+    with similar numbers of rows are computed at a time, which is faster than one.
 
     Args:
-        fn: callable `(xs, weights)`, for some experts, that returns a list of results
+        fn: callable `(xs, weights)` for some experts, which returns a list of results
             for rows and one of results for weights. Rows beyond those of an expert are
-            zeros in the last of `xs`, and those of others before.
-        xs: list of tensors of rows, as many as the largest size after the last one.
+            zeros in the last of `xs`, and rows of other experts in the others.
+        xs: list of tensors of rows, padded by the largest size.
         weights: tuples of `(E, ...)` tensors.
         count: `(E,)` tensor.
         sizes: list of ints, ascending.
@@ -361,7 +361,7 @@ def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):
         of_weights: bool, whether there are results for weights, one for each.
 
     Returns:
-        The results for rows, with as many after the last one, and for weights: lists.
+        Two lists: the results for rows, padded as `xs`, and for weights.
     """
     import jax
     from jax import lax
@@ -376,7 +376,7 @@ def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):
         return jnp.stack([lax.dynamic_index_in_dim(x, e, 0, False) for e in experts])
 
     def piece(size, first, left, weights):
-        """`fn` of as many rows of some experts, its results padded to the largest."""
+        """Return `fn` of `size` rows of some experts, padded to the largest size."""
 
         def cut(x):
             return jnp.stack([lax.dynamic_slice_in_dim(x, n, size) for n in first])
@@ -388,7 +388,7 @@ def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):
         return [jnp.pad(x, missing) for x in of_rows], of_weights
 
     def write(results, found, first, left):
-        """The results with those of a piece, where its rows are an expert's own."""
+        """Return the results with the own rows of a piece written into them."""
         for number in range(len(first)):
             is_own = (jnp.arange(largest) < left[number])[:, None]
             for place, new in enumerate(found):
@@ -402,7 +402,7 @@ def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):
         return results
 
     def first_pieces(turn, state):
-        """One piece of each of some experts."""
+        """Compute one piece of each of some experts."""
         results, sums = state
         experts = [order[turn * together + number] for number in range(together)]
         first, left = own(starts, experts), own(count, experts)
@@ -420,7 +420,7 @@ def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):
         return write(results, found, first, left), sums
 
     def more_pieces(expert, state):
-        """Those of an expert with more rows than the largest piece."""
+        """Compute the other pieces of an expert with more rows than the largest."""
         end = starts[expert] + count[expert]
 
         def another(state):

@@ -1,11 +1,11 @@
-"""Position embeddings of patches: fixed tables, and resampling of learned ones."""
+"""Position embeddings of patches: a fixed table, and resampling of learned ones."""
 
 import numpy as np
 from keras import ops
 
 
 def sincos_2d_table(rows, columns, width, temperature=10000.0):
-    """Fixed two-dimensional sine and cosine position embeddings.
+    """Return fixed two-dimensional sine and cosine position embeddings.
 
     For the patch in row `y` and column `x` and frequencies
     `w_i = temperature ** (-i / (width / 4 - 1))` the row of the table is
@@ -41,7 +41,7 @@ def sincos_2d_table(rows, columns, width, temperature=10000.0):
 
 
 def resample_position_grid(grid, height, width, resampling="bilinear"):
-    """Resize a grid of position embeddings, as the code that trained them does.
+    """Resize a grid of position embeddings.
 
     Args:
         grid: `(h, w, D)` float tensor or array.
@@ -67,26 +67,26 @@ def resample_position_grid(grid, height, width, resampling="bilinear"):
 
 
 def _linear(old, new):
-    """`(new, old)` matrix of linear interpolation weights, corners aligned."""
+    """Return the `(new, old)` matrix of linear weights, with aligned corners."""
     source = np.linspace(0.0, old - 1.0, new)
     distance = np.abs(source[:, None] - np.arange(old))
     return np.maximum(1.0 - distance, 0.0)
 
 
 def _cubic(old, new):
-    """`(new, old)` matrix of cubic interpolation weights, the ends repeated."""
+    """Return the `(new, old)` matrix of cubic weights, with repeated ends."""
     source = (np.arange(new) + 0.5) * old / new - 0.5
     weights = np.zeros((new, old))
     for step in range(-1, 3):
         place = np.floor(source) + step
-        # What lies outside of the axis is the entry at its end.
+        # Outside of the axis, the entry at its end is repeated.
         inside = np.clip(place, 0, old - 1).astype(int)
         weights[np.arange(new), inside] += _cubic_kernel(source - place, -0.75)
     return weights
 
 
 def _cubic_antialias(old, new):
-    """The same with a kernel as wide as the step, cut off at the ends."""
+    """Return cubic weights with a kernel as wide as the step, cut off at the ends."""
     step = max(old / new, 1.0)
     source = (np.arange(new) + 0.5) * old / new - 0.5
     distance = source[:, None] - np.arange(old)
@@ -95,7 +95,7 @@ def _cubic_antialias(old, new):
 
 
 def _cubic_kernel(distance, a):
-    """Keys' kernel, which is zero from a distance of two on."""
+    """Return Keys' kernel, which is zero from a distance of two on."""
     x = np.abs(distance)
     near = ((a + 2.0) * x - (a + 3.0)) * x**2 + 1.0
     far = a * (((x - 5.0) * x + 8.0) * x - 4.0)

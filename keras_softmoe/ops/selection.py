@@ -1,4 +1,4 @@
-"""Entries of the last axis: the largest ones, with one rule for ties, and look-ups."""
+"""Selection of entries by index or size, with one rule for ties."""
 
 import keras
 from keras import ops
@@ -7,8 +7,8 @@ from keras import ops
 def take_along(x, indices, axis):
     """`keras.ops.take_along_axis` for tensors that differ in the size of one axis only.
 
-    PyTorch's own way of it, which Keras calls, also brings other axes to equal sizes,
-    and takes the size of a batch for a constant of a model that is exported.
+    On PyTorch, Keras broadcasts the other axes, which makes the batch size a constant
+    in an exported model.
 
     Args:
         x: tensor.
@@ -25,31 +25,31 @@ def take_along(x, indices, axis):
 
 
 def largest_entry(x):
-    """`keras.ops.max` of the last axis, which stays. Keras refuses an empty batch."""
+    """`keras.ops.max` of the last axis, kept. Keras refuses an empty batch."""
     return x[..., :1] if x.shape[0] == 0 else ops.max(x, axis=-1, keepdims=True)
 
 
 def smallest_entry(x):
-    """`keras.ops.min` of the last axis, which stays. Keras refuses an empty batch."""
+    """`keras.ops.min` of the last axis, kept. Keras refuses an empty batch."""
     return x[..., :1] if x.shape[0] == 0 else ops.min(x, axis=-1, keepdims=True)
 
 
-# With `sharded=True`, for tensors whose first axis is sharded over devices, entries are
-# sorted: XLA hands all rows of a `top_k` to every device, a sort stays with its rows.
+# With `sharded=True`, for a first axis sharded over devices, entries are sorted: for
+# `top_k` XLA copies all rows to every device, for a sort it does not.
 
 
 def top_values(x, k, sharded=False):
-    """The `k` largest entries of the last axis, in descending order."""
+    """Return the `k` largest entries of the last axis, in descending order."""
     if sharded:
         return -ops.sort(-x, axis=-1)[..., :k]
     return ops.top_k(x, k)[0]
 
 
 def top_indices(scores, k, sharded=False):
-    """Indices of the `k` largest entries of the last axis, ties to the lower index.
+    """Return the indices of the `k` largest entries of the last axis.
 
-    `top_k` promises that order on JAX and TensorFlow, but to JAX 0 is more than -0.
-    PyTorch's does not promise it, its `argmax` and its stable sort do.
+    Ties go to the lower index. `top_k` guarantees this on JAX (where 0 exceeds -0) and
+    TensorFlow; on PyTorch only `argmax` and the stable sort do.
     """
     if keras.backend.backend() == "torch" and k == 1:
         indices = ops.convert_to_tensor(scores).argmax(dim=-1, keepdim=True)

@@ -3,9 +3,9 @@
 from keras_softmoe import moved
 from keras_softmoe.routers._identity import IdentityRouter as IdentityRouter
 from keras_softmoe.routers._limoe import LIMoERouter as LIMoERouter
+from keras_softmoe.routers._limoe import classic_losses as classic_losses
+from keras_softmoe.routers._limoe import entropy_losses as entropy_losses
 from keras_softmoe.routers._losses import RoutingLoss as RoutingLoss
-from keras_softmoe.routers._losses import classic_losses as classic_losses
-from keras_softmoe.routers._losses import entropy_losses as entropy_losses
 from keras_softmoe.routers._named import (
     SinkhornExpertChoiceRouter as SinkhornExpertChoiceRouter,
 )
@@ -25,6 +25,5 @@ from keras_softmoe.routers._router import Decision as Decision
 from keras_softmoe.routers._router import Router as Router
 from keras_softmoe.routers._soft import SoftRouter as SoftRouter
 from keras_softmoe.routers.recording import record as record
-from keras_softmoe.routers.settings import SparseSettings as SparseSettings
 
 __getattr__ = moved.attribute(__name__)

@@ -1,4 +1,4 @@
-"""The fixed router: tokens to experts in turn."""
+"""The identity router, which assigns tokens to experts in turn."""
 
 import keras
 from keras import ops
@@ -11,10 +11,10 @@ from keras_softmoe.routers._router import Decision, Router
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class IdentityRouter(Router):
-    """Sends the first token to the first expert, the second to the second, ...
+    """Fixed router: the first token goes to the first expert, the second to the second.
 
-    Nothing is learned and nothing is mixed: an ablation that shows what routing is
-    worth. Token `s` sits in slot `s // E` of expert `s % E` with gate 1.
+    Token `s` is in slot `s // E` of expert `s % E` with gate 1. Nothing is learned: an
+    ablation that measures the benefit of routing.
 
     Args:
         num_experts: int, number of experts. Must divide the tokens of a group.
@@ -24,8 +24,7 @@ class IdentityRouter(Router):
     `S / E` slots per expert and the summary `load`, `dropped` and `auxiliary_loss`.
 
     Raises:
-        ValueError: when built for, or called on, tokens whose number `num_experts`
-            does not divide.
+        ValueError: if `num_experts` does not divide the number of tokens of a group.
 
     Source: Soft MoE, section 3.6 and appendix A ("Identity").
 
@@ -41,7 +40,7 @@ class IdentityRouter(Router):
         return num_tokens // self.num_experts
 
     def build(self, tokens_shape):
-        """Create nothing, but say before work starts what cannot be routed."""
+        """Check the number of tokens; there are no weights."""
         if tokens_shape[1] is not None:
             self.check_group(tokens_shape[1])
 
@@ -52,7 +51,7 @@ class IdentityRouter(Router):
         num_groups, num_tokens = ops.shape(tokens)[0], tokens.shape[1]
         token, filled = identity(num_groups, num_tokens, self.num_experts)
         if valid is not None:
-            # Real tokens take the places of a sequence that has no others.
+            # Real tokens take the slots of a sequence without padding.
             index = ops.arange(num_tokens, dtype="int32")
             order = ops.argsort(ops.where(valid, index, index + num_tokens), axis=-1)
             count = ops.sum(ops.cast(valid, "int32"), axis=-1)

@@ -1,4 +1,4 @@
-"""Losses of routers: a function of `ops`, the tokens that count, and a weight."""
+"""Losses of routers: a function of `ops`, the tokens it applies to, and a weight."""
 
 import dataclasses
 import math
@@ -9,15 +9,11 @@ import keras
 
 from keras_softmoe import ops
 from keras_softmoe.checks import check_numbers, quote
-from keras_softmoe.ops.assignment import check_num_selected_experts
 from keras_softmoe.ops.backend import softmax
 from keras_softmoe.sharding.constraints import is_distributed
 from keras_softmoe.types import Tensor
 
 MODALITIES = ("image", "text")
-
-# The thresholds of the ablations, 9 text and 20 image experts of 32, for any number.
-_TEXT_SHARE, _IMAGE_SHARE = 9 / 32, 20 / 32
 
 
 class Routed:
@@ -25,10 +21,9 @@ class Routed:
 
     Args:
         logits: `(G, S, E)` tensor, without noise.
-        noisy_logits: `(G, S, E)` tensor; the same object where there is no noise.
-        valid: dict from each modality that is there to the `(G or 1, S)` bool tensor of
-            its tokens. Under the key `None` the tokens of all: a tensor, or `None`
-            where none is padding.
+        noisy_logits: `(G, S, E)` tensor; the same object without noise.
+        valid: dict from each present modality to the `(G or 1, S)` bool mask of its
+            tokens, and from `None` to that of all tokens (`None` without padding).
         num_selected_experts: int, the number `K` of experts that a token chooses.
         noise_std: float, standard deviation of the noise on the logits.
 
@@ -43,8 +38,7 @@ class Routed:
         self.valid = valid
         self.num_selected_experts = num_selected_experts
         self.noise_std = noise_std
-        # At once, and not when first needed: `torch.compile` could not look into
-        # `functools.cached_property`.
+        # Not a `functools.cached_property`, which `torch.compile` cannot trace
         self.probabilities = self.noisy_probabilities = softmax(logits, axis=-1)
         if noisy_logits is not logits:
             self.noisy_probabilities = softmax(noisy_logits, axis=-1)
@@ -58,11 +52,11 @@ class Term(NamedTuple):
 
     Attributes:
         function: callable.
-        name: str, of the class that stands for it in files.
+        name: str, its class name in files.
         takes: tuple of str, its arguments before the mask: attributes of `Routed`, and
             the threshold of the loss.
-        sorts: bool, whether it sorts experts, and so has to know of sharded groups.
-        compares_modalities: bool, whether it takes lists, of images and of text.
+        sorts: bool, whether it sorts experts and takes the argument `sharded`.
+        compares_modalities: bool, whether it takes lists: one item per modality.
     """
 
     function: Callable
@@ -72,7 +66,7 @@ class Term(NamedTuple):
     compares_modalities: bool = False
 
     def from_config(self, config):
-        # Keras calls it for a loss in a file.
+        # Called by Keras when it reads a file.
         return RoutingLoss(self.function, **config)
 
 
@@ -115,33 +109,32 @@ for _term in _TERMS.values():
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 @dataclasses.dataclass(frozen=True, repr=False)
 class RoutingLoss:
-    """A loss of a router: a function, the tokens that count, and a weight.
+    """A loss of a router: a function, the tokens it applies to, and a weight.
 
-    The losses of V-MoE and others, for any sparse router: `ops.importance_loss`,
-    `ops.load_loss` (only with noise), `ops.gshard_loss` and `ops.z_loss`. Those of
-    LIMoE, mostly for one modality: `ops.local_entropy_loss`, `ops.target_entropy_loss`,
-    `ops.merged_entropy_loss`, `ops.global_entropy_loss` and
-    `ops.mutual_information_loss` (of both modalities, left out where one is missing).
+    Any sparse router takes `ops.importance_loss`, `ops.load_loss` (only with noise),
+    `ops.gshard_loss` and `ops.z_loss`. The losses of LIMoE are mostly for one modality:
+    `ops.local_entropy_loss`, `ops.target_entropy_loss`, `ops.merged_entropy_loss`,
+    `ops.global_entropy_loss` and `ops.mutual_information_loss` (of both modalities;
+    skipped if a call has only one).
 
     Args:
-        function: one of these, or a function of your own, `(routed, valid) -> (G,)`:
+        function: one of these, or your own function `(routed, valid) -> (G,)`:
             `routed` has the `(G, S, E)` tensors `logits`, `noisy_logits`,
-            `probabilities` and `noisy_probabilities`, and `valid` is the `(G, S)` bool
-            tensor of the tokens that count, or `None` for all. Register it with
-            `keras.saving.register_keras_serializable`, so that files can name it.
+            `probabilities` and `noisy_probabilities`, and `valid` is a `(G, S)` bool
+            mask, or `None` for all tokens. Register it with
+            `keras.saving.register_keras_serializable` to save it.
         modality: `"image"`, `"text"` or `None` for all tokens. Only a `LIMoERouter`
-            knows modalities.
+            distinguishes modalities.
         weight: float, factor of the loss in the router's sum.
-        threshold: float, of `ops.global_entropy_loss` only, in nats. May be negative.
-        soft_minimum: positive float, `exp(threshold)`, which may be given in its place:
-            the number of experts that have to be used (evenly; more, if unevenly) for
-            the loss to be zero. Under one the loss is zero whatever the routing, and
-            only counts among those that a `LIMoERouter` averages.
+        threshold: float in nats, only for `ops.global_entropy_loss`. May be negative.
+        soft_minimum: positive float, `exp(threshold)`, an alternative to `threshold`:
+            the number of experts at which the loss is zero, if they are used evenly.
+            Under one the loss is always zero, and only counts in the average of a
+            `LIMoERouter`.
 
     Raises:
-        ValueError: if the modality is none of these, `weight` is no number, or
-            threshold and soft minimum are missing, not finite, both given, or given for
-            another loss.
+        ValueError: if an argument is not among the accepted values, or a threshold is
+            missing, given twice or given for another loss.
 
     Source: V-MoE, appendix A; GShard, section 2.2; ST-MoE, section 3; LIMoE, section
     2.2.2 and appendices B.1, B.2 (`S = exp(threshold)`) and E.1.
@@ -205,7 +198,7 @@ class RoutingLoss:
 
     @property
     def term(self) -> Term:
-        """The function's row in the table; one without a name for a user's own."""
+        """The function's row of the table; without a name for a user's function."""
         return _TERMS.get(self.function) or Term(self.function, "", ())
 
     @property
@@ -214,7 +207,7 @@ class RoutingLoss:
 
     @property
     def needs_noise(self) -> bool:
-        """Bool, whether it is defined through the noise on the logits."""
+        """Bool, whether the loss is defined through the noise on the logits."""
         return "noise_std" in self.term.takes
 
     @property
@@ -222,7 +215,7 @@ class RoutingLoss:
         return getattr(self.function, "__name__", type(self.function).__name__)
 
     def __call__(self, routed: Routed) -> Tensor:
-        """The loss of each group, `(G,)`, before it is multiplied by its weight."""
+        """Return the loss of each group, `(G,)`, without its weight."""
         term = self.term
         if not term.name:
             return self.function(routed, routed.valid[self.modality])
@@ -240,12 +233,12 @@ class RoutingLoss:
         return self.function(*arguments)
 
     def check(self, num_experts: int, noise_std: float) -> None:
-        """Raise `ValueError` if a router of these settings cannot have the loss."""
+        """Raise `ValueError` if a router with these settings cannot have the loss."""
         if self.needs_noise and not noise_std > 0:
             raise ValueError(
-                "The load loss is about the noise of the router. Received: "
-                f"losses with {self!r}, noise_std={noise_std}. Make the noise positive "
-                "or leave the loss out."
+                "The load loss needs noise on the logits. Received: "
+                f"losses with {self!r}, noise_std={noise_std}. Raise `noise_std` or "
+                "leave the loss out."
             )
         if self._takes_threshold and self.threshold > math.log(num_experts) + 1e-6:
             raise ValueError(
@@ -257,15 +250,15 @@ class RoutingLoss:
             )
 
     def applies(self, routed: Routed) -> bool:
-        """Whether there are the tokens, and the noise, that the loss is about."""
+        """Return whether a call has the tokens and the noise that the loss needs."""
         if self.needs_noise and routed.noisy_logits is routed.logits:
             return False
         needed = MODALITIES if self.term.compares_modalities else (self.modality,)
         return all(name in routed.valid for name in needed)
 
     def settings(self) -> dict:
-        """Its settings besides the function."""
-        # Without those of no effect, as in files that are older than these.
+        """Return the settings besides the function."""
+        # Without defaults, as in files that are older than these settings
         weight = {} if self.weight == 1.0 else {"weight": self.weight}
         threshold = {} if self.threshold is None else {"threshold": self.threshold}
         return {"modality": self.modality, **weight, **threshold}
@@ -314,84 +307,11 @@ def _checked_threshold(threshold, soft_minimum):
     return float(threshold)
 
 
-def classic_losses(by_modality: bool = False) -> tuple:
-    """Importance, load and z-loss, which take no entropy into account.
-
-    The load loss is about the noise of a router: one whose `noise_std` is 0 refuses it;
-    give it importance and z-loss.
-
-    Args:
-        by_modality: bool, whether each is computed for images and for text apart
-            (six losses), or once for all tokens as in the paper (three).
-
-    Returns:
-        tuple of `RoutingLoss`.
-
-    Source: LIMoE, section 4.1 ("classic") and appendix B.1.
-
-    Examples:
-        >>> losses = ksm.routers.classic_losses(by_modality=True)
-        >>> router = ksm.routers.LIMoERouter(num_experts=8, losses=losses)
-    """
-    functions = (ops.importance_loss, ops.load_loss, ops.z_loss)
-    modalities = MODALITIES if by_modality else (None,)
-    return tuple(RoutingLoss(f, modality) for f in functions for modality in modalities)
-
-
-def entropy_losses(
-    num_experts: int,
-    text_experts: float | None = None,
-    image_experts: float | None = None,
-    num_selected_experts: int = 1,
-) -> tuple:
-    """The local entropy of text, and the global entropies of text and images.
-
-    Where a token chooses several experts, the merged entropy takes the place of the
-    local one, which would leave it one.
-
-    Args:
-        num_experts: int, number of experts of the router.
-        text_experts: float, soft minimum of experts for text, see `RoutingLoss`.
-            9 of 32 if `None`, as in most ablations; the paper's models with 4 to 64
-            experts (figure 12) have `0.6 * num_experts`.
-        image_experts: float, soft minimum of experts for images. 20 of 32 if `None`; in
-            figure 12 `0.2 * num_experts`, which is under one for 4 experts.
-        num_selected_experts: int, the number `K` of experts that a token chooses.
-
-    Returns:
-        tuple of `RoutingLoss`.
-
-    Raises:
-        ValueError: if a soft minimum is not positive, or `num_selected_experts` is not
-            in `[1, num_experts]`.
-
-    Source: LIMoE, section 4.1 ("entropy"), appendices A.2 (thresholds), E.1 (K > 1) and
-    E.2 (thresholds grow with the number of experts), table 5.
-
-    Examples:
-        >>> losses = ksm.routers.entropy_losses(num_experts=32, text_experts=4)
-        >>> router = ksm.routers.LIMoERouter(num_experts=32, losses=losses)
-    """
-    check_num_selected_experts(num_selected_experts, num_experts)
-    if text_experts is None:
-        text_experts = max(1.0, _TEXT_SHARE * num_experts)
-    if image_experts is None:
-        image_experts = max(1.0, _IMAGE_SHARE * num_experts)
-    merges = num_selected_experts > 1
-    local = ops.merged_entropy_loss if merges else ops.local_entropy_loss
-    return (
-        RoutingLoss(local, "text"),
-        RoutingLoss(ops.global_entropy_loss, "text", soft_minimum=text_experts),
-        RoutingLoss(ops.global_entropy_loss, "image", soft_minimum=image_experts),
-    )
-
-
 def checked_losses(losses, num_experts, noise_std):
-    """Tuple of the losses of a router, which may be given in serialized form.
+    """Return the losses of a router as a tuple, deserialized if necessary.
 
     Raises:
-        ValueError: if they are no losses, one is given twice, or one makes no sense for
-            the router.
+        ValueError: if one is no loss, is given twice or does not fit the router.
     """
     losses = [
         keras.saving.deserialize_keras_object(loss) if isinstance(loss, dict) else loss
@@ -409,3 +329,61 @@ def checked_losses(losses, num_experts, noise_std):
     for loss in losses:
         loss.check(num_experts, noise_std)
     return tuple(losses)
+
+
+# === Losses in files ===
+
+# Weights of losses by name, in files that are older than `losses`
+FORMER_WEIGHTS = {
+    "importance_loss_weight": ops.importance_loss,
+    "load_loss_weight": ops.load_loss,
+    "gshard_loss_weight": ops.gshard_loss,
+    "z_loss_weight": ops.z_loss,
+}
+
+
+def serialize_loss(loss):
+    """Return the configuration of a loss in a file: a class named by its function.
+
+    `keras.saving.serialize_keras_object` would import TensorFlow for every layer that
+    clones its router.
+    """
+    name = loss.term.name
+    return {
+        "module": RoutingLoss.__module__,
+        "class_name": name or "RoutingLoss",
+        "config": loss.settings() if name else loss.get_config(),
+        "registered_name": f"keras_softmoe>{name or 'RoutingLoss'}",
+    }
+
+
+def with_losses(config, default):
+    """Return a router's configuration with `losses` in place of weights by name.
+
+    Args:
+        config: dict, from a file of any version.
+        default: the default losses of the router, for weights that are left out.
+
+    Raises:
+        ValueError: if the configuration has both.
+    """
+    named = {name: config[name] for name in FORMER_WEIGHTS if name in config}
+    if not named:
+        return config
+    if config.get("losses") is not None:
+        raise ValueError(
+            "Weights of losses are part of the losses. Received: losses and "
+            f"{', '.join(named)}. Leave the weights out."
+        )
+    weights = {loss.function: loss.weight for loss in default}
+    weights |= {FORMER_WEIGHTS[name]: weight for name, weight in named.items()}
+    if config.get("noise_std") == 0:
+        # Without noise, the weight of the load loss had no effect.
+        weights.pop(ops.load_loss, None)
+    losses = [
+        RoutingLoss(function, weight=weights[function])
+        for function in FORMER_WEIGHTS.values()
+        if weights.get(function)
+    ]
+    rest = {name: value for name, value in config.items() if name not in named}
+    return {**rest, "losses": losses}

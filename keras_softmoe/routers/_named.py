@@ -1,4 +1,4 @@
-"""The sparse routers of V-MoE and of the router study, by their names."""
+"""The sparse routers of V-MoE and of the router study."""
 
 from typing import Unpack
 
@@ -6,15 +6,14 @@ import keras
 
 from keras_softmoe import ops
 from keras_softmoe.routers._losses import RoutingLoss
-from keras_softmoe.routers._policies import (
+from keras_softmoe.routers._sparse import SparseRouter, SparseSettings
+from keras_softmoe.routers.policies import (
     ExpertChoice,
     Sinkhorn,
     Softmax,
     SparseTransport,
     TokenChoice,
 )
-from keras_softmoe.routers._sparse import SparseRouter
-from keras_softmoe.routers.settings import SparseSettings
 
 # === Tokens choose experts ===
 
@@ -30,25 +29,34 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
         num_experts: int, number of experts.
         num_selected_experts: int, the number `K` of experts that a token chooses.
         capacity_factor: float, slots per choice: under 1 some choices are dropped
-            even if they spread evenly. `None`: nothing is dropped, and no slot stays
-            empty (dropless). The experts then multiply as many rows as they are given,
-            and the routing is an `ops.ChoiceRouting`.
-        priority: the order in which tokens are assigned: `"position"`, `"max"` (batch
+            even if they spread evenly. `None` for dropless routing: each expert
+            computes as many rows as tokens choose it, and the routing is an
+            `ops.ChoiceRouting`.
+        priority: order in which tokens are assigned: `"position"`, `"max"` (batch
             prioritized routing: the largest probability first), `"sum"`, `"pair"` or
             `"random"`, see `ops.token_choice`.
         keep_fraction: float in `(0, 1]`. Under 1, tokens of low priority are skipped
             (V-MoE, algorithm 3), see `ops.token_choice`.
         normalize_gates: bool, whether the gates of a token's choices are divided by
-            their sum. For a softmax that is the same as taking the softmax over the
-            chosen logits only, "softmax(TOP-K)" in V-MoE's table 3; with one choice
-            the router then gets no gradient.
+            their sum. This equals a softmax over the chosen logits only,
+            "softmax(TOP-K)" in V-MoE's table 3. With one choice the router then gets
+            no gradient.
         noise_std: float. In training, normal noise of standard deviation
-            `noise_std / num_experts` is added to the logits that choose and weigh.
-            The load loss is about it: without noise there is none by default, and one
-            in `losses` is refused.
-        **settings: those of all sparse routers, see `SparseSettings`. By default
-            `losses` are the importance loss and, if there is noise, the load loss, with
-            weights of 0.005 as in the paper.
+            `noise_std / num_experts` is added to the logits that choose and weigh. With
+            0 there is no load loss, which needs noise.
+        **settings: settings of all sparse routers:
+
+            - `losses`: sequence of `RoutingLoss`es, whose weighted sum is added to the
+              loss in training. By default the importance loss and, with noise, the load
+              loss, with weights of 0.005 as in the paper.
+            - `eval_capacity_factor`: float, the capacity factor outside of training.
+              `None` for `capacity_factor`.
+            - `rounding`, `multiple_of`: see `ops.expert_capacity`.
+            - `random_logits`: bool, whether logits are replaced by normal noise; or
+              `"permuted"`, whether each token's logits are shuffled, which keeps the
+              size of probabilities and gates. Shows the effect of random routing on a
+              trained model (V-MoE, appendix E.1).
+            - `name`, `trainable`: as in `keras.layers.Layer`.
 
     Weights: `kernel` `(D, E)`.
 
@@ -56,8 +64,8 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
     training, the mean of `auxiliary_loss` over the groups is added to the losses.
 
     Raises:
-        ValueError: if a token would choose more experts than there are, or another
-            argument is not among the accepted values.
+        ValueError: if `num_selected_experts` is over `num_experts`, or another argument
+            is not among the accepted values.
 
     Source: V-MoE, section 2 and appendix A; router study, section 2 ("Softmax Token
     Choice"). Noise and loss weights are those of the V-MoE paper.
@@ -67,6 +75,11 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
         >>> decision = router(np.random.normal(size=(4, 16, 32)))
         >>> decision.routing.token.shape
         (4, 8, 4)
+        >>> router = ksm.routers.SoftmaxTokenChoiceRouter(
+        ...     8, capacity_factor=1.5, eval_capacity_factor=4.0, rounding="ceil"
+        ... )
+        >>> router.capacity(64, training=True), router.capacity(64)
+        (12, 32)
     """
 
     default_losses = (
@@ -100,25 +113,22 @@ class SinkhornTokenChoiceRouter(SparseRouter):
     """Every token chooses the experts with the most weight in a balanced plan.
 
     The plan is `ops.sinkhorn_plan` of the logits: each expert receives the same total
-    weight in it, so there is no balancing loss by default, but more tokens may choose
-    an expert than it has slots. The gates are softmax probabilities by default. Noise
-    changes the plan only: the probabilities are those of the logits without it, as in
-    the released code.
+    weight, so there is no balancing loss by default, but more tokens may choose an
+    expert than it has slots. Noise changes the plan only: the probabilities, which are
+    the gates by default, are without noise, as in the released code.
 
     Args:
         num_experts: int, number of experts.
         num_selected_experts: int, the number `K` of experts that a token chooses.
-        capacity_factor: as in `SoftmaxTokenChoiceRouter`.
+        capacity_factor, keep_fraction, normalize_gates: as in
+            `SoftmaxTokenChoiceRouter`.
         priority: as in `SoftmaxTokenChoiceRouter`, by the entries of the plan.
-        keep_fraction: as in `SoftmaxTokenChoiceRouter`.
-        normalize_gates: as in `SoftmaxTokenChoiceRouter`.
         num_iterations: int, number of Sinkhorn iterations.
         combine: `"softmax"` (gates are probabilities, the plan has no gradient) or
             `"plan"` (gates are entries of the plan, which then has a gradient).
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits.
-        **settings: those of all sparse routers, see `SparseSettings`. No `losses` by
-            default.
+        **settings: as in `SoftmaxTokenChoiceRouter`. No `losses` by default.
 
     Weights: `kernel` `(D, E)`.
 
@@ -180,8 +190,8 @@ class SoftmaxExpertChoiceRouter(SparseRouter):
             process a token. An expert takes at most all tokens of a group.
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits.
-        **settings: those of all sparse routers, see `SparseSettings`. No `losses` by
-            default; `[RoutingLoss(ops.z_loss, weight=1e-4)]` keeps logits small.
+        **settings: as in `SoftmaxTokenChoiceRouter`. No `losses` by default;
+            `[RoutingLoss(ops.z_loss, weight=1e-4)]` keeps logits small.
 
     Weights: `kernel` `(D, E)`.
 
@@ -220,9 +230,8 @@ class SoftmaxExpertChoiceRouter(SparseRouter):
 class SinkhornExpertChoiceRouter(SparseRouter):
     """Every expert chooses the tokens with the most weight in a balanced plan.
 
-    The plan is `ops.sinkhorn_plan` of the logits. Since every token sends out the
-    same total weight in it, fewer tokens stay without an expert than under
-    `SoftmaxExpertChoiceRouter`.
+    The plan is `ops.sinkhorn_plan` of the logits. Every token has the same total weight
+    in it, so fewer tokens get no expert than with `SoftmaxExpertChoiceRouter`.
 
     Args:
         num_experts: int, number of experts.
@@ -232,8 +241,7 @@ class SinkhornExpertChoiceRouter(SparseRouter):
             `"plan"` (gates are entries of the plan, which then has a gradient).
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits, for plan and gates.
-        **settings: those of all sparse routers, see `SparseSettings`. No `losses` by
-            default.
+        **settings: as in `SoftmaxTokenChoiceRouter`. No `losses` by default.
 
     Weights: `kernel` `(D, E)`.
 
@@ -276,9 +284,9 @@ class SinkhornExpertChoiceRouter(SparseRouter):
 class SparseTransportExpertChoiceRouter(SparseRouter):
     """Experts choose by a balanced plan that respects their capacity.
 
-    The plan is `ops.sparse_transport_plan` of the softmax probabilities: it knows, as
-    the Sinkhorn plan does not, that an expert takes only `C` tokens. No noise is added
-    and no gradient flows through the plan.
+    The plan is `ops.sparse_transport_plan` of the softmax probabilities. Unlike the
+    Sinkhorn plan, it gives an expert only `C` tokens. No noise is added and no gradient
+    flows through the plan.
 
     Args:
         num_experts: int, number of experts.
@@ -287,8 +295,7 @@ class SparseTransportExpertChoiceRouter(SparseRouter):
         learning_rate: float, step size of the solver.
         combine: `"softmax"` (gates are probabilities) or `"plan"` (gates are entries of
             the plan: then the router does not learn).
-        **settings: those of all sparse routers, see `SparseSettings`. No `losses` by
-            default.
+        **settings: as in `SoftmaxTokenChoiceRouter`. No `losses` by default.
 
     Weights: `kernel` `(D, E)`.
 

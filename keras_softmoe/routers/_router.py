@@ -1,4 +1,4 @@
-"""The interface of all routers: tokens -> `Decision`."""
+"""The base class of all routers, and their result."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,23 +18,21 @@ from keras_softmoe.types import Tensor
 
 
 class Decision(NamedTuple):
-    """The routing of each group of tokens, with tensors that describe it.
+    """The routing of groups of tokens, with tensors that describe it.
 
     Attributes:
         routing: `SlotRouting`, `ChoiceRouting` or `DenseRouting`.
         summary: dict of tensors that describe the decision. `"auxiliary_loss"` `(G,)`
-            is the weighted sum of the router's balancing losses, which `MoE` adds to
-            the loss in training; a `call` without losses may leave it out, and an
-            observer then sees zeros. Routers that learn have `"logits"`; sparse ones
-            also `"probabilities"` and `"selection"` `(G, S, E)`, the scores that choose
-            the slots.
+            is the weighted sum of the balancing losses, which `MoE` adds to the loss in
+            training; zeros if there are none. Routers that learn have `"logits"`;
+            sparse ones also `"probabilities"` and `"selection"` `(G, S, E)`, the scores
+            that choose the slots.
 
-            Some entries are computed only when a router is called directly, and in a
-            scope of `routers.record`: `"valid"` `(G, S)` bool, `False` for padding;
-            `"auxiliary_loss"` outside of training; and of a sparse routing `"load"`
-            `(G, E)`, the number of tokens that each expert takes, and `"dropped"`
-            `(G, S)` bool, the tokens that no expert takes (padding is not counted as
-            dropped).
+            Some entries are computed only if a router is called directly or in a scope
+            of `routers.record`: `"valid"` `(G, S)` bool, `False` for padding;
+            `"auxiliary_loss"` outside of training; and for sparse routings `"load"`
+            `(G, E)`, the number of tokens of each expert, and `"dropped"` `(G, S)`
+            bool, the tokens without an expert (except padding).
 
     Examples:
         >>> router = ksm.routers.SoftmaxExpertChoiceRouter(num_experts=4)
@@ -57,25 +55,25 @@ class Router(Layer):
     padding. Padding must take no slot: set `filled` to `False` there, or the weights of
     a `DenseRouting` to zero. Weights are created in `build(tokens_shape)` and get their
     gradient through the gates and `"auxiliary_loss"`. `get_config` returns the
-    arguments of the constructor, from which a layer makes its own router. For
+    arguments of the constructor, from which each layer clones its router. For
     `evaluation.cost` and `distribution.plan` implement `capacity`, and `cost` if there
     are weights; set `mixes_tokens = True` if the routing is a `DenseRouting`.
 
     Routers compute in float32 under any dtype policy: a rounding error can change the
     choice of an expert, and so the output.
 
-    A frozen router (`trainable=False`, its own or that of a layer or model around it)
-    adds no balancing loss in training: only the tokens could follow it. The loss is
-    still in the `summary`. To balance tokens without training the router, freeze its
-    kernel alone: `router.kernel.trainable = False`.
+    A frozen router (`trainable=False` of the router, or of a layer or model with it)
+    adds no balancing loss in training, as it would only move the tokens. The loss is
+    still in the `summary`. To add it nevertheless, freeze only the kernel:
+    `router.kernel.trainable = False`.
 
     Args:
         num_experts: int, number of experts.
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
     Raises:
-        ValueError: if `num_experts` is not a positive integer, or the devices over
-            which experts are sharded do not divide it.
+        ValueError: if `num_experts` is not a positive integer, or not a multiple of the
+            devices over which experts are sharded.
 
     Examples:
         >>> class FirstTokensRouter(ksm.routers.Router):
@@ -105,16 +103,16 @@ class Router(Layer):
     # Whether tokens are L2-normalized before the product with the directions.
     normalizes_tokens = False
 
-    # Arguments of the constructor that may change later.
+    # Arguments of the constructor that may change later
     mutable_settings = ()
 
     # Whether `call` also takes `modalities`, see `LIMoERouter`. `MoE` passes them.
     knows_modalities = False
 
-    # Whether `call` also takes `num_tokens`, a `(G,)` int tensor: the tokens of each
-    # group that slots are counted by. `MoE` passes it where tokens are masked, so that
-    # a masked sequence is routed like a shorter one. (Images that fill up a batch are
-    # padding as well, but do not change the number of slots.)
+    # Whether `call` also takes `num_tokens`, a `(G,)` int tensor: the number of tokens
+    # of each group by which slots are counted. `MoE` passes it if tokens are masked, so
+    # that a masked sequence is routed like a shorter one. (Images that fill up a batch
+    # are padding as well, but do not change the number of slots.)
     knows_num_tokens = False
 
     def __init__(self, num_experts: int, **kwargs):
@@ -122,7 +120,7 @@ class Router(Layer):
         kwargs["dtype"] = "float32"
         super().__init__(**kwargs)
         self.num_experts = num_experts
-        # Masks come as `valid`, and slots have none.
+        # Masks are passed as `valid`, and slots have none.
         self.supports_masking = True
 
     def __call__(self, tokens, valid=None, training=None, *, summarize=True, **kwargs):
@@ -132,9 +130,8 @@ class Router(Layer):
             tokens: `(G, S, D)` float tensor.
             valid: optional `(G, S)` bool tensor, `False` for padding.
             training: bool or `None`, as in `keras.layers.Layer`.
-            summarize: bool, whether the summary has to be complete. `False` is for
-                layers, which also put zeros in place of padding beforehand; here that
-                is done with `True` only.
+            summarize: bool, whether the summary is complete. `False` is for layers,
+                which have replaced padding by zeros; `True` does this here.
             **kwargs: other arguments of `call`.
 
         Returns:
@@ -160,7 +157,7 @@ class Router(Layer):
         return decision
 
     def compute_output_spec(self, tokens, *args, **kwargs):
-        # Of a call in a functional model, whose summary is complete.
+        # For a call in a functional model, whose summary is complete
         routing, summary = super().compute_output_spec(tokens, *args, **kwargs)
         num_groups, num_tokens, _ = tokens.shape
         found = {
@@ -177,7 +174,7 @@ class Router(Layer):
 
     def call(self, tokens, valid=None, training=False):
         raise TypeError(
-            f"`{type(self).__name__}` is abstract: it routes nothing. Use one of the "
+            f"`{type(self).__name__}` is abstract. Use one of the "
             "routers in `keras_softmoe.routers`, or implement `call`."
         )
 
@@ -185,15 +182,15 @@ class Router(Layer):
         return None
 
     def capacity(self, num_tokens: int, training: bool = False) -> int:
-        """Slots per expert for a group of `num_tokens` tokens, as a Python int."""
+        """Return the slots of an expert for a group of `num_tokens` tokens."""
         raise ValueError(
-            f"`{type(self).__name__}` has no method for the number of slots. Implement "
-            "`capacity(num_tokens, training=False)`, which returns the slots of one "
-            "expert for a group of so many tokens."
+            f"`{type(self).__name__}` has no method for its number of slots. Implement "
+            "`capacity(num_tokens, training=False)`, which returns the slots of an "
+            "expert for a group of `num_tokens` tokens."
         )
 
     def num_rows(self, num_tokens: int, training: bool = False) -> int | None:
-        """Rows of all experts together for a group; `None` for a router with slots."""
+        """Return the rows of all experts for a group; `None` if there are slots."""
         return None
 
     def check_group(self, num_tokens: int) -> None:
@@ -203,18 +200,18 @@ class Router(Layer):
         """
 
     def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
-        """The `layers.LayerCost` of the router. Nothing by default.
+        """Return the `layers.LayerCost` of the router. Zero by default.
 
         Args:
-            tokens_shape: `(G, S, D)`, all known.
-            training: bool, whether the settings of training count.
+            tokens_shape: `(G, S, D)` ints.
+            training: bool, whether the settings of training apply.
         """
         return LayerCost()
 
     def complete(
         self, decision: Decision, tokens: Tensor, valid: Tensor, **kwargs
     ) -> Decision:
-        """A decision with a complete summary, see `Decision`.
+        """Return a decision with a complete summary, see `Decision`.
 
         Args:
             decision: the `Decision` of `call`.
@@ -229,7 +226,7 @@ class Router(Layer):
         found = {"valid": valid}
         if isinstance(routing, SlotRouting):
             filled = ops.cast(routing.filled, "float32")
-            # (G, S): in how many slots each token is
+            # (G, S), number of slots of each token
             slots_of_token = combine(
                 ops.expand_dims(filled, -1),
                 routing._replace(gate=filled),
@@ -256,8 +253,8 @@ class Router(Layer):
         """Set the weights, so that logits are products of tokens and directions.
 
         Args:
-            directions: `(num_directions, D)` array, all of one length: one for each
-                expert, or of a soft router for each slot, expert by expert.
+            directions: `(num_directions, D)` array of equal lengths: one row for each
+                expert, or for each slot of a soft router, expert by expert.
 
         Raises:
             ValueError: if the router has no such weights.
@@ -268,61 +265,59 @@ class Router(Layer):
         )
 
     def clone(self, name: str) -> "Router":
-        """A new router with the same configuration and its own weights."""
+        """Return a new router with the same configuration and its own weights."""
         config = {**self._arguments(), "name": name}
         try:
             return type(self).from_config(config)
         except TypeError as error:
             raise ValueError(
-                f"`{type(self).__name__}` cannot be made again from what its "
+                f"`{type(self).__name__}` cannot be made from the arguments that its "
                 f"`get_config` returns: {quote(sorted(config))}. Let the constructor "
                 "take `**kwargs` for `name` and `trainable`, and add its own arguments "
                 "to `{**super().get_config(), ...}`."
             ) from error
 
     def with_settings(self, **settings) -> "Router":
-        """A new router with some settings changed and its own weights.
+        """Return a new router with changed settings and its own weights.
 
         Raises:
-            ValueError: if this router has no such mutable setting, or a value is not
-                accepted.
+            ValueError: if a setting is not mutable, or a value is not accepted.
         """
         unknown = [name for name in settings if name not in self.mutable_settings]
         if unknown:
             accepted = ", ".join(self.mutable_settings)
             raise ValueError(
-                f"`{type(self).__name__}` has no such setting that may change. "
-                f"Accepted: {accepted or 'none, as it chooses nothing; leave them out'}"
+                f"`{type(self).__name__}` has no such setting to change. "
+                f"Accepted: {accepted or 'none; leave the settings out'}"
                 f". Received: {', '.join(unknown)}."
             )
-        # Not `from_config`, which turns every error into a TypeError.
+        # Not `from_config`, which turns every error into a TypeError
         return type(self)(**{**self._arguments(), **settings})
 
     def update(self, **settings) -> None:
-        """Change mutable settings. A function compiled before still has the old ones.
+        """Change mutable settings.
 
-        The models of this library notice and compile anew, see
-        `ViTMoEBackbone.set_routing`; after a change in your own model, call its
-        `compile` again.
+        Compiled functions keep the old settings. The models of this library compile
+        again, see `ViTMoEBackbone.set_routing`; for your own model, call `compile`.
 
         Args:
             **settings: names from `mutable_settings` and their new values.
 
         Raises:
-            ValueError: if this router has no such mutable setting, or a value is not
-                accepted. The router is then unchanged.
+            ValueError: if a setting is not mutable, or a value is not accepted. The
+                router is then unchanged.
         """
         changed = self.with_settings(**settings)
         for name in settings:
             setattr(self, name, getattr(changed, name))
 
     def _arguments(self):
-        """Arguments of the constructor, for a router of the same settings."""
+        """Return the arguments of the constructor."""
         return self.get_config()
 
     def get_config(self):
-        # Without the dtype, which is always float32: Keras would import TensorFlow to
-        # write it down, for every layer that clones its router.
+        # Without the dtype, which is always float32: to serialize it, Keras would
+        # import TensorFlow for every layer that clones its router.
         return {
             "name": self.name,
             "trainable": self.trainable,
@@ -331,6 +326,6 @@ class Router(Layer):
 
 
 def check_num_experts(num_experts):
-    """Raise unless there are experts, which the active distribution can share out."""
+    """Raise unless the active distribution can shard this number of experts."""
     check_whole_numbers(1, num_experts=num_experts)
     check_divides_experts(num_experts)

@@ -1,4 +1,4 @@
-"""The soft router: every slot mixes all tokens."""
+"""The soft router, whose slots are mixtures of all tokens."""
 
 import math
 from collections.abc import Sequence
@@ -18,9 +18,8 @@ from keras_softmoe.checks import (
 )
 from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.ops import DenseRouting
-from keras_softmoe.ops.backend import normal_like, softmax
-from keras_softmoe.ops.constants import lowest
-from keras_softmoe.ops.padding import zero_padding
+from keras_softmoe.ops.backend import softmax
+from keras_softmoe.ops.padding import lowest, zero_padding
 from keras_softmoe.routers._router import Decision, Router
 from keras_softmoe.sharding.constraints import check_layer, replicate
 
@@ -52,15 +51,14 @@ class SoftRouter(Router):
         normalize: bool, whether the logits are a scaled cosine (the default, needed
             at large widths: appendix E) or the plain product `X mu` of equation 1,
             which has no scale.
-        initial_scale: float over 0, the start of the learned `scale` (1 in the
+        initial_scale: positive float, initial value of the learned `scale` (1 in the
             papers), or `"unit_variance"` for `sqrt(D)`, with which the logits of
-            random directions have variance 1, as those of equation 1 have. An
-            optimizer like Adam moves it by at most the sum of the learning rates: 90 in
-            the papers' 300,000 steps, but a few units in some thousands, in which slots
-            that started at 1 stay near the mean of all patches.
+            random directions have variance 1, as in equation 1. An optimizer like Adam
+            changes it by at most the sum of the learning rates: 90 in the papers'
+            300,000 steps, but only a few units in thousands of steps, in which slots
+            with an initial 1 stay near the mean of all patches.
         noise_std: float, standard deviation of normal noise on the logits in
-            training. Unlike that of the sparse routers it is not divided by the
-            number of experts.
+            training. Unlike in the sparse routers, not divided by `num_experts`.
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
     Weights: `mu` `(D, E, C)` and, if `normalize`, `scale` `()`. None if both dispatch
@@ -172,8 +170,7 @@ class SoftRouter(Router):
         if self.normalize:
             length = np.linalg.norm(mu, axis=0).mean()
             self.scale.assign(length)
-            # Their own length says only how far a step of training turns them: as far
-            # as those that `build` makes.
+            # The length of `mu` only sets the size of a training step: that of `build`.
             mu = mu / (length * math.sqrt(self.num_experts))
         self.mu.assign(np.reshape(mu, self.mu.shape))
 
@@ -188,7 +185,7 @@ class SoftRouter(Router):
             summary["logits"] = ops.reshape(logits, (-1, num_tokens, *slots))
         dispatch = self._dispatch_weights(tokens, logits, valid)
         combine = self._combine_weights(tokens, logits)
-        # Padding takes nothing from the slots either.
+        # Padding gets no output of the slots either.
         combine = zero_padding(combine, valid)
         routing = DenseRouting(
             ops.reshape(dispatch, (-1, num_tokens, *slots)),
@@ -209,7 +206,9 @@ class SoftRouter(Router):
             # Dividing the products is cheaper than dividing the tokens.
             logits = logits * _inverse_norm(tokens, axis=-1)
         if training and self.noise_std:
-            noise = normal_like(logits, self.seed_generator)
+            noise = keras.random.normal(
+                ops.shape(logits), dtype=logits.dtype, seed=self.seed_generator
+            )
             logits = logits + self.noise_std * noise
         return logits
 
@@ -219,7 +218,7 @@ class SoftRouter(Router):
             logits = self._uniform_logits(tokens)
         if valid is not None:
             logits = ops.where(ops.expand_dims(valid, -1), logits, lowest(logits))
-        # Where all tokens are padding, they would have equal parts.
+        # If all tokens are padding, they would have equal weights.
         return zero_padding(softmax(logits, axis=1), valid)
 
     def _combine_weights(self, tokens, logits):
@@ -251,9 +250,9 @@ def _check_scale(initial_scale, normalize):
         is_accepted = is_number(initial_scale) and initial_scale > 0
     if not is_accepted:
         raise ValueError(
-            f"`initial_scale` is a number over 0, or '{_UNIT_VARIANCE}' for the square "
-            "root of the tokens' width. Received: initial_scale="
-            f"{quote(initial_scale)}. Pass one of them."
+            f"`initial_scale` must be a positive number, or '{_UNIT_VARIANCE}' for the "
+            "square root of the tokens' width. Received: initial_scale="
+            f"{quote(initial_scale)}."
         )
     if not normalize and initial_scale != 1:
         raise ValueError(

@@ -1,6 +1,9 @@
-"""The sparse router: one algorithm, put together from policies."""
+"""The sparse router: one algorithm, made of policies."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import TypedDict
 
 import keras
 import numpy as np
@@ -10,68 +13,79 @@ from keras_softmoe.checks import check_choice, check_names, keyword_names
 from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import gates_of_slots
-from keras_softmoe.ops.backend import normal_like
-from keras_softmoe.ops.choices import choice_routing
+from keras_softmoe.ops.routing import choice_routing
 from keras_softmoe.ops.selection import take_along
-from keras_softmoe.routers._loss_files import (
+from keras_softmoe.routers._losses import (
     FORMER_WEIGHTS,
+    Routed,
+    RoutingLoss,
+    checked_losses,
     serialize_loss,
     with_losses,
 )
-from keras_softmoe.routers._losses import Routed, checked_losses
-from keras_softmoe.routers._modalities import Modalities, OneKind
-from keras_softmoe.routers._policies import (
+from keras_softmoe.routers._router import Decision, Router
+from keras_softmoe.routers.policies import (
     Capacity,
+    Modalities,
+    OneKind,
     Sinkhorn,
     SparseTransport,
     TokenChoice,
     mutable_settings,
     settings_of,
-    slots_by_length,
 )
-from keras_softmoe.routers._router import Decision, Router
-from keras_softmoe.routers.settings import SparseSettings
 
 # Attributes of a router that hold its policies.
 _POLICIES = ("capacity_policy", "scores", "assignment", "modalities")
 
 
+class SparseSettings(TypedDict, total=False):
+    """Keyword arguments of all sparse routers, see `SoftmaxTokenChoiceRouter`."""
+
+    losses: Sequence[RoutingLoss] | None
+    eval_capacity_factor: float | None
+    rounding: str
+    multiple_of: int | None
+    random_logits: bool | str
+    name: str | None
+    trainable: bool
+
+
 class SparseRouter(Router):
     """A router that learns a score for each token and expert.
 
-    `call` has all steps: logits, noise in training, probabilities, the scores that
-    choose, slot assignment, gates, losses. The policies fill in those that differ. A
-    final class puts policies together in its constructor, whose arguments are their
-    fields; `get_config` reads them back from the policies.
+    `call` has all steps: logits, noise in training, probabilities, selection scores,
+    slot assignment, gates, losses. Policies implement the steps that differ between
+    routers. A subclass only makes the policies from the arguments of its constructor;
+    `get_config` reads these from the policies.
 
     Args:
         num_experts: int, number of experts.
         scores: `Softmax`, `Sinkhorn` or `SparseTransport`.
         assignment: `TokenChoice` or `ExpertChoice`.
-        modalities: `Modalities`; `None` where images and text are not told apart.
-        losses: sequence of `RoutingLoss`es. `None` for `default_losses`, of these
-            without noise all but the load loss.
-        loss_weight: float, weight of the mean of the losses. If `None` they are added
-            up.
-        random_logits: see `SparseSettings`.
+        modalities: `Modalities`; `None` if images and text are not distinguished.
+        losses: sequence of `RoutingLoss`es. `None` for `default_losses`, without the
+            load loss if there is no noise.
+        loss_weight: float, weight of the mean of the losses. `None` for their sum.
+        random_logits: see `SoftmaxTokenChoiceRouter`.
         **settings: fields of `Capacity`; `name` and `trainable`, as in
             `keras.layers.Layer`.
 
     Raises:
-        TypeError: if there are no such settings, with the nearest names.
+        TypeError: if there is no such setting.
 
     Weights: `kernel` `(D, E)`, or those that `modalities` names.
     """
 
     knows_num_tokens = True
 
-    # Whether the gates feel the noise, or only the slot assignment does.
+    # Whether the noise changes the gates, or only the slot assignment.
     noisy_gates = True
 
-    # The losses of a router that is given none.
+    # Default of the argument `losses`
     default_losses = ()
 
-    # Names in files of older versions, which `from_config` still takes.
+    # Names in files of older versions, which `from_config` accepts
     former_settings = ("dtype", *FORMER_WEIGHTS)
 
     def __init__(
@@ -114,7 +128,7 @@ class SparseRouter(Router):
             losses, self.num_predicted_experts, scores.noise_std
         )
         self.loss_weight = loss_weight
-        # Always there: a setting that needs it can be switched on later.
+        # Always made: a setting that needs it can change later.
         self.seed_generator = keras.random.SeedGenerator()
 
     def build(self, tokens_shape):
@@ -186,7 +200,8 @@ class SparseRouter(Router):
         return noise
 
     def _noise_like(self, logits):
-        return normal_like(logits, self.seed_generator)
+        shape, dtype = ops.shape(logits), logits.dtype
+        return keras.random.normal(shape, dtype=dtype, seed=self.seed_generator)
 
     @property
     def _logits_std(self):
@@ -194,7 +209,7 @@ class SparseRouter(Router):
 
     @property
     def num_predicted_experts(self):
-        """Int, the experts among which probabilities are distributed."""
+        """Int, number of experts in the softmax."""
         return self.modalities.num_predicted_experts or self.num_experts
 
     @property
@@ -211,7 +226,7 @@ class SparseRouter(Router):
 
     @property
     def choices_per_token(self):
-        """Int, the choices of a token, for which there are slots."""
+        """Int, number of choices of a token, by which slots are counted."""
         return self.assignment.choices
 
     def capacity(self, num_tokens, training=False, single_modality=False):
@@ -224,14 +239,11 @@ class SparseRouter(Router):
         return num_tokens * self.choices_per_token
 
     def check_group(self, num_tokens):
-        # An error, if there is no slot at all
+        # Raises if there is no slot
         self.capacity(num_tokens)
 
     def _slots_per_choice(self, training, num_modalities=0):
-        """The capacity factor for groups with tokens of so many modalities.
-
-        `None` where all choices have room.
-        """
+        """Return the capacity factor of a call; `None` if nothing is dropped."""
         if num_modalities == 1 and self.capacity_policy.capacity_factor is not None:
             return self.modalities.single_modality_capacity_factor
         return self.capacity_policy.factor(training)
@@ -242,10 +254,10 @@ class SparseRouter(Router):
         )
 
     def _limit(self, num_tokens, largest, factor):
-        """`(G,)` int: slots of an expert for groups of so many tokens, or `None`."""
+        """Return the slots of an expert in each group, `(G,)` int, or `None`."""
         if num_tokens is None or factor is None:
             return None
-        table = slots_by_length(
+        table = _slots_by_length(
             self.capacity_policy,
             factor,
             largest,
@@ -257,7 +269,7 @@ class SparseRouter(Router):
     def cost(self, tokens_shape, training=False):
         num_groups, num_tokens, width = tokens_shape
         num_tokens *= num_groups
-        # Of two kernels both are applied to all tokens.
+        # With two kernels, both are applied to all tokens.
         num_logits = self.num_predicted_experts * len(self.modalities.kernels)
         return LayerCost(
             float32_weights=width * num_logits,
@@ -283,14 +295,14 @@ class SparseRouter(Router):
         if auxiliary_loss is None:
             return
         summary["auxiliary_loss"] = auxiliary_loss
-        # A frozen router could not follow it, only the tokens could.
+        # For a frozen router the loss would only move the tokens.
         if self.trainable:
             loss = _mean_of_groups(auxiliary_loss, num_tokens)
             # In the dtype of the loss to which Keras adds it
             self.add_loss(ops.cast(loss, keras.config.floatx()))
 
     def _auxiliary_loss(self, routed):
-        """`(G,)`, `None` if no loss applies."""
+        """Return the total loss, `(G,)`, or `None` if no loss applies."""
         losses = [
             loss(routed) if loss.weight == 1.0 else loss.weight * loss(routed)
             for loss in self.routing_losses
@@ -305,7 +317,7 @@ class SparseRouter(Router):
 
     def complete(self, decision, tokens, valid, **kwargs):
         summary = decision.summary
-        # In training `call` has found that none applies.
+        # In training `call` has added it already, if any loss applies.
         if "auxiliary_loss" not in summary and not kwargs.get("training"):
             modalities = kwargs.get("modalities", ())
             masks = self.modalities.masks(tokens.shape[1], modalities)
@@ -345,7 +357,7 @@ class SparseRouter(Router):
 
 
 def _setting(name):
-    """Property such as `router.priority`: a field of one of the router's policies."""
+    """Return a property such as `router.priority`: a field of a policy."""
 
     def policy_of(router):
         having = (p for p in _POLICIES if hasattr(getattr(router, p), name))
@@ -368,10 +380,27 @@ for _record in (Capacity, Sinkhorn, SparseTransport, TokenChoice, Modalities):
             setattr(SparseRouter, _field.name, _setting(_field.name))
 
 
-def _first_slots(token, filled, limit):
-    """The slots that a smaller capacity, `(G,)` int, leaves of an assignment.
+@functools.lru_cache(maxsize=256)
+def _slots_by_length(capacity, factor, largest, choices, num_experts):
+    """Return the slots for 0, 1, ... tokens, at least one: `(largest + 1,)` int32.
 
-    They are filled in the order of the queue, so it is the first ones.
+    Cached, as each eager call needs it. Arguments are those of `Capacity.slots`.
+    """
+
+    def slots(num_tokens):
+        try:
+            return capacity.slots(factor, num_tokens, choices, num_experts)
+        except ValueError:
+            # So few tokens would have less than one slot.
+            return 1
+
+    return np.array([1, *map(slots, range(1, largest + 1))], "int32")
+
+
+def _first_slots(token, filled, limit):
+    """Return the assignment with a smaller capacity, `(G,)` int.
+
+    Slots are filled in the order of the queue, so the first ones remain.
     """
     slots = ops.arange(filled.shape[-1], dtype="int32")
     filled = ops.logical_and(filled, slots < ops.reshape(limit, (-1, 1, 1)))
@@ -379,12 +408,12 @@ def _first_slots(token, filled, limit):
 
 
 def _mean_of_groups(losses, num_tokens):
-    """Mean over the groups that have tokens; 0 if none has."""
+    """Return the mean over the groups with tokens; 0 if there are none."""
     if num_tokens is None:
         groups = losses.shape[0]
         if groups is not None and groups != 0:
             return ops.mean(losses)
-        # On TensorFlow an empty batch may show only when the graph runs.
+        # On TensorFlow the batch size may be known only when the graph runs.
         groups = ops.cast(ops.shape(losses)[0], losses.dtype)
         return ops.sum(losses) / ops.maximum(groups, 1.0)
     has_tokens = num_tokens > 0

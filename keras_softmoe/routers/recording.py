@@ -1,4 +1,4 @@
-"""Collecting what routers decide while a model runs."""
+"""Collecting the decisions of routers while a model runs."""
 
 import contextlib
 import contextvars
@@ -9,38 +9,36 @@ from typing import NamedTuple
 import keras
 from keras import ops
 
-# The scopes that are open.
+# The open scopes
 _SCOPES = contextvars.ContextVar("scopes_that_record", default=())
-# Their ids, in any thread. `torch.compile` cannot look into the other one: it would cut
-# each model into pieces, and compile them again and again.
+# Their ids, in any thread. `torch.compile` cannot trace a context variable: it would
+# split each model at the routers and compile again and again.
 _OPEN = {}
 
 
 @contextlib.contextmanager
 def record(key: Callable | None = None) -> Iterator[dict]:
-    """Scope in which the decisions of all routers that are called are collected.
+    """Collect the decisions of all routers that are called inside a scope.
 
-    It works for any Keras model that contains MoE layers: call the model on data inside
-    the scope. Where a function is compiled (`jax.jit`, `tf.function`, `torch.compile`),
-    open the scope inside the function and return what it collected, or the parts of it
-    that are wanted. Scopes may be nested; each collects everything.
+    It works for any Keras model with MoE layers: call the model on data inside the
+    scope. In a compiled function (`jax.jit`, `tf.function`, `torch.compile`), open the
+    scope inside the function and return the collected decisions, or some of their
+    tensors. Scopes may be nested; each collects all decisions.
 
     Args:
-        key: optional callable from a `Router` to the key of its decision. The path by
-            default, which a user's model may give to several routers.
+        key: optional callable from a `Router` to the key of its decision, by default
+            its path, which need not be unique in a user's model.
 
     Yields:
         dict from the path of a router (`"block_1/moe/router"`) to its `Decision`, in
-        the order of the calls. A router that is called again in the same scope adds an
-        entry, whose key is its path and the number of the call:
-        `"block_1/moe/router (2)"`. The summaries are complete, see `Decision`.
+        the order of the calls. Further calls of a router add entries with the number
+        of the call: `"block_1/moe/router (2)"`. Summaries are complete, see `Decision`.
 
     Raises:
-        ValueError: at the end of the scope, if a router was called in a function that
-            was being compiled and the scope was opened outside of it (around `predict`
-            on JAX and TensorFlow, for example): its tensors do not outlive the
-            function. A function that was compiled before calls no router at all, so
-            nothing is collected.
+        ValueError: at the end of a scope that was opened outside of a compiled function
+            (for example around `predict` on JAX and TensorFlow), if the function was
+            traced inside: its tensors do not exist outside. A function that was
+            compiled before calls no router, so nothing is collected.
 
     Examples:
         >>> layer = ksm.layers.MoE(ksm.routers.SoftmaxTokenChoiceRouter(4), mlp_dim=64)
@@ -50,7 +48,7 @@ def record(key: Callable | None = None) -> Iterator[dict]:
         >>> [decision.summary["load"].shape for decision in decisions.values()]
         [(2, 4)]
 
-        Inside a function that is compiled, here by JAX, the scope is opened there, too:
+        In a compiled function, the scope is opened inside:
 
         >>> def route(tokens):
         ...     with ksm.routers.record() as decisions:
@@ -72,30 +70,30 @@ def record(key: Callable | None = None) -> Iterator[dict]:
         _SCOPES.reset(token)
     if scope.missed:
         raise ValueError(
-            "Decisions made in a function that is compiled are not there outside of "
-            "it. Received: a scope of `routers.record` around a function compiled by "
+            "The decisions of a compiled function do not exist outside of it. "
+            "Received: a scope of `routers.record` around a function compiled by "
             f"{keras.backend.backend()}, which called {', '.join(scope.missed)}. Call "
             "the model itself, `model(inputs)`, or open the scope inside the compiled "
-            "function and return what it collected."
+            "function and return its decisions."
         )
 
 
 class _Scope(NamedTuple):
     decisions: dict
-    # Paths of routers whose decisions are out of reach. Raising at once, in the middle
-    # of a step on JAX, would cost Keras the weights that it has taken from the model.
+    # Paths of routers in compiled functions. An error inside a step on JAX would lose
+    # the weights that Keras has taken from the model.
     missed: list
     opened_while_staging: bool
     key: Callable
 
 
 def is_recording():
-    """Whether a scope of `record` is open."""
+    """Return whether a scope of `record` is open."""
     return bool(_OPEN) and bool(_SCOPES.get())
 
 
 def note(router, decision):
-    """Add a decision to the scopes that are open.
+    """Add a decision to the open scopes.
 
     Args:
         router: `Router`.
@@ -116,7 +114,7 @@ def note(router, decision):
 
 
 def _is_staging():
-    """Whether what is computed now becomes part of a compiled function."""
+    """Return whether the caller runs in a function that is being compiled."""
     backend = keras.backend.backend()
     if backend == "jax":
         import jax
@@ -126,5 +124,5 @@ def _is_staging():
         import tensorflow as tf
 
         return not tf.executing_eagerly()
-    # What `torch.compile` compiles leaves real tensors behind, in a dict too.
+    # A function compiled by `torch.compile` leaves real tensors, in a dict too.
     return False

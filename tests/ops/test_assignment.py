@@ -1,4 +1,4 @@
-"""Slot assignment and the rule for ties (`selection`), against the twins."""
+"""Slot assignment and the rule for ties (`ops/selection.py`), against the twins."""
 
 import hypothesis.strategies as st
 import keras

@@ -1,4 +1,4 @@
-"""What backends compute in their own ways is what `keras.ops` and NumPy say."""
+"""Operations of the backends equal their definitions in `keras.ops` and NumPy."""
 
 import keras
 import numpy as np
@@ -159,7 +159,7 @@ def test_chunked_map(count, rows):
 
 @only_on("jax", because="own loop")
 def test_chunks_cost_gradients_nothing():
-    """What is not differentiated is not multiplied either, forward or backward."""
+    """Operands without a derivative cost no products, forward or backward."""
     import jax
 
     def products(x, kernel):

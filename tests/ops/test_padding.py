@@ -1,4 +1,4 @@
-"""Padding is not there: nothing that it holds reaches a result or a gradient."""
+"""The values of padding reach no result and no gradient."""
 
 import keras
 import numpy as np

@@ -32,7 +32,7 @@ def test_sinkhorn_plan(logits, num_iterations, seed):
     np.testing.assert_allclose(plan.sum(-1), rows, rtol=tolerance, atol=tolerance)
 
 
-# Of logits that large few numbers are left of what lies between them.
+# Differences of logits this large are lost in rounding.
 LARGE = [1e4, 1e6, 1e8, 1e18, 1e30, np.finfo("float32").max]
 
 # The second group has padding, the third nothing else.

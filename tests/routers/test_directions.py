@@ -1,4 +1,4 @@
-"""Routers whose weights are given: what tokens are compared with."""
+"""Routers with given weights, the directions compared with tokens."""
 
 import numpy as np
 import pytest

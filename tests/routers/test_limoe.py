@@ -1,4 +1,4 @@
-"""LIMoE's router against its twin: seats, gates, losses, gradients."""
+"""LIMoE's router against its twin: slots, gates, losses, gradients."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Losses of routers: weights, named sets, files of all ages (`_loss_files`), errors."""
+"""Losses of routers: weights, sets, files of all versions, errors."""
 
 import json
 import math

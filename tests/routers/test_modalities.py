@@ -1,4 +1,4 @@
-"""LIMoE's settings (`_modalities`): configuration, changes, errors."""
+"""LIMoE's settings (`Modalities`): configuration, changes, errors."""
 
 import json
 import re
@@ -140,7 +140,7 @@ LOAD = [routers.RoutingLoss(ops.load_loss, "text")]
             {"priority": "best"},
             "'sum'.*'image_first', 'text_first'.*priority='best'",
         ),
-        ({"noise_std": 0.0}, r"noise of the router.*load_loss.*noise_std=0.0"),
+        ({"noise_std": 0.0}, r"needs noise.*load_loss.*noise_std=0.0"),
         ({"noise_std": 0.0, "losses": LOAD}, "load_loss.*'text'.*noise_std=0.0"),
         ({"losses": ["entropy"]}, "(?s)objects like.*losses with .'entropy'"),
         ({"losses": [ops.z_loss] * 2}, "(?s)objects like.*losses with .*z_loss"),
@@ -192,11 +192,11 @@ def test_bad_argument(arguments, message):
         ({"num_experts": 0, "kept_experts": ()}, "positive integer.*num_experts=0"),
         ({"kept_experts": (2, 1)}, r"ascending.*kept_experts=\(2, 1\)"),
         ({"kept_experts": (1, 1)}, r"ascending.*kept_experts=\(1, 1\)"),
-        ({"kept_experts": (1, 4)}, r"under 4.*kept_experts=\(1, 4\)"),
+        ({"kept_experts": (1, 4)}, r"to 3.*kept_experts=\(1, 4\)"),
         ({"kept_experts": (-1, 1)}, r"from 0.*kept_experts=\(-1, 1\)"),
         (
             {"kept_experts": (0, 1, 2)},
-            r"that are left.*num_experts=2, kept_experts=\(0, 1, 2\)",
+            r"kept experts.*num_experts=2, kept_experts=\(0, 1, 2\)",
         ),
         ({"num_selected_experts": 3}, "between 1 and 2.*num_selected_experts=3"),
     ],
@@ -228,5 +228,5 @@ def test_a_pruned_router_is_asked_for_experts_that_there_were():
 )
 def test_tokens_of_unknown_modality(modalities):
     received = re.escape(f"modalities={modalities} for 12 tokens")
-    with pytest.raises(ValueError, match=f"(?s)which tokens are of images.*{received}"):
+    with pytest.raises(ValueError, match=f"(?s)needs the modality.*{received}"):
         build()(tokens(), modalities=modalities)

@@ -1,4 +1,4 @@
-"""A router that a user writes: trained, saved, loaded, and what is said of mistakes."""
+"""A router written by a user (`routers/_router.py`): trained, saved, errors."""
 
 import keras
 import numpy as np

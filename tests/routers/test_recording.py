@@ -1,4 +1,4 @@
-"""What routers decide, collected while a model runs."""
+"""Decisions of routers, collected while a model runs."""
 
 import keras
 import numpy as np

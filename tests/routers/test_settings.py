@@ -1,4 +1,4 @@
-"""Settings of sparse routers: the fields of `_policies`, some of which may change."""
+"""Settings of sparse routers, fields of policies (`routers/policies.py`)."""
 
 import numpy as np
 import pytest

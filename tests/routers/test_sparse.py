@@ -1,4 +1,4 @@
-"""Sparse routers (`_named`, `_sparse`) against the twins, and what holds for all."""
+"""Sparse routers (`routers/_named.py`, `routers/_identity.py`) against the twins."""
 
 import hypothesis.strategies as st
 import keras
@@ -120,7 +120,7 @@ def test_invariants(name, flavour):
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_padding_has_no_say(name):
-    # What stands in the padded tokens changes nothing, the losses included.
+    # The values of padded tokens change nothing, the losses included.
     valid = cases.padding((2, 8), 1)
     tokens = cases.array("normal", (2, 8, WIDTH), 0)
     other = cases.hide(tokens, valid)

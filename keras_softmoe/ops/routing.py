@@ -1,4 +1,4 @@
-"""Where tokens go and how they come back: two views of one routing.
+"""Routings: dispatch of tokens to slots, and combination of the outputs.
 
 Axis legend, the same in every file of the library:
 
@@ -14,27 +14,24 @@ Axis legend, the same in every file of the library:
 A *slot* is a place for one input of an expert. A sparse router assigns at most one
 token to each slot, so a table of token indices describes it completely (`SlotRouting`).
 A soft router assigns a mixture of all tokens to each slot, which takes a weight for
-every pair of token and slot (`DenseRouting`). `to_dense` turns the first into the
-second and so defines what the first means. Where tokens choose and nothing is dropped
-there need be no slots, only the choices themselves (`ChoiceRouting`).
+every pair of token and slot (`DenseRouting`). `to_dense` converts the first to the
+second, and so defines it. Dropless routing needs no slots, only the choices of tokens
+(`ChoiceRouting`).
 """
 
 from typing import Any, NamedTuple, TypeAlias
 
+import keras
 from keras import ops
 
-from keras_softmoe.ops.backend import add_rows
-from keras_softmoe.ops.choices import (
-    ChoiceRouting,
-    add_rows_of_choices,
-    take_rows,
-    to_slots,
-)
+from keras_softmoe.ops.assignment import assign_choices, gates_of_slots
+from keras_softmoe.ops.backend import add_rows, compiled_on_jax, linear_on_jax
+from keras_softmoe.ops.selection import take_along
 from keras_softmoe.types import Tensor
 
 
 class SlotRouting(NamedTuple):
-    """Which token is assigned to which slot (the sparse view).
+    """The assignment of tokens to slots (sparse routing).
 
     Attributes:
         token: `(G, E, C)` int32, index of the token in the slot, in `[0, S)`.
@@ -58,7 +55,7 @@ class SlotRouting(NamedTuple):
 
 
 class DenseRouting(NamedTuple):
-    """A weight for every pair of token and slot (the dense view).
+    """A weight for every pair of token and slot (dense routing).
 
     Attributes:
         dispatch: `(G, S, E, C)` float, weight of the token in the slot's input.
@@ -76,19 +73,54 @@ class DenseRouting(NamedTuple):
     combine: Any
 
 
+class ChoiceRouting(NamedTuple):
+    """The experts that each token chooses, without a limit (dropless routing).
+
+    Each choice is a row of one matrix, sorted by expert, and each expert multiplies its
+    own rows. No slot is empty and no choice is dropped.
+
+    Attributes:
+        expert: `(G, S, K)` int32, the experts of a token, in `[0, E)`. 0 where the
+            choice does not count.
+        kept: `(G, S, K)` bool, whether the choice counts: `False` for padding and for
+            skipped tokens.
+        gate: `(G, S, K)` float, weight of the expert's output in that of the token. 0
+            where the choice does not count.
+        order: `(G * S * K,)` int32, flat indices of the choices, sorted by expert and
+            index. Choices that do not count come last, as zero rows of the last expert.
+        row: `(G * S * K,)` int32, the place of each choice in that order.
+        count: `(E,)` int32, the rows of each expert. They add up to `G * S * K`.
+
+    Examples:
+        >>> router = ksm.routers.SoftmaxTokenChoiceRouter(4, capacity_factor=None)
+        >>> routing = router(np.ones((1, 6, 8), "float32")).routing
+        >>> int(keras.ops.sum(routing.count))
+        6
+
+    Source: Gale et al. 2022 (MegaBlocks), section 4 ("dropless").
+    """
+
+    expert: Any
+    kept: Any
+    gate: Any
+    order: Any
+    row: Any
+    count: Any
+
+
 Routing: TypeAlias = SlotRouting | DenseRouting | ChoiceRouting
 
 
 def to_dense(routing: Routing, num_tokens: int) -> DenseRouting:
-    """Write a routing as dispatch and combine weights.
+    """Convert a routing to dispatch and combine weights.
 
     This is the definition of a `SlotRouting`: the dispatch weight is 1 where the
     token is assigned to the slot and 0 elsewhere; the combine weight is the slot's gate
     there.
 
     Args:
-        routing: `SlotRouting`, `ChoiceRouting` (with `S` slots of each expert, most of
-            them empty) or `DenseRouting` (returned as it is).
+        routing: `SlotRouting`, `ChoiceRouting` (`S` slots of each expert, mostly
+            empty) or `DenseRouting` (returned as it is).
         num_tokens: int, the number `S` of tokens in a group.
 
     Returns:
@@ -125,7 +157,7 @@ def dispatch(tokens: Tensor, routing: Routing, sharded: bool = False) -> Tensor:
             zeros), `ChoiceRouting` or `DenseRouting` (each slot receives the weighted
             sum of all tokens, Soft MoE equation 1).
         sharded: bool, whether groups may be sharded over devices. The result is the
-            same, by operations that need no tokens of other devices.
+            same, computed without tokens of other devices.
 
     Returns:
         `(G, E, C, D)` tensor of slot inputs, in the dtype of `tokens`; for a
@@ -142,7 +174,7 @@ def dispatch(tokens: Tensor, routing: Routing, sharded: bool = False) -> Tensor:
     """
     tokens = ops.convert_to_tensor(tokens)
     if isinstance(routing, ChoiceRouting):
-        return take_rows(tokens, routing)
+        return _take_rows(tokens, routing)
     if isinstance(routing, DenseRouting):
         _, _, num_experts, capacity = routing.dispatch.shape
         # (G, S, E * C)
@@ -156,7 +188,7 @@ def dispatch(tokens: Tensor, routing: Routing, sharded: bool = False) -> Tensor:
     _, num_experts, capacity = routing.token.shape
     rows = ops.reshape(tokens, (-1, tokens.shape[-1]))
     slots = ops.take(rows, _row_of_slot(routing, tokens.shape[1]), axis=0)
-    # (E, G, C, D), which JAX forgets where there are no rows.
+    # (E, G, C, D). JAX loses this shape if there are no rows.
     slots = ops.reshape(slots, (num_experts, -1, capacity, tokens.shape[-1]))
     filled = ops.cast(_experts_first(routing.filled), slots.dtype)
     return _experts_first(slots * ops.expand_dims(filled, -1))
@@ -165,7 +197,7 @@ def dispatch(tokens: Tensor, routing: Routing, sharded: bool = False) -> Tensor:
 def combine(
     outputs: Tensor, routing: Routing, num_tokens: int, sharded: bool = False
 ) -> Tensor:
-    """Bring the experts' outputs back to the tokens.
+    """Combine the experts' outputs to outputs of tokens.
 
     Args:
         outputs: `(G, E, C, D)` float tensor, the experts' outputs slot by slot; for a
@@ -190,7 +222,7 @@ def combine(
     """
     outputs = ops.convert_to_tensor(outputs)
     if isinstance(routing, ChoiceRouting):
-        return add_rows_of_choices(outputs, routing, num_tokens)
+        return _add_rows_of_choices(outputs, routing, num_tokens)
     _, num_experts, capacity, width = outputs.shape
     if isinstance(routing, DenseRouting):
         weights = _merge_slots(ops.cast(routing.combine, outputs.dtype))
@@ -211,14 +243,13 @@ def combine(
     return ops.reshape(rows, (-1, num_tokens, width))
 
 
-# Taking rows, and adding them up, is fastest in one matrix with the rows of all groups,
-# in the order in which experts multiply them: by experts first. But where groups are
-# sharded the compiler cannot see that each device has the rows of its groups, and would
-# hand all rows to every device. So there each group is indexed by itself.
+# It is fastest to take and add rows of one matrix of all groups, in the order in which
+# experts multiply them: experts first. But with sharded groups, the compiler would copy
+# all rows to every device, so each group is indexed separately.
 
 
 def _take_in_groups(tokens, token):
-    """`(G, E, C, D)` rows of `(G, S, D)` tokens at `(G, E, C)` indices."""
+    """Return the `(G, E, C, D)` rows of `(G, S, D)` tokens at `(G, E, C)` indices."""
     _, num_experts, capacity = token.shape
     index = ops.reshape(token, (-1, num_experts * capacity, 1))
     slots = ops.take_along_axis(tokens, index, axis=1)
@@ -226,7 +257,7 @@ def _take_in_groups(tokens, token):
 
 
 def _add_in_groups(outputs, token, num_tokens):
-    """`(G, S, D)` sums of `(G, E, C, D)` outputs at `(G, E, C)` indices."""
+    """Return the `(G, S, D)` sums of `(G, E, C, D)` outputs at `(G, E, C)` indices."""
     _, num_experts, capacity, width = outputs.shape
     num_slots = num_experts * capacity
 
@@ -244,7 +275,7 @@ def _merge_slots(weights):
 
 
 def _row_of_slot(routing, num_tokens):
-    """`(E, G, C)` rows of the slots' tokens in the `(G * S, D)` matrix of all."""
+    """Return the `(E, G, C)` rows of the slots in the `(G * S, D)` tokens."""
     groups = ops.arange(ops.shape(routing.token)[0], dtype="int32")
     # (G, 1, 1)
     first_row = ops.reshape(groups * num_tokens, (-1, 1, 1))
@@ -252,5 +283,95 @@ def _row_of_slot(routing, num_tokens):
 
 
 def _experts_first(x):
-    """Exchange the first two axes, of groups and experts; undoes itself."""
+    """Exchange the first two axes, groups and experts. It is its own inverse."""
     return ops.transpose(x, (1, 0, *range(2, len(x.shape))))
+
+
+# === Dropless routing: the choices of tokens, sorted by expert ===
+
+
+def choice_routing(scores, chosen, kept=None):
+    """Return the `ChoiceRouting` of given choices.
+
+    Args:
+        scores: `(G, S, E)` float tensor, whose entries are the gates.
+        chosen: `(G, S, K)` int32 tensor, the experts of each token.
+        kept: optional `(G, S)` bool tensor, `False` for padding and skipped tokens.
+    """
+    num_experts = scores.shape[-1]
+    gate = take_along(scores, chosen, axis=-1)
+    # Choices that do not count have a dummy expert E, after the last one.
+    expert = chosen
+    if kept is None:
+        kept = ops.ones_like(chosen, dtype="bool")
+    else:
+        kept = ops.logical_and(ops.expand_dims(kept, -1), ops.ones_like(chosen) > 0)
+        gate = ops.where(kept, gate, 0.0)
+        expert = ops.where(kept, chosen, num_experts)
+        chosen = ops.where(kept, chosen, 0)
+    expert = ops.reshape(expert, (-1,))
+    num_choices = ops.shape(expert)[0]
+    # Unique keys, so the backend's rule for ties does not matter
+    keys = expert * num_choices + ops.arange(num_choices, dtype="int32")
+    order = ops.cast(ops.argsort(keys), "int32")
+    row = ops.cast(ops.argsort(order), "int32")
+    expert = ops.minimum(expert, num_experts - 1)
+    experts = ops.arange(num_experts, dtype="int32")
+    of_expert = ops.cast(ops.equal(ops.expand_dims(expert, -1), experts), "int32")
+    count = ops.sum(of_expert, axis=0)
+    return ChoiceRouting(chosen, kept, gate, order, row, count)
+
+
+def to_slots(routing, num_tokens):
+    """Return `token`, `filled` and `gate` of a `ChoiceRouting` with `S` slots."""
+    experts = ops.arange(routing.count.shape[0], dtype="int32")
+    # (G, S, K, E)
+    of_expert = ops.equal(ops.expand_dims(routing.expert, -1), experts)
+    gate = ops.expand_dims(routing.gate, -1) * ops.cast(of_expert, routing.gate.dtype)
+    # (G, S, E): a token chooses no expert twice.
+    gate = ops.sum(gate, axis=2)
+    kept = routing.kept[..., 0]
+    token, filled = assign_choices(gate, routing.expert, num_tokens, valid=kept)
+    return token, filled, gates_of_slots(gate, token, filled)
+
+
+def _take_rows(tokens, routing):
+    """Return the `(G * S * K, D)` rows of `(G, S, D)` tokens, sorted by expert."""
+    num_choices = routing.expert.shape[-1]
+    rows = ops.reshape(tokens, (-1, tokens.shape[-1]))
+    if num_choices > 1:
+        rows = ops.repeat(rows, num_choices, axis=0)
+    rows = _reorder(rows, routing.order, routing.row)
+    # Padding may hold NaN.
+    kept = ops.take(ops.reshape(routing.kept, (-1, 1)), routing.order, axis=0)
+    return ops.where(kept, rows, ops.zeros_like(rows))
+
+
+def _add_rows_of_choices(rows, routing, num_tokens):
+    """Return the `(G, S, D)` sums of a token's rows, weighted by their gates."""
+    num_choices = routing.expert.shape[-1]
+    rows = _reorder(rows, routing.row, routing.order)
+    rows = ops.reshape(rows, (-1, num_tokens, num_choices, rows.shape[-1]))
+    gate = ops.cast(routing.gate, rows.dtype)
+    return ops.sum(rows * ops.expand_dims(gate, -1), axis=2)
+
+
+@compiled_on_jax()
+def _reorder(rows, order, inverse):
+    """Return rows in another order.
+
+    Their gradient is taken in the inverse order. By default TensorFlow and JAX add it
+    up, which is slow.
+    """
+
+    def take(rows):
+        return ops.take(rows, order, axis=0)
+
+    def take_back(upstream):
+        return ops.take(upstream, inverse, axis=0)
+
+    if keras.backend.backend() == "jax":
+        return linear_on_jax(take, take_back, rows)
+    if keras.backend.backend() == "torch":
+        return take(rows)
+    return ops.custom_gradient(lambda rows: (take(rows), take_back))(rows)
