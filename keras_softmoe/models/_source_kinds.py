@@ -54,9 +54,7 @@ def own_model(source):
             f"A Vision Transformer is asked for. Received: source={name!r}, a preset "
             f"of {kind!r}."
         )
-    directory = catalogue.find_directory(name)
-    has_head = directory is not None and (directory / "task.json").is_file()
-    cls = ViTMoEImageClassifier if has_head else ViTMoEBackbone
+    cls = ViTMoEImageClassifier if catalogue.has_task(name) else ViTMoEBackbone
     return cls.from_preset(name)
 
 

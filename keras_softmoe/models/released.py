@@ -1,8 +1,4 @@
-"""Released checkpoints, converted to presets when they are first used.
-
-KerasHub makes the model of the preset, as without weights, and the parameters of the
-checkpoint are put into it.
-"""
+"""Released checkpoints, converted to presets when they are first used."""
 
 import json
 import os
@@ -12,7 +8,13 @@ from pathlib import Path
 
 import keras_hub
 
-from keras_softmoe import architecture, catalogue
+from keras_softmoe import catalogue
+from keras_softmoe.backbones import (
+    ViTMoEBackbone,
+    ViTMoEImageClassifier,
+    ViTMoEImageClassifierPreprocessor,
+    ViTMoEImageConverter,
+)
 from keras_softmoe.checkpoints import (
     CheckpointError,
     download_checkpoint,
@@ -131,18 +133,22 @@ def _by_hand(url):
 def _convert(preset, prefix, target, verbose):
     checkpoint = read_parameters(prefix)
     found = read_vit_settings(checkpoint.shapes)
+    row = catalogue.rows()[preset.name]
     try:
-        _check_same_model(found, preset)
-        # Whether there are pre-logits is left to the checkpoint.
-        with catalogue.explain_errors(preset.path), zero_initialization():
-            backbone = keras_hub.models.Backbone.from_preset(
-                str(preset.path),
-                load_weights=False,
-                dtype="float32",
-                representation_dim=found.settings["representation_dim"],
-            )
-            model = keras_hub.models.ImageClassifier.from_preset(
-                str(preset.path), load_weights=False, backbone=backbone
+        _check_same_model(found, row)
+        _, config = catalogue.read_config(preset.name)
+        # Only the checkpoint tells whether there are pre-logits.
+        width = found.settings["representation_dim"]
+        config |= {"representation_dim": width, "dtype": "float32"}
+        converter = ViTMoEImageConverter(
+            config["image_shape"][:2], crop_to_aspect_ratio=row.release.crop
+        )
+        with zero_initialization():
+            model = ViTMoEImageClassifier(
+                ViTMoEBackbone(**config),
+                row.release.num_classes,
+                preprocessor=ViTMoEImageClassifierPreprocessor(converter),
+                name=f"{preset.name}_classifier",
             )
         return write_converted(
             model, checkpoint, target, preset.checkpoint, verbose=verbose
@@ -152,17 +158,14 @@ def _convert(preset, prefix, target, verbose):
         raise
 
 
-def _check_same_model(found, preset):
+def _check_same_model(found, row):
     """Raise unless a checkpoint's sizes are those of a convertible preset."""
-    expected = architecture.read(*catalogue.read_config(preset.path))
-    routers = list(expected.routers.values())
-    with catalogue.explain_errors(preset.path):
-        task = json.loads((preset.path / "task.json").read_text(encoding="utf-8"))
-        expected = {
-            **expected.flat(),
-            "num_experts": routers[0].num_experts if routers else None,
-            "num_classes": task["config"]["num_classes"],
-        }
+    settings = row.architecture().flat()
+    expected = {
+        **settings,
+        "num_experts": settings["router"] and settings["router"].num_experts,
+        "num_classes": row.release.num_classes,
+    }
     found = {
         **found.settings,
         "num_experts": found.num_experts,

@@ -7,7 +7,10 @@ import pytest
 from keras_softmoe import catalogue, models
 from keras_softmoe.evaluation import cost
 
-METADATA = {name: catalogue.read_metadata(name) for name in catalogue.architectures()}
+METADATA = {
+    name: catalogue.read_metadata(name)
+    for name in catalogue.names_of_kind("architecture")
+}
 PUBLISHED = {n: m["published"] for n, m in METADATA.items() if "published" in m}
 
 

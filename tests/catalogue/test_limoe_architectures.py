@@ -10,7 +10,7 @@ from keras_softmoe.evaluation import cost
 
 METADATA = {
     name: catalogue.read_metadata(name)
-    for name in catalogue.architectures()
+    for name in catalogue.names_of_kind("architecture")
     if name.startswith("limoe")
 }
 TWINS = {name: m["dense_twin"] for name, m in METADATA.items() if m["dense_twin"]}
