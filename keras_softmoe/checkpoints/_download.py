@@ -19,9 +19,7 @@ def is_one_file(prefix):
     return str(prefix).endswith(ONE_FILE_SUFFIXES)
 
 
-def download_checkpoint(
-    prefix: str, folder: str | os.PathLike, verbose: int = 1
-) -> str:
+def download_checkpoint(prefix, folder, verbose=1):
     """Copy the files of a checkpoint into a folder.
 
     Args:
@@ -36,11 +34,6 @@ def download_checkpoint(
     Raises:
         CheckpointError: (a `ValueError`) if a file cannot be read, or the index is
             damaged.
-
-    Examples:
-        >>> url = "gs://vmoe_checkpoints/vmoe_s32_last2_ilsvrc2012_randaug_light1"
-        >>> prefix = ksm.converters.download_checkpoint(url, "downloads")
-        >>> checkpoint = ksm.converters.read_checkpoint(prefix)
     """
     copy = str(Path(folder, prefix.rpartition("/")[2]))
     if is_one_file(prefix):

@@ -44,8 +44,8 @@ def convert_vmoe_checkpoint(
         prefix: str or path: the common part of a sharded checkpoint's files
             (`PREFIX.index`, `PREFIX.data-00000-of-00001`, ...), or a file of a Vision
             Transformer: `.npz` (original, AugReg, big_vision) or `.safetensors`
-            (`timm`, `transformers`). Or a URL of these (`gs://bucket/name`). Or a
-            `Checkpoint`.
+            (`timm`, `transformers`). Or a URL of these (`gs://bucket/name`). Or the
+            result of `read_checkpoint`, under V-MoE's names.
         preset_dir: str or path of the directory to write. It must not exist yet, or be
             empty.
         image_shape: `(height, width, channels)` in pixels. By default a square, from

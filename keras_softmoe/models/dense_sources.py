@@ -61,7 +61,8 @@ def dense_model(
     Dropout is off.
 
     Args:
-        source: a model, str or path, or a `Checkpoint`.
+        source: a model, str or path, or the result of `read_checkpoint`, under V-MoE's
+            names.
         image_shape: `(height, width, channels)`. With another one than the source's its
             positions are resampled as the source's own code does it, and the tokens in
             front of the patches stay as they are. Files of models for images that are

@@ -93,8 +93,8 @@ def load_vmoe_params(model: keras.Model, params: Mapping, verbose: int = 0) -> N
 
     Args:
         model: a built backbone, classifier or two-tower model of this library.
-        params: dict from flat name to array, or a `Checkpoint`, whose arrays are read
-            one at a time. A leading `params/` is ignored.
+        params: mapping from flat name to array. Arrays of a result of `read_checkpoint`
+            are read one at a time. A leading `params/` is ignored.
         verbose: 0 or 1, whether to show a progress bar.
 
     Raises:

@@ -56,7 +56,7 @@ def test_both_numberings(tmp_path, params, numbering):
         block = "Transformer/encoderblock_1"
         assert f"{block}/{numbering['Mlp']}/Dense_1/bias" in arrays
         assert f"{block}/{numbering['LayerNorm_1']}/scale" in arrays
-    checkpoint = converters.read_vit_checkpoint(path)
+    checkpoint = converters.read_checkpoint(path)
     assert checkpoint.shapes == {name: a.shape for name, a in params.items()}
     for name, array in params.items():
         np.testing.assert_array_equal(checkpoint[name], array)
@@ -67,7 +67,7 @@ def test_bfloat16(tmp_path, params):
     path = save(tmp_path / "vit.npz", rounded)
     with np.load(path) as arrays:
         assert arrays["cls"].dtype == np.dtype("V2")
-    checkpoint = converters.read_vit_checkpoint(f"file://{path}")
+    checkpoint = converters.read_checkpoint(f"file://{path}")
     for name, array in rounded.items():
         assert checkpoint.dtypes[name] == checkpoint[name].dtype == ml_dtypes.bfloat16
         assert checkpoint[name].tobytes() == array.tobytes()
@@ -89,7 +89,7 @@ def test_convert(tmp_path, model, params):
 
 def refused(path, message):
     with pytest.raises(converters.CheckpointError, match=message):
-        dict(converters.read_vit_checkpoint(path))
+        dict(converters.read_checkpoint(path))
 
 
 def test_both_numberings_in_one_file(tmp_path, params):
@@ -230,7 +230,7 @@ def test_tower_of_siglip(tmp_path):
     for one, weight in zip(loaded.weights, model.weights, strict=True):
         np.testing.assert_array_equal(to_numpy(one), to_numpy(weight), one.path)
     # Each of its arrays can be read again.
-    checkpoint = converters.read_vit_checkpoint(tmp_path / "siglip.npz")
+    checkpoint = converters.read_checkpoint(tmp_path / "siglip.npz")
     first, second = (dict(checkpoint) for _ in range(2))
     for name, array in first.items():
         np.testing.assert_array_equal(second[name], array)
@@ -311,7 +311,7 @@ def test_fuzz(tmp_path, params, write):
         path.write_bytes(mutated)
         with peak_memory() as peak:
             try:
-                arrays = dict(converters.read_vit_checkpoint(path))
+                arrays = dict(converters.read_checkpoint(path))
             except converters.CheckpointError:
                 arrays = None
         assert peak[0] < 1 << 20
