@@ -13,7 +13,6 @@ EXCLUDED = (
     "backbones",
     "drawing",
     "evaluation",
-    "models",
     "ops",
     "routers",
     "training",

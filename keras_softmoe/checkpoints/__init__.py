@@ -11,6 +11,7 @@ from keras_softmoe.checkpoints._download import (
     download_checkpoint as download_checkpoint,
 )
 from keras_softmoe.checkpoints._download import is_one_file as is_one_file
+from keras_softmoe.checkpoints._files import web_address as web_address
 from keras_softmoe.checkpoints._parameters import CONFIG_FILE as CONFIG_FILE
 from keras_softmoe.checkpoints._parameters import PREPROCESSOR_FILE as PREPROCESSOR_FILE
 from keras_softmoe.checkpoints._parameters import read_checkpoint as read_checkpoint
@@ -18,7 +19,6 @@ from keras_softmoe.checkpoints._parameters import read_parameters as read_parame
 from keras_softmoe.checkpoints._parameters import read_text_beside as read_text_beside
 from keras_softmoe.checkpoints._prefix_tokens import count_patches as count_patches
 from keras_softmoe.checkpoints._prefix_tokens import place_tokens as place_tokens
-from keras_softmoe.checkpoints._remote import web_address as web_address
 from keras_softmoe.checkpoints._stream import CheckpointError as CheckpointError
 from keras_softmoe.checkpoints._translation import same as same
 from keras_softmoe.checkpoints._translation import token as token

@@ -6,8 +6,7 @@ from pathlib import Path
 import keras
 
 from keras_softmoe.checkpoints._checkpoint_index import data_path, read_index
-from keras_softmoe.checkpoints._files import open_file
-from keras_softmoe.checkpoints._remote import download, web_address
+from keras_softmoe.checkpoints._files import download, open_file, web_address
 from keras_softmoe.files import atomic_file
 
 _BLOCK = 1 << 24

@@ -1,6 +1,6 @@
 """Models: backbones, tasks and their preprocessing, on KerasHub's classes.
 
-What the examples of this module go on from:
+The examples of this module start with:
 
     >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
     >>> images, labels, *_ = ksm.datasets.sample("glyphs", 8)

@@ -1,4 +1,4 @@
-"""Which kind of source a name, a path or a model is, and where its files are."""
+"""Kinds of sources of `dense_model`: models, names, files and handles."""
 
 import difflib
 import os
@@ -25,12 +25,12 @@ from keras_softmoe.checkpoints import (
 )
 from keras_softmoe.models._keras_hub_params import SUPPORTED
 
-# What a dense Vision Transformer may come from, see `dense_model`.
+# Sources of a dense Vision Transformer, see `dense_model`.
 Source: TypeAlias = str | os.PathLike | Checkpoint | keras.Model
 
 _WEIGHTS = "model.safetensors"
 _HUGGING_FACE = "hf://"
-# What our converter takes over from another.
+# Settings of our converter that another one determines.
 _CONVERTER = (
     *("scale", "offset", "interpolation", "antialias"),
     *("crop_to_aspect_ratio", "pad_to_aspect_ratio"),
@@ -38,10 +38,10 @@ _CONVERTER = (
 
 
 def own_model(source):
-    """The model of this library that a source is or names, or `None`.
+    """Return the model of this library that a source is or names, or `None`.
 
     Raises:
-        ValueError: if it is one that has no dense image model.
+        ValueError: if it is a preset without an image model.
     """
     if isinstance(source, ViTMoEBackbone | ViTMoEImageClassifier):
         return source
@@ -51,15 +51,15 @@ def own_model(source):
     kind, _ = catalogue.read_config(name)
     if kind != "keras_softmoe>ViTMoEBackbone":
         raise ValueError(
-            f"A Vision Transformer is asked for. Received: source={name!r}, a preset "
-            f"of {kind!r}."
+            "`source` must be a Vision Transformer. Received: "
+            f"source={name!r}, a preset of {kind!r}."
         )
     cls = ViTMoEImageClassifier if catalogue.has_task(name) else ViTMoEBackbone
     return cls.from_preset(name)
 
 
 def find_file(source):
-    """Path of the file of weights that a source is or contains, or `None`.
+    """Return the path of the file of weights of a source, or `None`.
 
     Args:
         source: str or path, or a model, which has none.
@@ -75,7 +75,7 @@ def find_file(source):
         return source
     if path.is_file():
         raise ValueError(
-            f"The file '{source}' is of no kind that is read. Accepted: "
+            f"Unsupported file format: '{source}'. Accepted: "
             f"{' and '.join(ONE_FILE_SUFFIXES)}. Pickled files (.bin, .pt, .pth) can "
             "execute code: save them as safetensors first."
         )
@@ -84,13 +84,13 @@ def find_file(source):
     if (path / _WEIGHTS).is_file():
         return str(path / _WEIGHTS)
     raise ValueError(
-        f"The directory '{source}' holds no weights that are read: neither a preset "
-        f"nor a file {_WEIGHTS} (in one piece)."
+        f"The directory '{source}' has no weights in a supported format: neither a "
+        f"preset nor a file {_WEIGHTS} (in one piece)."
     )
 
 
 def from_keras_hub(source):
-    """A model of KerasHub.
+    """Return a model of KerasHub.
 
     Args:
         source: such a model, or the name, directory or handle of a preset.
@@ -124,7 +124,7 @@ def from_keras_hub(source):
 
 
 def converter_settings(source):
-    """Arguments of a `ViTMoEImageConverter` that makes a source's images of pixels."""
+    """Return the arguments of a `ViTMoEImageConverter` for the images of a source."""
     if _is_path(source):
         if _is_own_preset(source):
             converter = ViTMoEImageConverter.from_preset(str(source))
@@ -142,7 +142,7 @@ def converter_settings(source):
 
 
 def _converter_of_keras_hub(preset):
-    """The image converter of a preset, or `None` if it has none."""
+    """Return the image converter of a preset, or `None`."""
     try:
         return keras_hub.layers.ImageConverter.from_preset(os.fspath(preset))
     except (ValueError, OSError):
@@ -150,7 +150,7 @@ def _converter_of_keras_hub(preset):
 
 
 def _settings_beside(path):
-    """Scale and offset from the texts that `transformers` and `timm` put beside."""
+    """Return scale and offset from the JSON files of `transformers` and `timm`."""
     about = read_text_beside(path, PREPROCESSOR_FILE)
     mean, std = about.get("image_mean"), about.get("image_std")
     if mean is None:
@@ -165,7 +165,7 @@ def _settings_beside(path):
         return {"scale": scale, "offset": [-m / s for m, s in pairs]}
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(
-            f"What is said of the images beside '{path}' is damaged. Received: "
+            f"The preprocessing config next to '{path}' is invalid. Received: "
             f"mean={str(mean)[:40]}, std={str(std)[:40]}."
         ) from error
 
@@ -175,7 +175,7 @@ def _is_path(source):
 
 
 def _is_own_preset(source):
-    """Whether a source is the name or directory of a preset of this library."""
+    """Return whether a source is the name or directory of our preset."""
     if not _is_path(source) or catalogue.is_handle(source):
         return False
     if _registered_name(str(source)).startswith("keras_softmoe>"):
@@ -184,19 +184,19 @@ def _is_own_preset(source):
 
 
 def _registered_name(directory):
-    """Registered name of the class in a preset's `config.json`, `""` without one."""
+    """Return the registered name in a preset's `config.json`, or `""`."""
     about = read_text_beside(str(Path(directory, CONFIG_FILE)), CONFIG_FILE)
     return str(about.get("registered_name") or "")
 
 
 def _downloaded(source):
-    """The directory of a Hugging Face handle that is no preset, or the source."""
+    """Download a Hugging Face repository that is no preset; else return the source."""
     if not source.startswith(_HUGGING_FACE):
         return source
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        # KerasHub says what to install.
+        # The error of KerasHub names the missing package.
         return source
     name = source.removeprefix(_HUGGING_FACE)
     try:
@@ -214,7 +214,7 @@ def _downloaded(source):
 
 
 def _check_preset_name(name):
-    """Raise unless a name is that of a preset of KerasHub that is supported."""
+    """Raise unless a name is that of a supported preset of KerasHub."""
     known = [n for cls in SUPPORTED for n in _presets(cls)]
     known += _presets("SigLIPBackbone")
     if name in known:

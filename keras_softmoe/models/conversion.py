@@ -1,4 +1,4 @@
-"""From a checkpoint of another library to a model and to a preset directory."""
+"""Conversion of a checkpoint of another library to a model and a preset directory."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -32,10 +32,10 @@ def convert_vmoe_checkpoint(
 ) -> str:
     """Convert a checkpoint of a V-MoE or a Vision Transformer to a preset directory.
 
-    Names and shapes of the parameters tell nearly all of the model: sizes, which
-    blocks have experts and how many, class token or pooling, pre-logits and head. The
-    arguments say the rest. They default to the settings of the released V-MoE models,
-    and can be overridden when the preset is loaded.
+    Names and shapes of the parameters determine nearly all of the model: sizes, blocks
+    with experts and their number, class token or pooling, pre-logits and head. The
+    arguments determine the rest. They default to the settings of the released V-MoE
+    models, and can be overridden when the preset is loaded.
 
     The model is built once in memory, and the arrays are read one at a time. The
     directory appears when all of it is written, or not at all.
@@ -71,10 +71,10 @@ def convert_vmoe_checkpoint(
         with a backbone.
 
     Raises:
-        CheckpointError: (a `ValueError`) if the checkpoint is damaged, or holds
-            something else than such a model.
-        ValueError: if an argument contradicts the checkpoint, or `preset_dir` holds
-            files already.
+        CheckpointError: (a `ValueError`) if the checkpoint is damaged, or that of
+            another kind of model.
+        ValueError: if an argument contradicts the checkpoint, or `preset_dir` is not
+            empty.
 
     Source: V-MoE's released code (names, format and settings of its checkpoints).
 
@@ -115,7 +115,7 @@ def model_for(
     activation=None,
     **given,
 ):
-    """Make a model that the parameters of a checkpoint fit, still without them.
+    """Create the model of a checkpoint, still without its parameters.
 
     Args:
         checkpoint: `Checkpoint` under V-MoE's names.
@@ -125,7 +125,7 @@ def model_for(
         dispatch_dtype: `"bfloat16"` or `None`.
         preprocessor: a preprocessor.
         activation: of the head of a classifier, `None` for logits.
-        **given: settings that parameters do not tell, as in `read_vit_settings`.
+        **given: settings that parameters do not determine, as in `read_vit_settings`.
 
     Returns:
         `(model, preprocessor)`: a classifier that has its preprocessor, and `None`, or
@@ -162,7 +162,7 @@ def model_for(
 
 
 def _router(found, given):
-    """The router: `given`, or else the one of the released models.
+    """Return the router: `given`, or that of the released models.
 
     Raises:
         ValueError: if `given` is for another number of experts.

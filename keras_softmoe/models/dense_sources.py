@@ -48,16 +48,16 @@ def dense_model(
     A source is one of these, or a preset name, a directory or a handle (`hf://...`,
     `kaggle://...`) of it:
 
-    - a model of this library, which comes back as it is;
+    - a model of this library, which is returned as it is;
     - KerasHub's `ViTBackbone`, `ViTImageClassifier`, `DeiTBackbone`,
       `DeiTImageClassifier`, `DINOV2Backbone` and `SigLIPVisionEncoder` (or the
       `SigLIPBackbone` around it);
     - an `.npz` file of an original Vision Transformer, AugReg or big_vision;
     - a `.safetensors` file of `timm` or `transformers` (ViT, DeiT, DINOv2, SigLIP).
 
-    The model computes what the source does: the same activation, epsilon, layer scale
-    and tokens in front of the patches. It takes the images that the source takes, which
-    are not in `[-1, 1]` for all of them: `image_preprocessor` makes them of pixels.
+    The outputs are those of the source: activation, epsilon, layer scale and tokens in
+    front of the patches are the same. It takes the images of the source, which are not
+    in `[-1, 1]` for all of them: `image_preprocessor` converts pixels to these.
     Dropout is off.
 
     Args:

@@ -34,13 +34,12 @@ def convert(
 ) -> str:
     """Convert a released checkpoint to the preset of this name, once.
 
-    `from_preset` does it when the preset is first loaded, downloading the checkpoint
-    from where it was released. Where that is out of reach, fetch the files elsewhere
-    and call this with the `prefix` of the copies; `from_preset` then finds the preset.
+    `from_preset` does it when the preset is first loaded, and downloads the checkpoint.
+    Without a network, fetch the files elsewhere and call this with the `prefix` of the
+    copies; `from_preset` then finds the preset.
 
-    Presets are kept in `keras_softmoe/` below the directory of Keras: the one that the
-    variable `KERAS_HOME` names, or `~/.keras`. Delete a directory there to have it
-    made anew.
+    Presets are kept in `keras_softmoe/` below the directory of Keras: the variable
+    `KERAS_HOME`, or `~/.keras`. Delete a directory there to convert it again.
 
     Args:
         name: str, the name of a convertible preset.
@@ -49,11 +48,10 @@ def convert(
         verbose: 0 or 1, whether to show progress.
 
     Returns:
-        str, the preset's directory in the cache. If it is there already, nothing else
-        is done.
+        str, the preset's directory in the cache. An existing one is returned as it is.
 
     Raises:
-        ValueError: if the preset is none that is converted, the checkpoint cannot be
+        ValueError: if the preset is not a convertible one, the checkpoint cannot be
             fetched (the message gives the steps by hand), or it is damaged or another
             model's.
 
@@ -117,7 +115,7 @@ def _fetch_and_convert(preset, target, verbose):
 
 
 def _by_hand(url):
-    """Which files a checkpoint consists of, and how to fetch them."""
+    """Return the instructions for fetching the files of a checkpoint."""
     if is_one_file(url):
         return (
             f"this file to FOLDER: {web_address(url) or url} (`gcloud storage cp "
@@ -189,7 +187,7 @@ def write_converted(model, checkpoint, directory, origin, preprocessor=None, ver
         model: backbone or task of this library.
         checkpoint: `Checkpoint` with its parameters, under V-MoE's names.
         directory: str or path to write, which appears when all is written.
-        origin: str or path, where the checkpoint comes from.
+        origin: str or path of the checkpoint.
         preprocessor: the preprocessor to save, if the model has none.
         verbose: 0 or 1, whether to show a progress bar.
 

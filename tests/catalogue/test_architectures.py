@@ -1,4 +1,7 @@
-"""The presets without weights: complete, and as the papers' tables have them."""
+"""The presets without weights: complete, and as the papers' tables have them.
+
+Covers `catalogue/_papers.py`, `catalogue/_row.py` and `catalogue/_vision.py`.
+"""
 
 import re
 

@@ -1,4 +1,7 @@
-"""The entries of the catalogue, with temporary directories for the real ones."""
+"""The entries of the catalogue, with temporary directories for the real ones.
+
+Covers `catalogue/_preset_files.py`.
+"""
 
 import json
 

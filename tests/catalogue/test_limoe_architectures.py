@@ -1,4 +1,7 @@
-"""LIMoE's presets without weights: as the paper's tables and appendices have them."""
+"""LIMoE's presets without weights: as the paper's tables and appendices have them.
+
+Covers `catalogue/_limoe.py`.
+"""
 
 import json
 import math

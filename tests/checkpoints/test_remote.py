@@ -1,4 +1,7 @@
-"""Files on the web: downloads, and reading without one. The server runs here."""
+"""Files on the web: downloads, and reading without one. The server runs here.
+
+Covers `checkpoints/_files.py` and `checkpoints/_download.py`.
+"""
 
 import socket
 import threading
@@ -7,7 +10,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import checkpoints, converters
-from keras_softmoe.checkpoints import _remote as remote
+from keras_softmoe.checkpoints import _files as remote
 from tests.support import checkpoint_writer as writer
 from tests.support import safetensors_file, server
 

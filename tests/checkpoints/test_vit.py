@@ -1,4 +1,8 @@
-"""The reader of original Vision Transformers' `.npz` files."""
+"""The reader of original Vision Transformers' `.npz` files.
+
+Covers `checkpoints/_parameters.py`, `checkpoints/_prefix_tokens.py` and
+`checkpoints/_translation.py`.
+"""
 
 import io
 import random

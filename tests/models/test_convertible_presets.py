@@ -1,4 +1,7 @@
-"""Presets that are downloaded and converted when they are first loaded."""
+"""Presets that are downloaded and converted when they are first loaded.
+
+Covers `models/released.py` and `catalogue/_released.py`.
+"""
 
 import json
 import shutil

@@ -1,4 +1,7 @@
-"""Dense models of KerasHub, as models of this library: KerasHub is the judge."""
+"""Dense models of KerasHub, as models of this library: KerasHub is the judge.
+
+Covers `models/_keras_hub_params.py` and `models/_source_kinds.py`.
+"""
 
 import json
 
