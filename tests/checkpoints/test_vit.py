@@ -159,7 +159,8 @@ def test_names_that_come_twice(tmp_path):
 
 def test_what_is_no_archive(tmp_path):
     np.save(tmp_path / "array.npy", np.zeros(3))
-    refused(tmp_path / "array.npy", "cannot be read as an .npz file")
+    (tmp_path / "array.npy").rename(tmp_path / "array.npz")
+    refused(tmp_path / "array.npz", "cannot be read as an .npz file")
     refused(tmp_path / "absent.npz", "cannot be read.*no such file")
     path = archive(tmp_path / "text.npz", {"cls.npy": b"text"})
     refused(path, "cannot be read as an .npz file")
