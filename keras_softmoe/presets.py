@@ -18,6 +18,6 @@ from keras_softmoe.catalogue import Preset as Preset
 from keras_softmoe.catalogue import describe as describe
 from keras_softmoe.catalogue import names as names
 from keras_softmoe.catalogue import write as write
-from keras_softmoe.models.released import convert as convert
+from keras_softmoe.models.conversion import convert as convert
 
 __getattr__ = moved.attribute(__name__)

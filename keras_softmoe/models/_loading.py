@@ -2,7 +2,7 @@
 
 `open_preset` finds the files of a name, a directory or a handle, and KerasHub makes the
 object. A preset without a directory (an architecture) gets a temporary one. A released
-checkpoint is converted when it is first loaded (`released.py`), and its directory is
+checkpoint is converted when it is first loaded (`conversion.py`), and its directory is
 then loaded like any other.
 
 The classes know nothing of files: `models/__init__.py` attaches these methods to them.
@@ -29,7 +29,7 @@ from keras_softmoe.backbones.arguments import arguments_of
 from keras_softmoe.checks import check_names, quote
 from keras_softmoe.files import atomic_directory, read_whole
 from keras_softmoe.models._preset_keys import check_keys
-from keras_softmoe.models.released import convert
+from keras_softmoe.models.conversion import convert
 from keras_softmoe.routers.settings import MUTABLE_SETTINGS
 from keras_softmoe.sharding.variables import (
     is_sharded,

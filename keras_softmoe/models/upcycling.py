@@ -15,7 +15,6 @@ from keras_softmoe.checks import (
     check_numbers,
     check_whole_numbers,
 )
-from keras_softmoe.models._source_kinds import Source
 from keras_softmoe.models._upcycling_starts import (
     check_start,
     prepare_images,
@@ -23,7 +22,7 @@ from keras_softmoe.models._upcycling_starts import (
     start_from_positions,
     tokens_for_mlps,
 )
-from keras_softmoe.models.dense_sources import dense_model
+from keras_softmoe.models.dense_sources import Source, dense_model
 from keras_softmoe.models.vmoe_params import named_variables
 from keras_softmoe.routers import Router
 

@@ -1,6 +1,6 @@
 """Presets that are downloaded and converted when they are first loaded.
 
-Covers `models/released.py` and `catalogue/_released.py`.
+Covers `models/conversion.py` and `catalogue/_released.py`.
 """
 
 import json
