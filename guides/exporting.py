@@ -35,7 +35,15 @@ import keras_softmoe as ksm
 
 # The tests run this guide with fewer formats.
 SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"
-FORMATS = ["onnx"] if SHORT else list(ksm.exporting.FORMATS)
+FILES = {
+    "tf_saved_model": "classifier",
+    "onnx": "classifier.onnx",
+    "litert": "classifier.tflite",
+    "openvino": "classifier.xml",
+    "torch": "classifier.pt2",
+}
+if SHORT:
+    FILES = {"onnx": "classifier.onnx"}
 FOLDER = Path(tempfile.mkdtemp())
 
 """
@@ -63,8 +71,8 @@ The settings of the routers are those of the moment. After
 """
 
 files = {}
-for format in FORMATS:
-    files[format] = FOLDER / f"classifier{ksm.exporting.FORMATS[format].suffix}"
+for format, file in FILES.items():
+    files[format] = FOLDER / file
     classifier.export(files[format], format=format, preprocessing=True, verbose=False)
     print(f"wrote {format}")
 

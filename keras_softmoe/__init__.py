@@ -1,7 +1,7 @@
 """Vision mixtures of experts for Keras 3, on TensorFlow, JAX and PyTorch.
 
-`import keras_softmoe as ksm` loads Keras and the modules `costs`, `ops`, `routers` and
-`layers`, nothing more. The others need KerasHub and TensorFlow, scikit-learn or
+`import keras_softmoe as ksm` loads Keras and the modules `ops`, `routers` and `layers`,
+nothing more. The others need KerasHub and TensorFlow, scikit-learn or
 matplotlib, and are imported when first used: `ksm.models` is enough, no second import
 is needed.
 
@@ -16,8 +16,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
-from keras_softmoe import costs as costs
 from keras_softmoe import layers as layers
+from keras_softmoe import moved
 from keras_softmoe import ops as ops
 from keras_softmoe import routers as routers
 
@@ -46,13 +46,13 @@ _LAZY_ROOMS = (
     "training",
 )
 
-__all__ = ["__version__", "costs", "layers", "ops", "routers", *_LAZY_ROOMS]
+__all__ = ["__version__", "layers", "ops", "routers", *_LAZY_ROOMS]
 
 
 def __getattr__(name):
     if name in _LAZY_ROOMS:
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return moved.attribute(__name__)(name)
 
 
 def __dir__():

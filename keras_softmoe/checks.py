@@ -31,6 +31,7 @@ LARGEST = {
     "num_classes": 1 << 24,
     "representation_dim": 1 << 16,
     "embedding_dim": 1 << 16,
+    "output_dim": 1 << 16,
     "num_registers": 1 << 16,
     "image_projection_dim": 1 << 16,
     "text_projection_dim": 1 << 16,
@@ -209,3 +210,70 @@ def did_you_mean(unknown, accepted):
     nearest = [difflib.get_close_matches(name, accepted, n=1) for name in names]
     hints = [f"`{near}`" for found in nearest for near in found]
     return f" Did you mean {' and '.join(dict.fromkeys(hints))}?" if hints else ""
+
+
+def pair(size, name="patch_size"):
+    """Return `(height, width)` of a size that may be a single number.
+
+    Args:
+        size: int or two of them.
+        name: str, name of the argument.
+
+    Raises:
+        ValueError: if they are not positive integers.
+    """
+    sizes = tuple(size) if np.iterable(size) else (size, size)
+    if len(sizes) != 2 or not all(is_whole_number(s, 1, name) for s in sizes):
+        raise ValueError(
+            f"`{name}` must be a positive integer, or two of them for height and width"
+            f"{at_most(name)}. Received: {name}={quote(size)}. Pass, for example, "
+            f"{name}=(4, 4)."
+        )
+    return sizes
+
+
+def checked_image_shape(image_shape):
+    """Return `(height, width, channels)` as a tuple.
+
+    Raises:
+        ValueError: if they are not three positive integers.
+    """
+    shape = tuple(image_shape) if np.iterable(image_shape) else ()
+    name = "image_shape"
+    if len(shape) != 3 or not all(is_whole_number(size, 1, name) for size in shape):
+        raise ValueError(
+            f"`{name}` must be (height, width, channels), all known and positive "
+            f"integers{at_most(name)}. Received: {name}={quote(image_shape)}. Pass, "
+            f"for example, {name}=(224, 224, 3)."
+        )
+    return shape
+
+
+def patch_grid(image_shape, patch_size):
+    """Return the `(rows, columns)` of patches.
+
+    Args:
+        image_shape: `(height, width, channels)`.
+        patch_size: int or `(height, width)`.
+
+    Raises:
+        ValueError: if the patches do not cover the image exactly.
+    """
+    patch_size = pair(patch_size)
+    height, width, _ = image_shape = checked_image_shape(image_shape)
+    if height % patch_size[0] or width % patch_size[1]:
+        raise ValueError(
+            "The patches must cover the image exactly: the patch size has to divide "
+            "height and width. Received: "
+            f"image_shape={image_shape}, patch_size={patch_size}. Resize the "
+            "images or choose another patch size."
+        )
+    rows, columns = height // patch_size[0], width // patch_size[1]
+    if rows * columns > LARGEST["num_patches"]:
+        raise ValueError(
+            f"An image must have at most {LARGEST['num_patches']:,} patches, since "
+            "attention compares each with each. Received: "
+            f"image_shape={image_shape}, patch_size={patch_size}, {rows} x {columns} "
+            "patches. Choose larger patches or smaller images."
+        )
+    return rows, columns

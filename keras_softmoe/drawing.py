@@ -5,14 +5,14 @@ from itertools import cycle
 import numpy as np
 
 DROPPED = "#d9d9d9"
-# Okabe and Ito's colours, told apart by colour-blind people too. The yellow is left
-# out: it does not show on white.
+# Okabe and Ito's colours, which colour-blind people can distinguish. Yellow, which is
+# invisible on white, is left out.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MODALITY_COLORS = {"text": PALETTE[0], "image": PALETTE[1]}
 MARKERS = "osD^vP*X"
-# Where lines lie upon each other, those below show through the gaps of those above.
+# Of overlapping lines, the lower ones show through the gaps of the upper ones.
 DASHES = ("-", (0, (5, 2)), (0, (4, 1.5, 1, 1.5)), (0, (1, 1)))
-# Of the values of `priority`.
+# Names of the values of `priority`.
 PRIORITY_NAMES = {"max": "max (batch prioritized)", "position": "position (vanilla)"}
 # The most names along an axis.
 MOST_TICKS = 12

@@ -18,8 +18,9 @@ _PICTURED_PAIRS = "images, captions=captions, num_pictures=4"
 _RECIPE = "`ksm.training.recipe({!r}, ...)`"
 _SYNTHETIC = "`experiments.synthetic` of the repository"
 
-# Room -> removed name -> replacement, as it follows "Use ".
+# Room (or "" for the package) -> removed name -> replacement, as it follows "Use ".
 REPLACEMENTS: dict[str, dict[str, str]] = {
+    "": {"costs": "`layers.LayerCost` and `layers.cost_of`"},
     "analysis": {
         "InformationReducer": "`analyze(model, data, labels).blocks[3].information`",
         "LoadReducer": "`analyze(model, data).blocks`",
@@ -94,8 +95,20 @@ REPLACEMENTS: dict[str, dict[str, str]] = {
         "captioned_digits": "`digits` with captions of your own",
         "glyphs": f"`ksm.datasets.sample('glyphs')`, or {_SYNTHETIC}",
     },
-    "exporting": {"exportable": "`cls.export = export_model`"},
+    "exporting": {
+        "FORMATS": "a name from the error of `export_model(model, path, format='')`",
+        "exportable": "`cls.export = export_model`",
+    },
     "layers": {
+        "Attention": "`layers.EncoderBlock`, or `keras.layers.MultiHeadAttention`",
+        "ContrastiveScale": "`models.TwoTowerBackbone` or `models.LIMoEBackbone`, "
+        "which have its two weights",
+        "ExpertBank": "`layers.Experts`; its two banks are `intermediate_dense` and "
+        "`output_dense`",
+        "LayerScale": "`layers.EncoderBlock(..., layer_scale=1e-5)`",
+        "Registers": "`models.ViTMoEBackbone(..., num_registers=4)`",
+        "TokenEmbedding": "`keras_hub.layers.TokenAndPositionEmbedding`, or a backbone "
+        "of `models`",
         "Encoder": "a loop over layers `layers.EncoderBlock`, or a backbone of "
         "`models`",
     },

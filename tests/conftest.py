@@ -1,6 +1,7 @@
 """Shared fixtures: reproducible tests, and saved noise in place of drawn noise."""
 
 import gc
+import pathlib
 
 import hypothesis
 import keras
@@ -22,6 +23,20 @@ def pytest_addoption(parser):
         action="store_true",
         help="export every router to every format, and write experiments/EXPORTS.md",
     )
+    parser.addoption(
+        "--all-cases",
+        action="store_true",
+        help="run the tests that only PyTorch runs otherwise (see tests/skips.py)",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave to PyTorch what need not run on each backend (`tests/skips.py`)."""
+    if config.option.all_cases:
+        return
+    kept = skips.selected(items, pathlib.Path(__file__).parent)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -40,7 +55,8 @@ hypothesis.settings.register_profile(
     "reproducible",
     derandomize=True,
     deadline=None,
-    max_examples=15,
+    # Each example of another shape is compiled anew on JAX.
+    max_examples=15 if skips.BACKEND == "torch" else 4,
     database=None,
     suppress_health_check=list(hypothesis.HealthCheck),
 )

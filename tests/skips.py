@@ -1,14 +1,20 @@
-"""What is not tested everywhere, and why: all of it is here.
+"""Tests that do not run on every backend, and the reasons: all of them are here.
 
-`RUNS_ON` lists files that are not collected on some backends, `REASONS` why a test of
-the others is skipped. A test that is skipped for another reason fails (`conftest.py`).
-Nothing is skipped for want of a file of this repository.
+PyTorch, which compiles nothing, runs all. `RUNS_ON` lists files that are not collected
+on some backends, `HEART` the tests of a file that run on the others too. Of tests with
+several parameters the others run enough to see each value of each parameter, of
+`reference/` all of them. `--all-cases` selects what is deselected here.
+
+`REASONS` are those for which a test is skipped. A test that is skipped for another
+reason fails (`conftest.py`). Nothing is skipped for want of a file of this repository.
 """
 
 import importlib
 
 import keras
 import pytest
+
+from tests.support.covering import covering
 
 BACKEND = keras.backend.backend()
 
@@ -57,6 +63,9 @@ RUNS_ON = {
     "checkpoints/test_remote.py": ("tensorflow",),
     "checkpoints/test_safetensors.py": ("tensorflow",),
     "checkpoints/test_vit*.py": ("torch",),
+    # Each use of Keras is tested on all where the library makes it.
+    "test_keras_adapter.py": ("torch",),
+    "sharding/*": ("torch",),
     "layers/test_dropless_limits.py": ("torch",),
     # What it does in a layer is tested on all: `layers/test_lora.py`,
     # `layers/test_quantized_experts.py`.
@@ -64,12 +73,13 @@ RUNS_ON = {
     "models/test_conversion.py": ("torch",),
     "backbones/test_data.py": ("torch",),
     "models/test_dense_sources.py": ("tensorflow", "torch"),
+    "models/test_initialization.py": ("torch",),
     "models/test_torch_files.py": ("torch",),
     "models/test_upcycling.py": ("torch",),
     # `timm` and `transformers` are of PyTorch.
     "models/test_torch_judges.py": ("torch",),
-    "datasets/*": ("jax",),
-    "distribution/test_plan*.py": ("jax",),
+    "datasets/*": ("torch",),
+    "distribution/test_plan*.py": ("torch",),
     "architecture/*": ("torch",),
     "evaluation/test_cost.py": ("torch",),
     "evaluation/test_described.py": ("torch",),
@@ -101,6 +111,120 @@ RUNS_ON = {
     "training/test_recipes.py": ("torch",),
     "training/test_soups.py": ("torch",),
 }
+
+
+# Files of models, and of properties of layers whose numbers other files compare on each
+# backend. The tests listed also run on JAX and TensorFlow, the others on PyTorch alone.
+# A name may have an identifier of parameters: `test_outputs[soft]`. The planted faults
+# of `guards/faults.py` are seen on each backend.
+HEART = {
+    "analysis/test_blocks.py": ("test_counts", "test_load"),
+    "analysis/test_soft.py": ("test_every_number_of_a_block",),
+    "backbones/test_contrastive.py": (
+        "test_encoders_follow_the_routers",
+        "test_fit_learns",
+        "test_noise_and_load_loss",
+    ),
+    "backbones/test_fitting.py": (
+        "test_backup_and_restore",
+        "test_compiled_once_for_a_shape",
+        "test_jit_compile",
+        "test_loop_of_jax",
+        "test_loop_of_tensorflow",
+    ),
+    "backbones/test_image_classifier.py": (
+        "test_auxiliary_loss_is_trained_but_not_evaluated",
+        "test_fit_learns",
+        "test_keras_file",
+        "test_mixed_precision",
+    ),
+    "backbones/test_limoe.py": ("test_no_leakage", "test_route_of_one_modality"),
+    "backbones/test_mutable_routing.py": (
+        "test_groups_of_images",
+        "test_the_next_prediction_obeys",
+        "test_training_and_evaluation_obey",
+    ),
+    "backbones/test_run_checks.py": (
+        "test_a_compiled_run_is_refused_where_decisions_are_recorded",
+        "test_a_model_in_training_predicts_in_no_other_thread_on_jax",
+    ),
+    "backbones/test_trainable.py": ("test_training_goes_on_from_a_file",),
+    "backbones/test_two_towers.py": ("test_losses_of_both_towers_are_trained",),
+    "backbones/test_vit.py": ("test_any_batch_size_and_patch_shape", "test_outputs"),
+    "distribution/test_backup.py": (
+        "test_batches_of_earlier_epochs_are_drawn_from_one_stream",
+        "test_training_goes_on_as_if_nothing_had_happened",
+        "test_what_global_generators_draw",
+    ),
+    "layers/test_derivatives.py": (
+        "test_forward_mode_and_second_order[soft]",
+        "test_forward_mode_and_second_order[token choice]",
+        "test_gradients_of_each_image[soft]",
+        "test_gradients_of_each_image[token choice]",
+    ),
+    "layers/test_empty_batch.py": (
+        "test_dispatch_and_combine",
+        "test_layer[soft-1-gather]",
+    ),
+    "layers/test_every_layer.py": (
+        "test_attention_pooling",
+        "test_moe_encoder_block",
+        "test_moe_with_every_router",
+    ),
+    "layers/test_masks.py": (
+        "test_attention_pooling",
+        "test_encoder_block",
+        "test_like_a_shorter_sequence",
+        "test_random_choices",
+        "test_sequence_without_any_token[soft]",
+        "test_sequence_without_any_token[batch priority]",
+    ),
+    "layers/test_modalities.py": (
+        "test_both_dispatchers",
+        "test_layer_is_its_twin_and_padding_has_no_say",
+        "test_masked_text_is_not_there",
+        "test_modalities_do_not_attend_to_each_other",
+    ),
+    "layers/test_wrappers.py": ("test_each_call_adds_its_loss",),
+    "models/test_channels_first.py": (
+        "test_numbers_are_those_of_channels_last[fit]",
+        "test_numbers_are_those_of_channels_last[fit_pairs]",
+    ),
+    "models/test_contrastive_files.py": ("test_keras_file",),
+    "models/test_convertible_presets.py": ("test_converted_at_first_use",),
+    "models/test_dense_sources.py": ("test_features",),
+    "models/test_from_preset.py": ("test_fine_tuning_and_saving_over",),
+    "models/test_vmoe_params.py": ("test_there_and_back",),
+    "routers/test_floatx.py": (
+        "test_balancing_losses_are_added_to_that_of_the_model[float16]",
+        "test_routers_are_finite[float16-soft-True]",
+        "test_routers_are_finite[float16-softmax token choice-True]",
+    ),
+    "routers/test_moe_paths.py": (
+        "test_experts_follow_the_policy",
+        "test_gather_equals_dense",
+        "test_gradient_of_a_plan_that_xla_compiles[sinkhorn_token_choice]",
+        "test_layer_is_its_twin",
+    ),
+    "training/test_pipeline.py": ("test_rand_augment_and_mixup",),
+}
+
+
+def selected(items, folder):
+    """Of collected tests those that run on this backend.
+
+    Args:
+        items: list of tests, those of one function next to each other.
+        folder: `pathlib.Path` of the tests.
+    """
+    if BACKEND == "torch":
+        return set(items)
+    kept = set()
+    for item in covering(items):
+        names = HEART.get(item.path.relative_to(folder).as_posix())
+        if names is None or {item.name, item.originalname} & set(names):
+            kept.add(item)
+    return kept | {item for item in items if item.path.parent.name == "reference"}
 
 
 def only_on(*backends, because):

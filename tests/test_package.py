@@ -41,6 +41,7 @@ INTERNAL = {
     "drawing",
     "files",
     "keras_adapter",
+    "layer_cost",
     "moved",
     "sharding",
     "types",

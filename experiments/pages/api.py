@@ -24,7 +24,6 @@ MODULES = {
     "distribution": "Experts and batches on many devices.",
     "exporting": "Files for other runtimes.",
     "ops": "Pure functions on tensors, from which routers are made.",
-    "costs": "What a layer of your own says that it costs.",
 }
 
 
@@ -109,7 +108,7 @@ def pages():
     index = "\n".join(
         [
             "# API reference\n",
-            "`import keras_softmoe as ksm`. `layers`, `routers`, `ops` and `costs` "
+            "`import keras_softmoe as ksm`. `layers`, `routers` and `ops` "
             "need Keras and one backend; the others are imported when first used.\n",
             "| module | what for | names |",
             "|---|---|---|",

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 from keras_softmoe.analysis._figures import plot_of
-from keras_softmoe.analysis._inputs import chooses, tokens_choose, tokens_per_input
+from keras_softmoe.analysis._streaming import chooses, tokens_choose, tokens_per_input
 from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting
 
 NUM_BINS = 50
@@ -15,19 +15,18 @@ NUM_BINS = 50
 class ExpertInformation(NamedTuple):
     """Mutual information of a token's expert with its place and its class, in bits.
 
-    The expert of a token is a random variable: of a router that mixes tokens expert `e`
-    has the token's combine weight for it as its probability, of a sparse one all
-    experts that take the token are equally likely. Tokens that no expert takes are left
-    out.
+    The expert of a token is a random variable. With a router that mixes tokens, the
+    probability of expert `e` is the token's combine weight for it; with a sparse one,
+    all experts that take the token are equally likely. Dropped tokens are left out.
 
     Attributes:
-        entropy: float, the entropy of the expert. `log2(E)` where all are used alike.
+        entropy: float, the entropy of the expert. `log2(E)` if all are used equally.
         position: float, the mutual information of the expert and the place in the
             sequence.
         label: float, that of the expert and the class of the image. `None` without
             labels.
-        label_chance: float, the same with the labels in a random order, by chance in so
-            few images. `None` without labels.
+        label_chance: float, the same with shuffled labels: its value by chance for this
+            number of images. `None` without labels.
     """
 
     entropy: float
@@ -39,7 +38,8 @@ class ExpertInformation(NamedTuple):
     def position_share(self):
         """Float from 0 to 1: the part of the expert's entropy that position explains.
 
-        At 1 a token's place alone decides on its expert, as of an `IdentityRouter`.
+        At 1 the place of a token alone determines its expert, as with an
+        `IdentityRouter`.
         """
         return self.position / self.entropy if self.entropy else 0.0
 
@@ -57,18 +57,18 @@ class ExpertInformation(NamedTuple):
 class BlockStatistics(NamedTuple):
     """Routing at one block with any router, summed up over groups of tokens.
 
-    The attributes after `chooses` are of `N` images of `T` tokens each, and `None`
-    where the tokens of an input are unknown, as in a model of your own.
+    The attributes after `chooses` are for `N` images of `T` tokens each, and `None` if
+    the tokens of an input are unknown, as in your own models.
 
     Attributes:
         block: int or str, the block, see `observe`.
         num_groups: int, groups of tokens that were routed together.
         num_tokens: int, tokens in all groups together, without padding.
-        load: `(E,)` float64 array, tokens that each expert takes, over all groups. Of a
-            router that mixes tokens the sum of its combine weights.
+        load: `(E,)` float64 array, tokens that each expert takes, over all groups. For
+            routers that mix tokens, the sum of the combine weights.
         dropped: float, the share of tokens that no expert takes.
-        chooses: bool, whether the router decides between tokens (`False` of routers
-            that mix tokens, and of `IdentityRouter`).
+        chooses: bool, whether the router chooses tokens for experts (`False` for
+            routers that mix tokens and for `IdentityRouter`).
         experts_per_image: `(N,)` int array, how many experts take at least one token of
             each image (all of them, for a soft router).
         weight_by_position: `(T, E)` float64 array, mean weight of each expert's output
@@ -106,7 +106,7 @@ class BlockStatistics(NamedTuple):
 
     @property
     def imbalance(self) -> float:
-        """Float, the largest load over the mean: 1 if all experts do the same."""
+        """Float, the largest load over the mean: 1 if all loads are equal."""
         return float(self.load.max() / self.load.mean())
 
     plot = plot_of("blocks")
@@ -217,7 +217,7 @@ class _ImageSums:
         self.num_images += num_images
         if self.labels is not None:
             check_labels(max(rows.stop, len(self.labels)), self.labels)
-            # Of a sequence without any token the mean is zero.
+            # The mean of a fully masked sequence is zero.
             count = np.maximum(valid.sum(1), 1)[:, None]
             mean = weights.sum(1, dtype="float64") / count
             classes = np.arange(self.labels.max() + 1)[:, None]

@@ -6,7 +6,7 @@ import numpy as np
 
 NUM_BINS = 1000
 BANDS = (0.6, 0.8, 0.9, 0.95, 0.99)
-# A weight that is so little below the edge of a bin counts as on it.
+# Weights within this distance below the edge of a bin count as on it.
 _ROUNDING = 1e-6
 
 
@@ -111,7 +111,7 @@ def weights_needed(curves, share):
 class ConcentrationTotal:
     """Running sums from which a `Concentration` is made.
 
-    Averages may differ in their number of weights: the shorter ones go on at one.
+    Averages may differ in their number of weights: curves of shorter ones stay at one.
     """
 
     def __init__(self):

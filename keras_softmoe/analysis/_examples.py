@@ -5,9 +5,9 @@ from typing import NamedTuple
 import numpy as np
 
 from keras_softmoe.analysis._blocks import experts_of_tokens
-from keras_softmoe.analysis._inputs import tokens_per_input
+from keras_softmoe.analysis._streaming import tokens_per_input
 
-# Of each expert.
+# Patches and words of each expert.
 MOST_PATCHES = 10
 _MOST_EXAMPLES = 12
 
@@ -29,26 +29,27 @@ class ExpertPatches(NamedTuple):
 
 
 class ExpertExamples(NamedTuple):
-    """The patches and words that each expert of a LIMoE is most probably chosen for.
+    """The patches and words with the highest routing probabilities for each expert.
 
-    A patch counts by its routing probability, and of an image only the most probable
-    one for each expert, so that many images are shown. A word counts by its mean
-    routing probability over all places where it stands: words that always go to the
-    expert come first, however rare they are. Padding is a word like others.
+    Patches are ranked by their routing probability, with at most one patch per image
+    and expert, so that many images are shown. Words are ranked by their mean routing
+    probability over all occurrences: words always routed to the expert come first, even
+    rare ones. Padding is treated like any other word.
 
     Attributes:
         share: dict from `"image"` and `"text"`, as there were images and captions, to
             an `(E,)` float64 array: the share of tokens whose first choice it is.
         patches: list of `E` arrays `(n, height, width, channels)` float32 in `[-1, 1]`:
-            patches whose first choice it is, surest first. `None` without images.
+            patches with this expert as first choice, most probable first. `None`
+            without images.
         patch_probabilities: list of `E` float32 arrays `(n,)`, their routing
             probabilities. `None` without images.
         words: list of `E` lists of str, pieces of the vocabulary as the tokenizer
             writes them (`"▁"` begins a word), or their ids if there is no tokenizer:
-            those whose first choice it is at least once and whose probability is no
-            less than an even share `1/E`, surest first. `None` without captions.
-        word_probabilities: list of `E` float64 arrays, their routing probabilities, on
-            average over all places where the piece stands. `None` without captions.
+            those with the expert as first choice at least once and a probability of at
+            least the even share `1/E`, most probable first. `None` without captions.
+        word_probabilities: list of `E` float64 arrays, their mean routing
+            probabilities over all occurrences. `None` without captions.
     """
 
     share: dict
@@ -230,7 +231,7 @@ class _WordCounts:
             mean = total[candidates] / self.count[candidates]
             even = mean >= 1 / self.chosen.shape[1]
             candidates, mean = candidates[even], mean[even]
-            # Of equals the more frequent.
+            # Ties go to the more frequent word.
             order = np.lexsort((-self.count[candidates], -mean))[:count]
             ids.append(candidates[order])
             probabilities.append(mean[order])

@@ -9,7 +9,6 @@ from keras_softmoe.analysis import _panels_blocks as of_blocks
 from keras_softmoe.analysis import _panels_examples as of_examples
 from keras_softmoe.analysis import _panels_maps as of_maps
 from keras_softmoe.analysis import _panels_modalities as of_modalities
-from keras_softmoe.analysis import _panels_paths as of_paths
 from keras_softmoe.analysis import _panels_soft as of_soft
 from keras_softmoe.checks import check_choice, check_names
 from keras_softmoe.types import Figure
@@ -156,14 +155,14 @@ FIGURES = {
     ),
     "priorities": FigureRow(
         "modalities",
-        of_paths.priorities,
+        of_modalities.priorities,
         "The order in which tokens queue for the experts, in one group of pairs. "
         "Tokens to the right of the dashed line, the capacity, are dropped.",
         "LIMoE, figures 32 to 37",
     ),
     "trajectories": FigureRow(
         "modalities",
-        of_paths.trajectories,
+        of_modalities.trajectories,
         "From the experts of one block to those of the next, by first choices. Lines "
         "are as wide as the share of the tokens of their modality.",
         "LIMoE, figures 30 and 31",

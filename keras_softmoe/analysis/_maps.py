@@ -8,7 +8,7 @@ from keras import ops
 
 from keras_softmoe.analysis._examples import ExpertExamples, ExpertPatches, pieces
 from keras_softmoe.analysis._figures import plot_of
-from keras_softmoe.analysis._inputs import tokens_per_input
+from keras_softmoe.analysis._streaming import tokens_per_input
 from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting, to_dense
 from keras_softmoe.ops.choices import to_slots
 
@@ -16,8 +16,8 @@ from keras_softmoe.ops.choices import to_slots
 class RoutingMaps(NamedTuple):
     """Routing of `B` images at one block, laid out on the grid of patches.
 
-    The class token, if the model has one, is left out. Of a LIMoE that routes text
-    alone, attributes of images are `None`; those of text are `None` for images alone.
+    The class token, if the model has one, is left out. If a LIMoE routes text alone,
+    attributes of images are `None`; if it routes images alone, those of text.
 
     Attributes:
         block: int or str, the block, see `observe`.
@@ -82,7 +82,7 @@ class RoutingMaps(NamedTuple):
 class MapReducer:
     """Reducer to a dict from each block to its `RoutingMaps`.
 
-    Of the first batch the first inputs are kept.
+    The first inputs of the first batch are kept.
 
     Args:
         backbone: keras.Model with the routers and a `patch_grid`.

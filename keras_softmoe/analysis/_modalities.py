@@ -12,22 +12,22 @@ from keras_softmoe.ops.assignment import PRIORITIES
 from keras_softmoe.ops.choices import to_slots
 
 NUM_BINS = 50
-# Bins of the queue for an expert if all experts were chosen alike.
+# Bins of the queue for an expert if all experts are chosen equally often.
 _BINS_OF_EVEN_QUEUE = 50
 
 
 class ModalityStatistics(NamedTuple):
     """Routing at one block by modality, summed up over pairs of image and text.
 
-    Each dict has the key `"image"`, `"text"` or both, as there were images and
-    captions. Text includes the padding that fills a caption up, since the model treats
+    Each dict has the keys `"image"` and `"text"`, or one of them if only images or only
+    captions were given. Text includes the padding of captions, since the model treats
     it like any other token.
 
     Attributes:
         block: int or str, the block, see `observe`.
         num_tokens: dict to int, how many tokens there were.
-        routed: dict to `(E,)` int64 array, tokens whose first choice each expert is,
-            whether it gets a slot or not.
+        routed: dict to `(E,)` int64 array, tokens with the expert as first choice, with
+            a slot or without.
         chosen: dict to `(E,)` int64 array, tokens that queue for each expert: those
             with any of their `K` choices. The same as `routed` where `K = 1`.
         assigned: dict to `(E,)` int64 array, tokens that each expert processes.

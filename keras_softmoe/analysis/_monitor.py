@@ -7,11 +7,10 @@ import keras
 import numpy as np
 
 from keras_softmoe.analysis._blocks import BlockReducer
-from keras_softmoe.analysis._inputs import backbone_of
 from keras_softmoe.analysis._modalities import ModalityReducer
 from keras_softmoe.analysis._pairs import pairs_of
 from keras_softmoe.analysis._soft import SoftReducer
-from keras_softmoe.analysis._streaming import observe, routers_of
+from keras_softmoe.analysis._streaming import backbone_of, observe, routers_of
 from keras_softmoe.types import Data, Texts
 
 
@@ -21,12 +20,12 @@ class RoutingMonitor(keras.callbacks.Callback):
     For each MoE block, by its name in `analysis.observe`:
 
     - `dispatch_sharpness_BLOCK` and `combine_sharpness_BLOCK` of a soft router: the
-      largest weight of a slot, or of a token, in even shares, the mean over all. At 1
-      every slot is the mean of the image: the layer does not route. A scale that
-      starts too small for the length of the training stays there, see
+      mean over slots (or tokens) of the largest weight, in even shares. At 1 every slot
+      is the mean of the image: the layer does not route. If the initial scale is too
+      small for the length of the training it stays there, see
       `SoftRouter(initial_scale=...)`.
     - `dropped_BLOCK` and `imbalance_BLOCK` of the others: the share of tokens that no
-      expert takes, and the load of the fullest expert over the mean.
+      expert takes, and the largest load over the mean.
 
     Callbacks after it see them as metrics, the history of `fit` and
     `keras.callbacks.TensorBoard` among them.

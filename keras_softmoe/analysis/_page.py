@@ -7,17 +7,17 @@ from pathlib import Path
 
 from keras_softmoe.files import atomic_file
 
-# A page has to open anywhere, and be small enough to be sent around.
+# Small enough for e-mail.
 MOST_BYTES = 5_000_000
 # Dots per inch of the figures: the first at which the page is small enough.
 _RESOLUTIONS = (144, 110, 80, 55, 40)
-# Others may read it.
+# Readable by other users.
 _MODE = 0o644
-# At which the labels of the figures are about as large as the text of the page.
+# The labels of figures are then about as large as the text of the page.
 _PIXELS_PER_INCH = 105
 
-# The policy forbids whatever is not in the file itself; the empty icon keeps browsers
-# from asking a server for one.
+# The policy forbids resources outside the file. Without the empty icon browsers request
+# one from the server.
 _HEAD = """<!DOCTYPE html>
 <html lang="en">
 <head>

@@ -2,13 +2,14 @@
 
 import numpy as np
 
-from keras_softmoe.analysis._inputs import (
+from keras_softmoe.analysis._streaming import (
     backbone_of,
     is_limoe,
     prepared,
+    routers_of,
+    stream,
     tokens_choose,
 )
-from keras_softmoe.analysis._streaming import routers_of, stream
 
 PADDING = 0
 # The kind of word of padding.

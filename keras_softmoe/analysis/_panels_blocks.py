@@ -21,7 +21,7 @@ def load(blocks):
     """Draw the load of each expert over an even share."""
     figure, panels = block_panels(blocks, 2.3, 2.0, sharey=True)
     for ax, block in panels:
-        # Of experts that take nothing at all, zeros.
+        # Zeros if no expert takes any token.
         relative = block.load / max(block.load.mean(), np.finfo("float32").tiny)
         ax.bar(np.arange(len(relative)), relative, width=0.85, color=drawing.PALETTE[0])
         ax.axhline(1.0, color="black", ls="--", lw=1.0)
@@ -51,7 +51,7 @@ def choice_weights(blocks):
         ax.axvline(1 / len(block.load), color="0.3", ls=":", lw=1, label="1/E")
         drawing.plain_axes(ax, 7)
     first = figure.axes[0]
-    # Once all is drawn: it ends the search for limits that show everything.
+    # After drawing, since setting limits turns automatic limits off.
     first.set(xlim=(0, 1), ylim=(0, None))
     drawing.as_percentages(first.yaxis)
     first.legend(fontsize=7, title="weight", title_fontsize=7)
@@ -85,8 +85,8 @@ def by_class(blocks, class_names=None, sort=True):
             of matplotlib's settings cannot draw has its number; if `None`, all have.
         sort: bool, whether to order each panel by itself, so that structure shows: each
             class goes with the expert that exceeds its own mean over the classes most
-            there; experts come in falling order of their largest excess. Where experts
-            specialize, bright stairs lead down (faint ones can be seen in noise, too).
+            there; experts come in falling order of their largest excess. Specialized
+            experts form bright stairs downwards (faint ones appear even in noise).
             `False`: all panels in the order of the numbers.
     """
     figure, panels = block_panels(blocks, 3.1, 3.1)
@@ -209,5 +209,5 @@ def _draw_scale(figure, drawn, ax):
     values = drawn.get_array()
     extend = "max" if values.max() > drawn.norm.vmax else "neither"
     bar = draw_scale(figure, drawn, ax, extend=extend, size=6)
-    # Where experts and rows are all alike.
+    # The value if all experts and rows were equal.
     bar.ax.axhline(values.mean(), color="white", lw=1.5)

@@ -16,7 +16,7 @@ _KINDS = {
 }
 _ORDER = "from the one with the largest weight on"
 _LEAST_COLOR, _MOST_COLOR = drawing.PALETTE[1], drawing.PALETTE[0]
-# Contributions that differ by more stand on a logarithmic axis.
+# Contributions with a larger ratio have a logarithmic axis.
 _WIDE_RANGE = 20
 # Tokens this rare are at the end of the scale.
 _RAREST = 1e-4
@@ -33,7 +33,7 @@ def token_weights(blocks):
     for block, color, dashes in _lines(blocks):
         counts = block.token_weight_counts
         above = np.cumsum(counts[::-1])[::-1] / counts.sum()
-        # Not the first edge, zero, which has no place on the axis.
+        # Without the first edge: zero is not on a logarithmic axis.
         points = block.token_weight_edges[1:-1], above[1:]
         ax.plot(
             *points,
@@ -70,7 +70,7 @@ def contributions(blocks):
     most = 1.0
     for block, color, dashes in _lines(blocks):
         ordered = np.sort(block.expert_contribution)
-        # Of those that count at all.
+        # The least expert with any weight.
         relative = ordered / ordered[ordered > 0].min()
         name = f"{drawing.block_title(block.block)}: {relative[-1]:.3g}×"
         ranks = np.arange(1, len(ordered) + 1)
@@ -108,7 +108,7 @@ def tokens_per_slot(blocks, share=0.9):
         points = np.pad(curves, ((0, 0), (1, 0)))
         faint = min(1.0, max(0.06, 6 / len(curves)))
         ax.plot(tokens, points.T, color="0.35", lw=0.6, alpha=faint)
-        # Of equals the one that has more in its largest.
+        # Ties go to the slot with more weight in its largest tokens.
         needed = block.tokens_needed(share).ravel()
         order = np.lexsort((-curves.mean(axis=1), needed))
         for slot, color in ((order[0], _LEAST_COLOR), (order[-1], _MOST_COLOR)):

@@ -9,21 +9,21 @@ import keras
 from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis._blocks import BlockReducer, check_labels
-from keras_softmoe.analysis._card import ModelCard, card_of
 from keras_softmoe.analysis._examples import ExampleReducer, PatchReducer
 from keras_softmoe.analysis._figures import FIGURES, draw
-from keras_softmoe.analysis._inputs import (
-    backbone_of,
-    chooses,
-    is_limoe,
-    tokens_per_input,
-)
 from keras_softmoe.analysis._maps import MapReducer
 from keras_softmoe.analysis._modalities import ModalityReducer
 from keras_softmoe.analysis._pairs import pairs_of
-from keras_softmoe.analysis._report import write_report
+from keras_softmoe.analysis._report import ModelCard, card_of, write_report
 from keras_softmoe.analysis._soft import SoftReducer
-from keras_softmoe.analysis._streaming import observe, routers_of
+from keras_softmoe.analysis._streaming import (
+    backbone_of,
+    chooses,
+    is_limoe,
+    observe,
+    routers_of,
+    tokens_per_input,
+)
 from keras_softmoe.analysis._words import WordReducer
 from keras_softmoe.checks import check_choice, check_whole_numbers
 from keras_softmoe.evaluation.sweeps import keep_settings

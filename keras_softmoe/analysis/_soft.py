@@ -18,7 +18,7 @@ TOKEN_WEIGHT_EDGES = np.concatenate(
     [[0.0], 2.0 ** (np.arange(-640, 769) / 64), [np.inf]]
 )
 _ROUNDING = 1e-6
-# A slot without parameters is like no other.
+# Avoids division by zero: a slot of zeros has the cosine 0 with all others.
 _TINY = 1e-12
 
 
@@ -35,7 +35,7 @@ class SoftStatistics(NamedTuple):
         token_weight_counts: `(bins,)` int64 array: how often a token's total dispatch
             weight, summed over all slots, fell between two neighbouring
             `TOKEN_WEIGHT_EDGES` (an edge belongs to the bin above). On average it is
-            `E * C / S`; where every token counted alike, it would be so for each.
+            `E * C / S`, and exactly that for each token if all have equal weight.
         slot_contribution: `(E, C)` float64 array, the mean combine weight of each
             slot's output over all tokens. Its sum is one.
         slot_curves: `(E, C, S)` float64 array, entry `n - 1` the cumulative dispatch
@@ -46,7 +46,7 @@ class SoftStatistics(NamedTuple):
             up to `E * C`.
         slot_directions: `(E * C, D)` float32 array, the parameters of the slots, scaled
             to length 1. Slots of one expert follow each other: slot `c` of expert `e`
-            is at `e * C + c`. `None` of a block that mixes uniformly.
+            is at `e * C + c`. `None` for a block that mixes uniformly.
 
     Examples:
         >>> block = ksm.analysis.analyze(soft, images).soft[3]
@@ -75,7 +75,7 @@ class SoftStatistics(NamedTuple):
         """`(E * C, E * C)` float32 array: cosines between the parameters of the slots.
 
         Slots whose parameters point in the same direction take in the same mixture of
-        tokens, so that one of them would do. `None` of a block that mixes uniformly.
+        tokens, so one of them suffices. `None` for a block that mixes uniformly.
         Source: Soft MoE, appendix I (figures 28 to 30).
         """
         if self.slot_directions is None:

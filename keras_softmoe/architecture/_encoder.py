@@ -14,11 +14,11 @@ from keras_softmoe.checks import (
     is_whole_number,
     quote,
 )
-from keras_softmoe.costs import LayerCost, cost_of
-from keras_softmoe.keras_adapter import flatten_layers
+from keras_softmoe.keras_adapter.layers import flatten_layers
+from keras_softmoe.layer_cost import LayerCost, cost_of
 from keras_softmoe.layers import MLP, EncoderBlock, MoE
-from keras_softmoe.layers.modalities import each, sum_costs
 from keras_softmoe.layers.pooling import AttentionPooling
+from keras_softmoe.layers.tokens import each, sum_costs
 from keras_softmoe.routers import Router
 from keras_softmoe.types import DType
 

@@ -13,9 +13,9 @@ from keras_softmoe.architecture._towers import (
     token_embedding,
 )
 from keras_softmoe.checks import check_choice, check_whole_numbers
-from keras_softmoe.costs import LayerCost, cost_of
-from keras_softmoe.layers import ContrastiveScale, PositionEmbedding
-from keras_softmoe.layers.pooling import TEXT_POOLINGS, pool
+from keras_softmoe.layer_cost import LayerCost, cost_of
+from keras_softmoe.layers import PositionEmbedding
+from keras_softmoe.layers.pooling import TEXT_POOLINGS, ContrastiveScale, pool
 from keras_softmoe.types import DType
 
 MODALITIES = ("image", "text")

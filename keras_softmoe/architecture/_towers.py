@@ -6,20 +6,23 @@ import keras
 
 from keras_softmoe.architecture._encoder import Encoder, EncoderLayers, chain_cost
 from keras_softmoe.architecture._settings import Settings, record
-from keras_softmoe.checks import check_choice, check_whole_numbers
-from keras_softmoe.costs import LayerCost, cost_of
+from keras_softmoe.checks import (
+    check_choice,
+    check_whole_numbers,
+    checked_image_shape,
+    pair,
+    patch_grid,
+)
+from keras_softmoe.layer_cost import LayerCost, cost_of
 from keras_softmoe.layers import (
     ClassToken,
     PatchEmbedding,
     PositionEmbedding,
-    Registers,
 )
 from keras_softmoe.layers.embedding import (
     POSITION_EMBEDDINGS,
+    Registers,
     TokenEmbedding,
-    checked_image_shape,
-    pair,
-    patch_grid,
 )
 from keras_softmoe.layers.pooling import POOLINGS, TEXT_POOLINGS, pool
 from keras_softmoe.ops.position import RESAMPLINGS

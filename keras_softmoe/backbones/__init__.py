@@ -1,12 +1,14 @@
-"""Keras models, on KerasHub's classes: backbones, tasks, preprocessing.
+"""Keras models on KerasHub's classes: backbones, tasks, preprocessors.
 
-They know no file, no name of a preset and no format: `models` is the public room, which
-attaches loading and export to these classes.
+Presets, formats of files and export are unknown here: the public room `models` attaches
+them to these classes.
 """
 
 from keras_softmoe.backbones._adaptation import merge_lora as merge_lora
+from keras_softmoe.backbones._base import ModalityEncoder as ModalityEncoder
 from keras_softmoe.backbones._base import MoEBackbone as MoEBackbone
-from keras_softmoe.backbones._compilation import preset_is_saved as preset_is_saved
+from keras_softmoe.backbones._base import weights_follow as weights_follow
+from keras_softmoe.backbones._configuration import preset_is_saved as preset_is_saved
 from keras_softmoe.backbones._contrastive import ContrastiveTask as ContrastiveTask
 from keras_softmoe.backbones._contrastive import LIMoEContrastive as LIMoEContrastive
 from keras_softmoe.backbones._contrastive import (
@@ -27,7 +29,6 @@ from keras_softmoe.backbones._contrastive_preprocessor import (
 from keras_softmoe.backbones._contrastive_preprocessor import (
     fit_preprocessor as fit_preprocessor,
 )
-from keras_softmoe.backbones._encoders import ModalityEncoder as ModalityEncoder
 from keras_softmoe.backbones._image_classifier import (
     ViTMoEImageClassifier as ViTMoEImageClassifier,
 )
@@ -39,7 +40,6 @@ from keras_softmoe.backbones._image_preprocessor import (
 )
 from keras_softmoe.backbones._limoe import LIMoEBackbone as LIMoEBackbone
 from keras_softmoe.backbones._pruning import prune_experts as prune_experts
-from keras_softmoe.backbones._size import weights_from as weights_from
 from keras_softmoe.backbones._text import TextMoEBackbone as TextMoEBackbone
 from keras_softmoe.backbones._two_towers import TwoTowerBackbone as TwoTowerBackbone
 from keras_softmoe.backbones._vit import ViTMoEBackbone as ViTMoEBackbone

@@ -3,14 +3,14 @@
 import h5py
 import keras
 
-from keras_softmoe.keras_adapter import (
+from keras_softmoe.keras_adapter.layers import (
     flatten_layers,
     forget_adapted_layers,
     is_quantized_under,
     quick_garbage_collection,
 )
-from keras_softmoe.layers import ExpertBank
-from keras_softmoe.layers.lora import merge_lora as merge_lora_of_layer
+from keras_softmoe.layers.expert_bank import ExpertBank
+from keras_softmoe.layers.expert_bank import merge_lora as merge_lora_of_layer
 
 
 def merge_lora(model: keras.Model) -> list:
@@ -19,11 +19,11 @@ def merge_lora(model: keras.Model) -> list:
     The outputs stay the same, and the layers are ordinary ones again, expert banks and
     those of Keras. Files hold the sum anyway.
 
-    What `enable_lora` froze stays frozen, but for the kernels that had factors. To free
-    all of it set `model.trainable = False` and then `True` (TensorFlow passes over a
-    value that is there already). Compile again before training goes on, and a model of
-    one's own around this one before anything. In int8 and in int4 sums are rounded to
-    the bits of the kernels, which takes small changes away: merge, then quantize.
+    Weights that `enable_lora` froze stay frozen, apart from the kernels that had
+    factors. To unfreeze all of them, set `model.trainable = False` and then `True`
+    (TensorFlow ignores a value that is set already). Compile the model again before
+    further training, and a model of your own around it before any use. Merge before
+    you quantize: in int8 and int4 the sums are rounded, which removes small changes.
 
     Args:
         model: `keras.Model` or `keras.Layer`.
@@ -39,31 +39,28 @@ def merge_lora(model: keras.Model) -> list:
         >>> ksm.models.merge_lora(model)
     """
     layers = flatten_layers(model)
-    adapted = [layer for layer in layers if _has_factors(layer)]
+    adapted = [layer for layer in layers if getattr(layer, "lora_enabled", False)]
     with quick_garbage_collection():
         for layer in adapted:
             merge_lora_of_layer(layer)
     for layer in layers:
         forget_adapted_layers(layer)
         if adapted and isinstance(layer, keras.Model):
-            # On TensorFlow they have the factors built in.
+            # On TensorFlow these are compiled with the factors.
             layer.train_function = layer.test_function = layer.predict_function = None
     return [layer.path for layer in adapted]
 
 
 def has_factors(model):
     """Whether a layer of a model has factors of LoRA."""
-    return any(map(_has_factors, flatten_layers(model)))
-
-
-def _has_factors(layer):
-    return getattr(layer, "lora_enabled", False)
+    layers = flatten_layers(model)
+    return any(getattr(layer, "lora_enabled", False) for layer in layers)
 
 
 def quantize(self, mode=None, config=None, filters=None, **kwargs):
     """Quantize the weights, as `keras.Model.quantize`; a method of all models.
 
-    A mode that expert banks do not have is refused before any layer changes. In int4
+    A mode that expert banks do not support is refused before any layer changes. In int4
     the head of a classifier keeps its precision, unless there are `filters`: it is
     small, and its rounding alone cost 9 to 17 points of accuracy on digits.
     """
@@ -84,14 +81,15 @@ def quantize(self, mode=None, config=None, filters=None, **kwargs):
 
 
 def check_lora_file(model, filepath):
-    """Raise if the experts of a file of LoRA factors share their second factor.
+    """Raise if experts share their second LoRA factor in a file.
 
     Args:
         model: `keras_hub.models.Backbone`.
         filepath: str or path, as `save_lora_weights` writes it.
 
     Raises:
-        ValueError: if the file is older than factors for each expert.
+        ValueError: if the file is of an early version, which had one factor for all
+            experts.
     """
     # KerasHub counts them like this.
     layers = [x for x in flatten_layers(model) if x is not model and x.weights]
@@ -103,10 +101,10 @@ def check_lora_file(model, filepath):
                 and len(getattr(factor, "shape", "EDH")) < 3
             ):
                 raise ValueError(
-                    "The file is older than the factors that each expert has for "
-                    "itself: its experts share the second one. Received: shape="
+                    "The file is of an early version, in which all experts share "
+                    "the second LoRA factor. Received: shape="
                     f"{tuple(factor.shape)} for {layer.path!r} in '{filepath}', not "
                     "(experts, rank, units). Train the factors again; or, with the "
-                    "version that wrote the file, save the model with what it has "
-                    "learned (`save_to_preset`), and load that."
+                    "version that wrote the file, save the model with its merged "
+                    "weights (`save_to_preset`), and load that."
                 )

@@ -1,9 +1,16 @@
-"""The base class of backbones: routers, configuration, weights."""
+"""The base class of backbones, their size, and encoders of one modality."""
 
+import contextlib
+import contextvars
 import functools
+import math
+import os
+from types import SimpleNamespace
 
 import h5py
+import keras
 import keras_hub
+from keras import ops
 
 from keras_softmoe.architecture import Settings, revive_router
 from keras_softmoe.backbones._adaptation import (
@@ -11,18 +18,19 @@ from keras_softmoe.backbones._adaptation import (
     has_factors,
     quantize,
 )
-from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_on_change
-from keras_softmoe.backbones._size import weights_follow
-from keras_softmoe.backbones._trainable import (
+from keras_softmoe.backbones._configuration import (
     set_trainable_argument,
     trainable_argument,
 )
-from keras_softmoe.keras_adapter import (
+from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_on_change
+from keras_softmoe.backbones.arguments import check_pairs
+from keras_softmoe.keras_adapter.layers import (
     flatten_layers,
     register_parameters,
     zero_initialization,
 )
-from keras_softmoe.layers import Experts
+from keras_softmoe.layer_cost import ITEMSIZE
+from keras_softmoe.layers import EncoderBlock, Experts
 from keras_softmoe.routers import record
 from keras_softmoe.sharding.variables import load_shards, weight_files
 
@@ -33,11 +41,22 @@ _KEPT_ELSEWHERE = (
 )
 
 
+# Two weights of int4 share a byte.
+_WEIGHTS_PER_BYTE = 2
+# Weights that a file need not hold: positions are resampled for larger images.
+_RESAMPLED = 1 << 25
+
+# Bytes of the files from which weights are loaded; infinite if unknown, `None` for
+# models that keep their random weights.
+_FILE_BYTES = contextvars.ContextVar("file_bytes", default=None)
+
+
 @recompile_on_change
 class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     """Base class of backbones whose encoder blocks may be mixtures of experts.
 
-    `models` attaches `from_preset`, `save_to_preset` and `export`.
+    `models` attaches `from_preset`, `save_to_preset` and `export`. A subclass has
+    `check_inputs`, which raises unless arrays are valid inputs of the model.
 
     Args:
         architecture: the record of the constructor's arguments, see `architecture`.
@@ -60,7 +79,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
 
     @property
     def architecture(self) -> Settings:
-        """The `architecture.Settings` of the model, as they are now."""
+        """The current `architecture.Settings` of the model."""
         changed = {"dtype": self._base_config()["dtype"]}
         if self.moe_layers:
             changed |= {
@@ -80,7 +99,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     def group_images(self):
         """Int, images (or pairs) that are routed together; `None` for the whole batch.
 
-        To be set by `set_routing`.
+        Change it with `set_routing`.
         """
         layers = [block.moe for block in self.blocks if block.moe is not None]
         return layers[0].group_images if layers else self._architecture.group_images
@@ -97,10 +116,14 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         return next(iter(self.routers.values()), None)
 
     def decisions_of(self, function):
-        """Dict from each MoE block to its `Decision` in the call of a function."""
+        """Call a function; return a dict from each MoE block to its `Decision`."""
         with record() as decisions:
             function()
         return {index: decisions[r.path] for index, r in self.routers.items()}
+
+    def predict(self, x, *args, **kwargs):
+        self.check_inputs(x)
+        return super().predict(x, *args, **kwargs)
 
     def load_weights(self, filepath, skip_mismatch=False, **kwargs):
         load = functools.partial(
@@ -126,11 +149,11 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         super().load_lora_weights(filepath)
 
     def serialized_routers(self):
-        """For `get_config`: one router if all blocks have equal ones, else a list."""
+        """Return one router for `get_config`, or a list if those of blocks differ."""
         blocks = self.blocks
         routers = [blocks[i].moe.get_config()["router"] for i in self.moe_layers]
         if has_factors(self):
-            # LoRA has frozen them; a file has no LoRA.
+            # LoRA has frozen them, and files have kernels without LoRA.
             for router in routers:
                 router["config"]["trainable"] = True
         if all(router == routers[0] for router in routers):
@@ -148,18 +171,18 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         }
 
     def _base_config(self):
-        """The arguments that are no settings, and the dtype that the model has now."""
+        """Return the arguments other than settings, with the current dtype."""
         return {**super().get_config(), "trainable": trainable_argument(self)}
 
     @classmethod
     def from_config(cls, config):
         router = revive_router(config["router"])
-        with zero_initialization(weights_follow()):
+        with zero_initialization(_FILE_BYTES.get() is not None):
             return super().from_config({**config, "router": router})
 
 
 def _check_blocks(filepath, num_layers):
-    """Raise if a file has weights of further blocks, which Keras would leave out."""
+    """Raise if a file has weights of further blocks, which Keras would ignore."""
     # Keras counts the layers of a class: `encoder_block`, `encoder_block_1`, ...
     further = f"layers/encoder_block_{num_layers}"
     for path in weight_files(filepath):
@@ -167,14 +190,14 @@ def _check_blocks(filepath, num_layers):
             if further in file:
                 raise ValueError(
                     f"The weights in '{path}' are those of a model with more blocks, "
-                    "the last of which would be left out. Received: "
+                    "and the last ones would be left out. Received: "
                     f"num_layers={num_layers}. Leave `num_layers` as it was saved, or "
-                    "start anew with `load_weights=False`."
+                    "start from random weights with `load_weights=False`."
                 )
 
 
 def _expert_banks(model):
-    """Expert banks whose weights are the same in a file as in the model."""
+    """Return expert banks that files store as they are: no LoRA, not quantized."""
     return [
         bank
         for layer in flatten_layers(model)
@@ -182,3 +205,156 @@ def _expert_banks(model):
         for bank in (layer.intermediate_dense, layer.output_dense)
         if not bank.lora_enabled and bank.quantization_mode is None
     ]
+
+
+# === Size ===
+
+
+@contextlib.contextmanager
+def weights_follow(file_bytes=math.inf):
+    """Scope in which backbones are made whose weights are all loaded afterwards.
+
+    They are initialized with zeros, apart from new heads. A configuration of a few
+    bytes can claim more weights than any memory holds, so a backbone that the files
+    cannot fill is refused before it is built.
+
+    Args:
+        file_bytes: int, the size of the files with the weights, if it is known.
+    """
+    token = _FILE_BYTES.set(file_bytes)
+    try:
+        yield
+    finally:
+        _FILE_BYTES.reset(token)
+
+
+def check_size(layers, name):
+    """Raise if a model is too large to be built.
+
+    Args:
+        layers: layers of the model, from its `architecture`.
+        name: str or `None`, name of the model.
+
+    Raises:
+        ValueError: if the model has more weights than the files hold, or than the
+            memory of this machine (unless they lie on accelerators, or are sharded over
+            several machines).
+    """
+    try:
+        found = layers.cost(1)
+    except ValueError:
+        # A custom router may not implement `capacity`. Other errors surface in `build`.
+        return
+    weights = found.parameters
+    file_bytes = _FILE_BYTES.get()
+    if file_bytes is not None and weights > _WEIGHTS_PER_BYTE * file_bytes + _RESAMPLED:
+        raise ValueError(
+            f"The configuration of {name!r} describes a model with {weights:,} "
+            f"weights, for which its files with {file_bytes:,} bytes have no place: a "
+            "file is damaged, or belongs to another model. Restore it, or pass "
+            "`load_weights=False`."
+        )
+    size, memory = ITEMSIZE["float16"] * weights, _memory()
+    if memory is not None and size > memory:
+        raise ValueError(
+            f"The model {name!r} has {weights:,} weights, which even in half precision "
+            f"take {size / 1e9:,.0f} GB. Received: a machine with "
+            f"{memory / 1e9:,.0f} GB of memory. Make the model smaller, or build it "
+            "under `distribution.expert_parallel` on several devices; "
+            "`evaluation.cost` counts it without building it."
+        )
+
+
+def _memory():
+    """Return the memory of this machine in bytes; `None` if weights lie elsewhere."""
+    if keras.distribution.distribution() is not None or _has_accelerator():
+        return None
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        # Not on every system
+        return None
+
+
+def _has_accelerator():
+    backend = keras.backend.backend()
+    if backend == "jax":
+        import jax
+
+        return jax.default_backend() != "cpu"
+    if backend == "torch":
+        import torch
+
+        return torch.get_default_device().type != "cpu" or torch.cuda.is_available()
+    import tensorflow as tf
+
+    return any(d.device_type != "CPU" for d in tf.config.list_physical_devices())
+
+
+# === One modality ===
+
+
+# The input of a backbone that holds a modality.
+INPUTS = {"image": "images", "text": "token_ids"}
+
+
+class SingleModality:
+    """Mixin of backbones for pairs that encode images alone and texts alone.
+
+    A subclass has `_encode`, which maps a dict of some of the inputs `"image"` and
+    `"text"` to a dict of outputs.
+    """
+
+    _encoders = None
+
+    def check_inputs(self, x):
+        """Raise unless a dict has images and token ids that the model takes."""
+        if isinstance(x, dict):
+            check_pairs(self, x.get("images"), x.get("token_ids"))
+
+    @property
+    def image_encoder(self):
+        """`keras.Model` from `images` to `"image_embedding"` and its tokens."""
+        return self._encoder("image")
+
+    @property
+    def text_encoder(self):
+        """`keras.Model` from `token_ids` to `"text_embedding"` and its tokens."""
+        return self._encoder("text")
+
+    def _encoder(self, modality):
+        # In an object that Keras does not track: encoders are no part of the model.
+        if self._encoders is None:
+            self._encoders = SimpleNamespace(image=(None, None), text=(None, None))
+        encoder, compiled_weights = getattr(self._encoders, modality)
+        # It is compiled with its weights, which quantization and LoRA replace.
+        weights = [(variable.path, variable.dtype) for variable in self.variables]
+        if weights != compiled_weights:
+            like = self.input[INPUTS[modality]]
+            x = keras.Input(like.shape[1:], dtype=like.dtype, name=INPUTS[modality])
+            encoder = ModalityEncoder(
+                x, self._encode({modality: x}), name=f"{modality}_encoder"
+            )
+            setattr(self._encoders, modality, (encoder, weights))
+        return encoder
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+@recompile_on_change
+class ModalityEncoder(keras.Model, MutableRouting):
+    """The part of a backbone that one modality passes through."""
+
+    quantize = quantize
+
+    @property
+    def routers(self):
+        """Dict from the name of each MoE block to its router."""
+        blocks = [x for x in flatten_layers(self) if isinstance(x, EncoderBlock)]
+        return {block.path: block.moe.router for block in blocks if block.moe}
+
+
+def normalized(x):
+    """Return vectors of length one, in float32: `x / (|x| + 1e-8)`."""
+    x = ops.cast(x, "float32")
+    length = ops.sqrt(ops.sum(ops.square(x), axis=-1, keepdims=True))
+    return x / (length + 1e-8)

@@ -1,4 +1,4 @@
-"""Contrastive learning of images and captions: what the tasks share."""
+"""Contrastive tasks on pairs of image and caption."""
 
 from types import SimpleNamespace
 
@@ -9,8 +9,10 @@ from keras import ops
 
 from keras_softmoe.backbones import _fitting
 from keras_softmoe.backbones._adaptation import quantize
-from keras_softmoe.backbones._compilation import (
+from keras_softmoe.backbones._configuration import (
     compile_from_config,
+    set_trainable_argument,
+    trainable_argument,
     with_compilation,
     with_optimizer,
 )
@@ -20,15 +22,10 @@ from keras_softmoe.backbones._contrastive_preprocessor import (
     fit_preprocessor,
     no_weights,
 )
-from keras_softmoe.backbones._data import prepare
+from keras_softmoe.backbones._data import as_arrays, prepare, repeat_grey
 from keras_softmoe.backbones._limoe import LIMoEBackbone
 from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.backbones._pair_encoding import PairEncoding
-from keras_softmoe.backbones._pictures import as_arrays, repeat_grey
-from keras_softmoe.backbones._trainable import (
-    set_trainable_argument,
-    trainable_argument,
-)
 from keras_softmoe.backbones._two_towers import TwoTowerBackbone
 from keras_softmoe.backbones.arguments import (
     check_images,
@@ -38,12 +35,12 @@ from keras_softmoe.backbones.arguments import (
     offer_names,
 )
 from keras_softmoe.checks import check_choice, check_whole_numbers
-from keras_softmoe.keras_adapter import register_parameters
+from keras_softmoe.keras_adapter.layers import register_parameters
 from keras_softmoe.ops.contrastive import (
     sigmoid_contrastive_loss,
     softmax_contrastive_loss,
 )
-from keras_softmoe.sharding import check_model
+from keras_softmoe.sharding.constraints import check_model
 
 LOSSES = {"softmax": softmax_contrastive_loss, "sigmoid": sigmoid_contrastive_loss}
 
@@ -107,7 +104,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             **kwargs: as in `keras.Model.compile`.
 
         Raises:
-            ValueError: if loss or metrics are others.
+            ValueError: if loss or metrics are not among these.
         """
         if optimizer == "auto":
             optimizer = keras.optimizers.AdamW(3e-4)
@@ -120,7 +117,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         self._loss_name = loss
         names = ("image_to_text_accuracy", "text_to_image_accuracy")
         accuracies = [keras.metrics.Mean(name=name) for name in names]
-        # In an object that Keras does not track: it would keep those of earlier calls.
+        # In an object that Keras does not track, or those of earlier calls would stay.
         self._own_metrics = SimpleNamespace(
             accuracies=accuracies if metrics == "auto" else []
         )
@@ -144,10 +141,10 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         return [*super().metrics, *(own.accuracies if own else [])]
 
     def logits(self, outputs):
-        """Scaled (and shifted) similarities of all images and captions of a batch.
+        """Return scaled (and shifted) similarities of all pairs of a batch.
 
         Args:
-            outputs: dict, what the model returns for `B` pairs.
+            outputs: dict, outputs of the model for `B` pairs.
 
         Returns:
             `(B, B)` tensor, images in rows, captions in columns.
@@ -163,7 +160,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
     def compute_loss(
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True
     ):
-        """Mean contrastive loss; in training, plus the balancing losses of routers."""
+        """Return the mean contrastive loss, in training with the routers' losses."""
         loss = ops.mean(LOSSES[self._loss_name](self.logits(y_pred)))
         if training:
             extras = [ops.cast(ops.sum(x), loss.dtype) for x in self.losses]
@@ -202,7 +199,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         images, token_ids = as_arrays(x), self._token_ids(y)
         if len(images) != len(token_ids) or len(images) < 2:
             raise ValueError(
-                "There must be pairs, two or more: as many images as captions. "
+                "There must be two or more pairs, and as many images as captions. "
                 f"Received: {len(images)} images, {len(token_ids)} captions."
             )
         if batch_size is not None:
@@ -210,7 +207,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         batch_size = min(batch_size or 32, len(images))
         if batch_size < 2:
             raise ValueError(
-                "A pair is compared with others of its batch, so there must be others. "
+                "A pair is compared with the others of its batch, two or more in all. "
                 f"Received: batch_size={batch_size}."
             )
         return prepare(
@@ -319,7 +316,7 @@ class LIMoEContrastive(ContrastiveTask):
 class TwoTowerContrastive(ContrastiveTask):
     """Contrastive learning with a tower for images and one for captions.
 
-    Takes what `LIMoEContrastive` takes.
+    Inputs and methods are those of `LIMoEContrastive`.
 
     Args:
         backbone: `TwoTowerBackbone`.

@@ -61,7 +61,7 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
     Args:
         tokenizer: `LIMoETokenizer`, without a `sequence_length` of its own.
         image_converter: `ViTMoEImageConverter` or `None`.
-        sequence_length: int, tokens of a text, filled up with zeros.
+        sequence_length: int, tokens of a text, padded with zeros.
         truncate: bool, whether longer captions are cut. By default they are refused.
         **kwargs: as in `keras_hub.models.Preprocessor`.
 
@@ -72,7 +72,7 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
 
     Returns:
         dict of `"images"` in `[-1, 1]` and `"token_ids"` `(B, sequence_length)` int32,
-        what the backbone takes.
+        the inputs of the backbone.
 
     Raises:
         ValueError: if a caption is empty, or longer than the sequence and not to be
@@ -91,8 +91,8 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
         super().__init__(**kwargs)
         if getattr(tokenizer, "sequence_length", None):
             raise ValueError(
-                "The preprocessor fills captions up, so that it notices those that are "
-                "too long: make the tokenizer without a length. Received: a tokenizer "
+                "The preprocessor pads captions itself, and refuses those that are too "
+                "long: make the tokenizer without a length. Received: a tokenizer "
                 f"with sequence_length={tokenizer.sequence_length}."
             )
         check_whole_numbers(1, sequence_length=sequence_length)
@@ -109,7 +109,7 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
         return {"images": self.convert(x), "token_ids": self.tokenize(y)}
 
     def convert(self, images):
-        """Convert a batch of images to those that the backbone takes."""
+        """Convert a batch of images to inputs of the backbone."""
         return images if self.image_converter is None else self.image_converter(images)
 
     def tokenize(self, captions):
@@ -133,7 +133,7 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
     def _check_length(self, caption, length):
         if not length:
             raise ValueError(
-                "A caption says something: no empty strings. "
+                "A caption must not be empty. Write one, or leave the pair out. "
                 f"Received: caption={caption!r}."
             )
         if length > self.sequence_length and not self.truncate:
@@ -161,7 +161,7 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
         lengths = tokens.row_lengths()
         checks = [
             tf.debugging.assert_positive(
-                lengths, message="A caption is empty. Each has to say something."
+                lengths, message="A caption is empty. Leave such pairs out."
             )
         ]
         if not self.truncate:
@@ -192,9 +192,9 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
     Args:
         tokenizer: `LIMoETokenizer`, without a `sequence_length` of its own.
         image_converter: `ViTMoEImageConverter` or `None`.
-        sequence_length: int, tokens of a text, filled up with zeros.
+        sequence_length: int, tokens of a text, padded with zeros.
         truncate: bool, whether longer captions are cut, as in the paper. By default
-            they are refused, for what is cut is lost without notice.
+            they are refused, since a cut loses words without notice.
         **kwargs: as in `keras_hub.models.Preprocessor`.
 
     Source: LIMoE, appendix A (16 tokens; images in `[-1, 1]`).
@@ -218,7 +218,7 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
 class TwoTowerPreprocessor(ContrastivePreprocessor):
     """Prepares pairs of image and caption for `TwoTowerContrastive`.
 
-    Takes what `LIMoEPreprocessor` takes.
+    Arguments and inputs are those of `LIMoEPreprocessor`.
 
     Examples:
         >>> preprocessor = ksm.models.TwoTowerPreprocessor(
@@ -269,7 +269,7 @@ def checked_captions(captions):
 
 
 def fit_preprocessor(preprocessor, backbone):
-    """Set the size of images to the backbone's, and check the length of texts."""
+    """Set the size of images to the backbone's, and check lengths and vocabulary."""
     fit_image_size(preprocessor, backbone.image_shape[:2])
     length = getattr(preprocessor, "sequence_length", backbone.sequence_length)
     if length != backbone.sequence_length:

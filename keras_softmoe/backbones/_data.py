@@ -6,13 +6,13 @@ of a `keras.utils.PyDataset`, a PyTorch `DataLoader`, a grain dataset or loader,
 generator or any other iterable are preprocessed one by one.
 """
 
+import sys
 import threading
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_softmoe.backbones._pictures import as_arrays
 from keras_softmoe.backbones.arguments import check_finite_images
 from keras_softmoe.checks import (
     check_whole_numbers,
@@ -21,7 +21,7 @@ from keras_softmoe.checks import (
     is_whole_number,
     quote,
 )
-from keras_softmoe.keras_adapter import BatchesOf
+from keras_softmoe.keras_adapter.data import BatchesOf
 
 # Keras' preprocessing layers compute with TensorFlow while a thread traces them.
 # Another thread that has finished would change them back too early.
@@ -112,7 +112,7 @@ def prepare(
 
 
 def _rows(model, x, y, sample_weight, shuffle):
-    """`tf.data` rows of arrays, shuffled anew in each iteration."""
+    """Return arrays as `tf.data` rows, shuffled again in each iteration."""
     import tensorflow as tf
 
     x, y, weight = (None if a is None else as_arrays(a) for a in (x, y, sample_weight))
@@ -123,7 +123,7 @@ def _rows(model, x, y, sample_weight, shuffle):
 
 
 def num_rows(arrays):
-    """Number of rows of an array, or of a structure of arrays."""
+    """Return the number of rows of an array, or of a structure of arrays."""
     return len(keras.tree.flatten(arrays)[0])
 
 
@@ -203,7 +203,7 @@ def without_column(x):
 
 
 def no_outputs(model):
-    """Outputs of a model for an empty batch, as `predict` returns them."""
+    """Return the outputs of a model for an empty batch, as `predict` does."""
     empty = keras.tree.map_structure(
         lambda x: keras.ops.zeros((0, *x.shape[1:]), x.dtype), model.output
     )
@@ -211,11 +211,11 @@ def no_outputs(model):
 
 
 def _check_batches(x):
-    """Raise if an iterable tells that it has no batches."""
+    """Raise if an iterable has a length, and it is 0."""
     try:
         is_empty = x is not None and len(x) == 0
     except TypeError:
-        # Its length is unknown or infinite.
+        # The length is unknown or infinite.
         return
     if is_empty:
         raise ValueError(
@@ -227,7 +227,7 @@ def _check_batches(x):
 def checked_class_weight(class_weight, num_classes):
     """Return a dict with the weights of all classes; the default is 1.
 
-    Keras looks up every class, and ignores keys that are no classes.
+    Keras needs a weight for every class, and ignores keys that are no classes.
 
     Args:
         class_weight: dict from int to float, or `None`, which is returned.
@@ -263,3 +263,86 @@ def _weights(labels, weights, class_weight):
         labels = labels.argmax(-1) if labels.shape[-1] > 1 else labels[..., 0]
     found = [class_weight.get(int(label), 1.0) for label in labels]
     return np.array(found, "float32")
+
+
+# === Images of all kinds ===
+
+
+def as_arrays(data):
+    """Convert numbers, strings or images to NumPy arrays.
+
+    Args:
+        data: array or tensor of any library; PIL image, which becomes a batch of one;
+            list of them; or a dict of all this.
+
+    Raises:
+        ValueError: if the images of a list differ in size.
+    """
+    if isinstance(data, dict):
+        return {name: as_arrays(value) for name, value in data.items()}
+    if _is_pil(data):
+        return as_arrays([data])
+    if isinstance(data, (list, tuple)):
+        return _stacked(data)
+    return _array(data)
+
+
+def _stacked(values):
+    pictures = [value for value in values if _is_pil(value)]
+    if pictures:
+        # Grey images stay grey unless some have colours.
+        is_grey = all(picture.mode in ("1", "L") for picture in pictures)
+        mode = "L" if is_grey else "RGB"
+        values = [v.convert(mode) if _is_pil(v) else v for v in values]
+    values = [_array(value) for value in values]
+    shapes = list(dict.fromkeys(value.shape for value in values))
+    if len(shapes) > 1:
+        raise ValueError(
+            "The items of a list are put into one array and must have the same shape. "
+            f"Received: shapes {', '.join(map(str, shapes[:4]))}. Resize images first, "
+            "for example `image.resize((224, 224))` of PIL."
+        )
+    array = np.stack(values) if values else np.zeros(0, "float32")
+    return array[..., None] if pictures and is_grey else array
+
+
+def _array(value):
+    is_torch = type(value).__module__.partition(".")[0] == "torch"
+    if is_torch:
+        value = value.detach().cpu()
+    array = np.asarray(value)
+    # `tf.data` takes strings of this dtype.
+    return array.astype(object) if array.dtype.kind == "U" else array
+
+
+def _is_pil(value):
+    # Unless PIL is imported, there are no such images.
+    pil = sys.modules.get("PIL.Image")
+    return pil is not None and isinstance(value, pil.Image)
+
+
+def without_pil(images):
+    """Convert a PIL image, or those in a list, to arrays; return others unchanged."""
+    if _is_pil(images):
+        return as_arrays(images)[0]
+    if isinstance(images, (list, tuple)) and any(map(_is_pil, images)):
+        return [without_pil(image) for image in images]
+    return images
+
+
+def repeat_grey(images, channels):
+    """Repeat the channel of grey images; return others unchanged.
+
+    Args:
+        images: array or tensor, also of TensorFlow in a pipeline on another backend.
+        channels: int.
+    """
+    shape = getattr(images, "shape", ())
+    if channels == 1 or len(shape) != 4 or shape[-1] != 1:
+        return images
+    if isinstance(images, np.ndarray):
+        return np.repeat(images, channels, axis=-1)
+    tf = sys.modules.get("tensorflow")
+    if tf is not None and tf.is_tensor(images):
+        return tf.repeat(images, channels, axis=-1)
+    return keras.ops.repeat(images, channels, axis=-1)

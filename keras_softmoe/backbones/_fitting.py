@@ -10,21 +10,25 @@ override the methods of Keras. They call these methods of the task:
 - those that `_data.prepare` names.
 """
 
+import contextlib
+import threading
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import keras
 from numpy.typing import ArrayLike
 
 from keras_softmoe.backbones._data import (
+    as_arrays,
     gives_batches,
     is_empty,
     no_outputs,
     num_rows,
     prepare,
 )
-from keras_softmoe.backbones._pictures import as_arrays
-from keras_softmoe.backbones._run_checks import run_scope
 from keras_softmoe.checks import check_numbers
+from keras_softmoe.keras_adapter.runs import kept_weights
 
 
 def fit(  # noqa: D417
@@ -187,3 +191,50 @@ def _split(x, y, sample_weight, validation_split):
         )
 
     return part(slice(cut)), tuple(a for a in part(slice(cut, None)) if a is not None)
+
+
+# === Runs in several threads ===
+
+# Model -> the lock of its runs, and whether the current one trains.
+_runs = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+@contextlib.contextmanager
+def run_scope(model, trains):
+    """Scope of a run, after which the model has its weights even if the run fails.
+
+    On JAX runs of one model in several threads take turns: Keras takes the weights out
+    of the model while a run lasts.
+
+    Args:
+        model: `keras.Model`.
+        trains: bool, whether the run is `fit`.
+
+    Raises:
+        ValueError: if another thread trains the model, on JAX.
+    """
+    if keras.backend.backend() != "jax":
+        yield
+        return
+    with _making:
+        run = _runs.setdefault(
+            model, SimpleNamespace(lock=threading.RLock(), trains=False)
+        )
+    if not run.lock.acquire(blocking=False):
+        if run.trains:
+            # Training may take days, and may itself wait for this thread.
+            raise ValueError(
+                f"The model {model.name!r} is in training in another thread, and Keras "
+                "has taken the weights out of it. Use another model in this thread, "
+                "or wait until `fit` has returned."
+            )
+        run.lock.acquire()
+    trained = run.trains
+    run.trains = trains or trained
+    try:
+        with kept_weights(model, trains):
+            yield
+    finally:
+        run.trains = trained
+        run.lock.release()

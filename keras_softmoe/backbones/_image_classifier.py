@@ -9,15 +9,19 @@ import numpy as np
 
 from keras_softmoe.backbones import _fitting
 from keras_softmoe.backbones._adaptation import quantize
-from keras_softmoe.backbones._compilation import (
+from keras_softmoe.backbones._configuration import (
     compile_from_config,
+    set_trainable_argument,
+    trainable_argument,
     with_compilation,
     with_optimizer,
 )
 from keras_softmoe.backbones._data import (
+    as_arrays,
     check_finite_labels,
     checked_class_weight,
     prepare,
+    repeat_grey,
     without_column,
 )
 from keras_softmoe.backbones._image_preprocessor import (
@@ -25,16 +29,11 @@ from keras_softmoe.backbones._image_preprocessor import (
     fit_image_size,
 )
 from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_on_change
-from keras_softmoe.backbones._pictures import as_arrays, repeat_grey
-from keras_softmoe.backbones._trainable import (
-    set_trainable_argument,
-    trainable_argument,
-)
 from keras_softmoe.backbones._vit import ViTMoEBackbone
 from keras_softmoe.backbones.arguments import check_images, check_kind, offer_names
 from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
-from keras_softmoe.keras_adapter import flatten_layers, register_parameters
-from keras_softmoe.sharding import check_model
+from keras_softmoe.keras_adapter.layers import flatten_layers, register_parameters
+from keras_softmoe.sharding.constraints import check_model
 from keras_softmoe.types import DType
 
 _CROSSENTROPIES = {

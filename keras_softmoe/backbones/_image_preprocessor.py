@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import keras
 import keras_hub
 
-from keras_softmoe.backbones._pictures import without_pil
+from keras_softmoe.backbones._data import without_pil
 from keras_softmoe.backbones._vit import ViTMoEBackbone
 from keras_softmoe.backbones.arguments import check_preprocessor
 from keras_softmoe.checks import (

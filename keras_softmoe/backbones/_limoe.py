@@ -6,9 +6,12 @@ import keras
 from numpy.typing import ArrayLike
 
 from keras_softmoe.architecture import LIMoE
-from keras_softmoe.backbones._base import MoEBackbone
-from keras_softmoe.backbones._encoders import SingleModality, normalized
-from keras_softmoe.backbones._size import check_size
+from keras_softmoe.backbones._base import (
+    MoEBackbone,
+    SingleModality,
+    check_size,
+    normalized,
+)
 from keras_softmoe.backbones.arguments import check_pairs, offer_names
 from keras_softmoe.routers import Router
 from keras_softmoe.types import DType
@@ -193,8 +196,3 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         inputs = {"image": images, "text": token_ids}
         inputs = {name: x for name, x in inputs.items() if x is not None}
         return self.decisions_of(lambda: self._encode(inputs, training=False))
-
-    def predict(self, x, *args, **kwargs):
-        if isinstance(x, dict):
-            check_pairs(self, x.get("images"), x.get("token_ids"))
-        return super().predict(x, *args, **kwargs)

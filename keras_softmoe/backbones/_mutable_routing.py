@@ -1,21 +1,21 @@
 """Models whose routers have settings that may change after they are compiled."""
 
 import threading
+import warnings
 from types import SimpleNamespace
 
+import keras
 import numpy as np
 
 from keras_softmoe.architecture import moe_layers_of
-from keras_softmoe.backbones._run_checks import check_run
 from keras_softmoe.checks import is_whole_number, quote
-from keras_softmoe.keras_adapter import (
-    map_predictions,
-    wrap_compilation,
-)
-from keras_softmoe.sharding.variables import gather, num_processes
+from keras_softmoe.keras_adapter.runs import map_predictions, wrap_compilation
+from keras_softmoe.routers.recording import is_recording
+from keras_softmoe.sharding.constraints import check_model
+from keras_softmoe.sharding.variables import gather, is_sharded, num_processes
 
 # Held while settings change and while a step is compiled: otherwise the second of two
-# threads that start a run after a change would be given the old step.
+# threads that start a run after a change would get the old step.
 _lock = threading.RLock()
 
 
@@ -32,8 +32,8 @@ class MutableRouting:
     the kind of task, so the mixin comes last and cannot override Keras' methods.)
     """
 
-    # Settings that each step was compiled with. In an object of a class that Keras does
-    # not track: a dict would become part of the model.
+    # Settings that each step was compiled with. In an object that Keras does not track:
+    # a dict would become part of the model.
     _compiled_settings = None
 
     def set_routing(self, layers=None, **settings):
@@ -42,7 +42,7 @@ class MutableRouting:
         Args:
             layers: int or sequence of int, the MoE blocks to change, counted as in
                 `moe_layers`. `None`: all.
-            **settings: what to change: `capacity_factor`, `eval_capacity_factor` and
+            **settings: new values: `capacity_factor`, `eval_capacity_factor` and
                 `random_logits` of all sparse routers; `num_selected_experts` and
                 `priority` of those in which tokens choose, of all but LIMoE's also
                 `keep_fraction` and `normalize_gates`;
@@ -101,7 +101,7 @@ class MutableRouting:
             raise ValueError(
                 "`group_images` is one number for all MoE blocks of a model. Received: "
                 f"layers={layers}, group_images={groups['group_images']!r}. Leave "
-                "`layers` out, and set what differs from block to block by itself."
+                "`layers` out, and set other settings of single blocks in another call."
             )
         # Check all values before any router changes.
         changed = {
@@ -153,3 +153,60 @@ def _compile_if_changed(model, step, make):
     if step == "predict" and num_processes() > 1:
         map_predictions(model, gather)
     return made
+
+
+# === Checks before each run ===
+
+
+def check_run(model, step):
+    """Check open scopes of `record` and the distribution of a model before a run.
+
+    Args:
+        model: `keras.Model`.
+        step: `"train"`, `"test"` or `"predict"`.
+
+    Raises:
+        ValueError: if a scope of `routers.record` is open around a compiled step, or
+            variables do not lie where the active distribution says.
+    """
+    _check_recording(model, step)
+    check_model(model)
+    _warn_if_not_distributed(model)
+
+
+def _check_recording(model, step):
+    if not is_recording() or not _is_traced(model, step):
+        return
+    method = {"train": "fit", "test": "evaluate", "predict": "predict"}[step]
+    raise ValueError(
+        f"A scope of `routers.record` records nothing of `{method}`, which runs a "
+        f"function compiled by {keras.backend.backend()}. Call the model itself, "
+        "`model(inputs)`, in the scope, or compile it with `run_eagerly=True` for "
+        f"`evaluate` and `predict`. Received: a scope that is open around `{method}` "
+        f"of the model {model.name!r}."
+    )
+
+
+def _is_traced(model, step):
+    """Whether a step is traced, so that its tensors do not outlive it."""
+    backend = keras.backend.backend()
+    if backend == "jax":
+        # Gradients are traced in any case.
+        return step == "train" or (model.jit_compile and not model.run_eagerly)
+    return backend == "tensorflow" and not model.run_eagerly
+
+
+def _warn_if_not_distributed(model):
+    if isinstance(keras.distribution.distribution(), keras.distribution.ModelParallel):
+        return
+    sharded = next((v.path for v in model.variables if is_sharded(v)), None)
+    if sharded is not None:
+        warnings.warn(
+            f"{sharded!r} and perhaps more of this model is sharded over devices, but "
+            "no distribution that shards models is active: every step gathers the "
+            "weights of all experts. Use the model under the distribution that it was "
+            "built under: `keras.distribution.set_distribution(distribution)`, or `with"
+            " distribution.scope():`. Received: distribution="
+            f"{keras.distribution.distribution()}.",
+            stacklevel=6,
+        )

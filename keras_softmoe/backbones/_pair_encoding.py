@@ -4,7 +4,7 @@ import keras
 import numpy as np
 
 from keras_softmoe.backbones._contrastive_preprocessor import checked_captions
-from keras_softmoe.backbones._pictures import as_arrays, repeat_grey
+from keras_softmoe.backbones._data import as_arrays, repeat_grey
 from keras_softmoe.backbones.arguments import (
     check_finite_images,
     check_pairs,
@@ -15,7 +15,7 @@ from keras_softmoe.checks import check_whole_numbers
 
 
 class PairEncoding:
-    """Mixin of contrastive tasks: encode one modality, and classify by class names.
+    """Mixin of contrastive tasks: encode one modality, classify by class names.
 
     A subclass has a `backbone` with an `image_encoder` and a `text_encoder`, and a
     `preprocessor` or `None`.
@@ -37,8 +37,8 @@ class PairEncoding:
             ValueError: if images have another shape than the model's, or are not
                 finite.
 
-        Source: LIMoE, appendix D.1: experts have more room, since images alone do not
-        use all of them (`single_modality_capacity_factor` of the router).
+        Source: LIMoE, appendix D.1: experts get a larger capacity, since images alone
+        do not use all of them (`single_modality_capacity_factor` of the router).
 
         Examples:
             >>> similarity = limoe.encode_image(scenes) @ limoe.encode_text(captions).T
@@ -69,7 +69,7 @@ class PairEncoding:
             `(N, width)` float32 array, rows of length one.
 
         Raises:
-            ValueError: if captions are not what the preprocessor takes.
+            ValueError: if captions are not valid inputs of the preprocessor.
 
         Source: as `encode_image`.
         """

@@ -1,4 +1,4 @@
-"""Taking from a LIMoE the experts that one modality does without."""
+"""Pruning of the experts of a LIMoE that one modality hardly uses."""
 
 import keras
 import numpy as np
@@ -13,10 +13,10 @@ METHODS = ("router_pred", "router_drop")
 def prune_experts(
     model: keras.Model, usage: dict, num_experts: int, method: str = "router_pred"
 ) -> keras.Model:
-    """A smaller backbone with only the experts that a modality uses most.
+    """Return a smaller backbone with the experts that a modality uses most.
 
-    Meant for encoding images alone or text alone: text above all uses few experts. The
-    model that is given stays as it is.
+    It encodes images alone or text alone; text above all uses few experts. The model
+    itself does not change.
 
     Args:
         model: `LIMoEBackbone` with `routers.LIMoERouter`s, or a task that has one.
@@ -26,17 +26,17 @@ def prune_experts(
         num_experts: int, experts to keep in each block, those with the most tokens
             (of equals the first).
         method: `"router_pred"`: probabilities are still distributed among all experts,
-            tokens choose among those that are left. `"router_drop"`: the probabilities
-            of those that are left add up to one, so gates are larger than in training.
+            tokens choose among the kept ones. `"router_drop"`: the probabilities of the
+            kept ones add up to one, so gates are larger than in training.
 
     Returns:
         `LIMoEBackbone` with `num_experts` experts in each MoE block and none of the
         losses of routers.
 
     Raises:
-        ValueError: if nothing is kept, more than there is, or fewer than a token
-            chooses; or the usage of a block is missing; or the model has no such
-            routers, or was quantized or given LoRA weights.
+        ValueError: if `num_experts` is less than a token chooses or more than a block
+            has, the usage of a block is missing, or the model has no such routers, was
+            quantized or given LoRA weights.
 
     Source: LIMoE, appendix E.4. With most experts pruned `"router_pred"` does better
     (figure 14).
@@ -113,16 +113,17 @@ def _check(backbone, usage, num_experts):
     pruned = any(getattr(r, "kept_experts", None) for r in routers.values())
     if not isinstance(backbone, LIMoEBackbone) or kinds != {LIMoERouter} or pruned:
         raise ValueError(
-            "Pruned are `LIMoEBackbone`s with `routers.LIMoERouter`s (not dense, not "
-            f"pruned before). Received: {type(backbone).__name__} with routers of "
+            "Only a `LIMoEBackbone` with `routers.LIMoERouter`s can be pruned "
+            "(not a dense one, and only once). Received: "
+            f"{type(backbone).__name__} with routers of "
             f"{sorted(kind.__name__ for kind in kinds)}."
         )
     most = min(router.num_experts for router in routers.values())
     least = max(router.num_selected_experts for router in routers.values())
     if not least <= num_experts <= most:
         raise ValueError(
-            f"`num_experts` must lie between {least}, what a token chooses, and "
-            f"{most}, what there is. Received: num_experts={num_experts}."
+            f"`num_experts` must be from {least}, the experts that a token chooses, to "
+            f"{most}, the experts of a block. Received: num_experts={num_experts}."
         )
     missing = sorted(set(routers) - set(usage))
     if missing:
@@ -134,7 +135,6 @@ def _check(backbone, usage, num_experts):
     banks = [bank for e in experts for bank in (e.intermediate_dense, e.output_dense)]
     if any(bank.quantization_mode or bank.lora_enabled for bank in banks):
         raise ValueError(
-            "Experts are pruned before they are quantized or given LoRA weights. "
-            "Received: a model with such experts. Prune the model that it was made "
-            "from."
+            "Quantized experts and those with LoRA weights cannot be pruned. Received: "
+            "a model with such experts. Prune the original model first."
         )

@@ -1,12 +1,12 @@
 """Text towers, dense or with mixtures of experts."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 
 from keras_softmoe.architecture import TextTower
-from keras_softmoe.backbones._base import MoEBackbone
-from keras_softmoe.backbones._size import check_size
+from keras_softmoe.backbones._base import MoEBackbone, check_size
 from keras_softmoe.backbones.arguments import check_token_ids, offer_names
 from keras_softmoe.routers import Router
 from keras_softmoe.types import DType
@@ -120,6 +120,5 @@ class TextMoEBackbone(MoEBackbone):
             trainable=trainable,
         )
 
-    def predict(self, x, *args, **kwargs):
+    def check_inputs(self, x: Any) -> None:
         check_token_ids(x, self.sequence_length)
-        return super().predict(x, *args, **kwargs)

@@ -3,11 +3,10 @@
 import keras
 
 from keras_softmoe.architecture import Settings, TwoTowers
-from keras_softmoe.backbones._base import MoEBackbone
-from keras_softmoe.backbones._encoders import SingleModality, normalized
+from keras_softmoe.backbones._base import MoEBackbone, SingleModality, normalized
 from keras_softmoe.backbones._text import TextMoEBackbone
 from keras_softmoe.backbones._vit import ViTMoEBackbone
-from keras_softmoe.backbones.arguments import check_kind, check_pairs, offer_names
+from keras_softmoe.backbones.arguments import check_kind, offer_names
 from keras_softmoe.types import DType
 
 
@@ -22,8 +21,8 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
     Args:
         image_backbone: `ViTMoEBackbone`.
         text_backbone: `TextMoEBackbone`.
-        image_projection_dim: int or `None`: width of a dense layer on top of the image
-            tower. None of it if `None`.
+        image_projection_dim: int, width of a dense layer on top of the image tower;
+            `None` for no such layer.
         text_projection_dim: the same for the text tower.
         freeze_image: bool, whether the image tower stays as it is, in inference mode,
             so that only the text tower learns ("locked image tuning").
@@ -142,18 +141,13 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
             for index, router in tower.routers.items()
         }
 
-    def predict(self, x, *args, **kwargs):
-        if isinstance(x, dict):
-            check_pairs(self, x.get("images"), x.get("token_ids"))
-        return super().predict(x, *args, **kwargs)
-
     def get_config(self):
         towers = {
             "image_backbone": keras.saving.serialize_keras_object(self.image_backbone),
             "text_backbone": keras.saving.serialize_keras_object(self.text_backbone),
         }
         if self.freeze_image:
-            # Which says all of it, and may be another one when it is loaded.
+            # `freeze_image` freezes it again, or is another one when it is loaded.
             towers["image_backbone"]["config"]["trainable"] = True
         base = self._base_config()
         settings = self._architecture.flat()
@@ -172,8 +166,8 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
 class _ImageTower(keras.layers.Layer):
     """Calls a model; a frozen one without noise, dropout and losses.
 
-    Freezing alone leaves them on, and `training=False` in the call of a layer is
-    overruled by the functional model that the layer is a part of.
+    Freezing alone leaves them on, and a functional model overrules `training=False` in
+    the call of its layer.
     """
 
     def __init__(self, model, frozen, **kwargs):

@@ -1,13 +1,13 @@
 """Vision Transformers with mixtures of experts: V-MoE, Soft MoE and dense twins."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 from keras import ops
 
 from keras_softmoe.architecture import ViT
-from keras_softmoe.backbones._base import MoEBackbone
-from keras_softmoe.backbones._size import check_size
+from keras_softmoe.backbones._base import MoEBackbone, check_size
 from keras_softmoe.backbones.arguments import check_images, offer_names
 from keras_softmoe.routers import Router
 from keras_softmoe.types import DType, Tensor
@@ -51,7 +51,7 @@ class ViTMoEBackbone(MoEBackbone):
             as in the papers' code) or `"gelu"` (exact).
         layer_norm_epsilon: float, added to the variance in layer normalizations.
         layer_scale: float or `None`. If given, learned factors with this initial value
-            multiply the outputs of attention and MLPs, see `layers.LayerScale`.
+            multiply the outputs of attention and MLPs.
         group_images: int or `None`, images whose tokens are routed together, see
             `layers.MoE` for this and the following ones.
         dispatcher: `"auto"`, `"gather"` or `"einsum"`.
@@ -166,6 +166,5 @@ class ViTMoEBackbone(MoEBackbone):
         images = ops.convert_to_tensor(images, self.input.dtype)
         return self.decisions_of(lambda: self(images, training=False))
 
-    def predict(self, x, *args, **kwargs):
+    def check_inputs(self, x: Any) -> None:
         check_images(x, self.image_shape)
-        return super().predict(x, *args, **kwargs)

@@ -12,10 +12,7 @@ from keras_softmoe.checks import (
 
 
 def arguments_of(cls):
-    """Return the names of all arguments of a constructor, a list.
-
-    Those that it hands on to its base class count.
-    """
+    """Return the names of all arguments of a constructor and of its base classes."""
     names = []
     for base in cls.__mro__:
         if "__init__" not in vars(base):
@@ -29,7 +26,7 @@ def arguments_of(cls):
 
 
 def offer_names(cls):
-    """Class decorator: for a misspelt argument the constructor offers the right one."""
+    """Class decorator: the error for a misspelt argument suggests the right one."""
     init = cls.__init__
 
     @functools.wraps(init)
@@ -37,7 +34,7 @@ def offer_names(cls):
         check_names(f"`{cls.__name__}`", kwargs, arguments_of(cls))
         init(self, *args, **kwargs)
 
-    # By their signature Keras knows constructors of functional models.
+    # Keras recognizes constructors of functional models by their signature.
     __init__.__signature__ = inspect.signature(init)
     cls.__init__ = __init__
     return cls
@@ -66,8 +63,8 @@ def check_preprocessor(preprocessor):
         raise ValueError(
             "The models take images with their channels last. Received: an "
             f"`image_converter` of class {type(converter).__name__} with "
-            "data_format='channels_first', which may be what "
-            "`keras.config.image_data_format()` says. Make it with "
+            "data_format='channels_first', perhaps from "
+            "`keras.config.image_data_format()`. Make it with "
             '`data_format="channels_last"`.'
         )
 
@@ -75,15 +72,15 @@ def check_preprocessor(preprocessor):
 def check_images(images, image_shape, any_size=False, grey=False):
     """Raise unless a batch of images has the shape that a model takes.
 
-    Keras finds out as well, but on JAX in the middle of a step, when it has taken the
-    weights out of the model and does not put them back. Data without a shape (a
-    dataset) and dimensions that are not known yet pass.
+    Keras checks it as well, but on JAX in the middle of a step, after it has taken the
+    weights out of the model. Data without a shape (a dataset) and unknown dimensions
+    pass.
 
     Args:
         images: array, tensor or `tf.TensorSpec`.
         image_shape: `(height, width, channels)` of the model.
-        any_size: bool, whether something will resize the images.
-        grey: bool, whether something will repeat the channel of grey images.
+        any_size: bool, whether images are resized afterwards.
+        grey: bool, whether the channel of grey images is repeated afterwards.
     """
     shape = getattr(images, "shape", None)
     if shape is None or getattr(shape, "rank", 0) is None:
@@ -113,15 +110,15 @@ def check_images(images, image_shape, any_size=False, grey=False):
 def check_finite_images(images):
     """Raise if a NumPy array of images has NaN or infinity in it.
 
-    One of them makes all weights NaN in training. In prediction it does so with all
-    that is computed of its image, and of those that are routed with it.
+    In training one of them makes all weights NaN; in prediction, the outputs of its
+    image and of those that are routed with it.
     """
     wrong = first_not_finite(images)
     if wrong is not None:
         raise ValueError(
             "Images must be finite numbers. Received: NaN or infinity, first in "
-            f"image {wrong} of {len(images)}. Leave such images out, or mend "
-            "what made them: `numpy.isfinite(images).all()` tells."
+            f"image {wrong} of {len(images)}. Leave such images out, or mend their "
+            "source: `numpy.isfinite(images).all()` finds them."
         )
 
 
@@ -163,11 +160,11 @@ def check_token_ids(token_ids, sequence_length):
 def check_vocabulary(token_ids, backbone):
     """Raise unless token ids are those of a backbone's vocabulary.
 
-    Backends differ in what they make of others: an error of their own, NaN, zeros, or
-    the embedding of another token.
+    Backends treat others differently: an error of their own, NaN, zeros, or the
+    embedding of another token.
 
     Args:
-        token_ids: NumPy array; of another dtype than int it is not looked at.
+        token_ids: NumPy array; only arrays of ints are checked.
         backbone: a backbone of pairs.
     """
     size = getattr(backbone, "text_backbone", backbone).vocabulary_size

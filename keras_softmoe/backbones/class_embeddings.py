@@ -57,9 +57,9 @@ def check_names(class_names):
     if len(set(names)) < len(names):
         repeated = [name for name, count in Counter(names).items() if count > 1]
         raise ValueError(
-            "Classes of the same name cannot be told apart. Received: class_names with "
-            f"{', '.join(map(repr, repeated[:5]))} more than once. Tell them apart in "
-            'words ("crane bird", "construction crane"), or merge them.'
+            "The names of classes must all differ. Received: class_names with "
+            f"{', '.join(map(repr, repeated[:5]))} more than once. Name them "
+            'in words ("crane bird", "construction crane"), or merge them.'
         )
     return names
 

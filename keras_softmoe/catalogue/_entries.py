@@ -18,7 +18,7 @@ from keras_softmoe.catalogue._released import released
 from keras_softmoe.catalogue._vision import vision
 from keras_softmoe.checks import quote
 from keras_softmoe.files import atomic_directory, restore_interrupted
-from keras_softmoe.keras_adapter import has_preset_file
+from keras_softmoe.keras_adapter.exports import has_preset_file
 
 CONFIG_FILE = "config.json"
 METADATA_FILE = "metadata.json"

@@ -10,8 +10,8 @@ from keras_softmoe.datasets._captions import caption_scenes
 from keras_softmoe.datasets._scenes import Scenes, arrange, sample_scenes
 from keras_softmoe.datasets._shape_drawing import draw_scenes
 
-# Scenes are made in blocks, three random streams each: what is there and where, how it
-# is drawn, how it is described. Part of what a seed means.
+# Scenes are made in blocks, with three random streams each: of contents, drawing and
+# captions. The images of a seed depend on this number.
 _BLOCK = 256
 
 
@@ -60,7 +60,7 @@ def captioned_shapes(
     different things side by side or one above the other: 8 shapes in 8 colors, small
     or large, on a shaded and noisy background. Colors, sizes, places and rotations
     vary a little within their name. A caption is plain English, lower case, from many
-    wordings, and mentions all or (mostly) a part of what is there: "a small red star
+    wordings, and mentions all or (mostly) a part of the scene: "a small red star
     in the upper left corner", "two green rings", "the square is over the blue heart".
 
     A quarter of the combinations of shape and color, with each shape and each color
@@ -114,9 +114,9 @@ def captioned_shapes(
         block, skip = divmod(start + done, _BLOCK)
         take = min(_BLOCK - skip, num_images - done)
         part = slice(skip, skip + take)
-        drawn, told, shown = _make_block(image_size, combinations, seed, block)
+        drawn, described, shown = _make_block(image_size, combinations, seed, block)
         images[done : done + take] = drawn[part]
-        captions += told[part]
+        captions += described[part]
         scenes.append([attribute[part] for attribute in shown])
         done += take
         if bar:
@@ -126,8 +126,10 @@ def captioned_shapes(
 
 
 def _make_block(image_size, combinations, seed, block):
-    """Images, list of captions and `Scenes` of block number `block`."""
-    what, how, told = (np.random.default_rng((seed, block, i)) for i in range(3))
-    scenes = sample_scenes(_BLOCK, combinations, what)
-    images = draw_scenes(arrange(scenes, what), image_size, how)
-    return images, caption_scenes(scenes, told), scenes
+    """Return images, a list of captions and `Scenes` of block number `block`."""
+    contents, drawing, wording = (
+        np.random.default_rng((seed, block, stream)) for stream in range(3)
+    )
+    scenes = sample_scenes(_BLOCK, combinations, contents)
+    images = draw_scenes(arrange(scenes, contents), image_size, drawing)
+    return images, caption_scenes(scenes, wording), scenes

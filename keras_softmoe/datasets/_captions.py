@@ -1,7 +1,7 @@
 """Captions of synthetic scenes, in varied but plain English.
 
-A caption says nothing that is not so, and seldom all that is: what it mentions is drawn
-at random, as the wording is.
+A caption is true, and seldom complete: the attributes that it mentions and its wording
+are drawn at random.
 """
 
 from keras_softmoe.datasets._scenes import (
@@ -117,8 +117,8 @@ def _lone(wording, label, size, place):
         thing = _noun(wording, label, size, 0.3, 1.0)
         return wording.one_of((thing, f"{thing} {place}"))
     if style == 5:
-        what = wording.one_of(("thing", "shape"))
-        thing = wording.one_of((f"something {color}", _one(f"{color} {what}")))
+        noun = wording.one_of(("thing", "shape"))
+        thing = wording.one_of((f"something {color}", _one(f"{color} {noun}")))
         return _framed(wording, f"{thing} {place}")
     thing = _one(_noun(wording, label, size, 0.5, 0.92))
     if wording.chance(0.5):

@@ -74,15 +74,7 @@ class Scenes(NamedTuple):
     things (`counts` 2 or 3), or a pair of different ones (`relations` and the
     `second_` attributes known).
 
-    Args:
-        labels: the (first) thing, index into `SHAPE_COLOR_CLASSES`.
-        sizes: its size, index into `SIZE_NAMES`.
-        counts: how many of it there are, 1 to 3.
-        places: where a lone thing is, index into `PLACE_NAMES`.
-        relations: where the first thing of a pair is, seen from the second one, index
-            into `RELATION_NAMES`.
-        second_labels: the second thing of a pair, another class than the first.
-        second_sizes: its size.
+    The attributes are those of `CaptionedShapes`.
     """
 
     labels: np.ndarray

@@ -22,7 +22,7 @@ def from_tfds(
     data_dir: str | os.PathLike | None = None,
     download: bool = True,
 ) -> Any:
-    """Loads an image classification data set as batches of images and labels.
+    """Load an image classification data set as batches of images and labels.
 
     The result is a `tf.data.Dataset`, which `fit`, `evaluate` and `predict` take on
     every Keras backend. Give `fit` `shuffle=False`: it warns that it leaves the order
@@ -133,7 +133,7 @@ def _check_image_and_label(name, info, features):
 
 
 def _check_split(name, part, splits):
-    """Raises for a split that is not there; slices are understood as TFDS does."""
+    """Raise if a split or a slice of one does not exist."""
     # A data set that is not prepared knows no splits; TFDS then raises by itself.
     if not splits:
         return

@@ -8,12 +8,12 @@ import numpy as np
 from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.types import Texts
 
-# What anybody may type into a caption, once in lower case.
+# Characters of captions, in lower case.
 _CHARACTERS = string.ascii_lowercase + string.digits + string.punctuation
 
 
 def train_vocabulary(captions: Texts, vocabulary_size: int = 400) -> bytes:
-    """Trains a SentencePiece vocabulary on captions.
+    """Train a SentencePiece vocabulary on captions.
 
     The special pieces are those of T5's vocabulary: padding 0, end of text 1, unknown
     2, no beginning of text. Text is put into lower case and into one Unicode form
@@ -29,8 +29,8 @@ def train_vocabulary(captions: Texts, vocabulary_size: int = 400) -> bytes:
             that know shapes and colors have 400.
 
     Returns:
-        The model as bytes, what `keras_hub.tokenizers.SentencePieceTokenizer` takes as
-        `proto`.
+        The model as bytes, the `proto` of
+        `keras_hub.tokenizers.SentencePieceTokenizer`.
 
     Raises:
         ValueError: If `captions` are no texts, or the captions cannot be divided into
@@ -78,7 +78,7 @@ def train_vocabulary(captions: Texts, vocabulary_size: int = 400) -> bytes:
 
 
 def _checked(captions):
-    """List of the captions as str."""
+    """Return the captions as a list of str."""
     known = isinstance(captions, (list, tuple, np.ndarray))
     texts = list(captions) if known and np.ndim(captions) == 1 else []
     others = [text for text in texts if not isinstance(text, str)]

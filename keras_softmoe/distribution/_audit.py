@@ -5,7 +5,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_softmoe.distribution._rules import (
+from keras_softmoe.distribution._layouts import (
     PlacementError,
     is_foreign,
     matching_keys,
@@ -14,10 +14,11 @@ from keras_softmoe.distribution._rules import (
     several_match,
     unmatched_rules,
 )
-from keras_softmoe.keras_adapter import flatten_layers, is_initialized, layout_map_of
+from keras_softmoe.keras_adapter.distributions import layout_map_of
+from keras_softmoe.keras_adapter.layers import flatten_layers, is_initialized
 from keras_softmoe.layers import Experts
 from keras_softmoe.routers import SoftRouter
-from keras_softmoe.sharding import num_shards
+from keras_softmoe.sharding.constraints import num_shards
 
 # Tensors whose layout `Experts` looks up when it is called
 _SLOTS = ("slots_of_groups", "slots_of_experts")

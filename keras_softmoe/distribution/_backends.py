@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_softmoe.keras_adapter import backend_distributes
+from keras_softmoe.keras_adapter.distributions import backend_distributes
 
 _INSTEAD = {
     "tensorflow": (
@@ -16,11 +16,11 @@ _INSTEAD = {
 }
 
 
-def check_backend(what):
+def check_backend(feature):
     """Raise unless Keras distributes models on the backend in use.
 
     Args:
-        what: str, name of the feature, as the beginning of a sentence.
+        feature: str, name of the feature, as the beginning of a sentence.
 
     Raises:
         NotImplementedError: with an alternative.
@@ -29,9 +29,9 @@ def check_backend(what):
     if backend == "jax" or (backend == "torch" and backend_distributes()):
         return
     raise NotImplementedError(
-        f"{what} needs the JAX backend: Keras {keras.__version__} does not distribute "
-        f"models on {backend!r}, and would silently run on one device. Start "
-        "Python with KERAS_BACKEND=jax; presets are the same on all backends. "
+        f"{feature} needs the JAX backend: Keras {keras.__version__} does not "
+        f"distribute models on {backend!r}, and would silently run on one device. "
+        "Start Python with KERAS_BACKEND=jax; presets are the same on all backends. "
         f"{_INSTEAD.get(backend, 'Or train on one device')} (shown in the guide "
         f"`placing_experts`). Received: backend={backend!r}."
     )

@@ -11,20 +11,18 @@ import keras
 
 from keras_softmoe.checks import is_whole_number, quote
 from keras_softmoe.distribution._backup_file import (
+    generator_states,
     open_backup,
     optimizer_name,
     read,
+    set_backend_states,
+    set_generator_states,
     shape_and_dtype,
     variables_of,
     write,
 )
-from keras_softmoe.distribution._generators import (
-    generator_states,
-    set_backend_states,
-    set_generator_states,
-)
 from keras_softmoe.files import atomic_file
-from keras_softmoe.keras_adapter import (
+from keras_softmoe.keras_adapter.runs import (
     has_metrics,
     make_metrics,
     replace_next_step,

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_softmoe.keras_adapter import lay_out_each_batch
+from keras_softmoe.keras_adapter.distributions import lay_out_each_batch
 from keras_softmoe.sharding.variables import process_index
 
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import keras
 
 from keras_softmoe.architecture import LIMoE, TwoTowers
-from keras_softmoe.costs import ITEMSIZE
 from keras_softmoe.evaluation import cost
 from keras_softmoe.evaluation.described import described
+from keras_softmoe.layer_cost import ITEMSIZE
 
 _FLOAT32 = ITEMSIZE["float32"]
 
@@ -111,7 +111,7 @@ def model_size(model, num_classes=None, **changes):
     shared_bytes = embedding_bytes = 0
     if isinstance(found, LIMoE):
         shared_bytes = variable * (_encoder_weights(found) - expert_parameters)
-        # In float32 whatever the dtype of computation
+        # In float32 under any policy
         embedding_bytes = _FLOAT32 * found.embedding_dim
     return ModelSize(
         name=name,

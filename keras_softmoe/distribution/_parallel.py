@@ -18,18 +18,16 @@ from keras_softmoe.distribution._layouts import (
     ONE_AXIS,
     TWO_AXES,
     JointLayout,
-    layout_map,
-)
-from keras_softmoe.distribution._rules import (
     PlacementError,
     is_foreign,
+    layout_map,
     matching_keys,
     name_in_optimizer,
     reference_name,
     several_match,
     unmatched_rules,
 )
-from keras_softmoe.sharding import num_shards
+from keras_softmoe.sharding.constraints import num_shards
 
 
 def expert_parallel(

@@ -176,8 +176,7 @@ def plan(
       the devices over which experts are sharded, all others are replicated;
     - moments: whole copies of the weights, as many as the optimizer keeps, in the dtype
       of the weights. Single numbers (the step) are left out;
-    - gradients: one copy of the weights. All of them are counted as if they were there
-      at once;
+    - gradients: one copy of the weights. All of them are counted as if held at once;
     - activations: tensors that the backward pass needs of the forward pass without
       rematerialization, for the images of the device and the slots of its experts, as
       measured for XLA on a CPU (in float32 the estimates were from 7 % less to 37 %
@@ -354,14 +353,14 @@ def _of_pairs(model, devices, groups):
         return
     pairs = devices * groups * model.group_images
     embeddings, found = pairs * model.embedding_bytes, devices * pairs * _FLOAT32
-    for what, operation, times, size in (
+    for tensors, operation, times, size in (
         # XLA sums over the devices first, then over the modalities.
         ("gradients of the second modality", "all-reduce", 1, model.shared_bytes),
         ("embeddings", "all-gather", _GATHERS_OF_PAIRS, embeddings),
         ("gradients of embeddings", "all-reduce", 1, embeddings),
         ("most similar images", "all-gather", _GATHERS_OF_PAIRS, found),
     ):
-        yield Transfer(f"pairs: {what}", operation, times, size, devices)
+        yield Transfer(f"pairs: {tensors}", operation, times, size, devices)
 
 
 # === Words ===

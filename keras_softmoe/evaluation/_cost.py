@@ -7,8 +7,8 @@ import keras
 
 from keras_softmoe.architecture import TwoTowers, ViT
 from keras_softmoe.checks import check_whole_numbers
-from keras_softmoe.costs import ITEMSIZE, LayerCost, dense
 from keras_softmoe.evaluation.described import described
+from keras_softmoe.layer_cost import ITEMSIZE, LayerCost, dense_cost
 
 
 class Cost(NamedTuple):
@@ -17,8 +17,8 @@ class Cost(NamedTuple):
     Attributes:
         parameters: int, the numbers in its weights.
         gflop_per_image: float, the operations in the matrix products that predict one
-            image, in units of 1e9. A multiply-add counts as two. Of a text tower:
-            those of one text; of a LIMoE or two towers: of one pair.
+            image, in units of 1e9. A multiply-add counts as two. For a text tower: of
+            one text; for a LIMoE or two towers: of one pair.
         weight_bytes: int, the bytes of its weights under its dtype policy.
     """
 
@@ -34,8 +34,8 @@ def cost(
 ) -> Cost:
     """Count the parameters, operations and bytes of a model without building it.
 
-    Everything follows from the configuration, so the largest preset takes as little
-    time and memory as the smallest.
+    All counts follow from the configuration, so the largest preset takes as little time
+    and memory as the smallest.
 
     The operations are those of the matrix products of one prediction: the patch
     embedding; queries, keys and values, their two products and the output of
@@ -57,8 +57,8 @@ def cost(
         model: the name or directory of a preset (its backbone is counted), a backbone
             of this library, a `ViTMoEImageClassifier` (with its head), a
             `LIMoEContrastive`, a `TwoTowerContrastive`, or a dict of arguments of one
-            of the backbones. Of a live model only the architecture counts: LoRA
-            matrices, for example, are not seen.
+            of the backbones. For a live model only the architecture counts: LoRA
+            matrices, for example, are ignored.
         num_classes: int or `None`, classes of the head that is counted with the
             backbone. Defaults to those of a classifier, otherwise to no head. Only a
             `ViTMoEBackbone` can have one.
@@ -72,9 +72,9 @@ def cost(
         ValueError: if the preset is unknown or damaged, or the model, its router, its
             dtype or an argument is of a kind that cannot be counted.
 
-    Source: Soft MoE, section 2.3. Of its table 9 the parameters are met within 0.15 %
-    or the table's rounding, the operations within 0.6 %; the parameters of V-MoE table
-    8 within 0.1 %. Pairs: LIMoE, appendix D.2.
+    Source: Soft MoE, section 2.3. Parameters of its table 9 are met within 0.15 % or
+    the table's rounding, operations within 0.6 %; parameters of V-MoE, table 8, within
+    0.1 %. Pairs: LIMoE, appendix D.2.
 
     Examples:
         >>> ksm.evaluation.cost("soft_moe_huge_patch14_256e_224", num_classes=29593)
@@ -110,7 +110,7 @@ class _Part(NamedTuple):
     """A part of a model with one dtype.
 
     Attributes:
-        cost: `costs.LayerCost` for some images.
+        cost: `layers.LayerCost` for some images.
         images: int, how many.
         dtype: dtype or policy of its weights.
     """
@@ -128,7 +128,7 @@ def _parts(model):
         encoders, head = found.towers.values(), found.head_cost()
     if model.num_classes is not None:
         _check_num_classes(model)
-        head = dense(found.output_dim, model.num_classes)
+        head = dense_cost(found.output_dim, model.num_classes)
     return [
         *(_Part(each.cost(), each.group_size, each.dtype) for each in encoders),
         _Part(head, 1, model.head_dtype),

@@ -1,7 +1,7 @@
 """Few-shot linear probe: ridge regression on frozen features, in closed form.
 
-The probe asks how well the classes of a new task can be told apart by a linear
-map of a model's features, given only a few labelled images ("shots") per class.
+The probe measures how well a linear map of a model's features separates the classes
+of a new task, given only a few labelled images ("shots") per class.
 Nothing is trained by gradient: for every support draw, one eigendecomposition
 gives the ridge solution at all strengths of the l2 penalty.
 
@@ -63,7 +63,7 @@ class FewShotResult(Mapping):
     """A mapping from number of shots to `ShotResult`; prints as a table.
 
     Attributes:
-        results: tuple of `ShotResult`, in the order asked for.
+        results: tuple of `ShotResult`, in the order of `shots`.
         l2_from: string, how the penalty was chosen: `"train"`, `"test"` or
             `"fixed"`.
     """
@@ -130,7 +130,7 @@ def few_shot_probe(
     strict few-shot setting, fix `l2` beforehand.
 
     Args:
-        backbone: what turns images into features. A `keras.Model` that returns
+        backbone: maps images to features. A `keras.Model` that returns
             `(B, D)` or a dict with `"pooled_output"` of shape `(B, D)`; a task
             that has a `backbone` (its `preprocessor`, if any, is applied to the
             images); any other callable from images `(B, H, W, C)` to `(B, D)`; or
@@ -147,8 +147,8 @@ def few_shot_probe(
             mean test accuracy; optimistic), or a positive float.
         preprocessor: callable applied to each batch of images before `backbone`,
             such as a preset's image converter. By default a task's own, else
-            none. A Keras model is handed integer images only through a
-            preprocessor: models expect scaled ones (here [-1, 1]).
+            none. For integer images a Keras model needs one, since models expect
+            scaled images (here [-1, 1]).
         batch_size: int, images per forward pass. Any size works.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
 
@@ -200,8 +200,8 @@ def few_shot_probe(
     )
     f_train = _features(model, preprocessor, x_train, batch_size, bar)
     f_test = _features(model, preprocessor, x_test, batch_size, bar)
-    _check_finite("train", f_train, what="features")
-    _check_finite("test", f_test, what="features")
+    _check_finite("train", f_train, part="features")
+    _check_finite("test", f_test, part="features")
 
     results = []
     for count in shots:
@@ -379,11 +379,11 @@ def _check_scaled(x):
         )
 
 
-def _check_finite(name, x, what="x"):
+def _check_finite(name, x, part="x"):
     row = first_not_finite(x)
     if row is not None:
         raise ValueError(
-            f"The {what} of `{name}` must be finite. "
+            f"The {part} of `{name}` must be finite. "
             f"Received: NaN or infinity, first in row {row}. Drop such images, or, "
             "if only the features are affected, look at the model."
         )

@@ -1,10 +1,10 @@
-"""One trained model under many settings of its routers."""
+"""One trained model under many settings of its routers, or with fewer experts."""
 
 import contextlib
 import copy
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
@@ -30,8 +30,8 @@ def routing_sweep(
     are put back at the end, also after an error.
 
     Times are those of `predict` on all images, with preprocessing and without the time
-    to compile. The model and a copy of it that keeps its settings take turns, so that
-    both meet the same load of the machine.
+    to compile. The model alternates with a copy that keeps its settings, so that
+    both run under the same load of the machine.
 
     Args:
         classifier: `ViTMoEImageClassifier` with MoE blocks.
@@ -47,8 +47,8 @@ def routing_sweep(
             can be joined: `sum(sweeps, start=ksm.evaluation.Sweep(()))`.
         **grid: for each setting that `set_routing` takes, a sequence of values.
             `random_logits=(False, True, "permuted")` compares learned routers with
-            ones that draw their logits at random, or permute what they have learned
-            among the experts, token by token.
+            ones that draw their logits at random, or permute the learned logits among
+            the experts, token by token.
 
     Returns:
         `Sweep` with the score `"accuracy"`, one value for each seed, and the costs. The
@@ -61,10 +61,9 @@ def routing_sweep(
 
     Source: V-MoE, section 4.2 and appendices C.2 and E.4 (capacity, priority and the
     number of experts at inference); tables 10 and 11 give FLOP and time as well.
-    Appendix E.1 (figures 27 and 28) for `random_logits=True`. Of the other control the
-    paper says that "the output weights" are permuted, to avoid a shift of the
-    distribution of the weights that are applied; taken here for the logits of each
-    token, not for the router's kernel.
+    Appendix E.1 (figures 27 and 28) for `random_logits=True`. As the other control the
+    paper permutes "the output weights", to keep the distribution of the applied
+    weights; here these are the logits of each token, not the router's kernel.
 
     Examples:
         >>> sweep = ksm.evaluation.routing_sweep(
@@ -180,3 +179,105 @@ def _check_test(test):
             f"Received: {len(images)} images, {len(labels)} labels."
         )
     return images, labels
+
+
+# === Fewer experts ===
+
+
+def pruning_curve(
+    model: keras.Model,
+    usage: dict,
+    metric: Callable,
+    num_experts: Sequence | None = None,
+    methods: Sequence = ("router_pred", "router_drop"),
+    verbose: int = 1,
+    name: str = "accuracy",
+) -> Sweep:
+    """Measure a LIMoE that keeps only the experts that a modality uses most.
+
+    Nothing is trained, and the model stays as it is. One pruned model is held at a
+    time.
+
+    Args:
+        model: `LIMoEBackbone` with `routers.LIMoERouter`s, or a `LIMoEContrastive`.
+        usage: dict from each MoE block to an `(E,)` array, how much the modality uses
+            each expert, as for `models.prune_experts`: counted by `analysis.analyze`,
+            or averaged during training by `analysis.RoutingMonitor`.
+        metric: callable from a pruned model, of the same class as `model`, to a number,
+            or to several ones, such as one for each seed: zero-shot accuracy,
+            retrieval, ...
+        num_experts: sequence of ints, how many experts to keep in each block. By
+            default all of them, half, a quarter, ..., down to the choices of a token.
+        methods: sequence of str, ways to prune, see `models.prune_experts`.
+        verbose: 0 for silence, 1 for a progress bar, 2 for one line.
+        name: str, the name of the metric in the rows.
+
+    Returns:
+        `Sweep` with the settings `"experts_kept"`, rising, and `"method"`, and the
+        metric as its score. Its baseline `"not pruned"` is the model as it is.
+
+    Raises:
+        ValueError: as `models.prune_experts`, or if there is nothing to measure.
+
+    Source: LIMoE, appendix E.4 (figures 14 and 15).
+
+    Examples:
+        >>> # How many experts does text need?
+        >>> names = ["red circle", "blue star"]
+        >>> whole = limoe.class_embeddings(names, ["a {}"])
+        >>> def likeness(encoder):
+        ...     classes = encoder.class_embeddings(names, ["a {}"])
+        ...     return (classes * whole).sum(-1).mean()
+        >>> statistics = ksm.analysis.analyze(limoe, captions=captions).modalities
+        >>> usage = {block: s.routed["text"] for block, s in statistics.items()}
+        >>> curve = ksm.evaluation.pruning_curve(
+        ...     limoe, usage, likeness, num_experts=(4, 8), name="cosine"
+        ... )
+        >>> figure = curve.plot("experts_kept", "cosine", by="method")
+    """
+    # On first use, since `models` imports KerasHub.
+    from keras_softmoe.models import prune_experts
+
+    backbone = getattr(model, "backbone", model)
+    if num_experts is None:
+        num_experts = _halves(getattr(backbone, "routers", {}).values())
+    num_experts = sorted(set(num_experts))
+    methods = list(methods)
+    if not num_experts or not methods:
+        raise ValueError(
+            "A curve needs numbers of experts and ways to prune. Received: "
+            f"num_experts={num_experts}, methods={methods}."
+        )
+
+    def measure(pruned):
+        if backbone is not model:
+            pruned = type(model)(pruned, model.preprocessor)
+        return np.atleast_1d(np.asarray(metric(pruned), "float64"))
+
+    total = len(num_experts) * len(methods)
+    bar = keras.utils.Progbar(1 + total, verbose=verbose, unit_name="model")
+    rows = []
+    # The largest first: an error in the usage comes before work starts.
+    for count in reversed(num_experts):
+        for method in methods:
+            pruned = prune_experts(model, usage, count, method)
+            settings = {"experts_kept": count, "method": method}
+            rows.append((settings, {name: measure(pruned)}))
+            bar.add(1)
+    whole = np.atleast_1d(np.asarray(metric(model), "float64"))
+    bar.add(1)
+    rows.sort(key=lambda row: row[0]["experts_kept"])
+    return Sweep(rows, {"not pruned": whole})
+
+
+def _halves(routers):
+    """Return all experts, half of them, ..., down to the choices of a token."""
+    count = min((router.num_experts for router in routers), default=1)
+    least = max(
+        (getattr(router, "num_selected_experts", 1) for router in routers), default=1
+    )
+    found = []
+    while count >= least:
+        found.append(count)
+        count //= 2
+    return found

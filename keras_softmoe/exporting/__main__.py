@@ -4,19 +4,20 @@ python -m keras_softmoe.exporting JOB...
 """
 
 import importlib
+import json
 import sys
 from pathlib import Path
 
 import keras
 
-from keras_softmoe.exporting._export import job_from_json
 from keras_softmoe.exporting._write import write
 
 
 def main():
     """Load the model of each job and write it."""
     for file in sys.argv[1:]:
-        job = job_from_json(Path(file).read_text(encoding="utf-8"))
+        text = Path(file).read_text(encoding="utf-8")
+        job = json.loads(text, object_hook=_as_spec)
         for module in job.pop("modules"):
             importlib.import_module(module)
         # The model is trusted: the calling process has saved it.
@@ -24,6 +25,13 @@ def main():
             job.pop("model"), compile=False, safe_mode=False
         )
         write(model, **job)
+
+
+def _as_spec(value):
+    """Return the `keras.InputSpec` of a dict of a job, others unchanged."""
+    if "input_spec" in value:
+        return keras.InputSpec(**value["input_spec"])
+    return value
 
 
 if __name__ == "__main__":

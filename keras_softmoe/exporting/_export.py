@@ -15,7 +15,7 @@ import keras
 from keras_softmoe.architecture import moe_layers_of
 from keras_softmoe.checks import check_choice
 from keras_softmoe.exporting._write import image_converter, write
-from keras_softmoe.keras_adapter import flatten_layers
+from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.routers import Router
 
 
@@ -71,7 +71,7 @@ def export_model(
         model: `keras.Model` that is built.
         filepath: str or path. An existing file is replaced when the new one is
             complete.
-        format: str, one of `FORMATS`:
+        format: str, one of:
 
             - `"tf_saved_model"`: a directory; `tf.saved_model.load(filepath).serve(x)`.
             - `"onnx"`: `.onnx`, for ONNX Runtime and others.
@@ -118,12 +118,7 @@ def export_model(
 def checked_job(
     model, filepath, format, input_signature=None, preprocessing=False, options=None
 ):
-    """Return the arguments of `write` besides model and file, a dict.
-
-    Raises:
-        ValueError: as `export_model`.
-        ImportError: as `export_model`.
-    """
+    """Return the other arguments of `write`, or raise as `export_model` does."""
     _check(model, filepath, format, preprocessing)
     signature = _signature(model, input_signature)
     _check_groups(model, signature)
@@ -182,11 +177,11 @@ def _check(model, filepath, format, preprocessing):
         )
     for router in layers:
         if isinstance(router, Router):
-            _check_deterministic(router)
-            _check_slots(router)
+            _check_router(router)
 
 
-def _check_deterministic(router):
+def _check_router(router):
+    """Raise if a router is random, or has no fixed number of slots."""
     random_logits = getattr(router, "random_logits", False)
     priority = getattr(router, "priority", None)
     if random_logits or priority == "random":
@@ -197,9 +192,6 @@ def _check_deterministic(router):
             f"priority={priority!r}. Change them with "
             "`set_routing(random_logits=False, priority='max')`."
         )
-
-
-def _check_slots(router):
     if router.num_rows(1) is not None:
         factor = router.num_experts / router.choices_per_token
         raise ValueError(
@@ -284,7 +276,19 @@ def save_job(model, filepath, job, backend, directory):
         "filepath": str(Path(filepath).absolute()),
         "modules": _modules_of(model, job["format"], backend),
     }
-    file.write_text(job_to_json(job, backend), encoding="utf-8")
+
+    def as_dict(value):
+        if isinstance(value, keras.InputSpec):
+            spec = {"shape": value.shape, "dtype": value.dtype, "name": value.name}
+            return {"input_spec": spec}
+        raise ValueError(
+            f"The format '{job['format']}' is written by another process, to which "
+            f"not every option can be sent. Received: {value!r} among the options "
+            f"{sorted(job['options'])}. Leave it out, or export with "
+            f"KERAS_BACKEND={backend}."
+        )
+
+    file.write_text(json.dumps(job, default=as_dict), encoding="utf-8")
     model.save(saved)
     return file
 
@@ -331,31 +335,3 @@ def _modules_of(model, format, backend):
             f"program with KERAS_BACKEND={backend}."
         )
     return [name for name in modules if name.split(".")[0] not in ("keras", "torch")]
-
-
-def job_to_json(job, backend):
-    """Return a job as JSON, with each `keras.InputSpec` as a dict."""
-
-    def as_dict(value):
-        if isinstance(value, keras.InputSpec):
-            spec = {"shape": value.shape, "dtype": value.dtype, "name": value.name}
-            return {"input_spec": spec}
-        raise ValueError(
-            f"The format '{job['format']}' is written by another process, to which "
-            f"not every option can be sent. Received: {value!r} among the options "
-            f"{sorted(job['options'])}. Leave it out, or export with "
-            f"KERAS_BACKEND={backend}."
-        )
-
-    return json.dumps(job, default=as_dict)
-
-
-def job_from_json(text):
-    """Return the job from the text of `job_to_json`."""
-
-    def as_spec(value):
-        if "input_spec" in value:
-            return keras.InputSpec(**value["input_spec"])
-        return value
-
-    return json.loads(text, object_hook=as_spec)

@@ -9,7 +9,7 @@ from keras import ops
 
 from keras_softmoe.architecture import moe_layers_of
 from keras_softmoe.files import atomic_directory, atomic_file
-from keras_softmoe.keras_adapter import (
+from keras_softmoe.keras_adapter.exports import (
     drop_assertions_of_more_than_one,
     sizes_may_be_one,
 )

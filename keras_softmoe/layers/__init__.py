@@ -1,20 +1,16 @@
 """Layers: experts, mixtures of experts, and the parts of a Vision Transformer."""
 
 from keras_softmoe import moved
-from keras_softmoe.layers._attention import Attention as Attention
-from keras_softmoe.layers._contrastive import ContrastiveScale as ContrastiveScale
+from keras_softmoe.layer_cost import LayerCost as LayerCost
+from keras_softmoe.layer_cost import cost_of as cost_of
 from keras_softmoe.layers._encoder_block import EncoderBlock as EncoderBlock
-from keras_softmoe.layers._expert_bank import ExpertBank as ExpertBank
 from keras_softmoe.layers._feedforward import MLP as MLP
 from keras_softmoe.layers._feedforward import Experts as Experts
-from keras_softmoe.layers._layer_scale import LayerScale as LayerScale
 from keras_softmoe.layers._moe import MoE as MoE
-from keras_softmoe.layers._prefix_tokens import ClassToken as ClassToken
-from keras_softmoe.layers._prefix_tokens import Registers as Registers
 from keras_softmoe.layers._soft_moe import SoftMoE as SoftMoE
+from keras_softmoe.layers.embedding import ClassToken as ClassToken
 from keras_softmoe.layers.embedding import PatchEmbedding as PatchEmbedding
 from keras_softmoe.layers.embedding import PositionEmbedding as PositionEmbedding
-from keras_softmoe.layers.embedding import TokenEmbedding as TokenEmbedding
 from keras_softmoe.layers.pooling import AttentionPooling as AttentionPooling
 
 __getattr__ = moved.attribute(__name__)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import keras
 from keras import ops
 
-from keras_softmoe import costs
 from keras_softmoe.checks import check_num_heads, check_numbers, check_whole_numbers
-from keras_softmoe.keras_adapter import Layer
+from keras_softmoe.keras_adapter.layers import Layer
+from keras_softmoe.layer_cost import LayerCost, dense_cost, normalization_cost
 from keras_softmoe.ops.backend import affine, attend
 from keras_softmoe.ops.padding import zero_padding
 
@@ -39,11 +39,6 @@ class Attention(Layer):
 
     Source: Dosovitskiy et al. 2021, appendix A; the normalization: Dehghani et al.
     2023 (ViT-22B), section 2.
-
-    Examples:
-        >>> tokens = np.random.normal(size=(2, 16, 32))
-        >>> ksm.layers.Attention(num_heads=4)(tokens, tokens).shape
-        (2, 16, 32)
     """
 
     def __init__(self, num_heads: int, use_qk_norm: bool = False, **kwargs):
@@ -110,13 +105,13 @@ class Attention(Layer):
         queries_shape: Sequence[int],
         tokens_shape: Sequence[int],
         training: bool = False,
-    ) -> costs.LayerCost:
+    ) -> LayerCost:
         batch, num_queries, width = queries_shape
         num_queries *= batch
         pairs, num_tokens = num_queries * tokens_shape[1], batch * tokens_shape[1]
-        total = costs.dense(width, width, num_queries, is_sharded=True) * 2
-        total += costs.dense(width, width, num_tokens, is_sharded=True) * 2
-        total += costs.LayerCost(
+        total = dense_cost(width, width, num_queries, is_sharded=True) * 2
+        total += dense_cost(width, width, num_tokens, is_sharded=True) * 2
+        total += LayerCost(
             products=2 * pairs * width,
             # Query, key, value and context, each also with transposed axes; weights,
             # and in float32 logits and exponentials
@@ -126,9 +121,9 @@ class Attention(Layer):
         if self.use_qk_norm:
             head_dim = width // self.num_heads
             shape = (num_queries * self.num_heads, head_dim)
-            norm = costs.normalization(shape, center=False)
+            norm = normalization_cost(shape, center=False)
             # Their results are transposed.
-            total += (norm + costs.LayerCost(kept=2 * num_queries * width)) * 2
+            total += (norm + LayerCost(kept=2 * num_queries * width)) * 2
         return total
 
     def get_config(self):

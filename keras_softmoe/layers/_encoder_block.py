@@ -1,19 +1,19 @@
-"""Transformer encoder block, dense or with experts."""
+"""Transformer encoder block, dense or with experts, and its layer scale."""
 
 import inspect
 import math
 from collections.abc import Sequence
 
 import keras
+from keras import ops
 
 from keras_softmoe.checks import check_bools, check_numbers
-from keras_softmoe.costs import LayerCost, cost_of, normalization
-from keras_softmoe.keras_adapter import Layer
+from keras_softmoe.keras_adapter.layers import Layer
+from keras_softmoe.layer_cost import LayerCost, cost_of, normalization_cost
 from keras_softmoe.layers._attention import Attention, layer_norm
 from keras_softmoe.layers._feedforward import MLP
-from keras_softmoe.layers._layer_scale import LayerScale
 from keras_softmoe.layers._moe import MoE
-from keras_softmoe.layers.modalities import (
+from keras_softmoe.layers.tokens import (
     add,
     check_masks,
     check_tokens_shape,
@@ -34,7 +34,7 @@ class EncoderBlock(Layer):
         num_heads: int, number of attention heads.
         mlp: the layer after attention: `MLP`, `MoE` or any other that maps `(B, S, D)`
             to `(B, S, D)`. It becomes a sublayer of the block and keeps its own dtype.
-            (For `cost` it needs a method `cost`, see `costs.cost_of`.)
+            (For `cost` it needs a method `cost`, see `layers.cost_of`.)
         use_qk_norm: bool, whether queries and keys are normalized.
         dropout_rate: float, dropout after attention and after the MLP or experts.
         layer_norm_epsilon: float, epsilon of the normalizations.
@@ -176,7 +176,7 @@ class EncoderBlock(Layer):
 
     def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
         def cost_of_modality(shape):
-            part = normalization(shape) * 2 + self.attention.cost(shape, shape)
+            part = normalization_cost(shape) * 2 + self.attention.cost(shape, shape)
             if self.moe is None:
                 part += cost_of(self.mlp, shape, training)
             if self.dropout_rate:
@@ -236,3 +236,45 @@ def _as_saved_now(config):
         router = keras.saving.deserialize_keras_object(router)
         mlp = MoE(router, mlp_dim, dtype=dtype, name="moe", **settings)
     return {**config, "mlp": mlp}
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class LayerScale(Layer):
+    """Multiply each channel by a learned factor.
+
+    Args:
+        initial_value: float over 0, initial value of the factors.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Maps `(..., D)` to `(..., D)`.
+
+    Raises:
+        ValueError: if `initial_value` is not a positive number.
+
+    Source: Touvron et al. 2021 (CaiT), section 2.1.
+    """
+
+    def __init__(self, initial_value: float = 1e-5, **kwargs):
+        check_numbers(over=0, initial_value=initial_value)
+        super().__init__(**kwargs)
+        self.initial_value = initial_value
+        self.supports_masking = True
+
+    def build(self, inputs_shape):
+        self.gamma = self.add_weight(
+            shape=(inputs_shape[-1],),
+            initializer=keras.initializers.Constant(self.initial_value),
+            name="gamma",
+        )
+
+    def call(self, inputs):
+        return inputs * ops.cast(self.gamma, inputs.dtype)
+
+    def compute_output_shape(self, inputs_shape):
+        return inputs_shape
+
+    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
+        return LayerCost(weights=inputs_shape[-1], kept=math.prod(inputs_shape))
+
+    def get_config(self):
+        return {**super().get_config(), "initial_value": self.initial_value}

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import keras
 from keras import ops
 
-from keras_softmoe import costs
 from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
-from keras_softmoe.keras_adapter import Layer
-from keras_softmoe.layers._expert_bank import ExpertBank
-from keras_softmoe.layers.lora import per_expert
+from keras_softmoe.keras_adapter.layers import Layer
+from keras_softmoe.layer_cost import LayerCost, dense_cost
+from keras_softmoe.layers.expert_bank import ExpertBank, per_expert
 from keras_softmoe.ops.backend import affine, chunked_map, remat
 from keras_softmoe.ops.grouped import grouped_affine, knows_counts, map_experts
-from keras_softmoe.sharding import (
+from keras_softmoe.sharding.constraints import (
     check_divides_experts,
     check_layer,
     constrain,
@@ -97,15 +96,13 @@ class MLP(Layer):
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
 
-    def cost(
-        self, inputs_shape: Sequence[int], training: bool = False
-    ) -> costs.LayerCost:
+    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
         *rows, width = inputs_shape
         rows = math.prod(rows)
-        total = costs.dense(width, self.mlp_dim, rows, is_sharded=True)
-        total += costs.dense(self.mlp_dim, width, rows, is_sharded=True)
+        total = dense_cost(width, self.mlp_dim, rows, is_sharded=True)
+        total += dense_cost(self.mlp_dim, width, rows, is_sharded=True)
         # Before GELU, its tanh or error function, after
-        return total + costs.LayerCost(kept=3 * rows * self.mlp_dim)
+        return total + LayerCost(kept=3 * rows * self.mlp_dim)
 
     def get_config(self):
         return {
@@ -119,8 +116,8 @@ class MLP(Layer):
 class Experts(Layer):
     """A bank of MLPs, one per expert, each applied to its own slots.
 
-    Both layers are `layers.ExpertBank`: `keras.layers.EinsumDense` whose `quantize` and
-    `enable_lora` treat each expert separately.
+    Both layers are a `keras.layers.EinsumDense` whose `quantize` and `enable_lora`
+    treat each expert separately.
 
     Args:
         num_experts: int, number `E` of experts.
@@ -277,18 +274,16 @@ class Experts(Layer):
     def compute_output_shape(self, slots_shape):
         return slots_shape
 
-    def cost(
-        self, slots_shape: Sequence[int], training: bool = False
-    ) -> costs.LayerCost:
+    def cost(self, slots_shape: Sequence[int], training: bool = False) -> LayerCost:
         *slots, width = slots_shape
         num_experts, slots = self.num_experts, math.prod(slots)
-        expert = costs.dense(width, self.mlp_dim) + costs.dense(self.mlp_dim, width)
+        expert = dense_cost(width, self.mlp_dim) + dense_cost(self.mlp_dim, width)
         # Inputs and outputs; before GELU, its tanh, after
         kept, kept_bytes = 2 * width + (0 if self.remat else 3 * self.mlp_dim), 0
         if self.dropout_rate:
             # Masks; the activations after dropout are kept in any case.
             kept, kept_bytes = kept + bool(self.remat) * self.mlp_dim, self.mlp_dim
-        return costs.LayerCost(
+        return LayerCost(
             weights=num_experts * expert.weights,
             products=slots * expert.products,
             kept=slots * kept,

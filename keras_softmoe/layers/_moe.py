@@ -16,15 +16,15 @@ from keras_softmoe.checks import (
     is_whole_number,
     quote,
 )
-from keras_softmoe.costs import LayerCost, MixtureCost
-from keras_softmoe.keras_adapter import Layer
+from keras_softmoe.keras_adapter.layers import Layer
+from keras_softmoe.layer_cost import LayerCost, MixtureCost
 from keras_softmoe.layers._feedforward import Experts
-from keras_softmoe.layers._groups import group, ungroup
-from keras_softmoe.layers.modalities import (
+from keras_softmoe.layers.tokens import (
     as_sequence,
     check_masks,
     check_tokens_shape,
     each,
+    group,
     join,
     join_masks,
     joined_shape,
@@ -33,6 +33,7 @@ from keras_softmoe.layers.modalities import (
     sequence_shapes,
     shapes_of,
     split,
+    ungroup,
 )
 from keras_softmoe.ops import (
     ChoiceRouting,
@@ -44,7 +45,7 @@ from keras_softmoe.ops import (
 from keras_softmoe.ops.choices import to_slots
 from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.routers import Router
-from keras_softmoe.sharding import is_distributed, layout_of, num_shards
+from keras_softmoe.sharding.constraints import is_distributed, layout_of, num_shards
 from keras_softmoe.types import DType
 
 DISPATCHERS = ("auto", "gather", "einsum")

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import keras
 
-from keras_softmoe.costs import LayerCost
-from keras_softmoe.keras_adapter import Layer
+from keras_softmoe.keras_adapter.layers import Layer
+from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.layers._moe import MoE
 from keras_softmoe.routers import SoftRouter
 

@@ -1,4 +1,4 @@
-"""Embeddings of images and texts as tokens, and of their positions."""
+"""Embeddings of images, texts and positions, and learned tokens."""
 
 from collections.abc import Sequence
 
@@ -7,17 +7,9 @@ import numpy as np
 from keras import ops
 from numpy.typing import ArrayLike
 
-from keras_softmoe import costs
-from keras_softmoe.checks import (
-    LARGEST,
-    at_most,
-    check_choice,
-    check_whole_numbers,
-    is_whole_number,
-    quote,
-)
-from keras_softmoe.costs import LayerCost
-from keras_softmoe.keras_adapter import Layer
+from keras_softmoe.checks import check_choice, check_whole_numbers, pair
+from keras_softmoe.keras_adapter.layers import Layer
+from keras_softmoe.layer_cost import LayerCost, dense_cost
 from keras_softmoe.ops.position import (
     RESAMPLINGS,
     resample_position_grid,
@@ -86,8 +78,8 @@ class PatchEmbedding(Layer):
         num_patches = (height // patch_height) * (width // patch_width)
         num_patches *= images_shape[0]
         numbers = patch_height * patch_width * channels
-        total = costs.dense(numbers, self.hidden_dim, num_patches, is_sharded=True)
-        return total + costs.LayerCost(kept=num_patches * numbers)
+        total = dense_cost(numbers, self.hidden_dim, num_patches, is_sharded=True)
+        return total + LayerCost(kept=num_patches * numbers)
 
     def get_config(self):
         return {
@@ -184,7 +176,7 @@ class PositionEmbedding(Layer):
     def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
         _, num_tokens, width = tokens_shape
         is_learned = self.kind == "learned"
-        return costs.LayerCost(weights=is_learned * num_tokens * width)
+        return LayerCost(weights=is_learned * num_tokens * width)
 
     def save_own_variables(self, store):
         super().save_own_variables(store)
@@ -247,7 +239,7 @@ class TokenEmbedding(Layer):
     Args:
         vocabulary_size: int, number of different tokens.
         sequence_length: int `S`, tokens of a text.
-        hidden_dim: int, width `D` of a token.
+        output_dim: int, width `D` of a token.
         mask_padding: bool, whether padding (id 0) is masked for the layers that follow,
             as by `keras.layers.Embedding(mask_zero=True)`. Otherwise padding is an
             ordinary token.
@@ -261,20 +253,13 @@ class TokenEmbedding(Layer):
 
     Source: LIMoE, section 2; initial weights: the two-tower models of Soft MoE's
     released code.
-
-    Examples:
-        >>> layer = ksm.layers.TokenEmbedding(
-        ...     vocabulary_size=500, sequence_length=16, hidden_dim=32
-        ... )
-        >>> layer(np.zeros((2, 16), "int32")).shape
-        (2, 16, 32)
     """
 
     def __init__(
         self,
         vocabulary_size: int,
         sequence_length: int,
-        hidden_dim: int,
+        output_dim: int,
         mask_padding: bool = False,
         **kwargs,
     ):
@@ -283,18 +268,18 @@ class TokenEmbedding(Layer):
             1,
             vocabulary_size=vocabulary_size,
             sequence_length=sequence_length,
-            hidden_dim=hidden_dim,
+            output_dim=output_dim,
         )
         self.vocabulary_size = vocabulary_size
         self.sequence_length = sequence_length
-        self.hidden_dim = hidden_dim
+        self.output_dim = output_dim
         self.mask_padding = mask_padding
         self.supports_masking = mask_padding
         self.token_embedding = keras.layers.Embedding(
             vocabulary_size,
-            hidden_dim,
+            output_dim,
             embeddings_initializer=keras.initializers.RandomNormal(
-                stddev=hidden_dim**-0.5
+                stddev=output_dim**-0.5
             ),
             dtype=self.dtype_policy,
             name="token_embedding",
@@ -308,7 +293,7 @@ class TokenEmbedding(Layer):
             )
         self.token_embedding.build(token_ids_shape)
         self.position_embedding = self.add_weight(
-            shape=(1, self.sequence_length, self.hidden_dim),
+            shape=(1, self.sequence_length, self.output_dim),
             initializer=keras.initializers.RandomNormal(stddev=0.02),
             name="position_embedding",
         )
@@ -322,88 +307,120 @@ class TokenEmbedding(Layer):
         return ops.not_equal(token_ids, 0) if self.mask_padding else None
 
     def compute_output_shape(self, token_ids_shape):
-        return (*token_ids_shape, self.hidden_dim)
+        return (*token_ids_shape, self.output_dim)
 
     def cost(self, token_ids_shape: Sequence[int], training: bool = False) -> LayerCost:
         # Looked up, not multiplied
-        vocabulary = self.vocabulary_size * self.hidden_dim
-        positions = self.sequence_length * self.hidden_dim
-        return costs.LayerCost(
-            weights=vocabulary + positions, sharded_kernels=vocabulary
-        )
+        vocabulary = self.vocabulary_size * self.output_dim
+        positions = self.sequence_length * self.output_dim
+        return LayerCost(weights=vocabulary + positions, sharded_kernels=vocabulary)
 
     def get_config(self):
         return {
             **super().get_config(),
             "vocabulary_size": self.vocabulary_size,
             "sequence_length": self.sequence_length,
-            "hidden_dim": self.hidden_dim,
+            "output_dim": self.output_dim,
             "mask_padding": self.mask_padding,
         }
 
+    @classmethod
+    def from_config(cls, config):
+        if "hidden_dim" in config:
+            # The name in older files
+            config = {**config, "output_dim": config["hidden_dim"]}
+            del config["hidden_dim"]
+        return cls(**config)
 
-def pair(size, name="patch_size"):
-    """Return `(height, width)` of a size that may be a single number.
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class ClassToken(Layer):
+    """Prepend a learned token to the others.
+
+    Maps `(B, S, D)` to `(B, S + 1, D)`.
+
+    Source: Dosovitskiy et al. 2021, section 3.1.
+
+    Examples:
+        >>> ksm.layers.ClassToken()(np.zeros((2, 16, 32))).shape
+        (2, 17, 32)
+    """
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+
+    def build(self, tokens_shape):
+        self.class_token = self.add_weight(
+            shape=(1, 1, tokens_shape[-1]), initializer="zeros", name="class_token"
+        )
+
+    def call(self, tokens):
+        token = ops.cast(self.class_token, tokens.dtype)
+        # Broadcast without the batch size, which may be unknown.
+        token = token + ops.zeros_like(tokens[:, :1])
+        return ops.concatenate([token, tokens], axis=1)
+
+    def compute_output_shape(self, tokens_shape):
+        batch, num_tokens, width = tokens_shape
+        return (batch, num_tokens + 1, width)
+
+    def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
+        return LayerCost(weights=tokens_shape[-1])
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class Registers(Layer):
+    """Insert learned tokens that belong to no patch before the patches.
+
+    For registers and DeiT's distillation token. They have no position embeddings: one
+    that is the same for all images is part of the token.
 
     Args:
-        size: int or two of them.
-        name: str, name of the argument.
+        num_registers: int, number `R` of tokens.
+        has_class_token: bool, whether the first token is a class token, which remains
+            the first.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Maps `(B, S, D)` to `(B, S + R, D)`.
 
     Raises:
-        ValueError: if they are not positive integers.
+        ValueError: if `num_registers` is not a positive integer.
+
+    Source: Darcet et al. 2024 (Vision Transformers need registers), section 2.2; for
+    the distillation token, Touvron et al. 2021 (DeiT), section 4.
     """
-    sizes = tuple(size) if np.iterable(size) else (size, size)
-    if len(sizes) != 2 or not all(is_whole_number(s, 1, name) for s in sizes):
-        raise ValueError(
-            f"`{name}` must be a positive integer, or two of them for height and width"
-            f"{at_most(name)}. Received: {name}={quote(size)}. Pass, for example, "
-            f"{name}=(4, 4)."
+
+    def __init__(self, num_registers: int, has_class_token: bool = False, **kwargs):
+        check_whole_numbers(1, num_registers=num_registers)
+        super().__init__(**kwargs)
+        self.num_registers = int(num_registers)
+        self.has_class_token = has_class_token
+
+    def build(self, tokens_shape):
+        self.registers = self.add_weight(
+            shape=(1, self.num_registers, tokens_shape[-1]),
+            initializer=keras.initializers.RandomNormal(stddev=0.02),
+            name="registers",
         )
-    return sizes
 
+    def call(self, tokens):
+        first = int(self.has_class_token)
+        registers = ops.cast(self.registers, tokens.dtype)
+        # Broadcast without the batch size, which may be unknown.
+        registers = registers + ops.zeros_like(tokens[:, :1])
+        parts = [tokens[:, :first], registers, tokens[:, first:]]
+        return ops.concatenate(parts[1 - first :], axis=1)
 
-def checked_image_shape(image_shape):
-    """Return `(height, width, channels)` as a tuple.
+    def compute_output_shape(self, tokens_shape):
+        batch, num_tokens, width = tokens_shape
+        return (batch, num_tokens + self.num_registers, width)
 
-    Raises:
-        ValueError: if they are not three positive integers.
-    """
-    shape = tuple(image_shape) if np.iterable(image_shape) else ()
-    name = "image_shape"
-    if len(shape) != 3 or not all(is_whole_number(size, 1, name) for size in shape):
-        raise ValueError(
-            f"`{name}` must be (height, width, channels), all known and positive "
-            f"integers{at_most(name)}. Received: {name}={quote(image_shape)}. Pass, "
-            f"for example, {name}=(224, 224, 3)."
-        )
-    return shape
+    def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
+        return LayerCost(weights=self.num_registers * tokens_shape[-1])
 
-
-def patch_grid(image_shape, patch_size):
-    """Return the `(rows, columns)` of patches.
-
-    Args:
-        image_shape: `(height, width, channels)`.
-        patch_size: int or `(height, width)`.
-
-    Raises:
-        ValueError: if the patches do not cover the image exactly.
-    """
-    patch_size = pair(patch_size)
-    height, width, _ = image_shape = checked_image_shape(image_shape)
-    if height % patch_size[0] or width % patch_size[1]:
-        raise ValueError(
-            "The patches must cover the image exactly: the patch size has to divide "
-            "height and width. Received: "
-            f"image_shape={image_shape}, patch_size={patch_size}. Resize the "
-            "images or choose another patch size."
-        )
-    rows, columns = height // patch_size[0], width // patch_size[1]
-    if rows * columns > LARGEST["num_patches"]:
-        raise ValueError(
-            f"An image must have at most {LARGEST['num_patches']:,} patches, since "
-            "attention compares each with each. Received: "
-            f"image_shape={image_shape}, patch_size={patch_size}, {rows} x {columns} "
-            "patches. Choose larger patches or smaller images."
-        )
-    return rows, columns
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_registers": self.num_registers,
+            "has_class_token": self.has_class_token,
+        }

@@ -21,8 +21,8 @@ from keras_softmoe.checkpoints import (
     token,
     translate,
 )
-from keras_softmoe.keras_adapter import flatten_layers
-from keras_softmoe.layers.embedding import pair
+from keras_softmoe.checks import pair
+from keras_softmoe.keras_adapter.layers import flatten_layers
 
 _OURS = r"Encoder/encoderblock_\1/"
 # Any beginning of a path

@@ -23,7 +23,7 @@ from keras_softmoe import catalogue
 from keras_softmoe.backbones import (
     fit_preprocessor,
     preset_is_saved,
-    weights_from,
+    weights_follow,
 )
 from keras_softmoe.backbones.arguments import arguments_of
 from keras_softmoe.checks import check_names, quote
@@ -113,7 +113,7 @@ def attach(cls, load=None):
         settings = {n: kwargs.pop(n) for n in MUTABLE_SETTINGS if n in kwargs}
         with (
             open_preset(preset, load_weights) as directory,
-            weights_from(directory if load_weights else None),
+            _weights_of(directory) if load_weights else contextlib.nullcontext(),
         ):
             model = read_whole(
                 directory, lambda: load(read, cls, directory, load_weights, kwargs)
@@ -165,6 +165,14 @@ def attach_without_weights(cls):
 
     cls.from_preset = classmethod(from_preset)
     cls.save_to_preset = save_to_preset
+
+
+def _weights_of(directory):
+    """Scope in which models are made for the weights of a directory or a handle."""
+    if not Path(directory).is_dir():
+        return weights_follow()
+    files = Path(directory).glob("model*.weights.h5")
+    return weights_follow(sum(f.stat().st_size for f in files if f.is_file()))
 
 
 def load_classifier(read, cls, directory, load_weights, arguments):

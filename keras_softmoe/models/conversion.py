@@ -33,7 +33,7 @@ from keras_softmoe.files import (
     one_process,
     wrap_os_errors,
 )
-from keras_softmoe.keras_adapter import zero_initialization
+from keras_softmoe.keras_adapter.layers import zero_initialization
 from keras_softmoe.models.vmoe_params import load_vmoe_params
 from keras_softmoe.ops.capacity import RELEASED
 from keras_softmoe.routers import Router, SoftmaxTokenChoiceRouter, SoftRouter

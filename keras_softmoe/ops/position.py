@@ -4,38 +4,38 @@ import numpy as np
 from keras import ops
 
 
-def sincos_2d_table(height, width, hidden_dim, temperature=10000.0):
+def sincos_2d_table(rows, columns, width, temperature=10000.0):
     """Fixed two-dimensional sine and cosine position embeddings.
 
     For the patch in row `y` and column `x` and frequencies
-    `w_i = temperature ** (-i / (hidden_dim / 4 - 1))` the row of the table is
+    `w_i = temperature ** (-i / (width / 4 - 1))` the row of the table is
     `[sin(x w), cos(x w), sin(y w), cos(y w)]`.
 
     Args:
-        height: int, rows of patches.
-        width: int, columns of patches.
-        hidden_dim: int, width of the embedding: a multiple of 4, at least 8.
+        rows: int, rows of patches.
+        columns: int, columns of patches.
+        width: int, width of the embedding: a multiple of 4, at least 8.
         temperature: float, the largest wavelength is about `2 pi temperature`
             patches.
 
     Returns:
-        `(height * width, hidden_dim)` float32 NumPy array, row by row.
+        `(rows * columns, width)` float32 NumPy array, row by row.
 
     Raises:
-        ValueError: if `hidden_dim` does not fit four equal parts.
+        ValueError: if the width does not fit four equal parts.
 
     Source: the fixed embeddings of Soft MoE's released code; Beyer et al. 2022
     (Better plain ViT baselines for ImageNet-1k).
     """
-    if hidden_dim % 4 or hidden_dim < 8:
+    if width % 4 or width < 8:
         raise ValueError(
             "Two-dimensional sine-cosine embeddings consist of four equal parts of at "
             "least two entries. `hidden_dim` must be a multiple of 4 and at least 8. "
-            f"Received: hidden_dim={hidden_dim}. Use another `hidden_dim` or "
+            f"Received: hidden_dim={width}. Use another `hidden_dim` or "
             "`position_embedding='learned'`."
         )
-    y, x = np.mgrid[:height, :width].reshape(2, -1, 1)
-    frequencies = temperature ** -np.linspace(0.0, 1.0, hidden_dim // 4)
+    y, x = np.mgrid[:rows, :columns].reshape(2, -1, 1)
+    frequencies = temperature ** -np.linspace(0.0, 1.0, width // 4)
     parts = [f(p * frequencies) for p in (x, y) for f in (np.sin, np.cos)]
     return np.concatenate(parts, axis=1).astype("float32")
 

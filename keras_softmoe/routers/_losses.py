@@ -11,7 +11,7 @@ from keras_softmoe import ops
 from keras_softmoe.checks import check_numbers, quote
 from keras_softmoe.ops.assignment import check_num_selected_experts
 from keras_softmoe.ops.backend import softmax
-from keras_softmoe.sharding import is_distributed
+from keras_softmoe.sharding.constraints import is_distributed
 from keras_softmoe.types import Tensor
 
 MODALITIES = ("image", "text")

@@ -40,7 +40,7 @@ from keras_softmoe.ops.assignment import (
 from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING, ROUNDINGS
 from keras_softmoe.ops.constants import tiny
 from keras_softmoe.ops.selection import take_along, top_indices
-from keras_softmoe.sharding import is_distributed
+from keras_softmoe.sharding.constraints import is_distributed
 
 live = functools.partial(field, metadata={"live": True})
 

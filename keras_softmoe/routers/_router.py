@@ -8,12 +8,12 @@ from keras import ops
 from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_whole_numbers, quote
-from keras_softmoe.costs import LayerCost
-from keras_softmoe.keras_adapter import Layer
+from keras_softmoe.keras_adapter.layers import Layer
+from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting, combine
 from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.routers.recording import is_recording, note
-from keras_softmoe.sharding import check_divides_experts, is_distributed
+from keras_softmoe.sharding.constraints import check_divides_experts, is_distributed
 from keras_softmoe.types import Tensor
 
 
@@ -203,7 +203,7 @@ class Router(Layer):
         """
 
     def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
-        """The `costs.LayerCost` of the router. Nothing by default.
+        """The `layers.LayerCost` of the router. Nothing by default.
 
         Args:
             tokens_shape: `(G, S, D)`, all known.

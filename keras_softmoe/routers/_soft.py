@@ -16,13 +16,13 @@ from keras_softmoe.checks import (
     is_number,
     quote,
 )
-from keras_softmoe.costs import LayerCost
+from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.ops import DenseRouting
 from keras_softmoe.ops.backend import normal_like, softmax
 from keras_softmoe.ops.constants import lowest
 from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.routers._router import Decision, Router
-from keras_softmoe.sharding import check_layer, replicate
+from keras_softmoe.sharding.constraints import check_layer, replicate
 
 # Added to squared norms, as in the released code. The paper's listing adds the same
 # number to the norm itself, which has no gradient at an all-zero token (padding).

@@ -7,7 +7,7 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe.checks import check_choice, check_names, keyword_names
-from keras_softmoe.costs import LayerCost
+from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import gates_of_slots
 from keras_softmoe.ops.backend import normal_like

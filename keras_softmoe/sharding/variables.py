@@ -17,7 +17,7 @@ import keras
 import ml_dtypes
 import numpy as np
 
-from keras_softmoe.keras_adapter import is_initialized
+from keras_softmoe.keras_adapter.layers import is_initialized
 
 # Bytes that HDF5 needs besides the numbers.
 _OVERHEAD, _OVERHEAD_OF_VARIABLE = 1 << 14, 1 << 12

@@ -6,14 +6,14 @@ import re
 import keras
 from keras import ops
 
-from keras_softmoe.keras_adapter import (
+from keras_softmoe.keras_adapter.optimizers import (
     OwnAverages,
     averages_of,
     index_of,
     num_gradients,
     variables_of,
 )
-from keras_softmoe.sharding import layout_of
+from keras_softmoe.sharding.constraints import layout_of
 
 
 class ByVariable(OwnAverages):

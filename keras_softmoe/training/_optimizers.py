@@ -13,7 +13,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.checks import check_choice, check_numbers
-from keras_softmoe.keras_adapter import index_of
+from keras_softmoe.keras_adapter.optimizers import index_of
 from keras_softmoe.ops.constants import smallest
 from keras_softmoe.training._by_variable import ByVariable, weight_of_all
 

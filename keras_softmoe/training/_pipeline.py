@@ -83,7 +83,7 @@ _CROP_RATIO = (3 / 4, 4 / 3)
 
 
 def named_augmentation(augmentation):
-    """The `Augmentation` of a name; an `Augmentation` stays as it is."""
+    """Return the `Augmentation` of a name; an `Augmentation` is returned unchanged."""
     if isinstance(augmentation, Augmentation):
         return augmentation
     if augmentation not in AUGMENTATIONS:
@@ -272,11 +272,12 @@ def _check_labels(labels, num_classes):
 
 
 def _rand_augment(augmentation):
-    """Function of an image and a seed, or `None`: RandAugment with Keras' operations.
+    """Return a function of image and seed, RandAugment with Keras' operations.
 
     `keras.layers.RandAugment` computes all operations and keeps one of them (35 ms for
     an image of 224 pixels, measured on two cores), and it chooses once for a batch.
-    Here each image has its own choice, and only that is computed.
+    Here each image has its own choice, and only that is computed. `None` without
+    operations.
     """
     if not augmentation.num_operations:
         return None
@@ -309,7 +310,7 @@ class _Equalization(keras.layers.Equalization):
     """Keras' layer, for `tf.data` alone: with the histogram of TensorFlow.
 
     With the JAX backend Keras counts the pixels of each brightness in a loop of 256
-    turns, even inside `tf.data` where nothing asks for it: half a minute to trace.
+    turns, even inside `tf.data` where none is needed: half a minute to trace.
     """
 
     def _custom_histogram_fixed_width(self, values, value_range, nbins):

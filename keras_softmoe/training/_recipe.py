@@ -1,4 +1,4 @@
-"""The settings of a training in one record, which compiles and feeds a model."""
+"""A record of all settings of a training, which compiles and feeds a model."""
 
 import dataclasses
 import numbers
@@ -279,7 +279,7 @@ class Recipe:
         )
 
     def _rows(self, data: ArrayLike):
-        """Data set of images and labels or captions, and a function of the latter."""
+        """Return a data set of images and targets, and a function of the targets."""
         if self._has_captions:
             return pipeline.captioned_rows(data)
         return pipeline.labelled_rows(data, self.num_classes)

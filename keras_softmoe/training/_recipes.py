@@ -1,7 +1,7 @@
 """The recipes of the papers, one row each. Texts: `docs/concepts/recipes.md`.
 
-A row has the papers' numbers. The comment above it says what was trained on, at which
-cost and with which result, and which numbers no paper states.
+A row has the papers' numbers. The comment above it gives data, cost and result, and
+the numbers that no paper states.
 """
 
 import dataclasses
@@ -113,7 +113,7 @@ _FINETUNING = Recipe(
 
 # Data: 1,000 images of each of the 19 tasks of VTAB. Result, mean over the tasks:
 # V-MoE-L/16 77.2 %, H/14 77.8 %. Chosen here: the Vision Transformer's batch, a warmup
-# of a fifth, no crops and flips, since many tasks ask for position or orientation.
+# of a fifth, no crops and flips, since many tasks depend on position or orientation.
 _VTAB = dataclasses.replace(
     _FINETUNING,
     steps=1_250,

@@ -122,7 +122,7 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         return ops.where(step < self.warmup_steps, rising, decayed)
 
     def _decayed(self, steps: Tensor) -> Tensor:
-        """The learning rate `steps` after the end of the warmup."""
+        """Return the learning rate `steps` after the end of the warmup."""
         length = self.total_steps - self.warmup_steps
         if self.decay == "rsqrt":
             left = 1.0

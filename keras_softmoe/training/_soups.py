@@ -86,18 +86,18 @@ def greedy_soup(
     checkpoints = _check_checkpoints(model, checkpoints)
     before = model.get_weights()
     try:
-        return _cook(model, checkpoints, score, max_size, verbose)
+        return _search(model, checkpoints, score, max_size, verbose)
     except BaseException:
         model.set_weights(before)
         raise
 
 
-def _cook(model, checkpoints, score, max_size, verbose):
+def _search(model, checkpoints, score, max_size, verbose):
     bar = keras.utils.Progbar(
         None, verbose=verbose, stateful_metrics=["parts", "score"], unit_name="score"
     )
     total = [np.zeros(weight.shape) for weight in model.weights]
-    chosen, scores, alone, asked = [], [], (), 0
+    chosen, scores, alone, tried = [], [], (), 0
     while len(chosen) < max_size:
         found = []
         for index, checkpoint in enumerate(checkpoints):
@@ -105,8 +105,8 @@ def _cook(model, checkpoints, score, max_size, verbose):
             _assign_mean(model, total, len(chosen) + 1)
             found.append(_as_number(score(model), index))
             best = max(found) if not chosen else max(*found, scores[-1])
-            asked += 1
-            bar.update(asked, [("parts", len(chosen) + 1), ("score", best)])
+            tried += 1
+            bar.update(tried, [("parts", len(chosen) + 1), ("score", best)])
         alone = alone or tuple(found)
         index = int(np.argmax(found))
         if chosen and found[index] <= scores[-1]:
@@ -119,7 +119,7 @@ def _cook(model, checkpoints, score, max_size, verbose):
             part += ops.convert_to_numpy(weight)
     for part, weight in zip(total, model.weights, strict=True):
         weight.assign(part / len(chosen))
-    bar.update(asked, finalize=True)
+    bar.update(tried, finalize=True)
     return Soup(tuple(chosen), tuple(scores), alone)
 
 
@@ -132,7 +132,7 @@ def _load(model, checkpoint):
 
 
 def _assign_mean(model, total, size):
-    """The mean of the parts so far and of what the model holds, put into the model."""
+    """Assign the mean of the model's weights and of the parts so far to the model."""
     # Averaging with nothing would only round-trip the weights.
     if size > 1:
         for part, weight in zip(total, model.weights, strict=True):

@@ -1,4 +1,7 @@
-"""Statistics by modality, against a count of the tokens one by one."""
+"""Statistics by modality, against a count of the tokens one by one.
+
+Their pairs come from `analysis/_pairs.py`.
+"""
 
 import math
 

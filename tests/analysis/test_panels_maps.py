@@ -1,4 +1,7 @@
-"""Figures over the images show the numbers that they claim to show."""
+"""Figures over the images show the numbers that they claim to show.
+
+They also test `analysis/_drawing.py`, which draws the images below them.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,7 @@
-"""Layers that records make: their names, settings, and cost."""
+"""Layers that records make: their names, settings, and cost.
+
+Of `architecture/_encoder.py`, `architecture/_towers.py` and `architecture/_pairs.py`.
+"""
 
 import random
 

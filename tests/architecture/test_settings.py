@@ -1,4 +1,7 @@
-"""The records of architectures: names, defaults, checks, and changes."""
+"""The records of architectures: names, defaults, checks, and changes.
+
+They are read from configurations by `architecture/_reading.py`.
+"""
 
 import dataclasses
 import inspect

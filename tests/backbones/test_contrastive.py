@@ -1,4 +1,7 @@
-"""Contrastive training: reported losses against plain NumPy, embeddings, zero-shot."""
+"""Contrastive training: reported losses against plain NumPy, embeddings, zero-shot.
+
+Tests `backbones/_contrastive.py` and `backbones/_pair_encoding.py`.
+"""
 
 import itertools
 

@@ -1,4 +1,7 @@
-"""What contrastive tasks and their preprocessors refuse, in arrays and in pipelines."""
+"""Errors of contrastive tasks and preprocessors, for arrays and in pipelines.
+
+Tests `backbones/_contrastive_preprocessor.py`.
+"""
 
 import re
 
@@ -104,8 +107,8 @@ def test_preprocessor_configuration():
 BAD_CAPTIONS = [
     (["a ring", 3, "a heart"], r"must be strings.*captions\[1\]=3 of type int"),
     (["a ring", None, "a heart"], r"must be strings.*captions\[1\]=None"),
-    (["a ring", "", "a heart"], "no empty strings.*caption=''"),
-    (["a ring", "  ", "a heart"], "no empty strings.*caption='  '"),
+    (["a ring", "", "a heart"], "must not be empty.*caption=''"),
+    (["a ring", "  ", "a heart"], "must not be empty.*caption='  '"),
     (["a ring", LONG, "a heart"], "more tokens.*sequence_length=8.*truncate=True"),
     ("a ring", r"one-dimensional array of str.*shape \(\)"),
     ([["a ring"]] * 3, r"one-dimensional array of str.*shape \(3, 1\)"),
@@ -149,7 +152,7 @@ def test_no_captions(model):
         (3, 2, {}, "3 images, 2 captions"),
         (2, 3, {}, "2 images, 3 captions"),
         (1, 1, {}, "two or more.*1 images, 1 captions"),
-        (3, 3, {"batch_size": 1}, "must be others.*batch_size=1"),
+        (3, 3, {"batch_size": 1}, "two or more in all.*batch_size=1"),
     ],
 )
 def test_bad_pairs(model, num_images, num_captions, arguments, message):
@@ -245,7 +248,7 @@ def test_one_image_is_no_batch(model):
 @pytest.mark.parametrize(
     "names, templates, message",
     [
-        (["ring", "star", "ring"], ["a {}"], "same name.*'ring' more than once"),
+        (["ring", "star", "ring"], ["a {}"], "must all differ.*'ring' more than once"),
         (["ring", "star"], ["a thing"], "needs {}.*'a thing'"),
         (["ring", ""], ["a {}"], "none of them empty.*class_names"),
         (["ring", 3], ["a {}"], "list of strings.*class_names with 3"),

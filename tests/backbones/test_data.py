@@ -1,4 +1,7 @@
-"""Data as users have them: images of all kinds, and whatever gives batches."""
+"""Data as users have them: images of all kinds, and all that gives batches.
+
+Tests `backbones/_data.py` and `backbones/_image_preprocessor.py`.
+"""
 
 import sys
 import types

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import models, ops, routers
+from tests.skips import only_on
 from tests.support import tiny
 from tests.support.layer_checks import dtype_of
 from tests.support.references import to_numpy
@@ -13,7 +14,10 @@ NUM_IMAGES = 50
 pytestmark = [tiny.FITTING, tiny.LOADING]
 
 
-@pytest.mark.parametrize("group_images", [1, 8])
+ONE_IMAGE = pytest.param(1, marks=only_on("torch", because="one backend"))
+
+
+@pytest.mark.parametrize("group_images", [ONE_IMAGE, 8])
 def test_fit_evaluate_predict_in_any_batch_size(group_images):
     router = tiny.SOFT if group_images == 1 else tiny.SPARSE
     model = tiny.classifier(

@@ -94,6 +94,7 @@ def test_training_and_evaluation_obey():
 
 
 @QUICKLY_COMPILED
+@only_on("torch", because="one backend")
 def test_groups_of_images():
     # Predictions, an evaluation and a step of training are those of a model built so.
     x, y = tiny.pixels(6), tiny.labels(6)

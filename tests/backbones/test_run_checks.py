@@ -1,4 +1,7 @@
-"""What models check before each `fit`, `evaluate` and `predict`."""
+"""Checks before each `fit`, `evaluate` and `predict`.
+
+Tests `backbones/_mutable_routing.py` and `backbones/_fitting.py`.
+"""
 
 import threading
 

@@ -1,4 +1,7 @@
-"""Parts of models that are not trained: when they are made, in files, in clones."""
+"""Frozen parts of models: when they are made, in files, in clones; compilation.
+
+Tests `backbones/_configuration.py`, with `test_image_classifier.py`.
+"""
 
 import warnings
 
@@ -7,6 +10,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, models, ops, routers
+from tests.skips import only_on
 from tests.support import tiny, tiny_limoe
 from tests.support.layer_checks import flags, randomize
 from tests.support.references import to_numpy
@@ -215,6 +219,7 @@ def loss_of_routers(model):
     return fit(model)[0] - model.evaluate(x, y, verbose=0)
 
 
+@only_on("torch", because="one backend")
 def test_a_frozen_router_adds_no_loss():
     model = tiny.classifier(moe_layers=(0, 1), **SPARSE)
     first, second = model.backbone.routers.values()

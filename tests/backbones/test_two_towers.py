@@ -1,4 +1,7 @@
-"""Text towers and two towers: outputs, freezing, losses of both, files, errors."""
+"""Text towers and two towers: outputs, freezing, losses of both, files, errors.
+
+Tests `backbones/_two_towers.py` and `backbones/_text.py`.
+"""
 
 import keras
 import numpy as np

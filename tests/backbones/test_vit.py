@@ -1,4 +1,8 @@
-"""The backbone: its parts put together, its decisions, its errors."""
+"""The backbone: its parts put together, its decisions, its errors.
+
+Tests `backbones/_vit.py`, its base `backbones/_base.py` and the checks of its arguments
+in `backbones/arguments.py`.
+"""
 
 import keras
 import numpy as np

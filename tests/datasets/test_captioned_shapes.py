@@ -1,3 +1,9 @@
+"""Scenes of colored shapes: what they show is true, and the same on each machine.
+
+Tests `datasets/_captioned_shapes.py`, `datasets/_scenes.py`,
+`datasets/_shape_drawing.py` and `datasets/_captions.py`.
+"""
+
 import functools
 
 import numpy as np

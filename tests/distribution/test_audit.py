@@ -1,4 +1,7 @@
-"""The audit, of models on one device, under distributions that need none."""
+"""The audit, of models on one device, under distributions that need none.
+
+Rules and layouts are those of `distribution/_layouts.py`.
+"""
 
 import keras
 import numpy as np

@@ -1,4 +1,7 @@
-"""Backups on one device: what goes on, what is refused, and what is left behind."""
+"""Backups on one device: what goes on, what is refused, and what is left behind.
+
+Their file is that of `distribution/_backup_file.py`.
+"""
 
 import random
 import tempfile

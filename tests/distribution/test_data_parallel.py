@@ -18,5 +18,6 @@ if keras.backend.backend() != "jax":
         code, output = Program("tests.support.replicas", file).wait()
         assert code == 0, output
         alone, replicas = np.array(json.loads(file.read_text(encoding="utf-8")))
-        assert alone.shape == (4,)
-        assert abs(replicas - alone)[0] > 1e-3
+        assert alone.shape == (2,)
+        # Far more than rounding errors
+        assert abs(replicas - alone)[0] > 1e-4

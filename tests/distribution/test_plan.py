@@ -1,4 +1,7 @@
-"""The plan: against models that are built, routers that route, and by hand."""
+"""The plan: against models that are built, routers that route, and by hand.
+
+Its sizes are those of `distribution/_counting.py`.
+"""
 
 import math
 import re

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe import distribution, models, presets, routers
-from keras_softmoe.costs import LayerCost
 from keras_softmoe.evaluation import cost
+from keras_softmoe.layer_cost import LayerCost
 from tests.support import tiny
 from tests.support.products import count, multiply_adds
 
@@ -135,7 +135,8 @@ def test_presets_and_changes(tmp_path):
     changes = {"image_shape": (16, 8, 3), "dtype": "bfloat16"}
     changed = models.ViTMoEBackbone.from_preset(path, load_weights=False, **changes)
     assert cost(path, **changes) == cost(changed)
-    for name in presets.names():
+    # All costs are recorded in `tests/guards`.
+    for name in presets.names()[::20]:
         assert cost(name).parameters == presets.describe(name).parameters
 
 

@@ -1,4 +1,7 @@
-"""What a metric says of pruned models, against models pruned by hand."""
+"""Metrics of pruned models, as curves, against models pruned by hand.
+
+The curves are made in `evaluation/sweeps.py`.
+"""
 
 import numpy as np
 import pytest
@@ -94,5 +97,5 @@ def test_bad_arguments_come_before_the_work(arguments, message):
 
 def test_a_dense_model_is_not_pruned():
     model = tiny_limoe.backbone(**tiny_limoe.DENSE)
-    with pytest.raises(ValueError, match="Pruned are"):
+    with pytest.raises(ValueError, match="can be pruned"):
         evaluation.pruning_curve(model, {}, norms, verbose=0)

@@ -1,4 +1,7 @@
-"""Retrieval: against a twin that sorts everything, fair ties, bounded memory."""
+"""Retrieval: against a twin that sorts everything, fair ties, bounded memory.
+
+With `test_zero_shot.py` it covers `evaluation/_embeddings.py`.
+"""
 
 import math
 import tracemalloc
@@ -8,7 +11,7 @@ import pytest
 from keras import ops
 
 from keras_softmoe.evaluation import retrieval
-from keras_softmoe.evaluation._retrieval import Retrieval
+from keras_softmoe.evaluation._embeddings import Retrieval
 
 
 def embeddings(num, dim=6, seed=0):

@@ -1,4 +1,7 @@
-"""Sweeps: their fronts, and the numbers that their figures show."""
+"""Sweeps: their fronts, and the numbers that their figures show.
+
+The figures are drawn by `evaluation/_sweep_figure.py`.
+"""
 
 import itertools
 

@@ -1,11 +1,14 @@
-"""Zero-shot classification with a model that can be worked out by hand."""
+"""Zero-shot classification with a model that can be worked out by hand.
+
+Tests `evaluation/_zero_shot.py` and `backbones/class_embeddings.py`.
+"""
 
 import numpy as np
 import pytest
 
 import keras_softmoe.backbones.class_embeddings as module
 from keras_softmoe.evaluation import zero_shot
-from keras_softmoe.evaluation._zero_shot import ZeroShot
+from keras_softmoe.evaluation._embeddings import ZeroShot
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, routers
+from keras_softmoe.layers._attention import Attention
 from tests.support import twins
 from tests.support.layer_checks import (
     check_configuration,
@@ -56,7 +57,7 @@ def mlp(layer, x):
 
 @pytest.mark.parametrize("use_qk_norm", [False, True])
 def test_attention(use_qk_norm):
-    layer = layers.Attention(2, use_qk_norm=use_qk_norm)
+    layer = Attention(2, use_qk_norm=use_qk_norm)
     queries, tokens = normal((2, 3, 8)), normal((2, 5, 8), 1)
     layer.build(queries.shape, tokens.shape)
     # Scales shared by the heads, and no offsets
@@ -69,7 +70,7 @@ def test_attention(use_qk_norm):
 
 
 def test_attention_initialization():
-    layer = layers.Attention(4)
+    layer = Attention(4)
     layer.build((None, 5, 64), (None, 5, 64))
     # Glorot for the (D, D) matrices that the kernels fold
     bound = np.sqrt(6 / (64 + 64))
@@ -148,7 +149,7 @@ def test_dropout_only_in_training():
 
 @pytest.mark.parametrize("num_heads", [3, 16])
 def test_heads_that_do_not_divide_the_width(num_heads):
-    layer = layers.Attention(num_heads)
+    layer = Attention(num_heads)
     with pytest.raises(ValueError, match=f"num_heads={num_heads}, width=8"):
         layer.build((None, 5, 8), (None, 5, 8))
 

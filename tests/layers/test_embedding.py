@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers
+from keras_softmoe.layers.embedding import TokenEmbedding
 from tests.support import twins
 from tests.support.layer_checks import normal, randomize
 from tests.support.references import to_numpy
@@ -108,7 +109,7 @@ def test_errors():
 
 
 def test_token_embedding():
-    layer = layers.TokenEmbedding(5, 3, 4)
+    layer = TokenEmbedding(5, 3, 4)
     ids = np.array([[0, 4, 4], [1, 0, 0]], "int32")
     layer.build(ids.shape)
     randomize(layer)
@@ -120,10 +121,17 @@ def test_token_embedding():
     np.testing.assert_allclose(to_numpy(layer(ids)), table[ids] + positions, rtol=1e-6)
 
 
+def test_token_embedding_of_an_older_file():
+    config = TokenEmbedding(5, 3, 4, name="tokens").get_config()
+    older = {**config, "hidden_dim": config["output_dim"]}
+    del older["output_dim"]
+    assert TokenEmbedding.from_config(older).get_config() == config
+
+
 def test_token_embedding_errors():
-    for name in ("vocabulary_size", "sequence_length", "hidden_dim"):
-        arguments = {"vocabulary_size": 5, "sequence_length": 3, "hidden_dim": 4}
+    for name in ("vocabulary_size", "sequence_length", "output_dim"):
+        arguments = {"vocabulary_size": 5, "sequence_length": 3, "output_dim": 4}
         with pytest.raises(ValueError, match=f"positive.*Received: {name}=0"):
-            layers.TokenEmbedding(**{**arguments, name: 0})
+            TokenEmbedding(**{**arguments, name: 0})
     with pytest.raises(ValueError, match=r"must have 3 tokens.*\(2, 4\)"):
-        layers.TokenEmbedding(5, 3, 4).build((2, 4))
+        TokenEmbedding(5, 3, 4).build((2, 4))

@@ -1,10 +1,12 @@
-"""Each layer alone: the shared layer test."""
+"""Each layer alone, with the shared layer test; for `layers/_encoder_block.py`, too."""
 
 import keras
 import numpy as np
 import pytest
 
 from keras_softmoe import layers, ops, routers
+from keras_softmoe.layers._encoder_block import LayerScale
+from keras_softmoe.layers.embedding import Registers, TokenEmbedding
 from tests.support.layer_checks import (
     check_layer,
     check_training_step,
@@ -208,7 +210,7 @@ def test_encoder_block_with_layer_scale():
 
 def test_layer_scale():
     def make(**kwargs):
-        return layers.LayerScale(0.5, **kwargs)
+        return LayerScale(0.5, **kwargs)
 
     check_layer(make, TOKENS, TOKENS, 1)
     outputs = to_numpy(make()(np.ones((1, 3, 8))))
@@ -218,7 +220,7 @@ def test_layer_scale():
 @pytest.mark.parametrize("has_class_token", [False, True])
 def test_registers(has_class_token):
     def make(**kwargs):
-        return layers.Registers(2, has_class_token, **kwargs)
+        return Registers(2, has_class_token, **kwargs)
 
     check_layer(make, TOKENS, (8, 8), 1)
     layer, tokens = make(), np.arange(48, dtype="float32").reshape(1, 6, 8)
@@ -267,6 +269,6 @@ def test_position_embedding(kind, has_class_token):
 
 def test_token_embedding():
     def make(**kwargs):
-        return layers.TokenEmbedding(11, 6, 8, **kwargs)
+        return TokenEmbedding(11, 6, 8, **kwargs)
 
     check_layer(make, (6,), TOKENS, 2, ids=11)

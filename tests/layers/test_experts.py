@@ -1,4 +1,4 @@
-"""Banks of experts: what they compute and how they start."""
+"""Banks of experts (`layers/_feedforward.py`): outputs and initial weights."""
 
 import keras
 import numpy as np

@@ -1,10 +1,11 @@
-"""LoRA of expert banks: each expert has both factors for itself."""
+"""LoRA of `layers/expert_bank.py`: each expert has both factors for itself."""
 
 import keras
 import numpy as np
 import pytest
 
 from keras_softmoe import layers
+from keras_softmoe.layers.expert_bank import ExpertBank
 from tests.support import twins
 from tests.support.gradients import layer_gradients
 from tests.support.layer_checks import normal, randomize, revive
@@ -31,7 +32,7 @@ def banks(layer):
 
 
 def bank(width=D, units=H, **kwargs):
-    layer = layers.ExpertBank(
+    layer = ExpertBank(
         "end,edh->enh", output_shape=(None, units), bias_axes="eh", **kwargs
     )
     layer.build((E, None, width))
@@ -110,7 +111,7 @@ def test_enabling_changes_nothing_yet():
 
 
 def test_factors_start_with_the_fans_of_one_expert():
-    layer = layers.ExpertBank("end,edh->enh", output_shape=(None, 4), bias_axes="eh")
+    layer = ExpertBank("end,edh->enh", output_shape=(None, 4), bias_axes="eh")
     layer.build((16, None, 30))
     layer.enable_lora(20)
     assert tuple(layer.lora_kernel_a.shape) == (16, 30, 20)
@@ -223,7 +224,7 @@ def test_bank_round_trip():
     layer.enable_lora(RANK, lora_alpha=5.0)
     # Built, as its configuration says
     revived = revive(layer)
-    assert type(revived) is layers.ExpertBank
+    assert type(revived) is ExpertBank
     assert (revived.lora_rank, revived.lora_alpha) == (RANK, 5.0)
     assert tuple(revived.lora_kernel_b.shape) == (E, RANK, H)
 
@@ -247,6 +248,6 @@ def test_second_factors_are_refused():
     "equation, shape", [("end,dh->enh", (E, 4, D)), ("end,edh->neh", (E, 4, D))]
 )
 def test_other_equations_are_refused(equation, shape):
-    layer = layers.ExpertBank(equation, output_shape=(None, H))
+    layer = ExpertBank(equation, output_shape=(None, H))
     with pytest.raises(ValueError, match=r"(?s)form\s'end,edh->enh'.*Received: equ"):
         layer.build(shape)

@@ -1,10 +1,11 @@
-"""Quantized banks of experts: the modes that are right, and those that are refused."""
+"""Quantized banks of experts: modes, and the errors of those not supported."""
 
 import keras
 import numpy as np
 import pytest
 
 from keras_softmoe import layers
+from keras_softmoe.layers.expert_bank import ExpertBank
 from tests.support.layer_checks import normal, randomize
 from tests.support.references import to_numpy
 
@@ -12,7 +13,7 @@ E = 3
 
 
 def bank(width, units, **kwargs):
-    layer = layers.ExpertBank(
+    layer = ExpertBank(
         "end,edh->enh", output_shape=(None, units), bias_axes="eh", **kwargs
     )
     layer.build((E, None, width))

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, ops, routers
+from keras_softmoe.layers.pooling import ContrastiveScale
 from tests.support.layer_checks import BATCH, normal
 from tests.support.references import to_numpy
 
@@ -115,7 +116,7 @@ def test_output_shapes():
         assert layer.compute_output_shape((2, 3, 4, 8)) == (2, 3, 4, 8)
         assert layer.compute_output_shape(shapes) == shapes
     for bias in (None, 0.0):
-        scale = layers.ContrastiveScale(bias=bias)
+        scale = ContrastiveScale(bias=bias)
         outputs = scale(np.zeros((3, 8)))
         expected = {name: tuple(x.shape) for name, x in outputs.items()}
         assert scale.compute_output_shape((3, 8)) == expected

@@ -8,6 +8,7 @@ import pytest
 
 from keras_softmoe import ops, routers
 from tests.reference.test_reference_ops import check_indices
+from tests.support.gradients import outputs
 from tests.support.reference_checks import (
     affine_output,
     build,
@@ -60,33 +61,37 @@ def token_choice_router(reference, settings, **kwargs):
 @pytest.mark.parametrize("k, bpr", itertools.product((1, 2), (0, 1)))
 def test_token_choice(name, k, bpr):
     reference = Reference(name)
-    for case in TOKEN_CHOICE_CASES:
-        if not case.startswith(f"k{k}_bpr{bpr}_"):
-            continue
-        settings = reference.config["cases"][case]
+    cases = [c for c in TOKEN_CHOICE_CASES if c.startswith(f"k{k}_bpr{bpr}_")]
+    settings = [reference.config["cases"][case] for case in cases]
+    built = [build(token_choice_router(reference, s), reference) for s in settings]
+    priority = "max" if bpr else "position"
+
+    def compute(inputs):
+        """All cases at once, in one program where programs are compiled."""
+        gates, tokens = inputs
         # From the saved gates: exactly the same slots.
-        gates = reference.given("gates")
-        seats = ops.token_choice(
-            gates,
-            k,
-            settings["capacity"],
-            priority="max" if bpr else "position",
-        )
-        routing = slot_routing(*seats, gates)
+        seats = [
+            ops.token_choice(gates, k, s["capacity"], priority=priority)
+            for s in settings
+        ]
+        routings = [slot_routing(*each, gates) for each in seats]
+        # From the tokens, through the router.
+        decisions = [router(tokens) for router, _ in built]
+        affine = [affine_output(tokens, decision.routing) for decision in decisions]
+        return routings, decisions, affine
+
+    found = outputs(compute, [reference.given("gates"), reference.given("inputs")])
+    for case, routing, decision, affine in zip(cases, *found, strict=True):
         check_dense(reference, f"{case}/", routing)
         check_indices(
             routing,
             reference.given(f"{case}/indices"),
             reference.given(f"{case}/indices_combine_weights"),
         )
-        # From the tokens, through the router.
-        router, tokens = build(token_choice_router(reference, settings), reference)
-        decision = router(tokens)
         reference.check("gates", decision.summary["probabilities"])
         check_dense(reference, f"{case}/", decision.routing)
         if f"{case}/affine_output" in reference:
-            outputs = affine_output(tokens, decision.routing)
-            reference.check(f"{case}/affine_output", outputs)
+            reference.check(f"{case}/affine_output", affine)
         metrics = f"metrics_det_k{k}"
         probabilities = decision.summary["probabilities"]
         reference.check(f"{metrics}/gshard_loss", ops.gshard_loss(probabilities))

@@ -23,6 +23,12 @@ PLACEMENTS = {
     "one axis": distribution.expert_parallel,
     "2 x 4": lambda: distribution.expert_parallel((2, 4)),
 }
+# Compiling takes nearly all of the time, so each check has as few programs as it needs.
+# Between replicas nothing but gradients is sent, whatever the router.
+TRAINED = {
+    "soft": ("one device", "one axis", "2 x 4"),
+    "token choice": tuple(PLACEMENTS),
+}
 STEPS_PER_EPOCH, EPOCHS = 10, 2
 
 
@@ -46,8 +52,8 @@ class Program:
     def training(self):
         """Losses, predictions and collectives of each router on each placement."""
         return {
-            kind: {name: self._train(kind, name) for name in PLACEMENTS}
-            for kind in ("soft", "token choice", "expert choice")
+            kind: {name: self._train(kind, name) for name in names}
+            for kind, names in TRAINED.items()
         }
 
     def _train(self, kind, placement):
@@ -59,10 +65,15 @@ class Program:
         model.fit(data, epochs=EPOCHS, verbose=0, shuffle=False, callbacks=[losses])
         (text,) = self._new_texts()
         told = {"losses": losses.values, "collectives": _sent(text)}
-        # The last batch has four images.
-        images = tiny.images(tiny.BATCH + 4)
+        # Batches that the devices do not divide: the last one of four images here, ...
+        images = tiny.images(tiny.BATCH + 4 * (kind == "soft"))
         predictions = model.predict(images, batch_size=tiny.BATCH, verbose=0)
         told["predictions"] = predictions.tolist()
+        if kind in tiny.GROUPS:
+            # ... and one whose groups they do not divide either.
+            rest = tiny.batches(tiny.REST)
+            history = model.fit(rest, verbose=0, shuffle=False).history
+            told["rest"] = [*history["loss"], *model.evaluate(rest, verbose=0)]
         if placement == "one axis":
             told["moments"] = [
                 [v.path, _shapes(v)]
@@ -76,35 +87,20 @@ class Program:
     def compiled_steps(self):
         """Collectives of the other routers, and of several layers."""
         keras.distribution.set_distribution(distribution.expert_parallel())
-        kinds = [kind for kind in tiny.ROUTERS if kind not in ("soft", *tiny.GROUPS)]
+        kinds = [kind for kind in tiny.ROUTERS if kind not in TRAINED]
         told = {kind: self._step(tiny.classifier(kind)) for kind in kinds}
         two = tiny.classifier("soft", num_layers=2, moe_layers=(0, 1))
         return told | {"two layers": self._step(two)}
 
     def pairs(self):
         """Collectives of learning from images and captions."""
-        told = {}
-        for placement in ("data parallel", "one axis", "2 x 4"):
-            keras.distribution.set_distribution(PLACEMENTS[placement]())
-            model = models.LIMoEContrastive(tiny.limoe())
-            captions = np.arange(3 * tiny.BATCH).reshape(-1, 3) % 10 + 1
-            self._new_texts()
-            model.fit(
-                tiny.images(tiny.BATCH), captions, batch_size=tiny.BATCH, verbose=0
-            )
-            (text,) = self._new_texts()
-            told[placement] = _sent(text)
-        return told
-
-    def cut_dense_steps(self):
-        """Collectives where dense kernels are cut too, by the shape of the mesh."""
-        told = {}
-        for shape in (None, (2, 4), (4, 2)):
-            placed = distribution.expert_parallel(shape, shard_dense=True)
-            with placed.scope():
-                model = tiny.classifier("soft", num_layers=2, moe_layers=(1,))
-                told[str(shape or (1, 8))] = self._step(model)
-        return told
+        keras.distribution.set_distribution(PLACEMENTS["2 x 4"]())
+        model = models.LIMoEContrastive(tiny.limoe())
+        captions = np.arange(3 * tiny.BATCH).reshape(-1, 3) % 10 + 1
+        self._new_texts()
+        model.fit(tiny.images(tiny.BATCH), captions, batch_size=tiny.BATCH, verbose=0)
+        (text,) = self._new_texts()
+        return _sent(text)
 
     def adafactor(self):
         """Losses with means of squares along two axes, and what one device holds."""
@@ -128,7 +124,7 @@ class Program:
     def adapters(self):
         """LoRA of sharded experts: losses, what is sent, and what one device holds."""
         told = {}
-        for placement in ("one device", "one axis", "2 x 4"):
+        for placement in ("one device", "2 x 4"):
             keras.distribution.set_distribution(PLACEMENTS[placement]())
             model = tiny.classifier("soft")
             # Drawn one after the other, on any placement
@@ -169,38 +165,27 @@ class Program:
         (text,) = self._new_texts()
         return _sent(text)
 
-    def last_batch(self):
-        """Losses where the devices do not divide the last batch, nor its groups."""
-        told = {}
-        for placement in PLACEMENTS:
-            keras.distribution.set_distribution(PLACEMENTS[placement]())
-            model = tiny.classifier("token choice")
-            losses = tiny.StepLosses()
-            data = tiny.batches(tiny.BATCH + tiny.REST)
-            model.fit(data, verbose=0, shuffle=False, callbacks=[losses])
-            evaluated = model.evaluate(data, verbose=0)
-            told[placement] = losses.values + evaluated
-        return told
-
     def dense_part(self):
-        """What one device holds, and the losses, where dense kernels are cut too."""
-        keras.distribution.set_distribution(
-            distribution.expert_parallel(shard_dense=True)
-        )
-        model = tiny.classifier("soft", num_layers=2, moe_layers=(1,))
-        losses = tiny.StepLosses()
-        data = tiny.batches(3 * tiny.BATCH)
-        model.fit(data, verbose=0, shuffle=False, callbacks=[losses])
-        shards = {row.path: row.shard_shape for row in distribution.audit(model).rows}
-        keras.distribution.set_distribution(None)
-        alone = tiny.classifier("soft", num_layers=2, moe_layers=(1,))
-        expected = tiny.StepLosses()
-        alone.fit(data, verbose=0, shuffle=False, callbacks=[expected])
-        return {
-            "losses": losses.values,
-            "expected": expected.values,
-            "shards": shards,
+        """Losses, collectives and shards where dense kernels are cut too."""
+        told = {}
+        placed = {
+            "one device": None,
+            "one axis": distribution.expert_parallel(shard_dense=True),
+            "2 x 4": distribution.expert_parallel((2, 4), shard_dense=True),
         }
+        for placement, chosen in placed.items():
+            keras.distribution.set_distribution(chosen)
+            model = tiny.classifier("soft", num_layers=2, moe_layers=(1,))
+            losses = tiny.StepLosses()
+            data = tiny.batches(3 * tiny.BATCH)
+            self._new_texts()
+            model.fit(data, verbose=0, shuffle=False, callbacks=[losses])
+            (text,) = self._new_texts()
+            told[placement] = {"losses": losses.values, "collectives": _sent(text)}
+            if chosen is not None:
+                rows = distribution.audit(model).rows
+                told[placement]["shards"] = {row.path: row.shard_shape for row in rows}
+        return told
 
     def expert_bytes(self):
         """Bytes of expert weights on the first device, by the number of devices."""

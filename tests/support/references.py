@@ -1,5 +1,6 @@
 """Reference numbers: one `.npz` file of the reference code's inputs and outputs."""
 
+import functools
 import json
 import pathlib
 import re
@@ -21,6 +22,16 @@ def to_numpy(x):
     return keras.ops.convert_to_numpy(x)
 
 
+@functools.cache
+def _read(name):
+    """Arrays of a file, which nobody may change, and its configuration."""
+    with np.load(NUMBERS / f"{name}.npz") as file:
+        arrays = {k: file[k] for k in file.files if k != "config"}
+        for array in arrays.values():
+            array.flags.writeable = False
+        return arrays, str(file["config"])
+
+
 class Reference:
     """Arrays of one file, remembering which of them a test has looked at.
 
@@ -35,9 +46,8 @@ class Reference:
 
     def __init__(self, name):
         self.name = name
-        with np.load(NUMBERS / f"{name}.npz") as arrays:
-            self._arrays = {k: arrays[k] for k in arrays.files if k != "config"}
-            self.config = json.loads(str(arrays["config"]))
+        self._arrays, config = _read(name)
+        self.config = json.loads(config)
         self._seen = set()
 
     def __contains__(self, key):

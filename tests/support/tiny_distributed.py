@@ -21,7 +21,6 @@ ROUTERS = {
     ),
     "expert choice": lambda: routers.SoftmaxExpertChoiceRouter(NUM_EXPERTS),
     "sinkhorn token choice": lambda: routers.SinkhornTokenChoiceRouter(NUM_EXPERTS),
-    "sinkhorn expert choice": lambda: routers.SinkhornExpertChoiceRouter(NUM_EXPERTS),
     "sparse transport": lambda: routers.SparseTransportExpertChoiceRouter(
         NUM_EXPERTS, num_iterations=3
     ),

@@ -20,6 +20,8 @@ from keras_softmoe import (
     routers,
 )
 from keras_softmoe.checks import quote
+from keras_softmoe.layers._attention import Attention
+from keras_softmoe.layers.embedding import TokenEmbedding
 from tests.support import tiny, tiny_limoe
 
 SOFT = routers.SoftRouter(4)
@@ -151,7 +153,7 @@ def targets():
             {"num_experts": "size", "mlp_dim": "size", "dropout_rate": "rate"},
         ),
         "MLP": Target(layers.MLP, {"mlp_dim": 8}, {"mlp_dim": "size"}),
-        "Attention": Target(layers.Attention, {"num_heads": 2}, {"num_heads": "size"}),
+        "Attention": Target(Attention, {"num_heads": 2}, {"num_heads": "size"}),
         "AttentionPooling": Target(
             layers.AttentionPooling,
             {"num_heads": 2, "mlp_dim": 8},
@@ -171,12 +173,12 @@ def targets():
             layers.PositionEmbedding, {"grid": 2}, {"grid": "size", "kind": "choice"}
         ),
         "TokenEmbedding": Target(
-            layers.TokenEmbedding,
-            {"vocabulary_size": 9, "sequence_length": 4, "hidden_dim": 8},
+            TokenEmbedding,
+            {"vocabulary_size": 9, "sequence_length": 4, "output_dim": 8},
             {
                 "vocabulary_size": "size",
                 "sequence_length": "size",
-                "hidden_dim": "size",
+                "output_dim": "size",
             },
         ),
         "SoftRouter": Target(

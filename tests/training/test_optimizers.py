@@ -1,4 +1,7 @@
-"""All optimizers: rules by variable, order of operations, averages, saving."""
+"""All optimizers: rules by variable, order of operations, averages, saving.
+
+Tests `training/_optimizers.py` and its base, `training/_by_variable.py`.
+"""
 
 import keras
 import ml_dtypes

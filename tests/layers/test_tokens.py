@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, ops, routers
-from keras_softmoe.layers import modalities
+from keras_softmoe.layers import tokens as modalities
 from tests.layers.test_moe import expert_weights
 from tests.support import limoe_router_twin as twin
 from tests.support import twins

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers
-from keras_softmoe.layers.pooling import TEXT_POOLINGS, pool
+from keras_softmoe.layers.pooling import TEXT_POOLINGS, ContrastiveScale, pool
 from tests.support.layer_checks import dtype_of, normal, randomize, revive
 from tests.support.references import to_numpy
 
@@ -14,7 +14,7 @@ BATCH, WIDTH = 3, 8
 
 @pytest.mark.parametrize("bias", [None, -10.0])
 def test_scale_and_bias(bias):
-    layer = layers.ContrastiveScale(5.0, bias)
+    layer = ContrastiveScale(5.0, bias)
     outputs = layer(normal((BATCH, WIDTH)))
     names = ["logit_scale"] if bias is None else ["logit_scale", "logit_bias"]
     assert sorted(outputs) == sorted(names)
@@ -37,7 +37,7 @@ def test_scale_and_bias(bias):
 
 def test_scale_is_never_rounded():
     keras.config.set_dtype_policy("mixed_bfloat16")
-    layer = layers.ContrastiveScale(7.3)
+    layer = ContrastiveScale(7.3)
     outputs = layer(keras.ops.cast(normal((BATCH, WIDTH)), "bfloat16"))
     assert dtype_of(outputs["logit_scale"]) == "float32"
     np.testing.assert_allclose(to_numpy(outputs["logit_scale"]), [7.3] * 3, rtol=1e-6)
@@ -46,7 +46,7 @@ def test_scale_is_never_rounded():
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
 def test_scale_must_be_positive(scale):
     with pytest.raises(ValueError, match=f"number over 0.*scale={scale}"):
-        layers.ContrastiveScale(scale)
+        ContrastiveScale(scale)
 
 
 @pytest.mark.parametrize("pooling", [*TEXT_POOLINGS, "token"])

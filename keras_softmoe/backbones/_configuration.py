@@ -1,8 +1,4 @@
-"""Compilation of tasks in files.
-
-Keras does not call a subclass's `compile` when it loads a file: the model would have
-other losses and no state of the optimizer.
-"""
+"""Frozen parts of models and compilation, as configurations describe them."""
 
 import contextlib
 import contextvars
@@ -10,6 +6,48 @@ import contextvars
 import keras
 
 from keras_softmoe.backbones._adaptation import has_factors
+from keras_softmoe.checks import quote
+from keras_softmoe.keras_adapter.layers import set_trainable, trainable_parts
+
+
+def set_trainable_argument(model, trainable):
+    """Freeze a model according to the argument `trainable` of its constructor.
+
+    Args:
+        model: `keras.Model` with all its layers. (Keras applies the argument before
+            there are any.)
+        trainable: bool; or dict, as `trainable_argument` returns it.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    flags = trainable.items() if isinstance(trainable, dict) else [("", trainable)]
+    if not all(isinstance(p, str) and isinstance(flag, bool) for p, flag in flags):
+        raise ValueError(
+            "`trainable` must be a bool, or a dict from paths of layers to bools. "
+            f"Received: trainable={quote(trainable)}. Pass one of these."
+        )
+    if trainable is not True:
+        set_trainable(model, trainable)
+
+
+def trainable_argument(model):
+    """Return the argument `trainable` that describes the frozen parts of a model.
+
+    Args:
+        model: `keras.Model`.
+
+    Returns:
+        bool; or, where parts differ, a dict from the paths of layers (`""` for the
+        model itself) to bools.
+    """
+    parts = trainable_parts(model)
+    if not parts:
+        return model.trainable
+    return parts if model.trainable else {"": False, **parts}
+
+
+# === Compilation ===
 
 _IN_PRESET = contextvars.ContextVar("configuration_is_for_a_preset", default=False)
 

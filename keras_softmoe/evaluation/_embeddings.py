@@ -1,7 +1,7 @@
-"""Recall of captions by images, and of images by captions."""
+"""Retrieval and zero-shot classification, by embeddings of images and texts."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from keras import ops
@@ -41,14 +41,14 @@ def retrieval(
     Similarities are dot products of the embeddings as they are given: cosines, if the
     embeddings have length 1, as those of the models here have.
 
-    Ties are broken as by chance: if `b` wrong candidates are more similar than the
-    right one and `t` wrong ones are equally similar, the right one is among the first
-    `k` with probability `(k - b) / (t + 1)`, cut to between 0 and 1, which the query
-    adds to the recall. (Where several captions of an image are tied, the
+    Ties are broken at random, in expectation: if `b` wrong candidates are more similar
+    than the right one and `t` wrong ones are equally similar, the right one is among
+    the first `k` with probability `(k - b) / (t + 1)`, cut to between 0 and 1, which
+    the query adds to the recall. (Where several captions of an image are tied, the
     probability is that of at least one of them.) So a model whose embeddings are all
-    equal scores exactly as guessing does, and equal captions, between which no model
-    can distinguish, count as guesses. Similarities that differ by
-    no more than their rounding errors may do (about `2e-16 * 2 D`) are tied.
+    equal scores exactly as guessing does, and equal captions, which no model can
+    distinguish, count as guesses. Similarities within the bound on their rounding
+    errors (about `2e-16 * 2 D`) are tied.
 
     The similarities of all pairs are never held at once. They are computed in float64,
     in blocks of `c = chunk_size` by `c`, which takes at most about `20 c^2 + 32 c D`
@@ -231,3 +231,126 @@ def _owner(image_of_caption, num_images, num_captions):
             f"{without[:5].tolist()}. Leave out images without captions."
         )
     return owner
+
+
+# === Zero-shot classification ===
+
+
+class ZeroShot(NamedTuple):
+    """Classes that a model finds in images by the names of the classes.
+
+    Attributes:
+        predictions: `(N,)` int64 array, the class of the highest score; ties go to the
+            first.
+        scores: `(N, C)` float32 array, cosines of images and classes.
+        accuracy: float from 0 to 1, the share of right predictions. `None` without
+            labels.
+        class_accuracy: `(C,)` float64 array, the same for the images of each class;
+            NaN for a class without images. `None` without labels.
+    """
+
+    predictions: np.ndarray
+    scores: np.ndarray
+    accuracy: float | None = None
+    class_accuracy: np.ndarray | None = None
+
+
+def zero_shot(
+    model: Any,
+    images: ArrayLike,
+    class_names: Sequence,
+    templates: Sequence,
+    labels: ArrayLike | None = None,
+    batch_size: int = 64,
+    verbose: int = 0,
+) -> ZeroShot:
+    """Classify images by the names of the classes.
+
+    The name of a class is put into every template ("a photo of a {}."), and the
+    embeddings of these texts, of length 1 each, are averaged and scaled back to length
+    1. The predicted class of an image is that of the closest embedding. To classify
+    several sets of images by the same classes, encode them once:
+    `model.encode_image(images) @ model.class_embeddings(names, templates).T`.
+
+    Args:
+        model: any object with `encode_image(images, batch_size=..., verbose=...)` and
+            `encode_text(texts)`, both returning `(N, D)` embeddings, such as a
+            `LIMoEContrastive`.
+        images: `(N, height, width, channels)` array, as `model.encode_image` takes it.
+        class_names: strings, all different.
+        templates: strings, each with `{}` where the name goes. `("{}",)` for the names
+            alone.
+        labels: `(N,)` ints in `[0, C)`, indices of the right names; `None` to predict
+            only.
+        batch_size: int, images per forward pass.
+        verbose: 0 or 1, whether to show the progress of encoding the images.
+
+    Returns:
+        `ZeroShot`.
+
+    Raises:
+        ValueError: if names, templates or labels cannot be used, before anything is
+            encoded, or the model does not return embeddings.
+
+    Source: LIMoE, appendix D.2, which follows Radford et al. 2021 (CLIP), section
+    3.1.4.
+
+    Examples:
+        >>> found = ksm.evaluation.zero_shot(
+        ...     limoe, scenes, ["red circle", "blue star"], ["a {}", "a small {}"]
+        ... )
+        >>> found.predictions.shape
+        (8,)
+    """
+    check_whole_numbers(1, batch_size=batch_size)
+    # On first use, since `models` imports KerasHub.
+    from keras_softmoe.backbones import class_embeddings as named
+
+    names = named.check_names(class_names)
+    if labels is not None:
+        labels = _check_labels(labels, len(images), len(names))
+    classes = named.class_embeddings(model.encode_text, names, templates)
+    embeddings = model.encode_image(images, batch_size=batch_size, verbose=verbose)
+    return _classify(embeddings, classes, labels, named.unit)
+
+
+def _classify(image_embeddings, class_embeddings, labels, unit):
+    """Return the `ZeroShot` of embeddings; `unit` scales rows to length 1."""
+    images = check_embeddings("image_embeddings", image_embeddings)
+    classes = check_embeddings("class_embeddings", class_embeddings)
+    if images.shape[1] != classes.shape[1]:
+        raise ValueError(
+            "Embeddings of images and classes must have the same width. Received: "
+            f"image_embeddings with shape={images.shape}, class_embeddings with "
+            f"shape={classes.shape}. Take both from one model."
+        )
+    num_classes = len(classes)
+    scores = (unit(images) @ unit(classes).T).astype("float32")
+    predictions = scores.argmax(axis=1)
+    if labels is None:
+        return ZeroShot(predictions, scores)
+    hits = predictions == labels
+    counts = np.bincount(labels, minlength=num_classes)
+    right = np.bincount(labels, weights=hits, minlength=num_classes)
+    of_class = np.full(num_classes, np.nan)
+    np.divide(right, counts, out=of_class, where=counts > 0)
+    return ZeroShot(predictions, scores, float(hits.mean()), of_class)
+
+
+def _check_labels(labels, num_images, num_classes):
+    labels = np.asarray(labels)
+    if labels.shape != (num_images,) or labels.dtype.kind not in "iu":
+        raise ValueError(
+            "`labels` must hold one integer per image. Received: labels with "
+            f"shape={labels.shape}, dtype={labels.dtype} for {num_images} images. Turn "
+            "names into integers with `class_names.index(name)`, one-hot labels with "
+            "`labels.argmax(-1)`."
+        )
+    outside = labels[(labels < 0) | (labels >= num_classes)]
+    if len(outside):
+        raise ValueError(
+            f"`labels` must be indices of the {num_classes} classes, from 0 to "
+            f"{num_classes - 1}. Received: labels with {outside[:5].tolist()}. Add the "
+            "names of these classes, or leave out their images."
+        )
+    return labels.astype("int64")

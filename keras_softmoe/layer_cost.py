@@ -31,7 +31,7 @@ class LayerCost(NamedTuple):
 
     Examples:
         >>> layer = ksm.layers.MLP(64)
-        >>> per_image = ksm.costs.cost_of(layer, (1, 16, 32))
+        >>> per_image = ksm.layers.cost_of(layer, (1, 16, 32))
         >>> per_image.weights, per_image.products
         (4192, 65536)
         >>> (per_image + per_image.without_weights() * 2).weights
@@ -80,12 +80,6 @@ class MixtureCost(NamedTuple):
         slot_weights: int, float32 numbers in the router that belong to slots.
         slots: int, slots of all experts for a batch of inputs.
         slot_width: int, numbers in a slot.
-
-    Examples:
-        >>> layer = ksm.layers.SoftMoE(num_experts=4, mlp_dim=64)
-        >>> (mixture,) = ksm.costs.cost_of(layer, (2, 16, 32)).mixtures
-        >>> mixture.num_experts, mixture.slots
-        (4, 8)
     """
 
     name: str
@@ -116,23 +110,23 @@ def cost_of(
 
     Examples:
         >>> layer = ksm.layers.SoftMoE(num_experts=4, mlp_dim=64)
-        >>> ksm.costs.cost_of(layer, (1, 16, 32)).weights
+        >>> ksm.layers.cost_of(layer, (1, 16, 32)).weights
         16768
     """
     if isinstance(layer, keras.layers.Dense):
-        return dense(shape[-1], layer.units, math.prod(shape[:-1]), layer.use_bias)
+        return dense_cost(shape[-1], layer.units, math.prod(shape[:-1]), layer.use_bias)
     if isinstance(layer, keras.layers.LayerNormalization):
-        return normalization(shape, layer.center)
+        return normalization_cost(shape, layer.center)
     if not hasattr(layer, "cost"):
         raise ValueError(
             "`layer` must have a method `cost(shape, training)` that returns a "
-            "`keras_softmoe.costs.LayerCost`. Received: "
+            "`keras_softmoe.layers.LayerCost`. Received: "
             f"layer={layer!r}."
         )
     return layer.cost(shape, training)
 
 
-def dense(
+def dense_cost(
     inputs: int,
     outputs: int,
     times: int = 1,
@@ -147,13 +141,6 @@ def dense(
         times: int, number of vectors it is applied to.
         use_bias: bool.
         is_sharded: bool, whether dense sharding cuts its kernel.
-
-    Returns:
-        `LayerCost`.
-
-    Examples:
-        >>> ksm.costs.dense(32, 64, times=16).products
-        32768
     """
     kernel = inputs * outputs
     return LayerCost(
@@ -163,20 +150,14 @@ def dense(
     )
 
 
-def normalization(shape: Sequence[int], center: bool = True) -> LayerCost:
+def normalization_cost(shape: Sequence[int], center: bool = True) -> LayerCost:
     """Return the cost of a layer normalization.
 
+    The input, the output and the centred input are kept for the backward pass.
+
     Args:
-        shape: sequence of ints, the shape of the input with the batch. The input, the
-            output and the centred input are kept for the backward pass.
+        shape: sequence of ints, the shape of the input with the batch.
         center: bool, whether there is an offset.
-
-    Returns:
-        `LayerCost`.
-
-    Examples:
-        >>> ksm.costs.normalization((1, 16, 32)).weights
-        64
     """
     numbers = math.prod(shape)
     return LayerCost(

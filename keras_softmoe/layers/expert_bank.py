@@ -1,4 +1,4 @@
-"""One dense layer per expert, with LoRA and quantization."""
+"""One dense layer per expert, with LoRA and quantization of each expert."""
 
 import math
 import re
@@ -7,9 +7,6 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_softmoe.layers._int4 import from_int4, to_int4
-from keras_softmoe.layers.lora import merge_lora, per_expert, update
-
 # Modes of `quantize`, and the reason why other modes of Keras are refused.
 _MODES = ("int8", "int4", "float8")
 _REFUSED = {
@@ -17,6 +14,11 @@ _REFUSED = {
     "token, so that it would calibrate experts together or mix their rows. "
     for mode in ("gptq", "awq")
 }
+# Names of the kernels of layers with LoRA, other than `kernel`.
+_KERNELS = {keras.layers.Embedding: "embeddings"}
+
+# Extremes of the integers of four bits.
+_LOWEST_INT4, _HIGHEST_INT4 = -8, 7
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -36,13 +38,6 @@ class ExpertBank(keras.layers.EinsumDense):
 
     Raises:
         ValueError: if the equation has another form.
-
-    Examples:
-        >>> bank = ksm.layers.ExpertBank("end,edh->enh", (None, 64), bias_axes="h")
-        >>> bank(np.zeros((4, 10, 32))).shape
-        (4, 10, 64)
-        >>> tuple(bank.kernel.shape)
-        (4, 32, 64)
     """
 
     def build(self, input_shape):
@@ -64,11 +59,14 @@ class ExpertBank(keras.layers.EinsumDense):
             raise AttributeError("An expert bank has a `kernel` once it is built.")
         kernel = self._kernel
         if self.quantization_mode == "int4":
-            kernel = self._from_int4()
+            stored = kernel, self.kernel_scale, self.kernel_zero
+            tensors = map(ops.convert_to_tensor, stored)
+            units = self.original_kernel_shape[-1]
+            kernel = _from_int4(*tensors, units, self._block_rows)
         if not self.lora_enabled or self.quantization_mode == "int8":
             return kernel
         # Not in the `compute_dtype`, which would round the kernel in a saved file.
-        return ops.cast(kernel + update(self), kernel.dtype)
+        return ops.cast(kernel + _lora_update(self), kernel.dtype)
 
     # === LoRA ===
 
@@ -132,8 +130,8 @@ class ExpertBank(keras.layers.EinsumDense):
             raise ValueError(
                 f"Expert banks are not quantized by {mode!r}. {_REFUSED.get(mode, '')}"
                 f"Received: mode={mode!r} for {self.path!r}. Take 'int8' or 'int4', or "
-                "leave the experts out: `quantize(..., filters=lambda layer: not "
-                "isinstance(layer, ksm.layers.ExpertBank))`."
+                "leave the experts out: `quantize(..., filters=lambda layer: 'experts' "
+                "not in str(layer.path))`."
             )
         if mode == "float8" and self.lora_enabled:
             raise ValueError(_float8_with_lora(self))
@@ -175,7 +173,7 @@ class ExpertBank(keras.layers.EinsumDense):
             super().quantize(mode, type_check=False, config=config)
             return
         kernel = self._kernel
-        values = to_int4(kernel, _rows(config.block_size, kernel.shape[1]))
+        values = _to_int4(kernel, _rows(config.block_size, kernel.shape[1]))
         self.quantization_config = config
         del self._kernel
         self.quantized_build(kernel.shape, mode, config)
@@ -224,19 +222,13 @@ class ExpertBank(keras.layers.EinsumDense):
             return self.call(*args, **kwargs)
         return super().quantized_call(*args, **kwargs)
 
-    def _from_int4(self):
-        stored = self._kernel, self.kernel_scale, self.kernel_zero
-        units = self.original_kernel_shape[-1]
-        tensors = map(ops.convert_to_tensor, stored)
-        return from_int4(*tensors, units, self._block_rows)
-
     # === Files ===
 
     def save_own_variables(self, store):
         if not (self.lora_enabled and self.quantization_mode == "int4"):
             super().save_own_variables(store)
             return
-        kernel, scale, zero = to_int4(self.kernel, self._block_rows)
+        kernel, scale, zero = _to_int4(self.kernel, self._block_rows)
         # In the order of Keras' `variable_serialization_spec`
         values = [kernel, self.bias, scale, zero]
         values = [value for value in values if value is not None]
@@ -262,3 +254,119 @@ def _float8_with_lora(bank):
         f"{bank.path!r}. Fold the factors into the kernels first (`merge_lora`), or "
         "take 'int8' or 'int4'."
     )
+
+
+# === LoRA ===
+
+
+def _lora_update(layer):
+    """Return the update of a layer's kernel by LoRA, `alpha / rank * A @ B`."""
+    first, second = (getattr(layer, name) for name in _lora_names(layer))
+    return layer.lora_alpha / layer.lora_rank * ops.matmul(first, second)
+
+
+def merge_lora(layer):
+    """Merge the LoRA factors of a layer into its kernel.
+
+    The layer computes the same, is trained as before `enable_lora`, and `enable_lora`
+    may be called again. In int8 and in int4 the sum is rounded to the bits of the
+    kernel.
+
+    Args:
+        layer: layer of Keras with `lora_enabled`: `Dense`, `EinsumDense`, `Embedding`,
+            a convolution, or `ExpertBank`.
+    """
+    merged = {}
+    if layer.quantization_mode:
+        # The kernels as they would be saved
+        layer.save_own_variables(merged)
+    else:
+        added = _lora_update(layer)
+    for name in _lora_names(layer):
+        # This also removes it from the variables of the layer.
+        delattr(layer, name)
+    layer.lora_enabled = False
+    layer.lora_rank = layer.lora_alpha = None
+    if merged:
+        layer.load_own_variables(merged)
+        return
+    kernel = getattr(layer, _KERNELS.get(type(layer), "kernel"))
+    kernel.assign_add(ops.cast(added, kernel.dtype))
+    kernel.trainable = layer.trainable
+
+
+def per_expert(initializer):
+    """Return an initializer of a bank `(E, D, H)` with the fans of one expert.
+
+    Without the axes it would treat the experts as a receptive field, and the weights of
+    each would be too small by the square root of the number of experts.
+
+    Args:
+        initializer: as `keras.initializers.get` takes it.
+    """
+    initializer = keras.initializers.get(initializer)
+    if not isinstance(initializer, keras.initializers.VarianceScaling):
+        return initializer
+    return keras.initializers.VarianceScaling(
+        initializer.scale,
+        initializer.mode,
+        initializer.distribution,
+        input_axes=[1],
+        output_axes=[2],
+        seed=initializer.seed,
+    )
+
+
+def _lora_names(layer):
+    kernel = _KERNELS.get(type(layer), "kernel")
+    return f"lora_{kernel}_a", f"lora_{kernel}_b"
+
+
+# === Kernels in four bits ===
+
+
+def _to_int4(kernel, block_size):
+    """Round kernels to 16 values, evenly spaced between the extremes of a block.
+
+    Args:
+        kernel: `(E, D, H)` float tensor.
+        block_size: int, number of the `D` inputs that share a scale.
+
+    Returns:
+        Tuple of `(E, D, ceil(H / 2))` int8, two values in each, and scale (float) and
+        zero (int8), `(E, ceil(D / block_size), H)`: a stored `v` has the value
+        `(v - zero) * scale`.
+    """
+    num_experts, width, units = kernel.shape
+    blocks = math.ceil(width / block_size)
+    kernel = ops.cast(kernel, "float32")
+    # Padding with zeros widens no range, as each contains zero; zeros remain zero.
+    x = ops.pad(kernel, ((0, 0), (0, blocks * block_size - width), (0, 0)))
+    x = ops.reshape(x, (num_experts, blocks, block_size, units))
+    low = ops.minimum(ops.min(x, axis=2, keepdims=True), 0.0)
+    high = ops.maximum(ops.max(x, axis=2, keepdims=True), 0.0)
+    scale = ops.maximum(high - low, 1e-30) / (_HIGHEST_INT4 - _LOWEST_INT4)
+    zero = _LOWEST_INT4 - ops.round(low / scale)
+    values = ops.clip(ops.round(x / scale) + zero, _LOWEST_INT4, _HIGHEST_INT4)
+    values = ops.reshape(values, (num_experts, -1, units))[:, :width]
+    packed, _, _ = keras.quantizers.pack_int4(ops.cast(values, "int8"), axis=-1)
+    return packed, ops.squeeze(scale, 2), ops.cast(ops.squeeze(zero, 2), "int8")
+
+
+def _from_int4(packed, scale, zero, units, block_size):
+    """Return the `(E, D, H)` kernels from the results of `_to_int4`.
+
+    Args:
+        packed: `(E, D, ceil(H / 2))` int8 tensor.
+        scale: `(E, ceil(D / block_size), H)` float tensor.
+        zero: int8 tensor of that shape.
+        units: int, `H`.
+        block_size: int, as given to `_to_int4`.
+    """
+    values = keras.quantizers.unpack_int4(packed, units, axis=-1)
+    if scale.shape[1] > 1:
+        width = packed.shape[1]
+        scale, zero = (
+            ops.repeat(x, block_size, axis=1)[:, :width] for x in (scale, zero)
+        )
+    return ops.cast(values - zero, scale.dtype) * scale

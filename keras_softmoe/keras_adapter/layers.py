@@ -1,0 +1,216 @@
+"""Layers and variables: flags, lists and initial values."""
+
+import contextlib
+import contextvars
+import functools
+import gc
+
+import keras
+import numpy as np
+
+
+def flatten_layers(model):
+    """Return a list of a model or layer and all layers inside it, at any depth.
+
+    `Model.layers` are those of the first level, and `keras.Layer` has no such list.
+    Would be replaced by: a public `keras.Layer.flatten_layers()`.
+    """
+    return list(model._flatten_layers())
+
+
+class Layer(keras.layers.Layer):
+    """Base class of layers whose `trainable` also applies to parts created later.
+
+    Keras freezes the sublayers that exist when `trainable` is set, and none for an
+    argument of the constructor; those created in `build` are trained. A file has one
+    flag for a layer with all its parts: here it also has the flags of parts that
+    differ.
+    Would be replaced by: Keras freezing sublayers of a frozen layer as it does weights,
+    and saving the flag of each.
+    """
+
+    def _post_build(self):
+        super()._post_build()
+        if not self.trainable:
+            set_trainable(self, False)
+
+    def get_build_config(self):
+        config = super().get_build_config()
+        parts = trainable_parts(self) if config else {}
+        return {**config, "trainable": parts} if parts else config
+
+    def build_from_config(self, config):
+        super().build_from_config(config)
+        set_trainable(self, (config or {}).get("trainable", {}))
+
+
+def trainable_parts(layer):
+    """Return the `trainable` flags of parts that differ from their layer's.
+
+    Empty for a layer with factors of LoRA: they freeze the rest, and a file has their
+    sum with the kernels instead.
+    Would be replaced by: public lists of the sublayers and weights of a layer.
+
+    Args:
+        layer: built `keras.Layer`. Models inside it are left out, as they have a
+            separate configuration.
+
+    Returns:
+        dict from paths (of names, below the layer) to bools.
+    """
+    found = {}
+    for path, part, parent in _parts(layer):
+        if getattr(part, "lora_enabled", False):
+            return {}
+        if parent is not None and part.trainable != parent.trainable:
+            found[path] = part.trainable
+    return found
+
+
+def set_trainable(layer, value):
+    """Freeze or unfreeze a layer with all its parts.
+
+    Unlike the setter of Keras this also works if `trainable` has the value already:
+    parts of the layer may differ, and TensorFlow ignores an unchanged value.
+    Would be replaced by: the setter, and public lists as in `trainable_parts`.
+
+    Args:
+        layer: `keras.Layer`.
+        value: bool; or dict of changes, as `trainable_parts` returns it. Paths that the
+            layer does not have are ignored.
+    """
+    if not isinstance(value, dict):
+        for part in layer._flatten_layers():
+            part._trainable = value
+            for variable in part._trainable_variables:
+                variable.trainable = value
+        return
+    parts = {path: part for path, part, _ in _parts(layer)} if value else {}
+    # Layers come before their parts.
+    for path in sorted(value):
+        part = parts.get(path)
+        if isinstance(part, keras.Layer):
+            set_trainable(part, value[path])
+        elif part is not None:
+            part.trainable = value[path]
+
+
+def _parts(layer, path="", parent=None):
+    """Yield `(path, part, parent)` of a layer, all layers in it and their weights."""
+    yield path, layer, parent
+    prefix = f"{path}/" if path else ""
+    for variable in layer._trainable_variables:
+        yield prefix + variable.name, variable, layer
+    for child in layer._layers:
+        # The flag of a layer without weights has no meaning.
+        if child.weights and not isinstance(child, keras.Model):
+            yield from _parts(child, prefix + child.name, layer)
+
+
+def is_initialized(variable):
+    """Return whether a variable has a value.
+
+    It has none while the first batch builds its model, and on JAX during a step. Then
+    `variable.value` would draw initial values, on one device.
+    Would be replaced by: a public `keras.Variable.is_initialized`.
+    """
+    return variable._value is not None
+
+
+def register_parameters(model):
+    """Register the weights of a KerasHub model as parameters of its PyTorch module.
+
+    The constructor of such models bypasses PyTorch's `__setattr__`, so that no
+    parameters are registered: an optimizer of `model.parameters()` would train nothing.
+    Would be replaced by: KerasHub registering them, as Keras does.
+    """
+    if keras.backend.backend() == "torch":
+        model._track_variables()
+
+
+_STARTS_AS_ZEROS = contextvars.ContextVar("starts_as_zeros", default=False)
+
+
+@contextlib.contextmanager
+def zero_initialization(enabled=True):
+    """Scope in which new weights start as zeros, because others will be loaded.
+
+    Drawing initial values would take a multiple of their memory, and on JAX seconds of
+    compilation.
+    Would be replaced by: an option of Keras to build a model without initial values.
+
+    Args:
+        enabled: bool, `False` for a scope that changes nothing.
+    """
+    _let_variables_start_as_zeros()
+    token = _STARTS_AS_ZEROS.set(enabled)
+    try:
+        yield
+    finally:
+        _STARTS_AS_ZEROS.reset(token)
+
+
+@functools.cache
+def _let_variables_start_as_zeros():
+    """Replace the initialization of variables, once, for the scope above."""
+    initialize = keras.Variable._initialize_with_initializer
+
+    def initialize_with(variable, initializer):
+        # Seeds are integers, and not weights.
+        if _STARTS_AS_ZEROS.get() and keras.backend.is_float_dtype(variable.dtype):
+            initializer = keras.initializers.Zeros() if _is_distributed() else _zeros
+        initialize(variable, initializer)
+
+    keras.Variable._initialize_with_initializer = initialize_with
+
+
+def _is_distributed():
+    return keras.distribution.distribution() is not None
+
+
+def _zeros(shape, dtype):
+    # From NumPy, as JAX would compile a program for the zeros of each shape.
+    return keras.ops.convert_to_tensor(np.zeros(shape, "float32"), dtype=dtype)
+
+
+# === LoRA and quantization ===
+
+
+def forget_adapted_layers(layer):
+    """Clear KerasHub's list of the layers of a backbone with LoRA factors.
+
+    `enable_lora` fills the list, and the factors of these layers are saved.
+    Would be replaced by: a `Backbone.merge_lora` of KerasHub.
+    """
+    if getattr(layer, "_lora_enabled_layers", None):
+        layer._lora_enabled_layers = []
+
+
+def is_quantized_under(filters, layer):
+    """Return whether `Model.quantize(..., filters=filters)` quantizes a layer.
+
+    Would be replaced by: a public `keras.quantizers.should_quantize_layer`.
+    """
+    from keras.src.quantizers.utils import should_quantize_layer
+
+    return should_quantize_layer(layer, filters)
+
+
+@contextlib.contextmanager
+def quick_garbage_collection():
+    """Scope in which removing a variable does not search all objects of the program.
+
+    Keras collects garbage whenever a layer removes a variable, which takes a second
+    with millions of objects of other libraries. In the scope only objects created in it
+    are searched.
+    Would be replaced by: a single collection after the last layer of a model.
+    """
+    if gc.get_freeze_count():
+        # The user has frozen objects, which our `unfreeze` would unfreeze.
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,47 @@
+"""Averages, variables and counts of optimizers."""
+
+
+class OwnAverages:
+    """Mixin for an optimizer that calls `update_averages` after every step.
+
+    With `use_ema=True` Keras updates the averages by a fixed rule; overwriting weights
+    and saving use the same list, so a second list would not work.
+    Would be replaced by: a public `Optimizer.update_averages`.
+    """
+
+    def _update_model_variables_moving_average(self, trainable_variables):
+        self.update_averages(trainable_variables)
+
+
+def averages_of(optimizer):
+    """Return the averages of an optimizer with `use_ema=True`, variables or `None`.
+
+    Would be replaced by: a public `Optimizer.averages`.
+    """
+    return optimizer._model_variables_moving_average
+
+
+def variables_of(optimizer):
+    """Return the list of variables that an optimizer was built for.
+
+    Would be replaced by: a public `Optimizer.trainable_variables`.
+    """
+    return optimizer._trainable_variables
+
+
+def index_of(optimizer, variable):
+    """Return the index of a variable among those that an optimizer was built for.
+
+    Optimizers of Keras find the moments of a variable by it.
+    Would be replaced by: a public `Optimizer.get_variable_index`.
+    """
+    return optimizer._get_variable_index(variable)
+
+
+def num_gradients(optimizer):
+    """Return the number of gradients applied to an optimizer, an int tensor.
+
+    `Optimizer.iterations` counts several accumulated gradients as one.
+    Would be replaced by: a public counterpart of `Optimizer.iterations`.
+    """
+    return optimizer._iterations + 0

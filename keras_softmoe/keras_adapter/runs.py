@@ -1,0 +1,237 @@
+"""Runs of a model: `fit`, `evaluate` and `predict`."""
+
+import contextlib
+import functools
+
+import keras
+from keras.src.backend import compute_output_spec
+
+from keras_softmoe.keras_adapter.layers import is_initialized
+
+
+def wrap_compilation(cls, around):
+    """Call a function at the start of each `fit`, `evaluate` or `predict` of a class.
+
+    Keras compiles a step once, with the settings of the layers as constants. The only
+    methods of a model that it calls at the start of a run are those that make the step.
+    Would be replaced by: a method of `keras.Model` that is called before each run and
+    returns whether to compile again.
+
+    Args:
+        cls: subclass of `keras.Model`.
+        around: callable `(model, step, make)`, where `step` is `"train"`, `"test"` or
+            `"predict"`, and `make(again)` makes the step, with `again=True` even if it
+            exists.
+    """
+    for step in ("train", "test", "predict"):
+        name = f"make_{step}_function"
+        setattr(cls, name, _wrapped(getattr(cls, name), step, around))
+
+
+def _wrapped(make_function, step, around):
+    @functools.wraps(make_function)
+    def make(self, force=False):
+        def make_step(again):
+            before = getattr(self, f"{step}_function")
+            made = make_function(self, force or again)
+            if step != "predict" and getattr(self, f"{step}_function") is not before:
+                _trace_once(self, step)
+            return made
+
+        return around(self, step, make_step)
+
+    return make
+
+
+def _trace_once(model, step):
+    """Let the next call of a compiled step be traced once, on TensorFlow.
+
+    A step that creates variables of the optimizer and the metrics is traced a second
+    time without that. On the other backends Keras creates them beforehand.
+    Would be replaced by: the same in `keras.Model.fit` on TensorFlow.
+
+    Args:
+        model: `keras.Model` with a function of the step.
+        step: `"train"` or `"test"`.
+    """
+    if keras.backend.backend() != "tensorflow" or model.run_eagerly:
+        return
+    name = f"{step}_function"
+    run = getattr(model, name)
+
+    def prepare_and_run(iterator):
+        setattr(model, name, run)
+        if step == "train":
+            model.optimizer.build(model.trainable_variables)
+        # Other batches than `tf.data` have no specification: two traces are correct,
+        # too.
+        if hasattr(iterator, "element_spec") and not has_metrics(model):
+            _make_metrics_of(model, iterator.element_spec)
+        return run(iterator)
+
+    setattr(model, name, prepare_and_run)
+
+
+def _make_metrics_of(model, batch):
+    """Create the metrics of a functional model from its outputs, see `make_metrics`."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(
+        keras.tree.map_structure(
+            lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), batch
+        )
+    )
+    with contextlib.suppress(RuntimeError, TypeError, ValueError):
+        compute_output_spec(
+            model.compute_metrics, x, y, model.output, sample_weight=sample_weight
+        )
+
+
+def map_predictions(model, function):
+    """Apply a function to each tensor returned by a step of `predict`, on JAX.
+
+    Where several processes share a model, each gets the rows of its own devices, which
+    Keras does not gather.
+    Would be replaced by: `predict` on JAX that gathers the rows of all processes.
+
+    Args:
+        model: `keras.Model` with a predict function.
+        function: callable that takes and returns a tensor.
+    """
+    predict = model.predict_function
+    if getattr(predict, "is_mapped", False):
+        return
+
+    @functools.wraps(predict)
+    def mapped(*arguments):
+        outputs, state = predict(*arguments)
+        return keras.tree.map_structure(function, outputs), state
+
+    mapped.is_mapped = True
+    model.predict_function = mapped
+
+
+@contextlib.contextmanager
+def kept_weights(model, trains):
+    """Scope in which a model keeps its weights if its data raise an error.
+
+    On JAX Keras moves the weights out of the model for its steps. If a pipeline fails
+    at the first batch of `fit`, or at any of `evaluate`, they are not moved back.
+    Would be replaced by: `JAXTrainer` restoring its state in a `finally`.
+
+    Args:
+        model: `keras.Model`.
+        trains: bool, whether the steps are those of `fit`.
+    """
+    if keras.backend.backend() != "jax" or not model.compiled:
+        yield
+        return
+    variables = [*model.variables, *model.metrics_variables]
+    if trains:
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        variables += model.optimizer.variables
+    values = [variable.value for variable in variables]
+    try:
+        yield
+    except BaseException:
+        # The results of steps; then weights that no step has donated.
+        model.jax_state_sync()
+        model._jax_state = None
+        for variable, value in zip(variables, values, strict=True):
+            if not is_initialized(variable) and not value.is_deleted():
+                variable.assign(value)
+        raise
+
+
+def has_metrics(model):
+    """Return whether the metrics of a compiled model are built.
+
+    Would be replaced by: a public `Model.metrics_built`.
+    """
+    return model._compile_metrics is None or model._compile_metrics.built
+
+
+def make_metrics(model, batch):
+    """Build the metrics of a compiled model, which TensorFlow does in its first step.
+
+    A model that cannot be traced symbolically is left unchanged.
+    Would be replaced by: a public `Model.build_metrics(batch)`.
+
+    Args:
+        model: `keras.Model`.
+        batch: a batch as `fit` takes it: `x`, `(x, y)` or `(x, y, sample_weight)`.
+    """
+    with contextlib.suppress(RuntimeError, ValueError):
+        model._symbolic_build(data_batch=batch)
+
+
+# === Resuming an interrupted `fit` ===
+
+
+def set_first_epoch(model, epoch):
+    """Start the current `fit` at a later epoch.
+
+    For a callback's `on_train_begin`, as in Keras' `BackupAndRestore`: the argument
+    `initial_epoch` is the user's.
+    Would be replaced by: a public `Model.initial_epoch` that each `fit` resets.
+
+    Args:
+        model: `keras.Model`.
+        epoch: int, counted from 0, or `None` to reset it when the `fit` has begun.
+    """
+    if epoch is not None:
+        model._initial_epoch = _FirstEpoch(epoch, model)
+    elif isinstance(model._initial_epoch, _FirstEpoch):
+        model._initial_epoch = None
+
+
+class _FirstEpoch(int):
+    """Initial epoch that is true only in the `fit` for which it was set.
+
+    Keras never resets it, and has no callback for an interrupted `fit`. So it must be
+    harmless to the next one, which has another `History`.
+    """
+
+    def __new__(cls, epoch, model):
+        self = super().__new__(cls, epoch)
+        self._model, self._fit = model, model.history
+        return self
+
+    def __bool__(self):
+        return int(self) > 0 and self._model.history is self._fit
+
+
+def replace_next_step(model, step):
+    """Replace the next training step of the current `fit` with a callable.
+
+    For a callback's `on_train_batch_begin`: callbacks can neither draw a batch nor skip
+    a step.
+    Would be replaced by: `fit(..., initial_step=...)`.
+
+    Args:
+        model: `keras.Model` that trains.
+        step: callable that takes the model and the iterator over batches (on PyTorch
+            the batch itself), and returns the logs of the step, or `None` to run the
+            step after it. (A callback's own `model` would sync JAX's state back.)
+    """
+    model.train_function = _ReplacedStep(model, step)
+
+
+class _ReplacedStep:
+    """Train function with another callable in place of its next step."""
+
+    def __init__(self, model, step):
+        train = model.train_function
+        # One may be left from an interruption just before its step.
+        self._train = train._train if isinstance(train, _ReplacedStep) else train
+        self._model, self._fit, self._step = model, model.history, step
+
+    def __call__(self, *arguments):
+        # First, in case of an error
+        self._model.train_function = self._train
+        logs = None
+        if self._model.history is self._fit:
+            logs = self._step(self._model, arguments[-1])
+        if logs is None:
+            return self._train(*arguments)
+        # On JAX a step takes and returns the state of the model.
+        return (logs, arguments[0]) if len(arguments) > 1 else logs
