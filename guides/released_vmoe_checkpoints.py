@@ -57,8 +57,8 @@ folder = Path(tempfile.mkdtemp())
 ## What was released
 
 `describe` says where a checkpoint is kept, and the accuracy that its authors published.
-The card of a preset (`README.md` in its directory) has more: which runs the figure is
-the mean of, and how images are to be cropped.
+The card of a preset has more: which runs the figure is the mean of, and how images are
+to be cropped. It is the `README.md` in the directory that `ksm.presets.write` creates.
 """
 
 for name in ksm.presets.names():

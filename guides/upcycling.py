@@ -188,7 +188,7 @@ for name, array in ksm.converters.to_vmoe_params(dense).items():
     arrays[name] = array
 np.savez(folder / "vit.npz", **arrays)
 
-checkpoint = ksm.converters.read_vit_checkpoint(folder / "vit.npz")
+checkpoint = ksm.converters.read_checkpoint(folder / "vit.npz")
 print(checkpoint)
 
 ksm.converters.convert_vmoe_checkpoint(

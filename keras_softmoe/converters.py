@@ -6,12 +6,9 @@ The examples of this module start with:
     >>> classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)
 """
 
-from keras_softmoe.checkpoints import Checkpoint as Checkpoint
+from keras_softmoe import moved
 from keras_softmoe.checkpoints import CheckpointError as CheckpointError
-from keras_softmoe.checkpoints import download_checkpoint as download_checkpoint
 from keras_softmoe.checkpoints import read_checkpoint as read_checkpoint
-from keras_softmoe.checkpoints import read_safetensors as read_safetensors
-from keras_softmoe.checkpoints import read_vit_checkpoint as read_vit_checkpoint
 from keras_softmoe.models.conversion import (
     convert_vmoe_checkpoint as convert_vmoe_checkpoint,
 )
@@ -20,3 +17,5 @@ from keras_softmoe.models.dense_sources import image_preprocessor as image_prepr
 from keras_softmoe.models.upcycling import upcycle as upcycle
 from keras_softmoe.models.vmoe_params import load_vmoe_params as load_vmoe_params
 from keras_softmoe.models.vmoe_params import to_vmoe_params as to_vmoe_params
+
+__getattr__ = moved.attribute(__name__)

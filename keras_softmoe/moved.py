@@ -73,6 +73,12 @@ REPLACEMENTS: dict[str, dict[str, str]] = {
         "soft_statistics": "`analyze(model, data).soft`",
         "tag_statistics": f"`analyze(model, {_PAIRS}, tagger=tagger)`",
     },
+    "converters": {
+        "Checkpoint": "the mapping that `read_checkpoint` returns",
+        "download_checkpoint": "`read_checkpoint(url)`, which reads `gs://...` as well",
+        "read_safetensors": "`read_checkpoint(path)`",
+        "read_vit_checkpoint": "`read_checkpoint(path)`",
+    },
     "evaluation": {
         "PrecisionAt1": "`training.PrecisionAt1`",
         "class_embeddings": "`model.class_embeddings(class_names, templates)`",

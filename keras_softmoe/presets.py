@@ -9,7 +9,8 @@ model card). In ours, `metadata.json` also has the `kind`:
 - `"convertible"`: weights released by others. They are downloaded and converted when
   they are first loaded, and kept in the cache of Keras.
 - `"architecture"`: the weights were never released. Load with `load_weights=False`.
-  There is no directory until `write` makes one.
+
+Only trained presets are directories in the package; `write` makes those of others.
 """
 
 from keras_softmoe import moved
@@ -17,6 +18,6 @@ from keras_softmoe.catalogue import Preset as Preset
 from keras_softmoe.catalogue import describe as describe
 from keras_softmoe.catalogue import names as names
 from keras_softmoe.catalogue import write as write
-from keras_softmoe.models.released import convert as convert
+from keras_softmoe.models.conversion import convert as convert
 
 __getattr__ = moved.attribute(__name__)

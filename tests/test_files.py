@@ -1,4 +1,8 @@
-"""Files and directories that appear whole or not at all."""
+"""Files and directories that appear whole or not at all.
+
+Covers `files/_placing.py`, `files/_reading.py`, `files/_refusals.py`,
+`files/_replacing.py` and `files/_temporary.py`.
+"""
 
 import errno
 import os

@@ -152,7 +152,7 @@ print(classifier.num_classes, ksm.presets.describe({TRAINED!r}).path)
     output = run(["-c", script], cwd=tmp_path, PYTHONPATH=str(site))
     path = site / "keras_softmoe" / "_presets" / TRAINED
     assert output.splitlines()[-2:] == [
-        # 124 architectures and the two directories that this wheel was made with
-        "vmoe_small_patch32_last2_32e_224 32 126",
+        # 135 rows and the two directories that this wheel was made with
+        "vmoe_small_patch32_last2_32e_224 32 137",
         f"179 {path}",
     ]

@@ -68,13 +68,14 @@ def real_weights_table(trained, contrastive, convertible):
         )
         measured[name] = f"zero-shot, 64 names: seen {seen}, new combinations {new}"
     for name, metadata in convertible.items():
-        accuracy = metadata["accuracy"].get("ImageNet, validation images")
+        accuracy = metadata.get("accuracy", {}).get("ImageNet, validation images")
         published = f"ImageNet, published: {100 * accuracy:.1f} %" if accuracy else ""
         measured[name] = published or "downloaded and converted at first use"
     for name, text in measured.items():
         count = (trained | contrastive | convertible)[name]["parameter_count"] / 1e6
         size = f"{count:,.0f} M" if count >= 5 else f"{count:.2f} M"
-        rows.append(f"| [`{name}`](presets/{name}) | {size} | {text} |")
+        place = "docs/presets.md" if name in convertible else f"presets/{name}"
+        rows.append(f"| [`{name}`]({place}) | {size} | {text} |")
     return "\n".join(rows) + "\n"
 
 
@@ -198,7 +199,7 @@ def convertible_table(found):
         "|---|---|---|",
     ]
     for name, metadata in found.items():
-        accuracy = metadata["accuracy"].get("ImageNet, validation images")
+        accuracy = metadata.get("accuracy", {}).get("ImageNet, validation images")
         cells = [
             f"`{name}`",
             f"{metadata['parameter_count'] / 1e6:,.0f} M",

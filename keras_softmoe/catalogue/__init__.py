@@ -1,22 +1,24 @@
 """Catalogue of presets: architectures as data, and directories with weights.
 
-`_papers` has the tables of the papers, `_vision` and `_limoe` convert them to
-architectures, `_preset_files` writes one as a directory, `_entries` has all names.
+`_papers` has the tables of the papers, `_vision` and `_limoe` convert them to rows,
+`_released` has released checkpoints, `_preset_files` writes a row as a directory,
+`_entries` has all names.
 """
 
 from keras_softmoe.catalogue._entries import CONFIG_FILE as CONFIG_FILE
 from keras_softmoe.catalogue._entries import METADATA_FILE as METADATA_FILE
 from keras_softmoe.catalogue._entries import PRESET_MARKS as PRESET_MARKS
 from keras_softmoe.catalogue._entries import Preset as Preset
-from keras_softmoe.catalogue._entries import architectures as architectures
 from keras_softmoe.catalogue._entries import check_task as check_task
 from keras_softmoe.catalogue._entries import describe as describe
 from keras_softmoe.catalogue._entries import explain_errors as explain_errors
 from keras_softmoe.catalogue._entries import find_directory as find_directory
+from keras_softmoe.catalogue._entries import has_task as has_task
 from keras_softmoe.catalogue._entries import is_handle as is_handle
 from keras_softmoe.catalogue._entries import names as names
 from keras_softmoe.catalogue._entries import names_of_kind as names_of_kind
 from keras_softmoe.catalogue._entries import read_config as read_config
 from keras_softmoe.catalogue._entries import read_metadata as read_metadata
+from keras_softmoe.catalogue._entries import rows as rows
 from keras_softmoe.catalogue._entries import write as write
 from keras_softmoe.catalogue._moe_layers import moe_blocks as moe_blocks

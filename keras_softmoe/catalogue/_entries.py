@@ -1,8 +1,7 @@
 """Entries of the catalogue: names, descriptions and directories.
 
-An entry is either a directory in KerasHub's format (with weights, or converted from
-weights that others released) or a `Row` of `_vision` and
-`_limoe`.
+An entry is either a directory in KerasHub's format, with weights, or a `Row` of
+`_vision`, `_limoe` or `_released`.
 """
 
 import contextlib
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 from keras_softmoe.catalogue import _preset_files as preset_files
 from keras_softmoe.catalogue._limoe import limoe
+from keras_softmoe.catalogue._released import released
 from keras_softmoe.catalogue._vision import vision
 from keras_softmoe.checks import quote
 from keras_softmoe.files import atomic_directory, restore_interrupted
@@ -54,8 +54,8 @@ class Preset(NamedTuple):
         source: str, paper and section, or the training script.
         licence: str, licence of the weights.
         parameters: int, parameters of the backbone.
-        path: `pathlib.Path` of the directory. `None` for an architecture, for which
-            `presets.write` creates one.
+        path: `pathlib.Path` of the directory of a trained preset. `None` for others,
+            for which `presets.write` creates one.
         checkpoint: str or `None`, source of a convertible preset's weights.
         accuracy: dict from data set to accuracy, from 0 to 1: the published one, or the
             measured one of a preset trained here. May be empty; the card describes the
@@ -87,7 +87,7 @@ def names() -> list:
         >>> "vit_base_patch16_224" in ksm.presets.names()
         True
     """
-    return sorted(_directory_names() | architectures().keys())
+    return sorted(_directory_names() | rows().keys())
 
 
 def describe(name: str) -> Preset:
@@ -124,14 +124,14 @@ def describe(name: str) -> Preset:
 
 
 def write(name: str, directory: str | os.PathLike) -> str:
-    """Write an architecture as a preset directory in KerasHub's format.
+    """Write a preset without weights as a directory in KerasHub's format.
 
     `from_preset(name, load_weights=False)` does not need it, but KerasHub's classes and
     tools do. The directory has the configuration, the image preprocessing and a model
     card.
 
     Args:
-        name: str, the name of a preset of the kind `"architecture"`.
+        name: str, the name of a preset of the kind `"architecture"` or `"convertible"`.
         directory: str or path, created if it does not exist. In a preset directory
             files of the same names are replaced; all others are kept.
 
@@ -156,21 +156,21 @@ def write(name: str, directory: str | os.PathLike) -> str:
             f"name={name!r}."
         )
     with atomic_directory(directory, PRESET_MARKS) as new:
-        for file, text in preset_files.preset_files(architectures()[name]).items():
+        for file, text in preset_files.preset_files(rows()[name]).items():
             (new / file).write_text(text, encoding="utf-8")
     return str(directory)
 
 
+# === For other modules ===
+
+
 @functools.cache
-def architectures():
-    """Return a dict from name to `Row` of models whose weights were never released.
+def rows():
+    """Return a dict from name to `Row` of presets without a directory.
 
     Source: V-MoE, Soft MoE, LIMoE and the router study; see `_papers`.
     """
-    return {each.name: each for each in (*vision(), *limoe())}
-
-
-# === For other modules ===
+    return {each.name: each for each in (*vision(), *limoe(), *released())}
 
 
 def is_handle(preset):
@@ -185,7 +185,7 @@ def find_directory(preset):
         preset: str or path: a name of the catalogue or a directory.
 
     Returns:
-        `pathlib.Path`, or `None` for an architecture, which has no directory.
+        `pathlib.Path`, or `None` for a row, which has no directory.
 
     Raises:
         ValueError: if the name is unknown, or the directory is not a preset of this
@@ -222,7 +222,7 @@ def read_config(preset):
     path = find_directory(preset)
     if path is None:
         # The router is not serialized, as that would import TensorFlow.
-        saved = preset_files.config(architectures()[preset])
+        saved = preset_files.config(rows()[preset])
     else:
         saved = _read_config_file(path)
     with explain_errors(path or preset):
@@ -232,6 +232,14 @@ def read_config(preset):
 def read_metadata(preset):
     """Return the metadata of a preset, a dict; empty if it has no `metadata.json`."""
     return _metadata(find_directory(preset), preset)
+
+
+def has_task(preset):
+    """Return whether a preset of `find_directory` has a head, or only a backbone."""
+    path = find_directory(preset)
+    if path is None:
+        return rows()[str(preset)].release is not None
+    return (path / _TASK_FILE).is_file()
 
 
 def check_task(directory, load_weights=True):
@@ -262,10 +270,16 @@ def check_task(directory, load_weights=True):
 
 def names_of_kind(kind):
     """Return the names of the presets of a kind, sorted."""
-    if kind == "architecture":
-        return sorted(architectures())
-    found = {name: _metadata(_root() / name, name) for name in _directory_names()}
-    return sorted(name for name, about in found.items() if about.get("kind") == kind)
+    if kind != "trained":
+        is_released = kind == "convertible"
+        return sorted(
+            n for n, row in rows().items() if bool(row.release) == is_released
+        )
+    return sorted(
+        name
+        for name in _directory_names()
+        if _metadata(_root() / name, name).get("kind") == kind
+    )
 
 
 @contextlib.contextmanager
@@ -321,11 +335,11 @@ def _directory_names():
 
 
 def _directory(name):
-    """Return the directory of a name of the catalogue, `None` for an architecture."""
+    """Return the directory of a name of the catalogue, `None` for a row."""
     # A name is one path component, without access outside the catalogue.
     if name in _directory_names():
         return _root() / name
-    if name in architectures():
+    if name in rows():
         return None
     near = difflib.get_close_matches(name[:200], names(), n=3, cutoff=0.3)
     raise ValueError(
@@ -338,7 +352,7 @@ def _directory(name):
 
 def _metadata(path, name):
     if path is None:
-        return preset_files.metadata(architectures()[name])
+        return preset_files.metadata(rows()[name])
     file = path / METADATA_FILE
     with explain_errors(path):
         return _read_json(file) if file.is_file() else {}

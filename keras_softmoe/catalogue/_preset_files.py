@@ -6,6 +6,10 @@ from typing import NamedTuple
 import keras
 
 _LICENCE = "Apache-2.0"
+_LICENCE_OF_RELEASED = (
+    "Apache-2.0, of the repository that releases it; none is stated for the checkpoint "
+    "itself"
+)
 _PREPROCESSOR_MODULE = "keras_softmoe.backbones._image_preprocessor"
 
 
@@ -55,6 +59,16 @@ model = ksm.models.LIMoEContrastive.from_preset(
     ),
 }
 
+_CODE_OF_RELEASED = "classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)"
+_WEIGHTS_OF_RELEASED = (
+    "The weights are downloaded from the place of their release when the preset is "
+    "first loaded, converted, and kept in the directory of Keras "
+    "(`~/.keras/keras_softmoe`). Without a network, the error lists the files to fetch "
+    "and the call of `ksm.presets.convert` that converts them. The converter is tested "
+    "on files of this format with other weights: neither the size of this checkpoint "
+    "nor its accuracy after conversion has been measured here."
+)
+
 # Results of trained models in the papers
 _RESULTS = {
     "imagenet_zero_shot": ("ImageNet in the paper, zero-shot", "{} %"),
@@ -87,13 +101,28 @@ def preset_files(row):
     }
     if row.kind.backbone == "ViTMoEBackbone":
         # A preprocessor for captions needs a vocabulary from the user.
-        files["preprocessor.json"] = _serialized(
+        files["preprocessor.json"] = preprocessor = _serialized(
             _PREPROCESSOR_MODULE,
             "ViTMoEImageClassifierPreprocessor",
             {
                 **_layer("preprocessor"),
                 "image_converter": converter,
                 "config_file": "preprocessor.json",
+            },
+        )
+    if row.release:
+        files["task.json"] = _serialized(
+            "keras_softmoe.backbones._image_classifier",
+            "ViTMoEImageClassifier",
+            {
+                "name": f"{row.name}_classifier",
+                "trainable": True,
+                "backbone": backbone,
+                "preprocessor": preprocessor,
+                "num_classes": row.release.num_classes,
+                "activation": None,
+                "dropout": 0.0,
+                "head_dtype": None,
             },
         )
     texts = {name: json.dumps(c, indent=4) + "\n" for name, c in files.items()}
@@ -115,27 +144,30 @@ def config(row):
 
 
 def metadata(row):
-    """Return the content of `metadata.json` of an architecture, a dict."""
+    """Return the content of `metadata.json` of a row, a dict."""
     parameters, gflop = row.counts
-    published = row.published or {}
+    published, release = row.published or {}, row.release
     optional = {
         "published": published,
         "settings": row.settings,
         "note": row.note,
+        "checkpoint": release and release.checkpoint,
+        "accuracy": release and release.accuracy,
     }
-    if "head_classes" in published:
+    num_classes = release.num_classes if release else published.get("head_classes")
+    if num_classes:
         arguments = row.arguments
         width = arguments.get("representation_dim") or arguments["hidden_dim"]
-        head = (width + 1) * published["head_classes"]
+        head = (width + 1) * num_classes
         optional["parameter_count_with_head"] = parameters + head
     return {
         "parameter_count": parameters,
         "gflop_per_image": round(gflop, 2),
         "tasks": [_KINDS[row.kind.backbone].task],
-        "kind": "architecture",
+        "kind": "convertible" if release else "architecture",
         "description": _description(row),
         "source": row.source,
-        "licence": _LICENCE,
+        "licence": _LICENCE_OF_RELEASED if release else _LICENCE,
         "dense_twin": row.twin,
         **{key: value for key, value in optional.items() if value},
     }
@@ -165,7 +197,7 @@ def _image_converter(row):
             "offset": -1.0,
             "interpolation": "bilinear",
             "antialias": False,
-            "crop_to_aspect_ratio": True,
+            "crop_to_aspect_ratio": row.release is None or row.release.crop,
             "pad_to_aspect_ratio": False,
             "bounding_box_format": "yxyx",
         },
@@ -173,29 +205,41 @@ def _image_converter(row):
 
 
 def _description(row):
-    shape = row.arguments
+    shape = row.architecture().flat()
     height, width, _ = shape["image_shape"]
     parts = [
         row.title,
         f"{shape['hidden_dim']} wide",
         f"{shape['num_layers']} blocks",
         row.experts,
-        f"patch {shape['patch_size']} at {height} x {width}",
+        f"patch {shape['patch_size'][0]} at {height} x {width}",
     ]
     if "sequence_length" in shape:
         parts.append(f"texts of {shape['sequence_length']} tokens")
+    if row.release:
+        parts.append(row.release.training)
     first, *others = filter(None, parts)
     return f"{first}: {', '.join(others)}."
 
 
 def _card(row, about):
     """Return the model card, Markdown."""
-    kind = _KINDS[row.kind.backbone]
+    kind, release = _KINDS[row.kind.backbone], row.release
     rows = [
         ("parameters of the backbone", f"{about['parameter_count']:,}"),
         (f"GFLOP per {kind.unit}", f"{row.counts[1]:,.1f}"),
         ("weights in float32", f"{4 * about['parameter_count'] / 1e9:,.2f} GB"),
     ]
+    if release:
+        rows += [
+            ("parameters with the head", f"{about['parameter_count_with_head']:,}"),
+            ("classes", f"{release.num_classes:,}"),
+            ("checkpoint", f"`{release.checkpoint}`"),
+            *(
+                (on, f"{100 * accuracy:.1f} %")
+                for on, accuracy in release.accuracy.items()
+            ),
+        ]
     published = about.get("published", {})
     if "parameters" in published:
         rows.append(
@@ -219,12 +263,14 @@ def _card(row, about):
     parts = [
         f"# {row.name}",
         about["description"],
-        "No weights come with it: load it without, and train.",
+        _WEIGHTS_OF_RELEASED
+        if release
+        else "No weights come with it: load it without, and train.",
         f"""```python
 import keras_softmoe as ksm
 
 name = "{row.name}"
-{kind.code}
+{_CODE_OF_RELEASED if release else kind.code}
 ```""",
         _table(("", ""), rows),
     ]
@@ -236,7 +282,7 @@ name = "{row.name}"
         ]
     if row.note:
         parts.append(row.note)
-    parts.append(f"Source: {row.source}. Licence: {_LICENCE}.")
+    parts.append(f"Source: {row.source}. Licence: {about['licence']}.")
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,17 +1,37 @@
-"""Model of a paper as data, and helpers to define it."""
+"""Model without weights in the package as data, and helpers to define it."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
 
 from keras_softmoe.architecture import Settings, ViT
+from keras_softmoe.catalogue._moe_layers import moe_blocks
 
 IMAGE_SIZE = 224
 
 
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """Checkpoint with the weights of a classifier.
+
+    Attributes:
+        checkpoint: str, its address: a URL of one file, or the common part of several.
+        num_classes: int, classes of its head.
+        training: str, data and length of its training.
+        accuracy: dict from data set to published accuracy, from 0 to 1.
+        crop: bool, whether images are cropped to squares before they are resized.
+    """
+
+    checkpoint: str
+    num_classes: int
+    training: str
+    accuracy: dict = dataclasses.field(default_factory=dict)
+    crop: bool = True
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Row:
-    """Model whose weights were never released.
+    """Model whose weights were never released, or are downloaded.
 
     Attributes:
         name: str, of the preset.
@@ -24,6 +44,7 @@ class Row:
         published: dict, the paper's figures, or `None`.
         settings: list of dicts, settings of the paper's trainings, or `None`.
         note: str, further remarks, or `None`.
+        release: `Release` with its weights, or `None`.
         kind: class of its record in `architecture`.
     """
 
@@ -37,6 +58,7 @@ class Row:
     published: dict | None = None
     settings: list | None = None
     note: str | None = None
+    release: Release | None = None
     kind: type = ViT
 
     def architecture(self) -> Settings:
@@ -79,6 +101,23 @@ def vit(sizes, model, image_size=IMAGE_SIZE):
         "hidden_dim": hidden_dim,
         "mlp_dim": mlp_dim,
     }
+
+
+def placed(num_layers, placement):
+    """Return the blocks of one of V-MoE's placements of experts, and its description.
+
+    Args:
+        num_layers: int, number of blocks.
+        placement: str: `"every2"`, or `"last2"` for the last two of these blocks.
+
+    Returns:
+        tuple of ints, and str.
+    """
+    if placement == "every2":
+        return moe_blocks(num_layers, every=2), "every second block"
+    number = int(placement.removeprefix("last"))
+    layers = moe_blocks(num_layers, every=2, last=number)
+    return layers, f"the last {number} of every second block"
 
 
 def experts(moe_layers, group_images=1):

@@ -28,6 +28,7 @@ from keras_softmoe.catalogue._row import (
     IMAGE_SIZE,
     Row,
     experts,
+    placed,
     preset_name,
     template,
     vit,
@@ -90,13 +91,7 @@ def _vmoe_model(model, placement, num_experts, k, published):
     if placement is None:
         title = "Dense twin of V-MoE-15B" if is_15b else f"ViT-{model} of V-MoE"
         return Row(twin, title, "", arguments=arguments, **rest)
-    if placement == "every2":
-        layers = moe_blocks(arguments["num_layers"], every=2)
-        where = "every second block"
-    else:
-        number = int(placement.removeprefix("last"))
-        layers = moe_blocks(arguments["num_layers"], every=2, last=number)
-        where = f"the last {number} of every second block"
+    layers, where = placed(arguments["num_layers"], placement)
     marks = (placement, f"{num_experts}e", "" if k == 2 else f"k{k}")
     return Row(
         preset_name("vmoe", VMOE_SIZES, model, *marks),

@@ -112,39 +112,22 @@ class Checkpoint(collections.abc.Mapping):
         return f"<Checkpoint of {len(self)} arrays, {self.nbytes / 1e6:,.1f} MB>"
 
 
-def read_checkpoint(prefix: str | os.PathLike) -> Checkpoint:
-    """Open a checkpoint in the sharded format of the released V-MoE models.
+def read_sharded(prefix):
+    """Open a checkpoint in the sharded format, see `read_checkpoint`.
 
-    Such a checkpoint is a file `PREFIX.index` and one or more of
-    `PREFIX.data-00000-of-00001`. All of it is checked before anything is returned:
-    every array of the index must exist completely, once, and with its dtype. The arrays
-    themselves are read on access, directly into the result.
-
-    Files may be untrusted. They are never unpickled, they refer to no other files, and
-    the memory for a damaged or hostile one is bounded by its size plus that of an index
-    (at most 16 MiB, 131,072 names, 65,536 slices). The format has no checksums: a
-    flipped bit inside an array is a wrong value, which no reader can detect.
+    All of it is checked before anything is returned: every array of the index must
+    exist completely, once, and with its dtype. The memory for a damaged or hostile file
+    is bounded by its size plus that of an index (at most 16 MiB, 131,072 names, 65,536
+    slices). The format has no checksums: a flipped bit inside an array is a wrong
+    value, which no reader can detect.
 
     Args:
-        prefix: str or path: the common part of the files, before `.index`. With `://`
-            in it (`gs://bucket/name`) it is read through `tf.io.gfile`.
+        prefix: str or path: the common part of the files, before `.index`.
 
     Returns:
-        `Checkpoint`: a mapping from flat name to NumPy array, with known `shapes`.
-        Arrays of `bfloat16` have the dtype `ml_dtypes.bfloat16`, bit for bit;
-        `load_vmoe_params` accepts them.
-
-    Raises:
-        CheckpointError: (a `ValueError`) if a file is missing, damaged, or does not
-            fit the others. Later, if an array can no longer be read.
+        `Checkpoint`.
 
     Source: V-MoE's released code (format of its checkpoints, version 20220622).
-
-    Examples:
-        >>> checkpoint = ksm.converters.read_checkpoint("vmoe_tiny/ckpt")
-        >>> checkpoint.shapes["head/kernel"]
-        (16, 10)
-        >>> kernel = checkpoint["head/kernel"]
     """
     prefix = os.fspath(prefix)
     entries, shard_count = read_index(prefix)

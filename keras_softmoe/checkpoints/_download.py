@@ -6,8 +6,7 @@ from pathlib import Path
 import keras
 
 from keras_softmoe.checkpoints._checkpoint_index import data_path, read_index
-from keras_softmoe.checkpoints._files import open_file
-from keras_softmoe.checkpoints._remote import download, web_address
+from keras_softmoe.checkpoints._files import download, open_file, web_address
 from keras_softmoe.files import atomic_file
 
 _BLOCK = 1 << 24
@@ -19,9 +18,7 @@ def is_one_file(prefix):
     return str(prefix).endswith(ONE_FILE_SUFFIXES)
 
 
-def download_checkpoint(
-    prefix: str, folder: str | os.PathLike, verbose: int = 1
-) -> str:
+def download_checkpoint(prefix, folder, verbose=1):
     """Copy the files of a checkpoint into a folder.
 
     Args:
@@ -36,11 +33,6 @@ def download_checkpoint(
     Raises:
         CheckpointError: (a `ValueError`) if a file cannot be read, or the index is
             damaged.
-
-    Examples:
-        >>> url = "gs://vmoe_checkpoints/vmoe_s32_last2_ilsvrc2012_randaug_light1"
-        >>> prefix = ksm.converters.download_checkpoint(url, "downloads")
-        >>> checkpoint = ksm.converters.read_checkpoint(prefix)
     """
     copy = str(Path(folder, prefix.rpartition("/")[2]))
     if is_one_file(prefix):

@@ -2,9 +2,10 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-from keras_softmoe.checkpoints._checkpoint import Checkpoint, read_checkpoint
+from keras_softmoe.checkpoints._checkpoint import Checkpoint, read_sharded
 from keras_softmoe.checkpoints._files import is_remote
 from keras_softmoe.checkpoints._safetensors import read_safetensors
 from keras_softmoe.checkpoints._stream import CheckpointError
@@ -16,13 +17,59 @@ PREPROCESSOR_FILE = "preprocessor_config.json"
 _MAX_TEXT = 1 << 20
 
 
-def read_parameters(source, num_heads=None, image_shape=None, head=True):
-    """Open the parameters of a model, in any supported format.
+def read_checkpoint(source: str | os.PathLike) -> Mapping:
+    """Open a checkpoint of another library. The arrays are read on access.
+
+    | source | format | names of the arrays |
+    |---|---|---|
+    | `PREFIX` of `PREFIX.index` and `PREFIX.data-...` | V-MoE | V-MoE's |
+    | `.npz` | original Vision Transformer, AugReg, big_vision | V-MoE's |
+    | `.safetensors` | any | those in the file |
+
+    Of an `.npz` file of two towers (SigLIP) the image tower is read, and blocks may be
+    stacked or not. With V-MoE's names, `load_vmoe_params` and `convert_vmoe_checkpoint`
+    accept the result.
+
+    Files may be untrusted. They are checked before anything is returned, never
+    unpickled, and refer to no other files.
 
     Args:
-        source: str or path: the common part of a sharded checkpoint's files, an `.npz`
-            file of an original Vision Transformer or of big_vision, or a `.safetensors`
-            file of `timm` or `transformers`. Or a `Checkpoint`.
+        source: str or path, or a URL (`gs://bucket/name`). Public buckets are read over
+            HTTPS, other URLs through `tf.io.gfile`.
+
+    Returns:
+        `Mapping` from name to NumPy array, with the attributes `shapes` and `dtypes`
+        (dicts by name, known without reading the arrays). Nothing is cached: a second
+        access reads again. Arrays of bfloat16 have the dtype `ml_dtypes.bfloat16`.
+
+    Raises:
+        CheckpointError: (a `ValueError`) if a file is missing, damaged, or does not
+            fit the others. Later, if an array can no longer be read.
+
+    Source: V-MoE's released code (format of its checkpoints, version 20220622);
+    Dosovitskiy et al. 2021, released code, and big_vision's (names of the parameters);
+    safetensors' documentation (version 0.8).
+
+    Examples:
+        >>> checkpoint = ksm.converters.read_checkpoint("vmoe_tiny/ckpt")
+        >>> checkpoint.shapes["head/kernel"]
+        (16, 10)
+        >>> kernel = checkpoint["head/kernel"]
+    """
+    path = os.fspath(source)
+    if path.endswith(".npz"):
+        return read_vit_checkpoint(path)
+    if path.endswith(".safetensors"):
+        return read_safetensors(path)
+    return read_sharded(path)
+
+
+def read_parameters(source, num_heads=None, image_shape=None, head=True):
+    """Open the parameters of a model under V-MoE's names, in any supported format.
+
+    Args:
+        source: as in `read_checkpoint`, where `.safetensors` files are those of `timm`
+            and `transformers`. Or a `Checkpoint` under V-MoE's names.
         num_heads: int, for a `.safetensors` file if the width does not determine it.
         image_shape: `(height, width, channels)`, for a `.safetensors` file of a model
             for images that are not square.
@@ -38,15 +85,14 @@ def read_parameters(source, num_heads=None, image_shape=None, head=True):
     """
     if isinstance(source, Checkpoint):
         checkpoint = source
-    elif os.fspath(source).endswith(".npz"):
-        checkpoint = read_vit_checkpoint(source)
-    elif os.fspath(source).endswith(".safetensors"):
-        path = os.fspath(source)
-        about = read_text_beside(path, CONFIG_FILE)
-        arrays = read_safetensors(path)
-        return read_torch_names(arrays, path, about, num_heads, image_shape, head)
     else:
-        checkpoint = read_checkpoint(source)
+        path = os.fspath(source)
+        checkpoint = read_checkpoint(path)
+        if path.endswith(".safetensors"):
+            about = read_text_beside(path, CONFIG_FILE)
+            return read_torch_names(
+                checkpoint, path, about, num_heads, image_shape, head
+            )
     if any(name.startswith("params/") for name in checkpoint):
         return checkpoint.below("params/")
     return checkpoint

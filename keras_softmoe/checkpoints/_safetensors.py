@@ -6,7 +6,6 @@ into memory, so that truncating the file meanwhile crashes the process.
 
 import json
 import math
-import os
 
 import ml_dtypes
 import numpy as np
@@ -29,8 +28,8 @@ _DTYPES = {
 }
 
 
-def read_safetensors(path: str | os.PathLike) -> Checkpoint:
-    """Open a file in the safetensors format.
+def read_safetensors(path):
+    """Open a file in the safetensors format, see `read_checkpoint`.
 
     The header is checked before anything is returned: every array must be complete at
     its offsets, and all of them together fill the file. Nothing in the file can be
@@ -38,24 +37,16 @@ def read_safetensors(path: str | os.PathLike) -> Checkpoint:
     one array at a time.
 
     Args:
-        path: str or path, or a URL that `tf.io.gfile` reads (`gs://...`).
+        path: str.
 
     Returns:
-        `Checkpoint` under the names in the file. Arrays of bfloat16 have the dtype
-        `ml_dtypes.bfloat16`.
+        `Checkpoint` under the names in the file.
 
     Raises:
-        CheckpointError: (a `ValueError`) if the file is missing, damaged, or of another
-            format.
+        CheckpointError: if the file is missing, damaged, or of another format.
 
     Source: the format's documentation (version 0.8).
-
-    Examples:
-        >>> checkpoint = ksm.converters.read_safetensors("model.safetensors")
-        >>> checkpoint.shapes["head.bias"]
-        (7,)
     """
-    path = os.fspath(path)
     with open_file(path) as (file, size):
         length = int.from_bytes(file.read(_LENGTH), "little")
         if not 2 <= length <= min(size - _LENGTH, _MAX_HEADER):

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import os
 import zipfile
 
 import ml_dtypes
@@ -59,36 +58,26 @@ _STACKED = "Transformer/encoderblock/"
 _MAX_BLOCKS = 1024
 
 
-def read_vit_checkpoint(path: str | os.PathLike) -> Checkpoint:
-    """Open an `.npz` checkpoint of a Vision Transformer by Google.
+def read_vit_checkpoint(path):
+    """Open an `.npz` file under V-MoE's names, see `read_checkpoint`.
 
     Supported are files of the original repository and of AugReg, in both numberings of
     the blocks' children, and of big_vision: below `params/`, blocks stacked or not,
-    with attention pooling or a class token; the image tower of two (SigLIP). Parameters
-    get the names of V-MoE, so `load_vmoe_params` and `convert_vmoe_checkpoint` accept
-    the result. Nothing is unpickled, and the file is checked before anything is
-    returned.
+    with attention pooling or a class token; the image tower of two (SigLIP).
 
     Args:
-        path: str or path, or a URL that `tf.io.gfile` reads (`gs://...`).
+        path: str.
 
     Returns:
-        `Checkpoint`: a mapping from V-MoE's flat name to NumPy array, each read on
-        access. Arrays saved as bfloat16 have the dtype `ml_dtypes.bfloat16`.
+        `Checkpoint`.
 
     Raises:
-        CheckpointError: (a `ValueError`) if the file is missing or damaged, or has
-            other arrays than the parameters of a plain Vision Transformer.
+        CheckpointError: if the file is missing or damaged, or has other arrays than the
+            parameters of a plain Vision Transformer.
 
     Source: Dosovitskiy et al. 2021, released code, and big_vision's (names of the
     parameters).
-
-    Examples:
-        >>> checkpoint = ksm.converters.read_vit_checkpoint("ViT-B_16.npz")
-        >>> checkpoint.shapes["Encoder/encoderblock_0/Mlp/Dense_0/kernel"]
-        (768, 3072)
     """
-    path = os.fspath(path)
     arrays = {
         member: _lazy(path, member, shape, dtype)
         for member, shape, dtype in _members(path)

@@ -1,6 +1,6 @@
 """Models: backbones, tasks and their preprocessing, on KerasHub's classes.
 
-What the examples of this module go on from:
+The examples of this module start with:
 
     >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
     >>> images, labels, *_ = ksm.datasets.sample("glyphs", 8)
@@ -30,7 +30,7 @@ from keras_softmoe.backbones import prune_experts as prune_experts
 from keras_softmoe.catalogue import moe_blocks as moe_blocks
 from keras_softmoe.models import _loading
 
-# Subclasses inherit what is attached to their base class.
+# Subclasses inherit the methods of their base class.
 _loading.attach(backbones.MoEBackbone)
 _loading.attach(ViTMoEImageClassifier, _loading.load_classifier)
 _loading.attach(backbones.ContrastiveTask, _loading.load_contrastive)

@@ -25,7 +25,7 @@ from keras_softmoe.checks import pair
 from keras_softmoe.keras_adapter.layers import flatten_layers
 
 _OURS = r"Encoder/encoderblock_\1/"
-# Whatever stands before the part of a path that tells.
+# Any beginning of a path
 _ANY = r"(?:.*[/_])?"
 
 
@@ -88,8 +88,8 @@ _DINOV2 = (
     (_ANY + "cls_token", "cls", token),
     (_ANY + "register_tokens", "registers", token),
     (_ANY + "interpolated_position_embeddings", "positions", token),
-    # What the interpolated ones are made from when weights are loaded, and what only
-    # training on masked images needs.
+    # The table that is interpolated when weights are loaded, and the token for training
+    # on masked images.
     (_ANY + r"(?:position_embeddings|mask_token)", None, same),
     *_block(
         _DINO_BLOCK, "norm1", "norm2", "attention/attention", ("mlp/fc1", "mlp/fc2")
@@ -133,19 +133,19 @@ SUPPORTED = {
     "DINOV2Backbone": (_DINOV2, 0, "gelu"),
     "SigLIPVisionEncoder": (_SIGLIP, 0, None),
 }
-# Classes that are asked for, and what ours would need for them.
+# Unsupported classes, and the part that ours lack.
 _REFUSED = {
     "DINOV3Backbone": "rotations of queries and keys by position (RoPE)",
     "CLIPVisionEncoder": "a normalization before the first block, and QuickGELU",
     "CLIPBackbone": "a normalization before the first block, and QuickGELU",
 }
 _ACTIVATIONS = {"gelu_approximate": "gelu_tanh", "gelu": "gelu"}
-# In float32 nobody sees which of two as small is added to a variance.
+# In float32 the difference of two as small ones is not visible in a variance.
 _SMALL_EPSILON = 1e-5
 
 
 def backbone_of(model):
-    """The part of a KerasHub model that is, or may be, a Vision Transformer.
+    """Return the Vision Transformer in a KerasHub model, or another backbone.
 
     Args:
         model: backbone, image classifier or two-tower model of KerasHub.
@@ -155,16 +155,16 @@ def backbone_of(model):
 
 
 def read_keras_hub(model):
-    """Parameters of a Vision Transformer of KerasHub under V-MoE's names.
+    """Return the parameters of a KerasHub Vision Transformer under V-MoE's names.
 
     Args:
         model: `ViTBackbone`, `DeiTBackbone`, `DINOV2Backbone` or `SigLIPVisionEncoder`,
-            or what has one of them as `backbone` or `vision_encoder`. The head of an
-            image classifier comes along.
+            or a model with one of them as `backbone` or `vision_encoder`. The head of
+            an image classifier is included.
 
     Returns:
-        `Checkpoint`, whose `settings` are the arguments of the backbone that its names
-        and shapes do not tell.
+        `Checkpoint`, whose `settings` are the arguments of the backbone that do not
+        follow from names and shapes.
 
     Raises:
         ValueError: if the model is none of these, has parts that ours do not, or
@@ -211,7 +211,7 @@ def read_keras_hub(model):
 
 
 def _class_name(backbone):
-    """Name of a class of KerasHub that is supported."""
+    """Return the name of the supported KerasHub class of a backbone."""
     for name in SUPPORTED:
         if isinstance(backbone, getattr(keras_hub.models, name)):
             return name
@@ -220,15 +220,15 @@ def _class_name(backbone):
         if cls is not None and isinstance(backbone, cls):
             raise ValueError(_needs(backbone, missing))
     raise ValueError(
-        "A dense Vision Transformer is asked for: one of this library, or KerasHub's "
+        "The source must be a dense Vision Transformer of this library, or KerasHub's "
         f"{', '.join(SUPPORTED)}. Received: {type(backbone).__name__}."
     )
 
 
 def _needs(model, missing):
     return (
-        f"A {type(model).__name__} cannot become a model of this library, which has "
-        f"not what it needs: {missing}. Supported are KerasHub's "
+        f"A {type(model).__name__} cannot become a model of this library, which lacks "
+        f"{missing}. Supported are KerasHub's "
         f"{', '.join(SUPPORTED)} with plain MLPs."
     )
 
@@ -254,9 +254,9 @@ def _lazy(variable):
 
 
 def _image_shape(backbone):
-    """`(height, width, channels)`, of whole patches only.
+    """Return `(height, width, channels)` of whole patches only.
 
-    (KerasHub's convolutions leave out what remains at the right and at the bottom.)
+    (KerasHub's convolutions ignore the remainder at the right and at the bottom.)
     """
     shape = tuple(backbone.image_shape)
     formats = {
@@ -269,7 +269,7 @@ def _image_shape(backbone):
 
 
 def _epsilon(model, backbone):
-    """The one that nearly all normalizations have, if the others are as small."""
+    """Return the epsilon of most normalizations, if the others are as small."""
     epsilons = Counter(
         layer.epsilon
         for layer in flatten_layers(backbone)

@@ -2,7 +2,7 @@
 
 `open_preset` finds the files of a name, a directory or a handle, and KerasHub makes the
 object. A preset without a directory (an architecture) gets a temporary one. A released
-checkpoint is converted when it is first loaded (`released.py`), and its directory is
+checkpoint is converted when it is first loaded (`conversion.py`), and its directory is
 then loaded like any other.
 
 The classes know nothing of files: `models/__init__.py` attaches these methods to them.
@@ -29,7 +29,7 @@ from keras_softmoe.backbones.arguments import arguments_of
 from keras_softmoe.checks import check_names, quote
 from keras_softmoe.files import atomic_directory, read_whole
 from keras_softmoe.models._preset_keys import check_keys
-from keras_softmoe.models.released import convert
+from keras_softmoe.models.conversion import convert
 from keras_softmoe.routers.policies import MUTABLE_SETTINGS
 from keras_softmoe.sharding.variables import (
     is_sharded,
@@ -301,16 +301,16 @@ def open_preset(preset, load_weights=True):
     with contextlib.ExitStack() as stack:
         if catalogue.is_handle(preset):
             place = directory = str(preset)
-        elif path := catalogue.find_directory(preset):
-            if load_weights and not _has_weights(path):
-                path = _with_weights(path)
-            place = directory = path
         else:
-            place = str(preset)
-            if load_weights:
-                raise _never_released(place)
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            directory = catalogue.write(place, Path(folder, place))
+            path = catalogue.find_directory(preset)
+            place = path or str(preset)
+            if load_weights and not (path and _has_weights(path)):
+                place = directory = _converted(preset, path)
+            elif path:
+                directory = path
+            else:
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                directory = catalogue.write(place, Path(folder, place))
         with catalogue.explain_errors(place):
             if not catalogue.is_handle(preset):
                 check_keys(directory)
@@ -318,28 +318,28 @@ def open_preset(preset, load_weights=True):
 
 
 def _has_weights(path):
-    """Whether a preset directory (`pathlib.Path`) has weights."""
+    """Return whether a preset directory (`pathlib.Path`) has weights."""
     return any((path / file).is_file() for file in WEIGHTS_FILES)
 
 
-def _with_weights(path):
-    """A directory with the weights that the one of this path does not have."""
-    kind = catalogue.read_metadata(path).get("kind")
+def _converted(preset, path):
+    """Return the directory of a converted preset (`pathlib.Path`).
+
+    Raises:
+        ValueError: if the preset is not a convertible one.
+    """
+    kind, name = catalogue.read_metadata(preset).get("kind"), Path(preset).name
     if kind == "convertible":
-        return Path(convert(path.name))
+        return Path(convert(name))
     if kind == "architecture":
-        raise _never_released(path.name)
+        raise ValueError(
+            f"The preset {name!r} describes an architecture whose weights were never "
+            "released. Received: load_weights=True. Use "
+            "`from_preset(..., load_weights=False)` and train it, or choose a preset "
+            f"with weights: {', '.join(catalogue.names_of_kind('trained'))}."
+        )
     raise ValueError(
         f"The preset directory '{path}' has no weights: expected one of "
         f"{', '.join(WEIGHTS_FILES)}. Copy the missing file there, save the "
         "preset again, or pass `load_weights=False`."
-    )
-
-
-def _never_released(name):
-    return ValueError(
-        f"The preset {name!r} describes an architecture whose weights were never "
-        "released. Received: load_weights=True. Use "
-        "`from_preset(..., load_weights=False)` and train it, or choose a preset with "
-        f"weights: {', '.join(catalogue.names_of_kind('trained'))}."
     )

@@ -1,4 +1,4 @@
-"""Names in the files of a preset: those that nothing reads are refused."""
+"""Check of the names in the files of a preset: unknown ones are refused."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import keras
 from keras_softmoe.backbones.arguments import arguments_of
 from keras_softmoe.checks import did_you_mean, quote
 
-# KerasHub's names. What else is in a directory belongs to the user.
+# KerasHub's names. Other files of a directory belong to the user.
 _FILES = (
     "config.json",
     "task.json",
@@ -16,21 +16,21 @@ _FILES = (
     "image_converter.json",
     "tokenizer.json",
 )
-# Those of an object that Keras has serialized.
+# Names of an object that Keras has serialized.
 _OF_AN_OBJECT = (
     *("module", "class_name", "config", "registered_name"),
     *("build_config", "compile_config", "shared_object_id"),
 )
-# What Keras keeps beside the arguments of an object, for itself.
+# Names that Keras adds to the arguments of an object.
 _NOT_ARGUMENTS = ("build_config", "compile_config")
 _PACKAGE = "keras_softmoe>"
 
 
 def check_keys(directory):
-    """Raise if a file of a preset has a name that is none, misspelt or out of place.
+    """Raise if a file of a preset has an unknown, misspelt or misplaced name.
 
-    Keras passes over names beside the arguments of an object, and KerasHub over whole
-    files: of a task, all is read from `task.json`.
+    Keras ignores names beside the arguments of an object, and KerasHub ignores whole
+    files: a task is read from `task.json` alone.
 
     Args:
         directory: `pathlib.Path` or str.
@@ -42,9 +42,9 @@ def check_keys(directory):
         try:
             content = json.loads(Path(directory, name).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
-            # Whoever needs it says so.
+            # The reader of this file raises, if there is one.
             continue
-        # What is still to be looked at; a file may be nested deeper than Python calls.
+        # Parts to visit; a file may be nested deeper than Python can recurse.
         parts = [content]
         while parts:
             part = parts.pop()
@@ -60,7 +60,7 @@ def _check_object(file, part):
     """Raise unless the names of a serialized object are known, see `check_keys`."""
     class_name = str(part["class_name"])[:80]
     _check_names(file, class_name, part, _OF_AN_OBJECT)
-    # Others than ours, and a user's, say themselves what they take.
+    # Classes of others and of users check their own arguments.
     registered = str(part.get("registered_name"))
     is_own = registered.startswith(_PACKAGE) and isinstance(part["config"], dict)
     cls = keras.saving.get_registered_object(registered) if is_own else None

@@ -8,21 +8,21 @@ import numpy as np
 _MOST_ITERATIONS = 100
 # Rows at a time, so that a table of all tokens and all clusters is never made.
 _CHUNK = 8192
-# Of the largest squared singular value: what is added to all of them.
+# Added to all squared singular values, as a share of the largest.
 _RIDGE = 1e-6
 
 
 def unit(vectors):
-    """Vectors of length one along the last axis; zeros stay zeros."""
+    """Normalize vectors along the last axis; zeros stay zeros."""
     lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
     return vectors / np.where(lengths > 0, lengths, 1.0)
 
 
 def spherical_kmeans(tokens, num_clusters, rng):
-    """Clusters of directions: each token belongs to the centroid of largest cosine.
+    """Cluster directions: each token belongs to the centroid of largest cosine.
 
-    The first centroids are tokens, drawn as in k-means++; a cluster that loses all its
-    tokens goes on from the one that is worst served.
+    The first centroids are tokens, drawn as in k-means++; the centroid of an empty
+    cluster is replaced by the token with the smallest cosine to its own.
 
     Args:
         tokens: `(N, D)` float array.
@@ -54,7 +54,7 @@ def spherical_kmeans(tokens, num_clusters, rng):
 
 
 def truncated_kernel(kernel, inputs, energy):
-    """The kernel of lowest rank that keeps most of its outputs for some inputs.
+    """Return the kernel of lowest rank that keeps most of its outputs for some inputs.
 
     Of all matrices of a rank, `kernel @ V @ V.T` changes `inputs @ kernel` least (in
     the sum of squares), where the columns of `V` are the first right singular vectors
@@ -82,7 +82,7 @@ def truncated_kernel(kernel, inputs, energy):
 
 
 def position_directions(tokens, num_groups):
-    """Directions that tell apart where tokens come from.
+    """Return directions that separate tokens by position.
 
     Positions are cut into groups of neighbours. The direction of a group is that of its
     column in the ridge regression of "is this token of that group" on the tokens.
@@ -107,14 +107,14 @@ def position_directions(tokens, num_groups):
 
 
 def scale_for(logits, confidence):
-    """How far to stretch logits for their softmax to be so sure of its first choice.
+    """Return the factor of logits that gives their softmax a mean confidence.
 
     Args:
         logits: `(N, K)` float array.
-        confidence: float, the mean of the largest probabilities that is wanted.
+        confidence: float, the wanted mean of the largest probabilities.
 
     Returns:
-        float. Ties may leave the mean below what is wanted, at any scale; it is large
+        float. With ties the mean may stay below `confidence` at any factor; it is large
         then.
     """
     margins = logits - logits.max(axis=-1, keepdims=True)
@@ -149,7 +149,7 @@ def _first_centroids(points, count, rng):
 
 
 def _nearest(points, centroids):
-    """The clusters of points, and the cosines to their centroids."""
+    """Return the clusters of points, and the cosines to their centroids."""
     labels = np.empty(len(points), "int64")
     cosines = np.empty(len(points), points.dtype)
     for start in range(0, len(points), _CHUNK):

@@ -20,26 +20,26 @@ _SCALING_TOKENS = 4096
 
 
 def check_start(start, router, images, confidence):
-    """Raise unless a router can start as it is to, before any work.
+    """Raise unless a router supports a start, before any work.
 
     Args:
         start: `"clusters"` or `"positions"`.
         router: a `Router`, the template.
-        images: what `upcycle` was given.
+        images: as in `upcycle`.
         confidence: float.
     """
     if images is None:
         raise ValueError(
-            f"start={start!r} looks at what the dense model makes of some hundred "
-            "images. Received: images=None. Pass them, as `images=...`."
+            f"start={start!r} needs some hundred images for the dense model. "
+            "Received: images=None. Pass them, as `images=...`."
         )
     kind = f"`{type(router).__name__}`"
     if isinstance(router, SoftRouter):
         kind += f" with dispatch={router.dispatch!r}, combine={router.combine!r}"
     if not getattr(router, "num_directions", 0):
         raise ValueError(
-            f"A {kind} has no weights that tokens are compared with, none that could "
-            f'start from images. Received: start={start!r}. Take `start="copies"`, or '
+            f"A {kind} has no weights that tokens are compared with, so images cannot "
+            f'initialize it. Received: start={start!r}. Take `start="copies"`, or '
             "another router."
         )
     if start == "positions" and not (
@@ -54,7 +54,7 @@ def check_start(start, router, images, confidence):
 
 
 def tokens_for_mlps(backbone, layers, images):
-    """Inputs of the MLPs of some blocks of a dense model.
+    """Return the inputs of the MLPs of some blocks of a dense model.
 
     Args:
         backbone: dense `ViTMoEBackbone`.
@@ -71,12 +71,12 @@ def tokens_for_mlps(backbone, layers, images):
 
 
 def prepare_images(dense, backbone, images):
-    """Images as a dense backbone takes them, an array.
+    """Return images as a dense backbone takes them, an array.
 
     Args:
         dense: the backbone, or a task, whose preprocessor is applied.
         backbone: the backbone.
-        images: as `upcycle` is given them.
+        images: as in `upcycle`.
     """
     preprocessor = getattr(dense, "preprocessor", None)
     if preprocessor is not None:
@@ -110,12 +110,12 @@ class _BeforeMLP(keras.layers.Layer):
 
 
 def start_from_clusters(moe, mlp, tokens, energy, confidence, rng):
-    """Centroids of tokens become the router, and each expert is cut to its cluster.
+    """Set a router to centroids of tokens, and truncate each expert to its cluster.
 
     Args:
         moe: `layers.MoE`, whose experts are copies of `mlp`.
         mlp: `layers.MLP`, the dense one.
-        tokens: `(B, S, D)` array, what it is given.
+        tokens: `(B, S, D)` array, its inputs.
         energy: float, see `truncated_kernel`.
         confidence: float, see `upcycle`.
         rng: `numpy.random.Generator`.
@@ -150,11 +150,11 @@ def start_from_clusters(moe, mlp, tokens, energy, confidence, rng):
 
 
 def start_from_positions(moe, tokens, confidence):
-    """Each slot of a soft router takes the token of a place, and gives it back there.
+    """Let each slot of a soft router take the token of a position and return it there.
 
     Args:
         moe: `layers.MoE` with a soft router, whose experts are copies.
-        tokens: `(B, S, D)` array, what the dense MLP is given.
+        tokens: `(B, S, D)` array, the inputs of the dense MLP.
         confidence: float, see `upcycle`.
     """
     num_tokens, width = tokens.shape[1:]
@@ -167,7 +167,7 @@ def start_from_positions(moe, tokens, confidence):
 
 
 def _set_router(router, directions, tokens, confidence, rows=slice(None)):
-    """Give a router directions, so long that it is so sure of its first choices.
+    """Set the directions of a router, scaled to a mean confidence.
 
     Args:
         router: built router.

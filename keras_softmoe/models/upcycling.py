@@ -15,7 +15,6 @@ from keras_softmoe.checks import (
     check_numbers,
     check_whole_numbers,
 )
-from keras_softmoe.models._source_kinds import Source
 from keras_softmoe.models._upcycling_starts import (
     check_start,
     prepare_images,
@@ -23,7 +22,7 @@ from keras_softmoe.models._upcycling_starts import (
     start_from_positions,
     tokens_for_mlps,
 )
-from keras_softmoe.models.dense_sources import dense_model
+from keras_softmoe.models.dense_sources import Source, dense_model
 from keras_softmoe.models.vmoe_params import named_variables
 from keras_softmoe.routers import Router
 
@@ -42,26 +41,24 @@ def upcycle(
     seed: int = 0,
     **moe_settings,
 ) -> keras.Model:
-    """Turn a dense model into a mixture of experts that starts where it stands.
+    """Convert a dense model into a mixture of experts initialized from its weights.
 
-    Each expert of a block in `moe_layers` begins as a copy of that block's MLP, and
-    all else is copied as it is. How the routers begin, and whether the experts differ,
-    is up to `start`:
+    Each expert of a block in `moe_layers` begins as a copy of that block's MLP, and all
+    other weights are copied. `start` sets the initial routers, and whether the experts
+    differ:
 
     - `"copies"`: the experts are equal, the routers new, with random weights.
-    - `"clusters"`: the tokens that the dense MLP is given for some images are put into
-      as many clusters as there are experts (for a soft router: slots). The centroids
-      become the router's weights, so that each expert is visited by the tokens of its
-      cluster, and each expert keeps of the MLP what its own tokens need: both kernels
-      are replaced by the ones of lowest rank that keep a share `energy` of the squares
-      of what they make of the cluster's tokens.
-    - `"positions"`, of a soft router alone: each slot takes the token of one place of
-      the image and gives its output back to that place, as far as the tokens tell where
-      they are from. With fewer slots than tokens, neighbours share one.
+    - `"clusters"`: the inputs of the dense MLP for some images are clustered, with as
+      many clusters as experts (for a soft router: slots). The centroids become the
+      router's weights, so that each expert gets the tokens of its cluster. Both kernels
+      of an expert are replaced by those of lowest rank that keep a share `energy` of
+      the squares of their outputs for the tokens of the cluster.
+    - `"positions"`, for soft routers only: each slot takes the token of one position
+      and returns its output there, as far as the tokens reveal their positions. With
+      fewer slots than tokens, neighbours share one.
 
-    Whether the new model computes at first what the dense one did is a question of the
-    router, as long as all experts of a block are equal (`"copies"` without noise, or
-    `energy=1`):
+    The router decides whether the new model has the outputs of the dense one at first,
+    if all experts of a block are equal (`"copies"` without noise, or `energy=1`):
 
     - `IdentityRouter`: yes, exactly. Every token visits one expert, with weight 1.
     - Token choice: yes, if the gates of a token sum to one and no choice is dropped.
@@ -72,20 +69,20 @@ def upcycle(
       nothing. From clusters the gate of one choice is near `confidence` without that;
       from random weights it is small.
     - Expert choice: only with `capacity_factor=num_experts`, where every expert takes
-      all tokens. Otherwise it is up to the experts how many of them take a token, and
-      a token that none takes gets nothing.
+      all tokens. Otherwise tokens are taken by different numbers of experts, and a
+      token that none takes gets zeros.
     - Soft routing: never exactly. An expert sees averages of tokens, and the MLP of an
       average is not the average of MLPs: its GELU is not linear. With random weights
       every slot is about the mean of the image. From clusters (with `energy=1`) a slot
-      is the mean of tokens that are alike, from positions nearly a single token, where
-      a place shows. Which is closer is up to the model: try both.
+      is the mean of similar tokens, from positions nearly a single token. Which is
+      closer depends on the model: try both.
 
-    Where it does not, some training brings the quality back.
+    Otherwise, some training restores the quality.
 
     Args:
         dense: a `ViTMoEBackbone` without experts, or an image classifier on one, which
-            stays as it is. Or whatever `dense_model` makes one of: a preset name of
-            this library or of KerasHub, a model of KerasHub, a file, a directory or a
+            is not changed. Or another source of `dense_model`: a preset name of this
+            library or of KerasHub, a model of KerasHub, a file, a directory or a
             handle.
         moe_layers: tuple of int, the blocks (counted from 0) that get experts.
         router: a router from `keras_softmoe.routers`, a template; or a list of them,
@@ -100,8 +97,8 @@ def upcycle(
         energy: float in (0, 1], for `"clusters"`. With 1 the experts stay copies.
         confidence: float under 1, for the latter two: the mean, over the tokens, of the
             probability of their first choice (of a soft router the largest combine
-            weight), to which the router's weights are scaled. The surer, the smaller
-            the router's gradient.
+            weight), to which the router's weights are scaled. A higher confidence makes
+            the router's gradient smaller.
         seed: int, of noise and clusters. (Random weights follow
             `keras.utils.set_random_seed`.)
         **moe_settings: other arguments of `layers.MoE`, such as `group_images` and
@@ -112,12 +109,12 @@ def upcycle(
 
     Raises:
         ValueError: if `dense` has experts already, `moe_layers` and `router` do not fit
-            it, images are missing, too few or not needed, the router has no weights
-            that could start so, or another argument is not among the accepted values.
+            it, images are missing, too few or not needed, the router does not support
+            the start, or another argument is not among the accepted values.
 
     Source: Komatsuzaki et al. 2023 (Sparse Upcycling), section 3; for clusters Chu et
     al. 2026 (Cluster-aware Upcycling, arXiv 2604.13508), whose steps were taken from
-    its abstract and from summaries of it. What differs from those: the decomposition is
+    its abstract and from summaries of it. Differences from those: the decomposition is
     computed without whitening the tokens by a Cholesky factor and back, from the
     singular vectors of the kernel's outputs, which gives the same kernel (see
     `truncated_kernel`) also where the tokens of a cluster span less than the width; the
@@ -180,7 +177,7 @@ def _check(backbone, router, start, images, noise_std, energy, confidence, seed)
     if start == "copies":
         if images is not None:
             raise ValueError(
-                'Copies look at no images. Received: start="copies" with images. Leave '
+                'Copies need no images. Received: start="copies" with images. Leave '
                 'them out, or take `start="clusters"` or `start="positions"`.'
             )
         return

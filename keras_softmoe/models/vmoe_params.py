@@ -68,7 +68,7 @@ _RULES = (
     ),
     (r"pre_logits/(kernel|bias)", r"pre_logits/\1"),
     (r"predictions/(kernel|bias)", r"head/\1"),
-    # A text tower, which two towers have below `txt/`, and what is around both.
+    # A text tower, which two towers have below `txt/`, and the parts around both.
     (r"token_embedding/token_embedding/embeddings", r"Embed_0/embedding"),
     (r"token_embedding/position_embedding", r"Encoder/posembed_input/pos_embedding"),
     (r"image_projection/(kernel|bias)", r"img/head/\1"),
@@ -89,12 +89,12 @@ _WORDS = {
 
 
 def load_vmoe_params(model: keras.Model, params: Mapping, verbose: int = 0) -> None:
-    """Load parameters that carry the names of the V-MoE and Soft MoE code.
+    """Load parameters under the names of the V-MoE and Soft MoE code.
 
     Args:
         model: a built backbone, classifier or two-tower model of this library.
-        params: dict from flat name to array, or a `Checkpoint`, whose arrays are read
-            one at a time. A leading `params/` is ignored.
+        params: mapping from flat name to array. Arrays of a result of `read_checkpoint`
+            are read one at a time. A leading `params/` is ignored.
         verbose: 0 or 1, whether to show a progress bar.
 
     Raises:
@@ -175,7 +175,7 @@ def _check_fit(named, shapes):
 
 
 def to_vmoe_params(model: keras.Model) -> dict:
-    """The model's parameters under the names of the V-MoE and Soft MoE code.
+    """Return the parameters under the names of the V-MoE and Soft MoE code.
 
     Args:
         model: a built backbone or classifier of this library.
@@ -199,7 +199,7 @@ def to_vmoe_params(model: keras.Model) -> dict:
 
 
 def named_variables(model):
-    """Dict from V-MoE's name to our variable, for all weights of a model."""
+    """Return a dict from V-MoE's name to our variable, for all weights of a model."""
     named, unknown = {}, []
     backbone = getattr(model, "backbone", model)
     for prefix, tower in (("img", "image_backbone"), ("txt", "text_backbone")):
@@ -233,7 +233,7 @@ def _translate(path):
 
 
 def _array_shape(variable):
-    """Shape of the variable as the V-MoE code stores it."""
+    """Return the shape of the variable as the V-MoE code stores it."""
     shape = tuple(variable.shape)
     # Our banks of biases are (E, 1, H), ready to be added to (G, E, C, H).
     if variable.path.endswith("bias") and "/experts/" in variable.path:

@@ -1,4 +1,7 @@
-"""The presets without weights: complete, and as the papers' tables have them."""
+"""The presets without weights: complete, and as the papers' tables have them.
+
+Covers `catalogue/_papers.py`, `catalogue/_row.py` and `catalogue/_vision.py`.
+"""
 
 import re
 
@@ -7,7 +10,10 @@ import pytest
 from keras_softmoe import catalogue, models
 from keras_softmoe.evaluation import cost
 
-METADATA = {name: catalogue.read_metadata(name) for name in catalogue.architectures()}
+METADATA = {
+    name: catalogue.read_metadata(name)
+    for name in catalogue.names_of_kind("architecture")
+}
 PUBLISHED = {n: m["published"] for n, m in METADATA.items() if "published" in m}
 
 

@@ -1,4 +1,7 @@
-"""LIMoE's presets without weights: as the paper's tables and appendices have them."""
+"""LIMoE's presets without weights: as the paper's tables and appendices have them.
+
+Covers `catalogue/_limoe.py`.
+"""
 
 import json
 import math
@@ -10,7 +13,7 @@ from keras_softmoe.evaluation import cost
 
 METADATA = {
     name: catalogue.read_metadata(name)
-    for name in catalogue.architectures()
+    for name in catalogue.names_of_kind("architecture")
     if name.startswith("limoe")
 }
 TWINS = {name: m["dense_twin"] for name, m in METADATA.items() if m["dense_twin"]}

@@ -1,4 +1,7 @@
-"""The reader of sharded checkpoints, on files that are as they should be."""
+"""The reader of sharded checkpoints, on intact files.
+
+Covers `checkpoints/_checkpoint_index.py` and `checkpoints/_stream.py`.
+"""
 
 import os
 

@@ -1,4 +1,7 @@
-"""Files on the web: downloads, and reading without one. The server runs here."""
+"""Files on the web: downloads, and reading without one. The server runs here.
+
+Covers `checkpoints/_files.py` and `checkpoints/_download.py`.
+"""
 
 import socket
 import threading
@@ -6,8 +9,8 @@ import threading
 import numpy as np
 import pytest
 
-from keras_softmoe import converters
-from keras_softmoe.checkpoints import _remote as remote
+from keras_softmoe import checkpoints, converters
+from keras_softmoe.checkpoints import _files as remote
 from tests.support import checkpoint_writer as writer
 from tests.support import safetensors_file, server
 
@@ -33,7 +36,7 @@ def test_read_in_place(web):
     folder, url, handler = web
     padding = {"c": np.zeros(1 << 20, "float32")}
     safetensors_file.save(folder / "model.safetensors", ARRAYS | padding)
-    checkpoint = converters.read_safetensors(f"{url}/model.safetensors")
+    checkpoint = converters.read_checkpoint(f"{url}/model.safetensors")
     for name, array in ARRAYS.items():
         np.testing.assert_array_equal(checkpoint[name], array)
     np.testing.assert_array_equal(checkpoint["c"], padding["c"])
@@ -46,14 +49,14 @@ def test_server_without_ranges(web):
     handler.sends_ranges = False
     safetensors_file.save(folder / "model.safetensors", ARRAYS)
     with pytest.raises(converters.CheckpointError, match="does not send parts"):
-        converters.read_safetensors(f"{url}/model.safetensors")
+        converters.read_checkpoint(f"{url}/model.safetensors")
 
 
 @pytest.mark.parametrize("verbose", [0, 1])
 def test_download_of_one_file(web, tmp_path, capsys, verbose):
     folder, url, _ = web
     np.savez(folder / "vit.npz", **ARRAYS)
-    copy = converters.download_checkpoint(f"{url}/vit.npz", tmp_path, verbose)
+    copy = checkpoints.download_checkpoint(f"{url}/vit.npz", tmp_path, verbose)
     assert copy == str(tmp_path / "vit.npz")
     content = (folder / "vit.npz").read_bytes()
     assert (tmp_path / "vit.npz").read_bytes() == content
@@ -64,7 +67,7 @@ def test_download_of_one_file(web, tmp_path, capsys, verbose):
 def test_download_of_shards(web, tmp_path):
     folder, url, _ = web
     writer.write_checkpoint(folder / "vmoe", ARRAYS, num_shards=2)
-    copy = converters.download_checkpoint(f"{url}/vmoe", tmp_path, verbose=0)
+    copy = checkpoints.download_checkpoint(f"{url}/vmoe", tmp_path, verbose=0)
     checkpoint = converters.read_checkpoint(copy)
     for name, array in ARRAYS.items():
         np.testing.assert_array_equal(checkpoint[name], array)
@@ -75,20 +78,20 @@ def test_download_that_is_cut(web, tmp_path):
     np.savez(folder / "vit.npz", **ARRAYS)
     handler.cuts = True
     with pytest.raises(converters.CheckpointError, match="cannot be fetched"):
-        converters.download_checkpoint(f"{url}/vit.npz", tmp_path, verbose=0)
+        checkpoints.download_checkpoint(f"{url}/vit.npz", tmp_path, verbose=0)
     # The next one begins anew.
     assert not (tmp_path / "vit.npz").exists()
     handler.cuts = False
-    converters.download_checkpoint(f"{url}/vit.npz", tmp_path, verbose=0)
+    checkpoints.download_checkpoint(f"{url}/vit.npz", tmp_path, verbose=0)
     assert (tmp_path / "vit.npz").exists()
 
 
 def test_missing_file(web, tmp_path):
     _, url, _ = web
     with pytest.raises(converters.CheckpointError, match="404"):
-        converters.download_checkpoint(f"{url}/vit.npz", tmp_path, verbose=0)
+        checkpoints.download_checkpoint(f"{url}/vit.npz", tmp_path, verbose=0)
     with pytest.raises(converters.CheckpointError, match="404"):
-        converters.read_vit_checkpoint(f"{url}/vit.npz")
+        converters.read_checkpoint(f"{url}/vit.npz")
 
 
 def test_server_that_is_silent(tmp_path, monkeypatch):
@@ -96,7 +99,7 @@ def test_server_that_is_silent(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/vit.npz"
         with pytest.raises(converters.CheckpointError, match="cannot be fetched"):
-            converters.download_checkpoint(url, tmp_path, verbose=0)
+            checkpoints.download_checkpoint(url, tmp_path, verbose=0)
 
 
 def test_name_that_is_never_found(tmp_path, monkeypatch):
@@ -110,5 +113,5 @@ def test_name_that_is_never_found(tmp_path, monkeypatch):
 
     monkeypatch.setattr(remote, "_answer", answer)
     with pytest.raises(converters.CheckpointError, match="no answer within"):
-        converters.download_checkpoint("gs://bucket/vit.npz", tmp_path, verbose=0)
+        checkpoints.download_checkpoint("gs://bucket/vit.npz", tmp_path, verbose=0)
     done.set()

@@ -25,7 +25,7 @@ def test_read(tmp_path):
     path = safetensors_file.save(
         tmp_path / "a.safetensors", ARRAYS, metadata={"a": "b"}
     )
-    checkpoint = converters.read_safetensors(path)
+    checkpoint = converters.read_checkpoint(path)
     assert checkpoint.shapes == {name: array.shape for name, array in ARRAYS.items()}
     assert checkpoint.dtypes == {name: array.dtype for name, array in ARRAYS.items()}
     for name, array in ARRAYS.items():
@@ -36,7 +36,7 @@ def test_files_of_the_package(tmp_path):
     package = needs("safetensors.numpy")
     arrays = {name: array for name, array in ARRAYS.items() if name != "d"}
     package.save_file(arrays, tmp_path / "a.safetensors", metadata={"format": "pt"})
-    checkpoint = converters.read_safetensors(tmp_path / "a.safetensors")
+    checkpoint = converters.read_checkpoint(tmp_path / "a.safetensors")
     assert set(checkpoint) == set(arrays)
     for name, array in arrays.items():
         np.testing.assert_array_equal(checkpoint[name], array)
@@ -48,7 +48,7 @@ def refused(path, content, message):
         peak_memory() as peak,
         pytest.raises(converters.CheckpointError, match=message),
     ):
-        dict(converters.read_safetensors(path))
+        dict(converters.read_checkpoint(path))
     assert peak[0] < 64 * len(content) + (1 << 20)
 
 
@@ -112,7 +112,7 @@ def test_lengths(tmp_path):
 
 def test_file_that_becomes_shorter(tmp_path):
     path = safetensors_file.save(tmp_path / "a.safetensors", ARRAYS)
-    checkpoint = converters.read_safetensors(path)
+    checkpoint = converters.read_checkpoint(path)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(converters.CheckpointError, match="has become shorter"):
         dict(checkpoint)
@@ -123,7 +123,7 @@ def test_other_kinds_of_files(tmp_path):
         (tmp_path / name).write_bytes(b"\x80\x04N.")
         with pytest.raises(ValueError, match="Pickled files .* can execute code"):
             converters.dense_model(tmp_path / name)
-    with pytest.raises(ValueError, match="holds no weights that are read"):
+    with pytest.raises(ValueError, match="has no weights in a supported"):
         converters.dense_model(tmp_path)
 
 
@@ -242,7 +242,7 @@ def test_fuzz(tmp_path, arrays):
         path.write_bytes(mutated)
         with peak_memory() as peak:
             try:
-                checkpoint = converters.read_safetensors(path)
+                checkpoint = converters.read_checkpoint(path)
                 # The names and shapes of a model, without making it.
                 dict(safetensors_names(checkpoint, path))
                 outcomes["read"] += 1

@@ -1,4 +1,8 @@
-"""The reader of original Vision Transformers' `.npz` files."""
+"""The reader of original Vision Transformers' `.npz` files.
+
+Covers `checkpoints/_parameters.py`, `checkpoints/_prefix_tokens.py` and
+`checkpoints/_translation.py`.
+"""
 
 import io
 import random
@@ -56,7 +60,7 @@ def test_both_numberings(tmp_path, params, numbering):
         block = "Transformer/encoderblock_1"
         assert f"{block}/{numbering['Mlp']}/Dense_1/bias" in arrays
         assert f"{block}/{numbering['LayerNorm_1']}/scale" in arrays
-    checkpoint = converters.read_vit_checkpoint(path)
+    checkpoint = converters.read_checkpoint(path)
     assert checkpoint.shapes == {name: a.shape for name, a in params.items()}
     for name, array in params.items():
         np.testing.assert_array_equal(checkpoint[name], array)
@@ -67,7 +71,7 @@ def test_bfloat16(tmp_path, params):
     path = save(tmp_path / "vit.npz", rounded)
     with np.load(path) as arrays:
         assert arrays["cls"].dtype == np.dtype("V2")
-    checkpoint = converters.read_vit_checkpoint(f"file://{path}")
+    checkpoint = converters.read_checkpoint(f"file://{path}")
     for name, array in rounded.items():
         assert checkpoint.dtypes[name] == checkpoint[name].dtype == ml_dtypes.bfloat16
         assert checkpoint[name].tobytes() == array.tobytes()
@@ -89,7 +93,7 @@ def test_convert(tmp_path, model, params):
 
 def refused(path, message):
     with pytest.raises(converters.CheckpointError, match=message):
-        dict(converters.read_vit_checkpoint(path))
+        dict(converters.read_checkpoint(path))
 
 
 def test_both_numberings_in_one_file(tmp_path, params):
@@ -155,7 +159,8 @@ def test_names_that_come_twice(tmp_path):
 
 def test_what_is_no_archive(tmp_path):
     np.save(tmp_path / "array.npy", np.zeros(3))
-    refused(tmp_path / "array.npy", "cannot be read as an .npz file")
+    (tmp_path / "array.npy").rename(tmp_path / "array.npz")
+    refused(tmp_path / "array.npz", "cannot be read as an .npz file")
     refused(tmp_path / "absent.npz", "cannot be read.*no such file")
     path = archive(tmp_path / "text.npz", {"cls.npy": b"text"})
     refused(path, "cannot be read as an .npz file")
@@ -230,7 +235,7 @@ def test_tower_of_siglip(tmp_path):
     for one, weight in zip(loaded.weights, model.weights, strict=True):
         np.testing.assert_array_equal(to_numpy(one), to_numpy(weight), one.path)
     # Each of its arrays can be read again.
-    checkpoint = converters.read_vit_checkpoint(tmp_path / "siglip.npz")
+    checkpoint = converters.read_checkpoint(tmp_path / "siglip.npz")
     first, second = (dict(checkpoint) for _ in range(2))
     for name, array in first.items():
         np.testing.assert_array_equal(second[name], array)
@@ -311,7 +316,7 @@ def test_fuzz(tmp_path, params, write):
         path.write_bytes(mutated)
         with peak_memory() as peak:
             try:
-                arrays = dict(converters.read_vit_checkpoint(path))
+                arrays = dict(converters.read_checkpoint(path))
             except converters.CheckpointError:
                 arrays = None
         assert peak[0] < 1 << 20

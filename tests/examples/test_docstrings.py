@@ -29,8 +29,6 @@ BACKEND_OF = {
 }
 NOT_RUN = {
     "converters.convert_vmoe_checkpoint": "needs a released checkpoint, 1 GB",
-    "converters.download_checkpoint": "needs the network",
-    "converters.read_vit_checkpoint": "needs a released checkpoint, 400 MB",
     "datasets.from_tfds": "needs the network",
     "presets.convert": "needs a released checkpoint, 200 MB",
 }

@@ -1,4 +1,7 @@
-"""Presets that cannot be loaded say why; a failed save leaves the old one alone."""
+"""Errors of presets that cannot be loaded; a failed save leaves the old one alone.
+
+Covers `models/_preset_keys.py`.
+"""
 
 import json
 import os

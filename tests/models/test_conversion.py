@@ -8,7 +8,7 @@ import pytest
 
 from keras_softmoe import converters, models, routers
 from keras_softmoe.checkpoints import read_vit_settings
-from keras_softmoe.models import released
+from keras_softmoe.models import conversion
 from tests.support import checkpoint_writer as writer
 from tests.support import tiny
 from tests.support.references import to_numpy
@@ -286,7 +286,7 @@ def test_failure_while_writing(tmp_path, params, monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(released, "_note_origin", fail)
+    monkeypatch.setattr(conversion, "_note_origin", fail)
     assert_refused(tmp_path, None, KeyboardInterrupt)
 
 

@@ -1,4 +1,7 @@
-"""Presets that are downloaded and converted when they are first loaded."""
+"""Presets that are downloaded and converted when they are first loaded.
+
+Covers `models/conversion.py` and `catalogue/_released.py`.
+"""
 
 import json
 import shutil
@@ -8,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from keras_softmoe import converters, evaluation, models, presets, routers
-from keras_softmoe.catalogue import _entries as entries
+from keras_softmoe import catalogue, converters, evaluation, models, presets, routers
 from keras_softmoe.models._loading import open_preset
 from tests.checkpoints.test_vit import save
 from tests.support import checkpoint_writer as writer
-from tests.support import server, tiny
+from tests.support import releases, server, tiny
 from tests.support.references import to_numpy
 
 NAME = "vmoe_nano_patch4_8_shapes"
@@ -28,40 +30,37 @@ def classifier():
 
 
 @pytest.fixture
-def released(classifier, tmp_path, monkeypatch):
-    """A checkpoint in a "bucket", a catalogue with its preset, and an own cache."""
+def own_cache(tmp_path, monkeypatch):
+    """A catalogue and a directory of Keras that a test may change."""
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
+    before = dict(catalogue.rows())
+    yield
+    catalogue.rows().clear()
+    catalogue.rows().update(before)
+
+
+@pytest.fixture
+def released(classifier, tmp_path, own_cache):
+    """A checkpoint in a "bucket", and a row for it."""
     bucket = tmp_path / "bucket"
     bucket.mkdir()
     writer.write_checkpoint(
         bucket / "vmoe_nano", converters.to_vmoe_params(classifier), num_shards=2
     )
-    root = tmp_path / "presets"
-    config = {
-        **classifier.backbone.get_config(),
-        "name": NAME,
-        "router": routers.SoftmaxTokenChoiceRouter(
+    releases.add(
+        NAME,
+        classifier,
+        # A URL that TensorFlow reads without a network
+        f"file://{bucket}/vmoe_nano",
+        {"ImageNet, validation images": 0.731},
+        router=routers.SoftmaxTokenChoiceRouter(
             4, num_selected_experts=2, capacity_factor=0.5, eval_capacity_factor=2.0
         ),
-        # Not what is in the file, which is asked
-        **{"group_images": 3, "dispatch_dtype": None, "representation_dim": 5},
-    }
-    models.ViTMoEImageClassifier(
-        models.ViTMoEBackbone.from_config(config),
-        classifier.num_classes,
-        preprocessor=models.ViTMoEImageClassifierPreprocessor(
-            models.ViTMoEImageConverter((8, 8), crop_to_aspect_ratio=False)
-        ),
-    ).save_to_preset(str(root / NAME))
-    for file in (root / NAME).glob("*.weights.h5"):
-        file.unlink()
-    # All that the preset says, but for what it is converted from
-    about = json.loads((presets.describe(REAL[0]).path / "metadata.json").read_text())
-    # What TensorFlow reads without a network
-    about["checkpoint"] = f"file://{bucket}/vmoe_nano"
-    about["accuracy"] = {"ImageNet, validation images": 0.731}
-    (root / NAME / "metadata.json").write_text(json.dumps(about))
-    monkeypatch.setattr(entries, "_root", lambda: root)
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
+        group_images=3,
+        dispatch_dtype=None,
+        # Not that of the file, which decides
+        representation_dim=5,
+    )
     return bucket
 
 
@@ -149,14 +148,21 @@ def test_checkpoint_of_another_model(released, tmp_path):
     assert f"file://{released}/vmoe_nano" in error.value.__notes__[0]
 
 
-@pytest.mark.parametrize("name", ["vit_base_patch16_224", "own"])
-def test_preset_of_another_kind(released, name):
-    path = presets.describe(NAME).path
-    about = json.loads((path / "metadata.json").read_text())
-    own = shutil.copytree(path, path.parent / "own")
-    (own / "metadata.json").write_text(json.dumps({**about, "kind": "architecture"}))
-    with pytest.raises(ValueError, match=f"'architecture'. Convertible are: {NAME}"):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("vit_base_patch16_224", "architecture"),
+        ("vit_tiny_patch4_32_glyphs", "trained"),
+    ],
+)
+def test_preset_of_another_kind(released, name, kind):
+    with pytest.raises(ValueError, match=f"'{kind}'. Convertible are: .*{NAME}"):
         presets.convert(name)
+
+
+def test_written_directory_is_converted(released, classifier, tmp_path):
+    directory = presets.write(NAME, tmp_path / NAME)
+    assert_loaded(models.ViTMoEImageClassifier.from_preset(directory), classifier)
 
 
 def test_cache_below_the_home_directory(released, tmp_path, monkeypatch):
@@ -172,21 +178,14 @@ DENSE_NAME = "vit_nano_patch4_8_shapes"
 
 
 @pytest.fixture
-def on_the_web(tmp_path, monkeypatch):
-    """A dense model in an original checkpoint on a server, and a preset for it."""
+def on_the_web(tmp_path, own_cache):
+    """A dense model in an original checkpoint on a server, and a row for it."""
     model = tiny.classifier(**tiny.DENSE)
-    folder, root = tmp_path / "web", tmp_path / "presets"
+    folder = tmp_path / "web"
     folder.mkdir()
     save(folder / "vit_nano.npz", converters.to_vmoe_params(model))
-    model.save_to_preset(str(root / DENSE_NAME))
-    for file in (root / DENSE_NAME).glob("*.weights.h5"):
-        file.unlink()
-    about = json.loads((presets.describe(REAL[0]).path / "metadata.json").read_text())
     with server.serve(folder) as (url, handler):
-        about["checkpoint"] = f"{url}/vit_nano.npz"
-        (root / DENSE_NAME / "metadata.json").write_text(json.dumps(about))
-        monkeypatch.setattr(entries, "_root", lambda: root)
-        monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
+        releases.add(DENSE_NAME, model, f"{url}/vit_nano.npz")
         yield model, url, handler
 
 
@@ -265,9 +264,10 @@ def test_eleven_checkpoints_were_released():
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_directory_is_complete(name):
+def test_written_directory_is_complete(name, tmp_path):
     preset = presets.describe(name)
-    assert {file.name for file in preset.path.iterdir()} == {
+    path = Path(presets.write(name, tmp_path / name))
+    assert {file.name for file in path.iterdir()} == {
         "README.md",
         "config.json",
         "image_converter.json",
@@ -277,23 +277,31 @@ def test_directory_is_complete(name):
     }
     saved = {
         file.stem: json.loads(file.read_text(encoding="utf-8"))
-        for file in preset.path.glob("*.json")
+        for file in path.glob("*.json")
     }
-    # What is written in several files is the same in all of them.
     task, image_size = saved["task"]["config"], saved["config"]["config"]["image_shape"]
-    assert task["backbone"] == saved["config"]
-    assert task["preprocessor"] == saved["preprocessor"]
-    converter = saved["preprocessor"]["config"]["image_converter"]
-    assert converter == saved["image_converter"]
-    assert converter["config"]["image_size"] == image_size[:2]
-    card = (preset.path / "README.md").read_text(encoding="utf-8")
+    assert saved["image_converter"]["config"]["image_size"] == image_size[:2]
+    card = (path / "README.md").read_text(encoding="utf-8")
     for value in preset.accuracy.values():
         assert f"{100 * value:.1f} %" in card
     for text in (preset.checkpoint, preset.description, f"{preset.parameters:,}"):
         assert text in card
-    counted = evaluation.cost(name)
-    assert counted.parameters == preset.parameters
-    metadata = saved["metadata"]
-    assert round(counted.gflop_per_image, 2) == metadata["gflop_per_image"]
     with_head = evaluation.cost(name, task["num_classes"]).parameters
-    assert with_head == metadata["parameter_count_with_head"]
+    assert with_head == saved["metadata"]["parameter_count_with_head"]
+
+
+def test_written_files_are_those_that_the_classes_write(tmp_path):
+    name = "vit_tiny_patch16_224_augreg_imagenet21k"
+    directory = Path(presets.write(name, tmp_path / "written"))
+    model = models.ViTMoEImageClassifier.from_preset(
+        name, load_weights=False, num_classes=3, num_layers=1
+    )
+    model.save_to_preset(str(tmp_path / "saved"))
+    written, saved = (
+        json.loads((folder / "task.json").read_text())
+        for folder in (directory, tmp_path / "saved")
+    )
+    for key in ("module", "class_name", "registered_name"):
+        assert written[key] == saved[key]
+    assert written["config"].keys() == saved["config"].keys()
+    assert written["config"]["preprocessor"] == saved["config"]["preprocessor"]

@@ -1,4 +1,7 @@
-"""Dense models of KerasHub, as models of this library: KerasHub is the judge."""
+"""Dense models of KerasHub, as models of this library: KerasHub is the judge.
+
+Covers `models/_keras_hub_params.py`.
+"""
 
 import json
 
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import converters, evaluation, models, routers
-from keras_softmoe.models import _source_kinds as source_kinds
+from keras_softmoe.models import dense_sources
 from tests.skips import needs
 from tests.support import bicubic_twin, hub, safetensors_file, tiny, torch_twin
 from tests.support.references import to_numpy
@@ -289,4 +292,4 @@ def test_preset_that_cannot_be_fetched(monkeypatch):
         monkeypatch.setattr(cls, "from_preset", fail)
     with pytest.raises(ValueError, match="save_to_preset.*no network"):
         converters.dense_model("vit_base_patch16_224_imagenet21k")
-    assert source_kinds.find_file("vit_base_patch16_224_imagenet21k") is None
+    assert dense_sources.find_file("vit_base_patch16_224_imagenet21k") is None

@@ -1,4 +1,7 @@
-"""Presets: what is saved is what is loaded, and what may be changed on the way."""
+"""Presets are loaded as they were saved, with the arguments that may be changed.
+
+Covers `models/_loading.py`.
+"""
 
 import json
 

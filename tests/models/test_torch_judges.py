@@ -118,7 +118,7 @@ def test_twin_of_transformers(hugging_face):
     }.items():
         theirs, folder = hugging_face(name)
         images = tiny.images(2, SHAPE)
-        saved = converters.read_safetensors(folder / "model.safetensors")
+        saved = converters.read_checkpoint(folder / "model.safetensors")
         tokens, vector = torch_twin.forward(kind, dict(saved), images)
         expected = theirs(channels_first(images))
         for ours, other in (

@@ -1,4 +1,7 @@
-"""A dense model's MLPs, copied into experts."""
+"""A dense model's MLPs, copied into experts.
+
+Covers `models/_upcycling_starts.py`.
+"""
 
 import keras
 import numpy as np
@@ -359,7 +362,7 @@ def test_routers_without_weights(dense, router, message):
     [
         ({"start": "random"}, "Unknown `start`.*'clusters'"),
         ({"start": "clusters", "images": None}, "Pass them, as `images="),
-        ({"start": "copies"}, "Copies look at no images"),
+        ({"start": "copies"}, "Copies need no images"),
         ({"start": "positions"}, "a `SoftmaxTokenChoiceRouter`"),
         ({"energy": 0}, "`energy`.*over 0"),
         ({"energy": 1.5}, "`energy` is the share"),

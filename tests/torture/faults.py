@@ -17,13 +17,11 @@ import h5py
 import keras
 import numpy as np
 
-from keras_softmoe import converters, models, presets, routers
-from keras_softmoe.catalogue import _entries as entries
+from keras_softmoe import catalogue, converters, models, presets
 from keras_softmoe.distribution import Backup
 from keras_softmoe.distribution._backup_file import open_backup
 from keras_softmoe.files import WriteError, atomic_file
 from tests.support import checkpoint_writer as writer
-from tests.support import tiny
 from tests.support.processes import Program
 from tests.support.references import to_numpy
 from tests.torture import victims
@@ -140,20 +138,11 @@ def _weights_in(preset):
 
 
 def release(folder):
-    """A catalogue with a convertible preset, and the checkpoint that it comes from."""
-    router = routers.SoftmaxTokenChoiceRouter(4, num_selected_experts=2)
-    model = tiny.classifier(router=router)
+    """Write the checkpoint of a convertible preset."""
+    model = victims.released_model()
     (folder / "bucket").mkdir()
     params = converters.to_vmoe_params(model)
     writer.write_checkpoint(folder / "bucket" / "vmoe_nano", params, num_shards=2)
-    preset = folder / "catalogue" / victims.NAME
-    model.save_to_preset(str(preset))
-    for file in preset.glob("*.weights.h5"):
-        file.unlink()
-    real = next(n for n in presets.names() if presets.describe(n).kind == "convertible")
-    about = json.loads((presets.describe(real).path / "metadata.json").read_text())
-    about["checkpoint"] = f"file://{folder}/bucket/vmoe_nano"
-    (preset / "metadata.json").write_text(json.dumps(about))
 
 
 # === No room, no permission ===
@@ -225,13 +214,13 @@ def _check_nothing_lost(kind, folder, home):
 
 @contextlib.contextmanager
 def _catalogue(folder, home):
-    root, before = entries._root, os.environ.get("KERAS_HOME")
-    entries._root = lambda: folder / "catalogue"
+    before = os.environ.get("KERAS_HOME")
+    victims.add_release(folder)
     os.environ["KERAS_HOME"] = str(home)
     try:
         yield
     finally:
-        entries._root = root
+        catalogue.rows().pop(victims.NAME)
         os.environ.pop("KERAS_HOME")
         if before is not None:
             os.environ["KERAS_HOME"] = before

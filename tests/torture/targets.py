@@ -17,7 +17,7 @@ import tempfile
 import keras
 import numpy as np
 
-from keras_softmoe import analysis, converters, models, presets, routers
+from keras_softmoe import analysis, checkpoints, converters, models, presets, routers
 from keras_softmoe.distribution import Backup
 from tests.support import checkpoint_writer as writer
 from tests.support import tiny
@@ -114,7 +114,7 @@ def _writers(folder):
         # No file has a name that is too long: then there is none to fetch.
         if len(os.fsencode(path.name)) < 256:
             shutil.copy(folder / "download.npz", source)
-        copy = converters.download_checkpoint(str(source), str(path.parent), verbose=0)
+        copy = checkpoints.download_checkpoint(str(source), str(path.parent), verbose=0)
         assert copy == str(path)
 
     def has(name):

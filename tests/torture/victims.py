@@ -16,10 +16,9 @@ import time
 import keras
 import numpy as np
 
-from keras_softmoe import models, presets
-from keras_softmoe.catalogue import _entries as entries
+from keras_softmoe import models, presets, routers
 from keras_softmoe.distribution import Backup
-from tests.support import tiny
+from tests.support import releases, tiny
 from tests.support.references import to_numpy
 
 NAME = "vmoe_nano_patch4_8_shapes"
@@ -56,8 +55,19 @@ def check_one_version(model):
     assert all(is_second) or not any(is_second), is_second
 
 
+def released_model():
+    """The model of the checkpoint of `add_release`."""
+    router = routers.SoftmaxTokenChoiceRouter(4, num_selected_experts=2)
+    return tiny.classifier(router=router)
+
+
+def add_release(folder):
+    """Add the preset of a checkpoint in a directory to the catalogue."""
+    releases.add(NAME, released_model(), f"file://{folder}/bucket/vmoe_nano")
+
+
 def _own_catalogue(directory):
-    entries._root = lambda: directory.parent / "catalogue"
+    add_release(directory.parent)
     os.environ["KERAS_HOME"] = str(directory)
 
 
