@@ -98,10 +98,12 @@ RUNS_ON = {
     "test_files.py": ("torch",),
     "test_imports.py": ("torch",),
     "test_language.py": ("torch",),
+    "test_layout.py": ("torch",),
     "test_moved.py": ("torch",),
     "test_package.py": ("jax",),
     "test_pages.py": ("torch",),
     "test_security.py": ("torch",),
+    "test_walks.py": ("torch",),
     "test_trained_*.py": ("torch",),
     # A hundredth of what `make torture` does on each backend.
     "torture/*": ("torch",),
