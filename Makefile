@@ -2,6 +2,7 @@
 # make demo      the main job on real images; backend from KERAS_BACKEND, JAX if unset
 # make check     lint and the heart of the suite on one backend; PyTorch if unset
 # make test      lint, then the whole suite on each backend in its own process
+# make test-jax  the suite on one backend; also test-tensorflow, test-torch
 # make docs      the site, into build/site; a warning is an error
 # make bench     layers and models beside their rivals on each backend, and tables of it
 # make torture   a hostile campaign on each backend, and a table of what it found

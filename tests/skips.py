@@ -1,7 +1,7 @@
 """Tests that do not run on every backend, and the reasons: all of them are here.
 
 PyTorch, which compiles nothing, runs all. `RUNS_ON` lists files that are not collected
-on some backends, `HEART` the tests of a file that run on the others too. Of tests with
+on some backends, `ON_ALL` the tests of a file that run on the others too. Of tests with
 several parameters the others run enough to see each value of each parameter, of
 `reference/` all of them. `--all-cases` selects what is deselected here.
 
@@ -95,10 +95,10 @@ RUNS_ON = {
     "reference/test_coverage.py": ("torch",),
     "test_benchmark*.py": ("torch",),
     "test_checks.py": ("torch",),
+    "test_each_file_has_tests.py": ("torch",),
     "test_files.py": ("torch",),
     "test_imports.py": ("torch",),
     "test_language.py": ("torch",),
-    "test_layout.py": ("torch",),
     "test_moved.py": ("torch",),
     "test_package.py": ("jax",),
     "test_pages.py": ("torch",),
@@ -119,7 +119,7 @@ RUNS_ON = {
 # backend. The tests listed also run on JAX and TensorFlow, the others on PyTorch alone.
 # A name may have an identifier of parameters: `test_outputs[soft]`. The planted faults
 # of `guards/faults.py` are seen on each backend.
-HEART = {
+ON_ALL = {
     "analysis/test_blocks.py": ("test_counts", "test_load"),
     "analysis/test_soft.py": ("test_every_number_of_a_block",),
     "backbones/test_contrastive.py": (
@@ -223,7 +223,7 @@ def selected(items, folder):
         return set(items)
     kept = set()
     for item in covering(items):
-        names = HEART.get(item.path.relative_to(folder).as_posix())
+        names = ON_ALL.get(item.path.relative_to(folder).as_posix())
         if names is None or {item.name, item.originalname} & set(names):
             kept.add(item)
     return kept | {item for item in items if item.path.parent.name == "reference"}

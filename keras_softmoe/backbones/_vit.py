@@ -18,9 +18,9 @@ from keras_softmoe.types import DType, Tensor
 class ViTMoEBackbone(MoEBackbone):
     """Vision Transformer in which some blocks are mixtures of experts.
 
-    With `moe_layers=()` it is a dense ViT. Images are expected in `[-1, 1]`, the output
-    of `ViTMoEImageConverter` for pixels from 0 to 255, with their channels last
-    whatever `keras.config.image_data_format()` says.
+    With `moe_layers=()` it is a dense ViT. Images have values in `[-1, 1]`, as
+    `ViTMoEImageConverter` returns for pixels from 0 to 255. Their channels are last,
+    for any `keras.config.image_data_format()`.
 
     Args:
         image_shape: `(height, width, channels)` of the images, in pixels.
@@ -31,18 +31,17 @@ class ViTMoEBackbone(MoEBackbone):
         mlp_dim: int, hidden width of MLPs and experts.
         moe_layers: tuple of int, the blocks (counted from 0) whose MLP is a mixture of
             experts.
-        router: the router of those blocks, a template: each block makes its own with
-            the same configuration. Or a list of routers, one for each of those blocks.
-            Required exactly if there are any.
+        router: a router, of which each of those blocks makes a copy, or a list with one
+            for each. Required if `moe_layers` is not empty, and not accepted otherwise.
         pooling: how tokens become `pooled_output`: `"token"` (a class token), `"first"`
-            (the first patch), `"gap"` (the mean of all tokens) or `"map"` (multi-head
-            attention pooling).
+            (the first patch), `"gap"` (the mean of all tokens but registers) or
+            `"map"` (multi-head attention pooling).
         position_embedding: `"learned"`, `"sincos2d"` or `"none"`.
-        position_resampling: how learned positions move to another resolution:
+        position_resampling: how learned positions are resized to another resolution:
             `"bilinear"`, `"bicubic"` or `"bicubic_antialias"`, see
             `layers.PositionEmbedding`.
         num_registers: int, learned tokens between class token and patches (registers,
-            DeiT's distillation token). `"gap"` and `"first"` leave them out.
+            DeiT's distillation token).
         use_qk_norm: bool, whether attention normalizes queries and keys.
         representation_dim: int or `None`. If given, `pooled_output` goes through one
             more dense layer of that width with a tanh (the "pre-logits").
@@ -53,12 +52,12 @@ class ViTMoEBackbone(MoEBackbone):
         layer_scale: float or `None`. If given, learned factors with this initial value
             multiply the outputs of attention and MLPs.
         group_images: int or `None`, images whose tokens are routed together, see
-            `layers.MoE` for this and the following ones.
+            `layers.MoE` for this argument and the next five.
         dispatcher: `"auto"`, `"gather"` or `"einsum"`.
         equal_experts: bool, whether all experts of a block start with the same weights.
         expert_dropout_rate: float, dropout inside the experts.
-        remat_experts: bool, whether the backward pass computes the hidden activations
-            of the experts again.
+        remat_experts: bool, whether the experts' hidden activations are recomputed in
+            the backward pass instead of kept.
         dispatch_dtype: `None` or `"bfloat16"`, the dtype to which tokens are rounded
             on the way to the experts and back.
         dtype: dtype or policy of all layers but the routers, which stay in float32.
@@ -122,6 +121,7 @@ class ViTMoEBackbone(MoEBackbone):
         name: str | None = None,
         trainable: bool = True,
     ):
+        # Each setting of the record is an argument of this constructor.
         architecture = ViT.of_arguments(locals())
 
         # === Layers ===

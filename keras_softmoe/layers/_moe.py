@@ -63,26 +63,27 @@ class MoE(Layer):
         router: a router from `keras_softmoe.routers`. It is a template: the layer
             creates a copy from its configuration.
         mlp_dim: int, hidden width of an expert.
-        group_images: int, images whose tokens are routed together. A batch that it does
-            not divide is padded; padding takes no slot. `None`: the whole batch, if its
-            size is known when the call is traced.
+        group_images: int, images whose tokens are routed together. If the batch is not
+            a multiple of it, empty images fill the last group; they take no slot.
+            `None`: the whole batch is one group, and its size must be fixed.
         dispatcher: how tokens are dispatched to the slots of a sparse router.
             `"gather"` copies rows, `"einsum"` multiplies with one-hot weights (for
             experts sharded over devices), `"auto"` is the one measured to be faster:
             `"gather"`, except for groups of under 64 tokens. (Dispatch and combine took
             0.8 to 1.7 times as long with einsum as with gather at 64 tokens, 2 to 6
             times at 512 and 3 to 8 times at 1,024, on three backends.) Soft routers
-            always use a product, as they mix all tokens. For a dropless router
-            (`capacity_factor=None`) rows are sorted by expert unless the dispatcher is
-            `"einsum"`; where that is not supported (experts in int8 or float8; compiled
-            by XLA on TensorFlow) each expert has a slot for each token.
+            always use a product, as they mix all tokens. A dropless router
+            (`capacity_factor=None`) has no slots: rows are sorted by expert. With
+            `"einsum"` they are multiplied with one-hot weights instead. Experts in int8
+            or float8, and programs of XLA on TensorFlow, cannot sort rows: there each
+            expert gets a slot for each token.
         equal_experts: bool, whether all experts start with the same weights.
         expert_dropout_rate: float, dropout inside the experts.
         remat_experts: bool, whether the experts' hidden activations are recomputed in
             the backward pass instead of kept, see `Experts`.
         dispatch_dtype: `None` or `"bfloat16"`: the dtype to which tokens are rounded
             before dispatch, and the experts' outputs before combine. The released V-MoE
-            and Soft MoE code does so whatever the dtype of the rest.
+            and Soft MoE code rounds to bfloat16 even where the rest is float32.
         activation: activation of the experts, as in `MLP`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
@@ -95,8 +96,8 @@ class MoE(Layer):
         - `mask`: optional bool tensor of the shape of the inputs without `D`, or a dict
           of them; `False` for padding. A layer that computes a mask
           (`keras.layers.Embedding(mask_zero=True)`) passes it by itself. Masked tokens
-          take no slot, get zeros, and count in no loss and no statistic; the others are
-          routed as in a sequence without them, with the capacity of its length.
+          take no slot, get zeros, and count in no loss and no statistic. The others are
+          routed as in a sequence without them; capacity follows from their number.
 
     Returns:
         tensor like the input, or a dict. `routers.record` collects the decisions of the
@@ -198,10 +199,10 @@ class MoE(Layer):
         if is_distributed() and router.num_rows(1) is not None:
             factor = router.num_experts / router.choices_per_token
             raise ValueError(
-                "Rows sorted by expert cannot be sharded over devices, which need "
-                "equally many of each group. Received: capacity_factor=None "
-                f"under a distribution. `capacity_factor={factor:g}` drops nothing "
-                "either, with a slot of each expert for each token."
+                "Dropless routing cannot be sharded: devices need equally many rows of "
+                "each group. Received: capacity_factor=None under a distribution. "
+                f"`capacity_factor={factor:g}` keeps every token too: each expert then "
+                "has a slot for each token."
             )
 
     def call(self, inputs, mask=None, training=None):
@@ -252,7 +253,7 @@ class MoE(Layer):
         return ops.reshape(mask, (-1, math.prod(mask.shape[1:])))
 
     def _warn_of_split_groups(self, batch, groups):
-        """Warn if the devices divide the number of images but not that of groups."""
+        """Warn if images divide evenly among the devices, but groups do not."""
         sharding = layout_of(f"{self.experts.path}/slots_of_groups")
         if sharding is None or not (isinstance(batch, int) and isinstance(groups, int)):
             return
@@ -260,7 +261,7 @@ class MoE(Layer):
         if batch % parts == 0 and groups % parts:
             warnings.warn(
                 f"A batch of {batch} images makes {groups} groups, which do not divide "
-                f"among {parts} devices: each of them routes all tokens of {self.path}."
+                f"among {parts} devices: every device routes all tokens of {self.path}."
                 f" The result is correct, but slow. Received: group_images="
                 f"{self.group_images}. Use batches whose size is a multiple of "
                 "`group_images` times the number of devices.",
@@ -303,8 +304,8 @@ class MoE(Layer):
         experts = self.experts.cost((num_groups * slots, width))
         multiplies = rows is None and self._multiplies(group_tokens)
         mixing = self.router.mixes_tokens or multiplies
-        # Soft weights are kept by the router; others, and all of them in half
-        # precision, are created for the products.
+        # A soft router keeps its float32 weights and counts them. One-hot weights, and
+        # copies in half precision, are made here.
         is_half = self.compute_dtype != "float32"
         copies = mixing and (is_half or not self.router.mixes_tokens)
         mixture = MixtureCost(
@@ -321,7 +322,7 @@ class MoE(Layer):
             + LayerCost(
                 products=mixing * all_tokens * width * 2 * slots,
                 kept=copies * 2 * all_tokens * slots,
-                # The copy of the tokens in the router
+                # The router's float32 copy of tokens in half precision
                 kept_float32=is_half * all_tokens * width,
                 mixtures=(mixture,),
             )
@@ -329,7 +330,7 @@ class MoE(Layer):
 
     def get_config(self):
         router = keras.saving.serialize_keras_object(self.router)
-        # A template is not built, and could not be if the size of a group has changed.
+        # It is built for the group size of the configuration, which may differ now.
         router.pop("build_config", None)
         return {
             **super().get_config(),

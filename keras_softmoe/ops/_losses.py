@@ -12,7 +12,8 @@ from keras import ops
 
 from keras_softmoe.ops.assignment import check_num_selected_experts
 from keras_softmoe.ops.backend import float32_at_least
-from keras_softmoe.ops.padding import tiny, zero_padding
+from keras_softmoe.ops.numbers import tiny
+from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.ops.selection import smallest_entry, top_values
 from keras_softmoe.types import Tensor
 

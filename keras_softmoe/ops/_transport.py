@@ -8,7 +8,7 @@ and `S` is then the number of other tokens.
 from keras import ops
 
 from keras_softmoe.ops.backend import compiled_on_jax, float32_at_least, repeat
-from keras_softmoe.ops.padding import lowest
+from keras_softmoe.ops.numbers import lowest
 from keras_softmoe.ops.selection import largest_entry, smallest_entry, top_values
 from keras_softmoe.types import Tensor
 

@@ -1,13 +1,8 @@
-"""Padding, and numbers near the ends of the range of a dtype.
+"""Padding: tokens that a mask excludes."""
 
-As constants, such numbers would be infinite or zero in a smaller dtype. And without a
-given dtype PyTorch takes Keras' default (`floatx`) for a number, whatever the tensor
-that it meets: -1e30 is -inf if that is float16.
-"""
-
-import keras
-import ml_dtypes
 from keras import ops
+
+from keras_softmoe.ops.numbers import least
 
 
 def zero_padding(values, valid):
@@ -15,6 +10,8 @@ def zero_padding(values, valid):
 
     Call it before a sum over tokens or a product with a matrix: NaN and infinity would
     survive a later multiplication by a mask, and a later selection in gradients.
+    Encoder blocks call it before attention, `MoE` before routing, and a router where it
+    is called alone.
 
     Args:
         values: `(G, S, N)` float tensor.
@@ -28,40 +25,6 @@ def zero_padding(values, valid):
     return ops.where(ops.expand_dims(valid, -1), values, 0.0)
 
 
-def lowest(x):
-    """Return a logit with probability zero beside others: half of the lowest number.
-
-    Infinity would lead to NaN if all logits are, and in gradients. An ordinary number
-    can be subtracted from this one.
-
-    Args:
-        x: float tensor of the logits.
-
-    Returns:
-        Scalar tensor of the dtype of `x`.
-    """
-    return _like(x, _finfo(x.dtype).min / 2)
-
-
-def tiny(x):
-    """Return a small number with finite logarithm and inverse: at least 1e-30.
-
-    The inverse may be multiplied by a gradient.
-
-    Args:
-        x: float tensor to compare with.
-
-    Returns:
-        Scalar tensor of the dtype of `x`.
-    """
-    return _like(x, max(1e-30, smallest(x.dtype)))
-
-
-def smallest(dtype):
-    """Return the smallest positive normal number of a dtype."""
-    return float(_finfo(dtype).smallest_normal)
-
-
 def with_real_first(scores, valid):
     """Return scores that rank every token before padding.
 
@@ -71,14 +34,6 @@ def with_real_first(scores, valid):
         scores: float tensor.
         valid: bool tensor that broadcasts to it, `False` for padding.
     """
-    least = _like(scores, _finfo(scores.dtype).min)
-    scores = ops.where(scores > least, scores, least)
+    lowest = least(scores)
+    scores = ops.where(scores > lowest, scores, lowest)
     return ops.where(valid, scores, -float("inf"))
-
-
-def _finfo(dtype):
-    return ml_dtypes.finfo(keras.backend.standardize_dtype(dtype))
-
-
-def _like(x, value):
-    return ops.convert_to_tensor(float(value), dtype=x.dtype)

@@ -30,7 +30,7 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
         num_selected_experts: int, the number `K` of experts that a token chooses.
         capacity_factor: float, slots per choice: under 1 some choices are dropped
             even if they spread evenly. `None` for dropless routing: each expert
-            computes as many rows as tokens choose it, and the routing is an
+            processes all tokens that choose it, however many, and the routing is an
             `ops.ChoiceRouting`.
         priority: order in which tokens are assigned: `"position"`, `"max"` (batch
             prioritized routing: the largest probability first), `"sum"`, `"pair"` or
@@ -42,8 +42,8 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
             "softmax(TOP-K)" in V-MoE's table 3. With one choice the router then gets
             no gradient.
         noise_std: float. In training, normal noise of standard deviation
-            `noise_std / num_experts` is added to the logits that choose and weigh. With
-            0 there is no load loss, which needs noise.
+            `noise_std / num_experts` is added to the logits, for the choice and the
+            gates. With 0 there is no load loss, which needs noise.
         **settings: settings of all sparse routers:
 
             - `losses`: sequence of `RoutingLoss`es, whose weighted sum is added to the
@@ -53,9 +53,9 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
               `None` for `capacity_factor`.
             - `rounding`, `multiple_of`: see `ops.expert_capacity`.
             - `random_logits`: bool, whether logits are replaced by normal noise; or
-              `"permuted"`, whether each token's logits are shuffled, which keeps the
-              size of probabilities and gates. Shows the effect of random routing on a
-              trained model (V-MoE, appendix E.1).
+              `"permuted"`, whether each token's logits are shuffled: probabilities and
+              gates keep their values, at other experts. Shows the effect of random
+              routing on a trained model (V-MoE, appendix E.1).
             - `name`, `trainable`: as in `keras.layers.Layer`.
 
     Weights: `kernel` `(D, E)`.
@@ -112,10 +112,10 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
 class SinkhornTokenChoiceRouter(SparseRouter):
     """Every token chooses the experts with the most weight in a balanced plan.
 
-    The plan is `ops.sinkhorn_plan` of the logits: each expert receives the same total
-    weight, so there is no balancing loss by default, but more tokens may choose an
-    expert than it has slots. Noise changes the plan only: the probabilities, which are
-    the gates by default, are without noise, as in the released code.
+    The plan is `ops.sinkhorn_plan` of the logits. In it each expert receives the same
+    total weight, hence no balancing loss by default. Still, more tokens may choose an
+    expert than it has slots. Noise is added for the plan only. Probabilities, by
+    default the gates, have none, as in the released code.
 
     Args:
         num_experts: int, number of experts.
@@ -178,7 +178,7 @@ class SinkhornTokenChoiceRouter(SparseRouter):
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class SoftmaxExpertChoiceRouter(SparseRouter):
-    """Every expert chooses the tokens that find it most probable.
+    """Every expert chooses the tokens with the highest probability for it.
 
     The probabilities are a softmax over experts, and the gates are the probabilities
     of the chosen pairs. All slots are filled, so no balancing loss is needed; a token
@@ -187,7 +187,7 @@ class SoftmaxExpertChoiceRouter(SparseRouter):
     Args:
         num_experts: int, number of experts.
         capacity_factor: float, slots per token: the average number of experts that
-            process a token. An expert takes at most all tokens of a group.
+            process a token. An expert has at most as many slots as a group has tokens.
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits.
         **settings: as in `SoftmaxTokenChoiceRouter`. No `losses` by default;
@@ -205,7 +205,7 @@ class SoftmaxExpertChoiceRouter(SparseRouter):
     Examples:
         >>> router = ksm.routers.SoftmaxExpertChoiceRouter(num_experts=4)
         >>> decision = router(np.random.normal(size=(1, 16, 32)))
-        >>> keras.ops.convert_to_numpy(decision.summary["load"])  # 16 / 4 for everyone
+        >>> keras.ops.convert_to_numpy(decision.summary["load"])  # 16 / 4 per expert
         array([[4., 4., 4., 4.]], dtype=float32)
     """
 
@@ -240,7 +240,7 @@ class SinkhornExpertChoiceRouter(SparseRouter):
         combine: `"softmax"` (gates are probabilities, the plan has no gradient) or
             `"plan"` (gates are entries of the plan, which then has a gradient).
         noise_std: float. In training, normal noise of standard deviation
-            `noise_std / num_experts` is added to the logits, for plan and gates.
+            `noise_std / num_experts` is added to the logits: of the plan and the gates.
         **settings: as in `SoftmaxTokenChoiceRouter`. No `losses` by default.
 
     Weights: `kernel` `(D, E)`.
@@ -257,7 +257,7 @@ class SinkhornExpertChoiceRouter(SparseRouter):
         >>> router = ksm.routers.SinkhornExpertChoiceRouter(num_experts=8)
         >>> decision = router(np.random.normal(size=(4, 16, 32)))
         >>> plan = keras.ops.convert_to_numpy(decision.summary["selection"])
-        >>> bool(abs(plan.sum(axis=2) - 1).max() < 1e-5)  # each token gives all it has
+        >>> bool(abs(plan.sum(axis=2) - 1).max() < 1e-5)  # weights of a token
         True
     """
 
@@ -285,8 +285,8 @@ class SparseTransportExpertChoiceRouter(SparseRouter):
     """Experts choose by a balanced plan that respects their capacity.
 
     The plan is `ops.sparse_transport_plan` of the softmax probabilities. Unlike the
-    Sinkhorn plan, it gives an expert only `C` tokens. No noise is added and no gradient
-    flows through the plan.
+    Sinkhorn plan, it respects the capacity of an expert. No noise is added and no
+    gradient flows through the plan.
 
     Args:
         num_experts: int, number of experts.

@@ -19,7 +19,8 @@ from keras_softmoe.checks import (
 from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.ops import DenseRouting
 from keras_softmoe.ops.backend import softmax
-from keras_softmoe.ops.padding import lowest, zero_padding
+from keras_softmoe.ops.numbers import lowest
+from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.routers._router import Decision, Router
 from keras_softmoe.sharding.constraints import check_layer, replicate
 
@@ -250,7 +251,7 @@ def _check_scale(initial_scale, normalize):
         is_accepted = is_number(initial_scale) and initial_scale > 0
     if not is_accepted:
         raise ValueError(
-            f"`initial_scale` must be a positive number, or '{_UNIT_VARIANCE}' for the "
+            f"Pass a positive number as `initial_scale`, or '{_UNIT_VARIANCE}' for the "
             "square root of the tokens' width. Received: initial_scale="
             f"{quote(initial_scale)}."
         )

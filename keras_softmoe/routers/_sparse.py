@@ -57,7 +57,7 @@ class SparseRouter(Router):
     `call` has all steps: logits, noise in training, probabilities, selection scores,
     slot assignment, gates, losses. Policies implement the steps that differ between
     routers. A subclass only makes the policies from the arguments of its constructor;
-    `get_config` reads these from the policies.
+    `get_config` reads the arguments back from the policies.
 
     Args:
         num_experts: int, number of experts.
@@ -66,7 +66,8 @@ class SparseRouter(Router):
         modalities: `Modalities`; `None` if images and text are not distinguished.
         losses: sequence of `RoutingLoss`es. `None` for `default_losses`, without the
             load loss if there is no noise.
-        loss_weight: float, weight of the mean of the losses. `None` for their sum.
+        loss_weight: float or `None`. If given, the total is this weight times the mean
+            of the weighted losses; if `None`, their sum.
         random_logits: see `SoftmaxTokenChoiceRouter`.
         **settings: fields of `Capacity`; `name` and `trainable`, as in
             `keras.layers.Layer`.
@@ -128,11 +129,11 @@ class SparseRouter(Router):
             losses, self.num_predicted_experts, scores.noise_std
         )
         self.loss_weight = loss_weight
-        # Always made: a setting that needs it can change later.
+        # Always made: `set_routing` may ask for random numbers later.
         self.seed_generator = keras.random.SeedGenerator()
 
     def build(self, tokens_shape):
-        # LIMoE's slots depend on the modalities of a call.
+        # Not for LIMoE: its number of slots depends on the modalities of a call.
         if tokens_shape[1] is not None and not self.knows_modalities:
             self.check_group(tokens_shape[1])
         for name in self.modalities.kernels:
@@ -154,7 +155,7 @@ class SparseRouter(Router):
         routed = self._routed(logits, noisy_logits, valid, masks)
         probabilities = self.modalities.left(routed.noisy_probabilities)
 
-        factor = self._slots_per_choice(training, len(masks))
+        factor = self._capacity_factor(training, len(masks))
         slots = self._slots(group_tokens, factor)
         limit = self._limit(num_tokens, group_tokens, factor)
         selection = self.scores.selection(
@@ -209,7 +210,7 @@ class SparseRouter(Router):
 
     @property
     def num_predicted_experts(self):
-        """Int, number of experts in the softmax."""
+        """Int, number of experts in the softmax: also those that were pruned."""
         return self.modalities.num_predicted_experts or self.num_experts
 
     @property
@@ -226,15 +227,18 @@ class SparseRouter(Router):
 
     @property
     def choices_per_token(self):
-        """Int, number of choices of a token, by which slots are counted."""
+        """Int, experts that a token chooses; 1 if experts choose.
+
+        The capacity factor counts slots per choice.
+        """
         return self.assignment.choices
 
     def capacity(self, num_tokens, training=False, single_modality=False):
-        factor = self._slots_per_choice(training, int(single_modality))
+        factor = self._capacity_factor(training, 1 if single_modality else 0)
         return self._slots(num_tokens, factor)
 
     def num_rows(self, num_tokens, training=False):
-        if self._slots_per_choice(training) is not None:
+        if self._capacity_factor(training) is not None:
             return None
         return num_tokens * self.choices_per_token
 
@@ -242,8 +246,11 @@ class SparseRouter(Router):
         # Raises if there is no slot
         self.capacity(num_tokens)
 
-    def _slots_per_choice(self, training, num_modalities=0):
-        """Return the capacity factor of a call; `None` if nothing is dropped."""
+    def _capacity_factor(self, training, num_modalities=0):
+        """Return the capacity factor of a call; `None` if nothing is dropped.
+
+        `num_modalities` is 0 where modalities are not distinguished.
+        """
         if num_modalities == 1 and self.capacity_policy.capacity_factor is not None:
             return self.modalities.single_modality_capacity_factor
         return self.capacity_policy.factor(training)
@@ -295,10 +302,10 @@ class SparseRouter(Router):
         if auxiliary_loss is None:
             return
         summary["auxiliary_loss"] = auxiliary_loss
-        # For a frozen router the loss would only move the tokens.
+        # With a frozen router the loss would only train the layers before it.
         if self.trainable:
             loss = _mean_of_groups(auxiliary_loss, num_tokens)
-            # In the dtype of the loss to which Keras adds it
+            # Keras adds losses in `floatx`.
             self.add_loss(ops.cast(loss, keras.config.floatx()))
 
     def _auxiliary_loss(self, routed):
@@ -361,6 +368,7 @@ def _setting(name):
 
     def policy_of(router):
         having = (p for p in _POLICIES if hasattr(getattr(router, p), name))
+        # If none has it, the error of the first one names it.
         return next(having, _POLICIES[0])
 
     def read(router):
@@ -374,6 +382,7 @@ def _setting(name):
     return property(read, change)
 
 
+# Each field of a policy is a property of the router, as `router.priority`.
 for _record in (Capacity, Sinkhorn, SparseTransport, TokenChoice, Modalities):
     for _field in dataclasses.fields(_record):
         if not hasattr(SparseRouter, _field.name):
@@ -398,9 +407,9 @@ def _slots_by_length(capacity, factor, largest, choices, num_experts):
 
 
 def _first_slots(token, filled, limit):
-    """Return the assignment with a smaller capacity, `(G,)` int.
+    """Keep the first `limit` slots of each expert, `(G,)` int.
 
-    Slots are filled in the order of the queue, so the first ones remain.
+    Slots are filled by priority: a smaller capacity would have filled these.
     """
     slots = ops.arange(filled.shape[-1], dtype="int32")
     filled = ops.logical_and(filled, slots < ops.reshape(limit, (-1, 1, 1)))

@@ -38,7 +38,7 @@ from keras_softmoe.ops.assignment import (
     kept_tokens,
 )
 from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING, ROUNDINGS
-from keras_softmoe.ops.padding import lowest, tiny
+from keras_softmoe.ops.numbers import lowest, tiny
 from keras_softmoe.ops.selection import take_along, top_indices
 from keras_softmoe.routers._losses import MODALITIES
 from keras_softmoe.sharding.constraints import is_distributed

@@ -14,7 +14,7 @@ from keras import ops
 
 from keras_softmoe.checks import check_choice, check_numbers
 from keras_softmoe.keras_adapter.optimizers import index_of
-from keras_softmoe.ops.padding import smallest
+from keras_softmoe.ops.numbers import smallest
 from keras_softmoe.training._by_variable import ByVariable, weight_of_all
 
 

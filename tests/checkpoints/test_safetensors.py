@@ -221,7 +221,9 @@ def test_images_of_the_source(tmp_path, arrays):
     np.testing.assert_allclose(prepared, expected, rtol=1e-5)
     about["image_std"] = [0.2, 0.0, "x"]
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(about))
-    with pytest.raises(converters.CheckpointError, match="of the images beside"):
+    with pytest.raises(
+        converters.CheckpointError, match="preprocessing config next to"
+    ):
         convert(tmp_path, arrays)
 
 

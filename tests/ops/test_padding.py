@@ -1,4 +1,7 @@
-"""The values of padding reach no result and no gradient."""
+"""The values of padding reach no result and no gradient.
+
+Tests `ops/padding.py` and `ops/numbers.py`.
+"""
 
 import keras
 import numpy as np
