@@ -3,6 +3,7 @@
 # make check     lint and the heart of the suite on one backend; PyTorch if unset
 # make test      lint, then the whole suite on each backend in its own process
 # make test-jax  the suite on one backend; also test-tensorflow, test-torch
+# make test-all  with long tests, and each combination of parameters on each backend
 # make docs      the site, into build/site; a warning is an error
 # make bench     layers and models beside their rivals on each backend, and tables of it
 # make torture   a hostile campaign on each backend, and a table of what it found
@@ -47,7 +48,7 @@ $(SUITES) $(TORTURES): export OMP_NUM_THREADS ?= 1
 $(SUITES) $(TORTURES): export TF_NUM_INTRAOP_THREADS ?= 1
 $(SUITES) $(TORTURES): export TF_NUM_INTEROP_THREADS ?= 1
 
-.PHONY: install demo check test lint docs $(SUITES) bench torture $(TORTURES) format clean \
+.PHONY: install demo check test test-all lint docs $(SUITES) bench torture $(TORTURES) format clean \
     oldest $(OLDEST) nightly $(NIGHTLY) wheel wheels $(WHEELS) wheel-bare
 
 install: $(INSTALLED)
@@ -80,6 +81,9 @@ test: lint
 	done; \
 	exit $$status
 
+test-all:
+	$(MAKE) --no-print-directory test CASES=--all-cases
+
 # Routing, losses, experts and models against their twins, and the recorded numbers.
 HEART := tests/ops tests/routers tests/layers/test_moe.py tests/layers/test_masks.py \
     tests/layers/test_experts.py tests/layers/test_every_layer.py \
@@ -110,7 +114,7 @@ $(SUITES): test-%: install
 	@echo "$*: running, see build/$*.log"
 	@status=0; \
 	KERAS_BACKEND=$* KERAS_HOME=$(CURDIR)/build/keras-$* MPLBACKEND=agg \
-	    $(NICE) $(VENV)/python -m pytest -o cache_dir=build/pytest-$* \
+	    $(NICE) $(VENV)/python -m pytest $(CASES) -o cache_dir=build/pytest-$* \
 	    > build/$*.log 2>&1 || status=$$?; \
 	cat build/$*.log; \
 	exit $$status

@@ -1,9 +1,10 @@
 """Tests that do not run on every backend, and the reasons: all of them are here.
 
-PyTorch, which compiles nothing, runs all. `RUNS_ON` lists files that are not collected
+PyTorch, which compiles nothing, runs most. `RUNS_ON` lists files that are not collected
 on some backends, `ON_ALL` the tests of a file that run on the others too. Of tests with
 several parameters the others run enough to see each value of each parameter, of
-`reference/` all of them. `--all-cases` selects what is deselected here.
+`reference/` all of them. `LONG` lists tests that take many seconds each. The option
+`--all-cases`, as in `make test-all`, selects all of them.
 
 `REASONS` are those for which a test is skipped. A test that is skipped for another
 reason fails (`conftest.py`). Nothing is skipped for want of a file of this repository.
@@ -100,7 +101,7 @@ RUNS_ON = {
     "test_imports.py": ("torch",),
     "test_language.py": ("torch",),
     "test_moved.py": ("torch",),
-    "test_package.py": ("jax",),
+    "test_package.py": ("torch",),
     "test_pages.py": ("torch",),
     "test_security.py": ("torch",),
     "test_walks.py": ("torch",),
@@ -120,13 +121,9 @@ RUNS_ON = {
 # A name may have an identifier of parameters: `test_outputs[soft]`. The planted faults
 # of `guards/faults.py` are seen on each backend.
 ON_ALL = {
-    "analysis/test_blocks.py": ("test_counts", "test_load"),
+    "analysis/test_blocks.py": ("test_counts",),
     "analysis/test_soft.py": ("test_every_number_of_a_block",),
-    "backbones/test_contrastive.py": (
-        "test_encoders_follow_the_routers",
-        "test_fit_learns",
-        "test_noise_and_load_loss",
-    ),
+    "backbones/test_contrastive.py": ("test_fit_learns",),
     "backbones/test_fitting.py": (
         "test_backup_and_restore",
         "test_compiled_once_for_a_shape",
@@ -163,6 +160,11 @@ ON_ALL = {
         "test_forward_mode_and_second_order[token choice]",
         "test_gradients_of_each_image[soft]",
         "test_gradients_of_each_image[token choice]",
+    ),
+    "layers/test_dropless.py": (
+        "test_other_routers",
+        "test_the_twin",
+        "test_where_rows_cannot_be_counted",
     ),
     "layers/test_empty_batch.py": (
         "test_dispatch_and_combine",
@@ -208,7 +210,50 @@ ON_ALL = {
         "test_gradient_of_a_plan_that_xla_compiles[sinkhorn_token_choice]",
         "test_layer_is_its_twin",
     ),
+    "training/test_adafactor.py": ("test_steps[settings0]",),
+    "training/test_optimizers.py": (
+        "test_accumulated_gradients",
+        "test_adam",
+        "test_mixed_precision",
+        "test_sgd",
+        "test_training_goes_on_after_saving",
+    ),
     "training/test_pipeline.py": ("test_rand_augment_and_mixup",),
+}
+
+
+# Tests of long programs, of parts that shorter tests cover: `make test-all` runs them.
+LONG = {
+    "backbones/test_fitting.py": ("test_compiled_once_for_a_shape",),
+    "distribution/test_plan.py": ("test_every_preset_has_a_plan",),
+    "distribution/test_two_processes.py": (
+        "test_losses_until_the_end_of_a_process",
+        "test_training_goes_on_from_the_backup",
+    ),
+    "evaluation/test_cost.py": ("test_largest_preset_is_not_built",),
+    "experiments/test_runner.py": ("test_an_interrupted_study", "test_some_models"),
+    "experiments/test_tasks.py": ("test_a_data_set_of_tfds",),
+    "exporting/test_export.py": (
+        "test_classes_and_options_of_this_program_only",
+        "test_encoders_of_limoe",
+        "test_fixed_batch_for_groups_of_the_whole_batch",
+        "test_what_dense_models_were_trained_with",
+    ),
+    "guides/test_guides.py": (
+        "test_guide[exporting.py]",
+        "test_guide[router_study.py]",
+        "test_guide[switching_backends.py]",
+    ),
+    "test_benchmarks.py": ("test_released_code_runs_in_processes_of_its_own",),
+    "test_files.py": ("test_one_process_at_a_time",),
+    "test_trained_presets.py": (
+        "test_int4_keeps_the_accuracy_on_digits",
+        "test_int8_keeps_the_accuracy_on_digits",
+    ),
+    "torture/test_torture.py": (
+        "test_a_killed_training_ends_like_another",
+        "test_short_form",
+    ),
 }
 
 
@@ -219,13 +264,17 @@ def selected(items, folder):
         items: list of tests, those of one function next to each other.
         folder: `pathlib.Path` of the tests.
     """
+
+    def is_in(table, item, default):
+        names = table.get(item.path.relative_to(folder).as_posix())
+        if names is None:
+            return default
+        return bool({item.name, item.originalname} & set(names))
+
+    items = [item for item in items if not is_in(LONG, item, False)]
     if BACKEND == "torch":
         return set(items)
-    kept = set()
-    for item in covering(items):
-        names = ON_ALL.get(item.path.relative_to(folder).as_posix())
-        if names is None or {item.name, item.originalname} & set(names):
-            kept.add(item)
+    kept = {item for item in covering(items) if is_in(ON_ALL, item, True)}
     return kept | {item for item in items if item.path.parent.name == "reference"}
 
 

@@ -48,7 +48,7 @@ def test_named_files_exist():
 
 def test_tests_that_are_selected_by_name_exist():
     assert [file for file in skips.RUNS_ON if not list(TESTS.glob(file))] == []
-    for file, names in skips.ON_ALL.items():
+    for file, names in [*skips.ON_ALL.items(), *skips.LONG.items()]:
         tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
         functions = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
         assert {name.partition("[")[0] for name in names} <= functions, file

@@ -12,21 +12,11 @@ from tests.support.references import NUMBERS
 
 # What Keras warns of in ordinary use, among others.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-# Mostly on PyTorch, which compiles nothing: what examples call is tested on all three.
-TURNS = ("torch", "jax", "torch", "torch", "tensorflow", "torch")
 EXAMPLES = docstrings.examples()
 
-# Where an example, or those of a module, can run, or costs least; others take turns.
-BACKEND_OF = {
-    "analysis": "torch",
-    "converters": "torch",
-    "datasets": "torch",
-    "distribution": "jax",
-    "evaluation": "torch",
-    "exporting": "tensorflow",
-    "models": "torch",
-    "training": "torch",
-}
+# Where examples of a module can run. Others run on PyTorch, which compiles nothing; what
+# they call is tested on all backends.
+BACKEND_OF = {"distribution": "jax", "exporting": "tensorflow"}
 NOT_RUN = {
     "converters.convert_vmoe_checkpoint": "needs a released checkpoint, 1 GB",
     "datasets.from_tfds": "needs the network",
@@ -35,8 +25,7 @@ NOT_RUN = {
 
 
 def backend_of(name):
-    turn = TURNS[list(EXAMPLES).index(name) % len(TURNS)]
-    return BACKEND_OF.get(name, BACKEND_OF.get(name.split(".")[0], turn))
+    return BACKEND_OF.get(name.split(".")[0], "torch")
 
 
 HERE = [
