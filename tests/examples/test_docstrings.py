@@ -14,8 +14,8 @@ from tests.support.references import NUMBERS
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 EXAMPLES = docstrings.examples()
 
-# Where examples of a module can run. Others run on PyTorch, which compiles nothing; what
-# they call is tested on all backends.
+# Where examples of a module can run. Others run on PyTorch, which compiles nothing.
+# The functions that they call are tested on all backends.
 BACKEND_OF = {"distribution": "jax", "exporting": "tensorflow"}
 NOT_RUN = {
     "converters.convert_vmoe_checkpoint": "needs a released checkpoint, 1 GB",
