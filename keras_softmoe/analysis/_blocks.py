@@ -5,7 +5,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_softmoe.analysis._figures import plot_of
+from keras_softmoe.analysis._figures import figure_method
 from keras_softmoe.analysis._streaming import chooses, tokens_choose, tokens_per_input
 from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting
 
@@ -109,7 +109,7 @@ class BlockStatistics(NamedTuple):
         """Float, the largest load over the mean: 1 if all loads are equal."""
         return float(self.load.max() / self.load.mean())
 
-    plot = plot_of("blocks")
+    plot = figure_method("blocks")
 
 
 class BlockReducer:

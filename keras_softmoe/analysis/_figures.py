@@ -255,7 +255,7 @@ def draw(figure, blocks, options):
     return row.draw(blocks[0] if row.is_of_one_block else blocks, **options)
 
 
-def plot_of(part):
+def figure_method(part):
     """Return the method `plot` of the statistics of a block.
 
     Args:

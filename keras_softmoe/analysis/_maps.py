@@ -7,7 +7,7 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe.analysis._examples import ExpertExamples, ExpertPatches, pieces
-from keras_softmoe.analysis._figures import plot_of
+from keras_softmoe.analysis._figures import figure_method
 from keras_softmoe.analysis._streaming import tokens_per_input
 from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting, to_dense
 from keras_softmoe.ops.routing import to_slots
@@ -76,7 +76,7 @@ class RoutingMaps(NamedTuple):
         """
         return _main_experts(self.dispatch, self.combine)
 
-    plot = plot_of("maps")
+    plot = figure_method("maps")
 
 
 class MapReducer:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from keras import ops
 
-from keras_softmoe.analysis._figures import plot_of
+from keras_softmoe.analysis._figures import figure_method
 from keras_softmoe.analysis._words import WordStatistics
 from keras_softmoe.ops import ChoiceRouting, token_choice
 from keras_softmoe.ops.assignment import PRIORITIES
@@ -78,7 +78,7 @@ class ModalityStatistics(NamedTuple):
     transitions: dict | None
     words: WordStatistics | None = None
 
-    plot = plot_of("modalities")
+    plot = figure_method("modalities")
 
     @property
     def slots(self) -> int:

@@ -10,7 +10,7 @@ from keras_softmoe.analysis._concentration import (
     ConcentrationTotal,
     weights_needed,
 )
-from keras_softmoe.analysis._figures import plot_of
+from keras_softmoe.analysis._figures import figure_method
 from keras_softmoe.routers import SoftRouter
 
 # 64 bins for each doubling, from 1/1024 to 4096, and two for smaller and larger ones.
@@ -143,7 +143,7 @@ class SoftStatistics(NamedTuple):
         """Float from 1: `combine_peak` in even shares, `1 / (E * C)` each."""
         return self.combine_peak * len(self.combine.mean)
 
-    plot = plot_of("soft")
+    plot = figure_method("soft")
 
     def tokens_above(self, weight: float) -> float:
         """Return the share of tokens whose total dispatch weight is at least `weight`.

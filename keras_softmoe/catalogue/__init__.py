@@ -2,23 +2,23 @@
 
 `_papers` has the tables of the papers, `_vision` and `_limoe` convert them to rows,
 `_released` has released checkpoints, `_preset_files` writes a row as a directory,
-`_entries` has all names.
+`_lookup` finds a name.
 """
 
-from keras_softmoe.catalogue._entries import CONFIG_FILE as CONFIG_FILE
-from keras_softmoe.catalogue._entries import METADATA_FILE as METADATA_FILE
-from keras_softmoe.catalogue._entries import PRESET_MARKS as PRESET_MARKS
-from keras_softmoe.catalogue._entries import Preset as Preset
-from keras_softmoe.catalogue._entries import check_task as check_task
-from keras_softmoe.catalogue._entries import describe as describe
-from keras_softmoe.catalogue._entries import explain_errors as explain_errors
-from keras_softmoe.catalogue._entries import find_directory as find_directory
-from keras_softmoe.catalogue._entries import has_task as has_task
-from keras_softmoe.catalogue._entries import is_handle as is_handle
-from keras_softmoe.catalogue._entries import names as names
-from keras_softmoe.catalogue._entries import names_of_kind as names_of_kind
-from keras_softmoe.catalogue._entries import read_config as read_config
-from keras_softmoe.catalogue._entries import read_metadata as read_metadata
-from keras_softmoe.catalogue._entries import rows as rows
-from keras_softmoe.catalogue._entries import write as write
+from keras_softmoe.catalogue._lookup import CONFIG_FILE as CONFIG_FILE
+from keras_softmoe.catalogue._lookup import METADATA_FILE as METADATA_FILE
+from keras_softmoe.catalogue._lookup import PRESET_MARKS as PRESET_MARKS
+from keras_softmoe.catalogue._lookup import Preset as Preset
+from keras_softmoe.catalogue._lookup import check_task as check_task
+from keras_softmoe.catalogue._lookup import describe as describe
+from keras_softmoe.catalogue._lookup import explain_errors as explain_errors
+from keras_softmoe.catalogue._lookup import find_directory as find_directory
+from keras_softmoe.catalogue._lookup import has_task as has_task
+from keras_softmoe.catalogue._lookup import is_handle as is_handle
+from keras_softmoe.catalogue._lookup import names as names
+from keras_softmoe.catalogue._lookup import names_of_kind as names_of_kind
+from keras_softmoe.catalogue._lookup import read_config as read_config
+from keras_softmoe.catalogue._lookup import read_metadata as read_metadata
+from keras_softmoe.catalogue._lookup import rows as rows
+from keras_softmoe.catalogue._lookup import write as write
 from keras_softmoe.catalogue._moe_layers import moe_blocks as moe_blocks

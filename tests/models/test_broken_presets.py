@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import models, routers
-from keras_softmoe.catalogue import _entries as entries
+from keras_softmoe.catalogue import _lookup as lookup
 from keras_softmoe.models._preset_keys import check_keys
 from tests.support import tiny
 
@@ -326,7 +326,7 @@ def test_what_is_no_name(preset):
 
 @BOTH
 def test_unknown_name(load, monkeypatch, good):
-    monkeypatch.setattr(entries, "_root", lambda: good.parent)
+    monkeypatch.setattr(lookup, "_root", lambda: good.parent)
     with pytest.raises(ValueError, match="Unknown preset 'goof'.*'good'.*names"):
         load("goof")
     # A name does not lead out of the catalogue.
@@ -336,7 +336,7 @@ def test_unknown_name(load, monkeypatch, good):
 
 @BOTH
 def test_architecture_without_weights(load, preset, monkeypatch):
-    monkeypatch.setattr(entries, "_root", lambda: preset.parent)
+    monkeypatch.setattr(lookup, "_root", lambda: preset.parent)
     (preset / "model.weights.h5").unlink()
     (preset / "metadata.json").write_text('{"kind": "architecture"}')
     with pytest.raises(ValueError, match="never released.*load_weights=False"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import models, routers
-from keras_softmoe.catalogue import _entries as entries
+from keras_softmoe.catalogue import _lookup as lookup
 from keras_softmoe.ops.position import resample_position_grid
 from tests.support import tiny
 from tests.support.layer_checks import randomize
@@ -73,7 +73,7 @@ def test_metadata(tmp_path):
 
 
 def test_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(entries, "_root", lambda: tmp_path)
+    monkeypatch.setattr(lookup, "_root", lambda: tmp_path)
     model = tiny.classifier()
     save(model, tmp_path, "tiny_preset")
     revived = models.ViTMoEImageClassifier.from_preset("tiny_preset")

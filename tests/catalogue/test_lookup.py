@@ -9,7 +9,7 @@ import keras
 import pytest
 
 from keras_softmoe import models, presets
-from keras_softmoe.catalogue import _entries as entries
+from keras_softmoe.catalogue import _lookup as lookup
 from keras_softmoe.models._loading import WEIGHTS_FILES, open_preset
 
 ARCHITECTURE = "vit_base_patch16_224"
@@ -41,13 +41,13 @@ def catalogue(tmp_path, monkeypatch):
     # No presets: a script, a directory with something else
     (root / "train.py").write_text("")
     (root / "figures").mkdir()
-    monkeypatch.setattr(entries, "_root", lambda: root)
+    monkeypatch.setattr(lookup, "_root", lambda: root)
     return root
 
 
 def test_names(catalogue):
     names = presets.names()
-    assert names == sorted(["soft_moe_tiny", "vit_tiny", *entries.rows()])
+    assert names == sorted(["soft_moe_tiny", "vit_tiny", *lookup.rows()])
     assert len(names) == 137
 
 
@@ -123,10 +123,10 @@ def test_open_preset(catalogue, tmp_path, monkeypatch):
 def test_handles_are_left_to_kerashub(handle):
     assert opened(handle) == handle
     with pytest.raises(ValueError, match="by name or from a directory"):
-        entries.read_config(handle)
+        lookup.read_config(handle)
 
 
-@pytest.mark.parametrize("function", [opened, presets.describe, entries.read_config])
+@pytest.mark.parametrize("function", [opened, presets.describe, lookup.read_config])
 def test_unknown_name(catalogue, function):
     with pytest.raises(ValueError) as error:
         function("soft_moe_tni")
@@ -164,14 +164,14 @@ def test_weights_that_are_missing(catalogue):
 
 
 def test_directory_that_is_no_preset(catalogue):
-    for function in (opened, entries.read_config):
+    for function in (opened, lookup.read_config):
         with pytest.raises(ValueError, match="not a preset: it has no config.json"):
             function(catalogue / "figures")
 
 
 def test_preset_of_another_library(tmp_path):
     path = write(tmp_path / "bert", {"registered_name": "keras_hub>BertBackbone"})
-    for function in (opened, entries.read_config):
+    for function in (opened, lookup.read_config):
         with pytest.raises(ValueError, match="keras_hub>BertBackbone"):
             function(path)
 
@@ -180,8 +180,8 @@ def test_preset_of_another_library(tmp_path):
 
 
 def test_read_config(catalogue):
-    assert entries.read_config("vit_tiny") == (OURS["registered_name"], OURS["config"])
-    name, config = entries.read_config(ARCHITECTURE)
+    assert lookup.read_config("vit_tiny") == (OURS["registered_name"], OURS["config"])
+    name, config = lookup.read_config(ARCHITECTURE)
     assert name == OURS["registered_name"]
     assert config["image_shape"] == (224, 224, 3) and config["pooling"] == "gap"
 
@@ -189,8 +189,8 @@ def test_read_config(catalogue):
 def test_an_architecture_becomes_a_directory_on_demand(catalogue):
     with open_preset(ARCHITECTURE, load_weights=False) as directory:
         assert presets.describe(ARCHITECTURE).path is None
-        name, config = entries.read_config(directory)
-        assert json.dumps(config) == json.dumps(entries.read_config(ARCHITECTURE)[1])
+        name, config = lookup.read_config(directory)
+        assert json.dumps(config) == json.dumps(lookup.read_config(ARCHITECTURE)[1])
         assert name == OURS["registered_name"]
     # It is gone again.
     with pytest.raises(ValueError, match="Unknown preset"):
