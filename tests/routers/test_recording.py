@@ -91,7 +91,10 @@ def test_nested_scopes_collect_alike():
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.filterwarnings("ignore:Dynamo detected:UserWarning")
 def test_inside_a_compiled_function():
-    built = model()
+    # One layer: PyTorch's compiler takes long for each.
+    router = routers.SoftmaxTokenChoiceRouter(4, capacity_factor=0.5)
+    built = layers.MoE(router, 16, group_images=2, name="sparse")
+    built.build(DATA.shape)
 
     def decide(x):
         with routers.record() as decisions:
