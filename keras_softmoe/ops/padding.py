@@ -10,8 +10,8 @@ def zero_padding(values, valid):
 
     Call it before a sum over tokens or a product with a matrix: NaN and infinity would
     survive a later multiplication by a mask, and a later selection in gradients.
-    Encoder blocks call it before attention, `MoE` before routing, and a router where it
-    is called alone.
+    Encoder blocks and attention call it, `MoE` before routing, and a router where it is
+    called alone. Pooling has its own sum over unmasked tokens.
 
     Args:
         values: `(G, S, N)` float tensor.
