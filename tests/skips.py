@@ -182,6 +182,7 @@ ON_ALL = {
         "test_random_choices",
         "test_sequence_without_any_token[soft]",
         "test_sequence_without_any_token[batch priority]",
+        "test_text_tower[gap]",
     ),
     "layers/test_tokens.py": (
         "test_both_dispatchers",

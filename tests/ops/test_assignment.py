@@ -46,6 +46,14 @@ def test_token_choice_is_the_queue(
     assert_same_slots(actual, expected)
 
 
+@pytest.mark.parametrize("priority", ["position", "max", "sum", "pair"])
+def test_order_of_each_priority(priority):
+    scores = cases.array("normal", (3, 12, 4), 5)
+    valid = cases.padding((3, 12), 2)
+    actual = ops.token_choice(scores, 2, 3, priority=priority, valid=valid)
+    assert_same_slots(actual, twins.token_choice(scores, 2, 3, priority, valid))
+
+
 @pytest.mark.parametrize("num_selected_experts", [1, 2])
 def test_priority_by_numbers(num_selected_experts):
     scores = cases.array("normal", (2, 8, 4), 0)
