@@ -72,10 +72,13 @@ test-torch: export PYTEST_ADDOPTS ?= --numprocesses=$(JOBS) --dist=loadfile
 test-torch: NICE := nice
 
 # Each suite prints its log when it ends; all closing lines come last, after a failure too.
-test: lint
+# JAX's suite, the longest, begins first, with the linter beside it.
+test: install
 	@mkdir -p build && rm -f $(LOGS)
 	@status=0; \
-	$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) $(SUITES) || status=$$?; \
+	$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) \
+	    $(firstword $(SUITES)) lint $(filter-out $(firstword $(SUITES)),$(SUITES)) \
+	    || status=$$?; \
 	for backend in $(BACKENDS); do \
 	    echo "$$backend: $$(tail -n 1 build/$$backend.log)"; \
 	done; \
