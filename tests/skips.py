@@ -228,10 +228,14 @@ LONG = {
     "backbones/test_fitting.py": ("test_compiled_once_for_a_shape",),
     "distribution/test_plan.py": ("test_every_preset_has_a_plan",),
     "distribution/test_two_processes.py": (
+        "test_a_preset_of_two_processes_is_whole",
+        "test_each_process_has_all_predictions",
         "test_losses_until_the_end_of_a_process",
+        "test_presets_are_those_of_one_process",
         "test_training_goes_on_from_the_backup",
     ),
     "evaluation/test_cost.py": ("test_largest_preset_is_not_built",),
+    "experiments/test_claims.py": ("test_the_claims_of_all_scales",),
     "experiments/test_runner.py": ("test_an_interrupted_study", "test_some_models"),
     "experiments/test_tasks.py": ("test_a_data_set_of_tfds",),
     "exporting/test_export.py": (
@@ -242,6 +246,7 @@ LONG = {
     ),
     "guides/test_guides.py": (
         "test_guide[exporting.py]",
+        "test_guide[released_vmoe_checkpoints.py]",
         "test_guide[router_study.py]",
         "test_guide[switching_backends.py]",
     ),
@@ -250,6 +255,7 @@ LONG = {
     "test_trained_presets.py": (
         "test_int4_keeps_the_accuracy_on_digits",
         "test_int8_keeps_the_accuracy_on_digits",
+        "test_soft_features_beat_raw_pixels",
     ),
     "torture/test_torture.py": (
         "test_a_killed_training_ends_like_another",

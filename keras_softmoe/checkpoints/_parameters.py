@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from keras_softmoe.checkpoints._checkpoint import Checkpoint, read_sharded
@@ -17,7 +16,7 @@ PREPROCESSOR_FILE = "preprocessor_config.json"
 _MAX_TEXT = 1 << 20
 
 
-def read_checkpoint(source: str | os.PathLike) -> Mapping:
+def read_checkpoint(source: str | os.PathLike) -> Checkpoint:
     """Open a checkpoint of another library. The arrays are read on access.
 
     | source | format | names of the arrays |

@@ -47,15 +47,15 @@ ROUTERS = {
     "sparse transport": lambda: routers.SparseTransportExpertChoiceRouter(4),
     "identity": lambda: routers.IdentityRouter(4),
 }
-# A short run: each format of the backends that write files, and two routers with
-# operations that the others lack. The files of other processes are in the tests below.
+# A short run: each format of the backends that write files, and routers with operations
+# that others lack. The files of other processes are in the tests below.
 SHORT = {
     "tensorflow": [("Sinkhorn expert choice", "onnx")]
     + [
         ("batch priority", format)
         for format in ("tf_saved_model", "litert", "openvino")
     ],
-    "torch": [("sparse transport", "torch")],
+    "torch": [("token choice, einsum", "torch")],
     "jax": [],
 }[BACKEND]
 WHERE_WRITTEN = skips.only_on("tensorflow", "torch", because="one file")
