@@ -51,9 +51,6 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-# Tracing makes many objects that stay.
-gc.set_threshold(50_000, 20, 20)
-
 hypothesis.settings.register_profile(
     "reproducible",
     derandomize=True,
