@@ -6,11 +6,7 @@ from collections.abc import Callable
 import keras
 import numpy as np
 
-from keras_softmoe.analysis._blocks import BlockReducer
-from keras_softmoe.analysis._modalities import ModalityReducer
-from keras_softmoe.analysis._pairs import pairs_of
-from keras_softmoe.analysis._soft import SoftReducer
-from keras_softmoe.analysis._streaming import backbone_of, observe, routers_of
+from keras_softmoe.analysis._routing import analyze
 from keras_softmoe.types import Data, Texts
 
 
@@ -119,8 +115,8 @@ class RoutingMonitor(keras.callbacks.Callback):
         self._shares.clear()
         self._steps = 0
         # An error comes before work starts.
-        if self._pairs() is None and self.model.built:
-            self._observed()
+        if self.model.built:
+            self._analyzed()
 
     def on_epoch_begin(self, epoch, logs=None):
         self._batches = 0
@@ -130,40 +126,31 @@ class RoutingMonitor(keras.callbacks.Callback):
         before, self._steps = self._steps, self._steps + batch + 1 - self._batches
         self._batches = batch + 1
         if self.every and before // self.every != self._steps // self.every:
-            self._note_usage(self._observed()[2])
+            self._note_usage(self._analyzed().modalities)
 
     def on_epoch_end(self, epoch, logs=None):
-        blocks, soft, modalities = self._observed()
+        routing = self._analyzed()
         if self.every is None:
-            self._note_usage(modalities)
+            self._note_usage(routing.modalities)
         if logs is None:
             return
-        for block, statistics in soft.items():
+        for block, statistics in routing.soft.items():
             logs[f"dispatch_sharpness_{block}"] = statistics.dispatch_sharpness
             logs[f"combine_sharpness_{block}"] = statistics.combine_sharpness
-        for block, statistics in blocks.items():
-            if block not in soft:
+        for block, statistics in routing.blocks.items():
+            if block not in routing.soft:
                 logs[f"dropped_{block}"] = statistics.dropped
                 logs[f"imbalance_{block}"] = statistics.imbalance
 
-    def _observed(self):
-        """Return statistics of blocks, soft blocks and modalities."""
-        backbone, _ = backbone_of(self.model)
-        routers = routers_of(backbone)
-        reducers = [BlockReducer(backbone, routers), SoftReducer(routers)]
-        pairs = self._pairs()
-        if pairs is None:
-            found = observe(
-                self.model, self.data, reducers, self.batch_size, self.preprocessor, 0
-            )
-            return *found, {}
-        if pairs.tokens_choose:
-            reducers.append(ModalityReducer(pairs))
-        found = pairs.observe(reducers, self.batch_size, verbose=0)
-        return found if pairs.tokens_choose else (*found, {})
-
-    def _pairs(self):
-        return pairs_of(self.model, self.data, self.captions, self.preprocessor)
+    def _analyzed(self):
+        return analyze(
+            self.model,
+            self.data,
+            captions=self.captions,
+            batch_size=self.batch_size,
+            preprocessor=self.preprocessor,
+            verbose=0,
+        )
 
     def _note_usage(self, modalities):
         if modalities:
