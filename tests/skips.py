@@ -45,7 +45,6 @@ RUNS_ON = {
     # Figures and tables of arrays, and sums over decisions: `test_blocks.py` and
     # `test_soft.py` see decisions of every backend.
     "analysis/test_concentration.py": ("torch",),
-    "analysis/test_examples.py": ("torch",),
     "analysis/test_figures.py": ("torch",),
     "analysis/test_maps.py": ("torch",),
     "analysis/test_masked_padding.py": ("torch",),
@@ -56,7 +55,6 @@ RUNS_ON = {
     "analysis/test_report*.py": ("torch",),
     "analysis/test_routing.py": ("torch",),
     "analysis/test_streaming.py": ("torch",),
-    "analysis/test_words.py": ("torch",),
     "catalogue/*": ("torch",),
     "checkpoints/test_checkpoint.py": ("torch",),
     "checkpoints/test_checkpoint_fuzz.py": ("jax",),

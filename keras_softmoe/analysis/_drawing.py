@@ -114,17 +114,22 @@ def draw_map(ax, image, values, **kwargs):
     ax.set(xticks=[], yticks=[])
 
 
+def covered(places, color):
+    """Return a map that covers places, `(rows, columns)` bool, and its colours."""
+    colors = drawing.import_matplotlib().colors.ListedColormap([color])
+    return np.ma.masked_where(~places, places), colors
+
+
 def hatch_patches(ax, image, is_dropped):
     """Cover dropped patches, `(rows, columns)` bool, of an image with hatched grey."""
-    grey = drawing.import_matplotlib().colors.ListedColormap([drawing.DROPPED])
-    covered = np.ma.masked_where(~is_dropped, is_dropped)
+    values, grey = covered(is_dropped, drawing.DROPPED)
     # Under the hatching, or the picture would shine through between its patches.
-    draw_map(ax, image, covered, cmap=grey)
+    draw_map(ax, image, values, cmap=grey)
     (height, width, _), (rows, columns) = image.shape, is_dropped.shape
     ax.pcolor(
         np.linspace(0, width, columns + 1),
         np.linspace(0, height, rows + 1),
-        covered,
+        values,
         cmap=grey,
         edgecolor="grey",
         hatch="////",

@@ -1,12 +1,13 @@
-"""Routing of images and text by the blocks of a LIMoE, summed up over pairs."""
+"""Routing of images, text and kinds of words by a LIMoE, summed up over pairs."""
 
 from typing import NamedTuple
 
 import numpy as np
 from keras import ops
 
+from keras_softmoe.analysis._blocks import experts_of_tokens
 from keras_softmoe.analysis._figures import figure_method
-from keras_softmoe.analysis._words import WordStatistics
+from keras_softmoe.analysis._pairs import PADDING, PADDING_TAG, WORD_BEGINS
 from keras_softmoe.ops import ChoiceRouting, token_choice
 from keras_softmoe.ops.assignment import PRIORITIES
 from keras_softmoe.ops.routing import to_slots
@@ -14,6 +15,35 @@ from keras_softmoe.ops.routing import to_slots
 NUM_BINS = 50
 # Bins of the queue for an expert if all experts are chosen equally often.
 _BINS_OF_EVEN_QUEUE = 50
+
+
+class WordStatistics(NamedTuple):
+    """The tokens of text at one block by the tag of their word.
+
+    The pieces into which the tokenizer cuts a caption are put together to words, the
+    words of a caption are tagged, and each piece has the tag of its word. A piece
+    without a letter or digit, and a special one such as `</s>`, is a word by itself: a
+    comma does not stick to the word before it. The padding of captions has the tag
+    `"padding"`.
+
+    Attributes:
+        tags: tuple of `T` str, the most frequent first, `"padding"` last.
+        num_tokens: `(T,)` int64 array, how many tokens have each tag.
+        assigned: `(T, E)` int64 array, how many of them each expert processes; tokens
+            that `K` experts process count at each.
+    """
+
+    tags: tuple
+    num_tokens: np.ndarray
+    assigned: np.ndarray
+
+    @property
+    def share(self):
+        """`(T, E)` float64: of the text that an expert processes, the share of a tag.
+
+        Zero where an expert processes no text.
+        """
+        return self.assigned / np.maximum(self.assigned.sum(axis=0), 1)
 
 
 class ModalityStatistics(NamedTuple):
@@ -297,3 +327,91 @@ def _entropy(weights):
     total = weights.sum()
     share = weights[weights > 0] / total
     return float(-(share * np.log(share)).sum()) if total > 0 else float("nan")
+
+
+# === Words ===
+
+
+class WordReducer:
+    """Reducer to a dict from each block to its `WordStatistics`.
+
+    Args:
+        pairs: `Pairs`, whose decisions it will see.
+        tagger: callable from the list of the words of a caption, str, to as many tags.
+
+    Raises:
+        ValueError: if the pairs have no captions or no tokenizer.
+    """
+
+    def __init__(self, pairs, tagger):
+        if pairs.tokenizer is None or pairs.captions is None:
+            kind = type(pairs.captions).__name__
+            raise ValueError(
+                "Words need a tokenizer: pass captions, and a task or its "
+                f"preprocessor. Received: captions of type {kind}, "
+                f"preprocessor={pairs.preprocessor!r}."
+            )
+        self._pairs = pairs
+        self._tagger = tagger
+        # The last batch and the tags of its tokens.
+        self._batch = None, None
+        # Block -> tag -> tokens, and (E,) tokens in slots.
+        self._sums = {}
+
+    def update(self, name, decision, inputs):
+        _, token_ids = self._pairs.halves(inputs)
+        if inputs is not self._batch[0]:
+            # Once for all blocks.
+            self._batch = inputs, np.array([self._tags(ids) for ids in token_ids])
+        tags = self._batch[1]
+        # (B, T), and (B, T, E)
+        valid, taken = (
+            self._pairs.by_pair(values, "text", len(token_ids))
+            for values in (decision.summary["valid"], experts_of_tokens(decision)[0])
+        )
+        sums = self._sums.setdefault(name, {})
+        for tag in dict.fromkeys(tags.ravel().tolist()):
+            has_tag = valid & (tags == tag)
+            count, assigned = sums.get(tag, (0, 0))
+            sums[tag] = count + has_tag.sum(), assigned + taken[has_tag].sum(axis=0)
+
+    def result(self):
+        return {name: self._statistics(sums) for name, sums in self._sums.items()}
+
+    def _statistics(self, sums):
+        tags = sorted(sums, key=lambda tag: (tag == PADDING_TAG, -sums[tag][0]))
+        num_tokens, assigned = zip(*(sums[tag] for tag in tags), strict=True)
+        return WordStatistics(tuple(tags), np.array(num_tokens), np.array(assigned))
+
+    def _tags(self, token_ids):
+        """Return the tag of each token of a caption, a list."""
+        words, word_of = _words(self._pairs.tokenizer, token_ids)
+        tags = list(self._tagger(list(words)))
+        if len(tags) != len(words):
+            raise ValueError(
+                "The tagger must return one tag for each word. Received: "
+                f"{len(tags)} tags, {tags}, for the words {words}."
+            )
+        return [PADDING_TAG if w is None else str(tags[w]) for w in word_of]
+
+
+def _words(tokenizer, token_ids):
+    """Return the words of a caption, and the word of each token, `None` for padding."""
+    words, word_of = [], []
+    joins = False
+    for token_id in token_ids:
+        if token_id == PADDING:
+            word_of.append(None)
+            continue
+        piece = tokenizer.id_to_token(int(token_id))
+        text = piece.removeprefix(WORD_BEGINS)
+        # A comma, or a special piece such as `</s>`
+        is_sign = not any(map(str.isalnum, text)) or text[0] + text[-1] == "<>"
+        is_new = piece.startswith(WORD_BEGINS) or is_sign or not joins
+        # A word may have begun with a piece that is nothing else.
+        if not words or (is_new and words[-1]):
+            words.append("")
+        words[-1] += text
+        word_of.append(len(words) - 1)
+        joins = not is_sign or not text
+    return [word or WORD_BEGINS for word in words], word_of

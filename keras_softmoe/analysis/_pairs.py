@@ -14,6 +14,8 @@ from keras_softmoe.analysis._streaming import (
 PADDING = 0
 # The kind of word of padding.
 PADDING_TAG = "padding"
+# SentencePiece's sign at the beginning of a word.
+WORD_BEGINS = "▁"
 
 
 def pairs_of(model, images, captions, preprocessor):

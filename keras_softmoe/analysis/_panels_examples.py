@@ -7,6 +7,7 @@ import numpy as np
 
 from keras_softmoe import drawing
 from keras_softmoe.analysis import _drawing as pictures
+from keras_softmoe.analysis._pairs import WORD_BEGINS
 
 # Light blue, around the images.
 _OUTSIDE = "#D6E9F5"
@@ -14,8 +15,6 @@ _OUTSIDE = "#D6E9F5"
 _MOST_EXPERTS = 8
 _MOST_PATCHES = 10
 _SIDE = 0.62
-# SentencePiece's sign at the beginning of a word.
-_BEGIN = "▁"
 _WORDS_PER_LINE = 4
 _MOST_COLUMNS = 5
 # How much of a patch that is not the expert's is left in its picture.
@@ -39,16 +38,10 @@ def patches(maps, experts=None):
     )
     axes = figure.subplots(len(experts), _MOST_PATCHES, squeeze=False)
     for row, expert in zip(axes, experts, strict=True):
-        row[0].set_ylabel(
-            f"expert {expert}\n{100 * found.share[expert]:.1f}%",
-            fontsize=8,
-            rotation=0,
-            ha="right",
-            va="center",
-        )
+        text = f"expert {expert}\n{100 * found.share[expert]:.1f}%"
+        _write_beside(row[0], text)
         for index, ax in enumerate(row):
-            ax.set(xticks=[], yticks=[])
-            ax.spines[:].set_visible(False)
+            _no_frame(ax)
             if index < len(found.weights[expert]):
                 _draw_with_surroundings(ax, found.pictures[expert][index])
                 weight = found.weights[expert][index]
@@ -89,13 +82,7 @@ def examples(maps, experts=None):
             f"{_percent(share[expert])} of {'patches' if name == 'image' else 'text'}"
             for name, share in found.share.items()
         )
-        row[0].set_ylabel(
-            "\n".join((f"expert {expert}", *shares)),
-            fontsize=8,
-            rotation=0,
-            ha="right",
-            va="center",
-        )
+        _write_beside(row[0], "\n".join((f"expert {expert}", *shares)))
         for ax, kind in zip(row, widths, strict=True):
             if kind == "patches":
                 _draw_patches(
@@ -149,13 +136,13 @@ def pair(maps, index=0):
 def _readable(words_by_expert):
     """Return pieces without the sign that begins a word, others with a hyphen."""
     all_words = {word for words in words_by_expert for word in words}
-    if not any(word.startswith(_BEGIN) for word in all_words):
+    if not any(word.startswith(WORD_BEGINS) for word in all_words):
         # Ids, or the pieces of another vocabulary.
         return words_by_expert
 
     def readable(piece):
-        if piece.startswith(_BEGIN):
-            return piece.removeprefix(_BEGIN) or _BEGIN
+        if piece.startswith(WORD_BEGINS):
+            return piece.removeprefix(WORD_BEGINS) or WORD_BEGINS
         return f"-{piece}" if piece[0].isalnum() else piece
 
     return [[readable(word) for word in words] for words in words_by_expert]
@@ -183,13 +170,11 @@ def _faded(image, is_taken):
 
 def _draw_with_surroundings(ax, picture):
     height, width = picture.shape[0] // 3, picture.shape[1] // 3
-    matplotlib = drawing.import_matplotlib()
-    outside = np.isnan(picture).any(axis=-1)
-    covered = np.ma.masked_where(~outside, outside)
     pictures.draw_picture(ax, np.nan_to_num(picture))
-    colors = matplotlib.colors.ListedColormap([_OUTSIDE])
-    pictures.draw_map(ax, picture, covered, cmap=colors)
-    frame = matplotlib.patches.Rectangle(
+    outside = np.isnan(picture).any(axis=-1)
+    values, blue = pictures.covered(outside, _OUTSIDE)
+    pictures.draw_map(ax, picture, values, cmap=blue)
+    frame = drawing.import_matplotlib().patches.Rectangle(
         (width, height), width, height, fill=False, ec=drawing.PALETTE[1], lw=1.0
     )
     ax.add_patch(frame)
@@ -221,6 +206,10 @@ def _write_words(ax, words, probabilities):
         )
     ax.set(xlim=(0, 1), ylim=(0, 1))
     _no_frame(ax)
+
+
+def _write_beside(ax, text):
+    ax.set_ylabel(text, fontsize=8, rotation=0, ha="right", va="center")
 
 
 def _write_below(ax, text):

@@ -9,10 +9,9 @@ import keras
 from numpy.typing import ArrayLike
 
 from keras_softmoe.analysis._blocks import BlockReducer, check_labels
-from keras_softmoe.analysis._examples import ExampleReducer, PatchReducer
 from keras_softmoe.analysis._figures import FIGURES, draw
-from keras_softmoe.analysis._maps import MapReducer
-from keras_softmoe.analysis._modalities import ModalityReducer
+from keras_softmoe.analysis._maps import ExampleReducer, MapReducer, PatchReducer
+from keras_softmoe.analysis._modalities import ModalityReducer, WordReducer
 from keras_softmoe.analysis._pairs import pairs_of
 from keras_softmoe.analysis._report import ModelCard, card_of, write_report
 from keras_softmoe.analysis._soft import SoftReducer
@@ -24,7 +23,6 @@ from keras_softmoe.analysis._streaming import (
     routers_of,
     tokens_per_input,
 )
-from keras_softmoe.analysis._words import WordReducer
 from keras_softmoe.checks import check_choice, check_whole_numbers
 from keras_softmoe.evaluation.sweeps import keep_settings
 from keras_softmoe.types import Data, Figure, Texts

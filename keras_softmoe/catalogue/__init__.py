@@ -21,4 +21,4 @@ from keras_softmoe.catalogue._lookup import read_config as read_config
 from keras_softmoe.catalogue._lookup import read_metadata as read_metadata
 from keras_softmoe.catalogue._lookup import rows as rows
 from keras_softmoe.catalogue._lookup import write as write
-from keras_softmoe.catalogue._moe_layers import moe_blocks as moe_blocks
+from keras_softmoe.catalogue._row import moe_blocks as moe_blocks

@@ -4,12 +4,12 @@ import functools
 
 from keras_softmoe import routers
 from keras_softmoe.architecture import LIMoE
-from keras_softmoe.catalogue._moe_layers import moe_blocks
 from keras_softmoe.catalogue._papers import LIMOE, LIMOE_H14_BLOCKS, VMOE_SIZES
 from keras_softmoe.catalogue._row import (
     IMAGE_SIZE,
     Row,
     experts,
+    moe_blocks,
     preset_name,
     vit,
 )

@@ -11,7 +11,6 @@ round as that does.
 """
 
 from keras_softmoe import ops, routers
-from keras_softmoe.catalogue._moe_layers import moe_blocks
 from keras_softmoe.catalogue._papers import (
     EXPERT_CHOICE,
     SIZES,
@@ -28,6 +27,7 @@ from keras_softmoe.catalogue._row import (
     IMAGE_SIZE,
     Row,
     experts,
+    moe_blocks,
     placed,
     preset_name,
     template,

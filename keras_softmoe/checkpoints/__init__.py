@@ -6,14 +6,16 @@ This module handles arrays, their names and shapes, and no models.
 
 from keras_softmoe.checkpoints._checkpoint import Checkpoint as Checkpoint
 from keras_softmoe.checkpoints._checkpoint import LazyArray as LazyArray
-from keras_softmoe.checkpoints._download import ONE_FILE_SUFFIXES as ONE_FILE_SUFFIXES
-from keras_softmoe.checkpoints._download import (
-    download_checkpoint as download_checkpoint,
-)
-from keras_softmoe.checkpoints._download import is_one_file as is_one_file
 from keras_softmoe.checkpoints._files import web_address as web_address
 from keras_softmoe.checkpoints._parameters import CONFIG_FILE as CONFIG_FILE
+from keras_softmoe.checkpoints._parameters import (
+    ONE_FILE_SUFFIXES as ONE_FILE_SUFFIXES,
+)
 from keras_softmoe.checkpoints._parameters import PREPROCESSOR_FILE as PREPROCESSOR_FILE
+from keras_softmoe.checkpoints._parameters import (
+    download_checkpoint as download_checkpoint,
+)
+from keras_softmoe.checkpoints._parameters import is_one_file as is_one_file
 from keras_softmoe.checkpoints._parameters import read_checkpoint as read_checkpoint
 from keras_softmoe.checkpoints._parameters import read_parameters as read_parameters
 from keras_softmoe.checkpoints._parameters import read_text_beside as read_text_beside

@@ -7,8 +7,12 @@ import numpy as np
 
 from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.datasets._captions import caption_scenes
-from keras_softmoe.datasets._scenes import Scenes, arrange, sample_scenes
-from keras_softmoe.datasets._shape_drawing import draw_scenes
+from keras_softmoe.datasets._scenes import (
+    Scenes,
+    arrange,
+    draw_scenes,
+    sample_scenes,
+)
 
 # Scenes are made in blocks, with three random streams each: of contents, drawing and
 # captions. The images of a seed depend on this number.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe.analysis import RoutingMaps, analyze
-from keras_softmoe.analysis._examples import ExpertExamples, ExpertPatches
+from keras_softmoe.analysis._maps import ExpertExamples, ExpertPatches
 from tests.support import pairs
 from tests.support.reading import png
 from tests.support.references import to_numpy

@@ -1,6 +1,6 @@
 """Files on the web: downloads, and reading without one. The server runs here.
 
-Covers `checkpoints/_files.py` and `checkpoints/_download.py`.
+Covers `checkpoints/_files.py` and the copies of `checkpoints/_parameters.py`.
 """
 
 import socket

@@ -1,7 +1,7 @@
 """Scenes of colored shapes: what they show is true, and the same on each machine.
 
-Tests `datasets/_captioned_shapes.py`, `datasets/_scenes.py`,
-`datasets/_shape_drawing.py` and `datasets/_captions.py`.
+Tests `datasets/_captioned_shapes.py`, `datasets/_scenes.py` and
+`datasets/_captions.py`.
 """
 
 import functools
