@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from keras_softmoe.checks import check_numbers
+
 NUM_BINS = 1000
 BANDS = (0.6, 0.8, 0.9, 0.95, 0.99)
 # Weights within this distance below the edge of a bin count as on it.
@@ -66,7 +68,7 @@ class Concentration(NamedTuple):
         Raises:
             ValueError: if it is not such a share.
         """
-        _check_share(share)
+        check_numbers(over=0, under=1, share=share)
         # The last bin ends at one, which all weights together reach.
         first = min(round(share * NUM_BINS), NUM_BINS - 1)
         return self.counts[:, first:].sum(axis=1) / self.counts.sum(axis=1)
@@ -92,20 +94,6 @@ class Concentration(NamedTuple):
                 f"Received: part={part}."
             )
         return int(np.argmax(reached >= part - 1e-12)) + 1
-
-
-def weights_needed(curves, share):
-    """Return how many of the largest weights hold a share, by cumulative weights.
-
-    Args:
-        curves: `(..., N)` float array, rising to one.
-        share: float over 0 and under 1.
-
-    Returns:
-        `(...)` int array.
-    """
-    _check_share(share)
-    return np.argmax(curves >= share - _ROUNDING, axis=-1) + 1
 
 
 class ConcentrationTotal:
@@ -168,11 +156,3 @@ def _quantiles(counts, parts):
     found = np.searchsorted(above, wanted)
     within = 1 - (above[found] - wanted) / counts[found]
     return (found + within) / NUM_BINS
-
-
-def _check_share(share):
-    if not 0 < share < 1:
-        raise ValueError(
-            "`share` is a part of the weight, over 0 and under 1. "
-            f"Received: share={share}."
-        )

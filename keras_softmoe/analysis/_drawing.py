@@ -12,17 +12,10 @@ _SIDE = 1.35
 
 
 def block_panels(blocks, width, height, **kwargs):
-    """Make a figure with one panel for each of some blocks.
+    """Make a figure with one panel for each of some blocks, see `drawing.panel_grid`.
 
-    Args:
-        blocks: list of statistics of blocks.
-        width: float, of a panel in inches.
-        height: float, of a panel in inches.
-        **kwargs: as `drawing.panel_grid`.
-
-    Returns:
-        The figure and a list of pairs: axes with the block as their title, and the
-        statistics of the block.
+    Returns the figure and a list of pairs: axes with the block as their title, and the
+    statistics of the block.
     """
     figure, axes = drawing.panel_grid(len(blocks), width, height, **kwargs)
     for ax, block in zip(axes, blocks, strict=True):

@@ -167,19 +167,20 @@ class MapReducer:
     def _fields(self, decision, inputs, count):
         """Return the attributes of images and text, a dict."""
         grid = self._backbone.patch_grid
+        num_patches = grid[0] * grid[1]
         if self._pairs is None:
+            images, token_ids = inputs, None
             num_tokens = tokens_per_input(self._backbone)
-            weights = _weights(decision, num_tokens, count)
-            first = num_tokens - grid[0] * grid[1]
-            dispatch, combine = (_on_grid(x[:, first:], grid) for x in weights)
-            return {"images": inputs[:count], "dispatch": dispatch, "combine": combine}
-        images, token_ids = self._pairs.halves(inputs)
-        num_tokens = sum(self._pairs.tokens_of.values())
+            # After the class token and registers
+            patches = slice(num_tokens - num_patches, num_tokens)
+        else:
+            images, token_ids = self._pairs.halves(inputs)
+            num_tokens = sum(self._pairs.tokens_of.values())
+            patches = slice(num_patches)
         weights = _weights(decision, num_tokens, count)
         found = {}
         if images is not None:
-            num_patches = self._pairs.tokens_of["image"]
-            dispatch, combine = (_on_grid(x[:, :num_patches], grid) for x in weights)
+            dispatch, combine = (_on_grid(x[:, patches], grid) for x in weights)
             found |= {
                 "images": images[:count],
                 "dispatch": dispatch,
@@ -225,12 +226,7 @@ def _main_experts(dispatch, combine):
 
 
 class PatchReducer:
-    """Reducer to a dict from each block to its `ExpertPatches`.
-
-    Args:
-        backbone: `ViTMoEBackbone`.
-        blocks: sequence of blocks.
-    """
+    """Reducer to a dict from some blocks of a `ViTMoEBackbone` to `ExpertPatches`."""
 
     def __init__(self, backbone, blocks):
         self._grid = backbone.patch_grid
@@ -274,11 +270,9 @@ class PatchReducer:
 
 
 class ExampleReducer:
-    """Reducer to a dict from each block to its `ExpertExamples`.
+    """Reducer of a pass over `Pairs`: from each block to its `ExpertExamples`.
 
-    Args:
-        pairs: `Pairs`, whose decisions it will see.
-        count: int, the most patches, and the most words, of an expert.
+    An expert has at most `count` patches and at most `count` words.
     """
 
     def __init__(self, pairs, count=_MOST_EXAMPLES):

@@ -169,11 +169,7 @@ class ModalityStatistics(NamedTuple):
 
 
 class ModalityReducer:
-    """Reducer to a dict from each block to its `ModalityStatistics`.
-
-    Args:
-        pairs: `Pairs`, whose decisions it will see.
-    """
+    """Reducer of a pass over `Pairs`: from each block to its `ModalityStatistics`."""
 
     def __init__(self, pairs):
         self._pairs = pairs
@@ -333,14 +329,10 @@ def _entropy(weights):
 
 
 class WordReducer:
-    """Reducer to a dict from each block to its `WordStatistics`.
+    """Reducer of a pass over `Pairs`: from each block to its `WordStatistics`.
 
-    Args:
-        pairs: `Pairs`, whose decisions it will see.
-        tagger: callable from the list of the words of a caption, str, to as many tags.
-
-    Raises:
-        ValueError: if the pairs have no captions or no tokenizer.
+    The `tagger` is that of `analyze`. Raises a `ValueError` if the pairs have no
+    captions or no tokenizer.
     """
 
     def __init__(self, pairs, tagger):

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from keras_softmoe.analysis._routing import analyze
+from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.types import Data, Texts
 
 
@@ -74,11 +75,9 @@ class RoutingMonitor(keras.callbacks.Callback):
         preprocessor: Callable | None = None,
     ):
         super().__init__()
-        if (every is not None and every < 1) or last < 1:
-            raise ValueError(
-                "Steps between measurements, and measurements to average, are at least "
-                f"one. Received: every={every}, last={last}."
-            )
+        check_whole_numbers(1, last=last)
+        if every is not None:
+            check_whole_numbers(1, every=every)
         self.data, self.captions = data, captions
         self.every, self.last = every, last
         self.batch_size = batch_size

@@ -49,11 +49,7 @@ figcaption {{ color: #444; font-size: .9rem; max-width: 46rem; }}
 
 
 class Page:
-    """Collect the sections, tables and figures of a page, then write it.
-
-    Args:
-        title: str.
-    """
+    """Collect the sections, tables and figures of a page, then write it."""
 
     def __init__(self, title):
         self.title = title

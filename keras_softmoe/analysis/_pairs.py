@@ -81,10 +81,7 @@ class Pairs:
     def observe(self, reducers, batch_size, verbose):
         """Route all pairs in one pass and return the results of reducers, a tuple.
 
-        Args:
-            reducers: sequence of `Reducer`.
-            batch_size: int, pairs at a time, rounded up to whole groups.
-            verbose: as in `observe`.
+        As `analysis.observe`, but `batch_size` is rounded up to whole groups.
         """
         group = self.backbone.group_images or 1
         batch_size = -(-batch_size // group) * group

@@ -5,12 +5,9 @@ from typing import NamedTuple
 import numpy as np
 from keras import ops
 
-from keras_softmoe.analysis._concentration import (
-    Concentration,
-    ConcentrationTotal,
-    weights_needed,
-)
+from keras_softmoe.analysis._concentration import Concentration, ConcentrationTotal
 from keras_softmoe.analysis._figures import figure_method
+from keras_softmoe.checks import check_numbers
 from keras_softmoe.routers import SoftRouter
 
 # 64 bins for each doubling, from 1/1024 to 4096, and two for smaller and larger ones.
@@ -157,11 +154,7 @@ class SoftStatistics(NamedTuple):
         Source: Soft MoE, appendix H (figure 24, left): in its S/16 "2-5% of the tokens
         provide a summed weight above 2".
         """
-        if not weight > 0:
-            raise ValueError(
-                "`weight` is a sum of dispatch weights, over zero. "
-                f"Received: weight={weight}."
-            )
+        check_numbers(over=0, weight=weight)
         counts = self.token_weight_counts
         # From each edge on.
         above = np.concatenate([np.cumsum(counts[::-1])[::-1], [0]])
@@ -181,7 +174,8 @@ class SoftStatistics(NamedTuple):
 
         Source: Soft MoE, appendix H (figure 24, right).
         """
-        return weights_needed(self.slot_curves, share)
+        check_numbers(over=0, under=1, share=share)
+        return np.argmax(self.slot_curves >= share - _ROUNDING, axis=-1) + 1
 
     def _same_expert(self):
         num_experts, slots = self.slot_contribution.shape
@@ -195,11 +189,7 @@ class SoftStatistics(NamedTuple):
 
 
 class SoftReducer:
-    """Reducer to a dict from each soft block to its `SoftStatistics`.
-
-    Args:
-        routers: dict from blocks to their routers, of which the soft ones are counted.
-    """
+    """Reducer to a dict from each block with a soft router to its `SoftStatistics`."""
 
     def __init__(self, routers):
         self._soft = {

@@ -269,12 +269,7 @@ def prepared(backbone, images, preprocessor):
 def batches_of(model, data, batch_size, preprocessor):
     """Return batches of inputs as a model takes them, and their number.
 
-    Args:
-        model: keras.Model, or a task with a `backbone`, whose own preprocessor is
-            applied to images by default.
-        data: as in `observe`.
-        batch_size: int, inputs of an array at a time.
-        preprocessor: callable applied to batches, or `None`.
+    The arguments are those of `observe`.
 
     Returns:
         Generator of arrays or dicts of arrays, and their number: `None` if unknown.

@@ -270,16 +270,10 @@ def check_task(directory, load_weights=True):
 
 def names_of_kind(kind):
     """Return the names of the presets of a kind, sorted."""
-    if kind != "trained":
-        is_released = kind == "convertible"
-        return sorted(
-            n for n, row in rows().items() if bool(row.release) == is_released
-        )
-    return sorted(
-        name
-        for name in _directory_names()
-        if _metadata(_root() / name, name).get("kind") == kind
-    )
+    if kind == "trained":
+        return sorted(_directory_names())
+    is_released = kind == "convertible"
+    return sorted(n for n, row in rows().items() if bool(row.release) == is_released)
 
 
 @contextlib.contextmanager

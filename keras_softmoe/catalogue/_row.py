@@ -110,13 +110,7 @@ def experts(moe_layers, group_images=1):
 
 
 def template(router, num_experts, **settings):
-    """Return a callable that creates a router.
-
-    Args:
-        router: class from `keras_softmoe.routers`.
-        num_experts: int.
-        **settings: its other arguments.
-    """
+    """Return a callable that creates a router of a class with these settings."""
     return functools.partial(router, num_experts, name="router", **settings)
 
 

@@ -110,9 +110,6 @@ class _Ranges(io.RawIOBase):
         self._place = start[whence] + offset
         return self._place
 
-    def tell(self):
-        return self._place
-
     def readinto(self, target):
         count = min(len(target), self._size - self._place)
         if count <= 0:
@@ -121,11 +118,14 @@ class _Ranges(io.RawIOBase):
         request = urllib.request.Request(
             self._url, headers={"Range": f"bytes={self._place}-{end}"}
         )
-        with _explained(self._url), _answer(request) as answer:
-            # The answer must not be the whole file.
-            if answer.status != 206:
-                raise OSError("the server does not send parts of files")
-            content = answer.read(count)
+        try:
+            with _answer(request) as answer:
+                # The answer must not be the whole file.
+                if answer.status != 206:
+                    raise OSError("the server does not send parts of files")
+                content = answer.read(count)
+        except OSError as error:
+            raise _error(self._url, error) from error
         target[: len(content)] = content
         self._place += len(content)
         return len(content)
@@ -164,14 +164,6 @@ def _answer(request):
         # It keeps the connection open.
         error.close()
         raise
-
-
-@contextlib.contextmanager
-def _explained(url):
-    try:
-        yield
-    except OSError as error:
-        raise _error(url, error) from error
 
 
 @contextlib.contextmanager

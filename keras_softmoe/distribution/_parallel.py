@@ -157,12 +157,7 @@ def data_parallel(
 
 
 class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
-    """Distribution of experts, see `expert_parallel`.
-
-    Args:
-        layout_map: `keras.distribution.LayoutMap` as `layout_map` makes it.
-        auto_shard_dataset: see `expert_parallel`.
-    """
+    """Distribution of experts by a `layout_map`, see `expert_parallel`."""
 
     def __init__(self, layout_map, auto_shard_dataset=True):
         super().__init__(
@@ -258,12 +253,7 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
 
 
 class ReplicaParallel(EachBatch, keras.distribution.DataParallel):
-    """Distribution of replicas, see `data_parallel`.
-
-    Args:
-        device_mesh: `keras.distribution.DeviceMesh` with the one axis `"batch"`.
-        auto_shard_dataset: see `expert_parallel`.
-    """
+    """Distribution of replicas over the axis `"batch"`, see `data_parallel`."""
 
     batch_axes = BATCH_AXIS
 
@@ -303,11 +293,7 @@ def _check_divided(variable, layout):
 def _check_backend(feature):
     """Raise unless Keras distributes models on the backend in use.
 
-    Args:
-        feature: str, name of the feature, as the beginning of a sentence.
-
-    Raises:
-        NotImplementedError: with an alternative.
+    The `feature` is the beginning of the message, which offers an alternative.
     """
     backend = keras.backend.backend()
     if backend == "jax" or (backend == "torch" and backend_distributes()):

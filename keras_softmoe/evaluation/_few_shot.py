@@ -28,7 +28,6 @@ from keras_softmoe.checks import (
 from keras_softmoe.evaluation._ridge import (
     L2_GRID,
     best_l2,
-    check_enough,
     ridge_probe,
     sample_support,
 )
@@ -182,7 +181,7 @@ def few_shot_probe(
     x_train, y_train = _check_split("train", train, images=model is not None)
     x_test, y_test = _check_split("test", test, images=model is not None)
     num_classes = _check_classes(y_train, y_test)
-    check_enough(y_train, max(shots), spare=int(l2 == "train"))
+    _check_enough(y_train, max(shots), spare=int(l2 == "train"))
     if x_train.shape[1:] != x_test.shape[1:]:
         raise ValueError(
             "The arrays of `train` and `test` must agree in every axis but the "
@@ -367,6 +366,20 @@ def _check_classes(y_train, y_test):
             "Correct or drop these images, or add the classes to `train`."
         )
     return len(classes)
+
+
+def _check_enough(labels, shots, spare):
+    """Raises a ValueError if a class has fewer than `shots + spare` images."""
+    counts = np.bincount(labels)
+    if counts.min() < shots + spare:
+        rarest = counts.argmin()
+        extra = " and one more to choose the penalty on (l2='train')" if spare else ""
+        remedy = " or fix `l2`" if spare else ""
+        raise ValueError(
+            f"Every class of `train` needs {shots} image(s) for shots={shots}{extra}. "
+            f"Received: class {rarest} with {counts[rarest]} image(s). Ask for fewer "
+            f"shots, add images{remedy}."
+        )
 
 
 def _check_scaled(x):

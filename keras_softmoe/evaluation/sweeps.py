@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import keras
 import numpy as np
 
+from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.evaluation._cost import gflop_per_image
 from keras_softmoe.evaluation._sweep import Sweep, SweepRow
 
@@ -97,11 +98,7 @@ def routing_sweep(
         dict(zip(grid, values, strict=True))
         for values in itertools.product(*grid.values())
     ]
-    if time_repeats < 0:
-        raise ValueError(
-            "`time_repeats` counts the measurements of a time, 0 for none. Received: "
-            f"time_repeats={time_repeats}."
-        )
+    check_whole_numbers(0, time_repeats=time_repeats)
     images, labels = _check_test(test)
     chosen = {} if layers is None else {"layers": tuple(layers)}
     combinations = [{**chosen, **settings} for settings in combinations]

@@ -200,11 +200,7 @@ def labelled_rows(data, num_classes):
 
 
 def captioned_rows(data):
-    """Return a data set of images and captions, and the identity.
-
-    Args:
-        data: see `Recipe.training_data`.
-    """
+    """Return a data set of images and captions, and the identity."""
     import tensorflow as tf
 
     rows, caption = _rows(data)
@@ -236,12 +232,7 @@ def _rows(data):
 
 
 def _check_arrays(images, others):
-    """Raise unless there are as many images as labels or captions, all of them finite.
-
-    Args:
-        images: array or list of them.
-        others: labels or captions, an array or list.
-    """
+    """Raise unless there are as many images as labels or captions, all finite."""
     if len(images) != len(others) or not len(images):
         raise ValueError(
             "There must be an image or more, and one label or caption for each. "

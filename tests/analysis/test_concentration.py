@@ -8,7 +8,6 @@ from keras_softmoe.analysis._concentration import (
     NUM_BINS,
     Concentration,
     ConcentrationTotal,
-    weights_needed,
 )
 
 
@@ -81,8 +80,6 @@ def test_how_many_are_needed(example):
         needed = np.sort((curves < share).sum(axis=1) + 1)
         assert found.needed(share) == needed[149]
         assert found.needed(share, part=1) == needed[-1]
-    needed = weights_needed(curves[:5], 0.9)
-    np.testing.assert_array_equal(needed, (curves[:5] < 0.9).sum(axis=1) + 1)
 
 
 def test_a_uniform_average_is_a_straight_line():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import analysis, models, routers
-from tests.analysis.test_words import TOKEN_IDS, Preprocessor, tagger, words_of
+from tests.analysis.test_modalities import TOKEN_IDS, Preprocessor, tagger, words_of
 from tests.support import pairs
 from tests.support.layer_checks import randomize
 from tests.support.references import to_numpy

@@ -145,7 +145,7 @@ def test_usage_that_was_not_measured():
     with pytest.raises(ValueError, match=r"\['text'\]. Received: modality='image'"):
         monitor.usage("image")
     for wrong in ({"every": 0}, {"last": 0}):
-        with pytest.raises(ValueError, match="Received: every="):
+        with pytest.raises(ValueError, match="Received: (every|last)=0"):
             analysis.RoutingMonitor(captions=captions, **wrong)
     classifier = tiny.classifier()
     with pytest.raises(ValueError, match="LIMoEBackbone"):

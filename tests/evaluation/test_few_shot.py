@@ -200,6 +200,8 @@ def test_every_image_in_the_support():
     few = sample_support(y, 5, seed=0)
     with pytest.raises(ValueError, match=r"one more.*class 0 with 5.*fix `l2`"):
         few_shot_probe(None, (x[few], y[few]), test, shots=(5,), verbose=0)
+    with pytest.raises(ValueError, match=r"shots=6.*Received: class 0 with 5"):
+        few_shot_probe(None, (x[few], y[few]), test, shots=(6,), l2=64.0, verbose=0)
     result = few_shot_probe(
         None, (x[few], y[few]), test, shots=(5,), l2=64.0, verbose=0
     )
