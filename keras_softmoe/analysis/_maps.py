@@ -120,11 +120,14 @@ class RoutingMaps(NamedTuple):
     priority: str | None = None
 
     @property
-    def main_experts(self) -> np.ndarray:
+    def main_experts(self) -> np.ndarray | None:
         """`(B, rows, columns)` int array: the expert with the largest combine weight.
 
-        Summed over its slots; -1 where no expert takes the patch.
+        Summed over its slots; -1 where no expert takes the patch. `None` without
+        images.
         """
+        if self.images is None:
+            return None
         return _main_experts(self.dispatch, self.combine)
 
     plot = figure_method("maps")

@@ -1,8 +1,8 @@
 """Catalogue of presets: architectures as data, and directories with weights.
 
-`_papers` has the tables of the papers, `_vision` and `_limoe` convert them to rows,
-`_released` has released checkpoints, `_preset_files` writes a row as a directory,
-`_lookup` finds a name.
+`_papers` has the tables of the papers, `_unreleased` converts them to rows, `_released`
+has released checkpoints, `_preset_files` writes a row as a directory, `_lookup` finds a
+name.
 """
 
 from keras_softmoe.catalogue._lookup import CONFIG_FILE as CONFIG_FILE

@@ -1,7 +1,7 @@
 """Entries of the catalogue: names, descriptions and directories.
 
 An entry is either a directory in KerasHub's format, with weights, or a `Row` of
-`_vision`, `_limoe` or `_released`.
+`_unreleased` or `_released`.
 """
 
 import contextlib
@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from keras_softmoe.catalogue import _preset_files as preset_files
-from keras_softmoe.catalogue._limoe import limoe
 from keras_softmoe.catalogue._released import released
-from keras_softmoe.catalogue._vision import vision
+from keras_softmoe.catalogue._unreleased import unreleased
 from keras_softmoe.checks import quote
 from keras_softmoe.files import atomic_directory, restore_interrupted
 from keras_softmoe.keras_adapter.exports import has_preset_file
@@ -170,7 +169,7 @@ def rows():
 
     Source: V-MoE, Soft MoE, LIMoE and the router study; see `_papers`.
     """
-    return {each.name: each for each in (*vision(), *limoe(), *released())}
+    return {each.name: each for each in (*unreleased(), *released())}
 
 
 def is_handle(preset):

@@ -19,9 +19,9 @@ from keras_softmoe.checkpoints._parameters import is_one_file as is_one_file
 from keras_softmoe.checkpoints._parameters import read_checkpoint as read_checkpoint
 from keras_softmoe.checkpoints._parameters import read_parameters as read_parameters
 from keras_softmoe.checkpoints._parameters import read_text_beside as read_text_beside
-from keras_softmoe.checkpoints._prefix_tokens import count_patches as count_patches
-from keras_softmoe.checkpoints._prefix_tokens import place_tokens as place_tokens
 from keras_softmoe.checkpoints._stream import CheckpointError as CheckpointError
+from keras_softmoe.checkpoints._translation import count_patches as count_patches
+from keras_softmoe.checkpoints._translation import place_tokens as place_tokens
 from keras_softmoe.checkpoints._translation import same as same
 from keras_softmoe.checkpoints._translation import token as token
 from keras_softmoe.checkpoints._translation import translate as translate

@@ -4,20 +4,18 @@ import functools
 import re
 
 from keras_softmoe.checkpoints._checkpoint import Checkpoint, LazyArray
-from keras_softmoe.checkpoints._prefix_tokens import (
+from keras_softmoe.checkpoints._stream import CheckpointError
+from keras_softmoe.checkpoints._translation import (
     CLASS_TOKEN,
     DISTILLATION_TOKEN,
     POSITIONS,
     REGISTERS,
-    count_patches,
-    place_tokens,
-)
-from keras_softmoe.checkpoints._stream import CheckpointError
-from keras_softmoe.checkpoints._translation import (
     convolution,
+    count_patches,
     from_heads,
     fused,
     matrix,
+    place_tokens,
     same,
     to_heads,
     to_heads_bias,

@@ -9,9 +9,13 @@ import numpy as np
 
 from keras_softmoe.checkpoints._checkpoint import Checkpoint, LazyArray
 from keras_softmoe.checkpoints._files import open_file
-from keras_softmoe.checkpoints._prefix_tokens import POSITIONS, place_tokens
 from keras_softmoe.checkpoints._stream import CheckpointError
-from keras_softmoe.checkpoints._translation import same, translate
+from keras_softmoe.checkpoints._translation import (
+    POSITIONS,
+    place_tokens,
+    same,
+    translate,
+)
 
 # Weights hardly compress: an archive that grows much more does not contain weights.
 _MAX_GROWTH = 16

@@ -4,8 +4,8 @@ import math
 import re
 from typing import NamedTuple
 
-from keras_softmoe.checkpoints._prefix_tokens import count_patches
 from keras_softmoe.checkpoints._stream import CheckpointError
+from keras_softmoe.checkpoints._translation import count_patches
 
 _BLOCK = r"Encoder/encoderblock_(\d+)/"
 _POSITIONS = "Encoder/posembed_input/pos_embedding"

@@ -23,11 +23,7 @@ _PLACE_WORDS = {
     "bottom": ("at the bottom", "near the bottom", "at the lower edge"),
     "center": ("in the center", "in the middle", "at the center"),
 }
-_CORNER_WORDS = (
-    "in the {} corner",
-    "in the {}",
-    "at the {}",
-)
+_CORNER_WORDS = ("in the {} corner", "in the {}", "at the {}")
 _RELATION_WORDS = {
     "left of": ("to the left of", "left of", "on the left of"),
     "right of": ("to the right of", "right of", "on the right of"),

@@ -203,7 +203,7 @@ def test_one_pair_competes_with_no_other():
 def test_text_alone_has_no_pictures():
     ids = pairs.token_ids()
     found = analyze(pairs.limoe(), captions=ids, num_pictures=2, verbose=0).maps[0]
-    assert found.images is found.dispatch is None
+    assert found.images is found.dispatch is found.main_experts is None
     assert found.word_experts.shape == (2, 3) and len(found.words) == 2
 
 

@@ -1,6 +1,6 @@
 """LIMoE's presets without weights: as the paper's tables and appendices have them.
 
-Covers `catalogue/_limoe.py`.
+Covers LIMoE's part of `catalogue/_unreleased.py`.
 """
 
 import json

@@ -1,7 +1,6 @@
 """The reader of original Vision Transformers' `.npz` files.
 
-Covers `checkpoints/_parameters.py`, `checkpoints/_prefix_tokens.py` and
-`checkpoints/_translation.py`.
+Covers `checkpoints/_parameters.py` and `checkpoints/_translation.py`.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""Image models of the papers whose weights were never released.
+"""Models of the papers whose weights were never released, and their dense twins.
 
 Models that differ only in settings of a loaded model (experts per token,
 capacity, images per group) are one entry with a list of settings, of which the first
@@ -10,9 +10,14 @@ training FLOPs of V-MoE table 8 and Soft MoE table 10. Models of the released co
 round as that does.
 """
 
+import functools
+
 from keras_softmoe import ops, routers
+from keras_softmoe.architecture import LIMoE
 from keras_softmoe.catalogue._papers import (
     EXPERT_CHOICE,
+    LIMOE,
+    LIMOE_H14_BLOCKS,
     SIZES,
     SOFT,
     SOFT_CLASSES,
@@ -57,9 +62,15 @@ _STUDY_EXPERT_CHOICE = {
 }
 
 
-def vision():
-    """Return a list of `Row` of all image models."""
-    return [*_vmoe(), *_soft_moe(), *_soft_moe_baselines(), *_router_study()]
+def unreleased():
+    """Return a list of `Row` of all these models."""
+    return [
+        *_vmoe(),
+        *_soft_moe(),
+        *_soft_moe_baselines(),
+        *_router_study(),
+        *_limoe(),
+    ]
 
 
 # === V-MoE ===
@@ -267,3 +278,94 @@ def _study(
         twin,
         settings=settings,
     )
+
+
+# === LIMoE ===
+
+_LIMOE_EXPERTS = 32
+# Appendix E.5: routing worked in groups of this size and larger ones.
+_GROUP_PAIRS = 32
+# The paper says 288, of which 14 is no divisor. At 294 an image has 441 patches, 27.6
+# for each token of a text; appendix G says "close to 1:27". (280 gives 25.)
+_H14_IMAGE_SIZE = 294
+# Appendix A: 512 for all but H/14, for which it is not printed.
+_EMBEDDING_DIM, _H14_EMBEDDING_DIM = 512, 1280
+_TEXT = {
+    # Pieces of T5's SentencePiece model, which returns no other ids. (The T5 models
+    # have 128 more rows, for sentinels and padding.)
+    "vocabulary_size": 32_000,
+    "sequence_length": 16,
+}
+_LIMOE_NOTE = (
+    "The vocabulary is T5's SentencePiece model of 32,000 pieces; 0 is the padding."
+)
+_H14_NOTE = (
+    "Chosen here, since the paper does not print it or it cannot be: images of 294 x "
+    "294 pixels (it says 288, which patches of 14 do not divide; at 294 there are 27.6 "
+    'patches for each text token, "close to 1:27" in appendix G), and embeddings as '
+    "wide as the model (it only says that they are not 512 wide)."
+)
+
+
+def _limoe():
+    """Yield the dense twin and the LIMoE of each size."""
+    for model, (of_dense, of_limoe, soft_minimum) in LIMOE.items():
+        is_h14 = model == "H/14"
+        image_size = _H14_IMAGE_SIZE if is_h14 else IMAGE_SIZE
+        dense = {
+            **vit(VMOE_SIZES, model, image_size),
+            **_TEXT,
+            "embedding_dim": _H14_EMBEDDING_DIM if is_h14 else _EMBEDDING_DIM,
+        }
+        rest = {
+            "source": "LIMoE, appendices A and C.1",
+            "note": f"{_LIMOE_NOTE} {_H14_NOTE}" if is_h14 else _LIMOE_NOTE,
+            "kind": LIMoE,
+        }
+        twin = preset_name("limoe_dense", VMOE_SIZES, model, image_size=image_size)
+        title = f"Dense one-tower model {model} of LIMoE"
+        yield Row(
+            twin,
+            title if of_dense else f"Dense twin of LIMoE-{model}",
+            "",
+            arguments=dense,
+            published=_limoe_results(f"Dense {model}", of_dense),
+            **rest,
+        )
+        layers, where = placed(dense["num_layers"], "every2")
+        if is_h14:
+            layers = tuple(block - 1 for block in LIMOE_H14_BLOCKS)
+            where = f"{len(layers)} blocks"
+        text_experts, image_experts = soft_minimum
+        mark = f"{_LIMOE_EXPERTS}e"
+        yield Row(
+            preset_name("limoe", VMOE_SIZES, model, mark, image_size=image_size),
+            f"LIMoE-{model}",
+            f"{_LIMOE_EXPERTS} experts in {where}",
+            arguments=dense | experts(layers, _GROUP_PAIRS),
+            router=functools.partial(_limoe_router, text_experts, image_experts),
+            twin=twin,
+            published=_limoe_results(f"LIMoE {model}", of_limoe)
+            | {"text_experts": text_experts, "image_experts": image_experts},
+            **rest,
+        )
+
+
+def _limoe_router(text_experts, image_experts):
+    losses = routers.classic_losses() + routers.entropy_losses(
+        _LIMOE_EXPERTS, text_experts, image_experts
+    )
+    return routers.LIMoERouter(_LIMOE_EXPERTS, losses=losses, name="router")
+
+
+def _limoe_results(row, results):
+    if results is None:
+        return None
+    zero_shot, ten_shot, image_of_caption, caption_of_image = results
+    return {
+        "row": f"table 4, {row}",
+        "imagenet_zero_shot": zero_shot,
+        "imagenet_10_shot": ten_shot,
+        "coco_text_to_image": image_of_caption,
+        "coco_image_to_text": caption_of_image,
+    }
