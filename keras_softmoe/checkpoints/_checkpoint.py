@@ -121,12 +121,6 @@ def read_sharded(prefix):
     slices). The format has no checksums: a flipped bit inside an array is a wrong
     value, which no reader can detect.
 
-    Args:
-        prefix: str or path: the common part of the files, before `.index`.
-
-    Returns:
-        `Checkpoint`.
-
     Source: V-MoE's released code (format of its checkpoints, version 20220622).
     """
     prefix = os.fspath(prefix)

@@ -70,20 +70,8 @@ def download(path, folder, verbose=1):
 
 
 @contextlib.contextmanager
-def open_url(path):
-    """Open a file on the web, of which only the parts that are read are fetched.
-
-    Args:
-        path: str, `gs://bucket/name` or a URL.
-
-    Yields:
-        A binary file that can seek, and its size in bytes.
-
-    Raises:
-        CheckpointError: if the server does not answer within ten seconds, or does not
-            send parts of files.
-    """
-    url = web_address(path)
+def _open_url(url):
+    """Open a file on the web, of which only the parts that are read are fetched."""
     size = _size(url)
     if size is None:
         raise _error(url, "the server does not send the size of the file")
@@ -196,10 +184,12 @@ def open_file(path):
         A binary file that can seek, and its size in bytes.
 
     Raises:
-        CheckpointError: if the file does not exist or cannot be read.
+        CheckpointError: if the file does not exist or cannot be read, or a server does
+            not answer within ten seconds or does not send parts of files.
     """
-    if web_address(path) is not None:
-        with open_url(path) as opened:
+    url = web_address(path)
+    if url is not None:
+        with _open_url(url) as opened:
             yield opened
         return
     failures = (OSError,)

@@ -36,15 +36,6 @@ def read_safetensors(path):
     executed, and reading it takes a multiple of the header, of at most 1 MiB, and of
     one array at a time.
 
-    Args:
-        path: str.
-
-    Returns:
-        `Checkpoint` under the names in the file.
-
-    Raises:
-        CheckpointError: if the file is missing, damaged, or of another format.
-
     Source: the format's documentation (version 0.8).
     """
     with open_file(path) as (file, size):

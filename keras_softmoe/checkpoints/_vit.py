@@ -67,17 +67,8 @@ def read_vit_checkpoint(path):
 
     Supported are files of the original repository and of AugReg, in both numberings of
     the blocks' children, and of big_vision: below `params/`, blocks stacked or not,
-    with attention pooling or a class token; the image tower of two (SigLIP).
-
-    Args:
-        path: str.
-
-    Returns:
-        `Checkpoint`.
-
-    Raises:
-        CheckpointError: if the file is missing or damaged, or has other arrays than the
-            parameters of a plain Vision Transformer.
+    with attention pooling or a class token; the image tower of two (SigLIP). Other
+    arrays than the parameters of a plain Vision Transformer are an error.
 
     Source: Dosovitskiy et al. 2021, released code, and big_vision's (names of the
     parameters).

@@ -197,9 +197,10 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
             PlacementError: if several rules match the path, or the devices do not
                 divide an axis that a rule shards.
         """
-        layout = self._match(variable.path)
-        if layout is not None:
-            if is_foreign(self._keys(variable.path)[0], layout, variable):
+        key = self._key(variable.path)
+        if key is not None:
+            layout = self.layout_map[key]
+            if is_foreign(key, layout, variable):
                 return self._layout([None] * len(variable.shape), self.device_mesh)
             _check_divided(variable, layout)
             name = name_in_optimizer(variable)
@@ -210,7 +211,8 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         return reference or super().get_variable_layout(variable)
 
     def get_tensor_layout(self, path):
-        return self._match(path)
+        key = self._key(path)
+        return None if key is None else self.layout_map[key]
 
     def check_divides_experts(self, num_experts):
         """Raise `PlacementError` if the devices do not divide a number of experts."""
@@ -234,19 +236,16 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         """Raise `PlacementError` if variables of a model violate the rules."""
         audit(model, self)
 
-    def _match(self, path):
-        keys = self._keys(path)
-        self.used_keys.update(keys)
-        return self.layout_map[keys[0]] if keys else None
-
-    def _keys(self, path):
+    def _key(self, path):
+        """Return the key of the rule that matches a path, `None` without one."""
         keys = matching_keys(self.layout_map, path)
         if len(keys) > 1:
             raise PlacementError(
                 f"{several_match(path, keys)} Remove all but one of them, or give "
                 "yours the key of the rule that it is meant to replace."
             )
-        return keys
+        self.used_keys.update(keys)
+        return keys[0] if keys else None
 
     def _layout(self, axes, mesh):
         return JointLayout(axes, mesh)
