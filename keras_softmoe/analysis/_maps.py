@@ -126,7 +126,7 @@ class RoutingMaps(NamedTuple):
         Summed over its slots; -1 where no expert takes the patch. `None` without
         images.
         """
-        if self.images is None:
+        if self.combine is None:
             return None
         return _main_experts(self.dispatch, self.combine)
 
