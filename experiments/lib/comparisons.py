@@ -242,17 +242,7 @@ def in_words(claims, metrics):
 
 
 def reading(claims):
-    """How to read `in_words`, str."""
-    return (
-        "Differences in percentage points, taken within each seed; ± is half of the "
-        f"{100 * CONFIDENCE:g} % t-interval of their mean. *Appears*: all intervals of "
-        f"a claim are above zero. {looked_at(claims)} One scale shows what happens at "
-        "that scale: it neither proves nor refutes what the papers found at another."
-    )
-
-
-def looked_at(claims):
-    """How many differences are looked at, and what is done about it, str."""
+    """How to read `in_words`, and how many differences are looked at, str."""
     different = {
         (metric, d.name, d.mean)
         for claim in claims
@@ -260,9 +250,13 @@ def looked_at(claims):
         for d in found
     }
     return (
-        f"{len(different)} differences are looked at, so that some intervals miss zero "
-        "by chance: *after the correction too* means Holm's, for all of them under the "
-        "same metric."
+        "Differences in percentage points, taken within each seed; ± is half of the "
+        f"{100 * CONFIDENCE:g} % t-interval of their mean. *Appears*: all intervals of "
+        f"a claim are above zero. {len(different)} differences are looked at, so that "
+        "some intervals miss zero by chance: *after the correction too* means Holm's, "
+        "for all of them together, whatever the experiment and the metric. One scale "
+        "shows what happens at that scale: it neither proves nor refutes what the "
+        "papers found at another."
     )
 
 
