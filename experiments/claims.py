@@ -31,46 +31,47 @@ STEPS = {
 }
 HERE = Path(__file__).resolve().parent
 NOT_RUN = """\
-Trainings are counted at three seeds, of models as large as the study's, some minutes of a
-core each, where nothing else is said.
+Trainings are counted at three seeds, of models as large as the study's, some minutes of
+a core each, where nothing else is said.
 
 - *A mixture is worth a dense model of several times its cost* (V-MoE, section 3.3;
   Soft MoE, section 3.3): not run. Needs dense models and mixtures of four sizes, 36
   trainings, at a task on which a larger dense model is better.
-- *A learned router is better than a random one of the same cost, trained as long*: not
-  run. The claim above is of one model whose routers are replaced after training, which
-  is the test of V-MoE, appendix E.1. Needs 6 trainings, on a task with more classes.
+- *A learned router is better than a random one, when both are trained*: not run. The
+  claim above is of trained models whose routers are replaced afterwards, the test of
+  V-MoE, appendix E.1. Needs 6 trainings, at a task with more classes.
 - *Other numbers of experts per token at inference* (V-MoE, appendix E.4, figures 33 to
-  35): not run. Needs no training: `evaluation.routing_sweep` of the trained presets
-  with other `num_selected_experts`, and for the comparison with models that were
-  trained with as many 12 trainings.
-- *Smaller batches at inference fill the experts unevenly* (V-MoE, appendix E.7 and figure
-  40): not run. Needs no training: the trained preset with two choices, in groups of one
-  image to many.
-- *More experts per token, batch priority and few slots in fine-tuning* (V-MoE, appendices
-  C.4 and E.5, figure 36): not run. Every model here, dense or mixture, is at 99 % on the
-  digits after fine-tuning, so that nothing can show; needs another task.
+  35): not run. Needs no training, `evaluation.routing_sweep` of the trained presets
+  with other `num_selected_experts`; and 12 trainings for the paper's comparison with
+  models that were trained so.
+- *Smaller batches at inference fill the experts unevenly* (V-MoE, appendix E.7 and
+  figure 40): not run. Needs no training, but the preset with two choices measured in
+  groups of one image to many.
+- *More experts per token, batch priority and few slots in fine-tuning* (V-MoE,
+  appendices C.4 and E.5, figure 36): not run. Every model here, dense or mixture, is at
+  99 % on the digits after fine-tuning, so that nothing can show; needs another task.
 - *Soft MoE without normalized inputs fails as it gets wider* (Soft MoE, appendix E,
-  figures 13 and 14): not run. Needs 30 trainings, of five widths up to 1,664 with and
-  without.
-- *Contrastive training of two towers, with Soft MoE, expert choice or no experts in that
-  of images* (Soft MoE, section 4 and appendix F.1): not run. Needs 9 trainings of two
-  towers on the captioned shapes. With the paper's data, 275 million public pairs, it
-  cannot be run here.
-- *LIMoE on public pairs* (LIMoE, appendix E.6): as the paper ran it, on 400 million
+  figures 13 and 14): not run. Needs 30 trainings, of five widths with and without.
+- *Contrastive training of two towers, with Soft MoE, expert choice or no experts in
+  that of images* (Soft MoE, section 4 and appendix F.1): not run. Needs 9 trainings of
+  two towers on the captioned shapes. With the paper's own data, 275 million public
   pairs, it cannot be run here.
+- *LIMoE on public pairs* (LIMoE, appendix E.6): cannot be run here with its data, 400
+  million pairs.
 - *The share of images to text* (LIMoE, figure 5), *K with adjusted losses and batch
-  priority* (appendix E.1, table 6), *routers for each modality* (appendix E.3, table 7),
-  *groups of more sizes* (appendix E.5, figure 16): not run. All can be
-  (`limoe_sweeps --sweep ratio`, `LIMoERouter`, `group_images`); need 9 to 36 trainings.
+  priority* (appendix E.1, table 6), *routers for each modality* (appendix E.3, table
+  7), *groups of more sizes* (appendix E.5, figure 16): not run. The library has all of
+  them (`limoe_sweeps --sweep ratio`, `LIMoERouter`, `group_images`); needs 9 trainings
+  or more each.
 - *Experts can be pruned after training* (LIMoE, appendix E.4): shown for one model by
-  `guides/limoe_routing.py`, without seeds. Needs no training, but for more seeds.
-- *Experts for concepts* (V-MoE, section 5; LIMoE, section 4 and appendix F): pictures,
-  see `analysis.analyze` and `guides/limoe_routing.py`.
+  `guides/limoe_routing.py`. An interval needs no training, but the other seeds' models,
+  which were not kept.
+- *Routing distributions and experts for concepts* (V-MoE, section 5; LIMoE, section 4
+  and appendix F.1): pictures, see `analysis.analyze` and `guides/limoe_routing.py`.
 - *Soft MoE is fast with thousands of experts* (Soft MoE, section 3.5): asked by the
-  benchmarks with 128.
-- *Gains hold from JFT to ImageNet and at 15 billion parameters* (V-MoE, sections 3.3 and
-  3.6; LIMoE, section 4): cannot be run here, the data were never released."""
+  benchmarks, with up to 1,024.
+- *Gains hold from JFT to ImageNet and at 15 billion parameters* (V-MoE, sections 3.3
+  and 3.6; LIMoE, section 4): cannot be run here, the data were never released."""
 
 
 class Section(NamedTuple):
@@ -150,9 +151,9 @@ def _sections():
             title = f"Routers, scale `{scale}`"
             found.append(Section(title, text.rstrip(), claims, METRICS))
     text = (
-        "[Presets](../presets.md), larger models than the study's, half of whose glyphs "
-        "lie anywhere in the image. They were looked at with three seeds, four, and "
-        "six. What the first two claims are worth is said with [the "
+        "[Presets](../presets.md), larger models than the study's, half of whose "
+        "glyphs lie anywhere in the image. They were looked at with three seeds, four, "
+        "and six. What the first two claims are worth is said with [the "
         "evidence](evidence.md): the dense twin is at the edge of the rates that it "
         "bears, and with random routers the same model of token choice is above it too."
     )
@@ -165,6 +166,8 @@ def _sections():
             claims = upcycling.claims(read_json(file))
             title = f"Upcycling, plan `{plan}`"
             found.append(Section(title, text, claims, upcycling.METRICS))
-    text = "[Presets](../presets.md) of images with captions, and [sweeps](#limoe-sweeps)."
+    text = (
+        "[Presets](../presets.md) of images with captions, and [sweeps](#limoe-sweeps)."
+    )
     found.append(Section("LIMoE", text, limoe_claims.claims(), limoe_claims.METRICS))
     return found

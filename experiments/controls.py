@@ -54,9 +54,7 @@ class BlindRouter(routers.SoftmaxTokenChoiceRouter):
     swap = staticmethod(lambda tokens: tokens)
 
     def call(self, tokens, valid=None, training=False, num_tokens=None, modalities=()):
-        return super().call(
-            self.swap(tokens), valid, training, num_tokens, modalities
-        )
+        return super().call(self.swap(tokens), valid, training, num_tokens, modalities)
 
 
 def main(arguments=None):

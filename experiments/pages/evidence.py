@@ -172,7 +172,9 @@ def random_table():
         numbers = " | ".join(f"{value:.3f}" for value in (learned, random, dense))
         lines.append(f"| {seed} | {numbers} | {100 * (random - dense):+.1f} |")
     over = [100 * (random - dense) for _, random, dense in by_seed.values()]
-    means = " | ".join(f"{mean(column):.3f}" for column in zip(*by_seed.values()))
+    means = " | ".join(
+        f"{mean(column):.3f}" for column in zip(*by_seed.values(), strict=True)
+    )
     found = results.points(difference("", over))
     return "\n".join([*lines, f"| mean | {means} | {found} |"]) + "\n"
 

@@ -113,9 +113,7 @@ def starts_table(results):
     rows = [head, ["---", "---:", "---:"]]
     for title, by_seed in results["soft_starts"].items():
         cells = list(by_seed.values())
-        found = (
-            percent(cells, m) for m in ("feature_difference", "upstream_accuracy")
-        )
+        found = (percent(cells, m) for m in ("feature_difference", "upstream_accuracy"))
         rows.append([title, *found])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
