@@ -5,7 +5,6 @@ committed: the JSON of the router study and of upcycling, the metadata of the pr
 and the sweeps of LIMoE. Nothing is trained.
 """
 
-import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,17 +105,22 @@ def text():
     return "\n\n".join(parts) + "\n"
 
 
-def survivors():
-    """Dict from the texts of claims to dicts of what stands after the correction.
+def survivors(found):
+    """What stands after the correction.
 
-    The keys of the inner dicts are metrics, the values verdicts, `"yes"` or `"no"`.
+    Args:
+        found: list of `Section`.
+
+    Returns:
+        list of triples: a `Section`, a `Claim`, and a metric.
     """
-    found = {}
-    for claim in itertools.chain.from_iterable(s.claims for s in sections()):
-        for metric in claim.differences:
-            if claim.survives(metric):
-                found.setdefault(claim.text, {})[metric] = claim.verdict(metric)
-    return found
+    return [
+        (section, claim, metric)
+        for section in found
+        for claim in section.claims
+        for metric in claim.differences
+        if claim.survives(metric)
+    ]
 
 
 def sections():

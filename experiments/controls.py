@@ -84,9 +84,7 @@ def measure(images):
     }
     means = mean_tokens(blind, draw_glyphs(images, MEANS_SEED)[0])
     for block, router in blind.backbone.routers.items():
-        router.swap = lambda tokens, mean=means[block]: ops.broadcast_to(
-            ops.cast(mean, tokens.dtype), ops.shape(tokens)
-        )
+        router.swap = same(means[block])
     found["position"] = upstream(recompiled(blind), images)
     for router in blind.backbone.routers.values():
         router.swap = scrambled(keras.random.SeedGenerator(VALIDATION_SEED))
@@ -133,6 +131,15 @@ def mean_tokens(classifier, images):
         batch = images[start : start + BATCH_SIZE]
         classifier(classifier.preprocessor(batch), training=False)
     return {block: total / len(images) for block, total in sums.items()}
+
+
+def same(mean):
+    """Callable that puts the same tokens, `(S, D)`, in the place of any others."""
+
+    def swap(tokens):
+        return ops.broadcast_to(ops.cast(mean, tokens.dtype), ops.shape(tokens))
+
+    return swap
 
 
 def scrambled(seed):

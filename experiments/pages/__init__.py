@@ -16,14 +16,23 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def written():
     """Dict from paths below the root to texts: what is generated and committed."""
-    pages = {}
-    found = tables.tables() | results.tables() | evidence.tables()
-    found |= {"gallery": gallery.gallery(), "claims": claims.text()}
+    pages, tables_by_title = {}, found()
     for file in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = file.read_text(encoding="utf-8")
         if ": begin -->" in text:
-            pages[file.relative_to(ROOT).as_posix()] = filled(text, found)
+            pages[file.relative_to(ROOT).as_posix()] = filled(text, tables_by_title)
     return pages
+
+
+def found():
+    """Dict from the titles of all tables to their texts."""
+    return {
+        **tables.tables(),
+        **results.tables(),
+        **evidence.tables(),
+        "gallery": gallery.gallery(),
+        "claims": claims.text(),
+    }
 
 
 def filled(text, found):
