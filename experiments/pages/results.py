@@ -58,8 +58,8 @@ def figures():
         f"processors and all backends: our layers take {papers} of the time of the "
         f"papers' own code (JAX) and {packages} of that of two packages for PyTorch, a "
         f"dense ViT {libraries} of that of KerasHub's and `transformers`'. Experts "
-        f"cost time: a layer with any router takes {layers} of that of a dense MLP, a Soft "
-        f"MoE S/16 of 128 experts {predicting} of its dense twin's to predict, "
+        f"cost time: a layer with any router takes {layers} of that of a dense MLP, a "
+        f"Soft MoE S/16 of 128 experts {predicting} of its dense twin's to predict, "
         f"{training} for a training step with 32 images and {few} for one with 8 "
         "([speed](docs/results/speed.md)).",
         f"**What routing brought.** {routing_brought()} "
@@ -113,8 +113,8 @@ def routing_brought():
         f"trained V-MoE its routers are worth {points(learned)}, against random ones "
         f"put in their place ({learned.seeds} seeds). Whether routing is worth more "
         "than no experts is open: the V-MoE is above the dense model of the same FLOP "
-        f"by {filling} on glyphs that fill the image and {anywhere} on glyphs anywhere, "
-        f"but with all routers random it still is in {above} of {len(by_seed)} seeds, "
+        f"by {filling} on glyphs that fill the image and {anywhere} on glyphs "
+        f"anywhere, but with all routers random it still is in {above} of {len(by_seed)} seeds, "
         "and the dense model is at the edge of the learning rates that it bears. "
         f"{_in_the_study()}"
     )
