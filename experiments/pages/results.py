@@ -115,7 +115,8 @@ def routing_brought():
         "than no experts is open: the V-MoE is above the dense model of the same FLOP "
         f"by {filling} on glyphs that fill the image and {anywhere} on glyphs "
         f"anywhere, but with all routers random it still is in {above} of "
-        f"{len(by_seed)} seeds, and the dense model is at the edge of the learning rates that it bears. "
+        f"{len(by_seed)} seeds, and the dense model is at the edge of the learning "
+        "rates that it bears. "
         f"{_in_the_study()}"
     )
 
