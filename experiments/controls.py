@@ -87,7 +87,8 @@ def measure(images):
         router.swap = same(means[block])
     found["position"] = upstream(recompiled(blind), images)
     for router in blind.backbone.routers.values():
-        router.swap = scrambled(keras.random.SeedGenerator(VALIDATION_SEED))
+        # A generator that the model knows of, which JAX needs.
+        router.swap = scrambled(router.seed_generator)
     found["scrambled"] = upstream(recompiled(blind), images)
     shares = {
         name: position_shares(trained, images, layout)
