@@ -313,12 +313,12 @@ def routing_at_inference(classifier):
     }
 
 
-def upstream(classifier):
-    """Accuracy on glyphs of each layout."""
+def upstream(classifier, number=VALIDATION_IMAGES):
+    """Accuracy on this many glyphs of each layout."""
     found = {}
     for name, layout in LAYOUTS.items():
         images, labels = synthetic.glyphs(
-            VALIDATION_IMAGES, IMAGE_SIZE, VALIDATION_SEED, verbose=0, **layout
+            number, IMAGE_SIZE, VALIDATION_SEED, verbose=0, **layout
         )
         predicted = classifier.predict(images, batch_size=BATCH_SIZE, verbose=0)
         found[name] = float(np.mean(predicted.argmax(-1) == labels))

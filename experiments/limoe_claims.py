@@ -31,7 +31,7 @@ def claims():
     }
     statements = [
         (
-            "LIMoE is better than its dense twin of the same cost",
+            "LIMoE is better than its dense twin of the same FLOP",
             "LIMoE, section 3",
             presets,
             [("limoe", "dense")],

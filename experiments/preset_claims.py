@@ -15,7 +15,7 @@ METRICS = {
     "upstream": "accuracy on glyphs of both kinds",
 }
 _TASKS = ("center", "anywhere", "few_shot", "fine_tuned")
-# Those with several seeds, trained on the same images at the same cost.
+# Those with several seeds, trained on the same images at the same FLOP.
 _VARIANTS = {
     "Dense": "dense",
     "Soft MoE": "soft",
@@ -76,25 +76,16 @@ def claims():
         Claim(text, source, {"upstream": _within(runs, part, contrasts)})
         for text, source, part, contrasts in _OF_ROUTING
     ]
-    return corrected([*of_twins, *of_routing])
+    return corrected([*of_twins, *of_routing, _control(found)])
 
 
-def gains(metric):
-    """What each mixture has over the dense model, in points.
-
-    Args:
-        metric: str, a key of `METRICS`.
+def random_and_dense():
+    """By seed: accuracies of token choice, of it with random routers, and of the dense.
 
     Returns:
-        dict from what a mixture is called to a `Difference`.
+        dict from seeds to three floats, of the seeds that have all.
     """
-    found = trainings()
-    return {
-        pair[0]: d._replace(mean=100 * d.mean, error=100 * d.error)
-        for pair in _PAIRS
-        if pair[1] == "Dense"
-        for d in paired(found, [pair], _number, metric)
-    }
+    return _random_and_dense(trainings())
 
 
 def trainings():
@@ -107,6 +98,27 @@ def _number(run, metric):
         return run["upstream_accuracy_by_layout"][metric]
     values = run["few_shot"]["model"]["5"] if metric == "few_shot" else run[metric]
     return float(np.mean(values))
+
+
+def _random_and_dense(found):
+    dense = {run["seed"]: run["upstream_accuracy"] for run in found["Dense"]}
+    return {
+        run["seed"]: (
+            run["random_routers"]["none"],
+            run["random_routers"]["all"],
+            dense[run["seed"]],
+        )
+        for run in found["token choice with batch priority"]
+        if "random_routers" in run and run["seed"] in dense
+    }
+
+
+def _control(found):
+    by_seed = [dense - random for _, random, dense in _random_and_dense(found).values()]
+    text = "With random routers token choice is below the dense model of the same FLOP"
+    name = "dense - token choice with random routers"
+    differences = [difference(name, by_seed)] if by_seed else []
+    return Claim(text, "ours: a control", {"upstream": differences})
 
 
 def _within(runs, part, contrasts):

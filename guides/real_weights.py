@@ -159,8 +159,7 @@ for name, model in models.items():
     print(f"{name}: accuracy {accuracy:.3f}")
 
 """
-One seed and few images: the three are not told apart by this. What fine-tuned mixtures
-gain over their dense start is measured elsewhere, with seeds and intervals.
+One seed and few images: the three are not told apart by this.
 
 ## With weights from ImageNet
 

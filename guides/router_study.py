@@ -25,7 +25,7 @@ KERAS_BACKEND=torch python -m experiments.router_study --scale small --output re
 
 That is some 70 models with three seeds each, six for those that matter most: a night
 on two cores, if one process is given `--seeds 0 1 2` and another the rest.
-`--studies headline` compares a dense model with mixtures of the same cost, which takes
+`--studies headline` compares a dense model with mixtures of the same FLOP, which takes
 an evening. What came out is in `experiments/router_study/small`.
 `--scale smoke` shows in a few minutes that all of it runs, and learns nothing.
 `--scale full` is the paper's B/32 on ImageNet, for those who have the hardware.
@@ -132,7 +132,8 @@ for metric, name in (("upstream_accuracy", "upstream"), ("10-shot", "few_shot"))
 
 Each claim is a difference between models, or some. They are taken within each seed,
 whose images all models saw in the same order, and come with a t-interval; as many of
-them are looked at, verdicts say whether they stand after Holm's correction. A small
+them are looked at, verdicts say whether they stand after Holm's correction for all
+differences of the study. *The same FLOP* is not the same time: see *step*. A small
 model on synthetic letters is not a B/32 on 300 million photographs: a claim that does
 not appear here is not refuted, and one that does is not proven.
 """

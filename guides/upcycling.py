@@ -162,7 +162,10 @@ for name, accuracy in results.items():
 """
 Digits are easy and 901 of them are few, so do not expect one to beat the other here.
 Komatsuzaki et al. report gains for Vision Transformers on ImageNet after some more
-epochs of pretraining.
+epochs of pretraining. They go on with the state of the optimizer and at the rate that
+the dense training had reached. A new optimizer that begins at a high rate, as in this
+repository's own comparison, loses most of the start in its first epoch, and says
+nothing about their way.
 
 ## From an original Vision Transformer
 

@@ -66,6 +66,11 @@ def test_what_is_generated_is_of_today(path):
     assert text == WRITTEN[path], "run `python -m experiments.pages`"
 
 
+def test_every_table_has_a_place():
+    text = "".join(WRITTEN.values())
+    assert [t for t in pages.found() if f"<!-- {t}: begin -->" not in text] == []
+
+
 def test_every_guide_has_a_record():
     assert {file.stem for file in guides.RECORDED.iterdir()} == set(guides.names())
 

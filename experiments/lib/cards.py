@@ -14,7 +14,6 @@ RECORDS = Path(__file__).parents[1] / "trained"
 
 # Results of a training that are accuracies, and on what they are.
 _MEASURED = {
-    "upstream_accuracy": "glyphs",
     "zero_shot_new_of_64": "scenes, new combinations, of 64 names",
     "zero_shot_new_of_16": "scenes, new combinations, of 16 names",
     "zero_shot_seen_of_64": "scenes, seen combinations, of 64 names",
@@ -53,9 +52,15 @@ def measured(run):
     Where one model was measured several times, `accuracy` is the mean and
     `accuracy_std` the standard deviation.
     """
-    found = {name: run[key] for key, name in _MEASURED.items() if key in run}
-    for layout, value in run.get("upstream_accuracy_by_layout", {}).items():
-        found[f"glyphs, {layout}"] = value
+    found = {}
+    if "upstream_accuracy" in run:
+        # Older trainings have one layout, glyphs that fill the image.
+        by_layout = run.get("upstream_accuracy_by_layout")
+        name = "both layouts" if by_layout else "center"
+        found[f"glyphs, {name}"] = run["upstream_accuracy"]
+        for layout, value in (by_layout or {}).items():
+            found[f"glyphs, {layout}"] = value
+    found |= {name: run[key] for key, name in _MEASURED.items() if key in run}
     for shots, values in run.get("few_shot", {}).get("model", {}).items():
         found[f"digits, few-shot, {shots} of a class"] = values
     return {

@@ -28,7 +28,7 @@ class Difference(NamedTuple):
         seeds: int, number of seeds in which all models of both sides are there.
         adjusted_p: float, how likely so large a mean is if there is no difference, by
             a two-sided t-test with Holm's correction for all differences that are
-            looked at under the same metric; NaN with one seed.
+            looked at, see `corrected`; NaN with one seed.
     """
 
     name: str
@@ -150,22 +150,36 @@ def paired(found, pairs, value, metric):
 
 
 def corrected(found):
-    """Claims whose differences have p-values after Holm's correction, by metric."""
-    adjusted = {}
-    for metric in {metric for claim in found for metric in claim.differences}:
-        # Two claims may look at the same difference.
-        every = {d for claim in found for d in claim.differences.get(metric, ())}
-        every = sorted((d for d in every if d.seeds > 1), key=lambda d: (d.p, d.name))
-        least = 0.0
-        for rank, difference in enumerate(every):
-            # Never below that of a smaller one.
-            least = max(least, min((len(every) - rank) * difference.p, 1.0))
-            adjusted[metric, difference] = least
+    """Claims whose differences have p-values after Holm's correction.
+
+    All differences are one family, whatever their metric.
+
+    Args:
+        found: list of `Claim`.
+    """
+    # Two claims may look at the same difference.
+    every = {
+        (metric, d._replace(adjusted_p=0.0))
+        for claim in found
+        for metric, differences in claim.differences.items()
+        for d in differences
+        if d.seeds > 1
+    }
+    adjusted, least = {}, 0.0
+    ordered = sorted(every, key=lambda entry: (entry[1].p, entry[0], entry[1].name))
+    for rank, entry in enumerate(ordered):
+        # Never below that of a smaller one.
+        least = max(least, min((len(ordered) - rank) * entry[1].p, 1.0))
+        adjusted[entry] = least
     return [
         claim._replace(
             differences={
                 metric: [
-                    d._replace(adjusted_p=adjusted.get((metric, d), math.nan))
+                    d._replace(
+                        adjusted_p=adjusted.get(
+                            (metric, d._replace(adjusted_p=0.0)), math.nan
+                        )
+                    )
                     for d in differences
                 ]
                 for metric, differences in claim.differences.items()
@@ -228,17 +242,7 @@ def in_words(claims, metrics):
 
 
 def reading(claims):
-    """How to read `in_words`, str."""
-    return (
-        "Differences in percentage points, taken within each seed; ± is half of the "
-        f"{100 * CONFIDENCE:g} % t-interval of their mean. *Appears*: all intervals of "
-        f"a claim are above zero. {looked_at(claims)} One scale shows what happens at "
-        "that scale: it neither proves nor refutes what the papers found at another."
-    )
-
-
-def looked_at(claims):
-    """How many differences are looked at, and what is done about it, str."""
+    """How to read `in_words`, and how many differences are looked at, str."""
     different = {
         (metric, d.name, d.mean)
         for claim in claims
@@ -246,9 +250,13 @@ def looked_at(claims):
         for d in found
     }
     return (
-        f"{len(different)} differences are looked at, so that some intervals miss zero "
-        "by chance: *after the correction too* means Holm's, for all of them under the "
-        "same metric."
+        "Differences in percentage points, taken within each seed; ± is half of the "
+        f"{100 * CONFIDENCE:g} % t-interval of their mean. *Appears*: all intervals of "
+        f"a claim are above zero. {len(different)} differences are looked at, so that "
+        "some intervals miss zero by chance: *after the correction too* means Holm's, "
+        "for all of them together, whatever the experiment and the metric. One scale "
+        "shows what happens at that scale: it neither proves nor refutes what the "
+        "papers found at another."
     )
 
 

@@ -1,7 +1,7 @@
 """What is generated in the documentation, by `__main__` and when the site is built.
 
-`__main__` writes the page of all claims, and the tables of README.md and of pages
-below `docs`, which have one where they say so, `<!-- TITLE: begin -->`. The API
+`__main__` writes the tables of README.md and of pages below `docs`, which have one
+where they say so, `<!-- TITLE: begin -->`, all claims among them. The API
 reference, the guides and pages of the experiments are added to the site by `hook`.
 """
 
@@ -9,20 +9,30 @@ import re
 from pathlib import Path
 
 from experiments import claims
-from experiments.pages import gallery, results, tables
+from experiments.pages import evidence, gallery, results, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def written():
     """Dict from paths below the root to texts: what is generated and committed."""
-    pages = {"experiments/CLAIMS.md": claims.page()}
-    found = tables.tables() | results.tables() | {"gallery": gallery.gallery()}
+    pages, tables_by_title = {}, found()
     for file in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = file.read_text(encoding="utf-8")
         if ": begin -->" in text:
-            pages[file.relative_to(ROOT).as_posix()] = filled(text, found)
+            pages[file.relative_to(ROOT).as_posix()] = filled(text, tables_by_title)
     return pages
+
+
+def found():
+    """Dict from the titles of all tables to their texts."""
+    return {
+        **tables.tables(),
+        **results.tables(),
+        **evidence.tables(),
+        "gallery": gallery.gallery(),
+        "claims": claims.text(),
+    }
 
 
 def filled(text, found):

@@ -5,9 +5,8 @@
     python -m experiments.pages --guides [NAMES] [--short]  # first run guides, or all
 
 Tables stand between the lines `<!-- TITLE: begin -->` and `<!-- TITLE: end -->`, and
-come from the JSON of experiments and benchmarks and the metadata of presets, as does
-`experiments/CLAIMS.md`. `--short` runs guides with as few images and steps as the tests
-do.
+come from the JSON of experiments and benchmarks and the metadata of presets. `--short`
+runs guides with as few images and steps as the tests do.
 """
 
 import argparse

@@ -1,14 +1,14 @@
 """Tables of results on the pages, from JSON."""
 
+import functools
 import json
 import math
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
-from experiments import preset_claims
+from experiments import claims, preset_claims
 from experiments.lib.comparisons import difference
-from experiments.router_study.claims import claims as claims_of_study
-from experiments.router_study.claims import value
+from experiments.router_study.claims import HEADLINE, value
 
 EXPERIMENTS = Path(__file__).resolve().parents[1]
 STUDY = EXPERIMENTS / "router_study"
@@ -32,90 +32,132 @@ NUMBERS = {
     "l": "optimizers and training steps",
 }
 PLANS = ("d_kl", "d_ks", "d_sp")
-# Models of the study's headline, with experts in every second block and the last half.
-HEADLINE = {
-    "Soft MoE": ("soft_1s", "soft_1s_at2-3"),
-    "token choice with batch priority": (
-        "softmax_token_choice_k1_bpr",
-        "softmax_token_choice_k1_at2-3_bpr",
-    ),
-}
 
 
 def tables():
     """Dict from the titles of tables to their text."""
     return {
-        "figures": headline_table(),
+        "figures": figures(),
+        "speed in short": speed_table(),
         "routers measured": routers_table(),
         "fidelity": fidelity_table(),
     }
 
 
-def headline_table():
-    """One line each on speed, fidelity, presets and study, for the README."""
-    predicting, training = (
-        _span(_ratio(backend, *row) for backend in BACKENDS)
-        for row in (("soft_moe", "forward"), ("soft_moe_whole_batch", "fit"))
-    )
-    released = _span(
-        ratio["median"]
-        for row in _timed("jax", "reference")
-        for ratio in row["ratios"].values()
-    )
+def figures():
+    """What is exact, how fast it is and what routing brought, for the README."""
     arrays, largest, of_plans = _fidelity_in_sum()
-    upstream, few_shot = map(_headline_gains, ("upstream_accuracy", "5-shot"))
-    measured = {
-        "speed": "a Soft MoE S/16 of 128 experts takes "
-        f"{predicting} of the time of its dense twin to predict, {training} for a "
-        "training step with 32 images; on JAX our layers take "
-        f"{released} of the time of the papers' own code",
-        "fidelity": f"{arrays:,} arrays of the released code's results: masks and "
+    papers, packages, libraries, layers, *twin = _times().values()
+    predicting, training, few = twin
+    lines = [
+        f"**Exact.** {arrays:,} arrays of the released code's results: masks and "
         f"indices equal, other numbers within {_up(largest)}, those of iterated plans "
-        f"within {_up(of_plans)}, on {' and '.join(BACKENDS[n] for n in _fidelity())}",
-        "presets": "trained on glyphs that fill the image and on glyphs anywhere in "
-        "it, points of accuracy on each over the dense model of the same cost (95 %): "
-        f"{_preset_gains()}",
-        "study": "small models, points over the dense model of the same cost (95 %) "
-        "with experts in every second block and in the last half, of upstream "
-        f"accuracy: {upstream}; of 5-shot accuracy on digits: {few_shot}. "
-        f"{_after_the_correction()}",
-    }
-    pages = dict.fromkeys(measured, "docs/results") | {"presets": "docs"}
-    lines = ["| | measured | more |", "|---|---|---|"]
-    lines += [
-        f"| {name} | {text} | [{name}]({pages[name]}/{name}.md) |"
-        for name, text in measured.items()
+        f"within {_up(of_plans)}, on {' and '.join(BACKENDS[n] for n in _fidelity())} "
+        "([fidelity](docs/results/fidelity.md)).",
+        "**About as fast as other code.** Least and largest ratio of times, two "
+        f"processors and all backends: our layers take {papers} of the time of the "
+        f"papers' own code (JAX) and {packages} of that of two packages for PyTorch, a "
+        f"dense ViT {libraries} of that of KerasHub's and `transformers`'. Experts "
+        f"cost time: a layer with any router takes {layers} of that of a dense MLP, a "
+        f"Soft MoE S/16 of 128 experts {predicting} of its dense twin's to predict, "
+        f"{training} for a training step with 32 images and {few} for one with 8 "
+        "([speed](docs/results/speed.md)).",
+        f"**What routing brought.** {routing_brought()} "
+        "([evidence](docs/results/evidence.md)).",
     ]
-    return "\n".join(lines) + "\n"
+    return "".join(f"- {line}\n" for line in lines)
+
+
+def speed_table():
+    """Our times over those of others, least to largest, of all that was measured."""
+    rows = ["| ours | over that of | ratio of times |", "|---|---|---|"]
+    rows += [f"| {' | '.join(row)} | {span} |" for row, span in _times().items()]
+    text = "On two processors and all backends, least to largest; under 1 is faster.\n"
+    return "\n".join([text, *rows]) + "\n"
+
+
+def _times():
+    """Dict from what is timed and against what to the least and largest ratio."""
+    packages = ("soft-moe-pytorch", "soft-mixture-of-experts")
+    libraries = ("keras-hub", "transformers")
+    model, twin = "Soft MoE S/16 of 128 experts", "its dense twin"
+    found = {
+        ("layers", "the papers' own code (JAX)"): _ratios("reference"),
+        ("layers", "two packages for PyTorch"): _ratios("layers", rivals=packages),
+        ("dense ViT S/16", "KerasHub, `transformers`"): _ratios(
+            "models", rivals=libraries
+        ),
+        ("layers with any router", "a dense MLP"): _ratios("layers", rivals=("dense",)),
+        (f"{model}, predicting", twin): _ratios("models", "soft_moe", "forward"),
+        (f"{model}, a training step with 32 images", twin): _ratios(
+            "models", "soft_moe_whole_batch"
+        ),
+        (f"{model}, the same with 8", twin): _ratios("models", "soft_moe", "fit"),
+    }
+    return {title: f"{min(r):.2f} to {max(r):.2f}" for title, r in found.items()}
+
+
+def routing_brought():
+    """What the trainings here say about routing, in some sentences, str."""
+    (learned,) = differences("Learned routers are better than random ones", "upstream")
+    by_seed = preset_claims.random_and_dense().values()
+    above = sum(random > dense for _, random, dense in by_seed)
+    text = HEADLINE[1][0]
+    filling, anywhere = (
+        points(d)
+        for metric in ("center", "anywhere")
+        for d in differences(text, metric, "Presets")
+    )
+    return (
+        "In small models on synthetic glyphs, points of accuracy (95 %). To the "
+        f"trained V-MoE its routers are worth {points(learned)}, against random ones "
+        f"put in their place ({learned.seeds} seeds). Whether routing is worth more "
+        "than no experts is open: the V-MoE is above the dense model of the same FLOP "
+        f"by {filling} on glyphs that fill the image and {anywhere} on glyphs "
+        f"anywhere, but with all routers random it still is in {above} of "
+        f"{len(by_seed)} seeds, and the dense model is at the edge of the learning "
+        "rates that it bears. "
+        f"{_in_the_study()}"
+    )
+
+
+def _in_the_study():
+    """How many claims of mixtures above the dense model stand, str."""
+    asked = [
+        (claim, metric)
+        for section in sections()
+        if section.title.startswith("Routers")
+        for claim in section.claims
+        if "better than the dense model of the same FLOP" in claim.text
+        for metric in claim.differences
+    ]
+    stand = sum(c.verdict(m) == "yes" and c.survives(m) for c, m in asked)
+    return (
+        f"Of {len(asked)} such comparisons in the study's smaller models "
+        f"{stand or 'none'} stands after the correction for all that was compared"
+    )
 
 
 def routers_table():
-    """What each router costs and achieves in the study."""
+    """What each router costs in the study, with as many slots as tokens."""
     results = _read(STUDY / "small" / "results.json")
-    gains, shots = (
-        _gains(results, results["studies"]["routers"], metric)
-        for metric in ("upstream_accuracy", "10-shot")
-    )
+    routers = results["studies"]["routers"]
+    gains = _gains(results, routers, "upstream_accuracy")
     rows = [
-        "From the study, differences to the dense model in points, mean ± standard "
-        "deviation over seeds.\n",
-        "| model | seeds | step / dense | MFLOP | upstream | 10 shots | dropped "
-        "| fullest expert / mean |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | seeds | step / dense | upstream, points | dropped |",
+        "|---|---|---|---|---|",
     ]
-    for name in results["studies"]["routers"]:
+    for name in routers:
         known, cells = results["configurations"][name], results["cells"][name]
+        if (known["slots_per_token"] or 1) > 1:
+            continue
         step = results["times"]["steps"].get(name, {}).get("ratio")
-        mflop = known.get("gflop_per_image")
         row = [
             known["title"],
             str(len(cells)),
             f"{step:.2f}" if step else "–",
-            f"{1e3 * mflop:.1f}" if mflop else "–",
-            _points(gains[name]) if name in gains else "0",
-            _points(shots[name]) if name in shots else "0",
+            points(difference(name, gains[name])) if name in gains else "0",
             _mean_of(cells, "dropped", 100, "{:.0f} %"),
-            _mean_of(cells, "imbalance", 1, "{:.2f}"),
         ]
         rows.append(f"| {' | '.join(row)} |")
     return "\n".join(rows) + "\n"
@@ -155,44 +197,38 @@ def _of_kind(files, prefix):
     }
 
 
-def _preset_gains():
-    """What the presets with experts have over the dense one, str."""
-    filling, anywhere = map(preset_claims.gains, ("center", "anywhere"))
-    return _joined({name: (filling[name], anywhere[name]) for name in filling})
+@functools.cache
+def sections():
+    """What is asked of each experiment, see `claims.sections`."""
+    return claims.sections()
 
 
-def _headline_gains(metric):
-    """What the models of the headline have over the dense one, str."""
-    results = _read(STUDY / "small" / "results.json")
-    found = {}
-    for title, models in HEADLINE.items():
-        gains = _gains(results, models, metric)
-        found[title] = [difference(name, gains[name]) for name in models]
-    return _joined(found)
+def differences(text, metric, section=""):
+    """The differences of a claim, in points.
 
-
-def _joined(found):
-    """Differences in points of several models, each in as many ways, str."""
-    texts = []
-    for title, differences in found.items():
-        listed = " and ".join(f"{d.mean:+.1f} ± {d.margin:.1f}" for d in differences)
-        texts.append(f"{title} {listed} ({min(d.seeds for d in differences)} seeds)")
-    return ", ".join(texts)
-
-
-def _after_the_correction():
-    """How many claims that a model is more accurate stand after Holm's, str."""
-    found = claims_of_study(_read(STUDY / "small" / "results.json"))
-    stand = sum(
-        claim.verdict(metric) == "yes" and claim.survives(metric)
-        for claim in found
-        for metric in ("upstream_accuracy", "5-shot")
-        if metric in claim.differences
+    Args:
+        text: str, the claim.
+        metric: str.
+        section: str, the beginning of the title of its section.
+    """
+    (claim,) = (
+        claim
+        for found in sections()
+        if found.title.startswith(section)
+        for claim in found.claims
+        if claim.text == text
     )
-    return (
-        "Claims of more accuracy that stand after the correction for all differences "
-        f"of the study: {stand or 'none'}"
-    )
+    return [in_points(d) for d in claim.differences[metric]]
+
+
+def in_points(d):
+    """The same difference in percentage points."""
+    return d._replace(mean=100 * d.mean, error=100 * d.error)
+
+
+def points(d):
+    """Mean and half of the interval of a difference in points, str."""
+    return f"{d.mean:+.1f} ± {d.margin:.1f}"
 
 
 def _gains(results, models, metric):
@@ -206,15 +242,24 @@ def _gains(results, models, metric):
     return found
 
 
-def _timed(backend, section):
-    return _read(BENCHMARKS / f"{backend}.json")["sections"][section]
+def _ratios(section, name=None, kind=None, rivals=None):
+    """Medians of our time over a rival's, of all that was measured, a list.
 
-
-def _ratio(backend, name, kind):
-    """Our time over that of the dense twin."""
-    rows = _timed(backend, "models")
-    row = next(r for r in rows if (r["name"], r["pass"]) == (name, kind))
-    return row["ratios"]["dense_twin"]["median"]
+    Args:
+        section: str, of the files of the benchmarks.
+        name: optional str, the only row.
+        kind: optional str, the only pass.
+        rivals: optional sequence of str.
+    """
+    return [
+        ratio["median"]
+        for file in sorted(BENCHMARKS.rglob("*.json"))
+        for row in _read(file)["sections"].get(section, ())
+        for rival, ratio in row["ratios"].items()
+        if name in (None, row["name"])
+        and kind in (None, row["pass"])
+        and (rivals is None or rival in rivals)
+    ]
 
 
 def _up(number):
@@ -222,11 +267,6 @@ def _up(number):
     exponent = math.floor(math.log10(number))
     digit = math.ceil(round(number / 10**exponent, 6))
     return f"{digit * 10.0**exponent:.0e}"
-
-
-def _span(ratios):
-    ratios = list(ratios)
-    return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def _fidelity_in_sum():
@@ -239,11 +279,6 @@ def _fidelity_in_sum():
     largest = {p: max(e["largest"] for e in group) for p, group in entries.items()}
     rest = max(value for prefix, value in largest.items() if prefix not in PLANS)
     return arrays, rest, max(largest.values())
-
-
-def _points(values):
-    spread = f" ± {stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{mean(values):+.1f}{spread}"
 
 
 def _mean_of(cells, key, factor, form):

@@ -10,7 +10,7 @@ from experiments.router_study.configurations import STUDIES
 from experiments.router_study.figures import plot_curves, plot_study
 from experiments.router_study.runner import run_study
 from experiments.router_study.scales import SCALES
-from experiments.router_study.tables import report
+from experiments.router_study.tables import claims_table, report
 from experiments.router_study.transfer import in_words, plot_transfer, transfer
 from keras_softmoe.files import atomic_file
 
@@ -48,7 +48,7 @@ def main(arguments=None):
         scale, work, arguments.studies, arguments.seeds, arguments.models
     )
     write_results(results, output)
-    print(f"\n{report(results)}\nWritten to {output}")
+    print(f"\n{report(results)}\n{claims_table(results)}\n\nWritten to {output}")
 
 
 def write_results(results, directory):

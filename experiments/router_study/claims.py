@@ -13,12 +13,12 @@ _DROPPED = ("dropped",)
 # source of Soft MoE over dense, token choice over dense, Soft MoE over token choice.
 HEADLINE = (
     (
-        "Soft MoE is better than the dense model of the same cost",
+        "Soft MoE is better than the dense model of the same FLOP",
         "Soft MoE, section 3.3 and figure 3",
     ),
     (
         "Token choice with batch priority is better than the dense model of the same "
-        "cost",
+        "FLOP",
         "V-MoE, section 3.3 and appendix C.3",
     ),
     ("Soft MoE is better than token choice", "Soft MoE, section 3.3 and figure 3"),
@@ -160,7 +160,7 @@ def _of_routers(results):
         _sinkhorn_gains(by_capacity),
     )
     yield (
-        "Every mixture of experts is better than the dense model of the same cost",
+        "Every mixture of experts is better than the dense model of the same FLOP",
         "ours, after the introduction of the router study",
         {
             f"{_title(results, name)} - dense": {name: 1, "dense": -1}

@@ -86,7 +86,7 @@ def families(*kinds):
 STUDIES = {
     "learning_rate": "Learning rates",
     "close_rates": "Learning rates that are close",
-    "headline": "Mixtures against the dense model of the same cost",
+    "headline": "Mixtures against the dense model of the same FLOP",
     "routers": "Routers",
     "fixed": "Soft MoE and fixed routing in the last half of the blocks",
     "initial_scale": "Where the scale of Soft MoE starts",

@@ -2,7 +2,7 @@
 
 import statistics
 
-from experiments.lib.comparisons import in_words, reading, run_and_not
+from experiments.lib.comparisons import in_words
 from experiments.router_study.claims import claims, value
 from experiments.router_study.configurations import FAMILIES, STUDIES
 
@@ -12,19 +12,6 @@ METRICS = {
     "5-shot": "5-shot accuracy",
     "dropped": "dropped tokens",
 }
-NOT_ASKED = """\
-- *A mixture is worth a dense model of several times its cost* (V-MoE, section 3.3;
-  Soft MoE, section 3.3): takes dense models of many sizes, trained for long.
-- *Inference at low capacity keeps its accuracy under batch priority; learned routers
-  are better than random ones* (V-MoE, sections 4 and 5): not of these models, but of
-  the trained presets, see `experiments/CLAIMS.md`.
-- *Soft MoE is fast with thousands of experts* (Soft MoE, section 3.5): asked by the
-  benchmarks.
-- *Gains hold from JFT to ImageNet, to contrastive training and at 15 billion
-  parameters* (V-MoE, sections 3.3 and 3.6; Soft MoE, section 4; LIMoE, section 4): the
-  data were never released.
-- *Experts for concepts* (V-MoE, section 5; LIMoE, section 4 and appendix F): pictures,
-  see `analysis.analyze` and `guides/limoe_routing.py`."""
 _NAMED = {"keras": "Keras ", "python": "Python "}
 
 
@@ -75,7 +62,8 @@ def claims_table(results):
 
     Returns:
         str, Markdown: for each claim the verdict under each metric, and the differences
-        in percentage points with their t-intervals.
+        in percentage points with their t-intervals. *After the correction too* means
+        Holm's, for all differences of these results.
 
     Example:
 
@@ -85,7 +73,7 @@ def claims_table(results):
 
 
 def report(results):
-    """The whole study as text: what was done, tables, and the claims of the papers.
+    """The whole study as text: what was done, and tables.
 
     Args:
         results: dict, as for `table`.
@@ -98,10 +86,6 @@ def report(results):
     >>> pathlib.Path("study.md").write_text(report(results))
     """
     parts = [f"# The router study, `{results['scale']['name']}`", _setup(results)]
-    found, not_run = run_and_not(claims(results))
-    parts += ["## The claims of the papers", reading(found), in_words(found, METRICS)]
-    parts += [not_run] if not_run else []
-    parts += ["## Claims that cannot be asked here", NOT_ASKED]
     for study, names in results["studies"].items():
         if names:
             parts += [f"## {STUDIES[study]}", table(results, study)]

@@ -58,7 +58,8 @@ class Preset(NamedTuple):
         checkpoint: str or `None`, source of a convertible preset's weights.
         accuracy: dict from data set to accuracy, from 0 to 1: the published one, or the
             measured one of a preset trained here. May be empty; the card describes the
-            measurement.
+            measurement. `"glyphs, center"` is of glyphs that fill the image, `"glyphs,
+            anywhere"` of those anywhere in it, `"glyphs, both layouts"` their mean.
 
     Examples:
         >>> preset = ksm.presets.describe("soft_moe_tiny_patch4_16e_32_glyphs")
@@ -348,7 +349,21 @@ def _metadata(path, name):
         return preset_files.metadata(rows()[name])
     file = path / METADATA_FILE
     with explain_errors(path):
-        return _read_json(file) if file.is_file() else {}
+        return _with_names_of_today(_read_json(file)) if file.is_file() else {}
+
+
+def _with_names_of_today(about):
+    """Return metadata in which `accuracy["glyphs"]` of older files says of which."""
+    accuracy = about.get("accuracy") if isinstance(about, dict) else None
+    if not isinstance(accuracy, dict) or "glyphs" not in accuracy:
+        return about
+    # It was the mean of two layouts, and before that of the only one.
+    name = "both layouts" if "glyphs, center" in accuracy else "center"
+    renamed = {
+        f"glyphs, {name}" if key == "glyphs" else key: value
+        for key, value in accuracy.items()
+    }
+    return {**about, "accuracy": renamed}
 
 
 def _read_config_file(path):

@@ -106,7 +106,8 @@ def gshard_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
     Returns:
         `(G,)` tensor, 1 where both are uniform.
 
-    Source: Lepikhin et al. 2020 (GShard), section 2.2; router study, appendix A.
+    Source: Lepikhin et al. 2020 (GShard), section 2.2: `l_aux` of algorithm 1, times
+    the square of the number of experts.
 
     Examples:
         >>> loss = ksm.ops.gshard_loss(np.full((2, 16, 4), 0.25, "float32"))

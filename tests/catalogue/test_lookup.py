@@ -87,6 +87,21 @@ def test_accuracy(catalogue):
     assert presets.describe("silent").accuracy == {}
 
 
+@pytest.mark.parametrize(
+    ("older", "today"),
+    [
+        ({"glyphs": 0.7}, {"glyphs, center": 0.7}),
+        (
+            {"glyphs": 0.6, "glyphs, center": 0.8},
+            {"glyphs, both layouts": 0.6, "glyphs, center": 0.8},
+        ),
+    ],
+)
+def test_accuracy_in_older_files(catalogue, older, today):
+    write(catalogue / "older", accuracy=older)
+    assert presets.describe("older").accuracy == today
+
+
 def test_real_catalogue():
     kinds = []
     for name in presets.names():

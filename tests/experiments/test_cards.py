@@ -23,7 +23,7 @@ def test_measured():
     found = cards.measured(run)
     assert found["accuracy"] == pytest.approx(
         {
-            "glyphs": 0.5,
+            "glyphs, both layouts": 0.5,
             "glyphs, center": 0.6,
             "glyphs, anywhere": 0.4,
             "digits, few-shot, 5 of a class": 0.8,
@@ -36,6 +36,8 @@ def test_measured():
             "digits, fine-tuned": 0.05 * 2**0.5,
         }
     )
+    del run["upstream_accuracy_by_layout"]
+    assert cards.measured(run)["accuracy"]["glyphs, center"] == 0.5
     run = {"zero_shot_new_of_64": 0.2, "image_to_text_recall_at_1": 0.3}
     assert cards.measured(run) == {
         "accuracy": {"scenes, new combinations, of 64 names": 0.2},

@@ -213,16 +213,19 @@ def test_holm_s_correction():
         return as_the_papers(name, seed) + noise[name, seed]
 
     claims = found(accuracy)
-    for metric in ("upstream_accuracy", "dropped"):
-        # Two claims look at Soft MoE over the dense model: one test.
-        every = {d for c in claims for d in c.differences.get(metric, ())}
-        every = sorted(every)
-        p = np.array([d.p for d in every])
-        order = np.argsort(p)
-        steps = p[order] * np.arange(len(p), 0, -1)
-        adjusted = np.empty_like(p)
-        adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1)
-        np.testing.assert_allclose([d.adjusted_p for d in every], adjusted)
+    # One family of all metrics. Two claims look at Soft MoE over the dense model: one
+    # test of each metric.
+    every = {
+        (m, d) for c in claims for m, found in c.differences.items() for d in found
+    }
+    assert {"upstream_accuracy", "5-shot", "dropped"} == {m for m, _ in every}
+    every = sorted(d for _, d in every)
+    p = np.array([d.p for d in every])
+    order = np.argsort(p)
+    steps = p[order] * np.arange(len(p), 0, -1)
+    adjusted = np.empty_like(p)
+    adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1)
+    np.testing.assert_allclose([d.adjusted_p for d in every], adjusted)
     survive = [
         c.survives("upstream_accuracy") for c in claims if c is not claims[DROPPED]
     ]

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from experiments import (
+    controls,
     glyph_presets,
     glyph_trials,
     limoe_presets,
@@ -17,6 +18,7 @@ from experiments.router_study import __main__ as router_study
 from experiments.upcycling import __main__ as upcycling
 
 COMMANDS = [
+    controls,
     glyph_presets,
     glyph_trials,
     limoe_presets,

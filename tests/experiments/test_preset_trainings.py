@@ -19,6 +19,7 @@ def trained(tmp_path, monkeypatch):
         if not file.exists():
             names.append(run.name)
             results = {"text_experts": [2, 4], "image_experts": [6, 6]}
+            results["curve"] = [{"accuracy": 0.1}, {"accuracy": 0.2}]
             results["upstream_accuracy_by_layout"] = {"center": len(names) / 10}
             times = {"training_seconds": 60.0, "seconds": 70.0}
             runs.write_json(file, {"results": results, "times": times})
@@ -51,6 +52,7 @@ def test_trials_are_trained_once(trained, tmp_path, monkeypatch):
     found = json.loads((tmp_path / "routers.json").read_text())["routers"]
     first, *_, last = found.values()
     assert first[0]["upstream_accuracy_by_layout"] == {"center": 0.1}
+    assert first[0]["curve"] == [{"accuracy": 0.2}]
     assert list(map(len, (first, last))) == [3, 3]
 
 

@@ -95,7 +95,8 @@ def test_report(results):
     text = study.report(results)
     for study_name in results["studies"]:
         assert study.table(results, study_name) in text
-    assert text.count("\n- **") == 25 and "Not run" not in text
+    # The claims are compared with all others, on the site's appendix.
+    assert "\n- **" not in text
     models = sum(map(len, results["cells"].values()))
     assert (
         f"{models} trainings, seeds 0, 1, 2, 3, 4, 5, 100, 101, 102; the processes"
@@ -107,14 +108,6 @@ def test_report(results):
         in text
     )
     assert "512,000 images" in text
-    # Two claims look at Soft MoE over the dense model.
-    every = {
-        (metric, d.name, d.mean)
-        for claim in study.claims(results)
-        for metric, found in claim.differences.items()
-        for d in found
-    }
-    assert f"{len(every)} differences are looked at" in text
 
 
 def test_seeds_that_are_not_there_are_not_counted(results):
@@ -133,9 +126,6 @@ def test_report_of_a_part():
 
     studies = ("headline", "fixed")
     text = study.report(made_up_study.results(study.ANYWHERE, accuracy, studies))
-    claims, _, not_run = text.partition("\nNot run: ")
-    assert claims.count("\n- **") == 2 and "**Identity is between" in claims
-    assert "Uniform is between the dense model and Soft MoE; " in not_run
     assert "one model of each kind, with seed 100, of which no other result" in text
     assert "0.004 (dense), 0.002 (soft); routing" in text
     assert "anywhere in the image, among 2 pieces of others" in text
