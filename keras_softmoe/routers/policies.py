@@ -3,8 +3,9 @@
 A sparse router has one policy of each kind:
 
 - capacity: how many slots an expert has (`Capacity`)
-- scores: the numbers that choose (`Softmax`, `Sinkhorn`, `SparseTransport`)
-- assignment: who chooses whom, and the gates (`TokenChoice`, `ExpertChoice`)
+- scores: the numbers that choose (`Softmax`, `TokenScores`, `Logits`, `Sinkhorn`,
+  `SparseTransport`)
+- assignment: who chooses whom, and the gates, in `policies_of_assignment.py`
 - modalities: the differences between images and text (`OneKind`, `Modalities`)
 
 Each is a frozen record. Its fields are settings of the router and of its configuration,
@@ -24,22 +25,10 @@ from keras_softmoe.checks import (
     check_numbers,
     check_whole_numbers,
 )
-from keras_softmoe.ops import (
-    expert_capacity,
-    expert_choice,
-    sinkhorn_plan,
-    sparse_transport_plan,
-)
-from keras_softmoe.ops.assignment import (
-    PRIORITIES,
-    assign_choices,
-    check_keep_fraction,
-    check_num_selected_experts,
-    kept_tokens,
-)
+from keras_softmoe.ops import expert_capacity, sinkhorn_plan, sparse_transport_plan
+from keras_softmoe.ops.backend import softmax
 from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING, ROUNDINGS
-from keras_softmoe.ops.numbers import lowest, tiny
-from keras_softmoe.ops.selection import take_along, top_indices
+from keras_softmoe.ops.numbers import lowest
 from keras_softmoe.routers._losses import MODALITIES
 from keras_softmoe.sharding.constraints import is_distributed
 
@@ -104,13 +93,30 @@ class Capacity:
 # === Scores ===
 
 
+class Scores:
+    """What the scores of all routers share."""
+
+    # Gates are looked up in the probabilities, or in the scores that choose ("plan").
+    combine = "softmax"
+    # Whether a bias takes part in the choice
+    is_biased = False
+    # Whether the probabilities of a token add up to 1
+    adds_up = True
+
+    def probabilities(self, logits):
+        """Return the `(G, S, E)` probabilities of `(G, S, E)` logits."""
+        return softmax(logits, axis=-1)
+
+    def state(self, num_experts):
+        """Return a dict from names of weights without gradient to their shapes."""
+        return {}
+
+
 @dataclass(frozen=True)
-class Softmax:
+class Softmax(Scores):
     """Selection by the probabilities."""
 
     noise_std: float = 0.0
-    # Gates are looked up in the probabilities, or in the scores that choose ("plan").
-    combine: ClassVar[str] = "softmax"
 
     def __post_init__(self):
         check_numbers(least=0, noise_std=self.noise_std)
@@ -120,7 +126,7 @@ class Softmax:
 
         Args:
             logits: `(G, S, E)` tensor, with noise in training.
-            probabilities: `(G, S, E)` tensor, their softmax.
+            probabilities: `(G, S, E)` tensor, `Scores.probabilities` of them.
             slots: int, number of slots of an expert.
             valid: `(G, S)` bool tensor or `None`.
             limit: `(G,)` int tensor, number of slots in each group, or `None` if all
@@ -130,7 +136,60 @@ class Softmax:
 
 
 @dataclass(frozen=True)
-class Sinkhorn:
+class TokenScores(Softmax):
+    """Selection by a softmax or sigmoid, and by a bias that balances the experts."""
+
+    score: str = "softmax"
+    bias_update_rate: float | None = live(default=None)
+    bias_update_every: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_choice("score", self.score, ("softmax", "sigmoid"))
+        if self.is_biased:
+            check_numbers(least=0, bias_update_rate=self.bias_update_rate)
+        check_whole_numbers(1, bias_update_every=self.bias_update_every)
+        if self.bias_update_every > 1 and not self.is_biased:
+            raise ValueError(
+                "Only a bias is moved after several calls. Received: "
+                f"bias_update_every={self.bias_update_every}, bias_update_rate=None. "
+                "Leave it out, or pass `bias_update_rate=0.001`."
+            )
+
+    @property
+    def is_biased(self):
+        return self.bias_update_rate is not None
+
+    @property
+    def adds_up(self):
+        return self.score == "softmax"
+
+    def probabilities(self, logits):
+        if self.score == "sigmoid":
+            return ops.sigmoid(logits)
+        return super().probabilities(logits)
+
+    def state(self, num_experts):
+        if not self.is_biased:
+            return {}
+        if self.bias_update_every == 1:
+            return {"bias": (num_experts,)}
+        # Choices of each expert and calls since the last move
+        return {"bias": (num_experts,), "load": (num_experts,), "calls": ()}
+
+
+@dataclass(frozen=True)
+class Logits(Softmax):
+    """Selection by the logits, which are the gates, too."""
+
+    combine = "plan"
+
+    def selection(self, logits, probabilities, slots, valid, limit):
+        return logits
+
+
+@dataclass(frozen=True)
+class Sinkhorn(Scores):
     """Selection by a balanced plan of the logits, see `ops.sinkhorn_plan`."""
 
     num_iterations: int = 20
@@ -150,7 +209,7 @@ class Sinkhorn:
 
 
 @dataclass(frozen=True)
-class SparseTransport:
+class SparseTransport(Scores):
     """Selection by a plan within the capacity, see `ops.sparse_transport_plan`."""
 
     num_iterations: int = 20
@@ -173,113 +232,6 @@ class SparseTransport:
             sharded=is_distributed(),
             limit=limit,
         )
-
-
-# === Assignment ===
-
-
-@dataclass(frozen=True)
-class ExpertChoice:
-    """Assignment in which every expert chooses its best tokens."""
-
-    # Choices per token, by which slots are counted
-    choices: ClassVar[int] = 1
-
-    def check(self, num_experts, capacity):
-        """Raise unless the policies of a router fit together."""
-        if capacity.capacity_factor is None:
-            raise ValueError(
-                "`capacity_factor` must be a positive number where experts choose. "
-                "Received: capacity_factor=None. Pass, for example, "
-                "1.0, or use a `SoftmaxTokenChoiceRouter` to keep all choices."
-            )
-
-    def choose(self, selection):
-        """Return the `(G, S, K)` experts that tokens choose, best first, or `None`."""
-        return None
-
-    def assign(self, selection, chosen, slots, valid, masks, seed):
-        """Return `token` and `filled` of a `SlotRouting`, `(G, E, C)` each.
-
-        Args:
-            selection: `(G, S, E)` tensor, the scores that choose.
-            chosen: the result of `choose`.
-            slots: int, number of slots of an expert.
-            valid: `(G, S)` bool tensor or `None`.
-            masks: the result of `OneKind.masks`.
-            seed: `keras.random.SeedGenerator`.
-        """
-        return expert_choice(selection, slots, valid, sharded=is_distributed())
-
-    def gates(self, scores, chosen):
-        """Return the `(G, S, E)` weights from which gates are taken."""
-        return scores
-
-
-@dataclass(frozen=True)
-class TokenChoice:
-    """Assignment in which every token chooses its best experts."""
-
-    num_selected_experts: int = live(default=1)
-    priority: str = live(default="position")
-    keep_fraction: float = live(default=1.0)
-    normalize_gates: bool = live(default=False)
-    priorities: ClassVar[tuple] = PRIORITIES
-
-    def __post_init__(self):
-        check_whole_numbers(1, num_selected_experts=self.num_selected_experts)
-        check_choice("priority", self.priority, self.priorities)
-        check_numbers(keep_fraction=self.keep_fraction)
-        check_keep_fraction(self.keep_fraction)
-        check_bools(normalize_gates=self.normalize_gates)
-
-    @property
-    def choices(self):
-        return self.num_selected_experts
-
-    def check(self, num_experts, capacity):
-        check_num_selected_experts(self.num_selected_experts, num_experts)
-
-    def choose(self, selection):
-        return top_indices(
-            selection, self.num_selected_experts, sharded=is_distributed()
-        )
-
-    def assign(self, selection, chosen, slots, valid, masks, seed):
-        return assign_choices(
-            selection,
-            chosen,
-            slots,
-            priority=self.rank(selection, masks),
-            keep_fraction=self.keep_fraction,
-            valid=valid,
-            seed=seed,
-            sharded=is_distributed(),
-        )
-
-    def rank(self, selection, masks):
-        """Return the `priority` argument of `ops.token_choice`."""
-        return self.priority
-
-    def kept(self, selection, chosen, valid, seed):
-        """Return a `(G, S)` bool mask of the tokens that choose (dropless routing)."""
-        return kept_tokens(
-            selection, chosen, self.priority, self.keep_fraction, valid, seed=seed
-        )
-
-    def gates(self, scores, chosen):
-        if not self.normalize_gates:
-            return scores
-        found = take_along(scores, chosen, axis=-1)
-        total = ops.stop_gradient(ops.sum(found, axis=-1, keepdims=True))
-        # Zero for padding in a plan, and where the probabilities of all choices
-        # underflow: the gates are zero then.
-        nothing = tiny(total)
-        inverse = 1.0 / ops.maximum(total, nothing)
-        # First scaled to about 1: the gradient of a quotient squares its divisor.
-        inverse = ops.where(total > nothing, inverse, 0.0)
-        total = ops.maximum(ops.sum(found * inverse, axis=-1, keepdims=True), 0.5)
-        return scores * (inverse / total)
 
 
 # === Modalities ===
@@ -438,12 +390,3 @@ class Modalities(OneKind):
         if not self.is_pruned:
             return probabilities
         return ops.take(probabilities, np.array(self.kept_experts), axis=-1)
-
-
-# The mutable settings of all routers.
-MUTABLE_SETTINGS = (
-    *mutable_settings([Capacity]),
-    "random_logits",
-    *mutable_settings([TokenChoice]),
-    *mutable_settings([Modalities]),
-)

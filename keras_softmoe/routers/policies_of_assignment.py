@@ -1,0 +1,231 @@
+"""Policies of assignment: who chooses whom, and the gates. See `policies.py`."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from keras import ops
+
+from keras_softmoe.checks import (
+    check_bools,
+    check_choice,
+    check_numbers,
+    check_whole_numbers,
+)
+from keras_softmoe.ops import expert_choice
+from keras_softmoe.ops.assignment import (
+    PRIORITIES,
+    assign_choices,
+    check_keep_fraction,
+    check_num_selected_experts,
+    kept_tokens,
+)
+from keras_softmoe.ops.numbers import tiny
+from keras_softmoe.ops.padding import with_real_first
+from keras_softmoe.ops.selection import (
+    smallest_entry,
+    take_along,
+    top_indices,
+    top_values,
+)
+from keras_softmoe.routers.policies import (
+    Capacity,
+    Modalities,
+    TokenScores,
+    live,
+    mutable_settings,
+)
+from keras_softmoe.sharding.constraints import is_distributed
+
+
+@dataclass(frozen=True)
+class ExpertChoice:
+    """Assignment in which every expert chooses its best tokens."""
+
+    # Choices per token, by which slots are counted
+    choices: ClassVar[int] = 1
+    # Whether a capacity factor of `None` means rows of experts instead of slots
+    has_rows: ClassVar[bool] = False
+    # Whether pairs of token and expert win, see `Race`
+    is_race: ClassVar[bool] = False
+
+    def check(self, num_experts, capacity):
+        """Raise unless the policies of a router fit together."""
+        if capacity.capacity_factor is None:
+            raise ValueError(
+                "`capacity_factor` must be a positive number where experts choose. "
+                "Received: capacity_factor=None. Pass, for example, "
+                "1.0, or use a `SoftmaxTokenChoiceRouter` to keep all choices."
+            )
+
+    def state(self, num_experts):
+        """Return a dict from names of weights without gradient to their shapes."""
+        return {}
+
+    def choose(self, selection):
+        """Return the `(G, S, K)` experts that tokens choose, best first, or `None`."""
+        return None
+
+    def assign(self, selection, chosen, slots, valid, masks, seed):
+        """Return `token` and `filled` of a `SlotRouting`, `(G, E, C)` each.
+
+        Args:
+            selection: `(G, S, E)` tensor, the scores by which choices are ordered.
+            chosen: the result of `choose`.
+            slots: int, number of slots of an expert.
+            valid: `(G, S)` bool tensor or `None`.
+            masks: the result of `OneKind.masks`.
+            seed: `keras.random.SeedGenerator`.
+        """
+        return expert_choice(selection, slots, valid, sharded=is_distributed())
+
+    def gates(self, scores, chosen):
+        """Return the `(G, S, E)` weights from which gates are taken."""
+        return scores
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """Assignment in which every token chooses its best experts."""
+
+    num_selected_experts: int = live(default=1)
+    priority: str = live(default="position")
+    keep_fraction: float = live(default=1.0)
+    normalize_gates: bool = live(default=False)
+    priorities: ClassVar[tuple] = PRIORITIES
+    has_rows: ClassVar[bool] = True
+    is_race: ClassVar[bool] = False
+
+    def __post_init__(self):
+        check_whole_numbers(1, num_selected_experts=self.num_selected_experts)
+        check_choice("priority", self.priority, self.priorities)
+        check_numbers(keep_fraction=self.keep_fraction)
+        check_keep_fraction(self.keep_fraction)
+        check_bools(normalize_gates=self.normalize_gates)
+
+    @property
+    def choices(self):
+        return self.num_selected_experts
+
+    def check(self, num_experts, capacity):
+        check_num_selected_experts(self.num_selected_experts, num_experts)
+
+    def state(self, num_experts):
+        return {}
+
+    def choose(self, selection):
+        return top_indices(
+            selection, self.num_selected_experts, sharded=is_distributed()
+        )
+
+    def ordered(self, chosen, scores):
+        """Return the same experts of each token, in the order of other scores."""
+        if self.num_selected_experts == 1:
+            return chosen
+        by_score = take_along(scores, chosen, axis=-1)
+        order = top_indices(
+            by_score, self.num_selected_experts, sharded=is_distributed()
+        )
+        return take_along(chosen, order, axis=-1)
+
+    def assign(self, selection, chosen, slots, valid, masks, seed):
+        return assign_choices(
+            selection,
+            chosen,
+            slots,
+            priority=self.rank(selection, masks),
+            keep_fraction=self.keep_fraction,
+            valid=valid,
+            seed=seed,
+            sharded=is_distributed(),
+        )
+
+    def rank(self, selection, masks):
+        """Return the `priority` argument of `ops.token_choice`."""
+        return self.priority
+
+    def kept(self, selection, chosen, valid, seed):
+        """Return a `(G, S)` bool mask of the tokens that choose (dropless routing)."""
+        return kept_tokens(
+            selection, chosen, self.priority, self.keep_fraction, valid, seed=seed
+        )
+
+    def gates(self, scores, chosen):
+        if not self.normalize_gates:
+            return scores
+        found = take_along(scores, chosen, axis=-1)
+        total = ops.stop_gradient(ops.sum(found, axis=-1, keepdims=True))
+        # Zero for padding in a plan, and where the probabilities of all choices
+        # underflow: the gates are zero then.
+        nothing = tiny(total)
+        inverse = 1.0 / ops.maximum(total, nothing)
+        # First scaled to about 1: the gradient of a quotient squares its divisor.
+        inverse = ops.where(total > nothing, inverse, 0.0)
+        total = ops.maximum(ops.sum(found * inverse, axis=-1, keepdims=True), 0.5)
+        return scores * (inverse / total)
+
+
+@dataclass(frozen=True)
+class Race(ExpertChoice):
+    """Assignment by the best pairs of token and expert of a group.
+
+    Each expert takes the best of its tokens among these pairs.
+    """
+
+    num_selected_experts: int = live(default=1)
+    threshold_momentum: float = 0.99
+    is_race: ClassVar[bool] = True
+
+    def __post_init__(self):
+        check_whole_numbers(1, num_selected_experts=self.num_selected_experts)
+        check_numbers(least=0, under=1, threshold_momentum=self.threshold_momentum)
+
+    @property
+    def choices(self):
+        return self.num_selected_experts
+
+    def check(self, num_experts, capacity):
+        check_num_selected_experts(self.num_selected_experts, num_experts)
+
+    def state(self, num_experts):
+        return {"threshold": (), "num_thresholds": ()}
+
+    def lowest_winner(self, scores, valid):
+        """Return the score of the last pair that wins in each group, `(G, 1, 1)`.
+
+        As many pairs win as the tokens of a group would choose, padding aside. In a
+        group of padding all win.
+        """
+        scores = ops.stop_gradient(scores)
+        _, num_tokens, num_experts = scores.shape
+        if valid is None:
+            pairs = ops.reshape(scores, (-1, num_tokens * num_experts))
+            count = num_tokens * self.num_selected_experts
+            found = smallest_entry(top_values(pairs, count, is_distributed()))
+            return ops.expand_dims(found, -1)
+        scores = with_real_first(scores, ops.expand_dims(valid, -1))
+        pairs = ops.reshape(scores, (-1, num_tokens * num_experts))
+        falling = -ops.sort(-pairs, axis=-1)
+        count = ops.sum(ops.cast(valid, "int32"), axis=-1, keepdims=True)
+        last = ops.maximum(count * self.num_selected_experts - 1, 0)
+        return ops.expand_dims(take_along(falling, last, axis=-1), -1)
+
+    def winners(self, scores, threshold, valid):
+        """Return a `(G, S, E)` bool mask of the pairs at or above a threshold."""
+        won = scores >= threshold
+        return won if valid is None else ops.logical_and(won, valid[..., None])
+
+    def assign(self, selection, chosen, slots, valid, masks, seed):
+        sharded = is_distributed()
+        token, filled = expert_choice(selection, slots, valid, sharded=sharded)
+        # (G, E, S)
+        won = ops.transpose(chosen, (0, 2, 1))
+        filled = ops.logical_and(filled, take_along(won, token, axis=-1))
+        return ops.where(filled, token, 0), filled
+
+
+# The mutable settings of all routers.
+MUTABLE_SETTINGS = (
+    *mutable_settings([Capacity]),
+    "random_logits",
+    *mutable_settings([TokenChoice, TokenScores, Modalities]),
+)
