@@ -30,7 +30,7 @@ from keras_softmoe.checks import check_names, quote
 from keras_softmoe.files import atomic_directory, read_whole
 from keras_softmoe.models._preset_keys import check_keys
 from keras_softmoe.models.conversion import convert
-from keras_softmoe.routers.policies_of_assignment import MUTABLE_SETTINGS
+from keras_softmoe.routers.policies import MUTABLE_SETTINGS
 from keras_softmoe.sharding.variables import (
     is_sharded,
     room_for,

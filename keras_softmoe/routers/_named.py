@@ -5,15 +5,16 @@ from typing import Unpack
 import keras
 
 from keras_softmoe import ops
+from keras_softmoe.checks import quote
 from keras_softmoe.routers._losses import RoutingLoss
-from keras_softmoe.routers._sparse import SparseRouter, SparseSettings
-from keras_softmoe.routers.policies import (
+from keras_softmoe.routers._scores import (
     Sinkhorn,
     Softmax,
     SparseTransport,
     TokenScores,
 )
-from keras_softmoe.routers.policies_of_assignment import ExpertChoice, TokenChoice
+from keras_softmoe.routers._sparse import SparseRouter, SparseSettings
+from keras_softmoe.routers.policies import ExpertChoice, TokenChoice
 
 # === Tokens choose experts ===
 
@@ -173,16 +174,16 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
         self.bias.assign(self.bias + self.scores.bias_update_rate * under)
 
     def with_settings(self, **settings):
-        changed = super().with_settings(**settings)
-        if changed.scores.is_biased != self.scores.is_biased:
+        rate = settings.get("bias_update_rate", self.bias_update_rate)
+        if (rate is None) == self.scores.is_biased:
             raise ValueError(
                 "The weight `bias` is made with the router: `bias_update_rate` may "
                 "change to another number, but not to or from `None`. Received: "
-                f"bias_update_rate={changed.bias_update_rate} for a router with "
-                f"bias_update_rate={self.bias_update_rate}. 0 lets the bias stay as it "
-                "is; for a bias make a new router."
+                f"bias_update_rate={quote(rate)} for a router with bias_update_rate="
+                f"{self.bias_update_rate}. 0 lets the bias stay as it is; for a bias "
+                "make a new router."
             )
-        return changed
+        return super().with_settings(**settings)
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")

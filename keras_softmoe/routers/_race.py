@@ -6,9 +6,9 @@ import keras
 
 from keras_softmoe import ops
 from keras_softmoe.routers._losses import RoutingLoss
+from keras_softmoe.routers._scores import Logits
 from keras_softmoe.routers._sparse import SparseRouter, SparseSettings
-from keras_softmoe.routers.policies import Logits
-from keras_softmoe.routers.policies_of_assignment import Race
+from keras_softmoe.routers.policies import Race
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")

@@ -26,18 +26,17 @@ from keras_softmoe.routers._loss_files import (
     with_losses,
 )
 from keras_softmoe.routers._losses import Routed, RoutingLoss, checked_losses
+from keras_softmoe.routers._modalities import Modalities, OneKind
 from keras_softmoe.routers._router import Decision, Router
-from keras_softmoe.routers.policies import (
+from keras_softmoe.routers._scores import (
     Capacity,
-    Modalities,
-    OneKind,
     Sinkhorn,
     SparseTransport,
     TokenScores,
     mutable_settings,
     settings_of,
 )
-from keras_softmoe.routers.policies_of_assignment import Race, TokenChoice
+from keras_softmoe.routers.policies import Race, TokenChoice
 
 # Attributes of a router that hold its policies.
 _POLICIES = ("capacity_policy", "scores", "assignment", "modalities")
@@ -150,7 +149,12 @@ class SparseRouter(Router):
             setattr(self, name, kernel)
         for name, shape in self._state.items():
             weight = self.add_weight(
-                shape=shape, initializer="zeros", trainable=False, name=name
+                shape=shape,
+                initializer="zeros",
+                trainable=False,
+                # Of replicas on TensorFlow, which see their own part of a batch
+                aggregation="mean",
+                name=name,
             )
             setattr(self, name, weight)
 
