@@ -202,7 +202,6 @@ ON_ALL = {
     "models/test_vmoe_params.py": ("test_there_and_back",),
     "routers/test_balanced.py": (
         "test_load_is_even_after_500_steps",
-        "test_one_move_for_an_accumulated_gradient",
         "test_the_bias_is_its_twins",
     ),
     "routers/test_race.py": ("test_training_and_threshold_are_their_twins",),
@@ -256,6 +255,7 @@ LONG = {
         "test_guide[router_study.py]",
         "test_guide[switching_backends.py]",
     ),
+    "routers/test_balanced.py": ("test_load_is_even_after_500_steps",),
     "test_benchmarks.py": ("test_released_code_runs_in_processes_of_its_own",),
     "test_files.py": ("test_one_process_at_a_time",),
     "test_trained_presets.py": (

@@ -60,7 +60,7 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
             routed without it. May change later, but not to or from `None`.
         bias_update_every: int, calls in training for each move of the bias, which
             counts the choices of all of them: the `gradient_accumulation_steps` of the
-            optimizer.
+            optimizer. `fit` of this library's models raises an error if they differ.
         **settings: settings of all sparse routers:
 
             - `losses`: sequence of `RoutingLoss`es, whose weighted sum is added to the

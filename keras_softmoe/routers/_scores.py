@@ -78,7 +78,7 @@ class Capacity:
 
 
 class Scores:
-    """What the scores of all routers share."""
+    """Base class of scores."""
 
     # Gates are looked up in the probabilities, or in the scores that choose ("plan").
     combine = "softmax"

@@ -200,7 +200,7 @@ class SparseRouter(Router):
         return Decision(routing, summary)
 
     def _choose(self, scores, valid, training):
-        """Return the `(G, S, E)` scores that choose, and what was chosen by them.
+        """Return the `(G, S, E)` scores that choose, and the choices.
 
         A subclass with weights that follow the choices moves them here.
         """

@@ -37,6 +37,15 @@ ROUTERS = {
         1,
         1,
     ),
+    "balanced_token_choice": (
+        routers.SoftmaxTokenChoiceRouter(
+            3, bias_update_rate=0.01, bias_update_every=2, **NOISY
+        ),
+        4,
+        1,
+        1,
+    ),
+    "expert_race": (routers.ExpertRaceRouter(3, **NOISY), 3, 1, 1),
     "sinkhorn_token_choice": (
         routers.SinkhornTokenChoiceRouter(3, priority="max", **NOISY),
         1,
