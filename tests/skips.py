@@ -198,6 +198,11 @@ ON_ALL = {
     "models/test_dense_sources.py": ("test_features",),
     "models/test_from_preset.py": ("test_fine_tuning_and_saving_over",),
     "models/test_vmoe_params.py": ("test_there_and_back",),
+    "routers/test_balanced.py": (
+        "test_load_is_even_after_500_steps",
+        "test_the_bias_is_its_twins",
+    ),
+    "routers/test_race.py": ("test_training_and_threshold_are_their_twins",),
     "routers/test_floatx.py": (
         "test_balancing_losses_are_added_to_that_of_the_model[float16]",
         "test_routers_are_finite[float16-soft-True]",
@@ -248,6 +253,7 @@ LONG = {
         "test_guide[router_study.py]",
         "test_guide[switching_backends.py]",
     ),
+    "routers/test_balanced.py": ("test_load_is_even_after_500_steps",),
     "test_benchmarks.py": ("test_released_code_runs_in_processes_of_its_own",),
     "test_files.py": ("test_one_process_at_a_time",),
     "test_trained_presets.py": (

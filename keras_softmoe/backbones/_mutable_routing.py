@@ -166,10 +166,13 @@ def check_run(model, step):
         step: `"train"`, `"test"` or `"predict"`.
 
     Raises:
-        ValueError: if a scope of `routers.record` is open around a compiled step, or
-            variables do not lie where the active distribution says.
+        ValueError: if a scope of `routers.record` is open around a compiled step,
+            variables do not lie where the active distribution says, or the biases of
+            routers would not move with the steps of the optimizer.
     """
     _check_recording(model, step)
+    if step == "train":
+        _check_accumulation(model)
     check_model(model)
     _warn_if_not_distributed(model)
 
@@ -185,6 +188,21 @@ def _check_recording(model, step):
         f"`evaluate` and `predict`. Received: a scope that is open around `{method}` "
         f"of the model {model.name!r}."
     )
+
+
+def _check_accumulation(model):
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    steps = getattr(optimizer, "gradient_accumulation_steps", None) or 1
+    for router in getattr(model, "routers", {}).values():
+        if getattr(router, "bias_update_rate", None) is None or not router.trainable:
+            continue
+        if router.bias_update_every != steps:
+            raise ValueError(
+                "The bias of a router moves once for each step of the optimizer. "
+                f"Received: bias_update_every={router.bias_update_every} of "
+                f"{router.path!r}, gradient_accumulation_steps={steps} of the "
+                "optimizer. Make both equal."
+            )
 
 
 def _is_traced(model, step):

@@ -8,6 +8,7 @@ from keras_softmoe.ops._losses import load_loss as load_loss
 from keras_softmoe.ops._losses import local_entropy_loss as local_entropy_loss
 from keras_softmoe.ops._losses import merged_entropy_loss as merged_entropy_loss
 from keras_softmoe.ops._losses import mutual_information_loss as mutual_information_loss
+from keras_softmoe.ops._losses import router_similarity_loss as router_similarity_loss
 from keras_softmoe.ops._losses import target_entropy_loss as target_entropy_loss
 from keras_softmoe.ops._losses import z_loss as z_loss
 from keras_softmoe.ops._transport import sinkhorn_plan as sinkhorn_plan

@@ -146,6 +146,53 @@ def z_loss(logits: Tensor, valid: Tensor | None = None) -> Tensor:
     return _mean_over_tokens(squared, valid)[:, 0]
 
 
+def router_similarity_loss(
+    probs: Tensor, chosen: Tensor, valid: Tensor | None = None
+) -> Tensor:
+    """Similarity of experts in probability, weighted by how often they are chosen.
+
+    It balances the experts, and their pairs that are chosen for the same token. The
+    weights have no gradient; the probabilities have.
+
+    Args:
+        probs: `(G, S, E)` float tensor, each token's probabilities over experts.
+        chosen: `(G, S, E)` bool tensor, `True` for the pairs of token and expert that
+            are chosen.
+        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+
+    Returns:
+        `(G,)` tensor: the mean over tokens of the sum of `W[i, j] * p_i * p_j` over
+        all pairs of experts. `W[i, i]` is `E` times the share of expert `i` in all
+        choices, and `W[i, j]` is `E * (E - 1)` times the share of experts `i` and `j`
+        in all pairs of experts that are chosen for the same token. It is 1 if all
+        probabilities are equal and tokens have several experts.
+
+    Source: Yuan et al. 2025 (Expert Race), section 5 ("router similarity loss").
+
+    Examples:
+        >>> probs = np.full((1, 4, 2), 0.5, "float32")
+        >>> chosen = np.ones((1, 4, 2), "bool")
+        >>> np.asarray(ksm.ops.router_similarity_loss(probs, chosen))
+        array([1.], dtype=float32)
+    """
+    probs = _counted(probs, valid)
+    num_experts = probs.shape[-1]
+    chosen = zero_padding(ops.cast(chosen, probs.dtype), valid)
+    # (G, E, E), tokens for which both experts are chosen
+    together = ops.stop_gradient(ops.einsum("gsi,gsj->gij", chosen, chosen))
+    same = ops.eye(num_experts, dtype=probs.dtype)
+    weight = 0.0
+    for part, number in (
+        (together * same, num_experts),
+        (together * (1.0 - same), num_experts * (num_experts - 1)),
+    ):
+        total = ops.sum(part, axis=(1, 2), keepdims=True)
+        weight = weight + number * part / ops.maximum(total, 1.0)
+    # The sum over i and j of W[i, j] p_i p_j, for each token
+    similarity = ops.sum(ops.matmul(probs, weight) * probs, axis=-1, keepdims=True)
+    return _mean_over_tokens(similarity, valid)[:, 0]
+
+
 # === Entropy losses of LIMoE, for the tokens of one modality ===
 
 

@@ -21,6 +21,7 @@ from keras_softmoe.routers._named import (
 from keras_softmoe.routers._named import (
     SparseTransportExpertChoiceRouter as SparseTransportExpertChoiceRouter,
 )
+from keras_softmoe.routers._race import ExpertRaceRouter as ExpertRaceRouter
 from keras_softmoe.routers._router import Decision as Decision
 from keras_softmoe.routers._router import Router as Router
 from keras_softmoe.routers._soft import SoftRouter as SoftRouter

@@ -10,9 +10,11 @@ from keras_softmoe import ops
 from keras_softmoe.checks import check_numbers
 from keras_softmoe.ops.assignment import PRIORITIES, check_num_selected_experts
 from keras_softmoe.routers._losses import MODALITIES, RoutingLoss
+from keras_softmoe.routers._modalities import Modalities
 from keras_softmoe.routers._router import check_num_experts
+from keras_softmoe.routers._scores import Softmax
 from keras_softmoe.routers._sparse import SparseRouter, SparseSettings
-from keras_softmoe.routers.policies import Modalities, Softmax, TokenChoice
+from keras_softmoe.routers.policies import TokenChoice
 
 # The thresholds of the ablations, 9 text and 20 image experts of 32, for any number.
 _TEXT_SHARE, _IMAGE_SHARE = 9 / 32, 20 / 32

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 
@@ -26,22 +26,35 @@ class Routed:
             tokens, and from `None` to that of all tokens (`None` without padding).
         num_selected_experts: int, the number `K` of experts that a token chooses.
         noise_std: float, standard deviation of the noise on the logits.
+        probabilities_of: callable from logits to probabilities.
 
     Attributes:
         probabilities: `(G, S, E)` tensor, without noise.
         noisy_probabilities: `(G, S, E)` tensor, with noise.
+        chosen: what the router chose: `(G, S, K)` int tensor of experts where tokens
+            choose, `(G, S, E)` bool tensor of pairs in a race, otherwise `None`.
     """
 
-    def __init__(self, logits, noisy_logits, valid, num_selected_experts, noise_std):
+    chosen = None
+
+    def __init__(
+        self,
+        logits,
+        noisy_logits,
+        valid,
+        num_selected_experts,
+        noise_std,
+        probabilities_of=softmax,
+    ):
         self.logits = logits
         self.noisy_logits = noisy_logits
         self.valid = valid
         self.num_selected_experts = num_selected_experts
         self.noise_std = noise_std
         # Not a `functools.cached_property`, which `torch.compile` cannot trace
-        self.probabilities = self.noisy_probabilities = softmax(logits, axis=-1)
+        self.probabilities = self.noisy_probabilities = probabilities_of(logits)
         if noisy_logits is not logits:
-            self.noisy_probabilities = softmax(noisy_logits, axis=-1)
+            self.noisy_probabilities = probabilities_of(noisy_logits)
 
 
 # === The table ===
@@ -56,6 +69,8 @@ class Term(NamedTuple):
         takes: tuple of str, its arguments before the mask: attributes of `Routed`, and
             the threshold of the loss.
         sorts: bool, whether it sorts experts and takes the argument `sharded`.
+        needs_softmax: bool, whether it is defined by probabilities that add up to 1.
+        counts_choices: bool, whether it takes the largest scores for the choices.
         compares_modalities: bool, whether it takes lists: one item per modality.
     """
 
@@ -64,6 +79,8 @@ class Term(NamedTuple):
     takes: tuple
     sorts: bool = False
     compares_modalities: bool = False
+    needs_softmax: bool = True
+    counts_choices: bool = False
 
     def from_config(self, config):
         # Called by Keras when it reads a file.
@@ -75,9 +92,26 @@ _LOAD = ("logits", "noisy_logits", _K, "noise_std")
 _TERMS = {
     term.function: term
     for term in (
-        Term(ops.importance_loss, "ImportanceLoss", ("probabilities",)),
-        Term(ops.load_loss, "LoadLoss", _LOAD, sorts=True),
-        Term(ops.gshard_loss, "GShardLoss", ("noisy_probabilities",)),
+        Term(
+            ops.importance_loss,
+            "ImportanceLoss",
+            ("probabilities",),
+            needs_softmax=False,
+        ),
+        Term(
+            ops.load_loss,
+            "LoadLoss",
+            _LOAD,
+            sorts=True,
+            needs_softmax=False,
+            counts_choices=True,
+        ),
+        Term(
+            ops.gshard_loss,
+            "GShardLoss",
+            ("noisy_probabilities",),
+            counts_choices=True,
+        ),
         Term(ops.z_loss, "ZLoss", ("logits",)),
         Term(ops.local_entropy_loss, "LocalEntropyLoss", ("probabilities",)),
         Term(ops.target_entropy_loss, "TargetEntropyLoss", ("probabilities", _K)),
@@ -98,6 +132,11 @@ _TERMS = {
             ("probabilities",),
             compares_modalities=True,
         ),
+        Term(
+            ops.router_similarity_loss,
+            "RouterSimilarityLoss",
+            ("noisy_probabilities", "chosen"),
+        ),
     )
 }
 for _term in _TERMS.values():
@@ -112,10 +151,11 @@ class RoutingLoss:
     """A loss of a router: a function, the tokens it applies to, and a weight.
 
     Any sparse router takes `ops.importance_loss`, `ops.load_loss` (only with noise),
-    `ops.gshard_loss` and `ops.z_loss`. The losses of LIMoE are mostly for one modality:
-    `ops.local_entropy_loss`, `ops.target_entropy_loss`, `ops.merged_entropy_loss`,
-    `ops.global_entropy_loss` and `ops.mutual_information_loss` (of both modalities;
-    skipped if a call has only one).
+    `ops.gshard_loss` and `ops.z_loss`; fewer with sigmoid scores or a bias. An
+    `ExpertRaceRouter` takes `ops.router_similarity_loss`, too. The losses of LIMoE are
+    mostly for one modality: `ops.local_entropy_loss`, `ops.target_entropy_loss`,
+    `ops.merged_entropy_loss`, `ops.global_entropy_loss` and
+    `ops.mutual_information_loss` (of both modalities; skipped if a call has only one).
 
     Args:
         function: one of these, or your own function `(routed, valid) -> (G,)`:
@@ -211,6 +251,11 @@ class RoutingLoss:
         return "noise_std" in self.term.takes
 
     @property
+    def needs_race(self) -> bool:
+        """Bool, whether the loss is defined by the pairs that win a race."""
+        return "chosen" in self.term.takes
+
+    @property
     def _name(self) -> str:
         return getattr(self.function, "__name__", type(self.function).__name__)
 
@@ -232,8 +277,27 @@ class RoutingLoss:
             arguments += [routed.valid[self.modality]]
         return self.function(*arguments)
 
-    def check(self, num_experts: int, noise_std: float) -> None:
-        """Raise `ValueError` if a router with these settings cannot have the loss."""
+    def check(self, num_experts: int, scores: Any, assignment: Any) -> None:
+        """Raise `ValueError` if a router with these policies cannot have the loss."""
+        noise_std = scores.noise_std
+        if self.term.name and self.term.needs_softmax and not scores.adds_up:
+            raise ValueError(
+                "The loss is defined by probabilities that add up to 1, which sigmoids "
+                f"do not. Received: losses with {self!r}, score='sigmoid'. Accepted: "
+                "`ops.importance_loss`, `ops.load_loss` and functions of your own."
+            )
+        if self.term.counts_choices and scores.is_biased:
+            raise ValueError(
+                "The loss takes the largest scores for the choices, but tokens choose "
+                f"by score plus bias. Received: losses with {self!r}, "
+                f"bias_update_rate={scores.bias_update_rate}. The bias alone balances "
+                "the experts: leave the loss out."
+            )
+        if self.needs_race and not assignment.is_race:
+            raise ValueError(
+                "Only in an `ExpertRaceRouter` do pairs of token and expert win. "
+                f"Received: losses with {self!r}. Leave the loss out."
+            )
         if self.needs_noise and not noise_std > 0:
             raise ValueError(
                 "The load loss needs noise on the logits. Received: "
@@ -307,8 +371,14 @@ def _checked_threshold(threshold, soft_minimum):
     return float(threshold)
 
 
-def checked_losses(losses, num_experts, noise_std):
+def checked_losses(losses, num_experts, scores, assignment):
     """Return the losses of a router as a tuple, deserialized if necessary.
+
+    Args:
+        losses: sequence of `RoutingLoss`es, or of their configurations.
+        num_experts: int, number of experts in the probabilities.
+        scores: policy of scores.
+        assignment: policy of assignment.
 
     Raises:
         ValueError: if one is no loss, is given twice or does not fit the router.
@@ -327,63 +397,5 @@ def checked_losses(losses, num_experts, noise_std):
     if len(set(losses)) < len(losses):
         raise ValueError(f"Each loss is given once. Received: losses={losses}.")
     for loss in losses:
-        loss.check(num_experts, noise_std)
+        loss.check(num_experts, scores, assignment)
     return tuple(losses)
-
-
-# === Losses in files ===
-
-# Weights of losses by name, in files that are older than `losses`
-FORMER_WEIGHTS = {
-    "importance_loss_weight": ops.importance_loss,
-    "load_loss_weight": ops.load_loss,
-    "gshard_loss_weight": ops.gshard_loss,
-    "z_loss_weight": ops.z_loss,
-}
-
-
-def serialize_loss(loss):
-    """Return the configuration of a loss in a file: a class named by its function.
-
-    `keras.saving.serialize_keras_object` would import TensorFlow for every layer that
-    clones its router.
-    """
-    name = loss.term.name
-    return {
-        "module": RoutingLoss.__module__,
-        "class_name": name or "RoutingLoss",
-        "config": loss.settings() if name else loss.get_config(),
-        "registered_name": f"keras_softmoe>{name or 'RoutingLoss'}",
-    }
-
-
-def with_losses(config, default):
-    """Return a router's configuration with `losses` in place of weights by name.
-
-    Args:
-        config: dict, from a file of any version.
-        default: the default losses of the router, for weights that are left out.
-
-    Raises:
-        ValueError: if the configuration has both.
-    """
-    named = {name: config[name] for name in FORMER_WEIGHTS if name in config}
-    if not named:
-        return config
-    if config.get("losses") is not None:
-        raise ValueError(
-            "Weights of losses are part of the losses. Received: losses and "
-            f"{', '.join(named)}. Leave the weights out."
-        )
-    weights = {loss.function: loss.weight for loss in default}
-    weights |= {FORMER_WEIGHTS[name]: weight for name, weight in named.items()}
-    if config.get("noise_std") == 0:
-        # Without noise, the weight of the load loss had no effect.
-        weights.pop(ops.load_loss, None)
-    losses = [
-        RoutingLoss(function, weight=weights[function])
-        for function in FORMER_WEIGHTS.values()
-        if weights.get(function)
-    ]
-    rest = {name: value for name, value in config.items() if name not in named}
-    return {**rest, "losses": losses}

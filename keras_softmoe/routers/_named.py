@@ -5,15 +5,16 @@ from typing import Unpack
 import keras
 
 from keras_softmoe import ops
+from keras_softmoe.checks import quote
 from keras_softmoe.routers._losses import RoutingLoss
-from keras_softmoe.routers._sparse import SparseRouter, SparseSettings
-from keras_softmoe.routers.policies import (
-    ExpertChoice,
+from keras_softmoe.routers._scores import (
     Sinkhorn,
     Softmax,
     SparseTransport,
-    TokenChoice,
+    TokenScores,
 )
+from keras_softmoe.routers._sparse import SparseRouter, SparseSettings
+from keras_softmoe.routers.policies import ExpertChoice, TokenChoice
 
 # === Tokens choose experts ===
 
@@ -43,7 +44,23 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
             no gradient.
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits, for the choice and the
-            gates. With 0 there is no load loss, which needs noise.
+            gates. With 0 there is no load loss, which needs noise. `None` for 1, or 0
+            with `bias_update_rate`.
+        score: `"softmax"` or `"sigmoid"` of the logits: the scores that choose and the
+            gates. Sigmoids of a token do not add up to 1, so of the losses of this
+            library only the importance and load loss are accepted with them.
+        bias_update_rate: float or `None`. If given, experts are balanced by a bias: a
+            token chooses by score plus `bias`, and the bias changes nothing else.
+            Gates, priorities and the order of a token's choices are by the score alone.
+            After each call in training, the bias of every expert rises or falls by this
+            number: it rises if fewer valid tokens of the batch chose the expert than
+            the mean expert, before the capacity drops any. The paper has 0.001. There
+            are no `losses` by default then, and those that count choices are refused.
+            With 0 the bias stays as it is, as in a frozen router. Random logits are
+            routed without it. May change later, but not to or from `None`.
+        bias_update_every: int, calls in training for each move of the bias, which
+            counts the choices of all of them: the `gradient_accumulation_steps` of the
+            optimizer. `fit` of this library's models raises an error if they differ.
         **settings: settings of all sparse routers:
 
             - `losses`: sequence of `RoutingLoss`es, whose weighted sum is added to the
@@ -58,17 +75,20 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
               routing on a trained model (V-MoE, appendix E.1).
             - `name`, `trainable`: as in `keras.layers.Layer`.
 
-    Weights: `kernel` `(D, E)`.
+    Weights: `kernel` `(D, E)`; with `bias_update_rate` also `bias` `(E,)`, which has no
+    gradient, and if it moves after several calls, `load` `(E,)` and `calls` `()`.
 
     Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`. In
-    training, the mean of `auxiliary_loss` over the groups is added to the losses.
+    training, the mean of `auxiliary_loss` over the groups is added to the losses. In
+    the summary `probabilities` are the scores, and `selection` is score plus bias.
 
     Raises:
         ValueError: if `num_selected_experts` is over `num_experts`, or another argument
             is not among the accepted values.
 
     Source: V-MoE, section 2 and appendix A; router study, section 2 ("Softmax Token
-    Choice"). Noise and loss weights are those of the V-MoE paper.
+    Choice"). Noise and loss weights are those of the V-MoE paper. Bias: Wang et al.
+    2024 (Auxiliary-Loss-Free Load Balancing), section 3 and algorithm 1.
 
     Examples:
         >>> router = ksm.routers.SoftmaxTokenChoiceRouter(8, num_selected_experts=2)
@@ -80,6 +100,17 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
         ... )
         >>> router.capacity(64, training=True), router.capacity(64)
         (12, 32)
+
+        Balanced by a bias, without a loss:
+
+        >>> router = ksm.routers.SoftmaxTokenChoiceRouter(
+        ...     4, score="sigmoid", bias_update_rate=0.001
+        ... )
+        >>> decision = router(np.ones((1, 8, 16)), training=True)
+        >>> len(router.losses)  # All tokens chose the same expert:
+        0
+        >>> np.sort(keras.ops.convert_to_numpy(router.bias))
+        array([-0.001,  0.001,  0.001,  0.001], dtype=float32)
     """
 
     default_losses = (
@@ -96,16 +127,63 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
         *,
         keep_fraction: float = 1.0,
         normalize_gates: bool = False,
-        noise_std: float = 1.0,
+        noise_std: float | None = None,
+        score: str = "softmax",
+        bias_update_rate: float | None = None,
+        bias_update_every: int = 1,
         **settings: Unpack[SparseSettings],
     ):
+        if noise_std is None:
+            noise_std = 1.0 if bias_update_rate is None else 0.0
+        if bias_update_rate is not None and settings.get("losses") is None:
+            settings["losses"] = ()
         super().__init__(
             num_experts,
-            Softmax(noise_std),
+            TokenScores(noise_std, score, bias_update_rate, bias_update_every),
             TokenChoice(num_selected_experts, priority, keep_fraction, normalize_gates),
             capacity_factor=capacity_factor,
             **settings,
         )
+
+    def _choose(self, scores, valid, training):
+        if not self.scores.is_biased or self.random_logits:
+            return super()._choose(scores, valid, training)
+        selection = scores + self.bias
+        chosen = self.assignment.choose(selection)
+        if training and self.trainable:
+            self._move_bias(chosen, valid)
+        return selection, self.assignment.ordered(chosen, scores)
+
+    def _move_bias(self, chosen, valid):
+        """Move the bias by the choices of a batch, `(G, S, K)`."""
+        experts = keras.ops.arange(self.num_experts, dtype="int32")
+        # (G, S, K, E)
+        counted = keras.ops.equal(keras.ops.expand_dims(chosen, -1), experts)
+        if valid is not None:
+            counted = keras.ops.logical_and(counted, valid[..., None, None])
+        load = keras.ops.sum(keras.ops.cast(counted, "float32"), axis=(0, 1, 2))
+        every = self.scores.bias_update_every
+        if every > 1:
+            load, calls = self.load + load, self.calls + 1.0
+            is_due = calls >= every
+            self.load.assign(keras.ops.where(is_due, 0.0, load))
+            self.calls.assign(keras.ops.where(is_due, 0.0, calls))
+            load = keras.ops.where(is_due, load, 0.0)
+        # The sign of mean minus load, without a division, which would round
+        under = keras.ops.sign(keras.ops.sum(load) - self.num_experts * load)
+        self.bias.assign(self.bias + self.scores.bias_update_rate * under)
+
+    def with_settings(self, **settings):
+        rate = settings.get("bias_update_rate", self.bias_update_rate)
+        if (rate is None) == self.scores.is_biased:
+            raise ValueError(
+                "The weight `bias` is made with the router: `bias_update_rate` may "
+                "change to another number, but not to or from `None`. Received: "
+                f"bias_update_rate={quote(rate)} for a router with bias_update_rate="
+                f"{self.bias_update_rate}. 0 lets the bias stay as it is; for a bias "
+                "make a new router."
+            )
+        return super().with_settings(**settings)
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")

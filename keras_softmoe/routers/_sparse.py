@@ -1,7 +1,7 @@
 """The sparse router: one algorithm, made of policies."""
 
 import dataclasses
-import functools
+import math
 from collections.abc import Sequence
 from typing import TypedDict
 
@@ -15,25 +15,28 @@ from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import gates_of_slots
 from keras_softmoe.ops.routing import choice_routing
 from keras_softmoe.ops.selection import take_along
-from keras_softmoe.routers._losses import (
+from keras_softmoe.routers._lengths import (
+    first_slots,
+    mean_of_groups,
+    slots_by_length,
+)
+from keras_softmoe.routers._loss_files import (
     FORMER_WEIGHTS,
-    Routed,
-    RoutingLoss,
-    checked_losses,
     serialize_loss,
     with_losses,
 )
+from keras_softmoe.routers._losses import Routed, RoutingLoss, checked_losses
+from keras_softmoe.routers._modalities import Modalities, OneKind
 from keras_softmoe.routers._router import Decision, Router
-from keras_softmoe.routers.policies import (
+from keras_softmoe.routers._scores import (
     Capacity,
-    Modalities,
-    OneKind,
     Sinkhorn,
     SparseTransport,
-    TokenChoice,
+    TokenScores,
     mutable_settings,
     settings_of,
 )
+from keras_softmoe.routers.policies import Race, TokenChoice
 
 # Attributes of a router that hold its policies.
 _POLICIES = ("capacity_policy", "scores", "assignment", "modalities")
@@ -61,8 +64,8 @@ class SparseRouter(Router):
 
     Args:
         num_experts: int, number of experts.
-        scores: `Softmax`, `Sinkhorn` or `SparseTransport`.
-        assignment: `TokenChoice` or `ExpertChoice`.
+        scores: `Softmax`, `TokenScores`, `Logits`, `Sinkhorn` or `SparseTransport`.
+        assignment: `TokenChoice`, `ExpertChoice` or `Race`.
         modalities: `Modalities`; `None` if images and text are not distinguished.
         losses: sequence of `RoutingLoss`es. `None` for `default_losses`, without the
             load loss if there is no noise.
@@ -75,7 +78,8 @@ class SparseRouter(Router):
     Raises:
         TypeError: if there is no such setting.
 
-    Weights: `kernel` `(D, E)`, or those that `modalities` names.
+    Weights: `kernel` `(D, E)`, or those that `modalities` names; and those without
+    gradient in the `state` of scores and assignment, which start at zero.
     """
 
     knows_num_tokens = True
@@ -126,7 +130,7 @@ class SparseRouter(Router):
                 if scores.noise_std or not loss.needs_noise
             ]
         self.routing_losses = checked_losses(
-            losses, self.num_predicted_experts, scores.noise_std
+            losses, self.num_predicted_experts, scores, assignment
         )
         self.loss_weight = loss_weight
         # Always made: `set_routing` may ask for random numbers later.
@@ -143,6 +147,16 @@ class SparseRouter(Router):
                 name=name,
             )
             setattr(self, name, kernel)
+        for name, shape in self._state.items():
+            weight = self.add_weight(
+                shape=shape,
+                initializer="zeros",
+                trainable=False,
+                # Of replicas on TensorFlow, which see their own part of a batch
+                aggregation="mean",
+                name=name,
+            )
+            setattr(self, name, weight)
 
     def call(self, tokens, valid=None, training=False, num_tokens=None, modalities=()):
         group_tokens = tokens.shape[1]
@@ -158,24 +172,23 @@ class SparseRouter(Router):
         factor = self._capacity_factor(training, len(masks))
         slots = self._slots(group_tokens, factor)
         limit = self._limit(num_tokens, group_tokens, factor)
-        selection = self.scores.selection(
-            noisy_logits, probabilities, slots, valid, limit
-        )
-        chosen = self.assignment.choose(selection)
+        scores = self.scores.selection(noisy_logits, probabilities, slots, valid, limit)
+        selection, routed.chosen = self._choose(scores, valid, training)
+        chosen = routed.chosen
         if self.scores.combine == "plan":
-            gates = selection
+            gates = scores
         else:
             gates = probabilities if self.noisy_gates else routed.probabilities
         gates = self.assignment.gates(gates, chosen)
-        if factor is None:
-            kept = self.assignment.kept(selection, chosen, valid, self.seed_generator)
+        if factor is None and self.assignment.has_rows:
+            kept = self.assignment.kept(scores, chosen, valid, self.seed_generator)
             routing = choice_routing(gates, chosen, kept)
         else:
             token, filled = self.assignment.assign(
-                selection, chosen, slots, valid, masks, self.seed_generator
+                scores, chosen, slots, valid, masks, self.seed_generator
             )
             if limit is not None:
-                token, filled = _first_slots(token, filled, limit)
+                token, filled = first_slots(token, filled, limit)
             routing = SlotRouting(token, filled, gates_of_slots(gates, token, filled))
         summary = {
             "logits": logits,
@@ -185,6 +198,19 @@ class SparseRouter(Router):
         if training:
             self._add_losses(summary, routed, num_tokens)
         return Decision(routing, summary)
+
+    def _choose(self, scores, valid, training):
+        """Return the `(G, S, E)` scores that choose, and the choices.
+
+        A subclass with weights that follow the choices moves them here.
+        """
+        return scores, self.assignment.choose(scores)
+
+    @property
+    def _state(self):
+        """Dict from names of weights without gradient to their shapes."""
+        policies = (self.scores, self.assignment)
+        return {k: s for p in policies for k, s in p.state(self.num_experts).items()}
 
     # === Logits ===
 
@@ -238,7 +264,7 @@ class SparseRouter(Router):
         return self._slots(num_tokens, factor)
 
     def num_rows(self, num_tokens, training=False):
-        if self._capacity_factor(training) is not None:
+        if self._capacity_factor(training) is not None or not self.assignment.has_rows:
             return None
         return num_tokens * self.choices_per_token
 
@@ -264,7 +290,7 @@ class SparseRouter(Router):
         """Return the slots of an expert in each group, `(G,)` int, or `None`."""
         if num_tokens is None or factor is None:
             return None
-        table = _slots_by_length(
+        table = slots_by_length(
             self.capacity_policy,
             factor,
             largest,
@@ -279,7 +305,8 @@ class SparseRouter(Router):
         # With two kernels, both are applied to all tokens.
         num_logits = self.num_predicted_experts * len(self.modalities.kernels)
         return LayerCost(
-            float32_weights=width * num_logits,
+            float32_weights=width * num_logits
+            + sum(map(math.prod, self._state.values())),
             products=num_tokens * width * num_logits,
             # Logits, probabilities and scores
             kept_float32=3 * num_tokens * self.num_experts,
@@ -295,6 +322,7 @@ class SparseRouter(Router):
             {None: valid, **valid_of},
             self.choices_per_token,
             self._logits_std,
+            self.scores.probabilities,
         )
 
     def _add_losses(self, summary, routed, num_tokens):
@@ -304,7 +332,7 @@ class SparseRouter(Router):
         summary["auxiliary_loss"] = auxiliary_loss
         # With a frozen router the loss would only train the layers before it.
         if self.trainable:
-            loss = _mean_of_groups(auxiliary_loss, num_tokens)
+            loss = mean_of_groups(auxiliary_loss, num_tokens)
             # Keras adds losses in `floatx`.
             self.add_loss(ops.cast(loss, keras.config.floatx()))
 
@@ -329,7 +357,10 @@ class SparseRouter(Router):
             modalities = kwargs.get("modalities", ())
             masks = self.modalities.masks(tokens.shape[1], modalities)
             logits = summary["logits"]
-            loss = self._auxiliary_loss(self._routed(logits, logits, valid, masks))
+            routed = self._routed(logits, logits, valid, masks)
+            if any(loss.needs_race for loss in self.routing_losses):
+                _, routed.chosen = self._choose(summary["selection"], valid, False)
+            loss = self._auxiliary_loss(routed)
             if loss is not None:
                 summary = {**summary, "auxiliary_loss": loss}
                 decision = decision._replace(summary=summary)
@@ -383,51 +414,18 @@ def _setting(name):
 
 
 # Each field of a policy is a property of the router, as `router.priority`.
-for _record in (Capacity, Sinkhorn, SparseTransport, TokenChoice, Modalities):
+for _record in (
+    Capacity,
+    TokenScores,
+    Sinkhorn,
+    SparseTransport,
+    TokenChoice,
+    Race,
+    Modalities,
+):
     for _field in dataclasses.fields(_record):
         if not hasattr(SparseRouter, _field.name):
             setattr(SparseRouter, _field.name, _setting(_field.name))
-
-
-@functools.lru_cache(maxsize=256)
-def _slots_by_length(capacity, factor, largest, choices, num_experts):
-    """Return the slots for 0, 1, ... tokens, at least one: `(largest + 1,)` int32.
-
-    Cached, as each eager call needs it. Arguments are those of `Capacity.slots`.
-    """
-
-    def slots(num_tokens):
-        try:
-            return capacity.slots(factor, num_tokens, choices, num_experts)
-        except ValueError:
-            # So few tokens would have less than one slot.
-            return 1
-
-    return np.array([1, *map(slots, range(1, largest + 1))], "int32")
-
-
-def _first_slots(token, filled, limit):
-    """Keep the first `limit` slots of each expert, `(G,)` int.
-
-    Slots are filled by priority: a smaller capacity would have filled these.
-    """
-    slots = ops.arange(filled.shape[-1], dtype="int32")
-    filled = ops.logical_and(filled, slots < ops.reshape(limit, (-1, 1, 1)))
-    return ops.where(filled, token, 0), filled
-
-
-def _mean_of_groups(losses, num_tokens):
-    """Return the mean over the groups with tokens; 0 if there are none."""
-    if num_tokens is None:
-        groups = losses.shape[0]
-        if groups is not None and groups != 0:
-            return ops.mean(losses)
-        # On TensorFlow the batch size may be known only when the graph runs.
-        groups = ops.cast(ops.shape(losses)[0], losses.dtype)
-        return ops.sum(losses) / ops.maximum(groups, 1.0)
-    has_tokens = num_tokens > 0
-    count = ops.maximum(ops.sum(ops.cast(has_tokens, losses.dtype)), 1.0)
-    return ops.sum(ops.where(has_tokens, losses, 0.0)) / count
 
 
 def _and(mask, valid):

@@ -3,19 +3,20 @@
 A sparse router has one policy of each kind:
 
 - capacity: how many slots an expert has (`Capacity`)
-- scores: the numbers that choose (`Softmax`, `Sinkhorn`, `SparseTransport`)
-- assignment: who chooses whom, and the gates (`TokenChoice`, `ExpertChoice`)
-- modalities: the differences between images and text (`OneKind`, `Modalities`)
+- scores: the numbers that choose (`Softmax`, `TokenScores`, `Logits`, `Sinkhorn`,
+  `SparseTransport`), in `_scores.py`
+- assignment: who chooses whom, and the gates (`TokenChoice`, `ExpertChoice`, `Race`),
+  in this file
+- modalities: the differences between images and text (`OneKind`, `Modalities`), in
+  `_modalities.py`
 
 Each is a frozen record. Its fields are settings of the router and of its configuration,
 under the same names. A field marked `live` may change after the router was made.
 """
 
-import functools
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 from keras import ops
 
 from keras_softmoe.checks import (
@@ -24,12 +25,7 @@ from keras_softmoe.checks import (
     check_numbers,
     check_whole_numbers,
 )
-from keras_softmoe.ops import (
-    expert_capacity,
-    expert_choice,
-    sinkhorn_plan,
-    sparse_transport_plan,
-)
+from keras_softmoe.ops import expert_choice
 from keras_softmoe.ops.assignment import (
     PRIORITIES,
     assign_choices,
@@ -37,145 +33,17 @@ from keras_softmoe.ops.assignment import (
     check_num_selected_experts,
     kept_tokens,
 )
-from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING, ROUNDINGS
-from keras_softmoe.ops.numbers import lowest, tiny
-from keras_softmoe.ops.selection import take_along, top_indices
-from keras_softmoe.routers._losses import MODALITIES
+from keras_softmoe.ops.numbers import tiny
+from keras_softmoe.ops.padding import with_real_first
+from keras_softmoe.ops.selection import (
+    smallest_entry,
+    take_along,
+    top_indices,
+    top_values,
+)
+from keras_softmoe.routers._modalities import Modalities
+from keras_softmoe.routers._scores import Capacity, TokenScores, live, mutable_settings
 from keras_softmoe.sharding.constraints import is_distributed
-
-live = functools.partial(field, metadata={"live": True})
-
-
-def settings_of(policies):
-    """Return a dict from the settings of policies to their values."""
-    return {f.name: getattr(p, f.name) for p in policies for f in fields(p)}
-
-
-def mutable_settings(policies):
-    """Return the names of the settings that may change, of policies or classes."""
-    return tuple(f.name for p in policies for f in fields(p) if "live" in f.metadata)
-
-
-# === Capacity ===
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """The number of slots of an expert."""
-
-    capacity_factor: float | None = live(default=1.05)
-    eval_capacity_factor: float | None = live(default=None)
-    rounding: str = ROUNDING
-    multiple_of: int | None = MULTIPLE_OF
-
-    def __post_init__(self):
-        if self.capacity_factor is not None:
-            check_numbers(over=0, capacity_factor=self.capacity_factor)
-        if self.eval_capacity_factor is not None:
-            check_numbers(over=0, eval_capacity_factor=self.eval_capacity_factor)
-        if self.multiple_of is not None:
-            check_whole_numbers(0, multiple_of=self.multiple_of)
-        check_choice("rounding", self.rounding, ROUNDINGS)
-
-    def factor(self, training):
-        """Return the slots per choice; `None` if nothing is dropped."""
-        if not training and self.eval_capacity_factor is not None:
-            return self.eval_capacity_factor
-        return self.capacity_factor
-
-    def slots(self, factor, num_tokens, choices, num_experts):
-        """Return the slots of an expert: at most one for each token of a group.
-
-        Args:
-            factor: float or `None`, slots per choice.
-            num_tokens: int, number of tokens in a group.
-            choices: int, number of choices of a token.
-            num_experts: int, number of experts.
-        """
-        if factor is None:
-            return num_tokens
-        capacity = expert_capacity(
-            num_tokens * choices, num_experts, factor, self.rounding, self.multiple_of
-        )
-        # A token takes at most one slot of an expert.
-        return min(capacity, num_tokens)
-
-
-# === Scores ===
-
-
-@dataclass(frozen=True)
-class Softmax:
-    """Selection by the probabilities."""
-
-    noise_std: float = 0.0
-    # Gates are looked up in the probabilities, or in the scores that choose ("plan").
-    combine: ClassVar[str] = "softmax"
-
-    def __post_init__(self):
-        check_numbers(least=0, noise_std=self.noise_std)
-
-    def selection(self, logits, probabilities, slots, valid, limit):
-        """Return the `(G, S, E)` scores that choose.
-
-        Args:
-            logits: `(G, S, E)` tensor, with noise in training.
-            probabilities: `(G, S, E)` tensor, their softmax.
-            slots: int, number of slots of an expert.
-            valid: `(G, S)` bool tensor or `None`.
-            limit: `(G,)` int tensor, number of slots in each group, or `None` if all
-                groups have `slots`.
-        """
-        return probabilities
-
-
-@dataclass(frozen=True)
-class Sinkhorn:
-    """Selection by a balanced plan of the logits, see `ops.sinkhorn_plan`."""
-
-    num_iterations: int = 20
-    combine: str = "softmax"
-    noise_std: float = 0.0
-
-    def __post_init__(self):
-        check_choice("combine", self.combine, ("softmax", "plan"))
-        check_whole_numbers(1, num_iterations=self.num_iterations)
-        check_numbers(least=0, noise_std=self.noise_std)
-
-    def selection(self, logits, probabilities, slots, valid, limit):
-        # The plan has a gradient only if gates are its entries.
-        if self.combine == "softmax":
-            logits = ops.stop_gradient(logits)
-        return sinkhorn_plan(logits, self.num_iterations, valid)
-
-
-@dataclass(frozen=True)
-class SparseTransport:
-    """Selection by a plan within the capacity, see `ops.sparse_transport_plan`."""
-
-    num_iterations: int = 20
-    learning_rate: float = 0.01
-    combine: str = "softmax"
-    noise_std: ClassVar[float] = 0.0
-
-    def __post_init__(self):
-        check_choice("combine", self.combine, ("softmax", "plan"))
-        check_whole_numbers(1, num_iterations=self.num_iterations)
-        check_numbers(over=0, learning_rate=self.learning_rate)
-
-    def selection(self, logits, probabilities, slots, valid, limit):
-        return sparse_transport_plan(
-            probabilities,
-            slots,
-            num_iterations=self.num_iterations,
-            learning_rate=self.learning_rate,
-            valid=valid,
-            sharded=is_distributed(),
-            limit=limit,
-        )
-
-
-# === Assignment ===
 
 
 @dataclass(frozen=True)
@@ -184,6 +52,10 @@ class ExpertChoice:
 
     # Choices per token, by which slots are counted
     choices: ClassVar[int] = 1
+    # Whether a capacity factor of `None` means rows of experts instead of slots
+    has_rows: ClassVar[bool] = False
+    # Whether pairs of token and expert win, see `Race`
+    is_race: ClassVar[bool] = False
 
     def check(self, num_experts, capacity):
         """Raise unless the policies of a router fit together."""
@@ -194,6 +66,10 @@ class ExpertChoice:
                 "1.0, or use a `SoftmaxTokenChoiceRouter` to keep all choices."
             )
 
+    def state(self, num_experts):
+        """Return a dict from names of weights without gradient to their shapes."""
+        return {}
+
     def choose(self, selection):
         """Return the `(G, S, K)` experts that tokens choose, best first, or `None`."""
         return None
@@ -202,7 +78,7 @@ class ExpertChoice:
         """Return `token` and `filled` of a `SlotRouting`, `(G, E, C)` each.
 
         Args:
-            selection: `(G, S, E)` tensor, the scores that choose.
+            selection: `(G, S, E)` tensor, the scores by which choices are ordered.
             chosen: the result of `choose`.
             slots: int, number of slots of an expert.
             valid: `(G, S)` bool tensor or `None`.
@@ -225,6 +101,8 @@ class TokenChoice:
     keep_fraction: float = live(default=1.0)
     normalize_gates: bool = live(default=False)
     priorities: ClassVar[tuple] = PRIORITIES
+    has_rows: ClassVar[bool] = True
+    is_race: ClassVar[bool] = False
 
     def __post_init__(self):
         check_whole_numbers(1, num_selected_experts=self.num_selected_experts)
@@ -240,10 +118,23 @@ class TokenChoice:
     def check(self, num_experts, capacity):
         check_num_selected_experts(self.num_selected_experts, num_experts)
 
+    def state(self, num_experts):
+        return {}
+
     def choose(self, selection):
         return top_indices(
             selection, self.num_selected_experts, sharded=is_distributed()
         )
+
+    def ordered(self, chosen, scores):
+        """Return the same experts of each token, in the order of other scores."""
+        if self.num_selected_experts == 1:
+            return chosen
+        by_score = take_along(scores, chosen, axis=-1)
+        order = top_indices(
+            by_score, self.num_selected_experts, sharded=is_distributed()
+        )
+        return take_along(chosen, order, axis=-1)
 
     def assign(self, selection, chosen, slots, valid, masks, seed):
         return assign_choices(
@@ -282,168 +173,68 @@ class TokenChoice:
         return scores * (inverse / total)
 
 
-# === Modalities ===
-
-
 @dataclass(frozen=True)
-class OneKind:
-    """One kernel, and all experts for all tokens."""
+class Race(ExpertChoice):
+    """Assignment by the best pairs of token and expert of a group.
 
-    # Names of the weights that map tokens to logits
-    kernels = ("kernel",)
-    is_pruned = False
-    num_predicted_experts = None
+    Each expert takes the best of its tokens among these pairs.
+    """
 
-    def check(self, num_experts, choices):
-        """Raise unless the policies of a router fit together."""
-
-    def masks(self, group_tokens, modalities):
-        """Return a dict from modalities to the `(1, S)` bool masks of their tokens."""
-        if modalities:
-            raise ValueError(
-                "Only a `LIMoERouter` distinguishes the tokens of images and text. "
-                f"Received: modalities={modalities}. Leave them out."
-            )
-        return {}
-
-    def logits(self, tokens, kernels, masks):
-        """Return the `(G, S, E)` products of tokens and kernels."""
-        return ops.matmul(tokens, kernels[0])
-
-    def allowed(self, logits, masks):
-        """Return the logits, the lowest for experts closed to a modality."""
-        return logits
-
-    def left(self, probabilities):
-        """Return the probabilities of the experts that are kept."""
-        return probabilities
-
-
-@dataclass(frozen=True)
-class Modalities(OneKind):
-    """Images and text, which may differ in kernels, experts and capacity."""
-
-    per_modality: bool = False
-    image_experts: int | None = None
-    text_experts: int | None = None
-    single_modality_capacity_factor: float = live(default=16.0)
-    kept_experts: tuple | None = None
-    num_predicted_experts: int | None = None
+    num_selected_experts: int = live(default=1)
+    threshold_momentum: float = 0.99
+    is_race: ClassVar[bool] = True
 
     def __post_init__(self):
-        check_bools(per_modality=self.per_modality)
-        names = ("image_experts", "text_experts", "num_predicted_experts")
-        counts = {name: getattr(self, name) for name in names}
-        check_whole_numbers(1, **{k: n for k, n in counts.items() if n is not None})
-        factor = self.single_modality_capacity_factor
-        check_numbers(over=0, single_modality_capacity_factor=factor)
-        if self.kept_experts is not None:
-            kept_experts = tuple(int(expert) for expert in self.kept_experts)
-            object.__setattr__(self, "kept_experts", kept_experts)
+        check_whole_numbers(1, num_selected_experts=self.num_selected_experts)
+        check_numbers(least=0, under=1, threshold_momentum=self.threshold_momentum)
 
     @property
-    def kernels(self):
-        if not self.per_modality:
-            return ("kernel",)
-        return tuple(f"{name}_kernel" for name in MODALITIES)
+    def choices(self):
+        return self.num_selected_experts
 
-    @property
-    def is_pruned(self):
-        return self.kept_experts is not None
+    def check(self, num_experts, capacity):
+        check_num_selected_experts(self.num_selected_experts, num_experts)
 
-    def check(self, num_experts, choices):
-        self._check_kept_experts(num_experts)
-        counts = {"image": self.image_experts, "text": self.text_experts}
-        total = self.num_predicted_experts or num_experts
-        for name, count in counts.items():
-            if count is not None and not choices <= count <= total:
-                raise ValueError(
-                    f"`{name}_experts` must lie between the number of choices, "
-                    f"{choices}, and that of experts, {total}. Received: "
-                    f"{name}_experts={count}."
-                )
-        if sum(total if c is None else c for c in counts.values()) < total:
-            raise ValueError(
-                "Some experts would be used by neither modality: `image_experts` and "
-                f"`text_experts` must add up to at least {total}. Received: "
-                f"image_experts={self.image_experts}, "
-                f"text_experts={self.text_experts}."
-            )
+    def state(self, num_experts):
+        return {"threshold": (), "num_thresholds": ()}
 
-    def _check_kept_experts(self, num_experts):
-        kept_experts, total = self.kept_experts, self.num_predicted_experts
-        if kept_experts is None:
-            if total not in (None, num_experts):
-                raise ValueError(
-                    "A router that predicts more experts than it has needs "
-                    "`kept_experts`. Received: kept_experts=None, "
-                    f"num_experts={num_experts}, num_predicted_experts={total}."
-                )
-            return
-        total = total or num_experts
-        inside = set(kept_experts) <= set(range(total))
-        if list(kept_experts) != sorted(set(kept_experts)) or not inside:
-            raise ValueError(
-                "`kept_experts` are indices of experts, ascending, from 0 to "
-                f"{total - 1}. Received: kept_experts={kept_experts}."
-            )
-        if len(kept_experts) != num_experts:
-            raise ValueError(
-                "`num_experts` is the number of kept experts. Received: "
-                f"num_experts={num_experts}, kept_experts={kept_experts}."
-            )
+    def lowest_winner(self, scores, valid):
+        """Return the score of the last pair that wins in each group, `(G, 1, 1)`.
 
-    def masks(self, group_tokens, modalities):
-        names = [name for name, count in modalities for _ in range(count)]
-        if not names or set(names) - set(MODALITIES) or group_tokens % len(names):
-            raise ValueError(
-                "This router needs the modality of each token: call "
-                "`layers.MoE` on a dict with `'image'`, `'text'` or both, or pass "
-                "`modalities=(('image', 64), ('text', 16))`. Received: "
-                f"modalities={modalities} for {group_tokens} tokens in a group."
-            )
-        names = np.tile(names, group_tokens // len(names))
-        return {
-            name: ops.convert_to_tensor((names == name)[None]) for name, _ in modalities
-        }
+        As many pairs win as the tokens of a group would choose, padding aside. In a
+        group of padding all win.
+        """
+        scores = ops.stop_gradient(scores)
+        _, num_tokens, num_experts = scores.shape
+        if valid is None:
+            pairs = ops.reshape(scores, (-1, num_tokens * num_experts))
+            count = num_tokens * self.num_selected_experts
+            found = smallest_entry(top_values(pairs, count, is_distributed()))
+            return ops.expand_dims(found, -1)
+        scores = with_real_first(scores, ops.expand_dims(valid, -1))
+        pairs = ops.reshape(scores, (-1, num_tokens * num_experts))
+        falling = -ops.sort(-pairs, axis=-1)
+        count = ops.sum(ops.cast(valid, "int32"), axis=-1, keepdims=True)
+        last = ops.maximum(count * self.num_selected_experts - 1, 0)
+        return ops.expand_dims(take_along(falling, last, axis=-1), -1)
 
-    def logits(self, tokens, kernels, masks):
-        if not self.per_modality:
-            return ops.matmul(tokens, kernels[0])
-        kernels = dict(zip(MODALITIES, kernels, strict=True))
-        if len(masks) == 1:
-            (name,) = masks
-            return ops.matmul(tokens, kernels[name])
-        image, text = (ops.matmul(tokens, kernels[name]) for name in MODALITIES)
-        return ops.where(ops.expand_dims(masks["image"], -1), image, text)
+    def winners(self, scores, threshold, valid):
+        """Return a `(G, S, E)` bool mask of the pairs at or above a threshold."""
+        won = scores >= threshold
+        return won if valid is None else ops.logical_and(won, valid[..., None])
 
-    def allowed(self, logits, masks):
-        for name, mask in masks.items():
-            barred = self._barred(name, logits.shape[-1])
-            if barred.any():
-                # (1, S, E)
-                barred = ops.logical_and(ops.expand_dims(mask, -1), barred)
-                # Lower than any noise
-                logits = ops.where(barred, lowest(logits), logits)
-        return logits
-
-    def _barred(self, modality, num_experts):
-        """Return an `(E,)` bool array of the experts closed to a modality."""
-        index = np.arange(num_experts)
-        if modality == "image":
-            return index >= (self.image_experts or num_experts)
-        return index < num_experts - (self.text_experts or num_experts)
-
-    def left(self, probabilities):
-        if not self.is_pruned:
-            return probabilities
-        return ops.take(probabilities, np.array(self.kept_experts), axis=-1)
+    def assign(self, selection, chosen, slots, valid, masks, seed):
+        sharded = is_distributed()
+        token, filled = expert_choice(selection, slots, valid, sharded=sharded)
+        # (G, E, S)
+        won = ops.transpose(chosen, (0, 2, 1))
+        filled = ops.logical_and(filled, take_along(won, token, axis=-1))
+        return ops.where(filled, token, 0), filled
 
 
 # The mutable settings of all routers.
 MUTABLE_SETTINGS = (
     *mutable_settings([Capacity]),
     "random_logits",
-    *mutable_settings([TokenChoice]),
-    *mutable_settings([Modalities]),
+    *mutable_settings([TokenChoice, TokenScores, Modalities]),
 )

@@ -56,7 +56,14 @@ def test_every_router_and_every_layer_costs_four_all_to_alls(found):
         assert len(sent(told, "all-to-all")) == 4 * layers, kind
         assert {c["name"] for c in collectives} == {"all-to-all", "all-reduce"}, kind
         assert not any(map(touches_experts, collectives)), kind
-    assert len(found["compiled_steps"]) == 5
+    assert len(found["compiled_steps"]) == 7
+
+
+@pytest.mark.parametrize("kind", ["balanced", "race"])
+def test_weights_that_follow_choices_are_those_of_one_device(found, kind):
+    alone, placed = found["states"][kind]
+    assert np.any(alone)
+    np.testing.assert_allclose(placed, alone, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -45,6 +45,10 @@ ROUTERS = {
     "expert choice": lambda: routers.SoftmaxExpertChoiceRouter(4),
     "Sinkhorn expert choice": lambda: routers.SinkhornExpertChoiceRouter(4),
     "sparse transport": lambda: routers.SparseTransportExpertChoiceRouter(4),
+    "balanced by a bias": lambda: routers.SoftmaxTokenChoiceRouter(
+        4, num_selected_experts=2, score="sigmoid", bias_update_rate=0.001
+    ),
+    "expert race": lambda: routers.ExpertRaceRouter(4, num_selected_experts=2),
     "identity": lambda: routers.IdentityRouter(4),
 }
 # A short run: each format of the backends that write files, and routers with operations

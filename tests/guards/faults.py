@@ -59,6 +59,32 @@ MOE = "layers/test_moe.py layers/test_masks.py"
 LAYERS = "reference/test_reference_layers.py layers/test_attention.py"
 
 FAULTS = (
+    # === Weights that follow choices ===
+    Fault(
+        "the bias is part of the gate",
+        "        return selection, self.assignment.ordered(chosen, scores)",
+        "        scores += self.bias\n"
+        "        return selection, self.assignment.ordered(chosen, scores)",
+        "routers/test_balanced.py",
+    ),
+    Fault(
+        "the bias of busy experts rises",
+        "under = keras.ops.sign(keras.ops.sum(load) - self.num_experts * load)",
+        "under = keras.ops.sign(self.num_experts * load - keras.ops.sum(load))",
+        "routers/test_balanced.py",
+    ),
+    Fault(
+        "the race is run in predictions, too",
+        "if training or self.random_logits is True:",
+        "if True:",
+        "routers/test_race.py",
+    ),
+    Fault(
+        "padding counts in the load",
+        "counted = keras.ops.logical_and(counted, valid[..., None, None])",
+        "pass",
+        "routers/test_balanced.py",
+    ),
     # === Which token sits in which slot ===
     Fault(
         "padding chooses experts",

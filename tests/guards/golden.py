@@ -225,6 +225,27 @@ def without_modules(config):
     return {k: without_modules(v) for k, v in config.items() if k != "module"}
 
 
+# Settings of routers that are younger than the recorded files, with their defaults.
+NEW_SETTINGS = {
+    "keras_softmoe>SoftmaxTokenChoiceRouter": {
+        "score": "softmax",
+        "bias_update_rate": None,
+        "bias_update_every": 1,
+    },
+}
+
+
+def with_new_settings(config):
+    """A recorded configuration with the defaults of settings that it cannot have."""
+    if isinstance(config, list):
+        return [with_new_settings(x) for x in config]
+    if not isinstance(config, dict):
+        return config
+    config = {k: with_new_settings(v) for k, v in config.items()}
+    new = NEW_SETTINGS.get(config.get("registered_name"), {})
+    return {**config, "config": {**new, **config["config"]}} if new else config
+
+
 # === Recipes ===
 
 RECIPES = {

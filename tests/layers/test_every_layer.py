@@ -37,6 +37,15 @@ ROUTERS = {
         1,
         1,
     ),
+    "balanced_token_choice": (
+        routers.SoftmaxTokenChoiceRouter(
+            3, bias_update_rate=0.01, bias_update_every=2, **NOISY
+        ),
+        1,
+        1,
+        1,
+    ),
+    "expert_race": (routers.ExpertRaceRouter(3, **NOISY), 1, 1, 1),
     "sinkhorn_token_choice": (
         routers.SinkhornTokenChoiceRouter(3, priority="max", **NOISY),
         1,
@@ -57,6 +66,8 @@ ROUTERS = {
         0,
     ),
 }
+# Name -> number of weights without gradient.
+STATES = {"balanced_token_choice": 3, "expert_race": 2}
 # Two layers of kernel and bias.
 EXPERT_WEIGHTS = MLP_WEIGHTS = 4
 # Query, key, value and output with biases, two normalizations with scale and offset.
@@ -85,7 +96,8 @@ def test_moe_with_every_router(name):
         return layers.MoE(router, mlp_dim=5, **kwargs)
 
     num_weights += EXPERT_WEIGHTS
-    check_weights(make, TOKENS, num_weights, num_seeds, num_losses)
+    states = STATES.get(name, 0)
+    check_weights(make, TOKENS, num_weights, num_seeds, num_losses, num_states=states)
     check_training_step(make, TOKENS, TOKENS)
     layer = make()
     serialize = keras.saving.serialize_keras_object

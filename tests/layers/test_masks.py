@@ -1,4 +1,7 @@
-"""Masked tokens: the others are routed as in a sequence without them."""
+"""Masked tokens: the others are routed as in a sequence without them.
+
+Slots and losses of groups of different lengths are in `routers/_lengths.py`.
+"""
 
 import keras
 import numpy as np
@@ -25,6 +28,10 @@ ROUTERS = {
     "pair priority": lambda: routers.SoftmaxTokenChoiceRouter(
         4, num_selected_experts=2, priority="pair", capacity_factor=0.5, noise_std=0.0
     ),
+    "balanced": lambda: routers.SoftmaxTokenChoiceRouter(
+        4, 2, capacity_factor=0.75, score="sigmoid", bias_update_rate=0.1
+    ),
+    "race": lambda: routers.ExpertRaceRouter(4, 2, capacity_factor=0.75),
     "dropless": lambda: routers.SoftmaxTokenChoiceRouter(
         4, capacity_factor=None, losses=LOSSES, noise_std=0.0
     ),

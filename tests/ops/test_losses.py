@@ -54,6 +54,25 @@ def test_load_loss(logits, num_selected_experts, noise_std, seed):
     assert_close(actual, expected)
 
 
+@given(logits=cases.scores(flavours=["normal", "ties", "zero"]), seed=cases.seeds)
+def test_router_similarity_loss(logits, seed):
+    probs = twins.softmax(logits).astype("float32")
+    chosen = np.random.default_rng(seed).random(logits.shape) < 0.4
+    valid = cases.padding(logits.shape[:2], seed)
+    actual = ops.router_similarity_loss(probs, chosen, valid=valid)
+    assert_close(actual, twins.router_similarity_loss(probs, chosen, valid))
+
+
+def test_similar_experts():
+    # Every token has both experts: all weights are 1, and all products are 1/4.
+    even, both = np.full((1, 6, 2), 0.5, "float32"), np.ones((1, 6, 2), bool)
+    assert_close(ops.router_similarity_loss(even, both), np.array([1.0]))
+    # Always the first expert, surely: a weight of 2 on a product of 1, and no pairs.
+    first = np.tile(np.array([True, False]), (1, 6, 1))
+    collapsed = first.astype("float32")
+    assert_close(ops.router_similarity_loss(collapsed, first), np.array([2.0]))
+
+
 def test_balanced_and_collapsed():
     # Two experts, each with half of every token: sums are equal, so no variation; the
     # fraction of first choices is (1, 0) by the tie rule, times (1/2, 1/2), averaged

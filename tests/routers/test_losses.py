@@ -1,4 +1,7 @@
-"""Losses of routers: weights, sets, files of all versions, errors."""
+"""Losses of routers (`routers/_losses.py`): weights, sets, errors.
+
+Files of all versions are read by `routers/_loss_files.py`.
+"""
 
 import json
 import math

@@ -1,4 +1,7 @@
-"""Sparse routers (`routers/_named.py`, `routers/_identity.py`) against the twins."""
+"""Sparse routers against the twins.
+
+Classes are in `routers/_named.py`, `routers/_race.py` and `routers/_identity.py`.
+"""
 
 import hypothesis.strategies as st
 import keras
@@ -11,8 +14,11 @@ from tests.support import cases, twins
 from tests.support.gradients import layer_gradients
 from tests.support.references import to_numpy
 from tests.support.sparse_routers import (
+    BIAS,
+    EXPERT_CHOICE,
     PLANS,
     SPARSE,
+    THRESHOLD,
     TOKEN_CHOICE,
     WIDTH,
     as_numpy,
@@ -36,7 +42,13 @@ def selection_twin(name, logits, capacity, valid):
         return twins.sinkhorn_plan(logits, 20, valid)
     if name == "sparse_transport":
         return twins.sparse_transport_plan(twins.softmax(logits), capacity, valid=valid)
-    return twins.softmax(logits)
+    if name == "balanced_token_choice":
+        return twins.softmax(logits) + BIAS[: logits.shape[-1]]
+    return gates_twin(name, logits)
+
+
+def gates_twin(name, logits):
+    return logits if name == "expert_race" else twins.softmax(logits)
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -67,21 +79,25 @@ def test_router_is_its_twin(name, shape, seed):
         )
 
     # The seats follow exactly from the scores that the router itself reports.
-    if name in TOKEN_CHOICE:
+    if name in TOKEN_CHOICE or name == "balanced_token_choice":
+        bias = BIAS[:num_experts] if name == "balanced_token_choice" else 0.0
         seats = twins.token_choice(
-            summary["selection"],
+            summary["probabilities" if bias else "selection"],
             router.num_selected_experts,
             capacity,
             router.priority,
             valid,
+            bias=bias,
         )
+    elif name == "expert_race":
+        thresholds = [THRESHOLD] * num_groups
+        seats = twins.race(summary["selection"], thresholds, capacity, valid)
     else:
         seats = twins.expert_choice(summary["selection"], capacity, valid)
     np.testing.assert_array_equal(filled, seats[1])
     np.testing.assert_array_equal(token, seats[0])
-    np.testing.assert_allclose(
-        gate, twins.gates(probabilities, token, filled), rtol=2e-5, atol=2e-5
-    )
+    gates = twins.gates(gates_twin(name, logits), token, filled)
+    np.testing.assert_allclose(gate, gates, rtol=2e-5, atol=2e-5)
 
     dispatch, _ = twins.to_dense(token, filled, gate, num_tokens)
     np.testing.assert_array_equal(summary["load"], filled.sum(-1))
@@ -106,14 +122,16 @@ def test_invariants(name, flavour):
     assert token.min() >= 0 and token.max() < shape[1]
     for value in (gate, *summary.values()):
         assert np.all(np.isfinite(value))
-    assert np.all(gate[~filled] == 0) and np.all((gate >= 0) & (gate <= 1 + 1e-6))
+    assert np.all(gate[~filled] == 0)
+    if name != "expert_race":
+        assert np.all((gate >= 0) & (gate <= 1 + 1e-6))
     dispatch, _ = twins.to_dense(token, filled, gate, shape[1])
     slots = dispatch.sum(-1)
     assert slots.max() <= 1, "a token twice with one expert"
     assert np.all(slots[~valid] == 0), "a padded token in a slot"
-    if name in TOKEN_CHOICE:
+    if name.endswith("token_choice"):
         assert slots.sum(-1).max() <= router.num_selected_experts
-    else:
+    elif name in EXPERT_CHOICE:
         enough = np.minimum(valid.sum(1), token.shape[2])[:, None]
         np.testing.assert_array_equal(filled.sum(-1), np.repeat(enough, shape[2], 1))
 
@@ -198,7 +216,10 @@ def test_noise(name, set_noise):
     # Sinkhorn token choice combines with the probabilities without noise, as released.
     combine = clean_logits if name == "sinkhorn_token_choice" else noisy_logits
     np.testing.assert_allclose(
-        gate, twins.gates(twins.softmax(combine), token, filled), rtol=2e-5, atol=2e-5
+        gate,
+        twins.gates(gates_twin(name, combine), token, filled),
+        rtol=2e-5,
+        atol=2e-5,
     )
     if name in TOKEN_CHOICE:
         expected = 0.5 * twins.importance_loss(twins.softmax(clean_logits))

@@ -92,6 +92,21 @@ class Program:
         two = tiny.classifier("soft", num_layers=2, moe_layers=(0, 1))
         return told | {"two layers": self._step(two)}
 
+    def states(self):
+        """Bias and threshold after a few steps."""
+        told = {}
+        for kind, name in (("balanced", "bias"), ("race", "threshold")):
+            for placement in ("one device", "2 x 4"):
+                keras.distribution.set_distribution(PLACEMENTS[placement]())
+                model = tiny.classifier(kind, group_images=2)
+                data = tiny.batches(4 * tiny.BATCH)
+                model.fit(data, verbose=0, shuffle=False)
+                (router,) = model.backbone.routers.values()
+                state = np.asarray(getattr(router, name))
+                told.setdefault(kind, []).append(state.tolist())
+            distribution.audit(model)
+        return told
+
     def pairs(self):
         """Collectives of learning from images and captions."""
         keras.distribution.set_distribution(PLACEMENTS["2 x 4"]())

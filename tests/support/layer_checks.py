@@ -95,14 +95,17 @@ def check_layer(
     check_frozen(make, shape, num_weights, ids)
 
 
-def check_weights(make, shape, num_weights, num_seeds, num_losses, ids=None):
+def check_weights(
+    make, shape, num_weights, num_seeds, num_losses, ids=None, num_states=0
+):
     layer = make()
     assert not layer.weights
     layer.build((None, *shape))
     assert len(layer.trainable_weights) == num_weights
-    # What is not trained is the states of random generators, nothing else.
-    assert not layer.non_trainable_weights
-    assert len(layer.non_trainable_variables) == num_seeds
+    # What is not trained is the states of random generators, and weights that follow
+    # the choices of some routers.
+    assert len(layer.non_trainable_weights) == num_states
+    assert len(layer.non_trainable_variables) == num_states + num_seeds
     paths = [weight.path for weight in layer.weights]
     assert len(set(paths)) == len(paths)
     layer(sample(shape, ids), training=True)

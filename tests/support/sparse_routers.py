@@ -15,6 +15,15 @@ SPARSE = {
     "softmax_token_choice": lambda e, **kwargs: routers.SoftmaxTokenChoiceRouter(
         e, **{"num_selected_experts": min(2, e), "priority": "max", **PLAIN, **kwargs}
     ),
+    "balanced_token_choice": lambda e, **kwargs: routers.SoftmaxTokenChoiceRouter(
+        e,
+        **{
+            "num_selected_experts": min(2, e),
+            "priority": "max",
+            "bias_update_rate": 0.5,
+            **kwargs,
+        },
+    ),
     "sinkhorn_token_choice": lambda e, **kwargs: routers.SinkhornTokenChoiceRouter(
         e, **{**PLAIN, **kwargs}
     ),
@@ -27,8 +36,15 @@ SPARSE = {
     "sparse_transport": lambda e, **kwargs: routers.SparseTransportExpertChoiceRouter(
         e, **kwargs
     ),
+    "expert_race": lambda e, **kwargs: routers.ExpertRaceRouter(
+        e, **{"num_selected_experts": min(2, e), **kwargs}
+    ),
 }
+# Those with all balancing losses
 TOKEN_CHOICE = ["softmax_token_choice", "sinkhorn_token_choice"]
+EXPERT_CHOICE = ["softmax_expert_choice", "sinkhorn_expert_choice", "sparse_transport"]
+# A bias and a threshold that change decisions
+BIAS, THRESHOLD = [0.4, -0.3, 0.2, 0.0, -0.1], 0.25
 PLANS = ["sinkhorn_token_choice", "sinkhorn_expert_choice", "sparse_transport"]
 
 
@@ -41,6 +57,10 @@ def build(name, num_experts, width, **kwargs):
     """A built router."""
     router = SPARSE[name](num_experts, **kwargs)
     router.build((None, None, width))
+    if name == "balanced_token_choice":
+        router.bias.assign(BIAS[:num_experts])
+    if name == "expert_race":
+        router.threshold.assign(THRESHOLD)
     return router
 
 

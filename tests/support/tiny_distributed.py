@@ -24,6 +24,14 @@ ROUTERS = {
     "sparse transport": lambda: routers.SparseTransportExpertChoiceRouter(
         NUM_EXPERTS, num_iterations=3
     ),
+    "balanced": lambda: routers.SoftmaxTokenChoiceRouter(
+        NUM_EXPERTS,
+        num_selected_experts=2,
+        priority="max",
+        score="sigmoid",
+        bias_update_rate=0.01,
+    ),
+    "race": lambda: routers.ExpertRaceRouter(NUM_EXPERTS, num_selected_experts=2),
     "identity": lambda: routers.IdentityRouter(NUM_EXPERTS),
 }
 

@@ -95,33 +95,41 @@ def expert_capacity(
 
 
 def token_choice(
-    scores, num_selected_experts, capacity, priority, valid=None, keep_fraction=1.0
+    scores,
+    num_selected_experts,
+    capacity,
+    priority,
+    valid=None,
+    keep_fraction=1.0,
+    bias=0.0,
 ):
     """Token and filled (G, E, C): the literal queue of V-MoE, appendix C.1.
 
     All first choices are served in the order of the tokens, then all second ones; or,
     for "pair", all choices by their score. A choice that finds its expert full is
-    dropped.
+    dropped. A bias takes part in what a token chooses and in nothing else.
     """
     scores = np.asarray(scores)
+    biased = scores + np.float32(bias)
     num_groups, _, num_experts = scores.shape
     token = np.zeros((num_groups, num_experts, capacity), "int32")
     filled = np.zeros((num_groups, num_experts, capacity), bool)
     for g in range(num_groups):
         # sorted() is stable: equal scores keep the lower index first.
         chosen = {
-            s: sorted(range(num_experts), key=lambda e: -scores[g, s, e])
+            s: sorted(range(num_experts), key=lambda e: -biased[g, s, e])
             for s in kept_tokens(scores, valid, g)
+        }
+        chosen = {
+            s: sorted(experts[:num_selected_experts], key=lambda e: -scores[g, s, e])
+            for s, experts in chosen.items()
         }
         tokens = list(chosen)
         if priority in ("max", "pair"):
-            ranked = sorted(tokens, key=lambda s: -scores[g, s].max())
+            ranked = sorted(tokens, key=lambda s: -scores[g, s, chosen[s][0]])
         elif priority == "sum":
             # In float32, as sums in float64 would break ties.
-            total = {
-                s: scores[g, s, chosen[s][:num_selected_experts]].sum(dtype="float32")
-                for s in tokens
-            }
+            total = {s: scores[g, s, chosen[s]].sum(dtype="float32") for s in tokens}
             ranked = sorted(tokens, key=lambda s: -total[s])
         else:
             ranked = tokens
@@ -154,6 +162,41 @@ def expert_choice(scores, capacity, valid=None):
         best = sorted(kept, key=lambda s: -scores[g, s, e])[:capacity]
         token[g, e, : len(best)] = best
         filled[g, e, : len(best)] = True
+    return token, filled
+
+
+def moved_bias(bias, scores, num_selected_experts, rate, valid=None):
+    """The bias (E,) after a batch (arXiv 2408.15664, algorithm 1)."""
+    scores = np.asarray(scores)
+    load = [0] * len(bias)
+    for g in range(len(scores)):
+        for s in kept_tokens(scores, valid, g):
+            biased = scores[g, s] + np.float32(bias)
+            for e in sorted(range(len(bias)), key=lambda e: -biased[e])[
+                :num_selected_experts
+            ]:
+                load[e] += 1
+    mean = sum(load) / len(load)
+    return [b + rate * np.sign(mean - n) for b, n in zip(bias, load, strict=True)]
+
+
+def lowest_winners(scores, num_selected_experts, valid=None):
+    """The lowest score that wins in each group, of the best K * S pairs."""
+    found = []
+    for g in range(len(scores)):
+        kept = kept_tokens(scores, valid, g)
+        falling = sorted(-scores[g, s, e] for s in kept for e in range(scores.shape[2]))
+        found.append(-falling[num_selected_experts * len(kept) - 1])
+    return found
+
+
+def race(scores, thresholds, capacity, valid=None):
+    """Token and filled (G, E, C): each expert's best pairs that reach a threshold."""
+    scores = np.asarray(scores)
+    token, filled = expert_choice(scores, capacity, valid)
+    for g, e, c in np.ndindex(*token.shape):
+        if filled[g, e, c] and scores[g, token[g, e, c], e] < thresholds[g]:
+            token[g, e, c], filled[g, e, c] = 0, False
     return token, filled
 
 
@@ -297,6 +340,27 @@ def gshard_loss(probs, valid=None):
 
 def z_loss(logits, valid=None):
     return per_group(lambda a: (logsumexp(a, -1) ** 2).mean(), valid, logits)
+
+
+def router_similarity_loss(probs, chosen, valid=None):
+    """arXiv 2503.16057, section 5: with M the choices and P the probabilities."""
+
+    def loss_of_group(p, m):
+        num_tokens, num_experts = p.shape
+        pairs = list(np.ndindex(num_experts, num_experts))
+        p_of = {(i, j): (p[:, i] * p[:, j]).sum() for i, j in pairs}
+        m_of = {(i, j): (m[:, i] * m[:, j]).sum() for i, j in pairs}
+        total = 0.0
+        for same in (True, False):
+            some = [(i, j) for i, j in pairs if (i == j) == same]
+            together = sum(m_of[pair] for pair in some)
+            if together:
+                total += sum(
+                    len(some) * m_of[pair] / together * p_of[pair] for pair in some
+                )
+        return total / num_tokens
+
+    return per_group(loss_of_group, valid, probs, chosen)
 
 
 # === Routers ===

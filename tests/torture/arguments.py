@@ -200,7 +200,16 @@ def targets():
         "SoftmaxTokenChoiceRouter": Target(
             routers.SoftmaxTokenChoiceRouter,
             {"num_experts": 4},
-            {**_CHOICE_KINDS, "keep_fraction": "positive", "normalize_gates": "bool"},
+            {
+                **_CHOICE_KINDS,
+                "keep_fraction": "positive",
+                "normalize_gates": "bool",
+                "score": "choice",
+                "bias_update_every": "size",
+            },
+        ),
+        "ExpertRaceRouter": Target(
+            routers.ExpertRaceRouter, {"num_experts": 4}, _SPARSE_KINDS
         ),
         "SinkhornTokenChoiceRouter": Target(
             routers.SinkhornTokenChoiceRouter,
