@@ -94,7 +94,7 @@ def test_layer():
         template = layers.MLP(5, dtype=kwargs.get("dtype"))
         return layers.MoE(ROUTER, expert=template, **kwargs)
 
-    check_layer(make, (6, WIDTH), (6, WIDTH), num_weights=5)
+    check_layer(make, (6, WIDTH), (6, WIDTH), num_weights=5, num_seeds=1)
 
 
 @pytest.mark.parametrize("equal_experts", [False, True])
