@@ -194,6 +194,8 @@ class TemplateExperts(Layer):
             states = states_of_draws(self._templates.used)
             values += [self._seeds(state.dtype) for state in states]
         map_experts, one = self._maps[bool(training)], self._one(training, states)
+        if _is_exporting():
+            map_experts = _one_by_one
 
         def some_experts(*operands):
             y = map_experts(one, list(operands))
@@ -257,6 +259,15 @@ class TemplateExperts(Layer):
     def from_config(cls, config):
         expert = keras.saving.deserialize_keras_object(config["expert"])
         return cls(**{**config, "expert": expert})
+
+
+def _is_exporting():
+    """Return whether PyTorch writes a program, in which a vectorized map would fail."""
+    if keras.backend.backend() != "torch":
+        return False
+    import torch
+
+    return torch.compiler.is_exporting()
 
 
 def _one_by_one(function, operands):
