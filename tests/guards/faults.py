@@ -288,8 +288,8 @@ FAULTS = (
     # === Layers ===
     Fault(
         "numbers in padding reach the experts",
-        "            x = zero_padding(x, mask)\n        tokens, valid",
-        "        tokens, valid",
+        "            x = zero_padding(x, mask)\n        keys, vectors",
+        "        keys, vectors",
         MOE,
     ),
     Fault(
