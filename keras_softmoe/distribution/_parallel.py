@@ -13,7 +13,7 @@ from keras_softmoe.distribution._layouts import (
     TWO_AXES,
     JointLayout,
     PlacementError,
-    is_foreign,
+    fitted,
     layout_map,
     matching_keys,
     name_in_optimizer,
@@ -199,8 +199,8 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         """
         key = self._key(variable.path)
         if key is not None:
-            layout = self.layout_map[key]
-            if is_foreign(key, layout, variable):
+            layout = fitted(key, self.layout_map[key], variable)
+            if layout is None:
                 return self._layout([None] * len(variable.shape), self.device_mesh)
             _check_divided(variable, layout)
             name = name_in_optimizer(variable)

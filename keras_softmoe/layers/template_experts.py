@@ -1,0 +1,288 @@
+"""Experts that are copies of any layer, with weights of their own."""
+
+import math
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_softmoe.checks import check_bools, check_whole_numbers
+from keras_softmoe.keras_adapter.layers import (
+    Layer,
+    is_created_trainable,
+    is_initialized,
+    states_of_draws,
+)
+from keras_softmoe.layer_cost import LayerCost
+from keras_softmoe.layers._slots import by_expert
+from keras_softmoe.layers._template import (
+    Templates,
+    check_template,
+    cost_of_one,
+    names_of_weights,
+    new_copy,
+    serialized_template,
+)
+from keras_softmoe.ops.backend import chunked_map
+from keras_softmoe.sharding.constraints import (
+    check_divides_experts,
+    check_layer,
+    is_distributed,
+)
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class TemplateExperts(Layer):
+    """Experts of any layer, each applied to its own slots.
+
+    The weights of all experts are stacked: `stacked_NAME` is `(E, ...)` for a weight of
+    the template. They are computed together, by `keras.ops.vectorized_map`.
+
+    Args:
+        num_experts: int, number `E` of experts.
+        expert: `keras.layers.Layer`, the template, which is neither changed nor a part
+            of this layer. It keeps its own dtype policy. One that is not built is
+            cloned from its configuration, and each expert gets initial weights of its
+            own (all the same ones if its initializers have a fixed seed). Of one that
+            is built, each expert begins with a copy of its weights. (A file has its
+            configuration, which it therefore needs in order to be saved.)
+        equal_experts: bool, whether all experts start with the same weights.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Maps slots `(G, E, C, D)` to outputs `(G, E, C, D)`: a template gets its slots of
+    all groups as `(N, D)`, or as `(N, 1, D)` if it does not accept those. Slots of
+    several axes, `(G, E, C, H, W, D)`, are given as `(N, H, W, D)`.
+
+    Raises:
+        ValueError: if the template is not a layer, has several inputs or outputs,
+            changes the shape of its input, adds losses or has weights that change
+            without being trained (such as the statistics of a
+            `keras.layers.BatchNormalization`), or has LoRA factors or a quantized
+            dtype; or if the slots have another number of experts.
+
+    Examples:
+        >>> expert = keras.Sequential(
+        ...     [keras.layers.Dense(64, activation="relu"), keras.layers.Dense(16)]
+        ... )
+        >>> router = ksm.routers.SoftRouter(num_experts=4)
+        >>> layer = ksm.layers.MoE(router, expert=expert)
+        >>> layer(np.zeros((2, 9, 16))).shape
+        (2, 9, 16)
+        >>> [tuple(weight.shape) for weight in layer.experts.weights]
+        [(4, 16, 64), (4, 64), (4, 64, 16), (4, 16)]
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        expert: keras.layers.Layer,
+        equal_experts: bool = False,
+        **kwargs,
+    ):
+        check_whole_numbers(1, num_experts=num_experts)
+        check_bools(equal_experts=equal_experts)
+        check_template(expert)
+        check_divides_experts(num_experts)
+        super().__init__(**kwargs)
+        self.num_experts = num_experts
+        self.equal_experts = equal_experts
+        # `given` is the user's, `used` the one that computes. Not attributes of their
+        # own: Keras would track them.
+        self._templates = Templates(expert)
+
+    @property
+    def expert(self) -> keras.layers.Layer:
+        """The template, as it was given."""
+        return self._templates.given
+
+    def build(self, slots_shape):
+        if len(slots_shape) < 4 or slots_shape[1] != self.num_experts:
+            raise ValueError(
+                "Experts expect slots of shape (groups, experts, slots, ..., width) "
+                f"with {self.num_experts} experts. Received: slots_shape={slots_shape}."
+            )
+        template, self._slot_shape = self._templates.build(tuple(slots_shape[3:]))
+        draws = states_of_draws(template)
+        if draws:
+            self.seed_generator = keras.random.SeedGenerator()
+        copies = [template]
+        if template is not self.expert and not self.equal_experts:
+            others = range(self.num_experts - 1)
+            copies += [new_copy(self.expert, self._slot_shape) for _ in others]
+        self._stacked = [
+            self._stack(name, [copy.weights[index] for copy in copies])
+            for index, name in enumerate(names_of_weights(template))
+        ]
+        self._maps = {training: self._find_map(training) for training in (False, True)}
+        check_layer(self)
+
+    def _find_map(self, training):
+        """Return the function that computes a function of one expert for all."""
+        backend = keras.backend.backend()
+        if backend == "jax":
+            return ops.vectorized_map
+        if self._templates.draws[training]:
+            # A vectorized map would draw the same numbers for all, or refuse to.
+            return _one_by_one
+        if backend == "torch":
+            x = ops.zeros((self.num_experts, *self._slot_shape))
+            values = [ops.zeros(w.shape, w.dtype) for w in self._stacked]
+            try:
+                ops.vectorized_map(self._one(training), [x, *values])
+            except Exception:
+                # It has none for some operations, such as the convolutions of Keras.
+                return _one_by_one
+        return ops.vectorized_map
+
+    def _one(self, training, states=()):
+        """Return the function of one expert: of its slots and the values of variables.
+
+        Args:
+            training: bool or `None`.
+            states: variables besides the weights.
+        """
+        template = self._templates.used
+        variables = [*template.weights, *states]
+
+        def one(operands):
+            x, *values = operands
+            x = ops.reshape(x, (-1, *self._slot_shape))
+            with keras.StatelessScope(list(zip(variables, values, strict=True))):
+                return template(x, training=training)
+
+        return one
+
+    def _stack(self, name, variables):
+        """Add a weight with the values of one variable of each expert."""
+        first = variables[0]
+        shape = (self.num_experts, *first.shape)
+        known = is_initialized(first)
+
+        def initial(shape, dtype=None):
+            values = [ops.convert_to_tensor(v.value, dtype=dtype) for v in variables]
+            return ops.broadcast_to(ops.stack(values), shape)
+
+        weight = self.add_weight(
+            shape=shape,
+            # Values that exist are assigned: for a sharded weight, Keras compiles the
+            # initializer, and they would be constants of the program.
+            initializer="zeros" if known else initial,
+            dtype=first.dtype,
+            trainable=is_created_trainable(self._templates.used, first),
+            # The layers in the template do it, each by its own policy.
+            autocast=False,
+            regularizer=_of_each(first.regularizer, ops.sum),
+            constraint=_of_each(first.constraint),
+            name=f"stacked_{name}",
+        )
+        if known:
+            values = np.stack([ops.convert_to_numpy(v) for v in variables])
+            weight.assign(np.broadcast_to(values, shape))
+        weight.trainable = weight.trainable and first.trainable
+        return weight
+
+    def takes_rows(self) -> bool:
+        """Return whether rows sorted by expert are supported: they are not."""
+        return False
+
+    def call(self, slots, training=None):
+        # `(E, ...)` values of all variables
+        values = [ops.convert_to_tensor(weight) for weight in self._stacked]
+        states = []
+        if self._templates.draws[bool(training)]:
+            states = states_of_draws(self._templates.used)
+            values += [self._seeds(state.dtype) for state in states]
+        map_experts, one = self._maps[bool(training)], self._one(training, states)
+        if _is_exporting():
+            map_experts = _one_by_one
+
+        def some_experts(*operands):
+            y = map_experts(one, list(operands))
+            return ops.reshape(y, ops.shape(operands[0]))
+
+        def all_experts(x):
+            if states:
+                y = some_experts(x, *values)
+            else:
+                y = chunked_map(some_experts, [x, *values], is_distributed())
+            return ops.cast(y, x.dtype)
+
+        _, num_experts, capacity, *axes = slots.shape
+        flat = ops.reshape(slots, (-1, num_experts, capacity, math.prod(axes)))
+        outputs = by_expert(all_experts, flat, self.path)
+        return ops.reshape(outputs, (-1, num_experts, capacity, *axes))
+
+    def _seeds(self, dtype):
+        """Return `(E, 2)` states of a random generator, one for each expert."""
+        # Under 2^30: PyTorch adds the two, and the sum is an int32.
+        shape, seed = (self.num_experts, 2), self.seed_generator
+        return ops.cast(keras.random.randint(shape, 0, 1 << 30, seed=seed), dtype)
+
+    def compute_output_shape(self, slots_shape):
+        return slots_shape
+
+    def cost(self, slots_shape: Sequence[int], training: bool = False) -> LayerCost:
+        one = cost_of_one(self.expert, tuple(slots_shape), training)
+        return one._replace(
+            weights=self.num_experts * one.weights,
+            float32_weights=self.num_experts * one.float32_weights,
+            sharded_kernels=0,
+        )
+
+    # === Refusals ===
+
+    def enable_lora(self, *args, **kwargs):
+        raise ValueError(
+            f"Experts of any layer take no factors of LoRA. Received: enable_lora on "
+            f"{self.path!r}, experts of a `{type(self.expert).__name__}`. Use "
+            "`layers.MoE(router, mlp_dim=...)`, whose experts do."
+        )
+
+    def quantize(self, mode=None, type_check=True, config=None):
+        raise ValueError(
+            f"Experts of any layer are not quantized. Received: mode={mode!r} for "
+            f"{self.path!r}, experts of a `{type(self.expert).__name__}`. Leave them "
+            "out (`quantize(..., filters=lambda layer: 'experts' not in "
+            "str(layer.path))`), or use `layers.MoE(router, mlp_dim=...)`."
+        )
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_experts": self.num_experts,
+            "expert": serialized_template(self.expert),
+            "equal_experts": self.equal_experts,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        expert = keras.saving.deserialize_keras_object(config["expert"])
+        return cls(**{**config, "expert": expert})
+
+
+def _is_exporting():
+    """Return whether PyTorch writes a program, in which a vectorized map would fail."""
+    if keras.backend.backend() != "torch":
+        return False
+    import torch
+
+    return torch.compiler.is_exporting()
+
+
+def _one_by_one(function, operands):
+    """`keras.ops.vectorized_map`, computed in a loop."""
+    each = zip(*map(ops.unstack, operands), strict=True)
+    return ops.stack([function(list(of_one)) for of_one in each])
+
+
+def _of_each(function, reduce=None):
+    """Return a function of a stacked weight from that of a weight, or `None`."""
+    if function is None:
+        return None
+
+    def of_stacked(weight):
+        values = ops.vectorized_map(function, ops.convert_to_tensor(weight))
+        return values if reduce is None else reduce(values)
+
+    return of_stacked
