@@ -223,11 +223,11 @@ def without_modules(config):
     if not isinstance(config, dict):
         return config
     found = {k: without_modules(v) for k, v in config.items() if k != "module"}
-    return {k: v for k, v in found.items() if (k, v) not in NEW_SETTINGS}
+    return {k: v for k, v in found.items() if (k, v) not in WITHOUT_EFFECT}
 
 
-# Settings that came later, with values that change nothing
-NEW_SETTINGS = [("shared_mlp_dim", None), ("expert_mlp_dim", None)]
+# Settings of models younger than the recorded files, with values without effect
+WITHOUT_EFFECT = [("shared_mlp_dim", None), ("expert_mlp_dim", None)]
 
 
 # Settings of routers that are younger than the recorded files, with their defaults.
