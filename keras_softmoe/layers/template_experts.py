@@ -1,5 +1,6 @@
 """Experts that are copies of any layer, with weights of their own."""
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -125,14 +126,20 @@ class TemplateExperts(Layer):
         if self._templates.draws[training]:
             # A vectorized map would draw the same numbers for all, or refuse to.
             return _one_by_one
-        if backend == "torch":
-            x = ops.zeros((self.num_experts, *self._slot_shape))
-            values = [ops.zeros(w.shape, w.dtype) for w in self._stacked]
-            try:
-                ops.vectorized_map(self._one(training), [x, *values])
-            except Exception:
-                # It has none for some operations, such as the convolutions of Keras.
-                return _one_by_one
+        vectorized_map = ops.vectorized_map
+        if backend == "tensorflow":
+            import tensorflow as tf
+
+            # Without a loop of TensorFlow's, which not all formats of files hold
+            known = {"fallback_to_while_loop": False}
+            vectorized_map = functools.partial(tf.vectorized_map, **known)
+        x = ops.zeros((self.num_experts, *self._slot_shape))
+        values = [ops.zeros(w.shape, w.dtype) for w in self._stacked]
+        try:
+            vectorized_map(self._one(training), [x, *values])
+        except Exception:
+            # There is none for some operations, such as convolutions.
+            return _one_by_one
         return ops.vectorized_map
 
     def _one(self, training, states=()):
