@@ -41,7 +41,8 @@ def tables():
     contrastive = {name: m for name, m in runs.items() if name not in trained}
     convertible = {n: m for n, m in found.items() if m["kind"] == "convertible"}
     return {
-        "real weights": real_weights_table(trained, contrastive, convertible),
+        "released weights": released_table(convertible),
+        "weights trained here": trained_here_table(trained, contrastive),
         "trained presets": trained_table(trained),
         "learning rates": rates_table(),
         "other routers": routers_table(),
@@ -54,9 +55,19 @@ def tables():
     }
 
 
-def real_weights_table(trained, contrastive, convertible):
-    """All presets that have weights, with one measured figure each."""
-    rows = ["| preset | parameters | what is measured |", "|---|---|---|"]
+def released_table(convertible):
+    """Presets whose weights are downloaded, with the accuracy that was published."""
+    rows = ["| preset | parameters | published |", "|---|---|---|"]
+    for name, metadata in convertible.items():
+        accuracy = metadata.get("accuracy", {}).get("ImageNet, validation images")
+        published = f"ImageNet: {100 * accuracy:.1f} %" if accuracy else ""
+        rows.append(f"| `{name}` | {_parameters(metadata)} | {published} |")
+    return "\n".join(rows) + "\n"
+
+
+def trained_here_table(trained, contrastive):
+    """Presets that come with the package, with one measured figure each."""
+    rows = ["| preset | parameters | mean ± standard deviation |", "|---|---|---|"]
     measured = {
         name: f"digits, 10 shots: {spread(m['runs'][0]['few_shot']['model']['10'])}"
         for name, m in trained.items()
@@ -67,16 +78,15 @@ def real_weights_table(trained, contrastive, convertible):
             for kind in ("seen", "new")
         )
         measured[name] = f"zero-shot, 64 names: seen {seen}, new combinations {new}"
-    for name, metadata in convertible.items():
-        accuracy = metadata.get("accuracy", {}).get("ImageNet, validation images")
-        published = f"ImageNet, published: {100 * accuracy:.1f} %" if accuracy else ""
-        measured[name] = published or "downloaded and converted at first use"
     for name, text in measured.items():
-        count = (trained | contrastive | convertible)[name]["parameter_count"] / 1e6
-        size = f"{count:,.0f} M" if count >= 5 else f"{count:.2f} M"
-        place = "docs/presets.md" if name in convertible else f"presets/{name}"
-        rows.append(f"| [`{name}`]({place}) | {size} | {text} |")
+        size = _parameters((trained | contrastive)[name])
+        rows.append(f"| [`{name}`](presets/{name}) | {size} | {text} |")
     return "\n".join(rows) + "\n"
+
+
+def _parameters(metadata):
+    count = metadata["parameter_count"] / 1e6
+    return f"{count:,.0f} M" if count >= 5 else f"{count:.2f} M"
 
 
 def trained_table(found):
