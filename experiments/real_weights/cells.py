@@ -1,12 +1,13 @@
 """One training of DINOv2 or of what it becomes, and what is measured of it."""
 
+import dataclasses
 import time
 from pathlib import Path
 
 import numpy as np
 
 import keras_softmoe as ksm
-from experiments.lib.runs import Run, adamw, router_config
+from experiments.lib.runs import Run, adamw
 from experiments.real_weights.plan import DENSE, variants
 from experiments.real_weights.textile import CLASSES
 
@@ -149,15 +150,8 @@ class Task:
             epochs=1,
             steps_per_epoch=steps,
             measure=measure,
-            settings={
-                "router": router_config(variant.router),
-                "start": variant.start,
-                "group_images": variant.group_images,
-                "steps": steps,
-                "batch_size": plan.batch_size,
-                "image_size": plan.image_size,
-                "learning_rate": learning_rate,
-            },
+            settings=dataclasses.asdict(plan)
+            | {"steps": steps, "start": variant.start},
         )
         return run, clock.step
 

@@ -13,7 +13,7 @@ def report(results):
     Args:
         results: see `experiment` of the program.
     """
-    plan, cells = results["plan"], results["cells"]
+    cells, seeds = results["cells"], len(results["plan"]["seeds"])
     seconds = results.get("step_seconds", {})
     titles = [
         *(
@@ -59,7 +59,7 @@ def report(results):
             *lines,
             "",
             f"Percent of the {results['pictures']['test']} test pictures, mean ± half "
-            f"of the {100 * CONFIDENCE:g} % t-interval over {len(plan['seeds'])} seeds; "
+            f"of the {100 * CONFIDENCE:g} % t-interval over {seeds} seeds; "
             "differences within each seed. Features change by: before any training. "
             "Processor time of a step: over that of the dense model, in turns in one "
             f"process. The rate {results['learning_rate']:g} was chosen for the dense "
