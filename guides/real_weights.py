@@ -2,7 +2,7 @@
 Title: Real weights
 Author: keras_softmoe authors
 Date created: 2026/11/22
-Last modified: 2026/11/22
+Last modified: 2026/11/25
 Description: Turn a released dense ViT into a V-MoE and a Soft MoE, and fine-tune.
 Accelerator: None
 """
@@ -217,9 +217,10 @@ if not SHORT:
 """
 What does each start keep of it, before any training? Every second block of the last
 half gets eight experts. The features are those of eight crops of the photographs; the
-starts that look at images look at 32 other crops. Given is the norm of the difference
-over that of the dense features. (There is no row for the identity router, which wants
-as many tokens for each expert: with the class token there are 257.)
+starts that look at images look at 32 crops in other places, which overlap with those.
+Given is the norm of the difference over that of the dense features. (The identity
+router has no row: it gives each expert as many tokens, and with the class token there
+are 257.)
 """
 
 if not SHORT:
@@ -260,6 +261,8 @@ if not SHORT:
         print(f"{name:40}{share:.1e}")
 
 """
-As on small models: with normalized gates and room for every choice nothing changes, and
-a Soft MoE needs a start that looks at images.
+With normalized gates and room for every choice nothing changes, on real weights as on
+small ones. Half of that room, or gates that do not sum to one, cost a quarter of the
+features before training. A Soft MoE that starts from clusters keeps most of them, and a
+new one does not.
 """
