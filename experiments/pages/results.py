@@ -8,11 +8,18 @@ from statistics import mean
 
 from experiments import claims, preset_claims
 from experiments.lib.comparisons import difference
+<<<<<<< HEAD
 from experiments.router_study.claims import HEADLINE, value
+=======
+from experiments.real_weights.tables import report as real_weights
+from experiments.router_study.claims import claims as claims_of_study
+from experiments.router_study.claims import value
+>>>>>>> realweights
 
 EXPERIMENTS = Path(__file__).resolve().parents[1]
 STUDY = EXPERIMENTS / "router_study"
 FIDELITY = EXPERIMENTS / "fidelity"
+REAL_WEIGHTS = EXPERIMENTS / "real_weights" / "results.json"
 BENCHMARKS = EXPERIMENTS.parent / "benchmarks" / "results"
 BACKENDS = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
 
@@ -41,6 +48,7 @@ def tables():
         "speed in short": speed_table(),
         "routers measured": routers_table(),
         "fidelity": fidelity_table(),
+        "textiles": textiles_table(),
     }
 
 
@@ -179,6 +187,13 @@ def fidelity_table():
         cells = [f"{entry['largest']:.1e}" for entry in here]
         rows.append(f"| {' | '.join([title, arrays, exact, *cells])} |")
     return "\n".join(rows) + "\n"
+
+
+def textiles_table():
+    """What DINOv2 achieves on textiles, dense and with experts."""
+    if not REAL_WEIGHTS.exists():
+        return "Not run yet.\n"
+    return real_weights(_read(REAL_WEIGHTS)) + "\n"
 
 
 def _fidelity():

@@ -14,6 +14,8 @@ from experiments import (
     upload_presets,
 )
 from experiments.pages import __main__ as pages
+from experiments.real_weights import __main__ as real_weights
+from experiments.real_weights import any_model, dinov2
 from experiments.router_study import __main__ as router_study
 from experiments.upcycling import __main__ as upcycling
 
@@ -24,6 +26,9 @@ COMMANDS = [
     limoe_presets,
     limoe_sweeps,
     pages,
+    any_model,
+    dinov2,
+    real_weights,
     router_study,
     upcycling,
     upload_presets,

