@@ -13,9 +13,8 @@ from tests.skips import only_on
 from tests.support import tiny, tiny_limoe
 
 ROOT = pathlib.Path(__file__).parents[2]
-# Another backend loads what JAX saves, and the trained presets have the outputs that are
-# recorded on PyTorch (`guards/golden.py`): each within half of what two backends may
-# differ by.
+# Another backend loads what JAX saves, and trained presets have the outputs recorded on
+# PyTorch (`guards/golden.py`): each within half of what any two backends may differ by.
 OTHER = "torch"
 RECORDED = ROOT / "tests" / "guards" / "golden" / "predictions.npz"
 TOLERANCE = 5e-5
