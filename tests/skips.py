@@ -263,10 +263,12 @@ LONG = {
         "test_classes_and_options_of_this_program_only",
         "test_encoders_of_limoe",
         "test_fixed_batch_for_groups_of_the_whole_batch",
+        "test_functional_model_of_a_user",
         "test_what_dense_models_were_trained_with",
     ),
     "guides/test_guides.py": (
         "test_guide[exporting.py]",
+        "test_guide[placing_experts.py]",
         "test_guide[released_vmoe_checkpoints.py]",
         "test_guide[router_study.py]",
         "test_guide[switching_backends.py]",

@@ -25,6 +25,7 @@ from keras_softmoe.files import (
     restore_interrupted,
 )
 from tests.skips import REASONS
+from tests.support.processes import Program
 
 MARKS = ["*.json"]
 
@@ -130,45 +131,10 @@ def test_room_is_made_sure_of(replaced, tmp_path):
 
 # === Processes that are killed, and several at once ===
 
-KILLED = """
-import os, sys, signal
-import pathlib
-from keras_softmoe import files
-from keras_softmoe.files import _placing
-
-if sys.argv[2] == "exchange":
-    _placing._rename_both = lambda *paths: False
-    rename = pathlib.Path.rename
-
-    def killed(self, target):
-        if self.name == "new":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return rename(self, target)
-
-    pathlib.Path.rename = killed
-if sys.argv[2] == "replace":
-    _placing._is_plain = lambda *paths: False
-    move, moved = _placing.move, []
-
-    def killed(file, path):
-        if moved:
-            os.kill(os.getpid(), signal.SIGKILL)
-        moved.append(path)
-        move(file, path)
-
-    _placing.move = killed
-with files.atomic_directory(sys.argv[1], ["*.json"]) as aside:
-    (aside / "config.json").write_text("second")
-    if sys.argv[2] == "replace":
-        (aside / "assets.json").write_text("second")
-    if sys.argv[2] == "write":
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
-
 
 def killed(target, where):
-    done = subprocess.run([sys.executable, "-c", KILLED, str(target), where])
-    assert done.returncode == -signal.SIGKILL
+    code, _ = Program("tests.support.killed_writer", target, where).wait()
+    assert code == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("where", ["write", "exchange"])

@@ -47,17 +47,15 @@ ROUTERS = {
     "sparse transport": lambda: routers.SparseTransportExpertChoiceRouter(4),
     "identity": lambda: routers.IdentityRouter(4),
 }
-# A short run: each format of the backends that write files, and routers with operations
-# that others lack. The files of other processes are in the tests below.
+# A short run: each format of TensorFlow, and routers with operations that others
+# lack. The file of PyTorch and those of other processes are in the tests below.
 SHORT = {
     "tensorflow": [("Sinkhorn expert choice", "onnx")]
     + [
         ("batch priority", format)
         for format in ("tf_saved_model", "litert", "openvino")
     ],
-    "torch": [("token choice, einsum", "torch")],
-    "jax": [],
-}[BACKEND]
+}.get(BACKEND, [])
 WHERE_WRITTEN = skips.only_on("tensorflow", "torch", because="one file")
 WHERE_ONNX_IS_WRITTEN = skips.only_on("tensorflow", because="one file")
 
@@ -174,8 +172,11 @@ def test_every_router_and_every_format(tmp_path, pytestconfig):
 @WHERE_WRITTEN
 def test_pixels(tmp_path):
     """A file with the preprocessing inside takes what `predict` takes."""
-    model = classifier("soft")
-    format = "torch" if BACKEND == "torch" else "onnx"
+    router, format = {
+        "tensorflow": ("soft", "onnx"),
+        "torch": ("token choice, einsum", "torch"),
+    }[BACKEND]
+    model = classifier(router)
     file = tmp_path / f"model{FORMATS[format].suffix}"
     model.export(file, format=format, preprocessing=True, verbose=False)
     inputs = [images(batch, low=0, high=255) for batch in BATCHES]
