@@ -268,6 +268,8 @@ LONG = {
     ),
     "guides/test_guides.py": (
         "test_guide[exporting.py]",
+        "test_guide[inside_soft_moe.py]",
+        "test_guide[limoe_routing.py]",
         "test_guide[placing_experts.py]",
         "test_guide[released_vmoe_checkpoints.py]",
         "test_guide[router_study.py]",

@@ -495,21 +495,6 @@ def test_mount_points_of_a_part_of_the_same_file_system(tmp_path, mounted):
 
 def test_a_parent_that_cannot_be_written_to():
     """As another user, where this one is a superuser."""
-    program = """
-import fcntl, os, sys
-from keras_softmoe.files import atomic_directory
-
-if not os.geteuid():
-    os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
-
-for content in ("first", "second"):
-    with atomic_directory(sys.argv[1], ["*.json"]) as aside:
-        (aside / "config.json").write_text(content)
-    found = {name: open(name).read() for name in os.listdir()}
-    assert found == {"config.json": content}, found
-"""
     # Not `tmp_path`, whose parents are closed to other users.
     with tempfile.TemporaryDirectory() as directory:
         parent = pathlib.Path(directory)
@@ -519,13 +504,8 @@ for content in ("first", "second"):
             os.chown(target, 65534, 65534)
         parent.chmod(0o555)
         try:
-            done = subprocess.run(
-                [sys.executable, "-c", program, str(target)],
-                cwd=target,
-                capture_output=True,
-                text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            )
+            program = Program("tests.support.other_user", target, folder=target)
+            code, output = program.wait()
         finally:
             parent.chmod(0o700)
-    assert not done.returncode, done.stderr
+    assert code == 0, output
