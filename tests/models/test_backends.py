@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from keras_softmoe import models, presets, routers
+from keras_softmoe import catalogue, models, routers
 from tests.skips import only_on
 from tests.support import tiny, tiny_limoe
 
@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 OTHER = "torch"
 RECORDED = ROOT / "tests" / "guards" / "golden" / "predictions.npz"
 TOLERANCE = 5e-5
-TRAINED = [n for n in presets.names() if presets.describe(n).kind == "trained"]
+TRAINED = catalogue.names_of_kind("trained")
 # Names of the presets of classifiers that the test saves, and of contrastive models.
 SAVED = {
     "soft": {"pooling": "map", "use_qk_norm": True},
