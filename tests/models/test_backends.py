@@ -91,6 +91,7 @@ def assert_same_outputs(actual, expected):
         )
 
 
+@only_on("torch", because="one backend")
 def test_same_outputs_when_loaded(expected):
     assert_same_outputs({path: outputs(path) for path in expected}, expected)
 
