@@ -25,6 +25,7 @@ from keras_softmoe.files import (
     restore_interrupted,
 )
 from tests.skips import REASONS
+from tests.support.processes import Program
 
 MARKS = ["*.json"]
 
@@ -130,45 +131,10 @@ def test_room_is_made_sure_of(replaced, tmp_path):
 
 # === Processes that are killed, and several at once ===
 
-KILLED = """
-import os, sys, signal
-import pathlib
-from keras_softmoe import files
-from keras_softmoe.files import _placing
-
-if sys.argv[2] == "exchange":
-    _placing._rename_both = lambda *paths: False
-    rename = pathlib.Path.rename
-
-    def killed(self, target):
-        if self.name == "new":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return rename(self, target)
-
-    pathlib.Path.rename = killed
-if sys.argv[2] == "replace":
-    _placing._is_plain = lambda *paths: False
-    move, moved = _placing.move, []
-
-    def killed(file, path):
-        if moved:
-            os.kill(os.getpid(), signal.SIGKILL)
-        moved.append(path)
-        move(file, path)
-
-    _placing.move = killed
-with files.atomic_directory(sys.argv[1], ["*.json"]) as aside:
-    (aside / "config.json").write_text("second")
-    if sys.argv[2] == "replace":
-        (aside / "assets.json").write_text("second")
-    if sys.argv[2] == "write":
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
-
 
 def killed(target, where):
-    done = subprocess.run([sys.executable, "-c", KILLED, str(target), where])
-    assert done.returncode == -signal.SIGKILL
+    code, _ = Program("tests.support.killed_writer", target, where).wait()
+    assert code == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("where", ["write", "exchange"])
@@ -529,21 +495,6 @@ def test_mount_points_of_a_part_of_the_same_file_system(tmp_path, mounted):
 
 def test_a_parent_that_cannot_be_written_to():
     """As another user, where this one is a superuser."""
-    program = """
-import fcntl, os, sys
-from keras_softmoe.files import atomic_directory
-
-if not os.geteuid():
-    os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
-
-for content in ("first", "second"):
-    with atomic_directory(sys.argv[1], ["*.json"]) as aside:
-        (aside / "config.json").write_text(content)
-    found = {name: open(name).read() for name in os.listdir()}
-    assert found == {"config.json": content}, found
-"""
     # Not `tmp_path`, whose parents are closed to other users.
     with tempfile.TemporaryDirectory() as directory:
         parent = pathlib.Path(directory)
@@ -553,13 +504,8 @@ for content in ("first", "second"):
             os.chown(target, 65534, 65534)
         parent.chmod(0o555)
         try:
-            done = subprocess.run(
-                [sys.executable, "-c", program, str(target)],
-                cwd=target,
-                capture_output=True,
-                text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            )
+            program = Program("tests.support.other_user", target, folder=target)
+            code, output = program.wait()
         finally:
             parent.chmod(0o700)
-    assert not done.returncode, done.stderr
+    assert code == 0, output

@@ -5,20 +5,20 @@ import pathlib
 import subprocess
 import sys
 
-import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import models, presets, routers
+from keras_softmoe import catalogue, models, routers
+from tests.skips import only_on
 from tests.support import tiny, tiny_limoe
 
 ROOT = pathlib.Path(__file__).parents[2]
-OWN = keras.backend.backend()
-# Two suites compare with the third, which starts fastest. Each within half of what any
-# two backends may differ by.
+# Another backend loads what JAX saves, and trained presets have the outputs recorded on
+# PyTorch (`guards/golden.py`): each within half of what any two backends may differ by.
 OTHER = "torch"
+RECORDED = ROOT / "tests" / "guards" / "golden" / "predictions.npz"
 TOLERANCE = 5e-5
-TRAINED = [n for n in presets.names() if presets.describe(n).kind == "trained"]
+TRAINED = catalogue.names_of_kind("trained")
 # Names of the presets of classifiers that the test saves, and of contrastive models.
 SAVED = {
     "soft": {"pooling": "map", "use_qk_norm": True},
@@ -68,9 +68,9 @@ def is_contrastive(preset):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """Path or name of each preset -> the outputs that it has on this backend."""
+    """Path of each saved preset -> the outputs that it has on this backend."""
     directory = tmp_path_factory.mktemp("presets")
-    expected = {name: outputs(name) for name in TRAINED}
+    expected = {}
     for name, overrides in SAVED.items():
         path = str(directory / name)
         if is_contrastive(path):
@@ -91,21 +91,28 @@ def assert_same_outputs(actual, expected):
         )
 
 
+@only_on("torch", because="one backend")
 def test_same_outputs_when_loaded(expected):
-    saved = {path: value for path, value in expected.items() if path not in TRAINED}
-    assert_same_outputs({path: outputs(path) for path in saved}, saved)
+    assert_same_outputs({path: outputs(path) for path in expected}, expected)
 
 
-if OWN != OTHER:
+# On PyTorch itself: `guards/test_golden.py`, which is stricter
+@only_on("jax", "tensorflow", because="one backend")
+def test_trained_presets_have_the_recorded_outputs():
+    with np.load(RECORDED) as recorded:
+        assert set(recorded) == set(TRAINED)
+        assert_same_outputs({name: outputs(name) for name in TRAINED}, recorded)
 
-    def test_same_outputs_on_another_backend(expected, tmp_path):
-        output = tmp_path / "outputs.npz"
-        process = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(output), *expected],
-            cwd=ROOT,
-            env={**os.environ, "KERAS_BACKEND": OTHER, "TF_CPP_MIN_LOG_LEVEL": "3"},
-            capture_output=True,
-            text=True,
-        )
-        assert process.returncode == 0, process.stderr
-        assert_same_outputs(np.load(output), expected)
+
+@only_on("jax", because="one backend")
+def test_same_outputs_on_another_backend(expected, tmp_path):
+    output = tmp_path / "outputs.npz"
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(output), *expected],
+        cwd=ROOT,
+        env={**os.environ, "KERAS_BACKEND": OTHER, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    assert_same_outputs(np.load(output), expected)

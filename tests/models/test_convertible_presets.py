@@ -19,7 +19,7 @@ from tests.support import releases, server, tiny
 from tests.support.references import to_numpy
 
 NAME = "vmoe_nano_patch4_8_shapes"
-REAL = [n for n in presets.names() if presets.describe(n).kind == "convertible"]
+REAL = catalogue.names_of_kind("convertible")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import keras
 import pytest
 
 from keras_softmoe import layers, ops, routers
-from tests.support.gradients import layer_gradients
+from tests.support.gradients import layer_gradients, outputs
 from tests.support.recorded import recorded
 from tests.support.reference_checks import (
     check_auxiliary_loss,
@@ -77,23 +77,26 @@ def test_soft_layer(name, set_noise):
     layer.router.mu.assign(params["Router/mu"])
     layer.router.scale.assign(params["Router/scale"])
 
-    _, quiet = recorded(layer, tokens)
-    reference.check("logits_clean", quiet.summary["logits"])
+    def compute(tokens):
+        training = not config["deterministic"]
+        clean = layer.router(tokens).summary["logits"]
+        with routers.record() as decisions:
+            exact = layer(tokens, training=training)
+        (decision,) = decisions.values()
+        slots = ops.dispatch(tokens, decision.routing)
+        layer.dispatch_dtype = "bfloat16"
+        return clean, exact, decision, slots, layer(tokens, training=training)
+
     if "noise_raw" in reference:
-        set_noise(reference.given("noise_raw"))
-    outputs, (routing, summary) = recorded(
-        layer, tokens, training=not config["deterministic"]
-    )
+        set_noise(*2 * [reference.given("noise_raw")])
+    clean, exact, (routing, summary), slots, rounded = outputs(compute, tokens)
+    reference.check("logits_clean", clean)
     reference.check("logits", summary["logits"])
     reference.check("dispatch_weights", routing.dispatch)
     reference.check("combine_weights", routing.combine)
-    reference.check("slot_inputs_f32", ops.dispatch(tokens, routing))
-    reference.check("outputs_f32", to_numpy(outputs).reshape(inputs.shape))
-    if "noise_raw" in reference:
-        set_noise(reference.given("noise_raw"))
-    layer.dispatch_dtype = "bfloat16"
-    outputs = layer(tokens, training=not config["deterministic"])
-    reference.check("outputs_bf16", to_numpy(outputs).reshape(inputs.shape))
+    reference.check("slot_inputs_f32", slots)
+    reference.check("outputs_f32", exact.reshape(inputs.shape))
+    reference.check("outputs_bf16", rounded.reshape(inputs.shape))
     check_auxiliary_loss(reference, "metrics/auxiliary_loss", summary["auxiliary_loss"])
     check_weight_means(reference, "metrics/", routing)
     finish(reference)
@@ -153,8 +156,8 @@ def test_sparse_layer(name, case, dispatcher):
     load_experts(layer, params)
     layer.router.kernel.assign(params["Router/dense/kernel"])
 
-    outputs, (routing, summary) = recorded(layer, tokens)
-    reference.check(f"{case}/outputs", to_numpy(outputs).reshape(inputs.shape))
+    found, (routing, summary) = recorded(layer, tokens)
+    reference.check(f"{case}/outputs", to_numpy(found).reshape(inputs.shape))
     check_auxiliary_loss(
         reference, f"{case}/metrics/auxiliary_loss", summary["auxiliary_loss"]
     )
