@@ -59,14 +59,19 @@ def site(tmp_path_factory):
     return folder
 
 
-def test_what_is_generated_is_of_today():
-    for path, expected in pages.written().items():
+@pytest.fixture(scope="module")
+def written():
+    return pages.written()
+
+
+def test_what_is_generated_is_of_today(written):
+    for path, expected in written.items():
         text = (ROOT / path).read_text(encoding="utf-8")
         assert text == expected, f"{path}: run `python -m experiments.pages`"
 
 
-def test_every_table_has_a_place():
-    text = "".join(WRITTEN.values())
+def test_every_table_has_a_place(written):
+    text = "".join(written.values())
     assert [t for t in pages.found() if f"<!-- {t}: begin -->" not in text] == []
 
 

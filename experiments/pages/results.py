@@ -8,13 +8,8 @@ from statistics import mean
 
 from experiments import claims, preset_claims
 from experiments.lib.comparisons import difference
-<<<<<<< HEAD
-from experiments.router_study.claims import HEADLINE, value
-=======
 from experiments.real_weights.tables import report as real_weights
-from experiments.router_study.claims import claims as claims_of_study
-from experiments.router_study.claims import value
->>>>>>> realweights
+from experiments.router_study.claims import HEADLINE, value
 
 EXPERIMENTS = Path(__file__).resolve().parents[1]
 STUDY = EXPERIMENTS / "router_study"
