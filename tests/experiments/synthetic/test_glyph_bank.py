@@ -4,9 +4,8 @@ import unicodedata
 import numpy as np
 import pytest
 
-from experiments.synthetic import GLYPH_CLASSES
+from experiments.synthetic import GLYPH_CLASSES, fonts
 from experiments.synthetic import _glyph_bank as glyph_bank
-from experiments.synthetic import fonts
 
 
 def test_classes_hold_no_digit_of_any_script():
