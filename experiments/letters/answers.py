@@ -79,8 +79,8 @@ _VMOE, _SOFT = "anywhere_vmoe", "anywhere_soft"
 
 QUESTIONS = {
     "a": Question(
-        "Is learned routing better than random routing of the same cost, and than fixed "
-        "routing by position?",
+        "Is learned routing better than random routing of the same cost, and than "
+        "fixed routing by position?",
         (_gain("vmoe", "random"), _gain("vmoe", "squares")),
         (
             _gain("vmoe", "permuted"),
@@ -172,8 +172,8 @@ QUESTIONS = {
         ),
     ),
     "f": Question(
-        "Do later blocks route by class, do slots of one expert align, and does dropping "
-        "grow with the number of experts?",
+        "Do later blocks route by class, do slots of one expert align, and does "
+        "dropping grow with the number of experts?",
         (
             _within(
                 "share of the class in the expert's entropy, block 3 less block 1",

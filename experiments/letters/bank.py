@@ -126,12 +126,10 @@ def make_bank(candidates=None):
     is_trained = ~np.isin(names, NEW_FONTS)
     if candidates is None:
         candidates = map(chr, sorted(set().union(*known)))
-    # (characters, fonts)
     candidates = [c for c in candidates if _is_sign(c)]
+    # (characters, fonts)
     has = np.array([[ord(c) in codes for codes in known] for c in candidates])
-    enough = (has.sum(1) >= LEAST_FONTS) & (
-        has[:, is_trained].sum(1) >= LEAST_TRAINED_FONTS
-    )
+    enough = _in_enough_fonts(has, is_trained)
     candidates = [c for c, keep in zip(candidates, enough, strict=True) if keep]
     has = has[enough]
     ink = np.zeros((len(paths), len(candidates), FIELD, FIELD), bool)
@@ -139,7 +137,10 @@ def make_bank(candidates=None):
         opened = open_font(path)
         for index in np.flatnonzero(has[:, font]):
             ink[font, index] = render(opened, candidates[index])
-    kept = distinct(ink, has)
+    # Some are blank there.
+    has &= ink.any((2, 3)).T
+    enough = np.flatnonzero(_in_enough_fonts(has, is_trained))
+    kept = enough[distinct(ink[:, enough], has[enough])]
     label, font = np.nonzero(has[kept])
     fields = [
         encode(distance_to(part) - distance_to(~part))
@@ -156,6 +157,11 @@ def make_bank(candidates=None):
         font.astype("int32"),
         new,
     )
+
+
+def _in_enough_fonts(has, is_trained):
+    trained = has[:, is_trained].sum(1) >= LEAST_TRAINED_FONTS
+    return (has.sum(1) >= LEAST_FONTS) & trained
 
 
 def distinct(ink, has):

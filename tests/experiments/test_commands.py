@@ -12,13 +12,17 @@ from experiments import (
     limoe_sweeps,
     upload_presets,
 )
+from experiments.letters import __main__ as letters
+from experiments.letters import answers
 from experiments.pages import __main__ as pages
 from experiments.router_study import __main__ as router_study
 from experiments.upcycling import __main__ as upcycling
 
 COMMANDS = [
+    answers,
     glyph_presets,
     glyph_trials,
+    letters,
     limoe_presets,
     limoe_sweeps,
     pages,
