@@ -214,13 +214,14 @@ QUESTIONS = {
 
 
 def values(results, run, path):
-    """Return a number of each seed of a run, a dict; empty if it was not trained."""
+    """Return a number of each seed of a run that has it, a dict."""
     found = {}
     for row in results["runs"].get(run, ()):
         value = row
         for key in path:
-            value = value[key]
-        found[row["seed"]] = value
+            value = None if value is None else value.get(key)
+        if value is not None:
+            found[row["seed"]] = value
     return found
 
 

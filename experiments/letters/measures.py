@@ -8,6 +8,7 @@ import numpy as np
 import keras_softmoe as ksm
 from experiments.letters.models import NUM_TOKENS
 from experiments.letters.routers import VIEWS, ViewRouter
+from experiments.router_study.cells import is_finite
 from keras_softmoe import routers
 
 # No model is trained with it. Splits have streams of their own.
@@ -38,8 +39,12 @@ def measure(classifier, letters, scale):
         `"new_fonts"`, in fonts never seen; `"few_shot"`, of classes never seen, by
         shots; of mixtures `"blocks"`, a dict from blocks to what is counted there; and
         of V-MoE `"slots"`, the accuracy with fewer slots with and without batch
-        priority, and `"views"`, with routers that see position or content alone.
+        priority, and `"views"`, with routers that see position or content alone. A
+        model whose weights are not finite has no right answers, and no other numbers.
     """
+    if not is_finite(classifier):
+        nothing = dict.fromkeys(map(str, _SHOTS), 0.0)
+        return {"accuracy": 0.0, "new_fonts": 0.0, "few_shot": nothing}
     images, labels = letters.take(scale.test_images, TEST_SEED)
     new_fonts = letters.take(scale.test_images, TEST_SEED, "new_fonts")
     found = {
