@@ -142,10 +142,9 @@ def make_bank(candidates=None):
     enough = np.flatnonzero(_in_enough_fonts(has, is_trained))
     kept = enough[distinct(ink[:, enough], has[enough])]
     label, font = np.nonzero(has[kept])
-    fields = [
-        encode(distance_to(part) - distance_to(~part))
-        for part in np.array_split(ink[font, kept[label]], 64)
-    ]
+    ink = ink[font, kept[label]]
+    parts = [ink[start : start + 512] for start in range(0, len(ink), 512)]
+    fields = [encode(distance_to(part) - distance_to(~part)) for part in parts]
     new = np.zeros(len(kept), bool)
     order = np.random.default_rng(_SPLIT_SEED).permutation(len(kept))
     new[order[: min(NUM_NEW_CLASSES, len(kept) // 4)]] = True

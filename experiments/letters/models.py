@@ -196,8 +196,12 @@ MODELS = {
     ),
     "identity": Model("Identity", _of(routers.IdentityRouter), placements=BOTH),
     "squares": Model("Fixed by position: squares", _of(SquareRouter), placements=BOTH),
+    # Its kernel is not used.
     "random": Model(
-        "V-MoE, random logits", _token(random_logits=True), True, placements=BOTH
+        "V-MoE, random logits",
+        _token(random_logits=True, trainable=False),
+        True,
+        placements=BOTH,
     ),
     "permuted": Model("V-MoE, permuted logits", _token(random_logits="permuted"), True),
     "longer": Model("Dense, as much time as the mixtures", is_longer=True),

@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
+from keras.ops import convert_to_numpy
 
 from experiments.letters import __main__ as program
 from experiments.letters import answers, routers
@@ -90,9 +91,9 @@ def test_one_expert_is_the_dense_model():
     config = {**router.get_config(), "num_experts": 1, "losses": []}
     alone = type(router).from_config(config)
     routing = alone(np.random.default_rng(0).normal(size=(2, 8, 4)), training=True)[0]
-    gates = np.asarray(routing.gate)
+    gates = convert_to_numpy(routing.gate)
     np.testing.assert_array_equal(gates, np.ones_like(gates))
-    assert np.sort(np.asarray(routing.token)[0, 0]).tolist() == list(range(8))
+    assert np.sort(convert_to_numpy(routing.token)[0, 0]).tolist() == list(range(8))
 
 
 def test_squares():
@@ -112,13 +113,13 @@ def test_views():
         "other_image": images[[3, 0, 1, 2]],
     }
     for name, view in routers.VIEWS.items():
-        seen = np.asarray(view(tokens, positions=4)).reshape(images.shape)
+        seen = convert_to_numpy(view(tokens, positions=4)).reshape(images.shape)
         np.testing.assert_allclose(seen, expected[name], atol=1e-6, err_msg=name)
     router = routers.ViewRouter(2, capacity_factor=1.0)
-    ordinary = router(tokens).summary["logits"]
+    ordinary = convert_to_numpy(router(tokens).summary["logits"])
     router.view = lambda tokens: 2 * tokens
-    doubled = router(tokens).summary["logits"]
-    np.testing.assert_allclose(np.asarray(doubled), 2 * np.asarray(ordinary), rtol=1e-5)
+    doubled = convert_to_numpy(router(tokens).summary["logits"])
+    np.testing.assert_allclose(doubled, 2 * ordinary, rtol=1e-5)
 
 
 # === Trainings ===
