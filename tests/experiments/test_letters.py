@@ -81,7 +81,7 @@ def test_costs():
     sparse = ("vmoe_4", "vmoe", "expert", "vmoe_64")
     assert all(1 < ratios[name] < 1.06 for name in sparse)
     # Each slot is a product with each token, twice.
-    assert 1.1 < ratios["soft"] < STUDY.longer
+    assert 1.1 < ratios["soft"] < 1.2
     wide = costs["wide"]["parameters"] / costs["vmoe"]["parameters"]
     assert wide == pytest.approx(1, abs=0.02) and ratios["wide"] > 3
 
