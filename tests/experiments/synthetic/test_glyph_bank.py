@@ -68,7 +68,7 @@ def test_missing_matplotlib_names_the_extra(monkeypatch):
 
 def test_distance_equals_brute_force():
     mask = np.random.default_rng(0).random((3, 30, 30)) < 0.02
-    received = glyph_bank._distance(mask)
+    received = fonts.distance_to(mask)
     place = np.stack(np.meshgrid(np.arange(30), np.arange(30), indexing="ij"), -1)
     for one, distance in zip(mask, received, strict=True):
         away = np.linalg.norm(place[:, :, None] - place[one], axis=-1).min(axis=-1)
