@@ -10,15 +10,10 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from experiments.synthetic._glyph_bank import (
-    BOX,
-    FIELD,
-    OFFSET,
-    STEPS,
-    glyph_bank,
-    import_matplotlib,
-)
+from experiments.synthetic._glyph_bank import glyph_bank
 from experiments.synthetic._resampling import area_matrix, bilinear_matrix
+from experiments.synthetic.distortion import sample_fields, warped_grid
+from experiments.synthetic.fonts import OFFSET, STEPS, import_matplotlib
 from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.files import atomic_file
 
@@ -26,8 +21,6 @@ from keras_softmoe.files import atomic_file
 _VERSION = 1
 # Images are drawn in blocks, one random stream each. Part of what a seed means.
 _BLOCK = 256
-# Smooth warps are sums of the first cosines, this many along each axis.
-_WAVES = 4
 # Sides, in pixels, of the coarse grids that a picture may have passed through.
 # (0: none.) All are equally likely, so the commonest is listed most often.
 _COARSE = (0, 0, 0, 8, 8, 8, 8, 10, 12, 16)
@@ -223,9 +216,9 @@ def _draw_ink(bank, image_size, rng):
     pen = _sometimes(rng, 0.75)
     radius = np.where(pen, uniform(1.2, 5.5), uniform(0.0, 2.5))
     softness = uniform(1.5, 4.5)
-    x, y = _warped_grid(image_size, uniform, rng)
+    x, y = warped_grid(image_size, uniform, rng, _BLOCK)
     field = row + np.where(pen[:, 0, 0], 0, bank.fields.shape[1])
-    distance = _sample(bank.fields, field, x, y) / STEPS - OFFSET
+    distance = sample_fields(bank.fields, field, x, y) / STEPS - OFFSET
     ink = np.clip((radius - distance) / softness + 0.5, 0, 1)
 
     # (B, size, size)
@@ -242,50 +235,6 @@ def _uniform(rng, low, high):
 
 def _sometimes(rng, chance):
     return (rng.random((_BLOCK, 1, 1)) < chance).astype("float32")
-
-
-def _warped_grid(image_size, uniform, rng):
-    """For every pixel the place in the glyph's field to look at: x, y (B, size, size).
-
-    From the frame inwards: coordinates run from -1 to 1 in both frame and glyph box.
-    """
-    line = ((np.arange(image_size) + 0.5) * 2 / image_size - 1).astype("float32")
-    x, y = line[None, None, :], line[None, :, None]
-
-    x, y = x + uniform(-0.12, 0.12), y + uniform(-0.12, 0.12)
-    depth = 1 + uniform(-0.2, 0.2) * x + uniform(-0.2, 0.2) * y
-    angle = uniform(-0.35, 0.35)
-    cos, sin = np.cos(angle) / depth, np.sin(angle) / depth
-    x, y = x * cos + y * sin, y * cos - x * sin
-    x = x + uniform(-0.35, 0.35) * y
-    # Heights near the frame's, widths from narrow to full, as writers' digits are.
-    height = uniform(0.85, 1.15)
-    width = height * np.exp(uniform(-0.5, 0.15))
-
-    # (waves, size)
-    frequency = np.arange(_WAVES, dtype="float32")
-    waves = np.cos(np.pi / 2 * frequency[:, None] * (line + 1))
-    decay = 1 + frequency[:, None] + frequency
-    bend = rng.standard_normal((2, _BLOCK, _WAVES, _WAVES), "float32") / decay
-    bend_x, bend_y = waves.T @ (bend * uniform(0.0, 0.15)) @ waves
-
-    centre = (FIELD - 1) / 2
-    x = centre + BOX / 2 * (x / width + bend_x)
-    y = centre + BOX / 2 * (y / height + bend_y)
-    return x, y
-
-
-def _sample(fields, field, x, y):
-    """Bilinear values of field `field` (B,) at x, y (B, size, size); edges held."""
-    x, y = (np.clip(place, 0, FIELD - 1.001) for place in (x, y))
-    left, top = x.astype("int32"), y.astype("int32")
-    x, y = x - left, y - top
-    index = (field[:, None, None] * FIELD + top) * FIELD + left
-    fields = fields.reshape(-1)
-    upper = fields[index] * (1 - x) + fields[index + 1] * x
-    index += FIELD
-    lower = fields[index] * (1 - x) + fields[index + 1] * x
-    return upper * (1 - y) + lower * y
 
 
 @functools.cache

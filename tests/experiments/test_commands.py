@@ -13,6 +13,8 @@ from experiments import (
     limoe_sweeps,
     upload_presets,
 )
+from experiments.letters import __main__ as letters
+from experiments.letters import answers
 from experiments.pages import __main__ as pages
 from experiments.real_weights import __main__ as real_weights
 from experiments.real_weights import any_model, dinov2
@@ -20,9 +22,11 @@ from experiments.router_study import __main__ as router_study
 from experiments.upcycling import __main__ as upcycling
 
 COMMANDS = [
+    answers,
     controls,
     glyph_presets,
     glyph_trials,
+    letters,
     limoe_presets,
     limoe_sweeps,
     pages,

@@ -4,7 +4,7 @@ import unicodedata
 import numpy as np
 import pytest
 
-from experiments.synthetic import GLYPH_CLASSES
+from experiments.synthetic import GLYPH_CLASSES, fonts
 from experiments.synthetic import _glyph_bank as glyph_bank
 
 
@@ -34,7 +34,7 @@ def test_twins_of_digits_in_other_scripts_are_left_out():
 
 def test_every_class_has_several_fonts():
     bank = glyph_bank.glyph_bank()
-    size = glyph_bank.FIELD
+    size = fonts.FIELD
     assert bank.fields.shape == (2, bank.count.sum(), size, size)
     assert bank.fields.dtype == np.uint8
     assert bank.count.min() >= 2
@@ -43,16 +43,16 @@ def test_every_class_has_several_fonts():
 
 def test_glyphs_fill_the_box_and_stay_inside_it():
     bank = glyph_bank.glyph_bank(tuple("AO-"))
-    outline = bank.fields[1] / glyph_bank.STEPS - glyph_bank.OFFSET
+    outline = bank.fields[1] / fonts.STEPS - fonts.OFFSET
     ink = outline < 0
     extent = [np.flatnonzero(ink.any(axis=axis)) for axis in ((0, 1), (0, 2))]
     for places in extent:
-        assert places.min() >= glyph_bank.MARGIN
-        assert places.max() < glyph_bank.FIELD - glyph_bank.MARGIN
+        assert places.min() >= fonts.MARGIN
+        assert places.max() < fonts.FIELD - fonts.MARGIN
     # The letter fills the height; the dash, last class, must not become a block.
     letter, dash = ink[bank.first[0]], ink[bank.first[2]]
-    assert letter.any(axis=1).sum() >= glyph_bank.BOX - 2
-    assert dash.any(axis=1).sum() < glyph_bank.BOX / 2
+    assert letter.any(axis=1).sum() >= fonts.BOX - 2
+    assert dash.any(axis=1).sum() < fonts.BOX / 2
 
 
 def test_missing_glyph_is_named():
@@ -68,7 +68,7 @@ def test_missing_matplotlib_names_the_extra(monkeypatch):
 
 def test_distance_equals_brute_force():
     mask = np.random.default_rng(0).random((3, 30, 30)) < 0.02
-    received = glyph_bank._distance(mask)
+    received = fonts.distance_to(mask)
     place = np.stack(np.meshgrid(np.arange(30), np.arange(30), indexing="ij"), -1)
     for one, distance in zip(mask, received, strict=True):
         away = np.linalg.norm(place[:, :, None] - place[one], axis=-1).min(axis=-1)

@@ -1,0 +1,1 @@
+"""A study on a task that needs experts: thousands of letters and signs, see PLAN.md."""

@@ -1,0 +1,448 @@
+"""Tables and a figure of the study: each question of PLAN.md with its answer.
+
+python -m experiments.letters.answers --results build/letters/results.json
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import NamedTuple
+
+from experiments.letters.models import CURVES, MODELS
+from experiments.lib.comparisons import (
+    Claim,
+    corrected,
+    difference,
+    verdict_in_words,
+)
+from experiments.lib.runs import read_json
+from keras_softmoe.drawing import (
+    as_percentages,
+    draw_seeds,
+    label_axes,
+    line_styles,
+    new_figure,
+    plain_axes,
+)
+from keras_softmoe.files import atomic_file
+
+# Primary outcomes are one family for Holm's correction.
+PRIMARY = "primary"
+
+
+class Effect(NamedTuple):
+    """A difference between two numbers of the same seed.
+
+    Attributes:
+        title: str.
+        left, right: pairs of a run, such as `"anywhere_vmoe"`, and the path of a number
+            in its results: the number on the left less that on the right.
+        unit: str, `"points"` (of 100) or `""`.
+    """
+
+    title: str
+    left: tuple
+    right: tuple
+    unit: str = "points"
+
+
+class Question(NamedTuple):
+    """A question of the plan.
+
+    Attributes:
+        text: str.
+        primary, secondary: tuples of `Effect`.
+    """
+
+    text: str
+    primary: tuple
+    secondary: tuple = ()
+
+
+def _gain(left, right, placement="anywhere", metric="accuracy"):
+    """Accuracy of one model less that of another, an `Effect`."""
+    where = "" if placement == "anywhere" else f", {placement}"
+    kind = {"accuracy": "", "new_fonts": ", new fonts"}[metric]
+    names = (MODELS[name].title for name in (left, right))
+    return Effect(
+        " less ".join(f'"{name}"' for name in names) + where + kind,
+        *((f"{placement}_{name}", (metric,)) for name in (left, right)),
+    )
+
+
+def _within(title, run, left, right, unit="points"):
+    return Effect(title, (run, left), (run, right), unit)
+
+
+_MIXTURES = ("soft", "vmoe", "expert")
+_VMOE, _SOFT = "anywhere_vmoe", "anywhere_soft"
+
+QUESTIONS = {
+    "a": Question(
+        "Is learned routing better than random routing of the same cost, and than "
+        "fixed routing by position?",
+        (_gain("vmoe", "random"), _gain("vmoe", "squares")),
+        (
+            _gain("vmoe", "permuted"),
+            _gain("vmoe", "identity"),
+            _gain("vmoe", "random", "centred"),
+            _gain("vmoe", "squares", "centred"),
+            _gain("vmoe", "identity", "centred"),
+            _gain("vmoe", "random", metric="new_fonts"),
+            _gain("random", "dense"),
+        ),
+    ),
+    "b": Question(
+        "Are Soft MoE, V-MoE and expert choice better than the dense model of the same "
+        "cost?",
+        tuple(_gain(name, "dense") for name in _MIXTURES),
+        (
+            *(_gain(name, "longer") for name in _MIXTURES),
+            *(_gain(name, "dense", "centred") for name in _MIXTURES),
+            *(_gain(name, "dense", metric="new_fonts") for name in _MIXTURES),
+            _gain("wide", "dense"),
+            *(_gain("wide", name) for name in _MIXTURES),
+        ),
+    ),
+    "c": Question(
+        "Are more experts better at the same cost?",
+        (_gain("vmoe_64", "dense"), _gain("soft_64", "soft_1")),
+        tuple(
+            _gain(more, fewer)
+            for curve in CURVES.values()
+            for fewer, more in zip(
+                list(curve.values())[:-1], list(curve.values())[1:], strict=True
+            )
+        ),
+    ),
+    "d": Question(
+        "Does batch priority keep accuracy where a trained V-MoE has few slots?",
+        (
+            _within(
+                "priority less order of position, a quarter of the slots",
+                _VMOE,
+                ("slots", "0.25", "max"),
+                ("slots", "0.25", "position"),
+            ),
+        ),
+        (
+            _within(
+                "priority less order of position, half of the slots",
+                _VMOE,
+                ("slots", "0.5", "max"),
+                ("slots", "0.5", "position"),
+            ),
+            _within(
+                "all slots less a quarter of them with priority",
+                _VMOE,
+                ("accuracy",),
+                ("slots", "0.25", "max"),
+            ),
+        ),
+    ),
+    "e": Question(
+        "Does the content of a token choose its expert, or its position?",
+        (
+            _within(
+                "routers see content alone less position alone",
+                _VMOE,
+                ("views", "content_only"),
+                ("views", "position_only"),
+            ),
+        ),
+        (
+            _within(
+                "routers see all less content alone",
+                _VMOE,
+                ("accuracy",),
+                ("views", "content_only"),
+            ),
+            _within(
+                "routers see all less position alone",
+                _VMOE,
+                ("accuracy",),
+                ("views", "position_only"),
+            ),
+            _within(
+                "routers see all less another image",
+                _VMOE,
+                ("accuracy",),
+                ("views", "other_image"),
+            ),
+        ),
+    ),
+    "f": Question(
+        "Do later blocks route by class, do slots of one expert align, and does "
+        "dropping grow with the number of experts?",
+        (
+            _within(
+                "share of the class in the expert's entropy, block 3 less block 1",
+                _VMOE,
+                ("blocks", "3", "label_share"),
+                ("blocks", "1", "label_share"),
+            ),
+            _within(
+                "cosine of slots, within an expert less between experts, block 3",
+                _SOFT,
+                ("blocks", "3", "cosine_within"),
+                ("blocks", "3", "cosine_between"),
+                "",
+            ),
+            Effect(
+                "dropped tokens, 64 experts less 4, block 3",
+                ("anywhere_vmoe_64", ("blocks", "3", "dropped")),
+                ("anywhere_vmoe_4", ("blocks", "3", "dropped")),
+            ),
+        ),
+        (
+            _within(
+                "cosine of slots, within an expert less between experts, block 1",
+                _SOFT,
+                ("blocks", "1", "cosine_within"),
+                ("blocks", "1", "cosine_between"),
+                "",
+            ),
+            _within(
+                "share of the position in the expert's entropy, block 3 less block 1",
+                _VMOE,
+                ("blocks", "3", "position_share"),
+                ("blocks", "1", "position_share"),
+            ),
+        ),
+    ),
+}
+
+
+def values(results, run, path):
+    """Return a number of each seed of a run that has it, a dict."""
+    found = {}
+    for row in results["runs"].get(run, ()):
+        value = row
+        for key in path:
+            value = None if value is None else value.get(key)
+        if value is not None:
+            found[row["seed"]] = value
+    return found
+
+
+def measured(results, effect):
+    """Return the `Difference` of an effect over seeds, a list of one or of none."""
+    left, right = (values(results, *side) for side in (effect.left, effect.right))
+    seeds = sorted(left.keys() & right.keys())
+    if not seeds:
+        return []
+    return [difference(effect.title, [left[s] - right[s] for s in seeds])]
+
+
+def claims(results):
+    """Return the questions as a list of `Claim`, corrected within the family."""
+    return corrected(
+        [
+            Claim(
+                question.text,
+                letter,
+                {
+                    PRIMARY: _all(results, question.primary),
+                    # Not looked at together with the others, and not corrected.
+                    "secondary": _all(results, question.secondary),
+                },
+            )
+            for letter, question in QUESTIONS.items()
+        ]
+    )
+
+
+def _all(results, effects):
+    return [found for effect in effects for found in measured(results, effect)]
+
+
+def report(results):
+    """Write all answers: for each question its table, and one of all models.
+
+    Args:
+        results: dict, what `trainings.gather` returns.
+
+    Returns:
+        str, Markdown.
+    """
+    found = claims(results)
+    family = sum(len(claim.differences[PRIMARY]) for claim in found)
+    parts = [
+        "# Answers of the study on letters",
+        "Made by `python -m experiments.letters.answers`; [the plan](PLAN.md) was "
+        "written first. Differences are taken within each seed; ± is half of the 95 % "
+        f"t-interval of their mean. p is corrected for the {family} primary outcomes "
+        "that are here (Holm); secondary ones are not corrected.",
+    ]
+    for claim in found:
+        question = QUESTIONS[claim.source]
+        rows = []
+        for kind, effects in (
+            (PRIMARY, question.primary),
+            ("secondary", question.secondary),
+        ):
+            known = {d.name: d for d in claim.differences[kind]}
+            rows += [_row(e, known.get(e.title), kind) for e in effects]
+        missing = len(question.primary) - len(claim.differences[PRIMARY])
+        verdict = verdict_in_words(claim, PRIMARY)
+        if missing:
+            verdict = f"not run: {missing} of {len(question.primary)} primary outcomes"
+        parts.append(
+            f"## ({claim.source}) {claim.text}\n\n**{verdict}**\n\n"
+            "| effect | outcome | difference | seeds | p |\n|---|---|---|---|---|\n"
+            + "\n".join(rows)
+        )
+    parts += [_models(results), "![the answers](answers.png)"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(effect, found, kind):
+    if found is None:
+        return f"| {effect.title} | {kind} | not run | 0 | |"
+    factor, digits = (100, 2) if effect.unit == "points" else (1, 3)
+    text = f"{factor * found.mean:+.{digits}f}"
+    if found.seeds > 1:
+        text += f" ± {factor * found.margin:.{digits}f}"
+    p = f"{found.adjusted_p:.2g}" if kind == PRIMARY and found.seeds > 1 else ""
+    unit = f" {effect.unit}" if effect.unit else ""
+    return f"| {effect.title} | {kind} | {text}{unit} | {found.seeds} | {p} |"
+
+
+def _models(results):
+    """A table of all models that were trained."""
+    steps = results.get("steps", {})
+    rows = []
+    for name, rows_of in results["runs"].items():
+        model = results["models"][name]
+        dense = results["models"][f"{name.partition('_')[0]}_dense"]
+        ratio = model["training_gflop"] / dense["training_gflop"]
+        cells = [
+            f"{100 * statistics.fmean(row[metric] for row in rows_of):.1f}"
+            for metric in ("accuracy", "new_fonts")
+        ]
+        probe = statistics.fmean(row["few_shot"]["5"] for row in rows_of)
+        minutes = statistics.fmean(results["seconds"][name]) / 60
+        rows.append(
+            f"| {model['title']}, {name.partition('_')[0]} | {model['parameters']:,} | "
+            f"{ratio:.2f} | {steps.get(name, '')} | {cells[0]} | {cells[1]} | "
+            f"{100 * probe:.1f} | {len(rows_of)} | {minutes:.0f} |"
+        )
+    return (
+        "## All models\n\nFLOP of the training and processor time of a step are over "
+        "those of the dense model. Accuracy in percent, means over the seeds.\n\n"
+        "| model | parameters | FLOP | step | accuracy | in new fonts | 5-shot, new "
+        "classes | seeds | minutes |\n|---|---|---|---|---|---|---|---|---|\n"
+        + "\n".join(rows)
+    )
+
+
+# === Figure ===
+
+
+def plot_answers(results):
+    """Draw the answers: models, numbers of experts, slots and views.
+
+    Args:
+        results: dict, what `trainings.gather` returns.
+
+    Returns:
+        `matplotlib.figure.Figure`.
+    """
+    figure = new_figure(10.0, 6.6)
+    (models, experts), (slots, views) = figure.subplots(2, 2)
+    _draw_models(models, results)
+    _draw_curves(experts, results)
+    _draw_slots(slots, results)
+    _draw_views(views, results)
+    for ax in (models, experts, slots, views):
+        plain_axes(ax)
+    as_percentages(models.xaxis)
+    for ax in (experts, slots, views):
+        as_percentages(ax.yaxis)
+    return figure
+
+
+def _draw_models(ax, results):
+    """Each seed of each model, on both placements."""
+    keys = [key for key in MODELS if f"anywhere_{key}" in results["runs"]]
+    styles = line_styles(("anywhere", "centred"))
+    for placement, style in zip(("anywhere", "centred"), styles, strict=True):
+        places, found = [], []
+        for place, key in enumerate(keys):
+            of_seeds = values(results, f"{placement}_{key}", ("accuracy",)).values()
+            found += of_seeds
+            places += [place] * len(of_seeds)
+        style = {**style, "ls": "none", "alpha": 0.7, "ms": 3.5}
+        ax.plot(found, places, label=placement, **style)
+    ax.set_yticks(range(len(keys)), [MODELS[key].title for key in keys], fontsize=7)
+    ax.invert_yaxis()
+    ax.set_title("(a), (b) accuracy of each seed", fontsize=9, loc="left")
+    ax.legend(fontsize=7)
+
+
+def _draw_curves(ax, results):
+    for (title, curve), style in zip(CURVES.items(), line_styles(CURVES), strict=True):
+        found = {
+            count: list(values(results, f"anywhere_{key}", ("accuracy",)).values())
+            for count, key in curve.items()
+        }
+        found = {count: of_seeds for count, of_seeds in found.items() if of_seeds}
+        if found:
+            draw_seeds(ax, list(found), list(found.values()), label=title, **style)
+    ax.set_xscale("log", base=4)
+    ax.set_xticks([1, 4, 16, 64], ["1", "4", "16", "64"])
+    label_axes(ax, "experts, at the same cost", "accuracy")
+    ax.set_title("(c) more experts", fontsize=9, loc="left")
+    ax.legend(fontsize=7)
+
+
+def _draw_slots(ax, results):
+    names = {"max": "batch priority", "position": "order of position"}
+    for (priority, title), style in zip(names.items(), line_styles(names), strict=True):
+        paths = {share: ("slots", share, priority) for share in ("0.25", "0.5")}
+        paths["1"] = ("accuracy",)
+        found = [list(values(results, _VMOE, path).values()) for path in paths.values()]
+        if all(found):
+            draw_seeds(ax, [float(s) for s in paths], found, label=title, **style)
+    label_axes(ax, "slots per token of a trained V-MoE", "accuracy")
+    ax.set_title("(d) batch priority", fontsize=9, loc="left")
+    ax.legend(fontsize=7)
+
+
+def _draw_views(ax, results):
+    paths = {
+        "all": ("accuracy",),
+        "content": ("views", "content_only"),
+        "position": ("views", "position_only"),
+        "another\nimage": ("views", "other_image"),
+    }
+    for place, path in enumerate(paths.values()):
+        found = list(values(results, _VMOE, path).values())
+        ax.plot([place] * len(found), found, "o", color="0.2", ms=3.5, alpha=0.7)
+    ax.set_xticks(range(len(paths)), list(paths), fontsize=8)
+    label_axes(ax, "what the routers of a trained V-MoE see", "accuracy")
+    ax.set_title("(e) position or content", fontsize=9, loc="left")
+
+
+def write_answers(results, directory):
+    """Write `README.md` and `answers.png` into a directory, from results alone."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    with atomic_file(directory / "answers.png") as file:
+        plot_answers(results).savefig(file, format="png")
+    with atomic_file(directory / "README.md") as file:
+        file.write_text(report(results), encoding="utf-8")
+
+
+def main(arguments=None):
+    """Write the answers of a file of results beside it, or elsewhere."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.letters.answers")
+    parser.add_argument("--results", type=Path, default="build/letters/results.json")
+    parser.add_argument("--output", type=Path, help="directory [that of the results]")
+    arguments = parser.parse_args(arguments)
+    results = read_json(arguments.results, ("models", "runs", "seconds"))
+    write_answers(results, arguments.output or arguments.results.parent)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Pictures of letters, each distorted anew: batches that follow from a seed."""
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.synthetic.distortion import sample_fields, warped_grid
+from experiments.synthetic.fonts import OFFSET, STEPS
+
+# Pictures are drawn in blocks, one random stream each. Part of what a seed means.
+BLOCK = 128
+# Distortions reach this part of the way that those of `synthetic.glyphs` do: between
+# thousands of signs there is less room.
+_STRENGTH = 0.6
+# Places that are tried for a piece of another letter.
+_TRIES = 4
+# Streams of random numbers: pictures of different splits have nothing in common.
+_STREAMS = {"train": 0, "new_fonts": 1, "new_classes": 2, "test": 3}
+
+
+class Placement(NamedTuple):
+    """Where a letter is.
+
+    Attributes:
+        image_size: int, side of a picture in pixels.
+        letter_size: int, side of the square of a letter.
+        patch_size: int, side of a patch, such that a picture has 64.
+        pieces: int, pieces of other letters around it, half as high and wide.
+    """
+
+    image_size: int
+    letter_size: int
+    patch_size: int
+    pieces: int = 0
+
+
+PLACEMENTS = {
+    # The letter is the picture: where a stroke is belongs to what it is.
+    "centred": Placement(24, 24, 3),
+    # Each place is equally likely.
+    "anywhere": Placement(32, 20, 4, pieces=2),
+}
+
+
+class Letters:
+    """Pictures of one placement, from the letters of a bank.
+
+    Args:
+        bank: `bank.Bank`.
+        placement: str, a key of `PLACEMENTS`.
+    """
+
+    def __init__(self, bank, placement):
+        self.bank = bank
+        self.placement = PLACEMENTS[placement]
+        self.trained, _ = bank.rows("train")
+        self.block = BLOCK
+
+    def batches(self, seed, start, split="train"):
+        """Draw pictures without end.
+
+        Args:
+            seed: int.
+            start: int, number of the first block.
+            split: str, `"train"`, `"test"` (other pictures of the same letters),
+                `"new_fonts"` or `"new_classes"`, see `Bank.rows`.
+
+        Returns:
+            iterator over `(BLOCK, size, size, 3)` uint8 images and `(BLOCK,)` int32
+            labels. Block `n` depends on seed, split and `n` alone.
+        """
+        rows, labels = self.bank.rows("train" if split == "test" else split)
+        classes = np.flatnonzero(np.diff(labels, prepend=-1))
+        counts = np.diff(classes, append=len(labels))
+        block = start
+        while True:
+            rng = np.random.default_rng((seed, _STREAMS[split], block))
+            # Each class is equally likely, and each of its fonts.
+            index = rng.integers(len(classes), size=BLOCK)
+            index = classes[index] + rng.integers(counts[index])
+            yield self._draw(rows[index], rng), labels[index]
+            block += 1
+
+    def take(self, number, seed, split="test"):
+        """Return the first pictures of a split, and their labels.
+
+        Args:
+            number: int, rounded up to whole blocks.
+            seed, split: as in `batches`.
+        """
+        blocks = itertools.islice(self.batches(seed, 0, split), -(-number // BLOCK))
+        images, labels = zip(*blocks, strict=True)
+        return np.concatenate(images), np.concatenate(labels)
+
+    def _draw(self, rows, rng):
+        size, letter_size, _, pieces = self.placement
+        canvas = np.zeros((BLOCK, size, size), "float32")
+        room = size - letter_size
+        corner = rng.integers(room + 1, size=(2, BLOCK))
+        _put(canvas, self._letters(rows, letter_size, rng), corner)
+        side = letter_size // 2
+        for _ in range(pieces):
+            # Of letters that are trained on, where the whole ones are new, too
+            others = self.trained[rng.integers(len(self.trained), size=BLOCK)]
+            whole = self._letters(others, letter_size, rng)
+            cut = rng.integers(letter_size - side + 1, size=(2, BLOCK))
+            piece = whole[_squares(cut, side)]
+            _put(canvas, piece, _beside(corner, self.placement, side, rng))
+        noise = rng.standard_normal(canvas.shape, "float32")
+        canvas += noise * (0.05 * rng.random((BLOCK, 1, 1), "float32"))
+        pixels = np.rint(np.clip(canvas, 0, 1) * 255).astype("uint8")
+        return np.repeat(pixels[..., None], 3, axis=-1)
+
+    def _letters(self, rows, size, rng):
+        """`(BLOCK, size, size)` ink from 0 to 1."""
+        uniform = functools.partial(_uniform, rng)
+        x, y = warped_grid(size, functools.partial(_mild, rng), rng, BLOCK)
+        distance = sample_fields(self.bank.fields, rows, x, y) / STEPS - OFFSET
+        # Strokes are at most fattened, edges more or less soft.
+        ink = (uniform(0.0, 2.0) - distance) / uniform(1.5, 3.5) + 0.5
+        return np.clip(ink, 0, 1) * uniform(0.6, 1.0)
+
+
+def _uniform(rng, low, high):
+    return low + (high - low) * rng.random((BLOCK, 1, 1), "float32")
+
+
+def _mild(rng, low, high):
+    """Numbers that spread less around the middle."""
+    middle, reach = (low + high) / 2, _STRENGTH * (high - low) / 2
+    return _uniform(rng, middle - reach, middle + reach)
+
+
+def _beside(corner, placement, side, rng):
+    """Corners of squares that cover little of the letters, `(2, BLOCK)`."""
+    size, letter_size, *_ = placement
+    tries = rng.integers(size - side + 1, size=(_TRIES, 2, BLOCK))
+    low = np.maximum(tries, corner)
+    high = np.minimum(tries + side, corner + letter_size)
+    covered = np.prod(np.maximum(high - low, 0), axis=1)
+    return tries[covered.argmin(axis=0), :, np.arange(BLOCK)].T
+
+
+def _put(canvas, pictures, corner):
+    """Draw a picture on each canvas, white over black."""
+    squares = _squares(corner, pictures.shape[1])
+    canvas[squares] = np.maximum(canvas[squares], pictures)
+
+
+def _squares(corner, side):
+    """Index of squares in a block of pictures; `corner` `(2, BLOCK)`: top, left."""
+    top, left = corner[..., None] + np.arange(side)
+    return np.arange(BLOCK)[:, None, None], top[:, :, None], left[:, None, :]

@@ -1,0 +1,171 @@
+"""The trainings of the study: what each is, and what all have brought."""
+
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+
+from experiments.letters.measures import TEST_SEED, accuracy, measure
+from experiments.letters.models import MODELS, build, count
+from experiments.lib.runs import (
+    RESULTS,
+    Run,
+    adamw,
+    batches_of,
+    processor,
+    read_json,
+    result_file,
+)
+
+_TIMED_ROUNDS = 20
+
+
+def training(scale, letters, name, seed):
+    """The training of a model with a seed.
+
+    Args:
+        scale: `models.Scale`.
+        letters: dict from placements to `pictures.Letters`.
+        name: str, of the run: a placement and a key of `MODELS`, see `names_of`.
+        seed: int.
+
+    Returns:
+        `Run`. Its results are those of `measures.measure`.
+    """
+    placement, _, key = name.partition("_")
+    model, of_place = MODELS[key], letters[placement]
+    epochs = model.epochs(scale)
+    blocks_per_epoch = -(-scale.steps_per_epoch * scale.batch_size // of_place.block)
+    watched = of_place.take(scale.watched_images, TEST_SEED)
+
+    def build_and_compile():
+        classifier = build(scale, model, placement, of_place.bank.num_classes)
+        compile_with_cosine(classifier, scale, epochs * scale.steps_per_epoch)
+        return classifier
+
+    def draw(epoch):
+        for block in of_place.batches(seed, epoch * blocks_per_epoch):
+            yield from batches_of(*block, scale.batch_size)
+
+    return Run(
+        name=f"{name}_seed{seed}",
+        seed=seed,
+        build=build_and_compile,
+        draw=draw,
+        epochs=epochs,
+        steps_per_epoch=scale.steps_per_epoch,
+        measure=lambda classifier: measure(classifier, of_place, scale),
+        watch=lambda classifier: {"accuracy": accuracy(classifier, *watched)},
+        settings={
+            "learning_rate": scale.learning_rate,
+            "warmup_steps": scale.warmup_steps,
+            "layer_scale": scale.layer_scale,
+            "batch_size": scale.batch_size,
+            "steps": epochs * scale.steps_per_epoch,
+        },
+    )
+
+
+def compile_with_cosine(classifier, scale, steps):
+    """Compile with AdamW, whose rate rises and then falls to 0 along a cosine."""
+    classifier.compile(
+        optimizer=adamw(
+            scale.learning_rate,
+            steps,
+            scale.warmup_steps,
+            scale.weight_decay,
+            scale.clip_norm,
+        ),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=None,
+    )
+
+
+def names_of():
+    """All placements and models, `"anywhere_dense"` and so on, a list of str."""
+    return [
+        f"{placement}_{key}"
+        for placement in ("anywhere", "centred")
+        for key, model in MODELS.items()
+        if placement in model.placements
+    ]
+
+
+def gather(scale, directory, num_classes):
+    """All that is finished, a dict that JSON can hold.
+
+    Returns:
+        dict: `"models"`, what each costs; `"runs"`, for each the list of results, a
+        dict with a `"seed"` each; `"seconds"`, of their trainings; `"steps"`, from
+        `time_steps`, if that was done.
+    """
+    found = {"scale": scale.name, "models": {}, "runs": {}, "seconds": {}}
+    for name in names_of():
+        placement, _, key = name.partition("_")
+        model = MODELS[key]
+        found["models"][name] = count(scale, model, placement, num_classes)
+        for seed in model.seeds(scale):
+            file = result_file(directory, f"{name}_seed{seed}")
+            if file.exists():
+                kept = read_json(file, RESULTS)
+                row = {"seed": seed, **kept["results"]}
+                found["runs"].setdefault(name, []).append(row)
+                seconds = round(kept["times"]["training_seconds"])
+                found["seconds"].setdefault(name, []).append(seconds)
+    times = Path(directory, "steps.json")
+    if times.exists():
+        found["steps"] = read_json(times, ())
+    return found
+
+
+def time_steps(scale, letters, names):
+    """Processor seconds of a step of each model over those of the dense one.
+
+    The steps of all models alternate, so that they meet the same load.
+
+    Returns:
+        dict from names to ratios, and `"seconds"`, of a step of the first dense model,
+        `"drawing"`, the part of that which it takes to draw the pictures, and
+        `"processor"`.
+    """
+    steps, placements = {}, {}
+    for name in ["anywhere_dense", *names]:
+        placement, _, key = name.partition("_")
+        of_place = letters[placement]
+        classifier = build(scale, MODELS[key], placement, of_place.bank.num_classes)
+        compile_with_cosine(classifier, scale, scale.steps)
+        images, labels = next(of_place.batches(0, 0))
+        batch = classifier.preprocess_samples(
+            images[: scale.batch_size], labels[: scale.batch_size]
+        )
+        # Prepared images: what is timed is the model.
+        classifier.preprocessor = None
+        steps[name] = lambda model=classifier, batch=batch: model.train_on_batch(*batch)
+        placements[name] = placement
+    for step in steps.values():
+        step(), step()
+    seconds = {name: [] for name in steps}
+    for _ in range(_TIMED_ROUNDS):
+        for name, step in steps.items():
+            seconds[name].append(_seconds(step))
+    dense = np.array(seconds["anywhere_dense"])
+    drawn = letters["anywhere"].batches(0, 0)
+    drawing = [_seconds(lambda: next(drawn)) for _ in range(_TIMED_ROUNDS)]
+    per_batch = np.median(drawing) * scale.batch_size / letters["anywhere"].block
+    ratios = {
+        name: round(float(np.median(np.array(seconds[name]) / dense)), 3)
+        for name in names
+    }
+    return {
+        **ratios,
+        "seconds": round(float(np.median(dense)), 4),
+        "drawing": round(float(per_batch / np.median(dense)), 4),
+        "processor": f"{processor()}, {keras.config.backend()}",
+    }
+
+
+def _seconds(function):
+    started = time.process_time()
+    function()
+    return time.process_time() - started
