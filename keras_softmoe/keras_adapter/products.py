@@ -45,26 +45,31 @@ class Products:
 
     Attributes:
         total: float, multiply-adds.
+        is_paused: bool.
     """
 
     def __init__(self):
         self.total = 0
-        self._is_paused = False
+        self.is_paused = False
 
     @contextlib.contextmanager
     def paused(self):
         """Scope in which nothing is counted."""
-        before, self._is_paused = self._is_paused, True
+        before, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            self._is_paused = before
+            self.is_paused = before
+
+    def restart(self):
+        """Count from zero."""
+        self.total = 0
 
     def counting(self, function, counter):
         """Return a function that also counts, with `counter(outputs, *arguments)`."""
 
         def counted(*args, **kwargs):
-            if self._is_paused:
+            if self.is_paused:
                 return function(*args, **kwargs)
             # One may call another.
             with self.paused():

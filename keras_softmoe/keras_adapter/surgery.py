@@ -122,7 +122,7 @@ def renew_parameters(model):
                 layer._track_variables()
 
 
-def call_symbolically(model, inputs, around=None):
+def call_symbolically(model, inputs, around=None, start=None):
     """Call a model on shapes: it computes no numbers, but calls all its layers.
 
     Would be replaced by: a public `keras.compute_output_spec`.
@@ -133,6 +133,8 @@ def call_symbolically(model, inputs, around=None):
         around: dict from ids of layers in the model to callables
             `(call, inputs, *args, **kwargs)`, each of which is called in the place of
             its layer's `call`.
+        start: callable for the start of the call, of each if there are several:
+            PyTorch computes with numbers where it cannot without.
     """
     around = around or {}
 
@@ -146,4 +148,10 @@ def call_symbolically(model, inputs, around=None):
                 hook(layer)
                 stack.callback(vars(layer).pop, "call", None)
         training = {"training": False} if model._call_has_training_arg else {}
-        return compute_output_spec(lambda x: model.call(x, **training), inputs)
+
+        def call(inputs):
+            if start:
+                start()
+            return model.call(inputs, **training)
+
+        return compute_output_spec(call, inputs)

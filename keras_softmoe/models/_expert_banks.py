@@ -46,7 +46,7 @@ class Chain(keras.layers.Layer):
     def cost(self, inputs_shape, training=False):
         inputs = keras.KerasTensor(inputs_shape, self.compute_dtype)
         with counted_products() as products:
-            call_symbolically(self, inputs)
+            call_symbolically(self, inputs, start=products.restart)
         weights = sum(math.prod(weight.shape) for weight in self.weights)
         return LayerCost(weights=weights, products=products.total)
 
@@ -94,7 +94,7 @@ def make_moe(router, parts, shape, settings, name):
 
 
 def plain_mlp(mlp, shape):
-    """Return the two dense layers of an MLP and its activation, `None` if it has others.
+    """Return the dense layers of an MLP and its activation, `None` if there is more.
 
     Args:
         mlp: built layer.
@@ -104,7 +104,7 @@ def plain_mlp(mlp, shape):
         Tuple of two `keras.layers.Dense` and the activation.
     """
     inside = [layer for _, layer, _ in sublayers(mlp)]
-    dense = [x for x in (mlp, *inside) if type(x) is keras.layers.Dense]
+    dense = dense_layers(mlp)
     if len(dense) != 2 or not all(x.use_bias for x in dense):
         return None
     first, second = dense
@@ -124,6 +124,12 @@ def plain_mlp(mlp, shape):
         if _computes(mlp, dense, activation, len(shape)):
             return first, second, activation
     return None
+
+
+def dense_layers(mlp):
+    """Return the dense layers of an MLP, a list."""
+    inside = (layer for _, layer, _ in sublayers(mlp))
+    return [x for x in (mlp, *inside) if type(x) is keras.layers.Dense]
 
 
 def _computes(mlp, dense, activation, rank):

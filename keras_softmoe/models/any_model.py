@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import keras
 import keras_hub
 
-from keras_softmoe.architecture import Mixture
-from keras_softmoe.architecture import revive_router
+from keras_softmoe.architecture import Mixture, revive_router
 from keras_softmoe.backbones import (
     MutableRouting,
     recompile_on_change,
@@ -17,7 +16,6 @@ from keras_softmoe.backbones import (
 )
 from keras_softmoe.checks import check_names, quote
 from keras_softmoe.keras_adapter.layers import (
-    flatten_layers,
     register_parameters,
     set_trainable,
     trainable_parts,
@@ -263,9 +261,16 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
         routers = check_routers(router, blocks)
         moe_settings = dict(moe_settings or {})
         attributes = {k: v for k, v in vars(model).items() if not k.startswith("_")}
-        inputs, outputs, layers = _with_experts(
-            model, {block: found[block] for block in blocks}, routers, moe_settings
-        )
+        chosen = {block: found[block] for block in blocks}
+        old = [
+            weight
+            for site in chosen.values()
+            for p in site.parts
+            for weight in p.weights
+        ]
+        old = {id(weight) for weight in old}
+        dense_weights = [None if id(w) in old else w for w in model.weights]
+        inputs, outputs, layers = _with_experts(model, chosen, routers, moe_settings)
         super().__init__(
             inputs=inputs, outputs=outputs, dtype=model.dtype_policy, name=name
         )
@@ -275,6 +280,8 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
         # In an object that Keras does not track
         self.held = SimpleNamespace(
             dense_config=dense_config,
+            # Those that are not in MLPs with experts
+            dense_weights=dense_weights,
             sites=sites,
             moe_settings=moe_settings,
             layers=layers,
@@ -421,7 +428,7 @@ def _with_layers(model, new):
 
 
 def _ends(model):
-    """Return Keras tensors, or structures of them: the inputs and outputs of a model."""
+    """Return the inputs and outputs of a model as (structures of) Keras tensors."""
     if is_functional(model):
         return model.input, model.output
     inputs = keras.Input(model.get_build_config()["input_shape"][1:])
