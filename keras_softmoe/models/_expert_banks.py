@@ -60,7 +60,7 @@ class Chain(keras.layers.Layer):
         return cls(**{**config, "parts": list(parts)})
 
 
-def make_moe(router, parts, shape, settings, name):
+def make_moe(router, parts, shape, settings):
     """Return a built `layers.MoE` whose experts are copies of an MLP.
 
     This alone decides which kind of experts there are: an MLP of two dense layers with
@@ -73,10 +73,9 @@ def make_moe(router, parts, shape, settings, name):
             of the same width.
         shape: shape of the tokens, `(None, ..., D)`.
         settings: dict of further arguments of `layers.MoE`.
-        name: str.
     """
     mlp = Chain(parts, name="mlp")
-    known = {**settings, "dtype": mlp.dtype_policy, "name": name}
+    known = {"dtype": mlp.dtype_policy, **settings}
     plain = plain_mlp(mlp, shape)
     if plain is None:
         moe = MoE(router, expert=mlp, **known)

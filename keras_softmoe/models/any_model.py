@@ -338,7 +338,7 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
             routers.append(config)
         is_one = all(router == routers[0] for router in routers)
         return {
-            "name": self.name,
+            **super().get_config(),
             "trainable": trainable_argument(self),
             "model": self.held.dense_config,
             "blocks": list(self.moe_blocks),
@@ -388,9 +388,11 @@ def _with_experts(model, sites, routers, moe_settings):
             for part in (site.parents[0].path or "").split("/"):
                 if part and not is_in_graph:
                     scopes.enter_context(keras.name_scope(part))
-            moe = make_moe(
-                routers[block], site.parts, shapes[block], moe_settings, name
-            )
+            known = {**moe_settings, "name": name}
+            if isinstance(model.dtype_policy, keras.dtype_policies.DTypePolicyMap):
+                # From a file of a quantized model: by the paths of its layers
+                known["dtype"] = model.dtype_policy
+            moe = make_moe(routers[block], site.parts, shapes[block], known)
         layers[block] = moe
         for index, (part, parent) in enumerate(
             zip(site.parts, site.parents, strict=True)
