@@ -9,6 +9,13 @@ import keras
 # Bytes of a number. Routers compute in float32 under any dtype policy.
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
+# Layers without weights and products, which keep their output for the backward pass.
+_WITHOUT_PRODUCTS = (
+    keras.layers.Activation,
+    keras.layers.Dropout,
+    keras.layers.Identity,
+)
+
 
 class LayerCost(NamedTuple):
     """The cost of a layer, or of a sum of layers, for one batch of inputs.
@@ -93,7 +100,10 @@ class MixtureCost(NamedTuple):
 def cost_of(
     layer: keras.Layer, shape: Sequence[int], training: bool = False
 ) -> LayerCost:
-    """Return the cost of a layer of this library, or of a dense or normalization layer.
+    """Return the cost of a layer of this library, or of some layers of Keras.
+
+    Those are `Dense`, `LayerNormalization`, `Activation`, `Dropout`, `Identity` and a
+    `Sequential` of layers whose cost is known.
 
     Args:
         layer: `keras.layers.Layer`. It need not be built.
@@ -117,6 +127,14 @@ def cost_of(
         return dense_cost(shape[-1], layer.units, math.prod(shape[:-1]), layer.use_bias)
     if isinstance(layer, keras.layers.LayerNormalization):
         return normalization_cost(shape, layer.center)
+    if isinstance(layer, _WITHOUT_PRODUCTS):
+        return LayerCost(kept=math.prod(shape))
+    if isinstance(layer, keras.Sequential):
+        total = LayerCost()
+        for part in layer.layers:
+            total += cost_of(part, shape, training)
+            shape = part.compute_output_shape(shape)
+        return total
     if not hasattr(layer, "cost"):
         raise ValueError(
             "`layer` must have a method `cost(shape, training)` that returns a "

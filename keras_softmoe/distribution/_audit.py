@@ -7,7 +7,7 @@ import numpy as np
 
 from keras_softmoe.distribution._layouts import (
     PlacementError,
-    is_foreign,
+    fitted,
     matching_keys,
     name_in_optimizer,
     reference_name,
@@ -17,6 +17,7 @@ from keras_softmoe.distribution._layouts import (
 from keras_softmoe.keras_adapter.distributions import layout_map_of
 from keras_softmoe.keras_adapter.layers import flatten_layers, is_initialized
 from keras_softmoe.layers import Experts
+from keras_softmoe.layers.template_experts import TemplateExperts
 from keras_softmoe.routers import SoftRouter
 from keras_softmoe.sharding.constraints import num_shards
 
@@ -198,8 +199,8 @@ class _Findings:
             self.paths.add(f"{layer.path}/mu_of_all_experts")
             if hasattr(layer, "mu"):
                 self.expert_axes[id(layer.mu)] = 1
-        elif isinstance(layer, Experts):
-            for variable in layer.variables:
+        elif isinstance(layer, Experts | TemplateExperts):
+            for variable in layer.weights:
                 if len(variable.shape) > 1:
                     self.expert_axes[id(variable)] = 0
             for name in _SLOTS:
@@ -226,9 +227,8 @@ class _Findings:
         layout = None
         if reference is not None and self.layout_map is not None:
             keys = self._keys(reference.path)
-            layout = self.layout_map[keys[0]] if len(keys) == 1 else None
-            if layout is not None and is_foreign(keys[0], layout, reference):
-                layout = None
+            if len(keys) == 1:
+                layout = fitted(keys[0], self.layout_map[keys[0]], reference)
         shape = tuple(variable.shape)
         axes = (None,) * len(shape) if layout is None else tuple(layout.axes)
         shard = _shard_shape(variable, layout)

@@ -26,6 +26,8 @@ _BANK = r"(.*/)?[^/]*experts[^/]*/(intermediate|output)_dense"
 _ROUTER = r"(.*/)?[^/]*router[^/]*"
 _EXPERTS = r"(.*/)?[^/]*experts[^/]*"
 
+_STACKED = rf"{_EXPERTS}/stacked_[^/]+"
+
 EXPERT_RULES = {
     # block_1/moe/experts/intermediate_dense/kernel (E, D, H)
     # block_1/moe/experts/output_dense/kernel (E, H, D)
@@ -43,6 +45,9 @@ EXPERT_RULES = {
     # block_1/moe/experts/intermediate_dense/lora_kernel_a (E, D, rank)
     # block_1/moe/experts/intermediate_dense/lora_kernel_b (E, rank, H)
     rf"{_BANK}/lora_kernel_[ab]": (EXPERTS, None, None),
+    # Experts of any layer. One axis, for weights of any rank: others are not sharded.
+    # block_1/moe/experts/stacked_dense_kernel (E, D, H)
+    _STACKED: (EXPERTS,),
     # block_1/moe/router/mu (D, E, C), of a soft router
     rf"{_ROUTER}/mu": (None, EXPERTS, None),
 }
@@ -239,9 +244,21 @@ def several_match(path, keys):
     return f"Several rules match {path!r}: {', '.join(map(repr, keys))}."
 
 
-def is_foreign(key, layout, variable):
-    """Return whether a rule of this library matches a variable of another library."""
-    return is_known(key) and len(layout.axes) != len(variable.shape)
+def fitted(key, layout, variable):
+    """Return the layout of a variable by a rule, `None` if the rule is not for it.
+
+    A rule of this library for other ranks matches a variable of another library. That
+    of stacked weights has the axis of experts only, for weights of any rank.
+
+    Args:
+        key: str, the key of the rule.
+        layout: `keras.distribution.TensorLayout`, its value.
+        variable: `keras.Variable`.
+    """
+    missing = len(variable.shape) - len(layout.axes)
+    if key == _STACKED and missing > 0:
+        return _layout((*layout.axes, *[None] * missing), layout.device_mesh)
+    return None if missing and is_known(key) else layout
 
 
 def reference_name(moment, shapes):

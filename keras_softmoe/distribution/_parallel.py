@@ -19,7 +19,7 @@ from keras_softmoe.distribution._layouts import (
     TWO_AXES,
     JointLayout,
     PlacementError,
-    is_foreign,
+    fitted,
     layout_map,
     matching_keys,
     name_in_optimizer,
@@ -198,7 +198,8 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         """
         layout = self._match(variable.path)
         if layout is not None:
-            if is_foreign(self._keys(variable.path)[0], layout, variable):
+            layout = fitted(self._keys(variable.path)[0], layout, variable)
+            if layout is None:
                 return self._layout([None] * len(variable.shape), self.device_mesh)
             _check_divided(variable, layout)
             name = name_in_optimizer(variable)

@@ -117,6 +117,24 @@ def is_initialized(variable):
     return variable._value is not None
 
 
+def states_of_draws(layer):
+    """Return the variables of the random generators in a layer and its parts, a list.
+
+    Would be replaced by: a public list of the seed generators of a layer.
+    """
+    generators = [g for part in layer._flatten_layers() for g in part._seed_generators]
+    return list({id(g.state): g.state for g in generators}.values())
+
+
+def is_created_trainable(layer, variable):
+    """Return whether a weight is trained unless it, or its layer, is frozen.
+
+    Would be replaced by: public lists as in `trainable_parts`.
+    """
+    parts = layer._flatten_layers()
+    return any(variable is v for part in parts for v in part._trainable_variables)
+
+
 def register_parameters(model):
     """Register the weights of a KerasHub model as parameters of its PyTorch module.
 

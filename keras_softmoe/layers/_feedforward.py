@@ -10,13 +10,13 @@ from keras import ops
 from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layer_cost import LayerCost, dense_cost
+from keras_softmoe.layers._slots import by_expert
 from keras_softmoe.layers.expert_bank import ExpertBank, per_expert
 from keras_softmoe.ops.backend import affine, chunked_map, remat
 from keras_softmoe.ops.grouped import grouped_affine, knows_counts, map_experts
 from keras_softmoe.sharding.constraints import (
     check_divides_experts,
     check_layer,
-    constrain,
     is_distributed,
 )
 from keras_softmoe.types import Tensor
@@ -218,22 +218,8 @@ class Experts(Layer):
     def call(self, slots, count=None, training=None):
         if count is not None:
             return self._mlps(slots, training, count)
-        _, num_experts, capacity, width = slots.shape
-        of_groups, of_experts = (
-            f"{self.path}/slots_of_groups",
-            f"{self.path}/slots_of_experts",
-        )
-        # With experts first each bank is one batched product. With groups first,
-        # compilers would transpose the hidden activations, which are several times
-        # larger.
-        # (E, G, C, D)
-        x = ops.transpose(constrain(slots, of_groups), (1, 0, 2, 3))
-        # (E, G * C, D)
-        x = ops.reshape(constrain(x, of_experts), (num_experts, -1, width))
-        x = self._mlps(x, training)
-        x = ops.reshape(x, (num_experts, -1, capacity, width))
-        x = ops.transpose(constrain(x, of_experts), (1, 0, 2, 3))
-        return constrain(x, of_groups)
+        mlps = functools.partial(self._mlps, training=training)
+        return by_expert(mlps, slots, self.path)
 
     def _computes_in_8_bits(self):
         # In int4 a bank has a kernel of floats, as without quantization.

@@ -19,6 +19,11 @@ from keras_softmoe.checks import (
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layer_cost import LayerCost, MixtureCost
 from keras_softmoe.layers._feedforward import Experts
+from keras_softmoe.layers.template_experts import (
+    TemplateExperts,
+    check_template,
+    serialized_template,
+)
 from keras_softmoe.layers.tokens import (
     as_sequence,
     check_masks,
@@ -120,7 +125,7 @@ class MoE(Layer):
     def __init__(
         self,
         router: Router,
-        mlp_dim: int,
+        mlp_dim: int | None = None,
         group_images: int = 1,
         dispatcher: str = "auto",
         equal_experts: bool = False,
@@ -128,6 +133,7 @@ class MoE(Layer):
         remat_experts: bool = False,
         dispatch_dtype: DType = None,
         activation: str = "gelu_tanh",
+        expert: keras.layers.Layer | None = None,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -137,7 +143,7 @@ class MoE(Layer):
                 f"`SoftRouter(num_experts=8)`: make one. Received: "
                 f"router={quote(router)}."
             )
-        check_whole_numbers(1, mlp_dim=mlp_dim)
+        _check_experts(mlp_dim, expert, expert_dropout_rate, remat_experts)
         self.check_settings(
             group_images,
             dispatcher,
@@ -155,16 +161,22 @@ class MoE(Layer):
         self.remat_experts = remat_experts
         self.dispatch_dtype = dispatch_dtype
         self.activation = activation
-        self.experts = Experts(
-            router.num_experts,
-            mlp_dim,
-            equal_experts=equal_experts,
-            dropout_rate=expert_dropout_rate,
-            remat=remat_experts,
-            activation=activation,
-            dtype=self.dtype_policy,
-            name="experts",
-        )
+        known = {
+            "equal_experts": equal_experts,
+            "dtype": self.dtype_policy,
+            "name": "experts",
+        }
+        if expert is not None:
+            self.experts = TemplateExperts(router.num_experts, expert, **known)
+        else:
+            self.experts = Experts(
+                router.num_experts,
+                mlp_dim,
+                dropout_rate=expert_dropout_rate,
+                remat=remat_experts,
+                activation=activation,
+                **known,
+            )
         self.supports_masking = True
 
     def build(self, inputs_shape):
@@ -174,8 +186,18 @@ class MoE(Layer):
         self.num_tokens = num_tokens
         group_tokens = self.group_images and self.group_images * num_tokens
         self._check_placement()
+        slots_shape = (None, self.router.num_experts, None, width)
+        if self.expert is not None:
+            # A template may be refused: before there are any weights
+            self.experts.build(slots_shape)
         self.router.build((None, group_tokens, width))
-        self.experts.build((None, self.router.num_experts, None, width))
+        if self.expert is None:
+            self.experts.build(slots_shape)
+
+    @property
+    def expert(self) -> keras.layers.Layer | None:
+        """The template of the experts, `None` for MLPs."""
+        return getattr(self.experts, "expert", None)
 
     def check_group_images(
         self, group_images: int, router: Router | None = None
@@ -332,10 +354,12 @@ class MoE(Layer):
         router = keras.saving.serialize_keras_object(self.router)
         # It is built for the group size of the configuration, which may differ now.
         router.pop("build_config", None)
+        expert = None if self.expert is None else serialized_template(self.expert)
         return {
             **super().get_config(),
             "router": router,
             "mlp_dim": self.mlp_dim,
+            "expert": expert,
             "activation": self.activation,
             "group_images": self.group_images,
             "dispatcher": self.dispatcher,
@@ -363,8 +387,33 @@ class MoE(Layer):
 
     @classmethod
     def from_config(cls, config):
-        router = keras.saving.deserialize_keras_object(config["router"])
-        return cls(**{**config, "router": router})
+        parts = {name: config.get(name) for name in ("router", "expert")}
+        revived = keras.saving.deserialize_keras_object(parts)
+        return cls(**{**config, **revived})
+
+
+def _check_experts(mlp_dim, expert, expert_dropout_rate, remat_experts):
+    """Raise unless the arguments describe MLPs, or experts of a template."""
+    if (mlp_dim is None) == (expert is None):
+        given = "neither" if expert is None else f"mlp_dim={mlp_dim!r} and an expert"
+        raise ValueError(
+            "The experts are MLPs of a hidden width, `mlp_dim`, or copies of a layer, "
+            f"`expert`. Received: {given}. Give one of the two."
+        )
+    if expert is None:
+        check_whole_numbers(1, mlp_dim=mlp_dim)
+        return
+    check_template(expert)
+    of_mlps = {
+        "expert_dropout_rate": expert_dropout_rate,
+        "remat_experts": remat_experts,
+    }
+    given = [f"{name}={value!r}" for name, value in of_mlps.items() if value]
+    if given:
+        raise ValueError(
+            "These are settings of experts that are MLPs. Received: "
+            f"{', '.join(given)} with an expert. Make them settings of that layer."
+        )
 
 
 def _check_count(group_images):
