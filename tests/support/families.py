@@ -19,7 +19,7 @@ _TEXT = {
     "num_heads": 2,
     "hidden_dim": 8,
     "intermediate_dim": 12,
-    "max_sequence_length": 6,
+    "max_sequence_length": 8,
 }
 _SWIN = {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4}
 
@@ -129,7 +129,7 @@ def inputs_of(model, batch_size=2):
     rng = np.random.default_rng(0)
 
     def one(x):
-        shape = [batch_size, *(6 if size is None else size for size in x.shape[1:])]
+        shape = [batch_size, *(8 if size is None else size for size in x.shape[1:])]
         if "int" in keras.backend.standardize_dtype(x.dtype):
             # Also a mask of padding
             return np.ones(shape, "int32")
