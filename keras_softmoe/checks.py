@@ -16,6 +16,7 @@ LARGEST = {
     "num_heads": 1024,
     "hidden_dim": 1 << 16,
     "mlp_dim": 1 << 20,
+    "expert_mlp_dim": 1 << 20,
     "num_experts": 1 << 16,
     "num_predicted_experts": 1 << 16,
     "slots_per_expert": 1 << 16,

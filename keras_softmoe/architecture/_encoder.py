@@ -33,6 +33,7 @@ class Mixture(Settings):
     expert_dropout_rate: float = 0.0
     remat_experts: bool = False
     dispatch_dtype: str | None = None
+    shared_mlp_dim: int | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -56,6 +57,7 @@ class Encoder(Mixture):
     router: Router | Sequence[Router] | None = None
     use_qk_norm: bool = False
     dropout_rate: float = 0.0
+    expert_mlp_dim: int | None = None
     dtype: DType = None
 
     # Constants of encoders that have no such settings.
@@ -73,6 +75,8 @@ class Encoder(Mixture):
             mlp_dim=self.mlp_dim,
         )
         check_num_heads(self.num_heads, self.hidden_dim)
+        if self.expert_mlp_dim is not None:
+            check_whole_numbers(1, expert_mlp_dim=self.expert_mlp_dim)
         self._set(moe_layers=_block_indices(self.moe_layers, self.num_layers))
         _check_routers(self.moe_layers, self.router)
 
@@ -127,7 +131,7 @@ class EncoderLayers:
                 return MLP(settings.mlp_dim, name="mlp", **known)
             return MoE(
                 routers[index],
-                settings.mlp_dim,
+                settings.expert_mlp_dim or settings.mlp_dim,
                 name="moe",
                 **known,
                 **settings.mixture(),

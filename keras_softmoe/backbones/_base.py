@@ -141,6 +141,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         return [
             *super().default_lora_layer_names(),
             "intermediate_dense",
+            "gate_dense",
             "output_dense",
         ]
 
@@ -202,7 +203,7 @@ def _expert_banks(model):
         bank
         for layer in flatten_layers(model)
         if isinstance(layer, Experts)
-        for bank in (layer.intermediate_dense, layer.output_dense)
+        for bank in layer.banks
         if not bank.lora_enabled and bank.quantization_mode is None
     ]
 

@@ -132,7 +132,7 @@ def _check(backbone, usage, num_experts):
             f"{sorted(usage)}; measure all MoE blocks, {sorted(routers)}."
         )
     experts = [block.moe.experts for block in backbone.blocks if block.moe]
-    banks = [bank for e in experts for bank in (e.intermediate_dense, e.output_dense)]
+    banks = [bank for layer in experts for bank in layer.banks]
     if any(bank.quantization_mode or bank.lora_enabled for bank in banks):
         raise ValueError(
             "Quantized experts and those with LoRA weights cannot be pruned. Received: "

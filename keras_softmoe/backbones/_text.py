@@ -48,6 +48,9 @@ class TextMoEBackbone(MoEBackbone):
             of the experts again.
         dispatch_dtype: `None` or `"bfloat16"`, the dtype to which tokens are rounded
             on the way to the experts and back.
+        shared_mlp_dim: int or `None`, hidden width of an MLP that computes every token
+            besides its experts, see `layers.MoE`.
+        expert_mlp_dim: int or `None`, hidden width of an expert; `None` for `mlp_dim`.
         dtype: dtype or policy of all layers but the routers, which stay in float32.
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.
@@ -94,6 +97,8 @@ class TextMoEBackbone(MoEBackbone):
         expert_dropout_rate: float = 0.0,
         remat_experts: bool = False,
         dispatch_dtype: str | None = None,
+        shared_mlp_dim: int | None = None,
+        expert_mlp_dim: int | None = None,
         dtype: DType = None,
         name: str | None = None,
         trainable: bool = True,

@@ -22,7 +22,7 @@ EXPERTS, IMAGES, REPLICAS, WIDTH = "experts", "images", "replicas", "width"
 
 BATCH_AXIS, EXPERT_AXIS = "batch", "expert"
 
-_BANK = r"(.*/)?[^/]*experts[^/]*/(intermediate|output)_dense"
+_BANK = r"(.*/)?[^/]*experts[^/]*/(intermediate|gate|output)_dense"
 _ROUTER = r"(.*/)?[^/]*router[^/]*"
 _EXPERTS = r"(.*/)?[^/]*experts[^/]*"
 
@@ -73,9 +73,10 @@ DENSE_RULES = {
     # block_0/attention/attention_output/kernel (heads, D / heads, D)
     r"(.*/)?attention/attention_output/kernel": (None, None, WIDTH),
     # block_0/mlp/intermediate_dense/kernel (D, H)
-    r"(.*/)?mlp/intermediate_dense/kernel": (WIDTH, None),
+    # block_1/moe/shared_mlp/intermediate_dense/kernel (D, H)
+    r"(.*/)?(shared_)?mlp/(intermediate|gate)_dense/kernel": (WIDTH, None),
     # block_0/mlp/output_dense/kernel (H, D)
-    r"(.*/)?mlp/output_dense/kernel": (None, WIDTH),
+    r"(.*/)?(shared_)?mlp/output_dense/kernel": (None, WIDTH),
 }
 
 

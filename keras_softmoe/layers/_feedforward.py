@@ -1,4 +1,4 @@
-"""MLPs of two dense layers with a GELU: a single one, and one per expert."""
+"""MLPs of two or three dense layers: a single one, and one per expert."""
 
 import functools
 import math
@@ -7,7 +7,12 @@ from collections.abc import Sequence
 import keras
 from keras import ops
 
-from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
+from keras_softmoe.checks import (
+    check_bools,
+    check_numbers,
+    check_whole_numbers,
+    quote,
+)
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layer_cost import LayerCost, dense_cost
 from keras_softmoe.layers._slots import by_expert
@@ -39,13 +44,42 @@ _ACTIVATIONS = {
 ACTIVATIONS = tuple(_ACTIVATIONS)
 
 
+@functools.cache
+def _activation(name):
+    """Return the function of an activation that has passed `check_activation`."""
+    return _ACTIVATIONS.get(name) or keras.activations.get(name)
+
+
+def check_activation(activation):
+    """Raise unless an activation is known.
+
+    Raises:
+        ValueError: if it is not the name of an activation.
+    """
+    known = isinstance(activation, str) and bool(activation)
+    try:
+        known = known and callable(_activation(activation))
+    except ValueError:
+        known = False
+    if not known:
+        raise ValueError(
+            f"Unknown `activation`. Accepted: {', '.join(map(repr, ACTIVATIONS))}, and "
+            "the other names of `keras.activations`, such as 'silu'. Received: "
+            f"activation={quote(activation)}. Pass one of these names."
+        )
+
+
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class MLP(Layer):
     """Feed-forward network of a dense encoder block.
 
     Args:
         mlp_dim: int, hidden width.
-        activation: `"gelu_tanh"` (GELU in the tanh approximation) or `"gelu"` (exact).
+        activation: `"gelu_tanh"` (GELU in the tanh approximation), `"gelu"` (exact), or
+            another name of `keras.activations`.
+        gated: bool, whether a third layer, `gate_dense`, multiplies the hidden units:
+            `activation(gate_dense(x)) * intermediate_dense(x)`, a gated linear unit;
+            SwiGLU with `activation="silu"`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps `(..., D)` to `(..., D)`.
@@ -54,19 +88,27 @@ class MLP(Layer):
         ValueError: if `mlp_dim` is not a positive integer, or the activation is
             unknown.
 
-    Source: V-MoE, section 2.1.
+    Source: V-MoE, section 2.1; gated: Shazeer 2020 (GLU variants), section 2.
 
     Examples:
         >>> ksm.layers.MLP(64)(np.zeros((2, 16, 32))).shape
         (2, 16, 32)
     """
 
-    def __init__(self, mlp_dim: int, activation: str = "gelu_tanh", **kwargs):
+    def __init__(
+        self,
+        mlp_dim: int,
+        activation: str = "gelu_tanh",
+        gated: bool = False,
+        **kwargs,
+    ):
         check_whole_numbers(1, mlp_dim=mlp_dim)
-        check_choice("activation", activation, ACTIVATIONS)
+        check_activation(activation)
+        check_bools(gated=gated)
         super().__init__(**kwargs)
         self.mlp_dim = int(mlp_dim)
         self.activation = activation
+        self.gated = gated
         self.supports_masking = True
 
     def build(self, inputs_shape):
@@ -77,6 +119,14 @@ class MLP(Layer):
             name="intermediate_dense",
         )
         self.intermediate_dense.build(inputs_shape)
+        if self.gated:
+            self.gate_dense = keras.layers.Dense(
+                self.mlp_dim,
+                bias_initializer=_small_bias(),
+                dtype=self.dtype_policy,
+                name="gate_dense",
+            )
+            self.gate_dense.build(inputs_shape)
         self.output_dense = keras.layers.Dense(
             inputs_shape[-1],
             bias_initializer=_small_bias(),
@@ -89,9 +139,12 @@ class MLP(Layer):
         return _multiply(self.output_dense, self.hidden(inputs))
 
     def hidden(self, inputs: Tensor) -> Tensor:
-        """Return the input of the second layer, `(..., H)`."""
+        """Return the input of the last layer, `(..., H)`."""
         hidden = _multiply(self.intermediate_dense, inputs)
-        return _ACTIVATIONS[self.activation](hidden)
+        if self.gated:
+            gate = _multiply(self.gate_dense, inputs)
+            return _activation(self.activation)(gate) * hidden
+        return _activation(self.activation)(hidden)
 
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
@@ -101,23 +154,31 @@ class MLP(Layer):
         rows = math.prod(rows)
         total = dense_cost(width, self.mlp_dim, rows, is_sharded=True)
         total += dense_cost(self.mlp_dim, width, rows, is_sharded=True)
-        # Before GELU, its tanh or error function, after
-        return total + LayerCost(kept=3 * rows * self.mlp_dim)
+        if self.gated:
+            total += dense_cost(width, self.mlp_dim, rows, is_sharded=True)
+        return total + LayerCost(kept=_kept(self.gated) * rows * self.mlp_dim)
 
     def get_config(self):
         return {
             **super().get_config(),
             "mlp_dim": self.mlp_dim,
             "activation": self.activation,
+            "gated": self.gated,
         }
+
+
+def _kept(gated):
+    """Return how many numbers per hidden unit are kept for the backward pass."""
+    # Before GELU, its tanh or error function, after; the other factor, the product
+    return 3 + 2 * gated
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class Experts(Layer):
     """A bank of MLPs, one per expert, each applied to its own slots.
 
-    Both layers are a `keras.layers.EinsumDense` whose `quantize` and `enable_lora`
-    treat each expert separately.
+    The layers are a `keras.layers.EinsumDense` whose `quantize` and `enable_lora` treat
+    each expert separately.
 
     Args:
         num_experts: int, number `E` of experts.
@@ -130,6 +191,7 @@ class Experts(Layer):
             numbers, while a slot has `D`. With dropout, its outputs are kept. (XLA on a
             CPU eliminates the recomputation and keeps them.)
         activation: as in `MLP`.
+        gated: bool, as in `MLP`: a third bank, `gate_dense`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps slots `(G, E, C, D)` to outputs `(G, E, C, D)`; or rows `(N, D)`, sorted by
@@ -161,11 +223,13 @@ class Experts(Layer):
         dropout_rate: float = 0.0,
         remat: bool = False,
         activation: str = "gelu_tanh",
+        gated: bool = False,
         **kwargs,
     ):
         check_whole_numbers(1, num_experts=num_experts, mlp_dim=mlp_dim)
         check_numbers(least=0, under=1, dropout_rate=dropout_rate)
-        check_choice("activation", activation, ACTIVATIONS)
+        check_activation(activation)
+        check_bools(gated=gated)
         check_divides_experts(num_experts)
         super().__init__(**kwargs)
         self.num_experts = num_experts
@@ -174,6 +238,7 @@ class Experts(Layer):
         self.dropout_rate = dropout_rate
         self.remat = remat
         self.activation = activation
+        self.gated = gated
         self.dropout = keras.layers.Dropout(
             dropout_rate, dtype=self.dtype_policy, name="dropout"
         )
@@ -190,6 +255,11 @@ class Experts(Layer):
             "end,edh->enh", (None, self.mlp_dim), "eh", "intermediate_dense"
         )
         self.intermediate_dense.build((num_experts, None, width))
+        if self.gated:
+            self.gate_dense = self._bank(
+                "end,edh->enh", (None, self.mlp_dim), "eh", "gate_dense"
+            )
+            self.gate_dense.build((num_experts, None, width))
         self.output_dense = self._bank(
             "enh,ehd->end", (None, width), "ed", "output_dense"
         )
@@ -211,6 +281,12 @@ class Experts(Layer):
             name=name,
         )
 
+    @property
+    def banks(self) -> tuple:
+        """Tuple of the dense layers of all experts, in the order of their use."""
+        gate = (self.gate_dense,) if self.gated else ()
+        return (self.intermediate_dense, *gate, self.output_dense)
+
     def takes_rows(self) -> bool:
         """Return whether rows sorted by expert are supported, besides slots."""
         return not self._computes_in_8_bits() and knows_counts()
@@ -223,19 +299,16 @@ class Experts(Layer):
 
     def _computes_in_8_bits(self):
         # In int4 a bank has a kernel of floats, as without quantization.
-        modes = {
-            bank.quantization_mode
-            for bank in (self.intermediate_dense, self.output_dense)
-        }
+        modes = {bank.quantization_mode for bank in self.banks}
         return bool(modes & {"int8", "float8"})
 
     def _mlps(self, x, training, count=None):
         """Return the experts' outputs for slots `(E, G * C, D)`, or rows `(N, D)`."""
-        first, second = self.intermediate_dense, self.output_dense
+        *first, last = self.banks
         if self._computes_in_8_bits():
-            hidden = _ACTIVATIONS[self.activation](first(x))
-            return second(self.dropout(hidden, training=training))
-        banks = (first.kernel, first.bias, second.kernel, second.bias)
+            hidden = _activated([bank(x) for bank in first], self.activation)
+            return last(self.dropout(hidden, training=training))
+        banks = [weight for bank in self.banks for weight in (bank.kernel, bank.bias)]
         # Views, because TensorFlow's `remat` counts gradients of variables twice.
         weights = tuple(ops.reshape(weight, weight.shape) for weight in banks)
         sharded = is_distributed()
@@ -249,11 +322,11 @@ class Experts(Layer):
             hidden, mlp = remat(hidden), remat(mlp)
         if training and self.dropout_rate:
             # Dropout outside `remat`, which would draw another mask
-            x = self.dropout(hidden(x, *weights[:2]), training=True)
-            return multiply(x, *weights[2:])
+            x = self.dropout(hidden(x, *weights[:-2]), training=True)
+            return multiply(x, *weights[-2:])
         if count is not None:
-            banks = (weights,) if self.remat else (weights[:2], weights[2:])
-            stages = _stages_of_slots(self.activation, self.remat)
+            banks = (weights,) if self.remat else (weights[:-2], weights[-2:])
+            stages = _stages_of_slots(self.activation, self.remat, self.gated)
             return map_experts(mlp, stages, x, banks, count)
         return chunked_map(mlp, [x, *weights], sharded)
 
@@ -263,9 +336,11 @@ class Experts(Layer):
     def cost(self, slots_shape: Sequence[int], training: bool = False) -> LayerCost:
         *slots, width = slots_shape
         num_experts, slots = self.num_experts, math.prod(slots)
-        expert = dense_cost(width, self.mlp_dim) + dense_cost(self.mlp_dim, width)
-        # Inputs and outputs; before GELU, its tanh, after
-        kept, kept_bytes = 2 * width + (0 if self.remat else 3 * self.mlp_dim), 0
+        expert = dense_cost(width, self.mlp_dim) * (1 + self.gated)
+        expert += dense_cost(self.mlp_dim, width)
+        # Inputs and outputs besides
+        hidden = 0 if self.remat else _kept(self.gated) * self.mlp_dim
+        kept, kept_bytes = 2 * width + hidden, 0
         if self.dropout_rate:
             # Masks; the activations after dropout are kept in any case.
             kept, kept_bytes = kept + bool(self.remat) * self.mlp_dim, self.mlp_dim
@@ -285,29 +360,47 @@ class Experts(Layer):
             "dropout_rate": self.dropout_rate,
             "remat": self.remat,
             "activation": self.activation,
+            "gated": self.gated,
         }
 
 
-def _hidden(x, kernel, bias, activation, multiply):
-    return _ACTIVATIONS[activation](multiply(x, kernel, bias))
+def _activated(products, activation):
+    """Return hidden units from their products, and that of the gate if there is one."""
+    units, *gate = products
+    if gate:
+        return _activation(activation)(gate[0]) * units
+    return _activation(activation)(units)
 
 
-def _after_first(x, kernel, bias, activation, multiply):
-    return multiply(_ACTIVATIONS[activation](x), kernel, bias)
+def _hidden(x, *weights, activation, multiply):
+    pairs = zip(weights[::2], weights[1::2], strict=True)
+    products = [multiply(x, kernel, bias) for kernel, bias in pairs]
+    return _activated(products, activation)
 
 
-def _mlp(x, kernel, bias, output_kernel, output_bias, activation, multiply):
-    x = multiply(x, kernel, bias)
-    return _after_first(x, output_kernel, output_bias, activation, multiply)
+def _mlp(x, *weights, activation, multiply):
+    hidden = _hidden(x, *weights[:-2], activation=activation, multiply=multiply)
+    return multiply(hidden, *weights[-2:])
+
+
+def _two_products(x, kernel, bias, gate_kernel, gate_bias):
+    pairs = (kernel, bias), (gate_kernel, gate_bias)
+    return ops.concatenate([affine(x, *pair) for pair in pairs], axis=-1)
+
+
+def _after_first(x, kernel, bias, activation, is_gated):
+    products = ops.split(x, 2, axis=-1) if is_gated else [x]
+    return affine(_activated(products, activation), kernel, bias)
 
 
 @functools.cache
-def _stages_of_slots(activation, is_one):
+def _stages_of_slots(activation, is_one, is_gated):
     """Return the same functions in every call, see `map_experts`."""
-    known = {"activation": activation, "multiply": affine}
     if is_one:
-        return (functools.partial(_mlp, **known),)
-    return affine, functools.partial(_after_first, **known)
+        return (functools.partial(_mlp, activation=activation, multiply=affine),)
+    known = {"activation": activation, "is_gated": is_gated}
+    first = _two_products if is_gated else affine
+    return first, functools.partial(_after_first, **known)
 
 
 def _multiply(dense, x):

@@ -7,21 +7,23 @@ from collections.abc import Sequence
 import keras
 from keras import ops
 
-from keras_softmoe.checks import (
-    at_most,
-    check_bools,
-    check_choice,
-    check_numbers,
-    check_whole_numbers,
-    is_whole_number,
-    quote,
-)
+from keras_softmoe.checks import check_bools
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layer_cost import LayerCost, MixtureCost
-from keras_softmoe.layers._feedforward import Experts
+from keras_softmoe.layers._feedforward import MLP, Experts
+from keras_softmoe.layers._moe_arguments import (
+    check_experts,
+    check_group_count,
+    check_router,
+    check_settings,
+)
+from keras_softmoe.layers._slots import (
+    images_as_tokens,
+    map_shape,
+    slots_of_images,
+)
 from keras_softmoe.layers.template_experts import (
     TemplateExperts,
-    check_template,
     serialized_template,
 )
 from keras_softmoe.layers.tokens import (
@@ -53,8 +55,6 @@ from keras_softmoe.routers import Router
 from keras_softmoe.sharding.constraints import is_distributed, layout_of, num_shards
 from keras_softmoe.types import DType
 
-DISPATCHERS = ("auto", "gather", "einsum")
-
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class MoE(Layer):
@@ -67,7 +67,7 @@ class MoE(Layer):
     Args:
         router: a router from `keras_softmoe.routers`. It is a template: the layer
             creates a copy from its configuration.
-        mlp_dim: int, hidden width of an expert.
+        mlp_dim: int, hidden width of experts that are MLPs; or `None` with `expert`.
         group_images: int, images whose tokens are routed together. If the batch is not
             a multiple of it, empty images fill the last group; they take no slot.
             `None`: the whole batch is one group, and its size must be fixed.
@@ -89,7 +89,19 @@ class MoE(Layer):
         dispatch_dtype: `None` or `"bfloat16"`: the dtype to which tokens are rounded
             before dispatch, and the experts' outputs before combine. The released V-MoE
             and Soft MoE code rounds to bfloat16 even where the rest is float32.
-        activation: activation of the experts, as in `MLP`.
+        activation: activation of experts that are MLPs, as in `MLP`.
+        expert: `keras.layers.Layer`, a template: each expert is a copy of it with its
+            own weights. See `TemplateExperts` for what it may be. It has its own
+            settings; LoRA, int8 and rows without slots are for MLPs alone.
+        gated: bool, whether experts that are MLPs are gated, as in `MLP`.
+        shared_mlp_dim: int or `None`. Hidden width of an MLP (the shared expert, with
+            `activation` and `gated`) that computes every token, and whose outputs are
+            added to those of the others.
+        by_image: bool, whether whole images are routed instead of tokens: the router
+            gets the mean of each image's tokens, `(G, group_images, D)`, and an expert
+            computes all tokens of an image. A template then gets the map, in the shape
+            of the input: `(N, H, W, D)` for `(B, H, W, D)`, so that an expert may be a
+            convolution. Images without a token that is not masked take no slot.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
@@ -113,13 +125,26 @@ class MoE(Layer):
             no axis of tokens.
 
     Source: V-MoE, section 2.2; Soft MoE, section 2.1; router study, section 2; several
-    modalities: LIMoE, section 2.
+    modalities: LIMoE, section 2; shared experts: Fei et al. 2024 (DiT-MoE, arXiv
+    2407.11633), section 3; by image: Daxberger et al. 2023 (Mobile V-MoE, arXiv
+    2309.04354), section 2.
 
     Examples:
         >>> router = ksm.routers.SoftmaxTokenChoiceRouter(num_experts=8, priority="max")
         >>> layer = ksm.layers.MoE(router, mlp_dim=128, group_images=4)
         >>> layer(np.random.normal(size=(6, 16, 32))).shape
         (6, 16, 32)
+        >>> # Whole images to experts that are convolutions, and an MLP for all tokens
+        >>> convolution = keras.layers.Conv2D(32, 3, padding="same")
+        >>> layer = ksm.layers.MoE(
+        ...     router,
+        ...     expert=convolution,
+        ...     group_images=8,
+        ...     by_image=True,
+        ...     shared_mlp_dim=64,
+        ... )
+        >>> layer(np.random.normal(size=(8, 4, 4, 32))).shape
+        (8, 4, 4, 32)
     """
 
     def __init__(
@@ -134,16 +159,22 @@ class MoE(Layer):
         dispatch_dtype: DType = None,
         activation: str = "gelu_tanh",
         expert: keras.layers.Layer | None = None,
+        gated: bool = False,
+        shared_mlp_dim: int | None = None,
+        by_image: bool = False,
         **kwargs,
     ):
         super().__init__(**kwargs)
-        if not isinstance(router, Router):
-            raise ValueError(
-                "`router` must be a router from `keras_softmoe.routers`, for example "
-                f"`SoftRouter(num_experts=8)`: make one. Received: "
-                f"router={quote(router)}."
-            )
-        _check_experts(mlp_dim, expert, expert_dropout_rate, remat_experts)
+        check_router(router)
+        check_experts(
+            mlp_dim,
+            expert,
+            gated,
+            shared_mlp_dim,
+            expert_dropout_rate=expert_dropout_rate,
+            remat_experts=remat_experts,
+        )
+        check_bools(by_image=by_image)
         self.check_settings(
             group_images,
             dispatcher,
@@ -151,6 +182,7 @@ class MoE(Layer):
             expert_dropout_rate,
             remat_experts,
             dispatch_dtype,
+            shared_mlp_dim,
         )
         self.router = router.clone(name="router")
         self.mlp_dim = mlp_dim
@@ -161,6 +193,9 @@ class MoE(Layer):
         self.remat_experts = remat_experts
         self.dispatch_dtype = dispatch_dtype
         self.activation = activation
+        self.gated = gated
+        self.shared_mlp_dim = shared_mlp_dim
+        self.by_image = by_image
         known = {
             "equal_experts": equal_experts,
             "dtype": self.dtype_policy,
@@ -175,24 +210,38 @@ class MoE(Layer):
                 dropout_rate=expert_dropout_rate,
                 remat=remat_experts,
                 activation=activation,
+                gated=gated,
                 **known,
+            )
+        self.shared_mlp = None
+        if shared_mlp_dim is not None:
+            self.shared_mlp = MLP(
+                shared_mlp_dim,
+                activation,
+                gated,
+                dtype=self.dtype_policy,
+                name="shared_mlp",
             )
         self.supports_masking = True
 
     def build(self, inputs_shape):
         check_tokens_shape(inputs_shape, any_rank=True)
         _, num_tokens, width = joined_shape(sequence_shapes(inputs_shape))
-        # Tokens of one image, for `check_group_images`
-        self.num_tokens = num_tokens
+        self._map_shape = map_shape(inputs_shape)
+        # What is routed of one image, for `check_group_images`
+        self.num_tokens = num_tokens = 1 if self.by_image else num_tokens
         group_tokens = self.group_images and self.group_images * num_tokens
         self._check_placement()
-        slots_shape = (None, self.router.num_experts, None, width)
+        one = self._map_shape if self.by_image else (width,)
+        slots_shape = (None, self.router.num_experts, None, *one)
         if self.expert is not None:
             # A template may be refused: before there are any weights
             self.experts.build(slots_shape)
         self.router.build((None, group_tokens, width))
         if self.expert is None:
-            self.experts.build(slots_shape)
+            self.experts.build((*slots_shape[:3], width))
+        if self.shared_mlp is not None:
+            self.shared_mlp.build((None, None, width))
 
     @property
     def expert(self) -> keras.layers.Layer | None:
@@ -212,7 +261,7 @@ class MoE(Layer):
             ValueError: if it is neither a positive integer nor `None`, or the router
                 cannot route groups of that many tokens.
         """
-        _check_count(group_images)
+        check_group_count(group_images)
         if self.built and group_images is not None:
             (router or self.router).check_group(group_images * self.num_tokens)
 
@@ -236,12 +285,15 @@ class MoE(Layer):
         if mask is not None:
             mask = join_masks(each(self._mask_sequence, mask), sequences)
             x = zero_padding(x, mask)
+        keys, vectors, valid = x, x, mask
+        if self.by_image:
+            keys, vectors, valid = images_as_tokens(x, mask)
         tokens, valid, counts = group(
-            x, mask, self.group_images, self.router.num_experts
+            keys, valid, self.group_images, self.router.num_experts
         )
         self._warn_of_split_groups(x.shape[0], tokens.shape[0])
         known = {}
-        if self.router.knows_modalities:
+        if self.router.knows_modalities and not self.by_image:
             known["modalities"] = layout(sequences)
         if self.router.knows_num_tokens and counts is not None:
             known["num_tokens"] = counts
@@ -260,11 +312,23 @@ class MoE(Layer):
                 sorted_rows = {"count": routing.count}
             else:
                 routing = SlotRouting(*to_slots(routing, num_tokens))
-        sharded = is_distributed()
+        sharded, known = is_distributed(), {"training": training, **sorted_rows}
+        if self.by_image:
+            tokens, _, _ = group(
+                vectors, None, self.group_images, self.router.num_experts
+            )
         slots = dispatch(self._rounded(tokens), routing, sharded)
-        slots = self._rounded(self.experts(slots, training=training, **sorted_rows))
-        outputs = combine(slots, routing, num_tokens, sharded)
-        outputs = split(ungroup(outputs, x, self.group_images), sequences)
+        if self.by_image:
+            slots = slots_of_images(self.experts, slots, self._map_shape, **known)
+        else:
+            slots = self.experts(slots, **known)
+        outputs = combine(self._rounded(slots), routing, num_tokens, sharded)
+        outputs = ungroup(outputs, vectors, self.group_images)
+        if self.by_image:
+            outputs = zero_padding(ops.reshape(outputs, ops.shape(x)), mask)
+        if self.shared_mlp is not None:
+            outputs = outputs + zero_padding(self.shared_mlp(x), mask)
+        outputs = split(outputs, sequences)
         return keras.tree.map_structure(
             lambda y, like: ops.reshape(y, (-1, *like.shape[1:])), outputs, inputs
         )
@@ -314,6 +378,14 @@ class MoE(Layer):
     def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
         batch, num_tokens, width = joined_shape(sequence_shapes(inputs_shape))
         group_images = self.group_images or batch
+        shared = LayerCost()
+        if self.shared_mlp is not None:
+            shared = self.shared_mlp.cost((batch * num_tokens, width))
+        # Numbers in a slot
+        slot_width, slot_shape = width, (width,)
+        if self.by_image:
+            slot_width, slot_shape = num_tokens * width, map_shape(inputs_shape)
+            num_tokens = 1
         num_groups, group_tokens = -(-batch // group_images), group_images * num_tokens
         num_experts = self.router.num_experts
         capacity = self.router.capacity(group_tokens, training)
@@ -323,7 +395,7 @@ class MoE(Layer):
             rows = None
         slots = slots if rows is None else rows
         router = self.router.cost((num_groups, group_tokens, width), training)
-        experts = self.experts.cost((num_groups * slots, width))
+        experts = self.experts.cost((num_groups * slots, *slot_shape))
         multiplies = rows is None and self._multiplies(group_tokens)
         mixing = self.router.mixes_tokens or multiplies
         # A soft router keeps its float32 weights and counts them. One-hot weights, and
@@ -336,13 +408,14 @@ class MoE(Layer):
             expert_weights=experts.weights,
             slot_weights=router.slot_weights,
             slots=num_groups * slots,
-            slot_width=width,
+            slot_width=slot_width,
         )
         return (
             router
             + experts
+            + shared
             + LayerCost(
-                products=mixing * all_tokens * width * 2 * slots,
+                products=mixing * all_tokens * slot_width * 2 * slots,
                 kept=copies * 2 * all_tokens * slots,
                 # The router's float32 copy of tokens in half precision
                 kept_float32=is_half * all_tokens * width,
@@ -367,61 +440,16 @@ class MoE(Layer):
             "expert_dropout_rate": self.expert_dropout_rate,
             "remat_experts": self.remat_experts,
             "dispatch_dtype": self.dispatch_dtype,
+            "gated": self.gated,
+            "shared_mlp_dim": self.shared_mlp_dim,
+            "by_image": self.by_image,
         }
 
-    @staticmethod
-    def check_settings(
-        group_images: int | None,
-        dispatcher: str,
-        equal_experts: bool,
-        expert_dropout_rate: float,
-        remat_experts: bool,
-        dispatch_dtype: str | None,
-    ) -> None:
-        """Raise unless these arguments are accepted, without a layer."""
-        _check_count(group_images)
-        check_choice("dispatcher", dispatcher, DISPATCHERS)
-        check_bools(equal_experts=equal_experts, remat_experts=remat_experts)
-        check_numbers(least=0, under=1, expert_dropout_rate=expert_dropout_rate)
-        check_choice("dispatch_dtype", dispatch_dtype, (None, "bfloat16"))
+    # For settings of a model, without a layer
+    check_settings = staticmethod(check_settings)
 
     @classmethod
     def from_config(cls, config):
         parts = {name: config.get(name) for name in ("router", "expert")}
         revived = keras.saving.deserialize_keras_object(parts)
         return cls(**{**config, **revived})
-
-
-def _check_experts(mlp_dim, expert, expert_dropout_rate, remat_experts):
-    """Raise unless the arguments describe MLPs, or experts of a template."""
-    if (mlp_dim is None) == (expert is None):
-        given = "neither" if expert is None else f"mlp_dim={mlp_dim!r} and an expert"
-        raise ValueError(
-            "The experts are MLPs of a hidden width, `mlp_dim`, or copies of a layer, "
-            f"`expert`. Received: {given}. Give one of the two."
-        )
-    if expert is None:
-        check_whole_numbers(1, mlp_dim=mlp_dim)
-        return
-    check_template(expert)
-    of_mlps = {
-        "expert_dropout_rate": expert_dropout_rate,
-        "remat_experts": remat_experts,
-    }
-    given = [f"{name}={value!r}" for name, value in of_mlps.items() if value]
-    if given:
-        raise ValueError(
-            "These are settings of experts that are MLPs. Received: "
-            f"{', '.join(given)} with an expert. Make them settings of that layer."
-        )
-
-
-def _check_count(group_images):
-    is_count = is_whole_number(group_images, 1, "group_images")
-    if not (is_count or group_images is None):
-        raise ValueError(
-            "A group consists of at least one image. `group_images` must be a "
-            f"positive integer{at_most('group_images')}, or `None` for the whole "
-            f"batch: pass one of these. Received: "
-            f"group_images={quote(group_images)}."
-        )

@@ -2,6 +2,7 @@
 
 from keras import ops
 
+from keras_softmoe.layers.tokens import joined_shape, sequence_shapes
 from keras_softmoe.sharding.constraints import constrain
 
 
@@ -30,3 +31,60 @@ def by_expert(function, slots, path):
     x = ops.reshape(x, (num_experts, -1, capacity, width))
     x = ops.transpose(constrain(x, of_experts), (1, 0, 2, 3))
     return constrain(x, of_groups)
+
+
+# === Whole images instead of tokens ===
+
+
+def map_shape(inputs_shape):
+    """Return the shape of the tokens of one image, a tuple whose last entry is `D`."""
+    if isinstance(inputs_shape, dict):
+        inputs_shape = joined_shape(sequence_shapes(inputs_shape))
+    return tuple(inputs_shape[1:])
+
+
+def images_as_tokens(tokens, mask):
+    """Return images as groups of one token, for a router that decides for images.
+
+    Args:
+        tokens: `(B, S, D)` tensor, zero where masked.
+        mask: `(B, S)` bool tensor or `None`.
+
+    Returns:
+        The means of the images' tokens, `(B, 1, D)`; all their tokens in one vector,
+        `(B, 1, S * D)`; and the `(B, 1)` mask of images with any token, or `None`.
+    """
+    _, num_tokens, width = tokens.shape
+    vectors = ops.reshape(tokens, (-1, 1, num_tokens * width))
+    if mask is None:
+        return ops.mean(tokens, axis=1, keepdims=True), vectors, None
+    # (B, 1, 1)
+    count = ops.sum(ops.cast(mask, tokens.dtype), axis=1, keepdims=True)
+    count = ops.expand_dims(ops.maximum(count, 1), -1)
+    means = ops.sum(tokens, axis=1, keepdims=True) / count
+    return means, vectors, ops.any(mask, axis=1, keepdims=True)
+
+
+def slots_of_images(experts, slots, axes, **known):
+    """Apply experts to slots that hold whole images.
+
+    Args:
+        experts: `Experts`, which take the tokens as slots of their own, or
+            `TemplateExperts`, which take a map of them.
+        slots: `(G, E, C, S * D)` tensor, or sorted rows `(N, S * D)`.
+        axes: tuple of int: the axes of tokens, and `D`.
+        **known: other arguments of the call.
+
+    Returns:
+        Tensor of the shape of `slots`.
+    """
+    *before, last = slots.shape
+    if hasattr(experts, "expert"):
+        x = ops.reshape(slots, (-1, *before[1:], *axes))
+    elif len(before) == 1:
+        x = ops.reshape(slots, (-1, axes[-1]))
+        known["count"] = known["count"] * (last // axes[-1])
+    else:
+        rows = before[2] * (last // axes[-1])
+        x = ops.reshape(slots, (-1, before[1], rows, axes[-1]))
+    return ops.reshape(experts(x, **known), (-1, *before[1:], last))

@@ -103,7 +103,44 @@ class TemplateExperts(Layer):
             self._stack(name, [copy.weights[index] for copy in copies])
             for index, name in enumerate(_names(template))
         ]
+        self._maps = {training: self._find_map(training) for training in (False, True)}
         check_layer(self)
+
+    def _find_map(self, training):
+        """Return the function that computes a function of one expert for all."""
+        backend = keras.backend.backend()
+        if backend == "jax":
+            return ops.vectorized_map
+        if self._templates.draws[training]:
+            # A vectorized map would draw the same numbers for all, or refuse to.
+            return _one_by_one
+        if backend == "torch":
+            x = ops.zeros((self.num_experts, *self._slot_shape))
+            values = [ops.zeros(w.shape, w.dtype) for w in self._stacked]
+            try:
+                ops.vectorized_map(self._one(training), [x, *values])
+            except Exception:
+                # It has none for some operations, such as the convolutions of Keras.
+                return _one_by_one
+        return ops.vectorized_map
+
+    def _one(self, training, states=()):
+        """Return the function of one expert: of its slots and the values of variables.
+
+        Args:
+            training: bool or `None`.
+            states: variables besides the weights.
+        """
+        template = self._templates.used
+        variables = [*template.weights, *states]
+
+        def one(operands):
+            x, *values = operands
+            x = ops.reshape(x, (-1, *self._slot_shape))
+            with keras.StatelessScope(list(zip(variables, values, strict=True))):
+                return template(x, training=training)
+
+        return one
 
     def _stack(self, name, variables):
         """Add a weight with the values of one variable of each expert."""
@@ -139,29 +176,16 @@ class TemplateExperts(Layer):
         return False
 
     def call(self, slots, training=None):
-        template = self._templates.used
-        draws = self._templates.draws[bool(training)]
         # `(E, ...)` values of all variables
         values = [ops.convert_to_tensor(weight) for weight in self._stacked]
-        variables = template.weights
-        if draws:
-            variables = variables + states_of_draws(template)
-            values += self._seeds(template)
-
-        def one(operands):
-            x, *values = operands
-            x = ops.reshape(x, (-1, *self._slot_shape))
-            with keras.StatelessScope(list(zip(variables, values, strict=True))):
-                return template(x, training=training)
+        states = []
+        if self._templates.draws[bool(training)]:
+            states = states_of_draws(self._templates.used)
+            values += [self._seeds(state.dtype) for state in states]
+        map_experts, one = self._maps[bool(training)], self._one(training, states)
 
         def all_experts(x):
-            operands = [x, *values]
-            # The others cannot draw different numbers in a vectorized map.
-            if draws and keras.backend.backend() != "jax":
-                each = zip(*map(ops.unstack, operands), strict=True)
-                y = ops.stack([one(list(operands)) for operands in each])
-            else:
-                y = ops.vectorized_map(one, operands)
+            y = map_experts(one, [x, *values])
             return ops.cast(ops.reshape(y, ops.shape(x)), x.dtype)
 
         _, num_experts, capacity, *axes = slots.shape
@@ -169,22 +193,17 @@ class TemplateExperts(Layer):
         outputs = by_expert(all_experts, flat, self.path)
         return ops.reshape(outputs, (-1, num_experts, capacity, *axes))
 
-    def _seeds(self, template):
-        """Return `(E, 2)` states for each random generator of the template."""
-        found = []
-        for state in states_of_draws(template):
-            shape = (self.num_experts, 2)
-            # From 0 to 2^30: the sum of two is an int32.
-            seeds = keras.random.randint(shape, 0, 1 << 30, seed=self.seed_generator)
-            found.append(ops.cast(seeds, state.dtype))
-        return found
+    def _seeds(self, dtype):
+        """Return `(E, 2)` states of a random generator, one for each expert."""
+        # Under 2^30: PyTorch adds the two, and the sum is an int32.
+        shape, seed = (self.num_experts, 2), self.seed_generator
+        return ops.cast(keras.random.randint(shape, 0, 1 << 30, seed=seed), dtype)
 
     def compute_output_shape(self, slots_shape):
         return slots_shape
 
     def cost(self, slots_shape: Sequence[int], training: bool = False) -> LayerCost:
-        *slots, width = slots_shape
-        one = _cost_of_one(self.expert, (math.prod(slots), width), training)
+        one = _cost_of_one(self.expert, tuple(slots_shape), training)
         return one._replace(
             weights=self.num_experts * one.weights,
             float32_weights=self.num_experts * one.float32_weights,
@@ -396,7 +415,7 @@ class _Probe(keras.layers.Layer):
 
 
 def _cost_of_one(expert, shape, training):
-    """Return the cost of a template for `(N, D)` slots.
+    """Return the cost of a template for `(N, ..., D)` slots.
 
     A layer without a method `cost` is counted if it is built, and its weights are those
     of dense layers and normalizations, which are applied to each slot once.
@@ -410,10 +429,17 @@ def _cost_of_one(expert, shape, training):
         return cost_of(expert, shape, training)
     total = LayerCost()
     for leaf in leaves:
-        total += cost_of(leaf, (shape[0], leaf.weights[0].shape[0]), training)
+        width = leaf.weights[0].shape[0]
+        total += cost_of(leaf, (*shape[:-1], width), training)
     weights = sum(math.prod(weight.shape) for weight in expert.weights)
     # Not those of a leaf, if other weights belong to the layer itself.
     return total._replace(weights=weights)
+
+
+def _one_by_one(function, operands):
+    """`keras.ops.vectorized_map`, computed in a loop."""
+    each = zip(*map(ops.unstack, operands), strict=True)
+    return ops.stack([function(list(of_one)) for of_one in each])
 
 
 def _names(template):

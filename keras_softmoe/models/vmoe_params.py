@@ -42,6 +42,11 @@ _RULES = (
         r"block_(\d+)/moe/experts/(intermediate|output)_dense/(kernel|bias)",
         r"{block}\1/Moe/Mlp/{\2}/\3",
     ),
+    # Neither code has a shared expert.
+    (
+        r"block_(\d+)/moe/shared_mlp/(intermediate|output)_dense/(kernel|bias)",
+        r"{block}\1/Moe/Shared/{\2}/\3",
+    ),
     (r"block_(\d+)/moe/router/(mu|scale)", r"{block}\1/Moe/Router/\2"),
     (r"block_(\d+)/moe/router/kernel", r"{block}\1/Moe/Router/dense/kernel"),
     (r"encoder_norm/(gamma|beta)", r"Encoder/encoder_norm/{\1}"),

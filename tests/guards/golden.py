@@ -222,7 +222,12 @@ def without_modules(config):
         return [without_modules(x) for x in config]
     if not isinstance(config, dict):
         return config
-    return {k: without_modules(v) for k, v in config.items() if k != "module"}
+    found = {k: without_modules(v) for k, v in config.items() if k != "module"}
+    return {k: v for k, v in found.items() if (k, v) not in NEW_SETTINGS}
+
+
+# Settings that came later, with values that change nothing
+NEW_SETTINGS = [("shared_mlp_dim", None), ("expert_mlp_dim", None)]
 
 
 # === Recipes ===

@@ -92,9 +92,9 @@ def test_each_expert_is_the_template_with_its_own_weights(name):
 def test_layer():
     def make(**kwargs):
         template = layers.MLP(5, dtype=kwargs.get("dtype"))
-        return layers.MoE(ROUTER, expert=template, **kwargs)
+        return layers.MoE(routers.SoftRouter(2), expert=template, **kwargs)
 
-    check_layer(make, (6, WIDTH), (6, WIDTH), num_weights=5)
+    check_layer(make, (6, WIDTH), (6, WIDTH), num_weights=2 + 4)
 
 
 @pytest.mark.parametrize("equal_experts", [False, True])
@@ -243,7 +243,7 @@ def test_refused_adaptations():
     ("arguments", "message"),
     [
         ({}, "Received: neither"),
-        ({"mlp_dim": 5, "expert": layers.MLP(5)}, "mlp_dim=5 and an expert"),
+        ({"mlp_dim": 5, "expert": layers.MLP(5)}, "mlp_dim=5, expert"),
         ({"expert": layers.MLP(5), "remat_experts": True}, "remat_experts=True"),
         (
             {"expert": layers.MLP(5), "expert_dropout_rate": 0.1},

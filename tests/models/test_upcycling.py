@@ -73,6 +73,60 @@ def test_computes_what_the_dense_model_does(dense, expected, case):
     np.testing.assert_allclose(to_numpy(outputs), expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("case", NOT_THE_SAME)
+def test_a_shared_start_computes_what_the_dense_model_does(
+    dense, expected, case, split
+):
+    sparse = upcycled(dense, NOT_THE_SAME[case], start="shared", split=split)
+    assert (sparse.shared_mlp_dim, sparse.mlp_dim) == (dense.mlp_dim, dense.mlp_dim)
+    assert sparse.expert_mlp_dim == (dense.mlp_dim // 2 if split > 1 else None)
+    outputs = sparse(IMAGES)["pooled_output"]
+    np.testing.assert_allclose(to_numpy(outputs), expected, atol=2e-5)
+    # Experts learn from there: the gradient of a zero kernel is that of its products.
+    moe = sparse.blocks[1].moe
+    kernels = [to_numpy(bank.kernel) for bank in moe.experts.banks]
+    assert abs(kernels[0]).max() > 0.1 and not kernels[1].any()
+    assert moe.experts.mlp_dim == dense.mlp_dim // split
+
+
+@pytest.mark.parametrize(
+    "case", ["2 of 4, normalized", "all experts", "expert choice, all tokens"]
+)
+def test_parts_of_an_mlp_compute_what_it_does(dense, expected, case):
+    sparse = upcycled(dense, SAME[case], split=2)
+    moe = sparse.blocks[1].moe
+    assert moe.experts.mlp_dim == dense.mlp_dim // 2
+    outputs = sparse(IMAGES)["pooled_output"]
+    np.testing.assert_allclose(to_numpy(outputs), expected, atol=2e-5)
+    # Parts 0, 1, 0, 1, chosen in pairs
+    kernel = to_numpy(moe.experts.intermediate_dense.kernel)
+    whole = to_numpy(dense.blocks[1].mlp.intermediate_dense.kernel)
+    np.testing.assert_array_equal(np.concatenate(kernel[:2], axis=1), whole)
+    directions = to_numpy(moe.router.kernel)
+    np.testing.assert_array_equal(directions[:, ::2], directions[:, 1::2])
+    assert not np.array_equal(directions[:, 0], directions[:, 2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"split": 0}, "split=0"),
+        ({"split": 5}, "split=5 of 12 units"),
+        ({"split": 3}, "split=3 with num_experts=4"),
+        ({"split": 2, "router": routers.SoftRouter(4)}, "SoftRouter.*shared"),
+        ({"split": 2, "start": "clusters", "images": MANY}, "start='clusters'"),
+        ({"start": "shared", "images": MANY}, "start='shared' with images"),
+    ],
+)
+def test_bad_parts(dense, arguments, message):
+    router = arguments.pop("router", token_choice(2))
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        upcycled(dense, router, **arguments)
+    with pytest.raises(TypeError, match="no such argument"):
+        upcycled(dense, router, shared_mlp_dim=3)
+
+
 @pytest.mark.parametrize(
     "case", ["2 of 4, normalized", "all experts", "expert choice, all tokens"]
 )
