@@ -25,8 +25,8 @@ second of two MLPs, of which each token chooses two, with room for all. Measured
 `tests/models/test_any_model.py` (`--all-families`).
 
 - MLPs: how many were found.
-- experts: a bank (fast; LoRA and int8), or copies of a template, where the MLP is
-  another than two dense layers with a GELU between them.
+- experts: a bank (fast; LoRA and int8), or copies of a template, where the MLP has
+  another activation than those of Keras.
 - from dense: the largest difference between the outputs of the new model and those of
   the dense one. The tests accept 1e-5.
 - a step: the largest change of an expert's weight in one step of `fit`.

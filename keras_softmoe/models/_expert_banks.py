@@ -1,6 +1,7 @@
 """Experts that begin as copies of an MLP of any model."""
 
 import math
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -11,10 +12,8 @@ from keras_softmoe.keras_adapter.surgery import call_symbolically, sublayers
 from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.layers import MLP, MoE
 
-# Activations of banks, and of `layers.MLP`
-_ACTIVATIONS = ("gelu", "gelu_tanh")
-# Dtypes in which two activations can be told apart by their values.
-_EXACT = ("float32", "float64")
+# Activations that layers use in their own code
+_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -60,12 +59,12 @@ class Chain(keras.layers.Layer):
         return cls(**{**config, "parts": list(parts)})
 
 
-def make_moe(router, parts, shape, settings):
+def make_moe(router, parts, shape, settings, start="copies"):
     """Return a built `layers.MoE` whose experts are copies of an MLP.
 
-    This alone decides which kind of experts there are: an MLP of two dense layers with
-    biases and an activation between them becomes a bank, which is fast and takes LoRA
-    and int8. Any other is the template of the experts.
+    This alone decides which kind of experts there are: an MLP of dense layers with
+    biases that `layers.MLP` can be (gated or not) becomes a bank, which is fast and
+    takes LoRA and int8. Any other is the template of the experts.
 
     Args:
         router: `Router`, a template.
@@ -73,87 +72,169 @@ def make_moe(router, parts, shape, settings):
             of the same width.
         shape: shape of the tokens, `(None, ..., D)`.
         settings: dict of further arguments of `layers.MoE`.
+        start: as in `add_experts`.
     """
     mlp = Chain(parts, name="mlp")
     known = {"dtype": mlp.dtype_policy, **settings}
     plain = plain_mlp(mlp, shape)
     if plain is None:
+        if start == "shared":
+            raise ValueError(
+                "A shared expert is an MLP of dense layers with biases and an "
+                f'activation of Keras. Received: start="shared" for '
+                f'{parts[0].path!r}, another kind of layer. Take `start="copies"`.'
+            )
         moe = MoE(router, expert=mlp, **known)
         moe.build(shape)
         return moe
-    first, second, activation = plain
-    moe = MoE(router, first.units, activation=activation, **known)
+    known |= {"activation": plain.activation, "gated": plain.gated}
+    if start == "shared":
+        known["shared_mlp_dim"] = plain.mlp_dim
+    moe = MoE(router, plain.mlp_dim, **known)
     moe.build(shape)
-    banks = moe.experts.intermediate_dense, moe.experts.output_dense
-    for bank, dense in zip(banks, (first, second), strict=True):
-        for variable, source in ((bank.kernel, dense.kernel), (bank.bias, dense.bias)):
-            value = ops.convert_to_numpy(source).reshape(-1, source.shape[-1])
-            variable.assign(np.broadcast_to(value, variable.shape))
+    values = plain.read()
+    for name, (kernel, bias) in values.items():
+        bank = getattr(moe.experts, name)
+        if start == "shared":
+            layer = getattr(moe.shared_mlp, name)
+            layer.kernel.assign(kernel)
+            layer.bias.assign(bias)
+            if name == "output_dense":
+                kernel, bias = np.zeros_like(kernel), np.zeros_like(bias)
+        bank.kernel.assign(np.broadcast_to(kernel, bank.kernel.shape))
+        bank.bias.assign(np.broadcast_to(bias[None], bank.bias.shape))
     return moe
 
 
+class PlainMLP(NamedTuple):
+    """How dense layers make up a `layers.MLP`.
+
+    Attributes:
+        layers: list of `keras.layers.Dense`.
+        pieces: dict from the names of the dense layers of `layers.MLP` to `(i, half)`:
+            its kernel is that of `layers[i]`, or half 0 or 1 of it, `None` for all.
+        activation: str.
+    """
+
+    layers: list
+    pieces: dict
+    activation: str
+
+    @property
+    def gated(self):
+        """Bool, whether it is gated."""
+        return "gate_dense" in self.pieces
+
+    @property
+    def mlp_dim(self):
+        """Int, hidden width."""
+        return self.layers[-1].kernel.shape[0]
+
+    def read(self):
+        """Return a dict from names to kernel and bias, arrays."""
+        found = {}
+        for name, (index, half) in self.pieces.items():
+            layer = self.layers[index]
+            pair = ops.convert_to_numpy(layer.kernel), ops.convert_to_numpy(layer.bias)
+            if half is not None:
+                pair = tuple(np.split(x, 2, axis=-1)[half] for x in pair)
+            found[name] = pair
+        return found
+
+    def write(self, values):
+        """Give the dense layers the values that `read` returns."""
+        parts = {}
+        for name, (index, half) in self.pieces.items():
+            parts.setdefault(index, {})[half or 0] = values[name]
+        for index, halves in parts.items():
+            pairs = zip(*(halves[half] for half in sorted(halves)), strict=True)
+            kernel, bias = (np.concatenate(pair, axis=-1) for pair in pairs)
+            self.layers[index].kernel.assign(kernel)
+            self.layers[index].bias.assign(bias)
+
+
 def plain_mlp(mlp, shape):
-    """Return the dense layers of an MLP and its activation, `None` if there is more.
+    """Return the `PlainMLP` that a layer is, `None` if it is anything else.
 
     Args:
         mlp: built layer.
         shape: shape of its inputs, `(None, ..., D)`.
-
-    Returns:
-        Tuple of two `keras.layers.Dense` and the activation.
     """
     inside = [layer for _, layer, _ in sublayers(mlp)]
-    dense = dense_layers(mlp)
-    if len(dense) != 2 or not all(x.use_bias for x in dense):
+    dense = [x for x in (mlp, *inside) if type(x) is keras.layers.Dense]
+    if len(dense) not in (2, 3) or not all(x.use_bias for x in dense):
         return None
-    first, second = dense
     own = {id(x) for layer in dense for x in (layer.kernel, layer.bias)}
     # Random numbers (dropout, drop path) have a state, too.
-    has_others = {id(variable) for variable in mlp.variables} != own
-    shapes = tuple(first.kernel.shape), tuple(second.kernel.shape)
-    if has_others or shapes != ((shape[-1], first.units), (first.units, shape[-1])):
+    if {id(variable) for variable in mlp.variables} != own:
         return None
-    if mlp.compute_dtype not in _EXACT:
-        # An activation in the code of a layer cannot be told from another one.
-        named = [first, *(x for x in inside if isinstance(x, keras.layers.Activation))]
-        functions = [getattr(x, "activation", None) for x in named]
-        if all(f in (None, keras.activations.linear) for f in functions):
-            return None
-    for activation in _ACTIVATIONS:
-        if _computes(mlp, dense, activation, len(shape)):
-            return first, second, activation
+    arrangements = _arrangements(dense, shape[-1])
+    if not arrangements:
+        return None
+    named = [getattr(x, "activation", None) for x in (*dense, *inside)]
+    named = [keras.activations.serialize(f) for f in named if callable(f)]
+    # Of functions of a user they are dicts.
+    named = [x for x in named if isinstance(x, str) and x != "linear"]
+    # An activation in the code of a layer can be told from another one by its values,
+    # in full precision.
+    is_exact = mlp.compute_dtype in ("float32", "float64")
+    for activation in dict.fromkeys((*named, *(_ACTIVATIONS if is_exact else ()))):
+        for pieces in arrangements:
+            plain = PlainMLP(dense, pieces, activation)
+            if _computes(mlp, plain, len(shape), 1e-5 if is_exact else 5e-2):
+                return plain
     return None
 
 
-def dense_layers(mlp):
-    """Return the dense layers of an MLP, a list."""
-    inside = (layer for _, layer, _ in sublayers(mlp))
-    return [x for x in (mlp, *inside) if type(x) is keras.layers.Dense]
+def _arrangements(dense, width):
+    """Return a list of the `pieces` that dense layers may be by their shapes."""
+    *first, last = (tuple(layer.kernel.shape) for layer in dense)
+    units = last[0]
+    if last[1] != width or units == 0:
+        return []
+    if first == [(width, units)]:
+        return [{"intermediate_dense": (0, None), "output_dense": (1, None)}]
+    if first == [(width, 2 * units)]:
+        halves = [((0, 0), (0, 1)), ((0, 1), (0, 0))]
+    elif first == [(width, units)] * 2:
+        halves = [((0, None), (1, None)), ((1, None), (0, None))]
+    else:
+        return []
+    output = (len(dense) - 1, None)
+    return [
+        {"gate_dense": gate, "intermediate_dense": units, "output_dense": output}
+        for gate, units in halves
+    ]
 
 
-def _computes(mlp, dense, activation, rank):
-    """Return whether an MLP is two dense layers with an activation between them."""
+def _computes(mlp, plain, rank, tolerance):
+    """Return whether a layer computes what its dense layers do as a `layers.MLP`."""
     rng = np.random.default_rng(0)
-    width, units = dense[0].kernel.shape
-    ours = MLP(units, activation=activation, dtype="float32")
+    width = plain.layers[0].kernel.shape[0]
+    ours = MLP(
+        plain.mlp_dim, activation=plain.activation, gated=plain.gated, dtype="float32"
+    )
     ours.build((None, width))
     values = {}
-    copies = ours.intermediate_dense, ours.output_dense
-    for layer, copy in zip(dense, copies, strict=True):
-        for variable, other in ((layer.kernel, copy.kernel), (layer.bias, copy.bias)):
-            # Where the activations differ: between -3 and 3
-            scale = 1 / np.sqrt(variable.shape[0])
-            value = rng.normal(scale=scale, size=variable.shape).astype("float32")
-            values[id(variable)] = value
+    for layer in plain.layers:
+        # Where the activations differ: between -3 and 3
+        scale = 1 / np.sqrt(layer.kernel.shape[0])
+        for variable in (layer.kernel, layer.bias):
+            value = rng.normal(scale=scale, size=variable.shape)
+            values[id(variable)] = value.astype("float32")
+    for name, (index, half) in plain.pieces.items():
+        layer, copy = plain.layers[index], getattr(ours, name)
+        pairs = (layer.kernel, copy.kernel), (layer.bias, copy.bias)
+        for variable, other in pairs:
+            value = values[id(variable)]
+            if half is not None:
+                value = np.split(value, 2, axis=-1)[half]
             other.assign(value)
     x = 2 * rng.normal(size=(*[2] * (rank - 1), width)).astype("float32")
     given = (
         [ops.convert_to_tensor(values[id(v)], dtype=v.dtype) for v in variables]
         for variables in (mlp.trainable_variables, mlp.non_trainable_variables)
     )
-    found, _ = mlp.stateless_call(*given, x, training=False)
-    found, expected = (
-        ops.convert_to_numpy(ops.cast(y, "float32")) for y in (found, ours(x))
-    )
-    tolerance = 1e-5 if mlp.compute_dtype in _EXACT else 5e-2
+    outputs = mlp.stateless_call(*given, x, training=False)[0], ours(x)
+    found, expected = (ops.convert_to_numpy(ops.cast(y, "float32")) for y in outputs)
     return np.abs(found - expected).max() < tolerance * np.abs(expected).max()

@@ -83,13 +83,36 @@ def find_sites(model, rule=None):
             if any(id(part) in taken for part in parts):
                 continue
             taken |= {id(part) for part in parts}
-            where = [places[id(part)] for part in parts]
-            paths, parents = zip(*where, strict=True)
-            is_causal = any(_is_causal(part) for part in _above(layer, places))
-            found.append(Site(paths, parts, parents, is_causal))
+            found.append(_site(parts, places))
     if not found:
         _refuse_without_sites(model, rule, layers)
     return found
+
+
+def _site(parts, places):
+    """Return the site of some parts; `places` has the path and parent of each layer."""
+    paths, parents = zip(*(places[id(part)] for part in parts), strict=True)
+    is_causal = any(_is_causal(layer) for layer in _above(parts[0], places))
+    return Site(paths, parts, parents, is_causal)
+
+
+def places_of(model, sites):
+    """Return the places of the parts of sites among the layers, lists of int.
+
+    In a model that is made from the configuration of another one they are the same,
+    which names are not.
+    """
+    indices = {id(x): index for index, (_, x, _) in enumerate(sublayers(model))}
+    return [[indices[id(part)] for part in site.parts] for site in sites]
+
+
+def sites_at(model, places):
+    """Return the sites with the places that `places_of` returns."""
+    layers = list(sublayers(model))
+    above = {id(layer): (path, parent) for path, layer, parent in layers}
+    above[id(model)] = ("", None)
+    chosen = (tuple(layers[index][1] for index in indices) for indices in places)
+    return [_site(parts, above) for parts in chosen]
 
 
 def _matches(path, layer, rule):
@@ -159,7 +182,7 @@ def _refuse_without_sites(model, rule, layers):
     candidates = {}
     for path, layer, parent in layers:
         if isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense):
-            kind = f"`{type(parent).__name__}` ({places_of(layers, parent)})"
+            kind = f"`{type(parent).__name__}` ({_path_of(layers, parent)})"
             candidates.setdefault(kind, []).append(path.rpartition("/")[2])
     names = "; ".join(
         f"{kind} with {', '.join(dict.fromkeys(dense))}"
@@ -179,7 +202,7 @@ def _refuse_without_sites(model, rule, layers):
     )
 
 
-def places_of(layers, parent):
+def _path_of(layers, parent):
     """Return the path of a layer, "the model" for the model itself."""
     return next((path for path, x, _ in layers if x is parent), "") or "the model"
 

@@ -14,11 +14,9 @@ from keras_softmoe.backbones import (
     set_trainable_argument,
     trainable_argument,
 )
-from keras_softmoe.checks import check_names, quote
+from keras_softmoe.checks import check_choice, check_names, quote
 from keras_softmoe.keras_adapter.layers import (
     register_parameters,
-    set_trainable,
-    trainable_parts,
 )
 from keras_softmoe.keras_adapter.surgery import (
     call_symbolically,
@@ -34,6 +32,8 @@ from keras_softmoe.models._sites import (
     check_free,
     check_model,
     find_sites,
+    places_of,
+    sites_at,
 )
 from keras_softmoe.routers import Router
 
@@ -46,6 +46,7 @@ def add_experts(
     blocks: Sequence,
     router: Router | Sequence[Router],
     sites: Callable | Sequence | None = None,
+    start: str = "copies",
     verbose: int = 1,
     **moe_settings,
 ) -> keras.Model:
@@ -61,9 +62,9 @@ def add_experts(
     ViTDet (SAM), BERT and others made of `TransformerEncoder` or `TransformerDecoder`.
     In any other model `sites` names the MLPs.
 
-    An MLP of two dense layers with biases and a GELU between them becomes a bank of
-    experts like those of `upcycle`, which is fast and takes LoRA and int8. Any other is
-    the template of the experts, see `layers.MoE(router, expert=...)`.
+    An MLP of dense layers with biases and an activation of Keras, gated or not, becomes
+    a bank of experts like those of `upcycle`, which is fast and takes LoRA and int8.
+    Any other is the template of the experts, see `layers.MoE(router, expert=...)`.
 
     Args:
         model: built `keras.Model` that can be made again from its configuration: a
@@ -78,6 +79,9 @@ def add_experts(
             (`"encoder/block_*/mlp"`). An MLP whose parts a block keeps in several
             places is a tuple of them, in the order of their application:
             `[("dense_1", "activation", "dense_2")]`.
+        start: `"copies"`; or `"shared"`, where the MLP is kept as a shared expert and
+            the output layers of the others are zero: the model then computes the same
+            at first with any router. It takes an MLP that becomes a bank.
         verbose: 0 or 1, whether to print how many MLPs were found and changed.
         **moe_settings: other arguments of `layers.MoE`, such as `group_images` and
             `dispatcher`. Those that are not given have its defaults.
@@ -118,12 +122,13 @@ def add_experts(
         >>> sparse.routers[1].num_experts
         4
     """
-    names = (*Mixture.names(), "shared_mlp_dim")
-    check_names("`add_experts`", moe_settings, names)
+    accepted = [name for name in Mixture.names() if name != "shared_mlp_dim"]
+    check_names("`add_experts`", moe_settings, accepted)
+    check_choice("start", start, ("copies", "shared"))
     check_model(model)
     if isinstance(model, keras_hub.models.Task):
         backbone = add_experts(
-            model.backbone, blocks, router, sites, verbose, **moe_settings
+            model.backbone, blocks, router, sites, start, verbose, **moe_settings
         )
         return task_with(model, backbone)
     found = find_sites(model, sites)
@@ -132,9 +137,9 @@ def add_experts(
     check_free([found[block] for block in blocks])
     for block in blocks:
         check_causal(routers[block], found[block])
-    known = None if sites is None else [list(site.paths) for site in found]
+    known = None if sites is None else places_of(model, found)
     sparse = ModelWithExperts(
-        copy_of(model), blocks, router, known, moe_settings, name=model.name
+        copy_of(model), blocks, router, known, start, moe_settings, name=model.name
     )
     if verbose:
         print(
@@ -194,10 +199,11 @@ def copy_of(model):
             "add experts before `quantize`."
         ) from (reason if isinstance(reason, Exception) else None)
     copy.set_weights(model.get_weights())
-    if model.trainable:
-        set_trainable(copy, trainable_parts(model))
-    else:
-        copy.trainable = False
+    # Not by their names, which KerasHub derives from that of the model
+    pairs = zip(sublayers(model), sublayers(copy), strict=True)
+    for old, new in ((model, copy), *((old[1], new[1]) for old, new in pairs)):
+        if new.trainable != old.trainable:
+            new.trainable = old.trainable
     return copy
 
 
@@ -235,7 +241,8 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
         model: built `keras.Model`, which becomes a part of this one.
         blocks: sequence of int, as in `add_experts`.
         router: router or list of them.
-        sites: `None`, or the lists of the paths of all MLPs.
+        sites: `None` for those of a family, or `places_of` all MLPs.
+        start: as in `add_experts`.
         moe_settings: dict of further arguments of `layers.MoE`.
         name: str or `None`.
         trainable: bool or dict, as in `ViTMoEBackbone`.
@@ -251,12 +258,13 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
         blocks,
         router,
         sites=None,
+        start="copies",
         moe_settings=None,
         name=None,
         trainable=True,
     ):
         dense_config = configuration_of(model)
-        found = find_sites(model, sites)
+        found = find_sites(model) if sites is None else sites_at(model, sites)
         blocks = check_blocks(blocks, found)
         routers = check_routers(router, blocks)
         moe_settings = dict(moe_settings or {})
@@ -270,7 +278,10 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
         ]
         old = {id(weight) for weight in old}
         dense_weights = [None if id(w) in old else w for w in model.weights]
-        inputs, outputs, layers = _with_experts(model, chosen, routers, moe_settings)
+        shapes = token_shapes(model, chosen)
+        inputs, outputs, layers = _with_experts(
+            model, chosen, routers, shapes, start, moe_settings
+        )
         super().__init__(
             inputs=inputs, outputs=outputs, dtype=model.dtype_policy, name=name
         )
@@ -283,6 +294,8 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
             # Those that are not in MLPs with experts
             dense_weights=dense_weights,
             sites=sites,
+            shapes=shapes,
+            start=start,
             moe_settings=moe_settings,
             layers=layers,
             attributes=attributes,
@@ -344,6 +357,7 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
             "blocks": list(self.moe_blocks),
             "router": routers[0] if is_one else routers,
             "sites": self.held.sites,
+            "start": self.held.start,
             "moe_settings": {
                 **self.held.moe_settings,
                 "group_images": self.group_images,
@@ -364,21 +378,20 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
         return cls(**{**rest, "model": model, "router": router})
 
 
-def _with_experts(model, sites, routers, moe_settings):
+def _with_experts(model, sites, routers, shapes, start, moe_settings):
     """Replace MLPs by mixtures of experts.
 
     Args:
         model: built model, which is changed.
         sites: dict from blocks to their `Site`.
         routers: dict from blocks to routers.
+        shapes: dict from blocks to shapes of tokens.
+        start: as in `add_experts`.
         moe_settings: dict.
 
     Returns:
         Keras tensors of inputs and outputs; dict from blocks to `layers.MoE`.
     """
-    if isinstance(model, keras.Sequential):
-        model = keras.Model(model.inputs[0], model.outputs[0], name=model.name)
-    shapes = token_shapes(model, sites)
     layers, in_graph = {}, {}
     for block, site in sites.items():
         is_in_graph = is_functional(site.parents[0])
@@ -392,7 +405,7 @@ def _with_experts(model, sites, routers, moe_settings):
             if isinstance(model.dtype_policy, keras.dtype_policies.DTypePolicyMap):
                 # From a file of a quantized model: by the paths of its layers
                 known["dtype"] = model.dtype_policy
-            moe = make_moe(routers[block], site.parts, shapes[block], known)
+            moe = make_moe(routers[block], site.parts, shapes[block], known, start)
         layers[block] = moe
         for index, (part, parent) in enumerate(
             zip(site.parts, site.parents, strict=True)
@@ -431,6 +444,8 @@ def _with_layers(model, new):
 
 def _ends(model):
     """Return the inputs and outputs of a model as (structures of) Keras tensors."""
+    if isinstance(model, keras.Sequential):
+        return model.inputs[0], model.outputs[0]
     if is_functional(model):
         return model.input, model.output
     inputs = keras.Input(model.get_build_config()["input_shape"][1:])

@@ -7,8 +7,9 @@ from keras import ops
 from keras_softmoe.backbones import MoEBackbone
 from keras_softmoe.checks import check_whole_numbers, quote
 from keras_softmoe.keras_adapter.surgery import sublayers
-from keras_softmoe.models._expert_banks import Chain, dense_layers
-from keras_softmoe.models._sites import find_sites
+from keras_softmoe.layers import Experts
+from keras_softmoe.models._expert_banks import Chain, plain_mlp
+from keras_softmoe.models._sites import find_sites, sites_at
 from keras_softmoe.models.any_model import ModelWithExperts, task_with
 from keras_softmoe.models.vmoe_params import named_variables
 from keras_softmoe.ops import DenseRouting, to_dense
@@ -204,11 +205,14 @@ def _dense_of_any(sparse, shares):
     for variable, source in zip(dense.weights, kept, strict=True):
         if source is not None:
             variable.assign(ops.convert_to_numpy(source))
-    sites = find_sites(dense, sparse.held.sites)
+    places = sparse.held.sites
+    sites = find_sites(dense) if places is None else sites_at(dense, places)
     for block, moe in sparse.moe_layers.items():
         mlp = Chain(sites[block].parts)
-        if hasattr(moe.experts, "intermediate_dense"):
-            _assign_mean(dense_layers(mlp), moe, shares[block])
+        if isinstance(moe.experts, Experts):
+            plain_mlp(mlp, sparse.held.shapes[block]).write(
+                _mean_mlp(moe.experts, shares[block])
+            )
             continue
         for variable, stacked in zip(mlp.weights, moe.experts.weights, strict=True):
             variable.assign(_mean(stacked, shares[block]))
@@ -225,14 +229,18 @@ def _dense_of_ours(sparse, shares):
             variable.assign(ops.convert_to_numpy(sources[name]))
     for block, share in shares.items():
         mlp = dense.blocks[block].mlp
-        layers = mlp.intermediate_dense, mlp.output_dense
-        _assign_mean(layers, sparse.blocks[block].moe, share)
+        means = _mean_mlp(sparse.blocks[block].moe.experts, share)
+        for part, (kernel, bias) in means.items():
+            getattr(mlp, part).kernel.assign(kernel)
+            getattr(mlp, part).bias.assign(bias)
     return dense
 
 
-def _assign_mean(layers, moe, share):
-    """Give two dense layers the mean weights of the banks of a mixture."""
-    banks = moe.experts.intermediate_dense, moe.experts.output_dense
-    for dense, bank in zip(layers, banks, strict=True):
-        dense.kernel.assign(_mean(bank.kernel, share))
-        dense.bias.assign(_mean(bank.bias, share)[0])
+def _mean_mlp(experts, share):
+    """Return a dict from the names of banks to their mean kernel and bias, arrays."""
+    found = {}
+    for name in ("gate_dense", "intermediate_dense", "output_dense"):
+        bank = getattr(experts, name, None)
+        if bank is not None:
+            found[name] = _mean(bank.kernel, share), _mean(bank.bias, share)[0]
+    return found

@@ -91,7 +91,8 @@ def rows(pytestconfig):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(family, rows, tmp_path):
     row = rows[family] = measured(family, tmp_path)
-    templates = ("DINOv2, SwiGLU", "CLIP", "MetaCLIP 2")
+    # Their activation is none of Keras.
+    templates = ("CLIP", "MetaCLIP 2")
     assert row["MLPs"] == 2
     assert row["experts"] == ("template" if family in templates else "bank")
     assert row["from dense"] < 1e-5 and row["from file"] < 1e-6
@@ -180,13 +181,19 @@ def test_task_of_kerashub(vit, tmp_path):
     backbone = given.backbone
     tuned = keras_hub.models.ViTImageClassifier(backbone=backbone, num_classes=3)
     old = state(backbone.moe_layers[1].experts)
-    tuned.fit(x, y, verbose=0)
+    tuned.fit(x, y, shuffle=False, verbose=0)
     assert difference(old, state(backbone.moe_layers[1].experts)) > 0
-    tuned.save(tmp_path / "task.keras")
-    restored = keras.saving.load_model(tmp_path / "task.keras")
+    tuned.save_weights(tmp_path / "task.weights.h5")
+    restored = type(tuned).from_config(tuned.get_config())
+    restored.optimizer.build(restored.trainable_variables)
+    restored.load_weights(tmp_path / "task.weights.h5")
     np.testing.assert_array_equal(
         restored.predict(x, verbose=0), tuned.predict(x, verbose=0)
     )
+
+
+def is_bank(layer):
+    return "/experts/" in str(layer.path) and layer.name.endswith("_dense")
 
 
 def test_preset_lora_and_int8(vit, tmp_path):
@@ -206,7 +213,7 @@ def test_preset_lora_and_int8(vit, tmp_path):
     restored.enable_lora(2)
     assert restored.moe_layers[1].experts.output_dense.lora_enabled
     before = outputs(sparse, x)[0]
-    sparse.quantize("int8", filters=r".*/experts/.*_dense")
+    sparse.quantize("int8", filters=is_bank)
     found = outputs(sparse, x)[0]
     assert 0 < np.abs(found - before).max() < 0.05 * np.abs(before).max()
     sparse.save(tmp_path / "int8.keras")
