@@ -208,7 +208,7 @@ def _arrangements(dense, width):
 
 
 def _computes(mlp, plain, rank, tolerance):
-    """Return whether a layer computes what its dense layers do as a `layers.MLP`."""
+    """Return whether a layer computes the same as a `layers.MLP` of its weights."""
     rng = np.random.default_rng(0)
     width = plain.layers[0].kernel.shape[0]
     ours = MLP(

@@ -11,7 +11,6 @@ from keras_softmoe.layers import Experts
 from keras_softmoe.models._expert_banks import Chain, plain_mlp
 from keras_softmoe.models._sites import find_sites, sites_at
 from keras_softmoe.models.any_model import ModelWithExperts, task_with
-from keras_softmoe.models.vmoe_params import named_variables
 from keras_softmoe.ops import DenseRouting, to_dense
 from keras_softmoe.routers import record
 from keras_softmoe.types import Data
@@ -45,8 +44,8 @@ def to_dense_model(
         two backbones, over the norm of those of the given one.
 
     Raises:
-        ValueError: if the model has no experts, a part that a dense one has not, or
-            LoRA factors or quantized weights.
+        ValueError: if the model has no experts, a shared expert or parts of MLPs as
+            experts, or LoRA factors or quantized weights.
 
     Examples:
         >>> import keras_hub
@@ -115,6 +114,12 @@ def _mixtures(model, backbone):
                 "A shared expert has its own width, and is not averaged. Received: "
                 f"shared_mlp_dim={moe.shared_mlp_dim} in block {block}."
             )
+    if getattr(backbone, "expert_mlp_dim", None):
+        raise ValueError(
+            "The mean of experts has their width, which the dense model has not. "
+            f"Received: a model with expert_mlp_dim={backbone.expert_mlp_dim}, whose "
+            "experts are parts of an MLP."
+        )
     changed = [
         layer.path
         for _, layer, _ in sublayers(backbone)
@@ -223,10 +228,11 @@ def _dense_of_ours(sparse, shares):
     """Return the dense twin of a backbone of this library."""
     config = {**sparse.get_config(), "moe_layers": (), "router": None}
     dense = type(sparse).from_config(config)
-    sources = named_variables(sparse)
-    for name, variable in named_variables(dense).items():
-        if name in sources:
-            variable.assign(ops.convert_to_numpy(sources[name]))
+    # The layers of both have the same names, apart from MLPs and mixtures.
+    sources = {weight.path: weight for weight in sparse.weights}
+    for weight in dense.weights:
+        if weight.path in sources:
+            weight.assign(ops.convert_to_numpy(sources[weight.path]))
     for block, share in shares.items():
         mlp = dense.blocks[block].mlp
         means = _mean_mlp(sparse.blocks[block].moe.experts, share)
