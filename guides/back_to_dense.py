@@ -12,9 +12,9 @@ Accelerator: None
 """
 ## Introduction
 
-A mixture of experts that was expensive to train may be too large for the place where it
-is to run. `to_dense_model` makes each mixture one MLP: the mean of its experts, weighted
-by their load on some images. The result is a start. This guide distils the mixture into
+A mixture of experts may be too large for the place where it is to run.
+`to_dense_model` makes each mixture one MLP: the mean of its experts, weighted by their
+load on some images. The result is a start. This guide distils the mixture into
 it, in a few lines of `fit`, beside a dense model that starts from random weights.
 
 ## Setup
@@ -33,7 +33,7 @@ keras.utils.set_random_seed(0)
 
 # The tests run this guide with fewer images.
 SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"
-NUM_TRAIN, NUM_TEST, EPOCHS = (64, 64, 1) if SHORT else (2048, 1024, 10)
+NUM_TRAIN, NUM_TEST, EPOCHS = (32, 32, 1) if SHORT else (1024, 512, 8)
 
 sample = ksm.datasets.sample("glyphs", NUM_TRAIN + NUM_TEST)
 images, labels = sample[0], sample[1]
