@@ -33,7 +33,7 @@ keras.utils.set_random_seed(0)
 
 # The tests run this guide with fewer images.
 SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"
-NUM_TRAIN, NUM_TEST, EPOCHS = (32, 32, 1) if SHORT else (1024, 512, 8)
+NUM_TRAIN, NUM_TEST, EPOCHS = (32, 32, 1) if SHORT else (384, 128, 10)
 
 sample = ksm.datasets.sample("glyphs", NUM_TRAIN + NUM_TEST)
 images, labels = sample[0], sample[1]

@@ -8,9 +8,10 @@ from keras_softmoe.backbones import MoEBackbone
 from keras_softmoe.checks import check_whole_numbers, quote
 from keras_softmoe.keras_adapter.surgery import sublayers
 from keras_softmoe.layers import Experts
+from keras_softmoe.models._copies import task_with
 from keras_softmoe.models._expert_banks import Chain, plain_mlp
 from keras_softmoe.models._sites import find_sites, sites_at
-from keras_softmoe.models.any_model import ModelWithExperts, task_with
+from keras_softmoe.models.any_model import ModelWithExperts
 from keras_softmoe.ops import DenseRouting, to_dense
 from keras_softmoe.routers import record
 from keras_softmoe.types import Data
