@@ -59,6 +59,23 @@ class Chain(keras.layers.Layer):
         return cls(**{**config, "parts": list(parts)})
 
 
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class MoEInModel(MoE):
+    """A mixture of experts in a model whose tokens it knows beforehand.
+
+    On TensorFlow, layers of other libraries may lose the number of tokens in a batch of
+    any size.
+    """
+
+    # Shape of the tokens without the batch; `None` if it varies
+    token_shape = None
+
+    def call(self, inputs, mask=None, training=None):
+        if self.token_shape and None in tuple(inputs.shape[1:]):
+            inputs = ops.reshape(inputs, (-1, *self.token_shape))
+        return super().call(inputs, mask=mask, training=training)
+
+
 def make_moe(router, parts, shape, settings, start="copies"):
     """Return a built `layers.MoE` whose experts are copies of an MLP.
 
@@ -84,13 +101,13 @@ def make_moe(router, parts, shape, settings, start="copies"):
                 f'activation of Keras. Received: start="shared" for '
                 f'{parts[0].path!r}, another kind of layer. Take `start="copies"`.'
             )
-        moe = MoE(router, expert=mlp, **known)
+        moe = MoEInModel(router, expert=mlp, **known)
         moe.build(shape)
         return moe
     known |= {"activation": plain.activation, "gated": plain.gated}
     if start == "shared":
         known["shared_mlp_dim"] = plain.mlp_dim
-    moe = MoE(router, plain.mlp_dim, **known)
+    moe = MoEInModel(router, plain.mlp_dim, **known)
     moe.build(shape)
     values = plain.read()
     for name, (kernel, bias) in values.items():

@@ -341,6 +341,8 @@ def _with_experts(model, sites, routers, shapes, start, moe_settings):
         Keras tensors of inputs and outputs; dict from blocks to `layers.MoE`.
     """
     layers, in_graph = {}, {}
+    sizes = [x.shape[1:] for x in keras.tree.flatten(_ends(model)[0])]
+    is_fixed = all(None not in size for size in sizes)
     for block, site in sites.items():
         is_in_graph = is_functional(site.parents[0])
         # The names in a graph are unique.
@@ -354,6 +356,8 @@ def _with_experts(model, sites, routers, shapes, start, moe_settings):
                 # From a file of a quantized model: by the paths of its layers
                 known["dtype"] = model.dtype_policy
             moe = make_moe(routers[block], site.parts, shapes[block], known, start)
+        if is_fixed:
+            moe.token_shape = shapes[block][1:]
         layers[block] = moe
         for index, (part, parent) in enumerate(
             zip(site.parts, site.parents, strict=True)
