@@ -9,6 +9,8 @@ The examples of this module start with:
 from keras_softmoe import moved
 from keras_softmoe.checkpoints import CheckpointError as CheckpointError
 from keras_softmoe.checkpoints import read_checkpoint as read_checkpoint
+from keras_softmoe.models.any_model import add_experts as add_experts
+from keras_softmoe.models.back_to_dense import to_dense_model as to_dense_model
 from keras_softmoe.models.conversion import (
     convert_vmoe_checkpoint as convert_vmoe_checkpoint,
 )

@@ -24,6 +24,11 @@ def pytest_addoption(parser):
         help="export every router to every format, and write experiments/EXPORTS.md",
     )
     parser.addoption(
+        "--all-families",
+        action="store_true",
+        help="add experts to every family, and write experiments/FAMILIES.md",
+    )
+    parser.addoption(
         "--all-cases",
         action="store_true",
         help="run the tests that only PyTorch runs otherwise (see tests/skips.py)",
@@ -32,7 +37,7 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     """Leave to PyTorch what need not run on each backend (`tests/skips.py`)."""
-    if config.option.all_cases:
+    if config.option.all_cases or config.option.all_families:
         return
     kept = skips.selected(items, pathlib.Path(__file__).parent)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])

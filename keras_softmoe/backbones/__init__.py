@@ -9,6 +9,12 @@ from keras_softmoe.backbones._base import ModalityEncoder as ModalityEncoder
 from keras_softmoe.backbones._base import MoEBackbone as MoEBackbone
 from keras_softmoe.backbones._base import weights_follow as weights_follow
 from keras_softmoe.backbones._configuration import preset_is_saved as preset_is_saved
+from keras_softmoe.backbones._configuration import (
+    set_trainable_argument as set_trainable_argument,
+)
+from keras_softmoe.backbones._configuration import (
+    trainable_argument as trainable_argument,
+)
 from keras_softmoe.backbones._contrastive import ContrastiveTask as ContrastiveTask
 from keras_softmoe.backbones._contrastive import LIMoEContrastive as LIMoEContrastive
 from keras_softmoe.backbones._contrastive import (
@@ -39,6 +45,10 @@ from keras_softmoe.backbones._image_preprocessor import (
     ViTMoEImageConverter as ViTMoEImageConverter,
 )
 from keras_softmoe.backbones._limoe import LIMoEBackbone as LIMoEBackbone
+from keras_softmoe.backbones._mutable_routing import MutableRouting as MutableRouting
+from keras_softmoe.backbones._mutable_routing import (
+    recompile_on_change as recompile_on_change,
+)
 from keras_softmoe.backbones._pruning import prune_experts as prune_experts
 from keras_softmoe.backbones._text import TextMoEBackbone as TextMoEBackbone
 from keras_softmoe.backbones._two_towers import TwoTowerBackbone as TwoTowerBackbone

@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_softmoe.architecture import TwoTowers, ViT
-from keras_softmoe.checks import check_whole_numbers
+from keras_softmoe.architecture import Settings, TwoTowers, ViT
+from keras_softmoe.checks import check_names, check_whole_numbers
+from keras_softmoe.evaluation._traced_cost import traced_products, weight_bytes
 from keras_softmoe.evaluation.described import described
 from keras_softmoe.layer_cost import ITEMSIZE, LayerCost, dense_cost
 
@@ -53,11 +54,20 @@ def cost(
     together, as in training and as its paper compares costs; `group_images` counts
     pairs. Encoded apart, they meet another capacity.
 
+    Any other built `keras.Model` is traced once on shapes: a model of `add_experts`,
+    one of KerasHub or of your own. Its layers from this library count as above. In the
+    others each product counts that goes through Keras (`keras.ops.matmul`, `einsum`,
+    `dot`, `tensordot`, `dot_product_attention` and convolutions), for one input;
+    products that a layer computes with functions of a backend do not. A text whose
+    length the model leaves open is counted with its `max_sequence_length`, or 128
+    tokens. Parameters and bytes are those of its weights as they are.
+
     Args:
         model: the name or directory of a preset (its backbone is counted), a backbone
             of this library, a `ViTMoEImageClassifier` (with its head), a
             `LIMoEContrastive`, a `TwoTowerContrastive`, or a dict of arguments of one
-            of the backbones. For a live model only the architecture counts: LoRA
+            of the backbones; or any built `keras.Model`. For a live model of this
+            library only the architecture counts: LoRA
             matrices, for example, are ignored.
         num_classes: int or `None`, classes of the head that is counted with the
             backbone. Defaults to those of a classifier, otherwise to no head. Only a
@@ -83,6 +93,16 @@ def cost(
         >>> ksm.evaluation.cost(name, capacity_factor=0.5).gflop_per_image
         35.1...
     """
+    if _is_of_somebody_else(model):
+        check_names("`cost` of a model of another library", changes, ())
+        if num_classes is not None:
+            raise ValueError(
+                "A head is counted where it is. Received: num_classes="
+                f"{num_classes!r} for a `{type(model).__name__}`. Leave it out, or "
+                "count the task."
+            )
+        operations = 2e-9 * traced_products(model)
+        return Cost(model.count_params(), operations, weight_bytes(model))
     model = described(model, num_classes, **changes)
     parts = _parts(model)
     return Cost(
@@ -103,7 +123,16 @@ def gflop_per_image(model):
     Args:
         model: as in `cost`.
     """
+    if _is_of_somebody_else(model):
+        return 2e-9 * traced_products(model)
     return _gflop_per_image(_parts(described(model)))
+
+
+def _is_of_somebody_else(model):
+    """Whether a model can only be counted by a symbolic call."""
+    backbone = getattr(model, "backbone", model)
+    has_record = isinstance(getattr(backbone, "architecture", None), Settings)
+    return isinstance(model, keras.Model) and model.built and not has_record
 
 
 class _Part(NamedTuple):

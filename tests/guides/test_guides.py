@@ -203,12 +203,29 @@ def check_data_parallel(lines, folder):
     assert float(lines[-1].split()[-1]) < 1e-5
 
 
+def check_experts_in_any_model(lines, folder):
+    changes = [float(line.split()[-1]) for line in lines if "difference" in line]
+    # Experts, two files, a model of one's own
+    assert len(changes) == 4 and max(changes) < 1e-5
+    assert sum("training: accuracy" in line for line in lines) == 3
+    assert "Experts in 2 of 4 MLPs of 'vi_t_backbone': 1, 3." in lines
+
+
+def check_back_to_dense(lines, folder):
+    (difference,) = (line for line in lines if line.startswith("difference: "))
+    assert 0 < float(difference.split()[-1]) < 2
+    names = [line.split(":")[0] for line in lines if ": accuracy " in line]
+    assert len(names) == 4 and "distilled from random weights" in names
+
+
 # Guide -> how to check what it printed and wrote, and where it runs.
 CHECKS = {
     "adapting.py": (check_adapting, ("torch",)),
+    "back_to_dense.py": (check_back_to_dense, ("torch",)),
     "data_parallel_on_tensorflow.py": (check_data_parallel, ("tensorflow",)),
     "data_parallel_on_torch.py": (check_data_parallel, ("torch",)),
     "demo.py": (check_demo, ("jax", "tensorflow", "torch")),
+    "experts_in_any_model.py": (check_experts_in_any_model, ("torch",)),
     "exporting.py": (check_exporting, ("torch",)),
     "few_shot_probing.py": (check_few_shot_probing, ("torch",)),
     "fit_on_a_small_dataset.py": (check_fit_on_a_small_dataset, ("torch",)),

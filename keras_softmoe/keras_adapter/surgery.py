@@ -1,0 +1,157 @@
+"""Parts of built models: finding, replacing and tracing them."""
+
+import contextlib
+
+import keras
+from keras.src.backend import compute_output_spec
+from keras.src.models.functional import Functional
+
+from keras_softmoe.keras_adapter.layers import flatten_layers
+
+
+def is_functional(model):
+    """Return whether a model is a graph of layers, with Keras tensors as its ends.
+
+    Would be replaced by: a public `keras.models.Functional`.
+    """
+    return isinstance(model, Functional | keras.Sequential)
+
+
+def sublayers(model):
+    """Yield `(path, layer, parent)` of all layers in a model, parents first, in order.
+
+    The order is that in which a layer got its parts; of a functional model that of its
+    graph. (`flatten_layers` reverses the parts of each layer.) A layer that is used in
+    several places comes once.
+    Would be replaced by: a public `keras.Layer.flatten_layers()` in that order.
+
+    Args:
+        model: `keras.Layer`.
+
+    Yields:
+        Path, str of the names below the model with `/` between them; layer; parent.
+    """
+    seen = {id(model)}
+
+    def below(parent, prefix):
+        for layer in parent._layers:
+            if id(layer) in seen:
+                continue
+            seen.add(id(layer))
+            path = f"{prefix}{layer.name}"
+            yield path, layer, parent
+            yield from below(layer, f"{path}/")
+
+    yield from below(model, "")
+
+
+def sublayer(parent, name):
+    """Return the part of a layer with a name, or in an attribute; `None` without one.
+
+    Would be replaced by: a public dict of the sublayers of a layer.
+
+    Args:
+        parent: `keras.Layer`.
+        name: str, the name of the part, or that of an attribute, with or without an
+            underscore before it.
+    """
+    for layer in parent._layers:
+        if layer.name == name:
+            return layer
+    held = _attributes(parent)
+    for attribute in (name, f"_{name}"):
+        if isinstance(held.get(attribute), keras.Layer):
+            return held[attribute]
+    return None
+
+
+def replace_sublayer(parent, old, new):
+    """Put a layer in the place of a part of a built layer, whose `call` then uses it.
+
+    Would be replaced by: sublayers that can be set in a built layer, as
+    https://github.com/keras-team/keras/issues/18601 proposes.
+
+    Args:
+        parent: `keras.Layer` that is no functional model.
+        old: the part, in an attribute or in a list in one.
+        new: `keras.Layer`.
+
+    Raises:
+        ValueError: if no attribute has the part.
+    """
+    tracker = parent._tracker
+    was_locked = tracker.locked
+    tracker.unlock()
+    found = False
+    try:
+        for name, value in _attributes(parent).items():
+            if value is old:
+                tracker.untrack(old)
+                setattr(parent, name, new)
+                found = True
+            elif isinstance(value, list) and name != "_layers":
+                for index, item in enumerate(value):
+                    if item is old:
+                        tracker.untrack(old)
+                        value[index] = new
+                        found = True
+    finally:
+        if was_locked:
+            tracker.lock()
+    if not found:
+        raise ValueError(
+            f"The layer {parent.path!r} has no attribute with the part that is to be "
+            f"replaced. Received: {old.path!r}. Name a layer around it."
+        )
+
+
+def _attributes(layer):
+    """Return a dict of the attributes of a layer; PyTorch has modules elsewhere."""
+    return {**vars(layer), **vars(layer).get("_modules", {})}
+
+
+def renew_parameters(model):
+    """Register the weights of all layers of a model anew in their PyTorch modules.
+
+    Layers list their parameters once, when they are built.
+    Would be replaced by: lists that follow the variables of a layer.
+    """
+    if keras.backend.backend() == "torch":
+        for layer in flatten_layers(model):
+            if hasattr(layer, "_torch_params"):
+                layer._track_variables()
+
+
+def call_symbolically(model, inputs, around=None, start=None):
+    """Call a model on shapes: it computes no numbers, but calls all its layers.
+
+    Would be replaced by: a public `keras.compute_output_spec`.
+
+    Args:
+        model: built `keras.Layer`.
+        inputs: `keras.KerasTensor` of known sizes, or a structure of them.
+        around: dict from ids of layers in the model to callables
+            `(call, inputs, *args, **kwargs)`, each of which is called in the place of
+            its layer's `call`.
+        start: callable for the start of the call, of each if there are several:
+            PyTorch computes with numbers where it cannot without.
+    """
+    around = around or {}
+
+    def hook(layer):
+        call, function = layer.call, around[id(layer)]
+        layer.call = lambda *args, **kwargs: function(call, *args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for layer in flatten_layers(model):
+            if id(layer) in around:
+                hook(layer)
+                stack.callback(vars(layer).pop, "call", None)
+        training = {"training": False} if model._call_has_training_arg else {}
+
+        def call(inputs):
+            if start:
+                start()
+            return model.call(inputs, **training)
+
+        return compute_output_spec(call, inputs)

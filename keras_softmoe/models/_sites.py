@@ -1,0 +1,292 @@
+"""Places in any Keras model where experts may stand: its MLPs."""
+
+import fnmatch
+from typing import NamedTuple
+
+import keras
+
+from keras_softmoe.backbones import MoEBackbone
+from keras_softmoe.checks import quote
+from keras_softmoe.keras_adapter.surgery import sublayer, sublayers
+from keras_softmoe.layers import MoE, SoftMoE
+from keras_softmoe.routers import IdentityRouter
+from keras_softmoe.routers.policies import Sinkhorn, SparseTransport, TokenChoice
+
+_FEEDFORWARD = ("feedforward_intermediate_dense", "feedforward_output_dense")
+_DENSE = ("dense_1", "activation", "dense_2")
+
+# Blocks of KerasHub by the names of their classes and base classes: the parts that make
+# up the MLP, applied one after the other.
+_FAMILIES = {
+    "ViTEncoderBlock": ("mlp",),
+    # The second dense layer is in the layer that adds the residual.
+    "DeiTEncoderBlock": ("mlp", "output_layer/dense"),
+    "DINOV2Layer": ("mlp",),
+    "DINOV3Layer": ("mlp",),
+    "SigLIPEncoderLayer": ("mlp",),
+    "CLIPEncoderLayer": _DENSE,
+    "MetaCLIP2EncoderLayer": _DENSE,
+    "SwinTransformerBlock": ("mlp",),
+    "VideoPrismEncoderBlock": ("mlp",),
+    # ViTDet, the image encoder of SAM
+    "WindowedTransformerEncoder": ("mlp_block",),
+    "TransformerEncoder": _FEEDFORWARD,
+    "DisentangledAttentionEncoder": _FEEDFORWARD,
+    # GPT-2, OPT, BART and others
+    "TransformerDecoder": _FEEDFORWARD,
+}
+
+# Blocks whose MLP cannot be replaced, with the reason.
+_REFUSED = {
+    "HierarchicalTransformerEncoder": "its MLP has a convolution that sees the whole "
+    "feature map, and the tokens of an expert are no map",
+}
+
+
+class Site(NamedTuple):
+    """An MLP in a model.
+
+    Attributes:
+        paths: tuple of str, the names of its parts below the model.
+        parts: tuple of layers, applied one after the other.
+        parents: tuple of layers, each with the part of that index.
+        is_causal: bool, whether it is in a block whose tokens see no later ones.
+    """
+
+    paths: tuple
+    parts: tuple
+    parents: tuple
+    is_causal: bool
+
+
+def find_sites(model, rule=None):
+    """Return the list of the sites of a model, in the order of its layers.
+
+    Args:
+        model: built `keras.Model`.
+        rule: as `sites` in `add_experts`.
+
+    Raises:
+        ValueError: if there are none, with the layers that might be meant.
+    """
+    layers = [("", model, None), *sublayers(model)]
+    places = {id(layer): (path, parent) for path, layer, parent in layers}
+    found, taken = [], set()
+    for path, layer, _ in layers:
+        # A part of a site is no site of its own.
+        if id(layer) in taken:
+            taken |= {id(part) for _, part, _ in sublayers(layer)}
+            continue
+        if isinstance(layer, MoE | SoftMoE):
+            taken |= {id(part) for _, part, _ in sublayers(layer)}
+        for parts in _matches(path, layer, rule):
+            if any(id(part) in taken for part in parts):
+                continue
+            taken |= {id(part) for part in parts}
+            found.append(_site(parts, places))
+    if not found:
+        _refuse_without_sites(model, rule, layers)
+    return found
+
+
+def _site(parts, places):
+    """Return the site of some parts; `places` has the path and parent of each layer."""
+    paths, parents = zip(*(places[id(part)] for part in parts), strict=True)
+    is_causal = any(_is_causal(layer) for layer in _above(parts[0], places))
+    return Site(paths, parts, parents, is_causal)
+
+
+def places_of(model, sites):
+    """Return the places of the parts of sites among the layers, lists of int.
+
+    In a model that is made from the configuration of another one they are the same,
+    which names are not.
+    """
+    indices = {id(x): index for index, (_, x, _) in enumerate(sublayers(model))}
+    return [[indices[id(part)] for part in site.parts] for site in sites]
+
+
+def sites_at(model, places):
+    """Return the sites with the places that `places_of` returns."""
+    layers = list(sublayers(model))
+    above = {id(layer): (path, parent) for path, layer, parent in layers}
+    above[id(model)] = ("", None)
+    chosen = (tuple(layers[index][1] for index in indices) for indices in places)
+    return [_site(parts, above) for parts in chosen]
+
+
+def _matches(path, layer, rule):
+    """Return the list of the sites that begin at a layer, each a tuple of its parts."""
+    if callable(rule):
+        return [(layer,)] if path and rule(layer) else []
+    if rule is None:
+        names = {cls.__name__ for cls in type(layer).__mro__}
+        chains = [chain for name, chain in _FAMILIES.items() if name in names]
+        if not type(layer).__module__.startswith("keras_hub."):
+            return []
+        return [parts for parts in (_parts(layer, c) for c in chains[:1]) if parts]
+    found = []
+    for entry in rule:
+        chain = (entry,) if isinstance(entry, str) else tuple(entry)
+        folders = {name.rpartition("/")[0] for name in chain}
+        folder = min(folders, key=len)
+        if folder and not _is_path(path, folder):
+            continue
+        names = [name[len(folder) :].lstrip("/") for name in chain]
+        parts = _parts(layer, names)
+        if parts:
+            found.append(parts)
+    return found
+
+
+def _is_path(path, pattern):
+    return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(
+        path, f"*/{pattern}"
+    )
+
+
+def _parts(layer, names):
+    """Return the parts of a layer with these names (or paths), `None` if one misses."""
+    parts = []
+    for name in names:
+        part = layer
+        for step in name.split("/"):
+            part = None if part is None else sublayer(part, step)
+        parts.append(part)
+    return None if None in parts else tuple(parts)
+
+
+def _above(layer, places):
+    """Yield a layer, and those that contain it."""
+    while layer is not None:
+        yield layer
+        layer = places[id(layer)][1]
+
+
+def _is_causal(layer):
+    if getattr(layer, "use_causal_mask", False) is True:
+        return True
+    if isinstance(layer, keras.Model):
+        return False
+    return any("Decoder" in cls.__name__ for cls in type(layer).__mro__)
+
+
+def _refuse_without_sites(model, rule, layers):
+    for _, layer, _ in layers:
+        reason = _REFUSED.get(type(layer).__name__)
+        if reason and rule is None:
+            raise ValueError(
+                f"A `{type(layer).__name__}` takes no experts: {reason}. Received: a "
+                f"`{type(model).__name__}`."
+            )
+    candidates = {}
+    for path, layer, parent in layers:
+        if isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense):
+            kind = f"`{type(parent).__name__}` ({_path_of(layers, parent)})"
+            candidates.setdefault(kind, []).append(path.rpartition("/")[2])
+    names = "; ".join(
+        f"{kind} with {', '.join(dict.fromkeys(dense))}"
+        for kind, dense in list(candidates.items())[:12]
+    )
+    causal = any(_is_causal(layer) for _, layer, _ in layers)
+    note = (
+        " Its blocks are causal decoders: a router that looks at later tokens would "
+        "not fit them." * causal
+    )
+    asked = "" if rule is None else f" and sites={quote(rule)}"
+    raise ValueError(
+        f"No MLP was found that experts could replace. Received: a "
+        f"`{type(model).__name__}`{asked}.{note} Name the layers to replace: `sites` "
+        "takes names (several in a tuple, if a block spreads its MLP over them) or a "
+        f"predicate. Layers with dense layers: {names or 'none'}."
+    )
+
+
+def _path_of(layers, parent):
+    """Return the path of a layer, "the model" for the model itself."""
+    return next((path for path, x, _ in layers if x is parent), "") or "the model"
+
+
+# === Checks ===
+
+
+def check_model(model):
+    """Raise unless a model of somebody else can be copied and searched."""
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            "`model` must be a `keras.Model`, for example a backbone of KerasHub. "
+            f"Received: model={quote(model)}. A layer can be put into one: "
+            "`keras.Model(inputs, layer(inputs))`."
+        )
+    backbone = getattr(model, "backbone", model)
+    if isinstance(backbone, MoEBackbone) or hasattr(model, "text_backbone"):
+        raise ValueError(
+            f"A `{type(model).__name__}` is a model of this library. Received: "
+            f"model={quote(model)}. Take `ksm.converters.upcycle`."
+        )
+    if not model.built:
+        raise ValueError(
+            "A model that is not built has no layers to replace. Received: a "
+            f"`{type(model).__name__}` with built=False. Call it once on data."
+        )
+
+
+def check_blocks(blocks, sites):
+    """Return `blocks` as an ascending tuple of indices of sites."""
+    blocks = tuple(blocks) if isinstance(blocks, list | tuple | range) else (blocks,)
+    wrong = [b for b in blocks if isinstance(b, bool) or not isinstance(b, int)]
+    wrong += [b for b in blocks if b not in wrong and not 0 <= b < len(sites)]
+    if wrong or not blocks or len(set(blocks)) < len(blocks):
+        raise ValueError(
+            f"`blocks` counts the MLPs of the model from 0 to {len(sites) - 1}, each "
+            f"at most once. Received: blocks={quote(blocks)}. There are: "
+            f"{', '.join(site.paths[0] for site in sites[:24])}"
+            f"{', ...' * (len(sites) > 24)}."
+        )
+    return tuple(sorted(blocks))
+
+
+def check_free(sites):
+    """Raise if one of the sites has experts already."""
+    for site in sites:
+        inside = [x for part in site.parts for _, x, _ in sublayers(part)]
+        mixtures = [x for x in (*site.parts, *inside) if isinstance(x, MoE | SoftMoE)]
+        if mixtures:
+            raise ValueError(
+                "Experts stand in the place of an MLP, not of other experts. Received: "
+                f"the site {site.paths[0]!r} with {mixtures[0].path!r}. Choose other "
+                "blocks."
+            )
+
+
+def check_causal(router, site):
+    """Raise if a router looks at later tokens in a block whose tokens must not."""
+    if site.is_causal and looks_ahead(router):
+        raise ValueError(
+            f"The block of {site.paths[0]!r} is causal: what it computes for a token "
+            "must not depend on later ones, or the model could not generate. Received: "
+            f"a `{type(router).__name__}`, which does with its settings. Take "
+            "`SoftmaxTokenChoiceRouter` with `capacity_factor=None` (room for all "
+            "tokens)."
+        )
+
+
+def looks_ahead(router):
+    """Return whether the decision of a router for a token depends on later tokens.
+
+    Args:
+        router: `Router`. Of classes that are unknown here it is assumed.
+    """
+    if isinstance(router, IdentityRouter):
+        return False
+    assignment = getattr(router, "assignment", None)
+    is_token_choice = isinstance(assignment, TokenChoice)
+    is_plan = isinstance(getattr(router, "scores", None), Sinkhorn | SparseTransport)
+    if not is_token_choice or is_plan or assignment.keep_fraction < 1:
+        return True
+    has_room = router.num_rows(1) is not None or all(
+        router.capacity(4096, training) >= 4096 for training in (False, True)
+    )
+    # A limited expert takes all first choices before any second one.
+    in_order = assignment.choices == 1 and router.priority == "position"
+    return not (has_room or in_order)

@@ -1,0 +1,134 @@
+"""Models with experts that become dense ones."""
+
+import numpy as np
+import pytest
+
+from keras_softmoe import converters, layers, models, routers
+from keras_softmoe.keras_adapter.surgery import sublayers
+from tests.support import tiny, tiny_limoe
+from tests.support.families import FAMILIES, inputs_of
+from tests.support.references import to_numpy
+
+ROUTER = routers.SoftmaxTokenChoiceRouter(
+    4, num_selected_experts=2, capacity_factor=None, normalize_gates=True
+)
+# The last layer of an MLP, by its path in the dense model
+LAST = {"ViT": "mlp/dense_2", "DINOv2, SwiGLU": "mlp/weights_out", "CLIP": "dense_2"}
+
+
+def change(moe):
+    """Give experts different weights."""
+    rng = np.random.default_rng(0)
+    for weight in moe.experts.weights:
+        weight.assign(to_numpy(weight) + 0.2 * rng.normal(size=weight.shape))
+
+
+def loads_of(model, x):
+    with routers.record() as decisions:
+        model(x)
+    return [
+        to_numpy(decision.summary["load"]).sum(axis=0)
+        for decision in decisions.values()
+    ]
+
+
+@pytest.mark.parametrize("family", LAST)
+def test_model_of_somebody_else(family, capsys):
+    """Equal experts give the dense model back, others their mean by load."""
+    dense = FAMILIES[family]()
+    x = inputs_of(dense, 3)
+    sparse = converters.add_experts(dense, (1,), ROUTER, verbose=0)
+    same = converters.to_dense_model(sparse, x, batch_size=2)
+    assert "1 mixtures of" in capsys.readouterr().out
+    assert type(same) is type(dense) and same.feature_difference < 1e-5
+    for old, new in zip(dense.weights, same.weights, strict=True):
+        np.testing.assert_allclose(to_numpy(new), to_numpy(old), atol=1e-6)
+    moe = sparse.moe_layers[1]
+    change(moe)
+    before = [to_numpy(weight).copy() for weight in sparse.weights]
+    (load,) = loads_of(sparse, x)
+    bank = getattr(moe.experts, "output_dense", None)
+    bias = to_numpy(moe.experts.weights[-1] if bank is None else bank.bias)
+    for data, share in ((x, load / load.sum()), (None, np.full(4, 0.25))):
+        mean = converters.to_dense_model(sparse, data, verbose=0)
+        last = [y for path, y, _ in sublayers(mean) if path.endswith(LAST[family])]
+        expected = np.tensordot(share, bias, 1).reshape(-1)
+        np.testing.assert_allclose(to_numpy(last[1].bias), expected, atol=1e-6)
+    assert all(map(np.array_equal, before, map(to_numpy, sparse.weights)))
+    distance = converters.to_dense_model(sparse, x, verbose=0).feature_difference
+    assert 1e-4 < distance < 10
+
+
+def test_classifier_of_ours():
+    classifier = tiny.classifier(router=ROUTER)
+    backbone = classifier.backbone
+    images = tiny.images(4)
+    block = backbone.moe_layers[0]
+    moe = backbone.blocks[block].moe
+    change(moe)
+    dense = converters.to_dense_model(classifier, images, verbose=0)
+    assert type(dense) is type(classifier) and not dense.backbone.moe_layers
+    assert dense.feature_difference > 0
+    load = loads_of(backbone, images)[0]
+    kernel = to_numpy(moe.experts.intermediate_dense.kernel)
+    np.testing.assert_allclose(
+        to_numpy(dense.backbone.blocks[block].mlp.intermediate_dense.kernel),
+        np.tensordot(load / load.sum(), kernel, 1),
+        atol=1e-6,
+    )
+    np.testing.assert_array_equal(
+        to_numpy(dense.output_dense.kernel), to_numpy(classifier.output_dense.kernel)
+    )
+
+
+def test_soft_router_by_its_combine_weights():
+    vit = FAMILIES["ViT"]()
+    x = inputs_of(vit, 2)
+    soft = converters.add_experts(vit, (1,), routers.SoftRouter(3), verbose=0)
+    moe = soft.moe_layers[1]
+    # Other combine weights than even ones
+    moe.router.weights[-1].assign(moe.router.weights[-1] * 20)
+    change(moe)
+    dense = converters.to_dense_model(soft, x, verbose=0)
+    with routers.record() as decisions:
+        soft(x)
+    (decision,) = decisions.values()
+    weights = to_numpy(decision.routing.combine).sum(axis=(0, 1, 3))
+    last = [y for path, y, _ in sublayers(dense) if path.endswith("mlp/dense_2")][1]
+    bias = to_numpy(moe.experts.output_dense.bias)
+    expected = np.tensordot(weights / weights.sum(), bias, 1)[0]
+    np.testing.assert_allclose(to_numpy(last.bias), expected, atol=1e-6)
+
+
+def test_images_and_texts():
+    limoe = tiny_limoe.backbone()
+    x = tiny_limoe.pairs(4)
+    dense = converters.to_dense_model(limoe, x, verbose=0)
+    assert type(dense) is models.LIMoEBackbone and not dense.moe_layers
+    assert 0 < dense.feature_difference < 10
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="no experts, it is dense"):
+        converters.to_dense_model(tiny.backbone(**tiny.DENSE))
+    with pytest.raises(ValueError, match="from `add_experts`.*model=<MLP"):
+        converters.to_dense_model(layers.MLP(3))
+    vit = FAMILIES["ViT"]()
+    parts = converters.upcycle(
+        vit, (1,), routers.SoftmaxTokenChoiceRouter(4, 2), split=2
+    )
+    with pytest.raises(ValueError, match="expert_mlp_dim=6"):
+        converters.to_dense_model(parts)
+    shared = converters.add_experts(vit, (1,), ROUTER, start="shared", verbose=0)
+    x = inputs_of(vit)
+    np.testing.assert_allclose(
+        shared.predict_on_batch(x), vit.predict_on_batch(x), atol=1e-5
+    )
+    with pytest.raises(ValueError, match="shared_mlp_dim=12 in block 1"):
+        converters.to_dense_model(shared)
+    lora = converters.add_experts(vit, (1,), ROUTER, verbose=0)
+    lora.enable_lora(2)
+    with pytest.raises(ValueError, match="Merge the factors first"):
+        converters.to_dense_model(lora)
+    with pytest.raises(ValueError, match='start="shared".*dense_1'):
+        converters.add_experts(FAMILIES["CLIP"](), (1,), ROUTER, start="shared")
