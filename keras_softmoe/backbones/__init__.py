@@ -5,6 +5,7 @@ them to these classes.
 """
 
 from keras_softmoe.backbones._adaptation import merge_lora as merge_lora
+from keras_softmoe.backbones._adaptation import quantize as quantize
 from keras_softmoe.backbones._base import ModalityEncoder as ModalityEncoder
 from keras_softmoe.backbones._base import MoEBackbone as MoEBackbone
 from keras_softmoe.backbones._base import weights_follow as weights_follow

@@ -11,6 +11,7 @@ from keras_softmoe.keras_adapter.layers import (
 )
 from keras_softmoe.layers.expert_bank import ExpertBank
 from keras_softmoe.layers.expert_bank import merge_lora as merge_lora_of_layer
+from keras_softmoe.layers.template_experts import TemplateExperts
 
 
 def merge_lora(model: keras.Model) -> list:
@@ -60,7 +61,7 @@ def has_factors(model):
 def quantize(self, mode=None, config=None, filters=None, **kwargs):
     """Quantize the weights, as `keras.Model.quantize`; a method of all models.
 
-    A mode that expert banks do not support is refused before any layer changes. In int4
+    A mode that experts do not support is refused before any layer changes. In int4
     the head of a classifier keeps its precision, unless there are `filters`: it is
     small, and its rounding alone cost 9 to 17 points of accuracy on digits.
     """
@@ -72,7 +73,8 @@ def quantize(self, mode=None, config=None, filters=None, **kwargs):
             return layer is not head
 
     for layer in flatten_layers(self):
-        if isinstance(layer, ExpertBank) and is_quantized_under(filters, layer):
+        is_bank = isinstance(layer, ExpertBank | TemplateExperts)
+        if is_bank and is_quantized_under(filters, layer):
             layer.check_quantization(mode, config)
     with quick_garbage_collection():
         return keras.Model.quantize(

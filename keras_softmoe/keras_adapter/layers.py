@@ -117,6 +117,19 @@ def is_initialized(variable):
     return variable._value is not None
 
 
+def release_values(layer):
+    """Free the memory of the weights of a layer that is called with other values.
+
+    Would be replaced by: a public way to drop the value of a `keras.Variable`.
+    """
+    for weight in layer.weights:
+        weight._value = None
+    for part in layer._flatten_layers():
+        # PyTorch holds them in modules, too.
+        if hasattr(part, "_torch_params"):
+            part._torch_params = type(part._torch_params)()
+
+
 def states_of_draws(layer):
     """Return the variables of the random generators in a layer and its parts, a list.
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import keras
 from keras import ops
 
-from keras_softmoe.checks import check_bools
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layer_cost import LayerCost, MixtureCost
 from keras_softmoe.layers._feedforward import MLP, Experts
@@ -99,7 +98,7 @@ class MoE(Layer):
             gets the mean of each image's tokens, `(G, group_images, D)`, and an expert
             computes all tokens of an image. A template then gets the map, in the shape
             of the input: `(N, H, W, D)` for `(B, H, W, D)`, so that an expert may be a
-            convolution. Images without a token that is not masked take no slot.
+            convolution. Images whose tokens are all masked take no slot.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
@@ -163,16 +162,16 @@ class MoE(Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        check_router(router)
+        check_router(router, by_image)
         check_experts(
             mlp_dim,
             expert,
+            activation,
             gated,
             shared_mlp_dim,
             expert_dropout_rate=expert_dropout_rate,
             remat_experts=remat_experts,
         )
-        check_bools(by_image=by_image)
         self.check_settings(
             group_images,
             dispatcher,
@@ -291,7 +290,7 @@ class MoE(Layer):
         )
         warn_of_split_groups(self, x.shape[0], tokens.shape[0])
         known = {}
-        if self.router.knows_modalities and not self.by_image:
+        if self.router.knows_modalities:
             known["modalities"] = layout(sequences)
         if self.router.knows_num_tokens and counts is not None:
             known["num_tokens"] = counts

@@ -15,13 +15,20 @@ from keras_softmoe.routers import Router
 DISPATCHERS = ("auto", "gather", "einsum")
 
 
-def check_router(router):
-    """Raise unless a router is one."""
+def check_router(router, by_image):
+    """Raise unless a router is one, for whole images if `by_image`."""
+    check_bools(by_image=by_image)
     if not isinstance(router, Router):
         raise ValueError(
             "`router` must be a router from `keras_softmoe.routers`, for example "
             f"`SoftRouter(num_experts=8)`: make one. Received: "
             f"router={quote(router)}."
+        )
+    if by_image and router.knows_modalities:
+        raise ValueError(
+            "A router that tells the tokens of images from those of text cannot route "
+            f"whole inputs. Received: router={quote(router)}, by_image=True. Take "
+            "`SoftmaxTokenChoiceRouter`, for example, or `by_image=False`."
         )
 
 
@@ -60,19 +67,20 @@ def check_settings(
         )
 
 
-def check_experts(mlp_dim, expert, gated, shared_mlp_dim, **of_mlps):
+def check_experts(mlp_dim, expert, activation, gated, shared_mlp_dim, **of_mlps):
     """Raise unless the arguments describe MLPs, or experts of a template.
 
     Args:
         mlp_dim: int or `None`.
         expert: layer or `None`.
+        activation: str.
         gated: bool.
         shared_mlp_dim: int or `None`.
         **of_mlps: settings of experts that are MLPs.
     """
     check_bools(gated=gated)
     if (mlp_dim is None) == (expert is None):
-        given = "neither" if expert is None else f"mlp_dim={quote(mlp_dim)}, expert"
+        given = f"mlp_dim={quote(mlp_dim)}, expert={quote(expert)}"
         raise ValueError(
             "The experts are MLPs of a hidden width, `mlp_dim`, or copies of a layer, "
             f"`expert`: give one of the two. Received: {given}."
@@ -82,7 +90,8 @@ def check_experts(mlp_dim, expert, gated, shared_mlp_dim, **of_mlps):
         return
     check_template(expert)
     if shared_mlp_dim is None:
-        of_mlps["gated"] = gated
+        is_default = activation == "gelu_tanh"
+        of_mlps |= {"gated": gated, "activation": None if is_default else activation}
     given = [f"{name}={value!r}" for name, value in of_mlps.items() if value]
     if given:
         raise ValueError(

@@ -76,15 +76,18 @@ def images_as_tokens(tokens, mask):
         mask: `(B, S)` bool tensor or `None`.
 
     Returns:
-        The means of the images' tokens, `(B, 1, D)`; all their tokens in one vector,
-        `(B, 1, S * D)`; and the `(B, 1)` mask of images with any token, or `None`.
+        The means of the images' tokens, `(B, 1, D)` in float32; all their tokens in one
+        vector, `(B, 1, S * D)`; and the `(B, 1)` mask of images with any token, or
+        `None`.
     """
     _, num_tokens, width = tokens.shape
     vectors = ops.reshape(tokens, (-1, 1, num_tokens * width))
+    # Sums in half precision may overflow.
+    tokens = ops.cast(tokens, "float32")
     if mask is None:
         return ops.mean(tokens, axis=1, keepdims=True), vectors, None
     # (B, 1, 1)
-    count = ops.sum(ops.cast(mask, tokens.dtype), axis=1, keepdims=True)
+    count = ops.sum(ops.cast(mask, "float32"), axis=1, keepdims=True)
     count = ops.expand_dims(ops.maximum(count, 1), -1)
     means = ops.sum(tokens, axis=1, keepdims=True) / count
     return means, vectors, ops.any(mask, axis=1, keepdims=True)

@@ -13,6 +13,7 @@ from keras_softmoe.keras_adapter.layers import (
     Layer,
     is_created_trainable,
     is_initialized,
+    release_values,
     states_of_draws,
 )
 from keras_softmoe.layer_cost import LayerCost
@@ -50,6 +51,9 @@ class TemplateExperts(Layer):
             configuration, which it therefore needs in order to be saved.)
         equal_experts: bool, whether all experts start with the same weights.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Attributes:
+        stacked: list of the `(E, ...)` weights, in the order of the template's.
 
     Maps slots `(G, E, C, D)` to outputs `(G, E, C, D)`: a template gets its slots of
     all groups as `(N, D)`, or as `(N, 1, D)` if it does not accept those. Slots of
@@ -111,11 +115,14 @@ class TemplateExperts(Layer):
         if template is not self.expert and not self.equal_experts:
             others = range(self.num_experts - 1)
             copies += [new_copy(self.expert, self._slot_shape) for _ in others]
-        self._stacked = [
+        self.stacked = [
             self._stack(name, [copy.weights[index] for copy in copies])
             for index, name in enumerate(names_of_weights(template))
         ]
         self._maps = {training: self._find_map(training) for training in (False, True)}
+        if template is not self.expert:
+            # The stacked weights alone are used.
+            release_values(template)
         check_layer(self)
 
     def _find_map(self, training):
@@ -134,7 +141,7 @@ class TemplateExperts(Layer):
             known = {"fallback_to_while_loop": False}
             vectorized_map = functools.partial(tf.vectorized_map, **known)
         x = ops.zeros((self.num_experts, *self._slot_shape))
-        values = [ops.zeros(w.shape, w.dtype) for w in self._stacked]
+        values = [ops.zeros(w.shape, w.dtype) for w in self.stacked]
         try:
             vectorized_map(self._one(training), [x, *values])
         except Exception:
@@ -195,7 +202,7 @@ class TemplateExperts(Layer):
 
     def call(self, slots, training=None):
         # `(E, ...)` values of all variables
-        values = [ops.convert_to_tensor(weight) for weight in self._stacked]
+        values = [ops.convert_to_tensor(weight) for weight in self.stacked]
         states = []
         if self._templates.draws[bool(training)]:
             states = states_of_draws(self._templates.used)
@@ -246,13 +253,17 @@ class TemplateExperts(Layer):
             "`layers.MoE(router, mlp_dim=...)`, whose experts do."
         )
 
-    def quantize(self, mode=None, type_check=True, config=None):
-        raise ValueError(
+    def check_quantization(self, mode, config=None):
+        """Raise the error of `quantize`: it is not supported."""
+        raise NotQuantizedError(
             f"Experts of any layer are not quantized. Received: mode={mode!r} for "
             f"{self.path!r}, experts of a `{type(self.expert).__name__}`. Leave them "
             "out (`quantize(..., filters=lambda layer: 'experts' not in "
             "str(layer.path))`), or use `layers.MoE(router, mlp_dim=...)`."
         )
+
+    def quantize(self, mode=None, type_check=True, config=None):
+        self.check_quantization(mode, config)
 
     def get_config(self):
         return {
@@ -266,6 +277,13 @@ class TemplateExperts(Layer):
     def from_config(cls, config):
         expert = keras.saving.deserialize_keras_object(config["expert"])
         return cls(**{**config, "expert": expert})
+
+
+class NotQuantizedError(NotImplementedError, ValueError):
+    """A `ValueError` that `keras.Model.quantize` turns into a warning.
+
+    It raises others when some layers are quantized already.
+    """
 
 
 def _is_exporting():

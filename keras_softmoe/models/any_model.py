@@ -10,6 +10,7 @@ import keras_hub
 from keras_softmoe.architecture import Mixture, revive_router
 from keras_softmoe.backbones import (
     MutableRouting,
+    quantize,
     recompile_on_change,
     set_trainable_argument,
     trainable_argument,
@@ -282,11 +283,14 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
         """Int, images that are routed together; `None` for the whole batch."""
         return next(iter(self.held.layers.values())).group_images
 
+    quantize = quantize
+
     def default_lora_layer_names(self):
         """Layers that `enable_lora` adapts: those of KerasHub, and banks of experts."""
         return [
             *super().default_lora_layer_names(),
             "intermediate_dense",
+            "gate_dense",
             "output_dense",
         ]
 

@@ -113,13 +113,14 @@ def _mixtures(model, backbone):
         if getattr(moe, "shared_mlp_dim", None):
             raise ValueError(
                 "A shared expert has its own width, and is not averaged. Received: "
-                f"shared_mlp_dim={moe.shared_mlp_dim} in block {block}."
+                f"shared_mlp_dim={moe.shared_mlp_dim} in block {block}. Take a model "
+                "without one."
             )
     if getattr(backbone, "expert_mlp_dim", None):
         raise ValueError(
             "The mean of experts has their width, which the dense model has not. "
             f"Received: a model with expert_mlp_dim={backbone.expert_mlp_dim}, whose "
-            "experts are parts of an MLP."
+            "experts are parts of an MLP. Take a model that was made with `split=1`."
         )
     changed = [
         layer.path
@@ -206,7 +207,9 @@ def _mean(weight, share):
 
 def _dense_of_any(sparse, shares):
     """Return the dense model of a `ModelWithExperts`."""
-    dense = keras.saving.deserialize_keras_object(sparse.held.dense_config)
+    # The user's own objects, not those of a file
+    config = sparse.held.dense_config
+    dense = keras.saving.deserialize_keras_object(config, safe_mode=False)
     kept = sparse.held.dense_weights
     for variable, source in zip(dense.weights, kept, strict=True):
         if source is not None:
@@ -220,7 +223,7 @@ def _dense_of_any(sparse, shares):
                 _mean_mlp(moe.experts, shares[block])
             )
             continue
-        for variable, stacked in zip(mlp.weights, moe.experts.weights, strict=True):
+        for variable, stacked in zip(mlp.weights, moe.experts.stacked, strict=True):
             variable.assign(_mean(stacked, shares[block]))
     return dense
 

@@ -149,10 +149,11 @@ def z_loss(logits: Tensor, valid: Tensor | None = None) -> Tensor:
 def router_similarity_loss(
     probs: Tensor, chosen: Tensor, valid: Tensor | None = None
 ) -> Tensor:
-    """Similarity of experts in probability, weighted by how often they are chosen.
+    """Loss that balances how often experts, and pairs of experts, are chosen.
 
-    It balances the experts, and their pairs that are chosen for the same token. The
-    weights have no gradient; the probabilities have.
+    The products of the probabilities of two experts are summed. The more often both are
+    chosen for the same token, the larger the weight of their product. Weights have no
+    gradient, probabilities have.
 
     Args:
         probs: `(G, S, E)` float tensor, each token's probabilities over experts.
@@ -161,11 +162,15 @@ def router_similarity_loss(
         valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
 
     Returns:
-        `(G,)` tensor: the mean over tokens of the sum of `W[i, j] * p_i * p_j` over
-        all pairs of experts. `W[i, i]` is `E` times the share of expert `i` in all
-        choices, and `W[i, j]` is `E * (E - 1)` times the share of experts `i` and `j`
-        in all pairs of experts that are chosen for the same token. It is 1 if all
-        probabilities are equal and tokens have several experts.
+        `(G,)` tensor, the mean over tokens of the sum over `i` and `j` of
+        `W[i, j] * p[i] * p[j]`. Let `N[i, j]` be the number of tokens with both experts
+        (for `i = j`: with expert `i`).
+
+        - `W[i, i]` is `E * N[i, i]`, divided by the sum of all `N[k, k]`.
+        - `W[i, j]` is `E * (E - 1) * N[i, j]`, divided by the sum of `N` off the
+          diagonal.
+
+        It is 1 if all probabilities are equal and any token has several experts.
 
     Source: Yuan et al. 2025 (Expert Race), section 5 ("router similarity loss").
 

@@ -196,6 +196,21 @@ def test_whole_images_are_routed(name):
     np.testing.assert_allclose(to_numpy(outputs), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_means_of_images_in_half_precision():
+    """Sums of tokens are over the largest number of float16."""
+    layer = layers.MoE(ROUTERS["dropless"], 3, by_image=True, dtype="mixed_float16")
+    inputs = normal((2, 600, WIDTH)) + 200
+    mask = np.ones((2, 600), "bool")
+    outputs = to_numpy(layer(inputs, mask=mask))
+    assert np.isfinite(outputs).all()
+    np.testing.assert_array_equal(outputs, to_numpy(layer(inputs)))
+
+
+def test_modalities_are_no_matter_of_whole_images():
+    with pytest.raises(ValueError, match="(?s)router=<LIMoERouter.*by_image=True"):
+        layers.MoE(routers.LIMoERouter(3), 3, by_image=True)
+
+
 def test_mlps_by_image_are_those_of_tokens():
     """The bank computes all tokens of an image, with or without slots."""
     found = []

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, routers
+from keras_softmoe.keras_adapter.layers import is_initialized
 from keras_softmoe.layers.template_experts import TemplateExperts
 from tests.support.gradients import layer_gradients
 from tests.support.layer_checks import check_layer, normal, randomize, revive
@@ -59,6 +60,8 @@ def test_each_expert_is_the_template_with_its_own_weights(name):
     template = TEMPLATES[name]()
     layer = build(template)
     assert not template.built
+    # No weights are in memory beside the stacked ones.
+    assert not any(is_initialized(w) for w in layer._templates.used.weights)
     randomize(layer)
     slots, upstream = normal(SLOTS), normal(SLOTS, 1)
     outputs = to_numpy(layer(slots))
@@ -223,6 +226,7 @@ def test_refused_before_anything_is_built(expert, message):
         assert not layer.weights
 
 
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
 def test_refused_adaptations():
     layer = layers.MoE(ROUTER, expert=layers.MLP(5))
     layer.build((None, 6, WIDTH))
@@ -230,6 +234,12 @@ def test_refused_adaptations():
         layer.experts.enable_lora(2)
     with pytest.raises(ValueError, match="(?s)mode='int8'.*filters"):
         layer.experts.quantize("int8")
+    model = keras.Sequential(
+        [keras.Input((6, WIDTH)), keras.layers.Dense(WIDTH), layer]
+    )
+    with pytest.warns(UserWarning, match="not quantized"):
+        model.quantize("int8")
+    assert model.layers[0].quantization_mode == "int8"
     dense = keras.layers.Dense(WIDTH)
     dense.build((None, WIDTH))
     dense.enable_lora(2)
@@ -242,9 +252,10 @@ def test_refused_adaptations():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "Received: neither"),
-        ({"mlp_dim": 5, "expert": layers.MLP(5)}, "mlp_dim=5, expert"),
+        ({}, "Received: mlp_dim=None, expert=None"),
+        ({"mlp_dim": 5, "expert": layers.MLP(5)}, "mlp_dim=5, expert=<MLP"),
         ({"expert": layers.MLP(5), "remat_experts": True}, "remat_experts=True"),
+        ({"expert": layers.MLP(5), "activation": "silu"}, "activation='silu'"),
         (
             {"expert": layers.MLP(5), "expert_dropout_rate": 0.1},
             "expert_dropout_rate=0.1",

@@ -16,6 +16,7 @@ from keras import ops
 
 from experiments import family_table
 from keras_softmoe import analysis, converters, evaluation, layers, models, routers
+from keras_softmoe.keras_adapter.surgery import sublayers
 from tests.support import families, tiny
 from tests.support.families import FAMILIES, inputs_of
 from tests.support.references import to_numpy
@@ -210,6 +211,7 @@ def test_preset_lora_and_int8(vit, tmp_path):
     )
     bank = half.moe_layers[1].experts.intermediate_dense
     assert bank.compute_dtype == "bfloat16"
+    assert "gate_dense" in restored.default_lora_layer_names()
     restored.enable_lora(2)
     assert restored.moe_layers[1].experts.output_dense.lora_enabled
     before = outputs(sparse, x)[0]
@@ -232,6 +234,10 @@ def test_the_given_model_stays_as_it_is():
     assert dense.get_config() == config and dense.compiled
     assert [layer.trainable for layer in dense.layers] == flags
     assert [layer.trainable for layer in sparse.layers] == flags
+    with pytest.raises(ValueError, match="of any layer are not quantized"):
+        sparse.quantize("int8")
+    modes = [getattr(x, "quantization_mode", None) for _, x, _ in sublayers(sparse)]
+    assert not any(modes)
     assert all(map(np.array_equal, weights, state(dense)))
     assert all(map(np.array_equal, y, outputs(dense, x)))
     dense.train_on_batch(x, keras.tree.map_structure(np.zeros_like, y[0]))

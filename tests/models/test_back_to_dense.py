@@ -1,5 +1,6 @@
 """Models with experts that become dense ones."""
 
+import keras
 import numpy as np
 import pytest
 
@@ -57,6 +58,26 @@ def test_model_of_somebody_else(family, capsys):
     assert all(map(np.array_equal, before, map(to_numpy, sparse.weights)))
     distance = converters.to_dense_model(sparse, x, verbose=0).feature_difference
     assert 1e-4 < distance < 10
+
+
+@keras.saving.register_keras_serializable("tests")
+class Scaled(keras.layers.Layer):
+    def build(self, inputs_shape):
+        self.scale = self.add_weight(
+            shape=inputs_shape[-1:], initializer="ones", trainable=False
+        )
+
+    def call(self, inputs):
+        return inputs * self.scale
+
+
+def test_a_weight_that_is_not_trained_before_others():
+    mlp = keras.Sequential([Scaled(), keras.layers.Dense(8)], name="mlp")
+    dense = keras.Sequential([keras.Input((4, 8)), mlp])
+    sparse = converters.add_experts(dense, (0,), ROUTER, sites=["mlp"], verbose=0)
+    same = converters.to_dense_model(sparse, verbose=0)
+    for old, new in zip(dense.weights, same.weights, strict=True):
+        np.testing.assert_allclose(to_numpy(new), to_numpy(old), atol=1e-6)
 
 
 def test_classifier_of_ours():
