@@ -115,7 +115,8 @@ class MoE(Layer):
 
     Returns:
         tensor like the input, or a dict. `routers.record` collects the decisions of the
-        router for the `ceil(B / group_images)` groups of `group_images * S` tokens.
+        router for the `ceil(B / group_images)` groups of `group_images * S` tokens; of
+        `group_images` images, each in the place of a token, if routed `by_image`.
 
     Raises:
         ValueError: if an argument is not among the accepted values, or the input has
