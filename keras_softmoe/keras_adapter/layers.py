@@ -140,7 +140,7 @@ def states_of_draws(layer):
 
 
 def is_created_trainable(layer, variable):
-    """Return whether a weight is trained unless it, or its layer, is frozen.
+    """Return whether a weight was created as trainable, even if it is frozen now.
 
     Would be replaced by: public lists as in `trainable_parts`.
     """

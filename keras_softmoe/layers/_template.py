@@ -60,7 +60,8 @@ class Templates:
         raise ValueError(
             f"The template cannot be applied to slots of shape {slot_shape}. Received: "
             f"expert={_described(self.given)}, which raises "
-            f"{type(errors[0]).__name__}: {errors[0]}"
+            f"{type(errors[0]).__name__}: {errors[0]} Give a layer that maps "
+            f"tensors of shape {(None, *slot_shape)} to the same shape."
         ) from errors[0]
 
 

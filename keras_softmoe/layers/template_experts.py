@@ -44,11 +44,11 @@ class TemplateExperts(Layer):
     Args:
         num_experts: int, number `E` of experts.
         expert: `keras.layers.Layer`, the template, which is neither changed nor a part
-            of this layer. It keeps its own dtype policy. One that is not built is
+            of this layer. It keeps its own dtype policy. If it is not built, it is
             cloned from its configuration, and each expert gets initial weights of its
-            own (all the same ones if its initializers have a fixed seed). Of one that
-            is built, each expert begins with a copy of its weights. (A file has its
-            configuration, which it therefore needs in order to be saved.)
+            own (all the same ones if its initializers have a fixed seed). If it is
+            built, each expert begins with a copy of its weights. Files hold its
+            configuration: without a `get_config` the layer cannot be saved.
         equal_experts: bool, whether all experts start with the same weights.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
