@@ -184,6 +184,15 @@ ON_ALL = {
         "test_sequence_without_any_token[batch priority]",
         "test_text_tower[gap]",
     ),
+    "layers/test_shared_and_gated.py": (
+        "test_dropless_gradients_are_those_of_slots",
+        "test_gated_and_shared_experts_are_their_twins",
+        "test_whole_images_are_routed",
+    ),
+    "layers/test_template_experts.py": (
+        "test_dropout_differs_by_expert_and_by_step",
+        "test_each_expert_is_the_template_with_its_own_weights",
+    ),
     "layers/test_tokens.py": (
         "test_both_dispatchers",
         "test_layer_is_its_twin_and_padding_has_no_say",

@@ -1,7 +1,6 @@
 """The mixture-of-experts layer: router, dispatch, experts, combine."""
 
 import math
-import warnings
 from collections.abc import Sequence
 
 import keras
@@ -21,11 +20,10 @@ from keras_softmoe.layers._slots import (
     images_as_tokens,
     map_shape,
     slots_of_images,
+    warn_of_split_groups,
 )
-from keras_softmoe.layers.template_experts import (
-    TemplateExperts,
-    serialized_template,
-)
+from keras_softmoe.layers._template import serialized_template
+from keras_softmoe.layers.template_experts import TemplateExperts
 from keras_softmoe.layers.tokens import (
     as_sequence,
     check_masks,
@@ -52,7 +50,7 @@ from keras_softmoe.ops import (
 from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.ops.routing import to_slots
 from keras_softmoe.routers import Router
-from keras_softmoe.sharding.constraints import is_distributed, layout_of, num_shards
+from keras_softmoe.sharding.constraints import is_distributed
 from keras_softmoe.types import DType
 
 
@@ -291,7 +289,7 @@ class MoE(Layer):
         tokens, valid, counts = group(
             keys, valid, self.group_images, self.router.num_experts
         )
-        self._warn_of_split_groups(x.shape[0], tokens.shape[0])
+        warn_of_split_groups(self, x.shape[0], tokens.shape[0])
         known = {}
         if self.router.knows_modalities and not self.by_image:
             known["modalities"] = layout(sequences)
@@ -337,22 +335,6 @@ class MoE(Layer):
         if mask is None or len(mask.shape) == 2:
             return mask
         return ops.reshape(mask, (-1, math.prod(mask.shape[1:])))
-
-    def _warn_of_split_groups(self, batch, groups):
-        """Warn if images divide evenly among the devices, but groups do not."""
-        sharding = layout_of(f"{self.experts.path}/slots_of_groups")
-        if sharding is None or not (isinstance(batch, int) and isinstance(groups, int)):
-            return
-        parts = num_shards(sharding.device_mesh, sharding.axes[0])
-        if batch % parts == 0 and groups % parts:
-            warnings.warn(
-                f"A batch of {batch} images makes {groups} groups, which do not divide "
-                f"among {parts} devices: every device routes all tokens of {self.path}."
-                f" The result is correct, but slow. Received: group_images="
-                f"{self.group_images}. Use batches whose size is a multiple of "
-                "`group_images` times the number of devices.",
-                stacklevel=2,
-            )
 
     def _multiplies(self, num_tokens):
         if self.dispatcher == "auto":

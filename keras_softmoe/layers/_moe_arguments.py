@@ -9,7 +9,7 @@ from keras_softmoe.checks import (
     is_whole_number,
     quote,
 )
-from keras_softmoe.layers.template_experts import check_template
+from keras_softmoe.layers._template import check_template
 from keras_softmoe.routers import Router
 
 DISPATCHERS = ("auto", "gather", "einsum")

@@ -1,9 +1,11 @@
 """Slots of all groups, expert by expert."""
 
+import warnings
+
 from keras import ops
 
 from keras_softmoe.layers.tokens import joined_shape, sequence_shapes
-from keras_softmoe.sharding.constraints import constrain
+from keras_softmoe.sharding.constraints import constrain, layout_of, num_shards
 
 
 def by_expert(function, slots, path):
@@ -31,6 +33,29 @@ def by_expert(function, slots, path):
     x = ops.reshape(x, (num_experts, -1, capacity, width))
     x = ops.transpose(constrain(x, of_experts), (1, 0, 2, 3))
     return constrain(x, of_groups)
+
+
+def warn_of_split_groups(layer, batch, groups):
+    """Warn if images divide evenly among the devices, but groups do not.
+
+    Args:
+        layer: `MoE`.
+        batch: number of images.
+        groups: number of groups.
+    """
+    sharding = layout_of(f"{layer.experts.path}/slots_of_groups")
+    if sharding is None or not (isinstance(batch, int) and isinstance(groups, int)):
+        return
+    parts = num_shards(sharding.device_mesh, sharding.axes[0])
+    if batch % parts == 0 and groups % parts:
+        warnings.warn(
+            f"A batch of {batch} images makes {groups} groups, which do not divide "
+            f"among {parts} devices: every device routes all tokens of {layer.path}."
+            f" The result is correct, but slow. Received: group_images="
+            f"{layer.group_images}. Use batches whose size is a multiple of "
+            "`group_images` times the number of devices.",
+            stacklevel=3,
+        )
 
 
 # === Whole images instead of tokens ===

@@ -203,6 +203,20 @@ def test_experts_in_a_model_of_ones_own_are_placed(found):
     }
 
 
+@pytest.mark.parametrize("placement", ["one axis", "2 x 4"])
+def test_experts_of_any_layer_are_placed(found, placement):
+    told, one = found["experts_of_any_layer"], 8 if placement == "one axis" else 4
+    expected = told["one device"]["losses"]
+    np.testing.assert_allclose(told[placement]["losses"], expected, rtol=1e-5)
+    # Each step has moved the weights.
+    assert len(set(expected)) == 3
+    shards = told[placement]["shards"]
+    assert shards["stacked_in_kernel"] == [8 // one, 8, 20]
+    assert shards["stacked_out_bias"] == [8 // one, 8]
+    assert shards["gate_dense/kernel"] == [8 // one, 8, 20]
+    assert not any("shared" in path for path in shards)
+
+
 def test_a_model_may_be_built_by_its_first_batch(found):
     told = found["built_by_data"]
     np.testing.assert_allclose(told["one axis"], told["one device"], rtol=1e-5)

@@ -251,6 +251,25 @@ def test_functional_model_of_a_user(tmp_path):
     assert difference(outputs, model, data) < TOLERANCE
 
 
+@WHERE_WRITTEN
+def test_experts_of_any_layer(tmp_path):
+    """A template, and a shared and gated MLP, and images that are routed whole."""
+    expert = keras.Sequential([keras.layers.Dense(12, "silu"), keras.layers.Dense(8)])
+    inputs = keras.Input((2, 5, 8))
+    router = routers.SoftmaxTokenChoiceRouter(4, 2, noise_std=0.0)
+    x = layers.MoE(router, expert=expert, shared_mlp_dim=8, gated=True)(inputs)
+    router = routers.SoftmaxExpertChoiceRouter(2)
+    x += layers.MoE(router, 12, gated=True, group_images=2, by_image=True)(x)
+    model = keras.Model(inputs, x)
+    format = {"tensorflow": "onnx", "torch": "torch"}[BACKEND]
+    file = tmp_path / f"model{FORMATS[format].suffix}"
+    ksm.exporting.export_model(model, file, format, verbose=False)
+    data = [np.random.default_rng(b).normal(size=(b, 2, 5, 8)) for b in BATCHES]
+    data = [x.astype("float32") for x in data]
+    (outputs,) = run([(format, file)], data, tmp_path)
+    assert difference(outputs, model, data) < TOLERANCE
+
+
 @WHERE_ONNX_IS_WRITTEN
 def test_encoders_of_limoe(tmp_path):
     backbone = tiny_limoe.backbone()

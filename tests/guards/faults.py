@@ -58,7 +58,34 @@ LIMOE = "routers/test_limoe.py routers/test_modalities.py"
 MOE = "layers/test_moe.py layers/test_masks.py"
 LAYERS = "reference/test_reference_layers.py layers/test_attention.py"
 
+ANY = "layers/test_shared_and_gated.py layers/test_template_experts.py"
+
 FAULTS = (
+    # === Experts of other kinds ===
+    Fault(
+        "the gate has no activation",
+        "return _activation(activation)(gate[0]) * units",
+        "return gate[0] * _activation(activation)(units)",
+        ANY,
+    ),
+    Fault(
+        "padding gets the outputs of the shared expert",
+        "outputs = outputs + zero_padding(self.shared_mlp(x), mask)",
+        "outputs = outputs + self.shared_mlp(x)",
+        ANY,
+    ),
+    Fault(
+        "means of images count padding",
+        "count = ops.sum(ops.cast(mask, tokens.dtype), axis=1, keepdims=True)",
+        "count = ops.sum(ops.ones_like(mask, tokens.dtype), axis=1, keepdims=True)",
+        ANY,
+    ),
+    Fault(
+        "all experts of a template begin with the same weights",
+        "copies += [new_copy(self.expert, self._slot_shape) for _ in others]",
+        "copies += [template for _ in others]",
+        ANY,
+    ),
     # === Which token sits in which slot ===
     Fault(
         "padding chooses experts",
@@ -261,8 +288,8 @@ FAULTS = (
     # === Layers ===
     Fault(
         "numbers in padding reach the experts",
-        "            x = zero_padding(x, mask)\n        tokens, valid",
-        "        tokens, valid",
+        "            x = zero_padding(x, mask)\n        keys, vectors",
+        "        keys, vectors",
         MOE,
     ),
     Fault(

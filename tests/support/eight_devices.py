@@ -251,6 +251,27 @@ class Program:
             rows = distribution.audit(model).rows
         return {row.path: row.shard_shape for row in rows if row.is_expert}
 
+    def experts_of_any_layer(self):
+        """Losses of two layers on each placement, and shards of their weights.
+
+        One of templates, one of gated MLPs, both with a shared expert.
+        """
+        told = {}
+        for placement in ("one device", "one axis", "2 x 4"):
+            keras.distribution.set_distribution(PLACEMENTS[placement]())
+            model = tiny.with_any_experts()
+            x = tiny.images(16).reshape(16, -1, 8)[:, :4]
+            history = model.fit(x, x, 16, epochs=3, shuffle=False, verbose=0)
+            told[placement] = {"losses": history.history["loss"]}
+            if placement != "one device":
+                rows = distribution.audit(model).rows
+                told[placement]["shards"] = {
+                    row.path.rpartition("experts/")[2]: row.shard_shape
+                    for row in rows
+                    if row.is_expert and not row.path.startswith("sgd")
+                }
+        return told
+
     def built_by_data(self):
         """Losses of a model that its first batch builds, and shards of its experts."""
         told = {}

@@ -128,3 +128,18 @@ class StepLosses(keras.callbacks.Callback):
         mean = float(logs["loss"])
         self.values.append(mean * (batch + 1) - self._mean * batch)
         self._mean = mean
+
+
+def with_any_experts():
+    """Two mixtures in a row: a template's experts, and gated ones."""
+    keras.utils.set_random_seed(3)
+    expert = keras.Sequential(
+        [keras.layers.Dense(20, "relu", name="in"), keras.layers.Dense(8, name="out")]
+    )
+    first = layers.MoE(
+        ROUTERS["token choice"](), expert=expert, shared_mlp_dim=20, group_images=2
+    )
+    second = layers.MoE(ROUTERS["soft"](), 20, activation="silu", gated=True)
+    model = keras.Sequential([keras.Input((4, 8)), first, second])
+    model.compile("sgd", "mse")
+    return model

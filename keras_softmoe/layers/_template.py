@@ -1,0 +1,223 @@
+"""The template of experts: checks, copies, names and cost of any layer."""
+
+import inspect
+import math
+
+import keras
+from keras import ops
+
+from keras_softmoe.keras_adapter.layers import flatten_layers, states_of_draws
+from keras_softmoe.layer_cost import LayerCost, cost_of
+
+
+class Templates:
+    """The template as it was given and as it is used, which Keras does not track.
+
+    Attributes:
+        given: `keras.layers.Layer`, by the user.
+        used: the built one whose variables stand for those of each expert, or `None`.
+        draws: dict from bools, whether in training, to whether it draws numbers.
+    """
+
+    def __init__(self, given):
+        self.given, self.used, self.draws = given, None, {}
+
+    def build(self, slot_shape):
+        """Build and check the layer to use.
+
+        Args:
+            slot_shape: tuple of int, of a slot.
+
+        Returns:
+            The layer, and the shape of one of its inputs without the batch: that of a
+            slot, or `(1, D)`, where each slot is a sequence of its own, so that no
+            layer can mix them.
+        """
+        shapes = [slot_shape] + [(1, *slot_shape)] * (len(slot_shape) == 1)
+        errors = []
+        for shape in shapes:
+            try:
+                template = (
+                    self.given if self.given.built else new_copy(self.given, shape)
+                )
+                probes = [_Probe(template, training) for training in (False, True)]
+                specs = [
+                    probe.compute_output_spec(keras.KerasTensor((None, *shape)))
+                    for probe in probes
+                ]
+            except Exception as error:
+                errors.append(error)
+                continue
+            for probe, spec in zip(probes, specs, strict=True):
+                probe.check(spec, shape)
+                # In training, PyTorch may draw without its state.
+                draws = bool(probe.changed) or probe.is_training
+                self.draws[probe.is_training] = draws and bool(
+                    states_of_draws(template)
+                )
+            self.used = template
+            return template, shape
+        raise ValueError(
+            f"The template cannot be applied to slots of shape {slot_shape}. Received: "
+            f"expert={_described(self.given)}, which raises "
+            f"{type(errors[0]).__name__}: {errors[0]}"
+        ) from errors[0]
+
+
+def check_template(expert):
+    """Raise unless a layer can be a template, as far as is known before it is built."""
+    if not isinstance(expert, keras.layers.Layer):
+        raise ValueError(
+            "`expert` must be a layer, the template of all experts, for example "
+            f"`keras.layers.Dense(width)`. Received: expert={expert!r}."
+        )
+    inputs = [
+        name
+        for name, p in inspect.signature(expert.call).parameters.items()
+        if p.default is p.empty
+        and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if isinstance(expert, keras.Model) and expert.built:
+        inputs = getattr(expert, "inputs", inputs)
+    if len(inputs) > 1:
+        raise ValueError(
+            f"An expert has one input, the tokens of its slots. Received: expert="
+            f"`{type(expert).__name__}`, which takes {len(inputs)}. Wrap it into a "
+            "layer with one input."
+        )
+    for part in flatten_layers(expert):
+        kind = f"`{type(part).__name__}` {part.name!r}"
+        if getattr(part, "lora_enabled", False):
+            raise ValueError(
+                f"Experts of any layer take no factors of LoRA. Received: expert with "
+                f"LoRA in the {kind}. Fold the factors into the kernel first."
+            )
+        if getattr(part, "quantization_mode", None):
+            raise ValueError(
+                "Experts of any layer are not quantized. Received: expert with the "
+                f"{kind} in {part.quantization_mode!r}. Give the layer from before."
+            )
+    return expert
+
+
+def serialized_template(expert):
+    """Return the configuration of a template, which is not built from a file."""
+    config = keras.saving.serialize_keras_object(expert)
+    config.pop("build_config", None)
+    return config
+
+
+def new_copy(expert, shape):
+    """Return a copy of a layer with weights of its own, built for `(None, *shape)`."""
+    try:
+        copy = type(expert).from_config(expert.get_config())
+    except Exception as error:
+        raise TypeError(
+            "A layer that is not built is copied from its configuration, which fails "
+            f"here: {error} Build the layer first, or give it a `get_config`."
+        ) from error
+    # Called and not built, as some layers are built by their first call.
+    copy(keras.KerasTensor((None, *shape)))
+    return copy
+
+
+def _described(layer):
+    return f"`{type(layer).__name__}` {layer.name!r}"
+
+
+class _Probe(keras.layers.Layer):
+    """A call of a template in which nothing is computed, to see whether it can be one.
+
+    Attributes:
+        is_training: bool.
+        changed: list of the `id`s of variables with a new value.
+        has_losses: bool, whether there are losses.
+    """
+
+    def __init__(self, template, is_training):
+        super().__init__(name="probe")
+        self._templates = Templates(template)
+        self.is_training = is_training
+        self.changed, self.has_losses = [], False
+
+    def call(self, inputs):
+        template = self._templates.given
+        state = [(v, ops.convert_to_tensor(v.value)) for v in template.variables]
+        with keras.StatelessScope(state, collect_losses=True) as scope:
+            before = dict(scope.state_mapping)
+            outputs = template(inputs, training=self.is_training)
+        now = scope.state_mapping
+        self.changed = [key for key in now if now[key] is not before.get(key)]
+        self.has_losses = bool(scope.losses)
+        return outputs
+
+    def check(self, spec, shape):
+        """Raise unless the template is a function of one slot.
+
+        Args:
+            spec: what it returns, `keras.KerasTensor` or a structure of them.
+            shape: tuple, the shape of its input without the batch.
+        """
+        template = self._templates.given
+        kind = f"expert={_described(template)}"
+        if not isinstance(spec, keras.KerasTensor) or tuple(spec.shape[1:]) != shape:
+            is_one = isinstance(spec, keras.KerasTensor)
+            found = tuple(spec.shape) if is_one else f"a {type(spec).__name__}"
+            raise ValueError(
+                "An expert returns one tensor of the shape of its input, as outputs "
+                f"take the place of the tokens. Received: {kind}, which maps "
+                f"{(None, *shape)} to {found}. End it with a layer of {shape[-1]} "
+                "units."
+            )
+        if self.has_losses:
+            raise ValueError(
+                "A loss that a layer adds in a call would be that of one expert. "
+                f"Received: {kind}, which adds one. Leave it out (`add_loss`, "
+                "`activity_regularizer`)."
+            )
+        draws = {id(state) for state in states_of_draws(template)}
+        paths = {id(v): v.path for v in template.variables}
+        changed = [
+            paths.get(key, "a random generator outside of it")
+            for key in self.changed
+            if key not in draws
+        ]
+        if changed:
+            raise ValueError(
+                "A weight that a call changes, such as a mean over batches, would need "
+                f"one for each expert. Received: {kind}, which changes "
+                f"{', '.join(changed)}. Take a layer without it, for example "
+                "`keras.layers.LayerNormalization`."
+            )
+
+
+def cost_of_one(expert, shape, training):
+    """Return the cost of a template for `(N, ..., D)` slots.
+
+    A layer without a method `cost` is counted if it is built, and its weights are those
+    of dense layers and normalizations, which are applied to each slot once.
+    """
+    parts = [part for part in flatten_layers(expert) if part.weights]
+    leaves = [part for part in parts if len(flatten_layers(part)) == 1]
+    kinds = keras.layers.Dense | keras.layers.LayerNormalization
+    has_cost = hasattr(expert, "cost") or isinstance(expert, keras.Sequential)
+    is_counted = leaves and all(isinstance(leaf, kinds) for leaf in leaves)
+    if has_cost or not is_counted:
+        return cost_of(expert, shape, training)
+    total = LayerCost()
+    for leaf in leaves:
+        width = leaf.weights[0].shape[0]
+        total += cost_of(leaf, (*shape[:-1], width), training)
+    weights = sum(math.prod(weight.shape) for weight in expert.weights)
+    # Not those of a leaf, if other weights belong to the layer itself.
+    return total._replace(weights=weights)
+
+
+def names_of_weights(template):
+    """Return a name for each weight: its path in the template, without slashes."""
+    names = []
+    for weight in template.weights:
+        name = weight.path.removeprefix(f"{template.path}/").replace("/", "_")
+        count = names.count(name)
+        names.append(f"{name}_{count}" if count else name)
+    return names
