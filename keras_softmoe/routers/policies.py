@@ -43,8 +43,6 @@ from keras_softmoe.ops.selection import (
 )
 from keras_softmoe.routers._modalities import Modalities
 from keras_softmoe.routers._scores import Capacity, TokenScores, live, mutable_settings
-from keras_softmoe.routers._scores import Sinkhorn as Sinkhorn
-from keras_softmoe.routers._scores import SparseTransport as SparseTransport
 from keras_softmoe.sharding.constraints import is_distributed
 
 
