@@ -57,9 +57,8 @@ def add_experts(
     other routers. The model that is passed in stays as it is.
 
     Known are these families of KerasHub, alone or as the backbone of a task: ViT, DeiT,
-    DINOv2 (both kinds of MLP), DINOv3, SigLIP, CLIP, MetaCLIP 2, Swin, MiT (SegFormer),
-    VideoPrism, ViTDet (SAM), BERT and others made of `TransformerEncoder` or
-    `TransformerDecoder`.
+    DINOv2 (both kinds of MLP), DINOv3, SigLIP, CLIP, MetaCLIP 2, Swin, MiT, VideoPrism,
+    ViTDet (SAM), BERT and others made of `TransformerEncoder` or `TransformerDecoder`.
     In any other model `sites` names the MLPs.
 
     An MLP of dense layers with biases and an activation of Keras, gated or not, becomes
@@ -86,8 +85,8 @@ def add_experts(
             at first with any router. It takes an MLP that becomes a bank.
         verbose: 0 or 1, whether to print how many MLPs were found and changed.
         **moe_settings: other arguments of `layers.MoE`, such as `group_images` and
-            `dispatcher`. Those that are not given have its defaults, but `by_image` is
-            true for MLPs that compute a token from others, too.
+            `dispatcher`, with its defaults. Only `by_image` is true by default for MLPs
+            that compute a token from others, too.
 
     Returns:
         A `keras_hub.models.Backbone` with the inputs and outputs of the model, which
@@ -97,10 +96,10 @@ def add_experts(
 
     Raises:
         ValueError: if no MLP is found (the message lists layers that might be meant), a
-            block does not exist or has experts already, the router does not fit, or
-            routing looks at later tokens in a causal decoder, an MLP needs whole images
-            and `by_image` is false, or the model is one of this library or cannot be
-            copied. Nothing is changed then.
+            block does not exist or has experts already, the router does not fit, it or
+            `by_image` looks at later tokens in a causal decoder, an MLP needs whole
+            images, or the model is one of this library or cannot be copied. Nothing is
+            changed then.
 
     A text model whose inputs have no fixed length routes texts of the length they are
     given; on TensorFlow a compiled step needs a length, so pad texts to one. Padding is
@@ -225,13 +224,8 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
         moe_settings = dict(moe_settings or {})
         attributes = {k: v for k, v in vars(model).items() if not k.startswith("_")}
         chosen = {block: found[block] for block in blocks}
-        old = [
-            weight
-            for site in chosen.values()
-            for p in site.parts
-            for weight in p.weights
-        ]
-        old = {id(weight) for weight in old}
+        parts = [part for site in chosen.values() for part in site.parts]
+        old = {id(weight) for part in parts for weight in part.weights}
         dense_weights = [None if id(w) in old else w for w in model.weights]
         shapes = token_shapes(model, chosen)
         inputs, outputs, layers = _with_experts(
@@ -349,13 +343,11 @@ def _with_experts(model, sites, routers, shapes, start, moe_settings):
         Keras tensors of inputs and outputs; dict from blocks to `layers.MoE`.
     """
     layers, in_graph = {}, {}
-    by_image = moe_settings.get("by_image")
-    if not isinstance(by_image, list):
-        by_image = [by_image] * len(sites)
-    by_image = dict(zip(sites, by_image, strict=True))
+    images = moe_settings.get("by_image")
+    images = images if isinstance(images, list) else [images] * len(sites)
     sizes = [x.shape[1:] for x in keras.tree.flatten(_ends(model)[0])]
     is_fixed = all(None not in size for size in sizes)
-    for block, site in sites.items():
+    for (block, site), by_image in zip(sites.items(), images, strict=True):
         is_in_graph = is_functional(site.parents[0])
         # The names in a graph are unique.
         name = f"{site.parts[0].name}_moe" if is_in_graph else "moe"
@@ -363,7 +355,7 @@ def _with_experts(model, sites, routers, shapes, start, moe_settings):
             for part in (site.parents[0].path or "").split("/"):
                 if part and not is_in_graph:
                     scopes.enter_context(keras.name_scope(part))
-            known = {**moe_settings, "by_image": by_image[block], "name": name}
+            known = {**moe_settings, "by_image": by_image, "name": name}
             if isinstance(model.dtype_policy, keras.dtype_policies.DTypePolicyMap):
                 # From a file of a quantized model: by the paths of its layers
                 known["dtype"] = model.dtype_policy
