@@ -229,6 +229,7 @@ ON_ALL = {
     "models/test_dense_sources.py": ("test_features",),
     "models/test_from_preset.py": ("test_fine_tuning_and_saving_over",),
     "models/test_vmoe_params.py": ("test_there_and_back",),
+    "models/test_whole_images.py": ("test_layers_of_a_user[convolution]",),
     "routers/test_balanced.py": (
         "test_load_is_even_after_500_steps",
         "test_the_bias_is_its_twins",

@@ -224,7 +224,10 @@ def test_a_model_of_numpy_sizes_is_saved(tmp_path):
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"activation": "relu"}, "Unknown `activation`. Accepted: 'gelu_tanh', 'gelu'"),
+        (
+            {"activation": "relly"},
+            "Unknown `activation`. Accepted: 'gelu_tanh', 'gelu'",
+        ),
         ({"position_resampling": "nearest"}, "Unknown `position_resampling`"),
         ({"layer_norm_epsilon": 0.0}, "`layer_norm_epsilon` must be"),
         ({"layer_norm_epsilon": "1e-6"}, "`layer_norm_epsilon` must be"),

@@ -44,9 +44,9 @@ _ACTIVATIONS = {
 ACTIVATIONS = tuple(_ACTIVATIONS)
 
 
-@functools.cache
 def _activation(name):
     """Return the function of an activation that has passed `check_activation`."""
+    # Not cached: `torch.compile` refuses cached functions.
     return _ACTIVATIONS.get(name) or keras.activations.get(name)
 
 

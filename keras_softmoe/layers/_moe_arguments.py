@@ -79,11 +79,16 @@ def check_experts(mlp_dim, expert, activation, gated, shared_mlp_dim, **of_mlps)
         **of_mlps: settings of experts that are MLPs.
     """
     check_bools(gated=gated)
-    if (mlp_dim is None) == (expert is None):
-        given = f"mlp_dim={quote(mlp_dim)}, expert={quote(expert)}"
+    if mlp_dim is None and expert is None:
         raise ValueError(
-            "The experts are MLPs of a hidden width, `mlp_dim`, or copies of a layer, "
-            f"`expert`: give one of the two. Received: {given}."
+            "`mlp_dim` must be the hidden width of experts that are MLPs, or `expert` "
+            "a layer that they copy. Received: mlp_dim=None. Pass one of the two."
+        )
+    if mlp_dim is not None and expert is not None:
+        raise ValueError(
+            "Experts are MLPs of a hidden width, `mlp_dim`, or copies of a layer, "
+            f"`expert`. Received: mlp_dim={quote(mlp_dim)}, expert={quote(expert)}. "
+            "Pass one of the two."
         )
     if expert is None:
         check_whole_numbers(1, mlp_dim=mlp_dim)

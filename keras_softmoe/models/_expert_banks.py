@@ -38,9 +38,14 @@ class Chain(keras.layers.Layer):
 
     def call(self, inputs, training=None):
         # Keras passes `training` on to the parts.
+        outputs = inputs
         for part in self.parts:
-            inputs = part(inputs)
-        return inputs
+            outputs = part(outputs)
+        sizes = tuple(inputs.shape[1:])
+        if None in outputs.shape[1:] and None not in sizes:
+            # MiT's MLP loses the number of tokens on TensorFlow.
+            outputs = ops.reshape(outputs, (-1, *sizes))
+        return outputs
 
     def cost(self, inputs_shape, training=False):
         inputs = keras.KerasTensor(inputs_shape, self.compute_dtype)
@@ -81,18 +86,20 @@ def make_moe(router, parts, shape, settings, start="copies"):
 
     This alone decides which kind of experts there are: an MLP of dense layers with
     biases that `layers.MLP` can be (gated or not) becomes a bank, which is fast and
-    takes LoRA and int8. Any other is the template of the experts.
+    takes LoRA and int8. Any other is the template of the experts, by image if it
+    computes a token from others, too.
 
     Args:
         router: `Router`, a template.
         parts: built layers, applied one after the other: the MLP, from tokens to tokens
             of the same width.
         shape: shape of the tokens, `(None, ..., D)`.
-        settings: dict of further arguments of `layers.MoE`.
+        settings: dict of further arguments of `layers.MoE`; `by_image` may be `None`.
         start: as in `add_experts`.
     """
     mlp = Chain(parts, name="mlp")
     known = {"dtype": mlp.dtype_policy, **settings}
+    by_image = known.pop("by_image", None)
     plain = plain_mlp(mlp, shape)
     if plain is None:
         if start == "shared":
@@ -101,13 +108,21 @@ def make_moe(router, parts, shape, settings, start="copies"):
                 f'activation of Keras. Received: start="shared" for '
                 f'{parts[0].path!r}, another kind of layer. Take `start="copies"`.'
             )
-        moe = MoEInModel(router, expert=mlp, **known)
+        mixes = mixes_tokens(mlp, shape)
+        if mixes and by_image is False:
+            raise ValueError(
+                "An MLP that computes a token from others, too, such as a convolution, "
+                "is applied to whole images. Received: by_image=False for "
+                f"{parts[0].path!r}. Leave it out, or take `by_image=True`."
+            )
+        by_image = mixes if by_image is None else by_image
+        moe = MoEInModel(router, expert=mlp, by_image=by_image, **known)
         moe.build(shape)
         return moe
     known |= {"activation": plain.activation, "gated": plain.gated}
     if start == "shared":
         known["shared_mlp_dim"] = plain.mlp_dim
-    moe = MoEInModel(router, plain.mlp_dim, **known)
+    moe = MoEInModel(router, plain.mlp_dim, by_image=bool(by_image), **known)
     moe.build(shape)
     values = plain.read()
     for name, (kernel, bias) in values.items():
@@ -121,6 +136,33 @@ def make_moe(router, parts, shape, settings, start="copies"):
         bank.kernel.assign(np.broadcast_to(kernel, bank.kernel.shape))
         bank.bias.assign(np.broadcast_to(bias[None], bank.bias.shape))
     return moe
+
+
+def mixes_tokens(mlp, shape):
+    """Return whether a layer computes a token from others, too.
+
+    Half of the tokens of an image are changed, under random weights: do the outputs of
+    the others change?
+
+    Args:
+        mlp: built layer.
+        shape: shape of its inputs, `(None, ..., D)`.
+    """
+    rng = np.random.default_rng(0)
+    weights = [rng.normal(size=v.shape) for v in mlp.trainable_variables]
+    given = [
+        ops.convert_to_tensor(value / np.sqrt(max(value.shape[0], 1)), dtype=v.dtype)
+        for value, v in zip(weights, mlp.trainable_variables, strict=True)
+    ]
+    fixed = [ops.convert_to_tensor(v) for v in mlp.non_trainable_variables]
+    # (2, S, D)
+    x = np.repeat(rng.normal(size=(1, math.prod(shape[1:-1]), shape[-1])), 2, axis=0)
+    changed, others = np.split(rng.permutation(x.shape[1]), [x.shape[1] // 2])
+    x[1, changed] = rng.normal(size=x[1, changed].shape)
+    inputs = ops.convert_to_tensor(x.reshape(2, *shape[1:]), dtype=mlp.compute_dtype)
+    outputs = mlp.stateless_call(given, fixed, inputs, training=False)[0]
+    y = ops.convert_to_numpy(ops.cast(outputs, "float32")).reshape(x.shape)
+    return bool(np.abs(y[0] - y[1])[others].max() > 0.02 * np.abs(y).max())
 
 
 class PlainMLP(NamedTuple):

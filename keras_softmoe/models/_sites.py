@@ -27,6 +27,8 @@ _FAMILIES = {
     "CLIPEncoderLayer": _DENSE,
     "MetaCLIP2EncoderLayer": _DENSE,
     "SwinTransformerBlock": ("mlp",),
+    # MiT, the encoder of SegFormer
+    "HierarchicalTransformerEncoder": ("mlp",),
     "VideoPrismEncoderBlock": ("mlp",),
     # ViTDet, the image encoder of SAM
     "WindowedTransformerEncoder": ("mlp_block",),
@@ -34,12 +36,6 @@ _FAMILIES = {
     "DisentangledAttentionEncoder": _FEEDFORWARD,
     # GPT-2, OPT, BART and others
     "TransformerDecoder": _FEEDFORWARD,
-}
-
-# Blocks whose MLP cannot be replaced, with the reason.
-_REFUSED = {
-    "HierarchicalTransformerEncoder": "its MLP has a convolution that sees the whole "
-    "feature map, and the tokens of an expert are no map",
 }
 
 
@@ -172,13 +168,6 @@ def _is_causal(layer):
 
 
 def _refuse_without_sites(model, rule, layers):
-    for _, layer, _ in layers:
-        reason = _REFUSED.get(type(layer).__name__)
-        if reason and rule is None:
-            raise ValueError(
-                f"A `{type(layer).__name__}` takes no experts: {reason}. Received: a "
-                f"`{type(model).__name__}`."
-            )
     candidates = {}
     for path, layer, parent in layers:
         if isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense):
@@ -259,8 +248,20 @@ def check_free(sites):
             )
 
 
-def check_causal(router, site):
-    """Raise if a router looks at later tokens in a block whose tokens must not."""
+def check_causal(router, site, by_image):
+    """Raise if routing depends on later tokens in a block whose tokens must not.
+
+    Args:
+        router: `Router`.
+        site: `Site`.
+        by_image: bool or `None`, as in `add_experts`.
+    """
+    if site.is_causal and by_image:
+        raise ValueError(
+            f"The block of {site.paths[0]!r} is causal, and routing by image takes the "
+            "mean of all tokens, later ones included. Received: by_image=True for it. "
+            "Route by token (`by_image=False`), or choose other blocks."
+        )
     if site.is_causal and looks_ahead(router):
         raise ValueError(
             f"The block of {site.paths[0]!r} is causal: what it computes for a token "

@@ -15,10 +15,8 @@ from keras_softmoe.backbones import (
     set_trainable_argument,
     trainable_argument,
 )
-from keras_softmoe.checks import check_choice, check_names, quote
-from keras_softmoe.keras_adapter.layers import (
-    register_parameters,
-)
+from keras_softmoe.checks import check_bools, check_choice, check_names, quote
+from keras_softmoe.keras_adapter.layers import register_parameters
 from keras_softmoe.keras_adapter.surgery import (
     call_symbolically,
     is_functional,
@@ -60,13 +58,15 @@ def add_experts(
     other routers. The model that is passed in stays as it is.
 
     Known are these families of KerasHub, alone or as the backbone of a task: ViT, DeiT,
-    DINOv2 (both kinds of MLP), DINOv3, SigLIP, CLIP, MetaCLIP 2, Swin, VideoPrism,
+    DINOv2 (both kinds of MLP), DINOv3, SigLIP, CLIP, MetaCLIP 2, Swin, MiT, VideoPrism,
     ViTDet (SAM), BERT and others made of `TransformerEncoder` or `TransformerDecoder`.
     In any other model `sites` names the MLPs.
 
     An MLP of dense layers with biases and an activation of Keras, gated or not, becomes
     a bank of experts like those of `upcycle`, which is fast and takes LoRA and int8.
-    Any other is the template of the experts, see `layers.MoE(router, expert=...)`.
+    Any other is the template of the experts, see `layers.MoE(router, expert=...)`. If
+    it computes a token from others, too, as the convolution in MiT's does, whole images
+    are routed: with a router of limited capacity, give `group_images`.
 
     Args:
         model: built `keras.Model` that can be made again from its configuration: a
@@ -86,7 +86,8 @@ def add_experts(
             at first with any router. It takes an MLP that becomes a bank.
         verbose: 0 or 1, whether to print how many MLPs were found and changed.
         **moe_settings: other arguments of `layers.MoE`, such as `group_images` and
-            `dispatcher`. Those that are not given have its defaults.
+            `dispatcher`, with its defaults. Only `by_image` is true by default for MLPs
+            that compute a token from others, too.
 
     Returns:
         A `keras_hub.models.Backbone` with the inputs and outputs of the model, which
@@ -96,9 +97,10 @@ def add_experts(
 
     Raises:
         ValueError: if no MLP is found (the message lists layers that might be meant), a
-            block does not exist or has experts already, the router does not fit, looks
-            at later tokens in a causal decoder, or the model is one of this library or
-            cannot be copied. Nothing is changed then.
+            block does not exist or has experts already, the router does not fit, it or
+            `by_image` looks at later tokens in a causal decoder, an MLP needs whole
+            images, or the model is one of this library or cannot be copied. Nothing is
+            changed then.
 
     A text model whose inputs have no fixed length routes texts of the length they are
     given; on TensorFlow a compiled step needs a length, so pad texts to one. Padding is
@@ -125,7 +127,10 @@ def add_experts(
         4
     """
     accepted = [name for name in Mixture.names() if name != "shared_mlp_dim"]
-    check_names("`add_experts`", moe_settings, accepted)
+    check_names("`add_experts`", moe_settings, [*accepted, "by_image"])
+    by_image = moe_settings.get("by_image")
+    if by_image is not None:
+        check_bools(by_image=by_image)
     check_choice("start", start, ("copies", "shared"))
     check_model(model)
     if isinstance(model, keras_hub.models.Task):
@@ -138,7 +143,7 @@ def add_experts(
     routers = check_routers(router, blocks)
     check_free([found[block] for block in blocks])
     for block in blocks:
-        check_causal(routers[block], found[block])
+        check_causal(routers[block], found[block], by_image)
     known = None if sites is None else places_of(model, found)
     sparse = ModelWithExperts(
         copy_of(model), blocks, router, known, start, moe_settings, name=model.name
@@ -192,7 +197,8 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
         router: router or list of them.
         sites: `None` for those of a family, or `places_of` all MLPs.
         start: as in `add_experts`.
-        moe_settings: dict of further arguments of `layers.MoE`.
+        moe_settings: dict of further arguments of `layers.MoE`; `by_image` may be a
+            list with a bool for each of the blocks.
         name: str or `None`.
         trainable: bool or dict, as in `ViTMoEBackbone`.
 
@@ -219,13 +225,8 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
         moe_settings = dict(moe_settings or {})
         attributes = {k: v for k, v in vars(model).items() if not k.startswith("_")}
         chosen = {block: found[block] for block in blocks}
-        old = [
-            weight
-            for site in chosen.values()
-            for p in site.parts
-            for weight in p.weights
-        ]
-        old = {id(weight) for weight in old}
+        parts = [part for site in chosen.values() for part in site.parts]
+        old = {id(weight) for part in parts for weight in part.weights}
         dense_weights = [None if id(w) in old else w for w in model.weights]
         shapes = token_shapes(model, chosen)
         inputs, outputs, layers = _with_experts(
@@ -313,6 +314,7 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
             "moe_settings": {
                 **self.held.moe_settings,
                 "group_images": self.group_images,
+                "by_image": [moe.by_image for moe in self.held.layers.values()],
             },
         }
 
@@ -345,9 +347,11 @@ def _with_experts(model, sites, routers, shapes, start, moe_settings):
         Keras tensors of inputs and outputs; dict from blocks to `layers.MoE`.
     """
     layers, in_graph = {}, {}
+    images = moe_settings.get("by_image")
+    images = images if isinstance(images, list) else [images] * len(sites)
     sizes = [x.shape[1:] for x in keras.tree.flatten(_ends(model)[0])]
     is_fixed = all(None not in size for size in sizes)
-    for block, site in sites.items():
+    for (block, site), by_image in zip(sites.items(), images, strict=True):
         is_in_graph = is_functional(site.parents[0])
         # The names in a graph are unique.
         name = f"{site.parts[0].name}_moe" if is_in_graph else "moe"
@@ -355,11 +359,12 @@ def _with_experts(model, sites, routers, shapes, start, moe_settings):
             for part in (site.parents[0].path or "").split("/"):
                 if part and not is_in_graph:
                     scopes.enter_context(keras.name_scope(part))
-            known = {**moe_settings, "name": name}
+            known = {**moe_settings, "by_image": by_image, "name": name}
             if isinstance(model.dtype_policy, keras.dtype_policies.DTypePolicyMap):
                 # From a file of a quantized model: by the paths of its layers
                 known["dtype"] = model.dtype_policy
             moe = make_moe(routers[block], site.parts, shapes[block], known, start)
+        check_causal(routers[block], site, moe.by_image)
         if is_fixed:
             moe.token_shape = shapes[block][1:]
         layers[block] = moe

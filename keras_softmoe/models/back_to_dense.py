@@ -25,7 +25,11 @@ def to_dense_model(
     Each mixture of experts becomes one MLP. Its weights are the mean of those of the
     experts, weighted by their load on the data: the tokens that each expert takes. (Of
     a soft router and of LIMoE's it is the sum of the combine weights.) All else is
-    copied. The outputs are those of the model only if its experts are equal and the
+    copied. In models of this library a shared expert is added: the MLP has the hidden
+    units of both. As all MLPs of a model have one width, the others get as many units
+    more, with output weights of zero at first.
+
+    The outputs are those of the model only if its experts are equal and the
     gates of each token sum to one; otherwise train the result, for example on the
     outputs of the model. The model that is passed in stays as it is.
 
@@ -45,8 +49,8 @@ def to_dense_model(
         two backbones, over the norm of those of the given one.
 
     Raises:
-        ValueError: if the model has no experts, a shared expert or parts of MLPs as
-            experts, or LoRA factors or quantized weights.
+        ValueError: if the model has no experts, parts of MLPs as experts, LoRA factors
+            or quantized weights, or is one of `add_experts` with shared experts.
 
     Examples:
         >>> import keras_hub
@@ -109,13 +113,16 @@ def _mixtures(model, backbone):
         raise ValueError(
             f"The model has no experts, it is dense. Received: model={quote(model)}."
         )
-    for block, moe in mixtures.items():
-        if getattr(moe, "shared_mlp_dim", None):
-            raise ValueError(
-                "A shared expert has its own width, and is not averaged. Received: "
-                f"shared_mlp_dim={moe.shared_mlp_dim} in block {block}. Take a model "
-                "without one."
-            )
+    if isinstance(backbone, ModelWithExperts):
+        for block, moe in mixtures.items():
+            if moe.shared_mlp_dim:
+                raise ValueError(
+                    "An MLP with the units of a shared expert and of the mean of the "
+                    "others does not fit into the class of the dense model. Received: "
+                    f"shared_mlp_dim={moe.shared_mlp_dim} in block {block} of a model "
+                    'from `add_experts`. Take `start="copies"` there, or a model of '
+                    "this library (`ksm.converters.upcycle`)."
+                )
     if getattr(backbone, "expert_mlp_dim", None):
         raise ValueError(
             "The mean of experts has their width, which the dense model has not. "
@@ -231,19 +238,60 @@ def _dense_of_any(sparse, shares):
 def _dense_of_ours(sparse, shares):
     """Return the dense twin of a backbone of this library."""
     config = {**sparse.get_config(), "moe_layers": (), "router": None}
+    config["mlp_dim"] += config.pop("shared_mlp_dim", None) or 0
     dense = type(sparse).from_config(config)
     # The layers of both have the same names, apart from MLPs and mixtures.
     sources = {weight.path: weight for weight in sparse.weights}
     for weight in dense.weights:
         if weight.path in sources:
-            weight.assign(ops.convert_to_numpy(sources[weight.path]))
+            _assign_first_units(weight, ops.convert_to_numpy(sources[weight.path]))
     for block, share in shares.items():
-        mlp = dense.blocks[block].mlp
-        means = _mean_mlp(sparse.blocks[block].moe.experts, share)
+        mlp, moe = dense.blocks[block].mlp, sparse.blocks[block].moe
+        means = _mean_mlp(moe.experts, share)
+        if moe.shared_mlp is not None:
+            means = _sum_of_mlps(moe.shared_mlp, means)
         for part, (kernel, bias) in means.items():
             getattr(mlp, part).kernel.assign(kernel)
             getattr(mlp, part).bias.assign(bias)
     return dense
+
+
+def _assign_first_units(weight, value):
+    """Assign a weight; of an MLP with more units, so that it computes the same.
+
+    The others keep their initial weights, but those of the output are zero.
+    """
+    if tuple(weight.shape) != value.shape:
+        whole = np.array(ops.convert_to_numpy(weight))
+        if weight.path.endswith("output_dense/kernel"):
+            whole[:] = 0
+        whole[tuple(map(slice, value.shape))] = value
+        value = whole
+    weight.assign(value)
+
+
+def _sum_of_mlps(shared, means):
+    """Return the weights of the MLP that computes the sum of two.
+
+    Args:
+        shared: `layers.MLP`, whose hidden units come first.
+        means: dict, as from `_mean_mlp`, of the other one.
+
+    Returns:
+        dict like `means`.
+    """
+    found = {}
+    for name, (kernel, bias) in means.items():
+        layer = getattr(shared, name)
+        first = ops.convert_to_numpy(layer.kernel), ops.convert_to_numpy(layer.bias)
+        if name == "output_dense":
+            found[name] = np.concatenate((first[0], kernel), axis=0), first[1] + bias
+        else:
+            found[name] = (
+                np.concatenate((first[0], kernel), axis=-1),
+                np.concatenate((first[1], bias)),
+            )
+    return found
 
 
 def _mean_mlp(experts, share):

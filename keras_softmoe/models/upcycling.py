@@ -263,9 +263,7 @@ def _copy(dense, sparse, split, with_output):
         with_output: bool, `False` for output layers of experts that are zero.
     """
     sources = named_variables(dense)
-    for name, variable in named_variables(sparse).items():
-        if "/Moe/Router/" in name:
-            continue
+    for name, variable in named_variables(sparse, with_routers=False).items():
         source = sources[re.sub("/Moe/(Mlp|Shared)/", "/Mlp/", name)]
         # A copy, because on JAX two models that share memory delete it for each other.
         value = np.array(ops.convert_to_numpy(source))
@@ -310,7 +308,7 @@ def _tie_parts(router, split):
 def _add_noise(sparse, noise_std, seed):
     """Add normal noise to the kernels of all experts, relative to their spread."""
     rng = np.random.default_rng(seed)
-    for name, variable in named_variables(sparse).items():
+    for name, variable in named_variables(sparse, with_routers=False).items():
         if "/Moe/Mlp/" in name and name.endswith("kernel"):
             kernel = ops.convert_to_numpy(variable).astype("float32")
             std = noise_std * kernel.std(axis=(1, 2), keepdims=True)

@@ -203,17 +203,23 @@ def to_vmoe_params(model: keras.Model) -> dict:
     }
 
 
-def named_variables(model):
-    """Return a dict from V-MoE's name to our variable, for all weights of a model."""
+def named_variables(model, with_routers=True):
+    """Return a dict from V-MoE's name to our variable, for all weights of a model.
+
+    Args:
+        model: a backbone or classifier of this library.
+        with_routers: bool, whether the weights of routers are among them.
+    """
     named, unknown = {}, []
     backbone = getattr(model, "backbone", model)
     for prefix, tower in (("img", "image_backbone"), ("txt", "text_backbone")):
         if hasattr(backbone, tower):
-            variables = named_variables(getattr(backbone, tower))
+            variables = named_variables(getattr(backbone, tower), with_routers)
             named |= {f"{prefix}/{name}": v for name, v in variables.items()}
     known = {id(variable) for variable in named.values()}
     for variable in model.weights:
-        if id(variable) in known:
+        is_of_router = "/router/" in variable.path
+        if id(variable) in known or (is_of_router and not with_routers):
             continue
         name = _translate(variable.path)
         if name is None:

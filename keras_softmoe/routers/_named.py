@@ -173,7 +173,7 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
         under = keras.ops.sign(keras.ops.sum(load) - self.num_experts * load)
         self.bias.assign(self.bias + self.scores.bias_update_rate * under)
 
-    def with_settings(self, **settings):
+    def with_settings(self, **settings) -> "SoftmaxTokenChoiceRouter":
         rate = settings.get("bias_update_rate", self.bias_update_rate)
         if (rate is None) == self.scores.is_biased:
             raise ValueError(

@@ -48,6 +48,8 @@ def measured(family, folder):
     x = inputs_of(dense)
     before, expected = state(dense), outputs(dense, x)
     sparse = converters.add_experts(dense, (1,), ROUTER, verbose=0)
+    # Its MLP is a convolution between dense layers.
+    assert sparse.moe_layers[1].by_image == (family == "MiT")
     from_dense = difference(expected, outputs(sparse, x))
     for layer in sparse.layers:
         # KerasHub saves the trained positions of DINOv2 only if their sum is larger.
@@ -92,8 +94,8 @@ def rows(pytestconfig):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(family, rows, tmp_path):
     row = rows[family] = measured(family, tmp_path)
-    # Their activation is none of Keras.
-    templates = ("CLIP", "MetaCLIP 2")
+    # The activation is none of Keras, or the MLP sees the map.
+    templates = ("CLIP", "MetaCLIP 2", "MiT")
     assert row["MLPs"] == 2
     assert row["experts"] == ("template" if family in templates else "bank")
     assert row["from dense"] < 1e-5 and row["from file"] < 1e-6
@@ -374,7 +376,6 @@ def analysis_routers(model):
 def test_models_without_sites(vit):
     dense = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, name="only")])
     refused("No MLP.*`Sequential`.*the model.*with only", dense, (0,), ROUTER)
-    refused("sees the whole feature map", families.mit(), (0,), ROUTER)
     refused("causal decoders.*CachedGemmaAttention", families.gemma(), (0,), SOFT)
     refused("must be a `keras.Model`", layers.MLP(3), (0,), ROUTER)
     refused("`ksm.converters.upcycle`", tiny.backbone(**tiny.DENSE), (0,), ROUTER)

@@ -102,6 +102,32 @@ def test_classifier_of_ours():
     )
 
 
+def test_shared_expert():
+    """The MLP computes the sum; blocks without experts compute what they did."""
+    x = tiny.images(4)
+    sparse = tiny.backbone(router=ROUTER, shared_mlp_dim=5, pooling="map")
+    moe = sparse.blocks[1].moe
+    for weight in moe.experts.weights:
+        weight.assign(np.broadcast_to(to_numpy(weight)[:1], weight.shape))
+    dense = converters.to_dense_model(sparse, x, verbose=0)
+    assert dense.mlp_dim == 12 + 5 and not dense.moe_layers
+    assert dense.feature_difference < 1e-5
+    # New units of other MLPs are ready for training, and change nothing.
+    kernel = to_numpy(dense.blocks[0].mlp.output_dense.kernel)
+    assert np.all(kernel[12:] == 0) and np.all(kernel[:12] != 0)
+    assert np.all(to_numpy(dense.blocks[0].mlp.intermediate_dense.kernel) != 0)
+    moe.experts.output_dense.set_weights(
+        [np.zeros_like(w) for w in moe.experts.output_dense.get_weights()]
+    )
+    mlp = converters.to_dense_model(sparse, verbose=0).blocks[1].mlp
+    tokens = np.random.default_rng(0).normal(size=(2, 3, 8)).astype("float32")
+    expected = to_numpy(moe(tokens))
+    np.testing.assert_allclose(to_numpy(mlp(tokens)), expected, atol=1e-6)
+    np.testing.assert_allclose(
+        to_numpy(moe.shared_mlp(tokens)), expected, rtol=0, atol=0
+    )
+
+
 def test_soft_router_by_its_combine_weights():
     vit = FAMILIES["ViT"]()
     x = inputs_of(vit, 2)

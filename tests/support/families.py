@@ -76,7 +76,7 @@ def _vit_det():
     )
 
 
-def mit():
+def _mit():
     return keras_hub.models.MiTBackbone(
         layerwise_depths=[1, 1],
         num_layers=2,
@@ -121,6 +121,7 @@ FAMILIES = {
     "ViTDet (SAM)": _vit_det,
     "BERT": lambda: keras_hub.models.BertBackbone(**_TEXT),
     "GPT-2": gpt2,
+    "MiT": _mit,
 }
 
 
