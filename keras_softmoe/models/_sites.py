@@ -10,7 +10,7 @@ from keras_softmoe.checks import quote
 from keras_softmoe.keras_adapter.surgery import sublayer, sublayers
 from keras_softmoe.layers import MoE, SoftMoE
 from keras_softmoe.routers import IdentityRouter
-from keras_softmoe.routers.policies import Sinkhorn, SparseTransport, TokenChoice
+from keras_softmoe.routers.policies import TokenChoice
 
 _FEEDFORWARD = ("feedforward_intermediate_dense", "feedforward_output_dense")
 _DENSE = ("dense_1", "activation", "dense_2")
@@ -281,8 +281,9 @@ def looks_ahead(router):
         return False
     assignment = getattr(router, "assignment", None)
     is_token_choice = isinstance(assignment, TokenChoice)
-    is_plan = isinstance(getattr(router, "scores", None), Sinkhorn | SparseTransport)
-    if not is_token_choice or is_plan or assignment.keep_fraction < 1:
+    if not is_token_choice or router.scores.compares_tokens:
+        return True
+    if assignment.keep_fraction < 1:
         return True
     has_room = router.num_rows(1) is not None or all(
         router.capacity(4096, training) >= 4096 for training in (False, True)

@@ -86,6 +86,8 @@ class Scores:
     is_biased = False
     # Whether the probabilities of a token add up to 1
     adds_up = True
+    # Whether the scores of a token depend on the other tokens of its group
+    compares_tokens = False
 
     def probabilities(self, logits):
         """Return the `(G, S, E)` probabilities of `(G, S, E)` logits."""
@@ -176,6 +178,7 @@ class Logits(Softmax):
 class Sinkhorn(Scores):
     """Selection by a balanced plan of the logits, see `ops.sinkhorn_plan`."""
 
+    compares_tokens = True
     num_iterations: int = 20
     combine: str = "softmax"
     noise_std: float = 0.0
@@ -196,6 +199,7 @@ class Sinkhorn(Scores):
 class SparseTransport(Scores):
     """Selection by a plan within the capacity, see `ops.sparse_transport_plan`."""
 
+    compares_tokens = True
     num_iterations: int = 20
     learning_rate: float = 0.01
     combine: str = "softmax"
