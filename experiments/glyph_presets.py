@@ -366,7 +366,7 @@ def describe(twin, epochs, directory, runs):
         },
         **measured(runs[0]),
     )
-    write_card(directory, card(twin.name, metadata, runs))
+    write_card(directory, twin.name, card(twin.name, metadata, runs))
 
 
 def card(name, metadata, runs):

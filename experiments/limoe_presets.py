@@ -333,7 +333,7 @@ def describe(kind, epochs, directory, runs):
         },
         **measured(runs[0]),
     )
-    write_card(directory, card(NAMES[kind], metadata, runs))
+    write_card(directory, NAMES[kind], card(NAMES[kind], metadata, runs))
 
 
 def card(name, metadata, runs):

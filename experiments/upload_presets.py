@@ -13,43 +13,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from experiments.lib.cards import CARD
 from keras_softmoe import presets
+from keras_softmoe.catalogue import names_of_kind
 
 HUBS = ("hf://", "kaggle://")
-CARD = "README.md"
-# What the card of a model on a hub begins with, and what hubs filter by.
-HEADER = """---
-library_name: keras-hub
-license: {licence}
-tags: [keras, mixture-of-experts, vision]
----
-
-"""
-# Licences by the names that the hubs know.
-LICENCES = {"Apache-2.0": "apache-2.0"}
-
-
-def trained():
-    """Names of the presets with weights of this repository."""
-    return [
-        name for name in presets.names() if presets.describe(name).kind == "trained"
-    ]
-
-
-def staged(name, folder):
-    """A copy of a preset's directory whose card begins as the hubs want it."""
-    preset = presets.describe(name)
-    copy = Path(folder, name)
-    shutil.copytree(preset.path, copy)
-    if preset.licence not in LICENCES:
-        raise ValueError(
-            f"The hubs' name of a licence is not known. Accepted: {list(LICENCES)}; "
-            f"others go into `LICENCES`. Received: {preset.licence!r} of {name!r}."
-        )
-    card = copy / CARD
-    header = HEADER.format(licence=LICENCES[preset.licence])
-    card.write_text(header + card.read_text(encoding="utf-8"), encoding="utf-8")
-    return copy
 
 
 def upload(name, hub, is_dry=True):
@@ -67,28 +35,42 @@ def upload(name, hub, is_dry=True):
         raise ValueError(
             f"Give the hub and the user: one of {HUBS} and a name. Received: {hub!r}."
         )
-    if name not in trained():
-        raise ValueError(f"Accepted: {trained()}. Received: name={name!r}.")
+    trained = names_of_kind("trained")
+    if name not in trained:
+        raise ValueError(f"Accepted: {trained}. Received: name={name!r}.")
     uri = f"{hub.rstrip('/')}/{name}"
     with tempfile.TemporaryDirectory() as folder:
-        copy = staged(name, folder)
+        # KerasHub may write a card of its own into the directory, and delete it again.
+        copy = shutil.copytree(presets.describe(name).path, Path(folder, name))
         files = [path for path in sorted(copy.rglob("*")) if path.is_file()]
         size = sum(path.stat().st_size for path in files) / 1e6
         print(f"{name} -> {uri}: {len(files)} files, {size:.1f} MB")
         if not is_dry:
             import keras_hub
 
+            if uri.startswith(HUBS[0]):
+                _send_card(uri.removeprefix(HUBS[0]), copy / CARD)
             keras_hub.upload_preset(uri, str(copy))
     return uri
+
+
+def _send_card(repository, card):
+    """Send the card first: KerasHub replaces it where a repository has none yet."""
+    import huggingface_hub
+
+    huggingface_hub.create_repo(repository, exist_ok=True)
+    huggingface_hub.upload_file(
+        path_or_fileobj=card, path_in_repo=CARD, repo_id=repository
+    )
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("hub", help="hf://user, or kaggle://user/model/framework")
-    parser.add_argument("--presets", nargs="*", default=trained(), metavar="NAME")
+    parser.add_argument("--presets", nargs="*", metavar="NAME", help="all if left out")
     parser.add_argument("--yes", action="store_true", help="upload, do not only say so")
     chosen = parser.parse_args(arguments)
-    for name in chosen.presets:
+    for name in chosen.presets or names_of_kind("trained"):
         upload(name, chosen.hub, is_dry=not chosen.yes)
     if not chosen.yes:
         print("Nothing was sent. With --yes it is.")

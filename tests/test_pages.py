@@ -75,6 +75,13 @@ def test_every_table_has_a_place(written):
     assert [t for t in pages.found() if f"<!-- {t}: begin -->" not in text] == []
 
 
+def test_readers_see_cards_without_what_hubs_read(written):
+    for path, text in written.items():
+        is_card = path.startswith("presets/")
+        assert text.startswith("---\nlibrary_name:") == is_card, path
+        assert text.count("library_name:") == is_card, path
+
+
 def test_every_guide_has_a_record():
     assert {file.stem for file in guides.RECORDED.iterdir()} == set(guides.names())
 

@@ -7,11 +7,19 @@ import keras
 import numpy as np
 
 from experiments.lib.runs import processor
-from keras_softmoe.catalogue import METADATA_FILE
+from keras_softmoe.catalogue import (
+    CONFIG_FILE,
+    METADATA_FILE,
+    front_matter,
+    without_front_matter,
+)
 from keras_softmoe.files import atomic_file
 
 RECORDS = Path(__file__).parents[1] / "trained"
 
+CARD = "README.md"
+# Data of the trainings by the last word of a preset's name, with names for hubs.
+_DATASETS = {"glyphs": "synthetic-glyphs", "shapes": "synthetic-captioned-shapes"}
 # Results of a training that are accuracies, and on what they are.
 _MEASURED = {
     "zero_shot_new_of_64": "scenes, new combinations, of 64 names",
@@ -73,9 +81,27 @@ def measured(run):
     }
 
 
-def write_card(directory, text):
-    """Write the card of a preset directory."""
-    _write(Path(directory, "README.md"), text)
+def write_card(directory, name, text):
+    """Write the card of a preset into a directory, with the head that hubs read."""
+    _write(Path(directory, CARD), with_front_matter(directory, name, text))
+
+
+def with_front_matter(directory, name, card):
+    """The card with a head that has the metadata of the directory.
+
+    Args:
+        directory: path of a preset directory.
+        name: str, of the preset, where the directory has another name yet.
+        card: str, its card, whose head is replaced if there is one.
+    """
+    config = json.loads(Path(directory, CONFIG_FILE).read_text(encoding="utf-8"))
+    head = front_matter(
+        name,
+        read_metadata(directory),
+        datasets=(_DATASETS[name.rpartition("_")[2]],),
+        is_mixture=config["config"]["router"] is not None,
+    )
+    return head + without_front_matter(card)
 
 
 def machine():

@@ -1,8 +1,9 @@
 """What is generated in the documentation, by `__main__` and when the site is built.
 
 `__main__` writes the tables of README.md and of pages below `docs`, which have one
-where they say so, `<!-- TITLE: begin -->`, all claims among them. The API
-reference, the guides and pages of the experiments are added to the site by `hook`.
+where they say so, `<!-- TITLE: begin -->`, all claims among them, and the heads of the
+cards of presets, from their metadata. The API reference, the guides and pages of the
+experiments are added to the site by `hook`.
 """
 
 import re
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def written():
     """Dict from paths below the root to texts: what is generated and committed."""
-    pages, tables_by_title = {}, found()
+    pages, tables_by_title = gallery.cards(), found()
     for file in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = file.read_text(encoding="utf-8")
         if ": begin -->" in text:

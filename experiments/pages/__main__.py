@@ -5,8 +5,9 @@
     python -m experiments.pages --guides [NAMES] [--short]  # first run guides, or all
 
 Tables stand between the lines `<!-- TITLE: begin -->` and `<!-- TITLE: end -->`, and
-come from the JSON of experiments and benchmarks and the metadata of presets. `--short`
-runs guides with as few images and steps as the tests do.
+come from the JSON of experiments and benchmarks and the metadata of presets, as do the
+heads of the presets' cards, which hubs read. `--short` runs guides with as few images
+and steps as the tests do.
 """
 
 import argparse

@@ -1,10 +1,14 @@
 """Catalogue of presets: architectures as data, and directories with weights.
 
 `_papers` has the tables of the papers, `_unreleased` converts them to rows, `_released`
-has released checkpoints, `_preset_files` writes a row as a directory, `_lookup` finds a
-name.
+has released checkpoints, `_preset_files` writes a row as a directory, `_front_matter`
+the head of its card, `_lookup` finds a name.
 """
 
+from keras_softmoe.catalogue._front_matter import front_matter as front_matter
+from keras_softmoe.catalogue._front_matter import (
+    without_front_matter as without_front_matter,
+)
 from keras_softmoe.catalogue._lookup import CONFIG_FILE as CONFIG_FILE
 from keras_softmoe.catalogue._lookup import METADATA_FILE as METADATA_FILE
 from keras_softmoe.catalogue._lookup import PRESET_MARKS as PRESET_MARKS

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import keras
 
+from keras_softmoe.catalogue._front_matter import front_matter
+
 _LICENCE = "Apache-2.0"
 _LICENCE_OF_RELEASED = (
     "Apache-2.0, of the repository that releases it; none is stated for the checkpoint "
@@ -69,6 +71,9 @@ _WEIGHTS_OF_RELEASED = (
     "nor its accuracy after conversion has been measured here."
 )
 
+# Data by the words of `Release.training`, with the hub's identifiers
+_DATASETS = {"ImageNet-21k": "imagenet-21k", "ILSVRC2012": "imagenet-1k"}
+
 # Results of trained models in the papers
 _RESULTS = {
     "imagenet_zero_shot": ("ImageNet in the paper, zero-shot", "{} %"),
@@ -126,7 +131,10 @@ def preset_files(row):
             },
         )
     texts = {name: json.dumps(c, indent=4) + "\n" for name, c in files.items()}
-    return texts | {"README.md": _card(row, about)}
+    training = row.release.training if row.release else ""
+    datasets = [name for words, name in _DATASETS.items() if words in training]
+    head = front_matter(row.name, about, datasets, row.router is not None)
+    return texts | {"README.md": head + _card(row, about)}
 
 
 def config(row):
