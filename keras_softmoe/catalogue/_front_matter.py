@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 
 _PIPELINES = {
     "ImageClassifier": "image-classification",
@@ -17,7 +18,7 @@ _HEAD = re.compile(r"\A---\n.*?\n---\n+", re.DOTALL)
 
 
 def front_matter(
-    name: str, metadata: dict, datasets: tuple[str, ...], is_mixture: bool
+    name: str, metadata: dict, datasets: Sequence[str], is_mixture: bool
 ) -> str:
     """Return the head of the card of a preset, in the form of Hugging Face's hub.
 
