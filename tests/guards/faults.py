@@ -102,8 +102,8 @@ FAULTS = (
     ),
     Fault(
         "means of images count padding",
-        "count = ops.sum(ops.cast(mask, tokens.dtype), axis=1, keepdims=True)",
-        "count = ops.sum(ops.ones_like(mask, tokens.dtype), axis=1, keepdims=True)",
+        'count = ops.sum(ops.cast(mask, "float32"), axis=1, keepdims=True)',
+        'count = ops.sum(ops.ones_like(mask, "float32"), axis=1, keepdims=True)',
         ANY,
     ),
     Fault(

@@ -252,7 +252,7 @@ def test_refused_adaptations():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "Received: mlp_dim=None, expert=None"),
+        ({}, "Received: mlp_dim=None"),
         ({"mlp_dim": 5, "expert": layers.MLP(5)}, "mlp_dim=5, expert=<MLP"),
         ({"expert": layers.MLP(5), "remat_experts": True}, "remat_experts=True"),
         ({"expert": layers.MLP(5), "activation": "silu"}, "activation='silu'"),

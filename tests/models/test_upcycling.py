@@ -52,6 +52,9 @@ SAME = {
         f"{k} of {NUM_EXPERTS}, normalized": token_choice(k, normalize_gates=True)
         for k in range(1, NUM_EXPERTS + 1)
     },
+    "balanced by a bias": token_choice(
+        2, normalize_gates=True, score="sigmoid", bias_update_rate=0.001
+    ),
     "all experts": token_choice(NUM_EXPERTS),
     "expert choice, all tokens": expert_choice(NUM_EXPERTS),
 }
