@@ -124,10 +124,11 @@ def release_values(layer):
     """
     for weight in layer.weights:
         weight._value = None
-    for part in layer._flatten_layers():
-        # PyTorch holds them in modules, too.
-        if hasattr(part, "_torch_params"):
-            part._torch_params = type(part._torch_params)()
+    if keras.backend.backend() == "torch":
+        # Modules hold them, too: those of layers, and that in a `keras.Sequential`.
+        for part in [*layer._flatten_layers(), *layer.modules()]:
+            if hasattr(part, "_torch_params"):
+                part._torch_params = type(part._torch_params)()
 
 
 def states_of_draws(layer):

@@ -172,6 +172,8 @@ class TemplateExperts(Layer):
         first = variables[0]
         shape = (self.num_experts, *first.shape)
         known = is_initialized(first)
+        if known:
+            _check_has_values(self)
 
         def initial(shape, dtype=None):
             values = [ops.convert_to_tensor(v.value, dtype=dtype) for v in variables]
@@ -284,6 +286,20 @@ class NotQuantizedError(NotImplementedError, ValueError):
 
     It raises others when some layers are quantized already.
     """
+
+
+def _check_has_values(layer):
+    """Raise if TensorFlow builds the layer in a step, where weights have no values."""
+    if keras.backend.backend() != "tensorflow":
+        return
+    import tensorflow as tf
+
+    if not tf.executing_eagerly():
+        raise ValueError(
+            "On TensorFlow, experts of any layer are built before the first step of "
+            f"`fit`. Received: {layer.path!r}, built in one. Call the model on a batch "
+            "before, or begin it with `keras.Input`."
+        )
 
 
 def _is_exporting():

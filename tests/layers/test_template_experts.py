@@ -61,7 +61,10 @@ def test_each_expert_is_the_template_with_its_own_weights(name):
     layer = build(template)
     assert not template.built
     # No weights are in memory beside the stacked ones.
-    assert not any(is_initialized(w) for w in layer._templates.used.weights)
+    used = layer._templates.used
+    assert not any(is_initialized(w) for w in used.weights)
+    if keras.backend.backend() == "torch":
+        assert not list(used.parameters())
     randomize(layer)
     slots, upstream = normal(SLOTS), normal(SLOTS, 1)
     outputs = to_numpy(layer(slots))
