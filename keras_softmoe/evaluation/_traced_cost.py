@@ -23,7 +23,7 @@ def traced_products(model):
         model: built `keras.Model`.
     """
     # On first use, since `models` imports KerasHub.
-    from keras_softmoe.models.any_model import example_inputs
+    from keras_softmoe.models.shapes import example_inputs
 
     batch = max([moe.group_images or 1 for moe in moe_layers_of(model)], default=1)
     ours = {

@@ -18,7 +18,6 @@ from keras_softmoe.backbones import (
 from keras_softmoe.checks import check_bools, check_choice, check_names, quote
 from keras_softmoe.keras_adapter.layers import register_parameters
 from keras_softmoe.keras_adapter.surgery import (
-    call_symbolically,
     is_functional,
     renew_parameters,
     replace_sublayer,
@@ -35,10 +34,8 @@ from keras_softmoe.models._sites import (
     places_of,
     sites_at,
 )
+from keras_softmoe.models.shapes import ends, token_shapes
 from keras_softmoe.routers import Router
-
-# Tokens of a text whose length a model leaves open, where a number is needed.
-_TOKENS = 128
 
 
 def add_experts(
@@ -349,7 +346,7 @@ def _with_experts(model, sites, routers, shapes, start, moe_settings):
     layers, in_graph = {}, {}
     images = moe_settings.get("by_image")
     images = images if isinstance(images, list) else [images] * len(sites)
-    sizes = [x.shape[1:] for x in keras.tree.flatten(_ends(model)[0])]
+    sizes = [x.shape[1:] for x in keras.tree.flatten(ends(model)[0])]
     is_fixed = all(None not in size for size in sizes)
     for (block, site), by_image in zip(sites.items(), images, strict=True):
         is_in_graph = is_functional(site.parents[0])
@@ -380,7 +377,7 @@ def _with_experts(model, sites, routers, shapes, start, moe_settings):
                 replace_sublayer(parent, part, new)
     if in_graph:
         model = _with_layers(model, in_graph)
-    inputs, outputs = _ends(model)
+    inputs, outputs = ends(model)
     return inputs, outputs, layers
 
 
@@ -401,54 +398,3 @@ def _with_layers(model, new):
         return layer
 
     return keras.models.clone_model(model, clone_function=clone)
-
-
-def _ends(model):
-    """Return the inputs and outputs of a model as (structures of) Keras tensors."""
-    if isinstance(model, keras.Sequential):
-        return model.inputs[0], model.outputs[0]
-    if is_functional(model):
-        return model.input, model.output
-    inputs = keras.Input(model.get_build_config()["input_shape"][1:])
-    return inputs, model(inputs)
-
-
-def token_shapes(model, sites):
-    """Return the shapes of the inputs of some MLPs, `(None, ..., D)`.
-
-    Args:
-        model: built model.
-        sites: dict from blocks to their `Site`.
-
-    Returns:
-        dict from the same blocks.
-    """
-    shapes = {}
-
-    def noting(block):
-        def around(call, inputs, *args, **kwargs):
-            shapes[block] = (None, *inputs.shape[1:])
-            return call(inputs, *args, **kwargs)
-
-        return around
-
-    around = {id(site.parts[0]): noting(block) for block, site in sites.items()}
-    call_symbolically(model, example_inputs(model), around)
-    never = [block for block in sites if block not in shapes]
-    if never:
-        raise ValueError(
-            "The model does not call these MLPs for its outputs, so their experts "
-            f"would compute nothing. Received: blocks={never}."
-        )
-    return shapes
-
-
-def example_inputs(model, batch_size=1):
-    """Return the inputs of a model as Keras tensors of known sizes."""
-    tokens = getattr(model, "max_sequence_length", None) or _TOKENS
-
-    def known(x):
-        sizes = (tokens if size is None else size for size in x.shape[1:])
-        return keras.KerasTensor((batch_size, *sizes), dtype=x.dtype)
-
-    return keras.tree.map_structure(known, _ends(model)[0])

@@ -1,7 +1,8 @@
 """Experts in models of other libraries, and in those of a user.
 
-Covers `models/_copies.py`, `models/_sites.py`, `models/_expert_banks.py`,
-`evaluation/_traced_cost.py`, `keras_adapter/surgery.py`, `keras_adapter/products.py`.
+Covers `models/_copies.py`, `models/shapes.py`, `models/_sites.py`,
+`models/_expert_banks.py`, `evaluation/_traced_cost.py`, `keras_adapter/surgery.py`,
+`keras_adapter/products.py`.
 
 All families, and the table of them:
 
