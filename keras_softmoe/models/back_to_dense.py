@@ -296,9 +296,7 @@ def _sum_of_mlps(shared, means):
 
 def _mean_mlp(experts, share):
     """Return a dict from the names of banks to their mean kernel and bias, arrays."""
-    found = {}
-    for name in ("gate_dense", "intermediate_dense", "output_dense"):
-        bank = getattr(experts, name, None)
-        if bank is not None:
-            found[name] = _mean(bank.kernel, share), _mean(bank.bias, share)[0]
-    return found
+    return {
+        bank.name: (_mean(bank.kernel, share), _mean(bank.bias, share)[0])
+        for bank in experts.banks
+    }
