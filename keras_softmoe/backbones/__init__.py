@@ -11,6 +11,9 @@ from keras_softmoe.backbones._base import MoEBackbone as MoEBackbone
 from keras_softmoe.backbones._base import weights_follow as weights_follow
 from keras_softmoe.backbones._configuration import preset_is_saved as preset_is_saved
 from keras_softmoe.backbones._configuration import (
+    serialized_routers as serialized_routers,
+)
+from keras_softmoe.backbones._configuration import (
     set_trainable_argument as set_trainable_argument,
 )
 from keras_softmoe.backbones._configuration import (

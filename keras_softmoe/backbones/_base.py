@@ -15,10 +15,10 @@ from keras import ops
 from keras_softmoe.architecture import Settings, revive_router
 from keras_softmoe.backbones._adaptation import (
     check_lora_file,
-    has_factors,
     quantize,
 )
 from keras_softmoe.backbones._configuration import (
+    serialized_routers,
     set_trainable_argument,
     trainable_argument,
 )
@@ -149,24 +149,12 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         check_lora_file(self, filepath)
         super().load_lora_weights(filepath)
 
-    def serialized_routers(self):
-        """Return one router for `get_config`, or a list if those of blocks differ."""
-        blocks = self.blocks
-        routers = [blocks[i].moe.get_config()["router"] for i in self.moe_layers]
-        if has_factors(self):
-            # LoRA has frozen them, and files have kernels without LoRA.
-            for router in routers:
-                router["config"]["trainable"] = True
-        if all(router == routers[0] for router in routers):
-            return routers[0] if routers else None
-        return routers
-
     def get_config(self):
         base = self._base_config()
         return {
             **base,
             **self._architecture.flat(),
-            "router": self.serialized_routers(),
+            "router": serialized_routers(self),
             "group_images": self.group_images,
             "dtype": base["dtype"],
         }

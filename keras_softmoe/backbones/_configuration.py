@@ -47,6 +47,27 @@ def trainable_argument(model):
     return parts if model.trainable else {"": False, **parts}
 
 
+def serialized_routers(model):
+    """Return the serialized router of a model, or a list if those of blocks differ.
+
+    Args:
+        model: `keras.Model` with `routers`; `None` is returned if there are none.
+    """
+    found = []
+    for router in model.routers.values():
+        config = keras.saving.serialize_keras_object(router)
+        # It is built for the group size of the configuration, which may differ now.
+        config.pop("build_config", None)
+        found.append(config)
+    if has_factors(model):
+        # LoRA has frozen them, and files have kernels without LoRA.
+        for config in found:
+            config["config"]["trainable"] = True
+    if all(config == found[0] for config in found):
+        return found[0] if found else None
+    return found
+
+
 # === Compilation ===
 
 _IN_PRESET = contextvars.ContextVar("configuration_is_for_a_preset", default=False)

@@ -12,6 +12,7 @@ from keras_softmoe.backbones import (
     MutableRouting,
     quantize,
     recompile_on_change,
+    serialized_routers,
     set_trainable_argument,
     trainable_argument,
 )
@@ -293,19 +294,12 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
         ]
 
     def get_config(self):
-        routers = []
-        for router in self.routers.values():
-            config = keras.saving.serialize_keras_object(router)
-            # It is built for the width of its block.
-            config.pop("build_config", None)
-            routers.append(config)
-        is_one = all(router == routers[0] for router in routers)
         return {
             **super().get_config(),
             "trainable": trainable_argument(self),
             "model": self.held.dense_config,
             "blocks": list(self.moe_blocks),
-            "router": routers[0] if is_one else routers,
+            "router": serialized_routers(self),
             "sites": self.held.sites,
             "start": self.held.start,
             "moe_settings": {

@@ -217,6 +217,8 @@ def test_preset_lora_and_int8(vit, tmp_path):
     assert "gate_dense" in restored.default_lora_layer_names()
     restored.enable_lora(2)
     assert restored.moe_layers[1].experts.output_dense.lora_enabled
+    # LoRA has frozen the router, and a file has no factors.
+    assert restored.get_config()["router"]["config"]["trainable"] is True
     before = outputs(sparse, x)[0]
     sparse.quantize("int8", filters=is_bank)
     found = outputs(sparse, x)[0]
