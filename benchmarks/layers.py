@@ -77,9 +77,15 @@ ROUTERS = {
         32, **ROUNDED_UP
     ),
     "identity": lambda: _routers.IdentityRouter(32),
+    "biased_token_choice": lambda: _routers.SoftmaxTokenChoiceRouter(
+        32, score="sigmoid", bias_update_rate=0.001, priority="max", **ROUNDED_UP
+    ),
+    "expert_race": lambda: _routers.ExpertRaceRouter(32),
+    # Of eight images in a group each expert takes two.
+    "whole_images": lambda: _routers.SoftmaxTokenChoiceRouter(4),
 }
 
-# Those that there are targets for.
+# Those that are timed unless others are named.
 MAIN_LAYERS = (
     "soft_128x1",
     "soft_32x6",
@@ -87,6 +93,9 @@ MAIN_LAYERS = (
     "expert_choice",
     "sinkhorn_expert_choice",
     "sparse_transport",
+    "biased_token_choice",
+    "expert_race",
+    "whole_images",
 )
 
 # Those that can gather.
@@ -119,11 +128,14 @@ class Products(keras.layers.Layer):
 def product_shapes(layer, images, tokens, width):
     """Operand shapes of a MoE layer's matrix products, in the order of the layer."""
     groups = images // layer.group_images
+    # A slot has the tokens of an image, or one of them.
+    of_slot = tokens if layer.by_image else 1
     # A symbolic call: shapes, but no work.
-    group = keras.KerasTensor((groups, images * tokens // groups, width))
+    group = keras.KerasTensor((groups, images * tokens // groups // of_slot, width))
     routing = layer.router(group).routing
     num_experts, capacity = routing[0].shape[-2:]
     slots, mlp_dim = num_experts * capacity, layer.mlp_dim
+    capacity = capacity * of_slot
     experts = [
         ((num_experts, groups * capacity, width), (num_experts, width, mlp_dim)),
         ((num_experts, groups * capacity, mlp_dim), (num_experts, mlp_dim, width)),
@@ -141,14 +153,14 @@ def multiply_adds(shapes):
     return sum(prod(left) * right[-1] for left, right in shapes)
 
 
-def competitors(router, shapes, dispatcher):
+def competitors(router, shapes, dispatcher, by_image=False):
     """The MoE layer, its equal in the dense world, its products and its rivals.
 
     Returns:
         Dict from name to built layer, and the inputs.
     """
     input_shape = (shapes.images, shapes.tokens, shapes.width)
-    moe = moe_layer(router, shapes, dispatcher)
+    moe = moe_layer(router, shapes, dispatcher, by_image)
     products = product_shapes(moe, *input_shape)
     mlp_dim = multiply_adds(products) / (2 * prod(input_shape))
     dense = ksm.layers.MLP(max(1, round(mlp_dim)))
@@ -161,10 +173,12 @@ def competitors(router, shapes, dispatcher):
     return layers, inputs_of(shapes)
 
 
-def moe_layer(router, shapes, dispatcher):
+def moe_layer(router, shapes, dispatcher, by_image=False):
     """A built MoE layer."""
     group_images = 1 if isinstance(router, _routers.SoftRouter) else GROUP_IMAGES
-    layer = ksm.layers.MoE(router, shapes.mlp_dim, group_images, dispatcher)
+    layer = ksm.layers.MoE(
+        router, shapes.mlp_dim, group_images, dispatcher, by_image=by_image
+    )
     layer.build((shapes.images, shapes.tokens, shapes.width))
     return layer
 
@@ -178,7 +192,9 @@ def inputs_of(shapes):
 def measure(names, shapes, patience, dispatcher="auto", jit_compile=False):
     """Time the named layers. Yields one row per layer and pass."""
     for name in names:
-        layers, inputs = competitors(ROUTERS[name](), shapes, dispatcher)
+        layers, inputs = competitors(
+            ROUTERS[name](), shapes, dispatcher, by_image=name == "whole_images"
+        )
         yield from both_passes(name, layers, inputs, patience, jit_compile)
         # The experts of the next layer need the room.
         del layers

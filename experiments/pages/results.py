@@ -42,6 +42,7 @@ def tables():
         "figures": figures(),
         "speed in short": speed_table(),
         "routers measured": routers_table(),
+        "layers measured": layers_table(),
         "fidelity": fidelity_table(),
         "textiles": textiles_table(),
     }
@@ -163,6 +164,38 @@ def routers_table():
             _mean_of(cells, "dropped", 100, "{:.0f} %"),
         ]
         rows.append(f"| {' | '.join(row)} |")
+    return "\n".join(rows) + "\n"
+
+
+# Rows of the benchmark of layers.
+TIMED = {
+    "soft_128x1": "`SoftRouter`, 128 experts, 1 slot",
+    "soft_32x6": "`SoftRouter`, 32 experts, 6 slots",
+    "token_choice": '`SoftmaxTokenChoiceRouter`, `priority="max"`',
+    "biased_token_choice": "... with `bias_update_rate=0.001`",
+    "whole_images": "... of whole images, 4 experts",
+    "expert_choice": "`SoftmaxExpertChoiceRouter`",
+    "sinkhorn_expert_choice": "`SinkhornExpertChoiceRouter`",
+    "sparse_transport": "`SparseTransportExpertChoiceRouter`",
+    "expert_race": "`ExpertRaceRouter`",
+}
+
+
+def layers_table():
+    """Time of layers with each router over that of a dense MLP, by backend."""
+    files = {name: _read(BENCHMARKS / f"{name}.json") for name in BACKENDS}
+    passes = ("forward", "forward+backward")
+    heads = ["router", *(f"{BACKENDS[name]}, {p}" for name in files for p in passes)]
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row, title in TIMED.items():
+        found = {
+            (name, timed["pass"]): f"{timed['ratios']['dense']['median']:.2f}"
+            for name, content in files.items()
+            for timed in content["sections"]["layers"]
+            if timed["name"] == row
+        }
+        cells = [found.get((name, p), "–") for name in files for p in passes]
+        rows.append(f"| {' | '.join([title, *cells])} |")
     return "\n".join(rows) + "\n"
 
 
