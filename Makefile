@@ -19,8 +19,9 @@ PYTHON ?= python3
 # The tested release. Where a CPU-only build of it is on offer pip takes that one, while
 # an unpinned `torch` brings several GB of CUDA libraries that no test uses.
 TORCH ?= torch==2.13.0
-# Test suites that run at the same time, each on one thread: the threads of PyTorch and
-# TensorFlow wait actively, and beside another suite that costs up to ten times as much.
+# Cores for the tests. One suite more runs at a time, as all wait for programs that they
+# start. Each has one thread: more of PyTorch's and TensorFlow's wait actively, which
+# beside another suite costs up to ten times as much.
 JOBS ?= 2
 # Tests run thousands of small programs once each. XLA compiles them nearly twice as
 # fast without its optimizations. A release that does not know these flags gets none.
@@ -67,17 +68,18 @@ demo: install
 	KERAS_BACKEND=$${KERAS_BACKEND:-jax} $(VENV)/python guides/demo.py
 
 # PyTorch's suite, the last to begin, shares its files among as many processes as there
-# are suites at a time: nothing is compiled twice there, and no core waits for the end.
+# are cores: nothing is compiled twice there, and no core waits for the end.
 test-torch: export PYTEST_ADDOPTS ?= --numprocesses=$(JOBS) --dist=loadfile
-# These are one process too many beside JAX's suite, the longest, which shall not wait.
+# It fills the time in which the others wait for programs that they start.
 test-torch: NICE := nice
 
 # Each suite prints its log when it ends; all closing lines come last, after a failure too.
-# JAX's suite, the longest, begins first, with the linter beside it.
+# JAX's suite, the longest, begins first; then the linter and TensorFlow's, and PyTorch's
+# after the linter.
 test: install
 	@mkdir -p build && rm -f $(LOGS)
 	@status=0; \
-	$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) \
+	$(MAKE) --no-print-directory --keep-going --jobs=$$(($(JOBS) + 1)) \
 	    $(firstword $(SUITES)) lint $(filter-out $(firstword $(SUITES)),$(SUITES)) \
 	    || status=$$?; \
 	for backend in $(BACKENDS); do \

@@ -3,6 +3,7 @@
 Covers `catalogue/_papers.py`, `catalogue/_row.py` and `catalogue/_unreleased.py`.
 """
 
+import functools
 import re
 
 import pytest
@@ -10,11 +11,17 @@ import pytest
 from keras_softmoe import catalogue, models
 from keras_softmoe.evaluation import cost
 
-METADATA = {
-    name: catalogue.read_metadata(name)
-    for name in catalogue.names_of_kind("architecture")
-}
-PUBLISHED = {n: m["published"] for n, m in METADATA.items() if "published" in m}
+
+# Counting the operations of all takes seconds, which collecting tests shall not.
+@functools.cache
+def all_metadata():
+    names = catalogue.names_of_kind("architecture")
+    return {name: catalogue.read_metadata(name) for name in names}
+
+
+def all_published():
+    found = all_metadata().items()
+    return {name: m["published"] for name, m in found if "published" in m}
 
 
 # === The papers' tables ===
@@ -22,7 +29,7 @@ PUBLISHED = {n: m["published"] for n, m in METADATA.items() if "published" in m}
 
 def rows_of(table):
     """What follows the table in the metadata, over all presets."""
-    rows = [published["row"] for published in PUBLISHED.values()]
+    rows = [published["row"] for published in all_published().values()]
     return [part for row in rows for part in re.findall(rf"{table}(.*?)(?:;|$)", row)]
 
 
@@ -33,7 +40,7 @@ def test_every_row_is_there():
     assert len(rows_of("table 9")) == 10
     found = [int(n) for part in rows_of("table 10, ") for n in re.findall(r"\d+", part)]
     assert sorted(found) == list(range(1, 108))
-    for metadata in METADATA.values():
+    for metadata in all_metadata().values():
         settings = metadata.get("settings", [])
         named = {setting["row"] for setting in settings if "row" in setting}
         listed = re.search(
@@ -47,15 +54,17 @@ def test_every_router_of_the_study_is_there():
     for model in ("base_patch32", "base_patch16", "large_patch16"):
         names = [
             name
-            for name, metadata in METADATA.items()
+            for name, metadata in all_metadata().items()
             if metadata["source"].startswith("Router study") and f"_{model}_" in name
         ]
         # Six routers, the soft one with two numbers of slots
         assert len(names) == 7
         for name in names:
-            assert METADATA[name]["dense_twin"] == f"vmoe_dense_{model}_224"
+            assert all_metadata()[name]["dense_twin"] == f"vmoe_dense_{model}_224"
             is_soft = name.startswith("soft_moe")
-            assert len(METADATA[name].get("settings", [])) == (0 if is_soft else 2)
+            assert len(all_metadata()[name].get("settings", [])) == (
+                0 if is_soft else 2
+            )
 
 
 def printed(text):
@@ -66,19 +75,19 @@ def printed(text):
 
 def test_published_parameters():
     checked = 0
-    for name, published in PUBLISHED.items():
+    for name, published in all_published().items():
         if "parameters" not in published:
             continue
         value, rounding = printed(published["parameters"])
         found = cost(name, published["head_classes"]).parameters
         assert abs(found - value) <= max(rounding, 0.0015 * value), name
-        assert found == METADATA[name]["parameter_count_with_head"]
+        assert found == all_metadata()[name]["parameter_count_with_head"]
         checked += 1
     assert checked == 35
 
 
 def test_published_flops():
-    published = {n: p for n, p in PUBLISHED.items() if "gflop_per_image" in p}
+    published = {n: p for n, p in all_published().items() if "gflop_per_image" in p}
     assert len(published) == 10
     for name, row in published.items():
         found = cost(name, row["head_classes"]).gflop_per_image
@@ -95,7 +104,7 @@ def arguments(name):
 def test_slots_are_those_of_the_source():
     # The nearest whole number in the papers, a multiple of four in the released code.
     found = {True: set(), False: set()}
-    for name, metadata in METADATA.items():
+    for name, metadata in all_metadata().items():
         config = router.get_config() if (router := arguments(name)["router"]) else {}
         if "rounding" in config:
             is_code = metadata["source"] == "V-MoE, released code"
@@ -105,7 +114,7 @@ def test_slots_are_those_of_the_source():
 
 def test_dense_twins():
     of_experts = ("name", "moe_layers", "router", "group_images", "equal_experts")
-    for name, metadata in METADATA.items():
+    for name, metadata in all_metadata().items():
         own = arguments(name)
         if metadata["dense_twin"] is None:
             assert own["router"] is None and "moe_layers" not in own
@@ -138,7 +147,7 @@ def test_presets_can_be_loaded(name):
         "hidden_dim": 8,
         "mlp_dim": 12,
     }
-    if METADATA[name]["dense_twin"]:
+    if all_metadata()[name]["dense_twin"]:
         tiny["moe_layers"] = (0,)
     model = models.ViTMoEBackbone.from_preset(name, load_weights=False, **tiny)
     assert cost(name, **tiny).parameters == model.count_params()

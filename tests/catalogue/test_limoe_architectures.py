@@ -3,6 +3,7 @@
 Covers LIMoE's part of `catalogue/_unreleased.py`.
 """
 
+import functools
 import json
 import math
 
@@ -11,12 +12,17 @@ import pytest
 from keras_softmoe import catalogue, datasets, models, ops, presets
 from keras_softmoe.evaluation import cost
 
-METADATA = {
-    name: catalogue.read_metadata(name)
-    for name in catalogue.names_of_kind("architecture")
-    if name.startswith("limoe")
-}
-TWINS = {name: m["dense_twin"] for name, m in METADATA.items() if m["dense_twin"]}
+NAMES = [n for n in catalogue.names_of_kind("architecture") if n.startswith("limoe")]
+
+
+@functools.cache
+def all_metadata():
+    return {name: catalogue.read_metadata(name) for name in NAMES}
+
+
+def twins():
+    found = all_metadata().items()
+    return {name: m["dense_twin"] for name, m in found if m["dense_twin"]}
 
 
 def arguments(name):
@@ -29,32 +35,37 @@ def router(name):
 
 def test_every_row_is_there():
     sizes = {"S/32", "S/16", "B/32", "B/16", "L/32", "L/16", "H/14"}
-    rows = [m["published"]["row"] for m in METADATA.values() if "published" in m]
+    rows = [m["published"]["row"] for m in all_metadata().values() if "published" in m]
     expected = {f"table 4, LIMoE {size}" for size in sizes}
     expected |= {f"table 4, Dense {size}" for size in sizes - {"H/14"}}
     assert len(rows) == 13 and set(rows) == expected
     # H/14 has a twin here, though none in the paper.
-    assert len(TWINS) == 7 and METADATA.keys() == TWINS.keys() | set(TWINS.values())
+    assert len(twins()) == 7 and all_metadata().keys() == twins().keys() | set(
+        twins().values()
+    )
     # Sparse is better than dense, throughout the table.
-    for name, twin in TWINS.items():
-        results, of_twin = METADATA[name]["published"], METADATA[twin].get("published")
+    for name, twin in twins().items():
+        results, of_twin = (
+            all_metadata()[name]["published"],
+            all_metadata()[twin].get("published"),
+        )
         for key in of_twin or ():
             assert key == "row" or results[key] > of_twin[key]
 
 
 def test_what_all_have_in_common():
-    for name in METADATA:
+    for name in all_metadata():
         own = arguments(name)
         assert (own["vocabulary_size"], own["sequence_length"]) == (32_000, 16)
         assert (own["embedding_dim"] == 512) == ("huge" not in name)
         size = 294 if "huge" in name else 224
         assert name.endswith(f"_{size}") and own["image_shape"] == (size, size, 3)
-        assert "texts of 16 tokens" in METADATA[name]["description"]
-        assert METADATA[name]["tasks"] == ["ContrastiveTask"]
+        assert "texts of 16 tokens" in all_metadata()[name]["description"]
+        assert all_metadata()[name]["tasks"] == ["ContrastiveTask"]
 
 
 def test_blocks_with_experts():
-    for name in TWINS:
+    for name in twins():
         own = arguments(name)
         if "huge" in name:
             # Counted from 0; appendix G speaks of layers 6, 14 and 31.
@@ -67,7 +78,7 @@ def test_blocks_with_experts():
 
 def test_routers():
     soft_minima = {}
-    for name in TWINS:
+    for name in twins():
         found = router(name)
         assert (found.num_experts, found.num_selected_experts) == (32, 1)
         assert found.loss_weight == 0.04
@@ -82,7 +93,7 @@ def test_routers():
         of_text, of_image = found.routing_losses[-2:]
         assert (of_text.modality, of_image.modality) == ("text", "image")
         minima = [math.exp(loss.threshold) for loss in (of_text, of_image)]
-        published = METADATA[name]["published"]
+        published = all_metadata()[name]["published"]
         expected = [published["text_experts"], published["image_experts"]]
         assert minima == pytest.approx(expected)
         soft_minima[name.split("_32e")[0]] = tuple(expected)
@@ -99,7 +110,7 @@ def test_routers():
 
 def test_experts_cost_parameters_but_hardly_operations():
     # "K = 1 expert per token to match the cost of a dense backbone" (appendix E.1)
-    for name, twin in TWINS.items():
+    for name, twin in twins().items():
         own, of_twin = cost(name), cost(twin)
         assert 1.0 < own.gflop_per_image / of_twin.gflop_per_image < 1.05
         shape = arguments(name)
@@ -130,7 +141,7 @@ def small(tmp_path):
             "hidden_dim": 8,
             "mlp_dim": 12,
         }
-        if name in TWINS:
+        if name in twins():
             saved["config"]["moe_layers"] = [0]
         file.write_text(json.dumps(saved), encoding="utf-8")
         return str(file.parent)

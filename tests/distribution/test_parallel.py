@@ -49,14 +49,14 @@ def test_slots_travel_and_nothing_is_gathered(found, kind):
     assert not any(map(touches_experts, told["collectives"]))
 
 
-def test_every_router_and_every_layer_costs_four_all_to_alls(found):
-    for kind, collectives in found["compiled_steps"].items():
+def test_every_router_and_every_layer_costs_four_all_to_alls(found_more):
+    for kind, collectives in found_more["compiled_steps"].items():
         told = {"collectives": collectives}
         layers = 2 if kind == "two layers" else 1
         assert len(sent(told, "all-to-all")) == 4 * layers, kind
         assert {c["name"] for c in collectives} == {"all-to-all", "all-reduce"}, kind
         assert not any(map(touches_experts, collectives)), kind
-    assert len(found["compiled_steps"]) == 7
+    assert len(found_more["compiled_steps"]) == 7
 
 
 @pytest.mark.parametrize("kind", ["balanced", "race"])
@@ -106,8 +106,8 @@ def test_moments_lie_with_their_experts(found, kind):
         assert shard == shape, path
 
 
-def test_what_adafactor_keeps_lies_with_its_experts(found):
-    told = found["adafactor"]
+def test_what_adafactor_keeps_lies_with_its_experts(found_more):
+    told = found_more["adafactor"]
     np.testing.assert_allclose(told["one axis"], told["one device"], rtol=0, atol=1e-4)
     kept = {
         "kernel_momentum": (16, 20),
@@ -122,8 +122,8 @@ def test_what_adafactor_keeps_lies_with_its_experts(found):
     assert len(told["shards"]) == 2 * len(kept)
 
 
-def test_factors_of_lora_lie_with_their_experts(found):
-    alone, told = found["adapters"]["one device"], found["adapters"]["2 x 4"]
+def test_factors_of_lora_lie_with_their_experts(found_more):
+    alone, told = found_more["adapters"]["one device"], found_more["adapters"]["2 x 4"]
     for name in ("losses", "predictions", "merged", "int4"):
         np.testing.assert_allclose(told[name], alone[name], rtol=0, atol=1e-4)
     np.testing.assert_allclose(told["merged"], told["predictions"], rtol=0, atol=1e-4)
@@ -162,9 +162,11 @@ def test_a_batch_of_any_size_is_trained_on(found, placement):
     np.testing.assert_allclose(told[placement]["rest"], alone, rtol=0, atol=1e-4)
 
 
-def test_dense_kernels_are_sharded_on_request(found):
-    alone, told = (found["dense_part"][name] for name in ("one device", "one axis"))
-    for placed in (told, found["dense_part"]["2 x 4"]):
+def test_dense_kernels_are_sharded_on_request(found_more):
+    alone, told = (
+        found_more["dense_part"][name] for name in ("one device", "one axis")
+    )
+    for placed in (told, found_more["dense_part"]["2 x 4"]):
         np.testing.assert_allclose(placed["losses"], alone["losses"], rtol=0, atol=1e-5)
     kernels = {
         "patch_embedding/projection/kernel": [2, 2, 3, 2],
@@ -210,8 +212,8 @@ def test_experts_in_a_model_of_ones_own_are_placed(found):
 
 
 @pytest.mark.parametrize("placement", ["one axis", "2 x 4"])
-def test_experts_of_any_layer_are_placed(found, placement):
-    told, one = found["experts_of_any_layer"], 8 if placement == "one axis" else 4
+def test_experts_of_any_layer_are_placed(found_more, placement):
+    told, one = found_more["experts_of_any_layer"], 8 if placement == "one axis" else 4
     expected = told["one device"]["losses"]
     np.testing.assert_allclose(told[placement]["losses"], expected, rtol=1e-5)
     # Each step has moved the weights.
@@ -223,8 +225,8 @@ def test_experts_of_any_layer_are_placed(found, placement):
     assert not any("shared" in path for path in shards)
 
 
-def test_a_model_may_be_built_by_its_first_batch(found):
-    told = found["built_by_data"]
+def test_a_model_may_be_built_by_its_first_batch(found_more):
+    told = found_more["built_by_data"]
     np.testing.assert_allclose(told["one axis"], told["one device"], rtol=1e-5)
     assert told["shards"] == [1, 1, 1, 1]
 

@@ -141,8 +141,8 @@ def bytes_of(collectives):
 
 
 @jax_only
-def test_the_plan_says_what_pairs_send(found):
-    told = found["pairs"]
+def test_the_plan_says_what_pairs_send(found_more):
+    told = found_more["pairs"]
     planned = plan(tiny_models.limoe(), DEVICES, 1e9, batch_size=tiny_models.BATCH)
     mesh = mesh_of(planned, (2, 4))
     assert mesh.moved == pytest.approx(bytes_of(told), rel=0.05)
@@ -157,8 +157,8 @@ def test_the_plan_says_what_pairs_send(found):
 @pytest.mark.parametrize(
     ("placement", "shape"), [("one axis", (1, 8)), ("2 x 4", (2, 4))]
 )
-def test_the_plan_says_what_cut_dense_kernels_send(found, placement, shape):
-    told = found["dense_part"][placement]["collectives"]
+def test_the_plan_says_what_cut_dense_kernels_send(found_more, placement, shape):
+    told = found_more["dense_part"][placement]["collectives"]
     model = tiny_models.backbone("soft", num_layers=2, moe_layers=(1,))
     planned = plan(
         model,
