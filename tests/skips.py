@@ -42,8 +42,8 @@ REASONS = {
 # long: of what computes without one, and of what is long and made of parts that are
 # tested on all. (`models/test_backends.py` compares presets on all of them.)
 RUNS_ON = {
-    # Figures and tables of arrays, and sums over decisions: `test_soft.py` sees decisions
-    # of every backend.
+    # Figures and tables of arrays, and sums over decisions: `test_soft.py` sees those of
+    # every backend.
     "analysis/test_blocks.py": ("torch",),
     "analysis/test_concentration.py": ("torch",),
     "analysis/test_figures.py": ("torch",),
@@ -230,9 +230,7 @@ ON_ALL = {
     "layers/test_wrappers.py": ("test_each_call_adds_its_loss",),
     "models/test_any_model.py": ("test_family[CLIP]",),
     "models/test_back_to_dense.py": ("test_classifier_of_ours",),
-    "models/test_channels_first.py": (
-        "test_numbers_are_those_of_channels_last[fit]",
-    ),
+    "models/test_channels_first.py": ("test_numbers_are_those_of_channels_last[fit]",),
     "models/test_contrastive_files.py": ("test_keras_file",),
     "models/test_convertible_presets.py": ("test_converted_at_first_use",),
     "models/test_dense_sources.py": ("test_features",),
@@ -314,13 +312,17 @@ LONG = {
     ),
     "guards/test_faults.py": ("test_a_planted_fault_is_seen",),
     "guides/test_guides.py": (
+        "test_guide[adapting.py]",
         "test_guide[exporting.py]",
+        "test_guide[fit_on_a_small_dataset.py]",
         "test_guide[inside_soft_moe.py]",
         "test_guide[limoe_routing.py]",
         "test_guide[placing_experts.py]",
         "test_guide[released_vmoe_checkpoints.py]",
         "test_guide[router_study.py]",
         "test_guide[switching_backends.py]",
+        "test_guide[upcycling.py]",
+        "test_guide[vmoe_at_low_capacity.py]",
     ),
     "models/test_backends.py": ("test_same_outputs_on_another_backend",),
     "routers/test_balanced.py": ("test_load_is_even_after_500_steps",),

@@ -51,14 +51,11 @@ ROUTERS = {
     "expert race": lambda: routers.ExpertRaceRouter(4, num_selected_experts=2),
     "identity": lambda: routers.IdentityRouter(4),
 }
-# A short run: each format of TensorFlow, and routers with operations that others
+# A short run: formats of TensorFlow, and routers with operations that others
 # lack. The file of PyTorch and those of other processes are in the tests below.
 SHORT = {
     "tensorflow": [("Sinkhorn expert choice", "onnx")]
-    + [
-        ("batch priority", format)
-        for format in ("tf_saved_model", "litert", "openvino")
-    ],
+    + [("batch priority", format) for format in ("tf_saved_model", "litert")],
 }.get(BACKEND, [])
 WHERE_WRITTEN = skips.only_on("tensorflow", "torch", because="one file")
 WHERE_ONNX_IS_WRITTEN = skips.only_on("tensorflow", because="one file")
