@@ -31,11 +31,12 @@ QUICK_XLA ?= --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=fa
     --xla_cpu_parallel_codegen_split_count=1
 
 VENV := .venv/bin
-INSTALLED := .venv/.installed
+INSTALLED := $(VENV:/bin=)/.installed
 BACKENDS := jax tensorflow torch
 SUITES := $(BACKENDS:%=test-%)
 LOGS := $(BACKENDS:%=build/%.log)
 TORTURES := $(BACKENDS:%=torture-%)
+NEWEST := $(BACKENDS:%=newest-%)
 OLDEST := $(BACKENDS:%=oldest-%)
 NIGHTLY := $(BACKENDS:%=nightly-%)
 WHEELS := $(BACKENDS:%=wheel-%)
@@ -53,17 +54,18 @@ $(SUITES) $(TORTURES): export TF_NUM_INTRAOP_THREADS ?= 1
 $(SUITES) $(TORTURES): export TF_NUM_INTEROP_THREADS ?= 1
 
 .PHONY: install demo check test test-all lint docs $(SUITES) bench torture $(TORTURES) format clean \
-    oldest $(OLDEST) real-weights nightly $(NIGHTLY) wheel wheels $(WHEELS) wheel-bare
+    newest $(NEWEST) oldest $(OLDEST) real-weights nightly $(NIGHTLY) wheel wheels $(WHEELS) wheel-bare
 
 install: $(INSTALLED)
 
 # pip compiles on one core, for longer than it installs. A few files of the packages are
 # templates, which do not compile.
 $(INSTALLED): pyproject.toml
-	test -x $(VENV)/python || $(PYTHON) -m venv .venv
-	$(VENV)/python -m pip install --quiet --no-compile "$(TORCH)"
-	$(VENV)/python -m pip install --quiet --no-compile --editable ".[test,dev]"
-	@$(VENV)/python -m compileall -qq -j 0 .venv/lib || true
+	test -x $(VENV)/python || $(PYTHON) -m venv $(VENV:/bin=)
+	$(VENV)/python -m pip install --quiet --no-compile $(UPGRADE) "$(TORCH)"
+	$(VENV)/python -m pip install --quiet --no-compile $(UPGRADE) \
+	    --editable ".[test,dev]"
+	@$(VENV)/python -m compileall -qq -j 0 $(VENV:/bin=)/lib || true
 	touch $@
 
 demo: install
@@ -164,6 +166,20 @@ $(TORTURES): torture-%: install
 	@KERAS_BACKEND=$* KERAS_HOME=$(CURDIR)/build/keras-torture-$* MPLBACKEND=agg \
 	    $(VENV)/python -m tests.torture $(TORTURE) 2> build/torture-$*.log
 
+# One environment for each Python, brought up to date each time. What the logs say is
+# kept for the table of docs/versions.md.
+NEWEST_VENV := build/venv-newest-$(notdir $(PYTHON))
+in_newest = rm -f $(NEWEST_VENV)/.installed $(2); status=0; \
+    $(MAKE) --no-print-directory $(1) VENV=$(NEWEST_VENV)/bin TORCH=torch \
+    UPGRADE="--upgrade --upgrade-strategy eager" || status=$$?; \
+    $(NEWEST_VENV)/bin/python -m experiments.versions newest $(2); exit $$status
+
+newest:
+	@$(call in_newest,test,$(LOGS))
+
+$(NEWEST): newest-%:
+	@$(call in_newest,test-$*,build/$*.log)
+
 # Environments of their own, one for each backend, so that no other backend helps out.
 oldest: $(OLDEST)
 
@@ -187,8 +203,13 @@ $(NIGHTLY): nightly-%:
 	build/venv-$@/bin/python -m pip install --quiet --pre --no-deps keras-hub-nightly
 	$(call core,$@,$*)
 
-core = KERAS_BACKEND=$(2) KERAS_HOME=$(CURDIR)/build/venv-$(1)/keras MPLBACKEND=agg \
-    build/venv-$(1)/bin/python -m pytest -o cache_dir=build/pytest-$(1) $(CORE)
+core = @status=0; \
+    KERAS_BACKEND=$(2) KERAS_HOME=$(CURDIR)/build/venv-$(1)/keras MPLBACKEND=agg \
+    build/venv-$(1)/bin/python -m pytest -o cache_dir=build/pytest-$(1) $(CORE) \
+    > build/$(1).log 2>&1 || status=$$?; \
+    cat build/$(1).log; \
+    build/venv-$(1)/bin/python -m experiments.versions $(1:-$(2)=) build/$(1).log; \
+    exit $$status
 
 # At most 45 MB: a wheel carries the presets that were trained here.
 wheel: install

@@ -60,7 +60,7 @@ def test_outputs_and_derivatives(name):
 
     expected, found = judged(expert_by_expert, *known), judged(in_tiles, *known)
     for one, two in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-        np.testing.assert_allclose(two, one, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(two, one, rtol=1e-4, atol=2e-4)
 
 
 def test_at_most_twice_the_products_of_the_rows():
