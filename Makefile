@@ -116,8 +116,10 @@ docs: install
 
 knows = XLA_FLAGS="$(1)" $(VENV)/python -c "import jax; jax.numpy.ones(1) + 1" \
     > /dev/null 2>&1 && echo "$(1)"
-test-jax torture-jax: export XLA_FLAGS ?= $(shell $(call knows,$(QUICK_XLA)) || \
-    for flag in $(QUICK_XLA); do $(call knows,$$flag); done)
+# Asked once, not for each line of a recipe.
+known_flags = $(eval known_flags := $(shell $(call knows,$(QUICK_XLA)) || \
+    for flag in $(QUICK_XLA); do $(call knows,$$flag); done))$(known_flags)
+test-jax torture-jax: export XLA_FLAGS ?= $(known_flags)
 
 # An own KERAS_HOME: the user's Keras settings and caches are neither read nor written.
 $(SUITES): test-%: install
