@@ -68,7 +68,7 @@ def _key(row):
 
 def table(file=KEPT):
     """The table: a row for each target and Python, a column for each backend."""
-    titles = ["", "Python", "Keras", "KerasHub", "NumPy", *BACKENDS.values()]
+    titles = ["command", "Python", "Keras", "KerasHub", "NumPy", *BACKENDS.values()]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     runs = {}
     for row in json.loads(file.read_text(encoding="utf-8")):
