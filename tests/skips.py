@@ -67,6 +67,7 @@ RUNS_ON = {
     "test_keras_adapter.py": ("torch",),
     "sharding/*": ("torch",),
     "layers/test_dropless_limits.py": ("torch",),
+    "ops/test_tiles.py": ("jax",),
     # What it does in a layer is tested on all: `layers/test_lora.py`,
     # `layers/test_quantized_experts.py`.
     "backbones/test_adaptation.py": ("torch",),

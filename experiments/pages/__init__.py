@@ -9,7 +9,7 @@ experiments are added to the site by `hook`.
 import re
 from pathlib import Path
 
-from experiments import claims
+from experiments import claims, versions
 from experiments.pages import evidence, gallery, results, tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +33,7 @@ def found():
         **evidence.tables(),
         "gallery": gallery.gallery(),
         "claims": claims.text(),
+        "versions": versions.table(),
     }
 
 

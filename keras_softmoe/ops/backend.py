@@ -231,6 +231,18 @@ def is_jax_on(*platforms):
     return jax.default_backend() in platforms
 
 
+def is_jax_on_nvidia():
+    """Return whether the backend is JAX on GPUs of NVIDIA, and not of AMD."""
+    if not is_jax_on("gpu"):
+        return False
+    import jax
+
+    try:
+        return bool(jax.devices("cuda"))
+    except RuntimeError:
+        return False
+
+
 def chunked_map(fn, operands, sharded=False):
     """`fn(*operands)`, computed in chunks of the first axis if that is faster.
 

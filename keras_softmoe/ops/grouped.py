@@ -8,10 +8,12 @@ import functools
 import keras
 from keras import ops
 
+from keras_softmoe.ops._tiles import chain, in_tiles
 from keras_softmoe.ops.backend import (
     affine,
     compiled_on_jax,
     is_jax_on,
+    is_jax_on_nvidia,
     linear_on_jax,
 )
 
@@ -83,20 +85,11 @@ def map_experts(all_at_once, stages, rows, weights, count):
             results = []
             for e, x in enumerate(rows.split(sizes)):
                 own = [[w[e : e + 1] for w in of_stage] for of_stage in weights]
-                results.append(_chain(stages, x[None], own)[-1][0])
+                results.append(chain(stages, x[None], own)[-1][0])
             return torch.cat(results)
-    if is_jax_on("cpu"):
-        return _in_pieces(rows, weights, count, stages)
+    if compute := _by_stages_on_jax():
+        return compute(rows, weights, count, stages)
     return all_at_once(rows, *(w for of_stage in weights for w in of_stage))
-
-
-def _chain(stages, x, weights):
-    """Return the list of results of consecutive stages."""
-    results = []
-    for stage, of_stage in zip(stages, weights, strict=True):
-        x = stage(x, *of_stage)
-        results.append(x)
-    return results
 
 
 # === PyTorch ===
@@ -225,10 +218,17 @@ def _on_jax(rows, kernel, bias, count):
     import jax
     from jax import numpy as jnp
 
-    if is_jax_on("cpu"):
-        return _in_pieces(rows, ((kernel, bias),), count, (affine,))
+    if compute := _by_stages_on_jax():
+        return compute(rows, ((kernel, bias),), count, (affine,))
     expert = jnp.repeat(jnp.arange(len(count)), count, total_repeat_length=len(rows))
     return jax.lax.ragged_dot(rows, kernel, count) + bias[expert, 0]
+
+
+def _by_stages_on_jax():
+    """Return a faster `map_experts` than by `ragged_dot`, `None` if there is none."""
+    if is_jax_on("cpu"):
+        return _in_pieces
+    return in_tiles if is_jax_on_nvidia() else None
 
 
 @compiled_on_jax("stages")
@@ -246,14 +246,14 @@ def _in_pieces(rows, weights, count, stages):
         return jnp.pad(x, ((0, sizes[-1]), (0, 0)))
 
     def all_stages(xs, weights):
-        return _chain(stages, xs[0], weights), []
+        return chain(stages, xs[0], weights), []
 
     def last_stage(xs, weights):
-        return _chain(stages, xs[0], weights)[-1:], []
+        return chain(stages, xs[0], weights)[-1:], []
 
     one = rows[None, :1], jax.tree.map(lambda weight: weight[:1], weights)
     widths = [
-        x.shape[-1] for x in jax.eval_shape(functools.partial(_chain, stages), *one)
+        x.shape[-1] for x in jax.eval_shape(functools.partial(chain, stages), *one)
     ]
 
     @jax.custom_jvp
@@ -334,7 +334,7 @@ def _each_row_by_all_experts(stages, rows, weights, count):
     def add(total, of_expert):
         number, own = of_expert
         own = jax.tree.map(lambda weight: weight[None], own)
-        results = _chain(stages, rows[None], own)[-1][0]
+        results = chain(stages, rows[None], own)[-1][0]
         return total + jnp.where(expert[:, None] == number, results, 0), None
 
     shape = len(rows), weights[-1][-1].shape[-1]
