@@ -136,7 +136,7 @@ def page(name, repository=None, branch="gh-pages"):
     ]
     outputs, figures = enumerate(recorded["cells"]), 0
     is_guide = heading != DEMO
-    texts += [parts[0][1]] * (not is_guide)
+    texts += [parts[0][1].removeprefix(description).strip()] * (not is_guide)
     for kind, source in parts[1:]:
         if kind == "text":
             texts.append(source)
