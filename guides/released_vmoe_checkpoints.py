@@ -31,16 +31,14 @@ same format, and does by hand what `from_preset` does by itself.
 ## Setup
 
 The library reads the format and never writes it. The writer belongs to the tests, so
-this guide has to run inside a checkout of the repository.
+this guide needs a checkout of the repository that is installed: `pip install -e .`.
 """
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # or "tensorflow", or "torch"
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 

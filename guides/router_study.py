@@ -30,7 +30,8 @@ an evening. What came out is in `experiments/router_study/small`.
 `--scale smoke` shows in a few minutes that all of it runs, and learns nothing.
 `--scale full` is the paper's B/32 on ImageNet, for those who have the hardware.
 
-This guide does the same step by step, from Python.
+This guide does the same step by step, from Python. It needs a checkout of the
+repository that is installed: `pip install -e .`.
 
 ## Setup
 """
@@ -41,11 +42,7 @@ os.environ.setdefault("KERAS_BACKEND", "torch")  # or "jax", or "tensorflow"
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
-
-# The checkout that this guide is part of
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments import router_study
 

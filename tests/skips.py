@@ -42,8 +42,8 @@ REASONS = {
 # long: of what computes without one, and of what is long and made of parts that are
 # tested on all. (`models/test_backends.py` compares presets on all of them.)
 RUNS_ON = {
-    # Figures and tables of arrays, and sums over decisions: `test_soft.py` sees those of
-    # every backend.
+    # Figures and tables of arrays, and sums over decisions: `test_soft.py` sees the
+    # decisions of every backend.
     "analysis/test_blocks.py": ("torch",),
     "analysis/test_concentration.py": ("torch",),
     "analysis/test_figures.py": ("torch",),

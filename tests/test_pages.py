@@ -1,5 +1,6 @@
 """The documentation: its tables are of today, links lead somewhere, it builds."""
 
+import ast
 import html.parser
 import json
 import re
@@ -8,10 +9,11 @@ import sys
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import nbformat
 import pytest
 
 from experiments import pages
-from experiments.pages import embedding, guides
+from experiments.pages import embedding, guides, notebooks
 
 ROOT = Path(__file__).resolve().parents[1]
 # Elements that a browser loads by itself, and where they say what.
@@ -108,6 +110,51 @@ def test_a_record_of_other_code_is_refused(monkeypatch):
     monkeypatch.setattr(guides, "_digest", lambda code: "another")
     with pytest.raises(ValueError, match="other code .* --guides demo`"):
         guides.page("demo")
+
+
+def test_notebooks_have_the_code_and_the_output_of_the_guides():
+    for name in guides.names():
+        notebook = notebooks.notebook(name)
+        nbformat.validate(notebook)
+        guide = ast.parse((guides.GUIDES / f"{name}.py").read_text(encoding="utf-8"))
+        texts = (ast.Expr, ast.Constant)
+        guide.body = [
+            node
+            for node in guide.body
+            if (type(node), type(getattr(node, "value", None))) != texts
+        ]
+        assert ast.unparse(ast.parse(notebooks.code(notebook))) == ast.unparse(guide)
+        _, *cells = (c for c in notebook.cells if c.cell_type == "code")
+        shown = [output for cell in cells for output in cell.outputs]
+        recorded = guides.recorded_run(name)["cells"]
+        texts = [cell["output"] + "\n" for cell in recorded if cell["output"]]
+        assert [o.text for o in shown if o.output_type == "stream"] == texts
+        pictures = [figure for cell in recorded for figure in cell["figures"]]
+        assert [o.data["image/png"] for o in shown if "data" in o] == pictures
+
+
+def test_the_first_cell_of_a_notebook_installs_what_the_guide_needs():
+    def first(name):
+        cells = notebooks.notebook(name, recorded=False).cells
+        return next(cell.source for cell in cells if cell.cell_type == "code")
+
+    assert '%pip install --quiet "keras-softmoe[jax,datasets,viz]"' in first(
+        "upcycling"
+    )
+    assert "[torch,datasets,viz,export]" in first("exporting")
+    assert "[tensorflow,jax,torch,datasets,viz]" in first("switching_backends")
+    assert (
+        'raise ImportError(\'In a checkout: pip install -e ".[torch,datasets,viz]"'
+        in (first("router_study"))
+    )
+
+
+def test_colab_opens_the_notebooks_of_a_published_site():
+    assert "colab" not in guides.links("demo")
+    links = guides.links("demo", "https://github.com/me/mine", "site")
+    host = "https://colab.research.google.com"
+    assert f"({host}/github/me/mine/blob/site/guides/demo.ipynb)" in links
+    assert "[Notebook](demo.ipynb) · [Source](demo.py)" in links
 
 
 def test_tables_stand_where_the_page_says_so():

@@ -27,6 +27,8 @@ GUIDES = ROOT / "guides"
 RECORDED = GUIDES / "recorded"
 COLORS = 128
 FIGURE_WIDTH = 900
+DEMO = "The main job"
+COLAB = "https://colab.research.google.com/github"
 
 # Backends of the records; PyTorch where a guide leaves the choice.
 BACKENDS = {"data_parallel_on_tensorflow": "tensorflow", "placing_experts": "jax"}
@@ -60,7 +62,7 @@ def title(name):
     head = cells(name)[0][1]
     found = dict(re.findall(r"^(\w[\w ]*): (.*)$", head, flags=re.MULTILINE))
     if "Title" not in found:
-        return "The main job", head.splitlines()[0]
+        return DEMO, head.splitlines()[0]
     return found["Title"], found["Description"]
 
 
@@ -101,8 +103,25 @@ def record(name, short=False):
         file.write_text(json.dumps(about, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
-def page(name):
-    """The page of a guide, Markdown."""
+def links(name, repository=None, branch="gh-pages"):
+    """A line of Markdown with links to a guide's notebook and program.
+
+    Args:
+        name: str, of a guide.
+        repository: str, address of the public repository, if there is one. Colab opens
+            the notebook from the site that was published there.
+        branch: str, of the repository, that holds the site.
+    """
+    there = f"[Notebook]({name}.ipynb) · [Source]({name}.py)"
+    found = re.fullmatch(r"https://github\.com/([^/]+/[^/]+?)/?", repository or "")
+    if not found:
+        return f"{there} · In Colab: *File*, *Upload notebook*"
+    address = f"{COLAB}/{found[1]}/blob/{branch}/guides/{name}.ipynb"
+    return f"[View in Colab]({address}) · {there}"
+
+
+def page(name, repository=None, branch="gh-pages"):
+    """The page of a guide, Markdown; the arguments are those of `links`."""
     recorded = recorded_run(name)
     parts = cells(name)
     heading, description = title(name)
@@ -111,12 +130,13 @@ def page(name):
     texts = [
         f"# {heading}",
         f"{description}",
+        links(name, repository, branch),
         f"The program is `guides/{name}.py`. Its output here is that of a run{length} "
         f"on one processor core: {recorded['seconds']:,} seconds, {versions}.",
     ]
-    outputs = enumerate(recorded["cells"])
-    is_guide = heading != "The main job"
-    texts += [parts[0][1]] * (not is_guide)
+    outputs, figures = enumerate(recorded["cells"]), 0
+    is_guide = heading != DEMO
+    texts += [parts[0][1].removeprefix(description).strip()] * (not is_guide)
     for kind, source in parts[1:]:
         if kind == "text":
             texts.append(source)
@@ -126,7 +146,9 @@ def page(name):
         number, cell = next(outputs)
         texts += [f"```text\n{cell['output']}\n```"] if cell["output"] else []
         for i in range(len(cell["figures"])):
-            texts.append(f"![](figures/{name}_{number}_{i}.png)")
+            figures += 1
+            path = f"figures/{name}_{number}_{i}.png"
+            texts.append(f"![{heading}, figure {figures}]({path})")
     return "\n\n".join(texts) + "\n"
 
 
@@ -148,32 +170,35 @@ def figures():
     """Dict from paths below `docs` to the recorded figures of all guides, PNG files."""
     return {
         f"guides/figures/{name}_{number}_{i}.png": base64.b64decode(figure)
-        for name in _recorded()
+        for name in with_record()
         for number, cell in enumerate(recorded_run(name)["cells"])
         for i, figure in enumerate(cell["figures"])
     }
 
 
-def pages():
-    """Dict from paths below `docs` to texts."""
+def pages(repository=None, branch="gh-pages"):
+    """Dict from paths below `docs` to texts; the arguments are those of `links`."""
     rows = ["| guide | what it shows |", "|---|---|"]
-    recorded = _recorded()
+    recorded = with_record()
     for name in names():
         heading, description = title(name)
         link = f"[{heading}]({name}.md)" if name in recorded else heading
         rows.append(f"| {link} | {description} |")
     index = (
         "# Guides\n\nPrograms from their first line to their last, with the output of "
-        "a run. Each is a file of `guides/`, which the tests run too. Where a page "
+        "a run. Each is a file of `guides/`, which the tests run too, and a notebook. "
+        "Where a page "
         "says *short form*, the run took the few images and steps of the tests: its "
         "numbers show what is printed, not how good a model is.\n\n"
         + "\n".join(rows)
         + "\n"
     )
-    return {"guides/index.md": index} | {f"guides/{n}.md": page(n) for n in recorded}
+    texts = {f"guides/{n}.md": page(n, repository, branch) for n in recorded}
+    return {"guides/index.md": index} | texts
 
 
-def _recorded():
+def with_record():
+    """Names of the guides that have a record."""
     return [name for name in names() if (RECORDED / f"{name}.json").exists()]
 
 

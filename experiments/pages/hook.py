@@ -1,17 +1,18 @@
 """A hook of MkDocs: adds to the site what is in no file below `docs`.
 
-That is the API reference, the guides with their output, and the pages and figures of
-the experiments.
+That is the API reference, the guides with their output, also as notebooks, and the
+pages and figures of the experiments.
 """
 
 from mkdocs.structure.files import File
 
-from experiments.pages import api, embedding, guides
+from experiments.pages import api, embedding, guides, notebooks
 
 
 def on_files(files, config):
     """Add the pages of the API and of the guides, and figures."""
-    contents = api.pages() | guides.pages() | guides.figures()
+    pages = guides.pages(config.repo_url, config.remote_branch)
+    contents = api.pages() | pages | guides.figures() | notebooks.files()
     for path, source in embedding.figures().items():
         contents[path] = source.read_bytes()
     for path, content in contents.items():
