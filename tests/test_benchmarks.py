@@ -125,6 +125,21 @@ def test_the_soft_moe_runs_beside_its_twin(benchmark, tiny_models):
         check_times(row, ["soft_moe", "dense_twin"])
 
 
+def test_the_parts_of_a_step_take_turns(benchmark, tiny_models, monkeypatch):
+    where, (_, shapes) = benchmark("where"), tiny_models
+    kept = []
+    monkeypatch.setattr(where, "keep_memory", lambda keeps=True: kept.append(keeps))
+    rows = list(where.measure_models(shapes, rounds=1))
+    both = ["soft_moe", "dense_twin"]
+    kinds = ["predict", "fit", "fit, memory kept", "forward+backward", "update"]
+    assert [row["pass"] for row in rows] == kinds
+    for row in rows:
+        assert list(row["user_s"])[:2] == both
+        assert min(row["first_s"].values()) > 0
+    assert list(rows[1]["ratios"]) == ["dense_twin", "keras-hub"]
+    assert kept == [True, False]
+
+
 def test_twins_differ_in_their_experts_alone(tiny_models):
     models, shapes = tiny_models
     moe, dense = models.soft_moe(shapes), models.backbone(shapes)
