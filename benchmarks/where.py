@@ -9,6 +9,7 @@ in `memory.py`, and 8 images.
 - `model`: a step of `fit` beside the dense twin; the same while the process keeps the
   memory that it frees; and the parts of the step: forward and backward, and the update
   for given gradients.
+- `adam`: the update of one bank of experts by our Adam, and by Keras'.
 - `dense`: our dense ViT beside those of others.
 - `layer`: soft layers, forward and backward, beside their products alone (the second
   one also beside these and the activation, and other packages).
@@ -23,6 +24,7 @@ import gc
 import pathlib
 import resource
 import statistics
+from types import SimpleNamespace
 
 import keras
 import layers
@@ -31,7 +33,12 @@ import report
 import rivals
 import tables
 from keras import ops
+from keras.optimizers import AdamW
 from timing import fit_step, step, wait
+
+from keras_softmoe import training
+
+KERAS_ADAM = "keras.optimizers.AdamW"
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "where"
 
@@ -203,12 +210,25 @@ def measure_layer(name, shapes, rounds, jit_compile=False):
     return row(name, "forward+backward", steps, rounds)
 
 
+def measure_adam(bank_shape, rounds):
+    """The update of one bank of experts by our Adam and by Keras'; one row."""
+    steps = {}
+    for key, make in (("training.Adam", training.Adam), (KERAS_ADAM, AdamW)):
+        optimizer, bank = make(1e-3), keras.Variable(ops.ones(bank_shape))
+        optimizer.build([bank])
+        steps[key] = update_step(
+            SimpleNamespace(optimizer=optimizer, trainable_variables=[bank])
+        )
+    return row("adam", "update", steps, rounds)
+
+
 def measure_all(options):
     """Rows of all contests, for `report.run_alone`."""
     shapes, rounds = models.SHAPES[options.shapes], options.rounds
     shapes = shapes._replace(num_layers=4, images=8)
     yield from measure_models(shapes, rounds)
     gc.collect()
+    yield measure_adam((16, shapes.hidden_dim, shapes.mlp_dim), rounds)
     yield from measure_dense(shapes, rounds)
     gc.collect()
     of_layers = layers.SHAPES[options.shapes]
@@ -252,6 +272,7 @@ _OF_ROWS = (
     ("a step of `fit`", "its dense twin", "model", "fit", "dense_twin"),
     ("... with memory kept", "the same", "model", "fit, memory kept", "dense_twin"),
     ("... without the update", "the same", "model", "forward+backward", "dense_twin"),
+    ("update by `training.Adam`", f"`{KERAS_ADAM}`", "adam", "update", KERAS_ADAM),
     ("`predict`", "its dense twin", "model", "predict", "dense_twin"),
     (_SOFT_128, "its products", "soft_128x1", "forward+backward", "products"),
     (_SOFT_32, "its products", "soft_32x6", "forward+backward", "products"),
