@@ -125,19 +125,24 @@ def test_the_soft_moe_runs_beside_its_twin(benchmark, tiny_models):
         check_times(row, ["soft_moe", "dense_twin"])
 
 
-def test_the_parts_of_a_step_take_turns(benchmark, tiny_models, monkeypatch):
-    where, (_, shapes) = benchmark("where"), tiny_models
-    kept = []
-    monkeypatch.setattr(where, "keep_memory", lambda keeps=True: kept.append(keeps))
-    rows = list(where.measure_models(shapes, rounds=1))
-    both = ["soft_moe", "dense_twin"]
-    kinds = ["predict", "fit", "fit, memory kept", "forward+backward", "update"]
-    assert [row["pass"] for row in rows] == kinds
-    for row in rows:
-        assert list(row["user_s"])[:2] == both
-        assert min(row["first_s"].values()) > 0
-    assert list(rows[1]["ratios"]) == ["dense_twin", "keras-hub"]
-    assert kept == [True, False]
+def test_updates_by_two_optimizers_take_turns(benchmark):
+    where = benchmark("where")
+    row = where.measure_adam((2, 3, 4), rounds=2)
+    names = ["training.Adam", where.KERAS_ADAM]
+    assert list(row["user_s"]) == list(row["first_s"]) == names
+    assert min(row["first_s"].values()) > 0
+
+
+def test_ratios_of_processor_time_are_taken_within_rounds(benchmark, monkeypatch):
+    where = benchmark("where")
+    # First calls, calls that are not counted, and two rounds: user, system, pages
+    taken = iter([(9, 9, 9)] * 4 + [(2, 1, 5), (1, 0, 0), (3, 3, 7), (1, 1, 0)])
+    monkeypatch.setattr(where, "spent", lambda run: next(taken))
+    row = where.row("model", "fit", {"ours": None, "twin": None}, rounds=2)
+    assert row["ratios"] == {"twin": {"median": 3.0, "min": 3.0, "max": 3.0}}
+    assert row["user_s"] == {"ours": 2.5, "twin": 1.0}
+    assert row["system_s"] == {"ours": 2.0, "twin": 0.5}
+    assert row["pages"] == {"ours": 6.0, "twin": 0.0}
 
 
 def test_twins_differ_in_their_experts_alone(tiny_models):
