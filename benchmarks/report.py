@@ -102,6 +102,10 @@ def line(row):
         "/ {} {median:.2f} ({min:.2f} to {max:.2f})".format(rival, **ratio)
         for rival, ratio in row["ratios"].items()
     ]
+    if "user_s" in row:
+        seconds = row["user_s"][ours], row["system_s"][ours]
+        took = "{:>7.3f} + {:5.3f} s".format(*seconds)
+        return f"{row['name']:<12} {row['pass']:<18} {took}  {'  '.join(ratios)}"
     return "{:<24} {:<16} {:>9.2f} ms  first {:6.2f} s  {}".format(
         row["name"],
         row["pass"],

@@ -272,6 +272,15 @@ def test_the_page_has_the_measured_numbers(benchmark):
     assert tables.markdown(tables.read(files)) == results
 
 
+def test_the_page_of_where_time_goes_has_the_measured_numbers(benchmark):
+    tables, where = benchmark("tables"), benchmark("where")
+    file = BENCHMARKS.parent / "docs" / "results" / "where_time_goes.md"
+    results = tables.read(sorted(where.RESULTS.glob("*.json")))
+    text = file.read_text(encoding="utf-8")
+    assert "2.15 (2.09 to 2.19)" in text
+    assert where.page(text, results) == text
+
+
 def test_a_page_without_a_place_for_tables(benchmark):
     with pytest.raises(ValueError, match="must have once"):
         benchmark("tables").page("# Title", [])

@@ -125,6 +125,26 @@ def test_the_soft_moe_runs_beside_its_twin(benchmark, tiny_models):
         check_times(row, ["soft_moe", "dense_twin"])
 
 
+def test_updates_by_two_optimizers_take_turns(benchmark):
+    where = benchmark("where")
+    row = where.measure_adam((2, 3, 4), rounds=2)
+    names = ["training.Adam", where.KERAS_ADAM]
+    assert list(row["user_s"]) == list(row["first_s"]) == names
+    assert min(row["first_s"].values()) > 0
+
+
+def test_ratios_of_processor_time_are_taken_within_rounds(benchmark, monkeypatch):
+    where = benchmark("where")
+    # First calls, calls that are not counted, and two rounds: user, system, pages
+    taken = iter([(9, 9, 9)] * 4 + [(2, 1, 5), (1, 0, 0), (3, 3, 7), (1, 1, 0)])
+    monkeypatch.setattr(where, "spent", lambda run: next(taken))
+    row = where.row("model", "fit", {"ours": None, "twin": None}, rounds=2)
+    assert row["ratios"] == {"twin": {"median": 3.0, "min": 3.0, "max": 3.0}}
+    assert row["user_s"] == {"ours": 2.5, "twin": 1.0}
+    assert row["system_s"] == {"ours": 2.0, "twin": 0.5}
+    assert row["pages"] == {"ours": 6.0, "twin": 0.0}
+
+
 def test_twins_differ_in_their_experts_alone(tiny_models):
     models, shapes = tiny_models
     moe, dense = models.soft_moe(shapes), models.backbone(shapes)

@@ -78,9 +78,13 @@ class ByVariable(OwnAverages):
             ]
         return super().apply(grads, trainable_variables)
 
+    def decay_rate(self, variable):
+        """Return the rate of the first rule that matches the variable."""
+        return self._decay_rates[index_of(self, variable)]
+
     def decay_variable(self, variable, learning_rate):
         """Apply the decay of one step. Before or after the update is the same."""
-        rate = self._decay_rates[index_of(self, variable)]
+        rate = self.decay_rate(variable)
         if rate:
             self.assign_sub(
                 variable, variable * ops.cast(rate * learning_rate, variable.dtype)

@@ -14,6 +14,7 @@ from keras import ops
 
 from keras_softmoe.checks import check_choice, check_numbers
 from keras_softmoe.keras_adapter.optimizers import index_of
+from keras_softmoe.ops.backend import adam_in_one_pass
 from keras_softmoe.ops.numbers import smallest
 from keras_softmoe.training._by_variable import ByVariable, weight_of_all
 
@@ -103,10 +104,21 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         ]
 
     def update_step(self, gradient, variable, learning_rate):
-        self.decay_variable(variable, learning_rate)
         index, dtype = index_of(self, variable), variable.dtype
         momentum, velocity = self.momentums[index], self.velocities[index]
+        # In float16 an epsilon of 1e-8 would be zero.
+        epsilon = max(self.epsilon, smallest(dtype))
         gradient = ops.cast(gradient, dtype)
+        known = {
+            "steps": self.iterations,
+            "rate": learning_rate,
+            "betas": (self.beta_1, self.beta_2),
+            "epsilon": epsilon,
+            "decay": self.decay_rate(variable),
+        }
+        if adam_in_one_pass(variable, gradient, momentum, velocity, **known):
+            return
+        self.decay_variable(variable, learning_rate)
         mean = ops.cast(momentum, dtype)
         mean = mean + (gradient - mean) * (1.0 - self.beta_1)
         self.assign(momentum, ops.cast(mean, momentum.dtype))
@@ -117,9 +129,8 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         steps = ops.cast(self.iterations, "float32") + 1.0
         rate = learning_rate / weight_of_all(steps, self.beta_1)
         root = ops.sqrt(velocity / ops.cast(weight_of_all(steps, self.beta_2), dtype))
-        # In float16 an epsilon of 1e-8 would be zero.
-        root = root + max(self.epsilon, smallest(dtype))
-        self.assign_sub(variable, ops.cast(rate, dtype) * mean / root)
+        step = ops.cast(rate, dtype) * mean / (root + epsilon)
+        self.assign_sub(variable, step)
 
     def get_config(self):
         return {

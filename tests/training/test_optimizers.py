@@ -7,6 +7,7 @@ import keras
 import ml_dtypes
 import numpy as np
 import pytest
+from keras import ops
 
 from keras_softmoe import training
 from tests.support.references import to_numpy
@@ -99,6 +100,20 @@ def test_adam():
     expected = adam_twin(initial(variables), gradients, rates_of(5), DECAYS)
     optimizer = training.Adam(SCHEDULE, weight_decay_rules=RULES)
     assert_equal(apply(optimizer, variables, gradients)[-1], expected)
+
+
+def test_adam_takes_gradients_in_any_layout():
+    """On PyTorch its step in one pass would read a transposed one in its order."""
+    gradient = np.random.default_rng(0).normal(size=(3, 4)).astype("float32")
+    transposed = ops.transpose(ops.convert_to_tensor(gradient.T.copy()))
+    values = []
+    for given in (ops.convert_to_tensor(gradient), transposed):
+        variable = keras.Variable(np.ones((3, 4), "float32"))
+        optimizer = training.Adam(0.1)
+        optimizer.apply([given], [variable])
+        values.append(to_numpy(variable.value))
+    assert_equal(values[:1], values[1:])
+    assert np.all(values[0] != 1)
 
 
 def test_adam_with_momentum_in_bfloat16():
