@@ -55,7 +55,7 @@ def lay_out_each_batch(layout_of):
 
 
 def share_datasets(share):
-    """Let distributions choose the rows of a process, as a method did before Keras 3.16.
+    """Let distributions choose the rows of a process, as before Keras 3.16.
 
     From 3.16 on Keras cuts the stream of all rows anew, so that the last batches of two
     processes may have different sizes. Only the first call has an effect.

@@ -170,11 +170,7 @@ def attend(query, key, value, mask=None):
         return ops.dot_product_attention(query, key, value)
     query, key, value = (ops.transpose(x, (0, 2, 1, 3)) for x in (query, key, value))
     if keras.backend.backend() == "torch":
-        import torch
-
-        means = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask
-        )
+        means = _attend_on_torch(query, key, value, mask)
     else:
         query = query * query.shape[-1] ** -0.5
         # (B, heads, Q, S)
@@ -185,6 +181,29 @@ def attend(query, key, value, mask=None):
         weights = softmax(logits)
         means = ops.matmul(ops.cast(weights, value.dtype), value)
     return ops.transpose(means, (0, 2, 1, 3))
+
+
+def _attend_on_torch(query, key, value, mask):
+    from torch.nn.functional import scaled_dot_product_attention
+
+    if not hasattr(query, "placements"):
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    # Each process attends for its own images: PyTorch has no rule for shards of this
+    # function on a CPU, and spends seconds on the search for one.
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = query.device_mesh
+    placements = [p if p == Shard(0) else Replicate() for p in query.placements]
+
+    def own(x):
+        if not hasattr(x, "placements"):
+            x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
+        return x.redistribute(mesh, placements).to_local()
+
+    query, key, value = map(own, (query, key, value))
+    mask = None if mask is None else own(mask)
+    means = scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    return DTensor.from_local(means, mesh, placements)
 
 
 def float32_at_least(x):

@@ -82,6 +82,25 @@ def gather(value):
     return multihost_utils.process_allgather(value, tiled=True)
 
 
+def gather_rows(rows):
+    """Return the rows of a step of `predict` of all processes; all must call this.
+
+    Args:
+        rows: tensor with the rows of this process, which on JAX is one of all rows.
+    """
+    if keras.backend.backend() != "torch":
+        return gather(rows)
+    import torch
+
+    counts = [int(count) for count in answers_of_all(len(rows))]
+    # Of equal length, as the processes exchange them.
+    padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in counts]
+    torch.distributed.all_gather(parts, padded)
+    return torch.cat([x[:n] for x, n in zip(parts, counts, strict=True)])
+
+
 def room_for(variables):
     """Return the approximate size in bytes of an HDF5 file of variables, an int."""
     return _OVERHEAD + sum(
