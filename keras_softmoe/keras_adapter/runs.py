@@ -108,7 +108,9 @@ def map_predictions(model, function):
                 keras.tree.map_structure(function, predict([batch]))
                 for batch in arguments[0]
             ]
-            return keras.tree.map_structure(lambda *x: keras.ops.concatenate(x), *outputs)
+            return keras.tree.map_structure(
+                lambda *x: keras.ops.concatenate(x), *outputs
+            )
         outputs, state = predict(*arguments)
         return keras.tree.map_structure(function, outputs), state
 

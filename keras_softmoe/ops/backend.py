@@ -204,7 +204,9 @@ def on_own_groups(function, *tensors):
     mesh, size = sharded[0].device_mesh, sharded[0].shape[0]
     placements = [Replicate()] * mesh.ndim
     if size % mesh.size() == 0:
-        placements = [p if p == Shard(0) else Replicate() for p in sharded[0].placements]
+        placements = [
+            p if p == Shard(0) else Replicate() for p in sharded[0].placements
+        ]
 
     def own(x):
         if not hasattr(x, "placements"):

@@ -43,7 +43,11 @@ def failed_processes(is_well):
 
 
 def answers_of_all(answer):
-    """Return a list of the floats of all processes; all must call this."""
+    """Return a list of the answers of all processes; all must call this.
+
+    Args:
+        answer: float; on PyTorch any object.
+    """
     count = num_processes()
     if count == 1:
         return [answer]
