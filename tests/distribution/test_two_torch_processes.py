@@ -78,6 +78,7 @@ def test_a_process_holds_half_of_the_experts(found):
         ("experts", "num_experts=3.*start fewer processes"),
         ("seeds", "set_random_seed"),
         ("replicas", "DistributedDataParallel"),
+        ("generator", r"Received: x=generator.*auto_shard_dataset=False"),
         # This one is of Keras.
         ("own model", r"tf\.data\.Dataset.*auto_shard_dataset = False"),
     ],

@@ -112,6 +112,7 @@ class Program:
             "experts": lambda: tiny.routers.SoftRouter(3),
             "seeds": lambda: classifier(seed=self.index),
             "replicas": distribution.data_parallel,
+            "generator": lambda: classifier().predict(x for x in [tiny.images(2)]),
             "own model": lambda: tiny.in_own_model().predict(tiny.images(2)),
         }
         errors = {}
