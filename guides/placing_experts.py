@@ -283,7 +283,8 @@ classifier.save_to_preset("digits")
 
 Without `torchrun` pass the address of the first process, how many there are and which
 one this is, as above. Then everything is as on JAX: plan, audit, errors, presets and
-`Backup`; two processes train with the losses of one, and each holds half of the experts.
+`Backup`. Two processes train with the losses of one, and each holds half of the
+experts.
 Four things to know:
 
 - **Seeds.** Each process draws the weights that all of them hold, so all need the same
