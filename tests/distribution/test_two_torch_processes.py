@@ -1,6 +1,6 @@
 """Two processes of PyTorch share the experts of models, as one process trains them.
 
-From Keras 3.16 on, see `tests/skips.py`.
+From Keras 3.16 on, see the file `skips.py`.
 """
 
 import json
