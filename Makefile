@@ -206,6 +206,13 @@ $(OLDEST): oldest-%:
 
 nightly: $(NIGHTLY)
 
+# Where the two versions differ: quantization, and experts on several devices.
+$(NIGHTLY): CORE += tests/layers/test_quantized_experts.py tests/layers/test_lora.py
+nightly-jax: CORE += tests/distribution/test_parallel.py tests/distribution/test_audit.py
+nightly-torch: CORE += tests/distribution/test_two_torch_processes.py \
+    tests/distribution/test_backends.py tests/backbones/test_adaptation.py \
+    tests/test_keras_adapter.py
+
 # Both packages of Keras are the module `keras`: the released one makes room. KerasHub goes
 # with it, without its dependencies, which are the released Keras again.
 $(NIGHTLY): nightly-%:

@@ -12,8 +12,8 @@ Accelerator: None
 """
 ## When to use this
 
-On JAX `ksm.distribution` spreads the experts of a model over devices. Keras cannot do
-that on PyTorch yet. What PyTorch itself can do is train *replicas* with
+On JAX `ksm.distribution` spreads the experts of a model over devices, and on PyTorch
+from Keras 3.16 on (see `placing_experts.py`). Any Keras can train *replicas* with
 `DistributedDataParallel`: each process has the whole model and a share of each batch,
 and the gradients are averaged. So the model must fit on one device, and larger batches
 get faster.
@@ -177,6 +177,6 @@ Not the same are:
   `start_processes`, call `init_process_group("nccl")` without further arguments, and
   read the number of the replica from the variables `RANK` and `LOCAL_RANK`. For several
   machines add `--nnodes` and `--rdzv_endpoint`.
-- A model that does not fit on one device: spread its experts, with KERAS_BACKEND=jax.
-  See `placing_experts.py`; presets are the same on all backends.
+- A model that does not fit on one device: spread its experts, with Keras 3.16 or with
+  KERAS_BACKEND=jax. See `placing_experts.py`; presets are the same on all backends.
 """

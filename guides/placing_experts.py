@@ -28,7 +28,7 @@ the backward pass. Weights of experts never move.
 
 `ksm.distribution` builds this on `keras.distribution`, in four steps: plan, place,
 audit, train. All of it runs here on a laptop, whose processor XLA can cut into eight
-devices. It needs the JAX backend.
+devices, on the JAX backend. PyTorch has a section of its own at the end.
 
 ## Setup
 """
@@ -254,7 +254,51 @@ takes its rows of every batch. If your hosts read different data already, pass
 attention and dense MLPs. They are gathered where they are needed, which costs time;
 `plan(..., shard_dense=True)` says how much memory it saves.
 
-**TensorFlow and PyTorch.** Keras cannot place experts there, and `expert_parallel`
-raises instead of running on one device. Replicas of the whole model do work: see
-`data_parallel_on_tensorflow.py` and `data_parallel_on_torch.py`.
+## On PyTorch
+
+It needs Keras 3.16 or its nightly release. Each device has a process of its own, and
+`torchrun` starts them and tells them where the others are:
+
+```python
+# experts.py, run by: torchrun --nproc-per-node=2 experts.py
+import os
+
+os.environ["KERAS_BACKEND"] = "torch"
+
+import keras
+import keras_softmoe as ksm
+
+keras.distribution.initialize()
+keras.utils.set_random_seed(0)
+keras.distribution.set_distribution(ksm.distribution.expert_parallel())
+
+classifier = ksm.models.ViTMoEImageClassifier.from_preset(
+    "soft_moe_tiny_patch4_16e_32_glyphs", num_classes=10
+)
+classifier.compile(optimizer=keras.optimizers.Adam(1e-3))
+x, y = ksm.datasets.digits(image_size=32, split="train")
+classifier.fit(x, y, batch_size=32)
+classifier.save_to_preset("digits")
+```
+
+Without `torchrun` pass the address of the first process, how many there are and which
+one this is, as above. Then everything is as on JAX: plan, audit, errors, presets and
+`Backup`. Two processes train with the losses of one, and each holds half of the
+experts.
+Four things to know:
+
+- **Seeds.** Each process draws the weights that all of them hold, so all need the same
+  seed. Different weights are an error before the first step.
+- **Data.** Each process is given the whole data and takes its rows of every batch:
+  arrays for the models of this library, and `tf.data` datasets for any. If your
+  processes read different data, pass `expert_parallel(auto_shard_dataset=False)`; then
+  data may have any form, and each process feeds equally many rows.
+- **Dropout** without a seed is drawn by PyTorch. On processors, where it warns of that,
+  all processes draw the same mask for different images.
+- **One axis.** `mesh_shape` is for JAX, and so is `data_parallel`: for replicas see
+  `data_parallel_on_torch.py`.
+
+With an older Keras `expert_parallel` raises instead of running on one device. So it
+does on TensorFlow, where replicas of the whole model work: see
+`data_parallel_on_tensorflow.py`.
 """

@@ -15,13 +15,14 @@ import importlib
 import keras
 import pytest
 
+from keras_softmoe.keras_adapter.distributions import backend_distributes
 from tests.support.covering import covering
 
 BACKEND = keras.backend.backend()
 
 REASONS = {
     # The feature belongs to some backends.
-    "distribution": "Keras distributes models on JAX only; `distribution/"
+    "distribution": "one process has several devices on JAX only; `distribution/"
     "test_backends.py` tests what others say",
     "refusal": "not refused on this backend, which has a test of what it does",
     "stream": "PyTorch refuses it; a test of that is beside this one",
@@ -81,6 +82,8 @@ RUNS_ON = {
     "models/test_torch_judges.py": ("torch",),
     "datasets/*": ("torch",),
     "distribution/test_plan*.py": ("torch",),
+    # From Keras 3.16 on: `make nightly`.
+    "distribution/test_two_torch_processes.py": ("torch",) * backend_distributes(),
     "architecture/*": ("torch",),
     "evaluation/test_cost.py": ("torch",),
     "evaluation/test_described.py": ("torch",),

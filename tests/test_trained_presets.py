@@ -53,7 +53,6 @@ def test_few_shot_accuracy_is_that_of_the_card(digits):
     np.testing.assert_allclose(result[5].accuracies, card["5"], atol=0.005)
 
 
-@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
 def test_int8_keeps_the_accuracy_on_digits(digits):
     # A quarter of each: enough to see one point.
     (images, labels), (test_images, test_labels) = ((x[::4], y[::4]) for x, y in digits)
@@ -67,7 +66,6 @@ def test_int8_keeps_the_accuracy_on_digits(digits):
     assert abs(before - after) <= 0.01
 
 
-@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
 @pytest.mark.parametrize("name", [SOFT, "vmoe_tiny_patch4_16e_32_glyphs"])
 def test_int4_keeps_the_accuracy_on_digits(name, digits):
     (images, labels), (test_images, test_labels) = digits

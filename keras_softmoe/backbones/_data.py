@@ -22,6 +22,7 @@ from keras_softmoe.checks import (
     quote,
 )
 from keras_softmoe.keras_adapter.data import BatchesOf
+from keras_softmoe.sharding.variables import num_processes
 
 # Keras' preprocessing layers compute with TensorFlow while a thread traces them.
 # Another thread that has finished would change them back too early.
@@ -65,8 +66,9 @@ def prepare(
 
     Raises:
         ValueError: if arrays differ in length, there are none or no batches, images or
-            weights are not finite, labels are not classes, or labels and weights are
-            given beside batches. (Elements of `tf.data` are not checked.)
+            weights are not finite, labels are not classes, labels and weights are given
+            beside batches, or several processes cannot share the batches. (Elements of
+            `tf.data` are not checked.)
     """
     # KerasHub has imported TensorFlow already.
     import tensorflow as tf
@@ -96,6 +98,13 @@ def prepare(
         return batches.prefetch(tf.data.AUTOTUNE)
     if x is None:
         raise ValueError("There are no data. Received: x=None. Pass images or batches.")
+    distribution = keras.distribution.distribution()
+    if num_processes() > 1 and getattr(distribution, "auto_shard_dataset", False):
+        raise ValueError(
+            "Several processes share the rows of arrays and of `tf.data` datasets only."
+            f" Received: x={type(x).__name__}. Pass one of those; or, if each process "
+            "gives rows of its own, `expert_parallel(auto_shard_dataset=False)`."
+        )
 
     def preprocess(batch):
         x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)

@@ -12,7 +12,7 @@ from keras_softmoe.checks import is_whole_number, quote
 from keras_softmoe.keras_adapter.runs import map_predictions, wrap_compilation
 from keras_softmoe.routers.recording import is_recording
 from keras_softmoe.sharding.constraints import check_model
-from keras_softmoe.sharding.variables import gather, is_sharded, num_processes
+from keras_softmoe.sharding.variables import gather_rows, is_sharded, num_processes
 
 # Held while settings change and while a step is compiled: otherwise the second of two
 # threads that start a run after a change would get the old step.
@@ -151,7 +151,7 @@ def _compile_if_changed(model, step, make):
     with _lock:
         made = make(model._settings_changed(step))
     if step == "predict" and num_processes() > 1:
-        map_predictions(model, gather)
+        map_predictions(model, gather_rows)
     return made
 
 

@@ -20,6 +20,7 @@ from keras_softmoe.layers import Experts
 from keras_softmoe.layers.template_experts import TemplateExperts
 from keras_softmoe.routers import SoftRouter
 from keras_softmoe.sharding.constraints import num_shards
+from keras_softmoe.sharding.variables import answers_of_all, is_sharded
 
 # Tensors whose layout `Experts` looks up when it is called
 _SLOTS = ("slots_of_groups", "slots_of_experts")
@@ -179,6 +180,23 @@ def check_layer(layer, distribution):
     found.add_layer(layer)
     found.add_variables(layer.variables)
     found.audit()
+
+
+def check_equal_weights(model):
+    """Raise if processes have different values of weights that are replicated."""
+    weights = [w for w in model.weights if is_initialized(w) and not is_sharded(w)]
+    sums = [keras.ops.sum(keras.ops.cast(w, "float32")) for w in weights]
+    first, *others = answers_of_all([keras.ops.convert_to_numpy(x) for x in sums])
+    # Two processes may round the same sum of gradients differently.
+    known = {"rtol": 1e-3, "atol": 1e-3, "equal_nan": True}
+    same = [len(x) == len(first) and np.allclose(x, first, **known) for x in others]
+    if not all(same):
+        raise PlacementError(
+            f"The processes have different weights of the model {model.name!r}, as "
+            "each has drawn its own. Received: sums of weights that differ. Call "
+            "`keras.utils.set_random_seed(0)` in each process before it builds the "
+            "model, or load the same preset."
+        )
 
 
 class _Findings:

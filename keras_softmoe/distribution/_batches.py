@@ -2,7 +2,10 @@
 
 import keras
 
-from keras_softmoe.keras_adapter.distributions import lay_out_each_batch
+from keras_softmoe.keras_adapter.distributions import (
+    lay_out_each_batch,
+    share_datasets,
+)
 from keras_softmoe.sharding.variables import process_index
 
 
@@ -28,6 +31,7 @@ class EachBatch:
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         lay_out_each_batch(_layout_of_batch)
+        share_datasets(_share_of_process)
 
     @property
     def num_devices(self):
@@ -112,3 +116,8 @@ def _layout_of_batch(shape):
     distribution = keras.distribution.distribution()
     is_ours = isinstance(distribution, EachBatch)
     return distribution.get_data_layout(shape) if is_ours else None
+
+
+def _share_of_process(dataset, distribution):
+    is_ours = isinstance(distribution, EachBatch)
+    return distribution.distribute_dataset(dataset) if is_ours else None

@@ -4,7 +4,11 @@ from collections.abc import Sequence
 
 import keras
 
-from keras_softmoe.distribution._audit import audit, check_layer
+from keras_softmoe.distribution._audit import (
+    audit,
+    check_equal_weights,
+    check_layer,
+)
 from keras_softmoe.distribution._batches import EachBatch
 from keras_softmoe.distribution._layouts import (
     BATCH_AXIS,
@@ -60,8 +64,15 @@ def expert_parallel(
     elsewhere the experts' weights would be sent.
 
     Where several processes share a model, all of them call the same methods with the
-    same data in the same order (shuffle with a seed). `predict` returns all rows to
-    each of them. Save with `save_to_preset`: Keras' `save` supports one process only.
+    same data in the same order (shuffle with a seed), and draw the same initial weights
+    (`keras.utils.set_random_seed`). `predict` returns all rows to each of them. Save
+    with `save_to_preset`: Keras' `save` supports one process only.
+
+    On JAX a process may have several devices. On PyTorch, from Keras 3.16 on, each has
+    one, after `keras.distribution.initialize`, and the mesh has one axis. Data are
+    whole batches in each process, of which it takes its rows: `tf.data` datasets, and
+    for the tasks of this library arrays, too. For a process with rows of its own, in
+    any form, set `auto_shard_dataset=False`.
 
     Groups of several images must divide among the devices: with `n` devices a batch
     needs at least `n * group_images` images, or all tokens are gathered, with a
@@ -83,7 +94,7 @@ def expert_parallel(
             or `None`), one for each axis of the variable: additional rules, or the
             replacement of a rule of this library with the same key.
         auto_shard_dataset: bool, whether several processes share each batch of a
-            `tf.data.Dataset`. `False` if each has its own rows.
+            `tf.data.Dataset`. `False` if each has its own rows, equally many.
 
     Returns:
         `keras.distribution.ModelParallel`. Use it with `keras.distribution.
@@ -92,6 +103,8 @@ def expert_parallel(
 
     Raises:
         ValueError: if `mesh_shape` does not fit the devices, or a rule is given twice.
+            On PyTorch, if processes have not found each other, `devices` are not those
+            of all of them, or (before a run) their weights differ.
         NotImplementedError: if the installed Keras does not support it on this backend.
 
     Under it, building raises `PlacementError` for a number of experts that the
@@ -110,7 +123,7 @@ def expert_parallel(
         ...     )
         ...     print(ksm.distribution.audit(model))
     """
-    _check_backend("Sharding experts over devices")
+    _check_backend("Sharding experts over devices", also_torch=True)
     devices = _check_devices(devices)
     if mesh_shape is None:
         mesh = keras.distribution.DeviceMesh((len(devices),), [BATCH_AXIS], devices)
@@ -220,12 +233,17 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         if num_experts % shards:
             split = [n for n in range(1, self.num_devices + 1) if num_experts % n == 0]
             split = [n for n in split if self.num_devices % n == 0]
+            instead = "start fewer processes"
+            if keras.backend.backend() == "jax":
+                instead = (
+                    "take a mesh that shards them over fewer devices and replicates "
+                    "them: `expert_parallel(mesh_shape="
+                    f"({self.num_devices // split[-1]}, {split[-1]}))`"
+                )
             raise PlacementError(
                 f"{num_experts} experts do not divide among {shards} devices. Received:"
                 f" num_experts={num_experts}, mesh={self.device_mesh}. Take a multiple "
-                f"of {shards} experts, or a mesh that shards them over fewer devices "
-                "and replicates them: `expert_parallel(mesh_shape="
-                f"({self.num_devices // split[-1]}, {split[-1]}))`."
+                f"of {shards} experts, or {instead}."
             )
 
     def check_layer(self, layer):
@@ -235,6 +253,9 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
     def check_model(self, model):
         """Raise `PlacementError` if variables of a model violate the rules."""
         audit(model, self)
+        if keras.backend.backend() == "torch":
+            # On JAX a replicated variable is one for all processes.
+            check_equal_weights(model)
 
     def _key(self, path):
         """Return the key of the rule that matches a path, `None` without one."""
@@ -289,21 +310,46 @@ def _check_divided(variable, layout):
 # === Backend, devices and mesh ===
 
 
-def _check_backend(feature):
+def _check_backend(feature, also_torch=False):
     """Raise unless Keras distributes models on the backend in use.
 
-    The `feature` is the beginning of the message, which offers an alternative.
+    Args:
+        feature: str, the beginning of the message, which offers an alternative.
+        also_torch: bool, whether PyTorch has the feature, from Keras 3.16 on.
     """
     backend = keras.backend.backend()
-    if backend == "jax" or (backend == "torch" and backend_distributes()):
+    if backend == "jax":
         return
+    if backend == "torch" and also_torch and backend_distributes():
+        _check_process_group()
+        return
+    needed = "the JAX backend"
+    if backend == "torch" and also_torch:
+        needed += ", or on PyTorch Keras 3.16"
+    why = "would silently run on one device"
+    if backend == "torch" and backend_distributes():
+        why = "does it in another way, which is not supported"
     raise NotImplementedError(
-        f"{feature} needs the JAX backend: Keras {keras.__version__} does not "
-        f"distribute models on {backend!r}, and would silently run on one device. "
+        f"{feature} needs {needed}: Keras {keras.__version__} on {backend!r} {why}. "
         "Start Python with KERAS_BACKEND=jax; presets are the same on all backends. "
         f"{_INSTEAD.get(backend, 'Or train on one device')} (shown in the guide "
         f"`placing_experts`). Received: backend={backend!r}."
     )
+
+
+def _check_process_group():
+    """Raise unless the processes of PyTorch have found each other."""
+    import torch.distributed
+
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise ValueError(
+            "On PyTorch each device has a process of its own, and they have to find "
+            "each other first. Received: no process group. Call `keras.distribution."
+            'initialize("10.0.0.1:1234", num_processes=2, process_id=0)` in the first '
+            "of two processes, with the address of the first, and with `process_id=1` "
+            "in the second; or start the program with `torchrun` and call it without "
+            "arguments."
+        )
 
 
 def _check_two_axes():
@@ -311,9 +357,9 @@ def _check_two_axes():
     backend = keras.backend.backend()
     if backend != "jax":
         raise NotImplementedError(
-            "A mesh of batch times experts shards the batch by both of its axes, which "
-            f"Keras {keras.__version__} does on JAX only. Shard the experts over all "
-            f"devices instead: leave `mesh_shape` out. Received: backend={backend!r}."
+            "A mesh of batch times experts, whose axes together shard the batch, is "
+            "supported on JAX only. Shard the experts over all devices instead: leave "
+            f"`mesh_shape` out. Received: backend={backend!r}."
         )
 
 
@@ -321,7 +367,8 @@ def _check_devices(devices):
     """Return the devices to use, a list of str. Defaults to all.
 
     Raises:
-        ValueError: if the list is empty, or has a device twice.
+        ValueError: if the list is empty, has a device twice, or is not that of all
+            processes on PyTorch.
     """
     if devices is None:
         return keras.distribution.list_devices()
@@ -330,6 +377,13 @@ def _check_devices(devices):
         raise ValueError(
             "`devices` must be names of different devices, at least one. See "
             f"`keras.distribution.list_devices()`. Received: devices={devices}."
+        )
+    known = keras.distribution.list_devices()
+    if keras.backend.backend() == "torch" and sorted(devices) != sorted(known):
+        raise ValueError(
+            "On PyTorch all processes share the experts, each with its device. "
+            f"Accepted: {known}. Received: devices={devices}. Leave `devices` out, and "
+            "start as many processes as there shall be devices."
         )
     return devices
 

@@ -1,5 +1,7 @@
 """Distributions of `keras.distribution`."""
 
+import keras
+
 
 def backend_distributes():
     """Return whether Keras distributes tensors on the backend in use.
@@ -24,8 +26,8 @@ def layout_map_of(distribution):
 def lay_out_each_batch(layout_of):
     """Let distributions choose the layout of every batch, instead of the first only.
 
-    On JAX Keras reuses the layout of the first batch of an epoch for all, which fails
-    at the last one if its size is not divisible by the devices. No public method can
+    Keras reuses the layout of the first batch of an epoch for all, which fails at the
+    last one if its size is not divisible by the devices. No public method can
     intervene. Only the first call has an effect.
     Would be replaced by: Keras calling `Distribution.get_data_layout` for each batch.
 
@@ -33,16 +35,47 @@ def lay_out_each_batch(layout_of):
         layout_of: callable that takes the shape of a process' rows of a batch and
             returns a `keras.distribution.TensorLayout`, or `None` for that of Keras.
     """
-    from keras.src.backend import distribution_lib
+    if keras.backend.backend() == "torch":
+        from keras.src.backend.torch import trainer as module
+    else:
+        from keras.src.backend import distribution_lib as module
 
-    distribute = distribution_lib.distribute_data_input
+    distribute = module.distribute_data_input
     if getattr(distribute, "lays_out_each_batch", False):
         return
 
-    def distribute_data_input(per_process_batch, layout, batch_dim_name):
+    # On JAX Keras also passes the name of the axis of the batch.
+    def distribute_data_input(per_process_batch, layout, *others):
         if per_process_batch is not None:
             layout = layout_of(per_process_batch.shape) or layout
-        return distribute(per_process_batch, layout, batch_dim_name)
+        return distribute(per_process_batch, layout, *others)
 
     distribute_data_input.lays_out_each_batch = True
-    distribution_lib.distribute_data_input = distribute_data_input
+    module.distribute_data_input = distribute_data_input
+
+
+def share_datasets(share):
+    """Let distributions choose the rows of a process, as before Keras 3.16.
+
+    From 3.16 on Keras cuts the stream of all rows anew, so that the last batches of two
+    processes may have different sizes. Only the first call has an effect.
+    Would be replaced by: `Distribution.distribute_dataset`, as Keras 3.15 has it.
+
+    Args:
+        share: callable that takes a `tf.data.Dataset` and the distribution, and returns
+            the share of this process, or `None` for that of Keras.
+    """
+    from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+
+    distribute = getattr(TFDatasetAdapter, "_distribute_dataset", None)
+    if distribute is None or getattr(distribute, "asks_distributions", False):
+        return
+
+    def _distribute_dataset(self, dataset, distribution):
+        shared = share(dataset, distribution)
+        if shared is None:
+            shared = distribute(self, dataset, distribution)
+        return shared
+
+    _distribute_dataset.asks_distributions = True
+    TFDatasetAdapter._distribute_dataset = _distribute_dataset

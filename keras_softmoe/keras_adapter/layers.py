@@ -229,6 +229,56 @@ def is_quantized_under(filters, layer):
 
 
 @contextlib.contextmanager
+def changed_by_quantization(layer, mode):
+    """Scope in which `quantize` of a built layer replaces its weights.
+
+    Until version 3.15 Keras opens it around every such method. From 3.16 on a layer
+    with a method of its own has to.
+    Would be replaced by: a public hook for the weights in `Layer.quantize`.
+
+    Args:
+        layer: `keras.Layer`.
+        mode: str.
+
+    Raises:
+        ValueError: if the layer is not built, or quantized already.
+    """
+    layer._check_quantize_args(mode, layer.compute_dtype)
+    layer._tracker.unlock()
+    try:
+        yield
+    finally:
+        layer._tracker.lock()
+
+
+class QuantizedByExpert:
+    """Mixin of an `EinsumDense` on `(E, D, H)` kernels whose experts share nothing.
+
+    From version 3.16 on Keras asks a layer how its products are computed.
+    Would be replaced by: a public `EinsumDense.quantization_geometry()`.
+    """
+
+    def _quantization_geometry(self):
+        from keras.src.quantizers.geometry import EinsumProjectionGeometry
+
+        class Geometry(EinsumProjectionGeometry):
+            def rows_columns(self, kernel_shape):
+                # Scales and zeros of int4 have an axis of experts besides.
+                return kernel_shape[0] * kernel_shape[1], kernel_shape[2]
+
+            def add_lora_delta(self, inputs, x):
+                layer = self.layer
+                if not layer.lora_enabled:
+                    return x
+                update = keras.ops.matmul(inputs, layer.lora_kernel_a)
+                update = keras.ops.matmul(update, layer.lora_kernel_b)
+                x = x + layer.lora_alpha / layer.lora_rank * update
+                return keras.ops.cast(x, layer.compute_dtype)
+
+        return Geometry(self)
+
+
+@contextlib.contextmanager
 def quick_garbage_collection():
     """Scope in which removing a variable does not search all objects of the program.
 

@@ -86,11 +86,11 @@ def _make_metrics_of(model, batch):
 
 
 def map_predictions(model, function):
-    """Apply a function to each tensor returned by a step of `predict`, on JAX.
+    """Apply a function to each tensor returned by a step of `predict`.
 
     Where several processes share a model, each gets the rows of its own devices, which
     Keras does not gather.
-    Would be replaced by: `predict` on JAX that gathers the rows of all processes.
+    Would be replaced by: `predict` that gathers the rows of all processes.
 
     Args:
         model: `keras.Model` with a predict function.
@@ -102,6 +102,15 @@ def map_predictions(model, function):
 
     @functools.wraps(predict)
     def mapped(*arguments):
+        if keras.backend.backend() == "torch":
+            # One batch after the other: Keras joins those of a step.
+            outputs = [
+                keras.tree.map_structure(function, predict([batch]))
+                for batch in arguments[0]
+            ]
+            return keras.tree.map_structure(
+                lambda *x: keras.ops.concatenate(x), *outputs
+            )
         outputs, state = predict(*arguments)
         return keras.tree.map_structure(function, outputs), state
 

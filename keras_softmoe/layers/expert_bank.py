@@ -5,7 +5,13 @@ import re
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
+
+from keras_softmoe.keras_adapter.layers import (
+    QuantizedByExpert,
+    changed_by_quantization,
+)
 
 # Modes of `quantize`, and the reason why other modes of Keras are refused.
 _MODES = ("int8", "int4", "float8")
@@ -22,7 +28,7 @@ _LOWEST_INT4, _HIGHEST_INT4 = -8, 7
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class ExpertBank(keras.layers.EinsumDense):
+class ExpertBank(QuantizedByExpert, keras.layers.EinsumDense):
     """A dense layer for each expert: `keras.layers.EinsumDense` on a stack of kernels.
 
     LoRA and quantization of Keras treat a kernel with three axes as heads of attention.
@@ -126,6 +132,7 @@ class ExpertBank(keras.layers.EinsumDense):
 
     def check_quantization(self, mode: str | None, config: Any = None) -> None:
         """Raise the errors of `quantize` before anything is changed."""
+        mode, config = _resolved(mode, config)
         if mode not in _MODES:
             raise ValueError(
                 f"Expert banks are not quantized by {mode!r}. {_REFUSED.get(mode, '')}"
@@ -169,17 +176,19 @@ class ExpertBank(keras.layers.EinsumDense):
                 quantizers in int4.
         """
         self.check_quantization(mode, config)
+        mode, config = _resolved(mode, config)
         if mode != "int4":
             super().quantize(mode, type_check=False, config=config)
             return
-        kernel = self._kernel
-        values = _to_int4(kernel, _rows(config.block_size, kernel.shape[1]))
-        self.quantization_config = config
-        del self._kernel
-        self.quantized_build(kernel.shape, mode, config)
-        variables = self._kernel, self.kernel_scale, self.kernel_zero
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
+        with changed_by_quantization(self, mode):
+            kernel = self._kernel
+            values = _to_int4(kernel, _rows(config.block_size, kernel.shape[1]))
+            self.quantization_config = config
+            del self._kernel
+            self.quantized_build(kernel.shape, mode, config)
+            variables = self._kernel, self.kernel_scale, self.kernel_zero
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
         if self.dtype_policy.quantization_mode is None:
             name = f"int4/{config.block_size or -1}_from_{self.dtype_policy.name}"
             self.dtype_policy = name
@@ -215,6 +224,8 @@ class ExpertBank(keras.layers.EinsumDense):
             dtype="int8",
             trainable=False,
         )
+        # The block of each row, which Keras keeps in a variable
+        self.g_idx = np.arange(width) // self._block_rows
         self._is_quantized = True
 
     def quantized_call(self, *args, **kwargs):
@@ -223,6 +234,12 @@ class ExpertBank(keras.layers.EinsumDense):
         return super().quantized_call(*args, **kwargs)
 
     # === Files ===
+
+    @property
+    def variable_serialization_spec(self):
+        spec = super().variable_serialization_spec
+        modes = (None, *_MODES)
+        return {m: [name for name in spec[m] if name != "g_idx"] for m in modes}
 
     def save_own_variables(self, store):
         if not (self.lora_enabled and self.quantization_mode == "int4"):
@@ -241,6 +258,15 @@ class ExpertBank(keras.layers.EinsumDense):
         if first is not None:
             # Keras sets both factors to zero, and neither could be trained again.
             self.lora_kernel_a.assign(first)
+
+
+def _resolved(mode, config):
+    """Return mode and config of `quantize`, where the mode may be in the config."""
+    if isinstance(config, str):
+        mode, config = config, None
+    if config is None and mode == "int4":
+        config = keras.quantizers.Int4QuantizationConfig()
+    return mode or getattr(config, "mode", None), config
 
 
 def _rows(block_size, width):

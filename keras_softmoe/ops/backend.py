@@ -170,11 +170,10 @@ def attend(query, key, value, mask=None):
         return ops.dot_product_attention(query, key, value)
     query, key, value = (ops.transpose(x, (0, 2, 1, 3)) for x in (query, key, value))
     if keras.backend.backend() == "torch":
-        import torch
+        from torch.nn.functional import scaled_dot_product_attention
 
-        means = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask
-        )
+        known = () if mask is None else (mask,)
+        means = on_own_groups(scaled_dot_product_attention, query, key, value, *known)
     else:
         query = query * query.shape[-1] ** -0.5
         # (B, heads, Q, S)
@@ -185,6 +184,36 @@ def attend(query, key, value, mask=None):
         weights = softmax(logits)
         means = ops.matmul(ops.cast(weights, value.dtype), value)
     return ops.transpose(means, (0, 2, 1, 3))
+
+
+def on_own_groups(function, *tensors):
+    """Apply a function of groups to those of this process, if they are sharded.
+
+    PyTorch has no rules for shards of some operations, and spends seconds on the search
+    for one of others. On other backends, and without shards, it is applied as it is.
+
+    Args:
+        function: callable from the tensors to one with the same first axis.
+        *tensors: tensors with the same first axis (groups, or images).
+    """
+    sharded = [x for x in tensors if hasattr(x, "placements")]
+    if not sharded:
+        return function(*tensors)
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh, size = sharded[0].device_mesh, sharded[0].shape[0]
+    placements = [Replicate()] * mesh.ndim
+    if size % mesh.size() == 0:
+        placements = [
+            p if p == Shard(0) else Replicate() for p in sharded[0].placements
+        ]
+
+    def own(x):
+        if not hasattr(x, "placements"):
+            x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
+        return x.redistribute(mesh, placements).to_local()
+
+    return DTensor.from_local(function(*map(own, tensors)), mesh, placements)
 
 
 def float32_at_least(x):

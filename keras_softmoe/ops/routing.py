@@ -25,7 +25,12 @@ import keras
 from keras import ops
 
 from keras_softmoe.ops.assignment import assign_choices, gates_of_slots
-from keras_softmoe.ops.backend import add_rows, compiled_on_jax, linear_on_jax
+from keras_softmoe.ops.backend import (
+    add_rows,
+    compiled_on_jax,
+    linear_on_jax,
+    on_own_groups,
+)
 from keras_softmoe.ops.selection import take_along
 from keras_softmoe.types import Tensor
 
@@ -265,7 +270,8 @@ def _add_in_groups(outputs, token, num_tokens):
         return ops.segment_sum(*group, num_segments=num_tokens)
 
     outputs = ops.reshape(outputs, (-1, num_slots, width))
-    return ops.vectorized_map(add, (outputs, ops.reshape(token, (-1, num_slots))))
+    token = ops.reshape(token, (-1, num_slots))
+    return on_own_groups(lambda *x: ops.vectorized_map(add, x), outputs, token)
 
 
 def _merge_slots(weights):

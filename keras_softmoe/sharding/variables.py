@@ -38,12 +38,28 @@ def process_index():
 
 def failed_processes(is_well):
     """Return the indices of processes with `is_well=False`; all must call this."""
-    if num_processes() == 1:
-        return [] if is_well else [0]
+    answers = answers_of_all(float(is_well))
+    return [index for index, answer in enumerate(answers) if not answer]
+
+
+def answers_of_all(answer):
+    """Return a list of the answers of all processes; all must call this.
+
+    Args:
+        answer: float; on PyTorch any object.
+    """
+    count = num_processes()
+    if count == 1:
+        return [answer]
+    if keras.backend.backend() == "torch":
+        import torch.distributed
+
+        answers = [None] * count
+        torch.distributed.all_gather_object(answers, answer)
+        return answers
     from jax.experimental import multihost_utils
 
-    answers = multihost_utils.process_allgather(np.array(bool(is_well)))
-    return [index for index, answer in enumerate(answers) if not answer]
+    return multihost_utils.process_allgather(np.array(answer)).tolist()
 
 
 def is_sharded(variable):
@@ -51,17 +67,42 @@ def is_sharded(variable):
     # `value` would initialize a variable without a value.
     if not is_initialized(variable):
         return False
-    sharding = getattr(variable.value, "sharding", None)
+    value = variable.value
+    if hasattr(value, "placements"):
+        return _needs_others(value)
+    sharding = getattr(value, "sharding", None)
     return sharding is not None and not sharding.is_fully_replicated
 
 
 def gather(value):
     """Return a tensor as an array in every process; all processes must call this."""
+    if keras.backend.backend() == "torch":
+        # This gathers the shards.
+        return keras.ops.convert_to_numpy(value)
     if not _needs_others(value):
         return np.asarray(value)
     from jax.experimental import multihost_utils
 
     return multihost_utils.process_allgather(value, tiled=True)
+
+
+def gather_rows(rows):
+    """Return the rows of a step of `predict` of all processes; all must call this.
+
+    Args:
+        rows: tensor with the rows of this process, which on JAX is one of all rows.
+    """
+    if keras.backend.backend() != "torch":
+        return gather(rows)
+    import torch
+
+    counts = [int(count) for count in answers_of_all(len(rows))]
+    # Of equal length, as the processes exchange them.
+    padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in counts]
+    torch.distributed.all_gather(parts, padded)
+    return torch.cat([x[:n] for x, n in zip(parts, counts, strict=True)])
 
 
 def room_for(variables):
@@ -142,14 +183,12 @@ def assign_shards(variable, dataset):
     """Read a variable from a file, one shard for each device.
 
     Args:
-        variable: `keras.Variable` whose value is on several devices of JAX.
+        variable: `keras.Variable` whose value is sharded.
         dataset: `h5py.Dataset` of its shape.
 
     Raises:
         ValueError: if the dataset has another shape.
     """
-    import jax
-
     if tuple(dataset.shape) != tuple(variable.shape):
         raise ValueError(
             "A file does not fit the model. Received: shape="
@@ -158,16 +197,44 @@ def assign_shards(variable, dataset):
     dtype = keras.backend.standardize_dtype(variable.dtype)
     dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
 
+    def read(index):
+        shard = dataset[index]
+        if dataset.attrs.get("dtype") == "bfloat16":
+            shard = shard.view(ml_dtypes.bfloat16)
+        return shard.astype(dtype, copy=False)
+
+    if keras.backend.backend() == "torch":
+        import torch
+
+        shard = keras.ops.convert_to_tensor(read(_index_of_shard(variable.value)))
+        with torch.no_grad():
+            variable.value.to_local().copy_(shard)
+        return
+    import jax
+
     # One shard after the other: one callback for all would hold all in memory twice.
     shape, sharding = tuple(variable.shape), variable.value.sharding
     shards = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        shard = dataset[index]
-        if dataset.attrs.get("dtype") == "bfloat16":
-            shard = shard.view(ml_dtypes.bfloat16)
-        shard = jax.device_put(shard.astype(dtype, copy=False), device)
+        shard = jax.device_put(read(index), device)
         shards.append(shard.block_until_ready())
     variable.assign(jax.make_array_from_single_device_arrays(shape, sharding, shards))
+
+
+def _index_of_shard(value):
+    """Return the slices of the shard of this process, of a tensor of PyTorch."""
+    index = [slice(0, size) for size in value.shape]
+    mesh = value.device_mesh
+    # Each axis of the mesh cuts the part that those before it have left.
+    for axis, (place, placement) in enumerate(
+        zip(mesh.get_coordinate(), value.placements, strict=True)
+    ):
+        if placement.is_shard():
+            whole = index[placement.dim]
+            size = (whole.stop - whole.start) // mesh.size(axis)
+            start = whole.start + place * size
+            index[placement.dim] = slice(start, start + size)
+    return tuple(index)
 
 
 @contextlib.contextmanager
@@ -284,14 +351,27 @@ def _gathered(pending):
 
 def _needs_others(value):
     """Return whether only other processes have some shards of a tensor."""
+    if hasattr(value, "placements"):
+        # PyTorch, with a device for each process
+        sizes = value.device_mesh.shape
+        placed = zip(value.placements, sizes, strict=True)
+        return any(placement.is_shard() and size > 1 for placement, size in placed)
     if not hasattr(value, "is_fully_addressable"):
         return False
     return not (value.is_fully_addressable or value.is_fully_replicated)
 
 
 def _processes():
-    if keras.backend.backend() != "jax":
-        return 1, 0
-    import jax
+    backend = keras.backend.backend()
+    if backend == "jax":
+        import jax
 
-    return jax.process_count(), jax.process_index()
+        return jax.process_count(), jax.process_index()
+    # On PyTorch several processes may also train replicas without a distribution: each
+    # of them has a whole model then.
+    if backend == "torch" and keras.distribution.distribution() is not None:
+        import torch.distributed
+
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_world_size(), torch.distributed.get_rank()
+    return 1, 0

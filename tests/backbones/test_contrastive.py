@@ -314,7 +314,6 @@ def test_encoders_follow_the_routers(ample):
     np.testing.assert_array_equal(again, before)
 
 
-@tiny.QUANTIZING
 def test_encoders_follow_quantization():
     model = tiny_limoe.task(**tiny_limoe.DENSE, num_layers=1)
     before = model.encode_text(captions(), batch_size=BATCH)

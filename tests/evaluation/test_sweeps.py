@@ -47,7 +47,6 @@ def test_a_sweep_is_the_models_own_accuracy():
     assert rows[0].gflop_per_image > rows[1].gflop_per_image
 
 
-@tiny.QUANTIZING
 def test_operations_of_a_quantized_model():
     model = tiny.classifier(**MOE)
     expected = evaluation.cost(model, num_selected_experts=1).gflop_per_image

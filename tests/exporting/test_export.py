@@ -353,7 +353,6 @@ def test_models_that_no_file_can_hold(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
 def test_quantized_models(tmp_path):
     model = classifier("soft")
     model.quantize("int8")

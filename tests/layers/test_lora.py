@@ -12,9 +12,6 @@ from tests.support.layer_checks import normal, randomize, revive
 from tests.support.references import to_numpy
 
 E, D, H, RANK = 3, 5, 6, 2
-QUANTIZING = pytest.mark.filterwarnings(
-    "ignore:Layer .* does not have a .quantize. method:UserWarning"
-)
 
 
 def experts(rank=RANK, alpha=3.0, **kwargs):
@@ -188,7 +185,6 @@ def test_lora_of_a_quantized_bank(mode, first):
     assert [w.name for w in layer.trainable_weights] == ["bias"]
 
 
-@QUANTIZING
 @pytest.mark.parametrize("mode", [None, "int8", "int4"])
 def test_loading_keeps_the_factors_trainable(mode, tmp_path):
     model = keras.Sequential([keras.Input((E, 4, D)), experts(name="experts")])

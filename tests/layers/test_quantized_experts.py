@@ -86,7 +86,6 @@ def test_experts_with_banks_in_int8_and_int4(which, remat):
     assert 1e-4 < error < 0.15
 
 
-@pytest.mark.filterwarnings("ignore:Layer .* does not have a .quantize. method")
 def test_int4_round_trip(tmp_path):
     model = keras.Sequential([keras.Input((E, 3, 16)), layers.Experts(E, 24)])
     randomize(model)

@@ -6,7 +6,13 @@ import pytest
 from keras import ops
 
 from keras_softmoe.layers import Experts
-from keras_softmoe.ops.backend import add_rows, affine, attend, chunked_map
+from keras_softmoe.ops.backend import (
+    add_rows,
+    affine,
+    attend,
+    chunked_map,
+    on_own_groups,
+)
 from tests.skips import only_on
 from tests.support.derivatives import changes_of_gradients, slope
 from tests.support.gradients import value_and_gradients
@@ -108,6 +114,34 @@ def test_attend():
     found = to_numpy(attend(*map(ops.convert_to_tensor, (query, key, value))))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert_same(attend, ops.dot_product_attention, (query, key, value))
+
+
+@only_on("torch", because="own loop")
+def test_groups_of_a_process():
+    from torch import distributed
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    def function(x, y):
+        # Shapes are those of a process: here there is one.
+        assert not hasattr(x, "placements") and not hasattr(y, "placements")
+        return x * y
+
+    x, y = (ops.convert_to_tensor(normal(4, 3, seed=seed)) for seed in (0, 1))
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+        found = on_own_groups(function, sharded, y)
+        assert found.placements == (Shard(0),)
+        found.sum().backward()
+        gradient = to_numpy(sharded.grad.full_tensor())
+        found = to_numpy(found.full_tensor())
+    finally:
+        distributed.destroy_process_group()
+    np.testing.assert_array_equal(found, to_numpy(x * y))
+    np.testing.assert_array_equal(gradient, to_numpy(y))
+    np.testing.assert_array_equal(to_numpy(on_own_groups(function, x, y)), found)
 
 
 def test_attend_in_half_precision():

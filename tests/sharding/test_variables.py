@@ -1,6 +1,7 @@
 """Variables and files of one process; of several, see `test_two_processes.py`."""
 
 import contextlib
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -20,6 +21,23 @@ def test_one_process_has_everything():
     assert not variables.is_sharded(kernel)
     values = keras.ops.convert_to_numpy(kernel)
     np.testing.assert_array_equal(variables.gather(values), values)
+
+
+def test_index_of_a_shard():
+    def placement(dim):
+        return SimpleNamespace(dim=dim, is_shard=lambda: dim is not None)
+
+    # Process (1, 2, 0) of a mesh of 2 x 3 x 2
+    mesh = SimpleNamespace(get_coordinate=lambda: (1, 2, 0), size=(2, 3, 2).__getitem__)
+    for dims, expected in [
+        ((0, 1, None), (slice(12, 24), slice(4, 6))),
+        # Several axes of the mesh cut one axis of the tensor, one after the other.
+        ((0, 0, 0), (slice(20, 22), slice(0, 6))),
+        ((None, 1, 0), (slice(0, 12), slice(4, 6))),
+    ]:
+        placements = [placement(dim) for dim in dims]
+        value = SimpleNamespace(shape=(24, 6), device_mesh=mesh, placements=placements)
+        assert variables._index_of_shard(value) == expected
 
 
 def test_size_of_a_file(tmp_path):

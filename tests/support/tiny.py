@@ -19,9 +19,6 @@ LOADING = pytest.mark.filterwarnings("ignore:.compile.*was not called:UserWarnin
 LOADING_WRONG_WEIGHTS = pytest.mark.filterwarnings(
     "ignore:Skipping nested container:UserWarning"
 )
-QUANTIZING = pytest.mark.filterwarnings(
-    "ignore:Layer .* does not have a .quantize. method:UserWarning"
-)
 
 
 def backbone(**overrides):
