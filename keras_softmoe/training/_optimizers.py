@@ -14,9 +14,9 @@ from keras import ops
 
 from keras_softmoe.checks import check_choice, check_numbers
 from keras_softmoe.keras_adapter.optimizers import index_of
-from keras_softmoe.ops.backend import adam_in_one_pass
 from keras_softmoe.ops.numbers import smallest
 from keras_softmoe.training._by_variable import ByVariable, weight_of_all
+from keras_softmoe.training._one_pass import adam_in_one_pass
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")

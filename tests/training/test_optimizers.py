@@ -1,6 +1,7 @@
 """All optimizers: rules by variable, order of operations, averages, saving.
 
-Tests `training/_optimizers.py` and its base, `training/_by_variable.py`.
+Tests `training/_optimizers.py`, its base, `training/_by_variable.py`, and
+`training/_one_pass.py`.
 """
 
 import keras
