@@ -45,10 +45,10 @@ def lay_out_each_batch(layout_of):
         return
 
     # On JAX Keras also passes the name of the axis of the batch.
-    def distribute_data_input(per_process_batch, layout, *others):
+    def distribute_data_input(per_process_batch, layout, **others):
         if per_process_batch is not None:
             layout = layout_of(per_process_batch.shape) or layout
-        return distribute(per_process_batch, layout, *others)
+        return distribute(per_process_batch, layout, **others)
 
     distribute_data_input.lays_out_each_batch = True
     module.distribute_data_input = distribute_data_input
