@@ -107,6 +107,17 @@ def _parts(layer, path="", parent=None):
             yield from _parts(child, prefix + child.name, layer)
 
 
+def only_finds_shapes():
+    """Return whether layers are called to find the shapes of outputs only.
+
+    Before a `fit` by several processes Keras does so with the rows of one of them.
+    Would be replaced by: a public `keras.is_symbolic()`.
+    """
+    from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
+    return in_symbolic_scope()
+
+
 def is_initialized(variable):
     """Return whether a variable has a value.
 
