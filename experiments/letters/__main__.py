@@ -22,11 +22,12 @@ from pathlib import Path
 import keras
 
 from experiments.letters.bank import load_bank
-from experiments.letters.models import MODELS, SCALES
+from experiments.letters.models import SCALES
 from experiments.letters.pictures import PLACEMENTS, Letters
 from experiments.letters.trainings import (
     gather,
     names_of,
+    seeds_of,
     time_steps,
     training,
 )
@@ -105,7 +106,7 @@ def train(scale, letters, names, seeds, directory):
         training(scale, letters, name, seed)
         for seed in seeds
         for name in names
-        if seed in MODELS[name.partition("_")[2]].seeds(scale)
+        if seed in seeds_of(name, scale)
     ]
     missing = [r for r in runs if not result_file(directory, r.name).exists()]
     for number, run in enumerate(missing):

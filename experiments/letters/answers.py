@@ -83,11 +83,9 @@ QUESTIONS = {
         "fixed routing by position?",
         (_gain("vmoe", "random"), _gain("vmoe", "squares")),
         (
-            _gain("vmoe", "permuted"),
             _gain("vmoe", "identity"),
             _gain("vmoe", "random", "centred"),
             _gain("vmoe", "squares", "centred"),
-            _gain("vmoe", "identity", "centred"),
             _gain("vmoe", "random", metric="new_fonts"),
             _gain("random", "dense"),
         ),
@@ -98,7 +96,7 @@ QUESTIONS = {
         tuple(_gain(name, "dense") for name in _MIXTURES),
         (
             *(_gain(name, "longer") for name in _MIXTURES),
-            *(_gain(name, "dense", "centred") for name in _MIXTURES),
+            *(_gain(name, "dense", "centred") for name in ("soft", "vmoe")),
             *(_gain(name, "dense", metric="new_fonts") for name in _MIXTURES),
             _gain("wide", "dense"),
             *(_gain("wide", name) for name in _MIXTURES),
@@ -189,9 +187,9 @@ QUESTIONS = {
                 "",
             ),
             Effect(
-                "dropped tokens, 64 experts less 4, block 3",
+                "dropped tokens, 64 experts less 16, block 3",
                 ("anywhere_vmoe_64", ("blocks", "3", "dropped")),
-                ("anywhere_vmoe_4", ("blocks", "3", "dropped")),
+                (_VMOE, ("blocks", "3", "dropped")),
             ),
         ),
         (

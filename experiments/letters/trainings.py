@@ -88,8 +88,14 @@ def names_of():
         f"{placement}_{key}"
         for placement in ("anywhere", "centred")
         for key, model in MODELS.items()
-        if placement in model.placements
+        if placement in model.num_seeds
     ]
+
+
+def seeds_of(name, scale):
+    """Seeds of a run that `names_of` names, a tuple of ints."""
+    placement, _, key = name.partition("_")
+    return MODELS[key].seeds(scale, placement)
 
 
 def gather(scale, directory, num_classes):
@@ -105,7 +111,7 @@ def gather(scale, directory, num_classes):
         placement, _, key = name.partition("_")
         model = MODELS[key]
         found["models"][name] = count(scale, model, placement, num_classes)
-        for seed in model.seeds(scale):
+        for seed in model.seeds(scale, placement):
             file = result_file(directory, f"{name}_seed{seed}")
             if file.exists():
                 kept = read_json(file, RESULTS)

@@ -75,7 +75,7 @@ def test_costs():
     dense = costs["dense"]["training_gflop"]
     ratios = {name: cost["training_gflop"] / dense for name, cost in costs.items()}
     assert ratios["identity"] == ratios["squares"] == 1
-    assert ratios["random"] == ratios["permuted"] == ratios["vmoe"]
+    assert ratios["random"] == ratios["vmoe"]
     assert ratios["soft_1"] == ratios["soft_4"] == ratios["soft_64"] == ratios["soft"]
     assert ratios["longer"] == STUDY.longer
     sparse = ("vmoe_4", "vmoe", "expert", "vmoe_64")
