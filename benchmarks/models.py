@@ -146,10 +146,8 @@ def measure_twins(shapes, patience, jit_compile=False):
     yield fit_pass("soft_moe_whole_batch", features, inputs, labels, longer)
 
 
-def measure_dense(shapes, patience, jit_compile=False):
-    """Our dense ViT beside those of others. Yields one row per pass."""
-    shapes = quick(shapes)
-    images, labels = data(shapes)
+def dense_vits(shapes, images):
+    """Our dense ViT and those of others, and what each takes: two dicts by name."""
     models = {
         "dense_vit": dense_vit(shapes),
         rivals.KERAS_HUB: rivals.keras_hub_vit(**shapes.vit),
@@ -159,6 +157,14 @@ def measure_dense(shapes, patience, jit_compile=False):
     if torch and rivals.installed(rivals.TRANSFORMERS):
         models[rivals.TRANSFORMERS] = rivals.transformers_vit(**shapes.vit)
         inputs[rivals.TRANSFORMERS] = images.transpose(0, 3, 1, 2).copy()
+    return models, inputs
+
+
+def measure_dense(shapes, patience, jit_compile=False):
+    """Our dense ViT beside those of others. Yields one row per pass."""
+    shapes = quick(shapes)
+    images, labels = data(shapes)
+    models, inputs = dense_vits(shapes, images)
     # They differ by percents forward, which takes more rounds to see.
     longer = patience._replace(seconds=3 * patience.seconds)
     for backward in (False, True):

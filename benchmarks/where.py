@@ -178,15 +178,7 @@ def measure_models(shapes, rounds):
 def measure_dense(shapes, rounds):
     """Our dense ViT and those of others. Yields rows."""
     images, _ = models.data(shapes)
-    vits = {
-        "dense_vit": models.dense_vit(shapes),
-        rivals.KERAS_HUB: rivals.keras_hub_vit(**shapes.vit),
-    }
-    inputs = dict.fromkeys(vits, images)
-    is_torch = keras.backend.backend() == "torch"
-    if is_torch and rivals.installed(rivals.TRANSFORMERS):
-        vits[rivals.TRANSFORMERS] = rivals.transformers_vit(**shapes.vit)
-        inputs[rivals.TRANSFORMERS] = images.transpose(0, 3, 1, 2).copy()
+    vits, inputs = models.dense_vits(shapes, images)
     for kind in ("forward", "forward+backward"):
         backward = kind != "forward"
         steps = {key: step(vit, inputs[key], backward) for key, vit in vits.items()}

@@ -50,7 +50,6 @@ LONG = (
     "built_by_data",
 )
 
-
 FOUND = pytest.StashKey()
 
 
@@ -83,7 +82,7 @@ def pytest_collection_finish(session):
     """Begin the checks that the selected tests need."""
     used = {name for item in session.items for name in item.fixturenames}
     names = [*EVERYDAY * ("found" in used), *LONG * ("found_more" in used)]
-    if names and BACKEND == "jax":
+    if names and BACKEND == "jax" and not session.config.option.collectonly:
         session.config.stash[FOUND] = Checks(names)
 
 
