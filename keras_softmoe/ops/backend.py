@@ -14,6 +14,9 @@ _FEW_ROWS = 128
 # Experts in a chunk: with few rows on JAX, and with many
 _CHUNK = 8
 _CHUNK_OF_MANY_ROWS = 4
+# Bytes of input from which PyTorch computes in chunks: the hidden values of four times
+# that size have left the caches of most processors by then.
+_LARGE = 5 * 2**20
 
 
 def compiled_on_jax(*static):
@@ -286,7 +289,7 @@ def chunked_map(fn, operands, sharded=False):
         Tensor, the result of `fn`.
     """
     operands = [ops.convert_to_tensor(operand) for operand in operands]
-    count, rows, _ = operands[0].shape
+    count, rows, width = operands[0].shape
     size = _CHUNK_OF_MANY_ROWS
     many_rows = count > size and isinstance(rows, int) and not _are_few(rows)
     if keras.backend.backend() == "torch":
@@ -295,6 +298,8 @@ def chunked_map(fn, operands, sharded=False):
         # Gradients of chunks would have to be concatenated, which costs more.
         all_at_once = torch.is_grad_enabled() or operands[0].device.type != "cpu"
         if all_at_once or not many_rows:
+            return fn(*operands)
+        if count * rows * width * operands[0].element_size() < _LARGE:
             return fn(*operands)
         chunks = zip(*(x.split(size) for x in operands), strict=True)
         return torch.cat([fn(*chunk) for chunk in chunks])

@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 from keras_softmoe.layers import Experts
+from keras_softmoe.ops import backend
 from keras_softmoe.ops.backend import (
     add_rows,
     affine,
@@ -172,11 +173,13 @@ def test_add_rows():
 @pytest.mark.parametrize(
     "count, rows", [(8, 2), (256, 2), (257, 2), (264, 2), (8, 128), (6, 130)]
 )
-def test_chunked_map(count, rows):
+def test_chunked_map(count, rows, monkeypatch):
     """Few elements, many, many that chunks do not divide, and few with many rows."""
     x, kernel = normal(count, rows, 3), normal(count, 3, 4)
+    sizes = []
 
     def products(x, kernel):
+        sizes.append(x.shape[0])
         return ops.tanh(ops.matmul(x, kernel))
 
     expected = np.tanh(x @ kernel)
@@ -186,7 +189,14 @@ def test_chunked_map(count, rows):
         import torch
 
         with torch.no_grad():
+            chunked_map(products, [x, kernel])
+            # Each is smaller than those that PyTorch computes in chunks.
+            assert sizes == [count, count]
+            monkeypatch.setattr(backend, "_LARGE", 0)
             found = to_numpy(chunked_map(products, [x, kernel]))
+        assert sizes[2:] == {(8, 128): [4, 4], (6, 130): [4, 2]}.get(
+            (count, rows), [count]
+        )
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     assert_same(lambda *a: chunked_map(products, a), products, (x, kernel))
 
