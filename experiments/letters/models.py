@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import keras_softmoe as ksm
-from experiments.letters.pictures import PLACEMENTS
-from experiments.letters.routers import SquareRouter, ViewRouter
+from experiments.letters.pictures import IMAGE_SIZE, PATCH_SIZE
+from experiments.letters.routers import ViewRouter
 from keras_softmoe import routers
 
 
@@ -64,7 +64,7 @@ class Scale:
         return self.epochs * self.steps_per_epoch
 
 
-NUM_TOKENS = 64
+NUM_TOKENS = (IMAGE_SIZE // PATCH_SIZE) ** 2
 
 STUDY = Scale(
     name="study",
@@ -76,10 +76,10 @@ STUDY = Scale(
     mlp_dim=128,
     layer_scale=None,
     moe_layers=(1, 3),
-    num_experts=16,
+    num_experts=25,
     group_images=8,
-    batch_size=64,
-    epochs=12,
+    batch_size=128,
+    epochs=8,
     steps_per_epoch=500,
     learning_rate=2e-3,
     warmup_steps=500,
@@ -147,7 +147,7 @@ class Model:
         return scale.seeds[: self.num_seeds[placement]]
 
 
-# The main models have all seeds, controls and points of the curves three.
+# Models of primary outcomes have all seeds, controls three.
 BOTH = {"anywhere": None, "centred": 3}
 FEW = {"anywhere": 3}
 # Where learning a scale from 1 would take longer than these trainings.
@@ -193,8 +193,8 @@ MODELS = {
     "soft": Model("Soft MoE", _soft(), num_seeds=BOTH),
     "vmoe": Model("V-MoE", _token(), True, num_seeds=BOTH),
     "expert": Model("Expert choice", _of(routers.SoftmaxExpertChoiceRouter), True),
-    "identity": Model("Identity", _of(routers.IdentityRouter), num_seeds=FEW),
-    "squares": Model("Fixed by position: squares", _of(SquareRouter), num_seeds=BOTH),
+    # Token `s` of each image to expert `s`.
+    "position": Model("Fixed by position", _of(routers.IdentityRouter), num_seeds=BOTH),
     # Its kernel is not used.
     "random": Model(
         "V-MoE, random logits",
@@ -206,10 +206,8 @@ MODELS = {
         "Dense, as much time as the mixtures", is_longer=True, num_seeds=FEW
     ),
     "soft_1": Model("Soft MoE, 1 expert", _soft(1)),
-    "soft_4": Model("Soft MoE, 4 experts", _soft(4), num_seeds=FEW),
-    "soft_64": Model("Soft MoE, 64 experts", _soft(64)),
-    "vmoe_4": Model("V-MoE, 4 experts", _token(4), True, num_seeds=FEW),
-    "vmoe_64": Model("V-MoE, 64 experts", _token(64), True),
+    "soft_5": Model("Soft MoE, 5 experts", _soft(5)),
+    "vmoe_5": Model("V-MoE, 5 experts", _token(5), True),
     # The upper line costs several times as much.
     "wide": Model(
         "Dense, as wide as all experts", width=_width_of_all_experts, num_seeds=FEW
@@ -217,27 +215,17 @@ MODELS = {
 }
 # A V-MoE with one expert is the dense model: one gate of 1, and a slot for each token.
 CURVES = {
-    "V-MoE": {1: "dense", 4: "vmoe_4", 16: "vmoe", 64: "vmoe_64"},
-    "Soft MoE": {1: "soft_1", 4: "soft_4", 16: "soft", 64: "soft_64"},
+    "V-MoE": {1: "dense", 5: "vmoe_5", 25: "vmoe"},
+    "Soft MoE": {1: "soft_1", 5: "soft_5", 25: "soft"},
 }
 
 
-def backbone_arguments(scale, model, placement):
-    """Arguments of the backbone of a model.
-
-    Args:
-        scale: `Scale`.
-        model: `Model`.
-        placement: str, a key of `PLACEMENTS`.
-
-    Returns:
-        dict.
-    """
-    where = PLACEMENTS[placement]
+def backbone_arguments(scale, model):
+    """Arguments of the backbone of a model, a dict."""
     router: Any = model.router and model.router(scale)
     return {
-        "image_shape": (where.image_size, where.image_size, 3),
-        "patch_size": where.patch_size,
+        "image_shape": (IMAGE_SIZE, IMAGE_SIZE, 3),
+        "patch_size": PATCH_SIZE,
         "num_layers": scale.num_layers,
         "num_heads": scale.num_heads,
         "hidden_dim": scale.hidden_dim,
@@ -251,10 +239,10 @@ def backbone_arguments(scale, model, placement):
     }
 
 
-def build(scale, model, placement, num_classes):
+def build(scale, model, num_classes):
     """A classifier with new weights, not compiled, for pixels from 0 to 255."""
     return ksm.models.ViTMoEImageClassifier(
-        ksm.models.ViTMoEBackbone(**backbone_arguments(scale, model, placement)),
+        ksm.models.ViTMoEBackbone(**backbone_arguments(scale, model)),
         num_classes,
         preprocessor=ksm.models.ViTMoEImageClassifierPreprocessor(
             ksm.models.ViTMoEImageConverter()
@@ -264,10 +252,10 @@ def build(scale, model, placement, num_classes):
     )
 
 
-def count(scale, model, placement, num_classes):
+def count(scale, model, num_classes):
     """Parameters, and operations of a prediction and of a training, a dict."""
     counted = ksm.evaluation.cost(
-        backbone_arguments(scale, model, placement), num_classes=num_classes
+        backbone_arguments(scale, model), num_classes=num_classes
     )
     images = model.epochs(scale) * scale.steps_per_epoch * scale.batch_size
     return {

@@ -14,8 +14,6 @@ BLOCK = 128
 # Distortions reach this part of the way that those of `synthetic.glyphs` do: between
 # thousands of signs there is less room.
 _STRENGTH = 0.6
-# Places that are tried for a piece of another letter.
-_TRIES = 4
 # Streams of random numbers: pictures of different splits have nothing in common.
 _STREAMS = {"train": 0, "new_fonts": 1, "new_classes": 2, "test": 3}
 
@@ -24,23 +22,19 @@ class Placement(NamedTuple):
     """Where a letter is.
 
     Attributes:
-        image_size: int, side of a picture in pixels.
-        letter_size: int, side of the square of a letter.
-        patch_size: int, side of a patch, such that a picture has 64.
-        pieces: int, pieces of other letters around it, half as high and wide.
+        is_centred: bool, whether a letter is in the middle of its picture. If not, each
+            place is equally likely.
     """
 
-    image_size: int
-    letter_size: int
-    patch_size: int
-    pieces: int = 0
+    is_centred: bool
 
 
+# Sides in pixels: of a picture, of the square of a letter, and of a patch.
+IMAGE_SIZE, LETTER_SIZE, PATCH_SIZE = 20, 16, 4
 PLACEMENTS = {
-    # The letter is the picture: where a stroke is belongs to what it is.
-    "centred": Placement(24, 24, 3),
-    # Each place is equally likely.
-    "anywhere": Placement(32, 20, 4, pieces=2),
+    "anywhere": Placement(is_centred=False),
+    # Where a stroke is belongs to what it is.
+    "centred": Placement(is_centred=True),
 }
 
 
@@ -55,7 +49,6 @@ class Letters:
     def __init__(self, bank, placement):
         self.bank = bank
         self.placement = PLACEMENTS[placement]
-        self.trained, _ = bank.rows("train")
         self.block = BLOCK
 
     def batches(self, seed, start, split="train"):
@@ -95,28 +88,21 @@ class Letters:
         return np.concatenate(images), np.concatenate(labels)
 
     def _draw(self, rows, rng):
-        size, letter_size, _, pieces = self.placement
-        canvas = np.zeros((BLOCK, size, size), "float32")
-        room = size - letter_size
+        canvas = np.zeros((BLOCK, IMAGE_SIZE, IMAGE_SIZE), "float32")
+        room = IMAGE_SIZE - LETTER_SIZE
         corner = rng.integers(room + 1, size=(2, BLOCK))
-        _put(canvas, self._letters(rows, letter_size, rng), corner)
-        side = letter_size // 2
-        for _ in range(pieces):
-            # Of letters that are trained on, where the whole ones are new, too
-            others = self.trained[rng.integers(len(self.trained), size=BLOCK)]
-            whole = self._letters(others, letter_size, rng)
-            cut = rng.integers(letter_size - side + 1, size=(2, BLOCK))
-            piece = whole[_squares(cut, side)]
-            _put(canvas, piece, _beside(corner, self.placement, side, rng))
+        if self.placement.is_centred:
+            corner = np.full_like(corner, room // 2)
+        canvas[_squares(corner, LETTER_SIZE)] = self._letters(rows, rng)
         noise = rng.standard_normal(canvas.shape, "float32")
         canvas += noise * (0.05 * rng.random((BLOCK, 1, 1), "float32"))
         pixels = np.rint(np.clip(canvas, 0, 1) * 255).astype("uint8")
         return np.repeat(pixels[..., None], 3, axis=-1)
 
-    def _letters(self, rows, size, rng):
-        """`(BLOCK, size, size)` ink from 0 to 1."""
+    def _letters(self, rows, rng):
+        """`(BLOCK, LETTER_SIZE, LETTER_SIZE)` ink from 0 to 1."""
         uniform = functools.partial(_uniform, rng)
-        x, y = warped_grid(size, functools.partial(_mild, rng), rng, BLOCK)
+        x, y = warped_grid(LETTER_SIZE, functools.partial(_mild, rng), rng, BLOCK)
         distance = sample_fields(self.bank.fields, rows, x, y) / STEPS - OFFSET
         # Strokes are at most fattened, edges more or less soft.
         ink = (uniform(0.0, 2.0) - distance) / uniform(1.5, 3.5) + 0.5
@@ -131,22 +117,6 @@ def _mild(rng, low, high):
     """Numbers that spread less around the middle."""
     middle, reach = (low + high) / 2, _STRENGTH * (high - low) / 2
     return _uniform(rng, middle - reach, middle + reach)
-
-
-def _beside(corner, placement, side, rng):
-    """Corners of squares that cover little of the letters, `(2, BLOCK)`."""
-    size, letter_size, *_ = placement
-    tries = rng.integers(size - side + 1, size=(_TRIES, 2, BLOCK))
-    low = np.maximum(tries, corner)
-    high = np.minimum(tries + side, corner + letter_size)
-    covered = np.prod(np.maximum(high - low, 0), axis=1)
-    return tries[covered.argmin(axis=0), :, np.arange(BLOCK)].T
-
-
-def _put(canvas, pictures, corner):
-    """Draw a picture on each canvas, white over black."""
-    squares = _squares(corner, pictures.shape[1])
-    canvas[squares] = np.maximum(canvas[squares], pictures)
 
 
 def _squares(corner, side):

@@ -1,48 +1,9 @@
-"""Routers of the controls: by position alone, and with a changed view of the tokens."""
-
-import math
+"""V-MoE's router with a changed view of the tokens."""
 
 import keras
-import numpy as np
 from keras import ops
 
-from keras_softmoe.ops import SlotRouting
-from keras_softmoe.routers import Decision, Router, SoftmaxTokenChoiceRouter
-
-
-@keras.saving.register_keras_serializable(package="letters")
-class SquareRouter(Router):
-    """Fixed router by position: each expert has the tokens of one square of the image.
-
-    As `ksm.routers.IdentityRouter`, which gives it tokens from all over the image, it
-    learns nothing and drops nothing, and the gates are 1.
-
-    Args:
-        num_experts: int, number of experts, a square number.
-        **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
-    """
-
-    def capacity(self, num_tokens, training=False):
-        return num_tokens // self.num_experts
-
-    def call(self, tokens, valid=None, training=False):
-        token = square_tokens(tokens.shape[1], self.num_experts)
-        token = ops.repeat(ops.convert_to_tensor(token), ops.shape(tokens)[0], axis=0)
-        filled = ops.ones_like(token, dtype="bool")
-        return Decision(SlotRouting(token, filled, ops.cast(filled, tokens.dtype)), {})
-
-
-def square_tokens(num_tokens, num_experts):
-    """Return the tokens of each square, `(1, num_experts, tokens)` int32."""
-    grid, squares = math.isqrt(num_tokens), math.isqrt(num_experts)
-    if grid**2 != num_tokens or squares**2 != num_experts or grid % squares:
-        raise ValueError(
-            "A square grid of patches is cut into as many squares as there are "
-            f"experts. Received: num_experts={num_experts} for {num_tokens} tokens."
-        )
-    side = grid // squares
-    token = np.arange(num_tokens, dtype="int32").reshape(squares, side, squares, side)
-    return token.transpose(0, 2, 1, 3).reshape(1, num_experts, side**2)
+from keras_softmoe.routers import SoftmaxTokenChoiceRouter
 
 
 @keras.saving.register_keras_serializable(package="letters")

@@ -40,7 +40,7 @@ def training(scale, letters, name, seed):
     watched = of_place.take(scale.watched_images, TEST_SEED)
 
     def build_and_compile():
-        classifier = build(scale, model, placement, of_place.bank.num_classes)
+        classifier = build(scale, model, of_place.bank.num_classes)
         compile_with_cosine(classifier, scale, epochs * scale.steps_per_epoch)
         return classifier
 
@@ -110,7 +110,7 @@ def gather(scale, directory, num_classes):
     for name in names_of():
         placement, _, key = name.partition("_")
         model = MODELS[key]
-        found["models"][name] = count(scale, model, placement, num_classes)
+        found["models"][name] = count(scale, model, num_classes)
         for seed in model.seeds(scale, placement):
             file = result_file(directory, f"{name}_seed{seed}")
             if file.exists():
@@ -135,11 +135,11 @@ def time_steps(scale, letters, names):
         `"drawing"`, the part of that which it takes to draw the pictures, and
         `"processor"`.
     """
-    steps, placements = {}, {}
+    steps = {}
     for name in ["anywhere_dense", *names]:
         placement, _, key = name.partition("_")
         of_place = letters[placement]
-        classifier = build(scale, MODELS[key], placement, of_place.bank.num_classes)
+        classifier = build(scale, MODELS[key], of_place.bank.num_classes)
         compile_with_cosine(classifier, scale, scale.steps)
         images, labels = next(of_place.batches(0, 0))
         batch = classifier.preprocess_samples(
@@ -148,7 +148,6 @@ def time_steps(scale, letters, names):
         # Prepared images: what is timed is the model.
         classifier.preprocessor = None
         steps[name] = lambda model=classifier, batch=batch: model.train_on_batch(*batch)
-        placements[name] = placement
     for step in steps.values():
         step(), step()
     seconds = {name: [] for name in steps}
