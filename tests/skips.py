@@ -135,7 +135,6 @@ RUNS_ON = {
 ON_ALL = {
     "analysis/test_soft.py": ("test_every_number_of_a_block",),
     "backbones/test_fitting.py": (
-        "test_backup_and_restore",
         "test_loop_of_jax",
         "test_loop_of_tensorflow",
     ),
@@ -292,7 +291,7 @@ LONG = {
         "test_training_goes_on_from_the_backup",
     ),
     "evaluation/test_cost.py": ("test_largest_preset_is_not_built",),
-    "examples/test_docstrings.py": ("test_examples_run[keras_softmoe.exporting]",),
+    "examples/test_docstrings.py": ("test_examples_run[exporting.export_model]",),
     "examples/test_pages.py": (
         "test_page_runs[docs/cookbook.md]",
         "test_page_runs[docs/faq.md]",
@@ -301,12 +300,23 @@ LONG = {
     "experiments/test_letters.py": ("test_an_interrupted_training_goes_on",),
     "experiments/test_real_weights.py": ("test_the_program_goes_on_and_reports",),
     "experiments/test_runner.py": (
+        "test_a_directory_of_another_backend",
         "test_an_interrupted_study",
+        "test_backups_of_finished_cells_go",
+        "test_more_seeds_in_a_directory",
         "test_results",
         "test_some_models",
+        "test_what_is_finished_is_kept",
     ),
     "experiments/test_tasks.py": ("test_a_data_set_of_tfds",),
-    "experiments/test_upcycling.py": ("test_results",),
+    "experiments/test_upcycling.py": (
+        "test_a_directory_holds_one_plan",
+        "test_claims_of_made_up_results",
+        "test_further_images_are_new",
+        "test_report",
+        "test_results",
+        "test_what_is_finished_is_not_trained_again",
+    ),
     "exporting/test_export.py": (
         "test_classes_and_options_of_this_program_only",
         "test_encoders_of_limoe",
@@ -322,12 +332,14 @@ LONG = {
     "guides/test_guides.py": (
         "test_guide[adapting.py]",
         "test_guide[back_to_dense.py]",
+        "test_guide[data_parallel_on_tensorflow.py]",
         "test_guide[exporting.py]",
         "test_guide[fit_on_a_small_dataset.py]",
         "test_guide[inside_soft_moe.py]",
         "test_guide[limoe_routing.py]",
         "test_guide[limoe_zero_shot.py]",
         "test_guide[placing_experts.py]",
+        "test_guide[real_weights.py]",
         "test_guide[released_vmoe_checkpoints.py]",
         "test_guide[router_study.py]",
         "test_guide[switching_backends.py]",
