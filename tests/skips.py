@@ -74,14 +74,17 @@ RUNS_ON = {
     # What it does in a layer is tested on all: `layers/test_lora.py`,
     # `layers/test_quantized_experts.py`.
     "backbones/test_adaptation.py": ("torch",),
+    "models/test_channels_first.py": ("torch",),
     "models/test_contrastive_files.py": ("torch",),
     "models/test_conversion.py": ("torch",),
     "backbones/test_data.py": ("torch",),
+    "backbones/test_limoe.py": ("torch",),
     "models/test_back_to_dense.py": ("torch",),
     "models/test_dense_sources.py": ("torch",),
     "models/test_initialization.py": ("torch",),
     "models/test_torch_files.py": ("torch",),
     "models/test_upcycling.py": ("torch",),
+    "models/test_vmoe_params.py": ("torch",),
     # `timm` and `transformers` are of PyTorch.
     "models/test_torch_judges.py": ("torch",),
     "datasets/*": ("torch",),
@@ -119,6 +122,8 @@ RUNS_ON = {
     "test_trained_*.py": ("torch",),
     # A hundredth of what `make torture` does on each backend.
     "torture/*": ("torch",),
+    # On all in `reference/test_reference_training.py`
+    "training/test_adafactor.py": ("torch",),
     "training/test_contrastive_recipes.py": ("torch",),
     "training/test_finetuning.py": ("torch",),
     "training/test_pair_pipeline.py": ("torch",),
@@ -143,7 +148,6 @@ ON_ALL = {
         "test_keras_file",
         "test_mixed_precision",
     ),
-    "backbones/test_limoe.py": ("test_no_leakage",),
     "backbones/test_mutable_routing.py": ("test_compiled_functions_obey",),
     "backbones/test_run_checks.py": (
         "test_a_compiled_run_is_refused_where_decisions_are_recorded",
@@ -156,9 +160,7 @@ ON_ALL = {
     ),
     "backbones/test_vit.py": ("test_outputs",),
     "distribution/test_backup.py": (
-        "test_batches_of_earlier_epochs_are_drawn_from_one_stream",
         "test_training_goes_on_as_if_nothing_had_happened[3]",
-        "test_what_global_generators_draw[3]",
     ),
     "layers/test_attention.py": (
         "test_attention",
@@ -175,7 +177,6 @@ ON_ALL = {
     ),
     "layers/test_empty_batch.py": ("test_dispatch_and_combine",),
     "layers/test_every_layer.py": (
-        "test_attention_pooling[True]",
         "test_moe_encoder_block[softmax_token_choice-2]",
         "test_training_step_with_every_router",
     ),
@@ -194,7 +195,6 @@ ON_ALL = {
         "test_like_a_shorter_sequence[dropless-4-einsum]",
         "test_like_a_shorter_sequence[expert choice-None-gather]",
         "test_like_a_shorter_sequence[soft-4-auto]",
-        "test_random_choices",
         "test_sequence_without_any_token[soft]",
         "test_sequence_without_any_token[batch priority]",
         "test_text_tower[gap]",
@@ -216,7 +216,6 @@ ON_ALL = {
         "test_padding_takes_no_slot",
         "test_padding_under_a_soft_router",
         "test_tokens_are_rounded_on_their_way[gather]",
-        "test_whole_batch_in_a_compiled_model",
     ),
     "layers/test_quantized_experts.py": (
         "test_experts_with_banks_in_int8_and_int4[which0-False]",
@@ -228,10 +227,8 @@ ON_ALL = {
         "test_layer_is_its_twin_and_padding_has_no_say",
     ),
     "models/test_any_model.py": ("test_family[CLIP]",),
-    "models/test_channels_first.py": ("test_numbers_are_those_of_channels_last[fit]",),
     "models/test_convertible_presets.py": ("test_converted_at_first_use",),
     "models/test_from_preset.py": ("test_fine_tuning_and_saving_over",),
-    "models/test_vmoe_params.py": ("test_there_and_back",),
     "models/test_whole_images.py": ("test_layers_of_a_user[convolution]",),
     "routers/test_balanced.py": (
         "test_load_is_even_after_500_steps",
@@ -251,7 +248,6 @@ ON_ALL = {
         "test_gradient_of_a_plan_that_xla_compiles[sinkhorn_token_choice]",
         "test_layer_is_its_twin",
     ),
-    "training/test_adafactor.py": ("test_steps[settings0]",),
     "training/test_optimizers.py": (
         "test_accumulated_gradients",
         "test_adam",
@@ -358,6 +354,10 @@ LONG = {
         "test_the_site_loads_nothing_from_another_host",
         "test_the_site_shows_every_recorded_figure",
     ),
+    "test_trained_limoe.py": (
+        "test_retrieval_is_that_of_the_card",
+        "test_zero_shot_is_that_of_the_card",
+    ),
     "test_trained_presets.py": (
         "test_few_shot_accuracy_is_that_of_the_card",
         "test_int4_keeps_the_accuracy_on_digits",
@@ -368,6 +368,8 @@ LONG = {
         "test_a_killed_training_ends_like_another",
         "test_short_form",
     ),
+    "training/test_contrastive_recipes.py": ("test_recipe",),
+    "training/test_recipes.py": ("test_recipe[imagenet_from_scratch]",),
 }
 
 

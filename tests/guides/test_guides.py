@@ -224,7 +224,7 @@ CHECKS = {
     "back_to_dense.py": (check_back_to_dense, ("torch",)),
     "data_parallel_on_tensorflow.py": (check_data_parallel, ("tensorflow",)),
     "data_parallel_on_torch.py": (check_data_parallel, ("torch",)),
-    "demo.py": (check_demo, ("jax", "torch")),
+    "demo.py": (check_demo, ("jax",)),
     "experts_in_any_model.py": (check_experts_in_any_model, ("torch",)),
     "exporting.py": (check_exporting, ("torch",)),
     "few_shot_probing.py": (check_few_shot_probing, ("torch",)),
