@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,24 +17,11 @@ _STRENGTH = 0.6
 _STREAMS = {"train": 0, "new_fonts": 1, "new_classes": 2, "test": 3}
 
 
-class Placement(NamedTuple):
-    """Where a letter is.
-
-    Attributes:
-        is_centred: bool, whether a letter is in the middle of its picture. If not, each
-            place is equally likely.
-    """
-
-    is_centred: bool
-
-
 # Sides in pixels: of a picture, of the square of a letter, and of a patch.
 IMAGE_SIZE, LETTER_SIZE, PATCH_SIZE = 20, 16, 4
-PLACEMENTS = {
-    "anywhere": Placement(is_centred=False),
-    # Where a stroke is belongs to what it is.
-    "centred": Placement(is_centred=True),
-}
+# Each place of a letter is equally likely, or it is in the middle: then the place of a
+# stroke belongs to the letter.
+PLACEMENTS = ("anywhere", "centred")
 
 
 class Letters:
@@ -43,12 +29,12 @@ class Letters:
 
     Args:
         bank: `bank.Bank`.
-        placement: str, a key of `PLACEMENTS`.
+        placement: str, of `PLACEMENTS`.
     """
 
     def __init__(self, bank, placement):
         self.bank = bank
-        self.placement = PLACEMENTS[placement]
+        self.is_centred = placement == "centred"
         self.block = BLOCK
 
     def batches(self, seed, start, split="train"):
@@ -91,7 +77,7 @@ class Letters:
         canvas = np.zeros((BLOCK, IMAGE_SIZE, IMAGE_SIZE), "float32")
         room = IMAGE_SIZE - LETTER_SIZE
         corner = rng.integers(room + 1, size=(2, BLOCK))
-        if self.placement.is_centred:
+        if self.is_centred:
             corner = np.full_like(corner, room // 2)
         canvas[_squares(corner, LETTER_SIZE)] = self._letters(rows, rng)
         noise = rng.standard_normal(canvas.shape, "float32")

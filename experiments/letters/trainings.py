@@ -8,6 +8,7 @@ import numpy as np
 
 from experiments.letters.measures import TEST_SEED, accuracy, measure
 from experiments.letters.models import MODELS, build, count
+from experiments.letters.pictures import PLACEMENTS
 from experiments.lib.runs import (
     RESULTS,
     Run,
@@ -86,7 +87,7 @@ def names_of():
     """All placements and models, `"anywhere_dense"` and so on, a list of str."""
     return [
         f"{placement}_{key}"
-        for placement in ("anywhere", "centred")
+        for placement in PLACEMENTS
         for key, model in MODELS.items()
         if placement in model.num_seeds
     ]
