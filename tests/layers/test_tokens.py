@@ -199,7 +199,8 @@ def test_decision_of_a_block():
     inputs = pairs()
     layer = block(LIMOE, inputs, group_images=2)
     outputs, decision = recorded(layer, inputs)
-    assert_close(outputs, layer(inputs), 0)
+    # On JAX `recorded` compiles the layer, which may round sums differently.
+    assert_close(outputs, layer(inputs), 1e-6)
     assert tuple(decision.routing.token.shape) == (2, NUM_EXPERTS, 2)
 
 
