@@ -5,12 +5,13 @@
     python -m experiments.letters --rates 1e-3 2e-3 --epochs 4  # the bracket of rates
     python -m experiments.letters --times                       # steps of all models
 
-Each finished training is a file in `build/letters`; the running one is backed up after
-each epoch, and the same command goes on. All together are in `results.json` there. The
-program has the lowest priority and waits between two steps while there is a file
-`build/pause`. On PyTorch it computes in one thread; elsewhere set `OMP_NUM_THREADS` and
-the like. Several processes may train other models or seeds in the same directory.
-`PLAN.md` says what is asked; `experiments.letters.answers` writes the answers.
+Each finished training is a file of results and one of weights in `build/letters`; the
+running one is backed up after each epoch, and the same command goes on. All together are
+in `results.json` there. The program has the lowest priority and waits between two steps
+while there is a file `build/pause`. On PyTorch it computes in one thread; elsewhere set
+`OMP_NUM_THREADS` and the like. Several processes may train other models or seeds in the
+same directory. `PLAN.md` says what is asked; `experiments.letters.answers` writes the
+answers.
 """
 
 import argparse
@@ -103,7 +104,7 @@ def train(scale, letters, names, seeds, directory):
         directory: path, where everything is kept.
     """
     runs = [
-        training(scale, letters, name, seed)
+        training(scale, letters, name, seed, directory)
         for seed in seeds
         for name in names
         if seed in seeds_of(name, scale)
@@ -125,7 +126,7 @@ def try_rates(scale, letters, arguments, directory):
             warmup_steps=arguments.warmup or scale.warmup_steps,
             layer_scale=arguments.layer_scale,
         )
-        run = training(tried, letters, name, scale.rate_seed)
+        run = training(tried, letters, name, scale.rate_seed, directory)
         words = [f"{key}{value:g}" for key, value in run.settings.items() if value]
         run = dataclasses.replace(run, name="_".join([name, *words]))
         print(run.name, flush=True)

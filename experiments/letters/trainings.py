@@ -22,7 +22,7 @@ from experiments.lib.runs import (
 _TIMED_ROUNDS = 20
 
 
-def training(scale, letters, name, seed):
+def training(scale, letters, name, seed, directory):
     """The training of a model with a seed.
 
     Args:
@@ -30,6 +30,7 @@ def training(scale, letters, name, seed):
         letters: dict from placements to `pictures.Letters`.
         name: str, of the run: a placement and a key of `MODELS`, see `names_of`.
         seed: int.
+        directory: path, where the trained weights are kept, see `weights_file`.
 
     Returns:
         `Run`. Its results are those of `measures.measure`.
@@ -45,6 +46,12 @@ def training(scale, letters, name, seed):
         compile_with_cosine(classifier, scale, epochs * scale.steps_per_epoch)
         return classifier
 
+    def keep_and_measure(classifier):
+        file = weights_file(directory, f"{name}_seed{seed}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        classifier.save_weights(file)
+        return measure(classifier, of_place, scale)
+
     def draw(epoch):
         for block in of_place.batches(seed, epoch * blocks_per_epoch):
             yield from batches_of(*block, scale.batch_size)
@@ -56,7 +63,7 @@ def training(scale, letters, name, seed):
         draw=draw,
         epochs=epochs,
         steps_per_epoch=scale.steps_per_epoch,
-        measure=lambda classifier: measure(classifier, of_place, scale),
+        measure=keep_and_measure,
         watch=lambda classifier: {"accuracy": accuracy(classifier, *watched)},
         settings={
             "learning_rate": scale.learning_rate,
@@ -66,6 +73,11 @@ def training(scale, letters, name, seed):
             "steps": epochs * scale.steps_per_epoch,
         },
     )
+
+
+def weights_file(directory, name):
+    """Path of the weights of a finished training."""
+    return Path(directory, "weights", f"{name}.weights.h5")
 
 
 def compile_with_cosine(classifier, scale, steps):

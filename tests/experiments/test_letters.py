@@ -10,9 +10,10 @@ from keras.ops import convert_to_numpy
 from experiments.letters import __main__ as program
 from experiments.letters import answers, routers
 from experiments.letters.bank import NEW_FONTS, SPLITS, load_bank, make_bank
-from experiments.letters.models import MODELS, SMOKE, STUDY, count
+from experiments.letters.measures import TEST_SEED, accuracy
+from experiments.letters.models import MODELS, SMOKE, STUDY, build, count
 from experiments.letters.pictures import BLOCK, IMAGE_SIZE, PLACEMENTS, Letters
-from experiments.letters.trainings import gather, names_of, training
+from experiments.letters.trainings import gather, names_of, training, weights_file
 from experiments.lib.runs import finish
 
 
@@ -127,7 +128,7 @@ def finished(bank, tmp_path_factory):
     directory = tmp_path_factory.mktemp("trainings")
     letters = {name: Letters(bank, name) for name in PLACEMENTS}
     # At random, so that the state of its generator has to be kept.
-    run = training(SMOKE, letters, "anywhere_random", 0)
+    run = training(SMOKE, letters, "anywhere_random", 0, directory)
 
     def interrupted(epoch):
         if epoch:
@@ -145,10 +146,21 @@ def finished(bank, tmp_path_factory):
 
 def test_an_interrupted_training_goes_on(finished, tmp_path):
     _, letters, results = finished
-    whole = finish(training(SMOKE, letters, "anywhere_random", 0), tmp_path)["results"]
+    run = training(SMOKE, letters, "anywhere_random", 0, tmp_path)
+    whole = finish(run, tmp_path)["results"]
     assert len(whole["curve"]) == SMOKE.epochs
     (row,) = results["runs"]["anywhere_random"]
     assert row == {"seed": 0, **whole}
+
+
+def test_weights_are_kept(finished):
+    directory, letters, results = finished
+    bank = letters["anywhere"].bank
+    classifier = build(SMOKE, MODELS["vmoe"], bank.num_classes)
+    classifier.load_weights(weights_file(directory, "anywhere_vmoe_seed0"))
+    (row,) = results["runs"]["anywhere_vmoe"]
+    pictures = letters["anywhere"].take(SMOKE.test_images, TEST_SEED)
+    assert accuracy(classifier, *pictures) == row["accuracy"]
 
 
 def test_results(finished):
