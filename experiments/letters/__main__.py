@@ -5,13 +5,13 @@
     python -m experiments.letters --rates 1e-3 2e-3 --epochs 4  # the bracket of rates
     python -m experiments.letters --times                       # steps of all models
 
-Each finished training is a file of results and one of weights in `build/letters`; the
-running one is backed up after each epoch, and the same command goes on. All together are
-in `results.json` there. The program has the lowest priority and waits between two steps
-while there is a file `build/pause`. On PyTorch it computes in one thread; elsewhere set
-`OMP_NUM_THREADS` and the like. Several processes may train other models or seeds in the
-same directory. `PLAN.md` says what is asked; `experiments.letters.answers` writes the
-answers.
+Each finished training is a file of results and one of weights in `build/letters`. The
+running one is backed up after each epoch, and the same command goes on. All together
+are in `results.json` there. The program has the lowest priority and waits between two
+steps while there is a file `build/pause`. On PyTorch it computes in one thread;
+elsewhere set `OMP_NUM_THREADS` and the like. Several processes may train other models
+or seeds in the same directory. `PLAN.md` says what is asked;
+`experiments.letters.answers` writes the answers.
 """
 
 import argparse
