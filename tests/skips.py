@@ -294,6 +294,7 @@ LONG = {
     ),
     "experiments/test_claims.py": ("test_the_claims_of_all_scales",),
     "experiments/test_letters.py": ("test_an_interrupted_training_goes_on",),
+    "experiments/test_letters_presets.py": ("test_program",),
     "experiments/test_letters_upcycling.py": ("test_program",),
     "experiments/test_real_weights.py": ("test_the_program_goes_on_and_reports",),
     "experiments/test_runner.py": (

@@ -19,7 +19,11 @@ RECORDS = Path(__file__).parents[1] / "trained"
 
 CARD = "README.md"
 # Data of the trainings by the last word of a preset's name, with names for hubs.
-_DATASETS = {"glyphs": "synthetic-glyphs", "shapes": "synthetic-captioned-shapes"}
+_DATASETS = {
+    "glyphs": "synthetic-glyphs",
+    "letters": "synthetic-letters",
+    "shapes": "synthetic-captioned-shapes",
+}
 # Results of a training that are accuracies, and on what they are.
 _MEASURED = {
     "zero_shot_new_of_64": "scenes, new combinations, of 64 names",

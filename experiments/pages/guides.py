@@ -216,7 +216,18 @@ def _runs(code):
 
 def _digest(code):
     """Of what the code does: neither its comments nor its form count."""
-    return hashlib.sha256(ast.dump(ast.parse(code)).encode()).hexdigest()[:12]
+    return hashlib.sha256(repr(_form(ast.parse(code))).encode()).hexdigest()[:12]
+
+
+def _form(node):
+    """A syntax tree as tuples, the same in all versions of Python."""
+    if isinstance(node, list):
+        return [_form(child) for child in node]
+    if not isinstance(node, ast.AST):
+        return node
+    # Later versions have more fields, which are empty for older code.
+    fields = [(n, x) for n, x in ast.iter_fields(node) if x is not None and x != []]
+    return type(node).__name__, [(name, _form(value)) for name, value in fields]
 
 
 def _remedy(name):

@@ -210,7 +210,9 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         keras.saving.load_weights(self, filepath, objects_to_skip=self._but_the_head())
 
     def _but_the_head(self):
-        return [*flatten_layers(self.backbone), self.optimizer]
+        layers = flatten_layers(self.backbone)
+        # A model has no optimizer before it is compiled.
+        return [*layers, self.optimizer] if self.compiled else layers
 
     # === Data ===
 

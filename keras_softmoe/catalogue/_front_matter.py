@@ -11,6 +11,7 @@ _PIPELINES = {
 # Names of the data in the metadata's accuracies: an identifier, and a name to read.
 _MEASURED_ON = {
     "glyphs": ("synthetic-glyphs", "synthetic glyphs, new images"),
+    "letters": ("synthetic-letters", "synthetic letters, new images"),
     "digits": ("scikit-learn-digits", "handwritten digits of scikit-learn, one half"),
     "scenes": ("synthetic-captioned-shapes", "synthetic scenes of shapes, new images"),
 }

@@ -188,6 +188,15 @@ def test_keras_file_of_a_classifier_that_was_never_compiled(tmp_path):
     assert not keras.saving.load_model(path).compiled
 
 
+def test_preset_of_a_classifier_that_was_never_compiled(tmp_path):
+    model = tiny.classifier({"compile": False})
+    model.save_to_preset(str(tmp_path / "preset"))
+    revived = type(model).from_preset(str(tmp_path / "preset"), compile=False)
+    assert not revived.compiled
+    for one, other in zip(revived.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_keras_file_of_a_backbone(tmp_path):
     model = tiny.backbone(dtype="mixed_bfloat16")
     path = tmp_path / "model.keras"

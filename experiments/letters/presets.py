@@ -1,0 +1,232 @@
+"""Train the presets of letters: four models of the study, four times as long.
+
+    python -m experiments.letters.presets                # all
+    python -m experiments.letters.presets --only soft    # one
+
+Each is trained once, with the first seed of the study, measured on letters and on
+handwritten digits that it never saw, and written with a card to `presets/`. Files,
+priority and `build/pause` are as in `python -m experiments.letters`.
+"""
+
+import argparse
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import keras
+import numpy as np
+
+import keras_softmoe as ksm
+from experiments.glyph_presets import (
+    FEW_SHOT_DRAWS,
+    FINE_TUNING_EPOCHS,
+    FINE_TUNING_SEEDS,
+    fine_tune,
+    probe,
+)
+from experiments.letters.__main__ import WORK, lower_priority, wait_while_paused
+from experiments.letters.bank import load_bank
+from experiments.letters.measures import measure as measure_letters
+from experiments.letters.models import MODELS, SCALES, build
+from experiments.letters.pictures import IMAGE_SIZE, Letters
+from experiments.letters.trainings import training
+from experiments.lib.cards import (
+    RECORDS,
+    machine,
+    measured,
+    spread,
+    write_card,
+    write_metadata,
+)
+from experiments.lib.publishing import publish, save_weights
+from experiments.lib.runs import finish
+from keras_softmoe import routers
+
+ROOT = Path(__file__).resolve().parents[2]
+PLACEMENT = "anywhere"
+# Times as long as in the study
+LONGER = 4
+
+
+class Trained(NamedTuple):
+    """A preset.
+
+    Attributes:
+        name: str, of the preset.
+        title: str, for its card.
+    """
+
+    name: str
+    title: str
+
+
+PRESETS = {
+    "dense": Trained("vit_micro_patch4_20_letters", "Dense ViT"),
+    "soft": Trained("soft_moe_micro_patch4_25e_20_letters", "Soft MoE, a slot each"),
+    "vmoe": Trained(
+        "vmoe_micro_patch4_25e_20_letters", "V-MoE (K = 1, C = 1, batch priority)"
+    ),
+    "expert": Trained(
+        "expert_choice_micro_patch4_25e_20_letters", "Expert choice (c = 1)"
+    ),
+}
+
+
+def training_run(key, scale, letters, work):
+    """The training of a preset, a `Run`."""
+    seed = scale.seeds[0]
+    longer = dataclasses.replace(scale, epochs=LONGER * scale.epochs)
+    run = training(longer, {PLACEMENT: letters}, f"{PLACEMENT}_{key}", seed, work)
+    name = PRESETS[key].name
+
+    def save_and_measure(classifier):
+        classifier = with_public_router(classifier, longer, key)
+        return measure(save_weights(classifier, work, name), letters, scale)
+
+    return dataclasses.replace(run, name=name, measure=save_and_measure)
+
+
+def with_public_router(classifier, scale, key):
+    """The same classifier without the view of the study's routers."""
+    model = MODELS[key]
+    if key == "vmoe":
+        config = model.router(scale).get_config()
+        router = routers.SoftmaxTokenChoiceRouter.from_config(config)
+        model = dataclasses.replace(model, router=lambda scale: router)
+    public = build(scale, model, classifier.num_classes)
+    public.set_weights(classifier.get_weights())
+    return public
+
+
+def measure(directory, letters, scale):
+    """Accuracy on letters, and few-shot and fine-tuned accuracy on digits."""
+    keras.utils.set_random_seed(0)
+    classifier = ksm.models.ViTMoEImageClassifier.from_preset(str(directory))
+    train, test = (ksm.datasets.digits(IMAGE_SIZE, s) for s in ("train", "test"))
+    few_shot = {
+        name: probe(backbone, train, test)
+        for name, backbone in (("model", classifier), ("raw pixels", None))
+    }
+    fine_tuned = [
+        fine_tune(directory, train, test, seed) for seed in range(FINE_TUNING_SEEDS)
+    ]
+    return {
+        "letters": measure_letters(classifier, letters, scale),
+        "few_shot": few_shot,
+        "fine_tuned": [accuracy for accuracy, _ in fine_tuned],
+        "fine_tuning_seconds": [round(seconds, 1) for _, seconds in fine_tuned],
+    }
+
+
+# === Cards ===
+
+
+def describe(key, scale, directory, runs):
+    """Write the metadata and the card of a preset."""
+    (run,) = runs
+    title = PRESETS[key].title
+    found = measured(run)
+    for metric, name in (("accuracy", "trained fonts"), ("new_fonts", "new fonts")):
+        found["accuracy"][f"letters, {name}"] = run["letters"][metric]
+    for shots, value in run["letters"]["few_shot"].items():
+        found["accuracy"][f"letters, few-shot, never seen, {shots} of a class"] = value
+    metadata = write_metadata(
+        directory,
+        kind="trained",
+        description=f"{title}, {scale.hidden_dim} wide, {scale.num_layers} blocks, "
+        f"trained on letters anywhere in {IMAGE_SIZE} x {IMAGE_SIZE} pixels.",
+        source="experiments/letters/presets.py",
+        licence="Apache-2.0",
+        training={
+            "seed": run["seed"],
+            "images": LONGER * scale.steps * scale.batch_size,
+            "learning_rate": scale.learning_rate,
+            **machine(),
+        },
+        **found,
+    )
+    name = PRESETS[key].name
+    write_card(directory, name, card(name, metadata, run, scale))
+
+
+def card(name, metadata, run, scale):
+    """Text of the card of a preset."""
+    letters, steps = run["letters"], LONGER * scale.steps
+    rows = "\n".join(
+        f"| {shots} | {spread(run['few_shot']['model'][shots])} "
+        f"| {spread(run['few_shot']['raw pixels'][shots])} |"
+        for shots in ("1", "5", "10")
+    )
+    return f"""# {name}
+
+{metadata["description"]} {metadata["parameter_count"]:,} parameters.
+
+```python
+import keras_softmoe as ksm
+
+name = "{name}"
+classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)
+```
+
+**Data.** {metadata["training"]["images"]:,} synthetic pictures of 2,600 letters and
+signs from the fonts that ship with matplotlib (`experiments/letters`, seed
+{run["seed"]}), each seen once.
+
+**Training.** `experiments/letters/presets.py`: AdamW, peak learning rate
+{scale.learning_rate:g}, {scale.warmup_steps} steps of warm-up, cosine decay, {steps:,}
+steps of {scale.batch_size} pictures. {run["minutes"]:.0f} minutes by the clock, beside
+other work, on one of {metadata["training"]["processor"]} with
+{metadata["training"]["backend"]}.
+
+**Letters.** Accuracy on {scale.test_images:,} new pictures: {letters["accuracy"]:.3f}
+in the fonts that were trained on, {letters["new_fonts"]:.3f} in three others. A linear
+probe on 256 classes that were never trained on: {letters["few_shot"]["1"]:.3f} with one
+picture of a class, {letters["few_shot"]["5"]:.3f} with five.
+
+**Handwritten digits, few-shot** (scikit-learn's, never seen in training; linear probe,
+mean ± standard deviation over {FEW_SHOT_DRAWS} support draws):
+
+| shots | this model | raw pixels |
+|---|---|---|
+{rows}
+
+**Handwritten digits, fine-tuned** with `fit` on one half ({FINE_TUNING_EPOCHS} epochs),
+tested on the other half: {spread(run["fine_tuned"])} over {FINE_TUNING_SEEDS} seeds,
+{np.mean(run["fine_tuning_seconds"]):.0f} s each.
+
+**Limits.** A small model for trying the library out, trained once, not for photographs.
+
+**Licence.** Apache-2.0.
+"""
+
+
+def main(arguments=None):
+    """Train and write what is missing."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.letters.presets",
+        description="Train the presets of letters.",
+    )
+    parser.add_argument("--scale", choices=SCALES, default="study")
+    parser.add_argument("--only", choices=PRESETS, nargs="+", default=tuple(PRESETS))
+    parser.add_argument("--work", type=Path, default=WORK / "presets")
+    parser.add_argument("--output", type=Path, default=ROOT / "presets")
+    parser.add_argument("--records", type=Path, default=RECORDS)
+    arguments = parser.parse_args(arguments)
+    lower_priority()
+    scale = SCALES[arguments.scale]
+    letters = Letters(load_bank(arguments.work, scale.candidates), PLACEMENT)
+    for key in arguments.only:
+        run = training_run(key, scale, letters, arguments.work)
+        finish(run, arguments.work, on_step=wait_while_paused, verbose=1)
+        publish(
+            [run],
+            arguments.work,
+            arguments.output / run.name,
+            arguments.records,
+            partial(describe, key, scale),
+        )
+
+
+if __name__ == "__main__":
+    main()
