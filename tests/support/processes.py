@@ -56,6 +56,9 @@ def _run(output, program, arguments, folder, environment, strict):
     os.environ.update(environment)
     if strict:
         warnings.simplefilter("error", UserWarning)
+        # The one of Keras that `pyproject.toml` lets pass, too
+        keras_int64 = "Explicitly requested dtype int64 requested in ShapeDtypeStruct"
+        warnings.filterwarnings("ignore", keras_int64, UserWarning)
     sys.argv[1:] = arguments
     if isinstance(program, str):
         runpy.run_module(program, run_name="__main__", alter_sys=True)
