@@ -58,7 +58,7 @@ def figures():
         f"indices equal, other numbers within {_up(largest)}, those of iterated plans "
         f"within {_up(of_plans)}, on {' and '.join(BACKENDS[n] for n in _fidelity())} "
         "([fidelity](docs/results/fidelity.md)).",
-        "**About as fast as other code.** Least and largest ratio of times, two "
+        "**About as fast as other code.** Least and largest median ratio of times, two "
         f"processors and all backends: our layers take {papers} of the time of the "
         f"papers' own code (JAX) and {packages} of that of two packages for PyTorch, a "
         f"dense ViT {libraries} of that of KerasHub's and `transformers`'. Experts "
@@ -137,8 +137,9 @@ def _in_the_study():
     ]
     stand = sum(c.verdict(m) == "yes" and c.survives(m) for c, m in asked)
     return (
-        f"Of {len(asked)} such comparisons in the study's smaller models "
-        f"{stand or 'none'} stands after the correction for all that was compared"
+        f"Of {len(asked)} claims that a mixture of the smaller study is better "
+        f"than the dense one, up- or downstream, {stand or 'none'} stands after the "
+        "correction for all that was compared"
     )
 
 
