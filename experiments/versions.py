@@ -3,8 +3,7 @@
     python -m experiments.versions newest build/jax.log build/torch.log
 
 keeps in `versions.json` what these logs say: the releases, which `tests/conftest.py`
-prints, and how many tests passed and failed. `python -m experiments.pages` writes the
-table.
+prints, and how many tests passed and failed. The table of `docs/versions.md` follows.
 """
 
 import json
@@ -15,6 +14,7 @@ from pathlib import Path
 from keras_softmoe.files import atomic_file
 
 KEPT = Path(__file__).with_name("versions.json")
+PAGE = KEPT.parents[1] / "docs" / "versions.md"
 # Targets of the Makefile, in the order of the table
 TARGETS = ("newest", "nightly", "oldest")
 BACKENDS = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
@@ -83,6 +83,19 @@ def table(file=KEPT):
     return "\n".join(lines) + "\n"
 
 
+def write_page(page=PAGE, file=KEPT):
+    """Put the table into its page, so that the next run finds one of today.
+
+    (`experiments.pages` does too, but imports more than environments here have.)
+    """
+    begin, end = (f"<!-- versions: {word} -->" for word in ("begin", "end"))
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    after = rest.partition(end)[2]
+    text = f"{before}{begin}\n\n{table(file)}\n{end}{after}"
+    with atomic_file(page) as new:
+        new.write_text(text, encoding="utf-8")
+
+
 def _versions(rows, *names):
     found = (row[name] for row in rows for name in names if name in row)
     return ", ".join(dict.fromkeys(found))
@@ -98,3 +111,4 @@ def _result(row, backend):
 
 if __name__ == "__main__":
     keep(sys.argv[1], [Path(path).read_text(encoding="utf-8") for path in sys.argv[2:]])
+    write_page()

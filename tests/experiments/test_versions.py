@@ -49,3 +49,11 @@ def test_a_table(tmp_path):
     assert found[0] == ["1.2: 443 passed", "not run", "not run"]
     assert found[1] == ["not run", "not run", "1.2: 440 passed, **3 failed**"]
     assert found[2] == ["1.2: 5 passed (core)", "not run", "not run"]
+
+
+def test_the_table_is_put_into_its_page(tmp_path):
+    page = tmp_path / "versions.md"
+    page.write_text("a\n<!-- versions: begin -->\nold\n<!-- versions: end -->\nb\n")
+    versions.write_page(page)
+    before, after = "a\n<!-- versions: begin -->\n\n", "\n<!-- versions: end -->\nb\n"
+    assert page.read_text() == before + versions.table() + after
