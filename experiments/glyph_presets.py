@@ -22,7 +22,6 @@ trainings are kept in `build/training/`, the running one is saved after each epo
 """
 
 import argparse
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,10 +35,10 @@ from experiments.lib.cards import (
     RECORDS,
     machine,
     measured,
-    spread,
     write_card,
     write_metadata,
 )
+from experiments.lib.digits import describe_digits, measure_digits
 from experiments.lib.publishing import publish, save_weights
 from experiments.lib.runs import (
     Run,
@@ -48,7 +47,7 @@ from experiments.lib.runs import (
     finish,
     router_config,
 )
-from keras_softmoe import analysis, datasets, evaluation, models, routers
+from keras_softmoe import analysis, evaluation, models, routers
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "training"
@@ -71,9 +70,6 @@ LAYOUTS = {
     "anywhere": {"placement": "anywhere", "distractors": 2},
 }
 
-FEW_SHOT_DRAWS = 20
-FINE_TUNING_SEEDS = 3
-FINE_TUNING_EPOCHS = 12
 # Slots per choice of a token at inference, beside those of training.
 CAPACITY_FACTORS = (0.5, 0.25)
 
@@ -256,21 +252,10 @@ def measure(directory):
     keras.utils.set_random_seed(VALIDATION_SEED)
     classifier = models.ViTMoEImageClassifier.from_preset(str(directory))
     by_layout = upstream(classifier)
-    train_set, test_set = (datasets.digits(IMAGE_SIZE, s) for s in ("train", "test"))
-    few_shot = {
-        name: probe(backbone, train_set, test_set)
-        for name, backbone in (("model", classifier), ("raw pixels", None))
-    }
-    fine_tuned = [
-        fine_tune(directory, train_set, test_set, seed)
-        for seed in range(FINE_TUNING_SEEDS)
-    ]
     return {
         "upstream_accuracy": float(np.mean(list(by_layout.values()))),
         "upstream_accuracy_by_layout": by_layout,
-        "few_shot": few_shot,
-        "fine_tuned": [accuracy for accuracy, _ in fine_tuned],
-        "fine_tuning_seconds": [round(seconds, 1) for _, seconds in fine_tuned],
+        **measure_digits(classifier, directory),
         **routing_at_inference(classifier),
     }
 
@@ -325,27 +310,6 @@ def upstream(classifier, number=VALIDATION_IMAGES):
     return found
 
 
-def probe(backbone, train_set, test_set):
-    result = evaluation.few_shot_probe(
-        backbone, train_set, test_set, shots=(1, 5, 10), seeds=FEW_SHOT_DRAWS
-    )
-    return {str(shots): list(map(float, r.accuracies)) for shots, r in result.items()}
-
-
-def fine_tune(directory, train_set, test_set, seed):
-    """Accuracy on one half of the digits after `fit` on the other, and the seconds."""
-    keras.utils.set_random_seed(seed)
-    classifier = models.ViTMoEImageClassifier.from_preset(
-        str(directory), num_classes=10
-    )
-    started = time.perf_counter()
-    steps = FINE_TUNING_EPOCHS * -(-len(train_set[0]) // 32)
-    classifier.compile(adamw(1e-3, steps, 50, WEIGHT_DECAY), metrics=["accuracy"])
-    classifier.fit(*train_set, batch_size=32, epochs=FINE_TUNING_EPOCHS, verbose=2)
-    accuracy = classifier.evaluate(*test_set, verbose=0, return_dict=True)["accuracy"]
-    return float(accuracy), time.perf_counter() - started
-
-
 # === Cards ===
 
 
@@ -373,11 +337,6 @@ def card(name, metadata, runs):
     """Text of the card of a preset."""
     training = metadata["training"]
     first = runs[0]
-    rows = "\n".join(
-        f"| {shots} | {spread(first['few_shot']['model'][shots])} "
-        f"| {spread(first['few_shot']['raw pixels'][shots])} |"
-        for shots in ("1", "5", "10")
-    )
     seeds = "\n".join(
         f"| {run['seed']} | {run['upstream_accuracy_by_layout']['center']:.3f} "
         f"| {run['upstream_accuracy_by_layout']['anywhere']:.3f} "
@@ -407,18 +366,7 @@ learning rate {training["learning_rate"]:g}, {WARMUP_STEPS} steps of warm-up, co
 decay, batch {BATCH_SIZE}, weight decay {WEIGHT_DECAY}. {minutes:.0f} minutes by the
 clock, beside other work, on one of {training["processor"]} with {training["backend"]}.
 
-**Handwritten digits, few-shot** (scikit-learn's, never seen in training; linear probe,
-mean ± standard deviation over {FEW_SHOT_DRAWS} support draws, penalty chosen on
-training images):
-
-| shots | this model | raw pixels |
-|---|---|---|
-{rows}
-
-**Handwritten digits, fine-tuned** with `fit` on one half (901 images,
-{FINE_TUNING_EPOCHS} epochs, AdamW, cosine decay), tested
-on the other half (896 images): {spread(first["fine_tuned"])} over
-{FINE_TUNING_SEEDS} seeds, {np.mean(first["fine_tuning_seconds"]):.0f} s each.
+{describe_digits(first)}
 
 **All trainings**, of which the first is here: accuracy on
 {VALIDATION_IMAGES:,} glyphs of each layout that were not trained on, 5-shot and

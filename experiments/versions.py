@@ -11,6 +11,7 @@ import re
 import sys
 from pathlib import Path
 
+from experiments.lib.filling import filled
 from keras_softmoe.files import atomic_file
 
 KEPT = Path(__file__).with_name("versions.json")
@@ -88,10 +89,7 @@ def write_page(page=PAGE, file=KEPT):
 
     (`experiments.pages` does too, but imports more than environments here have.)
     """
-    begin, end = (f"<!-- versions: {word} -->" for word in ("begin", "end"))
-    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
-    after = rest.partition(end)[2]
-    text = f"{before}{begin}\n\n{table(file)}\n{end}{after}"
+    text = filled(page.read_text(encoding="utf-8"), {"versions": table(file)})
     with atomic_file(page) as new:
         new.write_text(text, encoding="utf-8")
 

@@ -27,6 +27,7 @@ from experiments.letters.models import SCALES
 from experiments.letters.pictures import PLACEMENTS, Letters
 from experiments.letters.trainings import (
     gather,
+    keeping_weights,
     names_of,
     seeds_of,
     time_steps,
@@ -104,7 +105,7 @@ def train(scale, letters, names, seeds, directory):
         directory: path, where everything is kept.
     """
     runs = [
-        training(scale, letters, name, seed, directory)
+        keeping_weights(training(scale, letters, name, seed), directory)
         for seed in seeds
         for name in names
         if seed in seeds_of(name, scale)
@@ -126,7 +127,7 @@ def try_rates(scale, letters, arguments, directory):
             warmup_steps=arguments.warmup or scale.warmup_steps,
             layer_scale=arguments.layer_scale,
         )
-        run = training(tried, letters, name, scale.rate_seed, directory)
+        run = training(tried, letters, name, scale.rate_seed)
         words = [f"{key}{value:g}" for key, value in run.settings.items() if value]
         run = dataclasses.replace(run, name="_".join([name, *words]))
         print(run.name, flush=True)

@@ -15,16 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import keras
-import numpy as np
 
 import keras_softmoe as ksm
-from experiments.glyph_presets import (
-    FEW_SHOT_DRAWS,
-    FINE_TUNING_EPOCHS,
-    FINE_TUNING_SEEDS,
-    fine_tune,
-    probe,
-)
 from experiments.letters.__main__ import WORK, lower_priority, wait_while_paused
 from experiments.letters.bank import load_bank
 from experiments.letters.measures import measure as measure_letters
@@ -35,10 +27,10 @@ from experiments.lib.cards import (
     RECORDS,
     machine,
     measured,
-    spread,
     write_card,
     write_metadata,
 )
+from experiments.lib.digits import describe_digits, measure_digits
 from experiments.lib.publishing import publish, save_weights
 from experiments.lib.runs import finish
 from keras_softmoe import routers
@@ -77,7 +69,7 @@ def training_run(key, scale, letters, work):
     """The training of a preset, a `Run`."""
     seed = scale.seeds[0]
     longer = dataclasses.replace(scale, epochs=LONGER * scale.epochs)
-    run = training(longer, {PLACEMENT: letters}, f"{PLACEMENT}_{key}", seed, work)
+    run = training(longer, {PLACEMENT: letters}, f"{PLACEMENT}_{key}", seed)
     name = PRESETS[key].name
 
     def save_and_measure(classifier):
@@ -103,19 +95,9 @@ def measure(directory, letters, scale):
     """Accuracy on letters, and few-shot and fine-tuned accuracy on digits."""
     keras.utils.set_random_seed(0)
     classifier = ksm.models.ViTMoEImageClassifier.from_preset(str(directory))
-    train, test = (ksm.datasets.digits(IMAGE_SIZE, s) for s in ("train", "test"))
-    few_shot = {
-        name: probe(backbone, train, test)
-        for name, backbone in (("model", classifier), ("raw pixels", None))
-    }
-    fine_tuned = [
-        fine_tune(directory, train, test, seed) for seed in range(FINE_TUNING_SEEDS)
-    ]
     return {
         "letters": measure_letters(classifier, letters, scale),
-        "few_shot": few_shot,
-        "fine_tuned": [accuracy for accuracy, _ in fine_tuned],
-        "fine_tuning_seconds": [round(seconds, 1) for _, seconds in fine_tuned],
+        **measure_digits(classifier, directory),
     }
 
 
@@ -153,11 +135,6 @@ def describe(key, scale, directory, runs):
 def card(name, metadata, run, scale):
     """Text of the card of a preset."""
     letters, steps = run["letters"], LONGER * scale.steps
-    rows = "\n".join(
-        f"| {shots} | {spread(run['few_shot']['model'][shots])} "
-        f"| {spread(run['few_shot']['raw pixels'][shots])} |"
-        for shots in ("1", "5", "10")
-    )
     return f"""# {name}
 
 {metadata["description"]} {metadata["parameter_count"]:,} parameters.
@@ -184,16 +161,7 @@ in the fonts that were trained on, {letters["new_fonts"]:.3f} in three others. A
 probe on 256 classes that were never trained on: {letters["few_shot"]["1"]:.3f} with one
 picture of a class, {letters["few_shot"]["5"]:.3f} with five.
 
-**Handwritten digits, few-shot** (scikit-learn's, never seen in training; linear probe,
-mean ± standard deviation over {FEW_SHOT_DRAWS} support draws):
-
-| shots | this model | raw pixels |
-|---|---|---|
-{rows}
-
-**Handwritten digits, fine-tuned** with `fit` on one half ({FINE_TUNING_EPOCHS} epochs),
-tested on the other half: {spread(run["fine_tuned"])} over {FINE_TUNING_SEEDS} seeds,
-{np.mean(run["fine_tuning_seconds"]):.0f} s each.
+{describe_digits(run)}
 
 **Limits.** A small model for trying the library out, trained once, not for photographs.
 

@@ -1,5 +1,6 @@
 """The trainings of the study: what each is, and what all have brought."""
 
+import dataclasses
 import time
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from experiments.lib.runs import (
 _TIMED_ROUNDS = 20
 
 
-def training(scale, letters, name, seed, directory):
+def training(scale, letters, name, seed):
     """The training of a model with a seed.
 
     Args:
@@ -30,7 +31,6 @@ def training(scale, letters, name, seed, directory):
         letters: dict from placements to `pictures.Letters`.
         name: str, of the run: a placement and a key of `MODELS`, see `names_of`.
         seed: int.
-        directory: path, where the trained weights are kept, see `weights_file`.
 
     Returns:
         `Run`. Its results are those of `measures.measure`.
@@ -38,7 +38,6 @@ def training(scale, letters, name, seed, directory):
     placement, _, key = name.partition("_")
     model, of_place = MODELS[key], letters[placement]
     epochs = model.epochs(scale)
-    blocks_per_epoch = -(-scale.steps_per_epoch * scale.batch_size // of_place.block)
     watched = of_place.take(scale.watched_images, TEST_SEED)
 
     def build_and_compile():
@@ -46,24 +45,14 @@ def training(scale, letters, name, seed, directory):
         compile_with_cosine(classifier, scale, epochs * scale.steps_per_epoch)
         return classifier
 
-    def keep_and_measure(classifier):
-        file = weights_file(directory, f"{name}_seed{seed}")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        classifier.save_weights(file)
-        return measure(classifier, of_place, scale)
-
-    def draw(epoch):
-        for block in of_place.batches(seed, epoch * blocks_per_epoch):
-            yield from batches_of(*block, scale.batch_size)
-
     return Run(
         name=f"{name}_seed{seed}",
         seed=seed,
         build=build_and_compile,
-        draw=draw,
+        draw=lambda epoch: batches_of_epoch(scale, of_place, seed, epoch),
         epochs=epochs,
         steps_per_epoch=scale.steps_per_epoch,
-        measure=keep_and_measure,
+        measure=lambda classifier: measure(classifier, of_place, scale),
         watch=lambda classifier: {"accuracy": accuracy(classifier, *watched)},
         settings={
             "learning_rate": scale.learning_rate,
@@ -75,21 +64,53 @@ def training(scale, letters, name, seed, directory):
     )
 
 
+def keeping_weights(run, directory):
+    """Return the same training, after which the weights are saved too.
+
+    Args:
+        run: `Run`.
+        directory: path, where everything is kept, see `weights_file`.
+    """
+
+    def keep_and_measure(classifier):
+        file = weights_file(directory, run.name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        classifier.save_weights(file)
+        return run.measure(classifier)
+
+    return dataclasses.replace(run, measure=keep_and_measure)
+
+
 def weights_file(directory, name):
     """Path of the weights of a finished training."""
     return Path(directory, "weights", f"{name}.weights.h5")
 
 
+def batches_of_epoch(scale, letters, seed, epoch):
+    """Iterator over the batches of an epoch of `pictures.Letters`, and more."""
+    blocks = -(-scale.steps_per_epoch * scale.batch_size // letters.block)
+    for block in letters.batches(seed, epoch * blocks):
+        yield from batches_of(*block, scale.batch_size)
+
+
 def compile_with_cosine(classifier, scale, steps):
     """Compile with AdamW, whose rate rises and then falls to 0 along a cosine."""
-    classifier.compile(
-        optimizer=adamw(
+    compile_with(
+        classifier,
+        adamw(
             scale.learning_rate,
             steps,
             scale.warmup_steps,
             scale.weight_decay,
             scale.clip_norm,
         ),
+    )
+
+
+def compile_with(classifier, optimizer):
+    """Compile with the loss of the study."""
+    classifier.compile(
+        optimizer=optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=None,
     )

@@ -21,11 +21,11 @@ import keras_softmoe as ksm
 from experiments.letters.__main__ import PAUSE, WORK, lower_priority, wait_while_paused
 from experiments.letters.bank import load_bank
 from experiments.letters.measures import TEST_SEED, accuracy, counted
-from experiments.letters.models import MODELS, SCALES, build
+from experiments.letters.models import MODELS, SCALES, STUDY, build
 from experiments.letters.pictures import Letters
+from experiments.letters.trainings import batches_of_epoch, compile_with
 from experiments.lib.runs import (
     Run,
-    batches_of,
     check_before,
     finish,
     processor,
@@ -64,19 +64,19 @@ class Variant(NamedTuple):
         title: str.
         router: router or `None`.
         keeps_moments: bool, whether experts get the dense state of the optimizer.
-        steps: int, steps of the continuation.
+        length: float, of the continuation, in trainings of the start.
     """
 
     title: str
     router: routers.Router | None
     keeps_moments: bool = True
-    steps: int = 2000
+    length: float = 0.5
 
 
-NUM_EXPERTS = 25
-# An epoch of the study has 500 steps: 1.2 times as many, for as many FLOP.
+NUM_EXPERTS = STUDY.num_experts
+# The dense model trains longer, for as many FLOP.
 VARIANTS = {
-    "dense": Variant("Dense, as many FLOP", None, steps=2500),
+    "dense": Variant("Dense, as many FLOP", None, length=0.625),
     "expert_choice": Variant(
         "Expert choice, two slots per token (as published)",
         NormalizedExpertChoiceRouter(NUM_EXPERTS, 2.0, name="router"),
@@ -112,14 +112,10 @@ def schedule(scale, steps, cooldown_steps):
     )
 
 
-def compile_with(classifier, scale, rate):
-    """Compile as in the study, with another schedule."""
-    classifier.compile(
-        optimizer=keras.optimizers.AdamW(
-            rate, weight_decay=scale.weight_decay, global_clipnorm=scale.clip_norm
-        ),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=None,
+def adamw(scale, rate):
+    """The optimizer of the study with another schedule."""
+    return keras.optimizers.AdamW(
+        rate, weight_decay=scale.weight_decay, global_clipnorm=scale.clip_norm
     )
 
 
@@ -133,7 +129,7 @@ def start_run(scale, letters, seed, file):
 
     def build_and_compile():
         classifier = build(scale, MODELS["dense"], letters.bank.num_classes)
-        compile_with(classifier, scale, schedule(scale, scale.steps, 0))
+        compile_with(classifier, adamw(scale, schedule(scale, scale.steps, 0)))
         return classifier
 
     def keep_and_measure(classifier):
@@ -145,7 +141,7 @@ def start_run(scale, letters, seed, file):
         f"upcycling_start_seed{seed}",
         seed,
         build_and_compile,
-        lambda epoch: _batches(scale, letters, seed, epoch),
+        lambda epoch: batches_of_epoch(scale, letters, seed, epoch),
         scale.epochs,
         scale.steps_per_epoch,
         keep_and_measure,
@@ -168,7 +164,7 @@ def continued_run(scale, letters, seed, name, file):
         f"upcycling_{name}_seed{seed}",
         seed,
         build_and_compile,
-        lambda epoch: _batches(scale, letters, seed, scale.epochs + epoch),
+        lambda epoch: batches_of_epoch(scale, letters, seed, scale.epochs + epoch),
         epochs_of(variant, scale),
         scale.steps_per_epoch,
         lambda model: {"before": before, **measured(model, letters, scale)},
@@ -184,8 +180,8 @@ def continued_run(scale, letters, seed, name, file):
 
 
 def epochs_of(variant, scale):
-    """Epochs of a continuation, half as many as of the start for the mixtures."""
-    return round(scale.epochs * variant.steps / 4000)
+    """Epochs of a continuation."""
+    return round(scale.epochs * variant.length)
 
 
 def steps_of(variant, scale):
@@ -206,7 +202,7 @@ def continued(dense, variant, scale):
     # Without a past, bias correction counts from zero, and the rate goes on.
     offset = 0 if variant.keeps_moments else done
     rate = schedule(scale, done + steps, steps // 4)
-    compile_with(model, scale, Shifted(rate, offset) if offset else rate)
+    compile_with(model, adamw(scale, Shifted(rate, offset) if offset else rate))
     model.optimizer.build(model.trainable_variables)
     if variant.keeps_moments:
         copy_moments(dense, model, lambda twin: upcycled(twin, variant, scale))
@@ -338,12 +334,6 @@ def gather(scale, num_classes, directory):
         "runs": {name: found(name) for name in VARIANTS},
         "processor": f"{processor()}, {keras.config.backend()}",
     }
-
-
-def _batches(scale, letters, seed, epoch):
-    blocks = -(-scale.steps_per_epoch * scale.batch_size // letters.block)
-    for block in letters.batches(seed, epoch * blocks):
-        yield from batches_of(*block, scale.batch_size)
 
 
 def _settings(scale, steps):

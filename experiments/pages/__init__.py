@@ -6,10 +6,10 @@ cards of presets, from their metadata. The API reference, the guides and pages o
 experiments are added to the site by `hook`.
 """
 
-import re
 from pathlib import Path
 
 from experiments import claims, versions
+from experiments.lib.filling import filled
 from experiments.pages import evidence, gallery, results, tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,25 +35,3 @@ def found():
         "claims": claims.text(),
         "versions": versions.table(),
     }
-
-
-def filled(text, found):
-    """The text with the tables of these titles in their places.
-
-    Raises:
-        ValueError: if a place has a title of no table, or no end.
-    """
-
-    def fill(match):
-        if match[1] not in found:
-            raise ValueError(f"There are {sorted(found)}. Received: title={match[1]!r}")
-        return (
-            f"<!-- {match[1]}: begin -->\n\n{found[match[1]]}\n<!-- {match[1]}: end -->"
-        )
-
-    marked = r"<!-- ([^>]*?): begin -->\n.*?<!-- \1: end -->"
-    if len(re.findall("<!-- [^>]*: (?:begin|end) -->", text)) != 2 * len(
-        re.findall(marked, text, flags=re.DOTALL)
-    ):
-        raise ValueError("A place for a table lacks its beginning or its end.")
-    return re.sub(marked, fill, text, flags=re.DOTALL)

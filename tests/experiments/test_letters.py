@@ -128,7 +128,7 @@ def finished(bank, tmp_path_factory):
     directory = tmp_path_factory.mktemp("trainings")
     letters = {name: Letters(bank, name) for name in PLACEMENTS}
     # At random, so that the state of its generator has to be kept.
-    run = training(SMOKE, letters, "anywhere_random", 0, directory)
+    run = training(SMOKE, letters, "anywhere_random", 0)
 
     def interrupted(epoch):
         if epoch:
@@ -146,7 +146,7 @@ def finished(bank, tmp_path_factory):
 
 def test_an_interrupted_training_goes_on(finished, tmp_path):
     _, letters, results = finished
-    run = training(SMOKE, letters, "anywhere_random", 0, tmp_path)
+    run = training(SMOKE, letters, "anywhere_random", 0)
     whole = finish(run, tmp_path)["results"]
     assert len(whole["curve"]) == SMOKE.epochs
     (row,) = results["runs"]["anywhere_random"]
