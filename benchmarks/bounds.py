@@ -1,4 +1,4 @@
-"""What bounds a training step on accelerators, on paper: nothing is built or timed.
+"""What bounds a training step on accelerators, on paper or beside what is measured.
 
 FLOP are those of `evaluation.cost`, three times (a forward pass, and twice that in the
 backward pass). Bytes are those of `distribution.plan`, for the mesh that keeps least on
@@ -15,10 +15,23 @@ bfloat16; nothing reaches them, so only the order of the three means something. 
 images of a device from which FLOP take longer than weights are the `break-even`. Links
 are those within a node (NVLink) or a pod; between nodes of GPUs they are slower.
 
+Nothing is built or timed unless that is asked for: then the steps of one device run on
+the one at hand, its data lying there already.
+
     python benchmarks/bounds.py
+    KERAS_BACKEND=jax python benchmarks/bounds.py --measure 8 32 128
 """
 
+import argparse
+import statistics
+import time
 from typing import NamedTuple
+
+import keras
+import numpy as np
+import report
+from memory import device_peak
+from timing import fit_step
 
 import keras_softmoe as ksm
 
@@ -35,6 +48,7 @@ class Device(NamedTuple):
 
 DEVICES = (
     Device("H100 SXM", 989e12, 3.35e12, 450e9, 80e9),
+    Device("H200 SXM", 989e12, 4.8e12, 450e9, 141e9),
     Device("TPU v5p", 459e12, 2.77e12, 600e9, 95e9),
 )
 # Preset, devices, and images of one device in a step.
@@ -75,8 +89,67 @@ def bounds(preset, num_devices, images, device):
     return seconds, mesh
 
 
-def main():
-    """Print the table."""
+def measure(preset, images, rounds=10):
+    """Time steps of `fit` with AdamW on the accelerator at hand.
+
+    Args:
+        preset: str, name of a preset.
+        images: sequence of int, images of a step, in rising order: the peak of memory
+            is that of the process.
+        rounds: int, steps of which the median is taken.
+
+    Yields:
+        dicts with `images`, `ms`, `first_call_s` and `peak_gb`.
+    """
+    keras.config.set_dtype_policy(DTYPE)
+    backbone = ksm.models.ViTMoEBackbone.from_preset(preset, load_weights=False)
+    model = ksm.models.ViTMoEImageClassifier(backbone, 1000, preprocessor=None)
+    model.compile(
+        keras.optimizers.AdamW(1e-4),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=None,
+    )
+    rng = np.random.default_rng(0)
+    for count in images:
+        shape = (count, *backbone.image_shape)
+        batch = rng.uniform(-1, 1, shape).astype("float32")
+        labels = rng.integers(1000, size=count).astype("int32")
+        step = fit_step(model, *map(keras.ops.convert_to_tensor, (batch, labels)))
+        seconds = []
+        for _ in range(rounds + 2):
+            start = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start)
+        yield {
+            "images": count,
+            "ms": 1e3 * statistics.median(seconds[2:]),
+            "first_call_s": seconds[0],
+            "peak_gb": (device_peak() or 0) / 1e9,
+        }
+
+
+def main(arguments=None):
+    """Command line: see `--help`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--measure", type=int, nargs="+", help="images of steps to time here"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write what was timed there")
+    options = parser.parse_args(arguments)
+    if options.measure:
+        rows = []
+        for row in measure(STEPS[0][0], sorted(options.measure)):
+            print(row, flush=True)
+            rows.append(row)
+        if options.json:
+            content = {"machine": report.machine(), "rows": rows}
+            report.write_json(options.json, content)
+    else:
+        table()
+
+
+def table():
+    """Print what bounds each step."""
     print("| model | device | images | kept GB | products | memory | links | bound |")
     print("|---|---|---|---|---|---|---|---|")
     for preset, num_devices, batches in STEPS:

@@ -49,12 +49,12 @@ def figures(name, shapes):
     before = peak_memory()
     backbone = VARIANTS[name](shapes)
     peak = _train(backbone, shapes) - before
-    device_peak = _device_peak()
+    on_device = device_peak()
     return {
         "images": shapes.images,
         "weights_mb": ksm.evaluation.cost(backbone).weight_bytes / 1e6,
-        "peak_mb": (device_peak or peak) / 1e6,
-        "on_device": device_peak is not None,
+        "peak_mb": (on_device or peak) / 1e6,
+        "on_device": on_device is not None,
     }
 
 
@@ -76,7 +76,7 @@ def _forget_peak():
     pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
-def _device_peak():
+def device_peak():
     """Peak of the accelerator's memory in bytes, `None` on a processor."""
     backend = keras.backend.backend()
     if report.accelerator(backend) is None:

@@ -10,6 +10,8 @@ they are:
     export REFERENCE_PATH=vmoe:vision_transformer
     KERAS_BACKEND=jax python benchmarks/reference.py --shapes paper
 
+Without `REFERENCE_PYTHON` the released code runs in this process, if its packages are
+installed here: on an accelerator a call takes less than a message to another process.
 With these variables `run.py`, and so `make bench`, measures them too.
 """
 
@@ -19,6 +21,7 @@ import json
 import os
 import pathlib
 import subprocess
+import sys
 
 import keras
 import layers
@@ -29,10 +32,9 @@ NAME = "vmoe"
 WORKER = pathlib.Path(__file__).with_name("reference_worker.py")
 
 DIFFERENCE = (
-    "`MlpMoeBlock` of the papers' own code, in a process of its own with the JAX that "
-    "it needs. Its soft router multiplies in bfloat16 where tokens go to slots and "
-    "come back. Of token choice it has two ways to the experts: one-hot weights "
-    "(einsum) and indices."
+    "`MlpMoeBlock` of the papers' own code, with the JAX that is named with it. Its "
+    "soft router multiplies in bfloat16 where tokens go to slots and come back. Of "
+    "token choice it has two ways to the experts: one-hot weights (einsum) and indices."
 )
 
 # As `MlpMoeBlock` takes them: the routers of `layers.ROUTERS`.
@@ -64,6 +66,16 @@ RIVALS = {
 }
 
 
+def _python():
+    """The Python with the released code, `None` for this one."""
+    return os.environ.get("REFERENCE_PYTHON")
+
+
+def _path():
+    """Where the released code is, `None` where there is none."""
+    return os.environ.get("REFERENCE_PATH")
+
+
 class Worker:
     """A layer of the released code in a process of its own; a call is a run.
 
@@ -73,7 +85,7 @@ class Worker:
 
     def __init__(self, **arguments):
         self.process = subprocess.Popen(
-            [os.environ["REFERENCE_PYTHON"], str(WORKER), json.dumps(arguments)],
+            [_python(), str(WORKER), json.dumps(arguments)],
             env=_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -92,9 +104,8 @@ class Worker:
             raise RuntimeError(
                 "The process with the released code has ended; what it printed stands "
                 "above. It needs the packages and checkouts that the docstring of "
-                f"`benchmarks/reference.py` names. Received: REFERENCE_PYTHON="
-                f"{os.environ['REFERENCE_PYTHON']!r}, REFERENCE_PATH="
-                f"{os.environ.get('REFERENCE_PATH')!r}."
+                "`benchmarks/reference.py` names. Received: "
+                f"REFERENCE_PYTHON={_python()!r}, REFERENCE_PATH={_path()!r}."
             )
 
     def close(self):
@@ -103,8 +114,7 @@ class Worker:
 
 def is_there():
     """Whether there is released code to be met, on the one backend that it has."""
-    has_python = bool(os.environ.get("REFERENCE_PYTHON"))
-    return has_python and keras.backend.backend() == "jax"
+    return bool(_path()) and keras.backend.backend() == "jax"
 
 
 def described():
@@ -114,42 +124,57 @@ def described():
     program = (
         "import jax, flax; print(jax.__version__, flax.__version__, sep=', flax ')"
     )
-    command = [os.environ["REFERENCE_PYTHON"], "-c", program]
+    command = [_python() or sys.executable, "-c", program]
     versions = subprocess.check_output(command, env=_environment(), text=True).strip()
     return {NAME: {"version": f"(jax {versions})", "differs": DIFFERENCE}}
 
 
 def _environment():
-    path = os.environ.get("REFERENCE_PATH", "")
-    return {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+    return {**os.environ, "PYTHONPATH": _path() or "", "PYTHONWARNINGS": "ignore"}
 
 
-def _worker(rival, name, shapes, backward):
+def _worker_here(**arguments):
+    """The same in this process."""
+    sys.path.extend(p for p in _path().split(os.pathsep) if p not in sys.path)
+    from reference_worker import layer_step
+
+    return layer_step(**arguments)
+
+
+def _steps(stack, name, shapes, backward):
+    """Calls of the released layers that a layer of ours meets, by rival."""
+    steps = {}
+    for rival in RIVALS[name]:
+        arguments = _arguments(rival, name, shapes, backward)
+        if _python():
+            worker = Worker(**arguments)
+            steps[rival] = stack.enter_context(contextlib.closing(worker))
+        else:
+            steps[rival] = _worker_here(**arguments)
+    return steps
+
+
+def _arguments(rival, name, shapes, backward):
     num_experts, router = RIVALS[name][rival]
     soft = router["name"] == _SOFT
-    return Worker(
-        images=shapes.images,
-        tokens=shapes.tokens,
-        width=shapes.width,
-        backward=backward,
-        mlp_dim=shapes.mlp_dim,
-        num_experts=num_experts,
-        group_size=shapes.tokens * (1 if soft else layers.GROUP_IMAGES),
-        router=router,
-    )
+    return {
+        **shapes._asdict(),
+        "backward": backward,
+        "num_experts": num_experts,
+        "group_size": shapes.tokens * (1 if soft else layers.GROUP_IMAGES),
+        "router": router,
+    }
 
 
 def measure_all(options):
     """Rows of all contests, for `report.run_alone`."""
     shapes, patience = layers.SHAPES[options.shapes], report.patience(options)
-    for name, rivals in RIVALS.items() if is_there() else ():
+    for name in RIVALS if is_there() else ():
         ours = layers.moe_layer(layers.ROUTERS[name](), shapes, "auto")
         for backward in (False, True):
             with contextlib.ExitStack() as stack:
                 steps = {"layer": step(ours, layers.inputs_of(shapes), backward)}
-                for rival in rivals:
-                    worker = _worker(rival, name, shapes, backward)
-                    steps[rival] = stack.enter_context(contextlib.closing(worker))
+                steps |= _steps(stack, name, shapes, backward)
                 yield row_of_pass(name, steps, backward, patience)
         # The experts of the next layer need the room.
         del ours
@@ -162,7 +187,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     if not is_there():
         parser.error(
-            "set REFERENCE_PYTHON, and KERAS_BACKEND to jax: see the docstring of "
+            "set REFERENCE_PATH, and KERAS_BACKEND to jax: see the docstring of "
             "benchmarks/reference.py."
         )
     report.run_alone("reference", options, measure_all)
