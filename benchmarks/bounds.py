@@ -99,7 +99,8 @@ def measure(preset, images, rounds=10):
         rounds: int, steps of which the median is taken.
 
     Yields:
-        dicts with `images`, `ms`, `first_call_s` and `peak_gb`.
+        dicts with `images`, `ms`, `first_call_s` and `peak_gb`, and what `on_paper`
+        says of the device.
     """
     keras.config.set_dtype_policy(DTYPE)
     backbone = ksm.models.ViTMoEBackbone.from_preset(preset, load_weights=False)
@@ -125,7 +126,19 @@ def measure(preset, images, rounds=10):
             "ms": 1e3 * statistics.median(seconds[2:]),
             "first_call_s": seconds[0],
             "peak_gb": (device_peak() or 0) / 1e9,
+            **on_paper(preset, count, report.accelerator(keras.backend.backend())),
         }
+
+
+def on_paper(preset, images, accelerator):
+    """Bounds in ms and memory in GB of a step, nothing if the device is not known."""
+    found = {}
+    for device in DEVICES:
+        if device.name.split()[0] in (accelerator or ""):
+            seconds, mesh = bounds(preset, 1, images, device)
+            found["bounds_ms"] = {name: 1e3 * s for name, s in seconds.items()}
+            found["planned_gb"] = mesh.total / 1e9
+    return found
 
 
 def main(arguments=None):

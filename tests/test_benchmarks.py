@@ -13,7 +13,7 @@ import pytest
 from keras import ops
 
 import keras_softmoe as ksm
-from tests.skips import needs
+from tests.skips import needs, only_on
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 
@@ -333,6 +333,17 @@ def test_released_code_that_does_not_start_is_named(benchmark, released_code, ca
     assert "No module named" in capfd.readouterr().err
 
 
+@only_on("jax", because="own loop")
+def test_released_code_runs_here(layers, benchmark, released_code, monkeypatch):
+    monkeypatch.delenv("REFERENCE_PYTHON")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    reference = benchmark("reference")
+    options = argparse.Namespace(shapes="small", rounds=1, seconds=1.0)
+    row = next(reference.measure_all(options))
+    check_times(row, ["layer", "vmoe"])
+
+
 def test_bounds(benchmark):
     module = benchmark("bounds")
     preset, device = "soft_moe_small_patch16_128e_224", module.DEVICES[0]
@@ -343,3 +354,14 @@ def test_bounds(benchmark):
     assert many["activations"] > few["activations"]
     # One device sends nothing.
     assert few["links"] == 0
+
+
+def test_steps_beside_their_bounds(benchmark, monkeypatch):
+    module = benchmark("bounds")
+    monkeypatch.setattr(module, "DTYPE", "float32")
+    (row,) = module.measure("vit_tiny_patch4_32_glyphs", [2], rounds=1)
+    # A processor has neither bounds nor a counter of its memory.
+    assert row.keys() == {"images", "ms", "first_call_s", "peak_gb"}
+    assert row["ms"] > 0
+    found = module.on_paper("soft_moe_small_patch16_128e_224", 8, "NVIDIA H100 80GB")
+    assert found["bounds_ms"]["weights"] > 0 and found["planned_gb"] > 10

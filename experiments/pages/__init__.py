@@ -10,7 +10,7 @@ from pathlib import Path
 
 from experiments import claims, versions
 from experiments.lib.filling import filled
-from experiments.pages import evidence, gallery, results, tables
+from experiments.pages import evidence, gallery, gpu, results, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,6 +30,7 @@ def found():
     return {
         **tables.tables(),
         **results.tables(),
+        **gpu.tables(),
         **evidence.tables(),
         "gallery": gallery.gallery(),
         "claims": claims.text(),

@@ -65,7 +65,8 @@ def figures():
         f"cost time: a layer with any router takes {layers} of that of a dense MLP, a "
         f"Soft MoE S/16 of 128 experts {predicting} of its dense twin's to predict, "
         f"{training} for a training step with 32 images and {few} for one with 8 "
-        "([speed](docs/results/speed.md)).",
+        "([speed](docs/results/speed.md); [on a GPU](docs/results/gpu.md) JAX is the "
+        "faster backend for small models).",
         f"**What routing brought.** {routing_brought()} "
         "([evidence](docs/results/evidence.md)).",
     ]
@@ -295,10 +296,13 @@ def _ratios(section, name=None, kind=None, rivals=None):
         kind: optional str, the only pass.
         rivals: optional sequence of str.
     """
+    # Accelerators have a page of their own.
+    files = [_read(file) for file in sorted(BENCHMARKS.rglob("*.json"))]
     return [
         ratio["median"]
-        for file in sorted(BENCHMARKS.rglob("*.json"))
-        for row in _read(file)["sections"].get(section, ())
+        for content in files
+        if not content["machine"].get("accelerator")
+        for row in content["sections"].get(section, ())
         for rival, ratio in row["ratios"].items()
         if name in (None, row["name"])
         and kind in (None, row["pass"])
