@@ -297,13 +297,18 @@ def report(results):
 def _row(effect, found, kind):
     if found is None:
         return f"| {effect.title} | {kind} | not run | 0 | |"
+    p = f"{found.adjusted_p:.2g}" if kind == PRIMARY and found.seeds > 1 else ""
+    cells = [effect.title, kind, with_unit(effect, found), f"{found.seeds}", p]
+    return f"| {' | '.join(cells)} |"
+
+
+def with_unit(effect, found):
+    """The `Difference` of an effect with its interval and unit, str."""
     factor, digits = (100, 2) if effect.unit == "points" else (1, 3)
     text = f"{factor * found.mean:+.{digits}f}"
     if found.seeds > 1:
         text += f" ± {factor * found.margin:.{digits}f}"
-    p = f"{found.adjusted_p:.2g}" if kind == PRIMARY and found.seeds > 1 else ""
-    unit = f" {effect.unit}" if effect.unit else ""
-    return f"| {effect.title} | {kind} | {text}{unit} | {found.seeds} | {p} |"
+    return f"{text} {effect.unit}".rstrip()
 
 
 def _models(results):

@@ -4,6 +4,7 @@ from pathlib import Path
 from statistics import mean
 
 from experiments import claims, controls, preset_claims
+from experiments.letters import answers
 from experiments.lib.runs import read_json
 from experiments.pages import results
 from experiments.router_study.claims import HEADLINE
@@ -11,6 +12,7 @@ from experiments.upcycling import tables as upcycling
 
 EXPERIMENTS = Path(__file__).resolve().parents[1]
 ANYWHERE = EXPERIMENTS / "router_study" / "anywhere.json"
+LETTERS = EXPERIMENTS / "letters" / "results.json"
 UPCYCLED = EXPERIMENTS / "upcycling" / "small" / "results.json"
 
 _SOFT, _TOKEN, _ = (text for text, _ in HEADLINE)
@@ -116,6 +118,7 @@ def tables():
         "what routers see": controls_table(),
         "glyphs anywhere": anywhere_table(),
         "upcycled": upcycled_table(),
+        "letters": letters_table(),
     }
 
 
@@ -232,4 +235,26 @@ def upcycled_table():
             upcycling.percent(cells, "upstream_accuracy"),
         ]
         lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def letters_table():
+    """The primary outcomes of the study on letters, a question after the other."""
+    if not LETTERS.exists():
+        return "The trainings are not finished.\n"
+    lines = [
+        "| question | difference | 95 % | seeds | p, corrected |",
+        "|---" * 5 + "|",
+    ]
+    for claim in answers.claims(read_json(LETTERS)):
+        effects = {e.title: e for e in answers.QUESTIONS[claim.source].primary}
+        for d in claim.differences[answers.PRIMARY]:
+            cells = [
+                f"({claim.source}) {claim.text}",
+                d.name,
+                answers.with_unit(effects[d.name], d),
+                f"{d.seeds}",
+                f"{d.adjusted_p:.2g}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -14,7 +14,8 @@ from experiments.letters.measures import TEST_SEED, accuracy
 from experiments.letters.models import MODELS, SMOKE, STUDY, build, count
 from experiments.letters.pictures import BLOCK, IMAGE_SIZE, PLACEMENTS, Letters
 from experiments.letters.trainings import gather, names_of, training, weights_file
-from experiments.lib.runs import finish
+from experiments.lib.runs import finish, write_json
+from experiments.pages import evidence
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +239,15 @@ def test_answers_of_made_up_rows(tmp_path):
     text = (tmp_path / "README.md").read_text("utf-8")
     assert "**appears, after the correction too**" in text and "nan" not in text
     assert (tmp_path / "answers.png").stat().st_size > 10_000
+
+
+def test_primary_outcomes_are_on_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "LETTERS", tmp_path / "results.json")
+    assert evidence.letters_table() == "The trainings are not finished.\n"
+    write_json(evidence.LETTERS, made_up())
+    _, _, *rows = evidence.letters_table().splitlines()
+    assert len(rows) == 12
+    assert rows[0].startswith("| (a) Is learned routing better") and "+10." in rows[0]
 
 
 def test_answers_of_few_rows(finished):
