@@ -247,7 +247,7 @@ def test_primary_outcomes_are_on_the_page(tmp_path, monkeypatch):
     write_json(evidence.LETTERS, made_up())
     _, _, *rows = evidence.letters_table().splitlines()
     assert len(rows) == 12
-    assert rows[0].startswith("| (a) Is learned routing better") and "+10." in rows[0]
+    assert rows[0].startswith("| (a) Is learned routing better") and "points" in rows[0]
 
 
 def test_answers_of_few_rows(finished):
