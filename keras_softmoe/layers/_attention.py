@@ -4,12 +4,11 @@ import math
 from collections.abc import Sequence
 
 import keras
-from keras import ops
 
 from keras_softmoe.checks import check_num_heads, check_numbers, check_whole_numbers
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layer_cost import LayerCost, dense_cost, normalization_cost
-from keras_softmoe.ops.backend import affine, attend
+from keras_softmoe.ops.backend import affine, attend, reshape
 from keras_softmoe.ops.padding import zero_padding
 
 
@@ -140,11 +139,11 @@ def _project(dense, x, *outputs):
         return dense(x)
     num_tokens, width = x.shape[1], math.prod(outputs)
     projected = affine(
-        ops.reshape(x, (-1, num_tokens, width)),
-        ops.reshape(dense.kernel, (width, width)),
-        ops.reshape(dense.bias, (width,)),
+        reshape(x, (-1, num_tokens, width)),
+        reshape(dense.kernel, (width, width)),
+        reshape(dense.bias, (width,)),
     )
-    return ops.reshape(projected, (-1, num_tokens, *outputs))
+    return reshape(projected, (-1, num_tokens, *outputs))
 
 
 def layer_norm(dtype, name, center=True, epsilon=1e-6):

@@ -17,7 +17,7 @@ from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layer_cost import LayerCost, dense_cost
 from keras_softmoe.layers._slots import by_expert
 from keras_softmoe.layers.expert_bank import ExpertBank, per_expert
-from keras_softmoe.ops.backend import affine, chunked_map, remat
+from keras_softmoe.ops.backend import affine, chunked_map, remat, reshape
 from keras_softmoe.ops.grouped import grouped_affine, knows_counts, map_experts
 from keras_softmoe.sharding.constraints import (
     check_divides_experts,
@@ -310,7 +310,7 @@ class Experts(Layer):
             return last(self.dropout(hidden, training=training))
         banks = [weight for bank in self.banks for weight in (bank.kernel, bank.bias)]
         # Views, because TensorFlow's `remat` counts gradients of variables twice.
-        weights = tuple(ops.reshape(weight, weight.shape) for weight in banks)
+        weights = tuple(reshape(weight, weight.shape) for weight in banks)
         sharded = is_distributed()
         multiply = functools.partial(affine, sharded=sharded)
         if count is not None:

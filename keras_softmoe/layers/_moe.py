@@ -46,6 +46,7 @@ from keras_softmoe.ops import (
     dispatch,
     to_dense,
 )
+from keras_softmoe.ops.backend import reshape
 from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.ops.routing import to_slots
 from keras_softmoe.routers import Router
@@ -323,18 +324,18 @@ class MoE(Layer):
         outputs = combine(self._rounded(slots), routing, num_tokens, sharded)
         outputs = ungroup(outputs, vectors, self.group_images)
         if self.by_image:
-            outputs = zero_padding(ops.reshape(outputs, ops.shape(x)), mask)
+            outputs = zero_padding(reshape(outputs, ops.shape(x)), mask)
         if self.shared_mlp is not None:
             outputs = outputs + zero_padding(self.shared_mlp(x), mask)
         outputs = split(outputs, sequences)
         return keras.tree.map_structure(
-            lambda y, like: ops.reshape(y, (-1, *like.shape[1:])), outputs, inputs
+            lambda y, like: reshape(y, (-1, *like.shape[1:])), outputs, inputs
         )
 
     def _mask_sequence(self, mask):
         if mask is None or len(mask.shape) == 2:
             return mask
-        return ops.reshape(mask, (-1, math.prod(mask.shape[1:])))
+        return reshape(mask, (-1, math.prod(mask.shape[1:])))
 
     def _multiplies(self, num_tokens):
         if self.dispatcher == "auto":

@@ -6,6 +6,7 @@ from keras import ops
 
 from keras_softmoe.keras_adapter.layers import only_finds_shapes
 from keras_softmoe.layers.tokens import joined_shape, sequence_shapes
+from keras_softmoe.ops.backend import reshape
 from keras_softmoe.sharding.constraints import constrain, layout_of, num_shards
 
 
@@ -30,8 +31,8 @@ def by_expert(function, slots, path):
     # (E, G, C, D)
     x = ops.transpose(constrain(slots, of_groups), (1, 0, 2, 3))
     # (E, G * C, D)
-    x = function(ops.reshape(constrain(x, of_experts), (num_experts, -1, width)))
-    x = ops.reshape(x, (num_experts, -1, capacity, width))
+    x = function(reshape(constrain(x, of_experts), (num_experts, -1, width)))
+    x = reshape(x, (num_experts, -1, capacity, width))
     x = ops.transpose(constrain(x, of_experts), (1, 0, 2, 3))
     return constrain(x, of_groups)
 
@@ -84,7 +85,7 @@ def images_as_tokens(tokens, mask):
         `None`.
     """
     _, num_tokens, width = tokens.shape
-    vectors = ops.reshape(tokens, (-1, 1, num_tokens * width))
+    vectors = reshape(tokens, (-1, 1, num_tokens * width))
     # Sums in half precision may overflow.
     tokens = ops.cast(tokens, "float32")
     if mask is None:
@@ -111,11 +112,11 @@ def slots_of_images(experts, slots, axes, **known):
     """
     *before, last = slots.shape
     if hasattr(experts, "expert"):
-        x = ops.reshape(slots, (-1, *before[1:], *axes))
+        x = reshape(slots, (-1, *before[1:], *axes))
     elif len(before) == 1:
-        x = ops.reshape(slots, (-1, axes[-1]))
+        x = reshape(slots, (-1, axes[-1]))
         known["count"] = known["count"] * (last // axes[-1])
     else:
         rows = before[2] * (last // axes[-1])
-        x = ops.reshape(slots, (-1, before[1], rows, axes[-1]))
-    return ops.reshape(experts(x, **known), (-1, *before[1:], last))
+        x = reshape(slots, (-1, before[1], rows, axes[-1]))
+    return reshape(experts(x, **known), (-1, *before[1:], last))

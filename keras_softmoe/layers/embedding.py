@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 from keras_softmoe.checks import check_choice, check_whole_numbers, pair
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layer_cost import LayerCost, dense_cost
+from keras_softmoe.ops.backend import reshape
 from keras_softmoe.ops.position import (
     RESAMPLINGS,
     resample_position_grid,
@@ -66,7 +67,7 @@ class PatchEmbedding(Layer):
         # (B, rows, columns, D)
         grid = self.projection(images)
         _, rows, columns, width = grid.shape
-        return ops.reshape(grid, (-1, rows * columns, width))
+        return reshape(grid, (-1, rows * columns, width))
 
     def compute_output_shape(self, images_shape):
         batch, rows, columns, width = self.projection.compute_output_shape(images_shape)
@@ -217,7 +218,7 @@ class PositionEmbedding(Layer):
             return table
         patches = np.reshape(table[:, first:], (*grid, width))
         patches = resample_position_grid(patches, *self.grid, self.resampling)
-        patches = ops.reshape(patches, (-1, width))
+        patches = reshape(patches, (-1, width))
         return ops.concatenate(
             [ops.convert_to_tensor(table[:, :first]), patches[None]], axis=1
         )

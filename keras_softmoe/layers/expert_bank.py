@@ -12,6 +12,7 @@ from keras_softmoe.keras_adapter.layers import (
     QuantizedByExpert,
     changed_by_quantization,
 )
+from keras_softmoe.ops.backend import reshape
 
 # Modes of `quantize`, and the reason why other modes of Keras are refused.
 _MODES = ("int8", "int4", "float8")
@@ -368,13 +369,13 @@ def _to_int4(kernel, block_size):
     kernel = ops.cast(kernel, "float32")
     # Padding with zeros widens no range, as each contains zero; zeros remain zero.
     x = ops.pad(kernel, ((0, 0), (0, blocks * block_size - width), (0, 0)))
-    x = ops.reshape(x, (num_experts, blocks, block_size, units))
+    x = reshape(x, (num_experts, blocks, block_size, units))
     low = ops.minimum(ops.min(x, axis=2, keepdims=True), 0.0)
     high = ops.maximum(ops.max(x, axis=2, keepdims=True), 0.0)
     scale = ops.maximum(high - low, 1e-30) / (_HIGHEST_INT4 - _LOWEST_INT4)
     zero = _LOWEST_INT4 - ops.round(low / scale)
     values = ops.clip(ops.round(x / scale) + zero, _LOWEST_INT4, _HIGHEST_INT4)
-    values = ops.reshape(values, (num_experts, -1, units))[:, :width]
+    values = reshape(values, (num_experts, -1, units))[:, :width]
     packed, _, _ = keras.quantizers.pack_int4(ops.cast(values, "int8"), axis=-1)
     return packed, ops.squeeze(scale, 2), ops.cast(ops.squeeze(zero, 2), "int8")
 

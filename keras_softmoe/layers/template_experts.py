@@ -26,7 +26,7 @@ from keras_softmoe.layers._template import (
     new_copy,
     serialized_template,
 )
-from keras_softmoe.ops.backend import chunked_map
+from keras_softmoe.ops.backend import chunked_map, reshape
 from keras_softmoe.sharding.constraints import (
     check_divides_experts,
     check_layer,
@@ -161,7 +161,7 @@ class TemplateExperts(Layer):
 
         def one(operands):
             x, *values = operands
-            x = ops.reshape(x, (-1, *self._slot_shape))
+            x = reshape(x, (-1, *self._slot_shape))
             with keras.StatelessScope(list(zip(variables, values, strict=True))):
                 return template(x, training=training)
 
@@ -215,7 +215,7 @@ class TemplateExperts(Layer):
 
         def some_experts(*operands):
             y = map_experts(one, list(operands))
-            return ops.reshape(y, ops.shape(operands[0]))
+            return reshape(y, ops.shape(operands[0]))
 
         def all_experts(x):
             if states:
@@ -225,9 +225,9 @@ class TemplateExperts(Layer):
             return ops.cast(y, x.dtype)
 
         _, num_experts, capacity, *axes = slots.shape
-        flat = ops.reshape(slots, (-1, num_experts, capacity, math.prod(axes)))
+        flat = reshape(slots, (-1, num_experts, capacity, math.prod(axes)))
         outputs = by_expert(all_experts, flat, self.path)
-        return ops.reshape(outputs, (-1, num_experts, capacity, *axes))
+        return reshape(outputs, (-1, num_experts, capacity, *axes))
 
     def _seeds(self, dtype):
         """Return `(E, 2)` states of a random generator, one for each expert."""

@@ -9,6 +9,8 @@ import math
 import keras
 from keras import ops
 
+from keras_softmoe.ops.backend import reshape
+
 
 def each(function, tokens, *others):
     """Apply a function to the tokens, and other values, of each modality.
@@ -38,7 +40,7 @@ def masks_like(tokens, masks):
 
 def add(x, y):
     """Add the tensors of each modality."""
-    return keras.tree.map_structure(ops.add, x, y)
+    return each(ops.add, x, y)
 
 
 def layout(tokens):
@@ -112,7 +114,7 @@ def join_masks(masks, tokens):
 
 def as_sequence(tokens):
     """Reshape `(B, ..., D)` tokens to `(B, S, D)`."""
-    return each(lambda x: ops.reshape(x, _sequence_shape(x.shape)), tokens)
+    return each(lambda x: reshape(x, _sequence_shape(x.shape)), tokens)
 
 
 def sequence_shapes(shapes):
@@ -227,8 +229,8 @@ def group(inputs, mask, group_images, num_experts):
     if group_images is None:
         shape = _shape_of_whole_batch(inputs, num_experts)
         if mask is not None:
-            mask = ops.reshape(mask, shape)
-        tokens = ops.reshape(inputs, (*shape, inputs.shape[-1]))
+            mask = reshape(mask, shape)
+        tokens = reshape(inputs, (*shape, inputs.shape[-1]))
         return tokens, mask, _count(mask)
     batch, (num_tokens, width) = ops.shape(inputs)[0], inputs.shape[1:]
     # In this order compilers infer that groups times images is the padded batch.
@@ -245,16 +247,16 @@ def group(inputs, mask, group_images, num_experts):
         # Not `ops.less`, which turns an open size of PyTorch's export into a
         # constant.
         is_image = ops.arange(padded, dtype="int32") < batch
-        images = ops.reshape(is_image, (groups, group_images))
+        images = reshape(is_image, (groups, group_images))
         images = ops.sum(ops.cast(images, "int32"), axis=-1)
         valid = ops.repeat(ops.expand_dims(is_image, -1), num_tokens, axis=-1)
         if mask is not None:
             empty = ops.zeros((group_images - 1, num_tokens), "bool")
             mask = ops.concatenate([mask, empty], axis=0)[:padded]
             valid = ops.logical_and(valid, mask)
-    tokens = ops.reshape(inputs, (groups, tokens_of_group, width))
+    tokens = reshape(inputs, (groups, tokens_of_group, width))
     if valid is not None:
-        valid = ops.reshape(valid, (groups, tokens_of_group))
+        valid = reshape(valid, (groups, tokens_of_group))
     count = None
     if mask is not None:
         count = _count(valid) * group_images // images
@@ -265,7 +267,7 @@ def ungroup(outputs, inputs, group_images):
     """Undo `group` for tensors like its inputs, without images that fill up."""
     if group_images == 1:
         return outputs
-    outputs = ops.reshape(outputs, (-1, *inputs.shape[1:]))
+    outputs = reshape(outputs, (-1, *inputs.shape[1:]))
     return outputs[: ops.shape(inputs)[0]]
 
 

@@ -11,6 +11,7 @@ from keras_softmoe.keras_adapter.products import counted_products
 from keras_softmoe.keras_adapter.surgery import call_symbolically, sublayers
 from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.layers import MLP, MoE
+from keras_softmoe.ops.backend import reshape
 
 # Activations that layers use in their own code
 _ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
@@ -44,7 +45,7 @@ class Chain(keras.layers.Layer):
         sizes = tuple(inputs.shape[1:])
         if None in outputs.shape[1:] and None not in sizes:
             # MiT's MLP loses the number of tokens on TensorFlow.
-            outputs = ops.reshape(outputs, (-1, *sizes))
+            outputs = reshape(outputs, (-1, *sizes))
         return outputs
 
     def cost(self, inputs_shape, training=False):
@@ -77,7 +78,7 @@ class MoEInModel(MoE):
 
     def call(self, inputs, mask=None, training=None):
         if self.token_shape and None in tuple(inputs.shape[1:]):
-            inputs = ops.reshape(inputs, (-1, *self.token_shape))
+            inputs = reshape(inputs, (-1, *self.token_shape))
         return super().call(inputs, mask=mask, training=training)
 
 

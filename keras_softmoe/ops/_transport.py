@@ -7,7 +7,7 @@ and `S` is then the number of other tokens.
 
 from keras import ops
 
-from keras_softmoe.ops.backend import compiled_on_jax, float32_at_least, repeat
+from keras_softmoe.ops.backend import compiled_on_jax, float32_at_least, repeat, reshape
 from keras_softmoe.ops.numbers import lowest
 from keras_softmoe.ops.selection import largest_entry, smallest_entry, top_values
 from keras_softmoe.types import Tensor
@@ -172,7 +172,7 @@ def _sparse_transport_plan(
         row = ops.where(valid, row, 0.0)
 
     if limit is not None:
-        limit = ops.minimum(ops.reshape(limit, (-1, 1, 1)), capacity)
+        limit = ops.minimum(reshape(limit, (-1, 1, 1)), capacity)
 
     def plan_of(dual):
         points = ops.divide(dual + scores, column)
@@ -246,7 +246,7 @@ def _num_tokens(scores, valid):
         return ops.full_like(scores[:, :1, :1], scores.shape[1])
     # At least one, as it is a divisor
     count = ops.maximum(ops.sum(ops.cast(valid, scores.dtype), axis=1), 1.0)
-    return ops.reshape(count, (-1, 1, 1))
+    return reshape(count, (-1, 1, 1))
 
 
 def _check_num_iterations(num_iterations):

@@ -11,7 +11,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.checks import check_choice
-from keras_softmoe.ops.backend import float32_at_least
+from keras_softmoe.ops.backend import float32_at_least, reshape
 from keras_softmoe.ops.padding import with_real_first, zero_padding
 from keras_softmoe.ops.selection import take_along, top_indices
 from keras_softmoe.types import Tensor
@@ -143,14 +143,12 @@ def assign_choices(
     # (G, E, C)
     filled = slots < ops.expand_dims(count, -1)
     place = ops.where(filled, ops.expand_dims(start, -1) + slots, 0)
-    place = ops.reshape(place, (-1, num_experts * capacity))
+    place = reshape(place, (-1, num_experts * capacity))
     # (G, E * C), the choice in the slot
     choice = take_along(queue, place, axis=1)
     if order is not None:
         choice = take_along(order, choice, axis=1)
-    token = ops.reshape(
-        ops.cast(choice, "int32") % num_tokens, (-1, num_experts, capacity)
-    )
+    token = reshape(ops.cast(choice, "int32") % num_tokens, (-1, num_experts, capacity))
     return ops.where(filled, token, 0), filled
 
 
@@ -255,7 +253,7 @@ def identity(num_groups, num_tokens, num_experts):
     """
     check_num_tokens(num_tokens, num_experts)
     capacity = num_tokens // num_experts
-    token = ops.reshape(ops.arange(num_tokens, dtype="int32"), (capacity, num_experts))
+    token = reshape(ops.arange(num_tokens, dtype="int32"), (capacity, num_experts))
     shape = (num_groups, num_experts, capacity)
     token = ops.broadcast_to(ops.transpose(token), shape)
     return token, ops.ones_like(token, dtype="bool")
@@ -310,7 +308,7 @@ def _by_choice(values):
     """Reshape `(G, S, K)` to `(G, K * S)`: all first choices, all second ones, ..."""
     _, num_tokens, num_choices = values.shape
     values = ops.transpose(values, (0, 2, 1))
-    return ops.reshape(values, (-1, num_choices * num_tokens))
+    return reshape(values, (-1, num_choices * num_tokens))
 
 
 def _rank_tokens(chosen_scores, priority, seed):
@@ -331,7 +329,7 @@ def _queue_order(rank, num_choices, sharded):
     order = ops.expand_dims(top_indices(rank, num_tokens, sharded), 1)
     # (K, 1)
     start = ops.expand_dims(ops.arange(num_choices, dtype="int32") * num_tokens, -1)
-    return ops.reshape(start + order, (-1, num_choices * num_tokens))
+    return reshape(start + order, (-1, num_choices * num_tokens))
 
 
 def _best_tokens(chosen, rank, keep_fraction, valid, sharded):

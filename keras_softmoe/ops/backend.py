@@ -69,8 +69,8 @@ def affine(x, kernel, bias, sharded=False):
         if on_processor and _are_few(x.shape[1]):
             return _product_of_few_rows(x, kernel) + bias
         return ops.matmul(x, kernel) + bias
-    rows = ops.matmul(ops.reshape(x, (-1, x.shape[-1])), kernel) + bias
-    return ops.reshape(rows, (*ops.shape(x)[:-1], kernel.shape[-1]))
+    rows = ops.matmul(reshape(x, (-1, x.shape[-1])), kernel) + bias
+    return reshape(rows, (*ops.shape(x)[:-1], kernel.shape[-1]))
 
 
 @compiled_on_jax()
@@ -334,9 +334,9 @@ def _in_chunks(fn, size):
     """Return `fn`, computed for `size` elements of the first axis at a time."""
 
     def compute(*operands):
-        chunks = [ops.reshape(x, (-1, size, *x.shape[1:])) for x in operands]
+        chunks = [reshape(x, (-1, size, *x.shape[1:])) for x in operands]
         results = ops.map(lambda chunk: fn(*chunk), chunks)
-        return ops.reshape(results, (-1, *results.shape[2:]))
+        return reshape(results, (-1, *results.shape[2:]))
 
     return compute
 
@@ -435,6 +435,24 @@ def add_rows(rows, index, num_rows):
     if keras.backend.backend() == "torch":
         return rows.new_zeros((num_rows, rows.shape[1])).index_add(0, index, rows)
     return ops.segment_sum(rows, index, num_segments=num_rows)
+
+
+def reshape(x, shape):
+    """`keras.ops.reshape`, which in eager mode on PyTorch is slow.
+
+    It looks for symbolic tensors in the shape, too, which takes ten times as long as
+    the view itself: a fifth of a layer where operations are short.
+
+    Args:
+        x: tensor.
+        shape: tuple of ints, one of which may be -1.
+
+    Returns:
+        Tensor of that shape.
+    """
+    if keras.backend.backend() != "torch" or isinstance(x, keras.KerasTensor):
+        return ops.reshape(x, shape)
+    return ops.convert_to_tensor(x).reshape(shape)
 
 
 def softmax(logits, axis=-1):

@@ -30,6 +30,7 @@ from keras_softmoe.ops.backend import (
     compiled_on_jax,
     linear_on_jax,
     on_own_groups,
+    reshape,
 )
 from keras_softmoe.ops.selection import take_along
 from keras_softmoe.types import Tensor
@@ -143,7 +144,7 @@ def to_dense(routing: Routing, num_tokens: int) -> DenseRouting:
         return routing
     if isinstance(routing, ChoiceRouting):
         routing = SlotRouting(*to_slots(routing, num_tokens))
-    tokens = ops.reshape(ops.arange(num_tokens, dtype="int32"), (1, num_tokens, 1, 1))
+    tokens = reshape(ops.arange(num_tokens, dtype="int32"), (1, num_tokens, 1, 1))
     # (G, S, E, C)
     assigned = ops.logical_and(
         ops.equal(ops.expand_dims(routing.token, 1), tokens),
@@ -186,15 +187,15 @@ def dispatch(tokens: Tensor, routing: Routing, sharded: bool = False) -> Tensor:
         weights = _merge_slots(ops.cast(routing.dispatch, tokens.dtype))
         # (G, E * C, D). Not `einsum`, whose gradient on TensorFlow copies operands.
         slots = ops.matmul(ops.transpose(weights, (0, 2, 1)), tokens)
-        return ops.reshape(slots, (-1, num_experts, capacity, tokens.shape[-1]))
+        return reshape(slots, (-1, num_experts, capacity, tokens.shape[-1]))
     if sharded:
         slots = _take_in_groups(tokens, routing.token)
         return slots * ops.expand_dims(ops.cast(routing.filled, slots.dtype), -1)
     _, num_experts, capacity = routing.token.shape
-    rows = ops.reshape(tokens, (-1, tokens.shape[-1]))
+    rows = reshape(tokens, (-1, tokens.shape[-1]))
     slots = ops.take(rows, _row_of_slot(routing, tokens.shape[1]), axis=0)
     # (E, G, C, D). JAX loses this shape if there are no rows.
-    slots = ops.reshape(slots, (num_experts, -1, capacity, tokens.shape[-1]))
+    slots = reshape(slots, (num_experts, -1, capacity, tokens.shape[-1]))
     filled = ops.cast(_experts_first(routing.filled), slots.dtype)
     return _experts_first(slots * ops.expand_dims(filled, -1))
 
@@ -231,7 +232,7 @@ def combine(
     _, num_experts, capacity, width = outputs.shape
     if isinstance(routing, DenseRouting):
         weights = _merge_slots(ops.cast(routing.combine, outputs.dtype))
-        outputs = ops.reshape(outputs, (-1, num_experts * capacity, width))
+        outputs = reshape(outputs, (-1, num_experts * capacity, width))
         return ops.matmul(weights, outputs)
     gate = ops.cast(routing.gate, outputs.dtype)
     if sharded:
@@ -241,11 +242,11 @@ def combine(
     # (E, G, C, D)
     outputs = _experts_first(outputs) * ops.expand_dims(_experts_first(gate), -1)
     rows = add_rows(
-        ops.reshape(outputs, (-1, width)),
-        ops.reshape(_row_of_slot(routing, num_tokens), (-1,)),
+        reshape(outputs, (-1, width)),
+        reshape(_row_of_slot(routing, num_tokens), (-1,)),
         num_groups * num_tokens,
     )
-    return ops.reshape(rows, (-1, num_tokens, width))
+    return reshape(rows, (-1, num_tokens, width))
 
 
 # It is fastest to take and add rows of one matrix of all groups, in the order in which
@@ -256,9 +257,9 @@ def combine(
 def _take_in_groups(tokens, token):
     """Return the `(G, E, C, D)` rows of `(G, S, D)` tokens at `(G, E, C)` indices."""
     _, num_experts, capacity = token.shape
-    index = ops.reshape(token, (-1, num_experts * capacity, 1))
+    index = reshape(token, (-1, num_experts * capacity, 1))
     slots = ops.take_along_axis(tokens, index, axis=1)
-    return ops.reshape(slots, (-1, num_experts, capacity, tokens.shape[-1]))
+    return reshape(slots, (-1, num_experts, capacity, tokens.shape[-1]))
 
 
 def _add_in_groups(outputs, token, num_tokens):
@@ -269,22 +270,22 @@ def _add_in_groups(outputs, token, num_tokens):
     def add(group):
         return ops.segment_sum(*group, num_segments=num_tokens)
 
-    outputs = ops.reshape(outputs, (-1, num_slots, width))
-    token = ops.reshape(token, (-1, num_slots))
+    outputs = reshape(outputs, (-1, num_slots, width))
+    token = reshape(token, (-1, num_slots))
     return on_own_groups(lambda *x: ops.vectorized_map(add, x), outputs, token)
 
 
 def _merge_slots(weights):
     """Reshape `(G, S, E, C)` weights to `(G, S, E * C)`."""
     _, num_tokens, num_experts, capacity = weights.shape
-    return ops.reshape(weights, (-1, num_tokens, num_experts * capacity))
+    return reshape(weights, (-1, num_tokens, num_experts * capacity))
 
 
 def _row_of_slot(routing, num_tokens):
     """Return the `(E, G, C)` rows of the slots in the `(G * S, D)` tokens."""
     groups = ops.arange(ops.shape(routing.token)[0], dtype="int32")
     # (G, 1, 1)
-    first_row = ops.reshape(groups * num_tokens, (-1, 1, 1))
+    first_row = reshape(groups * num_tokens, (-1, 1, 1))
     return _experts_first(routing.token + first_row)
 
 
@@ -315,7 +316,7 @@ def choice_routing(scores, chosen, kept=None):
         gate = ops.where(kept, gate, 0.0)
         expert = ops.where(kept, chosen, num_experts)
         chosen = ops.where(kept, chosen, 0)
-    expert = ops.reshape(expert, (-1,))
+    expert = reshape(expert, (-1,))
     num_choices = ops.shape(expert)[0]
     # Unique keys, so the backend's rule for ties does not matter
     keys = expert * num_choices + ops.arange(num_choices, dtype="int32")
@@ -344,12 +345,12 @@ def to_slots(routing, num_tokens):
 def _take_rows(tokens, routing):
     """Return the `(G * S * K, D)` rows of `(G, S, D)` tokens, sorted by expert."""
     num_choices = routing.expert.shape[-1]
-    rows = ops.reshape(tokens, (-1, tokens.shape[-1]))
+    rows = reshape(tokens, (-1, tokens.shape[-1]))
     if num_choices > 1:
         rows = ops.repeat(rows, num_choices, axis=0)
     rows = _reorder(rows, routing.order, routing.row)
     # Padding may hold NaN.
-    kept = ops.take(ops.reshape(routing.kept, (-1, 1)), routing.order, axis=0)
+    kept = ops.take(reshape(routing.kept, (-1, 1)), routing.order, axis=0)
     return ops.where(kept, rows, ops.zeros_like(rows))
 
 
@@ -357,7 +358,7 @@ def _add_rows_of_choices(rows, routing, num_tokens):
     """Return the `(G, S, D)` sums of a token's rows, weighted by their gates."""
     num_choices = routing.expert.shape[-1]
     rows = _reorder(rows, routing.row, routing.order)
-    rows = ops.reshape(rows, (-1, num_tokens, num_choices, rows.shape[-1]))
+    rows = reshape(rows, (-1, num_tokens, num_choices, rows.shape[-1]))
     gate = ops.cast(routing.gate, rows.dtype)
     return ops.sum(rows * ops.expand_dims(gate, -1), axis=2)
 

@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import check_num_tokens, identity
+from keras_softmoe.ops.backend import reshape
 from keras_softmoe.ops.selection import take_along
 from keras_softmoe.routers._router import Decision, Router
 
@@ -55,9 +56,9 @@ class IdentityRouter(Router):
             index = ops.arange(num_tokens, dtype="int32")
             order = ops.argsort(ops.where(valid, index, index + num_tokens), axis=-1)
             count = ops.sum(ops.cast(valid, "int32"), axis=-1)
-            filled = token < ops.reshape(count, (-1, 1, 1))
-            place = ops.reshape(token, (num_groups, num_tokens))
-            by_slot = ops.reshape(take_along(order, place, axis=1), ops.shape(token))
+            filled = token < reshape(count, (-1, 1, 1))
+            place = reshape(token, (num_groups, num_tokens))
+            by_slot = reshape(take_along(order, place, axis=1), ops.shape(token))
             token = ops.where(filled, ops.cast(by_slot, "int32"), 0)
         routing = SlotRouting(token, filled, ops.cast(filled, tokens.dtype))
         return Decision(routing, {})

@@ -5,6 +5,8 @@ import functools
 import numpy as np
 from keras import ops
 
+from keras_softmoe.ops.backend import reshape
+
 
 @functools.lru_cache(maxsize=256)
 def slots_by_length(capacity, factor, largest, choices, num_experts):
@@ -29,7 +31,7 @@ def first_slots(token, filled, limit):
     Slots are filled by priority: a smaller capacity would have filled these.
     """
     slots = ops.arange(filled.shape[-1], dtype="int32")
-    filled = ops.logical_and(filled, slots < ops.reshape(limit, (-1, 1, 1)))
+    filled = ops.logical_and(filled, slots < reshape(limit, (-1, 1, 1)))
     return ops.where(filled, token, 0), filled
 
 

@@ -18,7 +18,7 @@ from keras_softmoe.checks import (
 )
 from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.ops import DenseRouting
-from keras_softmoe.ops.backend import softmax
+from keras_softmoe.ops.backend import reshape, softmax
 from keras_softmoe.ops.numbers import lowest
 from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.routers._router import Decision, Router
@@ -183,14 +183,14 @@ class SoftRouter(Router):
         if self._learns:
             # (G, S, E * C)
             logits = self._logits(tokens, training)
-            summary["logits"] = ops.reshape(logits, (-1, num_tokens, *slots))
+            summary["logits"] = reshape(logits, (-1, num_tokens, *slots))
         dispatch = self._dispatch_weights(tokens, logits, valid)
         combine = self._combine_weights(tokens, logits)
         # Padding gets no output of the slots either.
         combine = zero_padding(combine, valid)
         routing = DenseRouting(
-            ops.reshape(dispatch, (-1, num_tokens, *slots)),
-            ops.reshape(combine, (-1, num_tokens, *slots)),
+            reshape(dispatch, (-1, num_tokens, *slots)),
+            reshape(combine, (-1, num_tokens, *slots)),
         )
         return Decision(routing, summary)
 
@@ -199,7 +199,7 @@ class SoftRouter(Router):
         mu = replicate(
             ops.convert_to_tensor(self.mu), 1, f"{self.path}/mu_of_all_experts"
         )
-        mu = ops.reshape(mu, (self.mu.shape[0], -1))
+        mu = reshape(mu, (self.mu.shape[0], -1))
         if self.normalize:
             mu = mu * (self.scale * _inverse_norm(mu, axis=0))
         logits = ops.matmul(tokens, mu)

@@ -33,6 +33,7 @@ from keras_softmoe.ops.assignment import (
     check_num_selected_experts,
     kept_tokens,
 )
+from keras_softmoe.ops.backend import reshape
 from keras_softmoe.ops.numbers import tiny
 from keras_softmoe.ops.padding import with_real_first
 from keras_softmoe.ops.selection import (
@@ -207,12 +208,12 @@ class Race(ExpertChoice):
         scores = ops.stop_gradient(scores)
         _, num_tokens, num_experts = scores.shape
         if valid is None:
-            pairs = ops.reshape(scores, (-1, num_tokens * num_experts))
+            pairs = reshape(scores, (-1, num_tokens * num_experts))
             count = num_tokens * self.num_selected_experts
             found = smallest_entry(top_values(pairs, count, is_distributed()))
             return ops.expand_dims(found, -1)
         scores = with_real_first(scores, ops.expand_dims(valid, -1))
-        pairs = ops.reshape(scores, (-1, num_tokens * num_experts))
+        pairs = reshape(scores, (-1, num_tokens * num_experts))
         falling = -ops.sort(-pairs, axis=-1)
         count = ops.sum(ops.cast(valid, "int32"), axis=-1, keepdims=True)
         last = ops.maximum(count * self.num_selected_experts - 1, 0)

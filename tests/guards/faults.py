@@ -134,9 +134,9 @@ FAULTS = (
     ),
     Fault(
         "second choices before the first ones of later tokens",
-        "values = ops.transpose(values, (0, 2, 1))\n    return ops.reshape(values, "
+        "values = ops.transpose(values, (0, 2, 1))\n    return reshape(values, "
         "(-1, num_choices * num_tokens))",
-        "return ops.reshape(values, (-1, num_choices * num_tokens))",
+        "return reshape(values, (-1, num_choices * num_tokens))",
         ASSIGNMENT,
     ),
     Fault(
@@ -196,8 +196,8 @@ FAULTS = (
     ),
     Fault(
         "every group reads the tokens of the first",
-        "first_row = ops.reshape(groups * num_tokens, (-1, 1, 1))",
-        "first_row = ops.reshape(groups * 0, (-1, 1, 1))",
+        "first_row = reshape(groups * num_tokens, (-1, 1, 1))",
+        "first_row = reshape(groups * 0, (-1, 1, 1))",
         ROUTING,
     ),
     Fault(
