@@ -182,11 +182,12 @@ def plan(
     - activations: tensors that the backward pass needs of the forward pass without
       rematerialization, for the images of the device and the slots of its experts, as
       measured for XLA on a CPU (in float32 the estimates were from 7 % less to 37 %
-      more; in bfloat16 on a GPU of NVIDIA steps took 57 and 80 % of the whole plan).
-      Numbers per token of width `D`, with `h` heads over `S` tokens: `3 D` for each
-      normalization (`5 D` for those of queries and keys), `8 D + 3 h S` for attention,
-      `3 H` for an MLP; per slot of an expert `2 D + 3 H` (`2 D` with `remat_experts`,
-      except for one layer at a time); and the weights of routers;
+      more; in bfloat16 on a GPU of NVIDIA steps took 57 and 80 % of the whole plan;
+      other devices were not measured). Numbers per token of width `D`, with `h` heads
+      over `S` tokens: `3 D` for each normalization (`5 D` for those of queries and
+      keys), `8 D + 3 h S` for attention, `3 H` for an MLP; per slot of an expert
+      `2 D + 3 H` (`2 D` with `remat_experts`, except for one layer at a time); and the
+      weights of routers;
     - moved bytes, of a training step, in which each MoE layer sends its slots (`E C D`
       numbers for each group of images in the dtype of computation, `C` being
       `slots_per_expert` of a soft router and the capacity in training of a sparse one)
