@@ -24,14 +24,13 @@ the one at hand, its data lying there already.
 
 import argparse
 import statistics
-import time
 from typing import NamedTuple
 
 import keras
 import numpy as np
 import report
 from memory import device_peak
-from timing import fit_step
+from timing import Patience, contest, fit_step
 
 import keras_softmoe as ksm
 
@@ -116,15 +115,11 @@ def measure(preset, images, rounds=10):
         batch = rng.uniform(-1, 1, shape).astype("float32")
         labels = rng.integers(1000, size=count).astype("int32")
         step = fit_step(model, *map(keras.ops.convert_to_tensor, (batch, labels)))
-        seconds = []
-        for _ in range(rounds + 2):
-            start = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - start)
+        first_call, seconds = contest({"step": step}, Patience(rounds, seconds=60))
         yield {
             "images": count,
-            "ms": 1e3 * statistics.median(seconds[2:]),
-            "first_call_s": seconds[0],
+            "ms": 1e3 * statistics.median(seconds["step"]),
+            "first_call_s": first_call["step"],
             "peak_gb": (device_peak() or 0) / 1e9,
             **on_paper(preset, count, report.accelerator(keras.backend.backend())),
         }

@@ -1,7 +1,6 @@
 """Tables of what was timed on a GPU, from JSON."""
 
-import json
-
+from experiments.lib.runs import read_json
 from experiments.pages.results import BENCHMARKS, TIMED
 
 GPU = BENCHMARKS / "h200"
@@ -111,4 +110,4 @@ def _line(cells):
 
 
 def _read(name):
-    return json.loads((GPU / f"{name}.json").read_text(encoding="utf-8"))
+    return read_json(GPU / f"{name}.json")
