@@ -29,6 +29,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 import report
+from accelerator import accelerator
 from memory import device_peak
 from timing import Patience, contest, fit_step
 
@@ -121,7 +122,7 @@ def measure(preset, images, rounds=10):
             "ms": 1e3 * statistics.median(seconds["step"]),
             "first_call_s": first_call["step"],
             "peak_gb": (device_peak() or 0) / 1e9,
-            **on_paper(preset, count, report.accelerator(keras.backend.backend())),
+            **on_paper(preset, count, accelerator(keras.backend.backend())),
         }
 
 

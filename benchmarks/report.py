@@ -7,6 +7,7 @@ import pathlib
 import platform
 
 import keras
+from accelerator import accelerator
 from timing import Patience
 
 from keras_softmoe.files import atomic_file
@@ -145,25 +146,6 @@ def _memory_gb():
     if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
         return None
     return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1)
-
-
-def accelerator(backend):
-    """Name of the accelerator that the backend uses, `None` without one."""
-    if backend == "torch":
-        import torch
-
-        return torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    if backend == "jax":
-        import jax
-
-        device = jax.devices()[0]
-        return None if device.platform == "cpu" else device.device_kind
-    import tensorflow as tf
-
-    devices = tf.config.list_physical_devices("GPU")
-    if not devices:
-        return None
-    return tf.config.experimental.get_device_details(devices[0])["device_name"]
 
 
 def describe(machine):

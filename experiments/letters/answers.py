@@ -324,7 +324,7 @@ def _models(results):
             for metric in ("accuracy", "new_fonts")
         ]
         probe = statistics.fmean(row["few_shot"]["5"] for row in rows_of)
-        minutes = statistics.fmean(results["seconds"][name]) / 60
+        minutes = statistics.median(results["seconds"][name]) / 60
         rows.append(
             f"| {model['title']}, {name.partition('_')[0]} | {model['parameters']:,} | "
             f"{ratio:.2f} | {steps.get(name, '')} | {cells[0]} | {cells[1]} | "

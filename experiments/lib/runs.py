@@ -15,6 +15,7 @@ from pathlib import Path
 import keras
 
 import keras_softmoe as ksm
+from benchmarks.accelerator import accelerator
 from keras_softmoe.checks import quote
 from keras_softmoe.files import atomic_file, wrap_os_errors
 
@@ -296,7 +297,9 @@ def check_before(directories, seeds, known):
 
 def processor():
     """What this machine computes with, a str."""
-    return f"{os.cpu_count()} cores, {platform.machine()}"
+    cores = f"{os.cpu_count()} cores, {platform.machine()}"
+    device = accelerator(keras.config.backend())
+    return f"{device}, {cores}" if device else cores
 
 
 # === Parts ===
