@@ -364,6 +364,7 @@ LONG = {
         "test_few_shot_accuracy_is_that_of_the_card",
         "test_int4_keeps_the_accuracy_on_digits",
         "test_int8_keeps_the_accuracy_on_digits",
+        "test_presets_know_letters",
         "test_soft_features_beat_raw_pixels",
     ),
     "torture/test_torture.py": (

@@ -9,6 +9,7 @@ from experiments.lib.cards import read_runs
 
 SOFT = "soft_moe_tiny_patch4_16e_32_glyphs"
 TRAINED = [name for name in ksm.presets.names() if name.endswith("glyphs")]
+LETTERS = [name for name in ksm.presets.names() if name.endswith("letters")]
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +22,11 @@ def test_four_twins_and_one_with_two_choices_are_shipped():
     assert SOFT in TRAINED
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", [*TRAINED, *LETTERS])
 def test_preset_is_small_and_has_a_card(name):
     path = ksm.presets.describe(name).path
     size = sum(file.stat().st_size for file in path.iterdir())
-    assert size < 10e6
+    assert size < (4e6 if name in LETTERS else 10e6)
     card = (path / "README.md").read_text(encoding="utf-8")
     for part in ("Data", "seed", "minutes", "±", "raw pixels", "Licence"):
         assert part in card
@@ -43,13 +44,27 @@ def test_soft_features_beat_raw_pixels(digits):
         assert difference.mean() > 2 * error, (shots, difference.mean(), error)
 
 
-def test_few_shot_accuracy_is_that_of_the_card(digits):
-    classifier = ksm.models.ViTMoEImageClassifier.from_preset(SOFT)
+def test_presets_know_letters():
+    assert len(LETTERS) == 4
+    letters = ksm.datasets.sample("letters")
+    for name in LETTERS:
+        classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)
+        found = accuracy(classifier, letters.images, letters.labels)
+        (run,) = read_runs(name)
+        # Three standard errors of 512 pictures
+        assert abs(found - run["letters"]["accuracy"]) < 0.036, (name, found)
+
+
+@pytest.mark.parametrize("name", [SOFT, "vmoe_micro_patch4_25e_20_letters"])
+def test_few_shot_accuracy_is_that_of_the_card(name):
+    classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)
+    size = classifier.backbone.image_shape[0]
+    train, test = (ksm.datasets.digits(size, split) for split in ("train", "test"))
     # As many draws as the card has: they choose the penalty together.
     result = ksm.evaluation.few_shot_probe(
-        classifier, *digits, shots=(5,), seeds=20, verbose=0
+        classifier, train, test, shots=(5,), seeds=20, verbose=0
     )
-    card = read_runs(SOFT)[0]["few_shot"]["model"]
+    card = read_runs(name)[0]["few_shot"]["model"]
     np.testing.assert_allclose(result[5].accuracies, card["5"], atol=0.005)
 
 

@@ -37,9 +37,9 @@ def measure(classifier, letters, scale):
     Returns:
         dict that JSON can hold: `"accuracy"` on new pictures of the trained letters;
         `"new_fonts"`, in fonts never seen; `"few_shot"`, of classes never seen, by
-        shots; of mixtures `"blocks"`, a dict from blocks to what is counted there; and
-        of V-MoE `"slots"`, the accuracy with fewer slots with and without batch
-        priority, and `"views"`, with routers that see position or content alone. A
+        shots; of mixtures `"blocks"`, a dict from blocks to what is counted there; of
+        V-MoE `"slots"`, the accuracy with fewer slots with and without batch priority;
+        and with a `ViewRouter` `"views"`, if it sees position or content alone. A
         model whose weights are not finite has no right answers, and no other numbers.
     """
     if not is_finite(classifier):
@@ -56,6 +56,7 @@ def measure(classifier, letters, scale):
         found["blocks"] = counted(classifier, images, labels)
     if isinstance(classifier.backbone.router, routers.SoftmaxTokenChoiceRouter):
         found["slots"] = fewer_slots(classifier, images, labels)
+    if isinstance(classifier.backbone.router, ViewRouter):
         found["views"] = with_views(classifier, images, labels)
     return found
 

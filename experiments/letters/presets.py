@@ -178,7 +178,7 @@ signs from the fonts that ship with matplotlib (`experiments/letters`, seed
 **Training.** `experiments/letters/presets.py`: AdamW, peak learning rate
 {scale.learning_rate:g}, {scale.warmup_steps} steps of warm-up, cosine decay, {steps:,}
 steps of {scale.batch_size} pictures. {run["minutes"]:.0f} minutes by the clock, beside
-other trainings, with {metadata["training"]["backend"]} on
+other trainings, with the backend `{metadata["training"]["backend"]}` on
 {metadata["training"]["processor"]}. The file holds the weights in float16; all that
 follows was measured on them.
 

@@ -260,6 +260,10 @@ def _preset(name):
         )
         return routing.plot("modality_load")
     model = ksm.models.ViTMoEImageClassifier.from_preset(name)
+    if name.endswith("letters"):
+        letters = ksm.datasets.sample("letters")
+        routing = ksm.analysis.analyze(model, letters.images, num_pictures=5, verbose=0)
+        return routing.plot("slots" if name.startswith("soft") else "patches")
     images, labels = ksm.datasets.digits(split="test")
     chosen = images[[list(labels).index(label) for label in (0, 2, 3, 5, 8)]]
     routing = ksm.analysis.analyze(model, chosen, num_pictures=5, verbose=0)

@@ -39,11 +39,14 @@ def tables():
     }
     trained = {name: m for name, m in runs.items() if "few_shot" in m["runs"][0]}
     contrastive = {name: m for name, m in runs.items() if name not in trained}
+    on_letters = {n: m for n, m in trained.items() if "letters" in m["runs"][0]}
+    on_glyphs = {n: m for n, m in trained.items() if n not in on_letters}
     convertible = {n: m for n, m in found.items() if m["kind"] == "convertible"}
     return {
         "released weights": released_table(convertible),
         "weights trained here": trained_here_table(trained, contrastive),
-        "trained presets": trained_table(trained),
+        "trained presets": trained_table(on_glyphs),
+        "presets of letters": letters_table(on_letters),
         "learning rates": rates_table(),
         "other routers": routers_table(),
         "contrastive presets": contrastive_table(contrastive),
@@ -71,6 +74,7 @@ def trained_here_table(trained, contrastive):
     measured = {
         name: f"digits, 10 shots: {spread(m['runs'][0]['few_shot']['model']['10'])}"
         for name, m in trained.items()
+        if not _is_older(m)
     }
     for name, metadata in contrastive.items():
         seen, new = (
@@ -82,6 +86,12 @@ def trained_here_table(trained, contrastive):
         size = _parameters((trained | contrastive)[name])
         rows.append(f"| [`{name}`](presets/{name}) | {size} | {text} |")
     return "\n".join(rows) + "\n"
+
+
+def _is_older(metadata):
+    """Whether it is of trainings that the others are not compared with."""
+    run = metadata["runs"][0]
+    return "upstream_accuracy" in run and "upstream_accuracy_by_layout" not in run
 
 
 def _parameters(metadata):
@@ -114,6 +124,35 @@ def trained_table(found):
         rows.append(f"| {' | '.join(cells)} |")
     cells = ["raw pixels", "", "", "", "", *map(spread, pixels.values()), ""]
     rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def letters_table(found):
+    """What the presets of letters are worth, on letters and on digits."""
+    columns = (
+        "preset",
+        "parameters",
+        "letters",
+        "in new fonts",
+        "1 shot",
+        "5 shots",
+        "digits, 1 shot",
+        "5 shots",
+        "fine-tuned",
+    )
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name, metadata in found.items():
+        (run,) = metadata["runs"]
+        letters, digits = run["letters"], run["few_shot"]["model"]
+        cells = [
+            f"[`{name}`](#{name})",
+            _parameters(metadata),
+            *(f"{letters[metric]:.3f}" for metric in ("accuracy", "new_fonts")),
+            *(f"{letters['few_shot'][shots]:.3f}" for shots in ("1", "5")),
+            *(spread(digits[shots]) for shots in ("1", "5")),
+            spread(run["fine_tuned"]),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
 

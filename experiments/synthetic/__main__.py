@@ -6,11 +6,15 @@ NumPy, Pillow or matplotlib may round some grey values differently.
 
 import io
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 import keras_softmoe as ksm
+from experiments.letters.bank import make_bank
+from experiments.letters.measures import TEST_SEED
+from experiments.letters.pictures import Letters
 from experiments.synthetic import (
     GLYPH_CLASSES,
     SHAPE_COLOR_CLASSES,
@@ -19,25 +23,29 @@ from experiments.synthetic import (
 )
 
 DIRECTORY = Path(ksm.datasets.__file__).parent / "samples"
-NUM_GLYPHS, NUM_SHAPES = 512, 256
+NUM_GLYPHS, NUM_LETTERS, NUM_SHAPES = 512, 512, 256
 # As in `experiments.glyph_presets` and `experiments.limoe_presets`.
 GLYPH_SEED, SHAPE_SEED, NEW_SHAPE_SEED = 10_000, 101, 102
 
 
-def samples():
-    """Dict from names of the samples to their arrays."""
+def _glyphs():
     images, labels = glyphs(NUM_GLYPHS, seed=GLYPH_SEED, verbose=0)
-    names = np.array(GLYPH_CLASSES)
+    return _signs(images, labels, np.array(GLYPH_CLASSES))
+
+
+def _letters():
+    bank = make_bank()
+    images, labels = Letters(bank, "anywhere").take(NUM_LETTERS, TEST_SEED)
+    return _signs(images, labels, np.array(list(bank.characters))[~bank.new])
+
+
+def _signs(images, labels, names):
     return {
-        "glyphs": {
-            # The channels are equal.
-            "images": images[..., :1],
-            "labels": labels,
-            "class_names": names,
-            "captions": names[labels],
-        },
-        "shapes": _scenes(SHAPE_SEED, "train"),
-        "new_shapes": _scenes(NEW_SHAPE_SEED, "held_out"),
+        # The channels are equal.
+        "images": images[..., :1],
+        "labels": labels,
+        "class_names": names,
+        "captions": names[labels],
     }
 
 
@@ -53,6 +61,16 @@ def _scenes(seed, combinations):
     }
 
 
+# Functions that return the arrays of a sample.
+SAMPLES = {
+    "glyphs": _glyphs,
+    # Takes half a minute.
+    "letters": _letters,
+    "shapes": partial(_scenes, SHAPE_SEED, "train"),
+    "new_shapes": partial(_scenes, NEW_SHAPE_SEED, "held_out"),
+}
+
+
 def write(path, arrays):
     """Write an `.npz` that `np.load` reads, a third smaller than NumPy would."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as file:
@@ -66,5 +84,5 @@ def write(path, arrays):
 
 if __name__ == "__main__":
     DIRECTORY.mkdir(exist_ok=True)
-    for name, arrays in samples().items():
-        write(DIRECTORY / f"{name}.npz", arrays)
+    for name, draw in SAMPLES.items():
+        write(DIRECTORY / f"{name}.npz", draw())

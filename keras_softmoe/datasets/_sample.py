@@ -8,14 +8,15 @@ import numpy as np
 from keras_softmoe.checks import check_choice, check_whole_numbers
 
 _DIRECTORY = Path(__file__).with_name("samples")
-_NAMES = ("glyphs", "shapes", "new_shapes")
+_NAMES = ("glyphs", "letters", "shapes", "new_shapes")
 
 
 class Sample(NamedTuple):
     """Images with labels and captions, N of each.
 
     Attributes:
-        images: uint8 array of shape (N, 32, 32, 3), 0 to 255.
+        images: uint8 array of shape (N, size, size, 3), 0 to 255. `size` is 20 of
+            letters, 32 of all others.
         labels: int32 array of shape (N,), indices into `class_names`.
         class_names: list of str.
         captions: array of N str.
@@ -33,6 +34,7 @@ def sample(name: str, num_images: int | None = None) -> Sample:
     - `"glyphs"`: 512 letters and signs of 179 classes, white on black, drawn from fonts
       in random weight, sharpness and perspective, some of them coarse or noisy. No
       digits. The caption is the sign itself.
+    - `"letters"`: 512 letters and signs of 2,600 classes, anywhere in the image.
     - `"shapes"`: 256 scenes of colored shapes, one to three in a picture, with captions
       that mention all or a part: "two green rings", "the square is over the blue
       heart". Classes are the 64 combinations of color and shape; the label of a pair is
