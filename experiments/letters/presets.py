@@ -1,11 +1,12 @@
 """Train the presets of letters: four models of the study, four times as long.
 
-    python -m experiments.letters.presets                # all
-    python -m experiments.letters.presets --only soft    # one
+    python -m experiments.letters.presets                           # all
+    python -m experiments.letters.presets --only soft --seeds 40    # one training
 
-Each is trained once, with the first seed of the study, measured on letters and on
-handwritten digits that it never saw, and written with a card to `presets/`. Files,
-priority and `build/pause` are as in `python -m experiments.letters`.
+Each is trained with the first three seeds of the study. The first is measured on
+letters and on handwritten digits that it never saw, and written with a card to
+`presets/`; the others are measured on letters, so that differences come with an
+interval. Files, priority and `build/pause` are as in `python -m experiments.letters`.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from experiments.lib.cards import (
 )
 from experiments.lib.digits import describe_digits, measure_digits
 from experiments.lib.publishing import publish, save_weights
-from experiments.lib.runs import finish
+from experiments.lib.runs import check_before, finish
 from keras_softmoe import routers
 from keras_softmoe.files import atomic_file
 
@@ -41,6 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PLACEMENT = "anywhere"
 # Times as long as in the study
 LONGER = 4
+NUM_SEEDS = 3
 
 
 class Trained(NamedTuple):
@@ -67,12 +69,17 @@ PRESETS = {
 }
 
 
-def training_run(key, scale, letters, work):
-    """The training of a preset, a `Run`."""
-    seed = scale.seeds[0]
+def training_run(key, scale, letters, work, seed):
+    """A training of a preset, a `Run`. That of the first seed has the preset's name."""
     longer = dataclasses.replace(scale, epochs=LONGER * scale.epochs)
     run = training(longer, {PLACEMENT: letters}, f"{PLACEMENT}_{key}", seed)
     name = PRESETS[key].name
+    if seed != scale.seeds[0]:
+        return dataclasses.replace(
+            run,
+            name=f"{name}_seed{seed}",
+            measure=lambda model: {"letters": measure_letters(model, letters, scale)},
+        )
 
     def save_and_measure(classifier):
         classifier = with_public_router(classifier, longer, key)
@@ -131,7 +138,7 @@ def measure(directory, letters, scale):
 
 def describe(key, scale, directory, runs):
     """Write the metadata and the card of a preset."""
-    (run,) = runs
+    run, *_ = runs
     title = PRESETS[key].title
     found = measured(run)
     for metric, name in (("accuracy", "trained fonts"), ("new_fonts", "new fonts")):
@@ -154,11 +161,17 @@ def describe(key, scale, directory, runs):
         **found,
     )
     name = PRESETS[key].name
-    write_card(directory, name, card(name, metadata, run, scale))
+    write_card(directory, name, card(name, metadata, runs, scale))
 
 
-def card(name, metadata, run, scale):
+def card(name, metadata, runs, scale):
     """Text of the card of a preset."""
+    run, *_ = runs
+    rows = "\n".join(
+        f"| {r['seed']} | {r['letters']['accuracy']:.3f} "
+        f"| {r['letters']['new_fonts']:.3f} |"
+        for r in runs
+    )
     letters, steps = run["letters"], LONGER * scale.steps
     return f"""# {name}
 
@@ -187,9 +200,15 @@ in the fonts that were trained on, {letters["new_fonts"]:.3f} in three others. A
 probe on 256 classes that were never trained on: {letters["few_shot"]["1"]:.3f} with one
 picture of a class, {letters["few_shot"]["5"]:.3f} with five.
 
+**All trainings** (the weights are of the first):
+
+| seed | accuracy | in new fonts |
+|---|---|---|
+{rows}
+
 {describe_digits(run)}
 
-**Limits.** A small model for trying the library out, trained once, not for photographs.
+**Limits.** A small model for trying the library out, not for photographs.
 
 **Licence.** Apache-2.0.
 """
@@ -203,20 +222,25 @@ def main(arguments=None):
     )
     parser.add_argument("--scale", choices=SCALES, default="study")
     parser.add_argument("--only", choices=PRESETS, nargs="+", default=tuple(PRESETS))
+    parser.add_argument("--seeds", type=int, nargs="+", help="these seeds")
     parser.add_argument("--work", type=Path, default=WORK / "presets")
     parser.add_argument("--output", type=Path, default=ROOT / "presets")
     parser.add_argument("--records", type=Path, default=RECORDS)
     arguments = parser.parse_args(arguments)
     lower_priority()
     scale = SCALES[arguments.scale]
+    known = scale.seeds[:NUM_SEEDS]
+    check_before([arguments.work], arguments.seeds or known, known)
     letters = Letters(load_bank(arguments.work, scale.candidates), PLACEMENT)
     for key in arguments.only:
-        run = training_run(key, scale, letters, arguments.work)
-        finish(run, arguments.work, on_step=wait_while_paused, verbose=1)
+        runs = [training_run(key, scale, letters, arguments.work, s) for s in known]
+        for run in runs:
+            if run.seed in (arguments.seeds or known):
+                finish(run, arguments.work, on_step=wait_while_paused, verbose=1)
         publish(
-            [run],
+            runs,
             arguments.work,
-            arguments.output / run.name,
+            arguments.output / PRESETS[key].name,
             arguments.records,
             partial(describe, key, scale),
         )

@@ -142,7 +142,7 @@ def letters_table(found):
     )
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, metadata in found.items():
-        (run,) = metadata["runs"]
+        run = metadata["runs"][0]
         letters, digits = run["letters"], run["few_shot"]["model"]
         cells = [
             f"[`{name}`](#{name})",

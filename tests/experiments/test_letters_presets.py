@@ -20,7 +20,9 @@ def test_program(tmp_path):
     accuracy = read_metadata(directory)["accuracy"]
     assert accuracy["letters, trained fonts"] <= 1
     assert "letters, few-shot, never seen, 5 of a class" in accuracy
-    assert name in (directory / "README.md").read_text(encoding="utf-8")
+    card = (directory / "README.md").read_text(encoding="utf-8")
+    assert name in card
+    assert all(f"\n| {seed} | 0." in card for seed in SMOKE.seeds)
     classifier = ksm.models.ViTMoEImageClassifier.from_preset(str(directory))
     router = classifier.backbone.router
     assert type(router) is ksm.routers.SoftmaxTokenChoiceRouter
