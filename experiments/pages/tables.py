@@ -6,6 +6,8 @@ import numpy as np
 
 from experiments import glyph_presets, glyph_trials, limoe_sweeps
 from experiments.lib.cards import read_runs, spread
+from experiments.lib.comparisons import difference
+from experiments.pages.results import points
 from keras_softmoe import catalogue
 
 NAMES = """\
@@ -133,6 +135,7 @@ def letters_table(found):
         "preset",
         "parameters",
         "letters",
+        "over the dense model",
         "in new fonts",
         "1 shot",
         "5 shots",
@@ -141,13 +144,21 @@ def letters_table(found):
         "fine-tuned",
     )
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    accuracy = {
+        name: [100 * run["letters"]["accuracy"] for run in metadata["runs"]]
+        for name, metadata in found.items()
+    }
+    dense = next(values for name, values in accuracy.items() if name.startswith("vit"))
     for name, metadata in found.items():
         run = metadata["runs"][0]
         letters, digits = run["letters"], run["few_shot"]["model"]
+        gains = np.subtract(accuracy[name], dense).tolist()
         cells = [
             f"[`{name}`](#{name})",
             _parameters(metadata),
-            *(f"{letters[metric]:.3f}" for metric in ("accuracy", "new_fonts")),
+            f"{letters['accuracy']:.3f}",
+            points(difference(name, gains)) if any(gains) else "",
+            f"{letters['new_fonts']:.3f}",
             *(f"{letters['few_shot'][shots]:.3f}" for shots in ("1", "5")),
             *(spread(digits[shots]) for shots in ("1", "5")),
             spread(run["fine_tuned"]),
