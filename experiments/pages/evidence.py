@@ -5,6 +5,7 @@ from statistics import mean
 
 from experiments import claims, controls, preset_claims
 from experiments.letters import answers
+from experiments.lib.comparisons import difference
 from experiments.lib.runs import read_json
 from experiments.pages import results
 from experiments.router_study.claims import HEADLINE
@@ -13,6 +14,7 @@ from experiments.upcycling import tables as upcycling
 EXPERIMENTS = Path(__file__).resolve().parents[1]
 ANYWHERE = EXPERIMENTS / "router_study" / "anywhere.json"
 LETTERS = EXPERIMENTS / "letters" / "results.json"
+PUBLISHED = EXPERIMENTS / "letters" / "upcycling.json"
 UPCYCLED = EXPERIMENTS / "upcycling" / "small" / "results.json"
 
 _SOFT, _TOKEN, _ = (text for text, _ in HEADLINE)
@@ -118,6 +120,7 @@ def tables():
         "what routers see": controls_table(),
         "glyphs anywhere": anywhere_table(),
         "upcycled": upcycled_table(),
+        "upcycled as published": published_table(),
         "letters": letters_table(),
     }
 
@@ -235,6 +238,34 @@ def upcycled_table():
             upcycling.percent(cells, "upstream_accuracy"),
         ]
         lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def published_table():
+    """Models that go on from a dense one by the protocol of Sparse Upcycling."""
+    found = read_json(PUBLISHED)
+    lines = [
+        "| model | parameters | GFLOP of the training | accuracy before | in the end "
+        "| over dense |",
+        "|---" * 6 + "|",
+    ]
+
+    def accuracy(runs):
+        return [100 * run["accuracy"] for run in runs]
+
+    dense = accuracy(found["runs"]["dense"].values())
+    for name, known in found["models"].items():
+        runs = found["runs"][name].values()
+        gains = [a - b for a, b in zip(accuracy(runs), dense, strict=True)]
+        cells = [
+            known["title"],
+            f"{known['parameters']:,}",
+            f"{known['training_gflop']:,.0f}",
+            f"{mean(accuracy(run['before'] for run in runs)):.1f}",
+            f"{mean(accuracy(runs)):.1f}",
+            results.points(difference(name, gains)) if name != "dense" else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
