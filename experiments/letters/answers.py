@@ -59,7 +59,7 @@ class Question(NamedTuple):
     secondary: tuple = ()
 
 
-def _gain(left, right, placement="anywhere", metric="accuracy"):
+def gain(left, right, placement="anywhere", metric="accuracy"):
     """Accuracy of one model less that of another, an `Effect`."""
     where = "" if placement == "anywhere" else f", {placement}"
     kind = {"accuracy": "", "new_fonts": ", new fonts"}[metric]
@@ -82,31 +82,31 @@ QUESTIONS = {
     "a": Question(
         "Is learned routing better than random routing of the same cost, and than "
         "fixed routing by position?",
-        (_gain("vmoe", "random"), _gain("vmoe", "position")),
+        (gain("vmoe", "random"), gain("vmoe", "position")),
         (
-            _gain("vmoe", "random", "centred"),
-            _gain("vmoe", "position", "centred"),
-            _gain("vmoe", "random", metric="new_fonts"),
-            _gain("random", "dense"),
+            gain("vmoe", "random", "centred"),
+            gain("vmoe", "position", "centred"),
+            gain("vmoe", "random", metric="new_fonts"),
+            gain("random", "dense"),
         ),
     ),
     "b": Question(
         "Are Soft MoE, V-MoE and expert choice better than the dense model of the same "
         "cost?",
-        tuple(_gain(name, "dense") for name in _MIXTURES),
+        tuple(gain(name, "dense") for name in _MIXTURES),
         (
-            *(_gain(name, "longer") for name in _MIXTURES),
-            *(_gain(name, "dense", "centred") for name in ("soft", "vmoe")),
-            *(_gain(name, "dense", metric="new_fonts") for name in _MIXTURES),
-            _gain("wide", "dense"),
-            *(_gain("wide", name) for name in _MIXTURES),
+            *(gain(name, "longer") for name in _MIXTURES),
+            *(gain(name, "dense", "centred") for name in ("soft", "vmoe")),
+            *(gain(name, "dense", metric="new_fonts") for name in _MIXTURES),
+            gain("wide", "dense"),
+            *(gain("wide", name) for name in _MIXTURES),
         ),
     ),
     "c": Question(
         "Are more experts better at the same cost?",
-        (_gain("vmoe", "vmoe_5"), _gain("soft", "soft_1")),
+        (gain("vmoe", "vmoe_5"), gain("soft", "soft_1")),
         tuple(
-            _gain(more, fewer)
+            gain(more, fewer)
             for curve in CURVES.values()
             for fewer, more in zip(
                 list(curve.values())[:-1], list(curve.values())[1:], strict=True

@@ -122,6 +122,7 @@ def tables():
         "upcycled": upcycled_table(),
         "upcycled as published": published_table(),
         "letters": letters_table(),
+        "models of letters": letters_models_table(),
     }
 
 
@@ -288,4 +289,34 @@ def letters_table():
                 f"{d.adjusted_p:.2g}",
             ]
             lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def letters_models_table():
+    """What the models of the study on letters cost and achieve."""
+    if not LETTERS.exists():
+        return "The trainings are not finished.\n"
+    found = read_json(LETTERS)
+    lines = [
+        "| model | parameters | FLOP | step | accuracy, % | over dense | seeds |",
+        "|---" * 7 + "|",
+    ]
+    dense = found["models"]["anywhere_dense"]
+    for name, known in found["models"].items():
+        placement, _, key = name.partition("_")
+        if placement != "anywhere":
+            continue
+        runs = found["runs"][name]
+        gain = answers.gain(key, "dense")
+        (over_dense,) = answers.measured(found, gain)
+        cells = [
+            known["title"],
+            f"{known['parameters']:,}",
+            f"{known['training_gflop'] / dense['training_gflop']:.2f}",
+            f"{found['steps'][name]:.2f}",
+            f"{100 * mean(run['accuracy'] for run in runs):.1f}",
+            "" if key == "dense" else answers.with_unit(gain, over_dense),
+            f"{len(runs)}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
