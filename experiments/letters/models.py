@@ -112,6 +112,9 @@ SMOKE = dataclasses.replace(
 SCALES = {scale.name: scale for scale in (STUDY, SMOKE)}
 
 
+ALL, FIRST = slice(None), slice(3)
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A model of the study.
@@ -123,8 +126,8 @@ class Model:
         width: callable from a `Scale` to the hidden width of MLPs and experts, that of
             the scale if `None`.
         is_longer: bool, whether it trains `Scale.longer` times as long.
-        num_seeds: dict from the placements where it is trained to how many seeds it
-            has there, an int, or `None` for all.
+        seeds_at: dict from the placements where it is trained to a slice, which seeds
+            it has there.
     """
 
     title: str
@@ -132,7 +135,7 @@ class Model:
     in_groups: bool = False
     width: Callable | None = None
     is_longer: bool = False
-    num_seeds: dict = dataclasses.field(default_factory=lambda: {"anywhere": None})
+    seeds_at: dict = dataclasses.field(default_factory=lambda: {"anywhere": ALL})
 
     def group_images(self, scale):
         """Images that are routed together."""
@@ -144,23 +147,24 @@ class Model:
 
     def seeds(self, scale, placement):
         """Seeds that it is trained with on a placement."""
-        return scale.seeds[: self.num_seeds[placement]]
+        return scale.seeds[self.seeds_at[placement]]
 
 
 # Models of primary outcomes have all seeds, controls three.
-BOTH = {"anywhere": None, "centred": 3}
-FEW = {"anywhere": 3}
+BOTH = {"anywhere": ALL, "centred": FIRST}
+FEW = {"anywhere": FIRST}
+LATER = {"anywhere": slice(3, None)}
 # Where learning a scale from 1 would take longer than these trainings.
 _SCALED = {"initial_scale": "unit_variance"}
 
 
-def _token(num_experts=None, **settings):
+def _token(num_experts=None, capacity_factor=1.0, **settings):
     """V-MoE: one choice, as many slots as tokens, batch priority."""
 
     def router(scale):
         return ViewRouter(
             num_experts or scale.num_experts,
-            capacity_factor=1.0,
+            capacity_factor=capacity_factor,
             priority="max",
             name="router",
             **settings,
@@ -189,28 +193,38 @@ def _width_of_all_experts(scale):
 
 
 MODELS = {
-    "dense": Model("Dense", num_seeds=BOTH),
-    "soft": Model("Soft MoE", _soft(), num_seeds=BOTH),
-    "vmoe": Model("V-MoE", _token(), True, num_seeds=BOTH),
+    "dense": Model("Dense", seeds_at=BOTH),
+    "soft": Model("Soft MoE", _soft(), seeds_at=BOTH),
+    "vmoe": Model("V-MoE", _token(), True, seeds_at=BOTH),
     "expert": Model("Expert choice", _of(routers.SoftmaxExpertChoiceRouter), True),
     # Token `s` of each image to expert `s`.
-    "position": Model("Fixed by position", _of(routers.IdentityRouter), num_seeds=BOTH),
+    "position": Model("Fixed by position", _of(routers.IdentityRouter), seeds_at=BOTH),
     # Its kernel is not used.
     "random": Model(
         "V-MoE, random logits",
         _token(random_logits=True, trainable=False),
         True,
-        num_seeds=BOTH,
+        seeds_at=BOTH,
     ),
     "longer": Model(
-        "Dense, as much time as the mixtures", is_longer=True, num_seeds=FEW
+        "Dense, as much time as the mixtures", is_longer=True, seeds_at=FEW
     ),
     "soft_1": Model("Soft MoE, 1 expert", _soft(1)),
     "soft_5": Model("Soft MoE, 5 experts", _soft(5)),
     "vmoe_5": Model("V-MoE, 5 experts", _token(5), True),
     # The upper line costs several times as much.
     "wide": Model(
-        "Dense, as wide as all experts", width=_width_of_all_experts, num_seeds=FEW
+        "Dense, as wide as all experts", width=_width_of_all_experts, seeds_at=FEW
+    ),
+    # Asked after the answers, see "Afterwards" in the plan.
+    "vmoe_all": Model(
+        "V-MoE, no token dropped", _token(capacity_factor=None), True, seeds_at=LATER
+    ),
+    "random_all": Model(
+        "V-MoE, random logits, no token dropped",
+        _token(capacity_factor=None, random_logits=True, trainable=False),
+        True,
+        seeds_at=LATER,
     ),
 }
 # A V-MoE with one expert is the dense model: one gate of 1, and a slot for each token.

@@ -122,7 +122,7 @@ def names_of():
         f"{placement}_{key}"
         for placement in PLACEMENTS
         for key, model in MODELS.items()
-        if placement in model.num_seeds
+        if placement in model.seeds_at
     ]
 
 
