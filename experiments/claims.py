@@ -36,9 +36,10 @@ a core each, where nothing else is said.
 - *A mixture is worth a dense model of several times its cost* (V-MoE, section 3.3;
   Soft MoE, section 3.3): not run. Needs dense models and mixtures of four sizes, 36
   trainings, at a task on which a larger dense model is better.
-- *A learned router is better than a random one, when both are trained*: not run. The
-  claim above is of trained models whose routers are replaced afterwards, the test of
-  V-MoE, appendix E.1. Needs 6 trainings, at a task with more classes.
+- *A learned router is better than a random one, when both are trained*: the claim above
+  is of trained models whose routers are replaced afterwards, the test of V-MoE,
+  appendix E.1. Of trained ones see [the study on
+  letters](evidence.md#thousands-of-classes).
 - *Other numbers of experts per token at inference* (V-MoE, appendix E.4, figures 33 to
   35): not run. Needs no training, `evaluation.routing_sweep` of the trained presets
   with other `num_selected_experts`; and 12 trainings for the paper's comparison with

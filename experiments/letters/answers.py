@@ -211,6 +211,19 @@ QUESTIONS = {
 }
 
 
+# Asked after the answers: neither corrected nor part of the questions.
+AFTERWARDS = (
+    gain("vmoe_all", "random_all"),
+    gain("vmoe_all", "dense"),
+    gain("random_all", "dense"),
+    gain("vmoe_all", "vmoe"),
+    gain("expert", "random"),
+    gain("position", "dense"),
+    gain("longer", "dense"),
+    gain("longer", "position"),
+)
+
+
 def values(results, run, path):
     """Return a number of each seed of a run that has it, a dict."""
     found = {}
@@ -290,8 +303,20 @@ def report(results):
             "| effect | outcome | difference | seeds | p |\n|---|---|---|---|---|\n"
             + "\n".join(rows)
         )
-    parts += [_models(results), "![the answers](answers.png)"]
+    parts += [_afterwards(results), _models(results), "![the answers](answers.png)"]
     return "\n\n".join(parts) + "\n"
+
+
+def _afterwards(results):
+    rows = [
+        f"| {effect.title} | {with_unit(effect, d)} | {d.seeds} |"
+        for effect in AFTERWARDS
+        for d in measured(results, effect)
+    ]
+    return (
+        "## Afterwards\n\nAsked after the answers were read, and not corrected.\n\n"
+        "| effect | difference | seeds |\n|---|---|---|\n" + "\n".join(rows)
+    )
 
 
 def _row(effect, found, kind):
@@ -304,7 +329,7 @@ def _row(effect, found, kind):
 
 def with_unit(effect, found):
     """The `Difference` of an effect with its interval and unit, str."""
-    factor, digits = (100, 2) if effect.unit == "points" else (1, 3)
+    factor, digits = (100, 1) if effect.unit == "points" else (1, 3)
     text = f"{factor * found.mean:+.{digits}f}"
     if found.seeds > 1:
         text += f" ± {factor * found.margin:.{digits}f}"

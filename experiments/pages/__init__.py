@@ -10,7 +10,7 @@ from pathlib import Path
 
 from experiments import claims, versions
 from experiments.lib.filling import filled
-from experiments.pages import evidence, gallery, gpu, results, tables
+from experiments.pages import evidence, gallery, gpu, letters, results, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +32,7 @@ def found():
         **results.tables(),
         **gpu.tables(),
         **evidence.tables(),
+        **letters.tables(),
         "gallery": gallery.gallery(),
         "claims": claims.text(),
         "versions": versions.table(),

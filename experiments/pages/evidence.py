@@ -4,7 +4,6 @@ from pathlib import Path
 from statistics import mean
 
 from experiments import claims, controls, preset_claims
-from experiments.letters import answers
 from experiments.lib.comparisons import difference
 from experiments.lib.runs import read_json
 from experiments.pages import results
@@ -13,7 +12,6 @@ from experiments.upcycling import tables as upcycling
 
 EXPERIMENTS = Path(__file__).resolve().parents[1]
 ANYWHERE = EXPERIMENTS / "router_study" / "anywhere.json"
-LETTERS = EXPERIMENTS / "letters" / "results.json"
 PUBLISHED = EXPERIMENTS / "letters" / "upcycling.json"
 UPCYCLED = EXPERIMENTS / "upcycling" / "small" / "results.json"
 
@@ -121,8 +119,6 @@ def tables():
         "glyphs anywhere": anywhere_table(),
         "upcycled": upcycled_table(),
         "upcycled as published": published_table(),
-        "letters": letters_table(),
-        "models of letters": letters_models_table(),
     }
 
 
@@ -265,58 +261,6 @@ def published_table():
             f"{mean(accuracy(run['before'] for run in runs)):.1f}",
             f"{mean(accuracy(runs)):.1f}",
             results.points(difference(name, gains)) if name != "dense" else "",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def letters_table():
-    """The primary outcomes of the study on letters, a question after the other."""
-    if not LETTERS.exists():
-        return "The trainings are not finished.\n"
-    lines = [
-        "| question | difference | 95 % | seeds | p, corrected |",
-        "|---" * 5 + "|",
-    ]
-    for claim in answers.claims(read_json(LETTERS)):
-        effects = {e.title: e for e in answers.QUESTIONS[claim.source].primary}
-        for d in claim.differences[answers.PRIMARY]:
-            cells = [
-                f"({claim.source}) {claim.text}",
-                d.name,
-                answers.with_unit(effects[d.name], d),
-                f"{d.seeds}",
-                f"{d.adjusted_p:.2g}",
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def letters_models_table():
-    """What the models of the study on letters cost and achieve."""
-    if not LETTERS.exists():
-        return "The trainings are not finished.\n"
-    found = read_json(LETTERS)
-    lines = [
-        "| model | parameters | FLOP | step | accuracy, % | over dense | seeds |",
-        "|---" * 7 + "|",
-    ]
-    dense = found["models"]["anywhere_dense"]
-    for name, known in found["models"].items():
-        placement, _, key = name.partition("_")
-        if placement != "anywhere":
-            continue
-        runs = found["runs"][name]
-        gain = answers.gain(key, "dense")
-        (over_dense,) = answers.measured(found, gain)
-        cells = [
-            known["title"],
-            f"{known['parameters']:,}",
-            f"{known['training_gflop'] / dense['training_gflop']:.2f}",
-            f"{found['steps'][name]:.2f}",
-            f"{100 * mean(run['accuracy'] for run in runs):.1f}",
-            "" if key == "dense" else answers.with_unit(gain, over_dense),
-            f"{len(runs)}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -16,6 +16,9 @@ from matplotlib.patches import Rectangle
 import keras_softmoe as ksm
 from experiments import preset_claims
 from experiments.glyph_presets import EPOCH_IMAGES
+from experiments.letters import answers
+from experiments.lib.runs import read_json
+from experiments.pages import letters
 from experiments.pages.gallery import drawn
 from experiments.pages.guides import small_figure
 
@@ -36,6 +39,7 @@ def draw(docs):
     _save(_dropped(), concepts / "dropped.png")
     _save(_schedules(), concepts / "schedules.png")
     _save(learning_curves(), gallery / "preset_curves.png")
+    _save(answers.plot_answers(read_json(letters.RESULTS)), gallery / "letters.png")
     for name in ksm.presets.names():
         if ksm.presets.describe(name).kind == "trained" and drawn(name):
             _save(_preset(name), gallery / f"routing_{name}.png")
@@ -261,8 +265,8 @@ def _preset(name):
         return routing.plot("modality_load")
     model = ksm.models.ViTMoEImageClassifier.from_preset(name)
     if name.endswith("letters"):
-        letters = ksm.datasets.sample("letters")
-        routing = ksm.analysis.analyze(model, letters.images, num_pictures=5, verbose=0)
+        images, *_ = ksm.datasets.sample("letters")
+        routing = ksm.analysis.analyze(model, images, num_pictures=5, verbose=0)
         return routing.plot("slots" if name.startswith("soft") else "patches")
     images, labels = ksm.datasets.digits(split="test")
     chosen = images[[list(labels).index(label) for label in (0, 2, 3, 5, 8)]]

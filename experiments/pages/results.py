@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 from statistics import mean
 
-from experiments import claims, preset_claims
+from experiments import claims
 from experiments.lib.comparisons import difference
+from experiments.pages import letters
 from experiments.real_weights.tables import report as real_weights
-from experiments.router_study.claims import HEADLINE, value
+from experiments.router_study.claims import value
 
 EXPERIMENTS = Path(__file__).resolve().parents[1]
 STUDY = EXPERIMENTS / "router_study"
@@ -67,7 +68,7 @@ def figures():
         f"{training} for a training step with 32 images and {few} for one with 8 "
         "([speed](docs/results/speed.md); [on a GPU](docs/results/gpu.md) JAX is the "
         "faster backend for small models).",
-        f"**What routing brought.** {routing_brought()} "
+        f"**What routing brought.** {letters.routing_brought()} "
         "([evidence](docs/results/evidence.md)).",
     ]
     return "".join(f"- {line}\n" for line in lines)
@@ -100,48 +101,6 @@ def _times():
         (f"{model}, the same with 8", twin): _ratios("models", "soft_moe", "fit"),
     }
     return {title: f"{min(r):.2f} to {max(r):.2f}" for title, r in found.items()}
-
-
-def routing_brought():
-    """What the trainings here say about routing, in some sentences, str."""
-    (learned,) = differences("Learned routers are better than random ones", "upstream")
-    by_seed = preset_claims.random_and_dense().values()
-    above = sum(random > dense for _, random, dense in by_seed)
-    text = HEADLINE[1][0]
-    filling, anywhere = (
-        points(d)
-        for metric in ("center", "anywhere")
-        for d in differences(text, metric, "Presets")
-    )
-    return (
-        "In small models on synthetic glyphs, points of accuracy (95 %). To the "
-        f"trained V-MoE its routers are worth {points(learned)}, against random ones "
-        f"put in their place ({learned.seeds} seeds). Whether routing is worth more "
-        "than no experts is open: the V-MoE is above the dense model of the same FLOP "
-        f"by {filling} on glyphs that fill the image and {anywhere} on glyphs "
-        f"anywhere, but with all routers random it still is in {above} of "
-        f"{len(by_seed)} seeds, and the dense model is at the edge of the learning "
-        "rates that it bears. "
-        f"{_in_the_study()}"
-    )
-
-
-def _in_the_study():
-    """How many claims of mixtures above the dense model stand, str."""
-    asked = [
-        (claim, metric)
-        for section in sections()
-        if section.title.startswith("Routers")
-        for claim in section.claims
-        if "better than the dense model of the same FLOP" in claim.text
-        for metric in claim.differences
-    ]
-    stand = sum(c.verdict(m) == "yes" and c.survives(m) for c, m in asked)
-    return (
-        f"Of {len(asked)} claims that a mixture of the smaller study is better "
-        f"than the dense one, up- or downstream, {stand or 'none'} stands after the "
-        "correction for all that was compared"
-    )
 
 
 def routers_table():

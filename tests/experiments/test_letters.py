@@ -15,7 +15,7 @@ from experiments.letters.models import MODELS, SMOKE, STUDY, build, count
 from experiments.letters.pictures import BLOCK, IMAGE_SIZE, PLACEMENTS, Letters
 from experiments.letters.trainings import gather, names_of, training, weights_file
 from experiments.lib.runs import finish, write_json
-from experiments.pages import evidence
+from experiments.pages import letters as page
 
 
 @pytest.fixture(scope="module")
@@ -242,12 +242,14 @@ def test_answers_of_made_up_rows(tmp_path):
 
 
 def test_primary_outcomes_are_on_the_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(evidence, "LETTERS", tmp_path / "results.json")
-    assert evidence.letters_table() == "The trainings are not finished.\n"
-    write_json(evidence.LETTERS, made_up())
-    _, _, *rows = evidence.letters_table().splitlines()
-    assert len(rows) == 12
-    assert rows[0].startswith("| (a) Is learned routing better") and "points" in rows[0]
+    monkeypatch.setattr(page, "RESULTS", tmp_path / "results.json")
+    write_json(page.RESULTS, made_up())
+    _, _, *rows = page.answers_table().splitlines()
+    assert len(rows) == 6 + 12
+    assert rows[0].startswith("| **(a)** | **Is learned routing better")
+    assert "points" in rows[1]
+    _, _, *rows = page.models_table().splitlines()
+    assert [row.split(" | ")[-1] for row in rows] == ["6 |"] * len(rows)
 
 
 def test_answers_of_few_rows(finished):
