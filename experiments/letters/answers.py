@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.letters.models import CURVES, MODELS
-from experiments.lib.comparisons import (
-    Claim,
-    corrected,
-    difference,
-    verdict_in_words,
-)
+from experiments.lib.comparisons import Claim, corrected, difference
 from experiments.lib.runs import read_json
 from keras_softmoe.drawing import (
     as_percentages,
@@ -28,6 +23,8 @@ from keras_softmoe.files import atomic_file
 
 # Primary outcomes are one family for Holm's correction.
 PRIMARY = "primary"
+# A corrected p under it answers.
+LEVEL = 0.05
 
 
 class Effect(NamedTuple):
@@ -213,14 +210,16 @@ QUESTIONS = {
 
 # Asked after the answers: neither corrected nor part of the questions.
 AFTERWARDS = (
-    gain("vmoe_all", "random_all"),
-    gain("vmoe_all", "dense"),
-    gain("random_all", "dense"),
-    gain("vmoe_all", "vmoe"),
-    gain("expert", "random"),
     gain("position", "dense"),
+    gain("position", "random"),
+    gain("soft", "random"),
+    gain("expert", "random"),
     gain("longer", "dense"),
     gain("longer", "position"),
+    gain("vmoe_all", "random_all"),
+    gain("vmoe_all", "vmoe"),
+    gain("vmoe_all", "dense"),
+    gain("random_all", "dense"),
 )
 
 
@@ -246,21 +245,31 @@ def measured(results, effect):
 
 
 def claims(results):
-    """Return the questions as a list of `Claim`, corrected within the family."""
-    return corrected(
+    """Return the questions as a list of `Claim`, of which the primary are corrected."""
+    found = corrected(
         [
-            Claim(
-                question.text,
-                letter,
-                {
-                    PRIMARY: _all(results, question.primary),
-                    # Not looked at together with the others, and not corrected.
-                    "secondary": _all(results, question.secondary),
-                },
-            )
+            Claim(question.text, letter, {PRIMARY: _all(results, question.primary)})
             for letter, question in QUESTIONS.items()
         ]
     )
+    # Not looked at together with the others, and not part of their family.
+    return [
+        claim._replace(
+            differences={
+                **claim.differences,
+                "secondary": _all(results, QUESTIONS[claim.source].secondary),
+            }
+        )
+        for claim in found
+    ]
+
+
+def answer(effect, found):
+    """Return what the `Difference` of a primary outcome says, a word or some."""
+    if found.adjusted_p < LEVEL:
+        return "yes" if found.mean > 0 else "no"
+    is_small = abs(found.mean) + found.margin < 0.01
+    return "less than a point" if is_small and effect.unit == "points" else "open"
 
 
 def _all(results, effects):
@@ -283,7 +292,8 @@ def report(results):
         "Made by `python -m experiments.letters.answers`; [the plan](PLAN.md) was "
         "written first. Differences are taken within each seed; ± is half of the 95 % "
         f"t-interval of their mean. p is corrected for the {family} primary outcomes "
-        "that are here (Holm); secondary ones are not corrected.",
+        f"that are here (Holm), and answers where it is under {LEVEL}; secondary ones "
+        "have no test. A question is answered yes if all its primary outcomes are.",
     ]
     for claim in found:
         question = QUESTIONS[claim.source]
@@ -294,14 +304,16 @@ def report(results):
         ):
             known = {d.name: d for d in claim.differences[kind]}
             rows += [_row(e, known.get(e.title), kind) for e in effects]
-        missing = len(question.primary) - len(claim.differences[PRIMARY])
-        verdict = verdict_in_words(claim, PRIMARY)
+        primary = dict(zip(question.primary, claim.differences[PRIMARY], strict=False))
+        missing = len(question.primary) - len(primary)
+        is_yes = all(answer(*outcome) == "yes" for outcome in primary.items())
+        verdict = "yes" if is_yes else "open"
         if missing:
             verdict = f"not run: {missing} of {len(question.primary)} primary outcomes"
         parts.append(
             f"## ({claim.source}) {claim.text}\n\n**{verdict}**\n\n"
-            "| effect | outcome | difference | seeds | p |\n|---|---|---|---|---|\n"
-            + "\n".join(rows)
+            "| effect | outcome | difference | seeds | p | answer |\n"
+            "|---|---|---|---|---|---|\n" + "\n".join(rows)
         )
     parts += [_afterwards(results), _models(results), "![the answers](answers.png)"]
     return "\n\n".join(parts) + "\n"
@@ -321,9 +333,11 @@ def _afterwards(results):
 
 def _row(effect, found, kind):
     if found is None:
-        return f"| {effect.title} | {kind} | not run | 0 | |"
-    p = f"{found.adjusted_p:.2g}" if kind == PRIMARY and found.seeds > 1 else ""
-    cells = [effect.title, kind, with_unit(effect, found), f"{found.seeds}", p]
+        return f"| {effect.title} | {kind} | not run | 0 | | |"
+    tested = [""] * 2
+    if kind == PRIMARY and found.seeds > 1:
+        tested = [f"{found.adjusted_p:.2g}", answer(effect, found)]
+    cells = [effect.title, kind, with_unit(effect, found), f"{found.seeds}", *tested]
     return f"| {' | '.join(cells)} |"
 
 

@@ -233,11 +233,19 @@ def test_answers_of_made_up_rows(tmp_path):
     # The family is that of all primary outcomes: 12.
     family = [d for claim in found.values() for d in claim.differences[answers.PRIMARY]]
     assert len(family) == 12
-    assert min(d.adjusted_p / d.p for d in family if 0 < d.p < 1e-3) > 1
+    smallest = min(family, key=lambda d: d.p)
+    assert smallest.adjusted_p == pytest.approx(12 * smallest.p)
     assert all(np.isnan(d.adjusted_p) or d.adjusted_p >= d.p for d in family)
+    assert all(np.isnan(d.adjusted_p) for d in found["a"].differences["secondary"])
+    effect, other = answers.QUESTIONS["a"].primary[0], answers.QUESTIONS["b"].primary[0]
+    assert answers.answer(effect, first) == "yes"
+    assert answers.answer(effect, first._replace(mean=-0.1)) == "no"
+    (none,) = found["b"].differences[answers.PRIMARY][:1]
+    assert answers.answer(other, none) == "less than a point"
+    assert answers.answer(other, none._replace(error=0.1)) == "open"
     answers.write_answers(results, tmp_path)
     text = (tmp_path / "README.md").read_text("utf-8")
-    assert "**appears, after the correction too**" in text and "nan" not in text
+    assert "**yes**" in text and "**open**" in text and "nan" not in text
     assert (tmp_path / "answers.png").stat().st_size > 10_000
 
 
