@@ -220,6 +220,8 @@ AFTERWARDS = (
     gain("vmoe_all", "vmoe"),
     gain("vmoe_all", "dense"),
     gain("random_all", "dense"),
+    gain("vmoe_bias", "random"),
+    gain("vmoe_bias", "dense"),
 )
 
 

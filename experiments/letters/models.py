@@ -226,6 +226,12 @@ MODELS = {
         True,
         seeds_at=LATER,
     ),
+    "vmoe_bias": Model(
+        "V-MoE, balanced by a bias",
+        _token(score="sigmoid", bias_update_rate=0.001, losses=(), noise_std=0.0),
+        True,
+        seeds_at=LATER,
+    ),
 }
 # A V-MoE with one expert is the dense model: one gate of 1, and a slot for each token.
 CURVES = {
