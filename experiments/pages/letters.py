@@ -137,11 +137,11 @@ def routing_brought():
         "the trainings, six seeds, points of accuracy (95 %) at the same FLOP and "
         f"steps. Over the dense model: {over_dense}; {stand or 'none'} of the "
         f"{len(family)} stands after the correction. The V-MoE over one with random "
-        f"routing: {gain('vmoe', 'random')}. Experts pay without a learned router: "
-        f"those of fixed positions are {gain('position', 'dense')} above the dense "
-        "model. So does time: a quarter more steps, as long as the mixtures take, give "
-        f"the dense model {gain('longer', 'dense')} (three seeds). After four times as "
-        f"many steps no gain of learned routers shows: {longer} (three seeds)"
+        f"routing: {gain('vmoe', 'random')}. What learns faster is ahead there: "
+        f"experts of fixed positions by {gain('position', 'dense')}, and the dense model by "
+        f"{gain('longer', 'dense')} (three seeds) with the quarter more steps for "
+        "which the mixtures take time. After four times as many steps no gain shows: "
+        f"{longer} (three seeds)"
     )
 
 
