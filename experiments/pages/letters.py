@@ -138,9 +138,10 @@ def routing_brought():
         f"steps. Over the dense model: {over_dense}; {stand or 'none'} of the "
         f"{len(family)} stands after the correction. The V-MoE over one with random "
         f"routing: {gain('vmoe', 'random')}. What learns faster is ahead there: "
-        f"experts of fixed positions by {gain('position', 'dense')}, and the dense model by "
-        f"{gain('longer', 'dense')} (three seeds) with the quarter more steps for "
-        "which the mixtures take time. After four times as many steps no gain shows: "
+        f"experts of fixed positions by {gain('position', 'dense')}, and the dense "
+        f"model by {gain('longer', 'dense')} (three seeds) with the quarter more steps "
+        "for which the mixtures take time. After four times as many steps no gain "
+        "shows: "
         f"{longer} (three seeds)"
     )
 
