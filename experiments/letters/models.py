@@ -227,7 +227,7 @@ MODELS = {
         seeds_at=LATER,
     ),
     "vmoe_bias": Model(
-        "V-MoE, balanced by a bias",
+        "V-MoE, a bias in place of losses",
         _token(score="sigmoid", bias_update_rate=0.001, losses=(), noise_std=0.0),
         True,
         seeds_at=LATER,

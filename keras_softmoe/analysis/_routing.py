@@ -117,7 +117,7 @@ class Routing(NamedTuple):
             `pathlib.Path` of the file, of 5 MB at most.
 
         Examples:
-            >>> routing = ksm.analysis.analyze(sparse, images, labels, num_pictures=1)
+            >>> routing = ksm.analysis.analyze(sparse, images, labels)
             >>> names = ksm.datasets.sample("glyphs").class_names
             >>> routing.save("report.html", class_names=names)
         """

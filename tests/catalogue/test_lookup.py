@@ -115,7 +115,7 @@ def test_real_catalogue():
         if preset.path:
             assert any((preset.path / file).is_file() for file in WEIGHTS_FILES)
     assert [kinds.count(k) for k in ("trained", "convertible", "architecture")] == [
-        *(7, 11, 124)
+        *(11, 11, 124)
     ]
 
 
