@@ -317,20 +317,23 @@ def report(results):
             "| effect | outcome | difference | seeds | p | answer |\n"
             "|---|---|---|---|---|---|\n" + "\n".join(rows)
         )
-    parts += [_afterwards(results), _models(results), "![the answers](answers.png)"]
+    parts += [
+        "## Afterwards\n\nAsked after the answers were read, and not corrected.",
+        afterwards(results),
+        _models(results),
+        "![the answers](answers.png)",
+    ]
     return "\n\n".join(parts) + "\n"
 
 
-def _afterwards(results):
+def afterwards(results):
+    """A table of what was asked after the answers, Markdown."""
     rows = [
         f"| {effect.title} | {with_unit(effect, d)} | {d.seeds} |"
         for effect in AFTERWARDS
         for d in measured(results, effect)
     ]
-    return (
-        "## Afterwards\n\nAsked after the answers were read, and not corrected.\n\n"
-        "| effect | difference | seeds |\n|---|---|---|\n" + "\n".join(rows)
-    )
+    return "| difference | 95 % | seeds |\n|---|---|---|\n" + "\n".join(rows)
 
 
 def _row(effect, found, kind):

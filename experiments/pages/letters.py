@@ -18,7 +18,7 @@ def tables():
         "letters": answers_table(),
         "models of letters": models_table(),
         "longer trainings of letters": longer_table(),
-        "after the answers": afterwards_table(),
+        "after the answers": answers.afterwards(read_json(RESULTS)) + "\n",
     }
 
 
@@ -100,16 +100,6 @@ def longer_gain(key):
     pairs = zip(accuracy[key], accuracy["dense"], strict=True)
     found = difference(key, [a - b for a, b in pairs])
     return answers.with_unit(answers.gain(key, "dense"), found)
-
-
-def afterwards_table():
-    """Differences that were asked after the answers."""
-    found = read_json(RESULTS)
-    lines = ["| difference | 95 % | seeds |", "|---" * 3 + "|"]
-    for effect in answers.AFTERWARDS:
-        for d in answers.measured(found, effect):
-            lines.append(_row([d.name, answers.with_unit(effect, d), f"{d.seeds}"]))
-    return "\n".join(lines) + "\n"
 
 
 def routing_brought():
