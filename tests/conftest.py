@@ -100,6 +100,17 @@ def reproducible():
     keras.config.set_dtype_policy("float32")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef):
+    """Same seed before every fixture that several tests share.
+
+    They are made before the seed of their first test, whichever test that is.
+    """
+    if fixturedef.scope != "function":
+        keras.utils.set_random_seed(0)
+    return (yield)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def quick_garbage_collection():
     """What a module leaves behind (traces, mostly) is not searched again and again.

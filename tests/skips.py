@@ -118,6 +118,7 @@ RUNS_ON = {
     "test_package.py": ("torch",),
     "test_pages.py": ("torch",),
     "test_security.py": ("torch",),
+    "test_tolerances.py": ("torch",),
     "test_walks.py": ("torch",),
     "test_trained_*.py": ("torch",),
     # A hundredth of what `make torture` does on each backend.

@@ -14,6 +14,7 @@ from keras import ops
 
 import keras_softmoe as ksm
 from tests.skips import needs, only_on
+from tests.support.close import assert_near
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 
@@ -248,9 +249,7 @@ def test_soft_mixture_of_experts_is_our_layer_without_normalization(equal_rival)
     tokens = ops.convert_to_tensor(
         np.random.default_rng(0).normal(size=(3, 5, 8)), "float32"
     )
-    np.testing.assert_allclose(
-        to_numpy(ours(tokens)), to_numpy(theirs(tokens)), atol=1e-6
-    )
+    assert_near(to_numpy(ours(tokens)), to_numpy(theirs(tokens)), atol=1e-6)
 
 
 def test_soft_moe_pytorch_is_our_layer_on_normalized_tokens(equal_rival):
@@ -270,9 +269,7 @@ def test_soft_moe_pytorch_is_our_layer_on_normalized_tokens(equal_rival):
     tokens /= np.sqrt(np.mean(tokens**2, axis=-1, keepdims=True))
     tokens = ops.convert_to_tensor(tokens, "float32")
     # The exact GELU and its approximation differ by up to 5e-4.
-    np.testing.assert_allclose(
-        to_numpy(ours(tokens)), to_numpy(theirs(tokens)), atol=1e-3
-    )
+    assert_near(to_numpy(ours(tokens)), to_numpy(theirs(tokens)), atol=1e-3)
 
 
 RELEASED = """

@@ -6,6 +6,7 @@ import pytest
 import keras_softmoe as ksm
 from experiments import synthetic
 from experiments.lib.cards import read_runs
+from tests.support.close import assert_near
 
 LIMOE = "limoe_tiny_patch4_8e_32_shapes"
 DENSE = "limoe_dense_tiny_patch4_32_shapes"
@@ -91,7 +92,7 @@ def test_no_leakage_between_modalities(model, scenes):
         ("image_embedding", model.encode_image(scenes.images[:32])),
         ("text_embedding", model.encode_text(scenes.captions[:32])),
     ):
-        np.testing.assert_allclose(together[name], alone, atol=1e-6)
+        assert_near(together[name], alone, atol=1e-6)
     assert pairs["token_ids"].shape == (32, 16)
 
 

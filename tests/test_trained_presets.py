@@ -6,6 +6,7 @@ import pytest
 
 import keras_softmoe as ksm
 from experiments.lib.cards import read_runs
+from tests.support.close import assert_near
 
 SOFT = "soft_moe_tiny_patch4_16e_32_glyphs"
 TRAINED = [name for name in ksm.presets.names() if name.endswith("glyphs")]
@@ -65,7 +66,7 @@ def test_few_shot_accuracy_is_that_of_the_card(name):
         classifier, train, test, shots=(5,), seeds=20, verbose=0
     )
     card = read_runs(name)[0]["few_shot"]["model"]
-    np.testing.assert_allclose(result[5].accuracies, card["5"], atol=0.005)
+    assert_near(result[5].accuracies, card["5"], atol=0.005)
 
 
 def test_int8_keeps_the_accuracy_on_digits(digits):

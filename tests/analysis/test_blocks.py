@@ -7,6 +7,7 @@ from sklearn.metrics import mutual_info_score
 
 from keras_softmoe import analysis, layers, ops, routers
 from tests.support import tiny
+from tests.support.close import assert_near
 from tests.support.recorded import recorded
 from tests.support.references import to_numpy
 
@@ -143,9 +144,7 @@ def test_counts(name):
     np.testing.assert_allclose(statistics.load / NUM_IMAGES, load, rtol=1e-5)
     used = (dispatch.sum((1, 3)) > 0).sum(1)
     np.testing.assert_array_equal(statistics.experts_per_image, used)
-    np.testing.assert_allclose(
-        statistics.weight_by_position, weights.mean(0), rtol=1e-5, atol=1e-7
-    )
+    assert_near(statistics.weight_by_position, weights.mean(0), rtol=1e-5, atol=1e-7)
     by_class = np.stack(
         [
             weights[[0, 3, 4]].mean((0, 1)),
@@ -153,9 +152,7 @@ def test_counts(name):
             weights[[1, 2]].mean((0, 1)),
         ]
     )
-    np.testing.assert_allclose(
-        statistics.weight_by_class, by_class, rtol=1e-5, atol=1e-7
-    )
+    assert_near(statistics.weight_by_class, by_class, rtol=1e-5, atol=1e-7)
     assert (statistics.dropped > 0) == (name in ("token_choice", "expert_choice"))
     assert statistics.choice_histogram.shape == (2, 50)
     np.testing.assert_array_equal(

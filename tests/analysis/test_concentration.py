@@ -9,6 +9,7 @@ from keras_softmoe.analysis._concentration import (
     Concentration,
     ConcentrationTotal,
 )
+from tests.support.close import assert_near
 
 
 def averages(seed, shape):
@@ -67,8 +68,8 @@ def test_bands(example):
             assert (ends <= upper + 1 / NUM_BINS).all()
     # Everything.
     ((low, high),) = total.concentration().bands([1.0])
-    np.testing.assert_allclose(low, curves.min(axis=(0, 1)), atol=1 / NUM_BINS)
-    np.testing.assert_allclose(high, curves.max(axis=(0, 1)), atol=1 / NUM_BINS)
+    assert_near(low, curves.min(axis=(0, 1)), atol=1 / NUM_BINS)
+    assert_near(high, curves.max(axis=(0, 1)), atol=1 / NUM_BINS)
 
 
 def test_how_many_are_needed(example):
@@ -76,7 +77,7 @@ def test_how_many_are_needed(example):
     found, curves = total.concentration(), curves.reshape(-1, 7)
     for share in (0.5, 0.9):
         reached = (curves >= share).mean(axis=0)
-        np.testing.assert_allclose(found.reached(share), reached, atol=1 / 150)
+        assert_near(found.reached(share), reached, atol=1 / 150)
         needed = np.sort((curves < share).sum(axis=1) + 1)
         assert found.needed(share) == needed[149]
         assert found.needed(share, part=1) == needed[-1]
@@ -87,7 +88,7 @@ def test_a_uniform_average_is_a_straight_line():
     # Rounded like a softmax: no sum of fifths is exact.
     total.add(np.full((4, 2, 5), 0.2, "float32"))
     found = total.concentration()
-    np.testing.assert_allclose(found.mean, [0.2, 0.4, 0.6, 0.8, 1.0], atol=1e-6)
+    assert_near(found.mean, [0.2, 0.4, 0.6, 0.8, 1.0], atol=1e-6)
     np.testing.assert_array_equal(found.reached(0.6), [0, 0, 1, 1, 1])
     assert found.needed(0.6) == 3
     # Shares closer to one than the width of a bin.

@@ -21,6 +21,7 @@ from keras_softmoe.routers import (
     SoftRouter,
 )
 from tests.support import pairs
+from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
 # 2 x 3 patches, so that rows cannot be taken for columns.
@@ -93,7 +94,7 @@ def test_a_task_brings_its_preprocessor():
     task = ViTMoEImageClassifier(backbone, 3, preprocessor=preprocessor)
     pixels = np.random.default_rng(0).integers(0, 256, (2, *IMAGE_SHAPE), "uint8")
     maps = routing_maps(task, pixels, 1)
-    np.testing.assert_allclose(maps.images, pixels / 127.5 - 1, atol=1e-6)
+    assert_near(maps.images, pixels / 127.5 - 1, atol=1e-6)
     given = routing_maps(backbone, pixels, 1, preprocessor=ViTMoEImageConverter())
     np.testing.assert_allclose(maps.dispatch, given.dispatch, rtol=1e-6)
 

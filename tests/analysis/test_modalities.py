@@ -11,6 +11,7 @@ import pytest
 from keras_softmoe import analysis, datasets, models, routers
 from keras_softmoe.analysis._modalities import ModalityStatistics, _words
 from tests.support import pairs, tiny, tiny_limoe
+from tests.support.close import assert_near
 
 SCARCE = {"capacity_factor": 0.75}
 ROUTERS = {
@@ -180,9 +181,7 @@ def test_batches_add_up(backbone):
             if isinstance(value, dict):
                 assert found[name].keys() == value.keys()
                 for modality, numbers in value.items():
-                    np.testing.assert_allclose(
-                        found[name][modality], numbers, rtol=1e-5, atol=1e-8
-                    )
+                    assert_near(found[name][modality], numbers, rtol=1e-5, atol=1e-8)
             elif value is not None:
                 np.testing.assert_array_equal(found[name], value)
 

@@ -6,6 +6,7 @@ import pytest
 from keras_softmoe.analysis import RoutingMaps, analyze
 from keras_softmoe.analysis._maps import ExpertExamples, ExpertPatches
 from tests.support import pairs
+from tests.support.close import assert_near
 from tests.support.reading import png
 from tests.support.references import to_numpy
 
@@ -139,9 +140,9 @@ def test_pair():
     for ax, expert in zip(figure.axes[1:], (0, 2, 4, -1), strict=True):
         shown = ax.get_images()[0].get_array()
         taken = np.kron(given.main_experts[1] == expert, np.ones((2, 2))).astype(bool)
-        np.testing.assert_allclose(shown[taken], pixels[taken], atol=1e-6)
+        assert_near(shown[taken], pixels[taken], atol=1e-6)
         faded = 1 - 0.12 * (1 - pixels)
-        np.testing.assert_allclose(shown[~taken], faded[~taken], atol=1e-6)
+        assert_near(shown[~taken], faded[~taken], atol=1e-6)
     assert "block 5" in figure.get_suptitle()
     assert png(figure).startswith(b"\x89PNG")
 
@@ -203,7 +204,7 @@ def test_patches_of_some_experts():
             outside = np.isnan(picture).any(-1)
             np.testing.assert_array_equal(~np.ma.getmaskarray(cover), outside)
             expected = picture[~outside] / 2 + 0.5
-            np.testing.assert_allclose(drawn[~outside], expected, atol=1e-6)
+            assert_near(drawn[~outside], expected, atol=1e-6)
             (frame,) = ax.patches
             assert frame.get_bbox().bounds == (4, 4, 4, 4)
     assert "block 0" in figure.get_suptitle() and "33.3%" in figure.get_suptitle()

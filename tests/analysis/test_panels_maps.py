@@ -16,6 +16,7 @@ from keras_softmoe.routers import (
     SoftRouter,
 )
 from tests.support import tiny
+from tests.support.close import assert_near
 from tests.support.reading import png, tick_names
 
 ROUTERS = {
@@ -61,7 +62,7 @@ def test_pictures_that_are_not_in_colour_are_grey(channels):
         maps_of(backbone, images).plot("slots").axes[0].get_images()[0].get_array()
     )
     grey = np.repeat(images[0].mean(-1, keepdims=True) / 2 + 0.5, 3, axis=-1)
-    np.testing.assert_allclose(picture, grey, atol=1e-6)
+    assert_near(picture, grey, atol=1e-6)
 
 
 def test_slots_are_drawn_where_they_take():
@@ -169,9 +170,9 @@ def test_experts_are_drawn_where_they_work():
         assert (np.equal.outer(seen, seen) == np.equal.outer(wanted, wanted)).all()
         # None at an even share of one in four, full from two of them on.
         opacity = np.where(taken, np.clip(4 * weights[index] - 1, 0, 1), 0)
-        np.testing.assert_allclose(pixels[..., 3], opacity, atol=1e-6)
+        assert_near(pixels[..., 3], opacity, atol=1e-6)
         found = [text.get_alpha() for text in ax.texts]
-        np.testing.assert_allclose(found, opacity[taken], atol=1e-6)
+        assert_near(found, opacity[taken], atol=1e-6)
         numbers = [int(text.get_text()) for text in ax.texts]
         assert numbers == experts[index][experts[index] >= 0].tolist()
         dropped_here = experts[index] < 0
@@ -194,7 +195,7 @@ def test_patches_that_listen_to_all_experts_are_white():
         "experts"
     )
     pixels = figure.axes[1].get_images()[0].get_array()
-    np.testing.assert_allclose(pixels[..., 3], 0, atol=1e-5)
+    assert_near(pixels[..., 3], 0, atol=1e-5)
 
 
 def test_many_experts_have_many_colours():
@@ -243,7 +244,7 @@ def test_discarded_patches_are_covered(classifier, priority):
     assert 0 < expected[0].mean() < expected[1].mean()
     for row in range(2):
         (picture,) = axes[row, 0].get_images()
-        np.testing.assert_allclose(picture.get_array(), images[row] / 255, atol=1e-6)
+        assert_near(picture.get_array(), images[row] / 255, atol=1e-6)
         assert not axes[row, 0].collections
         for ax, patches in zip(axes[row, 1:], expected[:, row], strict=True):
             (cover,) = ax.collections

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe.analysis._soft import TOKEN_WEIGHT_EDGES
+from tests.support.close import assert_near
 from tests.support.made_up import plot
 from tests.support.reading import legend_names, png, tick_names
 from tests.support.soft_blocks import NUM_TOKENS, make_directions, statistics
@@ -16,7 +17,7 @@ def test_token_weights():
         weights, shares = line.get_data()
         np.testing.assert_array_equal(weights, TOKEN_WEIGHT_EDGES[1:-1])
         found = [block.tokens_above(weight) for weight in weights]
-        np.testing.assert_allclose(shares, found, atol=1e-12)
+        assert_near(shares, found, atol=1e-12)
         # All that changes is in sight.
         left, right = ax.get_xlim()
         moving = (shares > 0) & (shares < 1)

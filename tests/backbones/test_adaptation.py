@@ -8,6 +8,7 @@ import pytest
 import keras_softmoe as ksm
 from keras_softmoe import layers, models
 from tests.support import tiny
+from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
 pytestmark = [tiny.FITTING, tiny.LOADING]
@@ -36,9 +37,7 @@ def test_lora_reaches_the_experts_and_trains_nothing_else():
         "block_0/mlp/output_dense",
     }
     # Nothing has changed before the first step.
-    np.testing.assert_allclose(
-        tiny.predict(model, tiny.pixels(2)), expected, rtol=1e-4, atol=1e-5
-    )
+    assert_near(tiny.predict(model, tiny.pixels(2)), expected, rtol=1e-4, atol=1e-5)
     trainable = {w.path for w in backbone.trainable_weights}
     kernels = [w for w in backbone.trainable_weights if "lora_kernel" in w.path]
     assert len(kernels) == 2 * len(adapted)
@@ -69,9 +68,7 @@ def test_lora_is_merged_when_saved(tmp_path):
     revived = models.ViTMoEImageClassifier.from_preset(str(tmp_path / "adapted"))
     assert not any("lora" in w.path for w in revived.weights)
     assert revived.compiled
-    np.testing.assert_allclose(
-        tiny.predict(revived, tiny.pixels(3)), expected, rtol=1e-4, atol=1e-4
-    )
+    assert_near(tiny.predict(revived, tiny.pixels(3)), expected, rtol=1e-4, atol=1e-4)
 
 
 def adapted(rank=2):
@@ -94,7 +91,7 @@ def test_merged_model_is_an_ordinary_one():
     # The backbone alone; the classifier around it was compiled with the factors.
     merged = models.merge_lora(model.backbone)
     assert len(merged) == 8 and EXPERT_BANKS <= set(merged)
-    np.testing.assert_allclose(tiny.predict(model, x), expected, rtol=1e-4, atol=1e-4)
+    assert_near(tiny.predict(model, x), expected, rtol=1e-4, atol=1e-4)
     plain = tiny.classifier()
     assert list(paths(model)) == list(paths(plain))
     assert models.merge_lora(model) == []
@@ -104,10 +101,10 @@ def test_merged_model_is_an_ordinary_one():
     model.trainable = True
     assert paths(model) == paths(plain)
     plain.set_weights(model.get_weights())
-    np.testing.assert_allclose(tiny.predict(plain, x), expected, rtol=1e-4, atol=1e-4)
+    assert_near(tiny.predict(plain, x), expected, rtol=1e-4, atol=1e-4)
     # And once more
     model.backbone.enable_lora(1)
-    np.testing.assert_allclose(tiny.predict(model, x), expected, rtol=1e-4, atol=1e-4)
+    assert_near(tiny.predict(model, x), expected, rtol=1e-4, atol=1e-4)
     assert ksm.evaluation.cost(model) == ksm.evaluation.cost(plain)
 
 
@@ -131,7 +128,7 @@ def test_every_layer_of_keras_is_merged():
     expected = tiny.predict(model, ids)
     assert len(models.merge_lora(model)) == 6
     assert paths(model) == plain
-    np.testing.assert_allclose(tiny.predict(model, ids), expected, rtol=1e-3, atol=1e-4)
+    assert_near(tiny.predict(model, ids), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_lora_in_files(tmp_path):
@@ -147,9 +144,7 @@ def test_lora_in_files(tmp_path):
         assert not any("lora" in w.path for w in other.weights)
         # A file has no optimizer's state for the kernels.
         assert other.compiled == (other is plain)
-        np.testing.assert_allclose(
-            tiny.predict(other, x), expected, rtol=1e-4, atol=1e-4
-        )
+        assert_near(tiny.predict(other, x), expected, rtol=1e-4, atol=1e-4)
     # The factors, for a model that has the kernels
     file = str(tmp_path / "factors.lora.h5")
     model.backbone.save_lora_weights(file)
@@ -188,7 +183,7 @@ def test_lora_of_a_quantized_model(mode, tmp_path):
     model.backbone.quantize(mode)
     before = tiny.predict(model, x)
     model.backbone.enable_lora(2)
-    np.testing.assert_allclose(tiny.predict(model, x), before, rtol=1e-3, atol=1e-4)
+    assert_near(tiny.predict(model, x), before, rtol=1e-3, atol=1e-4)
     model.compile(keras.optimizers.Adam(0.03))
     kernels = [
         (w, to_numpy(w)) for w in model.backbone.weights if w.path.endswith("kernel")
@@ -278,9 +273,7 @@ def test_int4_reaches_the_experts_and_round_trips(tmp_path):
     ):
         for one, other in zip(revived.get_weights(), model.get_weights(), strict=True):
             np.testing.assert_array_equal(one, other)
-        np.testing.assert_allclose(
-            tiny.predict(revived, x), actual, rtol=1e-4, atol=1e-5
-        )
+        assert_near(tiny.predict(revived, x), actual, rtol=1e-4, atol=1e-5)
 
 
 def test_int8_reaches_the_experts_and_round_trips(tmp_path):
@@ -310,4 +303,4 @@ def test_int8_reaches_the_experts_and_round_trips(tmp_path):
         assert bank.quantization_mode == "int8"
         for one, other in zip(revived.get_weights(), model.get_weights(), strict=True):
             np.testing.assert_array_equal(one, other)
-    np.testing.assert_allclose(tiny.predict(revived, x), actual, rtol=1e-4, atol=1e-5)
+    assert_near(tiny.predict(revived, x), actual, rtol=1e-4, atol=1e-5)

@@ -12,6 +12,7 @@ import pytest
 from keras_softmoe import models, routers
 from tests.support import limoe_router_twin as twin
 from tests.support import tiny, tiny_limoe
+from tests.support.close import assert_near
 from tests.support.references import to_numpy
 from tests.support.tiny_limoe import AMPLE, BATCH, as_numpy
 
@@ -55,9 +56,7 @@ def expected_logs(model, auxiliary=True):
 def assert_logs(actual, expected):
     assert sorted(actual) == sorted(expected)
     for name, value in expected.items():
-        np.testing.assert_allclose(
-            actual[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
-        )
+        assert_near(actual[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +266,7 @@ def test_encode(ample):
         assert found.shape == (NUM_PAIRS, 6) and found.dtype == "float32"
         np.testing.assert_allclose(np.linalg.norm(found, axis=-1), 1.0, rtol=1e-5)
         value = np.concatenate([outputs[name] for outputs in expected])
-        np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-5)
+        assert_near(found, value, rtol=1e-5, atol=1e-5)
 
 
 def test_encode_any_number(ample, capsys):
@@ -275,7 +274,7 @@ def test_encode_any_number(ample, capsys):
     expected = encoded(ample)
     large = pixels().repeat(2, axis=1).repeat(2, axis=2).astype("uint8")
     found = ample.encode_image(large, batch_size=4)
-    np.testing.assert_allclose(found, expected["image_embedding"], rtol=1e-4, atol=1e-4)
+    assert_near(found, expected["image_embedding"], rtol=1e-4, atol=1e-4)
     ids = ample.preprocessor.tokenize(captions()).astype("int64")
     assert capsys.readouterr().out == ""
     found = ample.encode_text(ids, batch_size=BATCH, verbose=1)
@@ -292,10 +291,10 @@ def test_zero_shot(ample):
     classes = np.mean(embeddings, axis=0)
     classes /= np.linalg.norm(classes, axis=-1, keepdims=True)
     found = ample.class_embeddings(names, templates)
-    np.testing.assert_allclose(found, classes, rtol=1e-4, atol=1e-5)
+    assert_near(found, classes, rtol=1e-4, atol=1e-5)
     scores = ample.zero_shot(pixels(), names, templates, batch_size=BATCH)
     images = ample.encode_image(pixels(), batch_size=BATCH)
-    np.testing.assert_allclose(scores, images @ classes.T, rtol=1e-4, atol=1e-5)
+    assert_near(scores, images @ classes.T, rtol=1e-4, atol=1e-5)
     assert scores.shape == (NUM_PAIRS, 3)
 
 
@@ -309,7 +308,7 @@ def test_encoders_follow_the_routers(ample):
     ample.set_routing(single_modality_capacity_factor=16.0)
     assert np.abs(after - before).max() > 1e-3
     expected = fresh.encode_text(captions(), batch_size=BATCH)
-    np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-6)
+    assert_near(after, expected, rtol=1e-5, atol=1e-6)
     again = ample.encode_text(captions(), batch_size=BATCH)
     np.testing.assert_array_equal(again, before)
 

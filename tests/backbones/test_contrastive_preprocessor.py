@@ -11,6 +11,7 @@ import pytest
 
 from keras_softmoe import evaluation, models
 from tests.support import tiny, tiny_limoe
+from tests.support.close import assert_near
 from tests.support.references import to_numpy
 from tests.support.tiny_limoe import (
     BATCH,
@@ -43,9 +44,7 @@ def pixels(num_images=BATCH):
 def test_preprocessor():
     preprocessor = tiny_limoe.preprocessor()
     x = preprocessor(pixels(), captions())
-    np.testing.assert_allclose(
-        to_numpy(x["images"]), tiny.images(BATCH), rtol=1e-5, atol=1e-5
-    )
+    assert_near(to_numpy(x["images"]), tiny.images(BATCH), rtol=1e-5, atol=1e-5)
     ids = x["token_ids"]
     assert ids.shape == (BATCH, LENGTH) and ids.dtype == "int32"
     pieces = [len(np.asarray(row)) for row in preprocessor.tokenizer(captions())]
@@ -73,9 +72,7 @@ def test_preprocessor_in_a_pipeline():
     (x,) = dataset.map(preprocessor)
     np.testing.assert_array_equal(x["token_ids"].numpy(), expected["token_ids"])
     assert x["token_ids"].dtype == "int32"
-    np.testing.assert_allclose(
-        x["images"].numpy(), to_numpy(expected["images"]), rtol=1e-6, atol=1e-6
-    )
+    assert_near(x["images"].numpy(), to_numpy(expected["images"]), rtol=1e-6, atol=1e-6)
 
 
 def test_captions_are_cut_on_request():

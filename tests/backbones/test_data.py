@@ -14,6 +14,7 @@ import pytest
 from keras_softmoe import evaluation, models
 from tests.skips import needs
 from tests.support import tiny, tiny_limoe
+from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
 NUM_IMAGES, BATCH = 10, 4
@@ -43,7 +44,7 @@ def expected(model, x):
 
 
 def assert_close(actual, expected):
-    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+    assert_near(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 # === Images ===

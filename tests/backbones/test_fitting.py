@@ -9,6 +9,7 @@ import pytest
 from keras_softmoe import layers
 from tests.skips import only_on
 from tests.support import tiny
+from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
 BATCH = 4
@@ -42,7 +43,7 @@ def fit(model, num_images=2 * BATCH, **kwargs):
 def assert_equal_weights(model, expected, rtol=1e-4, atol=1e-5):
     for weight, other in zip(model.weights, expected, strict=True):
         other, weight = to_numpy(other), to_numpy(weight)
-        np.testing.assert_allclose(weight, other, rtol=rtol, atol=atol)
+        assert_near(weight, other, rtol=rtol, atol=atol)
 
 
 def values(model):
@@ -106,7 +107,7 @@ def test_one_graph(router):
     x = torch.as_tensor(tiny.images(BATCH).reshape(BATCH, -1, 8))
     expected = to_numpy(layer(x))
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    np.testing.assert_allclose(to_numpy(compiled(x)), expected, rtol=1e-5, atol=1e-6)
+    assert_near(to_numpy(compiled(x)), expected, rtol=1e-5, atol=1e-6)
 
 
 @only("jax", "tensorflow")
@@ -238,9 +239,7 @@ def test_model_checkpoint(tmp_path, name):
         revived.load_weights(path)
     else:
         revived = keras.saving.load_model(path)
-    np.testing.assert_allclose(
-        tiny.predict(revived, x), tiny.predict(model, x), rtol=1e-5, atol=1e-6
-    )
+    assert_near(tiny.predict(revived, x), tiny.predict(model, x), rtol=1e-5, atol=1e-6)
 
 
 # === Optimizers ===

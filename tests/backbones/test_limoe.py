@@ -7,6 +7,7 @@ import pytest
 from keras_softmoe import models, routers
 from keras_softmoe.layers.pooling import TEXT_POOLINGS
 from tests.support import tiny, tiny_limoe
+from tests.support.close import assert_near
 from tests.support.layer_checks import dtype_of
 from tests.support.recorded import recorded
 from tests.support.references import to_numpy
@@ -18,7 +19,7 @@ EMBEDDINGS = {"image": "image_embedding", "text": "text_embedding"}
 
 def assert_close(actual, expected, tolerance=1e-5):
     for name, value in expected.items():
-        np.testing.assert_allclose(
+        assert_near(
             to_numpy(actual[name]), value, rtol=tolerance, atol=tolerance, err_msg=name
         )
 
@@ -175,7 +176,7 @@ def test_route():
     first = keras.Model(model.input, between)
     _, expected = recorded(model.blocks[1], first(pairs()))
     for one, other in zip(decisions[1].routing, expected.routing, strict=True):
-        np.testing.assert_allclose(to_numpy(one), to_numpy(other), rtol=1e-5, atol=1e-6)
+        assert_near(to_numpy(one), to_numpy(other), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -289,9 +290,7 @@ def test_preset(tmp_path):
             layer = larger.get_layer("image_position_embedding")
             expected = layer.resample(to_numpy(expected), (2, 2))
             assert tuple(actual.shape) == (1, 8, WIDTH)
-        np.testing.assert_allclose(
-            to_numpy(actual), to_numpy(expected), rtol=1e-6, atol=1e-7
-        )
+        assert_near(to_numpy(actual), to_numpy(expected), rtol=1e-6, atol=1e-7)
     fresh = models.LIMoEBackbone.from_preset(path, load_weights=False)
     kernel = to_numpy(fresh.get_layer("text_projection").kernel)
     assert np.abs(kernel - to_numpy(model.get_layer("text_projection").kernel)).max()

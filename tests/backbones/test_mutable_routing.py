@@ -6,6 +6,7 @@ import pytest
 
 from keras_softmoe import models, routers
 from tests.support import tiny, tiny_limoe
+from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
 pytestmark = tiny.FITTING
@@ -40,7 +41,7 @@ def test_the_next_prediction_obeys():
         model.set_routing(**settings)
         actual = tiny.predict(model, x)
         expected = tiny.predict(fresh(model, **settings), x)
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+        assert_near(actual, expected, rtol=1e-5, atol=1e-6)
         assert np.abs(actual - before).max() > 1e-4, settings
         model.set_routing(**defaults)
     np.testing.assert_array_equal(tiny.predict(model, x), before)
@@ -53,11 +54,11 @@ def test_through_the_backbone_or_a_router():
     tiny.predict(model, x)
     model.backbone.set_routing(num_selected_experts=1)
     expected = tiny.predict(fresh(model, num_selected_experts=1), x)
-    np.testing.assert_allclose(tiny.predict(model, x), expected, rtol=1e-5, atol=1e-6)
+    assert_near(tiny.predict(model, x), expected, rtol=1e-5, atol=1e-6)
     for router in model.routers.values():
         router.num_selected_experts = 2
     expected = tiny.predict(fresh(model), x)
-    np.testing.assert_allclose(tiny.predict(model, x), expected, rtol=1e-5, atol=1e-6)
+    assert_near(tiny.predict(model, x), expected, rtol=1e-5, atol=1e-6)
 
     images = tiny.images(4)
     before = tiny.predict(model.backbone, images)["pooled_output"]
@@ -82,7 +83,7 @@ def test_compiled_functions_obey():
     model.set_routing(num_selected_experts=1, capacity_factor=0.5)
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     expected = one_step(fresh(model, num_selected_experts=1, capacity_factor=0.5))
-    np.testing.assert_allclose(tiny.predict(model, x), expected, rtol=1e-4, atol=1e-5)
+    assert_near(tiny.predict(model, x), expected, rtol=1e-4, atol=1e-5)
 
 
 # === Groups ===
@@ -112,7 +113,7 @@ def test_groups_of_images():
         model.set_routing(group_images=group_images)
         new = tiny.classifier(**MOE, group_images=group_images)
         actual, expected = measure(model), measure(compiled(new))
-        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
+        assert_near(actual, expected, rtol=1e-4, atol=1e-6)
         # Capacity and competition are others in each.
         differences = [np.abs(np.subtract(actual, other)).max() for other in seen]
         assert min(differences) > 1e-4 if group_images != 1 else differences[0] < 1e-6
@@ -133,7 +134,7 @@ def test_groups_with_other_settings_and_files(tmp_path):
     other = fresh(model, capacity_factor=0.5)
     assert np.abs(tiny.predict(other, x) - expected).max() > 1e-4
     other.set_routing(group_images=2)
-    np.testing.assert_allclose(tiny.predict(other, x), expected, rtol=1e-5, atol=1e-6)
+    assert_near(tiny.predict(other, x), expected, rtol=1e-5, atol=1e-6)
 
     model.save(tmp_path / "model.keras")
     model.save_to_preset(str(tmp_path / "preset"))
@@ -143,7 +144,7 @@ def test_groups_with_other_settings_and_files(tmp_path):
     ):
         assert revived.backbone.group_images == 2
         actual = tiny.predict(revived, x)
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+        assert_near(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_configuration_forgets_groups_that_were():
@@ -176,7 +177,7 @@ def test_groups_of_pairs():
     new = tiny_limoe.task(group_images=4)
     new.set_weights(model.get_weights())
     for actual, expected in zip(after, encode(new), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+        assert_near(actual, expected, rtol=1e-5, atol=1e-6)
     assert np.abs(after[0] - before[0]).max() > 1e-4
 
 
@@ -214,7 +215,7 @@ def test_chosen_layers_only():
     mixed = [ROUTER, ROUTER.with_settings(num_selected_experts=1, priority="pair")]
     other = tiny.classifier(**{**MOE, "router": mixed})
     other.set_weights(model.get_weights())
-    np.testing.assert_allclose(tiny.predict(other, x), expected, rtol=1e-5, atol=1e-6)
+    assert_near(tiny.predict(other, x), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_from_preset(tmp_path):
@@ -228,7 +229,7 @@ def test_from_preset(tmp_path):
             assert settings.items() <= router.get_config().items()
         if cls is models.ViTMoEImageClassifier:
             actual = to_numpy(revived(tiny.images(4)))
-            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+            assert_near(actual, expected, rtol=1e-5, atol=1e-6)
     # What a model has been set to is saved with it.
     revived.save_to_preset(str(tmp_path / "changed"))
     changed = models.ViTMoEBackbone.from_preset(str(tmp_path / "changed"))

@@ -5,6 +5,7 @@ import pytest
 
 from keras_softmoe import evaluation, models, routers
 from tests.support import tiny
+from tests.support.close import assert_near
 from tests.support.layer_checks import randomize
 from tests.support.references import to_numpy
 
@@ -74,9 +75,7 @@ def test_first_block_routes_among_the_kept_experts(method, settings):
         expected = softmax(to_numpy(before["logits"]))[..., kept]
     else:
         expected = softmax(to_numpy(before["logits"])[..., kept])
-    np.testing.assert_allclose(
-        to_numpy(after["probabilities"]), expected, rtol=1e-5, atol=1e-7
-    )
+    assert_near(to_numpy(after["probabilities"]), expected, rtol=1e-5, atol=1e-7)
     # Nothing is dropped: text has room for all of it.
     assert not to_numpy(after["dropped"]).any()
 
@@ -96,7 +95,7 @@ def test_block_with_pruned_experts_equals_the_literal_one():
     for place, expert in np.ndenumerate(best):
         expected[place] = gates[place][expert] * outputs[KEPT[1][expert]][place]
     found = to_numpy(new({"text": tokens})["text"])
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert_near(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["router_pred", "router_drop"])
@@ -147,9 +146,9 @@ def test_disjoint_experts_stay_apart():
     gates = softmax(to_numpy(model.route(token_ids=token_ids())[1].summary["logits"]))
     assert np.all(gates[..., :3] == 0)
     after = pruned.route(token_ids=token_ids())[1].summary["probabilities"]
-    np.testing.assert_allclose(to_numpy(after), gates[..., 4:], rtol=1e-5, atol=1e-7)
+    assert_near(to_numpy(after), gates[..., 4:], rtol=1e-5, atol=1e-7)
     dropped = models.prune_experts(model, usage, 3, method="router_drop")
-    np.testing.assert_allclose(encode(dropped), encode(model), rtol=1e-5, atol=1e-6)
+    assert_near(encode(dropped), encode(model), rtol=1e-5, atol=1e-6)
 
 
 def test_two_choices_of_the_kept_experts():

@@ -11,6 +11,7 @@ import pytest
 
 from keras_softmoe import routers
 from tests.support import tiny
+from tests.support.close import assert_near
 
 pytestmark = tiny.FITTING
 IS_TORCH = keras.backend.backend() == "torch"
@@ -60,7 +61,7 @@ def test_eager_predictions_are_recorded():
     model.compile(run_eagerly=True)
     with routers.record() as decisions:
         found = tiny.predict(model, tiny.pixels(4))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert_near(found, expected, rtol=1e-5, atol=1e-6)
     assert list(decisions) == PATHS
     assert keras.ops.shape(decisions[PATHS[0]].routing.dispatch)[0] == 4
 
@@ -102,6 +103,6 @@ def test_a_model_in_training_predicts_in_no_other_thread_on_jax():
         assert "in training in another thread" in str(found[0])
         assert isinstance(found[0], ValueError)
     else:
-        np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
+        assert_near(found[0], expected, rtol=1e-5, atol=1e-6)
     # The lock is free again, and the weights are there.
     np.testing.assert_array_equal(in_thread(predict), predict())

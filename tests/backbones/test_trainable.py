@@ -12,6 +12,7 @@ import pytest
 from keras_softmoe import layers, models, ops, routers
 from tests.skips import only_on
 from tests.support import tiny, tiny_limoe
+from tests.support.close import assert_near
 from tests.support.layer_checks import flags, randomize
 from tests.support.references import to_numpy
 
@@ -234,7 +235,7 @@ def test_a_frozen_router_adds_no_loss():
     second.kernel.trainable = False
     np.testing.assert_allclose(loss_of_routers(model), one, rtol=1e-4)
     model.backbone.trainable = False
-    np.testing.assert_allclose(loss_of_routers(model), 0.0, atol=1e-5)
+    assert_near(loss_of_routers(model), 0.0, atol=1e-5)
     # What it would be can be seen.
     decision = first(np.ones((1, 5, 8)), training=True)
     np.testing.assert_allclose(
@@ -256,7 +257,7 @@ def test_a_frozen_tower_in_a_model_of_ones_own():
         tower.trainable = trainable
         model.compile(keras.optimizers.SGD(0.0), "mse")
         losses.append(model.fit(x, y, verbose=0).history["loss"][0])
-    np.testing.assert_allclose(losses, [0.5 * np.log(4.0) ** 2, 0.0], atol=1e-5)
+    assert_near(losses, [0.5 * np.log(4.0) ** 2, 0.0], atol=1e-5)
 
 
 # === Clones ===
@@ -283,7 +284,7 @@ def test_a_clone_routes_as_its_model_does_now(name):
     clone = keras.models.clone_model(model)
     clone.set_weights(model.get_weights())
     keras.tree.map_structure(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        lambda a, b: assert_near(a, b, rtol=1e-5, atol=1e-6),
         outputs_of(clone, x),
         outputs_of(model, x),
     )

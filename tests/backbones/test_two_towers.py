@@ -10,6 +10,7 @@ import pytest
 from keras_softmoe import models, ops, routers
 from keras_softmoe.layers.pooling import TEXT_POOLINGS
 from tests.support import tiny, tiny_limoe
+from tests.support.close import assert_near
 from tests.support.layer_checks import randomize
 from tests.support.references import to_numpy
 from tests.support.tiny_limoe import BATCH, LENGTH, VOCABULARY_SIZE, as_numpy, pairs
@@ -71,7 +72,7 @@ def test_text_tower(pooling):
         "gmp": lambda: tokens.max(1),
         "map": lambda: to_numpy(model.get_layer("attention_pooling")(tokens)),
     }[pooling]()
-    np.testing.assert_allclose(outputs["pooled_output"], expected, rtol=1e-5, atol=1e-5)
+    assert_near(outputs["pooled_output"], expected, rtol=1e-5, atol=1e-5)
     # Where a token stands matters.
     backwards = as_numpy(model(ids[:, ::-1].copy()))["pooled_output"]
     assert np.abs(backwards - outputs["pooled_output"]).max() > 1e-3
@@ -142,12 +143,10 @@ def test_outputs(dims):
             kernel, bias = model.get_layer(f"{modality}_projection").weights
             x = x @ to_numpy(kernel) + to_numpy(bias)
         expected = x / np.linalg.norm(x, axis=-1, keepdims=True)
-        np.testing.assert_allclose(
-            outputs[f"{modality}_embedding"], expected, rtol=1e-4, atol=1e-5
-        )
+        assert_near(outputs[f"{modality}_embedding"], expected, rtol=1e-4, atol=1e-5)
         encoder = getattr(model, f"{modality}_encoder")
         (alone,) = encoder(pairs()[key]).values()
-        np.testing.assert_allclose(to_numpy(alone), expected, rtol=1e-4, atol=1e-5)
+        assert_near(to_numpy(alone), expected, rtol=1e-4, atol=1e-5)
     scale = to_numpy(model.get_layer("contrastive_scale").log_scale)
     np.testing.assert_allclose(outputs["logit_scale"], np.exp([scale] * BATCH), 1e-5)
     assert outputs["logit_bias"].shape == (BATCH,)
@@ -225,7 +224,7 @@ def test_preset(tmp_path, freeze_image):
     assert revived.backbone.get_config() == backbone.get_config()
     expected, actual = as_numpy(model(pairs())), as_numpy(revived(pairs()))
     for name in expected:
-        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-5, atol=1e-6)
+        assert_near(actual[name], expected[name], rtol=1e-5, atol=1e-6)
     texts = tiny_limoe.captions()
     np.testing.assert_array_equal(
         revived.preprocessor.tokenize(texts), model.preprocessor.tokenize(texts)

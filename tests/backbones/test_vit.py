@@ -10,6 +10,7 @@ import pytest
 
 from keras_softmoe import architecture, layers, models, ops, routers
 from tests.support import tiny
+from tests.support.close import assert_near, difference
 from tests.support.layer_checks import dtype_of
 from tests.support.recorded import recorded
 from tests.support.references import to_numpy
@@ -39,7 +40,7 @@ def test_outputs(pooling, position_embedding):
         "gap": lambda: tokens.mean(1),
         "map": lambda: to_numpy(model.get_layer("attention_pooling")(tokens)),
     }[pooling]()
-    np.testing.assert_allclose(pooled, expected, rtol=1e-5, atol=1e-5)
+    assert_near(pooled, expected, rtol=1e-5, atol=1e-5)
 
     symbolic = {name: tensor.shape for name, tensor in model.output.items()}
     assert symbolic == {
@@ -56,7 +57,7 @@ def test_positions_matter():
     for position_embedding in ("none", "sincos2d", "learned"):
         model = tiny.backbone(pooling="gap", position_embedding=position_embedding)
         first, second = (to_numpy(model(x)["pooled_output"]) for x in (image, swapped))
-        same = np.allclose(first, second, rtol=1e-4, atol=1e-4)
+        same = difference(first, second) < 1e-4
         assert same == (position_embedding == "none")
 
 
@@ -68,9 +69,7 @@ def test_representation():
         to_numpy(outputs["sequence_output"])[:, 0] @ to_numpy(dense.kernel)
         + to_numpy(dense.bias)
     )
-    np.testing.assert_allclose(
-        to_numpy(outputs["pooled_output"]), expected, rtol=1e-5, atol=1e-5
-    )
+    assert_near(to_numpy(outputs["pooled_output"]), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_blocks_are_dense_or_mixtures():
@@ -108,7 +107,7 @@ def test_any_batch_size_and_patch_shape():
         assert to_numpy(model(x[:batch])["pooled_output"]).shape == (batch, WIDTH)
     # The first group of four is the same whatever follows.
     actual = to_numpy(model(x[:5])["pooled_output"])
-    np.testing.assert_allclose(actual[:4], everything[:4], rtol=1e-5, atol=1e-5)
+    assert_near(actual[:4], everything[:4], rtol=1e-5, atol=1e-5)
 
 
 # === Decisions ===
@@ -136,7 +135,7 @@ def test_route_tells_what_the_model_does():
     _, expected = recorded(last, inputs)
     actual = model.route(x)[1]
     for one, other in zip(actual.routing, expected.routing, strict=True):
-        np.testing.assert_allclose(to_numpy(one), to_numpy(other), rtol=1e-5, atol=1e-6)
+        assert_near(to_numpy(one), to_numpy(other), rtol=1e-5, atol=1e-6)
 
 
 def test_route_sparse_in_groups():
@@ -182,7 +181,7 @@ def test_mixed_precision():
     exact.set_weights(model.get_weights())
     expected = to_numpy(exact(tiny.images(2))["pooled_output"])
     actual = to_numpy(outputs["pooled_output"])
-    np.testing.assert_allclose(actual, expected, atol=0.1)
+    assert_near(actual, expected, atol=0.1)
 
 
 def test_global_policy():
@@ -261,7 +260,7 @@ def test_registers_are_not_pooled(pooling):
     tokens = outputs["sequence_output"]
     assert tokens.shape[1] == 2 + 4
     expected = tokens[:, 2:].mean(1) if pooling == "gap" else tokens[:, 2]
-    np.testing.assert_allclose(outputs["pooled_output"], expected, rtol=1e-5, atol=1e-6)
+    assert_near(outputs["pooled_output"], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_layer_settings_reach_the_layers():
@@ -367,4 +366,4 @@ def test_wrong_images():
             model.route(x)
     # The model still works.
     actual = to_numpy(model(tiny.images(2))["pooled_output"])
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+    assert_near(actual, expected, rtol=1e-5, atol=1e-5)

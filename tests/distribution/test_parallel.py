@@ -9,6 +9,7 @@ import pytest
 from keras_softmoe.distribution import plan
 from tests.distribution.conftest import jax_only
 from tests.support import tiny_distributed as tiny
+from tests.support.close import assert_near
 
 pytestmark = jax_only
 
@@ -35,10 +36,10 @@ def test_losses_and_predictions_are_those_of_one_device(found, kind, placement):
     alone, told = found["training"][kind]["one device"], found["training"][kind]
     losses = told[placement]["losses"]
     assert len(losses) == 20
-    np.testing.assert_allclose(losses, alone["losses"], rtol=0, atol=1e-4)
+    assert_near(losses, alone["losses"], rtol=0, atol=1e-4)
     assert losses[-1] < 0.7 * losses[0]
     predictions = told[placement]["predictions"]
-    np.testing.assert_allclose(predictions, alone["predictions"], rtol=0, atol=1e-4)
+    assert_near(predictions, alone["predictions"], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,7 +64,7 @@ def test_every_router_and_every_layer_costs_four_all_to_alls(found_more):
 def test_weights_that_follow_choices_are_those_of_one_device(found, kind):
     alone, placed = found["states"][kind]
     assert np.any(alone)
-    np.testing.assert_allclose(placed, alone, rtol=1e-4, atol=1e-6)
+    assert_near(placed, alone, rtol=1e-4, atol=1e-6)
 
 
 def test_replicas_of_experts_exchange_their_gradients_only(found):
@@ -108,7 +109,7 @@ def test_moments_lie_with_their_experts(found, kind):
 
 def test_what_adafactor_keeps_lies_with_its_experts(found_more):
     told = found_more["adafactor"]
-    np.testing.assert_allclose(told["one axis"], told["one device"], rtol=0, atol=1e-4)
+    assert_near(told["one axis"], told["one device"], rtol=0, atol=1e-4)
     kept = {
         "kernel_momentum": (16, 20),
         "kernel_mean_of_axis_1": (1, 20),
@@ -125,8 +126,8 @@ def test_what_adafactor_keeps_lies_with_its_experts(found_more):
 def test_factors_of_lora_lie_with_their_experts(found_more):
     alone, told = found_more["adapters"]["one device"], found_more["adapters"]["2 x 4"]
     for name in ("losses", "predictions", "merged", "int4"):
-        np.testing.assert_allclose(told[name], alone[name], rtol=0, atol=1e-4)
-    np.testing.assert_allclose(told["merged"], told["predictions"], rtol=0, atol=1e-4)
+        assert_near(told[name], alone[name], rtol=0, atol=1e-4)
+    assert_near(told["merged"], told["predictions"], rtol=0, atol=1e-4)
     assert len(sent(told, "all-to-all")) == 4
     assert {c["name"] for c in told["collectives"]} == {"all-to-all", "all-reduce"}
     own = tiny.NUM_EXPERTS // 4
@@ -159,7 +160,7 @@ def test_a_batch_of_any_size_is_trained_on(found, placement):
     alone = told["one device"]["rest"]
     # The loss of a step, then loss and accuracy of an evaluation
     assert len(alone) == 3
-    np.testing.assert_allclose(told[placement]["rest"], alone, rtol=0, atol=1e-4)
+    assert_near(told[placement]["rest"], alone, rtol=0, atol=1e-4)
 
 
 def test_dense_kernels_are_sharded_on_request(found_more):
@@ -167,7 +168,7 @@ def test_dense_kernels_are_sharded_on_request(found_more):
         found_more["dense_part"][name] for name in ("one device", "one axis")
     )
     for placed in (told, found_more["dense_part"]["2 x 4"]):
-        np.testing.assert_allclose(placed["losses"], alone["losses"], rtol=0, atol=1e-5)
+        assert_near(placed["losses"], alone["losses"], rtol=0, atol=1e-5)
     kernels = {
         "patch_embedding/projection/kernel": [2, 2, 3, 2],
         "block_0/attention/query/kernel": [2, 2, 8],

@@ -11,6 +11,7 @@ import pytest
 
 from keras_softmoe import models
 from tests.distribution.conftest import jax_only, start
+from tests.support.close import assert_near
 
 pytestmark = jax_only
 
@@ -69,7 +70,7 @@ def test_losses_until_the_end_of_a_process(alone, killed):
     assert len(expected) == STEPS
     for index in range(2):
         steps = read(killed / f"steps_{index}_killed_after_{KILLED_AFTER}.json")
-        np.testing.assert_allclose(steps, expected[:KILLED_AFTER], rtol=0, atol=1e-5)
+        assert_near(steps, expected[:KILLED_AFTER], rtol=0, atol=1e-5)
 
 
 def test_training_goes_on_from_the_backup(alone, resumed):
@@ -79,17 +80,13 @@ def test_training_goes_on_from_the_backup(alone, resumed):
         steps = told["steps"]
         # Two steps of this epoch were done before: of them the mean is known.
         assert len(steps) == 2 + STEPS - KEPT
-        np.testing.assert_allclose(
+        assert_near(
             steps[:2], np.mean(expected["steps"][KEPT - 2 : KEPT]), rtol=0, atol=1e-5
         )
-        np.testing.assert_allclose(
-            steps[2:], expected["steps"][KEPT:], rtol=0, atol=1e-5
-        )
+        assert_near(steps[2:], expected["steps"][KEPT:], rtol=0, atol=1e-5)
         for name in ("epochs", "evaluated"):
             size = len(told[name])
-            np.testing.assert_allclose(
-                told[name], expected[name][-size:], rtol=0, atol=1e-5
-            )
+            assert_near(told[name], expected[name][-size:], rtol=0, atol=1e-5)
 
 
 def test_each_process_has_all_predictions(alone, resumed):
@@ -97,7 +94,7 @@ def test_each_process_has_all_predictions(alone, resumed):
     assert len(expected) == 29
     for index in range(2):
         predictions = read(resumed / f"results_{index}.json")["predictions"]
-        np.testing.assert_allclose(predictions, expected, rtol=0, atol=1e-4)
+        assert_near(predictions, expected, rtol=0, atol=1e-4)
 
 
 def arrays(preset):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support import tiny_distributed as tiny
+from tests.support.close import assert_near
 from tests.support.processes import Program
 
 
@@ -43,7 +44,7 @@ def found(tmp_path_factory):
 def test_a_router_trains_as_in_one_process(kind, told, found):
     alone, *shared = (each["training"][kind][told] for each in found)
     for each in shared:
-        np.testing.assert_allclose(each, alone, rtol=0, atol=2e-6)
+        assert_near(each, alone, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["arrays", "other_layers"])

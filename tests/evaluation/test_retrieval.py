@@ -12,6 +12,7 @@ from keras import ops
 
 from keras_softmoe.evaluation import retrieval
 from keras_softmoe.evaluation._embeddings import Retrieval
+from tests.support.close import assert_near
 
 
 def embeddings(num, dim=6, seed=0):
@@ -45,7 +46,7 @@ def check(found, expected):
     assert isinstance(found, Retrieval)
     for got, want in zip(found, expected, strict=True):
         assert list(got) == list(want)
-        np.testing.assert_allclose(list(got.values()), list(want.values()), atol=1e-12)
+        assert_near(list(got.values()), list(want.values()), atol=1e-12)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 7, 2048])

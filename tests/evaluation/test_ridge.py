@@ -9,6 +9,7 @@ from keras_softmoe.evaluation._ridge import (
     ridge_probe,
     sample_support,
 )
+from tests.support.close import assert_near
 from tests.support.references import Reference
 
 # (shots, l2 index) where the float32 reference is itself off, by up to 1.6: 42
@@ -102,8 +103,8 @@ def test_ridge_probe_equals_the_normal_equations(num_images, dim):
         weights = np.linalg.solve(
             z.T @ z + l2 * np.eye(dim + 1), z.T @ (2.0 * np.eye(4)[y] - 1)
         )
-        np.testing.assert_allclose(probe.weights(l2), weights, rtol=1e-6, atol=1e-9)
-        np.testing.assert_allclose(probe.scores(x, l2), z @ weights, atol=1e-6)
+        assert_near(probe.weights(l2), weights, rtol=1e-6, atol=1e-9)
+        assert_near(probe.scores(x, l2), z @ weights, atol=1e-6)
 
 
 def test_accuracy_is_that_of_the_scores_whatever_the_rows(monkeypatch):

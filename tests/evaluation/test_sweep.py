@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe.evaluation import Sweep
+from tests.support.close import assert_near
 from tests.support.reading import legend_names, lines, png, tick_names
 
 
@@ -150,7 +151,7 @@ def test_settings_that_are_not_numbers():
     shown = lines(ax)
     assert list(shown) == ["None", "0.5"]
     for j, (points, _) in enumerate(shown.values()):
-        np.testing.assert_allclose(points[:, 0], [0, 1], atol=0.1)
+        assert_near(points[:, 0], [0, 1], atol=0.1)
         np.testing.assert_allclose(points[:, 1], [0.001 + 0.01 * j, 0.101 + 0.01 * j])
     assert all(bars.lines[0].get_linestyle() == "None" for bars in ax.containers)
 

@@ -9,6 +9,7 @@ import pytest
 import keras_softmoe.backbones.class_embeddings as module
 from keras_softmoe.evaluation import zero_shot
 from keras_softmoe.evaluation._embeddings import ZeroShot
+from tests.support.close import assert_near
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -54,7 +55,7 @@ def test_class_embeddings():
         [*NAMES, "an aaab on aaabd", "an bbba on bbbad", "an ccc on cccd"]
     ]
     texts = unit(model.encode_text(model.texts[0]).astype("float64"))
-    np.testing.assert_allclose(found, unit(texts[:3] + texts[3:]), atol=1e-7)
+    assert_near(found, unit(texts[:3] + texts[3:]), atol=1e-7)
     assert found.dtype == "float32"
 
 
@@ -65,7 +66,7 @@ def test_many_texts_are_encoded_in_parts(monkeypatch):
         model = Letters()
         parts = class_embeddings(model, NAMES, ["{}", "a {}", "b{}", "{}{}", "c {}"])
         assert [len(texts) for texts in model.texts] == calls
-        np.testing.assert_allclose(parts, whole, atol=1e-6)
+        assert_near(parts, whole, atol=1e-6)
 
 
 def test_braces_in_names_and_templates():
@@ -86,10 +87,10 @@ def test_zero_shot():
     np.testing.assert_array_equal(found.class_accuracy, [2 / 3, np.nan, 1.0])
     classes = class_embeddings(model, NAMES, TEMPLATES)
     cosines = unit(images.reshape(5, -1)) @ classes.T
-    np.testing.assert_allclose(found.scores, cosines, atol=1e-6)
+    assert_near(found.scores, cosines, atol=1e-6)
     # Whatever the length of the embeddings
     again = zero_shot(model, 100 * images, NAMES, TEMPLATES, labels)
-    np.testing.assert_allclose(again.scores, found.scores, atol=1e-6)
+    assert_near(again.scores, found.scores, atol=1e-6)
     assert again.accuracy == found.accuracy
     # Without labels
     alone = zero_shot(model, images, list(NAMES), tuple(TEMPLATES))

@@ -9,6 +9,7 @@ from scipy import stats
 
 from experiments import router_study as study
 from tests.support import made_up_study
+from tests.support.close import assert_near
 
 BASE = {
     "dense": 0.30,
@@ -143,15 +144,15 @@ def test_differences_are_taken_within_seeds():
         )
         for by_seed, difference, half in zip(contrasts, whole, halves, strict=True):
             assert difference.seeds == 3
-            np.testing.assert_allclose(difference.mean, by_seed.mean(), atol=1e-12)
+            assert_near(difference.mean, by_seed.mean(), atol=1e-12)
             error = by_seed.std(ddof=1) / np.sqrt(3)
-            np.testing.assert_allclose(difference.error, error, atol=1e-12)
+            assert_near(difference.error, error, atol=1e-12)
             interval = stats.ttest_1samp(by_seed, 0).confidence_interval()
             ends = difference.mean + difference.margin * np.array([-1, 1])
             np.testing.assert_allclose(ends, interval)
             p = stats.ttest_1samp(by_seed, 0).pvalue
             np.testing.assert_allclose(difference.p, p)
-            np.testing.assert_allclose(half.mean, by_seed.mean() / 2, atol=1e-12)
+            assert_near(half.mean, by_seed.mean() / 2, atol=1e-12)
 
 
 def changed(names, by):

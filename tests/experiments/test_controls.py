@@ -9,6 +9,7 @@ from experiments.glyph_presets import TWINS, build_backbone
 from experiments.lib.cards import read_runs
 from experiments.lib.runs import read_json
 from keras_softmoe import models
+from tests.support.close import assert_near
 
 
 def tokens(groups, seed=0):
@@ -47,7 +48,7 @@ def test_a_blind_copy_that_sees_and_its_mean_tokens():
     images = np.random.default_rng(0).integers(0, 256, shape).astype("uint8")
     copy = controls.blind_copy(classifier)
     expected = classifier.predict(images, verbose=0)
-    np.testing.assert_allclose(copy.predict(images, verbose=0), expected, atol=1e-5)
+    assert_near(copy.predict(images, verbose=0), expected, atol=1e-5)
     all_of_them, *halves = (
         controls.mean_tokens(copy, part) for part in (images, images[:2], images[2:])
     )
@@ -55,7 +56,7 @@ def test_a_blind_copy_that_sees_and_its_mean_tokens():
     for block, mean in all_of_them.items():
         assert mean.shape == (64, 96)
         of_halves = np.mean([half[block] for half in halves], axis=0)
-        np.testing.assert_allclose(mean, of_halves, atol=1e-5)
+        assert_near(mean, of_halves, atol=1e-5)
 
 
 def test_what_is_kept_is_of_the_presets():
@@ -65,4 +66,4 @@ def test_what_is_kept_is_of_the_presets():
     for name, twin in (("dense", "dense"), ("trained", "token_choice")):
         first = read_runs(TWINS[twin].name)[0]["upstream_accuracy_by_layout"]
         for layout, accuracy in kept["accuracy"][name].items():
-            np.testing.assert_allclose(accuracy, first[layout], atol=1e-3)
+            assert_near(accuracy, first[layout], atol=1e-3)

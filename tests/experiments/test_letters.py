@@ -16,6 +16,7 @@ from experiments.letters.pictures import BLOCK, IMAGE_SIZE, PLACEMENTS, Letters
 from experiments.letters.trainings import gather, names_of, training, weights_file
 from experiments.lib.runs import finish, write_json
 from experiments.pages import letters as page
+from tests.support.close import assert_near
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,7 @@ def test_views():
     }
     for name, view in routers.VIEWS.items():
         seen = convert_to_numpy(view(tokens, positions=4)).reshape(images.shape)
-        np.testing.assert_allclose(seen, expected[name], atol=1e-6, err_msg=name)
+        assert_near(seen, expected[name], atol=1e-6, err_msg=name)
     router = routers.ViewRouter(2, capacity_factor=1.0)
     ordinary = convert_to_numpy(router(tokens).summary["logits"])
     router.view = lambda tokens: 2 * tokens

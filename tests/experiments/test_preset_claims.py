@@ -5,6 +5,7 @@ import pytest
 
 from experiments import preset_claims
 from experiments.glyph_presets import TWINS
+from tests.support.close import assert_near
 
 SOFT, TOKEN, SOFT_OVER_TOKEN, FEW_SLOTS, LEARNED, LAST, CONTROL = range(7)
 
@@ -47,7 +48,7 @@ def test_presets_are_compared_seed_by_seed(trained):
     ):
         (found,) = claims[SOFT].differences[metric]
         assert found.seeds == 3
-        np.testing.assert_allclose(found.mean, gain, atol=1e-9)
+        assert_near(found.mean, gain, atol=1e-9)
     assert claims[SOFT].verdict("center") == "yes"
     assert claims[SOFT].verdict("fine_tuned") == "open"
     (found,) = claims[TOKEN].differences["center"]

@@ -23,7 +23,7 @@ from keras_softmoe import layers, models, routers
 from keras_softmoe.exporting import _export, export_model
 from keras_softmoe.exporting._export import FORMATS
 from tests import skips
-from tests.support import gradients, tiny, tiny_limoe
+from tests.support import close, gradients, tiny, tiny_limoe
 
 BACKEND = keras.backend.backend()
 RUNNER = Path(__file__).parents[1] / "support" / "run_files.py"
@@ -116,8 +116,7 @@ def run(files, inputs, folder):
 def difference(outputs, function, inputs):
     """The largest difference of the outputs for all batches."""
     return max(
-        float(np.abs(outputs[str(len(x))] - to_numpy(function(x))).max())
-        for x in inputs
+        close.difference(outputs[str(len(x))], to_numpy(function(x))) for x in inputs
     )
 
 

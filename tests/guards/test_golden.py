@@ -2,27 +2,25 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from keras_softmoe import catalogue
 from tests.guards import golden
+from tests.support.close import assert_near
 
 
 def test_decisions_of_all_routers():
     expected, found = golden.read("decisions.npz"), golden.decisions()
     assert found.keys() == expected.keys()
     for key, values in expected.items():
-        np.testing.assert_allclose(
-            found[key], values, rtol=1e-5, atol=1e-6, err_msg=key
-        )
+        assert_near(found[key], values, rtol=1e-5, atol=1e-6, err_msg=key)
 
 
 def test_predictions_of_the_trained_presets():
     expected, found = golden.read("predictions.npz"), golden.predictions()
     assert found.keys() == expected.keys()
     for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, atol=1e-6, err_msg=name)
+        assert_near(found[name], values, atol=1e-6, err_msg=name)
 
 
 def test_costs_of_all_presets():
@@ -56,7 +54,7 @@ def test_recipes():
     assert found.keys() == expected.keys()
     for key, values in expected.items():
         rates, recorded = (x.pop("learning_rates") for x in (found[key], values))
-        np.testing.assert_allclose(rates, recorded, rtol=2e-6, atol=1e-12, err_msg=key)
+        assert_near(rates, recorded, rtol=2e-6, atol=1e-12, err_msg=key)
         assert found[key] == values, key
 
 

@@ -7,6 +7,7 @@ import pytest
 from keras_softmoe import layers, routers
 from keras_softmoe.layers._attention import Attention
 from tests.support import twins
+from tests.support.close import assert_near
 from tests.support.layer_checks import (
     check_configuration,
     dtype_of,
@@ -66,7 +67,7 @@ def test_attention(use_qk_norm):
     outputs = layer(queries, tokens)
     assert dtype_of(outputs) == "float32"
     expected = attend(layer, queries, tokens)
-    np.testing.assert_allclose(to_numpy(outputs), expected, rtol=1e-4, atol=1e-5)
+    assert_near(to_numpy(outputs), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_attention_initialization():
@@ -90,7 +91,7 @@ def test_attention_pooling(use_qk_norm):
     probe = np.repeat(to_numpy(layer.probe), 3, axis=0)
     y = attend(layer.attention, probe, tokens)[:, 0]
     expected = y + mlp(layer.mlp, norm(layer.mlp_norm, y))
-    np.testing.assert_allclose(to_numpy(layer(tokens)), expected, rtol=1e-4, atol=1e-5)
+    assert_near(to_numpy(layer(tokens)), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("use_qk_norm", [False, True])
@@ -105,7 +106,7 @@ def test_dense_encoder_block(use_qk_norm):
     with routers.record() as decisions:
         outputs = layer(inputs)
     assert decisions == {}
-    np.testing.assert_allclose(to_numpy(outputs), expected, rtol=1e-4, atol=1e-4)
+    assert_near(to_numpy(outputs), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_moe_encoder_block():
@@ -117,9 +118,9 @@ def test_moe_encoder_block():
     x = inputs + attend(layer.attention, tokens, tokens)
     expected = x + to_numpy(layer.moe(norm(layer.mlp_norm, x).astype("float32")))
     outputs, decision = recorded(layer, inputs)
-    np.testing.assert_allclose(to_numpy(outputs), expected, rtol=1e-4, atol=1e-4)
+    assert_near(to_numpy(outputs), expected, rtol=1e-4, atol=1e-4)
     again = to_numpy(layer(inputs))
-    np.testing.assert_allclose(again, to_numpy(outputs), rtol=1e-5, atol=1e-6)
+    assert_near(again, to_numpy(outputs), rtol=1e-5, atol=1e-6)
     assert decision.routing.dispatch.shape == (2, 5, 3, 1)
 
 
@@ -168,7 +169,7 @@ def test_any_layer_can_follow_attention():
     x = inputs + attend(layer.attention, tokens, tokens)
     kernel, bias = map(to_numpy, (mlp.kernel, mlp.bias))
     expected = x + norm(layer.mlp_norm, x) @ kernel + bias
-    np.testing.assert_allclose(to_numpy(layer(inputs)), expected, rtol=1e-4, atol=1e-4)
+    assert_near(to_numpy(layer(inputs)), expected, rtol=1e-4, atol=1e-4)
     assert layer.mlp is mlp and layer.moe is None
 
 

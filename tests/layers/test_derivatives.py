@@ -6,6 +6,7 @@ import pytest
 
 from keras_softmoe import layers, routers
 from tests.skips import only_on
+from tests.support.close import assert_near
 from tests.support.derivatives import (
     changes_of_gradients,
     difference,
@@ -86,4 +87,4 @@ def test_gradients_of_each_image(kind):
     for number in range(len(x)):
         _, expected = value_and_gradients(loss, [x[number : number + 1], *weights])
         for one, other in zip(found, expected[1:], strict=True):
-            np.testing.assert_allclose(one[number], other, rtol=1e-3, atol=1e-5)
+            assert_near(one[number], other, rtol=1e-3, atol=1e-5)

@@ -6,6 +6,7 @@ import pytest
 
 from keras_softmoe import layers, ops, routers
 from tests.support import twins
+from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients, outputs
 from tests.support.layer_checks import normal, randomize
 from tests.support.recorded import recorded
@@ -69,7 +70,7 @@ def test_the_twin(case):
     arrays = arrays_of(layer)
     wanted = twin(choices, mask, x.astype("float64"), *arrays.values())
     found = outputs(lambda x: layer(x, **kwargs), x)
-    np.testing.assert_allclose(found, wanted, atol=2e-5)
+    assert_near(found, wanted, atol=2e-5)
 
     _, of_inputs, of_weights = layer_gradients(
         layer, x, lambda y, _: keras.ops.sum(keras.ops.multiply(y, weight)), **kwargs
@@ -84,7 +85,7 @@ def test_the_twin(case):
             moved = [v + (step * direction if v is value else 0) for v in values]
             change.append((weight * twin(choices, mask, *moved)).sum())
         slope = (change[0] - change[1]) / 2e-5
-        np.testing.assert_allclose((gradient * direction).sum(), slope, atol=5e-4)
+        assert_near((gradient * direction).sum(), slope, atol=5e-4)
 
 
 def test_as_many_slots_as_tokens_are_the_same():
@@ -102,7 +103,7 @@ def test_as_many_slots_as_tokens_are_the_same():
         results.append([outputs(other, x), found[1], *found[2].values()])
     for result in results[1:]:
         for one, two in zip(results[0], result, strict=True):
-            np.testing.assert_allclose(one, two, atol=5e-5)
+            assert_near(one, two, atol=5e-5)
 
 
 def test_what_padding_holds_does_not_matter():
@@ -120,7 +121,7 @@ def test_what_padding_holds_does_not_matter():
         return [outputs(lambda x: layer(x, **kept), x), of_inputs[mask], *experts]
 
     for one, two in zip(found(x), found(broken), strict=True):
-        np.testing.assert_allclose(one, two, atol=1e-5)
+        assert_near(one, two, atol=1e-5)
 
 
 def test_what_observers_see():
@@ -171,9 +172,7 @@ def test_where_rows_cannot_be_counted():
     wanted = outputs(lambda x: layer(x), x)
     if keras.backend.backend() == "tensorflow":
         model.compile(jit_compile=True)
-        np.testing.assert_allclose(
-            model.predict(x, batch_size=5, verbose=0), wanted, atol=1e-5
-        )
+        assert_near(model.predict(x, batch_size=5, verbose=0), wanted, atol=1e-5)
     layer.experts.intermediate_dense.quantize("int8")
     layer.experts.output_dense.quantize("int8")
     error = np.abs(outputs(lambda x: layer(x), x) - wanted).max()

@@ -7,6 +7,7 @@ import keras_softmoe as ksm
 from keras_softmoe import layers, routers
 from keras_softmoe.ops.grouped import grouped_affine
 from tests.layers.test_dropless import NUM_EXPERTS, SHAPE, build
+from tests.support.close import assert_near
 from tests.support.layer_checks import normal
 from tests.support.recorded import recorded
 from tests.support.references import to_numpy
@@ -87,4 +88,4 @@ def test_torch_compile():
         found = fn(*arrays, count)
         results.append([found, *torch.autograd.grad(found.square().sum(), arrays)])
     for one, two in zip(*results, strict=True):
-        np.testing.assert_allclose(to_numpy(one), to_numpy(two), atol=1e-6)
+        assert_near(to_numpy(one), to_numpy(two), atol=1e-6)

@@ -6,6 +6,7 @@ import pytest
 from keras_softmoe import layers
 from keras_softmoe.layers.embedding import TokenEmbedding
 from tests.support import twins
+from tests.support.close import assert_near
 from tests.support.layer_checks import normal, randomize
 from tests.support.references import to_numpy
 
@@ -21,7 +22,7 @@ def test_patch_embedding():
         image[:, y : y + 2, x : x + 4].reshape(2, -1) for y in (0, 2, 4) for x in (0, 4)
     ]
     expected = np.stack(patches, 1) @ kernel.reshape(-1, 5) + bias
-    np.testing.assert_allclose(to_numpy(layer(image)), expected, rtol=1e-5, atol=1e-5)
+    assert_near(to_numpy(layer(image)), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_class_token_goes_first():
@@ -43,9 +44,7 @@ def test_sincos_positions(has_class_token):
     outputs = to_numpy(layer(tokens))
     table = twins.sincos_2d_table(2, 3, 8)
     first = int(has_class_token)
-    np.testing.assert_allclose(
-        outputs[:, first:], tokens[:, first:] + table, rtol=1e-5, atol=1e-5
-    )
+    assert_near(outputs[:, first:], tokens[:, first:] + table, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(outputs[:, :first], tokens[:, :first])
     assert not layer.weights
 
@@ -78,9 +77,7 @@ def test_saved_positions_are_resampled(grid, has_class_token):
     table = to_numpy(saved.embedding)[0]
     patches = twins.resample_position_grid(table[first:].reshape(2, 3, 4), *grid)
     expected = np.concatenate([table[:first], patches.reshape(-1, 4)])
-    np.testing.assert_allclose(
-        to_numpy(layer.embedding)[0], expected, rtol=1e-5, atol=1e-6
-    )
+    assert_near(to_numpy(layer.embedding)[0], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_table_of_a_square_grid():
@@ -89,7 +86,7 @@ def test_table_of_a_square_grid():
     table = normal((1, 4, 4))
     expected = twins.resample_position_grid(table[0].reshape(2, 2, 4), 3, 3)
     actual = to_numpy(layer.resample(table))[0]
-    np.testing.assert_allclose(actual, expected.reshape(9, 4), rtol=1e-5, atol=1e-6)
+    assert_near(actual, expected.reshape(9, 4), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(1, 7, 4), (1, 9, 5), (9, 4)])

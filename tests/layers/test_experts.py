@@ -7,6 +7,7 @@ import pytest
 from keras_softmoe import layers
 from keras_softmoe.layers._feedforward import EqualExperts
 from tests.support import twins
+from tests.support.close import assert_near, difference
 from tests.support.gradients import layer_gradients
 from tests.support.layer_checks import normal, randomize
 from tests.support.references import to_numpy
@@ -31,10 +32,10 @@ def test_each_expert_is_an_mlp_of_its_own():
     randomize(layer)
     weights = [to_numpy(w) for bank in banks(layer) for w in (bank.kernel, bank.bias)]
     expected = twins.experts(slots, *weights)
-    np.testing.assert_allclose(to_numpy(layer(slots)), expected, rtol=1e-5, atol=1e-5)
+    assert_near(to_numpy(layer(slots)), expected, rtol=1e-5, atol=1e-5)
     # Another number of slots, the same weights
     actual = to_numpy(layer(slots[:, :, :2]))
-    np.testing.assert_allclose(actual, expected[:, :, :2], rtol=1e-5, atol=1e-5)
+    assert_near(actual, expected[:, :, :2], rtol=1e-5, atol=1e-5)
 
 
 def test_expert_is_an_mlp():
@@ -45,7 +46,7 @@ def test_expert_is_an_mlp():
     randomize(mlp)
     for weight, value in zip(layer.weights, mlp.get_weights(), strict=True):
         weight.assign(value.reshape(weight.shape))
-    np.testing.assert_allclose(
+    assert_near(
         to_numpy(layer(tokens[:, None]))[:, 0],
         to_numpy(mlp(tokens)),
         rtol=1e-5,
@@ -68,11 +69,11 @@ def test_remat_changes_no_number(dropout_rate):
         )
     (value, of_slots, gradients), other = found
     np.testing.assert_allclose(other[0], value, rtol=1e-5)
-    np.testing.assert_allclose(other[1], of_slots, rtol=1e-4, atol=1e-7)
+    assert_near(other[1], of_slots, rtol=1e-4, atol=1e-7)
     assert len(gradients) == 4
     for name, gradient in gradients.items():
         assert abs(gradient).max() > 1e-6
-        np.testing.assert_allclose(other[2][name], gradient, rtol=1e-4, atol=1e-7)
+        assert_near(other[2][name], gradient, rtol=1e-4, atol=1e-7)
 
 
 def test_dropout_between_quantized_banks():
@@ -86,7 +87,7 @@ def test_dropout_between_quantized_banks():
         to_numpy(layer(slots, training=training)) for training in (False, False, True)
     )
     np.testing.assert_array_equal(again, quiet)
-    assert not np.allclose(trained, quiet, rtol=0.01, atol=0.01)
+    assert difference(trained, quiet) > 0.01
 
 
 @pytest.mark.parametrize("equal_experts", [False, True])

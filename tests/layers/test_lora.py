@@ -7,6 +7,7 @@ import pytest
 from keras_softmoe import layers
 from keras_softmoe.layers.expert_bank import ExpertBank
 from tests.support import twins
+from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients
 from tests.support.layer_checks import normal, randomize, revive
 from tests.support.references import to_numpy
@@ -68,7 +69,7 @@ def test_forward_and_gradients_are_those_of_numpy(remat):
     )
     first, first_bias, second, second_bias = weights(layer)
     outputs = twins.experts(slots, first, first_bias, second, second_bias)
-    np.testing.assert_allclose(to_numpy(layer(slots)), outputs, rtol=1e-4, atol=1e-5)
+    assert_near(to_numpy(layer(slots)), outputs, rtol=1e-4, atol=1e-5)
     assert value == pytest.approx((outputs * pull).sum(), rel=1e-4)
     expected = {}
     for e in range(E):
@@ -77,7 +78,7 @@ def test_forward_and_gradients_are_those_of_numpy(remat):
         before = x @ first[e] + first_bias[e]
         of_before = g @ second[e].T * gelu_slope(before)
         of_kernels = x.T @ of_before, twins.gelu(before).T @ g
-        np.testing.assert_allclose(
+        assert_near(
             of_slots[:, e].reshape(-1, D), of_before @ first[e].T, rtol=1e-3, atol=1e-5
         )
         for each, of_kernel in zip(banks(layer), of_kernels, strict=True):
@@ -87,7 +88,7 @@ def test_forward_and_gradients_are_those_of_numpy(remat):
             expected[each.lora_kernel_b.path, e] = scale * a.T @ of_kernel
     assert len({path for path, _ in expected}) == 4
     for (path, e), gradient in expected.items():
-        np.testing.assert_allclose(found[path][e], gradient, rtol=1e-3, atol=1e-5)
+        assert_near(found[path][e], gradient, rtol=1e-3, atol=1e-5)
     # Besides the factors only biases learn.
     assert {p.split("/")[-1] for p in found} == {
         "bias",
@@ -128,12 +129,12 @@ def test_merged_bank_is_an_ordinary_one():
         each.merge_lora()
         assert not each.lora_enabled
         assert "lora_rank" not in each.get_config()
-    np.testing.assert_allclose(to_numpy(layer(slots)), expected, rtol=1e-5, atol=1e-6)
+    assert_near(to_numpy(layer(slots)), expected, rtol=1e-5, atol=1e-6)
     assert [w.path for w in layer.weights] == before
     assert len(layer.trainable_weights) == 4
     # And once more
     layer.output_dense.enable_lora(1)
-    np.testing.assert_allclose(to_numpy(layer(slots)), expected, rtol=1e-5, atol=1e-6)
+    assert_near(to_numpy(layer(slots)), expected, rtol=1e-5, atol=1e-6)
 
 
 def layers_like(layer):
@@ -168,9 +169,7 @@ def test_lora_of_a_quantized_bank(mode, first):
     layer.lora_kernel_a.assign(a)
     layer.lora_kernel_b.assign(b)
     # Factors are floats: what they add is exact.
-    np.testing.assert_allclose(
-        to_numpy(layer(slots)), without + slots @ a @ b, rtol=1e-4, atol=1e-4
-    )
+    assert_near(to_numpy(layer(slots)), without + slots @ a @ b, rtol=1e-4, atol=1e-4)
     _, _, found = layer_gradients(layer, slots, lambda y, _: keras.ops.sum(y))
     of_outputs = np.ones((E, 4, H))
     of_b = np.swapaxes(slots @ a, 1, 2) @ of_outputs
@@ -195,7 +194,7 @@ def test_loading_keeps_the_factors_trainable(mode, tmp_path):
     model.save_weights(tmp_path / "x.weights.h5")
     model.load_weights(tmp_path / "x.weights.h5")
     # What was saved is the sum.
-    np.testing.assert_allclose(
+    assert_near(
         to_numpy(model(x)), expected, atol={None: 1e-5, "int8": 0.1, "int4": 1.0}[mode]
     )
     for each in banks(model.layers[0]):
@@ -207,9 +206,7 @@ def test_files_of_mixed_precision_hold_float32():
     layer = experts(dtype="mixed_bfloat16")
     saved = {}
     layer.output_dense.save_own_variables(saved)
-    np.testing.assert_allclose(
-        to_numpy(saved["0"]), merged(layer.output_dense), rtol=1e-5, atol=1e-6
-    )
+    assert_near(to_numpy(saved["0"]), merged(layer.output_dense), rtol=1e-5, atol=1e-6)
     slots = normal((2, E, 4, D))
     error = np.abs(to_numpy(layer(slots)) - twins.experts(slots, *weights(layer)))
     assert np.median(error) < 0.05

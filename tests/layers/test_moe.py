@@ -6,6 +6,7 @@ import pytest
 
 from keras_softmoe import layers, ops, routers
 from tests.support import twins
+from tests.support.close import assert_near
 from tests.support.layer_checks import encoder_block, normal, randomize
 from tests.support.recorded import recorded
 from tests.support.references import to_numpy
@@ -78,12 +79,12 @@ def test_padding_takes_no_slot(name):
     np.testing.assert_array_equal(
         token[1:][filled[1:]], expected_token[expected_filled]
     )
-    np.testing.assert_allclose(gate[1:], expected_gate, rtol=1e-5, atol=1e-6)
+    assert_near(gate[1:], expected_gate, rtol=1e-5, atol=1e-6)
     weights = twins.to_dense(
         expected_token * expected_filled, expected_filled, expected_gate, NUM_TOKENS
     )
     expected = twins.moe(real, *weights, expert_weights(layer))
-    np.testing.assert_allclose(to_numpy(outputs)[2:], expected, rtol=2e-5, atol=2e-5)
+    assert_near(to_numpy(outputs)[2:], expected, rtol=2e-5, atol=2e-5)
 
 
 def test_padding_under_a_soft_router():
@@ -94,9 +95,9 @@ def test_padding_under_a_soft_router():
     inputs = normal((3, *SHAPE))
     outputs, decision = recorded(grouped, inputs)
     dispatch = to_numpy(decision.routing.dispatch)
-    np.testing.assert_allclose(dispatch[1, NUM_TOKENS:], 0.0, atol=1e-12)
+    assert_near(dispatch[1, NUM_TOKENS:], 0.0, atol=1e-12)
     np.testing.assert_allclose(dispatch.sum(1), 1.0, rtol=1e-5)
-    np.testing.assert_allclose(
+    assert_near(
         to_numpy(outputs)[2:], to_numpy(single(inputs[2:])), rtol=1e-5, atol=1e-5
     )
 
@@ -134,9 +135,7 @@ def test_batch_sizes_in_a_compiled_model(name, dispatcher):
         assert actual.shape == inputs.shape
         # The full groups of the first batch are those of the whole.
         whole = batch_size // 4 * 4
-        np.testing.assert_allclose(
-            actual[:whole], expected[:whole], rtol=1e-5, atol=1e-5
-        )
+        assert_near(actual[:whole], expected[:whole], rtol=1e-5, atol=1e-5)
 
 
 def test_groups_of_images_compete_for_slots():
@@ -259,7 +258,7 @@ def test_whole_batch_in_a_compiled_model():
     def check(batch):
         expected = build(ROUTERS["token_choice"], group_images=len(batch))(batch)
         actual = model.predict_on_batch(batch)
-        np.testing.assert_allclose(actual, to_numpy(expected), rtol=1e-5, atol=1e-6)
+        assert_near(actual, to_numpy(expected), rtol=1e-5, atol=1e-6)
 
     check(inputs)
     if keras.backend.backend() == "tensorflow":
@@ -287,7 +286,7 @@ def test_tokens_are_rounded_on_their_way(dispatcher):
 
     slots = layer.experts(ops.dispatch(rounded(inputs), exact_routing))
     expected = ops.combine(rounded(slots), exact_routing, NUM_TOKENS)
-    np.testing.assert_allclose(to_numpy(outputs), to_numpy(expected), atol=1e-6)
+    assert_near(to_numpy(outputs), to_numpy(expected), atol=1e-6)
     assert np.abs(to_numpy(outputs) - to_numpy(exact(inputs))).max() > 1e-4
 
 

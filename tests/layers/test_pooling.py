@@ -6,6 +6,7 @@ import pytest
 
 from keras_softmoe import layers
 from keras_softmoe.layers.pooling import TEXT_POOLINGS, ContrastiveScale, pool
+from tests.support.close import assert_near
 from tests.support.layer_checks import dtype_of, normal, randomize, revive
 from tests.support.references import to_numpy
 
@@ -64,4 +65,4 @@ def test_pool(pooling):
         "map": lambda: to_numpy(attention(tokens)),
     }[pooling]()
     actual = pool(keras.ops.convert_to_tensor(tokens), pooling, attention)
-    np.testing.assert_allclose(to_numpy(actual), expected, rtol=1e-5, atol=1e-6)
+    assert_near(to_numpy(actual), expected, rtol=1e-5, atol=1e-6)

@@ -6,6 +6,7 @@ import pytest
 
 from keras_softmoe import layers
 from keras_softmoe.layers.expert_bank import ExpertBank
+from tests.support.close import assert_near
 from tests.support.layer_checks import normal, randomize
 from tests.support.references import to_numpy
 
@@ -64,7 +65,7 @@ def test_int4_rounds_each_block_of_each_expert(width, units, block_size):
     assert np.quantile(step, 0.9) < 1e-5
     error = np.abs(to_numpy(layer.kernel) - kernel).max((1, 2))
     assert (error < np.ptp(kernel, axis=(1, 2)) / 15).all()
-    np.testing.assert_allclose(
+    assert_near(
         to_numpy(layer(slots)),
         slots @ to_numpy(layer.kernel) + to_numpy(layer.bias),
         rtol=1e-4,
@@ -132,6 +133,6 @@ def test_float8_goes_without_lora():
     layer.merge_lora()
     expected = to_numpy(layer(normal((E, 4, 6))))
     layer.quantize("float8")
-    np.testing.assert_allclose(to_numpy(layer(normal((E, 4, 6)))), expected, atol=0.3)
+    assert_near(to_numpy(layer(normal((E, 4, 6)))), expected, atol=0.3)
     with pytest.raises(ValueError, match="LoRA in float8.*merge_lora"):
         layer.enable_lora(2)

@@ -6,6 +6,7 @@ import pytest
 
 from keras_softmoe import layers
 from tests.support import twins
+from tests.support.close import assert_near
 from tests.support.layer_checks import normal, randomize
 from tests.support.references import to_numpy
 
@@ -25,7 +26,7 @@ def test_image_does_not_depend_on_its_batch(others):
     for position in (0, 6):
         batch = np.insert(rest, position, image[0], axis=0)
         actual = to_numpy(layer(batch))[position]
-        np.testing.assert_allclose(actual, alone[0], rtol=1e-5, atol=1e-5)
+        assert_near(actual, alone[0], rtol=1e-5, atol=1e-5)
 
 
 def test_slots_start_as_broad_averages():
@@ -55,13 +56,11 @@ def test_slots_mix_the_tokens_themselves():
     )
     layer(tokens)
     layer(10 * tokens)
-    np.testing.assert_allclose(seen[1], 10 * seen[0], rtol=1e-4, atol=1e-4)
+    assert_near(seen[1], 10 * seen[0], rtol=1e-4, atol=1e-4)
     dispatch, _ = twins.soft_router(
         tokens, to_numpy(layer.moe.router.mu), to_numpy(layer.moe.router.scale)
     )
-    np.testing.assert_allclose(
-        seen[0], twins.dispatch_tokens(tokens, dispatch), rtol=1e-4, atol=1e-5
-    )
+    assert_near(seen[0], twins.dispatch_tokens(tokens, dispatch), rtol=1e-4, atol=1e-5)
 
 
 def test_drop_in_for_an_mlp():

@@ -10,6 +10,7 @@ import pytest
 from keras_softmoe import layers, routers
 from keras_softmoe.keras_adapter.layers import is_initialized
 from keras_softmoe.layers.template_experts import TemplateExperts
+from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients
 from tests.support.layer_checks import check_layer, normal, randomize, revive
 from tests.support.references import to_numpy
@@ -90,9 +91,7 @@ def test_each_expert_is_the_template_with_its_own_weights(name):
             for found, own in zip(of_weights.values(), of_own.values(), strict=True)
         ]
         for found, expected in pairs:
-            np.testing.assert_allclose(
-                found.reshape(expected.shape), expected, rtol=1e-4, atol=1e-5
-            )
+            assert_near(found.reshape(expected.shape), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_layer():
@@ -127,7 +126,7 @@ def test_a_built_layer_is_copied_and_left_alone():
     layer = layers.MoE(router, expert=template)
     model = keras.Sequential([keras.Input((6, WIDTH)), layer])
     inputs = normal((2, 6, WIDTH))
-    np.testing.assert_allclose(
+    assert_near(
         to_numpy(model(inputs)), to_numpy(template(inputs)), rtol=1e-5, atol=1e-6
     )
     names = [weight.name for weight in layer.experts.weights]

@@ -9,6 +9,7 @@ from keras_softmoe.layers import tokens as modalities
 from tests.layers.test_moe import expert_weights
 from tests.support import limoe_router_twin as twin
 from tests.support import twins
+from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients
 from tests.support.layer_checks import BATCH, encoder_block, normal, randomize, revive
 from tests.support.recorded import recorded
@@ -56,7 +57,7 @@ def block(router, like, **kwargs):
 def assert_close(actual, expected, tolerance=1e-5):
     assert sorted(actual) == sorted(expected)
     for name in expected:
-        np.testing.assert_allclose(
+        assert_near(
             to_numpy(actual[name]),
             to_numpy(expected[name]),
             rtol=tolerance,
@@ -140,7 +141,7 @@ def test_layer_is_its_twin_and_padding_has_no_say():
     gate = twins.gates(probabilities, token, filled)
     np.testing.assert_array_equal(to_numpy(routing.token), token)
     np.testing.assert_array_equal(to_numpy(routing.filled), filled)
-    np.testing.assert_allclose(to_numpy(routing.gate), gate, rtol=1e-5, atol=1e-6)
+    assert_near(to_numpy(routing.gate), gate, rtol=1e-5, atol=1e-6)
 
     expected = twins.moe(
         tokens, *twins.to_dense(token, filled, gate, 12), expert_weights(layer)
@@ -387,6 +388,6 @@ def test_masked_text_is_not_there(make, per_modality, capacity_factor):
         found.append(layer_gradients(layer, x, loss, mask=mask, training=True))
     expected, (value, of_inputs, of_weights) = found
     np.testing.assert_allclose(value, expected[0], rtol=1e-6)
-    np.testing.assert_allclose(of_inputs, expected[1], atol=1e-6)
+    assert_near(of_inputs, expected[1], atol=1e-6)
     for path, gradient in of_weights.items():
-        np.testing.assert_allclose(gradient, expected[2][path], rtol=1e-4, atol=1e-6)
+        assert_near(gradient, expected[2][path], rtol=1e-4, atol=1e-6)

@@ -6,6 +6,7 @@ import pytest
 
 from keras_softmoe import layers, ops, routers
 from keras_softmoe.layers.pooling import ContrastiveScale
+from tests.support.close import assert_near
 from tests.support.layer_checks import BATCH, normal
 from tests.support.references import to_numpy
 
@@ -51,16 +52,14 @@ def test_video(make, num_frames):
     model = keras.Model(inputs, outputs)
     actual = model.predict(video, verbose=0)
     by_frame = [to_numpy(layer(video[:, i])) for i in range(FRAMES)]
-    np.testing.assert_allclose(actual, np.stack(by_frame, 1), rtol=1e-5, atol=1e-6)
+    assert_near(actual, np.stack(by_frame, 1), rtol=1e-5, atol=1e-6)
 
 
 def test_frames_are_like_images_of_a_batch():
     layer, video = moe(), normal((BATCH, FRAMES, *TOKENS))
     actual = to_numpy(keras.layers.TimeDistributed(layer)(video))
     images = to_numpy(layer(video.reshape(-1, *TOKENS)))
-    np.testing.assert_allclose(
-        actual, images.reshape(video.shape), rtol=1e-5, atol=1e-6
-    )
+    assert_near(actual, images.reshape(video.shape), rtol=1e-5, atol=1e-6)
 
 
 class Twice(keras.layers.Wrapper):
@@ -103,7 +102,7 @@ def test_masks_of_frames():
     actual = to_numpy(wrapper(video, mask=keras.ops.convert_to_tensor(mask)))
     for i in range(FRAMES):
         expected = to_numpy(layer(video[:, i], mask=mask[:, i]))
-        np.testing.assert_allclose(actual[:, i], expected, rtol=1e-5, atol=1e-6)
+        assert_near(actual[:, i], expected, rtol=1e-5, atol=1e-6)
     assert (actual[~mask] == 0).all()
 
 

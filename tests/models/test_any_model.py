@@ -18,7 +18,8 @@ from keras import ops
 from experiments import family_table
 from keras_softmoe import analysis, converters, evaluation, layers, models, routers
 from keras_softmoe.keras_adapter.surgery import sublayers
-from tests.support import families, tiny
+from tests.support import close, families, tiny
+from tests.support.close import assert_near
 from tests.support.families import FAMILIES, inputs_of
 from tests.support.references import to_numpy
 
@@ -36,7 +37,7 @@ def outputs(model, x):
 
 
 def difference(xs, ys):
-    return max(float(np.abs(x - y).max()) for x, y in zip(xs, ys, strict=True))
+    return max(close.difference(y, x) for x, y in zip(xs, ys, strict=True))
 
 
 def state(model):
@@ -181,7 +182,7 @@ def test_task_of_kerashub(vit, tmp_path):
     expected = task.predict(x, verbose=0)
     given = converters.add_experts(task, (1,), ROUTER, verbose=0)
     assert type(given) is type(task)
-    np.testing.assert_allclose(given.predict(x, verbose=0), expected, atol=1e-5)
+    assert_near(given.predict(x, verbose=0), expected, atol=1e-5)
     backbone = given.backbone
     tuned = keras_hub.models.ViTImageClassifier(backbone=backbone, num_classes=3)
     old = state(backbone.moe_layers[1].experts)

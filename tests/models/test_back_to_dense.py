@@ -7,6 +7,7 @@ import pytest
 from keras_softmoe import converters, layers, models, routers
 from keras_softmoe.keras_adapter.surgery import sublayers
 from tests.support import tiny, tiny_limoe
+from tests.support.close import assert_near
 from tests.support.families import FAMILIES, inputs_of
 from tests.support.references import to_numpy
 
@@ -43,7 +44,7 @@ def test_model_of_somebody_else(family, capsys):
     assert "1 mixtures of" in capsys.readouterr().out
     assert type(same) is type(dense) and same.feature_difference < 1e-5
     for old, new in zip(dense.weights, same.weights, strict=True):
-        np.testing.assert_allclose(to_numpy(new), to_numpy(old), atol=1e-6)
+        assert_near(to_numpy(new), to_numpy(old), atol=1e-6)
     moe = sparse.moe_layers[1]
     change(moe)
     before = [to_numpy(weight).copy() for weight in sparse.weights]
@@ -54,7 +55,7 @@ def test_model_of_somebody_else(family, capsys):
         mean = converters.to_dense_model(sparse, data, verbose=0)
         last = [y for path, y, _ in sublayers(mean) if path.endswith(LAST[family])]
         expected = np.tensordot(share, bias, 1).reshape(-1)
-        np.testing.assert_allclose(to_numpy(last[1].bias), expected, atol=1e-6)
+        assert_near(to_numpy(last[1].bias), expected, atol=1e-6)
     assert all(map(np.array_equal, before, map(to_numpy, sparse.weights)))
     distance = converters.to_dense_model(sparse, x, verbose=0).feature_difference
     assert 1e-4 < distance < 10
@@ -77,7 +78,7 @@ def test_a_weight_that_is_not_trained_before_others():
     sparse = converters.add_experts(dense, (0,), ROUTER, sites=["mlp"], verbose=0)
     same = converters.to_dense_model(sparse, verbose=0)
     for old, new in zip(dense.weights, same.weights, strict=True):
-        np.testing.assert_allclose(to_numpy(new), to_numpy(old), atol=1e-6)
+        assert_near(to_numpy(new), to_numpy(old), atol=1e-6)
 
 
 def test_classifier_of_ours():
@@ -92,7 +93,7 @@ def test_classifier_of_ours():
     assert dense.feature_difference > 0
     load = loads_of(backbone, images)[0]
     kernel = to_numpy(moe.experts.intermediate_dense.kernel)
-    np.testing.assert_allclose(
+    assert_near(
         to_numpy(dense.backbone.blocks[block].mlp.intermediate_dense.kernel),
         np.tensordot(load / load.sum(), kernel, 1),
         atol=1e-6,
@@ -122,7 +123,7 @@ def test_shared_expert():
     mlp = converters.to_dense_model(sparse, verbose=0).blocks[1].mlp
     tokens = np.random.default_rng(0).normal(size=(2, 3, 8)).astype("float32")
     expected = to_numpy(moe(tokens))
-    np.testing.assert_allclose(to_numpy(mlp(tokens)), expected, atol=1e-6)
+    assert_near(to_numpy(mlp(tokens)), expected, atol=1e-6)
     np.testing.assert_allclose(
         to_numpy(moe.shared_mlp(tokens)), expected, rtol=0, atol=0
     )
@@ -144,7 +145,7 @@ def test_soft_router_by_its_combine_weights():
     last = [y for path, y, _ in sublayers(dense) if path.endswith("mlp/dense_2")][1]
     bias = to_numpy(moe.experts.output_dense.bias)
     expected = np.tensordot(weights / weights.sum(), bias, 1)[0]
-    np.testing.assert_allclose(to_numpy(last.bias), expected, atol=1e-6)
+    assert_near(to_numpy(last.bias), expected, atol=1e-6)
 
 
 def test_images_and_texts():
@@ -168,9 +169,7 @@ def test_refusals():
         converters.to_dense_model(parts)
     shared = converters.add_experts(vit, (1,), ROUTER, start="shared", verbose=0)
     x = inputs_of(vit)
-    np.testing.assert_allclose(
-        shared.predict_on_batch(x), vit.predict_on_batch(x), atol=1e-5
-    )
+    assert_near(shared.predict_on_batch(x), vit.predict_on_batch(x), atol=1e-5)
     with pytest.raises(ValueError, match="shared_mlp_dim=12 in block 1"):
         converters.to_dense_model(shared)
     lora = converters.add_experts(vit, (1,), ROUTER, verbose=0)

@@ -10,6 +10,7 @@ import pytest
 from keras_softmoe import analysis, converters, evaluation, models, training
 from keras_softmoe.exporting._write import FromPixels
 from tests.support import hub, tiny, tiny_limoe
+from tests.support.close import assert_near
 from tests.support.layer_checks import randomize
 from tests.support.references import to_numpy
 
@@ -166,7 +167,7 @@ def test_numbers_are_those_of_channels_last(case, request):
     keras.utils.set_random_seed(0)
     actual = case()
     keras.tree.map_structure(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7),
+        lambda a, b: assert_near(a, b, rtol=1e-6, atol=1e-7),
         actual,
         expected,
     )
@@ -184,7 +185,7 @@ def test_presets_that_were_saved_before(cls, tmp_path, request):
     expected = images(model)
     request.getfixturevalue("channels_first")
     loaded = cls.from_preset(str(tmp_path / "preset"))
-    np.testing.assert_allclose(images(loaded), expected, rtol=1e-6, atol=1e-7)
+    assert_near(images(loaded), expected, rtol=1e-6, atol=1e-7)
     converter = models.ViTMoEImageConverter.from_preset(str(tmp_path / "preset"))
     assert converter(PIXELS).shape == (6, 8, 8, 3)
 
@@ -217,7 +218,7 @@ def test_sources_of_keras_hub(request):
     expected = predict_with(make())
     request.getfixturevalue("channels_first")
     last = False
-    np.testing.assert_allclose(predict_with(make()), expected, rtol=1e-5, atol=1e-6)
+    assert_near(predict_with(make()), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_converters_of_channels_first_are_refused(channels_first):

@@ -9,6 +9,7 @@ import pytest
 
 from keras_softmoe import models
 from tests.support import tiny, tiny_limoe
+from tests.support.close import assert_near
 from tests.support.references import to_numpy
 from tests.support.tiny_limoe import AMPLE, BATCH, as_numpy, captions, pairs
 
@@ -17,7 +18,7 @@ def assert_same(actual, expected, tolerance=1e-6):
     found, value = (as_numpy(model(pairs())) for model in (actual, expected))
     assert sorted(found) == sorted(value)
     for name in value:
-        np.testing.assert_allclose(
+        assert_near(
             found[name], value[name], rtol=tolerance, atol=tolerance, err_msg=name
         )
 

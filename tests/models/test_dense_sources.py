@@ -14,6 +14,7 @@ from keras_softmoe import converters, evaluation, models, routers
 from keras_softmoe.models import dense_sources
 from tests.skips import needs
 from tests.support import bicubic_twin, hub, safetensors_file, tiny, torch_twin
+from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
 BACKBONES = [name for name in hub.MODELS if "Classifier" not in name]
@@ -38,7 +39,7 @@ def assert_same_features(ours, theirs, images):
     expected = features(theirs, images)
     outputs = ours(images, training=False)
     name = "sequence_output" if expected.ndim == 3 else "pooled_output"
-    np.testing.assert_allclose(to_numpy(outputs[name]), expected, atol=2e-5)
+    assert_near(to_numpy(outputs[name]), expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", BACKBONES)
@@ -58,7 +59,7 @@ def test_logits(name):
     assert type(ours) is models.ViTMoEImageClassifier
     images = tiny.images(3, hub.SHAPE)
     expected = to_numpy(theirs(images))
-    np.testing.assert_allclose(to_numpy(ours(images)), expected, atol=2e-5)
+    assert_near(to_numpy(ours(images)), expected, atol=2e-5)
     if "gap" in name:
         np.testing.assert_allclose(expected.sum(-1), 1.0, rtol=1e-5)
     backbone = converters.dense_model(theirs, head=False)
@@ -120,14 +121,14 @@ def test_presets(tmp_path, name):
     outputs = pooled(direct, images)
     if "registers" not in name:
         # KerasHub makes positions anew when it loads.
-        np.testing.assert_allclose(pooled(ours, images), outputs, atol=2e-5)
+        assert_near(pooled(ours, images), outputs, atol=2e-5)
     direct.save_to_preset(str(tmp_path / "ours"))
     loaded = converters.dense_model(str(tmp_path / "ours"))
-    np.testing.assert_allclose(pooled(loaded, images), outputs, atol=1e-6)
+    assert_near(pooled(loaded, images), outputs, atol=1e-6)
     large = tiny.images(2, LARGER)
     again = type(ours).from_preset(str(tmp_path / "ours"), image_shape=LARGER)
     expected = pooled(converters.dense_model(direct, image_shape=LARGER), large)
-    np.testing.assert_allclose(pooled(again, large), expected, atol=1e-6)
+    assert_near(pooled(again, large), expected, atol=1e-6)
 
 
 def pooled(model, images):
@@ -148,9 +149,7 @@ def test_images_of_a_classifier(tmp_path):
     )
     ours = converters.dense_model(theirs)
     pixels = tiny.pixels(2, (9, 9, 3))
-    np.testing.assert_allclose(
-        tiny.predict(ours, pixels), tiny.predict(theirs, pixels), atol=1e-5
-    )
+    assert_near(tiny.predict(ours, pixels), tiny.predict(theirs, pixels), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", UPCYCLED)
@@ -211,7 +210,7 @@ def test_handle_of_hugging_face(tmp_path, monkeypatch):
     model = converters.dense_model("hf://google/vit")
     tokens, _ = torch_twin.forward("vit", arrays, tiny.images(2, hub.SHAPE))
     outputs = model(tiny.images(2, hub.SHAPE))["sequence_output"]
-    np.testing.assert_allclose(to_numpy(outputs), tokens, atol=1e-4)
+    assert_near(to_numpy(outputs), tokens, atol=1e-4)
     texts = ("*.json",)
     assert asked == [
         ("google/vit", texts),

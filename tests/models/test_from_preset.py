@@ -14,6 +14,7 @@ from keras_softmoe import models, routers
 from keras_softmoe.catalogue import _lookup as lookup
 from keras_softmoe.ops.position import resample_position_grid
 from tests.support import tiny
+from tests.support.close import assert_near
 from tests.support.layer_checks import randomize
 from tests.support.references import to_numpy
 
@@ -55,9 +56,7 @@ def test_predictions_survive(tmp_path, kind):
     for cls in (models.ViTMoEImageClassifier, keras_hub.models.ImageClassifier):
         revived = cls.from_preset(path)
         assert type(revived) is models.ViTMoEImageClassifier
-        np.testing.assert_allclose(
-            tiny.predict(revived, x), expected, rtol=1e-6, atol=1e-6
-        )
+        assert_near(tiny.predict(revived, x), expected, rtol=1e-6, atol=1e-6)
     for cls in (models.ViTMoEBackbone, keras_hub.models.Backbone):
         revived = cls.from_preset(path)
         assert type(revived) is models.ViTMoEBackbone
@@ -154,7 +153,7 @@ def test_other_resolution(tmp_path, pooling, image_shape):
     for cls in (models.ViTMoEImageClassifier, keras_hub.models.ImageClassifier):
         revived = cls.from_preset(path, image_shape=image_shape)
         embedding = revived.backbone.get_layer("position_embedding").embedding
-        np.testing.assert_allclose(to_numpy(embedding), expected, rtol=1e-5, atol=1e-6)
+        assert_near(to_numpy(embedding), expected, rtol=1e-5, atol=1e-6)
         assert revived.backbone.image_shape == image_shape
         # The converter follows: images of the old size still go in.
         assert revived.preprocessor.image_size == image_shape[:2]

@@ -4,8 +4,12 @@ import numpy as np
 import pytest
 
 from keras_softmoe.models import _token_statistics as statistics
+from tests.support.close import assert_near
 
-RNG = np.random.default_rng(0)
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
 
 
 def planted(num_clusters=4, each=30, width=6, noise=0.1, seed=0):
@@ -36,14 +40,14 @@ def plain_kmeans(tokens, centroids):
             centroids.append(total / np.linalg.norm(total))
 
 
-def test_kmeans_is_lloyds_algorithm():
-    tokens = RNG.normal(size=(60, 5))
+def test_kmeans_is_lloyds_algorithm(rng):
+    tokens = rng.normal(size=(60, 5))
     first = statistics._first_centroids(
         statistics.unit(tokens), 4, np.random.default_rng(7)
     )
     expected, expected_labels = plain_kmeans(tokens, list(first))
     centroids, labels = statistics.spherical_kmeans(tokens, 4, np.random.default_rng(7))
-    np.testing.assert_allclose(centroids, expected, atol=1e-12)
+    assert_near(centroids, expected, atol=1e-12)
     np.testing.assert_array_equal(labels, expected_labels)
 
 
@@ -71,8 +75,8 @@ def test_kmeans_with_fewer_different_tokens_than_clusters():
     assert np.isfinite(centroids).all() and labels.max() < 3
 
 
-def test_kmeans_in_chunks(monkeypatch):
-    tokens = RNG.normal(size=(50, 4)).astype("float32")
+def test_kmeans_in_chunks(rng, monkeypatch):
+    tokens = rng.normal(size=(50, 4)).astype("float32")
     whole = statistics.spherical_kmeans(tokens, 3, np.random.default_rng(1))
     monkeypatch.setattr(statistics, "_CHUNK", 7)
     in_chunks = statistics.spherical_kmeans(tokens, 3, np.random.default_rng(1))
@@ -93,13 +97,13 @@ def whitened_truncation(kernel, inputs, rank):
 
 @pytest.mark.parametrize("shape", [(5, 12), (12, 5)])
 @pytest.mark.parametrize("energy", [0.5, 0.9, 0.999])
-def test_truncation_is_that_with_whitened_tokens(shape, energy):
-    kernel = RNG.normal(size=shape)
-    inputs = RNG.normal(size=(40, shape[0])) * np.geomspace(1, 0.05, shape[0])
+def test_truncation_is_that_with_whitened_tokens(rng, shape, energy):
+    kernel = rng.normal(size=shape)
+    inputs = rng.normal(size=(40, shape[0])) * np.geomspace(1, 0.05, shape[0])
     truncated = statistics.truncated_kernel(kernel, inputs, energy)
     rank = np.linalg.matrix_rank(truncated)
     expected = whitened_truncation(kernel, inputs, rank)
-    np.testing.assert_allclose(truncated, expected, atol=1e-10)
+    assert_near(truncated, expected, atol=1e-10)
 
     def lost(kernel_of_rank):
         change = inputs @ (kernel - kernel_of_rank)
@@ -111,16 +115,16 @@ def test_truncation_is_that_with_whitened_tokens(shape, energy):
         assert lost(whitened_truncation(kernel, inputs, rank - 1)) > 1 - energy
 
 
-def test_truncation_where_whitening_is_impossible():
+def test_truncation_where_whitening_is_impossible(rng):
     # Fewer tokens than they are wide: no Cholesky factor.
-    kernel, inputs = RNG.normal(size=(8, 6)), RNG.normal(size=(3, 8))
+    kernel, inputs = rng.normal(size=(8, 6)), rng.normal(size=(3, 8))
     truncated = statistics.truncated_kernel(kernel, inputs, 1 - 1e-12)
     assert np.linalg.matrix_rank(truncated) == 3
-    np.testing.assert_allclose(inputs @ truncated, inputs @ kernel, atol=1e-10)
+    assert_near(inputs @ truncated, inputs @ kernel, atol=1e-10)
 
 
-def test_truncation_keeps_what_nothing_is_known_of():
-    kernel = RNG.normal(size=(4, 3))
+def test_truncation_keeps_what_nothing_is_known_of(rng):
+    kernel = rng.normal(size=(4, 3))
     assert statistics.truncated_kernel(kernel, kernel.T, 1) is kernel
     assert statistics.truncated_kernel(kernel, np.zeros((0, 4)), 0.5) is kernel
 
@@ -128,9 +132,9 @@ def test_truncation_keeps_what_nothing_is_known_of():
 # === Directions and scales ===
 
 
-def test_positions_are_told_apart():
-    places = 3 * RNG.normal(size=(6, 16))
-    tokens = (places + RNG.normal(size=(50, 6, 16))).astype("float32")
+def test_positions_are_told_apart(rng):
+    places = 3 * rng.normal(size=(6, 16))
+    tokens = (places + rng.normal(size=(50, 6, 16))).astype("float32")
     for num_groups, groups in ((6, [0, 1, 2, 3, 4, 5]), (3, [0, 0, 1, 1, 2, 2])):
         directions = statistics.position_directions(tokens, num_groups)
         assert directions.dtype == "float32"
@@ -140,8 +144,8 @@ def test_positions_are_told_apart():
 
 
 @pytest.mark.parametrize("confidence", [0.3, 0.9, 0.999])
-def test_the_scale_gives_the_confidence(confidence):
-    logits = RNG.normal(size=(200, 5))
+def test_the_scale_gives_the_confidence(rng, confidence):
+    logits = rng.normal(size=(200, 5))
     logits -= logits.max(axis=-1, keepdims=True)
     scaled = np.exp(statistics.scale_for(logits, confidence) * logits)
     found = (scaled / scaled.sum(axis=-1, keepdims=True)).max(axis=-1).mean()

@@ -7,11 +7,11 @@ themselves, where they are installed. Covers `checkpoints/_torch_names.py`.
 import json
 
 import keras
-import numpy as np
 import pytest
 
 from keras_softmoe import converters, routers
 from tests.support import safetensors_file, tiny, torch_twin
+from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
 SHAPE = (12, 12, 3)
@@ -46,7 +46,7 @@ def assert_computes(model, tokens, vector):
 
 
 def assert_close(ours, expected):
-    np.testing.assert_allclose(to_numpy(ours), expected, atol=1e-4)
+    assert_near(to_numpy(ours), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,6 +11,7 @@ import torch
 from keras_softmoe import converters
 from tests.skips import needs
 from tests.support import tiny, torch_twin
+from tests.support.close import assert_near
 
 SHAPE, LARGER = (12, 12, 3), (20, 20, 3)
 SIZES = {
@@ -72,7 +73,7 @@ def channels_first(images):
 
 def assert_close(ours, expected):
     ours, expected = (x.detach().cpu().numpy() for x in (ours, expected))
-    np.testing.assert_allclose(ours, expected, atol=1e-4)
+    assert_near(ours, expected, atol=1e-4)
 
 
 # === transformers ===
@@ -125,7 +126,7 @@ def test_twin_of_transformers(hugging_face):
             (tokens, expected.last_hidden_state),
             (vector, expected.pooler_output),
         ):
-            np.testing.assert_allclose(ours, other.detach().numpy(), atol=1e-4)
+            assert_near(ours, other.detach().numpy(), atol=1e-4)
 
 
 # === timm ===

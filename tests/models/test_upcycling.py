@@ -10,6 +10,7 @@ import pytest
 from keras_softmoe import converters, models, routers
 from keras_softmoe.models._token_statistics import truncated_kernel
 from tests.support import tiny, tiny_limoe
+from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
 NUM_EXPERTS = 4
@@ -73,7 +74,7 @@ def upcycled(model, router, **arguments):
 @pytest.mark.parametrize("case", SAME)
 def test_computes_what_the_dense_model_does(dense, expected, case):
     outputs = upcycled(dense, SAME[case])(IMAGES)["pooled_output"]
-    np.testing.assert_allclose(to_numpy(outputs), expected, atol=2e-5)
+    assert_near(to_numpy(outputs), expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("split", [1, 2])
@@ -85,7 +86,7 @@ def test_a_shared_start_computes_what_the_dense_model_does(
     assert (sparse.shared_mlp_dim, sparse.mlp_dim) == (dense.mlp_dim, dense.mlp_dim)
     assert sparse.expert_mlp_dim == (dense.mlp_dim // 2 if split > 1 else None)
     outputs = sparse(IMAGES)["pooled_output"]
-    np.testing.assert_allclose(to_numpy(outputs), expected, atol=2e-5)
+    assert_near(to_numpy(outputs), expected, atol=2e-5)
     # Experts learn from there: the gradient of a zero kernel is that of its products.
     moe = sparse.blocks[1].moe
     kernels = [to_numpy(bank.kernel) for bank in moe.experts.banks]
@@ -101,7 +102,7 @@ def test_parts_of_an_mlp_compute_what_it_does(dense, expected, case):
     moe = sparse.blocks[1].moe
     assert moe.experts.mlp_dim == dense.mlp_dim // 2
     outputs = sparse(IMAGES)["pooled_output"]
-    np.testing.assert_allclose(to_numpy(outputs), expected, atol=2e-5)
+    assert_near(to_numpy(outputs), expected, atol=2e-5)
     # Parts 0, 1, 0, 1, chosen in pairs
     kernel = to_numpy(moe.experts.intermediate_dense.kernel)
     whole = to_numpy(dense.blocks[1].mlp.intermediate_dense.kernel)
@@ -136,7 +137,7 @@ def test_bad_parts(dense, arguments, message):
 def test_clusters_compute_what_the_dense_model_does(dense, expected, case):
     sparse = upcycled(dense, SAME[case], start="clusters", images=MANY, energy=1)
     outputs = to_numpy(sparse(IMAGES)["pooled_output"])
-    np.testing.assert_allclose(outputs, expected, atol=2e-5)
+    assert_near(outputs, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("case", NOT_THE_SAME)
@@ -178,7 +179,7 @@ def test_the_two_models_share_no_memory(dense, expected):
     sparse = upcycled(dense, SAME["identity"])
     for model in (dense, sparse, dense):
         outputs = tiny.predict(model, IMAGES)["pooled_output"]
-        np.testing.assert_allclose(outputs, expected, atol=2e-5)
+        assert_near(outputs, expected, atol=2e-5)
 
 
 def test_experts_may_part(dense):
@@ -262,7 +263,7 @@ def test_clusters_are_routed_to_their_experts(dense):
     tokens, logits = tokens_and_logits(sparse)
     logits = logits.reshape(-1, NUM_EXPERTS)
     kernel = to_numpy(sparse.blocks[1].moe.router.kernel)
-    np.testing.assert_allclose(logits, tokens @ kernel, atol=1e-4)
+    assert_near(logits, tokens @ kernel, atol=1e-4)
     probabilities = to_numpy(keras.ops.softmax(logits))
     assert probabilities.max(axis=-1).mean() == pytest.approx(0.8, abs=1e-3)
     # Centroids, all of one length: the sums of the directions of their tokens.
@@ -282,10 +283,10 @@ def test_clusters_are_routed_to_their_experts(dense):
     for expert in range(NUM_EXPERTS):
         own = labels == expert
         twin = truncated_kernel(given, tokens[own], 0.9)
-        np.testing.assert_allclose(kernels[expert], twin, atol=1e-4)
+        assert_near(kernels[expert], twin, atol=1e-4)
         twin = truncated_kernel(second, hidden[own], 0.9)
         bank = to_numpy(experts.output_dense.kernel)
-        np.testing.assert_allclose(bank[expert], twin, atol=1e-4)
+        assert_near(bank[expert], twin, atol=1e-4)
         change = tokens[own] @ (given - kernels[expert])
         assert np.sum(change**2) <= 0.1001 * np.sum((tokens[own] @ given) ** 2)
 
@@ -343,7 +344,7 @@ def test_clusters_of_a_classifier(tmp_path):
     before = tiny.predict(sparse, pixels[:3])
     sparse.save_to_preset(str(tmp_path / "sparse"))
     loaded = models.ViTMoEImageClassifier.from_preset(str(tmp_path / "sparse"))
-    np.testing.assert_allclose(tiny.predict(loaded, pixels[:3]), before, atol=1e-6)
+    assert_near(tiny.predict(loaded, pixels[:3]), before, atol=1e-6)
 
 
 # === Positions ===
@@ -380,9 +381,7 @@ def test_positions_are_close_to_the_dense_model(placed, router):
     combine = to_numpy(sparse.route(IMAGES)[1].routing.combine)
     # Every place has its slots: the sum over those of a place is near one.
     combine = combine.reshape(*combine.shape[:2], 4, -1).sum(axis=-1)
-    np.testing.assert_allclose(
-        combine, np.broadcast_to(np.eye(4), combine.shape), atol=1e-2
-    )
+    assert_near(combine, np.broadcast_to(np.eye(4), combine.shape), atol=1e-2)
 
 
 def test_fewer_slots_than_positions(placed):
@@ -393,7 +392,7 @@ def test_fewer_slots_than_positions(placed):
     dispatch = to_numpy(sparse.route(IMAGES)[1].routing.dispatch)[..., 0]
     # Each of two slots takes two neighbours.
     places = [dispatch[:, :2, 0].sum(axis=1), dispatch[:, 2:, 1].sum(axis=1)]
-    np.testing.assert_allclose(places, 1, atol=1e-2)
+    assert_near(places, 1, atol=1e-2)
 
 
 # === Refusals ===

@@ -15,6 +15,7 @@ from keras_softmoe.ops.backend import (
     on_own_groups,
 )
 from tests.skips import only_on
+from tests.support.close import assert_near, difference
 from tests.support.derivatives import changes_of_gradients, slope
 from tests.support.gradients import value_and_gradients
 from tests.support.references import to_numpy
@@ -29,7 +30,7 @@ def assert_same(own, portable, arrays, tolerance=1e-5):
     value = to_numpy(portable(*map(ops.convert_to_tensor, arrays)))
     found = to_numpy(own(*map(ops.convert_to_tensor, arrays)))
     assert found.shape == value.shape
-    np.testing.assert_allclose(found, value, rtol=tolerance, atol=tolerance)
+    assert_near(found, value, rtol=tolerance, atol=tolerance)
     weights = normal(*value.shape, seed=1)
     gradients = [
         value_and_gradients(
@@ -39,14 +40,14 @@ def assert_same(own, portable, arrays, tolerance=1e-5):
     ]
     for ours, theirs in zip(*gradients, strict=True):
         assert abs(theirs).max() > 0.01
-        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=10 * tolerance)
+        assert_near(ours, theirs, rtol=tolerance, atol=10 * tolerance)
 
 
 @pytest.mark.parametrize("leading", [(4,), (2, 5), (2, 3, 4), (0, 5)])
 def test_affine(leading):
     x, kernel, bias = normal(*leading, 3), normal(3, 7), normal(7)
     found = to_numpy(affine(x, kernel, bias))
-    np.testing.assert_allclose(found, x @ kernel + bias, rtol=1e-5, atol=1e-6)
+    assert_near(found, x @ kernel + bias, rtol=1e-5, atol=1e-6)
     if 0 not in leading:
         assert_same(affine, lambda *a: ops.matmul(*a[:2]) + a[2], (x, kernel, bias))
 
@@ -55,9 +56,7 @@ def test_affine(leading):
 def test_affine_of_stacks(count):
     arrays = normal(count, 5, 3), normal(count, 3, 7), normal(count, 1, 7)
     expected = np.einsum("end,edh->enh", *arrays[:2]) + arrays[2]
-    np.testing.assert_allclose(
-        to_numpy(affine(*arrays)), expected, rtol=1e-5, atol=1e-5
-    )
+    assert_near(to_numpy(affine(*arrays)), expected, rtol=1e-5, atol=1e-5)
     assert_same(affine, lambda *a: ops.matmul(*a[:2]) + a[2], arrays)
 
 
@@ -74,7 +73,7 @@ def test_derivatives_of_stacks():
     for derivative in (slope, changes_of_gradients):
         found, expected = (derivative(f, arrays, directions) for f in (own, plain))
         for one, other in zip(*map(keras.tree.flatten, (found, expected)), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+            assert_near(one, other, rtol=1e-4, atol=1e-5)
     if keras.backend.backend() == "jax":
         import jax
 
@@ -85,7 +84,7 @@ def test_derivatives_of_stacks():
                 total = jax.grad(lambda *x: (second(*x) ** 2).sum(), number)
                 return jax.jit(total)(*arrays)
 
-            np.testing.assert_allclose(third(own), third(plain), rtol=1e-3, atol=1e-6)
+            assert_near(third(own), third(plain), rtol=1e-3, atol=1e-6)
 
 
 def test_affine_in_half_precision():
@@ -93,7 +92,7 @@ def test_affine_in_half_precision():
     found = affine(*arrays)
     assert keras.backend.standardize_dtype(found.dtype) == "bfloat16"
     x, kernel, bias = map(to_numpy, arrays)
-    np.testing.assert_allclose(to_numpy(found), x @ kernel + bias, rtol=0.02, atol=0.05)
+    assert_near(to_numpy(found), x @ kernel + bias, rtol=0.02, atol=0.05)
 
 
 def test_attend_to_one_token():
@@ -113,7 +112,7 @@ def test_attend():
     weights /= weights.sum(-1, keepdims=True)
     expected = np.einsum("bhqs,bshk->bqhk", weights, value)
     found = to_numpy(attend(*map(ops.convert_to_tensor, (query, key, value))))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert_near(found, expected, rtol=1e-5, atol=1e-6)
     assert_same(attend, ops.dot_product_attention, (query, key, value))
 
 
@@ -150,9 +149,7 @@ def test_attend_in_half_precision():
     found = attend(*arrays)
     assert keras.backend.standardize_dtype(found.dtype) == "bfloat16"
     expected = ops.dot_product_attention(*(ops.cast(x, "float32") for x in arrays))
-    np.testing.assert_allclose(
-        to_numpy(found), to_numpy(expected), rtol=0.02, atol=0.02
-    )
+    assert_near(to_numpy(found), to_numpy(expected), rtol=0.02, atol=0.02)
 
 
 def test_add_rows():
@@ -184,7 +181,7 @@ def test_chunked_map(count, rows, monkeypatch):
 
     expected = np.tanh(x @ kernel)
     found = to_numpy(chunked_map(products, [x, kernel]))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert_near(found, expected, rtol=1e-5, atol=1e-5)
     if keras.backend.backend() == "torch":
         import torch
 
@@ -197,7 +194,7 @@ def test_chunked_map(count, rows, monkeypatch):
         assert sizes[2:] == {(8, 128): [4, 4], (6, 130): [4, 2]}.get(
             (count, rows), [count]
         )
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        assert_near(found, expected, rtol=1e-5, atol=1e-5)
     assert_same(lambda *a: chunked_map(products, a), products, (x, kernel))
 
 
@@ -233,7 +230,7 @@ def test_chunks_cost_gradients_nothing():
         jax.jvp(products, arrays, tangents),
         strict=True,
     ):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        assert_near(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dropout_rate", [0.0, 0.5])
@@ -250,6 +247,6 @@ def test_many_experts(dropout_rate):
     h = x @ kernel + bias
     h = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
     expected = (h @ output_kernel + output_bias).transpose(1, 0, 2)
-    np.testing.assert_allclose(found[:, :, 0], expected, rtol=1e-4, atol=1e-5)
+    assert_near(found[:, :, 0], expected, rtol=1e-4, atol=1e-5)
     trained = to_numpy(experts(slots, training=True))
-    assert np.allclose(trained, found, atol=1e-5) == (not dropout_rate)
+    assert (difference(trained, found) < 1e-5) == (not dropout_rate)

@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 from keras_softmoe.ops.grouped import grouped_affine
+from tests.support.close import assert_near
 from tests.support.derivatives import changes_of_gradients, slope
 from tests.support.gradients import value_and_gradients
 
@@ -45,7 +46,7 @@ def test_grouped_affine(name):
     for one, two in zip(
         keras.tree.flatten(expected), keras.tree.flatten(found), strict=True
     ):
-        np.testing.assert_allclose(two, one, rtol=1e-4, atol=2e-5)
+        assert_near(two, one, rtol=1e-4, atol=2e-5)
 
 
 def test_gradient_of_a_sum():
@@ -62,7 +63,7 @@ def test_gradient_of_a_sum():
     rows, kernel, _ = arrays
     expert = np.repeat(np.arange(3), count)
     expected = kernel.sum(-1)[expert]
-    np.testing.assert_allclose(of_rows, expected, rtol=1e-5, atol=1e-5)
+    assert_near(of_rows, expected, rtol=1e-5, atol=1e-5)
     expected = [rows[expert == e].sum(0)[:, None] + np.zeros((8, 4)) for e in range(3)]
-    np.testing.assert_allclose(of_kernel, expected, rtol=1e-5, atol=1e-5)
+    assert_near(of_kernel, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(of_bias[:, 0], count[:, None] + np.zeros((3, 4)))

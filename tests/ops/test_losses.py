@@ -8,6 +8,7 @@ from hypothesis import given
 
 from keras_softmoe import ops
 from tests.support import cases, limoe_twins, twins
+from tests.support.close import assert_near
 from tests.support.gradients import value_and_gradients
 from tests.support.references import to_numpy
 
@@ -15,7 +16,7 @@ from tests.support.references import to_numpy
 def assert_close(actual, expected, tolerance=2e-5):
     actual = to_numpy(actual)
     assert actual.shape == expected.shape
-    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
+    assert_near(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 @given(logits=cases.scores(), seed=cases.seeds)
@@ -159,7 +160,7 @@ def test_gshard_gradient_leaves_the_fraction_alone():
     )
     fraction = (probs.argmax(-1)[..., None] == np.arange(4)).mean(1, keepdims=True)
     expected = np.repeat(4 * fraction / 8, 8, axis=1)
-    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
+    assert_near(gradient, expected, rtol=1e-5, atol=1e-7)
 
 
 # === Entropy losses ===
@@ -258,7 +259,7 @@ def test_gradients_of_entropy_losses(name):
     for direction in np.random.default_rng(0).normal(size=(3, *probs.shape)):
         step = 1e-6 * direction
         up, down = (twin(np.float64(probs) + s).sum() for s in (step, -step))
-        np.testing.assert_allclose(
+        assert_near(
             (gradient * direction).sum(), (up - down) / 2e-6, rtol=1e-3, atol=1e-5
         )
 

@@ -6,6 +6,7 @@ import pytest
 
 from keras_softmoe.ops import position
 from tests.support import bicubic_twin, twins
+from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
 
@@ -15,7 +16,7 @@ from tests.support.references import to_numpy
 )
 def test_sincos_2d_table(height, width, hidden_dim, temperature):
     arguments = (height, width, hidden_dim, temperature)
-    np.testing.assert_allclose(
+    assert_near(
         to_numpy(position.sincos_2d_table(*arguments)),
         twins.sincos_2d_table(*arguments),
         rtol=1e-5,
@@ -33,7 +34,7 @@ def test_sincos_2d_table_wants_a_multiple_of_four(hidden_dim):
 @pytest.mark.parametrize("new", [(1, 1), (3, 3), (5, 2)])
 def test_resample_position_grid(old, new):
     grid = np.random.default_rng(0).normal(size=(*old, 6)).astype("float32")
-    np.testing.assert_allclose(
+    assert_near(
         to_numpy(position.resample_position_grid(grid, *new)),
         twins.resample_position_grid(grid, *new),
         rtol=1e-5,
@@ -60,7 +61,7 @@ def test_bicubic(old, new, antialias):
     name = "bicubic_antialias" if antialias else "bicubic"
     ours = to_numpy(position.resample_position_grid(grid, *new, name))
     expected = bicubic_twin.resample(grid, *new, antialias)
-    np.testing.assert_allclose(ours, expected, atol=1e-5)
+    assert_near(ours, expected, atol=1e-5)
     if keras.backend.backend() == "torch":
         import torch
 
@@ -68,4 +69,4 @@ def test_bicubic(old, new, antialias):
         theirs = torch.nn.functional.interpolate(
             images, new, mode="bicubic", antialias=antialias
         )
-        np.testing.assert_allclose(np.moveaxis(ours, -1, 0)[None], theirs, atol=1e-5)
+        assert_near(np.moveaxis(ours, -1, 0)[None], theirs, atol=1e-5)

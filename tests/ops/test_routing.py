@@ -6,6 +6,7 @@ import pytest
 
 from keras_softmoe import ops
 from tests.support import cases, twins
+from tests.support.close import assert_near
 from tests.support.gradients import value_and_gradients
 from tests.support.references import to_numpy
 
@@ -50,13 +51,13 @@ def test_dispatch_and_combine(shape, view):
         routing = ops.DenseRouting(
             *(keras.ops.convert_to_tensor(w, "float32") for w in (dispatch, combine))
         )
-    np.testing.assert_allclose(
+    assert_near(
         to_numpy(ops.dispatch(tokens, routing)),
         twins.dispatch_tokens(tokens, dispatch),
         rtol=1e-5,
         atol=1e-6,
     )
-    np.testing.assert_allclose(
+    assert_near(
         to_numpy(ops.combine(keras.ops.convert_to_tensor(outputs), routing, shape[1])),
         twins.combine_outputs(outputs, combine),
         rtol=1e-5,
@@ -85,9 +86,9 @@ def test_gather_and_dense_have_the_same_gradients(shape):
     value, gradients = value_and_gradients(loss(False), [tokens, gate])
     expected_value, expected = value_and_gradients(loss(True), [tokens, gate])
     np.testing.assert_allclose(value, expected_value, rtol=1e-5)
-    np.testing.assert_allclose(gradients[0], expected[0], rtol=1e-5, atol=1e-6)
+    assert_near(gradients[0], expected[0], rtol=1e-5, atol=1e-6)
     # The gate of an empty slot is 0 by definition, not a number to be learned.
-    np.testing.assert_allclose(
+    assert_near(
         np.where(filled, gradients[1], 0.0),
         np.where(filled, expected[1], 0.0),
         rtol=1e-5,
@@ -109,7 +110,7 @@ def test_bfloat16_tokens_stay_bfloat16():
         expected = twins.combine_outputs(
             twins.dispatch_tokens(to_numpy(tokens), dense[0]), dense[1]
         )
-        np.testing.assert_allclose(to_numpy(outputs), expected, rtol=0.03, atol=0.03)
+        assert_near(to_numpy(outputs), expected, rtol=0.03, atol=0.03)
 
 
 def test_empty_slot_is_zero():

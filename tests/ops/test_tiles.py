@@ -10,6 +10,7 @@ from jax import numpy as jnp
 from keras_softmoe.ops import grouped
 from keras_softmoe.ops._tiles import in_tiles
 from keras_softmoe.ops.backend import affine
+from tests.support.close import assert_near
 
 # Rows of each expert: none, whole tiles of 16 and parts of them, one with most.
 COUNTS = {"no rows": [0, 0, 0], "uneven": [16, 0, 7, 90, 0, 33]}
@@ -60,7 +61,7 @@ def test_outputs_and_derivatives(name):
 
     expected, found = judged(expert_by_expert, *known), judged(in_tiles, *known)
     for one, two in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-        np.testing.assert_allclose(two, one, rtol=1e-4, atol=2e-4)
+        assert_near(two, one, rtol=1e-4, atol=2e-4)
 
 
 def test_at_most_twice_the_products_of_the_rows():
@@ -103,4 +104,4 @@ def test_without_pieces_and_tiles(monkeypatch):
     expected = grouped.grouped_affine(rows, kernel, bias, count)
     monkeypatch.setattr(grouped, "_by_stages_on_jax", lambda: None)
     found = grouped.grouped_affine(rows, kernel, bias, count)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert_near(found, expected, rtol=1e-5, atol=1e-5)

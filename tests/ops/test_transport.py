@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from keras_softmoe import ops
 from tests.support import cases, twins
+from tests.support.close import assert_near
 from tests.support.gradients import value_and_gradients
 from tests.support.references import to_numpy
 
@@ -26,10 +27,10 @@ def test_sinkhorn_plan(logits, num_iterations, seed):
     expected = twins.sinkhorn_plan(logits, num_iterations, valid)
     # Float32 resolves logits of 1e4 to 1e-3, and a plan is their exponential.
     tolerance = 1e-2 if np.abs(logits).max() > 1e3 else 2e-5
-    np.testing.assert_allclose(plan, expected, rtol=tolerance, atol=tolerance)
+    assert_near(plan, expected, rtol=tolerance, atol=tolerance)
     # Rows are scaled last: every token hands out exactly its mass of 1.
     rows = np.ones(logits.shape[:2]) if valid is None else valid
-    np.testing.assert_allclose(plan.sum(-1), rows, rtol=tolerance, atol=tolerance)
+    assert_near(plan.sum(-1), rows, rtol=tolerance, atol=tolerance)
 
 
 # Differences of logits this large are lost in rounding.
@@ -59,7 +60,7 @@ def test_plans_of_large_logits(flavour, scale):
         plan = to_numpy(ops.sinkhorn_plan(logits, valid=valid))
         assert plan.min() >= 0 and plan.max() <= 1 + 1e-5
         # Of padding alone it is empty.
-        np.testing.assert_allclose(plan.sum(-1), real, atol=1e-5)
+        assert_near(plan.sum(-1), real, atol=1e-5)
         plan = to_numpy(ops.sparse_transport_plan(logits, 3, valid=valid))
         assert plan.min() >= 0 and ((plan > 0).sum(1) <= 3).all()
         assert not plan[real == 0].any()
@@ -85,7 +86,7 @@ def test_large_logits_of_an_expert_change_no_plan():
     logits = np.round(cases.array("normal", (2, 8, 4), 0) * 64) / 64
     moved = logits + np.array([0, 2**16, -(2**16), 2**10], "float32")
     found, expected = map(to_numpy, map(ops.sinkhorn_plan, (moved, logits)))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert_near(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_plans_are_computed_in_float32():
@@ -116,7 +117,7 @@ def test_sparse_plan(shape, capacity, seed):
     valid = cases.padding(shape[:2], seed)
     plan = ops.sparse_transport_plan(scores, min(capacity, shape[1]), valid=valid)
     expected = twins.sparse_transport_plan(scores, capacity, valid=valid)
-    np.testing.assert_allclose(to_numpy(plan), expected, rtol=1e-4, atol=1e-4)
+    assert_near(to_numpy(plan), expected, rtol=1e-4, atol=1e-4)
 
 
 @settings(max_examples=10)
@@ -147,13 +148,13 @@ def test_sparse_plan_takes_no_step_from_a_solution(num_experts):
     plan = ops.sparse_transport_plan(
         scores.astype("float32"), 64, num_iterations=1, learning_rate=0.05
     )
-    np.testing.assert_allclose(to_numpy(plan).sum(-1), 1.0, atol=1e-5)
+    assert_near(to_numpy(plan).sum(-1), 1.0, atol=1e-5)
 
 
 def test_sparse_plan_converges_to_the_marginals():
     scores = np.random.default_rng(0).random((2, 8, 4)).astype("float32")
     plan = ops.sparse_transport_plan(scores, 8, num_iterations=1000, learning_rate=0.05)
-    np.testing.assert_allclose(to_numpy(plan).sum(-1), 1.0, atol=2e-3)
+    assert_near(to_numpy(plan).sum(-1), 1.0, atol=2e-3)
 
 
 @pytest.mark.parametrize(

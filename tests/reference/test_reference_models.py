@@ -7,6 +7,7 @@ import pytest
 from keras_softmoe import ops, routers
 from keras_softmoe.ops.position import sincos_2d_table
 from tests.reference.test_reference_layers import check_weight_means
+from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients, outputs
 from tests.support.reference_checks import (
     check_auxiliary_loss,
@@ -245,7 +246,7 @@ def test_gradients(name):
     converters.load_vmoe_params(model, saved)
     assert len(gradients) == len(saved)
     for variable in model.trainable_variables:
-        np.testing.assert_allclose(
+        assert_near(
             gradients[variable.path],
             to_numpy(variable.value),
             rtol=TOLERANCE,

@@ -7,6 +7,7 @@ import pytest
 
 from keras_softmoe import ops
 from keras_softmoe.ops.position import resample_position_grid
+from tests.support.close import assert_near
 from tests.support.reference_checks import (
     check_statistics,
     finish,
@@ -84,7 +85,7 @@ def check_indices(routing, indices, weights):
             expected_gate[g, e, c] = weights[g, s, k]
     np.testing.assert_array_equal(filled, expected_filled)
     np.testing.assert_array_equal(token, expected_token)
-    np.testing.assert_allclose(gate, expected_gate, rtol=2e-5, atol=2e-5)
+    assert_near(gate, expected_gate, rtol=2e-5, atol=2e-5)
 
 
 def split(table):
@@ -102,7 +103,7 @@ def test_resampled_position_table(case):
     token, grid = split(reference.given(f"{case}/source"))
     expected_token, expected = split(reference.given(f"{case}/output"))
     actual = to_numpy(resample_position_grid(grid, *expected.shape[:2]))
-    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
+    assert_near(actual, expected, rtol=2e-5, atol=2e-5)
     if len(token) and len(expected_token):
         np.testing.assert_array_equal(token, expected_token)
     if f"{case}/target" in reference:
@@ -120,5 +121,5 @@ def test_resampled_grid(case):
     if source.ndim == 2:
         source, expected = source[..., None], expected[..., None]
     actual = resample_position_grid(source, *expected.shape[:2])
-    np.testing.assert_allclose(to_numpy(actual), expected, rtol=2e-5, atol=2e-5)
+    assert_near(to_numpy(actual), expected, rtol=2e-5, atol=2e-5)
     finish(reference, f"{case}/")

@@ -7,6 +7,7 @@ import pytest
 from keras_softmoe import ops, routers
 from tests.support import cases, twins
 from tests.support import limoe_router_twin as twin
+from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients
 from tests.support.limoe_routers import (
     FORMS,
@@ -82,13 +83,11 @@ def test_router_is_its_twin(form, num_choices, padded):
     # Of padding: zeros.
     expected = routed(router, np.nan_to_num(x), valid)
     reachable = np.isfinite(expected.logits)
-    np.testing.assert_allclose(
+    assert_near(
         summary["logits"][reachable], expected.logits[reachable], rtol=2e-5, atol=2e-5
     )
     probabilities = twins.softmax(expected.logits)
-    np.testing.assert_allclose(
-        summary["probabilities"], probabilities, rtol=2e-5, atol=2e-5
-    )
+    assert_near(summary["probabilities"], probabilities, rtol=2e-5, atol=2e-5)
     assert not summary["probabilities"][~reachable].any()
 
     # The seats follow exactly from the scores that the router itself reports.
@@ -98,9 +97,7 @@ def test_router_is_its_twin(form, num_choices, padded):
     )
     np.testing.assert_array_equal(filled, seats[1])
     np.testing.assert_array_equal(token, seats[0])
-    np.testing.assert_allclose(
-        gate, twins.gates(probabilities, token, filled), rtol=2e-5, atol=2e-5
-    )
+    assert_near(gate, twins.gates(probabilities, token, filled), rtol=2e-5, atol=2e-5)
     dispatch, _ = twins.to_dense(token, filled, gate, NUM_TOKENS)
     dropped = dispatch.sum((2, 3)) == 0
     if padded:
@@ -111,7 +108,7 @@ def test_router_is_its_twin(form, num_choices, padded):
     # Nobody sits with an expert of the other modality.
     assert not (dispatch.sum(-1) * ~reachable).any()
 
-    np.testing.assert_allclose(
+    assert_near(
         summary["auxiliary_loss"],
         twin.auxiliary_loss(ALL_TWINS, expected, 0.5),
         rtol=2e-5,
@@ -176,9 +173,7 @@ def test_each_loss_is_its_twin(name):
         _, summary = call(router, tokens(), valid)
         expected = twin.auxiliary_loss([theirs], routed(router, tokens(), valid), 1.0)
         assert summary["auxiliary_loss"].shape == (2,)
-        np.testing.assert_allclose(
-            summary["auxiliary_loss"], expected, rtol=2e-5, atol=2e-6
-        )
+        assert_near(summary["auxiliary_loss"], expected, rtol=2e-5, atol=2e-6)
         # In no group is it trivially zero.
         assert np.abs(expected).min() > 1e-3
 
@@ -214,19 +209,15 @@ def test_noise(form, set_noise):
         twin.auxiliary_loss(without_load, expected, 0.04),
         rtol=2e-5,
     )
-    np.testing.assert_allclose(
+    assert_near(
         quiet["probabilities"], twins.softmax(expected.logits), rtol=2e-5, atol=2e-5
     )
 
     (token, filled, gate), noisy = call(router, tokens(), training=True)
     assert not undrawn
     probabilities = twins.softmax(expected.noisy_logits)
-    np.testing.assert_allclose(
-        noisy["probabilities"], probabilities, rtol=2e-5, atol=2e-5
-    )
-    np.testing.assert_allclose(
-        gate, twins.gates(probabilities, token, filled), rtol=2e-5, atol=2e-5
-    )
+    assert_near(noisy["probabilities"], probabilities, rtol=2e-5, atol=2e-5)
+    assert_near(gate, twins.gates(probabilities, token, filled), rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(
         noisy["auxiliary_loss"],
         twin.auxiliary_loss(CLASSIC, expected, 0.04),
@@ -286,15 +277,13 @@ def test_gradients_of_the_losses(form, set_noise):
         for direction in rng.normal(size=(2, *exact[key].shape)):
             step = 1e-5 * direction
             difference = (value({key: step}) - value({key: -step})) / 2e-5
-            np.testing.assert_allclose(
+            assert_near(
                 (found[name] * direction).sum(), difference, rtol=1e-3, atol=1e-5
             )
             assert abs(difference) > 1e-4
     direction = rng.normal(size=tokens().shape)
     difference = (value({}, 1e-5 * direction) - value({}, -1e-5 * direction)) / 2e-5
-    np.testing.assert_allclose(
-        (for_tokens * direction).sum(), difference, rtol=1e-3, atol=1e-5
-    )
+    assert_near((for_tokens * direction).sum(), difference, rtol=1e-3, atol=1e-5)
 
 
 def test_mutual_information_of_routing():
@@ -308,7 +297,7 @@ def test_mutual_information_of_routing():
     router = build(per_modality=True, **loss)
     router.text_kernel.assign(router.image_kernel)
     _, summary = call(router, x, modalities=modalities)
-    np.testing.assert_allclose(summary["auxiliary_loss"], 0.0, atol=1e-6)
+    assert_near(summary["auxiliary_loss"], 0.0, atol=1e-6)
     # Apart, they tell it all: log 2.
     router = build(**loss, **FORMS["disjoint"])
     _, summary = call(router, x, modalities=modalities)
@@ -335,14 +324,12 @@ def test_one_modality(form, name):
     assert not summary["dropped"].any()
     expected = routed(router, tokens(), names=[name] * NUM_TOKENS)
     probabilities = twins.softmax(expected.logits)
-    np.testing.assert_allclose(
-        gate, twins.gates(probabilities, token, filled), rtol=2e-5, atol=2e-5
-    )
+    assert_near(gate, twins.gates(probabilities, token, filled), rtol=2e-5, atol=2e-5)
     # Losses about the other modality, or about both, are left out of the mean.
     there = [(loss, m) for loss, m in ALL_TWINS if m in (name, None)]
     there.remove((twin.mutual_information, None))
     assert len(there) == 12
-    np.testing.assert_allclose(
+    assert_near(
         summary["auxiliary_loss"],
         twin.auxiliary_loss(there, expected, 1.0),
         rtol=2e-5,
@@ -406,17 +393,13 @@ def test_pruned_router_predicts_all_experts(form):
     assert summary["logits"].shape[-1] == NUM_EXPERTS
     # Not scaled up: the probabilities of those that are left sum to less than one.
     probabilities = twins.softmax(expected.logits)[..., kept]
-    np.testing.assert_allclose(
-        summary["probabilities"], probabilities, rtol=2e-5, atol=2e-5
-    )
+    assert_near(summary["probabilities"], probabilities, rtol=2e-5, atol=2e-5)
     assert (probabilities.sum(-1) < 0.95).any()
     # Twelve tokens for three experts
     seats = twin.token_choice(summary["selection"], 1, 4, "sum", NAMES, padding())
     np.testing.assert_array_equal(filled, seats[1])
     np.testing.assert_array_equal(token, seats[0])
-    np.testing.assert_allclose(
-        gate, twins.gates(probabilities, token, filled), rtol=2e-5, atol=2e-5
-    )
+    assert_near(gate, twins.gates(probabilities, token, filled), rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(
         summary["auxiliary_loss"], twin.local(expected, "text"), rtol=2e-5
     )
@@ -431,7 +414,7 @@ def test_float32_under_mixed_bfloat16():
         assert keras.backend.standardize_dtype(value.dtype) in ("float32", "bool")
     expected = routed(router, to_numpy(x)).logits
     reachable = np.isfinite(expected)
-    np.testing.assert_allclose(
+    assert_near(
         to_numpy(decision.summary["logits"])[reachable],
         expected[reachable],
         rtol=1e-5,

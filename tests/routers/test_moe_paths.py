@@ -7,6 +7,7 @@ import pytest
 from keras_softmoe import layers, ops, routers
 from tests.skips import only_on
 from tests.support import cases, twins
+from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients
 from tests.support.recorded import recorded
 from tests.support.references import to_numpy
@@ -65,11 +66,9 @@ def test_layer_is_its_twin(name, dispatcher, group_images):
     weights = dense_routing(decision, tokens.shape[1])
     expected = twins.moe(tokens, *weights, expert_weights(layer))
     expected = expected.reshape(padded.shape)[:BATCH]
-    np.testing.assert_allclose(to_numpy(outputs), expected, rtol=5e-5, atol=5e-5)
+    assert_near(to_numpy(outputs), expected, rtol=5e-5, atol=5e-5)
     # Without the decision the layer computes the same.
-    np.testing.assert_allclose(
-        to_numpy(layer(images())), expected, rtol=5e-5, atol=5e-5
-    )
+    assert_near(to_numpy(layer(images())), expected, rtol=5e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize("group_images", [1, 2])
@@ -86,18 +85,18 @@ def test_gather_equals_dense(name, group_images):
         return keras.ops.sum(outputs * cotangent) + sum(losses)
 
     outputs = [to_numpy(layer(images())) for layer in (gather, dense)]
-    np.testing.assert_allclose(*outputs, rtol=2e-5, atol=2e-5)
+    assert_near(*outputs, rtol=2e-5, atol=2e-5)
     value, for_inputs, for_weights = layer_gradients(
         gather, images(), loss, training=True
     )
     expected_value, expected_for_inputs, expected_for_weights = layer_gradients(
         dense, images(), loss, training=True
     )
-    np.testing.assert_allclose(value, expected_value, rtol=2e-5, atol=2e-5)
-    np.testing.assert_allclose(for_inputs, expected_for_inputs, rtol=5e-5, atol=5e-5)
+    assert_near(value, expected_value, rtol=2e-5, atol=2e-5)
+    assert_near(for_inputs, expected_for_inputs, rtol=5e-5, atol=5e-5)
     gradients = zip(for_weights.values(), expected_for_weights.values(), strict=True)
     for gradient, expected in gradients:
-        np.testing.assert_allclose(gradient, expected, rtol=5e-5, atol=5e-5)
+        assert_near(gradient, expected, rtol=5e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize("name", ["soft", "softmax_token_choice"])
@@ -110,10 +109,10 @@ def test_any_batch_size(name):
     for batch in (2, 3, 5):
         actual = to_numpy(layer(inputs[:batch]))
         assert actual.shape[0] == batch
-        np.testing.assert_allclose(actual[:2], expected[:2], rtol=1e-5, atol=1e-5)
+        assert_near(actual[:2], expected[:2], rtol=1e-5, atol=1e-5)
     if name == "soft":
         alone = np.concatenate([to_numpy(layer(x[None])) for x in inputs])
-        np.testing.assert_allclose(alone, expected, rtol=1e-5, atol=1e-5)
+        assert_near(alone, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_soft_moe_is_a_moe_layer_with_a_soft_router():
@@ -121,7 +120,7 @@ def test_soft_moe_is_a_moe_layer_with_a_soft_router():
     short.build((None, NUM_TOKENS, WIDTH))
     long = build("soft")
     long.set_weights(short.get_weights())
-    np.testing.assert_allclose(
+    assert_near(
         to_numpy(short(images())), to_numpy(long(images())), rtol=1e-6, atol=1e-6
     )
 
@@ -143,7 +142,7 @@ def test_gradient_of_a_plan_that_xla_compiles(name):
         model.fit(images(), np.ones_like(images()), verbose=0)
         weights.append(model.get_weights())
     for found, expected in zip(*weights, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+        assert_near(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_experts_follow_the_policy():

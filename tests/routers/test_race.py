@@ -6,6 +6,7 @@ import pytest
 
 from keras_softmoe import ops, routers
 from tests.support import cases, twins
+from tests.support.close import assert_near
 from tests.support.references import to_numpy
 from tests.support.sparse_routers import WIDTH, build, call
 from tests.support.states import call_in_training
@@ -43,7 +44,7 @@ def test_training_and_threshold_are_their_twins():
         rate = max(0.4, 1 / seed)
         mean = np.mean(lowest)
         threshold = mean if seed == 1 else threshold + rate * (mean - threshold)
-        np.testing.assert_allclose(to_numpy(router.threshold), threshold, atol=2e-6)
+        assert_near(to_numpy(router.threshold), threshold, atol=2e-6)
     assert to_numpy(router.num_thresholds) == 5
 
 

@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_softmoe import layers, routers
 from keras_softmoe.ops import SlotRouting
+from tests.support.close import assert_near
 
 BACKEND = keras.backend.backend()
 DATA = np.random.default_rng(0).normal(size=(3, 16, 8)).astype("float32")
@@ -69,9 +70,7 @@ def test_a_second_call_has_an_entry_of_its_own():
     assert list(decisions) == ["soft/moe/router", "soft/moe/router (2)"]
     first, second = numbers(list(decisions.values()))
     # The norm of tokens does not count, their direction does.
-    np.testing.assert_allclose(
-        first.summary["logits"], second.summary["logits"], rtol=1e-4, atol=1e-5
-    )
+    assert_near(first.summary["logits"], second.summary["logits"], rtol=1e-4, atol=1e-5)
 
 
 def test_nested_scopes_collect_alike():
@@ -107,9 +106,7 @@ def test_inside_a_compiled_function():
     for path in eager:
         assert set(eager[path]) == set(traced[path])
         for name, value in eager[path].items():
-            np.testing.assert_allclose(
-                traced[path][name], value, rtol=1e-4, atol=1e-5, err_msg=name
-            )
+            assert_near(traced[path][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_around_a_compiled_function_the_scope_says_so():
@@ -190,7 +187,7 @@ def test_a_router_in_a_functional_model(router):
     found = numbers(built(DATA))
     for name, value in expected.summary.items():
         assert decision.summary[name].shape == (None, *value.shape[1:]), name
-        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
+        assert_near(found[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_training_is_the_third_argument():

@@ -10,6 +10,7 @@ import pytest
 from keras_softmoe import routers
 from keras_softmoe.checks import keyword_names
 from tests.support import cases, twins
+from tests.support.close import assert_near
 from tests.support.sparse_routers import (
     SPARSE,
     TOKEN_CHOICE,
@@ -72,7 +73,7 @@ def test_random_logits_look_at_no_token(name, set_noise):
     np.testing.assert_array_equal(one["logits"], other["logits"])
     scores = noise if name == "expert_race" else twins.softmax(noise)
     expected = twins.gates(scores, token, filled)
-    np.testing.assert_allclose(gate, expected, rtol=2e-5, atol=2e-5)
+    assert_near(gate, expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -90,7 +91,7 @@ def test_permuted_logits_are_the_tokens_own(name, set_noise):
     np.testing.assert_array_equal(permuted["logits"], expected)
     scores = expected if name == "expert_race" else twins.softmax(expected)
     expected = twins.gates(scores, token, filled)
-    np.testing.assert_allclose(gate, expected, rtol=2e-5, atol=2e-5)
+    assert_near(gate, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_unknown_random_logits():

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from keras_softmoe import ops, routers
 from tests.support import cases, twins
+from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients
 from tests.support.references import to_numpy
 
@@ -69,9 +70,7 @@ def test_soft_router_is_its_twin(dispatch, combine, normalize, shape, flavour, s
     tolerance = 2e-2 if flavour == "huge" and not normalize else 2e-5
     for weights, expected in zip(actual, twin(router, tokens, valid), strict=True):
         assert weights.shape == shape and weights.dtype == np.float32
-        np.testing.assert_allclose(
-            weights[kept], expected[kept], rtol=tolerance, atol=tolerance
-        )
+        assert_near(weights[kept], expected[kept], rtol=tolerance, atol=tolerance)
     # Dispatch weights sum to one over the tokens, combine weights over the slots.
     np.testing.assert_allclose(actual[0].sum(1), 1.0, rtol=1e-5)
     np.testing.assert_allclose(actual[1][kept].sum((-2, -1)), 1.0, rtol=1e-5)
@@ -87,9 +86,7 @@ def test_epsilon_is_added_to_the_squared_norm():
     decision = router(tokens)
     mu = twins.l2_normalize(to_numpy(router.mu.value), 0)
     expected = 1.7 * np.einsum("gsd,dec->gsec", twins.l2_normalize(tokens, -1), mu)
-    np.testing.assert_allclose(
-        to_numpy(decision.summary["logits"]), expected, rtol=2e-5, atol=1e-7
-    )
+    assert_near(to_numpy(decision.summary["logits"]), expected, rtol=2e-5, atol=1e-7)
 
 
 def test_raw_tokens_are_mixed():
@@ -98,7 +95,7 @@ def test_raw_tokens_are_mixed():
     router = build(shape)
     slots = ops.dispatch(tokens, router(tokens).routing)
     expected = twins.dispatch_tokens(tokens, twin(router, tokens)[0])
-    np.testing.assert_allclose(to_numpy(slots), expected, rtol=2e-5, atol=2e-4)
+    assert_near(to_numpy(slots), expected, rtol=2e-5, atol=2e-4)
 
 
 def test_permutation_equivariance():
@@ -109,7 +106,7 @@ def test_permutation_equivariance():
     for weights, permuted in zip(
         call(router, tokens), call(router, tokens[:, order]), strict=True
     ):
-        np.testing.assert_allclose(permuted, weights[:, order], rtol=1e-5, atol=1e-7)
+        assert_near(permuted, weights[:, order], rtol=1e-5, atol=1e-7)
 
 
 def test_groups_do_not_see_each_other():
@@ -118,7 +115,7 @@ def test_groups_do_not_see_each_other():
     router = build(shape)
     together, alone = call(router, tokens), call(router, tokens[:1])
     for weights, expected in zip(together, alone, strict=True):
-        np.testing.assert_allclose(weights[:1], expected, rtol=1e-5, atol=1e-7)
+        assert_near(weights[:1], expected, rtol=1e-5, atol=1e-7)
 
 
 def test_padding_has_no_say():
@@ -172,11 +169,11 @@ def test_noise(set_noise):
     assert len(undrawn) == 1
     noisy = call(router, tokens, training=True)
     for actual, expected in zip(quiet, twin(router, tokens), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
+        assert_near(actual, expected, rtol=2e-5, atol=2e-5)
     # Not divided by the number of experts.
     expected = twin(router, tokens, noise=0.5 * noise)
     for actual, weights in zip(noisy, expected, strict=True):
-        np.testing.assert_allclose(actual, weights, rtol=2e-5, atol=2e-5)
+        assert_near(actual, weights, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("flavour", ["normal", "equal", "zero", "huge"])
@@ -205,7 +202,7 @@ def test_float32_under_mixed_bfloat16():
     routing = router(tokens).routing
     for actual, expected in zip(routing, twin(router, to_numpy(tokens)), strict=True):
         assert keras.backend.standardize_dtype(actual.dtype) == "float32"
-        np.testing.assert_allclose(to_numpy(actual), expected, rtol=2e-5, atol=2e-5)
+        assert_near(to_numpy(actual), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(

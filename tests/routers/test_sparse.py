@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from keras_softmoe import layers, routers
 from tests.support import cases, twins
+from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients
 from tests.support.references import to_numpy
 from tests.support.sparse_routers import (
@@ -63,20 +64,16 @@ def test_router_is_its_twin(name, shape, seed):
 
     kept = np.ones(shape[:2], bool) if valid is None else valid
     logits = np.float64(tokens) @ np.float64(to_numpy(router.kernel.value))
-    np.testing.assert_allclose(
-        summary["logits"][kept], logits[kept], rtol=2e-5, atol=2e-5
-    )
+    assert_near(summary["logits"][kept], logits[kept], rtol=2e-5, atol=2e-5)
     probabilities = twins.softmax(logits)
-    np.testing.assert_allclose(
+    assert_near(
         summary["probabilities"][kept], probabilities[kept], rtol=2e-5, atol=2e-5
     )
     capacity = capacity_of(router, num_tokens)
     if name != "sparse_transport":
         # (The solver's steps amplify rounding; its numbers are tested in tests/ops.)
         expected = selection_twin(name, logits, capacity, valid)
-        np.testing.assert_allclose(
-            summary["selection"][kept], expected[kept], rtol=2e-5, atol=2e-5
-        )
+        assert_near(summary["selection"][kept], expected[kept], rtol=2e-5, atol=2e-5)
 
     # The seats follow exactly from the scores that the router itself reports.
     if name in TOKEN_CHOICE or name == "balanced_token_choice":
@@ -97,7 +94,7 @@ def test_router_is_its_twin(name, shape, seed):
     np.testing.assert_array_equal(filled, seats[1])
     np.testing.assert_array_equal(token, seats[0])
     gates = twins.gates(gates_twin(name, logits), token, filled)
-    np.testing.assert_allclose(gate, gates, rtol=2e-5, atol=2e-5)
+    assert_near(gate, gates, rtol=2e-5, atol=2e-5)
 
     dispatch, _ = twins.to_dense(token, filled, gate, num_tokens)
     np.testing.assert_array_equal(summary["load"], filled.sum(-1))
@@ -157,7 +154,7 @@ def test_padding_has_no_say(name):
     _, everything = call(router, tokens, np.ones((2, 8), bool))
     _, unmasked = call(router, tokens)
     for key in unmasked:
-        np.testing.assert_allclose(everything[key], unmasked[key], rtol=1e-5, atol=1e-6)
+        assert_near(everything[key], unmasked[key], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -212,10 +209,10 @@ def test_noise(name, set_noise):
     # The standard deviation is given for all experts together: 2 / 4 for each.
     noisy_logits = clean_logits + 0.5 * noise
     selection = selection_twin(name, noisy_logits, token.shape[-1], None)
-    np.testing.assert_allclose(noisy["selection"], selection, rtol=2e-5, atol=2e-5)
+    assert_near(noisy["selection"], selection, rtol=2e-5, atol=2e-5)
     # Sinkhorn token choice combines with the probabilities without noise, as released.
     combine = clean_logits if name == "sinkhorn_token_choice" else noisy_logits
-    np.testing.assert_allclose(
+    assert_near(
         gate,
         twins.gates(gates_twin(name, combine), token, filled),
         rtol=2e-5,
@@ -269,9 +266,7 @@ def test_sinkhorn_plan_has_the_gradient_of_its_iterations(name):
     for direction in np.random.default_rng(0).normal(size=(3, *kernel.shape)):
         step = 1e-5 * direction
         difference = (value(kernel + step) - value(kernel - step)) / 2e-5
-        np.testing.assert_allclose(
-            (gradient * direction).sum(), difference, rtol=1e-3, atol=1e-6
-        )
+        assert_near((gradient * direction).sum(), difference, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -310,7 +305,7 @@ def test_float32_under_mixed_bfloat16(name):
         assert keras.backend.standardize_dtype(value.dtype) == "float32"
     # Not merely cast at the end: the numbers are those of a float32 product.
     logits = np.float64(to_numpy(tokens)) @ np.float64(to_numpy(router.kernel.value))
-    np.testing.assert_allclose(to_numpy(summary["logits"]), logits, atol=1e-5)
+    assert_near(to_numpy(summary["logits"]), logits, atol=1e-5)
 
 
 def test_identity():

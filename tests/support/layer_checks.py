@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from keras_softmoe import layers
+from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
 # One size for all calls, because a backend compiles anew for every shape. It is odd, so
@@ -187,7 +188,7 @@ def check_frames(make, shape, num_losses, ids=None):
     assert symbolic.shape[1:] == outputs.shape[1:]
     for frame in range(frames):
         expected = to_numpy(layer(video[:, frame]))
-        np.testing.assert_allclose(outputs[:, frame], expected, rtol=1e-5, atol=1e-6)
+        assert_near(outputs[:, frame], expected, rtol=1e-5, atol=1e-6)
     wrapper(video, training=True)
     assert len(wrapper.losses) == frames * num_losses
 

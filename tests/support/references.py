@@ -8,6 +8,8 @@ import re
 import keras
 import numpy as np
 
+from tests.support.close import assert_near
+
 # Where they come from is told in the README.md there.
 NUMBERS = pathlib.Path(__file__).parents[1] / "reference" / "numbers"
 
@@ -73,9 +75,7 @@ class Reference:
         if expected.dtype.kind in "bi":
             np.testing.assert_array_equal(actual, expected, err_msg=key)
         else:
-            np.testing.assert_allclose(
-                actual, expected, rtol=tolerance, atol=tolerance, err_msg=key
-            )
+            assert_near(actual, expected, rtol=tolerance, atol=tolerance, err_msg=key)
 
     def leave(self, inexpressible):
         """Sets aside the arrays that a table of exceptions names.

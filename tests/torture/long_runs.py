@@ -16,6 +16,7 @@ import numpy as np
 from keras_softmoe import models, routers
 from keras_softmoe.distribution import Backup
 from tests.support import tiny
+from tests.support.close import assert_near, difference
 from tests.support.processes import Program
 from tests.support.references import to_numpy
 from tests.torture.campaign import resident_megabytes
@@ -49,9 +50,7 @@ def killed_training(tally, steps, every):
                 for name, value in expected.items():
                     # To the bit, but for what threads of TensorFlow add up.
                     tolerance = 0 if keras.backend.backend() != "tensorflow" else 1e-6
-                    np.testing.assert_allclose(
-                        found[name], value, rtol=tolerance, atol=tolerance
-                    )
+                    assert_near(found[name], value, rtol=tolerance, atol=tolerance)
 
 
 def _train(steps, kill_at, directory, result):
@@ -186,7 +185,7 @@ def two_threads(tally, rounds):
     def followed(model):
         """The capacity factors with which a model predicts what it does."""
         found = model.predict(x, verbose=0)
-        return [f for f in FACTORS if np.allclose(found, expected[f], 1e-4, 1e-5)]
+        return [f for f in FACTORS if difference(found, expected[f]) < 1e-4]
 
     def own(index):
         # As others would, back and forth

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from keras_softmoe import layers, routers
+from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients
 from tests.support.references import to_numpy
 
@@ -115,9 +116,7 @@ def masked_tokens(tally, cases, seed):
             found = _derivatives(layer, spoilt, mask, training)
             for name, value in expected.items():
                 assert np.isfinite(value).all(), f"{name}: not finite"
-                np.testing.assert_allclose(
-                    found[name], value, rtol=1e-5, atol=1e-6, err_msg=name
-                )
+                assert_near(found[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
             assert (found["tokens"][~mask] == 0).all()
 
 
@@ -189,7 +188,7 @@ def compiled(tally, cases, seed):
             x = rng.normal(size=(4, TOKENS, WIDTH)).astype("float32")
             steps = [_weights_after_a_step(make, x, jit) for jit in (True, False)]
             for found, expected in zip(*steps, strict=True):
-                np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+                assert_near(found, expected, rtol=1e-3, atol=1e-4)
 
 
 def _weights_after_a_step(make, x, jit):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import training
+from tests.support.close import assert_near
 from tests.training.test_optimizers import apply, assert_equal, initial, rates_of
 
 SCHEDULE = training.WarmupSchedule(0.1, 8, 2)
@@ -118,7 +119,7 @@ def test_momentum_in_bfloat16():
     for a, b, c in zip(actual, expected, unrounded, strict=True):
         # Rounding is the same but where a rounding error of float32 lies at its edge.
         assert np.mean(np.abs(a - b) > 2e-6) < 1e-3
-        np.testing.assert_allclose(a, b, atol=0.1 * 2**-7)
+        assert_near(a, b, atol=0.1 * 2**-7)
         assert a.shape == () or np.abs(a - c).max() > 1e-5
 
 
@@ -159,7 +160,7 @@ def test_bfloat16_variables_are_computed_in_float32():
     expected = twin([*start], gradients, np.full(3, 0.1), rounded=to_bfloat16)
     actual = apply(training.Adafactor(0.1, weight_decay=DECAY), variables, gradients)
     for a, b in zip(actual[-1], expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0.02, atol=0.03)
+        assert_near(a, b, rtol=0.02, atol=0.03)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 
 from keras_softmoe import datasets, models, routers, training
 from tests.support import tiny
+from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
 STEPS = 40
@@ -160,7 +161,7 @@ def test_the_scaling_study():
     middle = (40_000 + 781_250) // 2
     steps = [0, 20_000, 40_000, middle, 781_250]
     expected = [0.0, 5e-4, 1e-3, 5e-4, 0.0]
-    np.testing.assert_allclose(rates(recipe, steps), expected, rtol=1e-5, atol=1e-9)
+    assert_near(rates(recipe, steps), expected, rtol=1e-5, atol=1e-9)
     optimizer = recipe.make_optimizer()
     assert optimizer.momentum_dtype == "bfloat16"
     assert optimizer.global_clipnorm is None
@@ -182,7 +183,7 @@ def test_the_largest_model():
     before = 1e-3 / np.sqrt(1 + 660_000 / 10_000)
     steps = [40_000, 700_000, 762_500, 825_000]
     expected = [1e-3, before, before / 2, 0.0]
-    np.testing.assert_allclose(rates(recipe, steps), expected, rtol=1e-5, atol=1e-9)
+    assert_near(rates(recipe, steps), expected, rtol=1e-5, atol=1e-9)
 
 
 def test_a_cooldown_goes_on_from_a_saved_model(vocabulary, tmp_path, pairs):

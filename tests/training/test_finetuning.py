@@ -6,6 +6,7 @@ import pytest
 
 from keras_softmoe import datasets, models, routers, training
 from tests.support import tiny
+from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
 pytestmark = tiny.LOADING
@@ -76,7 +77,7 @@ def compiled(model):
 
 def assert_same(actual, expected):
     for a, b in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+        assert_near(a, b, rtol=2e-4, atol=2e-5)
 
 
 def differ(one, other):
@@ -95,9 +96,7 @@ def test_from_a_preset(preset, digits, tmp_path):
     tuned = models.ViTMoEImageClassifier.from_preset(str(tmp_path / "tuned"))
     assert SETTINGS.items() <= tuned.backbone.router.get_config().items()
     x = digits[0][:6]
-    np.testing.assert_allclose(
-        tiny.predict(tuned, x), tiny.predict(model, x), rtol=1e-4, atol=1e-5
-    )
+    assert_near(tiny.predict(tuned, x), tiny.predict(model, x), rtol=1e-4, atol=1e-5)
 
 
 def test_between_two_trainings(preset, digits):

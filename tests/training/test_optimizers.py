@@ -11,6 +11,7 @@ import pytest
 from keras import ops
 
 from keras_softmoe import training
+from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
 SCHEDULE = training.WarmupSchedule(0.1, 8, 2)
@@ -51,7 +52,7 @@ def apply(optimizer, variables, gradients):
 
 def assert_equal(actual, expected, rtol=2e-5):
     for a, b in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6)
+        assert_near(a, b, rtol=rtol, atol=1e-6)
 
 
 def adam_twin(values, gradients, rates, decays, epsilon=1e-8, kept_in="float64"):
@@ -231,7 +232,7 @@ def test_bfloat16_variables(cls):
         optimizer = cls(0.05, weight_decay_rules=RULES)
         results.append(apply(optimizer, variables, make_gradients(variables, 3))[-1])
     for a, b in zip(*results, strict=True):
-        np.testing.assert_allclose(a, b, atol=0.05)
+        assert_near(a, b, atol=0.05)
 
 
 def make_model(cls, **arguments):

@@ -9,6 +9,7 @@ import pytest
 
 from keras_softmoe import datasets, training
 from tests.support import tiny
+from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
 NUM_CLASSES = 10
@@ -89,7 +90,7 @@ def test_recipe(name, digits):
         path = variable.path
         decay = next((d for p, d in decays if re.search(p, path)), 0.0)
         expected = start[path] * (1.0 - rate * decay)
-        np.testing.assert_allclose(
+        assert_near(
             to_numpy(variable.value), expected, rtol=1e-6, atol=1e-8, err_msg=path
         )
     # So few steps show progress only on images that stay as they are.

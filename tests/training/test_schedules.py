@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import training
+from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
 SCHEDULES = {
@@ -38,7 +39,7 @@ def values(schedule, steps):
 def test_values(name):
     expected = WARMUP + AFTER_WARMUP[name]
     actual = values(SCHEDULES[name], range(len(expected)))
-    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7)
+    assert_near(actual, expected, rtol=1e-6, atol=1e-7)
     assert actual.dtype == np.float32
 
 
@@ -98,7 +99,7 @@ def test_schedules_of_keras(decay, warmup_steps):
         first = 0
     steps = np.arange(first, 12)
     expected = [to_numpy(theirs(step - first)) for step in steps]
-    np.testing.assert_allclose(values(schedule, steps), expected, rtol=1e-6, atol=1e-7)
+    assert_near(values(schedule, steps), expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.fixture(params=["float16", "bfloat16"])
@@ -112,7 +113,7 @@ def floatx(request):
 def test_steps_are_float32_whatever_the_default():
     steps = [0, 40_000, 400_001, 781_250]
     schedule = training.WarmupSchedule(1e-3, 781_250, 40_000, "cosine")
-    np.testing.assert_allclose(
+    assert_near(
         values(schedule, steps), [0.0, 1e-3, 5.22506e-4, 0.0], rtol=1e-4, atol=1e-9
     )
 

@@ -9,6 +9,7 @@ import pytest
 
 from keras_softmoe.training import greedy_soup
 from keras_softmoe.training._soups import Soup
+from tests.support.close import assert_near
 
 
 def linear(*sizes):
@@ -122,7 +123,7 @@ def test_files_and_what_is_left_alone(trained, capsys):
     mean = [np.mean(weight, axis=0) for weight in zip(*parts, strict=True)]
     greedy_soup(model, files, score, verbose=0)
     for weight, expected in zip(model.get_weights(), mean, strict=True):
-        np.testing.assert_allclose(weight, expected, rtol=1e-5, atol=1e-6)
+        assert_near(weight, expected, rtol=1e-5, atol=1e-6)
     assert score(model) == pytest.approx(soup.scores[-1], rel=1e-5)
     # It trains on.
     model.fit(x, y, verbose=0)

@@ -6,6 +6,7 @@ import pytest
 
 from experiments.synthetic import GLYPH_CLASSES, fonts
 from experiments.synthetic import _glyph_bank as glyph_bank
+from tests.support.close import assert_near
 
 
 def test_classes_hold_no_digit_of_any_script():
@@ -72,7 +73,7 @@ def test_distance_equals_brute_force():
     place = np.stack(np.meshgrid(np.arange(30), np.arange(30), indexing="ij"), -1)
     for one, distance in zip(mask, received, strict=True):
         away = np.linalg.norm(place[:, :, None] - place[one], axis=-1).min(axis=-1)
-        np.testing.assert_allclose(distance, away, atol=1e-4)
+        assert_near(distance, away, atol=1e-4)
 
 
 def test_thinning_leaves_the_centre_line():
