@@ -204,7 +204,8 @@ def test_means_of_images_in_half_precision():
     mask = np.ones((2, 600), "bool")
     outputs = to_numpy(layer(inputs, mask=mask))
     assert np.isfinite(outputs).all()
-    np.testing.assert_array_equal(outputs, to_numpy(layer(inputs)))
+    # To the last bit of float16: the sum is written in another way.
+    assert_near(outputs, to_numpy(layer(inputs)), atol=2**-10)
 
 
 def test_modalities_are_no_matter_of_whole_images():
