@@ -60,8 +60,15 @@ def set_up(folder):
     return names_in
 
 
+@pytest.fixture
+def new_names():
+    """Keras numbers names from one on, whichever models there were before."""
+    keras.backend.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+
+
 @pytest.mark.parametrize("name", HERE)
-def test_examples_run(name, set_up, folder, monkeypatch):
+def test_examples_run(name, new_names, set_up, folder, monkeypatch):
     monkeypatch.chdir(folder)
     namespace = set_up(name.split(".")[0])
     for part, text in EXAMPLES[name].items():

@@ -45,10 +45,19 @@ def kept():
 @pytest.fixture
 def uninterrupted(kept, tmp_path_factory):
     """Directory and results of a run from the beginning to the end, made once."""
-    if not kept:
+    if "directory" not in kept:
         kept["directory"] = tmp_path_factory.mktemp("whole")
         kept["results"] = run(kept["directory"])
     return kept["directory"], kept["results"]
+
+
+@pytest.fixture
+def one_cell(kept, tmp_path_factory):
+    """Directory of a run that has finished one cell, made once."""
+    if "one cell" not in kept:
+        kept["one cell"] = tmp_path_factory.mktemp("one")
+        run(kept["one cell"], seeds=(4,), models=["dense"])
+    return kept["one cell"]
 
 
 def test_results(uninterrupted):
@@ -162,25 +171,24 @@ def test_models_that_diverge(tmp_path, monkeypatch):
     "part", ["cells/dense_seed4.json", "configurations/dense.json", "scale.json"]
 )
 def test_damaged_files_are_found_before_anything_is_trained(
-    part, uninterrupted, tmp_path, monkeypatch
+    part, one_cell, tmp_path, monkeypatch
 ):
-    directory = copied(uninterrupted, tmp_path)
+    directory = copied(one_cell, tmp_path)
     (directory / part).write_text("")
-    (directory / "cells" / "soft_4s_seed4.json").unlink()
     monkeypatch.setattr(runner, "finish", None)
     with pytest.raises(ValueError, match=f"{part}' is damaged.*Delete it"):
         run(directory)
 
 
 def test_a_directory_of_another_backend(uninterrupted, tmp_path):
-    directory = copied(uninterrupted, tmp_path)
+    directory = copied(uninterrupted[0], tmp_path)
     (directory / "backend.json").write_text('"another"')
     with pytest.raises(ValueError, match="one backend.*KERAS_BACKEND=another"):
         run(directory)
 
 
 def test_backups_of_finished_cells_go(uninterrupted, tmp_path):
-    directory = copied(uninterrupted, tmp_path)
+    directory = copied(uninterrupted[0], tmp_path)
     left = directory / "backup" / "dense_seed4"
     left.mkdir(parents=True)
     (left / "training.h5").write_bytes(b"1")
@@ -188,8 +196,8 @@ def test_backups_of_finished_cells_go(uninterrupted, tmp_path):
     assert not left.exists()
 
 
-def copied(uninterrupted, tmp_path):
-    return Path(shutil.copytree(uninterrupted[0], tmp_path / "copy"))
+def copied(directory, tmp_path):
+    return Path(shutil.copytree(directory, tmp_path / "copy"))
 
 
 def test_a_directory_of_another_scale(tmp_path):
@@ -202,7 +210,7 @@ def test_a_directory_of_another_scale(tmp_path):
 def test_more_seeds_in_a_directory(uninterrupted, tmp_path):
     _, results = uninterrupted
     more = dataclasses.replace(SCALE, seeds=(*SCALE.seeds, 5), rate_seeds=(100,))
-    copy = copied(uninterrupted, tmp_path)
+    copy = copied(uninterrupted[0], tmp_path)
     assert study.gather(more, copy, ("routers",))["cells"] == results["cells"]
     more = dataclasses.replace(more, weight_decay=0.5)
     with pytest.raises(ValueError, match=r"differs in \['weight_decay'\]"):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from experiments import router_study as study
 from experiments.router_study import __main__ as command_line
@@ -164,7 +165,13 @@ def test_results_are_made_of_the_json_alone(results, tmp_path):
     assert all(f"({name})" in text for name in names if name.endswith("png"))
 
 
-def test_the_committed_study(tmp_path):
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Figures have tests of their own, and take seconds."""
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file: Path(file).touch())
+
+
+def test_the_committed_study(tmp_path, no_pictures):
     """Its text comes from its JSON, and nobody has chosen among its seeds."""
     kept = json.loads((COMMITTED / "results.json").read_text("utf-8"))
     command_line.write_results(kept, tmp_path)
@@ -211,7 +218,7 @@ def test_learning_rates_are_the_best_of_those_tried():
     }
 
 
-def test_command_line(results, tmp_path, monkeypatch, capsys):
+def test_command_line(results, tmp_path, monkeypatch, capsys, no_pictures):
     asked = []
 
     def run(*arguments):
