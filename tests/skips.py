@@ -335,6 +335,7 @@ LONG = {
         "test_guide[back_to_dense.py]",
         "test_guide[data_parallel_on_tensorflow.py]",
         "test_guide[exporting.py]",
+        "test_guide[few_shot_probing.py]",
         "test_guide[fit_on_a_small_dataset.py]",
         "test_guide[inside_soft_moe.py]",
         "test_guide[limoe_routing.py]",
