@@ -35,7 +35,13 @@ SHAPES = [(1, 3, 5), (2, 4, 1), (2, 8, 4)]
 
 def capacity_of(router, num_tokens):
     choices = num_tokens * getattr(router, "num_selected_experts", 1)
-    return twins.expert_capacity(choices, router.num_experts, router.capacity_factor)
+    found = twins.expert_capacity(choices, router.num_experts, router.capacity_factor)
+    # In a race an expert chooses a token once.
+    return (
+        min(found, num_tokens)
+        if isinstance(router, routers.ExpertRaceRouter)
+        else found
+    )
 
 
 def selection_twin(name, logits, capacity, valid):
