@@ -1,6 +1,8 @@
-"""Experts in a model of somebody else."""
+"""Experts in the models of other libraries."""
 
 import contextlib
+import copy
+import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from keras_softmoe.backbones import (
 from keras_softmoe.checks import check_bools, check_choice, check_names, quote
 from keras_softmoe.keras_adapter.layers import register_parameters
 from keras_softmoe.keras_adapter.surgery import (
+    attributes_of,
     is_functional,
     renew_parameters,
     replace_sublayer,
@@ -35,6 +38,7 @@ from keras_softmoe.models._sites import (
     places_of,
     sites_at,
 )
+from keras_softmoe.models.layers_of_models import describe_layers
 from keras_softmoe.models.shapes import ends, token_shapes
 from keras_softmoe.routers import Router
 
@@ -143,7 +147,7 @@ def add_experts(
     for block in blocks:
         check_causal(routers[block], found[block], by_image)
     known = None if sites is None else places_of(model, found)
-    sparse = ModelWithExperts(
+    sparse = class_with_experts(type(model))(
         copy_of(model), blocks, router, known, start, moe_settings, name=model.name
     )
     if verbose:
@@ -181,13 +185,30 @@ def check_routers(router, blocks):
 # === The model with experts ===
 
 
+class _EqualToSource(type):
+    """Class of classes that are equal to the class of the dense model.
+
+    KerasHub compares classes to find the task, preprocessor or tokenizer of a backbone.
+    """
+
+    source = None
+
+    def __eq__(cls, other):
+        return other is cls or (other is not None and other is cls.source)
+
+    __hash__ = type.__hash__
+
+
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 @recompile_on_change
-class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
-    """A model of somebody else in which some MLPs are mixtures of experts.
+class ModelWithExperts(
+    keras_hub.models.Backbone, MutableRouting, metaclass=_EqualToSource
+):
+    """A model of another library in which some MLPs are mixtures of experts.
 
     `add_experts` makes it from a copy: this constructor changes the model it is given.
-    Attributes of that model, such as `hidden_dim`, are attributes of this one.
+    A model made of a backbone of KerasHub has a subclass of this class and of that of
+    the backbone (`class_with_experts`), with its attributes, properties and methods.
 
     Args:
         model: built `keras.Model`, which becomes a part of this one.
@@ -221,46 +242,38 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
         blocks = check_blocks(blocks, found)
         routers = check_routers(router, blocks)
         moe_settings = dict(moe_settings or {})
-        attributes = {k: v for k, v in vars(model).items() if not k.startswith("_")}
         chosen = {block: found[block] for block in blocks}
         parts = [part for site in chosen.values() for part in site.parts]
         old = {id(weight) for part in parts for weight in part.weights}
-        dense_weights = [None if id(w) in old else w for w in model.weights]
-        shapes = token_shapes(model, chosen)
-        inputs, outputs, layers = _with_experts(
-            model, chosen, routers, shapes, start, moe_settings
+        held = SimpleNamespace(
+            dense_config=dense_config,
+            # Those that are not in MLPs with experts
+            dense_weights=[None if id(w) in old else w for w in model.weights],
+            sites=sites,
+            shapes=token_shapes(model, chosen),
+            start=start,
+            moe_settings=moe_settings,
         )
-        super().__init__(
-            inputs=inputs, outputs=outputs, dtype=model.dtype_policy, name=name
+        inner = _inner_backbones(model, found, held)
+        layers, in_graph = _put_experts(model, chosen, routers, held)
+        inputs, outputs, attributes = _graph_with(model, in_graph)
+        # Not that of the class of the dense model, which would make its layers anew
+        keras_hub.models.Backbone.__init__(
+            self, inputs=inputs, outputs=outputs, dtype=model.dtype_policy, name=name
         )
+        for attribute, value in attributes.items():
+            vars(self).setdefault(attribute, value)
         renew_parameters(self)
         register_parameters(self)
         set_trainable_argument(self, trainable)
         # In an object that Keras does not track
-        self.held = SimpleNamespace(
-            dense_config=dense_config,
-            # Those that are not in MLPs with experts
-            dense_weights=dense_weights,
-            sites=sites,
-            shapes=shapes,
-            start=start,
-            moe_settings=moe_settings,
-            layers=layers,
-            attributes=attributes,
-        )
+        held.layers = layers
+        self.held = held
         self.moe_blocks = blocks
         self.num_blocks = len(found)
-
-    def __getattr__(self, name):
-        # PyTorch looks its modules up here.
-        with contextlib.suppress(AttributeError):
-            return super().__getattr__(name)
-        held = vars(self).get("held")
-        if held is None or name not in held.attributes:
-            raise AttributeError(
-                f"A `{type(self).__name__}` has no attribute {name!r}."
-            )
-        return held.attributes[name]
+        for backbone, state in inner:
+            _adopt(backbone, state, layers)
+        describe_layers(self)
 
     @property
     def moe_layers(self):
@@ -294,8 +307,8 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
         ]
 
     def get_config(self):
-        return {
-            **super().get_config(),
+        config = {
+            **keras_hub.models.Backbone.get_config(self),
             "trainable": trainable_argument(self),
             "model": self.held.dense_config,
             "blocks": list(self.moe_blocks),
@@ -308,37 +321,84 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
                 "by_image": [moe.by_image for moe in self.held.layers.values()],
             },
         }
+        # Keras takes parts out of a configuration while it makes an object of it.
+        return copy.deepcopy(config)
 
     @classmethod
     def from_config(cls, config):
+        config = copy.deepcopy(config)
         model = config["model"]
+        dtype = config.pop("dtype", None)
         if isinstance(model, dict):
-            dtype = config.get("dtype")
             if dtype is not None and "dtype" in model["config"]:
                 dtype = keras.dtype_policies.serialize(keras.dtype_policies.get(dtype))
-                model = {**model, "config": {**model["config"], "dtype": dtype}}
+                model["config"]["dtype"] = dtype
             model = keras.saving.deserialize_keras_object(model)
-        rest = {name: x for name, x in config.items() if name != "dtype"}
         router = revive_router(config["router"])
-        return cls(**{**rest, "model": model, "router": router})
+        cls = class_with_experts(type(model))
+        return cls(**{**config, "model": model, "router": router})
 
 
-def _with_experts(model, sites, routers, shapes, start, moe_settings):
-    """Replace MLPs by mixtures of experts.
+@functools.cache
+def class_with_experts(source):
+    """Return the class of the models with experts that are made of another class.
+
+    Args:
+        source: subclass of `keras.Model`.
+
+    Returns:
+        Subclass of `ModelWithExperts`, and of `source` if that is a class of KerasHub's
+        backbones.
+    """
+    if issubclass(source, ModelWithExperts):
+        return source
+    if not issubclass(source, keras_hub.models.Backbone):
+        return ModelWithExperts
+    name = f"{source.__name__}WithExperts"
+    doc = f"A `{source.__name__}` in which some MLPs are mixtures of experts."
+    members = {"source": source, "__module__": __name__, "__doc__": doc}
+    cls = _EqualToSource(name, (ModelWithExperts, source), members)
+    # Another process knows the classes of KerasHub only. All others are serialized
+    # under the name of the base class, which finds them.
+    is_known = source in _backbones_of_keras_hub()
+    register = keras.saving.register_keras_serializable(
+        package="keras_softmoe", name=name if is_known else ModelWithExperts.__name__
+    )
+    register(cls)
+    if not is_known:
+        register(ModelWithExperts)
+    return cls
+
+
+def _backbones_of_keras_hub():
+    base = keras_hub.models.Backbone
+    known = (x for x in vars(keras_hub.models).values() if isinstance(x, type))
+    return [x for x in known if issubclass(x, base) and x is not base]
+
+
+# `from_preset` of KerasHub looks up classes by their registered names.
+for _source in _backbones_of_keras_hub():
+    class_with_experts(_source)
+
+
+# === Changing the dense model ===
+
+
+def _put_experts(model, sites, routers, held):
+    """Put mixtures of experts in the places of MLPs.
 
     Args:
         model: built model, which is changed.
         sites: dict from blocks to their `Site`.
         routers: dict from blocks to routers.
-        shapes: dict from blocks to shapes of tokens.
-        start: as in `add_experts`.
-        moe_settings: dict.
+        held: namespace with `shapes`, `start` and `moe_settings`.
 
     Returns:
-        Keras tensors of inputs and outputs; dict from blocks to `layers.MoE`.
+        dict from blocks to `layers.MoE`; dict from the `id` of a layer in the graph of
+        a functional model to the one that is to be in its place.
     """
     layers, in_graph = {}, {}
-    images = moe_settings.get("by_image")
+    images = held.moe_settings.get("by_image")
     images = images if isinstance(images, list) else [images] * len(sites)
     sizes = [x.shape[1:] for x in keras.tree.flatten(ends(model)[0])]
     is_fixed = all(None not in size for size in sizes)
@@ -350,29 +410,63 @@ def _with_experts(model, sites, routers, shapes, start, moe_settings):
             for part in (site.parents[0].path or "").split("/"):
                 if part and not is_in_graph:
                     scopes.enter_context(keras.name_scope(part))
-            known = {**moe_settings, "by_image": by_image, "name": name}
+            settings = {**held.moe_settings, "by_image": by_image, "name": name}
             if isinstance(model.dtype_policy, keras.dtype_policies.DTypePolicyMap):
                 # From a file of a quantized model: by the paths of its layers
-                known["dtype"] = model.dtype_policy
-            moe = make_moe(routers[block], site.parts, shapes[block], known, start)
+                settings["dtype"] = model.dtype_policy
+            shape = held.shapes[block]
+            moe = make_moe(routers[block], site.parts, shape, settings, held.start)
         check_causal(routers[block], site, moe.by_image)
         if is_fixed:
-            moe.token_shape = shapes[block][1:]
+            moe.token_shape = shape[1:]
         layers[block] = moe
         for index, (part, parent) in enumerate(
             zip(site.parts, site.parents, strict=True)
         ):
             new = moe
             if index:
-                new = keras.layers.Identity(dtype=part.dtype_policy, name=part.name)
+                new = keras.layers.Identity(dtype=part.compute_dtype, name=part.name)
             if is_functional(parent):
                 in_graph[id(part)] = new
             else:
                 replace_sublayer(parent, part, new)
-    if in_graph:
-        model = _with_layers(model, in_graph)
+    return layers, in_graph
+
+
+def _graph_with(model, new):
+    """Return the ends of a model and its attributes, after layers were replaced.
+
+    Args:
+        model: built model.
+        new: dict from the `id` of a layer in the graph to the one in its place.
+
+    Returns:
+        Keras tensors of inputs and outputs; dict of attributes.
+    """
+    is_backbone = isinstance(model, keras_hub.models.Backbone)
+    attributes = {
+        name: value
+        for name, value in attributes_of(model).items()
+        if is_backbone or not name.startswith("_")
+    }
+    if not new:
+        return *ends(model), attributes
+    # Tensors in attributes, such as the maps of a pyramid, are outputs of the graph.
+    tensors = {
+        id(x): x
+        for x in keras.tree.flatten(attributes)
+        if isinstance(x, keras.KerasTensor)
+    }
     inputs, outputs = ends(model)
-    return inputs, outputs, layers
+    whole = keras.Model(inputs, [outputs, list(tensors.values())])
+    whole = _with_layers(whole, new)
+    outputs, made = whole.output
+    by_id = {**dict(zip(tensors, made, strict=True)), **new}
+
+    def renewed(value):
+        return by_id.get(id(value), value)
+
+    return whole.input, outputs, keras.tree.map_structure(renewed, attributes)
 
 
 def _with_layers(model, new):
@@ -392,3 +486,52 @@ def _with_layers(model, new):
         return layer
 
     return keras.models.clone_model(model, clone_function=clone)
+
+
+# === Backbones inside ===
+
+
+def _inner_backbones(model, sites, held):
+    """Return the backbones inside a model, or in its attributes, that have sites.
+
+    A task's backbone may be made of others, as that of SegFormer of an image encoder.
+
+    Args:
+        model: built model, not changed yet.
+        sites: list of all sites of it.
+        held: namespace of the model.
+
+    Returns:
+        List of `(backbone, namespace)`, where `blocks` is a dict from the blocks of the
+        model to those of the backbone.
+    """
+    found = []
+    layers = [*attributes_of(model).values(), *(x for _, x, _ in sublayers(model))]
+    for layer in {id(x): x for x in layers}.values():
+        if not isinstance(layer, keras_hub.models.Backbone) or layer is model:
+            continue
+        inside = {id(part) for _, part, _ in sublayers(layer)}
+        known = [i for i, s in enumerate(sites) if {*map(id, s.parts)} <= inside]
+        own = [sites[i] for i in known]
+        state = SimpleNamespace(
+            **{**vars(held), "dense_config": configuration_of(layer)},
+            blocks={block: index for index, block in enumerate(known)},
+        )
+        state.sites = places_of(layer, own)
+        state.dense_weights = [
+            w for w in layer.weights if any(w is kept for kept in held.dense_weights)
+        ]
+        found.append((layer, state))
+    return found
+
+
+def _adopt(backbone, held, layers):
+    """Make a backbone whose layers have been changed a `ModelWithExperts`."""
+    blocks = {b: index for b, index in held.blocks.items() if b in layers}
+    if blocks:
+        held.layers = {index: layers[block] for block, index in blocks.items()}
+        held.shapes = {index: held.shapes[block] for block, index in blocks.items()}
+        backbone.__class__ = class_with_experts(type(backbone))
+        backbone.held = held
+        backbone.moe_blocks = tuple(sorted(held.layers))
+        backbone.num_blocks = len(held.blocks)

@@ -12,6 +12,7 @@ from keras_softmoe.models._copies import task_with
 from keras_softmoe.models._expert_banks import Chain, plain_mlp
 from keras_softmoe.models._sites import find_sites, sites_at
 from keras_softmoe.models.any_model import ModelWithExperts
+from keras_softmoe.models.layers_of_models import describe_layers
 from keras_softmoe.ops import DenseRouting, to_dense
 from keras_softmoe.routers import record
 from keras_softmoe.types import Data
@@ -232,6 +233,7 @@ def _dense_of_any(sparse, shares):
             continue
         for variable, stacked in zip(mlp.weights, moe.experts.stacked, strict=True):
             variable.assign(_mean(stacked, shares[block]))
+    describe_layers(dense)
     return dense
 
 

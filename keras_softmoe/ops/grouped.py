@@ -87,7 +87,7 @@ def map_experts(all_at_once, stages, rows, weights, count):
                 own = [[w[e : e + 1] for w in of_stage] for of_stage in weights]
                 results.append(chain(stages, x[None], own)[-1][0])
             return torch.cat(results)
-    if compute := _by_stages_on_jax():
+    if compute := _by_stages_on_jax(rows):
         return compute(rows, weights, count, stages)
     return all_at_once(rows, *(w for of_stage in weights for w in of_stage))
 
@@ -218,14 +218,18 @@ def _on_jax(rows, kernel, bias, count):
     import jax
     from jax import numpy as jnp
 
-    if compute := _by_stages_on_jax():
+    if compute := _by_stages_on_jax(rows):
         return compute(rows, ((kernel, bias),), count, (affine,))
-    expert = jnp.repeat(jnp.arange(len(count)), count, total_repeat_length=len(rows))
+    index = jnp.arange(rows.shape[0])
+    expert = jnp.searchsorted(jnp.cumsum(count), index, side="right")
     return jax.lax.ragged_dot(rows, kernel, count) + bias[expert, 0]
 
 
-def _by_stages_on_jax():
+def _by_stages_on_jax(rows):
     """Return a faster `map_experts` than by `ragged_dot`, `None` if there is none."""
+    if not isinstance(rows.shape[0], int):
+        # Of a batch of any size, when a layer around the experts is traced for shapes
+        return None
     if is_jax_on("cpu"):
         return _in_pieces
     return in_tiles if is_jax_on_nvidia() else None
