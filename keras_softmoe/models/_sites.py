@@ -118,7 +118,7 @@ def _matches(path, layer, rule):
     if rule is None:
         names = {cls.__name__ for cls in type(layer).__mro__}
         chains = [chain for name, chain in _FAMILIES.items() if name in names]
-        if not type(layer).__module__.startswith("keras_hub."):
+        if not is_of_keras_hub(layer):
             return []
         return [parts for parts in (_parts(layer, c) for c in chains[:1]) if parts]
     found = []
@@ -133,6 +133,13 @@ def _matches(path, layer, rule):
         if parts:
             found.append(parts)
     return found
+
+
+def is_of_keras_hub(layer):
+    """Return whether a class is of KerasHub, or a `LayerOfModel` with such a base."""
+    classes = (cls.__module__ for cls in type(layer).__mro__)
+    others = (module for module in classes if not module.startswith("keras_softmoe."))
+    return next(others).startswith("keras_hub.")
 
 
 def _is_path(path, pattern):

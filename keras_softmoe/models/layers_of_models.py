@@ -11,6 +11,7 @@ from keras_softmoe.keras_adapter.surgery import (
     sublayers,
 )
 from keras_softmoe.layers import MoE
+from keras_softmoe.models._sites import is_of_keras_hub
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -58,14 +59,10 @@ def describe_layers(model):
             around.add(id(parent))
             parent = parents[id(parent)]
     for index, (_, layer, parent) in enumerate(all_layers):
-        is_in_graph = is_functional(parent) and _is_of_keras_hub(layer)
+        is_in_graph = is_functional(parent) and is_of_keras_hub(layer)
         if not is_functional(layer) and (is_in_graph or id(layer) in around):
             layer.described_by = SimpleNamespace(model=model, index=index)
             layer.__class__ = _described_by_model(type(layer))
-
-
-def _is_of_keras_hub(layer):
-    return type(layer).__module__.startswith("keras_hub.")
 
 
 @functools.cache
