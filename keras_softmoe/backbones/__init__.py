@@ -9,6 +9,7 @@ from keras_softmoe.backbones._adaptation import quantize as quantize
 from keras_softmoe.backbones._base import ModalityEncoder as ModalityEncoder
 from keras_softmoe.backbones._base import MoEBackbone as MoEBackbone
 from keras_softmoe.backbones._base import weights_follow as weights_follow
+from keras_softmoe.backbones._configuration import own_policy as own_policy
 from keras_softmoe.backbones._configuration import preset_is_saved as preset_is_saved
 from keras_softmoe.backbones._configuration import (
     serialized_routers as serialized_routers,

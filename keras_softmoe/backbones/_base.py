@@ -18,9 +18,10 @@ from keras_softmoe.backbones._adaptation import (
     quantize,
 )
 from keras_softmoe.backbones._configuration import (
+    base_config,
     serialized_routers,
     set_trainable_argument,
-    trainable_argument,
+    with_quantization,
 )
 from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.backbones.arguments import check_pairs
@@ -66,6 +67,9 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         trainable: bool or dict, see `_trainable`.
     """
 
+    # Of configurations, beside the arguments
+    further_keys = ("quantization",)
+
     def __init__(self, architecture, inputs, outputs, name, trainable):
         super().__init__(
             inputs=inputs, outputs=outputs, dtype=architecture.dtype, name=name
@@ -80,7 +84,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     @property
     def architecture(self) -> Settings:
         """The current `architecture.Settings` of the model."""
-        changed = {"dtype": self._base_config()["dtype"]}
+        changed = {"dtype": base_config(self)["dtype"]}
         if self.moe_layers:
             changed |= {
                 "router": list(self.routers.values()),
@@ -150,22 +154,17 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         super().load_lora_weights(filepath)
 
     def get_config(self):
-        base = self._base_config()
         return {
-            **base,
             **self._architecture.flat(),
+            **base_config(self),
             "router": serialized_routers(self),
             "group_images": self.group_images,
-            "dtype": base["dtype"],
         }
-
-    def _base_config(self):
-        """Return the arguments other than settings, with the current dtype."""
-        return {**super().get_config(), "trainable": trainable_argument(self)}
 
     @classmethod
     def from_config(cls, config):
         router = revive_router(config["router"])
+        config = with_quantization(config)
         with zero_initialization(_FILE_BYTES.get() is not None):
             return super().from_config({**config, "router": router})
 

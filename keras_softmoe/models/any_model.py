@@ -24,7 +24,13 @@ from keras_softmoe.keras_adapter.surgery import (
     replace_sublayer,
     sublayers,
 )
-from keras_softmoe.models._copies import configuration_of, copy_of, task_with
+from keras_softmoe.models._copies import (
+    configuration_of,
+    copy_of,
+    quantization_of,
+    quantize_as,
+    task_with,
+)
 from keras_softmoe.models._expert_banks import make_moe
 from keras_softmoe.models._sites import (
     check_blocks,
@@ -205,6 +211,8 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
         num_blocks: int, how many MLPs the model has, with experts or not.
     """
 
+    further_keys = ("quantization",)
+
     def __init__(
         self,
         model,
@@ -294,9 +302,16 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
         ]
 
     def get_config(self):
+        policy = self.dtype_policy
+        quantization = quantization_of(self)
         return {
-            **super().get_config(),
+            "name": self.name,
             "trainable": trainable_argument(self),
+            # Not KerasHub's map of policies, which its `from_preset` would drop
+            "dtype": keras.dtype_policies.serialize(
+                getattr(policy, "default_policy", policy)
+            ),
+            **({"quantization": quantization} if quantization else {}),
             "model": self.held.dense_config,
             "blocks": list(self.moe_blocks),
             "router": serialized_routers(self),
@@ -318,9 +333,12 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
                 dtype = keras.dtype_policies.serialize(keras.dtype_policies.get(dtype))
                 model = {**model, "config": {**model["config"], "dtype": dtype}}
             model = keras.saving.deserialize_keras_object(model)
-        rest = {name: x for name, x in config.items() if name != "dtype"}
+        apart = ("dtype", "quantization")
+        rest = {name: x for name, x in config.items() if name not in apart}
         router = revive_router(config["router"])
-        return cls(**{**rest, "model": model, "router": router})
+        sparse = cls(**{**rest, "model": model, "router": router})
+        quantize_as(sparse, config.get("quantization", ()))
+        return sparse
 
 
 def _with_experts(model, sites, routers, shapes, start, moe_settings):
