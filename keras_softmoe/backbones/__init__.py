@@ -4,6 +4,7 @@ Presets, formats of files and export are unknown here: the public room `models` 
 them to these classes.
 """
 
+from keras_softmoe.backbones._adaptation import enable_lora as enable_lora
 from keras_softmoe.backbones._adaptation import merge_lora as merge_lora
 from keras_softmoe.backbones._adaptation import quantize as quantize
 from keras_softmoe.backbones._base import ModalityEncoder as ModalityEncoder

@@ -15,6 +15,7 @@ from keras import ops
 from keras_softmoe.architecture import Settings, revive_router
 from keras_softmoe.backbones._adaptation import (
     check_lora_file,
+    enable_lora,
     quantize,
 )
 from keras_softmoe.backbones._configuration import (
@@ -92,7 +93,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
             }
         return self._architecture.replace(**changed)
 
-    quantize = quantize
+    enable_lora, quantize = enable_lora, quantize
 
     @property
     def blocks(self):

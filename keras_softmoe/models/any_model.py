@@ -10,6 +10,7 @@ import keras_hub
 from keras_softmoe.architecture import Mixture, revive_router
 from keras_softmoe.backbones import (
     MutableRouting,
+    enable_lora,
     quantize,
     recompile_on_change,
     serialized_routers,
@@ -290,7 +291,7 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
         """Int, images that are routed together; `None` for the whole batch."""
         return next(iter(self.held.layers.values())).group_images
 
-    quantize = quantize
+    enable_lora, quantize = enable_lora, quantize
 
     def default_lora_layer_names(self):
         """Layers that `enable_lora` adapts: those of KerasHub, and banks of experts."""
