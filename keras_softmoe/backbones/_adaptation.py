@@ -60,11 +60,8 @@ def enable_lora(self, rank, target_layer_names=None):
     """Freeze the weights, and add factors to some layers; a method of backbones.
 
     As `keras_hub.models.Backbone.enable_lora`, which passes over names that no layer
-    has, and experts that take no factors.
-
-    Args:
-        rank: int, the rank of the factors.
-        target_layer_names: list of str, or `None` for `default_lora_layer_names()`.
+    has, and experts that take no factors. `rank` is an int, `target_layer_names` a list
+    of str, or `None` for `default_lora_layer_names()`.
 
     Raises:
         ValueError: if no layer of such a name takes factors, or some have factors

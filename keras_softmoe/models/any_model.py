@@ -39,11 +39,19 @@ from keras_softmoe.models._sites import (
     check_free,
     check_model,
     find_sites,
+    keeps_outputs,
     places_of,
     sites_at,
 )
-from keras_softmoe.models.shapes import ends, token_shapes
+from keras_softmoe.models.shapes import check_sites, ends, token_shapes
 from keras_softmoe.routers import Router
+
+_OTHER_OUTPUTS = (
+    "The outputs are not those of the model before it is trained: the router may leave "
+    "out tokens, mix them, or scale them by gates that do not sum to one. With "
+    "`capacity_factor=None, normalize_gates=True` of a `SoftmaxTokenChoiceRouter`, or "
+    'with `start="shared"`, they are.'
+)
 
 
 def add_experts(
@@ -89,7 +97,8 @@ def add_experts(
         start: `"copies"`; or `"shared"`, where the MLP is kept as a shared expert and
             the output layers of the others are zero: the model then computes the same
             at first with any router. It takes an MLP that becomes a bank.
-        verbose: 0 or 1, whether to print how many MLPs were found and changed.
+        verbose: 0 or 1, whether to print how many MLPs were found and changed, and
+            whether the router changes the outputs.
         **moe_settings: other arguments of `layers.MoE`, such as `group_images` and
             `dispatcher`, with its defaults. Only `by_image` is true by default for MLPs
             that compute a token from others, too.
@@ -149,14 +158,18 @@ def add_experts(
     check_free([found[block] for block in blocks])
     for block in blocks:
         check_causal(routers[block], found[block], by_image)
+    if sites is not None:
+        check_sites(model, [found[block] for block in blocks])
     known = None if sites is None else places_of(model, found)
     sparse = ModelWithExperts(
         copy_of(model), blocks, router, known, start, moe_settings, name=model.name
     )
     if verbose:
+        kept = start == "shared" or all(map(keeps_outputs, routers.values()))
         print(
             f"Experts in {len(blocks)} of {len(found)} MLPs of {model.name!r}: "
-            f"{', '.join(map(str, blocks))}."
+            f"{', '.join(map(str, blocks))}.",
+            *([] if kept else [_OTHER_OUTPUTS]),
         )
     return sparse
 
