@@ -524,7 +524,7 @@ _EXPERT = routers.SinkhornExpertChoiceRouter
 _SPARSE_PLAN = routers.SparseTransportExpertChoiceRouter
 # Whether equal experts compute what one MLP does, by hand: gates that sum to one.
 KEEPS = [
-    (routers.IdentityRouter(4), True),
+    (routers.IdentityRouter(5), True),
     (routers.SoftRouter(4, slots_per_expert=2), False),
     (routers.SoftRouter(4, dispatch="uniform"), False),
     (_TOKEN(4, num_selected_experts=2), False),
