@@ -74,7 +74,10 @@ def _check_flow(site, flow):
             "Name the dense layers of the MLP.",
         )
     first = [args[0] for args, _, _ in flow if args]
-    if len({id(x) for x in first}) < len(first):
+    is_half = len(flow) == 1 and "gat" in site.paths[0].rpartition("/")[2]
+    if len({id(x) for x in first}) < len(first) or (
+        is_half and getattr(flow[0][2], "shape", None) != first[0].shape
+    ):
         raise ValueError(f"{GATED} Received: sites with {site.paths}.")
     tokens = before = first[0] if first else None
     for path, (args, kwargs, outputs) in zip(site.paths, flow, strict=True):
