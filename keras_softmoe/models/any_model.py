@@ -12,6 +12,7 @@ import keras_hub
 from keras_softmoe.architecture import Mixture, revive_router
 from keras_softmoe.backbones import (
     MutableRouting,
+    enable_lora,
     quantize,
     recompile_on_change,
     serialized_routers,
@@ -27,7 +28,13 @@ from keras_softmoe.keras_adapter.surgery import (
     replace_sublayer,
     sublayers,
 )
-from keras_softmoe.models._copies import configuration_of, copy_of, task_with
+from keras_softmoe.models._copies import (
+    configuration_of,
+    copy_of,
+    quantization_of,
+    quantize_as,
+    task_with,
+)
 from keras_softmoe.models._expert_banks import make_moe
 from keras_softmoe.models._sites import (
     check_blocks,
@@ -35,12 +42,20 @@ from keras_softmoe.models._sites import (
     check_free,
     check_model,
     find_sites,
+    keeps_outputs,
     places_of,
     sites_at,
 )
 from keras_softmoe.models.layers_of_models import describe_layers
-from keras_softmoe.models.shapes import ends, token_shapes
+from keras_softmoe.models.shapes import check_sites, ends, token_shapes
 from keras_softmoe.routers import Router
+
+_OTHER_OUTPUTS = (
+    "The outputs are not those of the model before it is trained: the router may leave "
+    "out tokens, mix them, or scale them by gates that do not sum to one. With "
+    "`capacity_factor=None, normalize_gates=True` of a `SoftmaxTokenChoiceRouter`, or "
+    'with `start="shared"`, they are.'
+)
 
 
 def add_experts(
@@ -86,7 +101,8 @@ def add_experts(
         start: `"copies"`; or `"shared"`, where the MLP is kept as a shared expert and
             the output layers of the others are zero: the model then computes the same
             at first with any router. It takes an MLP that becomes a bank.
-        verbose: 0 or 1, whether to print how many MLPs were found and changed.
+        verbose: 0 or 1, whether to print how many MLPs were found and changed, and
+            whether the router changes the outputs.
         **moe_settings: other arguments of `layers.MoE`, such as `group_images` and
             `dispatcher`, with its defaults. Only `by_image` is true by default for MLPs
             that compute a token from others, too.
@@ -146,14 +162,18 @@ def add_experts(
     check_free([found[block] for block in blocks])
     for block in blocks:
         check_causal(routers[block], found[block], by_image)
+    if sites is not None:
+        check_sites(model, [found[block] for block in blocks])
     known = None if sites is None else places_of(model, found)
     sparse = class_with_experts(type(model))(
         copy_of(model), blocks, router, known, start, moe_settings, name=model.name
     )
     if verbose:
+        kept = start == "shared" or all(map(keeps_outputs, routers.values()))
         print(
             f"Experts in {len(blocks)} of {len(found)} MLPs of {model.name!r}: "
-            f"{', '.join(map(str, blocks))}."
+            f"{', '.join(map(str, blocks))}.",
+            *([] if kept else [_OTHER_OUTPUTS]),
         )
     return sparse
 
@@ -226,6 +246,8 @@ class ModelWithExperts(
         num_blocks: int, how many MLPs the model has, with experts or not.
     """
 
+    further_keys = ("quantization",)
+
     def __init__(
         self,
         model,
@@ -295,7 +317,7 @@ class ModelWithExperts(
         """Int, images that are routed together; `None` for the whole batch."""
         return next(iter(self.held.layers.values())).group_images
 
-    quantize = quantize
+    enable_lora, quantize = enable_lora, quantize
 
     def default_lora_layer_names(self):
         """Layers that `enable_lora` adapts: those of KerasHub, and banks of experts."""
@@ -307,9 +329,16 @@ class ModelWithExperts(
         ]
 
     def get_config(self):
+        policy = self.dtype_policy
+        quantization = quantization_of(self)
         config = {
-            **keras_hub.models.Backbone.get_config(self),
+            "name": self.name,
             "trainable": trainable_argument(self),
+            # Not KerasHub's map of policies, which its `from_preset` would drop
+            "dtype": keras.dtype_policies.serialize(
+                getattr(policy, "default_policy", policy)
+            ),
+            **({"quantization": quantization} if quantization else {}),
             "model": self.held.dense_config,
             "blocks": list(self.moe_blocks),
             "router": serialized_routers(self),
@@ -328,7 +357,7 @@ class ModelWithExperts(
     def from_config(cls, config):
         config = copy.deepcopy(config)
         model = config["model"]
-        dtype = config.pop("dtype", None)
+        dtype, quantization = config.pop("dtype", None), config.pop("quantization", ())
         if isinstance(model, dict):
             if dtype is not None and "dtype" in model["config"]:
                 dtype = keras.dtype_policies.serialize(keras.dtype_policies.get(dtype))
@@ -336,7 +365,9 @@ class ModelWithExperts(
             model = keras.saving.deserialize_keras_object(model)
         router = revive_router(config["router"])
         cls = class_with_experts(type(model))
-        return cls(**{**config, "model": model, "router": router})
+        sparse = cls(**{**config, "model": model, "router": router})
+        quantize_as(sparse, quantization)
+        return sparse
 
 
 @functools.cache
