@@ -151,6 +151,18 @@ def kept_weights(model, trains):
         raise
 
 
+def without_gradients():
+    """Scope in which PyTorch does not keep the activations for a backward pass.
+
+    Would be replaced by: a public `keras.no_gradient_scope()`.
+    """
+    if keras.backend.backend() != "torch":
+        return contextlib.nullcontext()
+    import torch
+
+    return torch.no_grad()
+
+
 def has_metrics(model):
     """Return whether the metrics of a compiled model are built.
 
