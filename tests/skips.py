@@ -147,6 +147,7 @@ ON_ALL = {
     "backbones/test_fitting.py": (
         "test_loop_of_jax",
         "test_loop_of_tensorflow",
+        "test_no_step_after_the_last_batch",
     ),
     "backbones/test_image_classifier.py": (
         "test_fit_learns",

@@ -29,8 +29,8 @@ from keras_softmoe.backbones._data import (
     prepare,
 )
 from keras_softmoe.checks import check_numbers
-from keras_softmoe.keras_adapter.data import BatchesOf
-from keras_softmoe.keras_adapter.runs import kept_weights
+from keras_softmoe.keras_adapter.data import BatchesOf, number_of
+from keras_softmoe.keras_adapter.runs import batches_of_length, kept_weights
 
 
 def fit(  # noqa: D417
@@ -104,7 +104,7 @@ def fit(  # noqa: D417
         validation_data = self.batches(*validation_data, batch_size=validation_size)
     elif validation_data is not None:
         validation_data = self.batches(validation_data)
-    with run_scope(self, trains=True):
+    with run_scope(self, trains=True), batches_of_length(number_of(x)):
         # KerasHub's `fit` would preprocess the data again, or refuse them.
         return keras.Model.fit(
             self,
@@ -146,7 +146,7 @@ def evaluate(  # noqa: D417
     # `fit` hands on the validation data that it has prepared.
     if not kwargs.get("_use_cached_eval_dataset"):
         x = self.batches(x, y, sample_weight, batch_size=batch_size)
-    with run_scope(self, trains=False):
+    with run_scope(self, trains=False), batches_of_length(number_of(x)):
         return keras.Model.evaluate(self, x, **kwargs)
 
 

@@ -9,6 +9,15 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 
+def number_of(batches):
+    """Return the number of batches of a `tf.data` dataset or `BatchesOf`, or `None`."""
+    if isinstance(batches, BatchesOf):
+        return batches.num_batches
+    number = int(batches.cardinality())
+    # -1 is without end.
+    return None if number < -1 else number
+
+
 class BatchesOf(DataAdapter):
     """Data adapter for preprocessed batches of any iterable.
 
