@@ -4,6 +4,7 @@ import math
 import warnings
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_softmoe.keras_adapter.layers import states_of_draws
@@ -99,7 +100,8 @@ def dropped_shares(model, inputs):
     Tokens for which there are no slots at all do not count: a capacity below the number
     of tokens is a choice. The model is left as it was, and so are its random numbers.
     """
-    draws = [(s, ops.convert_to_numpy(s)) for s in states_of_draws(model)]
+    # Copies: of a tensor of PyTorch an array shares the memory.
+    draws = [(s, np.array(ops.convert_to_numpy(s))) for s in states_of_draws(model)]
     names = {id(router): block for block, router in model.routers.items()}
     try:
         with without_gradients(), record(lambda r: names.get(id(r))) as decisions:
