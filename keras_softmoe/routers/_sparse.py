@@ -448,7 +448,7 @@ def _warn_of_losses_left_out(distiller):
             "routers, so that experts may soon be unused. Take "
             "`keras_softmoe.training.Distiller`, which adds them. Received: a student "
             f"with the routers {quote(routers)}.",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 
