@@ -290,6 +290,7 @@ def test_loss_scaling(is_global):
 
 
 @only("tensorflow")
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 def test_no_step_after_the_last_batch():
     import tensorflow as tf
 
