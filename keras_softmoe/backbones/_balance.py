@@ -1,4 +1,4 @@
-"""What `fit` says of the balance of experts: their loss, and tokens without one."""
+"""The balance of experts in `fit`: the metric of their loss, a warning of drops."""
 
 import math
 import warnings
@@ -16,7 +16,7 @@ _MANY = 0.3
 
 
 class RoutingLoss:
-    """The metric `routing_loss` of a task: what layers add to the loss in training.
+    """The metric `routing_loss` of a task: the part of the loss that its layers add.
 
     It belongs to training steps, as `evaluate` has no such losses, and to models that
     have some. (Not tracked by Keras: a second `compile` would keep the first metric.)
@@ -46,7 +46,7 @@ class RoutingLoss:
 
 
 class DropWarning(keras.callbacks.Callback):
-    """Warns once if a router drops many tokens: after the first epoch, or the last.
+    """Callback that warns once of dropped tokens, after the first epoch or the last.
 
     Args:
         first_inputs: function that returns a batch of inputs of the model, or `None`.

@@ -10,7 +10,10 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 
 def number_of(batches):
-    """Return the number of batches of a `tf.data` dataset or `BatchesOf`, or `None`."""
+    """Return the number of batches of a `tf.data` dataset or `BatchesOf`, or `None`.
+
+    Would be replaced by: `len` of either.
+    """
     if isinstance(batches, BatchesOf):
         return batches.num_batches
     number = int(batches.cardinality())

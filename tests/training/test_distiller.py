@@ -1,4 +1,7 @@
-"""Distillation to a student with balancing losses."""
+"""Distillation to a student with balancing losses.
+
+Tests `training/_distiller.py` and `keras_adapter/distillation.py`.
+"""
 
 import functools
 
