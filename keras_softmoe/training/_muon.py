@@ -40,7 +40,8 @@ class Muon(MuonByShape, keras.optimizers.Muon):
         super().__init__(learning_rate, **kwargs)
         self.expert_layers = expert_layers
 
-    def shape_of(self, variable):
+    def shape_of(self, variable: keras.Variable) -> tuple:
+        """Return the shape by which a variable is a matrix or not."""
         shape = tuple(variable.shape)
         if not re.search(self.expert_layers, variable.path):
             return shape
