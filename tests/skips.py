@@ -139,9 +139,15 @@ RUNS_ON = {
 # of `guards/faults.py` are seen on each backend.
 ON_ALL = {
     "analysis/test_soft.py": ("test_every_number_of_a_block",),
+    "backbones/test_balance.py": (
+        "test_fit_warns_once[arrays]",
+        "test_the_look_at_a_batch_changes_nothing",
+        "test_the_metric_is_the_loss_of_the_routers",
+    ),
     "backbones/test_fitting.py": (
         "test_loop_of_jax",
         "test_loop_of_tensorflow",
+        "test_no_step_after_the_last_batch",
     ),
     "backbones/test_image_classifier.py": (
         "test_fit_learns",
@@ -152,6 +158,7 @@ ON_ALL = {
     "backbones/test_run_checks.py": (
         "test_a_compiled_run_is_refused_where_decisions_are_recorded",
         "test_a_model_in_training_predicts_in_no_other_thread_on_jax",
+        "test_other_weights_than_those_of_the_optimizer[freeze]",
     ),
     "backbones/test_trainable.py": ("test_a_frozen_router_adds_no_loss",),
     "backbones/test_two_towers.py": (
@@ -247,6 +254,12 @@ ON_ALL = {
         "test_experts_follow_the_policy",
         "test_gradient_of_a_plan_that_xla_compiles[sinkhorn_token_choice]",
         "test_layer_is_its_twin",
+    ),
+    "training/test_distiller.py": (
+        "test_the_balancing_loss_moves_the_router_as_in_fit",
+    ),
+    "training/test_muon.py": (
+        "test_an_expert_moves_as_a_matrix_of_its_own[settings0-shape0]",
     ),
     "training/test_optimizers.py": (
         "test_accumulated_gradients",

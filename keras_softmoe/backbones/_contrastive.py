@@ -9,6 +9,7 @@ from keras import ops
 
 from keras_softmoe.backbones import _fitting
 from keras_softmoe.backbones._adaptation import quantize
+from keras_softmoe.backbones._balance import RoutingLoss
 from keras_softmoe.backbones._configuration import (
     compile_from_config,
     set_trainable_argument,
@@ -119,7 +120,8 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         accuracies = [keras.metrics.Mean(name=name) for name in names]
         # In an object that Keras does not track, or those of earlier calls would stay.
         self._own_metrics = SimpleNamespace(
-            accuracies=accuracies if metrics == "auto" else []
+            accuracies=accuracies if metrics == "auto" else [],
+            routing_loss=RoutingLoss(self),
         )
 
     def get_config(self):
@@ -138,7 +140,11 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
     @property
     def metrics(self):
         own = getattr(self, "_own_metrics", None)
-        return [*super().metrics, *(own.accuracies if own else [])]
+        own = [*own.accuracies, *own.routing_loss.metrics] if own else []
+        return [*super().metrics, *own]
+
+    def get_metrics_result(self):
+        return self._own_metrics.routing_loss.without(super().get_metrics_result())
 
     def logits(self, outputs):
         """Return scaled (and shifted) similarities of all pairs of a batch.
@@ -162,10 +168,10 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
     ):
         """Return the mean contrastive loss, in training with the routers' losses."""
         loss = ops.mean(LOSSES[self._loss_name](self.logits(y_pred)))
-        if training:
-            extras = [ops.cast(ops.sum(x), loss.dtype) for x in self.losses]
-            loss = sum(extras, start=loss)
-        return loss
+        losses = self.losses if training else []
+        self._own_metrics.routing_loss.count(losses)
+        extras = [ops.cast(ops.sum(x), loss.dtype) for x in losses]
+        return sum(extras, start=loss)
 
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         accuracies = self._own_metrics.accuracies

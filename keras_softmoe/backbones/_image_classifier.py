@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_softmoe.backbones import _fitting
 from keras_softmoe.backbones._adaptation import quantize
+from keras_softmoe.backbones._balance import RoutingLoss
 from keras_softmoe.backbones._configuration import (
     compile_from_config,
     set_trainable_argument,
@@ -191,6 +192,25 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
             # KerasHub's is for int labels; this one tells them apart by their shape.
             metrics = ["accuracy"]
         super().compile(optimizer=optimizer, loss=loss, metrics=metrics, **kwargs)
+        self._routing_loss = RoutingLoss(self)
+
+    # === Balancing losses ===
+
+    @property
+    def metrics(self):
+        own = getattr(self, "_routing_loss", None)
+        return [*super().metrics, *(own.metrics if own else [])]
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        self._routing_loss.count(self.losses if training else [])
+        return super().compute_loss(x, y, y_pred, sample_weight, training)
+
+    def get_metrics_result(self):
+        return self._routing_loss.without(super().get_metrics_result())
+
+    # === Saving ===
 
     def get_compile_config(self):
         return with_optimizer(self, super().get_compile_config())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Sequence
 from typing import TypedDict
 
@@ -9,7 +10,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_softmoe.checks import check_choice, check_names, keyword_names
+from keras_softmoe.checks import check_choice, check_names, keyword_names, quote
+from keras_softmoe.keras_adapter.distillation import before_compiling_distillers
+from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import gates_of_slots
@@ -430,3 +433,23 @@ for _record in (
 
 def _and(mask, valid):
     return mask if valid is None else ops.logical_and(mask, valid)
+
+
+def _warn_of_losses_left_out(distiller):
+    """Warn if the student of a `keras.distillation.Distiller` has balancing losses."""
+    routers = [
+        layer.path
+        for layer in flatten_layers(distiller.student)
+        if isinstance(layer, SparseRouter) and layer.trainable and layer.routing_losses
+    ]
+    if routers:
+        warnings.warn(
+            "`keras.distillation.Distiller` leaves out the balancing losses of "
+            "routers, so that experts may soon be unused. Take "
+            "`keras_softmoe.training.Distiller`, which adds them. Received: a student "
+            f"with the routers {quote(routers)}.",
+            stacklevel=3,
+        )
+
+
+before_compiling_distillers(_warn_of_losses_left_out)
