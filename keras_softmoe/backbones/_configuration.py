@@ -102,7 +102,7 @@ def base_config(model, models_inside=()):
 
 
 def with_quantization(config):
-    """Return arguments of a backbone whose `dtype` has what `quantization` says.
+    """Return arguments of a backbone with the quantized layers in its `dtype`.
 
     Args:
         config: dict from `base_config` in which `dtype` may have been replaced, by

@@ -106,7 +106,10 @@ def replace_sublayer(parent, old, new):
 
 
 def attributes_of(layer):
-    """Return a dict of the attributes of a layer; PyTorch has modules elsewhere."""
+    """Return a dict of the attributes of a layer; PyTorch has modules elsewhere.
+
+    Would be replaced by: `vars`, if PyTorch's modules were among them.
+    """
     return {**vars(layer), **vars(layer).get("_modules", {})}
 
 

@@ -9,7 +9,11 @@ from keras_softmoe.backbones import MoEBackbone
 from keras_softmoe.checks import quote
 from keras_softmoe.keras_adapter.surgery import sublayer, sublayers
 from keras_softmoe.layers import MoE, SoftMoE
-from keras_softmoe.routers import IdentityRouter, SparseTransportExpertChoiceRouter
+from keras_softmoe.routers import (
+    IdentityRouter,
+    Router,
+    SparseTransportExpertChoiceRouter,
+)
 from keras_softmoe.routers.policies import ExpertChoice, TokenChoice
 
 _FEEDFORWARD = ("feedforward_intermediate_dense", "feedforward_output_dense")
@@ -185,7 +189,7 @@ def _is_causal(layer):
 
 
 def _check_rule(rule):
-    """Raise unless `rule` is what `sites` in `add_experts` may be."""
+    """Raise unless a rule has one of the forms of `sites` in `add_experts`."""
     if rule is None or callable(rule):
         return
     chains = rule if isinstance(rule, list | tuple) else [()]
@@ -264,6 +268,30 @@ def check_model(model):
             "A model that is not built has no layers to replace. Received: a "
             f"`{type(model).__name__}` with built=False. Call it once on data."
         )
+
+
+def check_routers(router, blocks):
+    """Return a dict from blocks to (templates of) their routers."""
+    is_list = isinstance(router, list | tuple)
+    routers = list(router) if is_list else [router] * len(blocks)
+    for one in routers:
+        if not isinstance(one, Router):
+            raise ValueError(
+                "`router` must be a router from `keras_softmoe.routers`, or a list of "
+                f"them. Received: router={quote(one)}."
+            )
+        if one.knows_modalities:
+            raise ValueError(
+                "A router of two modalities belongs to a `LIMoEBackbone`: here all "
+                f"tokens are of one kind. Received: router={quote(one)}. Take "
+                "`SoftmaxTokenChoiceRouter`, for example."
+            )
+    if len(routers) != len(blocks):
+        raise ValueError(
+            "A list of routers has one for each block with experts. Received: "
+            f"{len(routers)} routers for blocks={blocks}. Give as many, or one for all."
+        )
+    return dict(zip(blocks, routers, strict=True))
 
 
 def check_blocks(blocks, sites):

@@ -11,8 +11,8 @@ from keras_softmoe.layers import Experts
 from keras_softmoe.models._copies import task_with
 from keras_softmoe.models._expert_banks import Chain, plain_mlp
 from keras_softmoe.models._sites import find_sites, sites_at
-from keras_softmoe.models.any_model import ModelWithExperts
-from keras_softmoe.models.layers_of_models import describe_layers
+from keras_softmoe.models._layers_of_models import describe_layers
+from keras_softmoe.models._model_with_experts import ModelWithExperts
 from keras_softmoe.ops import DenseRouting, to_dense
 from keras_softmoe.routers import record
 from keras_softmoe.types import Data

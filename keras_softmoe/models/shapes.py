@@ -21,7 +21,7 @@ def ends(model):
 
 
 def check_sites(model, sites):
-    """Raise unless the sites that a user has named are MLPs, by what flows in a call.
+    """Raise unless the sites that a user has named compute like MLPs in a call.
 
     The names alone allow other layers, a wrong order, and activations or gates between
     the parts, which would be applied to the outputs of the experts.

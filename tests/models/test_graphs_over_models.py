@@ -1,6 +1,7 @@
 """Graphs over models with experts, and what such models keep of their dense classes.
 
-Covers `models/layers_of_models.py`.
+Covers `models/_layers_of_models.py`, `models/_model_with_experts.py`,
+`models/_replacement.py`.
 """
 
 import keras
@@ -86,12 +87,7 @@ def of_dense(model):
     return with_head(converters.to_dense_model(model, verbose=0))
 
 
-def with_factors(model):
-    model.enable_lora(2)
-    return with_head(scrambled(model))
-
-
-WAYS = (nested, with_head, of_layer, twice, clone, of_dense, with_factors)
+WAYS = (nested, with_head, of_layer, twice, clone, of_dense)
 # A layer of KerasHub's ViT, DeiT, Swin or MiT cannot be made from its configuration.
 SOME = ("ViT", "MiT", "GPT-2")
 
@@ -108,6 +104,14 @@ def test_graph_is_loaded_equal(family, tmp_path):
     for way in WAYS:
         graph = way(model)
         assert differences(graph, reload(graph, tmp_path), x) == 0, way.__name__
+
+
+@pytest.mark.parametrize("family", ["ViT", "GPT-2"])
+def test_graph_with_factors_of_lora(family, tmp_path):
+    model = sparse(family)
+    model.enable_lora(2)
+    graph = with_head(scrambled(model))
+    assert differences(graph, reload(graph, tmp_path), inputs_of(model)) < 1e-5
 
 
 def test_a_clone_computes_the_same():
