@@ -82,12 +82,12 @@ class Preset(NamedTuple):
 def names(
     containing: str = "", weights: bool | None = None, image_size: int | None = None
 ) -> list:
-    """Return the names of presets, sorted: of all of them, or of those asked for.
+    """Return the names of all presets, or of some, sorted.
 
     Args:
         containing: str, a part of the name, such as `"soft_moe"` or `"tiny"`.
-        weights: `True` for presets with weights, in the package or to download,
-            `False` for those whose weights were never released.
+        weights: `True` for presets with weights, in the package or to download, `False`
+            for architectures. `None` for both.
         image_size: int, height and width of the images in pixels.
 
     Returns:

