@@ -56,8 +56,8 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
     Args:
         backbone: a model from `"images"` and `"token_ids"` to `"image_embedding"`,
             `"text_embedding"`, `"logit_scale"` and perhaps `"logit_bias"`.
-        preprocessor: `None` or a `ContrastivePreprocessor`. If its image converter
-            resizes, it is set to the size that the backbone takes.
+        preprocessor: `None` or a `ContrastivePreprocessor`. Its image converter
+            resizes to the size that the backbone takes.
         compile: bool, whether to compile at once with the defaults of `compile`.
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.
@@ -292,8 +292,8 @@ class LIMoEContrastive(ContrastiveTask):
 
     Args:
         backbone: `LIMoEBackbone`.
-        preprocessor: `None` or a `LIMoEPreprocessor`. If its image converter resizes,
-            it is set to the size that the backbone takes.
+        preprocessor: `None` or a `LIMoEPreprocessor`. Its image converter resizes to
+            the size that the backbone takes.
         compile: bool, whether to compile at once with the defaults of `compile`.
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.

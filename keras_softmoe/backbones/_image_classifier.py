@@ -58,8 +58,8 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     Args:
         backbone: `ViTMoEBackbone`.
         num_classes: int, number of classes.
-        preprocessor: `None`, a `ViTMoEImageClassifierPreprocessor` or any callable. If
-            its image converter resizes, it is set to the size that the backbone takes.
+        preprocessor: `None`, a `ViTMoEImageClassifierPreprocessor` or any callable. Its
+            image converter resizes to the size that the backbone takes.
         activation: `None` (logits), str or callable, of the last layer.
         dropout: float, dropout before the last layer.
         head_dtype: dtype or policy of the head. That of the backbone if `None`.

@@ -137,6 +137,13 @@ class Router(Layer):
         Returns:
             `Decision`.
         """
+        shape = getattr(tokens, "shape", None)
+        if shape is not None and len(shape) != 3:
+            raise ValueError(
+                "A router takes tokens of shape (groups, tokens, width). Received: "
+                f"shape={tuple(shape)}, with {len(shape)} axes. Add the axis of the "
+                "groups to the tokens of one example, `tokens[None]`."
+            )
         if training is not None:
             kwargs["training"] = training
         is_symbolic = isinstance(tokens, keras.KerasTensor)
