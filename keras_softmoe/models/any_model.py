@@ -17,7 +17,6 @@ from keras_softmoe.backbones import (
     trainable_argument,
 )
 from keras_softmoe.checks import check_bools, check_choice, check_names, quote
-from keras_softmoe.keras_adapter.layers import register_parameters
 from keras_softmoe.keras_adapter.surgery import (
     is_functional,
     renew_parameters,
@@ -234,7 +233,6 @@ class ModelWithExperts(keras_hub.models.Backbone, MutableRouting):
             inputs=inputs, outputs=outputs, dtype=model.dtype_policy, name=name
         )
         renew_parameters(self)
-        register_parameters(self)
         set_trainable_argument(self, trainable)
         # In an object that Keras does not track
         self.held = SimpleNamespace(
