@@ -118,6 +118,11 @@ class SoftRouter(Router):
     def _learns(self):
         return "soft" in (self.dispatch, self.combine)
 
+    @property
+    def differs_in_training(self):
+        """Whether a call in training may differ from one outside of it."""
+        return self._learns and self.noise_std > 0
+
     def capacity(self, num_tokens: int, training: bool = False) -> int:
         return self.slots_per_expert
 

@@ -207,6 +207,13 @@ class SparseRouter(Router):
         return scores, self.assignment.choose(scores)
 
     @property
+    def differs_in_training(self):
+        """Whether a call in training may differ from one outside of it."""
+        learns = self.trainable and bool(self.routing_losses or self._state)
+        factor = self.capacity_policy.factor
+        return learns or bool(self.scores.noise_std) or factor(True) != factor(False)
+
+    @property
     def _state(self):
         """Dict from names of weights without gradient to their shapes."""
         policies = (self.scores, self.assignment)
