@@ -1,14 +1,14 @@
 """Layers as PyTorch modules: names of weights, dtypes and `train()`."""
 
 import functools
-import re
 import warnings
 
 import keras
 import torch
 from keras.src.backend.common import global_state
 from keras.src.backend.torch.layer import TorchLayer
-from keras.src.utils.naming import to_snake_case
+
+from keras_softmoe.keras_adapter.names import named_weights
 
 
 class Weights(torch.nn.Module):
@@ -73,12 +73,13 @@ class Weights(torch.nn.Module):
             dtype = fn(example).dtype
             if dtype not in (parameter.dtype, kept):
                 name = str(dtype).removeprefix("torch.")
+                mixed = f" or 'mixed_{name}'" if name.endswith("float16") else ""
                 raise ValueError(
                     "`.to(dtype)`, `.half()`, `.double()` and the like do not change "
                     "the dtype of a Keras layer, which computes in that of its policy. "
                     f"Received: {dtype} for the layer {self.layer.name!r} of "
-                    f"dtype={policy.name!r}. Create the layer with `dtype={name!r}`, "
-                    f"or with 'mixed_{name}' if the weights are to stay in float32."
+                    f"dtype={policy.name!r}. Create the layer with "
+                    f"`dtype={name!r}`{mixed}; `.to(device)` moves it."
                 )
 
         def moved(x):
@@ -92,43 +93,6 @@ class Weights(torch.nn.Module):
         # Keras has the parameters, too: they are filled and not replaced.
         metadata = {**local_metadata, "assign_to_params_buffers": False}
         super()._load_from_state_dict(state_dict, prefix, metadata, *args)
-
-
-def named_weights(layer):
-    """Yield names and weights of a layer, each weight once.
-
-    Args:
-        layer: `keras.Layer`.
-
-    Yields:
-        Path of the names below the layer, with `/` between them; the weight. Counters
-        in automatic names start anew in each layer.
-    """
-    seen, taken = set(), set()
-
-    def new(name, kind):
-        automatic = to_snake_case(kind.__name__)
-        if re.fullmatch(rf"(.*/)?{automatic}_\d+", name):
-            name = name.rpartition("_")[0]
-        name = name.replace(".", "_")
-        unique, count = name, 0
-        while unique in taken:
-            count += 1
-            unique = f"{name}_{count}"
-        taken.add(unique)
-        return unique
-
-    def below(part, prefix):
-        for weight in part._trainable_variables + part._non_trainable_variables:
-            if id(weight) not in seen:
-                seen.add(id(weight))
-                yield new(prefix + weight.name, keras.Variable), weight
-        for child in part._layers:
-            if id(child) not in seen:
-                seen.add(id(child))
-                yield from below(child, f"{new(prefix + child.name, type(child))}/")
-
-    return below(layer, "")
 
 
 def register(cls):
