@@ -22,7 +22,7 @@ def named_weights(layer):
     seen, taken = set(), set()
 
     def unique(prefix, name, kind):
-        if is_counted(name, kind):
+        if _is_counted(name, kind):
             name = name.rpartition("_")[0]
         name = new = prefix + name.replace(".", "_")
         count = 0
@@ -45,7 +45,7 @@ def named_weights(layer):
     return below(layer, "")
 
 
-def is_counted(name, kind):
+def _is_counted(name, kind):
     """Return whether a name is an automatic one with a counter.
 
     A model may have the automatic name of another class, of which it was made.

@@ -6,7 +6,7 @@ from keras import ops
 
 from keras_softmoe.backbones import MoEBackbone
 from keras_softmoe.checks import check_whole_numbers, quote
-from keras_softmoe.keras_adapter.surgery import sublayers
+from keras_softmoe.keras_adapter.surgery import renew_parameters, sublayers
 from keras_softmoe.layers import Experts
 from keras_softmoe.models._copies import task_with
 from keras_softmoe.models._expert_banks import Chain, plain_mlp
@@ -92,6 +92,7 @@ def to_dense_model(
         )
     if backbone is not model:
         dense = task_with(model, dense)
+    renew_parameters(dense)
     if difference is not None:
         dense.feature_difference = difference
     return dense

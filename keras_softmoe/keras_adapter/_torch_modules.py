@@ -17,6 +17,7 @@ class Weights(torch.nn.Module):
     They are looked up whenever PyTorch asks: LoRA, quantization and `build` change
     them. Their names have no counters of the process, so that a `state_dict` fits other
     instances.
+    Would be replaced by: Keras registering sublayers as modules, and weights by name.
 
     Args:
         layer: `keras.Layer`.
@@ -101,7 +102,7 @@ def register(cls):
     Keras lists those of each layer once, by paths: of two weights of equal paths one is
     lost, LoRA factors are missing in the lists of the layers around, and a weight is
     in the lists of all of them.
-    Would be replaced by: Keras registering sublayers as modules, and weights by name.
+    Would be replaced by: as for `Weights`.
 
     Args:
         cls: subclass of `keras.Layer`.
