@@ -136,7 +136,6 @@ MODELS = {
     "two towers, file": lambda: reloaded(towers()),
     "two backbones": lambda: of_backbones(tiny.backbone(), tiny.backbone()),
     "two, LoRA": lambda: adapted(of_backbones(tiny.backbone(), tiny.backbone())),
-    "two, int8": lambda: quantized(of_backbones(tiny.backbone(), tiny.backbone())),
     "twice": same_twice,
     "add_experts": lambda: with_experts("ViTBackbone"),
     "add_experts(task)": lambda: with_experts("ViTImageClassifier"),
