@@ -83,6 +83,7 @@ RUNS_ON = {
     "models/test_dense_sources.py": ("torch",),
     "models/test_initialization.py": ("torch",),
     "models/test_torch_files.py": ("torch",),
+    "models/test_torch_modules.py": ("torch",),
     "models/test_upcycling.py": ("torch",),
     "models/test_vmoe_params.py": ("torch",),
     # `timm` and `transformers` are of PyTorch.

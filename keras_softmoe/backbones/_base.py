@@ -28,7 +28,6 @@ from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_o
 from keras_softmoe.backbones.arguments import check_pairs
 from keras_softmoe.keras_adapter.layers import (
     flatten_layers,
-    register_parameters,
     zero_initialization,
 )
 from keras_softmoe.layer_cost import ITEMSIZE
@@ -75,7 +74,6 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         super().__init__(
             inputs=inputs, outputs=outputs, dtype=architecture.dtype, name=name
         )
-        register_parameters(self)
         set_trainable_argument(self, trainable)
         self._architecture = architecture
         for setting, value in architecture.flat().items():

@@ -36,7 +36,6 @@ from keras_softmoe.backbones.arguments import (
     offer_names,
 )
 from keras_softmoe.checks import check_choice, check_whole_numbers
-from keras_softmoe.keras_adapter.layers import register_parameters
 from keras_softmoe.ops.contrastive import (
     sigmoid_contrastive_loss,
     softmax_contrastive_loss,
@@ -85,7 +84,6 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             compile=compile,
             name=name,
         )
-        register_parameters(self)
         set_trainable_argument(self, trainable)
         check_model(self)
 

@@ -33,7 +33,7 @@ from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_o
 from keras_softmoe.backbones._vit import ViTMoEBackbone
 from keras_softmoe.backbones.arguments import check_images, check_kind, offer_names
 from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
-from keras_softmoe.keras_adapter.layers import flatten_layers, register_parameters
+from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.sharding.constraints import check_model
 from keras_softmoe.types import DType
 
@@ -153,7 +153,6 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         keras_hub.models.Task.__init__(
             self, inputs=inputs, outputs=outputs, compile=compile, name=name
         )
-        register_parameters(self)
         set_trainable_argument(self, trainable)
         check_model(self)
 

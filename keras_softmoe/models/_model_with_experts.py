@@ -17,21 +17,20 @@ from keras_softmoe.backbones import (
     set_trainable_argument,
     trainable_argument,
 )
-from keras_softmoe.keras_adapter.layers import register_parameters
 from keras_softmoe.keras_adapter.surgery import renew_parameters
 from keras_softmoe.models._copies import (
     configuration_of,
     quantization_of,
     quantize_as,
 )
+from keras_softmoe.models._layers_of_models import describe_layers
+from keras_softmoe.models._replacement import graph_with, inner_backbones, put_experts
 from keras_softmoe.models._sites import (
     check_blocks,
     check_routers,
     find_sites,
     sites_at,
 )
-from keras_softmoe.models._layers_of_models import describe_layers
-from keras_softmoe.models._replacement import graph_with, inner_backbones, put_experts
 from keras_softmoe.models.shapes import token_shapes
 
 
@@ -116,7 +115,6 @@ class ModelWithExperts(
         for attribute, value in attributes.items():
             vars(self).setdefault(attribute, value)
         renew_parameters(self)
-        register_parameters(self)
         set_trainable_argument(self, trainable)
         # In an object that Keras does not track
         held.layers = layers

@@ -8,6 +8,7 @@ import keras_hub
 from keras_softmoe.architecture import Mixture
 from keras_softmoe.checks import check_bools, check_choice, check_names
 from keras_softmoe.models._copies import copy_of, task_with
+from keras_softmoe.models._model_with_experts import class_with_experts
 from keras_softmoe.models._sites import (
     check_blocks,
     check_causal,
@@ -18,7 +19,6 @@ from keras_softmoe.models._sites import (
     keeps_outputs,
     places_of,
 )
-from keras_softmoe.models._model_with_experts import class_with_experts
 from keras_softmoe.models.shapes import check_sites
 from keras_softmoe.routers import Router
 

@@ -16,6 +16,7 @@ from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import gates_of_slots
+from keras_softmoe.ops.noise import normal_like
 from keras_softmoe.ops.routing import choice_routing
 from keras_softmoe.ops.selection import take_along
 from keras_softmoe.routers._lengths import (
@@ -168,7 +169,8 @@ class SparseRouter(Router):
         logits = self._randomized(self._logits(tokens, masks))
         logits = noisy_logits = self.modalities.allowed(logits, masks)
         if training and self.scores.noise_std:
-            noisy_logits = logits + self._logits_std * self._noise_like(logits)
+            noise = normal_like(logits, self.seed_generator)
+            noisy_logits = logits + self._logits_std * noise
         routed = self._routed(logits, noisy_logits, valid, masks)
         probabilities = self.modalities.left(routed.noisy_probabilities)
 
@@ -210,6 +212,13 @@ class SparseRouter(Router):
         return scores, self.assignment.choose(scores)
 
     @property
+    def differs_in_training(self):
+        """Whether a call in training may differ from one outside of it."""
+        learns = self.trainable and bool(self.routing_losses or self._state)
+        factor = self.capacity_policy.factor
+        return learns or bool(self.scores.noise_std) or factor(True) != factor(False)
+
+    @property
     def _state(self):
         """Dict from names of weights without gradient to their shapes."""
         policies = (self.scores, self.assignment)
@@ -224,14 +233,10 @@ class SparseRouter(Router):
     def _randomized(self, logits):
         if not self.random_logits:
             return logits
-        noise = self._noise_like(logits)
+        noise = normal_like(logits, self.seed_generator)
         if self.random_logits == "permuted":
             return take_along(logits, ops.argsort(noise, axis=-1), axis=-1)
         return noise
-
-    def _noise_like(self, logits):
-        shape, dtype = ops.shape(logits), logits.dtype
-        return keras.random.normal(shape, dtype=dtype, seed=self.seed_generator)
 
     @property
     def _logits_std(self):
