@@ -31,7 +31,11 @@ A format is written by one backend: SavedModel, ONNX, LiteRT and OpenVINO by Ten
 What is refused, with the reason and the way that works: routing at random; groups of
 the whole batch without a fixed `input_signature`; half precision in ONNX, LiteRT and
 OpenVINO; quantized models in LiteRT (its converter fails) and OpenVINO (its results are
-wrong); images of another size than the model's in a `.pt2` file with preprocessing.
+wrong), int4 in ONNX (it would be stored as float32); images of another size than the
+model's in a `.pt2` file with preprocessing.
+
+An int8 model rounds its inputs, too, where a difference in the last bit may be one of a
+whole step: a file differs from the model as two backends do.
 """
 
 

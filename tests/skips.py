@@ -81,8 +81,10 @@ RUNS_ON = {
     "backbones/test_limoe.py": ("torch",),
     "models/test_back_to_dense.py": ("torch",),
     "models/test_dense_sources.py": ("torch",),
+    "models/test_graphs_over_models.py": ("torch",),
     "models/test_initialization.py": ("torch",),
     "models/test_torch_files.py": ("torch",),
+    "models/test_torch_modules.py": ("torch",),
     "models/test_upcycling.py": ("torch",),
     "models/test_vmoe_params.py": ("torch",),
     # `timm` and `transformers` are of PyTorch.
@@ -140,9 +142,15 @@ RUNS_ON = {
 # of `guards/faults.py` are seen on each backend.
 ON_ALL = {
     "analysis/test_soft.py": ("test_every_number_of_a_block",),
+    "backbones/test_balance.py": (
+        "test_fit_warns_once[arrays]",
+        "test_the_look_at_a_batch_changes_nothing",
+        "test_the_metric_is_the_loss_of_the_routers",
+    ),
     "backbones/test_fitting.py": (
         "test_loop_of_jax",
         "test_loop_of_tensorflow",
+        "test_no_step_after_the_last_batch",
     ),
     "backbones/test_image_classifier.py": (
         "test_fit_learns",
@@ -153,6 +161,7 @@ ON_ALL = {
     "backbones/test_run_checks.py": (
         "test_a_compiled_run_is_refused_where_decisions_are_recorded",
         "test_a_model_in_training_predicts_in_no_other_thread_on_jax",
+        "test_other_weights_than_those_of_the_optimizer[freeze]",
     ),
     "backbones/test_trainable.py": ("test_a_frozen_router_adds_no_loss",),
     "backbones/test_two_towers.py": (
@@ -162,6 +171,10 @@ ON_ALL = {
     "backbones/test_vit.py": ("test_outputs",),
     "distribution/test_backup.py": (
         "test_training_goes_on_as_if_nothing_had_happened[3]",
+    ),
+    "models/test_graphs_over_models.py": (
+        "test_layer_around_a_mixture_in_a_graph",
+        "test_sequential_of_a_model_and_a_head",
     ),
     "layers/test_attention.py": (
         "test_attention",
@@ -251,6 +264,12 @@ ON_ALL = {
         "test_gradient_of_a_plan_that_xla_compiles[sinkhorn_token_choice]",
         "test_layer_is_its_twin",
     ),
+    "training/test_distiller.py": (
+        "test_the_balancing_loss_moves_the_router_as_in_fit",
+    ),
+    "training/test_muon.py": (
+        "test_an_expert_moves_as_a_matrix_of_its_own[settings0-shape0]",
+    ),
     "training/test_optimizers.py": (
         "test_accumulated_gradients",
         "test_adam",
@@ -268,6 +287,22 @@ LONG = {
         "test_compiled_once_for_a_shape",
         "test_jit_compile",
         "test_one_graph",
+    ),
+    # The four whose layers KerasHub makes again, or not, are enough each time.
+    "models/test_graphs_over_models.py": tuple(
+        f"test_graph_is_loaded_equal[{family}]"
+        for family in (
+            "DeiT",
+            "DINOv2, SwiGLU",
+            "DINOv3",
+            "SigLIP",
+            "CLIP",
+            "MetaCLIP 2",
+            "Swin",
+            "VideoPrism",
+            "ViTDet (SAM)",
+            "BERT",
+        )
     ),
     "distribution/test_parallel.py": (
         "test_a_model_may_be_built_by_its_first_batch",

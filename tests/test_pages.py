@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 import nbformat
 import pytest
 
+import keras_softmoe
 from experiments import pages
 from experiments.pages import embedding, guides, notebooks
 
@@ -236,3 +237,20 @@ def test_search_and_pictures(site):
         if file.name == "walks.html":
             continue
         assert Page(file.read_text("utf-8")).pictures, file
+
+
+def test_the_search_works_in_pages_opened_as_files(site):
+    """Its index is a script, and a frame takes the place of the worker."""
+    index = (site / "search" / "search_index.js").read_text("utf-8")
+    assert index.startswith("var __index = {")
+    scripts = re.findall('<script src="([^"]+)"', (site / "start.html").read_text())
+    shim, bundle, *_ = scripts
+    assert shim == "iframe-worker.js"
+    assert "bundle" in bundle
+
+
+def test_the_site_shows_the_version_and_soft_moe_first(site):
+    text = (site / "api" / "layers.html").read_text("utf-8")
+    assert f"keras_softmoe {keras_softmoe.__version__}" in text
+    first = re.search(r'<h2 id="([^"]+)"', text)[1]
+    assert first == "keras_softmoe.layers._soft_moe.SoftMoE"

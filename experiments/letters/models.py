@@ -265,7 +265,7 @@ def build(scale, model, num_classes):
         ksm.models.ViTMoEBackbone(**backbone_arguments(scale, model)),
         num_classes,
         preprocessor=ksm.models.ViTMoEImageClassifierPreprocessor(
-            ksm.models.ViTMoEImageConverter()
+            ksm.models.ViTMoEImageConverter((IMAGE_SIZE, IMAGE_SIZE))
         ),
         head_dtype="float32",
         compile=False,

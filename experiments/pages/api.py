@@ -25,14 +25,16 @@ MODULES = {
     "exporting": "Files for other runtimes.",
     "ops": "Pure functions on tensors, from which routers are made.",
 }
+# What most readers look for, before the others
+FIRST = ("SoftMoE",)
 
 
 def public_names(module):
-    """Names in a module that are neither private nor modules, sorted."""
+    """Names in a module that are neither private nor modules, sorted after `FIRST`."""
     content = importlib.import_module(f"keras_softmoe.{module}")
     return [
         name
-        for name in sorted(dir(content), key=str.lower)
+        for name in sorted(dir(content), key=lambda n: (n not in FIRST, n.lower()))
         if not name.startswith("_") and _is_ours(getattr(content, name))
     ]
 

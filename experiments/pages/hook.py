@@ -6,7 +6,14 @@ pages and figures of the experiments.
 
 from mkdocs.structure.files import File
 
+import keras_softmoe
 from experiments.pages import api, embedding, guides, notebooks
+
+
+def on_config(config):
+    """Show the version beside the name."""
+    config.site_name = f"{config.site_name} {keras_softmoe.__version__}"
+    return config
 
 
 def on_files(files, config):

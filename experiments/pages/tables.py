@@ -33,7 +33,10 @@ _OF_SWEEPS = {
 
 def tables():
     """Dict from the titles of tables to their text."""
-    found = {name: catalogue.read_metadata(name) for name in catalogue.names()}
+    found = {
+        name: {**catalogue.read_metadata(name), "images": _images(name)}
+        for name in catalogue.names()
+    }
     runs = {
         name: {**m, "runs": read_runs(name)}
         for name, m in found.items()
@@ -60,19 +63,29 @@ def tables():
     }
 
 
+def _images(name):
+    """Height and width of the images of a preset, as text."""
+    height, width = catalogue.describe(name).image_size
+    return f"{height} × {width}"
+
+
 def released_table(convertible):
     """Presets whose weights are downloaded, with the accuracy that was published."""
-    rows = ["| preset | parameters | published |", "|---|---|---|"]
+    rows = ["| preset | images | parameters | published |", "|---|---|---|---|"]
     for name, metadata in convertible.items():
         accuracy = metadata.get("accuracy", {}).get("ImageNet, validation images")
         published = f"ImageNet: {100 * accuracy:.1f} %" if accuracy else ""
-        rows.append(f"| `{name}` | {_parameters(metadata)} | {published} |")
+        cells = [f"`{name}`", metadata["images"], _parameters(metadata), published]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
 
 def trained_here_table(trained, contrastive):
     """Presets that come with the package, with one measured figure each."""
-    rows = ["| preset | parameters | mean ± standard deviation |", "|---|---|---|"]
+    rows = [
+        "| preset | images | parameters | mean ± standard deviation |",
+        "|---|---|---|---|",
+    ]
     measured = {
         name: f"digits, 10 shots: {spread(m['runs'][0]['few_shot']['model']['10'])}"
         for name, m in trained.items()
@@ -85,8 +98,9 @@ def trained_here_table(trained, contrastive):
         )
         measured[name] = f"zero-shot, 64 names: seen {seen}, new combinations {new}"
     for name, text in measured.items():
-        size = _parameters((trained | contrastive)[name])
-        rows.append(f"| [`{name}`](presets/{name}) | {size} | {text} |")
+        about = (trained | contrastive)[name]
+        cells = [f"[`{name}`](presets/{name})", about["images"], _parameters(about)]
+        rows.append(f"| {' | '.join([*cells, text])} |")
     return "\n".join(rows) + "\n"
 
 
@@ -104,9 +118,9 @@ def _parameters(metadata):
 def trained_table(found):
     """What the weights of each preset are worth: those of its first training."""
     rows = [
-        "| preset | parameters | trained on | glyphs that fill the image | anywhere "
-        "| 1 shot | 5 shots | 10 shots | fine-tuned |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| preset | images | parameters | trained on | glyphs that fill the image "
+        "| anywhere | 1 shot | 5 shots | 10 shots | fine-tuned |",
+        "|---" * 10 + "|",
     ]
     pixels = {}
     for name, metadata in found.items():
@@ -116,6 +130,7 @@ def trained_table(found):
         anywhere = by_layout.get("anywhere")
         cells = [
             f"[`{name}`](#{name})",
+            metadata["images"],
             f"{metadata['parameter_count'] / 1e6:.2f} M",
             f"{metadata['training']['images']:,}",
             f"{by_layout.get('center', run['upstream_accuracy']):.3f}",
@@ -124,7 +139,7 @@ def trained_table(found):
             spread(run["fine_tuned"]),
         ]
         rows.append(f"| {' | '.join(cells)} |")
-    cells = ["raw pixels", "", "", "", "", *map(spread, pixels.values()), ""]
+    cells = ["raw pixels", "", "", "", "", "", *map(spread, pixels.values()), ""]
     rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
@@ -133,6 +148,7 @@ def letters_table(found):
     """What the presets of letters are worth, on letters and on digits."""
     columns = (
         "preset",
+        "images",
         "parameters",
         "letters",
         "over the dense model",
@@ -155,6 +171,7 @@ def letters_table(found):
         gains = np.subtract(accuracy[name], dense).tolist()
         cells = [
             f"[`{name}`](#{name})",
+            metadata["images"],
             _parameters(metadata),
             f"{letters['accuracy']:.3f}",
             points(difference(name, gains)) if any(gains) else "",
@@ -212,12 +229,13 @@ def contrastive_table(found):
         "caption → image": "text_to_image_recall_at_1",
     }
     rows = [
-        f"| preset | parameters | {' | '.join(columns)} |",
-        "|---" * (2 + len(columns)) + "|",
+        f"| preset | images | parameters | {' | '.join(columns)} |",
+        "|---" * (3 + len(columns)) + "|",
     ]
     for name, metadata in found.items():
         cells = [
             f"[`{name}`](#{name})",
+            metadata["images"],
             f"{metadata['parameter_count'] / 1e6:.2f} M",
             *(spread([run[c] for run in metadata["runs"]]) for c in columns.values()),
         ]
@@ -255,13 +273,14 @@ def sweeps_table():
 
 def convertible_table(found):
     rows = [
-        "| preset | parameters | published accuracy on ImageNet |",
-        "|---|---|---|",
+        "| preset | images | parameters | published accuracy on ImageNet |",
+        "|---|---|---|---|",
     ]
     for name, metadata in found.items():
         accuracy = metadata.get("accuracy", {}).get("ImageNet, validation images")
         cells = [
             f"`{name}`",
+            metadata["images"],
             f"{metadata['parameter_count'] / 1e6:,.0f} M",
             f"{100 * accuracy:.1f} %" if accuracy else "not found",
         ]
@@ -278,11 +297,15 @@ def architecture_table(found):
         groups.setdefault(group, {})[name] = metadata
     parts = [NAMES]
     for group in sorted(groups, key=lambda group: (group == "Dense twins", group)):
-        rows = ["| preset | parameters | GFLOP | in the paper |", "|---|---|---|---|"]
+        rows = [
+            "| preset | images | parameters | GFLOP | in the paper |",
+            "|---|---|---|---|---|",
+        ]
         for name, metadata in groups[group].items():
             row = metadata.get("published", {}).get("row", metadata["source"])
             rows.append(
-                f"| `{name}` | {metadata['parameter_count'] / 1e6:,.0f} M "
+                f"| `{name}` | {metadata['images']} "
+                f"| {metadata['parameter_count'] / 1e6:,.0f} M "
                 f"| {metadata['gflop_per_image']:,.1f} | {row} |"
             )
         summary = f"<summary>{group}: {len(groups[group])} presets</summary>"

@@ -67,6 +67,10 @@ class BlockStatistics(NamedTuple):
         load: `(E,)` float64 array, tokens that each expert takes, over all groups. For
             routers that mix tokens, the sum of the combine weights.
         dropped: float, the share of tokens that no expert takes.
+        demand: `(E,)` float64 array, tokens for which each expert is among their first
+            choices, whether it has room for them or not: the `K` largest scores of a
+            token that chooses, the largest where experts choose. `None` for routers
+            without such scores.
         chooses: bool, whether the router chooses tokens for experts (`False` for
             routers that mix tokens and for `IdentityRouter`).
         experts_per_image: `(N,)` int array, how many experts take at least one token of
@@ -103,11 +107,28 @@ class BlockStatistics(NamedTuple):
     choice_histogram: np.ndarray | None = None
     information: ExpertInformation | None = None
     patch_grid: tuple | None = None
+    demand: np.ndarray | None = None
 
     @property
     def imbalance(self) -> float:
-        """Float, the largest load over the mean: 1 if all loads are equal."""
+        """Float, the largest load over the mean: 1 if all loads are equal.
+
+        An expert has no more tokens than slots, so this may be near 1 while many
+        tokens are dropped: see `demand_imbalance`.
+        """
         return float(self.load.max() / self.load.mean())
+
+    @property
+    def demand_imbalance(self) -> float | None:
+        """Float, the largest demand over the mean; `None` without a `demand`."""
+        if self.demand is None:
+            return None
+        return float(self.demand.max() / max(self.demand.mean(), 1e-12))
+
+    @property
+    def experts_used(self) -> int:
+        """Int, experts that take any token."""
+        return int((self.load > 0).sum())
 
     plot = figure_method("blocks")
 
@@ -146,8 +167,10 @@ class BlockReducer:
         valid = decision.summary["valid"]
         load, dropped = _load_and_dropped(decision)
         load = load.sum(axis=0, dtype="float64")
-        values = len(valid), valid.sum(), load, dropped.sum()
-        sums = self._loads.get(name, (0, 0, 0, 0))
+        choices = getattr(self._routers[name], "num_selected_experts", 1)
+        demand = _demand(decision, choices)
+        values = len(valid), valid.sum(), load, dropped.sum(), demand
+        sums = self._loads.get(name, (0, 0, 0, 0, 0))
         self._loads[name] = [x + y for x, y in zip(sums, values, strict=True)]
         if self._num_tokens is None:
             return
@@ -162,7 +185,7 @@ class BlockReducer:
         return {name: self._statistics(name) for name in self._loads}
 
     def _statistics(self, name):
-        num_groups, num_tokens, load, dropped = self._loads[name]
+        num_groups, num_tokens, load, dropped, demand = self._loads[name]
         router = self._routers[name]
         found = BlockStatistics(
             name,
@@ -172,6 +195,7 @@ class BlockReducer:
             float(dropped / max(num_tokens, 1)),
             chooses=chooses(router),
             patch_grid=self._patch_grid,
+            demand=demand if demand.any() else None,
         )
         if name not in self._sums:
             return found
@@ -302,6 +326,16 @@ def _load_and_dropped(decision):
     weight = routing.combine.sum(axis=-1)
     dropped = valid & ~routing.dispatch.any(axis=(2, 3))
     return (weight * valid[..., None]).sum(axis=1, dtype="float64"), dropped
+
+
+def _demand(decision, choices):
+    """Return how many tokens want each expert, `(E,)`; zeros if that is unknown."""
+    selection = decision.summary.get("selection")
+    if selection is None:
+        return np.zeros(1)
+    wanted = np.argsort(-selection, axis=-1, kind="stable")[..., :choices]
+    wanted = wanted[decision.summary["valid"]].ravel()
+    return np.bincount(wanted, minlength=selection.shape[-1]).astype("float64")
 
 
 def _information(joint):

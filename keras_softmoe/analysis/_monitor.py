@@ -21,8 +21,9 @@ class RoutingMonitor(keras.callbacks.Callback):
       is the mean of the image: the layer does not route. If the initial scale is too
       small for the length of the training it stays there, see
       `SoftRouter(initial_scale=...)`.
-    - `dropped_BLOCK` and `imbalance_BLOCK` of the others: the share of tokens that no
-      expert takes, and the largest load over the mean.
+    - `dropped_BLOCK`, `imbalance_BLOCK` and `demand_imbalance_BLOCK` of the others: the
+      share of tokens that no expert takes, the largest load over the mean, and the same
+      of the demand, before experts are full.
 
     Callbacks after it see them as metrics, the history of `fit` and
     `keras.callbacks.TensorBoard` among them.
@@ -140,6 +141,8 @@ class RoutingMonitor(keras.callbacks.Callback):
             if block not in routing.soft:
                 logs[f"dropped_{block}"] = statistics.dropped
                 logs[f"imbalance_{block}"] = statistics.imbalance
+                if statistics.demand is not None:
+                    logs[f"demand_imbalance_{block}"] = statistics.demand_imbalance
 
     def _analyzed(self):
         return analyze(

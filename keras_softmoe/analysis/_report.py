@@ -136,16 +136,51 @@ def _setting(value):
 
 
 def _load(blocks):
-    header = ["block", "tokens", "dropped", "busiest expert, in even shares (even 1×)"]
+    header = [
+        "block",
+        "tokens",
+        "dropped",
+        "busiest expert, in even shares (even 1×)",
+        "most wanted expert (even 1×)",
+        "experts used",
+    ]
     return header, [
-        [
-            drawing.block_title(name),
-            f"{block.num_tokens:,}",
-            f"{100 * block.dropped:.3g}%",
-            f"{block.imbalance:.2f}×",
-        ]
+        [drawing.block_title(name), *_load_cells(block)]
         for name, block in blocks.items()
     ]
+
+
+def _load_cells(block):
+    wanted = block.demand_imbalance
+    return [
+        f"{block.num_tokens:,}",
+        f"{100 * block.dropped:.3g}%",
+        f"{block.imbalance:.2f}×",
+        "" if wanted is None else f"{wanted:.2f}×",
+        f"{block.experts_used} of {len(block.load)}",
+    ]
+
+
+def text_of(routing):
+    """Return the tables of load and of soft weights as text, a line for each block."""
+    header = ["block", "tokens", "dropped", "load", "demand", "experts used"]
+    rows = [[name, *_load_cells(b)] for name, b in routing.blocks.items()]
+    parts = [f"Routing of {routing.model.name}", _aligned(header, rows)]
+    parts.append("load, demand: largest over mean, with and without limits of capacity")
+    if routing.soft:
+        header = ["block", "dispatch sharpness", "combine sharpness"]
+        rows = [
+            [name, f"{s.dispatch_sharpness:.2f}×", f"{s.combine_sharpness:.2f}×"]
+            for name, s in routing.soft.items()
+        ]
+        parts.append(_aligned(header, rows))
+    return "\n".join(parts)
+
+
+def _aligned(header, rows):
+    rows = [[str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, row, widths)).rstrip() for row in rows)
 
 
 def _information(blocks):

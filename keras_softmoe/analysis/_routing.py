@@ -13,7 +13,7 @@ from keras_softmoe.analysis._figures import FIGURES, draw
 from keras_softmoe.analysis._maps import ExampleReducer, MapReducer, PatchReducer
 from keras_softmoe.analysis._modalities import ModalityReducer, WordReducer
 from keras_softmoe.analysis._pairs import pairs_of
-from keras_softmoe.analysis._report import ModelCard, card_of, write_report
+from keras_softmoe.analysis._report import ModelCard, card_of, text_of, write_report
 from keras_softmoe.analysis._soft import SoftReducer
 from keras_softmoe.analysis._streaming import (
     backbone_of,
@@ -30,6 +30,8 @@ from keras_softmoe.types import Data, Figure, Texts
 
 class Routing(NamedTuple):
     """The routing of a model on some data, see `analyze`.
+
+    Printed, it is a table with a line for each block.
 
     Attributes:
         blocks: dict from each MoE block, as `observe` names it, to `BlockStatistics`.
@@ -51,6 +53,9 @@ class Routing(NamedTuple):
     modalities: dict
     maps: dict
     model: ModelCard
+
+    def __repr__(self):
+        return text_of(self)
 
     @property
     def figures(self) -> list:

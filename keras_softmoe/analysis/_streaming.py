@@ -1,6 +1,5 @@
 """One pass of data through a model, with its routing decisions shown to reducers."""
 
-import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.keras_adapter.layers import flatten_layers
+from keras_softmoe.keras_adapter.runs import without_gradients
 from keras_softmoe.routers import Decision, IdentityRouter, Router, SoftRouter, record
 
 
@@ -151,8 +151,11 @@ def routers_of(model):
         routers = _by_name(x for x in flatten_layers(model) if isinstance(x, Router))
     if not routers:
         raise ValueError(
-            "A dense model routes nothing: pass a model with MoE layers. Received: "
-            f"{type(model).__name__} with the routers []."
+            "Nothing is seen but the routing of this library's layers, `MoE` and "
+            f"`SoftMoE`. Received: {type(model).__name__}, which has none of them: it "
+            "is dense, or its experts are of another library. Pass a model of "
+            "`ksm.models`, or make experts of its MLPs with "
+            "`ksm.converters.add_experts`."
         )
     return routers
 
@@ -182,7 +185,7 @@ def _decisions(model, names, inputs):
     """
     calls = itertools.count()
     with (
-        _without_gradients(),
+        without_gradients(),
         record(key=lambda router: (next(calls), names.get(id(router)))) as decisions,
     ):
         model(keras.tree.map_structure(ops.convert_to_tensor, inputs), training=False)
@@ -191,15 +194,6 @@ def _decisions(model, names, inputs):
         for (_, name), decision in decisions.items()
         if name is not None
     ]
-
-
-def _without_gradients():
-    """Keep PyTorch from storing all activations of a batch for a backward pass."""
-    if keras.backend.backend() != "torch":
-        return contextlib.nullcontext()
-    import torch
-
-    return torch.no_grad()
 
 
 # === Inputs ===

@@ -4,11 +4,13 @@ Presets, formats of files and export are unknown here: the public room `models` 
 them to these classes.
 """
 
+from keras_softmoe.backbones._adaptation import enable_lora as enable_lora
 from keras_softmoe.backbones._adaptation import merge_lora as merge_lora
 from keras_softmoe.backbones._adaptation import quantize as quantize
 from keras_softmoe.backbones._base import ModalityEncoder as ModalityEncoder
 from keras_softmoe.backbones._base import MoEBackbone as MoEBackbone
 from keras_softmoe.backbones._base import weights_follow as weights_follow
+from keras_softmoe.backbones._configuration import own_policy as own_policy
 from keras_softmoe.backbones._configuration import preset_is_saved as preset_is_saved
 from keras_softmoe.backbones._configuration import (
     serialized_routers as serialized_routers,

@@ -1,8 +1,12 @@
 """LoRA and quantization of whole models."""
 
+import warnings
+
 import h5py
 import keras
+import keras_hub
 
+from keras_softmoe.checks import did_you_mean, quote
 from keras_softmoe.keras_adapter.layers import (
     flatten_layers,
     forget_adapted_layers,
@@ -50,6 +54,51 @@ def merge_lora(model: keras.Model) -> list:
             # On TensorFlow these are compiled with the factors.
             layer.train_function = layer.test_function = layer.predict_function = None
     return [layer.path for layer in adapted]
+
+
+def enable_lora(self, rank, target_layer_names=None):
+    """Freeze the weights, and add factors to some layers; a method of backbones.
+
+    As `keras_hub.models.Backbone.enable_lora`, which passes over names that no layer
+    has, and experts that take no factors. `rank` is an int, `target_layer_names` a list
+    of str, or `None` for `default_lora_layer_names()`.
+
+    Raises:
+        ValueError: if no layer of such a name takes factors, or some have factors
+            already. Nothing is frozen then.
+    """
+    if has_factors(self):
+        raise ValueError(
+            "The model has factors of LoRA already, which would be frozen now. "
+            f"Received: enable_lora for {self.name!r} a second time. Fold them into "
+            "the kernels before, with `ksm.models.merge_lora(model)`."
+        )
+    layers = [x for x in flatten_layers(self) if x is not self and x.weights]
+    known = self.default_lora_layer_names()
+    names = known if target_layer_names is None else target_layer_names
+    accepted = [
+        x.name
+        for x in layers
+        if hasattr(x, "enable_lora") and not isinstance(x, TemplateExperts)
+    ]
+    unknown = [name for name in names if name not in (*accepted, *known)]
+    if unknown or not set(names) & set(accepted):
+        accepted = list(dict.fromkeys(accepted))
+        raise ValueError(
+            "`target_layer_names` is a list of names of layers that take factors of "
+            f"LoRA.{did_you_mean(unknown, accepted)} Received: target_layer_names="
+            f"{quote(names)}. Take some of: {', '.join(accepted) or 'none here'}."
+        )
+    experts = [x.path for x in layers if isinstance(x, TemplateExperts)]
+    if experts and target_layer_names is None:
+        warnings.warn(
+            "Experts of any layer take no factors of LoRA, and are frozen now as all "
+            f"other weights are. Received: enable_lora for {', '.join(experts[:8])}. "
+            "Train them with `layer.trainable = True`, use `layers.MoE(router, "
+            "mlp_dim=...)`, or pass `target_layer_names` without this warning.",
+            stacklevel=2,
+        )
+    keras_hub.models.Backbone.enable_lora(self, rank, names)
 
 
 def has_factors(model):

@@ -15,18 +15,19 @@ from keras import ops
 from keras_softmoe.architecture import Settings, revive_router
 from keras_softmoe.backbones._adaptation import (
     check_lora_file,
+    enable_lora,
     quantize,
 )
 from keras_softmoe.backbones._configuration import (
+    base_config,
     serialized_routers,
     set_trainable_argument,
-    trainable_argument,
+    with_quantization,
 )
 from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.backbones.arguments import check_pairs
 from keras_softmoe.keras_adapter.layers import (
     flatten_layers,
-    register_parameters,
     zero_initialization,
 )
 from keras_softmoe.layer_cost import ITEMSIZE
@@ -66,11 +67,13 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         trainable: bool or dict, see `_trainable`.
     """
 
+    # Of configurations, beside the arguments
+    further_keys = ("quantization",)
+
     def __init__(self, architecture, inputs, outputs, name, trainable):
         super().__init__(
             inputs=inputs, outputs=outputs, dtype=architecture.dtype, name=name
         )
-        register_parameters(self)
         set_trainable_argument(self, trainable)
         self._architecture = architecture
         for setting, value in architecture.flat().items():
@@ -80,7 +83,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     @property
     def architecture(self) -> Settings:
         """The current `architecture.Settings` of the model."""
-        changed = {"dtype": self._base_config()["dtype"]}
+        changed = {"dtype": base_config(self)["dtype"]}
         if self.moe_layers:
             changed |= {
                 "router": list(self.routers.values()),
@@ -88,7 +91,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
             }
         return self._architecture.replace(**changed)
 
-    quantize = quantize
+    enable_lora, quantize = enable_lora, quantize
 
     @property
     def blocks(self):
@@ -150,22 +153,17 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         super().load_lora_weights(filepath)
 
     def get_config(self):
-        base = self._base_config()
         return {
-            **base,
             **self._architecture.flat(),
+            **base_config(self),
             "router": serialized_routers(self),
             "group_images": self.group_images,
-            "dtype": base["dtype"],
         }
-
-    def _base_config(self):
-        """Return the arguments other than settings, with the current dtype."""
-        return {**super().get_config(), "trainable": trainable_argument(self)}
 
     @classmethod
     def from_config(cls, config):
         router = revive_router(config["router"])
+        config = with_quantization(config)
         with zero_initialization(_FILE_BYTES.get() is not None):
             return super().from_config({**config, "router": router})
 

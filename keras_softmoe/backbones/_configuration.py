@@ -7,7 +7,11 @@ import keras
 
 from keras_softmoe.backbones._adaptation import has_factors
 from keras_softmoe.checks import quote
-from keras_softmoe.keras_adapter.layers import set_trainable, trainable_parts
+from keras_softmoe.keras_adapter.layers import (
+    flatten_layers,
+    set_trainable,
+    trainable_parts,
+)
 
 
 def set_trainable_argument(model, trainable):
@@ -66,6 +70,64 @@ def serialized_routers(model):
     if all(config == found[0] for config in found):
         return found[0] if found else None
     return found
+
+
+# === Dtypes and quantization ===
+#
+# The entry `quantization` repeats what `dtype` says of quantized layers, because
+# `keras_hub.models.Backbone.from_preset` overwrites `dtype`, with `None` by default.
+
+
+def base_config(model, models_inside=()):
+    """Return the arguments of all backbones: name, dtype, frozen and quantized parts.
+
+    KerasHub's takes the default dtype for all that is not quantized.
+
+    Args:
+        model: `keras_hub.models.Backbone`.
+        models_inside: models with configurations of their own.
+    """
+    inside = {id(layer) for part in models_inside for layer in flatten_layers(part)}
+    policies = {
+        layer.path: own_policy(layer)
+        for layer in flatten_layers(model)
+        if layer.quantization_mode and id(layer) not in inside
+    }
+    dtype = getattr(model.dtype_policy, "default_policy", model.dtype_policy)
+    config = {"name": model.name, "trainable": trainable_argument(model)}
+    if policies:
+        dtype = keras.dtype_policies.DTypePolicyMap(dtype.name, policies)
+    dtype = keras.dtype_policies.serialize(dtype)
+    return {**config, "dtype": dtype, **({"quantization": dtype} if policies else {})}
+
+
+def with_quantization(config):
+    """Return arguments of a backbone with the quantized layers in its `dtype`.
+
+    Args:
+        config: dict from `base_config` in which `dtype` may have been replaced, by
+            `None` or by the dtype of all that is not quantized.
+    """
+    config = dict(config)
+    kept, dtype = config.pop("quantization", None), config.get("dtype")
+    if kept is None:
+        return config
+    kept = keras.dtype_policies.get(kept)
+    dtype = kept.default_policy if dtype is None else keras.dtype_policies.get(dtype)
+    if not isinstance(dtype, keras.dtype_policies.DTypePolicyMap):
+        policies = {
+            path: policy.from_config({**policy.get_config(), "source_name": dtype.name})
+            for path, policy in kept.items()
+        }
+        dtype = keras.dtype_policies.DTypePolicyMap(dtype.name, policies)
+    return {**config, "dtype": dtype}
+
+
+def own_policy(layer):
+    """Return the dtype policy of a layer, also where it has that of a whole model."""
+    policy = layer.dtype_policy
+    is_map = isinstance(policy, keras.dtype_policies.DTypePolicyMap)
+    return policy[layer.path] if is_map else policy
 
 
 # === Compilation ===

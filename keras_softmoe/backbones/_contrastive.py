@@ -9,6 +9,7 @@ from keras import ops
 
 from keras_softmoe.backbones import _fitting
 from keras_softmoe.backbones._adaptation import quantize
+from keras_softmoe.backbones._balance import RoutingLoss
 from keras_softmoe.backbones._configuration import (
     compile_from_config,
     set_trainable_argument,
@@ -35,7 +36,6 @@ from keras_softmoe.backbones.arguments import (
     offer_names,
 )
 from keras_softmoe.checks import check_choice, check_whole_numbers
-from keras_softmoe.keras_adapter.layers import register_parameters
 from keras_softmoe.ops.contrastive import (
     sigmoid_contrastive_loss,
     softmax_contrastive_loss,
@@ -55,8 +55,8 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
     Args:
         backbone: a model from `"images"` and `"token_ids"` to `"image_embedding"`,
             `"text_embedding"`, `"logit_scale"` and perhaps `"logit_bias"`.
-        preprocessor: `None` or a `ContrastivePreprocessor`. If its image converter
-            resizes, it is set to the size that the backbone takes.
+        preprocessor: `None` or a `ContrastivePreprocessor`. Its image converter
+            resizes to the size that the backbone takes.
         compile: bool, whether to compile at once with the defaults of `compile`.
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.
@@ -84,7 +84,6 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             compile=compile,
             name=name,
         )
-        register_parameters(self)
         set_trainable_argument(self, trainable)
         check_model(self)
 
@@ -119,7 +118,8 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         accuracies = [keras.metrics.Mean(name=name) for name in names]
         # In an object that Keras does not track, or those of earlier calls would stay.
         self._own_metrics = SimpleNamespace(
-            accuracies=accuracies if metrics == "auto" else []
+            accuracies=accuracies if metrics == "auto" else [],
+            routing_loss=RoutingLoss(self),
         )
 
     def get_config(self):
@@ -138,7 +138,11 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
     @property
     def metrics(self):
         own = getattr(self, "_own_metrics", None)
-        return [*super().metrics, *(own.accuracies if own else [])]
+        own = [*own.accuracies, *own.routing_loss.metrics] if own else []
+        return [*super().metrics, *own]
+
+    def get_metrics_result(self):
+        return self._own_metrics.routing_loss.without(super().get_metrics_result())
 
     def logits(self, outputs):
         """Return scaled (and shifted) similarities of all pairs of a batch.
@@ -162,10 +166,10 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
     ):
         """Return the mean contrastive loss, in training with the routers' losses."""
         loss = ops.mean(LOSSES[self._loss_name](self.logits(y_pred)))
-        if training:
-            extras = [ops.cast(ops.sum(x), loss.dtype) for x in self.losses]
-            loss = sum(extras, start=loss)
-        return loss
+        losses = self.losses if training else []
+        self._own_metrics.routing_loss.count(losses)
+        extras = [ops.cast(ops.sum(x), loss.dtype) for x in losses]
+        return sum(extras, start=loss)
 
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         accuracies = self._own_metrics.accuracies
@@ -286,8 +290,8 @@ class LIMoEContrastive(ContrastiveTask):
 
     Args:
         backbone: `LIMoEBackbone`.
-        preprocessor: `None` or a `LIMoEPreprocessor`. If its image converter resizes,
-            it is set to the size that the backbone takes.
+        preprocessor: `None` or a `LIMoEPreprocessor`. Its image converter resizes to
+            the size that the backbone takes.
         compile: bool, whether to compile at once with the defaults of `compile`.
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.

@@ -19,6 +19,7 @@ from typing import Any
 import keras
 from numpy.typing import ArrayLike
 
+from keras_softmoe.backbones._balance import DropWarning, may_drop
 from keras_softmoe.backbones._data import (
     as_arrays,
     gives_batches,
@@ -28,7 +29,8 @@ from keras_softmoe.backbones._data import (
     prepare,
 )
 from keras_softmoe.checks import check_numbers
-from keras_softmoe.keras_adapter.runs import kept_weights
+from keras_softmoe.keras_adapter.data import BatchesOf, number_of
+from keras_softmoe.keras_adapter.runs import batches_of_length, kept_weights
 
 
 def fit(  # noqa: D417
@@ -47,6 +49,10 @@ def fit(  # noqa: D417
     As `keras.Model.fit`, with preprocessing. Arrays are shuffled before each epoch.
     A contrastive task compares the pairs of a batch with each other: of arrays, the
     last incomplete batch is dropped in each epoch.
+
+    The metric `routing_loss` is what the routers add to `loss`, their balancing losses.
+    If a router drops more than 30 % of the tokens of a batch after the first epoch or
+    the last, there is a warning (not for `tf.data`, and not under a distribution).
 
     Args:
         x: `(N, height, width, channels)` images from 0 to 255, an array or a list of
@@ -82,6 +88,7 @@ def fit(  # noqa: D417
         )
     validation_size = kwargs.pop("validation_batch_size", None) or batch_size
     class_weight = self.checked_class_weight(kwargs.pop("class_weight", None))
+    rows = x, y
     x = self.batches(
         x,
         y,
@@ -90,11 +97,14 @@ def fit(  # noqa: D417
         shuffle=shuffle,
         class_weight=class_weight,
     )
+    kwargs["callbacks"] = _with_drop_warning(
+        self, rows, x, batch_size or 32, kwargs.get("callbacks")
+    )
     if isinstance(validation_data, (tuple, list)):
         validation_data = self.batches(*validation_data, batch_size=validation_size)
     elif validation_data is not None:
         validation_data = self.batches(validation_data)
-    with run_scope(self, trains=True):
+    with run_scope(self, trains=True), batches_of_length(number_of(x)):
         # KerasHub's `fit` would preprocess the data again, or refuse them.
         return keras.Model.fit(
             self,
@@ -136,7 +146,7 @@ def evaluate(  # noqa: D417
     # `fit` hands on the validation data that it has prepared.
     if not kwargs.get("_use_cached_eval_dataset"):
         x = self.batches(x, y, sample_weight, batch_size=batch_size)
-    with run_scope(self, trains=False):
+    with run_scope(self, trains=False), batches_of_length(number_of(x)):
         return keras.Model.evaluate(self, x, **kwargs)
 
 
@@ -171,6 +181,44 @@ def _check_compiled(model, method):
             f"A model has to be compiled first: call `compile()` before `{method}`. "
             f"Received: {model.name!r}, which is not compiled."
         )
+
+
+def _with_drop_warning(model, rows, batches, batch_size, callbacks):
+    """Return the callbacks of `fit`, with a `DropWarning` where it applies.
+
+    Args:
+        model: task.
+        rows: pair `(x, y)` of arrays, or of batches and `None`.
+        batches: what `model.batches` has made of them.
+        batch_size: int, rows in a batch.
+        callbacks: as in `keras.Model.fit`.
+    """
+    is_own_list = isinstance(callbacks, keras.callbacks.CallbackList)
+    if is_own_list or keras.distribution.distribution() or not may_drop(model):
+        return callbacks
+    if isinstance(batches, BatchesOf):
+
+        def first_inputs():
+            return batches.first and batches.first[0]
+
+    elif gives_batches(rows[0]):
+        # Another pass over `tf.data` would change the order of the next one.
+        return callbacks
+    else:
+        first = [_first_rows(part, batch_size) for part in rows]
+
+        def first_inputs():
+            batch = next(iter(model.batches(*first, batch_size=batch_size)))
+            inputs = keras.utils.unpack_x_y_sample_weight(batch)[0]
+            return keras.tree.map_structure(lambda x: x.numpy(), inputs)
+
+    return [*keras.tree.flatten(callbacks or []), DropWarning(first_inputs)]
+
+
+def _first_rows(x, number):
+    if isinstance(x, dict):
+        return {name: _first_rows(value, number) for name, value in x.items()}
+    return x[:number] if hasattr(x, "__getitem__") else x
 
 
 def _split(x, y, sample_weight, validation_split):

@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_softmoe.backbones import _fitting
 from keras_softmoe.backbones._adaptation import quantize
+from keras_softmoe.backbones._balance import RoutingLoss
 from keras_softmoe.backbones._configuration import (
     compile_from_config,
     set_trainable_argument,
@@ -32,7 +33,7 @@ from keras_softmoe.backbones._mutable_routing import MutableRouting, recompile_o
 from keras_softmoe.backbones._vit import ViTMoEBackbone
 from keras_softmoe.backbones.arguments import check_images, check_kind, offer_names
 from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
-from keras_softmoe.keras_adapter.layers import flatten_layers, register_parameters
+from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.sharding.constraints import check_model
 from keras_softmoe.types import DType
 
@@ -57,8 +58,8 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     Args:
         backbone: `ViTMoEBackbone`.
         num_classes: int, number of classes.
-        preprocessor: `None`, a `ViTMoEImageClassifierPreprocessor` or any callable. If
-            its image converter resizes, it is set to the size that the backbone takes.
+        preprocessor: `None`, a `ViTMoEImageClassifierPreprocessor` or any callable. Its
+            image converter resizes to the size that the backbone takes.
         activation: `None` (logits), str or callable, of the last layer.
         dropout: float, dropout before the last layer.
         head_dtype: dtype or policy of the head. That of the backbone if `None`.
@@ -152,7 +153,6 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         keras_hub.models.Task.__init__(
             self, inputs=inputs, outputs=outputs, compile=compile, name=name
         )
-        register_parameters(self)
         set_trainable_argument(self, trainable)
         check_model(self)
 
@@ -191,6 +191,25 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
             # KerasHub's is for int labels; this one tells them apart by their shape.
             metrics = ["accuracy"]
         super().compile(optimizer=optimizer, loss=loss, metrics=metrics, **kwargs)
+        self._routing_loss = RoutingLoss(self)
+
+    # === Balancing losses ===
+
+    @property
+    def metrics(self):
+        own = getattr(self, "_routing_loss", None)
+        return [*super().metrics, *(own.metrics if own else [])]
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        self._routing_loss.count(self.losses if training else [])
+        return super().compute_loss(x, y, y_pred, sample_weight, training)
+
+    def get_metrics_result(self):
+        return self._routing_loss.without(super().get_metrics_result())
+
+    # === Saving ===
 
     def get_compile_config(self):
         return with_optimizer(self, super().get_compile_config())

@@ -28,7 +28,8 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
     Takes arrays, PIL images and lists of them, for all models of this library. The
     arguments are those of `keras_hub.layers.ImageConverter`, with defaults of `scale`
     and `offset` for these models. Images have their channels last, independent of
-    `keras.config.image_data_format()`.
+    `keras.config.image_data_format()`. A model that gets it in its preprocessor sets
+    `image_size` to the size that it takes.
 
     Raises:
         ValueError: if an argument is not among the accepted values, such as
@@ -89,7 +90,7 @@ class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreproce
 
 
 def fit_image_size(preprocessor, image_size):
-    """Set a resizing image converter to the size that a backbone takes.
+    """Let an image converter resize to the size that a backbone takes.
 
     A preset that is loaded at another resolution brings the old size along.
 
@@ -98,7 +99,7 @@ def fit_image_size(preprocessor, image_size):
     """
     check_preprocessor(preprocessor)
     converter = getattr(preprocessor, "image_converter", None)
-    if getattr(converter, "image_size", None) is not None:
+    if hasattr(converter, "image_size"):
         converter.image_size = image_size
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_softmoe.architecture import moe_layers_of
 from keras_softmoe.checks import is_whole_number, quote
+from keras_softmoe.keras_adapter.optimizers import variables_of
 from keras_softmoe.keras_adapter.runs import map_predictions, wrap_compilation
 from keras_softmoe.routers.recording import is_recording
 from keras_softmoe.sharding.constraints import check_model
@@ -167,12 +168,16 @@ def check_run(model, step):
 
     Raises:
         ValueError: if a scope of `routers.record` is open around a compiled step,
-            variables do not lie where the active distribution says, or the biases of
-            routers would not move with the steps of the optimizer.
+            variables do not lie where the active distribution says, the biases of
+            routers would not move with the steps of the optimizer, or that was built
+            for other variables.
     """
     _check_recording(model, step)
     if step == "train":
-        _check_accumulation(model)
+        optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        _check_accumulation(model, optimizer)
+        if optimizer is not None and optimizer.built:
+            _check_trained_variables(model, variables_of(optimizer))
     check_model(model)
     _warn_if_not_distributed(model)
 
@@ -190,8 +195,7 @@ def _check_recording(model, step):
     )
 
 
-def _check_accumulation(model):
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+def _check_accumulation(model, optimizer):
     steps = getattr(optimizer, "gradient_accumulation_steps", None) or 1
     for router in getattr(model, "routers", {}).values():
         if getattr(router, "bias_update_rate", None) is None or not router.trainable:
@@ -203,6 +207,31 @@ def _check_accumulation(model):
                 f"{router.path!r}, gradient_accumulation_steps={steps} of the "
                 "optimizer. Make both equal."
             )
+
+
+def _check_trained_variables(model, variables):
+    """Raise if a model trains other variables than its optimizer was built for.
+
+    Args:
+        model: `keras.Model`.
+        variables: list of those of the optimizer.
+
+    Raises:
+        ValueError: if they differ. (Keras fails in the middle of a step, or goes on
+            with a compiled step that still trains what was frozen.)
+    """
+    now = {id(v): v.path for v in model.trainable_variables}
+    before = {id(v): v.path for v in variables}
+    changed = [
+        path for i, path in (now | before).items() if not (i in now and i in before)
+    ]
+    if changed:
+        raise ValueError(
+            "Weights were frozen, unfrozen or replaced since the optimizer was built: "
+            "call `compile` again, with a new optimizer. Received: the model "
+            f"{model.name!r} with {len(now)} weights to train, an optimizer built for "
+            f"{len(before)}; they differ in {quote(changed[:3])}."
+        )
 
 
 def _is_traced(model, step):

@@ -4,6 +4,7 @@ import keras
 
 from keras_softmoe.architecture import Settings, TwoTowers
 from keras_softmoe.backbones._base import MoEBackbone, SingleModality, normalized
+from keras_softmoe.backbones._configuration import base_config, with_quantization
 from keras_softmoe.backbones._text import TextMoEBackbone
 from keras_softmoe.backbones._vit import ViTMoEBackbone
 from keras_softmoe.backbones.arguments import check_kind, offer_names
@@ -149,9 +150,8 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
         if self.freeze_image:
             # `freeze_image` freezes it again, or is another one when it is loaded.
             towers["image_backbone"]["config"]["trainable"] = True
-        base = self._base_config()
-        settings = self._architecture.flat()
-        return {**base, **settings, **towers, "dtype": base["dtype"]}
+        base = base_config(self, [self.image_backbone, self.text_backbone])
+        return {**self._architecture.flat(), **base, **towers}
 
     @classmethod
     def from_config(cls, config):
@@ -159,7 +159,7 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
             name: keras.saving.deserialize_keras_object(config[name])
             for name in ("image_backbone", "text_backbone")
         }
-        return cls(**{**config, **towers})
+        return cls(**{**with_quantization(config), **towers})
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")

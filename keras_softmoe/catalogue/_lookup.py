@@ -15,7 +15,7 @@ from typing import NamedTuple
 from keras_softmoe.catalogue import _preset_files as preset_files
 from keras_softmoe.catalogue._released import released
 from keras_softmoe.catalogue._unreleased import unreleased
-from keras_softmoe.checks import quote
+from keras_softmoe.checks import check_choice, check_whole_numbers, quote
 from keras_softmoe.files import atomic_directory, restore_interrupted
 from keras_softmoe.keras_adapter.exports import has_preset_file
 
@@ -60,6 +60,7 @@ class Preset(NamedTuple):
             measured one of a preset trained here. May be empty; the card describes the
             measurement. `"glyphs, center"` is of glyphs that fill the image, `"glyphs,
             anywhere"` of those anywhere in it, `"glyphs, both layouts"` their mean.
+        image_size: `(height, width)` of the images. Those of another size are resized.
 
     Examples:
         >>> preset = ksm.presets.describe("soft_moe_tiny_patch4_16e_32_glyphs")
@@ -75,19 +76,48 @@ class Preset(NamedTuple):
     path: Path | None
     checkpoint: str | None = None
     accuracy: dict = {}
+    image_size: tuple | None = None
 
 
-def names() -> list:
-    """Return the names of all presets, sorted.
+def names(
+    containing: str = "", weights: bool | None = None, image_size: int | None = None
+) -> list:
+    """Return the names of all presets, or of some, sorted.
+
+    Args:
+        containing: str, a part of the name, such as `"soft_moe"` or `"tiny"`.
+        weights: `True` for presets with weights, in the package or to download, `False`
+            for architectures. `None` for both.
+        image_size: int, height and width of the images in pixels.
 
     Returns:
         list of str.
 
+    Raises:
+        ValueError: if an argument is not among the accepted values.
+
     Examples:
         >>> "vit_base_patch16_224" in ksm.presets.names()
         True
+        >>> ksm.presets.names("soft_moe", weights=True)
+        ['soft_moe_micro_patch4_25e_20_letters', 'soft_moe_tiny_patch4_16e_32_glyphs']
     """
-    return sorted(_directory_names() | rows().keys())
+    if not isinstance(containing, str):
+        raise ValueError(
+            "`containing` must be a part of a name. Received: "
+            f"containing={quote(containing)}. Pass a str, such as 'soft_moe'."
+        )
+    check_choice("weights", weights, (None, True, False))
+    if image_size is not None:
+        check_whole_numbers(1, image_size=image_size)
+    found = sorted(_directory_names() | rows().keys())
+    return [
+        name
+        for name in found
+        if containing in name
+        and weights in (None, name not in rows() or rows()[name].release is not None)
+        and (image_size is None or _image_size(name) == (image_size, image_size))
+    ]
 
 
 def describe(name: str) -> Preset:
@@ -120,6 +150,7 @@ def describe(name: str) -> Preset:
             path=path,
             checkpoint=about.get("checkpoint"),
             accuracy=about.get("accuracy", {}),
+            image_size=_image_size(name),
         )
 
 
@@ -326,6 +357,14 @@ def _root():
 
 def _directory_names():
     return {path.parent.name for path in _root().glob(f"*/{CONFIG_FILE}")}
+
+
+def _image_size(name):
+    """Return `(height, width)` of the images of a preset, `None` if unknown."""
+    path = _directory(name)
+    config = _read_config_file(path)["config"] if path else rows()[name].arguments
+    shape = config.get("image_shape")
+    return tuple(shape[:2]) if shape else None
 
 
 def _directory(name):

@@ -251,6 +251,7 @@ def _model_and_preprocessor(backbone, preprocessor):
 
 def _features(model, preprocessor, images, batch_size, bar):
     """Returns the `(N, D)` features, float64 if they are computed so, else float32."""
+    expected = getattr(model, "input_shape", None)
     if isinstance(model, keras.Model):
         model = model.predict_on_batch
     batches = []
@@ -259,6 +260,7 @@ def _features(model, preprocessor, images, batch_size, bar):
         size = len(batch)
         if preprocessor is not None:
             batch = preprocessor(batch)
+        _check_shape(expected, batch)
         if model is not None:
             batch = model(batch)
         batches.append(_to_matrix(batch, size, flatten=model is None))
@@ -389,6 +391,23 @@ def _check_scaled(x):
             f"Received: images of dtype={x.dtype} and no preprocessor. Pass "
             "`preprocessor=` (an image converter), or, if the model scales images "
             "itself, `x.astype('float32')`."
+        )
+
+
+def _check_shape(expected, batch):
+    """Raises a ValueError unless a batch has the shape that a model takes."""
+    found = getattr(batch, "shape", None)
+    if found is None or not isinstance(expected, tuple) or len(expected) != 4:
+        return
+    pairs = zip(found, expected, strict=True)
+    if len(found) != 4 or any(
+        None not in pair and len(set(pair)) > 1 for pair in pairs
+    ):
+        raise ValueError(
+            f"The model takes images of shape {expected}. Received: batches of shape "
+            f"{tuple(found)} after `preprocessor`, if there is one. Pass a task, whose "
+            "preprocessor resizes images, or an image converter that does: "
+            f"`preprocessor=ksm.models.ViTMoEImageConverter({expected[1:3]})`."
         )
 
 

@@ -28,21 +28,22 @@ class Format(NamedTuple):
         packages: tuple of str, other packages needed to write it.
         has_half_precision: bool, whether it supports models that compute in float16 or
             bfloat16.
-        has_quantized: bool, whether it supports quantized models.
+        quantized: tuple of str, the modes of quantized models that it supports, `None`
+            for all. (ONNX files would hold int4 kernels as float32.)
     """
 
     suffix: str
     backend: str
     packages: tuple = ()
     has_half_precision: bool = False
-    has_quantized: bool = True
+    quantized: tuple | None = None
 
 
 FORMATS = {
     "tf_saved_model": Format("", "tensorflow", has_half_precision=True),
-    "onnx": Format(".onnx", "tensorflow", ("onnx", "tf2onnx")),
-    "litert": Format(".tflite", "tensorflow", has_quantized=False),
-    "openvino": Format(".xml", "tensorflow", ("openvino",), has_quantized=False),
+    "onnx": Format(".onnx", "tensorflow", ("onnx", "tf2onnx"), quantized=("int8",)),
+    "litert": Format(".tflite", "tensorflow", quantized=()),
+    "openvino": Format(".xml", "tensorflow", ("openvino",), quantized=()),
     "torch": Format(".pt2", "torch", has_half_precision=True),
 }
 
@@ -91,8 +92,8 @@ def export_model(
     Raises:
         ValueError: if the format is unknown, the name of the file does not fit it, or
             the model cannot be exported: groups of the whole batch with an open size,
-            random routing, half precision in a format without it, or classes defined in
-            `__main__`.
+            random routing, half precision or a quantization in a format without it, or
+            classes defined in `__main__`.
         ImportError: if a package that writes the format is not installed.
         RuntimeError: if the subprocess that writes the file failed.
 
@@ -138,7 +139,7 @@ def checked_job(
 def _check(model, filepath, format, preprocessing):
     """Raise if the model or the format cannot be exported."""
     check_choice("format", format, tuple(FORMATS))
-    suffix, backend, packages, has_half_precision, has_quantized = FORMATS[format]
+    suffix, backend, packages, has_half_precision, quantized = FORMATS[format]
     if suffix and Path(filepath).suffix != suffix:
         raise ValueError(
             f"The name of a file of format '{format}' must end in '{suffix}'. "
@@ -168,12 +169,19 @@ def _check(model, filepath, format, preprocessing):
             "`from_preset(..., dtype='float32')`, or choose 'tf_saved_model' or "
             "'torch'."
         )
-    if not has_quantized and any(getattr(x, "quantization_mode", 0) for x in layers):
+    modes = {getattr(layer, "quantization_mode", None) for layer in layers} - {None}
+    if quantized is not None and modes - {*quantized}:
+        taken = [
+            name
+            for name, other in FORMATS.items()
+            if other.quantized is None or modes <= {*other.quantized}
+        ]
         raise ValueError(
-            f"The format '{format}' does not take quantized models. Export the model "
+            f"The format '{format}' does not take models quantized to "
+            f"{' and '.join(sorted(modes))}. Export the model "
             "before it is quantized, and let the tools of the format do that (LiteRT: "
             "`optimizations=[tf.lite.Optimize.DEFAULT]`), or choose "
-            f"{' or '.join(n for n, f in FORMATS.items() if f.has_quantized)}."
+            f"{' or '.join(taken)}. Received: format={format!r}."
         )
     for router in layers:
         if isinstance(router, Router):

@@ -8,6 +8,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.architecture import moe_layers_of
+from keras_softmoe.exporting import _onnx_file
 from keras_softmoe.files import atomic_directory, atomic_file
 from keras_softmoe.keras_adapter.exports import (
     drop_assertions_of_more_than_one,
@@ -45,6 +46,8 @@ def write(model, filepath, format, input_signature, preprocessing, options):
             input_signature=input_signature,
             **options,
         )
+        if format == "onnx":
+            _onnx_file.tidy(aside)
 
 
 def image_converter(model):

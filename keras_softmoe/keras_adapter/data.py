@@ -9,6 +9,18 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 
+def number_of(batches):
+    """Return the number of batches of a `tf.data` dataset or `BatchesOf`, or `None`.
+
+    Would be replaced by: `len` of either.
+    """
+    if isinstance(batches, BatchesOf):
+        return batches.num_batches
+    number = int(batches.cardinality())
+    # -1 is without end.
+    return None if number < -1 else number
+
+
 class BatchesOf(DataAdapter):
     """Data adapter for preprocessed batches of any iterable.
 
@@ -27,6 +39,8 @@ class BatchesOf(DataAdapter):
     def __init__(self, data, preprocess, shuffle):
         self._data, self._preprocess = data, preprocess
         self._py_dataset = self._iterator = self._signature = None
+        # The first batch that was preprocessed, for a look at the data after an epoch
+        self.first = None
         if isinstance(data, keras.utils.PyDataset):
             self._py_dataset = PyDatasetAdapter(data, shuffle=shuffle)
         elif iter(data) is data:
@@ -39,7 +53,10 @@ class BatchesOf(DataAdapter):
 
     def _preprocessed(self, batch):
         is_packed = isinstance(batch, (tuple, list))
-        return self._preprocess(tuple(batch) if is_packed else (batch,))
+        batch = self._preprocess(tuple(batch) if is_packed else (batch,))
+        if self.first is None:
+            self.first = batch
+        return batch
 
     def _batches(self):
         if self._py_dataset is not None:

@@ -24,10 +24,15 @@ class Layer(keras.layers.Layer):
     Keras freezes the sublayers that exist when `trainable` is set, and none for an
     argument of the constructor; those created in `build` are trained. A file has one
     flag for a layer with all its parts: here it also has the flags of parts that
-    differ.
+    differ. On PyTorch its weights are listed as in `_torch_modules.Weights`.
     Would be replaced by: Keras freezing sublayers of a frozen layer as it does weights,
     and saving the flag of each.
     """
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        if keras.backend.backend() == "torch":
+            self._track_variables()
 
     def _post_build(self):
         super()._post_build()
@@ -42,6 +47,23 @@ class Layer(keras.layers.Layer):
     def build_from_config(self, config):
         super().build_from_config(config)
         set_trainable(self, (config or {}).get("trainable", {}))
+
+
+if keras.backend.backend() == "torch":
+    from keras_softmoe.keras_adapter import _torch_modules
+
+    _torch_modules.register(Layer)
+
+
+def is_in_training_mode(layer):
+    """Return whether a PyTorch module is in training, but Keras does not know it.
+
+    Keras trains with `training=True` only; a call without it is one of prediction, even
+    after `train()` of the layer, or of a module around it.
+    Would be replaced by: Keras reading the mode of a module that PyTorch calls.
+    """
+    is_torch = keras.backend.backend() == "torch"
+    return is_torch and _torch_modules.is_in_training_mode(layer)
 
 
 def trainable_parts(layer):
@@ -138,7 +160,8 @@ def release_values(layer):
     if keras.backend.backend() == "torch":
         # Modules hold them, too: those of layers, and that in a `keras.Sequential`.
         for part in [*layer._flatten_layers(), *layer.modules()]:
-            if hasattr(part, "_torch_params"):
+            held = getattr(part, "_torch_params", None)
+            if held is not None and not isinstance(held, _torch_modules.Weights):
                 part._torch_params = type(part._torch_params)()
 
 
@@ -158,17 +181,6 @@ def is_created_trainable(layer, variable):
     """
     parts = layer._flatten_layers()
     return any(variable is v for part in parts for v in part._trainable_variables)
-
-
-def register_parameters(model):
-    """Register the weights of a KerasHub model as parameters of its PyTorch module.
-
-    The constructor of such models bypasses PyTorch's `__setattr__`, so that no
-    parameters are registered: an optimizer of `model.parameters()` would train nothing.
-    Would be replaced by: KerasHub registering them, as Keras does.
-    """
-    if keras.backend.backend() == "torch":
-        model._track_variables()
 
 
 _STARTS_AS_ZEROS = contextvars.ContextVar("starts_as_zeros", default=False)

@@ -1,5 +1,7 @@
 """Averages, variables and counts of optimizers."""
 
+from types import SimpleNamespace
+
 
 class OwnAverages:
     """Mixin for an optimizer that calls `update_averages` after every step.
@@ -45,3 +47,15 @@ def num_gradients(optimizer):
     Would be replaced by: a public counterpart of `Optimizer.iterations`.
     """
     return optimizer._iterations + 0
+
+
+class MuonByShape:
+    """Mixin, in front of `keras.optimizers.Muon`, for shapes other than the variables'.
+
+    `shape_of(variable)` returns the shape by which Muon or AdamW is chosen.
+    Would be replaced by: a public method of `Muon` that chooses.
+    """
+
+    def _should_use_adamw(self, variable):
+        like = SimpleNamespace(path=variable.path, shape=self.shape_of(variable))
+        return super()._should_use_adamw(like)

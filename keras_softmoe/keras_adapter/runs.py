@@ -1,6 +1,7 @@
 """Runs of a model: `fit`, `evaluate` and `predict`."""
 
 import contextlib
+import contextvars
 import functools
 
 import keras
@@ -35,12 +36,48 @@ def _wrapped(make_function, step, around):
             before = getattr(self, f"{step}_function")
             made = make_function(self, force or again)
             if step != "predict" and getattr(self, f"{step}_function") is not before:
+                _end_with_the_data(self, step)
                 _trace_once(self, step)
             return made
 
         return around(self, step, make_step)
 
     return make
+
+
+_LENGTH_IS_UNKNOWN = contextvars.ContextVar("length_is_unknown", default=False)
+
+
+@contextlib.contextmanager
+def batches_of_length(length):
+    """Scope of a run over so many batches, `None` if their number is unknown.
+
+    There Keras on TensorFlow begins a step before it knows whether there is a batch:
+    after the last one it counts one more iteration, and decays the weights.
+    Would be replaced by: a step of TensorFlow that waits for its batch.
+    """
+    token = _LENGTH_IS_UNKNOWN.set(length is None)
+    try:
+        yield
+    finally:
+        _LENGTH_IS_UNKNOWN.reset(token)
+
+
+def _end_with_the_data(model, step):
+    """Let a compiled step on TensorFlow take its batch first, see above."""
+    if keras.backend.backend() != "tensorflow" or model.steps_per_execution != 1:
+        return
+    import tensorflow as tf
+
+    name = f"{step}_function"
+    run = getattr(model, name)
+
+    def take_and_run(iterator):
+        if _LENGTH_IS_UNKNOWN.get() and isinstance(iterator, tf.data.Iterator):
+            iterator = iter([next(iterator)])
+        return run(iterator)
+
+    setattr(model, name, take_and_run)
 
 
 def _trace_once(model, step):
@@ -149,6 +186,18 @@ def kept_weights(model, trains):
             if not is_initialized(variable) and not value.is_deleted():
                 variable.assign(value)
         raise
+
+
+def without_gradients():
+    """Scope in which PyTorch does not keep the activations for a backward pass.
+
+    Would be replaced by: a public `keras.no_gradient_scope()`.
+    """
+    if keras.backend.backend() != "torch":
+        return contextlib.nullcontext()
+    import torch
+
+    return torch.no_grad()
 
 
 def has_metrics(model):

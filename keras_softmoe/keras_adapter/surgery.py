@@ -58,7 +58,7 @@ def sublayer(parent, name):
     for layer in parent._layers:
         if layer.name == name:
             return layer
-    held = _attributes(parent)
+    held = attributes_of(parent)
     for attribute in (name, f"_{name}"):
         if isinstance(held.get(attribute), keras.Layer):
             return held[attribute]
@@ -84,7 +84,7 @@ def replace_sublayer(parent, old, new):
     tracker.unlock()
     found = False
     try:
-        for name, value in _attributes(parent).items():
+        for name, value in attributes_of(parent).items():
             if value is old:
                 tracker.untrack(old)
                 setattr(parent, name, new)
@@ -105,9 +105,21 @@ def replace_sublayer(parent, old, new):
         )
 
 
-def _attributes(layer):
-    """Return a dict of the attributes of a layer; PyTorch has modules elsewhere."""
+def attributes_of(layer):
+    """Return a dict of the attributes of a layer; PyTorch has modules elsewhere.
+
+    Would be replaced by: `vars`, if PyTorch's modules were among them.
+    """
     return {**vars(layer), **vars(layer).get("_modules", {})}
+
+
+def forget_calls(layer):
+    """Clear the calls of a layer on Keras tensors, as of one that is new.
+
+    The configuration of a graph counts the calls of a layer from its first one.
+    Would be replaced by: configurations of graphs that count from the call at hand.
+    """
+    layer._inbound_nodes.clear()
 
 
 def renew_parameters(model):

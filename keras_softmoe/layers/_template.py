@@ -7,6 +7,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.keras_adapter.layers import flatten_layers, states_of_draws
+from keras_softmoe.keras_adapter.names import named_weights
 from keras_softmoe.layer_cost import LayerCost, cost_of
 
 
@@ -216,9 +217,4 @@ def cost_of_one(expert, shape, training):
 
 def names_of_weights(template):
     """Return a name for each weight: its path in the template, without slashes."""
-    names = []
-    for weight in template.weights:
-        name = weight.path.removeprefix(f"{template.path}/").replace("/", "_")
-        count = names.count(name)
-        names.append(f"{name}_{count}" if count else name)
-    return names
+    return [name.replace("/", "_") for name, _ in named_weights(template)]

@@ -347,9 +347,6 @@ class ClassToken(Layer):
         (2, 17, 32)
     """
 
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-
     def build(self, tokens_shape):
         self.class_token = self.add_weight(
             shape=(1, 1, tokens_shape[-1]), initializer="zeros", name="class_token"
@@ -367,6 +364,10 @@ class ClassToken(Layer):
 
     def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
         return LayerCost(weights=tokens_shape[-1])
+
+    def get_config(self):
+        # Keras would find its own, but not with a dtype policy among the arguments.
+        return super().get_config()
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")

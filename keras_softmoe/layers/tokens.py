@@ -144,14 +144,19 @@ def check_tokens_shape(shapes, any_rank=False):
             f"tensors. Received: shapes={shapes}. Pass, for example, "
             "`{'image': image_tokens, 'text': text_tokens}`."
         )
+    axes = "(batch, ..., width)" if any_rank else "(batch, tokens, width)"
     for shape in parts:
-        has_rank = len(shape) >= 3 if any_rank else len(shape) == 3
-        if not has_rank or None in tuple(shape[1:]):
-            axes = "(batch, ..., width)" if any_rank else "(batch, tokens, width)"
+        if len(shape) < 3 or (len(shape) > 3 and not any_rank):
+            raise ValueError(
+                f"Tokens have a shape {axes}. Received: shape={tuple(shape)}, with "
+                f"{len(shape)} axes. Reshape the input of the layer; add the axis of "
+                "the batch to the tokens of one example, `tokens[None]`."
+            )
+        if None in tuple(shape[1:]):
             raise ValueError(
                 f"Tokens have a shape {axes}, of which all but the first are known "
                 f"beforehand. Received: shape={tuple(shape)}. Give `keras.Input` all "
-                "sizes but the batch's, or reshape the input of the layer."
+                "sizes but the batch's."
             )
     if len(_known(shape[-1] for shape in parts)) > 1:
         raise ValueError(

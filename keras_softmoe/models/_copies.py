@@ -2,6 +2,8 @@
 
 import keras
 
+from keras_softmoe.backbones import own_policy
+from keras_softmoe.keras_adapter.layers import quick_garbage_collection
 from keras_softmoe.keras_adapter.surgery import sublayers
 
 
@@ -53,3 +55,29 @@ def task_with(task, backbone):
     for old, new in zip(*heads, strict=True):
         new.assign(old)
     return copy
+
+
+def quantization_of(model):
+    """Return a list with the place among all layers and the policy of quantized ones.
+
+    Not the paths: a model may have several layers of one path, and some names in a
+    model of somebody else are new in each copy.
+    """
+    layers = enumerate(layer for _, layer, _ in sublayers(model))
+    return [
+        [index, keras.dtype_policies.serialize(own_policy(layer))]
+        for index, layer in layers
+        if layer.quantization_mode
+    ]
+
+
+def quantize_as(model, quantization):
+    """Quantize the layers that `quantization_of` has named in an equal model."""
+    layers = [layer for _, layer, _ in sublayers(model)]
+    with quick_garbage_collection():
+        for index, policy in quantization:
+            policy, config = keras.dtype_policies.get(policy), None
+            if isinstance(policy, keras.dtype_policies.Int4DTypePolicy):
+                size = policy.block_size
+                config = keras.quantizers.Int4QuantizationConfig(block_size=size)
+            layers[index].quantize(policy.quantization_mode, config=config)

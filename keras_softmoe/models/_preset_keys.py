@@ -65,7 +65,11 @@ def _check_object(file, part):
     is_own = registered.startswith(_PACKAGE) and isinstance(part["config"], dict)
     cls = keras.saving.get_registered_object(registered) if is_own else None
     if isinstance(cls, type) and issubclass(cls, keras.Layer):
-        accepted = [*arguments_of(cls), *getattr(cls, "former_settings", ())]
+        accepted = [
+            *arguments_of(cls),
+            *getattr(cls, "former_settings", ()),
+            *getattr(cls, "further_keys", ()),
+        ]
         if not issubclass(cls, keras.Model):
             # Preprocessors and tokenizers remember the file that they are in.
             accepted.append("config_file")

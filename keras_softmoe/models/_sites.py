@@ -9,8 +9,12 @@ from keras_softmoe.backbones import MoEBackbone
 from keras_softmoe.checks import quote
 from keras_softmoe.keras_adapter.surgery import sublayer, sublayers
 from keras_softmoe.layers import MoE, SoftMoE
-from keras_softmoe.routers import IdentityRouter
-from keras_softmoe.routers.policies import TokenChoice
+from keras_softmoe.routers import (
+    IdentityRouter,
+    Router,
+    SparseTransportExpertChoiceRouter,
+)
+from keras_softmoe.routers.policies import ExpertChoice, TokenChoice
 
 _FEEDFORWARD = ("feedforward_intermediate_dense", "feedforward_output_dense")
 _DENSE = ("dense_1", "activation", "dense_2")
@@ -37,6 +41,15 @@ _FAMILIES = {
     # GPT-2, OPT, BART and others
     "TransformerDecoder": _FEEDFORWARD,
 }
+
+_DENSE_LAYERS = keras.layers.Dense | keras.layers.EinsumDense
+
+GATED = (
+    "Gated MLPs whose dense layers are parts of a block, as in the decoders of Llama "
+    "and Gemma, are not supported yet, however they are named. Take a family that "
+    "`add_experts` lists, a model whose gated MLPs are layers of their own, or build "
+    "one with `layers.MoE(router, mlp_dim=..., gated=True)`."
+)
 
 
 class Site(NamedTuple):
@@ -65,6 +78,7 @@ def find_sites(model, rule=None):
     Raises:
         ValueError: if there are none, with the layers that might be meant.
     """
+    _check_rule(rule)
     layers = [("", model, None), *sublayers(model)]
     places = {id(layer): (path, parent) for path, layer, parent in layers}
     found, taken = [], set()
@@ -118,7 +132,7 @@ def _matches(path, layer, rule):
     if rule is None:
         names = {cls.__name__ for cls in type(layer).__mro__}
         chains = [chain for name, chain in _FAMILIES.items() if name in names]
-        if not type(layer).__module__.startswith("keras_hub."):
+        if not is_of_keras_hub(layer):
             return []
         return [parts for parts in (_parts(layer, c) for c in chains[:1]) if parts]
     found = []
@@ -133,6 +147,13 @@ def _matches(path, layer, rule):
         if parts:
             found.append(parts)
     return found
+
+
+def is_of_keras_hub(layer):
+    """Return whether a class is of KerasHub, or a `LayerOfModel` with such a base."""
+    classes = (cls.__module__ for cls in type(layer).__mro__)
+    others = (module for module in classes if not module.startswith("keras_softmoe."))
+    return next(others).startswith("keras_hub.")
 
 
 def _is_path(path, pattern):
@@ -167,12 +188,34 @@ def _is_causal(layer):
     return any("Decoder" in cls.__name__ for cls in type(layer).__mro__)
 
 
+def _check_rule(rule):
+    """Raise unless a rule has one of the forms of `sites` in `add_experts`."""
+    if rule is None or callable(rule):
+        return
+    chains = rule if isinstance(rule, list | tuple) else [()]
+    chains = [[x] if isinstance(x, str) else x for x in chains]
+    for chain in chains:
+        is_chain = isinstance(chain, list | tuple) and len(chain) > 0
+        if not is_chain or not all(isinstance(x, str) and x for x in chain):
+            raise ValueError(
+                "`sites` is a predicate, or a list of names of layers, where several "
+                f"in a tuple are one MLP. Received: sites={quote(rule)}. Pass, for "
+                'example, `["mlp"]` or `[("dense_1", "dense_2")]`.'
+            )
+
+
 def _refuse_without_sites(model, rule, layers):
     candidates = {}
     for path, layer, parent in layers:
-        if isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense):
+        if isinstance(layer, _DENSE_LAYERS):
             kind = f"`{type(parent).__name__}` ({_path_of(layers, parent)})"
-            candidates.setdefault(kind, []).append(path.rpartition("/")[2])
+            name = path.rpartition("/")[2]
+            candidates.setdefault(kind, []).append(name)
+            if "gat" in name and _is_block(parent, layers):
+                raise ValueError(
+                    f"{GATED} Received: a `{type(model).__name__}` with {name!r} in a "
+                    f"`{type(parent).__name__}`."
+                )
     names = "; ".join(
         f"{kind} with {', '.join(dict.fromkeys(dense))}"
         for kind, dense in list(candidates.items())[:12]
@@ -189,6 +232,13 @@ def _refuse_without_sites(model, rule, layers):
         "takes names (several in a tuple, if a block spreads its MLP over them) or a "
         f"predicate. Layers with dense layers: {names or 'none'}."
     )
+
+
+def _is_block(layer, layers):
+    """Return whether a layer has other parts than dense layers, and no experts."""
+    parts = [x for _, x, parent in layers if parent is layer and x.weights]
+    has_experts = "moe" in type(layer).__name__.lower()
+    return not has_experts and not all(isinstance(x, _DENSE_LAYERS) for x in parts)
 
 
 def _path_of(layers, parent):
@@ -218,6 +268,30 @@ def check_model(model):
             "A model that is not built has no layers to replace. Received: a "
             f"`{type(model).__name__}` with built=False. Call it once on data."
         )
+
+
+def check_routers(router, blocks):
+    """Return a dict from blocks to (templates of) their routers."""
+    is_list = isinstance(router, list | tuple)
+    routers = list(router) if is_list else [router] * len(blocks)
+    for one in routers:
+        if not isinstance(one, Router):
+            raise ValueError(
+                "`router` must be a router from `keras_softmoe.routers`, or a list of "
+                f"them. Received: router={quote(one)}."
+            )
+        if one.knows_modalities:
+            raise ValueError(
+                "A router of two modalities belongs to a `LIMoEBackbone`: here all "
+                f"tokens are of one kind. Received: router={quote(one)}. Take "
+                "`SoftmaxTokenChoiceRouter`, for example."
+            )
+    if len(routers) != len(blocks):
+        raise ValueError(
+            "A list of routers has one for each block with experts. Received: "
+            f"{len(routers)} routers for blocks={blocks}. Give as many, or one for all."
+        )
+    return dict(zip(blocks, routers, strict=True))
 
 
 def check_blocks(blocks, sites):
@@ -292,3 +366,29 @@ def looks_ahead(router):
     # A limited expert takes all first choices before any second one.
     in_order = assignment.choices == 1 and router.priority == "position"
     return not (has_room or in_order)
+
+
+def keeps_outputs(router):
+    """Return whether equal experts compute what one MLP does, for any tokens.
+
+    So it is where each token keeps all its choices, with gates that sum to one.
+
+    Args:
+        router: `Router`. Of classes that are unknown here it is denied.
+    """
+    if isinstance(router, IdentityRouter):
+        return True
+    assignment = getattr(router, "assignment", None)
+    if type(assignment) not in (TokenChoice, ExpertChoice) or router.knows_modalities:
+        return False
+    has_room = router.num_rows(1) is not None or router.capacity(4096) >= 4096
+    # Of all experts together. A sparse plan is found by steps of a solver.
+    is_one = getattr(router.scores, "score", "softmax") == "softmax"
+    is_one &= router.scores.combine == "softmax" or not isinstance(
+        router, SparseTransportExpertChoiceRouter
+    )
+    if isinstance(assignment, ExpertChoice):
+        return has_room and is_one
+    is_one &= assignment.choices == router.num_experts
+    is_one |= assignment.normalize_gates
+    return has_room and is_one and assignment.keep_fraction == 1

@@ -6,12 +6,13 @@ from keras import ops
 
 from keras_softmoe.backbones import MoEBackbone
 from keras_softmoe.checks import check_whole_numbers, quote
-from keras_softmoe.keras_adapter.surgery import sublayers
+from keras_softmoe.keras_adapter.surgery import renew_parameters, sublayers
 from keras_softmoe.layers import Experts
 from keras_softmoe.models._copies import task_with
 from keras_softmoe.models._expert_banks import Chain, plain_mlp
+from keras_softmoe.models._layers_of_models import describe_layers
+from keras_softmoe.models._model_with_experts import ModelWithExperts
 from keras_softmoe.models._sites import find_sites, sites_at
-from keras_softmoe.models.any_model import ModelWithExperts
 from keras_softmoe.ops import DenseRouting, to_dense
 from keras_softmoe.routers import record
 from keras_softmoe.types import Data
@@ -92,6 +93,7 @@ def to_dense_model(
         )
     if backbone is not model:
         dense = task_with(model, dense)
+    renew_parameters(dense)
     if difference is not None:
         dense.feature_difference = difference
     return dense
@@ -232,6 +234,7 @@ def _dense_of_any(sparse, shares):
             continue
         for variable, stacked in zip(mlp.weights, moe.experts.stacked, strict=True):
             variable.assign(_mean(stacked, shares[block]))
+    describe_layers(dense)
     return dense
 
 

@@ -87,7 +87,7 @@ def map_experts(all_at_once, stages, rows, weights, count):
                 own = [[w[e : e + 1] for w in of_stage] for of_stage in weights]
                 results.append(chain(stages, x[None], own)[-1][0])
             return torch.cat(results)
-    if compute := _by_stages_on_jax():
+    if compute := _by_stages_on_jax(rows):
         return compute(rows, weights, count, stages)
     return all_at_once(rows, *(w for of_stage in weights for w in of_stage))
 
@@ -96,12 +96,55 @@ def map_experts(all_at_once, stages, rows, weights, count):
 
 
 def _on_torch(rows, kernel, bias, count):
-    import torch
-
     if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:
         # `torch.compile` supports the grouped product only for bfloat16.
-        return torch.compiler.disable(_eagerly_on_torch)(rows, kernel, bias, count)
+        return _opaque(rows, kernel, bias, count)
     return _eagerly_on_torch(rows, kernel, bias, count)
+
+
+if keras.backend.backend() == "torch":
+    import torch
+
+    @torch.library.custom_op("keras_softmoe::grouped_affine", mutates_args=())
+    def _opaque(
+        rows: torch.Tensor,
+        kernel: torch.Tensor,
+        bias: torch.Tensor,
+        count: torch.Tensor,
+    ) -> torch.Tensor:
+        return _eagerly_on_torch(rows, kernel, bias, count)
+
+    @torch.library.custom_op("keras_softmoe::grouped_affine_gradient", mutates_args=())
+    def _opaque_gradient(
+        upstream: torch.Tensor,
+        rows: torch.Tensor,
+        kernel: torch.Tensor,
+        count: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        sizes = count.tolist()
+        pieces = [*zip(upstream.split(sizes), rows.split(sizes), kernel, strict=True)]
+        return (
+            torch.cat([y @ k.T for y, _, k in pieces]),
+            torch.stack([x.T @ y for y, x, _ in pieces]),
+            torch.stack([y.sum(0, keepdim=True) for y, _, _ in pieces]),
+        )
+
+    @_opaque.register_fake
+    def _(rows, kernel, bias, count):
+        return rows.new_empty(rows.shape[0], kernel.shape[2])
+
+    @_opaque_gradient.register_fake
+    def _(upstream, rows, kernel, count):
+        bias = kernel.new_empty(kernel.shape[0], 1, kernel.shape[2])
+        return torch.empty_like(rows), torch.empty_like(kernel), bias
+
+    torch.library.register_autograd(
+        _opaque,
+        lambda ctx, grad: (*_opaque_gradient(grad, *ctx.saved_tensors), None),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(
+            inputs[0], inputs[1], inputs[3]
+        ),
+    )
 
 
 def _eagerly_on_torch(rows, kernel, bias, count):
@@ -218,14 +261,18 @@ def _on_jax(rows, kernel, bias, count):
     import jax
     from jax import numpy as jnp
 
-    if compute := _by_stages_on_jax():
+    if compute := _by_stages_on_jax(rows):
         return compute(rows, ((kernel, bias),), count, (affine,))
-    expert = jnp.repeat(jnp.arange(len(count)), count, total_repeat_length=len(rows))
+    index = jnp.arange(rows.shape[0])
+    expert = jnp.searchsorted(jnp.cumsum(count), index, side="right")
     return jax.lax.ragged_dot(rows, kernel, count) + bias[expert, 0]
 
 
-def _by_stages_on_jax():
+def _by_stages_on_jax(rows):
     """Return a faster `map_experts` than by `ragged_dot`, `None` if there is none."""
+    if not isinstance(rows.shape[0], int):
+        # Of a batch of any size, when a layer around the experts is traced for shapes
+        return None
     if is_jax_on("cpu"):
         return _in_pieces
     return in_tiles if is_jax_on_nvidia() else None

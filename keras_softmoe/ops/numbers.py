@@ -50,6 +50,11 @@ def smallest(dtype):
 
 
 def _finfo(dtype):
+    if keras.backend.backend() == "torch":
+        # `torch.compile` cannot trace the other.
+        import torch
+
+        return torch.finfo(getattr(torch, keras.backend.standardize_dtype(dtype)))
     return ml_dtypes.finfo(keras.backend.standardize_dtype(dtype))
 
 

@@ -1,5 +1,7 @@
 """The base class of all routers, and their result."""
 
+import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,7 +10,7 @@ from keras import ops
 from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_whole_numbers, quote
-from keras_softmoe.keras_adapter.layers import Layer
+from keras_softmoe.keras_adapter.layers import Layer, is_in_training_mode
 from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting, combine
 from keras_softmoe.ops.padding import zero_padding
@@ -115,6 +117,9 @@ class Router(Layer):
     # are padding as well, but do not change the number of slots.)
     knows_num_tokens = False
 
+    # Whether a call in training may differ from one outside of it
+    differs_in_training = False
+
     def __init__(self, num_experts: int, **kwargs):
         check_num_experts(num_experts)
         kwargs["dtype"] = "float32"
@@ -137,8 +142,17 @@ class Router(Layer):
         Returns:
             `Decision`.
         """
+        shape = getattr(tokens, "shape", None)
+        if shape is not None and len(shape) != 3:
+            raise ValueError(
+                "A router takes tokens of shape (groups, tokens, width). Received: "
+                f"shape={tuple(shape)}, with {len(shape)} axes. Add the axis of the "
+                "groups to the tokens of one example, `tokens[None]`."
+            )
         if training is not None:
             kwargs["training"] = training
+        elif is_in_training_mode(self) and self.differs_in_training:
+            _warn_of_mode()
         is_symbolic = isinstance(tokens, keras.KerasTensor)
         if summarize and not is_symbolic:
             tokens = zero_padding(tokens, valid)
@@ -323,6 +337,19 @@ class Router(Layer):
             "trainable": self.trainable,
             "num_experts": self.num_experts,
         }
+
+
+@functools.cache
+def _warn_of_mode():
+    """Say once that Keras does not read the mode of a PyTorch module."""
+    warnings.warn(
+        "A router is called without `training` after `train()` of its PyTorch module: "
+        "Keras does not read that mode, so the router does as in prediction, without "
+        "noise and balancing losses. To train, call the layer or model with "
+        "`training=True` and add `sum(layer.losses)` to the loss; to predict, call "
+        "`eval()` first.",
+        stacklevel=3,
+    )
 
 
 def check_num_experts(num_experts):

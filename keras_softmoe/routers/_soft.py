@@ -19,6 +19,7 @@ from keras_softmoe.checks import (
 from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.ops import DenseRouting
 from keras_softmoe.ops.backend import reshape, softmax
+from keras_softmoe.ops.noise import normal_like
 from keras_softmoe.ops.numbers import lowest
 from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.routers._router import Decision, Router
@@ -118,6 +119,11 @@ class SoftRouter(Router):
     def _learns(self):
         return "soft" in (self.dispatch, self.combine)
 
+    @property
+    def differs_in_training(self):
+        """Whether a call in training may differ from one outside of it."""
+        return self._learns and self.noise_std > 0
+
     def capacity(self, num_tokens: int, training: bool = False) -> int:
         return self.slots_per_expert
 
@@ -207,9 +213,7 @@ class SoftRouter(Router):
             # Dividing the products is cheaper than dividing the tokens.
             logits = logits * _inverse_norm(tokens, axis=-1)
         if training and self.noise_std:
-            noise = keras.random.normal(
-                ops.shape(logits), dtype=logits.dtype, seed=self.seed_generator
-            )
+            noise = normal_like(logits, self.seed_generator)
             logits = logits + self.noise_std * noise
         return logits
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Sequence
 from typing import TypedDict
 
@@ -9,10 +10,13 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_softmoe.checks import check_choice, check_names, keyword_names
+from keras_softmoe.checks import check_choice, check_names, keyword_names, quote
+from keras_softmoe.keras_adapter.distillation import before_compiling_distillers
+from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import gates_of_slots
+from keras_softmoe.ops.noise import normal_like
 from keras_softmoe.ops.routing import choice_routing
 from keras_softmoe.ops.selection import take_along
 from keras_softmoe.routers._lengths import (
@@ -165,7 +169,8 @@ class SparseRouter(Router):
         logits = self._randomized(self._logits(tokens, masks))
         logits = noisy_logits = self.modalities.allowed(logits, masks)
         if training and self.scores.noise_std:
-            noisy_logits = logits + self._logits_std * self._noise_like(logits)
+            noise = normal_like(logits, self.seed_generator)
+            noisy_logits = logits + self._logits_std * noise
         routed = self._routed(logits, noisy_logits, valid, masks)
         probabilities = self.modalities.left(routed.noisy_probabilities)
 
@@ -207,6 +212,13 @@ class SparseRouter(Router):
         return scores, self.assignment.choose(scores)
 
     @property
+    def differs_in_training(self):
+        """Whether a call in training may differ from one outside of it."""
+        learns = self.trainable and bool(self.routing_losses or self._state)
+        factor = self.capacity_policy.factor
+        return learns or bool(self.scores.noise_std) or factor(True) != factor(False)
+
+    @property
     def _state(self):
         """Dict from names of weights without gradient to their shapes."""
         policies = (self.scores, self.assignment)
@@ -221,14 +233,10 @@ class SparseRouter(Router):
     def _randomized(self, logits):
         if not self.random_logits:
             return logits
-        noise = self._noise_like(logits)
+        noise = normal_like(logits, self.seed_generator)
         if self.random_logits == "permuted":
             return take_along(logits, ops.argsort(noise, axis=-1), axis=-1)
         return noise
-
-    def _noise_like(self, logits):
-        shape, dtype = ops.shape(logits), logits.dtype
-        return keras.random.normal(shape, dtype=dtype, seed=self.seed_generator)
 
     @property
     def _logits_std(self):
@@ -430,3 +438,23 @@ for _record in (
 
 def _and(mask, valid):
     return mask if valid is None else ops.logical_and(mask, valid)
+
+
+def _warn_of_losses_left_out(distiller):
+    """Warn if the student of a `keras.distillation.Distiller` has balancing losses."""
+    routers = [
+        layer.path
+        for layer in flatten_layers(distiller.student)
+        if isinstance(layer, SparseRouter) and layer.trainable and layer.routing_losses
+    ]
+    if routers:
+        warnings.warn(
+            "`keras.distillation.Distiller` leaves out the balancing losses of "
+            "routers, so that experts may soon be unused. Take "
+            "`keras_softmoe.training.Distiller`, which adds them. Received: a student "
+            f"with the routers {quote(routers)}.",
+            stacklevel=3,
+        )
+
+
+before_compiling_distillers(_warn_of_losses_left_out)

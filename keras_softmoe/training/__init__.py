@@ -20,8 +20,10 @@ The examples of this module start from:
 """
 
 from keras_softmoe import moved
+from keras_softmoe.training._distiller import Distiller as Distiller
 from keras_softmoe.training._losses import SigmoidCrossentropy as SigmoidCrossentropy
 from keras_softmoe.training._metrics import PrecisionAt1 as PrecisionAt1
+from keras_softmoe.training._muon import Muon as Muon
 from keras_softmoe.training._optimizers import SGD as SGD
 from keras_softmoe.training._optimizers import Adafactor as Adafactor
 from keras_softmoe.training._optimizers import Adam as Adam

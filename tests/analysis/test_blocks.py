@@ -22,6 +22,35 @@ LOADED = {
 NUM_TOKENS = 4
 
 
+@pytest.mark.parametrize(
+    ("cls", "load", "dropped"),
+    [
+        (routers.SoftmaxTokenChoiceRouter, [2, 1, 1], 4 / 8),
+        # The expert that no token of the first image wants takes one all the same.
+        (routers.SoftmaxExpertChoiceRouter, [2, 2, 2], None),
+    ],
+)
+def test_demand(cls, load, dropped):
+    wanted = np.array([[0, 0, 0, 1], [0, 0, 2, 2]])
+    x = 3.0 * np.eye(3, dtype="float32")[wanted]
+    inputs = keras.Input((NUM_TOKENS, 3))
+    # One slot for each of three experts in an image
+    layer = layers.MoE(cls(3, capacity_factor=0.75), 8, group_images=1, name="moe")
+    model = keras.Model(inputs, layer(inputs))
+    layer.router.set_directions(np.eye(3))
+    routing = analysis.analyze(model, x, verbose=0)
+    found = routing.blocks["moe"]
+    np.testing.assert_array_equal(found.demand, [5, 1, 2])
+    np.testing.assert_array_equal(found.load, load)
+    assert found.demand_imbalance == pytest.approx(5 / (8 / 3))
+    assert found.imbalance == pytest.approx(max(load) / np.mean(load))
+    assert found.experts_used == 3
+    if dropped is not None:
+        assert found.dropped == dropped
+        line = next(x for x in str(routing).splitlines() if x.split()[:1] == ["moe"])
+        assert line.split() == "moe 8 50% 1.50× 1.88× 3 of 3".split()
+
+
 @pytest.mark.parametrize("name", LOADED)
 def test_load(name):
     # Three inputs in groups of two, in batches of two.

@@ -45,6 +45,8 @@ def test_load():
     load = analysis.analyze(classifier, images, verbose=0).blocks[BLOCK]
     assert history[f"dropped_{BLOCK}"][-1] == pytest.approx(load.dropped)
     assert history[f"imbalance_{BLOCK}"][-1] == pytest.approx(load.imbalance)
+    wanted = history[f"demand_imbalance_{BLOCK}"][-1]
+    assert wanted == pytest.approx(load.demand_imbalance)
     assert not any("sharpness" in name for name in history)
 
 

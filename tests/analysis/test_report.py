@@ -62,7 +62,8 @@ def test_soft_classifier(report):
             f"{100 * information.position_share:.1f}%",
             f"{100 * information.label_share:.1f}%",
         ]
-        row = [f"block {block}", "25", "0%", f"{load.imbalance:.2f}×"]
+        # A soft router has no demand beside the load.
+        row = [f"block {block}", "25", "0%", f"{load.imbalance:.2f}×", "", "3 of 3"]
         assert load_table[1 + block] == row
         contribution = soft.expert_contribution
         assert soft_table[1 + block] == [

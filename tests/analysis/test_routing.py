@@ -177,3 +177,18 @@ def test_without_matplotlib(monkeypatch, tmp_path):
     ):
         with pytest.raises(ImportError, match="extra `viz`"):
             draw()
+
+
+@pytest.mark.parametrize("settings", [{}, {"router": tiny.SPARSE, "group_images": 2}])
+def test_printed_it_is_a_short_table(settings):
+    model = tiny.backbone(**settings)
+    routing = analysis.analyze(model, tiny.images(4), verbose=0)
+    many = routing._replace(
+        blocks={i: routing.blocks[1] for i in range(24)},
+        soft={i: s for s in routing.soft.values() for i in range(24)},
+    )
+    text = str(many)
+    assert text == repr(many) and len(text) < 3000
+    tables = 1 + bool(routing.soft)
+    assert len(text.splitlines()) == 2 + tables * (1 + 24)
+    assert len({len(line) for line in text.splitlines()[2:26]}) <= 2

@@ -1,7 +1,9 @@
 """One pass over data, whose decisions several reducers see."""
 
 import keras
+import keras_hub
 import numpy as np
+import pytest
 
 from keras_softmoe import analysis, layers, routers
 from keras_softmoe.ops import DenseRouting
@@ -126,3 +128,25 @@ def test_dense_weights_of_a_users_router():
     # Combine weights; the last of four tokens goes to no expert.
     np.testing.assert_allclose(load.load, [10.0, 10.0, 10.0])
     assert load.dropped == 0.25
+
+
+def test_experts_of_another_library_are_not_seen():
+    """A mixture of experts of KerasHub is not dense; nor are its routers ours."""
+    model = keras_hub.models.Qwen3MoeBackbone(
+        vocabulary_size=8,
+        num_layers=1,
+        num_query_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        hidden_dim=8,
+        intermediate_dim=8,
+        moe_intermediate_dim=4,
+        shared_expert_intermediate_dim=4,
+        num_experts=2,
+        top_k=1,
+    )
+    message = (
+        "(?s)this library's layers.*Qwen3MoeBackbone.*another library.*add_experts"
+    )
+    with pytest.raises(ValueError, match=message):
+        analysis.analyze(model, np.zeros((1, 2), "int32"), verbose=0)

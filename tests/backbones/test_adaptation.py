@@ -2,6 +2,7 @@
 
 import h5py
 import keras
+import keras_hub
 import numpy as np
 import pytest
 
@@ -304,3 +305,76 @@ def test_int8_reaches_the_experts_and_round_trips(tmp_path):
         for one, other in zip(revived.get_weights(), model.get_weights(), strict=True):
             np.testing.assert_array_equal(one, other)
     assert_near(tiny.predict(revived, x), actual, rtol=1e-4, atol=1e-5)
+
+
+# === Quantized backbones in files ===
+
+
+def towers():
+    image = tiny.backbone()
+    text = models.TextMoEBackbone(20, 5, 1, 2, 8, 12, (0,), tiny.SPARSE)
+    return models.TwoTowerBackbone(image, text, 6, 6)
+
+
+def limoe():
+    return models.LIMoEBackbone(
+        (8, 8, 3), 4, 20, 5, 1, 2, 8, 12, (0,), router=tiny.SPARSE
+    )
+
+
+QUANTIZED = {
+    "int8": (tiny.backbone, "int8", 0),
+    "int8 with LoRA": (tiny.backbone, "int8", 2),
+    "int4": (limoe, "int4", 0),
+    "float8": (tiny.backbone, "float8", 0),
+    # Blocks of both have equal names.
+    "two towers": (towers, "int8", 0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a .quantize:UserWarning")
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_a_quantized_backbone_comes_back(case, tmp_path):
+    """KerasHub's `from_preset` drops the dtype, in which it keeps quantization."""
+    make, mode, rank = QUANTIZED[case]
+    model = make()
+    x = {
+        "images": tiny.images(2),
+        "token_ids": np.arange(10).reshape(2, 5).astype("int32"),
+    }
+    x = x if isinstance(model.input, dict) else x["images"]
+
+    def outputs(model):
+        return keras.tree.flatten(keras.tree.map_structure(to_numpy, model(x)))
+
+    before = outputs(model)
+    model.quantize(mode)
+    if rank:
+        model.enable_lora(rank)
+    expected, config = outputs(model), model.get_config()
+    assert max(np.abs(a - b).max() for a, b in zip(before, expected, strict=True)) > 0
+    model.save_to_preset(str(tmp_path / "preset"))
+    assert model.get_config() == config
+    for cls in (keras_hub.models.Backbone, type(model)):
+        loaded = cls.from_preset(str(tmp_path / "preset"))
+        modes = {layer.quantization_mode for layer in loaded._flatten_layers()}
+        assert modes == {None, mode}
+        for found, right in zip(outputs(loaded), expected, strict=True):
+            assert_near(found, right, rtol=1e-4, atol=1e-5)
+
+
+def test_the_dtype_of_what_is_not_quantized(tmp_path):
+    model = tiny.backbone(dtype="bfloat16")
+    model.quantize("int8", filters="query")
+    model.save_to_preset(str(tmp_path / "preset"))
+    for dtype in (None, "float32"):
+        kwargs = {} if dtype is None else {"dtype": dtype}
+        loaded = models.ViTMoEBackbone.from_preset(str(tmp_path / "preset"), **kwargs)
+        query = loaded.get_layer("block_0").attention.query
+        expected = dtype or "bfloat16"
+        assert query.quantization_mode == "int8" and query.compute_dtype == expected
+        assert loaded.get_layer("block_0").attention.key.compute_dtype == expected
+        np.testing.assert_array_equal(
+            to_numpy(query._kernel),
+            to_numpy(model.get_layer("block_0").attention.query._kernel),
+        )

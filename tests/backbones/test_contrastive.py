@@ -213,7 +213,7 @@ def test_fit_learns():
 
 def test_compilation():
     model = models.LIMoEContrastive(tiny_limoe.backbone())
-    names = ["loss", *ACCURACIES]
+    names = ["loss", *ACCURACIES, "routing_loss"]
     # Compiled when made, and as often as one likes.
     assert [m.name for m in model.metrics] == names
     assert isinstance(model.optimizer, keras.optimizers.AdamW)
@@ -224,7 +224,7 @@ def test_compilation():
     assert config["loss"] == "sigmoid"
     assert config["optimizer"]["own"] == {"metrics": "auto"}
     model.compile(metrics=None)
-    assert [m.name for m in model.metrics] == ["loss"]
+    assert [m.name for m in model.metrics] == ["loss", "routing_loss"]
     config = model.get_compile_config()
     assert config["loss"] == "softmax"
     assert config["optimizer"]["own"] == {"metrics": None}

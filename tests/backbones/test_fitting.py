@@ -286,3 +286,28 @@ def test_loss_scaling(is_global):
     assert losses[-1] < losses[0]
     for weight in model.trainable_weights:
         assert keras.backend.standardize_dtype(weight.dtype) == "float32"
+
+
+@only("tensorflow")
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+def test_no_step_after_the_last_batch():
+    import tensorflow as tf
+
+    images, labels = tiny.images(3 * BATCH), tiny.labels(3 * BATCH)
+    known = tf.data.Dataset.from_tensor_slices((images, labels))
+    known = known.batch(BATCH, drop_remainder=True)
+    unknown = tf.data.Dataset.from_generator(
+        lambda: iter(known), output_signature=known.element_spec
+    )
+    found = []
+    for batches in (known, unknown):
+        optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1)
+        model = classifier(optimizer, head={"preprocessor": None})
+        history = model.fit(batches, epochs=2, verbose=0, validation_data=batches)
+        assert int(to_numpy(optimizer.iterations)) == 6
+        found.append((history.history, values(model)))
+    (expected, weights), (history, others) = found
+    for name in ("loss", "val_loss"):
+        assert history[name] == pytest.approx(expected[name], rel=1e-5)
+    for one, other in zip(others, weights, strict=True):
+        assert_near(one, other, rtol=1e-5, atol=1e-6)

@@ -219,9 +219,9 @@ def test_configuration_round_trip():
 @pytest.mark.parametrize("preprocessor", [None, "resizes", "rescales"])
 def test_wrong_images(preprocessor):
     head = {"preprocessor": tiny.preprocessor() if preprocessor else None}
-    if preprocessor == "rescales":
-        head["preprocessor"].image_converter.image_size = None
     model = tiny.classifier(head)
+    if preprocessor == "rescales":
+        model.preprocessor.image_converter.image_size = None
     expected = to_numpy(model(tiny.images(2)))
     shapes = [(2, 8, 8, 2), (2, 8, 8, 4), (2, 8, 8), (8, 8, 3), (2, 3, 8, 8)]
     if preprocessor != "resizes":

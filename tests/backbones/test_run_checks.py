@@ -106,3 +106,28 @@ def test_a_model_in_training_predicts_in_no_other_thread_on_jax():
         assert_near(found[0], expected, rtol=1e-5, atol=1e-6)
     # The lock is free again, and the weights are there.
     np.testing.assert_array_equal(in_thread(predict), predict())
+
+
+@pytest.mark.parametrize("change", ["freeze", "unfreeze"])
+def test_other_weights_than_those_of_the_optimizer(change):
+    model = tiny.classifier(moe_layers=(0,), router=tiny.SPARSE, num_layers=1)
+    model.backbone.router.trainable = change == "freeze"
+    model.compile(keras.optimizers.SGD(0.1))
+    run = runs(model)["fit"]
+    run()
+    model.backbone.router.trainable = change == "unfreeze"
+    before = model.get_weights()
+    for refused in (
+        run,
+        lambda: model.train_on_batch(tiny.images(4), tiny.labels(4)),
+    ):
+        with pytest.raises(ValueError, match="call `compile` again.*router/kernel"):
+            refused()
+    for now, earlier in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(now, earlier)
+    model.compile(keras.optimizers.SGD(0.1))
+    run()
+    kernel = model.backbone.router.kernel
+    index = [v is kernel for v in model.weights].index(True)
+    is_kept = np.array_equal(model.get_weights()[index], before[index])
+    assert is_kept == (change == "freeze")

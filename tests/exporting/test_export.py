@@ -1,6 +1,7 @@
 """Exported files, run by their own runtimes, compared with their models.
 
-They are written by `exporting/_export.py` and `exporting/_write.py`.
+They are written by `exporting/_export.py`, `exporting/_write.py` and
+`exporting/_onnx_file.py`.
 
 All routers to all formats, and the table of it:
 
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import onnx
 import pytest
 
 import keras_softmoe as ksm
@@ -252,6 +254,28 @@ def test_functional_model_of_a_user(tmp_path):
     assert difference(outputs, model, data) < TOLERANCE
 
 
+@WHERE_ONNX_IS_WRITTEN
+def test_int8_experts_are_int8_in_the_file(tmp_path):
+    """A byte for each weight, and the results that int8 has here."""
+    inputs = keras.Input((6, 64))
+    x = inputs + layers.SoftMoE(8, 128)(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(3)(x))
+    num_weights = model.count_params()
+    model.quantize("int8")
+    file = tmp_path / "model.onnx"
+    ksm.exporting.export_model(model, file, "onnx", verbose=False)
+    assert file.stat().st_size < 2 * num_weights
+    graph = onnx.load(file).graph
+    for value in (*graph.input, *graph.output):
+        assert value.type.tensor_type.shape.dim[0].dim_param == "batch"
+    data = [np.random.default_rng(b).normal(size=(b, 6, 64)) for b in BATCHES]
+    data = [x.astype("float32") for x in data]
+    (outputs,) = run([("onnx", file)], data, tmp_path)
+    # An input that lies between two steps may be rounded to the other one.
+    errors = [np.abs(outputs[str(len(x))] - to_numpy(model(x))) for x in data]
+    assert np.concatenate(errors).mean() < 1e-3
+
+
 @WHERE_WRITTEN
 def test_experts_of_any_layer(tmp_path):
     """A template, and a shared and gated MLP, and images that are routed whole."""
@@ -356,8 +380,15 @@ def test_quantized_models(tmp_path):
     model.quantize("int8")
     for format in ("litert", "openvino"):
         file = tmp_path / f"model{FORMATS[format].suffix}"
-        with pytest.raises(ValueError, match="does not take quantized models"):
+        message = "quantized to int8.*choose tf_saved_model or onnx or torch. Received"
+        with pytest.raises(ValueError, match=message):
             model.export(file, format)
+    # It would hold them as float32.
+    model = classifier("soft")
+    model.quantize("int4")
+    message = "quantized to int4.*choose tf_saved_model or torch. Received"
+    with pytest.raises(ValueError, match=message):
+        model.export(tmp_path / "model.onnx", "onnx")
 
 
 @skips.only_on("jax", "torch", because="own onnx")

@@ -308,8 +308,15 @@ def test_tokens_of_any_rank(router):
 
 
 def test_tokens_without_an_axis():
-    layer = layers.SoftMoE(2, mlp_dim=4)
-    with pytest.raises(ValueError, match=r"\(batch, ..., width\).*Received: .*\(3, 4"):
-        layer(np.zeros((3, 4), "float32"))
+    router = routers.SoftmaxTokenChoiceRouter(2)
+    message = (
+        r"\(batch, ..., width\). Received: .*\(16, 64\), with 2 axes.*`tokens\[None\]`"
+    )
+    for layer in (layers.SoftMoE(2, mlp_dim=4), layers.MoE(router, mlp_dim=4)):
+        for tokens in (np.zeros((16, 64), "float32"), keras.KerasTensor((16, 64))):
+            with pytest.raises(ValueError, match=message):
+                layer(tokens)
+            with pytest.raises(ValueError, match=r"\(groups.*Received: .*\(16, 64\)"):
+                router(tokens)
     with pytest.raises(ValueError, match="known beforehand.*keras.Input"):
         layers.SoftMoE(2, mlp_dim=4)(keras.Input((None, 7, 4)))

@@ -258,7 +258,7 @@ def test_names_are_needed(make):
     [
         ({"image": (2, 4, 8), "text": (2, 2, 6)}, r"(?s)one width.*\(2, 2, 6\)"),
         ({}, "(?s)one or more names.*shapes={}"),
-        ({"image": (2, 4, 8), "text": (2, 8)}, r"(?s)known beforehand.*\(2, 8\)"),
+        ({"image": (2, 4, 8), "text": (2, 8)}, r"\(2, 8\), with 2 axes. Reshape"),
         ({"text": (2, None, 8)}, r"(?s)known beforehand.*\(2, None, 8\)"),
     ],
 )
@@ -278,7 +278,7 @@ IMAGE, TEXT = (3, 4, 8), (3, 2, 8)
     [
         ({"image": IMAGE, "text": (2, 2, 8)}, r"batches of one size.*\(2, 2, 8\)"),
         ({"image": IMAGE, "text": (3, 2, 6)}, r"one width.*\(3, 2, 6\)"),
-        ({"image": IMAGE, "text": (3, 8)}, r"known beforehand.*\(3, 8\)"),
+        ({"image": IMAGE, "text": (3, 8)}, r"\(3, 8\), with 2 axes. Reshape"),
         ({"image": IMAGE, "text": None}, "one or more names.*'text': None"),
         ({}, "one or more names.*{}"),
     ],

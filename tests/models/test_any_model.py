@@ -380,7 +380,7 @@ def analysis_routers(model):
 def test_models_without_sites(vit):
     dense = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, name="only")])
     refused("No MLP.*`Sequential`.*the model.*with only", dense, (0,), ROUTER)
-    refused("causal decoders.*CachedGemmaAttention", families.gemma(), (0,), SOFT)
+    refused("Gated MLPs.*not supported yet", families.gemma(), (0,), SOFT)
     refused("must be a `keras.Model`", layers.MLP(3), (0,), ROUTER)
     refused("`ksm.converters.upcycle`", tiny.backbone(**tiny.DENSE), (0,), ROUTER)
     refused("`ksm.converters.upcycle`", tiny.backbone(), (0,), ROUTER)
@@ -429,3 +429,197 @@ def test_causal_decoder(router, looks_ahead):
 
 def test_the_docstring_names_models():
     assert models.ViTMoEBackbone.__name__ in converters.add_experts.__doc__
+
+
+# === What can be a site ===
+
+
+def test_gated_mlps_of_decoders_are_refused():
+    """By both ways, in Gemma too, whose shapes allow the tuple."""
+    sizes = {"num_query_heads": 2, "num_key_value_heads": 1, "intermediate_dim": 12}
+    sizes |= {"vocabulary_size": 20, "num_layers": 1, "hidden_dim": 8}
+    llama = keras_hub.models.LlamaBackbone(**sizes)
+    gemma = keras_hub.models.GemmaBackbone(**sizes, head_dim=8)
+    feedforward = [f"feedforward_{x}_dense" for x in ("intermediate", "gate", "output")]
+    parts = {llama: feedforward, gemma: ["ffw_gating", "ffw_gating_2", "ffw_linear"]}
+    for model, names in parts.items():
+        for sites in (None, [tuple(names)], [tuple(reversed(names))]):
+            with pytest.raises(ValueError, match="Gated MLPs .* not supported yet"):
+                converters.add_experts(model, (0,), ROUTER, sites)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class OddBlock(keras.layers.Layer):
+    """An activation in the code between the parts, and a layer that is not called."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.norm = keras.layers.LayerNormalization(name="norm")
+        self.up = keras.layers.Dense(8, name="up")
+        self.down = keras.layers.Dense(4, name="down")
+        self.whole = keras.layers.Dense(4, name="whole")
+        self.unused = keras.layers.Dense(4, name="unused")
+        self.attention = keras.layers.MultiHeadAttention(2, 2, name="attention")
+
+    def build(self, shape):
+        self.norm.build(shape)
+        self.up.build(shape)
+        self.down.build((*shape[:-1], 8))
+        self.whole.build(shape)
+        self.unused.build(shape)
+        self.attention.build(shape, shape)
+
+    def call(self, x):
+        x = x + self.attention(x, x)
+        x = self.down(ops.silu(self.up(self.norm(x))))
+        return self.whole(x)
+
+
+WRONG_SITES = {
+    "not the outputs": ([("up", "down")], "does not get the outputs"),
+    "order": ([("down", "up")], "does not get the outputs"),
+    "one part of two": (["up"], r"\(1, 5, 4\) to \(1, 5, 8\)"),
+    "projection": (["attention/query"], r"to \(1, 5, 2, 2\)"),
+    "attention": (["attention"], "more than one tensor"),
+    "not called": (["unused"], "is not called"),
+    "no weights": (["softmax*", "dropout*"], "No MLP was found"),
+    "missing part": ([("up", "dawn")], "No MLP was found"),
+    "a string": ("mlp", "in a tuple are one MLP"),
+    "nothing": ([()], "in a tuple are one MLP"),
+    "numbers": ([1], "in a tuple are one MLP"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SITES)
+def test_what_is_no_mlp_is_refused(case):
+    inputs = keras.Input((5, 4))
+    model = keras.Model(inputs, OddBlock(name="block")(inputs))
+    sites, message = WRONG_SITES[case]
+    with pytest.raises(ValueError, match=message):
+        converters.add_experts(model, (0,), ROUTER, sites, verbose=0)
+
+
+def test_an_activation_between_the_parts_is_not_lost():
+    """Bloom's is in the code of its blocks: outputs were off by 0.7."""
+    model = keras_hub.models.BloomBackbone(20, 1, 2, 8, 12)
+    sites = [("mlp_intermediate_dense", "mlp_output_dense")]
+    with pytest.raises(ValueError, match="Name the layers between them"):
+        converters.add_experts(model, (0,), ROUTER, sites, verbose=0)
+
+
+def test_a_layer_that_depends_on_places_gets_whole_images():
+    inputs = keras.Input((5, 4))
+    positions = keras_hub.layers.PositionEmbedding(5, name="positions")
+    model = keras.Model(inputs, positions(inputs))
+    sparse = converters.add_experts(model, (0,), ROUTER, ["positions"], verbose=0)
+    x = np.random.default_rng(0).normal(size=(2, 5, 4)).astype("float32")
+    assert sparse.moe_layers[0].by_image
+    np.testing.assert_allclose(*(outputs(m, x)[0] for m in (model, sparse)), rtol=1e-5)
+
+
+# === Equal outputs ===
+
+_ALL = {"capacity_factor": None, "normalize_gates": True}
+_TOKEN, _SINKHORN = routers.SoftmaxTokenChoiceRouter, routers.SinkhornTokenChoiceRouter
+_EXPERT = routers.SinkhornExpertChoiceRouter
+_SPARSE_PLAN = routers.SparseTransportExpertChoiceRouter
+# Whether equal experts compute what one MLP does, by hand: gates that sum to one.
+KEEPS = [
+    (routers.IdentityRouter(5), True),
+    (routers.SoftRouter(4, slots_per_expert=2), False),
+    (routers.SoftRouter(4, dispatch="uniform"), False),
+    (_TOKEN(4, num_selected_experts=2), False),
+    (_TOKEN(4, num_selected_experts=2, **_ALL), True),
+    (_TOKEN(4, 2, 2.0, normalize_gates=True), True),
+    (_TOKEN(4, 2, 1.5, normalize_gates=True), False),
+    (_TOKEN(4, 2, None), False),
+    (_TOKEN(4, 4, None), True),
+    (_TOKEN(4, 4, None, score="sigmoid"), False),
+    (_TOKEN(4, 2, score="sigmoid", **_ALL), True),
+    (_TOKEN(4, noise_std=1.0, **_ALL), True),
+    (_TOKEN(4, keep_fraction=0.5, **_ALL), False),
+    (_TOKEN(4, random_logits=True, **_ALL), True),
+    (_TOKEN(4, 2, bias_update_rate=0.1, **_ALL), True),
+    (_SINKHORN(4), False),
+    (_SINKHORN(4, combine="plan", **_ALL), True),
+    (routers.SoftmaxExpertChoiceRouter(4), False),
+    (routers.SoftmaxExpertChoiceRouter(4, capacity_factor=4.0), True),
+    (_EXPERT(4, capacity_factor=4.0, combine="plan"), True),
+    (_SPARSE_PLAN(4), False),
+    (_SPARSE_PLAN(4, capacity_factor=4.0), True),
+    (_SPARSE_PLAN(4, capacity_factor=4.0, combine="plan"), False),
+    (routers.ExpertRaceRouter(4), False),
+    (routers.ExpertRaceRouter(4, 4, None), False),
+]
+
+
+@pytest.mark.parametrize("case", range(len(KEEPS)))
+def test_it_is_said_where_outputs_change(case, capsys):
+    router, is_equal = KEEPS[case]
+    dense = graph()
+    x = np.random.default_rng(0).normal(size=(3, 5, 4)).astype("float32")
+    # Equal tokens choose equal experts, as many as there are.
+    x[1] = x[1, :1]
+    sites = ["mlp_1"]
+    sparse = converters.add_experts(dense, (0,), router, sites)
+    assert ("The outputs are not those" in capsys.readouterr().out) is not is_equal
+    expected, found = (outputs(model, x)[0] for model in (dense, sparse))
+    off = np.abs(found - expected).max() / np.abs(expected).max()
+    assert off < 1e-5 if is_equal else off > 1e-3
+    if not is_equal:
+        sparse = converters.add_experts(dense, (0,), router, sites, start="shared")
+        assert "The outputs are not" not in capsys.readouterr().out
+        np.testing.assert_allclose(outputs(sparse, x)[0], expected, rtol=1e-4)
+
+
+# === LoRA ===
+
+
+def test_experts_of_any_layer_without_factors_are_said():
+    sparse = converters.add_experts(FAMILIES["CLIP"](), (1,), ROUTER, verbose=0)
+    experts = sparse.moe_layers[1].experts
+    with pytest.warns(UserWarning, match="take no factors of LoRA.*moe/experts"):
+        sparse.enable_lora(2)
+    assert not any(weight.trainable for weight in experts.weights)
+    with pytest.raises(ValueError, match="a second time"):
+        sparse.enable_lora(2)
+
+
+def test_names_without_a_layer_freeze_nothing():
+    sparse = converters.add_experts(FAMILIES["ViT"](), (1,), ROUTER, verbose=0)
+    flags = [weight.trainable for weight in sparse.weights]
+    for names in (["quer"], [], ["layer_norm"], ["query", "valu"]):
+        with pytest.raises(ValueError, match="that take factors"):
+            sparse.enable_lora(2, names)
+    assert [weight.trainable for weight in sparse.weights] == flags
+
+
+# === Quantized models in files ===
+
+
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a .quantize:UserWarning")
+@pytest.mark.parametrize("mode", ["int8", "int4", "float8"])
+def test_a_quantized_model_comes_back(mode, tmp_path):
+    if mode == "int8":
+        dense, sites = FAMILIES["ViT"](), None
+    else:
+        # Its layers have dtypes of their own in the configuration.
+        dense, sites = graph(), [("up", "act", "down")]
+    sparse = converters.add_experts(dense, (0,), ROUTER, sites, verbose=0)
+    x = inputs_of(sparse)
+    before = outputs(sparse, x)
+    sparse.quantize(mode)
+    expected = outputs(sparse, x)
+    assert difference(before, expected) > 1e-4
+    config = sparse.get_config()
+    for _ in range(2):
+        sparse.save_to_preset(str(tmp_path / "preset"))
+    assert sparse.get_config() == config
+    sparse.save(tmp_path / "model.keras")
+    for loaded in (
+        keras_hub.models.Backbone.from_preset(str(tmp_path / "preset")),
+        type(sparse).from_preset(str(tmp_path / "preset")),
+        keras.saving.load_model(tmp_path / "model.keras"),
+    ):
+        assert difference(outputs(loaded, x), expected) < 1e-6
+        assert loaded.moe_layers[0].experts.output_dense.quantization_mode == mode

@@ -4,6 +4,7 @@ Covers `models/_loading.py`.
 """
 
 import json
+import re
 
 import keras
 import keras_hub
@@ -69,6 +70,44 @@ def test_metadata(tmp_path):
     metadata = json.loads((tmp_path / "preset" / "metadata.json").read_text())
     assert metadata["parameter_count"] == tiny.backbone().count_params()
     assert metadata["tasks"] == ["ImageClassifier"]
+
+
+@pytest.mark.parametrize("name", lookup.names_of_kind("trained"))
+def test_presets_take_pictures_of_any_size(name):
+    """Pictures of one grey each: their size says nothing."""
+    is_limoe = name.startswith("limoe")
+    kind = models.LIMoEContrastive if is_limoe else models.ViTMoEImageClassifier
+    model = kind.from_preset(name)
+    predict = model.encode_image if is_limoe else model.predict
+    own = model.backbone.image_shape[:2]
+    converter = models.ViTMoEImageConverter.from_preset(name)
+    found = []
+    for size in (own, (7, 5), (33, 20), (48, 64)):
+        grey = np.broadcast_to(np.array([50, 200])[:, None, None, None], (2, *size, 3))
+        assert converter(grey.astype("uint8")).shape == (2, *own, 3)
+        found.append(predict(grey.astype("uint8"), verbose=0))
+    assert np.ptp(found[0], axis=0).max() > 0.01
+    for outputs in found[1:]:
+        assert_near(outputs, found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_an_image_converter_without_a_size_gets_that_of_the_model(tmp_path):
+    """And presets that were saved with such a one."""
+    preprocessor = models.ViTMoEImageClassifierPreprocessor(
+        models.ViTMoEImageConverter()
+    )
+    model = tiny.classifier({"preprocessor": preprocessor})
+    path = save(model, tmp_path)
+    for file in ("task.json", "preprocessor.json", "image_converter.json"):
+        file = tmp_path / "preset" / file
+        text = file.read_text()
+        older = re.sub(r'"image_size": \[\s*8,\s*8\s*\]', '"image_size": null', text)
+        assert older != text
+        file.write_text(older)
+    x = tiny.pixels(2, (12, 10, 3))
+    expected = tiny.predict(model, x)
+    revived = models.ViTMoEImageClassifier.from_preset(path)
+    np.testing.assert_array_equal(tiny.predict(revived, x), expected)
 
 
 def test_by_name(tmp_path, monkeypatch):

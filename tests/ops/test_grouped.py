@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 from keras_softmoe.ops.grouped import grouped_affine
+from tests.skips import only_on
 from tests.support.close import assert_near
 from tests.support.derivatives import changes_of_gradients, slope
 from tests.support.gradients import value_and_gradients
@@ -67,3 +68,25 @@ def test_gradient_of_a_sum():
     expected = [rows[expert == e].sum(0)[:, None] + np.zeros((8, 4)) for e in range(3)]
     assert_near(of_kernel, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(of_bias[:, 0], count[:, None] + np.zeros((3, 4)))
+
+
+@only_on("torch", because="own loop")
+def test_one_graph():
+    import torch
+
+    torch._dynamo.reset()
+    count = torch.tensor([5, 0, 7], dtype=torch.int32)
+    rng = np.random.default_rng(0)
+    shapes = (12, 8), (3, 8, 4), (3, 1, 4)
+    arrays = [rng.standard_normal(shape).astype("float32") for shape in shapes]
+
+    def fn(*arrays):
+        return ops.sum(ops.tanh(grouped_affine(*arrays, count)))
+
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+    for one, two in zip(
+        keras.tree.flatten(value_and_gradients(fn, arrays)),
+        keras.tree.flatten(value_and_gradients(compiled, arrays)),
+        strict=True,
+    ):
+        assert_near(two, one, rtol=1e-5, atol=1e-6)

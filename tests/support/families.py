@@ -13,7 +13,7 @@ _VISION = {
     "hidden_dim": 8,
     "intermediate_dim": 12,
 }
-_TEXT = {
+TEXT = {
     "vocabulary_size": 20,
     "num_layers": 2,
     "num_heads": 2,
@@ -103,7 +103,7 @@ def gemma():
 
 
 def gpt2():
-    return keras_hub.models.GPT2Backbone(**_TEXT)
+    return keras_hub.models.GPT2Backbone(**TEXT)
 
 
 # Constructors of models with two MLPs.
@@ -119,7 +119,7 @@ FAMILIES = {
     "Swin": _swin,
     "VideoPrism": _video_prism,
     "ViTDet (SAM)": _vit_det,
-    "BERT": lambda: keras_hub.models.BertBackbone(**_TEXT),
+    "BERT": lambda: keras_hub.models.BertBackbone(**TEXT),
     "GPT-2": gpt2,
     "MiT": _mit,
 }

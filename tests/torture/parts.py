@@ -8,6 +8,7 @@ from tests.torture import (
     command_lines,
     downloads,
     faults,
+    foreign,
     long_runs,
     numerics,
     presets,
@@ -101,6 +102,10 @@ PARTS = {
         {"torch": 96},
         8,
     ),
+    "graphs over models": (foreign.graphs, _each(176, 44), 8),
+    "attributes of families": (foreign.attributes, _each(17), 3),
+    "pictures of four sizes": (foreign.pictures, _each(44), 6),
+    "modules of PyTorch": (foreign.torch_modules, {"torch": 44}, 6),
     "killed trainings": (
         lambda tally, cases, seed: long_runs.killed_training(
             tally, 250 * cases, min(350, 130 * cases)

@@ -1,0 +1,142 @@
+"""Layers as PyTorch modules: names of weights, dtypes and `train()`."""
+
+import functools
+import warnings
+
+import keras
+import torch
+from keras.src.backend.common import global_state
+from keras.src.backend.torch.layer import TorchLayer
+
+from keras_softmoe.keras_adapter.names import named_weights
+
+
+class Weights(torch.nn.Module):
+    """The weights of a layer with all its parts, as parameters of a PyTorch module.
+
+    They are looked up whenever PyTorch asks: LoRA, quantization and `build` change
+    them. Their names have no counters of the process, so that a `state_dict` fits other
+    instances.
+    Would be replaced by: Keras registering sublayers as modules, and weights by name.
+
+    Args:
+        layer: `keras.Layer`.
+    """
+
+    def __init__(self, layer):
+        super().__init__()
+        # Past `__setattr__`, which would make the layer a part of this module.
+        vars(self)["layer"] = layer
+
+    @property
+    def _parameters(self):
+        parts = self.layer._modules.values()
+        elsewhere = {id(p) for x in parts if x is not self for p in x.parameters()}
+        return {
+            name: weight._value
+            for name, weight in named_weights(self.layer)
+            if weight._value is not None and id(weight._value) not in elsewhere
+        }
+
+    @_parameters.setter
+    def _parameters(self, value):
+        pass
+
+    # Keras adds and removes new weights by path, if they are missing.
+    def __contains__(self, path):
+        return False
+
+    def __setitem__(self, path, value):
+        pass
+
+    def named_modules(self, *args, **kwargs):
+        # Called by all methods that list parameters
+        layer = self.layer
+        if not (layer.built or getattr(type(layer).build, "_is_default", False)):
+            warnings.warn(
+                f"The layer {layer.name!r} has no weights before it is built: an "
+                "optimizer that is given its parameters now will not train them. Call "
+                "it once, or `layer.build(shape)`, before the optimizer is made.",
+                stacklevel=2,
+            )
+        return super().named_modules(*args, **kwargs)
+
+    def train(self, mode=True):
+        for part in self.layer._flatten_layers():
+            vars(part).update(training=mode, _is_set_to_train=mode)
+        return super().train(mode)
+
+    def _apply(self, fn, recurse=True):
+        policy = self.layer.dtype_policy
+        kept = getattr(torch, policy.variable_dtype, None)
+        for parameter in self._parameters.values():
+            example = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            dtype = fn(example).dtype
+            if dtype not in (parameter.dtype, kept):
+                name = str(dtype).removeprefix("torch.")
+                mixed = f" or 'mixed_{name}'" if name.endswith("float16") else ""
+                raise ValueError(
+                    "`.to(dtype)`, `.half()`, `.double()` and the like do not change "
+                    "the dtype of a Keras layer, which computes in that of its policy. "
+                    f"Received: {dtype} for the layer {self.layer.name!r} of "
+                    f"dtype={policy.name!r}. Create the layer with "
+                    f"`dtype={name!r}`{mixed}; `.to(device)` moves it."
+                )
+
+        def moved(x):
+            y = fn(x)
+            # Routers are in float32 under every policy.
+            return y if y.dtype == x.dtype else x.to(y.device)
+
+        return super()._apply(moved, recurse)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        # Keras has the parameters, too: they are filled and not replaced.
+        metadata = {**local_metadata, "assign_to_params_buffers": False}
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
+
+
+def register(cls):
+    """Let layers of a class, and those around them, list their weights as `Weights`.
+
+    Keras lists those of each layer once, by paths: of two weights of equal paths one is
+    lost, LoRA factors are missing in the lists of the layers around, and a weight is
+    in the lists of all of them.
+    Would be replaced by: as for `Weights`.
+
+    Args:
+        cls: subclass of `keras.Layer`.
+    """
+    track = TorchLayer._track_variables
+
+    @functools.wraps(track)
+    def track_variables(layer):
+        if not any(isinstance(part, cls) for part in layer._flatten_layers()):
+            track(layer)
+            return
+        # KerasHub sets it past PyTorch.
+        vars(layer).pop("_torch_params", None)
+        for name, part in list(layer._modules.items()):
+            if isinstance(part, Weights | torch.nn.ParameterDict):
+                del layer._modules[name]
+            elif all(map(_is_of_keras, part.modules())):
+                # Still an attribute, but its weights are listed once
+                vars(layer)[name] = layer._modules.pop(name)
+        layer._modules["_torch_params"] = Weights(layer)
+
+    TorchLayer._track_variables = track_variables
+
+
+def _is_of_keras(module):
+    return isinstance(module, keras.Layer | Weights | torch.nn.ParameterDict)
+
+
+def is_in_training_mode(layer):
+    """Return whether a layer is called without `training` after `.train()`."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    context = global_state.get_global_attribute("current_call_ctx")
+    layers = [layer, context.entry_layer] if context else [layer]
+    return any(vars(x).get("_is_set_to_train") for x in layers) and (
+        context is None or context.get_value("training") is None
+    )
