@@ -94,12 +94,24 @@ class Encoder(Mixture):
 
     def cost(self, batch_size: int | None = None, training: bool = False) -> LayerCost:
         """Return the cost of all layers for a batch, of one group by default."""
+        # One block of each kind: there may be a hundred.
+        kinds = {}
+        for index in range(self.num_layers):
+            kinds.setdefault(id(self.routers.get(index)), []).append(index)
+        firsts = [indices[0] for indices in kinds.values()]
+        routed = [i for i, index in enumerate(firsts) if index in self.routers]
+        settings = self.replace(
+            num_layers=len(firsts),
+            moe_layers=routed,
+            router=[self.routers[firsts[i]] for i in routed] or None,
+        )
         # Layers that are never used draw no seeds from those of the program.
         state = random.getstate()
         try:
-            layers = self.layers()
+            layers = settings.layers()
         finally:
             random.setstate(state)
+        layers.encoder.counts = [len(indices) for indices in kinds.values()]
         return layers.cost(batch_size or self.group_size, training)
 
     def attention_pooling(self, name: str) -> AttentionPooling:
@@ -150,6 +162,8 @@ class EncoderLayers:
             )
             for index in range(settings.num_layers)
         ]
+        # Of a model that is only counted, how often it has each block
+        self.counts = [1] * settings.num_layers
         self.norm = keras.layers.LayerNormalization(
             epsilon=settings.layer_norm_epsilon,
             dtype=settings.dtype,
@@ -168,8 +182,8 @@ class EncoderLayers:
     def cost(self, tokens_shape, training=False) -> LayerCost:
         """Return the cost for tokens of a shape, or a dict of shapes."""
         total = sum_costs(lambda shape: cost_of(self.norm, shape), tokens_shape)
-        for block in self.blocks:
-            total += block.cost(tokens_shape, training)
+        for block, count in zip(self.blocks, self.counts, strict=True):
+            total += block.cost(tokens_shape, training) * count
         return total
 
 

@@ -16,7 +16,6 @@ from tests.support.close import assert_near
 from tests.support.families import FAMILIES, inputs_of
 from tests.support.references import to_numpy
 
-BACKEND = keras.backend.backend()
 ROUTER = routers.SoftmaxTokenChoiceRouter(
     4, num_selected_experts=2, capacity_factor=None, normalize_gates=True
 )
