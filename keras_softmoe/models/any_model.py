@@ -39,12 +39,12 @@ def add_experts(
     verbose: int = 1,
     **moe_settings,
 ) -> keras.Model:
-    """Give a model of somebody else experts, which begin as copies of its MLPs.
+    """Replace MLPs of an existing model with experts initialized from them.
 
     The MLPs of some blocks become `layers.MoE` with new routers; all else is copied.
     With room for all choices and gates that sum to one (`normalize_gates=True` and
-    `capacity_factor=None`) the new model computes the same at first; see `upcycle` for
-    other routers. The model that is passed in stays as it is.
+    `capacity_factor=None`) the new model starts with the same outputs; see `upcycle`
+    for other routers. The model that is passed in stays as it is.
 
     Known are these families of KerasHub, alone or as the backbone of a task: ViT, DeiT,
     DINOv2 (both kinds of MLP), DINOv3, SigLIP, CLIP, MetaCLIP 2, Swin, MiT, VideoPrism,
@@ -82,8 +82,9 @@ def add_experts(
     Returns:
         A `keras_hub.models.Backbone` with the inputs and outputs of the model, which
         has `moe_blocks`, `num_blocks` and `routers`, and `set_routing` as in
-        `ViTMoEBackbone`. It is saved as any model, and can be the backbone of a task.
-        Of a task, a task of the same class with such a backbone.
+        `ViTMoEBackbone`. Of a backbone of KerasHub it is an instance of its class, with
+        all its attributes. It is saved as any model, graphs over it too, and can be the
+        backbone of a task. Of a task, a task of the same class with such a backbone.
 
     Raises:
         ValueError: if no MLP is found (the message lists layers that might be meant), a
