@@ -280,6 +280,17 @@ ON_ALL = {
 }
 
 
+# Of these the MLPs are found and replaced as in the others.
+_OTHER_FAMILIES = (
+    "DeiT",
+    "DINOv2, SwiGLU",
+    "DINOv3",
+    "SigLIP",
+    "MetaCLIP 2",
+    "VideoPrism",
+    "ViTDet (SAM)",
+)
+
 # Tests of long programs, of parts that shorter tests cover: `make test-all` runs them.
 LONG = {
     "analysis/test_report_in_browser.py": ("test_report_of_a_trained_preset",),
@@ -288,20 +299,14 @@ LONG = {
         "test_jit_compile",
         "test_one_graph",
     ),
-    # The four whose layers KerasHub makes again, or not, are enough each time.
+    "models/test_any_model.py": tuple(
+        f"test_family[{family}]" for family in _OTHER_FAMILIES
+    ),
     "models/test_graphs_over_models.py": tuple(
         f"test_graph_is_loaded_equal[{family}]"
         for family in (
-            "DeiT",
-            "DINOv2, SwiGLU",
-            "DINOv3",
-            "SigLIP",
-            "CLIP",
-            "MetaCLIP 2",
-            "Swin",
-            "VideoPrism",
-            "ViTDet (SAM)",
-            "BERT",
+            *_OTHER_FAMILIES,
+            *("DINOv2", "CLIP", "Swin", "BERT"),
         )
     ),
     "distribution/test_parallel.py": (

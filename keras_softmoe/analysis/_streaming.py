@@ -151,10 +151,10 @@ def routers_of(model):
         routers = _by_name(x for x in flatten_layers(model) if isinstance(x, Router))
     if not routers:
         raise ValueError(
-            "Nothing is seen but the routing of this library's layers, `MoE` and "
-            f"`SoftMoE`. Received: {type(model).__name__}, which has none of them: it "
+            "Only the routing of this library's MoE layers, `MoE` and `SoftMoE`, is "
+            f"recorded. Received: {type(model).__name__}, which has none of them: it "
             "is dense, or its experts are of another library. Pass a model of "
-            "`ksm.models`, or make experts of its MLPs with "
+            "`ksm.models`, or replace its MLPs by experts with "
             "`ksm.converters.add_experts`."
         )
     return routers

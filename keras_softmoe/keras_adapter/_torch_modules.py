@@ -132,7 +132,10 @@ def _is_of_keras(module):
 
 
 def is_in_training_mode(layer):
-    """Return whether a layer is called without `training` after `.train()`."""
+    """Return whether a layer is called without `training` after `.train()`.
+
+    Would be replaced by: Keras taking `training` from PyTorch's flag.
+    """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
     context = global_state.get_global_attribute("current_call_ctx")

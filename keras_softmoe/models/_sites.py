@@ -369,7 +369,7 @@ def looks_ahead(router):
 
 
 def keeps_outputs(router):
-    """Return whether equal experts compute what one MLP does, for any tokens.
+    """Return whether equal experts have the outputs of one MLP, for any tokens.
 
     So it is where each token keeps all its choices, with gates that sum to one.
 

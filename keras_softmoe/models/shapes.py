@@ -68,11 +68,8 @@ def _check_flow(site, flow):
             f"Received: sites with {parts}. {remedy}"
         )
 
-    if flow is None or not any(part.weights for part in site.parts):
-        refuse(
-            "But one of these is not called, or none has weights.",
-            "Name the dense layers of the MLP.",
-        )
+    if flow is None:
+        refuse("But one of these is not called.", "Name the dense layers of the MLP.")
     first = [args[0] for args, _, _ in flow if args]
     is_half = len(flow) == 1 and "gat" in site.paths[0].rpartition("/")[2]
     if len({id(x) for x in first}) < len(first) or (

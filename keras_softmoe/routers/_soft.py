@@ -120,7 +120,7 @@ class SoftRouter(Router):
         return "soft" in (self.dispatch, self.combine)
 
     @property
-    def differs_in_training(self):
+    def differs_in_training(self) -> bool:
         """Whether a call in training may differ from one outside of it."""
         return self._learns and self.noise_std > 0
 

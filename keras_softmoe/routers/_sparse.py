@@ -212,7 +212,7 @@ class SparseRouter(Router):
         return scores, self.assignment.choose(scores)
 
     @property
-    def differs_in_training(self):
+    def differs_in_training(self) -> bool:
         """Whether a call in training may differ from one outside of it."""
         learns = self.trainable and bool(self.routing_losses or self._state)
         factor = self.capacity_policy.factor

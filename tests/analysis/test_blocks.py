@@ -105,7 +105,7 @@ def test_names_that_are_there_twice():
 def test_a_model_without_routers():
     inputs = keras.Input((6,))
     model = keras.Model(inputs, keras.layers.Dense(2)(inputs))
-    with pytest.raises(ValueError, match=r"MoE layers.*Received: Functional .* \[\]"):
+    with pytest.raises(ValueError, match="MoE layers.*Received: Functional"):
         analysis.analyze(model, np.ones((1, 6)), verbose=0)
 
 
@@ -197,7 +197,7 @@ def test_counts(name):
 @pytest.mark.parametrize(
     "overrides, labels, received",
     [
-        (tiny.DENSE, None, "ViTMoEBackbone with the routers"),
+        (tiny.DENSE, None, "ViTMoEBackbone, which has none"),
         ({}, np.zeros(3, int), "5 images, 3 labels"),
         ({}, np.zeros(6, int), "5 images, 6 labels"),
     ],

@@ -262,7 +262,11 @@ class Unbuilt(keras.Model):
 @pytest.mark.parametrize(
     "model, data, message",
     [
-        (lambda: tiny.backbone(**tiny.DENSE), tiny.images(1), "dense.*Received: ViT"),
+        (
+            lambda: tiny.backbone(**tiny.DENSE),
+            tiny.images(1),
+            "MoE layers.*Received: ViT",
+        ),
         (Unbuilt, tiny.images(1), "Received: Unbuilt with built=False"),
         (soft_backbone, iter([]), "nothing to route.*Received: data="),
         (soft_backbone, None, "nothing to route.*Received: data="),

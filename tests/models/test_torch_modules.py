@@ -328,7 +328,7 @@ def test_where_nothing_is_said(said):
     model(tiny.images(2))
     model.predict(tiny.images(2), verbose=0)
     model.evaluate(tiny.images(2), tiny.labels(2), verbose=0)
-    assert [str(w.message) for w in said if "train" in str(w.message)] == []
+    assert [str(w.message) for w in said if "`training=" in str(w.message)] == []
 
 
 def test_parameters_of_an_unbuilt_layer(said):
