@@ -68,6 +68,7 @@ RUNS_ON = {
     "test_keras_adapter.py": ("torch",),
     "sharding/*": ("torch",),
     "layers/test_dropless_limits.py": ("torch",),
+    "layers/test_one_graph.py": ("torch",),
     "layers/test_wrappers.py": ("torch",),
     "ops/test_padding.py": ("tensorflow", "torch"),
     "ops/test_tiles.py": ("jax",),
@@ -298,6 +299,13 @@ LONG = {
         "test_compiled_once_for_a_shape",
         "test_jit_compile",
         "test_one_graph",
+    ),
+    "layers/test_one_graph.py": tuple(
+        f"test_one_graph_in_training[{router}]"
+        for router in (
+            *("bias", "race", "expert choice", "sinkhorn token choice", "identity"),
+            *("sinkhorn expert choice", "sparse transport", "soft", "soft with noise"),
+        )
     ),
     "models/test_any_model.py": tuple(
         f"test_family[{family}]" for family in _OTHER_FAMILIES

@@ -239,6 +239,8 @@ class Experts(Layer):
         self.remat = remat
         self.activation = activation
         self.gated = gated
+        # Here, as PyTorch does not compile a call of a function with a cache.
+        self._stages = _stages_of_slots(activation, remat, gated)
         self.dropout = keras.layers.Dropout(
             dropout_rate, dtype=self.dtype_policy, name="dropout"
         )
@@ -326,8 +328,7 @@ class Experts(Layer):
             return multiply(x, *weights[-2:])
         if count is not None:
             banks = (weights,) if self.remat else (weights[:-2], weights[-2:])
-            stages = _stages_of_slots(self.activation, self.remat, self.gated)
-            return map_experts(mlp, stages, x, banks, count)
+            return map_experts(mlp, self._stages, x, banks, count)
         return chunked_map(mlp, [x, *weights], sharded)
 
     def compute_output_shape(self, slots_shape):
@@ -395,7 +396,7 @@ def _after_first(x, kernel, bias, activation, is_gated):
 
 @functools.cache
 def _stages_of_slots(activation, is_one, is_gated):
-    """Return the same functions in every call, see `map_experts`."""
+    """Return the same functions for all layers, see `map_experts`."""
     if is_one:
         return (functools.partial(_mlp, activation=activation, multiply=affine),)
     known = {"activation": activation, "is_gated": is_gated}

@@ -40,7 +40,7 @@ def pool(tokens, pooling, attention_pooling=None, mask=None, num_registers=0):
     if pooling == "gap":
         return ops.mean(tokens, axis=1)
     if pooling == "gmp":
-        return ops.max(tokens, axis=1)
+        return ops.amax(tokens, axis=1)
     return tokens[:, -1] if pooling == "last" else tokens[:, 0]
 
 
@@ -53,14 +53,14 @@ def _pool_masked(tokens, pooling, mask):
         count = ops.sum(ops.cast(mask, tokens.dtype), axis=1)
         return ops.sum(tokens, axis=1) / ops.maximum(count, 1.0)
     if pooling == "gmp":
-        largest = ops.max(ops.where(mask, tokens, -float("inf")), axis=1)
+        largest = ops.amax(ops.where(mask, tokens, -float("inf")), axis=1)
         return ops.where(is_any, largest, 0.0)
     # The first or the last token that is not masked
     count = tokens.shape[1]
     steps = (1, count + 1, 1) if pooling == "last" else (count, 0, -1)
     place = ops.arange(*steps, dtype="int32")
     places = ops.where(mask[..., 0], place, 0)
-    is_chosen = ops.equal(places, ops.max(places, axis=1, keepdims=True))
+    is_chosen = ops.equal(places, ops.amax(places, axis=1, keepdims=True))
     chosen = ops.logical_and(ops.expand_dims(is_chosen, -1), mask)
     return ops.sum(ops.where(chosen, tokens, 0.0), axis=1)
 

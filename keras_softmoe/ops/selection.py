@@ -26,12 +26,12 @@ def take_along(x, indices, axis):
 
 def largest_entry(x):
     """`keras.ops.max` of the last axis, kept. Keras refuses an empty batch."""
-    return x[..., :1] if x.shape[0] == 0 else ops.max(x, axis=-1, keepdims=True)
+    return x[..., :1] if x.shape[0] == 0 else ops.amax(x, axis=-1, keepdims=True)
 
 
 def smallest_entry(x):
     """`keras.ops.min` of the last axis, kept. Keras refuses an empty batch."""
-    return x[..., :1] if x.shape[0] == 0 else ops.min(x, axis=-1, keepdims=True)
+    return x[..., :1] if x.shape[0] == 0 else ops.amin(x, axis=-1, keepdims=True)
 
 
 # With `sharded=True`, for a first axis sharded over devices, entries are sorted: for
