@@ -30,6 +30,9 @@ from keras_softmoe.backbones import prune_experts as prune_experts
 from keras_softmoe.catalogue import moe_blocks as moe_blocks
 from keras_softmoe.models import _loading
 
+# Files of models from `converters.add_experts` name its classes.
+from keras_softmoe.models import _model_with_experts as _model_with_experts
+
 # Subclasses inherit the methods of their base class.
 _loading.attach(backbones.MoEBackbone)
 _loading.attach(ViTMoEImageClassifier, _loading.load_classifier)

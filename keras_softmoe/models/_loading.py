@@ -179,8 +179,22 @@ def load_classifier(read, cls, directory, load_weights, arguments):
     """Load a classifier, see `attach`."""
     if "num_classes" not in arguments:
         catalogue.check_task(directory, load_weights)
+    elif "preprocessor" not in arguments and Path(directory).is_dir():
+        _check_image_converter(Path(directory))
     arguments = _with_backbone(cls, directory, load_weights, arguments)
     return _load(read, cls, directory, load_weights, arguments)
+
+
+def _check_image_converter(folder):
+    """Raise unless the directory (`pathlib.Path`) of a preset has a converter."""
+    if not (folder / "image_converter.json").is_file():
+        raise ValueError(
+            f"The preset {folder.name!r} holds a backbone only, and nothing of the "
+            "preprocessing of its images. Pass one, `preprocessor="
+            "ViTMoEImageClassifierPreprocessor(ViTMoEImageConverter())` for pixels "
+            "from 0 to 255, or `preprocessor=None` for images as the backbone takes "
+            "them."
+        )
 
 
 def load_contrastive(read, cls, directory, load_weights, arguments):

@@ -289,3 +289,14 @@ def test_global_policy_at_loading(tmp_path):
     model = models.ViTMoEBackbone.from_preset(path, dtype="float32")
     assert model.dtype_policy.name == "float32"
     assert model.blocks[1].moe.experts.compute_dtype == "float32"
+
+
+def test_a_classifier_of_a_backbone_without_preprocessing(tmp_path):
+    """Its files are whole: they say nothing of the scale of pixels."""
+    folder = str(tmp_path / "preset")
+    tiny.backbone().save_to_preset(folder)
+    read = models.ViTMoEImageClassifier.from_preset
+    with pytest.raises(ValueError, match="backbone only.*`preprocessor="):
+        read(folder, num_classes=3)
+    model = read(folder, num_classes=3, preprocessor=None)
+    assert model.predict(tiny.images(2), verbose=0).shape == (2, 3)

@@ -4,6 +4,9 @@ Covers `models/_layers_of_models.py`, `models/_model_with_experts.py`,
 `models/_replacement.py`.
 """
 
+import subprocess
+import sys
+
 import keras
 import keras_hub
 import numpy as np
@@ -347,6 +350,50 @@ def test_preset_of_a_task(tmp_path):
     found = hub.ImageClassifierPreprocessor.from_preset(folder)
     assert type(found) is type(preprocessor)
     assert isinstance(hub.ViTBackbone.from_preset(folder), type(given.backbone))
+
+
+_IN_A_NEW_PROCESS = """
+import sys
+import keras, keras_hub
+import keras_softmoe
+import numpy as np
+
+x, folder = np.load(sys.argv[1] + "/x.npy"), sys.argv[1]
+models = [
+    keras.saving.load_model(folder + "/graph.keras"),
+    keras.saving.load_model(folder + "/own.keras"),
+    keras_hub.models.ImageClassifier.from_preset(folder + "/task"),
+    keras_hub.models.Backbone.from_preset(folder + "/task"),
+]
+x = [x, x[:, :5, :4, 0], x, x]
+outputs = [m.predict_on_batch(y) for m, y in zip(models, x)]
+np.savez(folder + "/outputs.npz", *outputs)
+"""
+
+
+def test_files_are_read_in_a_new_process(tmp_path):
+    """Where `add_experts` was not called, and its room not used."""
+    vit = FAMILIES["ViT"]()
+    task = hub.ViTImageClassifier(vit, num_classes=3, preprocessor=None)
+    task = scrambled(converters.add_experts(task, (1,), ROUTER, verbose=0))
+    graph = with_head(task.backbone)
+    mlp = keras.layers.Dense(4, activation="relu", name="mlp")
+    own = keras.Sequential([keras.Input((5, 4)), mlp])
+    own = scrambled(converters.add_experts(own, (0,), ROUTER, ["mlp"], verbose=0))
+    graph.save(tmp_path / "graph.keras")
+    own.save(tmp_path / "own.keras")
+    task.save_to_preset(str(tmp_path / "task"))
+    x = inputs_of(vit)
+    np.save(tmp_path / "x.npy", x)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _IN_A_NEW_PROCESS, str(tmp_path)],
+        check=True,
+    )
+    found = np.load(tmp_path / "outputs.npz")
+    pairs = [(graph, x), (own, x[:, :5, :4, 0]), (task, x), (task.backbone, x)]
+    for index, (model, inputs) in enumerate(pairs):
+        expected = model.predict_on_batch(inputs)
+        assert_near(found[f"arr_{index}"], expected, rtol=1e-5, atol=1e-6)
 
 
 # === Configurations are copies ===
