@@ -146,7 +146,7 @@ def test_experts_of_another_library_are_not_seen():
         top_k=1,
     )
     message = (
-        "(?s)this library's layers.*Qwen3MoeBackbone.*another library.*add_experts"
+        "(?s)this library's MoE layers.*Qwen3MoeBackbone.*another library.*add_experts"
     )
     with pytest.raises(ValueError, match=message):
         analysis.analyze(model, np.zeros((1, 2), "int32"), verbose=0)
