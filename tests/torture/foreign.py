@@ -17,22 +17,18 @@ import numpy as np
 
 from keras_softmoe import catalogue, converters, models, routers
 from tests.support import tiny
-from tests.support.families import FAMILIES, inputs_of
+from tests.support.families import FAMILIES, TEXT, inputs_of
 
 ROUTER = routers.SoftmaxTokenChoiceRouter(
     4, num_selected_experts=2, capacity_factor=None, normalize_gates=True
 )
 
-_TEXT = {
-    **{"vocabulary_size": 20, "num_layers": 2, "num_heads": 2, "hidden_dim": 8},
-    **{"intermediate_dim": 12, "max_sequence_length": 8},
-}
 # Callables without arguments, models of KerasHub.
 DENSE = {
     **FAMILIES,
-    "RoBERTa": lambda: keras_hub.models.RobertaBackbone(**_TEXT),
-    "DistilBERT": lambda: keras_hub.models.DistilBertBackbone(**_TEXT),
-    "OPT": lambda: keras_hub.models.OPTBackbone(**_TEXT),
+    "RoBERTa": lambda: keras_hub.models.RobertaBackbone(**TEXT),
+    "DistilBERT": lambda: keras_hub.models.DistilBertBackbone(**TEXT),
+    "OPT": lambda: keras_hub.models.OPTBackbone(**TEXT),
 }
 
 
