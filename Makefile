@@ -44,8 +44,8 @@ NIGHTLY := $(BACKENDS:%=nightly-%)
 WHEELS := $(BACKENDS:%=wheel-%)
 # What a version of a dependency may break: arithmetic, layers, models and their files.
 CORE := tests/ops tests/routers/test_soft.py tests/layers/test_moe.py \
-    tests/layers/test_experts.py tests/backbones/test_vit.py \
-    tests/backbones/test_image_classifier.py tests/models/test_from_preset.py \
+    tests/layers/test_experts.py tests/models/test_vit.py \
+    tests/models/test_image_classifier.py tests/models/test_from_preset.py \
     tests/reference/test_reference_ops.py tests/reference/test_reference_layers.py \
     tests/reference/test_reference_models.py
 
@@ -100,7 +100,7 @@ test-all:
 # Routing, losses, experts and models against their twins, and the recorded numbers.
 HEART := tests/ops tests/routers tests/layers/test_moe.py tests/layers/test_masks.py \
     tests/layers/test_experts.py tests/layers/test_every_layer.py \
-    tests/backbones/test_vit.py tests/guards tests/test_imports.py tests/test_moved.py \
+    tests/models/test_vit.py tests/guards tests/test_imports.py tests/test_moved.py \
     tests/reference/test_reference_ops.py tests/reference/test_reference_routers.py
 
 check: lint
@@ -208,9 +208,9 @@ nightly: $(NIGHTLY)
 
 # Where the two versions differ: quantization, and experts on several devices.
 $(NIGHTLY): CORE += tests/layers/test_quantized_experts.py tests/layers/test_lora.py
-nightly-jax: CORE += tests/distribution/test_parallel.py tests/distribution/test_audit.py
+nightly-jax: CORE += tests/distribution/test_parallel.py tests/distribution/test_sharding_audit.py
 nightly-torch: CORE += tests/distribution/test_two_torch_processes.py \
-    tests/distribution/test_backends.py tests/backbones/test_adaptation.py \
+    tests/distribution/test_backends.py tests/models/test_adaptation.py \
     tests/test_keras_adapter.py
 
 # Both packages of Keras are the module `keras`: the released one makes room. KerasHub goes

@@ -3,7 +3,7 @@
 The tests measure it, one backend after the other:
 
     for backend in jax tensorflow torch; do
-        KERAS_BACKEND=$backend python -m pytest tests/models/test_any_model.py \
+        KERAS_BACKEND=$backend python -m pytest tests/converters/test_add_experts.py \
             --all-families
     done
 """
@@ -22,7 +22,7 @@ HEAD = """\
 
 `ksm.converters.add_experts` in a tiny model of each family, with four experts in the
 second of two MLPs, of which each token chooses two, with room for all. Measured by
-`tests/models/test_any_model.py` (`--all-families`).
+`tests/converters/test_add_experts.py` (`--all-families`).
 
 - MLPs: how many were found.
 - experts: a bank (fast; LoRA and int8), or copies of a template, where the MLP has

@@ -132,9 +132,9 @@ def quick_loops(monkeypatch):
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
-        from keras_softmoe.ops import _transport
+        from keras_softmoe.ops import transport
 
-        loop = _transport.repeat
+        loop = transport.repeat
 
         def repeat(step, count, start):
             def run(start):
@@ -142,7 +142,7 @@ def quick_loops(monkeypatch):
 
             return (tf.function(run) if count > 50 else run)(start)
 
-        monkeypatch.setattr(_transport, "repeat", repeat)
+        monkeypatch.setattr(transport, "repeat", repeat)
 
 
 @pytest.fixture

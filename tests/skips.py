@@ -58,7 +58,7 @@ RUNS_ON = {
     "analysis/test_routing.py": ("torch",),
     "analysis/test_streaming.py": ("torch",),
     "catalogue/*": ("torch",),
-    "checkpoints/test_checkpoint.py": ("torch",),
+    "checkpoints/test_vmoe.py": ("torch",),
     "checkpoints/test_checkpoint_fuzz.py": ("jax",),
     "checkpoints/test_hostile_checkpoints.py": ("torch",),
     "checkpoints/test_remote.py": ("tensorflow",),
@@ -74,19 +74,19 @@ RUNS_ON = {
     "ops/test_tiles.py": ("jax",),
     # What it does in a layer is tested on all: `layers/test_lora.py`,
     # `layers/test_quantized_experts.py`.
-    "backbones/test_adaptation.py": ("torch",),
+    "models/test_adaptation.py": ("torch",),
     "models/test_channels_first.py": ("torch",),
     "models/test_contrastive_files.py": ("torch",),
     "models/test_conversion.py": ("torch",),
-    "backbones/test_data.py": ("torch",),
-    "backbones/test_limoe.py": ("torch",),
-    "models/test_back_to_dense.py": ("torch",),
-    "models/test_dense_sources.py": ("torch",),
-    "models/test_graphs_over_models.py": ("torch",),
+    "models/test_data.py": ("torch",),
+    "models/test_limoe.py": ("torch",),
+    "converters/test_to_dense.py": ("torch",),
+    "converters/test_dense_model.py": ("torch",),
+    "converters/test_graphs_over_models.py": ("torch",),
     "models/test_initialization.py": ("torch",),
     "models/test_torch_files.py": ("torch",),
     "models/test_torch_modules.py": ("torch",),
-    "models/test_upcycling.py": ("torch",),
+    "converters/test_upcycle.py": ("torch",),
     "models/test_vmoe_params.py": ("torch",),
     # `timm` and `transformers` are of PyTorch.
     "models/test_torch_judges.py": ("torch",),
@@ -95,8 +95,8 @@ RUNS_ON = {
     # From Keras 3.16 on: `make nightly`.
     "distribution/test_two_torch_processes.py": ("torch",) * backend_distributes(),
     "architecture/*": ("torch",),
-    "evaluation/test_cost.py": ("torch",),
-    "evaluation/test_described.py": ("torch",),
+    "evaluation/test_model_cost.py": ("torch",),
+    "evaluation/test_architectures.py": ("torch",),
     "evaluation/test_limoe_cost.py": ("torch",),
     "evaluation/test_pruning.py": ("torch",),
     "evaluation/test_sweep*.py": ("torch",),
@@ -105,11 +105,11 @@ RUNS_ON = {
     # Decisions against the twins are in `routers/`, on all.
     "guards/test_golden.py": ("torch",),
     "models/test_broken_presets.py": ("torch",),
-    # Both losses are trained on all: `backbones/test_two_towers.py`.
-    "backbones/test_contrastive.py": ("torch",),
-    "backbones/test_contrastive_preprocessor.py": ("torch",),
-    "backbones/test_pruning.py": ("torch",),
-    "models/test_token_statistics.py": ("torch",),
+    # Both losses are trained on all: `models/test_two_towers.py`.
+    "models/test_contrastive.py": ("torch",),
+    "models/test_contrastive_preprocessor.py": ("torch",),
+    "models/test_pruning.py": ("torch",),
+    "converters/test_token_statistics.py": ("torch",),
     "reference/test_coverage.py": ("torch",),
     "test_benchmark*.py": ("torch",),
     "test_checks.py": ("torch",),
@@ -132,7 +132,7 @@ RUNS_ON = {
     "training/test_finetuning.py": ("torch",),
     "training/test_pair_pipeline.py": ("torch",),
     "training/test_pipeline.py": ("torch",),
-    "training/test_recipes.py": ("torch",),
+    "training/test_paper_recipes.py": ("torch",),
     "training/test_soups.py": ("torch",),
 }
 
@@ -143,37 +143,37 @@ RUNS_ON = {
 # of `guards/faults.py` are seen on each backend.
 ON_ALL = {
     "analysis/test_soft.py": ("test_every_number_of_a_block",),
-    "backbones/test_balance.py": (
+    "models/test_balance.py": (
         "test_fit_warns_once[arrays]",
         "test_the_look_at_a_batch_changes_nothing",
         "test_the_metric_is_the_loss_of_the_routers",
     ),
-    "backbones/test_fitting.py": (
+    "models/test_fitting.py": (
         "test_loop_of_jax",
         "test_loop_of_tensorflow",
         "test_no_step_after_the_last_batch",
     ),
-    "backbones/test_image_classifier.py": (
+    "models/test_image_classifier.py": (
         "test_fit_learns",
         "test_keras_file",
         "test_mixed_precision",
     ),
-    "backbones/test_mutable_routing.py": ("test_compiled_functions_obey",),
-    "backbones/test_run_checks.py": (
+    "models/test_mutable_routing.py": ("test_compiled_functions_obey",),
+    "models/test_run_checks.py": (
         "test_a_compiled_run_is_refused_where_decisions_are_recorded",
         "test_a_model_in_training_predicts_in_no_other_thread_on_jax",
         "test_other_weights_than_those_of_the_optimizer[freeze]",
     ),
-    "backbones/test_trainable.py": ("test_a_frozen_router_adds_no_loss",),
-    "backbones/test_two_towers.py": (
+    "models/test_trainable.py": ("test_a_frozen_router_adds_no_loss",),
+    "models/test_two_towers.py": (
         "test_losses_of_both_towers_are_trained",
         "test_outputs",
     ),
-    "backbones/test_vit.py": ("test_outputs",),
+    "models/test_vit.py": ("test_outputs",),
     "distribution/test_backup.py": (
         "test_training_goes_on_as_if_nothing_had_happened[3]",
     ),
-    "models/test_graphs_over_models.py": (
+    "converters/test_graphs_over_models.py": (
         "test_layer_around_a_mixture_in_a_graph",
         "test_sequential_of_a_model_and_a_head",
     ),
@@ -243,7 +243,7 @@ ON_ALL = {
         "test_both_dispatchers",
         "test_layer_is_its_twin_and_padding_has_no_say",
     ),
-    "models/test_any_model.py": ("test_family[CLIP]",),
+    "converters/test_add_experts.py": ("test_family[CLIP]",),
     "models/test_convertible_presets.py": ("test_converted_at_first_use",),
     "models/test_from_preset.py": ("test_fine_tuning_and_saving_over",),
     "models/test_whole_images.py": ("test_layers_of_a_user[convolution]",),
@@ -295,7 +295,7 @@ _OTHER_FAMILIES = (
 # Tests of long programs, of parts that shorter tests cover: `make test-all` runs them.
 LONG = {
     "analysis/test_report_in_browser.py": ("test_report_of_a_trained_preset",),
-    "backbones/test_fitting.py": (
+    "models/test_fitting.py": (
         "test_compiled_once_for_a_shape",
         "test_jit_compile",
         "test_one_graph",
@@ -307,10 +307,10 @@ LONG = {
             *("sinkhorn expert choice", "sparse transport", "soft", "soft with noise"),
         )
     ),
-    "models/test_any_model.py": tuple(
+    "converters/test_add_experts.py": tuple(
         f"test_family[{family}]" for family in _OTHER_FAMILIES
     ),
-    "models/test_graphs_over_models.py": tuple(
+    "converters/test_graphs_over_models.py": tuple(
         f"test_graph_is_loaded_equal[{family}]"
         for family in (
             *_OTHER_FAMILIES,
@@ -325,7 +325,7 @@ LONG = {
         "test_factors_of_lora_lie_with_their_experts",
         "test_what_adafactor_keeps_lies_with_its_experts",
     ),
-    "distribution/test_plan.py": ("test_every_preset_has_a_plan",),
+    "distribution/test_mesh_plan.py": ("test_every_preset_has_a_plan",),
     "distribution/test_plan_transfers.py": (
         "test_the_plan_says_what_cut_dense_kernels_send",
         "test_the_plan_says_what_pairs_send",
@@ -337,7 +337,7 @@ LONG = {
         "test_presets_are_those_of_one_process",
         "test_training_goes_on_from_the_backup",
     ),
-    "evaluation/test_cost.py": ("test_largest_preset_is_not_built",),
+    "evaluation/test_model_cost.py": ("test_largest_preset_is_not_built",),
     "examples/test_docstrings.py": ("test_examples_run[exporting.export_model]",),
     "examples/test_pages.py": (
         "test_page_runs[docs/cookbook.md]",
@@ -425,7 +425,7 @@ LONG = {
         "test_short_form",
     ),
     "training/test_contrastive_recipes.py": ("test_recipe",),
-    "training/test_recipes.py": ("test_recipe[imagenet_from_scratch]",),
+    "training/test_paper_recipes.py": ("test_recipe[imagenet_from_scratch]",),
 }
 
 

@@ -1,7 +1,7 @@
 """Each file of the library has a test file where a reader looks for it.
 
-It is `tests/ROOM/test_NAME.py`, without the underscore of a private file, or another
-file of tests whose docstring names the file between backticks, as in "ROOM/NAME.py".
+It is `tests/ROOM/test_NAME.py`, or another file of tests whose docstring names the file
+between backticks, as in "ROOM/NAME.py".
 """
 
 import ast
@@ -23,16 +23,16 @@ def named_files():
     """Files of the library that docstrings of test files name."""
     for path in TESTS.rglob("test_*.py"):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        yield from re.findall(r"`(\w+/\w+\.py)`", text)
+        yield from re.findall(r"`(?!tests/)((?:\w+/)+\w+\.py)`", text)
 
 
 NAMED = set(named_files())
 
 
 def without_a_test(room):
-    for path in sorted((PACKAGE / room).glob("*.py")):
-        file = f"{room}/{path.name}"
-        own = TESTS / room / f"test_{path.stem.lstrip('_')}.py"
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        file = path.relative_to(PACKAGE).as_posix()
+        own = TESTS / room / f"test_{path.stem}.py"
         if not path.name.startswith("__") and file not in NAMED and not own.exists():
             yield file
 

@@ -1,7 +1,7 @@
 """Files and directories that appear whole or not at all.
 
-Covers `files/_placing.py`, `files/_reading.py`, `files/_refusals.py`,
-`files/_replacing.py` and `files/_temporary.py`.
+Covers `files/placing.py`, `files/reading.py`, `files/refusals.py`,
+`files/replacing.py` and `files/temporary.py`.
 """
 
 import errno
@@ -18,9 +18,9 @@ import pytest
 
 from keras_softmoe.files import (
     WriteError,
-    _placing,
     atomic_directory,
     atomic_file,
+    placing,
     read_whole,
     restore_interrupted,
 )
@@ -419,14 +419,14 @@ def test_all_files_are_put_back(tmp_path, monkeypatch):
     for name in ("a.json", "b.json", "old.json"):
         (target / name).write_text("first")
     (target / "link").symlink_to("nowhere")
-    move = _placing.move
+    move = placing.move
 
     def fails_once(file, path):
         if path.name == "b.json" and file.parent.name == "ready":
             raise PermissionError(errno.EPERM, "Operation not permitted")
         move(file, path)
 
-    monkeypatch.setattr(_placing, "move", fails_once)
+    monkeypatch.setattr(placing, "move", fails_once)
     with pytest.raises(WriteError, match="unchanged"):
         with atomic_directory(target, MARKS, keep=lambda path: False) as aside:
             for name in ("a.json", "a_new.json", "b.json"):

@@ -253,4 +253,4 @@ def test_the_site_shows_the_version_and_soft_moe_first(site):
     text = (site / "api" / "layers.html").read_text("utf-8")
     assert f"keras_softmoe {keras_softmoe.__version__}" in text
     first = re.search(r'<h2 id="([^"]+)"', text)[1]
-    assert first == "keras_softmoe.layers._soft_moe.SoftMoE"
+    assert first == "keras_softmoe.layers.soft_moe.SoftMoE"

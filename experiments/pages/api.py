@@ -4,7 +4,7 @@ import importlib
 import inspect
 
 import keras_softmoe
-from keras_softmoe.analysis._figures import FIGURES
+from keras_softmoe.analysis.figures import FIGURES
 
 # What a page opens with: what the module is for, and where to read on.
 MODULES = {

@@ -22,14 +22,14 @@ Names that the examples of this module use:
 """
 
 from keras_softmoe import moved
-from keras_softmoe.analysis._blocks import BlockStatistics as BlockStatistics
-from keras_softmoe.analysis._maps import RoutingMaps as RoutingMaps
-from keras_softmoe.analysis._modalities import ModalityStatistics as ModalityStatistics
-from keras_softmoe.analysis._monitor import RoutingMonitor as RoutingMonitor
-from keras_softmoe.analysis._routing import Routing as Routing
-from keras_softmoe.analysis._routing import analyze as analyze
-from keras_softmoe.analysis._soft import SoftStatistics as SoftStatistics
-from keras_softmoe.analysis._streaming import Reducer as Reducer
-from keras_softmoe.analysis._streaming import observe as observe
+from keras_softmoe.analysis.blocks import BlockStatistics as BlockStatistics
+from keras_softmoe.analysis.maps import RoutingMaps as RoutingMaps
+from keras_softmoe.analysis.modalities import ModalityStatistics as ModalityStatistics
+from keras_softmoe.analysis.monitor import RoutingMonitor as RoutingMonitor
+from keras_softmoe.analysis.routing import Routing as Routing
+from keras_softmoe.analysis.routing import analyze as analyze
+from keras_softmoe.analysis.soft import SoftStatistics as SoftStatistics
+from keras_softmoe.analysis.streaming import Reducer as Reducer
+from keras_softmoe.analysis.streaming import observe as observe
 
 __getattr__ = moved.attribute(__name__)

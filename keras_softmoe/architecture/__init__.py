@@ -5,15 +5,15 @@ backbone of its kind. Backbones, checks, counting, presets and readers of checkp
 share it. `layers()` makes the layers, not built; `cost()` counts them.
 """
 
-from keras_softmoe.architecture._encoder import Encoder as Encoder
-from keras_softmoe.architecture._encoder import Mixture as Mixture
-from keras_softmoe.architecture._encoder import moe_layers_of as moe_layers_of
-from keras_softmoe.architecture._pairs import LIMoE as LIMoE
-from keras_softmoe.architecture._pairs import TwoTowers as TwoTowers
-from keras_softmoe.architecture._reading import BY_NAME as BY_NAME
-from keras_softmoe.architecture._reading import kind_of as kind_of
-from keras_softmoe.architecture._reading import read as read
-from keras_softmoe.architecture._reading import revive_router as revive_router
-from keras_softmoe.architecture._settings import Settings as Settings
-from keras_softmoe.architecture._towers import TextTower as TextTower
-from keras_softmoe.architecture._towers import ViT as ViT
+from keras_softmoe.architecture.encoder import Encoder as Encoder
+from keras_softmoe.architecture.encoder import Mixture as Mixture
+from keras_softmoe.architecture.encoder import moe_layers_of as moe_layers_of
+from keras_softmoe.architecture.pairs import LIMoE as LIMoE
+from keras_softmoe.architecture.pairs import TwoTowers as TwoTowers
+from keras_softmoe.architecture.reading import BY_NAME as BY_NAME
+from keras_softmoe.architecture.reading import kind_of as kind_of
+from keras_softmoe.architecture.reading import read as read
+from keras_softmoe.architecture.reading import revive_router as revive_router
+from keras_softmoe.architecture.settings import Settings as Settings
+from keras_softmoe.architecture.towers import TextTower as TextTower
+from keras_softmoe.architecture.towers import ViT as ViT

@@ -10,8 +10,8 @@ import keras
 import numpy as np
 
 from keras_softmoe.checks import check_whole_numbers
-from keras_softmoe.evaluation._cost import gflop_per_image
-from keras_softmoe.evaluation._sweep import Sweep, SweepRow
+from keras_softmoe.evaluation.model_cost import gflop_per_image
+from keras_softmoe.evaluation.sweep_table import Sweep, SweepRow
 
 
 def routing_sweep(

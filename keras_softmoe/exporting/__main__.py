@@ -10,7 +10,7 @@ from pathlib import Path
 
 import keras
 
-from keras_softmoe.exporting._write import write
+from keras_softmoe.exporting.write import write
 
 
 def main():

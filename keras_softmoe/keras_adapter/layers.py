@@ -24,7 +24,7 @@ class Layer(keras.layers.Layer):
     Keras freezes the sublayers that exist when `trainable` is set, and none for an
     argument of the constructor; those created in `build` are trained. A file has one
     flag for a layer with all its parts: here it also has the flags of parts that
-    differ. On PyTorch its weights are listed as in `_torch_modules.Weights`.
+    differ. On PyTorch its weights are listed as in `torch_modules.Weights`.
     Would be replaced by: Keras freezing sublayers of a frozen layer as it does weights,
     and saving the flag of each.
     """
@@ -50,9 +50,9 @@ class Layer(keras.layers.Layer):
 
 
 if keras.backend.backend() == "torch":
-    from keras_softmoe.keras_adapter import _torch_modules
+    from keras_softmoe.keras_adapter import torch_modules
 
-    _torch_modules.register(Layer)
+    torch_modules.register(Layer)
 
 
 def is_in_training_mode(layer):
@@ -63,7 +63,7 @@ def is_in_training_mode(layer):
     Would be replaced by: Keras reading the mode of a module that PyTorch calls.
     """
     is_torch = keras.backend.backend() == "torch"
-    return is_torch and _torch_modules.is_in_training_mode(layer)
+    return is_torch and torch_modules.is_in_training_mode(layer)
 
 
 def trainable_parts(layer):
@@ -161,7 +161,7 @@ def release_values(layer):
         # Modules hold them, too: those of layers, and that in a `keras.Sequential`.
         for part in [*layer._flatten_layers(), *layer.modules()]:
             held = getattr(part, "_torch_params", None)
-            if held is not None and not isinstance(held, _torch_modules.Weights):
+            if held is not None and not isinstance(held, torch_modules.Weights):
                 part._torch_params = type(part._torch_params)()
 
 

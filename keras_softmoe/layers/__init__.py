@@ -3,14 +3,14 @@
 from keras_softmoe import moved
 from keras_softmoe.layer_cost import LayerCost as LayerCost
 from keras_softmoe.layer_cost import cost_of as cost_of
-from keras_softmoe.layers._encoder_block import EncoderBlock as EncoderBlock
-from keras_softmoe.layers._feedforward import MLP as MLP
-from keras_softmoe.layers._feedforward import Experts as Experts
-from keras_softmoe.layers._moe import MoE as MoE
-from keras_softmoe.layers._soft_moe import SoftMoE as SoftMoE
 from keras_softmoe.layers.embedding import ClassToken as ClassToken
 from keras_softmoe.layers.embedding import PatchEmbedding as PatchEmbedding
 from keras_softmoe.layers.embedding import PositionEmbedding as PositionEmbedding
+from keras_softmoe.layers.encoder_block import EncoderBlock as EncoderBlock
+from keras_softmoe.layers.experts import MLP as MLP
+from keras_softmoe.layers.experts import Experts as Experts
+from keras_softmoe.layers.moe import MoE as MoE
 from keras_softmoe.layers.pooling import AttentionPooling as AttentionPooling
+from keras_softmoe.layers.soft_moe import SoftMoE as SoftMoE
 
 __getattr__ = moved.attribute(__name__)

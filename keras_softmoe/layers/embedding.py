@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from keras_softmoe.checks import check_choice, check_whole_numbers, pair
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layer_cost import LayerCost, dense_cost
-from keras_softmoe.ops.backend import reshape
+from keras_softmoe.ops.kernels import reshape
 from keras_softmoe.ops.position import (
     RESAMPLINGS,
     resample_position_grid,

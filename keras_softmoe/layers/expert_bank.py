@@ -12,7 +12,7 @@ from keras_softmoe.keras_adapter.layers import (
     QuantizedByExpert,
     changed_by_quantization,
 )
-from keras_softmoe.ops.backend import reshape
+from keras_softmoe.ops.kernels import reshape
 
 # Modes of `quantize`, and the reason why other modes of Keras are refused.
 _MODES = ("int8", "int4", "float8")

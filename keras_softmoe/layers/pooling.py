@@ -9,8 +9,8 @@ from keras import ops
 from keras_softmoe.checks import check_numbers
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layer_cost import LayerCost, normalization_cost
-from keras_softmoe.layers._attention import Attention, layer_norm
-from keras_softmoe.layers._feedforward import MLP
+from keras_softmoe.layers.attention import Attention, layer_norm
+from keras_softmoe.layers.experts import MLP
 
 POOLINGS = ("token", "first", "gap", "map")
 # For texts, which have no class token

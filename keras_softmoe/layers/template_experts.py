@@ -17,8 +17,8 @@ from keras_softmoe.keras_adapter.layers import (
     states_of_draws,
 )
 from keras_softmoe.layer_cost import LayerCost
-from keras_softmoe.layers._slots import by_expert
-from keras_softmoe.layers._template import (
+from keras_softmoe.layers.slots import by_expert
+from keras_softmoe.layers.template import (
     Templates,
     check_template,
     cost_of_one,
@@ -26,7 +26,7 @@ from keras_softmoe.layers._template import (
     new_copy,
     serialized_template,
 )
-from keras_softmoe.ops.backend import chunked_map, reshape
+from keras_softmoe.ops.kernels import chunked_map, reshape
 from keras_softmoe.sharding.constraints import (
     check_divides_experts,
     check_layer,

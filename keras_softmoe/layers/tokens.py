@@ -9,7 +9,7 @@ import math
 import keras
 from keras import ops
 
-from keras_softmoe.ops.backend import reshape
+from keras_softmoe.ops.kernels import reshape
 
 
 def each(function, tokens, *others):

@@ -10,46 +10,54 @@ The examples of this module start with:
     ... )
 """
 
-from keras_softmoe import backbones, exporting, moved
-from keras_softmoe.backbones import LIMoEBackbone as LIMoEBackbone
-from keras_softmoe.backbones import LIMoEContrastive as LIMoEContrastive
-from keras_softmoe.backbones import LIMoEPreprocessor as LIMoEPreprocessor
-from keras_softmoe.backbones import LIMoETokenizer as LIMoETokenizer
-from keras_softmoe.backbones import TextMoEBackbone as TextMoEBackbone
-from keras_softmoe.backbones import TwoTowerBackbone as TwoTowerBackbone
-from keras_softmoe.backbones import TwoTowerContrastive as TwoTowerContrastive
-from keras_softmoe.backbones import TwoTowerPreprocessor as TwoTowerPreprocessor
-from keras_softmoe.backbones import ViTMoEBackbone as ViTMoEBackbone
-from keras_softmoe.backbones import ViTMoEImageClassifier as ViTMoEImageClassifier
-from keras_softmoe.backbones import (
-    ViTMoEImageClassifierPreprocessor as ViTMoEImageClassifierPreprocessor,
-)
-from keras_softmoe.backbones import ViTMoEImageConverter as ViTMoEImageConverter
-from keras_softmoe.backbones import merge_lora as merge_lora
-from keras_softmoe.backbones import prune_experts as prune_experts
+from keras_softmoe import exporting, moved
 from keras_softmoe.catalogue import moe_blocks as moe_blocks
-from keras_softmoe.models import _loading
+from keras_softmoe.models import loading
 
 # Files of models from `converters.add_experts` name its classes.
-from keras_softmoe.models import _model_with_experts as _model_with_experts
+from keras_softmoe.models import with_experts as with_experts
+from keras_softmoe.models.adaptation import merge_lora as merge_lora
+from keras_softmoe.models.backbone import ModalityEncoder, MoEBackbone
+from keras_softmoe.models.contrastive import ContrastiveTask
+from keras_softmoe.models.contrastive import LIMoEContrastive as LIMoEContrastive
+from keras_softmoe.models.contrastive import TwoTowerContrastive as TwoTowerContrastive
+from keras_softmoe.models.contrastive_preprocessor import ContrastivePreprocessor
+from keras_softmoe.models.contrastive_preprocessor import (
+    LIMoEPreprocessor as LIMoEPreprocessor,
+)
+from keras_softmoe.models.contrastive_preprocessor import (
+    LIMoETokenizer as LIMoETokenizer,
+)
+from keras_softmoe.models.contrastive_preprocessor import (
+    TwoTowerPreprocessor as TwoTowerPreprocessor,
+)
+from keras_softmoe.models.image_classifier import (
+    ViTMoEImageClassifier as ViTMoEImageClassifier,
+)
+from keras_softmoe.models.image_preprocessor import (
+    ViTMoEImageClassifierPreprocessor as ViTMoEImageClassifierPreprocessor,
+)
+from keras_softmoe.models.image_preprocessor import (
+    ViTMoEImageConverter as ViTMoEImageConverter,
+)
+from keras_softmoe.models.limoe import LIMoEBackbone as LIMoEBackbone
+from keras_softmoe.models.pruning import prune_experts as prune_experts
+from keras_softmoe.models.text import TextMoEBackbone as TextMoEBackbone
+from keras_softmoe.models.two_towers import TwoTowerBackbone as TwoTowerBackbone
+from keras_softmoe.models.vit import ViTMoEBackbone as ViTMoEBackbone
 
 # Subclasses inherit the methods of their base class.
-_loading.attach(backbones.MoEBackbone)
-_loading.attach(ViTMoEImageClassifier, _loading.load_classifier)
-_loading.attach(backbones.ContrastiveTask, _loading.load_contrastive)
+loading.attach(MoEBackbone)
+loading.attach(ViTMoEImageClassifier, loading.load_classifier)
+loading.attach(ContrastiveTask, loading.load_contrastive)
 for _cls in (
     ViTMoEImageConverter,
     ViTMoEImageClassifierPreprocessor,
     LIMoETokenizer,
-    backbones.ContrastivePreprocessor,
+    ContrastivePreprocessor,
 ):
-    _loading.attach_without_weights(_cls)
-for _cls in (
-    backbones.MoEBackbone,
-    backbones.ModalityEncoder,
-    ViTMoEImageClassifier,
-    backbones.ContrastiveTask,
-):
+    loading.attach_without_weights(_cls)
+for _cls in (MoEBackbone, ModalityEncoder, ViTMoEImageClassifier, ContrastiveTask):
     _cls.export = exporting.export_model
 
 __getattr__ = moved.attribute(__name__)

@@ -13,12 +13,6 @@ from pathlib import Path
 import keras_hub
 
 from keras_softmoe import catalogue
-from keras_softmoe.backbones import (
-    ViTMoEBackbone,
-    ViTMoEImageClassifier,
-    ViTMoEImageClassifierPreprocessor,
-    ViTMoEImageConverter,
-)
 from keras_softmoe.checkpoints import (
     CheckpointError,
     download_checkpoint,
@@ -34,6 +28,12 @@ from keras_softmoe.files import (
     wrap_os_errors,
 )
 from keras_softmoe.keras_adapter.layers import zero_initialization
+from keras_softmoe.models.image_classifier import ViTMoEImageClassifier
+from keras_softmoe.models.image_preprocessor import (
+    ViTMoEImageClassifierPreprocessor,
+    ViTMoEImageConverter,
+)
+from keras_softmoe.models.vit import ViTMoEBackbone
 from keras_softmoe.models.vmoe_params import load_vmoe_params
 from keras_softmoe.ops.capacity import RELEASED
 from keras_softmoe.routers import Router, SoftmaxTokenChoiceRouter, SoftRouter

@@ -11,7 +11,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.checks import check_choice
-from keras_softmoe.ops.backend import float32_at_least, reshape
+from keras_softmoe.ops.kernels import float32_at_least, reshape
 from keras_softmoe.ops.padding import with_real_first, zero_padding
 from keras_softmoe.ops.selection import take_along, top_indices
 from keras_softmoe.types import Tensor

@@ -8,14 +8,14 @@ import functools
 import keras
 from keras import ops
 
-from keras_softmoe.ops._tiles import chain, in_tiles
-from keras_softmoe.ops.backend import (
+from keras_softmoe.ops.kernels import (
     affine,
     compiled_on_jax,
     is_jax_on,
     is_jax_on_nvidia,
     linear_on_jax,
 )
+from keras_softmoe.ops.tiles import chain, in_tiles
 
 # Sizes of the pieces in which JAX computes an expert's rows on a CPU, as fractions of
 # the mean number of rows. They are dense near 1, where most experts are; an expert with

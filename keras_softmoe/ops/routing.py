@@ -25,7 +25,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.ops.assignment import assign_choices, gates_of_slots
-from keras_softmoe.ops.backend import (
+from keras_softmoe.ops.kernels import (
     add_rows,
     compiled_on_jax,
     linear_on_jax,

@@ -4,11 +4,11 @@ A sparse router has one policy of each kind:
 
 - capacity: how many slots an expert has (`Capacity`)
 - scores: the numbers that choose (`Softmax`, `TokenScores`, `Logits`, `Sinkhorn`,
-  `SparseTransport`), in `_scores.py`
+  `SparseTransport`), in `scores.py`
 - assignment: who chooses whom, and the gates (`TokenChoice`, `ExpertChoice`, `Race`),
   in this file
 - modalities: the differences between images and text (`OneKind`, `Modalities`), in
-  `_modalities.py`
+  `modalities.py`
 
 Each is a frozen record. Its fields are settings of the router and of its configuration,
 under the same names. A field marked `live` may change after the router was made.
@@ -33,7 +33,7 @@ from keras_softmoe.ops.assignment import (
     check_num_selected_experts,
     kept_tokens,
 )
-from keras_softmoe.ops.backend import reshape
+from keras_softmoe.ops.kernels import reshape
 from keras_softmoe.ops.numbers import tiny
 from keras_softmoe.ops.padding import with_real_first
 from keras_softmoe.ops.selection import (
@@ -42,8 +42,8 @@ from keras_softmoe.ops.selection import (
     top_indices,
     top_values,
 )
-from keras_softmoe.routers._modalities import Modalities
-from keras_softmoe.routers._scores import Capacity, TokenScores, live, mutable_settings
+from keras_softmoe.routers.modalities import Modalities
+from keras_softmoe.routers.scores import Capacity, TokenScores, live, mutable_settings
 from keras_softmoe.sharding.constraints import is_distributed
 
 

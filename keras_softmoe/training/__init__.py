@@ -20,18 +20,20 @@ The examples of this module start from:
 """
 
 from keras_softmoe import moved
-from keras_softmoe.training._distiller import Distiller as Distiller
-from keras_softmoe.training._losses import SigmoidCrossentropy as SigmoidCrossentropy
-from keras_softmoe.training._metrics import PrecisionAt1 as PrecisionAt1
-from keras_softmoe.training._muon import Muon as Muon
-from keras_softmoe.training._optimizers import SGD as SGD
-from keras_softmoe.training._optimizers import Adafactor as Adafactor
-from keras_softmoe.training._optimizers import Adam as Adam
-from keras_softmoe.training._pipeline import Augmentation as Augmentation
-from keras_softmoe.training._recipe import Recipe as Recipe
-from keras_softmoe.training._recipes import recipe as recipe
-from keras_softmoe.training._recipes import recipes as recipes
-from keras_softmoe.training._schedules import WarmupSchedule as WarmupSchedule
-from keras_softmoe.training._soups import greedy_soup as greedy_soup
+from keras_softmoe.training.distiller import Distiller as Distiller
+from keras_softmoe.training.muon import Muon as Muon
+from keras_softmoe.training.optimizers import SGD as SGD
+from keras_softmoe.training.optimizers import Adafactor as Adafactor
+from keras_softmoe.training.optimizers import Adam as Adam
+from keras_softmoe.training.paper_recipes import recipe as recipe
+from keras_softmoe.training.paper_recipes import recipes as recipes
+from keras_softmoe.training.pipeline import Augmentation as Augmentation
+from keras_softmoe.training.pretraining_loss import (
+    SigmoidCrossentropy as SigmoidCrossentropy,
+)
+from keras_softmoe.training.pretraining_metric import PrecisionAt1 as PrecisionAt1
+from keras_softmoe.training.recipe_settings import Recipe as Recipe
+from keras_softmoe.training.schedules import WarmupSchedule as WarmupSchedule
+from keras_softmoe.training.soups import greedy_soup as greedy_soup
 
 __getattr__ = moved.attribute(__name__)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_softmoe.analysis._concentration import (
+from keras_softmoe.analysis.concentration import (
     BANDS,
     NUM_BINS,
     Concentration,

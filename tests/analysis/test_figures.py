@@ -6,7 +6,7 @@ import re
 import pytest
 
 from keras_softmoe.analysis import Routing
-from keras_softmoe.analysis._figures import FIGURES
+from keras_softmoe.analysis.figures import FIGURES
 
 # What the papers draw of the routing of one model.
 OF_PAPERS = {

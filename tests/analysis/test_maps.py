@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe.analysis import RoutingMaps, analyze
-from keras_softmoe.analysis._maps import ExampleReducer, _WordCounts
-from keras_softmoe.analysis._pairs import Pairs
+from keras_softmoe.analysis.maps import ExampleReducer, _WordCounts
+from keras_softmoe.analysis.pairs import Pairs
 from keras_softmoe.layers import SoftMoE
 from keras_softmoe.models import (
     ViTMoEBackbone,

@@ -1,6 +1,6 @@
 """Statistics by modality and by word, against a count of the tokens one by one.
 
-Their pairs come from `analysis/_pairs.py`.
+Their pairs come from `analysis/pairs.py`.
 """
 
 import math
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import analysis, datasets, models, routers
-from keras_softmoe.analysis._modalities import ModalityStatistics, _words
+from keras_softmoe.analysis.modalities import ModalityStatistics, _words
 from tests.support import pairs, tiny, tiny_limoe
 from tests.support.close import assert_near
 
@@ -31,7 +31,7 @@ def backbone():
 @pytest.fixture(autouse=True)
 def few_bins(monkeypatch):
     """Several places of a queue in a bin, also where queues are short."""
-    name = "keras_softmoe.analysis._modalities._BINS_OF_EVEN_QUEUE"
+    name = "keras_softmoe.analysis.modalities._BINS_OF_EVEN_QUEUE"
     monkeypatch.setattr(name, 1)
 
 

@@ -3,9 +3,9 @@
 import pytest
 from matplotlib.figure import Figure
 
-from keras_softmoe.analysis import _page as pages
-from keras_softmoe.analysis._page import Page
-from keras_softmoe.files import _placing
+from keras_softmoe.analysis import page as pages
+from keras_softmoe.analysis.page import Page
+from keras_softmoe.files import placing
 from tests.support.reading import Reading
 
 
@@ -60,7 +60,7 @@ def test_what_was_there_is_replaced_when_the_page_is_complete(monkeypatch, tmp_p
         raise OSError("no space left")
 
     with monkeypatch.context() as patched:
-        patched.setattr(_placing.os, "replace", broken)
+        patched.setattr(placing.os, "replace", broken)
         with pytest.raises(OSError, match="no space"):
             make_page().write(path)
     assert path.read_text() == "before"

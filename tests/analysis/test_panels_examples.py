@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe.analysis import RoutingMaps, analyze
-from keras_softmoe.analysis._maps import ExpertExamples, ExpertPatches
+from keras_softmoe.analysis.maps import ExpertExamples, ExpertPatches
 from tests.support import pairs
 from tests.support.close import assert_near
 from tests.support.reading import png

@@ -1,13 +1,13 @@
 """Figures over the images show the numbers that they claim to show.
 
-They also test `analysis/_drawing.py`, which draws the images below them.
+They also test `analysis/panel_parts.py`, which draws the images below them.
 """
 
 import numpy as np
 import pytest
 
 from keras_softmoe.analysis import analyze
-from keras_softmoe.analysis._panels_maps import _most_different_slots
+from keras_softmoe.analysis.panels_maps import _most_different_slots
 from keras_softmoe.models import ViTMoEBackbone
 from keras_softmoe.routers import (
     IdentityRouter,

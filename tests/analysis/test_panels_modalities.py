@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_softmoe.analysis._modalities import WordStatistics
+from keras_softmoe.analysis.modalities import WordStatistics
 from tests.support.made_up import plot
 from tests.support.modality_blocks import make_block, statistics
 from tests.support.reading import legend_names, lines, png, tick_names

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_softmoe.analysis._soft import TOKEN_WEIGHT_EDGES
+from keras_softmoe.analysis.soft import TOKEN_WEIGHT_EDGES
 from tests.support.close import assert_near
 from tests.support.made_up import plot
 from tests.support.reading import legend_names, png, tick_names

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import evaluation, layers, routers
-from keras_softmoe.analysis import _page as page
-from keras_softmoe.analysis import analyze
+from keras_softmoe.analysis import analyze, page
 from tests.support import pairs, tiny
 from tests.support.reading import Reading
 

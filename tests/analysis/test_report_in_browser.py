@@ -4,7 +4,7 @@ import pytest
 
 import keras_softmoe as ksm
 from keras_softmoe.analysis import analyze
-from keras_softmoe.analysis._page import MOST_BYTES
+from keras_softmoe.analysis.page import MOST_BYTES
 from tests.skips import REASONS
 from tests.support.browser import CHROMIUM, browser
 from tests.support.reading import Reading

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import analysis, layers, routers
-from keras_softmoe.analysis._figures import FIGURES
+from keras_softmoe.analysis.figures import FIGURES
 from tests.support import (
     made_up,
     modality_blocks,

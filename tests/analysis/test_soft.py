@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe import analysis, layers, routers
-from keras_softmoe.analysis._concentration import NUM_BINS
-from keras_softmoe.analysis._soft import TOKEN_WEIGHT_EDGES
+from keras_softmoe.analysis.concentration import NUM_BINS
+from keras_softmoe.analysis.soft import TOKEN_WEIGHT_EDGES
 from keras_softmoe.routers.recording import is_recording
 from tests.support import tiny
 from tests.support.close import assert_near

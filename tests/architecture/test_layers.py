@@ -1,6 +1,6 @@
 """Layers that records make: their names, settings, and cost.
 
-Of `architecture/_encoder.py`, `architecture/_towers.py` and `architecture/_pairs.py`.
+Of `architecture/encoder.py`, `architecture/towers.py` and `architecture/pairs.py`.
 """
 
 import random
@@ -11,7 +11,7 @@ import pytest
 from keras_softmoe import architecture, routers
 from keras_softmoe.layers import MLP, MoE
 from tests.architecture.test_settings import ROUTER, TEXT, VIT
-from tests.backbones.test_two_towers import text_tower
+from tests.models.test_two_towers import text_tower
 from tests.support import tiny, tiny_limoe
 
 

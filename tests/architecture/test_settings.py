@@ -1,6 +1,6 @@
 """The records of architectures: names, defaults, checks, and changes.
 
-They are read from configurations by `architecture/_reading.py`.
+They are read from configurations by `architecture/reading.py`.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import pytest
 
 from keras_softmoe import architecture, catalogue, models, routers
 from keras_softmoe.layers import MoE
-from tests.backbones.test_two_towers import image_tower, text_tower
+from tests.models.test_two_towers import image_tower, text_tower
 from tests.support import tiny, tiny_limoe
 
 ROUTER = routers.SoftRouter(2)

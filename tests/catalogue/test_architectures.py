@@ -1,6 +1,6 @@
 """The presets without weights: complete, and as the papers' tables have them.
 
-Covers `catalogue/_papers.py`, `catalogue/_row.py` and `catalogue/_unreleased.py`.
+Covers `catalogue/papers.py`, `catalogue/row.py` and `catalogue/unreleased.py`.
 """
 
 import functools

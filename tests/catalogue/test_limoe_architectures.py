@@ -1,6 +1,6 @@
 """LIMoE's presets without weights: as the paper's tables and appendices have them.
 
-Covers LIMoE's part of `catalogue/_unreleased.py`.
+Covers LIMoE's part of `catalogue/unreleased.py`.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """The entries of the catalogue, with temporary directories for the real ones.
 
-Covers `catalogue/_preset_files.py`.
+Covers `catalogue/preset_files.py`.
 """
 
 import json
@@ -9,8 +9,8 @@ import keras
 import pytest
 
 from keras_softmoe import models, presets
-from keras_softmoe.catalogue import _lookup as lookup
-from keras_softmoe.models._loading import WEIGHTS_FILES, open_preset
+from keras_softmoe.catalogue import lookup
+from keras_softmoe.models.loading import WEIGHTS_FILES, open_preset
 
 ARCHITECTURE = "vit_base_patch16_224"
 METADATA = {

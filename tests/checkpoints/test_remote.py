@@ -1,6 +1,6 @@
 """Files on the web: downloads, and reading without one. The server runs here.
 
-Covers `checkpoints/_files.py` and the copies of `checkpoints/_parameters.py`.
+Covers `checkpoints/opening.py` and the copies of `checkpoints/formats.py`.
 """
 
 import socket
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import checkpoints, converters
-from keras_softmoe.checkpoints import _files as remote
+from keras_softmoe.checkpoints import opening as remote
 from tests.support import checkpoint_writer as writer
 from tests.support import safetensors_file, server
 

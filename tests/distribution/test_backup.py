@@ -1,6 +1,6 @@
 """Backups on one device: what goes on, what is refused, and what is left behind.
 
-Their file is that of `distribution/_backup_file.py`.
+Their file is that of `distribution/backup_file.py`.
 """
 
 import random

@@ -1,6 +1,6 @@
 """Training on eight devices: the same numbers, and what is sent on the way.
 
-Batches of any size are placed by `distribution/_batches.py`.
+Batches of any size are placed by `distribution/batches.py`.
 """
 
 import numpy as np

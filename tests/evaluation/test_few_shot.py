@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe.evaluation import few_shot_probe
-from keras_softmoe.evaluation._ridge import L2_GRID, ridge_probe, sample_support
+from keras_softmoe.evaluation.ridge import L2_GRID, ridge_probe, sample_support
 
 
 def blobs(counts, dim=6, seed=0, spread=1.0):

@@ -1,6 +1,6 @@
 """Retrieval: against a twin that sorts everything, fair ties, bounded memory.
 
-With `test_zero_shot.py` it covers `evaluation/_embeddings.py`.
+With `test_zero_shot.py` it covers `evaluation/embeddings.py`.
 """
 
 import math
@@ -11,7 +11,7 @@ import pytest
 from keras import ops
 
 from keras_softmoe.evaluation import retrieval
-from keras_softmoe.evaluation._embeddings import Retrieval
+from keras_softmoe.evaluation.embeddings import Retrieval
 from tests.support.close import assert_near
 
 

@@ -1,14 +1,14 @@
 """Zero-shot classification with a model that can be worked out by hand.
 
-Tests `evaluation/_embeddings.py` and `backbones/class_embeddings.py`.
+Tests `evaluation/embeddings.py` and `models/class_embeddings.py`.
 """
 
 import numpy as np
 import pytest
 
-import keras_softmoe.backbones.class_embeddings as module
+import keras_softmoe.models.class_embeddings as module
 from keras_softmoe.evaluation import zero_shot
-from keras_softmoe.evaluation._embeddings import ZeroShot
+from keras_softmoe.evaluation.embeddings import ZeroShot
 from tests.support.close import assert_near
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -1,7 +1,7 @@
 """Exported files, run by their own runtimes, compared with their models.
 
-They are written by `exporting/_export.py`, `exporting/_write.py` and
-`exporting/_onnx_file.py`.
+They are written by `exporting/export.py`, `exporting/write.py` and
+`exporting/onnx_file.py`.
 
 All routers to all formats, and the table of it:
 
@@ -22,8 +22,9 @@ import pytest
 import keras_softmoe as ksm
 from experiments import export_table
 from keras_softmoe import layers, models, routers
-from keras_softmoe.exporting import _export, export_model
-from keras_softmoe.exporting._export import FORMATS
+from keras_softmoe.exporting import export as export_file
+from keras_softmoe.exporting import export_model
+from keras_softmoe.exporting.export import FORMATS
 from tests import skips
 from tests.support import close, gradients, tiny, tiny_limoe
 
@@ -134,13 +135,13 @@ def export_all(models_and_files, folder):
         if backend == BACKEND:
             export_model(model, file, format, verbose=False)
             continue
-        job = _export.checked_job(model, file, format)
+        job = export_file.checked_job(model, file, format)
         aside = folder / f"job{number}"
         aside.mkdir()
-        saved = _export.save_job(model, file, job, backend, aside)
+        saved = export_file.save_job(model, file, job, backend, aside)
         by_backend.setdefault(backend, []).append(saved)
     for backend, jobs in by_backend.items():
-        _export.run_jobs(jobs, backend)
+        export_file.run_jobs(jobs, backend)
 
 
 def test_every_router_and_every_format(tmp_path, pytestconfig):
@@ -347,9 +348,11 @@ def test_unknown_format(tmp_path, file, arguments, message):
 
 
 def test_missing_package(tmp_path, monkeypatch):
-    found = _export.find_spec
+    found = export_file.find_spec
     monkeypatch.setattr(
-        _export, "find_spec", lambda name: None if name == "tf2onnx" else found(name)
+        export_file,
+        "find_spec",
+        lambda name: None if name == "tf2onnx" else found(name),
     )
     with pytest.raises(ImportError, match="pip install tf2onnx"):
         classifier("soft").export(tmp_path / "model.onnx", format="onnx")

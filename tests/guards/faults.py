@@ -49,8 +49,8 @@ class Fault(NamedTuple):
 
 ASSIGNMENT = "ops/test_assignment.py routers/test_sparse.py"
 ROUTING = "ops/test_routing.py layers/test_moe.py"
-LOSSES = "ops/test_losses.py reference/test_reference_ops.py"
-ENTROPY = "ops/test_losses.py reference/test_reference_ops.py"
+LOSSES = "ops/test_router_losses.py reference/test_reference_ops.py"
+ENTROPY = "ops/test_router_losses.py reference/test_reference_ops.py"
 TRANSPORT = "ops/test_transport.py reference/test_reference_transport.py"
 SPARSE = "routers/test_sparse.py reference/test_reference_routers.py"
 SOFT = "routers/test_soft.py reference/test_reference_routers.py"
@@ -334,7 +334,7 @@ FAULTS = (
         "masked tokens count in the mean",
         "return ops.sum(tokens, axis=1) / ops.maximum(count, 1.0)",
         "return ops.mean(tokens, axis=1)",
-        "backbones/test_limoe.py layers/test_masks.py",
+        "models/test_limoe.py layers/test_masks.py",
     ),
 )
 

@@ -22,7 +22,7 @@ import numpy as np
 
 import keras_softmoe as ksm
 from keras_softmoe import architecture, catalogue, ops, routers
-from keras_softmoe.training._pipeline import named_augmentation
+from keras_softmoe.training.pipeline import named_augmentation
 from tests.models.test_backends import TRAINED, outputs
 from tests.support.references import to_numpy
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, routers
-from keras_softmoe.layers._attention import Attention
+from keras_softmoe.layers.attention import Attention
 from tests.support import twins
 from tests.support.close import assert_near
 from tests.support.layer_checks import (

@@ -1,12 +1,12 @@
-"""Each layer alone, with the shared layer test; for `layers/_encoder_block.py`, too."""
+"""Each layer alone, with the shared layer test; for `layers/encoder_block.py`, too."""
 
 import keras
 import numpy as np
 import pytest
 
 from keras_softmoe import layers, ops, routers
-from keras_softmoe.layers._encoder_block import LayerScale
 from keras_softmoe.layers.embedding import Registers, TokenEmbedding
+from keras_softmoe.layers.encoder_block import LayerScale
 from tests.support.layer_checks import (
     check_layer,
     check_training_step,

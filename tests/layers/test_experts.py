@@ -1,11 +1,11 @@
-"""Banks of experts (`layers/_feedforward.py`): outputs and initial weights."""
+"""Banks of experts (`layers/experts.py`): outputs and initial weights."""
 
 import keras
 import numpy as np
 import pytest
 
 from keras_softmoe import layers
-from keras_softmoe.layers._feedforward import EqualExperts
+from keras_softmoe.layers.experts import EqualExperts
 from tests.support import twins
 from tests.support.close import assert_near, difference
 from tests.support.gradients import layer_gradients

@@ -171,7 +171,7 @@ def test_dropped_token_comes_back_as_zeros():
 def test_auto_dispatcher(num_tokens, multiplies, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "keras_softmoe.layers._moe.to_dense",
+        "keras_softmoe.layers.moe.to_dense",
         lambda *args: calls.append(1) or ops.to_dense(*args),
     )
     router = routers.SoftmaxExpertChoiceRouter(2, capacity_factor=0.1)

@@ -1,6 +1,6 @@
 """Gated experts, shared experts and routing by image, beside their twins.
 
-Also for `layers/_moe_arguments.py` and `layers/_slots.py`.
+Also for `layers/moe_arguments.py` and `layers/slots.py`.
 """
 
 import keras

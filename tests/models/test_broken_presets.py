@@ -1,6 +1,6 @@
 """Errors of presets that cannot be loaded; a failed save leaves the old one alone.
 
-Covers `models/_preset_keys.py`.
+Covers `models/preset_keys.py`.
 """
 
 import json
@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe import models, routers
-from keras_softmoe.catalogue import _lookup as lookup
-from keras_softmoe.models._preset_keys import check_keys
+from keras_softmoe.catalogue import lookup
+from keras_softmoe.models.preset_keys import check_keys
 from tests.support import tiny
 
 pytestmark = tiny.LOADING_WRONG_WEIGHTS

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import analysis, converters, evaluation, models, training
-from keras_softmoe.exporting._write import FromPixels
+from keras_softmoe.exporting.write import FromPixels
 from tests.support import hub, tiny, tiny_limoe
 from tests.support.close import assert_near
 from tests.support.layer_checks import randomize

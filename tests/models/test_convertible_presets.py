@@ -1,6 +1,6 @@
 """Presets that are downloaded and converted when they are first loaded.
 
-Covers `models/conversion.py` and `catalogue/_released.py`.
+Covers `models/conversion.py` and `catalogue/released.py`.
 """
 
 import json
@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe import catalogue, converters, evaluation, models, presets, routers
-from keras_softmoe.models._loading import open_preset
-from tests.checkpoints.test_vit import save
+from keras_softmoe.models.loading import open_preset
+from tests.checkpoints.test_npz import save
 from tests.support import checkpoint_writer as writer
 from tests.support import releases, server, tiny
 from tests.support.references import to_numpy

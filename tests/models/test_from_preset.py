@@ -1,6 +1,6 @@
 """Presets are loaded as they were saved, with the arguments that may be changed.
 
-Covers `models/_loading.py`.
+Covers `models/loading.py`.
 """
 
 import json
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import models, routers
-from keras_softmoe.catalogue import _lookup as lookup
+from keras_softmoe.catalogue import lookup
 from keras_softmoe.ops.position import resample_position_grid
 from tests.support import tiny
 from tests.support.close import assert_near

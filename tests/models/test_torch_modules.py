@@ -1,6 +1,6 @@
 """Layers and models as PyTorch modules: parameters, `state_dict`, dtype, `train()`.
 
-Tests `keras_adapter/_torch_modules.py` and `keras_adapter/names.py`.
+Tests `keras_adapter/torch_modules.py` and `keras_adapter/names.py`.
 """
 
 import copy
@@ -14,7 +14,7 @@ import torch
 
 from keras_softmoe import converters, layers, models, routers
 from keras_softmoe.keras_adapter.names import named_weights
-from keras_softmoe.routers import _router
+from keras_softmoe.routers import router as router_file
 from tests.support import hub, tiny, tiny_limoe
 from tests.support.close import assert_near
 from tests.support.references import to_numpy
@@ -276,11 +276,11 @@ def test_the_dtype_of_the_policy_is_taken():
 @pytest.fixture
 def said():
     """Warnings of a test, all of them."""
-    _router._warn_of_mode.cache_clear()
+    router_file._warn_of_mode.cache_clear()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         yield found
-    _router._warn_of_mode.cache_clear()
+    router_file._warn_of_mode.cache_clear()
 
 
 def sparse_moe(**kwargs):
@@ -302,7 +302,7 @@ def test_train_of_a_module_is_said_not_to_reach_routers(said):
 def test_train_of_a_model_and_of_an_unbuilt_layer_is_said(said):
     tiny.classifier(**SPARSE).train()(tiny.images(2))
     assert len(said) == 1
-    _router._warn_of_mode.cache_clear()
+    router_file._warn_of_mode.cache_clear()
     moe = layers.MoE(routers.SoftmaxTokenChoiceRouter(2), mlp_dim=3, group_images=2)
     Block(moe).train()(TOKENS)
     assert len(said) == 2

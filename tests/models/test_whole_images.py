@@ -1,6 +1,6 @@
 """Whole images routed to experts in models of somebody else.
 
-Covers `models/_expert_banks.py`.
+Covers `models/with_experts/experts_from_mlps.py`.
 """
 
 import keras

@@ -8,8 +8,8 @@ import pytest
 from jax import numpy as jnp
 
 from keras_softmoe.ops import grouped
-from keras_softmoe.ops._tiles import in_tiles
-from keras_softmoe.ops.backend import affine
+from keras_softmoe.ops.kernels import affine
+from keras_softmoe.ops.tiles import in_tiles
 from tests.support.close import assert_near
 
 # Rows of each expert: none, whole tiles of 16 and parts of them, one with most.

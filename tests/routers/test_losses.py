@@ -1,6 +1,6 @@
-"""Losses of routers (`routers/_losses.py`): weights, sets, errors.
+"""Losses of routers (`routers/losses.py`): weights, sets, errors.
 
-Files of all versions are read by `routers/_loss_files.py`.
+Files of all versions are read by `routers/loss_files.py`.
 """
 
 import json

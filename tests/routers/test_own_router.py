@@ -1,4 +1,4 @@
-"""A router written by a user (`routers/_router.py`): trained, saved, errors."""
+"""A router written by a user (`routers/router.py`): trained, saved, errors."""
 
 import keras
 import numpy as np

@@ -1,7 +1,7 @@
 """Settings of sparse routers, fields of policies.
 
-Policies are in `routers/policies.py`, `routers/_scores.py` and
-`routers/_modalities.py`.
+Policies are in `routers/policies.py`, `routers/scores.py` and
+`routers/modalities.py`.
 """
 
 import numpy as np

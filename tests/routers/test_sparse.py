@@ -1,6 +1,6 @@
 """Sparse routers against the twins.
 
-Classes are in `routers/_named.py`, `routers/_race.py` and `routers/_identity.py`.
+Classes are in `routers/named.py`, `routers/race.py` and `routers/identity.py`.
 """
 
 import hypothesis.strategies as st

@@ -327,7 +327,7 @@ class Program:
         told = {}
         made = []
 
-        def count(variable, layout=distribution._parallel.ExpertParallel):
+        def count(variable, layout=distribution.parallel.ExpertParallel):
             made.append(variable.path)
             return layout.get_variable_layout(placed, variable)
 
@@ -375,7 +375,7 @@ class Program:
         return [path.read_text(encoding="utf-8") for path in new]
 
 
-_RULE = next(iter(distribution._layouts.EXPERT_RULES))
+_RULE = next(iter(distribution.layouts.EXPERT_RULES))
 
 
 def _soft(num_experts):

@@ -9,10 +9,10 @@ import signal
 import sys
 
 from keras_softmoe import files
-from keras_softmoe.files import _placing
+from keras_softmoe.files import placing
 
 if sys.argv[2] == "exchange":
-    _placing._rename_both = lambda *paths: False
+    placing._rename_both = lambda *paths: False
     rename = pathlib.Path.rename
 
     def killed(self, target):
@@ -22,8 +22,8 @@ if sys.argv[2] == "exchange":
 
     pathlib.Path.rename = killed
 if sys.argv[2] == "replace":
-    _placing._is_plain = lambda *paths: False
-    move, moved = _placing.move, []
+    placing._is_plain = lambda *paths: False
+    move, moved = placing.move, []
 
     def killed(file, path):
         if moved:
@@ -31,7 +31,7 @@ if sys.argv[2] == "replace":
         moved.append(path)
         move(file, path)
 
-    _placing.move = killed
+    placing.move = killed
 with files.atomic_directory(sys.argv[1], ["*.json"]) as aside:
     (aside / "config.json").write_text("second")
     if sys.argv[2] == "replace":

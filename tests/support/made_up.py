@@ -1,8 +1,8 @@
 """A `Routing` of made-up statistics, to draw from."""
 
 from keras_softmoe.analysis import Routing
-from keras_softmoe.analysis._figures import FIGURES
-from keras_softmoe.analysis._report import ModelCard
+from keras_softmoe.analysis.figures import FIGURES
+from keras_softmoe.analysis.report import ModelCard
 
 CARD = ModelCard("model", [], [])
 

@@ -1,7 +1,7 @@
 """Rows of the catalogue for released checkpoints of tiny models."""
 
 from keras_softmoe import architecture, catalogue
-from keras_softmoe.catalogue._row import Release, Row
+from keras_softmoe.catalogue.row import Release, Row
 
 
 def add(name, model, checkpoint, accuracy=None, crop=False, **settings):

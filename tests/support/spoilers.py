@@ -3,7 +3,7 @@
 import msgpack
 import numpy as np
 
-from keras_softmoe.checkpoints import _checkpoint_index as checkpoint_index
+from keras_softmoe.checkpoints import vmoe_index as checkpoint_index
 from tests.support import checkpoint_writer as writer
 
 ARRAYS = {

@@ -20,7 +20,7 @@ from keras_softmoe import (
     routers,
 )
 from keras_softmoe.checks import quote
-from keras_softmoe.layers._attention import Attention
+from keras_softmoe.layers.attention import Attention
 from keras_softmoe.layers.embedding import TokenEmbedding
 from tests.support import tiny, tiny_limoe
 

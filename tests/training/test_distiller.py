@@ -1,6 +1,6 @@
 """Distillation to a student with balancing losses.
 
-Tests `training/_distiller.py` and `keras_adapter/distillation.py`.
+Tests `training/distiller.py` and `keras_adapter/distillation.py`.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """All optimizers: rules by variable, order of operations, averages, saving.
 
-Tests `training/_optimizers.py`, its base, `training/_by_variable.py`, and
-`training/_one_pass.py`.
+Tests `training/optimizers.py`, its base, `training/optimizer_base.py`, and
+`training/one_pass.py`.
 """
 
 import keras

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from keras_softmoe import training
-from keras_softmoe.training import _pipeline as pipeline
+from keras_softmoe.training import pipeline
 from tests.support.close import assert_near
 
 NUM_CLASSES = 4

@@ -134,7 +134,7 @@ def test_names_of_the_first_release(name, config, equal):
     first = {"peak_learning_rate": 0.8, "warmup_steps": 4, "total_steps": 10}
     schedule = keras.optimizers.schedules.deserialize(
         {
-            "module": "keras_softmoe.training._schedules",
+            "module": "keras_softmoe.training.schedules",
             "class_name": name,
             "config": {**first, **config},
             "registered_name": f"keras_softmoe>{name}",

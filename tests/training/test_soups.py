@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe.training import greedy_soup
-from keras_softmoe.training._soups import Soup
+from keras_softmoe.training.soups import Soup
 from tests.support.close import assert_near
 
 

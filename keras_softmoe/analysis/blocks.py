@@ -1,0 +1,350 @@
+"""Load of the experts of a block, and their work by place and class."""
+
+from typing import NamedTuple
+
+import keras
+import numpy as np
+
+from keras_softmoe.analysis.figures import figure_method
+from keras_softmoe.analysis.streaming import chooses, tokens_choose, tokens_per_input
+from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting
+
+NUM_BINS = 50
+
+
+class ExpertInformation(NamedTuple):
+    """Mutual information of a token's expert with its place and its class, in bits.
+
+    The expert of a token is a random variable. With a router that mixes tokens, the
+    probability of expert `e` is the token's combine weight for it; with a sparse one,
+    all experts that take the token are equally likely. Dropped tokens are left out.
+
+    Attributes:
+        entropy: float, the entropy of the expert. `log2(E)` if all are used equally.
+        position: float, the mutual information of the expert and the place in the
+            sequence.
+        label: float, that of the expert and the class of the image. `None` without
+            labels.
+        label_chance: float, the same with shuffled labels: its value by chance for this
+            number of images. `None` without labels.
+    """
+
+    entropy: float
+    position: float
+    label: float | None
+    label_chance: float | None
+
+    @property
+    def position_share(self):
+        """Float from 0 to 1: the part of the expert's entropy that position explains.
+
+        At 1 the place of a token alone determines its expert, as with an
+        `IdentityRouter`.
+        """
+        return self.position / self.entropy if self.entropy else 0.0
+
+    @property
+    def label_share(self):
+        """Float: the part of the entropy that the class explains, less chance.
+
+        `None` without labels.
+        """
+        if self.label is None:
+            return None
+        return (self.label - self.label_chance) / self.entropy if self.entropy else 0.0
+
+
+class BlockStatistics(NamedTuple):
+    """Routing at one block with any router, summed up over groups of tokens.
+
+    The attributes after `chooses` are for `N` images of `T` tokens each, and `None` if
+    the tokens of an input are unknown, as in your own models.
+
+    Attributes:
+        block: int or str, the block, see `observe`.
+        num_groups: int, groups of tokens that were routed together.
+        num_tokens: int, tokens in all groups together, without padding.
+        load: `(E,)` float64 array, tokens that each expert takes, over all groups. For
+            routers that mix tokens, the sum of the combine weights.
+        dropped: float, the share of tokens that no expert takes.
+        demand: `(E,)` float64 array, tokens for which each expert is among their first
+            choices, whether it has room for them or not: the `K` largest scores of a
+            token that chooses, the largest where experts choose. `None` for routers
+            without such scores.
+        chooses: bool, whether the router chooses tokens for experts (`False` for
+            routers that mix tokens and for `IdentityRouter`).
+        experts_per_image: `(N,)` int array, how many experts take at least one token of
+            each image (all of them, for a soft router).
+        weight_by_position: `(T, E)` float64 array, mean weight of each expert's output
+            at each place in the sequence (class token first, if there is one); 0 where
+            the expert does not take the token.
+        weight_by_class: `(classes, E)` float64 array, the same mean over the tokens of
+            the images of each class, NaN for a class without images. `None` without
+            labels.
+        choice_histogram: `(K, 50)` int array: how often the largest, second largest,
+            ... weight that the router gives to the experts of a token fell into each
+            bin of equal width between 0 and 1. `K` is the number of choices (at most 2
+            where experts choose or mix). A choice that was dropped counts too.
+        information: `ExpertInformation`.
+        patch_grid: pair of ints, rows and columns of the patches of an image. `None`
+            for text.
+
+    Examples:
+        >>> block = ksm.analysis.analyze(sparse, images, labels).blocks[3]
+        >>> block.dropped, block.imbalance, block.information.position_share
+        >>> figure = block.plot("by_class")
+    """
+
+    block: int | str
+    num_groups: int
+    num_tokens: int
+    load: np.ndarray
+    dropped: float
+    chooses: bool = True
+    experts_per_image: np.ndarray | None = None
+    weight_by_position: np.ndarray | None = None
+    weight_by_class: np.ndarray | None = None
+    choice_histogram: np.ndarray | None = None
+    information: ExpertInformation | None = None
+    patch_grid: tuple | None = None
+    demand: np.ndarray | None = None
+
+    @property
+    def imbalance(self) -> float:
+        """Float, the largest load over the mean: 1 if all loads are equal.
+
+        An expert has no more tokens than slots, so this may be near 1 while many
+        tokens are dropped: see `demand_imbalance`.
+        """
+        return float(self.load.max() / self.load.mean())
+
+    @property
+    def demand_imbalance(self) -> float | None:
+        """Float, the largest demand over the mean; `None` without a `demand`."""
+        if self.demand is None:
+            return None
+        return float(self.demand.max() / max(self.demand.mean(), 1e-12))
+
+    @property
+    def experts_used(self) -> int:
+        """Int, experts that take any token."""
+        return int((self.load > 0).sum())
+
+    plot = figure_method("blocks")
+
+
+class BlockReducer:
+    """Reducer to a dict from each block to its `BlockStatistics`.
+
+    Args:
+        backbone: keras.Model with the routers.
+        routers: dict from blocks to their routers.
+        labels: optional `(N,)` int array, classes of all images that will be seen, in
+            their order, counted from 0.
+
+    Raises:
+        ValueError: if there are labels of inputs whose tokens are unknown, or, at the
+            end, if images and labels differ in number.
+    """
+
+    def __init__(self, backbone, routers, labels=None):
+        num_tokens = tokens_per_input(backbone)
+        if labels is not None:
+            labels = np.asarray(labels)
+            if num_tokens is None:
+                raise ValueError(
+                    "Classes are counted for a `ViTMoEBackbone`, a `TextMoEBackbone` "
+                    "or a task that has one. Received: labels with "
+                    f"{type(backbone).__name__}."
+                )
+        self._routers = routers
+        self._labels = labels
+        self._num_tokens = num_tokens
+        self._patch_grid = getattr(backbone, "patch_grid", None)
+        self._loads, self._sums = {}, {}
+
+    def update(self, name, decision, inputs):
+        valid = decision.summary["valid"]
+        load, dropped = _load_and_dropped(decision)
+        load = load.sum(axis=0, dtype="float64")
+        choices = getattr(self._routers[name], "num_selected_experts", 1)
+        demand = _demand(decision, choices)
+        values = len(valid), valid.sum(), load, dropped.sum(), demand
+        sums = self._loads.get(name, (0, 0, 0, 0, 0))
+        self._loads[name] = [x + y for x, y in zip(sums, values, strict=True)]
+        if self._num_tokens is None:
+            return
+        if name not in self._sums:
+            router = self._routers[name]
+            choices = router.num_selected_experts if tokens_choose(router) else 2
+            self._sums[name] = _ImageSums(choices, self._labels)
+        num_images = len(keras.tree.flatten(inputs)[0])
+        self._sums[name].add(decision, num_images, self._num_tokens)
+
+    def result(self):
+        return {name: self._statistics(name) for name in self._loads}
+
+    def _statistics(self, name):
+        num_groups, num_tokens, load, dropped, demand = self._loads[name]
+        router = self._routers[name]
+        found = BlockStatistics(
+            name,
+            num_groups,
+            int(num_tokens),
+            load,
+            float(dropped / max(num_tokens, 1)),
+            chooses=chooses(router),
+            patch_grid=self._patch_grid,
+            demand=demand if demand.any() else None,
+        )
+        if name not in self._sums:
+            return found
+        return found._replace(**self._sums[name].fields())
+
+
+class _ImageSums:
+    """Running sums over the images of one block."""
+
+    def __init__(self, choices, labels):
+        self.choices = choices
+        self.labels = self.shuffled = labels
+        if labels is not None:
+            self.shuffled = np.random.default_rng(0).permutation(labels)
+        self.num_images = self.tokens_by_position = self.weight_by_position = 0
+        self.weight_by_class = self.histogram = 0
+        # Probabilities of experts by place, by class, and by classes in random order.
+        self.joint = [0, 0, 0]
+        self.experts_per_image = []
+
+    def add(self, decision, num_images, num_tokens):
+        def by_image(values):
+            # Without the images that only fill up groups.
+            values = values.reshape(-1, num_tokens, *values.shape[2:])
+            return values[:num_images]
+
+        valid = by_image(decision.summary["valid"])
+        # (images, tokens, E) each
+        taken, weights, given = map(by_image, experts_of_tokens(decision))
+        self.experts_per_image.append(taken.any(1).sum(-1))
+        self.tokens_by_position += valid.sum(0)
+        self.weight_by_position += weights.sum(0, dtype="float64")
+        largest = -np.sort(-given[valid], axis=-1)[..., : self.choices]
+        self.histogram += np.stack(
+            [np.histogram(x, NUM_BINS, (0.0, 1.0))[0] for x in largest.T]
+        )
+        probabilities = weights
+        if not isinstance(decision.routing, DenseRouting):
+            probabilities = taken / np.maximum(taken.sum(-1, keepdims=True), 1)
+        probabilities = probabilities.astype("float64")
+        self.joint[0] += probabilities.sum(axis=0)
+        rows = slice(self.num_images, self.num_images + num_images)
+        self.num_images += num_images
+        if self.labels is not None:
+            check_labels(max(rows.stop, len(self.labels)), self.labels)
+            # The mean of a fully masked sequence is zero.
+            count = np.maximum(valid.sum(1), 1)[:, None]
+            mean = weights.sum(1, dtype="float64") / count
+            classes = np.arange(self.labels.max() + 1)[:, None]
+            self.weight_by_class += (classes == self.labels[rows]) @ mean
+            for place, labels in enumerate((self.labels, self.shuffled), start=1):
+                of_images = probabilities.sum(axis=1)
+                self.joint[place] += (classes == labels[rows]) @ of_images
+
+    def fields(self):
+        """Return the attributes of `BlockStatistics` that are of images, a dict."""
+        by_position = np.maximum(self.tokens_by_position, 1)[:, None]
+        weight_by_class = label = chance = None
+        if self.labels is not None:
+            check_labels(self.num_images, self.labels)
+            count = np.bincount(self.labels)[:, None]
+            with np.errstate(invalid="ignore"):
+                weight_by_class = self.weight_by_class / count
+            label, chance = map(_information, self.joint[1:])
+        positions = self.joint[0]
+        information = ExpertInformation(
+            _entropy(positions.sum(axis=0)), _information(positions), label, chance
+        )
+        return {
+            "experts_per_image": np.concatenate(self.experts_per_image),
+            "weight_by_position": self.weight_by_position / by_position,
+            "weight_by_class": weight_by_class,
+            "choice_histogram": self.histogram,
+            "information": information,
+        }
+
+
+def experts_of_tokens(decision):
+    """Return the experts that take a token, and their weights for it.
+
+    Args:
+        decision: `Decision` of NumPy arrays with a complete summary.
+
+    Returns:
+        Three `(G, S, E)` arrays: bool, whether the expert takes the token; the weight
+        of its output; the weight that the router gives it.
+    """
+    routing, summary = decision
+    if isinstance(routing, SlotRouting):
+        num_groups, num_tokens = summary["valid"].shape
+        weights = np.zeros((num_groups, num_tokens, routing.filled.shape[1]), "float32")
+        taken = weights.astype("bool")
+        group, expert, _ = slots = np.nonzero(routing.filled)
+        place = group, routing.token[slots], expert
+        taken[place] = True
+        np.add.at(weights, place, routing.gate[slots])
+    elif isinstance(routing, ChoiceRouting):
+        experts = np.arange(len(routing.count))
+        # (G, S, K, E)
+        chosen = routing.expert[..., None] == experts
+        taken = (chosen & routing.kept[..., None]).any(axis=2)
+        weights = (chosen * routing.gate[..., None]).sum(axis=2)
+    else:
+        taken = routing.dispatch.any(axis=-1)
+        weights = routing.combine.sum(axis=-1)
+    return taken, weights, summary.get("probabilities", weights)
+
+
+def check_labels(num_images, labels):
+    """Raise unless there is one label for each image."""
+    if len(labels) != num_images:
+        raise ValueError(
+            "Each image has one label. Received: "
+            f"{num_images} images, {len(labels)} labels."
+        )
+
+
+def _load_and_dropped(decision):
+    """Return the load of experts, `(G, E)`, and which tokens are dropped, `(G, S)`.
+
+    Padding counts in neither.
+    """
+    routing, summary = decision
+    if not isinstance(routing, DenseRouting):
+        return summary["load"], summary["dropped"]
+    valid = summary["valid"]
+    # (G, S, E)
+    weight = routing.combine.sum(axis=-1)
+    dropped = valid & ~routing.dispatch.any(axis=(2, 3))
+    return (weight * valid[..., None]).sum(axis=1, dtype="float64"), dropped
+
+
+def _demand(decision, choices):
+    """Return how many tokens want each expert, `(E,)`; zeros if that is unknown."""
+    selection = decision.summary.get("selection")
+    if selection is None:
+        return np.zeros(1)
+    wanted = np.argsort(-selection, axis=-1, kind="stable")[..., :choices]
+    wanted = wanted[decision.summary["valid"]].ravel()
+    return np.bincount(wanted, minlength=selection.shape[-1]).astype("float64")
+
+
+def _information(joint):
+    """Return the mutual information of rows and columns of a table, in bits."""
+    return max(
+        _entropy(joint.sum(0)) + _entropy(joint.sum(1)) - _entropy(joint.ravel()), 0.0
+    )
+
+
+def _entropy(weights):
+    probabilities = weights[weights > 0] / weights.sum()
+    return float(-np.sum(probabilities * np.log2(probabilities)))

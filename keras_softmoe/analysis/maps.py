@@ -1,0 +1,418 @@
+"""Routing of some inputs, patch by patch and word by word, and examples of experts."""
+
+from typing import NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_softmoe.analysis.blocks import experts_of_tokens
+from keras_softmoe.analysis.figures import figure_method
+from keras_softmoe.analysis.streaming import tokens_per_input
+from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting, to_dense
+from keras_softmoe.ops.routing import to_slots
+
+# Patches and words of each expert.
+_MOST_PATCHES = 10
+_MOST_EXAMPLES = 12
+
+
+class ExpertPatches(NamedTuple):
+    """The patches that each expert of a block takes with the largest weights.
+
+    Attributes:
+        share: `(E,)` float64 array, the share of each expert of all patches that are
+            taken.
+        pictures: list of `E` arrays `(n, 3 h, 3 w, channels)` float32 in `[-1, 1]`, a
+            patch of `h` by `w` pixels and its surroundings, NaN outside the image.
+        weights: list of `E` arrays `(n,)`, the weights of the expert's output, falling.
+    """
+
+    share: np.ndarray
+    pictures: list
+    weights: list
+
+
+class ExpertExamples(NamedTuple):
+    """The patches and words with the highest routing probabilities for each expert.
+
+    Patches are ranked by their routing probability, with at most one patch per image
+    and expert, so that many images are shown. Words are ranked by their mean routing
+    probability over all occurrences: words always routed to the expert come first, even
+    rare ones. Padding is treated like any other word.
+
+    Attributes:
+        share: dict from `"image"` and `"text"`, as there were images and captions, to
+            an `(E,)` float64 array: the share of tokens whose first choice it is.
+        patches: list of `E` arrays `(n, height, width, channels)` float32 in `[-1, 1]`:
+            patches with this expert as first choice, most probable first. `None`
+            without images.
+        patch_probabilities: list of `E` float32 arrays `(n,)`, their routing
+            probabilities. `None` without images.
+        words: list of `E` lists of str, pieces of the vocabulary as the tokenizer
+            writes them (`"▁"` begins a word), or their ids if there is no tokenizer:
+            those with the expert as first choice at least once and a probability of at
+            least the even share `1/E`, most probable first. `None` without captions.
+        word_probabilities: list of `E` float64 arrays, their mean routing
+            probabilities over all occurrences. `None` without captions.
+    """
+
+    share: dict
+    patches: list | None
+    patch_probabilities: list | None
+    words: list | None
+    word_probabilities: list | None
+
+
+class RoutingMaps(NamedTuple):
+    """Routing of `B` images at one block, laid out on the grid of patches.
+
+    The class token, if the model has one, is left out. If a LIMoE routes text alone,
+    attributes of images are `None`; if it routes images alone, those of text.
+
+    Attributes:
+        block: int or str, the block, see `observe`.
+        group_tokens: int, tokens of a group, those of an image unless images are routed
+            together.
+        num_experts: int, `E`.
+        mixes_tokens: bool, whether slots hold mixtures of tokens.
+        images: `(B, height, width, channels)` float32 array, the images as the model
+            saw them, in `[-1, 1]`.
+        dispatch: `(B, rows, columns, E, C)` float32 array, the share of each patch in
+            slot `c` of expert `e`. Soft routers: weights that sum to one over the
+            tokens of the group. Sparse routers: 1 where the slot holds the patch,
+            else 0.
+        combine: `(B, rows, columns, E, C)` float32 array, the weight of that slot's
+            output for each patch.
+        words: list of `B` lists of str, the pieces of each caption and its padding, or
+            their ids if there is no tokenizer.
+        word_experts: `(B, sequence_length)` int array, the expert whose output counts
+            most for each piece, -1 where no expert takes it.
+        patches: `ExpertPatches` of all images of the pass. `None` for LIMoE, and for
+            routers that mix tokens.
+        examples: `ExpertExamples` of all pairs of the pass. `None` but for LIMoE.
+        discarded: dict from capacity factors to `(B, rows, columns)` bool arrays, the
+            patches that no expert takes at that capacity. `None` without
+            `capacity_factors`.
+        priority: str, the priority of the router, `None` if it has none.
+
+    Examples:
+        >>> routing = ksm.analysis.analyze(sparse, images, num_pictures=8)
+        >>> maps = routing.maps[3]
+        >>> maps.dispatch.shape[:4]
+        (8, 8, 8, 16)
+        >>> (maps.main_experts < 0).mean()  # share of dropped patches
+        >>> figure = maps.plot("experts")
+    """
+
+    block: int | str
+    group_tokens: int
+    num_experts: int
+    mixes_tokens: bool
+    images: np.ndarray | None = None
+    dispatch: np.ndarray | None = None
+    combine: np.ndarray | None = None
+    words: list | None = None
+    word_experts: np.ndarray | None = None
+    patches: ExpertPatches | None = None
+    examples: ExpertExamples | None = None
+    discarded: dict | None = None
+    priority: str | None = None
+
+    @property
+    def main_experts(self) -> np.ndarray | None:
+        """`(B, rows, columns)` int array: the expert with the largest combine weight.
+
+        Summed over its slots; -1 where no expert takes the patch. `None` without
+        images.
+        """
+        if self.combine is None:
+            return None
+        return _main_experts(self.dispatch, self.combine)
+
+    plot = figure_method("maps")
+
+
+class MapReducer:
+    """Reducer to a dict from each block to its `RoutingMaps`.
+
+    The first inputs of the first batch are kept.
+
+    Args:
+        backbone: keras.Model with the routers and a `patch_grid`.
+        num_pictures: int, inputs to keep.
+        pairs: `Pairs` of a LIMoE, `None` for a `ViTMoEBackbone`.
+    """
+
+    def __init__(self, backbone, num_pictures, pairs=None):
+        self._backbone = backbone
+        self._num_pictures = num_pictures
+        self._pairs = pairs
+        self._maps = {}
+
+    def update(self, name, decision, inputs):
+        if name in self._maps:
+            return
+        count = min(len(keras.tree.flatten(inputs)[0]), self._num_pictures)
+        router = self._backbone.routers[name]
+        self._maps[name] = RoutingMaps(
+            name,
+            decision.summary["valid"].shape[1],
+            router.num_experts,
+            router.mixes_tokens,
+            priority=getattr(router, "priority", None),
+            **self._fields(decision, inputs, count),
+        )
+
+    def result(self):
+        return self._maps
+
+    def _fields(self, decision, inputs, count):
+        """Return the attributes of images and text, a dict."""
+        grid = self._backbone.patch_grid
+        num_patches = grid[0] * grid[1]
+        if self._pairs is None:
+            images, token_ids = inputs, None
+            num_tokens = tokens_per_input(self._backbone)
+            # After the class token and registers
+            patches = slice(num_tokens - num_patches, num_tokens)
+        else:
+            images, token_ids = self._pairs.halves(inputs)
+            num_tokens = sum(self._pairs.tokens_of.values())
+            patches = slice(num_patches)
+        weights = _weights(decision, num_tokens, count)
+        found = {}
+        if images is not None:
+            dispatch, combine = (_on_grid(x[:, patches], grid) for x in weights)
+            found |= {
+                "images": images[:count],
+                "dispatch": dispatch,
+                "combine": combine,
+            }
+        if token_ids is not None:
+            text = [x[:, -self._pairs.tokens_of["text"] :] for x in weights]
+            found["word_experts"] = _main_experts(*text)
+            tokenizer = self._pairs.tokenizer
+            found["words"] = [pieces(tokenizer, ids) for ids in token_ids[:count]]
+        return found
+
+
+def _weights(decision, num_tokens, count):
+    """Return dispatch and combine weights of the first inputs, `(B, T, E, C)` each."""
+    routing = decision.routing
+    group_tokens = decision.summary["valid"].shape[1]
+    if isinstance(routing, ChoiceRouting):
+        routing = SlotRouting(*to_slots(routing, group_tokens))
+    groups = -(-count * num_tokens // group_tokens)
+    kind = DenseRouting if isinstance(routing, DenseRouting) else SlotRouting
+    first = kind(*(ops.convert_to_numpy(x)[:groups] for x in routing))
+    return [
+        ops.convert_to_numpy(x).reshape(-1, num_tokens, *x.shape[2:])[:count]
+        for x in to_dense(first, group_tokens)
+    ]
+
+
+def _on_grid(weights, grid):
+    """Lay `(B, rows * columns, E, C)` out as `(B, rows, columns, E, C)`."""
+    return weights.reshape(len(weights), *grid, *weights.shape[2:])
+
+
+def _main_experts(dispatch, combine):
+    """Return the expert of the largest weight, `(...)`, of `(..., E, C)` weights."""
+    # (..., E)
+    weight = combine.sum(axis=-1)
+    dropped = dispatch.sum(axis=(-2, -1)) == 0
+    return np.where(dropped, -1, weight.argmax(axis=-1))
+
+
+# === Examples of experts ===
+
+
+class PatchReducer:
+    """Reducer to a dict from some blocks of a `ViTMoEBackbone` to `ExpertPatches`."""
+
+    def __init__(self, backbone, blocks):
+        self._grid = backbone.patch_grid
+        self._num_tokens = tokens_per_input(backbone)
+        experts = {block: backbone.routers[block].num_experts for block in blocks}
+        self._count = {block: np.zeros(count) for block, count in experts.items()}
+        self._best = {
+            block: [_Best(_MOST_PATCHES) for _ in range(count)]
+            for block, count in experts.items()
+        }
+
+    def update(self, name, decision, inputs):
+        if name not in self._count:
+            return
+        num_patches = self._grid[0] * self._grid[1]
+        # (images, patches, E) each, without a class token and padding
+        taken, weights = (
+            x.reshape(-1, self._num_tokens, x.shape[-1])[: len(inputs), -num_patches:]
+            for x in experts_of_tokens(decision)[:2]
+        )
+        self._count[name] += taken.sum((0, 1))
+        weights = np.where(taken, weights, -1.0)
+
+        def picture(index):
+            image, patch = index
+            place = np.unravel_index(patch, self._grid)
+            return _with_neighbours(inputs[image], place, self._grid)
+
+        for expert, best in enumerate(self._best[name]):
+            best.add(weights[..., expert], picture)
+
+    def result(self):
+        return {
+            block: ExpertPatches(
+                self._count[block] / max(self._count[block].sum(), 1),
+                [x.pictures for x in best],
+                [x.weights for x in best],
+            )
+            for block, best in self._best.items()
+        }
+
+
+class ExampleReducer:
+    """Reducer of a pass over `Pairs`: from each block to its `ExpertExamples`.
+
+    An expert has at most `count` patches and at most `count` words.
+    """
+
+    def __init__(self, pairs, count=_MOST_EXAMPLES):
+        self._pairs = pairs
+        self._count = count
+        # The shares, patches and words of each block.
+        self._routed, self._patches, self._words = {}, {}, {}
+        for block, router in pairs.routers.items():
+            experts = router.num_experts
+            self._routed[block] = dict.fromkeys(pairs.tokens_of, 0)
+            self._patches[block] = [_Best(count) for _ in range(experts)]
+            self._words[block] = _WordCounts(pairs.backbone.vocabulary_size, experts)
+
+    def update(self, name, decision, inputs):
+        images, token_ids = self._pairs.halves(inputs)
+        num_pairs = len(token_ids if images is None else images)
+        for modality in self._pairs.tokens_of:
+            # (B, T), and twice (B, T, E)
+            valid, probabilities, selection = (
+                self._pairs.by_pair(decision.summary[key], modality, num_pairs)
+                for key in ("valid", "probabilities", "selection")
+            )
+            first = selection.argmax(-1)
+            self._routed[name][modality] += np.bincount(
+                first[valid], minlength=selection.shape[-1]
+            )
+            if modality == "text":
+                words = self._words[name]
+                words.add(token_ids[valid], probabilities[valid], first[valid])
+                continue
+            cut = _patches(images, self._pairs.backbone.patch_grid)
+            for expert, best in enumerate(self._patches[name]):
+                probability = probabilities[..., expert]
+                chosen = np.where(first == expert, probability, -1.0)
+                best.add(chosen, cut.__getitem__)
+
+    def result(self):
+        return {block: self._examples(block) for block in self._routed}
+
+    def _examples(self, block):
+        routed = self._routed[block]
+        found = dict.fromkeys(ExpertExamples._fields[1:])
+        if "image" in routed:
+            found["patches"] = [best.pictures for best in self._patches[block]]
+            found["patch_probabilities"] = [
+                best.weights.astype("float32") for best in self._patches[block]
+            ]
+        if "text" in routed:
+            ids, found["word_probabilities"] = self._words[block].surest(self._count)
+            found["words"] = [pieces(self._pairs.tokenizer, i) for i in ids]
+        share = {name: count / count.sum() for name, count in routed.items()}
+        return ExpertExamples(share, **found)
+
+
+def pieces(tokenizer, ids):
+    """Return the pieces of text with some ids, or the ids if there is no tokenizer."""
+    if tokenizer is None:
+        return [str(i) for i in ids]
+    return [tokenizer.id_to_token(int(i)) for i in ids]
+
+
+class _Best:
+    """The patches with the largest weights so far, of an image one at most."""
+
+    def __init__(self, count):
+        self._count = count
+        # Pairs of weight and picture, the largest weight first.
+        self._found = []
+
+    def add(self, weights, picture):
+        """Add patches of some images.
+
+        Args:
+            weights: `(B, T)` array, -1 for patches that do not count.
+            picture: callable from a pair, the indices of image and patch, to a picture.
+        """
+        patches = weights.argmax(axis=-1)
+        best = weights[np.arange(len(weights)), patches]
+        # Stable: of equals the first.
+        for image in np.argsort(-best, kind="stable")[: self._count]:
+            if best[image] >= 0:
+                found = picture((image, patches[image]))
+                self._found.append((best[image], found))
+        self._found.sort(key=lambda pair: -pair[0])
+        del self._found[self._count :]
+
+    @property
+    def pictures(self):
+        return np.array([picture for _, picture in self._found])
+
+    @property
+    def weights(self):
+        return np.array([weight for weight, _ in self._found])
+
+
+class _WordCounts:
+    """Mean probabilities and first choices of all pieces of the vocabulary."""
+
+    def __init__(self, vocabulary_size, num_experts):
+        self.count = np.zeros(vocabulary_size, "int64")
+        self.probability = np.zeros((vocabulary_size, num_experts))
+        self.chosen = np.zeros((vocabulary_size, num_experts), bool)
+
+    def add(self, token_ids, probabilities, first):
+        """Add tokens: `(N,)` ids, `(N, E)` probabilities and `(N,)` first choices."""
+        np.add.at(self.count, token_ids, 1)
+        np.add.at(self.probability, token_ids, probabilities)
+        self.chosen[token_ids, first] = True
+
+    def surest(self, count):
+        """Return ids and mean probabilities for each expert, falling."""
+        ids, probabilities = [], []
+        for chosen, total in zip(self.chosen.T, self.probability.T, strict=True):
+            (candidates,) = np.nonzero(chosen)
+            mean = total[candidates] / self.count[candidates]
+            even = mean >= 1 / self.chosen.shape[1]
+            candidates, mean = candidates[even], mean[even]
+            # Ties go to the more frequent word.
+            order = np.lexsort((-self.count[candidates], -mean))[:count]
+            ids.append(candidates[order])
+            probabilities.append(mean[order])
+        return ids, probabilities
+
+
+def _patches(images, grid):
+    """Cut `(B, height, width, channels)` images into `(B, T, h, w, channels)`."""
+    batch, height, width, channels = images.shape
+    rows, columns = grid
+    size = height // rows, width // columns
+    cut = images.reshape(batch, rows, size[0], columns, size[1], channels)
+    return cut.swapaxes(2, 3).reshape(batch, rows * columns, *size, channels)
+
+
+def _with_neighbours(image, place, grid):
+    """Return the patch at a place of the grid and the eight around it, NaN outside."""
+    height, width = image.shape[0] // grid[0], image.shape[1] // grid[1]
+    top, left = place[0] * height, place[1] * width
+    around = ((height, height), (width, width), (0, 0))
+    padded = np.pad(image, around, constant_values=np.nan)
+    return padded[top : top + 3 * height, left : left + 3 * width]

@@ -1,0 +1,164 @@
+"""Routing in the logs of a training."""
+
+from collections import deque
+from collections.abc import Callable
+
+import keras
+import numpy as np
+
+from keras_softmoe.analysis.routing import analyze
+from keras_softmoe.checks import check_whole_numbers
+from keras_softmoe.types import Data, Texts
+
+
+class RoutingMonitor(keras.callbacks.Callback):
+    """Callback that adds the routing of some data to the logs of each epoch.
+
+    For each MoE block, by its name in `analysis.observe`:
+
+    - `dispatch_sharpness_BLOCK` and `combine_sharpness_BLOCK` of a soft router: the
+      mean over slots (or tokens) of the largest weight, in even shares. At 1 every slot
+      is the mean of the image: the layer does not route. If the initial scale is too
+      small for the length of the training it stays there, see
+      `SoftRouter(initial_scale=...)`.
+    - `dropped_BLOCK`, `imbalance_BLOCK` and `demand_imbalance_BLOCK` of the others: the
+      share of tokens that no expert takes, the largest load over the mean, and the same
+      of the demand, before experts are full.
+
+    Callbacks after it see them as metrics, the history of `fit` and
+    `keras.callbacks.TensorBoard` among them.
+
+    For a LIMoE whose tokens choose experts, `usage` is also measured: the share of a
+    modality's tokens that each expert processes, by which `models.prune_experts` and
+    `evaluation.pruning_curve` choose the experts to keep.
+
+    Args:
+        data: images, or as `analysis.observe` takes them. A few hundred are enough.
+            `None` for the text of a LIMoE alone.
+        captions: for a LIMoE, `N` str or `(N, sequence_length)` ints.
+        every: int, steps of the optimizer between measurements of the usage. At the end
+            of each epoch if `None`.
+        last: int, how many of the last measurements of the usage are averaged.
+        batch_size: int, inputs of an array at a time.
+        preprocessor: as in `analysis.observe`.
+
+    Raises:
+        ValueError: if `every` or `last` is under one; at the beginning of the training,
+            if the model has no routers or does not take the data.
+
+    Source: Soft MoE, appendix E (figures 13 and 14). LIMoE, appendix E.4: the last
+    2,500 steps, measured every 50 steps, on the batches of the training itself. Here
+    the pairs are always the same, and they are routed as outside of training, without
+    noise.
+
+    Examples:
+        >>> monitor = ksm.analysis.RoutingMonitor(images)
+        >>> soft.compile("sgd")
+        >>> history = soft.fit(images, labels, epochs=2, callbacks=[monitor])
+        >>> [name for name in history.history if "sharpness" in name]
+
+        The usage of experts by text:
+
+        >>> monitor = ksm.analysis.RoutingMonitor(scenes, captions, every=1)
+        >>> limoe.fit(scenes, captions, epochs=1, callbacks=[monitor])
+        >>> pruned = ksm.models.prune_experts(
+        ...     limoe, monitor.usage("text"), num_experts=4
+        ... )
+    """
+
+    def __init__(
+        self,
+        data: Data = None,
+        captions: Texts | None = None,
+        every: int | None = None,
+        last: int = 50,
+        batch_size: int = 64,
+        preprocessor: Callable | None = None,
+    ):
+        super().__init__()
+        check_whole_numbers(1, last=last)
+        if every is not None:
+            check_whole_numbers(1, every=every)
+        self.data, self.captions = data, captions
+        self.every, self.last = every, last
+        self.batch_size = batch_size
+        self.preprocessor = preprocessor
+        self._shares = deque(maxlen=last)
+
+    def usage(self, modality: str | None) -> dict:
+        """Return the mean share of a modality's tokens that each expert processes.
+
+        Args:
+            modality: `"image"` or `"text"`.
+
+        Returns:
+            dict from the index of each MoE block to an `(E,)` float64 array.
+
+        Raises:
+            ValueError: if nothing was measured yet, or not this modality.
+        """
+        blocks = self._shares[0] if self._shares else {}
+        measured = next(iter(blocks.values()), {})
+        if modality not in measured:
+            when = "epoch" if self.every is None else f"{self.every} steps"
+            raise ValueError(
+                "There is a usage of the modalities that were measured, every "
+                f"{when} of a training: {list(measured)}. Received: "
+                f"modality={modality!r}."
+            )
+        return {
+            block: np.mean([shares[block][modality] for shares in self._shares], axis=0)
+            for block in blocks
+        }
+
+    def on_train_begin(self, logs=None):
+        self._shares.clear()
+        self._steps = 0
+        # An error comes before work starts.
+        if self.model.built:
+            self._analyzed()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._batches = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        # With several steps in an execution `batch` is the last of them.
+        before, self._steps = self._steps, self._steps + batch + 1 - self._batches
+        self._batches = batch + 1
+        if self.every and before // self.every != self._steps // self.every:
+            self._note_usage(self._analyzed().modalities)
+
+    def on_epoch_end(self, epoch, logs=None):
+        routing = self._analyzed()
+        if self.every is None:
+            self._note_usage(routing.modalities)
+        if logs is None:
+            return
+        for block, statistics in routing.soft.items():
+            logs[f"dispatch_sharpness_{block}"] = statistics.dispatch_sharpness
+            logs[f"combine_sharpness_{block}"] = statistics.combine_sharpness
+        for block, statistics in routing.blocks.items():
+            if block not in routing.soft:
+                logs[f"dropped_{block}"] = statistics.dropped
+                logs[f"imbalance_{block}"] = statistics.imbalance
+                if statistics.demand is not None:
+                    logs[f"demand_imbalance_{block}"] = statistics.demand_imbalance
+
+    def _analyzed(self):
+        return analyze(
+            self.model,
+            self.data,
+            captions=self.captions,
+            batch_size=self.batch_size,
+            preprocessor=self.preprocessor,
+            verbose=0,
+        )
+
+    def _note_usage(self, modalities):
+        if modalities:
+            self._shares.append(
+                {
+                    block: {m: s.assigned[m] / s.num_tokens[m] for m in s.num_tokens}
+                    for block, s in modalities.items()
+                }
+            )

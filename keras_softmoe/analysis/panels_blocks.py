@@ -1,0 +1,213 @@
+"""Figures of `BlockStatistics`: load, choices, experts by class and by place."""
+
+import math
+
+import numpy as np
+
+from keras_softmoe import drawing
+from keras_softmoe.analysis.panel_parts import (
+    block_panels,
+    draw_scale,
+    drawable_names,
+    end_of_scale,
+)
+
+_CHOICES = ("largest", "2nd largest", "3rd largest")
+# Up to this many names are written along the side of a panel; of more, some.
+_MOST_NAMES = 20
+
+
+def load(blocks):
+    """Draw the load of each expert over an even share."""
+    figure, panels = block_panels(blocks, 2.3, 2.0, sharey=True)
+    for ax, block in panels:
+        # Zeros if no expert takes any token.
+        relative = block.load / max(block.load.mean(), np.finfo("float32").tiny)
+        ax.bar(np.arange(len(relative)), relative, width=0.85, color=drawing.PALETTE[0])
+        ax.axhline(1.0, color="black", ls="--", lw=1.0)
+        dropped = f"dropped {100 * block.dropped:.3g}% of tokens"
+        ax.set_title(f"{ax.get_title()}\n{dropped}", fontsize=8)
+        drawing.whole_ticks(ax.xaxis, 6)
+        drawing.plain_axes(ax, 7)
+    drawing.format_ticks(figure.axes[0].yaxis, lambda value: f"{value:.3g}×")
+    drawing.label_axes(figure, "expert", "load, in even shares")
+    return figure
+
+
+def choice_weights(blocks):
+    """Draw the distribution of the largest router weights of the tokens."""
+    figure, panels = block_panels(blocks, 2.3, 2.0, sharex=True, sharey=True)
+    for ax, block in panels:
+        histogram = block.choice_histogram
+        edges = np.linspace(0, 1, histogram.shape[1] + 1)
+        names = [*_CHOICES, *(f"{k}th largest" for k in range(4, len(histogram) + 1))]
+        names = names[: len(histogram)]
+        for counts, name, color in zip(
+            histogram, names, drawing.line_colors(names), strict=True
+        ):
+            shares = counts / max(counts.sum(), 1)
+            ax.stairs(shares, edges, fill=True, color=color, alpha=0.2)
+            ax.stairs(shares, edges, color=color, lw=1.2, label=name)
+        ax.axvline(1 / len(block.load), color="0.3", ls=":", lw=1, label="1/E")
+        drawing.plain_axes(ax, 7)
+    first = figure.axes[0]
+    # After drawing, since setting limits turns automatic limits off.
+    first.set(xlim=(0, 1), ylim=(0, None))
+    drawing.as_percentages(first.yaxis)
+    first.legend(fontsize=7, title="weight", title_fontsize=7)
+    drawing.label_axes(figure, "router weight", "tokens")
+    return figure
+
+
+def experts_per_image(blocks):
+    """Draw the share of images on which so many experts work."""
+    figure, panels = block_panels(blocks, 2.3, 2.0, sharex=True, sharey=True)
+    for ax, block in panels:
+        used, num_experts = block.experts_per_image, len(block.load)
+        shares = np.bincount(used, minlength=num_experts + 1) / len(used)
+        ax.bar(range(num_experts + 1), shares, width=0.9, color=drawing.PALETTE[0])
+        label = f"mean {used.mean():.1f} of {num_experts}"
+        ax.axvline(used.mean(), color=drawing.PALETTE[1], ls="--", lw=1.2, label=label)
+        ax.legend(fontsize=7)
+        drawing.plain_axes(ax, 7)
+    drawing.whole_ticks(figure.axes[0].xaxis)
+    drawing.as_percentages(figure.axes[0].yaxis)
+    drawing.label_axes(figure, "experts that take a token of the image", "images")
+    return figure
+
+
+def by_class(blocks, class_names=None, sort=True):
+    """Draw the mean weight of each expert on the images of each class.
+
+    Args:
+        blocks: list of `BlockStatistics`.
+        class_names: sequence of str, names of the classes. A class whose name the fonts
+            of matplotlib's settings cannot draw has its number; if `None`, all have.
+        sort: bool, whether to order each panel by itself, so that structure shows: each
+            class goes with the expert that exceeds its own mean over the classes most
+            there; experts come in falling order of their largest excess. Specialized
+            experts form bright stairs downwards (faint ones appear even in noise).
+            `False`: all panels in the order of the numbers.
+    """
+    figure, panels = block_panels(blocks, 3.1, 3.1)
+    figure.axes[0].set_ylabel("class", fontsize=8)
+    for ax, block in panels:
+        # (classes, E)
+        weights = block.weight_by_class
+        names = drawable_names(class_names, len(weights))
+        classes = np.flatnonzero(~np.isnan(weights).any(axis=1))
+        experts = np.arange(weights.shape[1])
+        if sort:
+            classes, experts = _stairs(weights, classes)
+        drawn = ax.imshow(
+            weights[np.ix_(classes, experts)],
+            aspect="auto",
+            interpolation="nearest",
+            vmin=0.0,
+            vmax=end_of_scale(weights[classes], 0.995),
+        )
+        _write_names(ax.xaxis, experts, rotation=90 if len(experts) > 12 else 0)
+        _write_names(ax.yaxis, [names[index] for index in classes])
+        ax.set_xlabel("expert", fontsize=8)
+        _draw_scale(figure, drawn, ax)
+    _write_title(figure, "class")
+    return figure
+
+
+def by_position(blocks, sort=True):
+    """Draw the mean weight of each expert at each patch.
+
+    Args:
+        blocks: list of `BlockStatistics`.
+        sort: bool, whether to put the experts first, row by row, whose weight varies
+            most (largest standard deviation) over the image: those that choose patches
+            by their position. `False`: in the order of their numbers.
+    """
+    # (E, rows, columns) each
+    maps = [_position_maps(block) for block in blocks]
+    experts = [_by_variation(m) if sort else np.arange(len(m)) for m in maps]
+    # (mosaic, corners) each
+    drawn = [_mosaic(m[order]) for m, order in zip(maps, experts, strict=True)]
+    height, width = drawn[0][0].shape
+    figure, panels = block_panels(blocks, 3.1, 0.35 + 2.6 * height / width)
+    for (ax, _), values, order, (mosaic, corners) in zip(
+        panels, maps, experts, drawn, strict=True
+    ):
+        top = end_of_scale(values, 0.98)
+        image = ax.imshow(mosaic, interpolation="nearest", vmin=0.0, vmax=top)
+        for expert, (row, column) in zip(order, corners, strict=True):
+            # The edge of a patch is half a patch before its centre.
+            ax.text(column - 0.5, row - 0.6, expert, fontsize=6, ha="left", va="bottom")
+        ax.set_axis_off()
+        _draw_scale(figure, image, ax)
+    _write_title(figure, "position")
+    return figure
+
+
+# === Data ===
+
+
+def _stairs(weights, classes):
+    """Order classes and experts of `weights` `(classes, E)` so that blocks show."""
+    excess = weights[classes] - weights[classes].mean(axis=0)
+    experts = np.argsort(-excess.max(axis=0), kind="stable")
+    excess = excess[:, experts]
+    # By expert, then by falling excess.
+    order = np.lexsort((-excess.max(axis=1), excess.argmax(axis=1)))
+    return classes[order], experts
+
+
+def _position_maps(block):
+    """Return `(E, rows, columns)` weights, without class token and registers."""
+    rows, columns = block.patch_grid
+    patches = block.weight_by_position[-rows * columns :]
+    return patches.T.reshape(-1, rows, columns)
+
+
+def _by_variation(maps):
+    """Order experts by falling deviation of their maps `(E, rows, columns)`."""
+    return np.argsort(-maps.std(axis=(1, 2)), kind="stable")
+
+
+def _mosaic(maps):
+    """Put maps `(E, rows, columns)` in one array, NaN between; return corners too."""
+    count, rows, columns = maps.shape
+    # A gap between them, and above each a line for its name.
+    head, gap = max(1.0, 0.32 * rows), max(1.0, 0.12 * columns)
+    height, width = rows + round(head), columns + round(gap)
+    # About as wide as high, and with few gaps at the end.
+    square = math.ceil(math.sqrt(count * height / width))
+    widths = range(max(square - 1, 1), square + 2)
+    across = min(widths, key=lambda n: (-count % n, abs(n - square)))
+    mosaic = np.full((-(-count // across) * height, across * width), np.nan)
+    corners = []
+    for index, values in enumerate(maps):
+        row, column = divmod(index, across)
+        row, column = row * height + round(head), column * width
+        mosaic[row : row + rows, column : column + columns] = values
+        corners.append((row, column))
+    return mosaic, corners
+
+
+# === Drawing ===
+
+
+def _write_names(axis, names, rotation=0):
+    """Write as many names along an axis as fit."""
+    drawing.name_ticks(axis, range(len(names)), names, _MOST_NAMES)
+    axis.set_tick_params(labelsize=6, rotation=rotation, length=2)
+
+
+def _write_title(figure, divided):
+    title = f"Mean weight of each expert by {divided}"
+    figure.suptitle(
+        f"{title}\nwhite line on the scale: the weight if all were alike", fontsize=9
+    )
+
+
+def _draw_scale(figure, drawn, ax):
+    values = drawn.get_array()
+    extend = "max" if values.max() > drawn.norm.vmax else "neither"
+    bar = draw_scale(figure, drawn, ax, extend=extend, size=6)
+    # The value if all experts and rows were equal.
+    bar.ax.axhline(values.mean(), color="white", lw=1.5)

@@ -1,0 +1,383 @@
+"""Figures of `ModalityStatistics`: load, confidence, coverage, words and paths."""
+
+import numpy as np
+
+from keras_softmoe import drawing
+from keras_softmoe.analysis.pairs import PADDING_TAG
+from keras_softmoe.analysis.panel_parts import block_panels, chosen_experts
+
+_PADDING_COLOR = drawing.PALETTE[4]
+_MOST_EXPERT_TICKS = 8
+# A capacity that is so many times the highest bar, or the longest queue, would leave
+# no room for them.
+_FARTHEST = 2.0
+# Half the distance of two blocks, nearly.
+_HALF_WIDTH = 0.44
+# So many experts have room side by side.
+_MOST_EXPERTS = 8
+# Width in points of a line for all tokens of a modality, unless the widest line would
+# then be wider than the second number.
+_FULL_WIDTH = 22.0
+_WIDEST = 8.0
+_ALPHA = 0.6
+# Radius of an expert, in units of the distance of two experts.
+_RADIUS = 0.3
+
+
+def modality_load(blocks):
+    """Draw the tokens of images and text that choose each expert."""
+    matplotlib = drawing.import_matplotlib()
+    figure, panels = block_panels(blocks, 2.7, 2.0, sharey=True)
+    top = max(max(sum(block.chosen.values())) for _, block in panels)
+    handles = {}
+    for ax, block in panels:
+        bottom = 0
+        for label, counts, style in _layers_of_bars(block):
+            if not counts.any():
+                continue
+            places = np.arange(len(counts))
+            bars = ax.bar(places, counts, 0.85, bottom, label=label, **style)
+            handles.setdefault(label, bars)
+            bottom = bottom + counts
+        if block.slots <= _FARTHEST * top:
+            line = ax.axhline(block.slots, color="black", ls="--", lw=1.1)
+            handles.setdefault("capacity", line)
+        else:
+            ax.margins(y=0.15)
+            ax.text(
+                *(0.98, 0.97, f"capacity {block.slots:,} ↑"),
+                transform=ax.transAxes,
+                fontsize=7,
+                ha="right",
+                va="top",
+            )
+        experts = range(len(block.padding))
+        drawing.name_ticks(ax.xaxis, experts, experts, _MOST_EXPERT_TICKS)
+        drawing.plain_axes(ax, 7)
+    thousands = matplotlib.ticker.EngFormatter(sep="")
+    figure.axes[0].yaxis.set_major_formatter(thousands)
+    drawing.label_axes(figure, "expert", "tokens")
+    drawing.legend_beside(figure, handles)
+    return figure
+
+
+def confidence(blocks):
+    """Draw the distribution of the largest routing probability of each token."""
+    places = np.arange(len(blocks))
+    figure = drawing.new_figure(max(4.2, 1.6 + 0.85 * len(blocks)), 3.4)
+    ax = figure.subplots()
+    for place, block in enumerate(blocks):
+        for name, histogram in block.confidence_histogram.items():
+            side = -_HALF_WIDTH if name == "text" else _HALF_WIDTH
+            edges = np.linspace(0, 1, len(histogram) + 1)
+            ax.stairs(
+                place + side * histogram / histogram.max(),
+                edges,
+                baseline=place,
+                orientation="horizontal",
+                fill=True,
+                color=drawing.MODALITY_COLORS[name],
+                alpha=0.3,
+                lw=0,
+            )
+    for name in modalities_of(blocks):
+        drawing.draw_means(
+            ax,
+            places + {"text": -0.04, "image": 0.04}[name],
+            [block.confidence_mean[name] for block in blocks],
+            [block.confidence_std[name] for block in blocks],
+            limits=(0, 1),
+            label=name,
+            **drawing.MODALITY_STYLES[name],
+        )
+    least = [1 / len(block.padding) for block in blocks]
+    style = {"colors": "0.3", "ls": ":", "lw": 1, "label": "1/E"}
+    ax.hlines(least, places - 0.5, places + 0.5, **style)
+    ax.set(xlim=(-0.5, len(blocks) - 0.5), ylim=(0, 1.04))
+    ax.set_xticks(places, [drawing.block_title(block.block) for block in blocks])
+    drawing.plain_axes(ax)
+    drawing.as_percentages(ax.yaxis)
+    drawing.label_axes(ax, y="largest routing probability")
+    drawing.legend_beside(figure, drawing.labelled(ax))
+    return figure
+
+
+def coverage(blocks, share=0.9):
+    """Draw the share of tokens whose first choice is among the most used experts.
+
+    Args:
+        blocks: list of `ModalityStatistics`.
+        share: float in `(0, 1]`. The legend lists the number of experts that each block
+            needs for this share of the tokens.
+    """
+    modalities = modalities_of(blocks)
+    # Shades, since distinct colours denote modalities.
+    styles = drawing.line_styles([], drawing.shades(len(blocks)))
+    figure, axes = drawing.panel_grid(
+        len(modalities), 3.6, 2.8, sharex=True, sharey=True
+    )
+    for ax, name in zip(axes, modalities, strict=True):
+        for block, style in zip(blocks, styles, strict=True):
+            shares = block.coverage[name]
+            needed = block.experts_needed(share)[name]
+            label = f"{drawing.block_title(block.block)}: {needed}"
+            ax.plot(np.arange(1, len(shares) + 1), shares, label=label, **style)
+        most = max(len(block.padding) for block in blocks)
+        ax.plot([0, most], [0, 1], color="0.5", ls=":", lw=1)
+        ax.axhline(share, color="0.35", ls="--", lw=1)
+        ax.set_title(name, fontsize=9)
+        drawing.whole_ticks(ax.xaxis)
+        ax.legend(
+            fontsize=7,
+            loc="lower right",
+            title=f"experts for {100 * share:g}%",
+            title_fontsize=7,
+        )
+        drawing.plain_axes(ax)
+    axes[0].set(xlim=(0, most + 0.3), ylim=(0, 1.03))
+    drawing.as_percentages(axes[0].yaxis)
+    drawing.label_axes(axes[0], y="tokens whose first choice is kept")
+    drawing.label_axes(figure, "experts kept")
+    return figure
+
+
+def words(blocks):
+    """Draw the kinds of words of which the text of each expert consists."""
+    figure, panels = block_panels(blocks, 3.0, 2.2, sharey=True)
+    tags = [tag for tag in blocks[0].words.tags if tag != PADDING_TAG]
+    colors = dict(zip(tags, _colors(len(tags)), strict=True))
+    colors[PADDING_TAG] = drawing.DROPPED
+    handles = {}
+    for ax, block in panels:
+        text = block.words
+        (experts,) = np.nonzero(text.assigned.any(axis=0))
+        # (T, bars)
+        everything = text.num_tokens / text.num_tokens.sum()
+        shares = np.c_[text.share[:, experts], everything]
+        places = np.arange(shares.shape[1])
+        bottom = np.zeros(len(places))
+        for tag, heights in zip(text.tags, shares, strict=True):
+            bars = ax.bar(places, heights, 0.8, bottom, color=colors[tag], label=tag)
+            handles.setdefault(tag, bars)
+            bottom = bottom + heights
+        parts = text.assigned[:, experts].sum(axis=0) / text.num_tokens.sum()
+        for place, part in enumerate(parts):
+            ax.text(place, 1.01, f"{100 * part:.0f}%", ha="center", fontsize=6)
+        drawing.plain_axes(ax, 7)
+        ax.set_xticks(places, [*map(str, experts), "all"])
+        ax.set_ylim(0, 1.1)
+    drawing.as_percentages(figure.axes[0].yaxis)
+    drawing.label_axes(figure, "expert", "share of its text")
+    # As the bars: the first below.
+    drawing.legend_beside(figure, dict(reversed(handles.items())))
+    return figure
+
+
+def priorities(blocks, experts=None):
+    """Draw the places of tokens in the queue for each expert.
+
+    Args:
+        blocks: list of `ModalityStatistics`.
+        experts: sequence of experts to show. If `None` all, up to eight: those that
+            most text tokens choose (patches, if there is no text).
+    """
+    experts = _shown_experts(blocks, experts)
+    figure = drawing.new_figure(2.2 + 1.35 * len(experts), 0.6 + 1.25 * len(blocks))
+    axes = figure.subplots(
+        len(blocks), len(experts), squeeze=False, sharex="row", sharey=True
+    )
+    handles = {}
+    for row, block in zip(axes, blocks, strict=True):
+        longest = max(_queue_length(queue) for queue in block.queue.values())
+        longest *= block.queue_step
+        for ax, expert in zip(row, experts, strict=True):
+            if expert >= len(block.padding):
+                ax.set_axis_off()
+                continue
+            handles |= _draw_queue(ax, block, expert)
+            if block.capacity <= _FARTHEST * longest:
+                line = ax.axvline(block.capacity, color="black", ls="--", lw=1)
+                handles["capacity"] = line
+            drawing.plain_axes(ax, 7)
+            drawing.whole_ticks(ax.xaxis, 3)
+        if block.capacity <= _FARTHEST * longest:
+            longest = max(longest, block.capacity)
+        row[0].set(xlim=(0, 1.05 * longest), ylim=(0, 1.03))
+        drawing.label_axes(row[0], y=drawing.block_title(block.block))
+    for ax, expert in zip(axes[0], experts, strict=True):
+        ax.set_title(f"expert {expert}", fontsize=9)
+    drawing.as_percentages(axes[0, 0].yaxis)
+    drawing.label_axes(
+        figure, "place in the queue", "groups with a token at this place"
+    )
+    drawing.legend_beside(figure, handles)
+    return figure
+
+
+def trajectories(blocks, least=0.02):
+    """Draw the paths of tokens from the experts of one block to those of the next.
+
+    Args:
+        blocks: list of `ModalityStatistics`, of two blocks or more that follow each
+            other.
+        least: float, the share of the tokens of a modality from which on a path is
+            shown.
+    """
+    matplotlib = drawing.import_matplotlib()
+    _check_steps(blocks)
+    sizes = [len(block.padding) for block in blocks]
+    size = 2.4 + 1.5 * (len(blocks) - 1), 0.6 + 0.42 * max(sizes)
+    figure = drawing.new_figure(*size)
+    ax = figure.subplots()
+    # Image first: its many lines would hide those of text.
+    drawn = modalities_of(blocks)[::-1]
+    # (E, E) for each step and modality
+    shares = {
+        (column, name): block.transitions[name] / block.num_tokens[name]
+        for column, block in enumerate(blocks[:-1])
+        for name in drawn
+    }
+    most = max(share.max() for share in shares.values())
+    full_width = min(_FULL_WIDTH, _WIDEST / most)
+    reached = set()
+    for (column, name), share in shares.items():
+        shift = {"text": -0.1, "image": 0.1}[name] * (len(drawn) - 1)
+        for here, there in np.argwhere(share >= least):
+            _draw_path(
+                ax,
+                (column, here + shift),
+                (column + 1, there + shift),
+                color=drawing.MODALITY_COLORS[name],
+                lw=full_width * share[here, there],
+            )
+            reached |= {(column, int(here)), (column + 1, int(there))}
+    for column, size in enumerate(sizes):
+        for expert in range(size):
+            _draw_expert(ax, column, expert, (column, expert) in reached)
+    lines = {name: (drawing.MODALITY_COLORS[name], 3) for name in reversed(drawn)}
+    lines |= {
+        f"{100 * share:g}% of text\nor of patches": ("0.5", full_width * share)
+        for share in (0.05, 0.2)
+    }
+    handles = {
+        label: matplotlib.lines.Line2D([], [], color=color, lw=width, alpha=_ALPHA)
+        for label, (color, width) in lines.items()
+    }
+    drawing.legend_beside(figure, handles)
+    ax.set_xticks(
+        range(len(blocks)), [drawing.block_title(block.block) for block in blocks]
+    )
+    ax.tick_params(labelsize=9, length=0, top=False, labeltop=True, labelbottom=False)
+    ax.set(xlim=(-0.35, len(blocks) - 0.65), ylim=(max(sizes) - 0.4, -0.6), yticks=[])
+    ax.spines[:].set_visible(False)
+    return figure
+
+
+# === Bars ===
+
+
+def modalities_of(blocks):
+    """Return the modalities in statistics of blocks, text first."""
+    return [name for name in drawing.MODALITY_COLORS if name in blocks[0].num_tokens]
+
+
+def _layers_of_bars(block):
+    """Yield label, `(E,)` counts and style of bars, from the bottom."""
+    text, image = (block.assigned.get(n, block.padding * 0) for n in ("text", "image"))
+    colors = drawing.MODALITY_COLORS
+    yield "text: words", text - block.padding, {"color": colors["text"]}
+    yield "text: padding", block.padding, {"color": _PADDING_COLOR}
+    yield "image", image, {"color": colors["image"]}
+    for name in ("text", "image"):
+        if name in block.chosen:
+            style = {
+                "facecolor": "white",
+                "edgecolor": colors[name],
+                "hatch": "/////",
+                "lw": 0.4,
+            }
+            dropped = block.chosen[name] - block.assigned[name]
+            yield f"{name}, dropped", dropped, style
+
+
+def _colors(count):
+    if count <= len(drawing.PALETTE):
+        return drawing.PALETTE[:count]
+    return drawing.shades(count)
+
+
+# === Queues ===
+
+
+def _shown_experts(blocks, experts):
+    count = max(len(block.padding) for block in blocks)
+    if experts is not None or count <= _MOST_EXPERTS:
+        return chosen_experts(experts, count)
+    name = modalities_of(blocks)[0]
+    chosen = np.zeros(count)
+    for block in blocks:
+        chosen[: len(block.padding)] += block.routed[name] / block.num_tokens[name]
+    return sorted(np.argsort(-chosen, kind="stable")[:_MOST_EXPERTS].tolist())
+
+
+def _queue_length(counts):
+    """Return the number of bins `(E, bins)` up to the last that is taken."""
+    taken = np.flatnonzero(counts.any(axis=0))
+    return taken[-1] + 1 if len(taken) else 1
+
+
+def _draw_queue(ax, block, expert):
+    """Draw the queue for an expert; return handles for the legend."""
+    handles, below = {}, 0.0
+    for name, color in drawing.MODALITY_COLORS.items():
+        if name not in block.queue:
+            continue
+        counts = block.queue[name][expert]
+        share = counts / (block.num_groups * block.queue_step)
+        edges = np.arange(len(counts) + 1) * block.queue_step
+        handles[name] = ax.stairs(
+            below + share, edges, baseline=below, fill=True, color=color, lw=0
+        )
+        below = below + share
+    return handles
+
+
+# === Paths ===
+
+
+def _check_steps(blocks):
+    *others, _ = blocks
+    if not others or any(block.transitions is None for block in others):
+        raise ValueError(
+            "Trajectories lead from one MoE block to the next: choose two blocks or "
+            "more, in their order. "
+            f"Received: statistics of the blocks {[b.block for b in blocks]}."
+        )
+
+
+def _draw_path(ax, start, end, **style):
+    matplotlib = drawing.import_matplotlib()
+    (left, top), (right, bottom) = start, end
+    middle = (left + right) / 2
+    # A curve of Bézier with two points between its ends.
+    path = matplotlib.path.Path(
+        [start, (middle, top), (middle, bottom), end], [1, 4, 4, 4]
+    )
+    style = {"fill": False, "alpha": _ALPHA, "capstyle": "butt", **style}
+    ax.add_patch(matplotlib.patches.PathPatch(path, **style))
+
+
+def _draw_expert(ax, column, expert, is_reached):
+    ax.text(
+        *(column, expert, str(expert)),
+        ha="center",
+        va="center_baseline",
+        fontsize=8,
+        color="black" if is_reached else "0.7",
+        bbox={
+            "boxstyle": f"circle,pad={_RADIUS}",
+            "facecolor": "white",
+            "edgecolor": "0.2" if is_reached else "0.8",
+            "lw": 0.8,
+        },
+    )

@@ -1,0 +1,299 @@
+"""`analyze`: statistics of all routers of a model, from one pass over data."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import keras
+from numpy.typing import ArrayLike
+
+from keras_softmoe.analysis.blocks import BlockReducer, check_labels
+from keras_softmoe.analysis.figures import FIGURES, draw
+from keras_softmoe.analysis.maps import ExampleReducer, MapReducer, PatchReducer
+from keras_softmoe.analysis.modalities import ModalityReducer, WordReducer
+from keras_softmoe.analysis.pairs import pairs_of
+from keras_softmoe.analysis.report import ModelCard, card_of, text_of, write_report
+from keras_softmoe.analysis.soft import SoftReducer
+from keras_softmoe.analysis.streaming import (
+    backbone_of,
+    chooses,
+    is_limoe,
+    observe,
+    routers_of,
+    tokens_per_input,
+)
+from keras_softmoe.checks import check_choice, check_whole_numbers
+from keras_softmoe.evaluation.sweeps import keep_settings
+from keras_softmoe.types import Data, Figure, Texts
+
+
+class Routing(NamedTuple):
+    """The routing of a model on some data, see `analyze`.
+
+    Printed, it is a table with a line for each block.
+
+    Attributes:
+        blocks: dict from each MoE block, as `observe` names it, to `BlockStatistics`.
+        soft: dict from each block with a `SoftRouter` to `SoftStatistics`.
+        modalities: dict from each block to `ModalityStatistics`, for a LIMoE whose
+            tokens choose experts. Else empty.
+        maps: dict from each block to `RoutingMaps` of some images or pairs. Empty
+            without `num_pictures`.
+        model: `ModelCard`, the model and the settings of its routers.
+
+    Examples:
+        >>> routing = ksm.analysis.analyze(sparse, images)
+        >>> {block: found.dropped for block, found in routing.blocks.items()}
+        >>> figure = routing.plot("experts_per_image")
+    """
+
+    blocks: dict
+    soft: dict
+    modalities: dict
+    maps: dict
+    model: ModelCard
+
+    def __repr__(self):
+        return text_of(self)
+
+    @property
+    def figures(self) -> list:
+        """List of str, the figures that can be drawn, see the table of figures."""
+        return [
+            name
+            for name, row in FIGURES.items()
+            if len(self._drawable(name)) >= row.least_blocks
+        ]
+
+    def plot(self, figure: str, blocks: Sequence | None = None, **options) -> Figure:
+        """Draw a figure.
+
+        Args:
+            figure: str, a name out of `figures`.
+            blocks: sequence of blocks. All to which the figure applies if `None`; the
+                first of them for a figure of one block.
+            **options: the options of the figure, see the table of figures.
+
+        Returns:
+            `matplotlib.figure.Figure`.
+
+        Raises:
+            ValueError: if the figure does not apply, or a block is missing.
+
+        Examples:
+            >>> routing = ksm.analysis.analyze(sparse, images, num_pictures=2)
+            >>> routing.figures[:3]
+            ['load', 'choice_weights', 'experts_per_image']
+            >>> figure = routing.plot("load")
+            >>> figure = routing.plot("experts", blocks=[3])
+        """
+        check_choice("figure", figure, self.figures)
+        found = self._drawable(figure)
+        if blocks is None:
+            blocks = list(found)
+            blocks = blocks[:1] if FIGURES[figure].is_of_one_block else blocks
+        blocks = list(blocks)
+        if not blocks or any(block not in found for block in blocks):
+            raise ValueError(
+                f"The figure {figure!r} shows some of the blocks {list(found)}. "
+                f"Received: blocks={blocks}."
+            )
+        return draw(figure, [found[block] for block in blocks], options)
+
+    def save(
+        self,
+        path: str | os.PathLike,
+        title: str | None = None,
+        class_names: Sequence | None = None,
+    ) -> Path:
+        """Write a page with all figures and tables: one HTML file, for any browser.
+
+        The file needs no network and no other file.
+
+        Args:
+            path: str or path of the file. Its directory is made. An older file is
+                replaced when the page is complete.
+            title: str, heading of the page. If `None`, "How ... routes", with the name
+                of the model if it was given one, else with its class.
+            class_names: optional sequence of str, names of the classes.
+
+        Returns:
+            `pathlib.Path` of the file, of 5 MB at most.
+
+        Examples:
+            >>> routing = ksm.analysis.analyze(sparse, images, labels)
+            >>> names = ksm.datasets.sample("glyphs").class_names
+            >>> routing.save("report.html", class_names=names)
+        """
+        return write_report(self, path, title, class_names)
+
+    def _drawable(self, figure):
+        """Return the statistics to which a figure applies, a dict from blocks."""
+        row = FIGURES[figure]
+        parts = getattr(self, row.part)
+        return {block: found for block, found in parts.items() if row.applies(found)}
+
+
+def analyze(
+    model: keras.Model,
+    data: Data = None,
+    labels: ArrayLike | None = None,
+    captions: Texts | None = None,
+    tagger: Callable | None = None,
+    num_pictures: int = 0,
+    capacity_factors: Sequence = (),
+    batch_size: int = 64,
+    preprocessor: Callable | None = None,
+    verbose: int = 1,
+) -> Routing:
+    """Count the routing decisions of a model, in one pass over data.
+
+    Sums are kept instead of decisions: memory does not grow with the data. Everything
+    that applies to the model is counted: the load of experts of any router; the work of
+    experts by place and class, of images in a `ViTMoEBackbone`; the weights of soft
+    routers; images and text apart, of a LIMoE. The result draws itself.
+
+    Images and captions that are given together are routed together and compete for
+    slots, as in training. Either of them alone has the capacity that the router gives
+    one modality, as in `encode_image` and `encode_text`.
+
+    Args:
+        model: any built `keras.Model` with `layers.MoE` or `layers.SoftMoE`, as in
+            `observe`.
+        data: as in `observe`; for a LIMoE `(N, height, width, channels)` images, or
+            `None` for text alone.
+        labels: optional `(N,)` int array, classes of the images, counted from 0.
+        captions: for a LIMoE, `N` str or `(N, sequence_length)` ints, or `None` for
+            images alone.
+        tagger: for a LIMoE, callable from the list of the words of a caption, str, to
+            as many tags, str. With NLTK, whose data have to be downloaded first:
+            `lambda words: [tag for _, tag in nltk.pos_tag(words, tagset="universal")]`.
+        num_pictures: int, how many of the first images or pairs (of one batch at most)
+            are kept with their routing, and shown patch by patch.
+        capacity_factors: sequence of floats. The pictures are routed again at each of
+            these capacities, to show the patches that are discarded.
+        batch_size: int, inputs of an array at a time. Pairs are rounded up to whole
+            groups, since in groups partly filled fewer tokens are dropped. The weights
+            of a batch are in memory, for soft routers `2 * batch_size * S * E * C`
+            numbers for each block.
+        preprocessor: callable applied to each batch. By default a task's own; without
+            one, images in `[-1, 1]` and token ids are expected.
+        verbose: 0 for silence, 1 for a progress bar, 2 for one line.
+
+    Returns:
+        `Routing`.
+
+    Raises:
+        ValueError: if the model is dense or not built, there are no data, the model
+            does not take them, images and labels or captions differ in number, or an
+            argument does not apply to the model.
+
+    Source: V-MoE, section 5 and appendices D and E; Soft MoE, section 3.6 and
+    appendices B, E, H and I; LIMoE, appendices B.2, E.4, F and G.
+
+    Examples:
+        >>> routing = ksm.analysis.analyze(soft, images, labels, num_pictures=2)
+        >>> {block: s.imbalance for block, s in routing.blocks.items()}
+        >>> routing.soft[3].dispatch.needed(0.9)  # of 64 tokens
+        >>> figure = routing.plot("tokens_per_slot")
+
+        Images and captions:
+
+        >>> routing = ksm.analysis.analyze(limoe, scenes, captions=captions)
+        >>> {block: s.dropped for block, s in routing.modalities.items()}
+        >>> text = ksm.analysis.analyze(limoe, captions=captions).modalities
+        >>> text[3].routed["text"].shape  # which experts text needs
+        (8,)
+    """
+    check_whole_numbers(0, num_pictures=num_pictures)
+    backbone, _ = backbone_of(model, preprocessor)
+    routers = routers_of(backbone)
+    if labels is not None and hasattr(data, "shape"):
+        check_labels(len(data), labels)
+    pairs = pairs_of(model, data, captions, preprocessor)
+    if capacity_factors:
+        _check_has_capacity(backbone, routers, num_pictures)
+    reducers = _reducers(backbone, routers, labels, tagger, num_pictures, pairs)
+    run = list(reducers.values())
+    if pairs is None:
+        results = observe(model, data, run, batch_size, preprocessor, verbose)
+    else:
+        results = pairs.observe(run, batch_size, verbose)
+    found = dict(zip(reducers, results, strict=True))
+    modalities = found.get("modalities", {})
+    for block, words in found.get("words", {}).items():
+        modalities[block] = modalities[block]._replace(words=words)
+    maps = found.get("maps", {})
+    for name in ("patches", "examples"):
+        for block, kept in found.get(name, {}).items():
+            maps[block] = maps[block]._replace(**{name: kept})
+    if capacity_factors:
+        _add_discarded(maps, backbone, capacity_factors)
+    return Routing(found["blocks"], found["soft"], modalities, maps, card_of(model))
+
+
+def _reducers(backbone, routers, labels, tagger, num_pictures, pairs):
+    """Return a dict of the reducers that apply."""
+    reducers = {
+        "blocks": BlockReducer(backbone, routers, labels),
+        "soft": SoftReducer(routers),
+    }
+    if pairs is not None and pairs.tokens_choose:
+        reducers["modalities"] = ModalityReducer(pairs)
+    if tagger is not None:
+        if "modalities" not in reducers:
+            raise ValueError(
+                "Words are those of a LIMoE whose tokens choose experts. Received: "
+                f"tagger with {type(backbone).__name__}."
+            )
+        reducers["words"] = WordReducer(pairs, tagger)
+    if num_pictures:
+        has_patches = hasattr(backbone, "patch_grid") and tokens_per_input(backbone)
+        if pairs is None and not has_patches:
+            raise ValueError(
+                "Pictures are those of images in a `ViTMoEBackbone`, of arrays of "
+                "images and captions in a `LIMoEBackbone`, or in a task that has one. "
+                f"Received: num_pictures={num_pictures} with "
+                f"{type(backbone).__name__}."
+            )
+        reducers["maps"] = MapReducer(backbone, num_pictures, pairs)
+        if pairs is None:
+            choosing = [block for block, router in routers.items() if chooses(router)]
+            reducers["patches"] = PatchReducer(backbone, choosing)
+        elif pairs.tokens_choose:
+            reducers["examples"] = ExampleReducer(pairs)
+    return reducers
+
+
+def _check_has_capacity(backbone, routers, num_pictures):
+    """Raise unless there are pictures, and routers that discard patches."""
+    if not num_pictures or is_limoe(backbone):
+        raise ValueError(
+            "Discarded patches are those of pictures in a `ViTMoEBackbone`: pass "
+            "`num_pictures=4`. Received: capacity_factors with "
+            f"num_pictures={num_pictures} and {type(backbone).__name__}."
+        )
+    for block, router in routers.items():
+        if "eval_capacity_factor" not in router.mutable_settings:
+            raise ValueError(
+                "Only routers with a capacity discard patches: those in which tokens "
+                f"or experts choose. Received: capacity_factors with block {block} of "
+                f"{type(router).__name__}."
+            )
+
+
+def _add_discarded(maps, backbone, capacity_factors):
+    """Route the pictures of maps at other capacities, and add the discarded patches."""
+    discarded = {block: {} for block in maps}
+    images = next(iter(maps.values())).images
+    with keep_settings(backbone):
+        for factor in capacity_factors:
+            # Not `capacity_factor`, which `eval_capacity_factor` may replace.
+            backbone.set_routing(eval_capacity_factor=factor)
+            reducers = [MapReducer(backbone, len(images))]
+            (found,) = observe(backbone, [images], reducers, verbose=0)
+            for block, at_factor in found.items():
+                discarded[block][factor] = at_factor.main_experts < 0
+    for block, found in discarded.items():
+        maps[block] = maps[block]._replace(discarded=found)

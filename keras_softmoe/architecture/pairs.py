@@ -1,0 +1,204 @@
+"""Models of pairs of image and text: one tower for both, or one for each."""
+
+import keras
+
+from keras_softmoe.architecture.encoder import Encoder, EncoderLayers, chain_cost
+from keras_softmoe.architecture.settings import Settings, record
+from keras_softmoe.architecture.towers import (
+    Image,
+    Text,
+    TextTower,
+    ViT,
+    patch_embedding,
+    token_embedding,
+)
+from keras_softmoe.checks import check_choice, check_whole_numbers
+from keras_softmoe.layer_cost import LayerCost, cost_of
+from keras_softmoe.layers import PositionEmbedding
+from keras_softmoe.layers.pooling import TEXT_POOLINGS, ContrastiveScale, pool
+from keras_softmoe.types import DType
+
+MODALITIES = ("image", "text")
+
+
+@record
+class LIMoE(Encoder, Text, Image):
+    """Settings of a `models.LIMoEBackbone`."""
+
+    backbone = "LIMoEBackbone"
+
+    embedding_dim: int = 512
+    image_pooling: str = "gap"
+    text_pooling: str = "gap"
+    logit_scale: float = 10.0
+    logit_bias: float | None = None
+    group_images: int | None = 32
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_whole_numbers(1, embedding_dim=self.embedding_dim)
+        for modality, pooling in self.poolings.items():
+            check_choice(f"{modality}_pooling", pooling, TEXT_POOLINGS)
+
+    @property
+    def poolings(self) -> dict[str, str]:
+        """Dict from modalities to their poolings."""
+        return {"image": self.image_pooling, "text": self.text_pooling}
+
+    def layers(self) -> "PairLayers":
+        """Make the layers, not built."""
+        return PairLayers(self)
+
+
+class PairLayers:
+    """The layers of a `LIMoE`, not built.
+
+    Args:
+        limoe: `LIMoE`.
+    """
+
+    def __init__(self, limoe):
+        self.limoe = limoe
+        dtype = limoe.dtype
+        self.embedding = {
+            "image": [
+                patch_embedding(limoe),
+                PositionEmbedding(
+                    limoe.patch_grid, dtype=dtype, name="image_position_embedding"
+                ),
+            ],
+            "text": [token_embedding(limoe)],
+        }
+        self.encoder = EncoderLayers(limoe)
+        self.attention_pooling = {
+            modality: limoe.attention_pooling(f"{modality}_attention_pooling")
+            for modality, pooling in limoe.poolings.items()
+            if pooling == "map"
+        }
+        self.projection = {
+            modality: keras.layers.Dense(
+                int(limoe.embedding_dim),
+                use_bias=False,
+                dtype=dtype,
+                name=f"{modality}_projection",
+            )
+            for modality in MODALITIES
+        }
+        self.scale = _scale(limoe)
+
+    def encode(self, inputs, training=None):
+        """Map images, token ids or both to tokens and masks.
+
+        Args:
+            inputs: dict from `"image"` and `"text"` to their inputs.
+            training: bool or `None`.
+
+        Returns:
+            Two dicts, from modalities to `(B, S, D)` tokens, and to masks of these.
+        """
+        tokens, masks = {}, {}
+        for modality, x in inputs.items():
+            for layer in self.embedding[modality]:
+                x = layer(x)
+            tokens[modality] = x
+        if self.limoe.mask_padding and "text" in inputs:
+            (embedding,) = self.embedding["text"]
+            masks["text"] = embedding.compute_mask(inputs["text"])
+        return self.encoder(tokens, training, masks or None), masks
+
+    def embed(self, modality, tokens, mask=None):
+        """Map `(B, S, D)` tokens of a modality to `(B, embedding_dim)` vectors."""
+        pooling = self.limoe.poolings[modality]
+        attention_pooling = self.attention_pooling.get(modality)
+        return self.projection[modality](pool(tokens, pooling, attention_pooling, mask))
+
+    def cost(self, batch_size, training=False) -> LayerCost:
+        """Return the cost of a batch of pairs."""
+        shapes = {
+            "image": (batch_size, *self.limoe.image_shape),
+            "text": (batch_size, self.limoe.sequence_length),
+        }
+        total, tokens = LayerCost(), {}
+        for modality in MODALITIES:
+            layers = self.embedding[modality]
+            part, tokens[modality] = chain_cost(layers, shapes[modality])
+            total += part
+        total += self.encoder.cost(tokens, training)
+        for modality, shape in tokens.items():
+            if modality in self.attention_pooling:
+                total += self.attention_pooling[modality].cost(shape)
+            vectors = (shape[0], shape[2])
+            total += cost_of(self.projection[modality], vectors)
+        return total + self.scale.cost(vectors)
+
+
+@record
+class TwoTowers(Settings):
+    """Settings of a `models.TwoTowerBackbone`, and of its towers."""
+
+    backbone = "TwoTowerBackbone"
+
+    image_backbone: ViT
+    text_backbone: TextTower
+    image_projection_dim: int | None = None
+    text_projection_dim: int | None = None
+    freeze_image: bool = False
+    logit_scale: float = 10.0
+    logit_bias: float | None = None
+    dtype: DType = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        for modality, dim in self.projection_dims.items():
+            if dim is not None:
+                check_whole_numbers(1, **{f"{modality}_projection_dim": dim})
+        image, text = (
+            self.projection_dims[modality] or tower.output_dim
+            for modality, tower in self.towers.items()
+        )
+        if image != text:
+            raise ValueError(
+                "Embeddings of images and text must have one width to be compared. "
+                f"Received: {image} for images, {text} for text. Set "
+                f"`text_projection_dim={image}`, or `image_projection_dim`."
+            )
+
+    @property
+    def towers(self) -> dict:
+        """Dict from modalities to the settings of their towers."""
+        return {"image": self.image_backbone, "text": self.text_backbone}
+
+    @property
+    def projection_dims(self) -> dict[str, int | None]:
+        """Dict from modalities to the widths of their projections."""
+        return {"image": self.image_projection_dim, "text": self.text_projection_dim}
+
+    def projections(self) -> dict[str, keras.layers.Dense]:
+        """Make the projections, dict from those modalities that have one."""
+        return {
+            modality: keras.layers.Dense(
+                int(dim),
+                kernel_initializer="lecun_normal",
+                dtype=self.dtype,
+                name=f"{modality}_projection",
+            )
+            for modality, dim in self.projection_dims.items()
+            if dim is not None
+        }
+
+    def scale(self) -> ContrastiveScale:
+        """Make the layer with the learned scale of similarities."""
+        return _scale(self)
+
+    def head_cost(self) -> LayerCost:
+        """Return the cost of projections and scale for one pair."""
+        total = self.scale().cost((1, 1))
+        for modality, layer in self.projections().items():
+            total += cost_of(layer, (1, self.towers[modality].output_dim))
+        return total
+
+
+def _scale(settings):
+    return ContrastiveScale(
+        settings.logit_scale, settings.logit_bias, name="contrastive_scale"
+    )

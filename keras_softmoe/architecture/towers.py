@@ -1,0 +1,241 @@
+"""Towers for one modality: Vision Transformers and text encoders."""
+
+from collections.abc import Sequence
+
+import keras
+
+from keras_softmoe.architecture.encoder import Encoder, EncoderLayers, chain_cost
+from keras_softmoe.architecture.settings import Settings, record
+from keras_softmoe.checks import (
+    check_choice,
+    check_whole_numbers,
+    checked_image_shape,
+    pair,
+    patch_grid,
+)
+from keras_softmoe.layer_cost import LayerCost, cost_of
+from keras_softmoe.layers import (
+    ClassToken,
+    PatchEmbedding,
+    PositionEmbedding,
+)
+from keras_softmoe.layers.embedding import (
+    POSITION_EMBEDDINGS,
+    Registers,
+    TokenEmbedding,
+)
+from keras_softmoe.layers.pooling import POOLINGS, TEXT_POOLINGS, pool
+from keras_softmoe.ops.position import RESAMPLINGS
+
+
+@record
+class Image(Settings):
+    """Settings of the images that a model takes."""
+
+    image_shape: Sequence[int]
+    patch_size: int | Sequence[int]
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._set(
+            image_shape=checked_image_shape(self.image_shape),
+            patch_size=pair(self.patch_size),
+        )
+        patch_grid(self.image_shape, self.patch_size)
+
+    @property
+    def patch_grid(self) -> tuple[int, int]:
+        """`(rows, columns)` of patches."""
+        return patch_grid(self.image_shape, self.patch_size)
+
+
+@record
+class Text(Settings):
+    """Settings of the texts that a model takes."""
+
+    vocabulary_size: int
+    sequence_length: int
+    mask_padding: bool = False
+
+
+@record
+class ViT(Encoder, Image):
+    """Settings of a `models.ViTMoEBackbone`."""
+
+    backbone = "ViTMoEBackbone"
+
+    pooling: str = "token"
+    position_embedding: str = "learned"
+    representation_dim: int | None = None
+    position_resampling: str = "bilinear"
+    num_registers: int = 0
+    activation: str = "gelu_tanh"
+    layer_norm_epsilon: float = 1e-6
+    layer_scale: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_choice("pooling", self.pooling, POOLINGS)
+        check_choice("position_embedding", self.position_embedding, POSITION_EMBEDDINGS)
+        check_choice("position_resampling", self.position_resampling, RESAMPLINGS)
+        check_whole_numbers(0, num_registers=self.num_registers)
+        if self.representation_dim is not None:
+            check_whole_numbers(1, representation_dim=self.representation_dim)
+
+    @property
+    def output_dim(self) -> int:
+        """Width of the pooled output."""
+        return self.representation_dim or self.hidden_dim
+
+    def layers(self) -> "ImageLayers":
+        """Make the layers, not built."""
+        return ImageLayers(self)
+
+
+class ImageLayers:
+    """The layers of a `ViT`, not built.
+
+    Args:
+        vit: `ViT`.
+    """
+
+    def __init__(self, vit):
+        self.vit = vit
+        dtype = vit.dtype
+        has_class_token = vit.pooling == "token"
+        self.embedding = [patch_embedding(vit)]
+        if has_class_token:
+            self.embedding.append(ClassToken(dtype=dtype, name="class_token"))
+        if vit.position_embedding != "none":
+            self.embedding.append(
+                PositionEmbedding(
+                    vit.patch_grid,
+                    kind=vit.position_embedding,
+                    has_class_token=has_class_token,
+                    resampling=vit.position_resampling,
+                    dtype=dtype,
+                    name="position_embedding",
+                )
+            )
+        if vit.num_registers:
+            self.embedding.append(
+                Registers(
+                    vit.num_registers, has_class_token, dtype=dtype, name="registers"
+                )
+            )
+        self.encoder = EncoderLayers(vit)
+        self.attention_pooling = self.pre_logits = None
+        if vit.pooling == "map":
+            self.attention_pooling = vit.attention_pooling("attention_pooling")
+        if vit.representation_dim is not None:
+            self.pre_logits = keras.layers.Dense(
+                int(vit.representation_dim),
+                activation="tanh",
+                kernel_initializer="lecun_normal",
+                dtype=dtype,
+                name="pre_logits",
+            )
+
+    def encode(self, images):
+        """Map `(B, height, width, channels)` images to `(B, S, D)` tokens."""
+        for layer in self.embedding:
+            images = layer(images)
+        return self.encoder(images)
+
+    def pool(self, tokens):
+        """Map `(B, S, D)` tokens to the pooled output."""
+        vector = pool(
+            tokens,
+            self.vit.pooling,
+            self.attention_pooling,
+            num_registers=self.vit.num_registers,
+        )
+        return vector if self.pre_logits is None else self.pre_logits(vector)
+
+    def cost(self, batch_size, training=False) -> LayerCost:
+        """Return the cost of a batch of images."""
+        total, shape = chain_cost(self.embedding, (batch_size, *self.vit.image_shape))
+        total += self.encoder.cost(shape, training)
+        if self.attention_pooling is not None:
+            total += self.attention_pooling.cost(shape)
+        if self.pre_logits is not None:
+            total += cost_of(self.pre_logits, (shape[0], shape[2]))
+        return total
+
+
+@record
+class TextTower(Encoder, Text):
+    """Settings of a `models.TextMoEBackbone`."""
+
+    backbone = "TextMoEBackbone"
+
+    pooling: str = "last"
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_choice("pooling", self.pooling, TEXT_POOLINGS)
+
+    @property
+    def output_dim(self) -> int:
+        """Width of the pooled output."""
+        return self.hidden_dim
+
+    def layers(self) -> "TextLayers":
+        """Make the layers, not built."""
+        return TextLayers(self)
+
+
+class TextLayers:
+    """The layers of a `TextTower`, not built.
+
+    Args:
+        text: `TextTower`.
+    """
+
+    def __init__(self, text):
+        self.text = text
+        self.embedding = token_embedding(text)
+        self.encoder = EncoderLayers(text)
+        self.attention_pooling = None
+        if text.pooling == "map":
+            self.attention_pooling = text.attention_pooling("attention_pooling")
+
+    def encode(self, token_ids):
+        """Map `(B, S)` token ids to `(B, S, D)` tokens and their mask, or `None`."""
+        mask = self.embedding.compute_mask(token_ids)
+        return self.encoder(self.embedding(token_ids), mask=mask), mask
+
+    def pool(self, tokens, mask):
+        """Map `(B, S, D)` tokens to the pooled output."""
+        return pool(tokens, self.text.pooling, self.attention_pooling, mask)
+
+    def cost(self, batch_size, training=False) -> LayerCost:
+        """Return the cost of a batch of texts."""
+        shape = (batch_size, self.text.sequence_length)
+        total, shape = chain_cost([self.embedding], shape)
+        total += self.encoder.cost(shape, training)
+        if self.attention_pooling is not None:
+            total += self.attention_pooling.cost(shape)
+        return total
+
+
+def patch_embedding(settings):
+    """Make the first layer for images."""
+    return PatchEmbedding(
+        settings.patch_size,
+        settings.hidden_dim,
+        dtype=settings.dtype,
+        name="patch_embedding",
+    )
+
+
+def token_embedding(settings):
+    """Make the first layer for texts."""
+    return TokenEmbedding(
+        settings.vocabulary_size,
+        settings.sequence_length,
+        settings.hidden_dim,
+        mask_padding=settings.mask_padding,
+        dtype=settings.dtype,
+        name="token_embedding",
+    )

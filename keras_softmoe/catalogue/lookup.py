@@ -1,0 +1,447 @@
+"""Entries of the catalogue: names, descriptions and directories.
+
+An entry is either a directory in KerasHub's format, with weights, or a `Row` of
+`_unreleased` or `_released`.
+"""
+
+import contextlib
+import difflib
+import functools
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from keras_softmoe.catalogue import preset_files
+from keras_softmoe.catalogue.released import released
+from keras_softmoe.catalogue.unreleased import unreleased
+from keras_softmoe.checks import check_choice, check_whole_numbers, quote
+from keras_softmoe.files import atomic_directory, restore_interrupted
+from keras_softmoe.keras_adapter.exports import has_preset_file
+
+CONFIG_FILE = "config.json"
+METADATA_FILE = "metadata.json"
+_TASK_FILE = "task.json"
+_TASK_WEIGHTS_FILE = "task.weights.h5"
+# Files that identify the directory of a preset; other directories may have a
+# `config.json`, too.
+PRESET_MARKS = (
+    METADATA_FILE,
+    _TASK_FILE,
+    "preprocessor.json",
+    "image_converter.json",
+    "tokenizer.json",
+    "model*.weights.*",
+)
+
+# Size limit for JSON files, which are read into memory; the largest here have 20 kB.
+_MAX_TEXT_BYTES = 1 << 22
+# Length limit for errors of presets: some quote the whole configuration.
+_MAX_MESSAGE = 2000
+
+# Handles that KerasHub resolves itself.
+_REMOTE = ("hf://", "kaggle://", "modelscope://")
+
+
+class Preset(NamedTuple):
+    """Entry of the catalogue.
+
+    Attributes:
+        name: str, the argument of `from_preset`.
+        kind: `"trained"`, `"convertible"` or `"architecture"`.
+        description: str, one sentence.
+        source: str, paper and section, or the training script.
+        licence: str, licence of the weights.
+        parameters: int, parameters of the backbone.
+        path: `pathlib.Path` of the directory of a trained preset. `None` for others,
+            for which `presets.write` creates one.
+        checkpoint: str or `None`, source of a convertible preset's weights.
+        accuracy: dict from data set to accuracy, from 0 to 1: the published one, or the
+            measured one of a preset trained here. May be empty; the card describes the
+            measurement. `"glyphs, center"` is of glyphs that fill the image, `"glyphs,
+            anywhere"` of those anywhere in it, `"glyphs, both layouts"` their mean.
+        image_size: `(height, width)` of the images. Those of another size are resized.
+
+    Examples:
+        >>> preset = ksm.presets.describe("soft_moe_tiny_patch4_16e_32_glyphs")
+        >>> preset.kind, preset.parameters
+    """
+
+    name: str
+    kind: str
+    description: str
+    source: str
+    licence: str
+    parameters: int
+    path: Path | None
+    checkpoint: str | None = None
+    accuracy: dict = {}
+    image_size: tuple | None = None
+
+
+def names(
+    containing: str = "", weights: bool | None = None, image_size: int | None = None
+) -> list:
+    """Return the names of all presets, or of some, sorted.
+
+    Args:
+        containing: str, a part of the name, such as `"soft_moe"` or `"tiny"`.
+        weights: `True` for presets with weights, in the package or to download, `False`
+            for architectures. `None` for both.
+        image_size: int, height and width of the images in pixels.
+
+    Returns:
+        list of str.
+
+    Raises:
+        ValueError: if an argument is not among the accepted values.
+
+    Examples:
+        >>> "vit_base_patch16_224" in ksm.presets.names()
+        True
+        >>> ksm.presets.names("soft_moe", weights=True)
+        ['soft_moe_micro_patch4_25e_20_letters', 'soft_moe_tiny_patch4_16e_32_glyphs']
+    """
+    if not isinstance(containing, str):
+        raise ValueError(
+            "`containing` must be a part of a name. Received: "
+            f"containing={quote(containing)}. Pass a str, such as 'soft_moe'."
+        )
+    check_choice("weights", weights, (None, True, False))
+    if image_size is not None:
+        check_whole_numbers(1, image_size=image_size)
+    found = sorted(_directory_names() | rows().keys())
+    return [
+        name
+        for name in found
+        if containing in name
+        and weights in (None, name not in rows() or rows()[name].release is not None)
+        and (image_size is None or _image_size(name) == (image_size, image_size))
+    ]
+
+
+def describe(name: str) -> Preset:
+    """Return the description of a preset.
+
+    Args:
+        name: str, one of `names()`.
+
+    Returns:
+        `Preset`.
+
+    Raises:
+        ValueError: if the name is unknown (the message offers the nearest ones) or its
+            metadata is damaged.
+
+    Examples:
+        >>> ksm.presets.describe("vmoe_small_patch32_last2_32e_224").kind
+        'architecture'
+    """
+    path = _directory(name)
+    about = _metadata(path, name)
+    with explain_errors(path or name):
+        return Preset(
+            name=name,
+            kind=about["kind"],
+            description=about["description"],
+            source=about["source"],
+            licence=about["licence"],
+            parameters=about["parameter_count"],
+            path=path,
+            checkpoint=about.get("checkpoint"),
+            accuracy=about.get("accuracy", {}),
+            image_size=_image_size(name),
+        )
+
+
+def write(name: str, directory: str | os.PathLike) -> str:
+    """Write a preset without weights as a directory in KerasHub's format.
+
+    `from_preset(name, load_weights=False)` does not need it, but KerasHub's classes and
+    tools do. The directory has the configuration, the image preprocessing and a model
+    card.
+
+    Args:
+        name: str, the name of a preset of the kind `"architecture"` or `"convertible"`.
+        directory: str or path, created if it does not exist. In a preset directory
+            files of the same names are replaced; all others are kept.
+
+    Returns:
+        str, `directory`.
+
+    Raises:
+        ValueError: if the name is unknown, the preset has a directory already, or the
+            directory cannot be written (also an `OSError`): the path is a file or a
+            device, or other files than those of a preset would be replaced.
+
+    Examples:
+        >>> ksm.presets.write("vit_base_patch16_224", "my_vit")
+        >>> model = ksm.models.ViTMoEBackbone.from_preset(
+        ...     "my_vit", load_weights=False, num_layers=1
+        ... )
+    """
+    path = _directory(name)
+    if path is not None:
+        raise ValueError(
+            f"The preset {name!r} is a directory already: copy '{path}'. Received: "
+            f"name={name!r}."
+        )
+    with atomic_directory(directory, PRESET_MARKS) as new:
+        for file, text in preset_files.preset_files(rows()[name]).items():
+            (new / file).write_text(text, encoding="utf-8")
+    return str(directory)
+
+
+# === For other modules ===
+
+
+@functools.cache
+def rows():
+    """Return a dict from name to `Row` of presets without a directory.
+
+    Source: V-MoE, Soft MoE, LIMoE and the router study; see `_papers`.
+    """
+    return {each.name: each for each in (*unreleased(), *released())}
+
+
+def is_handle(preset):
+    """Return whether KerasHub resolves this itself (`hf://...`, `kaggle://...`)."""
+    return str(preset).startswith(_REMOTE)
+
+
+def find_directory(preset):
+    """Return the directory of a preset, checked to be one of this library.
+
+    Args:
+        preset: str or path: a name of the catalogue or a directory.
+
+    Returns:
+        `pathlib.Path`, or `None` for a row, which has no directory.
+
+    Raises:
+        ValueError: if the name is unknown, or the directory is not a preset of this
+            library.
+    """
+    path = Path(preset)
+    restore_interrupted(path)
+    # A directory of the user has precedence, as in KerasHub.
+    if not os.path.isdir(path):
+        path = _directory(str(preset))
+    if path is not None:
+        _read_config_file(path)
+    return path
+
+
+def read_config(preset):
+    """Return class and arguments of a preset's backbone. No model is built.
+
+    Args:
+        preset: str or path: a name of the catalogue or a directory.
+
+    Returns:
+        Registered name of the class (`"keras_softmoe>ViTMoEBackbone"`) and the dict of
+        its arguments for `from_config`, with a router or a serialized one.
+
+    Raises:
+        ValueError: as in `find_directory`, or for a handle.
+    """
+    if is_handle(preset):
+        raise ValueError(
+            "The configuration of a preset is read by name or from a directory on this "
+            f"machine. Received: preset={str(preset)!r}. Load it, then pass the model."
+        )
+    path = find_directory(preset)
+    if path is None:
+        # The router is not serialized, as that would import TensorFlow.
+        saved = preset_files.config(rows()[preset])
+    else:
+        saved = _read_config_file(path)
+    with explain_errors(path or preset):
+        return saved["registered_name"], saved["config"]
+
+
+def read_metadata(preset):
+    """Return the metadata of a preset, a dict; empty if it has no `metadata.json`."""
+    return _metadata(find_directory(preset), preset)
+
+
+def has_task(preset):
+    """Return whether a preset of `find_directory` has a head, or only a backbone."""
+    path = find_directory(preset)
+    if path is None:
+        return rows()[str(preset)].release is not None
+    return (path / _TASK_FILE).is_file()
+
+
+def check_task(directory, load_weights=True):
+    """Raise unless a preset contains a whole task: a backbone and its head.
+
+    Args:
+        directory: str or path of a preset's directory, or a handle.
+        load_weights: bool, whether weights are required.
+
+    Raises:
+        ValueError: if the preset contains only a backbone, or no weights for the head.
+    """
+    name = str(directory) if is_handle(directory) else Path(directory).name
+    if not has_preset_file(directory, _TASK_FILE):
+        raise ValueError(
+            f"The preset {name!r} is a backbone without a head: it has no "
+            f"{_TASK_FILE}. Give the new head its classes: "
+            "`from_preset(..., num_classes=10)`."
+        )
+    if load_weights and not has_preset_file(directory, _TASK_WEIGHTS_FILE):
+        # KerasHub would continue with a new head.
+        raise ValueError(
+            f"The preset {name!r} has no weights for its head: "
+            f"{_TASK_WEIGHTS_FILE} is missing. Copy the file there, save the preset "
+            "again, or start from a new head: `from_preset(..., num_classes=10)`."
+        )
+
+
+def names_of_kind(kind):
+    """Return the names of the presets of a kind, sorted."""
+    if kind == "trained":
+        return sorted(_directory_names())
+    is_released = kind == "convertible"
+    return sorted(n for n, row in rows().items() if bool(row.release) == is_released)
+
+
+@contextlib.contextmanager
+def explain_errors(preset):
+    """Add the name of the preset to errors while its files are read.
+
+    Args:
+        preset: `pathlib.Path` of its directory, or str, its name or handle.
+    """
+    where = f"in '{preset}'" if isinstance(preset, Path) else repr(preset)
+    try:
+        yield
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise _unreadable(where, error) from error
+    except ValueError as error:
+        error.args = (_shortened(error),)
+        error.add_note(
+            f"This happened while the preset {where} was read. If nothing was changed "
+            "on purpose, restore it or save it again."
+        )
+        raise
+    except Exception as error:
+        # Libraries that fetch, unpack or read files raise many kinds of errors.
+        raise _unreadable(where, error) from error
+
+
+def _unreadable(where, error):
+    return ValueError(
+        f"The preset {where} cannot be read: a file is damaged, truncated, could not "
+        "be fetched, or belongs to another model. Restore it, save it or fetch it "
+        "again. "
+        f"Reason: {type(error).__name__}: {_shortened(error)}"
+    )
+
+
+def _shortened(error):
+    """Return a message without its middle, as the reason may be at the end."""
+    message, middle = str(error), _MAX_MESSAGE // 2
+    if len(message) <= _MAX_MESSAGE:
+        return message
+    return f"{message[:middle]} [...] {message[-middle:]}"
+
+
+def _root():
+    package = Path(__file__).parent.parent
+    # In a wheel the presets are inside the package, in a checkout beside it.
+    inside = package / "_presets"
+    return inside if inside.is_dir() else package.parent / "presets"
+
+
+def _directory_names():
+    return {path.parent.name for path in _root().glob(f"*/{CONFIG_FILE}")}
+
+
+def _image_size(name):
+    """Return `(height, width)` of the images of a preset, `None` if unknown."""
+    path = _directory(name)
+    config = _read_config_file(path)["config"] if path else rows()[name].arguments
+    shape = config.get("image_shape")
+    return tuple(shape[:2]) if shape else None
+
+
+def _directory(name):
+    """Return the directory of a name of the catalogue, `None` for a row."""
+    # A name is one path component, without access outside the catalogue.
+    if name in _directory_names():
+        return _root() / name
+    if name in rows():
+        return None
+    near = difflib.get_close_matches(name[:200], names(), n=3, cutoff=0.3)
+    raise ValueError(
+        f"Unknown preset {quote(name)}. "
+        + (f"Did you mean {' or '.join(map(repr, near))}? " if near else "")
+        + "See `keras_softmoe.presets.names()`, or pass the path of an existing "
+        f"preset directory. Received: preset={quote(name)}."
+    )
+
+
+def _metadata(path, name):
+    if path is None:
+        return preset_files.metadata(rows()[name])
+    file = path / METADATA_FILE
+    with explain_errors(path):
+        return _with_names_of_today(_read_json(file)) if file.is_file() else {}
+
+
+def _with_names_of_today(about):
+    """Return metadata in which `accuracy["glyphs"]` of older files says of which."""
+    accuracy = about.get("accuracy") if isinstance(about, dict) else None
+    if not isinstance(accuracy, dict) or "glyphs" not in accuracy:
+        return about
+    # It was the mean of two layouts, and before that of the only one.
+    name = "both layouts" if "glyphs, center" in accuracy else "center"
+    renamed = {
+        f"glyphs, {name}" if key == "glyphs" else key: value
+        for key, value in accuracy.items()
+    }
+    return {**about, "accuracy": renamed}
+
+
+def _read_config_file(path):
+    """Return the content of `config.json`, checked to be of a model of this library."""
+    file = path / CONFIG_FILE
+    if not file.is_file():
+        raise ValueError(
+            f"The directory '{path}' is not a preset: it has no {CONFIG_FILE}. Save "
+            "one with `model.save_to_preset(directory)`."
+        )
+    _check_files(path)
+    with explain_errors(path):
+        saved = _read_json(file)
+    name = saved.get("registered_name") if isinstance(saved, dict) else None
+    if not str(name).startswith("keras_softmoe>"):
+        raise ValueError(
+            f"The preset in '{path}' is not one of keras_softmoe: its {CONFIG_FILE} "
+            f"was made for {quote(name)}. Load it with the library it belongs to."
+        )
+    return saved
+
+
+def _check_files(path):
+    """Raise if an entry of a preset is not a file, or a JSON file is too large."""
+    for file in path.rglob("*"):
+        is_folder = file.is_dir() and file.suffix not in (".json", ".h5")
+        if not (file.is_file() or is_folder):
+            # Reading a pipe would block forever.
+            raise ValueError(
+                f"The preset in '{path}' is damaged: '{file.name}' is no file, or a "
+                "link to nothing. Restore it or save the preset again."
+            )
+        if file.suffix == ".json" and file.stat().st_size > _MAX_TEXT_BYTES:
+            raise ValueError(
+                f"The preset in '{path}' is damaged: '{file.name}' has "
+                f"{file.stat().st_size:,} bytes, and no configuration has more than "
+                f"{_MAX_TEXT_BYTES:,}. Restore it or save the preset again."
+            )
+
+
+def _read_json(file):
+    return json.loads(file.read_text(encoding="utf-8"))

@@ -1,0 +1,371 @@
+"""Models of the papers whose weights were never released, and their dense twins.
+
+Models that differ only in settings of a loaded model (experts per token,
+capacity, images per group) are one entry with a list of settings, of which the first
+is the entry's own. V-MoE's table names its models by the experts per token: there,
+each row is an entry.
+
+Routers have the default's number of slots, the nearest whole one: it reproduces the
+training FLOPs of V-MoE table 8 and Soft MoE table 10. Models of the released code
+round as that does.
+"""
+
+import functools
+
+from keras_softmoe import ops, routers
+from keras_softmoe.architecture import LIMoE
+from keras_softmoe.catalogue.papers import (
+    EXPERT_CHOICE,
+    LIMOE,
+    LIMOE_H14_BLOCKS,
+    SIZES,
+    SOFT,
+    SOFT_CLASSES,
+    STUDY,
+    TOKEN_CHOICE,
+    VMOE,
+    VMOE_CLASSES,
+    VMOE_RELEASED,
+    VMOE_SIZES,
+)
+from keras_softmoe.catalogue.row import (
+    IMAGE_SIZE,
+    Row,
+    experts,
+    moe_blocks,
+    placed,
+    preset_name,
+    template,
+    vit,
+)
+from keras_softmoe.ops.capacity import RELEASED
+
+_VMOE_15B_NOTE = (
+    "Pooled by attention, as appendix B.3 says. The table's count is met to its last "
+    "digit by a class token, no pre-logits and a head for JFT-3B's 29,593 classes; "
+    "this model with 18,291 classes is 0.07 % above it."
+)
+_RELEASED_NOTE = (
+    "With 8 experts, as the released checkpoints have. Those are presets of "
+    "their own (`imagenet` in the name)."
+)
+
+# Router study, section 3.1: 32 experts in every second block, K or capacity 1 and 2.
+_STUDY_TOKEN_CHOICE = {
+    "token_choice": routers.SoftmaxTokenChoiceRouter,
+    "sinkhorn_token_choice": routers.SinkhornTokenChoiceRouter,
+}
+_STUDY_EXPERT_CHOICE = {
+    "expert_choice": routers.SoftmaxExpertChoiceRouter,
+    "sinkhorn_expert_choice": routers.SinkhornExpertChoiceRouter,
+    "sparse_transport_expert_choice": routers.SparseTransportExpertChoiceRouter,
+}
+
+
+def unreleased():
+    """Return a list of `Row` of all these models."""
+    return [
+        *_vmoe(),
+        *_soft_moe(),
+        *_soft_moe_baselines(),
+        *_router_study(),
+        *_limoe(),
+    ]
+
+
+# === V-MoE ===
+
+
+def _vmoe():
+    for row, model, placement, k, parameters in VMOE:
+        published = {
+            "row": f"table 8, {row}" + (f", K = {k}" if placement else ""),
+            "parameters": parameters,
+            "head_classes": VMOE_CLASSES,
+        }
+        yield _vmoe_model(model, placement, 32, k, published)
+    yield _vmoe_model("15B/14", None, None, None, None)
+    for model in VMOE_RELEASED:
+        yield _vmoe_model(model, "every2", 8, 2, None)
+
+
+def _vmoe_model(model, placement, num_experts, k, published):
+    twin, arguments = _vmoe_dense(model)
+    is_15b, is_released = model == "15B/14", num_experts == 8
+    note = _VMOE_15B_NOTE if is_15b else _RELEASED_NOTE if is_released else None
+    rest = {
+        "source": "V-MoE, "
+        + ("released code" if is_released else "section 3.1 and table 8"),
+        "published": published,
+        "note": note,
+    }
+    if placement is None:
+        title = "Dense twin of V-MoE-15B" if is_15b else f"ViT-{model} of V-MoE"
+        return Row(twin, title, "", arguments=arguments, **rest)
+    layers, where = placed(arguments["num_layers"], placement)
+    marks = (placement, f"{num_experts}e", "" if k == 2 else f"k{k}")
+    return Row(
+        preset_name("vmoe", VMOE_SIZES, model, *marks),
+        "V-MoE-15B" if is_15b else f"V-MoE-{model}",
+        f"{num_experts} experts in {where}, K = {k}",
+        # In the released code all experts of a block start equal.
+        arguments=arguments | experts(layers, 8) | {"equal_experts": True},
+        router=template(
+            routers.SoftmaxTokenChoiceRouter,
+            num_experts,
+            num_selected_experts=k,
+            **(RELEASED if is_released else {}),
+        ),
+        twin=twin,
+        **rest,
+    )
+
+
+def _vmoe_dense(model):
+    """Return name and arguments of a dense model in V-MoE's set-up."""
+    arguments = vit(VMOE_SIZES, model)
+    if model == "15B/14":
+        arguments["pooling"] = "map"
+    else:
+        arguments["representation_dim"] = arguments["hidden_dim"]
+    return preset_name("vmoe_dense", VMOE_SIZES, model), arguments
+
+
+# === Soft MoE and its baselines ===
+
+
+def _soft_moe():
+    for model, rows in SOFT.items():
+        twin, dense = _soft_dense(model)
+        for num_experts, parameters, gflop, row in rows:
+            in_table_10 = [f"table 10, row {row}"] if row else []
+            published = {"row": "; ".join(in_table_10)} if row else {}
+            if parameters:
+                published = {
+                    "row": "; ".join(["table 9", *in_table_10]),
+                    "parameters": parameters,
+                    "head_classes": SOFT_CLASSES,
+                    "gflop_per_image": gflop,
+                }
+            rest = {
+                "source": "Soft MoE, sections 3.3 and 3.4, tables 9 and 10",
+                "published": published or None,
+            }
+            if not num_experts:
+                title = f"ViT-{model} of Soft MoE"
+                yield Row(twin, title, "", arguments=dense, **rest)
+                continue
+            yield Row(
+                preset_name("soft_moe", SIZES, model, f"{num_experts}e"),
+                f"Soft MoE {model}",
+                f"{num_experts} experts with one slot in the second half",
+                arguments=dense | experts(_second_half(dense)),
+                router=template(routers.SoftRouter, num_experts),
+                twin=twin,
+                **rest,
+            )
+
+
+def _soft_moe_baselines():
+    for (model, num_experts), rows in EXPERT_CHOICE.items():
+        settings = [
+            {"row": row, "group_images": images, "capacity_factor": factor}
+            for row, (images, factor) in rows.items()
+        ]
+        router = template(
+            routers.SoftmaxExpertChoiceRouter,
+            num_experts,
+            capacity_factor=settings[0]["capacity_factor"],
+        )
+        yield _baseline("expert_choice", model, num_experts, router, settings)
+    for (model, num_experts), rows in TOKEN_CHOICE.items():
+        settings = [
+            {
+                "row": row,
+                "group_images": 8,
+                "num_selected_experts": k,
+                "capacity_factor": factor,
+            }
+            for row, (k, factor) in rows.items()
+        ]
+        router = template(
+            routers.SoftmaxTokenChoiceRouter,
+            num_experts,
+            capacity_factor=settings[0]["capacity_factor"],
+            priority="max",
+        )
+        yield _baseline("token_choice", model, num_experts, router, settings)
+
+
+def _second_half(dense):
+    return moe_blocks(dense["num_layers"], last=dense["num_layers"] // 2)
+
+
+def _baseline(family, model, num_experts, router, settings):
+    twin, dense = _soft_dense(model)
+    layers = _second_half(dense)
+    rows = ", ".join(str(row) for row in sorted(s["row"] for s in settings))
+    return Row(
+        preset_name(family, SIZES, model, f"{num_experts}e"),
+        f"{family.replace('_', ' ').capitalize()} {model} of Soft MoE",
+        f"{num_experts} experts in the second half",
+        "Soft MoE, section 3.3 and table 10",
+        dense | experts(layers, settings[0]["group_images"]),
+        router,
+        twin,
+        {"row": f"table 10, row{'s' * (len(settings) > 1)} {rows}"},
+        settings,
+    )
+
+
+def _soft_dense(model):
+    """Return name and arguments of a dense model in Soft MoE's set-up."""
+    return preset_name("vit", SIZES, model), vit(SIZES, model) | {
+        "pooling": "gap",
+        "position_embedding": "sincos2d",
+        "use_qk_norm": True,
+    }
+
+
+# === Router study ===
+
+
+def _router_study():
+    """Yield the models of the six routers, in V-MoE's set-up."""
+    for model in STUDY:
+        for family, router in _STUDY_TOKEN_CHOICE.items():
+            settings = [{"num_selected_experts": k} for k in (1, 2)]
+            yield _study_sparse(family, model, router, settings)
+        for family, router in _STUDY_EXPERT_CHOICE.items():
+            settings = [{"capacity_factor": float(c)} for c in (1, 2)]
+            yield _study_sparse(family, model, router, settings)
+        num_tokens = (IMAGE_SIZE // int(model.split("/")[1])) ** 2 + 1
+        for factor in (1.0, 2.0):
+            slots = ops.expert_capacity(num_tokens, 32, factor)
+            yield _study(
+                "soft_moe",
+                model,
+                template(routers.SoftRouter, 32, slots_per_expert=slots),
+                experts_in=f"32 experts with {slots} slots",
+                mark=f"{slots}s",
+            )
+
+
+def _study_sparse(family, model, router, settings):
+    router = template(router, 32, capacity_factor=1.0)
+    return _study(family, model, router, settings=settings, group_images=8)
+
+
+def _study(
+    family,
+    model,
+    router,
+    experts_in="32 experts",
+    mark="",
+    settings=None,
+    group_images=1,
+):
+    twin, dense = _vmoe_dense(model)
+    layers = moe_blocks(dense["num_layers"], every=2)
+    return Row(
+        preset_name(family, VMOE_SIZES, model, "every2", "32e", mark),
+        f"{family.replace('_', ' ').capitalize()} {model} of the router study",
+        f"{experts_in} in every second block",
+        "Router study, section 3.1",
+        # The experts of a block start equal, as in V-MoE.
+        dense | experts(layers, group_images) | {"equal_experts": True},
+        router,
+        twin,
+        settings=settings,
+    )
+
+
+# === LIMoE ===
+
+_LIMOE_EXPERTS = 32
+# Appendix E.5: routing worked in groups of this size and larger ones.
+_GROUP_PAIRS = 32
+# The paper says 288, of which 14 is no divisor. At 294 an image has 441 patches, 27.6
+# for each token of a text; appendix G says "close to 1:27". (280 gives 25.)
+_H14_IMAGE_SIZE = 294
+# Appendix A: 512 for all but H/14, for which it is not printed.
+_EMBEDDING_DIM, _H14_EMBEDDING_DIM = 512, 1280
+_TEXT = {
+    # Pieces of T5's SentencePiece model, which returns no other ids. (The T5 models
+    # have 128 more rows, for sentinels and padding.)
+    "vocabulary_size": 32_000,
+    "sequence_length": 16,
+}
+_LIMOE_NOTE = (
+    "The vocabulary is T5's SentencePiece model of 32,000 pieces; 0 is the padding."
+)
+_H14_NOTE = (
+    "Chosen here, since the paper does not print it or it cannot be: images of 294 x "
+    "294 pixels (it says 288, which patches of 14 do not divide; at 294 there are 27.6 "
+    'patches for each text token, "close to 1:27" in appendix G), and embeddings as '
+    "wide as the model (it only says that they are not 512 wide)."
+)
+
+
+def _limoe():
+    """Yield the dense twin and the LIMoE of each size."""
+    for model, (of_dense, of_limoe, soft_minimum) in LIMOE.items():
+        is_h14 = model == "H/14"
+        image_size = _H14_IMAGE_SIZE if is_h14 else IMAGE_SIZE
+        dense = {
+            **vit(VMOE_SIZES, model, image_size),
+            **_TEXT,
+            "embedding_dim": _H14_EMBEDDING_DIM if is_h14 else _EMBEDDING_DIM,
+        }
+        rest = {
+            "source": "LIMoE, appendices A and C.1",
+            "note": f"{_LIMOE_NOTE} {_H14_NOTE}" if is_h14 else _LIMOE_NOTE,
+            "kind": LIMoE,
+        }
+        twin = preset_name("limoe_dense", VMOE_SIZES, model, image_size=image_size)
+        title = f"Dense one-tower model {model} of LIMoE"
+        yield Row(
+            twin,
+            title if of_dense else f"Dense twin of LIMoE-{model}",
+            "",
+            arguments=dense,
+            published=_limoe_results(f"Dense {model}", of_dense),
+            **rest,
+        )
+        layers, where = placed(dense["num_layers"], "every2")
+        if is_h14:
+            layers = tuple(block - 1 for block in LIMOE_H14_BLOCKS)
+            where = f"{len(layers)} blocks"
+        text_experts, image_experts = soft_minimum
+        mark = f"{_LIMOE_EXPERTS}e"
+        yield Row(
+            preset_name("limoe", VMOE_SIZES, model, mark, image_size=image_size),
+            f"LIMoE-{model}",
+            f"{_LIMOE_EXPERTS} experts in {where}",
+            arguments=dense | experts(layers, _GROUP_PAIRS),
+            router=functools.partial(_limoe_router, text_experts, image_experts),
+            twin=twin,
+            published=_limoe_results(f"LIMoE {model}", of_limoe)
+            | {"text_experts": text_experts, "image_experts": image_experts},
+            **rest,
+        )
+
+
+def _limoe_router(text_experts, image_experts):
+    losses = routers.classic_losses() + routers.entropy_losses(
+        _LIMOE_EXPERTS, text_experts, image_experts
+    )
+    return routers.LIMoERouter(_LIMOE_EXPERTS, losses=losses, name="router")
+
+
+def _limoe_results(row, results):
+    if results is None:
+        return None
+    zero_shot, ten_shot, image_of_caption, caption_of_image = results
+    return {
+        "row": f"table 4, {row}",
+        "imagenet_zero_shot": zero_shot,
+        "imagenet_10_shot": ten_shot,
+        "coco_text_to_image": image_of_caption,
+        "coco_image_to_text": caption_of_image,
+    }

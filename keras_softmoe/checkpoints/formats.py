@@ -1,0 +1,192 @@
+"""Checkpoints of any supported format: opened, copied, under V-MoE's names."""
+
+import json
+import os
+from pathlib import Path
+
+import keras
+
+from keras_softmoe.checkpoints.msgpack_stream import CheckpointError
+from keras_softmoe.checkpoints.npz import read_vit_checkpoint
+from keras_softmoe.checkpoints.opening import (
+    download,
+    is_remote,
+    open_file,
+    web_address,
+)
+from keras_softmoe.checkpoints.safetensors import read_safetensors
+from keras_softmoe.checkpoints.torch_names import read_torch_names
+from keras_softmoe.checkpoints.vmoe import Checkpoint, read_sharded
+from keras_softmoe.checkpoints.vmoe_index import data_path, read_index
+from keras_softmoe.files import atomic_file
+
+ONE_FILE_SUFFIXES = (".npz", ".safetensors")
+CONFIG_FILE = "config.json"
+PREPROCESSOR_FILE = "preprocessor_config.json"
+_MAX_TEXT = 1 << 20
+_BLOCK = 1 << 24
+
+
+def read_checkpoint(source: str | os.PathLike) -> Checkpoint:
+    """Open a checkpoint of another library. The arrays are read on access.
+
+    | source | format | names of the arrays |
+    |---|---|---|
+    | `PREFIX` of `PREFIX.index` and `PREFIX.data-...` | V-MoE | V-MoE's |
+    | `.npz` | original Vision Transformer, AugReg, big_vision | V-MoE's |
+    | `.safetensors` | any | those in the file |
+
+    Of an `.npz` file of two towers (SigLIP) the image tower is read, and blocks may be
+    stacked or not. With V-MoE's names, `load_vmoe_params` and `convert_vmoe_checkpoint`
+    accept the result.
+
+    Files may be untrusted. They are checked before anything is returned, never
+    unpickled, and refer to no other files.
+
+    Args:
+        source: str or path, or a URL (`gs://bucket/name`). Public buckets are read over
+            HTTPS, other URLs through `tf.io.gfile`.
+
+    Returns:
+        `Mapping` from name to NumPy array, with the attributes `shapes` and `dtypes`
+        (dicts by name, known without reading the arrays). Nothing is cached: a second
+        access reads again. Arrays of bfloat16 have the dtype `ml_dtypes.bfloat16`.
+
+    Raises:
+        CheckpointError: (a `ValueError`) if a file is missing, damaged, or does not
+            fit the others. Later, if an array can no longer be read.
+
+    Source: V-MoE's released code (format of its checkpoints, version 20220622);
+    Dosovitskiy et al. 2021, released code, and big_vision's (names of the parameters);
+    safetensors' documentation (version 0.8).
+
+    Examples:
+        >>> checkpoint = ksm.converters.read_checkpoint("vmoe_tiny/ckpt")
+        >>> checkpoint.shapes["head/kernel"]
+        (16, 10)
+        >>> kernel = checkpoint["head/kernel"]
+    """
+    path = os.fspath(source)
+    if path.endswith(".npz"):
+        return read_vit_checkpoint(path)
+    if path.endswith(".safetensors"):
+        return read_safetensors(path)
+    return read_sharded(path)
+
+
+def read_parameters(source, num_heads=None, image_shape=None, head=True):
+    """Open the parameters of a model under V-MoE's names, in any supported format.
+
+    Args:
+        source: as in `read_checkpoint`, where `.safetensors` files are those of `timm`
+            and `transformers`. Or a `Checkpoint` under V-MoE's names.
+        num_heads: int, for a `.safetensors` file if the width does not determine it.
+        image_shape: `(height, width, channels)`, for a `.safetensors` file of a model
+            for images that are not square.
+        head: bool, whether to read the head. If `False`, both heads of a distilled
+            model are left out of a `.safetensors` file.
+
+    Returns:
+        `Checkpoint` under V-MoE's names. From a saved training state it has only the
+        parameters.
+
+    Raises:
+        CheckpointError: (a `ValueError`) if a file is missing or damaged.
+    """
+    if isinstance(source, Checkpoint):
+        checkpoint = source
+    else:
+        path = os.fspath(source)
+        checkpoint = read_checkpoint(path)
+        if path.endswith(".safetensors"):
+            about = read_text_beside(path, CONFIG_FILE)
+            return read_torch_names(
+                checkpoint, path, about, num_heads, image_shape, head
+            )
+    if any(name.startswith("params/") for name in checkpoint):
+        return checkpoint.below("params/")
+    return checkpoint
+
+
+def read_text_beside(path, name):
+    """Read a JSON file in the directory of another file, a dict.
+
+    Args:
+        path: str, the other file.
+        name: str, of the JSON file.
+
+    Returns:
+        dict, empty if the file does not exist.
+
+    Raises:
+        CheckpointError: if it is damaged.
+    """
+    file = Path(path).parent / name
+    if is_remote(path) or not file.is_file():
+        return {}
+    try:
+        if file.stat().st_size > _MAX_TEXT:
+            raise ValueError(f"over {_MAX_TEXT} bytes")
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"The file '{file}', which describes the model beside it, cannot be read: "
+            f"{str(error)[:80]}. Fetch it again, or move the weights elsewhere."
+        ) from error
+    return found
+
+
+# === Copies ===
+
+
+def is_one_file(prefix):
+    """Return whether a checkpoint is a single file (`.npz`, `.safetensors`)."""
+    return str(prefix).endswith(ONE_FILE_SUFFIXES)
+
+
+def download_checkpoint(prefix, folder, verbose=1):
+    """Copy the files of a checkpoint into a folder.
+
+    Args:
+        prefix: str, the common part of the files, for example `gs://bucket/name`, or a
+            single `.npz` or `.safetensors` file. Public buckets are read over HTTPS.
+        folder: str or path of an existing directory.
+        verbose: 0 or 1, whether to show progress bars.
+
+    Returns:
+        str, the prefix of the copies.
+
+    Raises:
+        CheckpointError: (a `ValueError`) if a file cannot be read, or the index is
+            damaged.
+    """
+    copy = str(Path(folder, prefix.rpartition("/")[2]))
+    if is_one_file(prefix):
+        _copy(prefix, copy, verbose)
+        return copy
+    _copy(f"{prefix}.index", f"{copy}.index", verbose=0)
+    _, shard_count = read_index(copy)
+    for shard in range(shard_count):
+        _copy(
+            data_path(prefix, shard, shard_count),
+            data_path(copy, shard, shard_count),
+            verbose,
+        )
+    return copy
+
+
+def _copy(source, target, verbose):
+    if verbose:
+        print(f"Downloading {source}")
+    if web_address(source) is not None:
+        with atomic_file(target) as aside:
+            os.replace(download(source, aside.parent, verbose), aside)
+        return
+    with open_file(source) as (file, size), atomic_file(target) as aside:
+        progress = keras.utils.Progbar(size, verbose=verbose, unit_name="byte")
+        with open(aside, "wb") as copy:
+            while block := file.read(_BLOCK):
+                copy.write(block)
+                progress.add(len(block))

@@ -1,0 +1,203 @@
+"""Checkpoints of Vision Transformers in `.npz` files: original, AugReg, big_vision."""
+
+import contextlib
+import functools
+import zipfile
+
+import ml_dtypes
+import numpy as np
+
+from keras_softmoe.checkpoints.msgpack_stream import CheckpointError
+from keras_softmoe.checkpoints.opening import open_file
+from keras_softmoe.checkpoints.translation import (
+    POSITIONS,
+    place_tokens,
+    same,
+    translate,
+)
+from keras_softmoe.checkpoints.vmoe import Checkpoint, LazyArray
+
+# Weights hardly compress: an archive that grows much more does not contain weights.
+_MAX_GROWTH = 16
+_MAX_SMALL = 1 << 26
+
+# Original name (a pattern) -> V-MoE's. The children of a block are numbered by kind in
+# newer files (LayerNorm_0 and 1) and jointly in older ones (LayerNorm_0 and 2).
+_BLOCK = r"Transformer/(encoderblock_\d+)"
+_POOLING = "MapHead/MultiHeadDotProductAttention"
+_RULES = tuple(
+    (*rule, same)
+    for rule in (
+        (r"(embedding/(?:kernel|bias)|cls|(?:pre_logits|head)/(?:kernel|bias))", r"\1"),
+        (r"Transformer/(posembed_input/pos_embedding)", r"Encoder/\1"),
+        # Of big_vision, without a position for the class token
+        (r"pos_embedding", POSITIONS),
+        (r"Transformer/(encoder_norm/(?:scale|bias))", r"Encoder/\1"),
+        (_BLOCK + r"/LayerNorm_0/(scale|bias)", r"Encoder/\1/LayerNorm_0/\2"),
+        (_BLOCK + r"/LayerNorm_[12]/(scale|bias)", r"Encoder/\1/LayerNorm_1/\2"),
+        (
+            _BLOCK + r"/MultiHeadDotProductAttention_[01]"
+            r"/((?:query|key|value|out)/(?:kernel|bias))",
+            r"Encoder/\1/SelfAttention/\2",
+        ),
+        (
+            _BLOCK + r"/MlpBlock_[03]/(Dense_[01]/(?:kernel|bias))",
+            r"Encoder/\1/Mlp/\2",
+        ),
+        (r"MAPHead_0/probe", r"MapHead/probe"),
+        (
+            r"MAPHead_0/MultiHeadDotProductAttention_0"
+            r"/((?:query|key|value|out)/(?:kernel|bias))",
+            _POOLING + r"/\1",
+        ),
+        (r"MAPHead_0/LayerNorm_0/(scale|bias)", r"MapHead/LayerNorm/\1"),
+        (
+            r"MAPHead_0/MlpBlock_0/(Dense_[01]/(?:kernel|bias))",
+            r"MapHead/Mlp/\1",
+        ),
+    )
+)
+# Blocks stacked by the `scan` of big_vision
+_STACKED = "Transformer/encoderblock/"
+_MAX_BLOCKS = 1024
+
+
+def read_vit_checkpoint(path):
+    """Open an `.npz` file under V-MoE's names, see `read_checkpoint`.
+
+    Supported are files of the original repository and of AugReg, in both numberings of
+    the blocks' children, and of big_vision: below `params/`, blocks stacked or not,
+    with attention pooling or a class token; the image tower of two (SigLIP). Other
+    arrays than the parameters of a plain Vision Transformer are an error.
+
+    Source: Dosovitskiy et al. 2021, released code, and big_vision's (names of the
+    parameters).
+    """
+    arrays = {
+        member: _lazy(path, member, shape, dtype)
+        for member, shape, dtype in _members(path)
+    }
+    arrays = _of_images(arrays)
+    where = f"'{path}'"
+    arrays = translate(_unstacked(arrays, where), _RULES, where)
+    if POSITIONS in arrays:
+        if "Encoder/posembed_input/pos_embedding" in arrays:
+            raise CheckpointError(f"{where} holds positions in two places.")
+        if len(shape := arrays[POSITIONS].shape) != 3 or shape[0] != 1:
+            raise CheckpointError(f"{where} has positions of the shape {shape}.")
+        arrays = place_tokens(arrays, (0,))
+    return Checkpoint(arrays)
+
+
+def _of_images(arrays):
+    """Return the parameters of the image tower only."""
+    for prefix in ("params/", "img/"):
+        below = [name for name in arrays if name.startswith(prefix)]
+        if below:
+            arrays = {name.removeprefix(prefix): arrays[name] for name in below}
+    return arrays
+
+
+def _unstacked(arrays, where):
+    """Split arrays of all blocks, `(L, ...)`, into one for each block."""
+    stacked = {name: a for name, a in arrays.items() if name.startswith(_STACKED)}
+    counts = {array.shape[:1] for array in stacked.values()}
+    if len(counts) > 1 or counts & {(), (0,)}:
+        raise CheckpointError(
+            f"The stacked blocks of {where} are not equally many. Received: first axes "
+            f"{sorted(counts)}."
+        )
+    unstacked = {name: a for name, a in arrays.items() if name not in stacked}
+    for (count,) in counts:
+        if count > _MAX_BLOCKS:
+            raise CheckpointError(f"{where} has {count} stacked blocks.")
+        for name, array in stacked.items():
+            stack = _Stack(array)
+            for index in range(count):
+                name_of_block = name.replace(_STACKED, f"{_STACKED[:-1]}_{index}/")
+                if name_of_block in unstacked:
+                    raise CheckpointError(f"{where} holds {name_of_block!r} twice.")
+                part = functools.partial(stack.read, index)
+                unstacked[name_of_block] = LazyArray(array.shape[1:], array.dtype, part)
+    return unstacked
+
+
+class _Stack:
+    """Array of several blocks, read once for all of them."""
+
+    def __init__(self, array):
+        self._array = array
+        self._read = None
+        self._taken = set()
+
+    def read(self, index):
+        """Return the part of a block. The last call releases the array."""
+        array = self._array.read() if self._read is None else self._read
+        self._taken.add(index)
+        is_last = len(self._taken) == len(array)
+        self._read = None if is_last else array
+        if is_last:
+            self._taken.clear()
+        return array[index]
+
+
+def _members(path):
+    """Yield name, shape and dtype of each array in an `.npz` file."""
+    with _archive(path) as (archive, size):
+        infos = archive.infolist()
+        total = sum(info.file_size for info in infos)
+        if total > max(_MAX_GROWTH * size, _MAX_SMALL):
+            raise CheckpointError(
+                f"'{path}' would grow from {size:,} to {total:,} bytes: no weights do."
+            )
+        if len({info.filename for info in infos}) < len(infos):
+            raise CheckpointError(f"'{path}' holds a name twice.")
+        for info in infos:
+            with archive.open(info) as member:
+                shape, dtype, offset = _read_header(member)
+            nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
+            if dtype.hasobject or offset + nbytes != info.file_size:
+                raise CheckpointError(
+                    f"'{info.filename}' in '{path}' is not the array of shape {shape} "
+                    f"and dtype {dtype} that it claims to be."
+                )
+            yield info.filename.removesuffix(".npy"), shape, dtype
+
+
+def _read_header(member):
+    version = np.lib.format.read_magic(member)
+    if version == (1, 0):
+        shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+    else:
+        shape, _, dtype = np.lib.format.read_array_header_2_0(member)
+    return shape, dtype, member.tell()
+
+
+def _lazy(path, member, shape, dtype):
+    # NumPy has no bfloat16, and saves it as two bytes without a type.
+    is_bfloat16 = dtype == np.dtype("V2")
+
+    def read():
+        with _archive(path) as (archive, _), archive.open(f"{member}.npy") as file:
+            array = np.lib.format.read_array(file, allow_pickle=False)
+        return array.view(ml_dtypes.bfloat16) if is_bfloat16 else array
+
+    return LazyArray(
+        shape, np.dtype(ml_dtypes.bfloat16) if is_bfloat16 else dtype, read
+    )
+
+
+@contextlib.contextmanager
+def _archive(path):
+    """Open a zip archive, with its size and with errors that name it."""
+    try:
+        with open_file(path) as (file, size), zipfile.ZipFile(file) as archive:
+            yield archive, size
+    except CheckpointError:
+        raise
+    # Zip, its compressions and NumPy's headers fail in a dozen ways.
+    except Exception as error:
+        raise CheckpointError(
+            f"'{path}' cannot be read as an .npz file of arrays: it is damaged, "
+            f"truncated, or something else. Reason: {type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,318 @@
+"""Translation of other libraries' names and layouts to V-MoE's, by tables of rules.
+
+A rule is a pattern for the whole original name, V-MoE's name (a template with the
+groups of the pattern), and a function that changes the layout of the array. The
+functions here do that on reading, and return dicts, as an array may contain several:
+`{}` in the template is replaced by the key. An array with `None` for a name is not used
+by an image model and is left out.
+"""
+
+import functools
+import math
+import re
+
+import numpy as np
+
+from keras_softmoe.checkpoints.msgpack_stream import CheckpointError
+from keras_softmoe.checkpoints.vmoe import LazyArray
+
+CLASS_TOKEN, REGISTERS = "cls", "registers"
+# These two are not in the result of `place_tokens`.
+DISTILLATION_TOKEN, POSITIONS = "distillation_token", "positions"
+_OUR_POSITIONS = "Encoder/posembed_input/pos_embedding"
+
+# Unsupported features of models, by words in names of parameters
+_FOREIGN = (
+    (
+        r"(?i).*(pre_layrnorm|pre_layernorm|norm_pre|ln_pre|class_embedding).*",
+        "CLIP's models normalize tokens before the first block and have another "
+        "activation (QuickGELU)",
+    ),
+    (
+        r"(?i).*(rope|rotary).*",
+        "their positions are rotations of queries and keys (RoPE), as in DINOv3",
+    ),
+    (
+        r"(?i).*(weights_in|w12|w3|swiglu|gate_proj|up_proj|fc1_[gx])\b.*",
+        "their MLPs have gates (SwiGLU), as in DINOv2-giant and DINOv3",
+    ),
+    (
+        r"(?i).*(rel_pos|relative_position).*",
+        "their attention has relative positions, as in BEiT and Swin",
+    ),
+    (
+        r".*fc_norm\..*",
+        "they normalize after the pooling, where our models do before it",
+    ),
+    (
+        r".*\b[qk]_norm\..*",
+        "their normalization of queries and keys has an offset",
+    ),
+    (
+        r"(.*patch_embed\.backbone\..*|conv_root/.*|gn_root/.*|block[0-9]+/unit.*)",
+        "they are hybrids that begin with convolutions",
+    ),
+    (
+        r"(head_dist|distillation_classifier|cls_classifier)\..*",
+        "they have a second head, on the distillation token; `head=False` leaves heads "
+        "out",
+    ),
+)
+
+
+def changed(array, shape, function):
+    """Return a `LazyArray` of another shape, computed by a function on reading."""
+    return LazyArray(tuple(shape), array.dtype, lambda: function(array.read()))
+
+
+def reshaped(array, shape):
+    """Return a `LazyArray` with the same values in another shape."""
+    return changed(array, shape, functools.partial(np.reshape, shape=tuple(shape)))
+
+
+def translate(arrays, rules, where, num_heads=None):
+    """Return arrays under V-MoE's names.
+
+    Args:
+        arrays: dict from original name to `LazyArray`.
+        rules: iterable of `(pattern, name, function)`. A function takes an array and
+            the number of heads, and returns a dict from words to arrays.
+        where: str, name of the source in errors.
+        num_heads: int, the number of attention heads.
+
+    Returns:
+        dict from V-MoE's name to `LazyArray`.
+
+    Raises:
+        CheckpointError: if a name has no rule, an array does not have the axes of its
+            rule, or two are the same parameter.
+    """
+    translated, unknown = {}, []
+    for theirs, array in arrays.items():
+        found = _find(rules, theirs)
+        if found is None:
+            unknown.append(theirs)
+            continue
+        match, name, function = found
+        if name is None:
+            continue
+        try:
+            parts = function(array, num_heads)
+        except (ValueError, IndexError) as error:
+            raise CheckpointError(
+                f"{theirs!r} in {where} has another shape than a Vision Transformer's "
+                f"parameter. Received: {array.shape}."
+            ) from error
+        for word, part in parts.items():
+            ours = match.expand(name).format(word)
+            if ours in translated:
+                raise CheckpointError(f"{where} holds {ours!r} twice, as {theirs!r}.")
+            translated[ours] = part
+    if unknown:
+        raise CheckpointError(_unknown(unknown, len(arrays), where))
+    return translated
+
+
+def _find(rules, theirs):
+    for pattern, name, function in rules:
+        match = re.fullmatch(pattern, theirs)
+        if match:
+            return match, name, function
+    return None
+
+
+def _unknown(unknown, count, where):
+    reasons = {
+        reason: name
+        for pattern, reason in reversed(_FOREIGN)
+        for name in unknown
+        if re.fullmatch(pattern, name)
+    }
+    because = "".join(
+        f" Models with {name!r} are not supported: {reason}."
+        for reason, name in reasons.items()
+    )
+    names = ", ".join(sorted(name[:80] for name in unknown)[:20])
+    more = f" and {len(unknown) - 20} more" if len(unknown) > 20 else ""
+    return (
+        f"{where} is no plain Vision Transformer: of {count} arrays, {len(unknown)} "
+        f"have no place in one.{because} Received: {names}{more}."
+    )
+
+
+# === Layouts ===
+
+
+def same(array, num_heads=None):
+    """Keep the array."""
+    return {"": array}
+
+
+def vector(array, num_heads=None):
+    """Flatten a vector or a matrix of one row."""
+    (width,) = (size for size in array.shape if size != 1) if array.shape else ()
+    return {"": reshaped(array, (width,))}
+
+
+def token(array, num_heads=None):
+    """Reshape tokens to `(1, S, D)`."""
+    if len(array.shape) == 1:
+        return {"": reshaped(array, (1, 1, *array.shape))}
+    if len(array.shape) == 2:
+        return {"": reshaped(array, (1, *array.shape))}
+    first, _, _ = array.shape
+    if first != 1:
+        raise ValueError("tokens of one image")
+    return {"": array}
+
+
+def matrix(array, num_heads=None):
+    """Transpose PyTorch's `(outputs, inputs)` to `(inputs, outputs)`."""
+    outputs, inputs = array.shape
+    return {"": changed(array, (inputs, outputs), np.transpose)}
+
+
+def convolution(array, num_heads=None):
+    """Transpose PyTorch's `(outputs, inputs, height, width)`, outputs last."""
+    outputs, inputs, height, width = array.shape
+    shape = (height, width, inputs, outputs)
+    return {"": changed(array, shape, lambda x: np.transpose(x, (2, 3, 1, 0)))}
+
+
+def to_heads(array, num_heads):
+    """Rearrange PyTorch's `(H * d, inputs)` to `(inputs, H, d)`."""
+    outputs, inputs = array.shape
+    shape = (inputs, *_heads(outputs, num_heads))
+    return {"": changed(array, shape, lambda x: np.reshape(x.T, shape))}
+
+
+def to_heads_bias(array, num_heads):
+    """Reshape `(H * d,)` to `(H, d)`."""
+    (outputs,) = array.shape
+    return {"": reshaped(array, _heads(outputs, num_heads))}
+
+
+def from_heads(array, num_heads):
+    """Rearrange PyTorch's `(outputs, H * d)` to `(H, d, outputs)`."""
+    outputs, inputs = array.shape
+    shape = (*_heads(inputs, num_heads), outputs)
+    return {"": changed(array, shape, lambda x: np.reshape(x.T, shape))}
+
+
+def fused(*parts):
+    """Return a function that splits stacked kernels or biases of heads into parts."""
+
+    def cut(array, num_heads):
+        rows, remainder = divmod(array.shape[0], len(parts))
+        if remainder:
+            raise ValueError("equal parts")
+        shape = (rows, *array.shape[1:])
+        layout = to_heads if len(shape) == 2 else to_heads_bias
+        return {
+            part: layout(changed(array, shape, _rows(index * rows, rows)), num_heads)[
+                ""
+            ]
+            for index, part in enumerate(parts)
+        }
+
+    return cut
+
+
+def _rows(first, count):
+    return lambda x: x[first : first + count]
+
+
+def _heads(width, num_heads):
+    if width % num_heads:
+        raise ValueError("equal heads")
+    return num_heads, width // num_heads
+
+
+# === Tokens before the patches ===
+
+
+def place_tokens(arrays, covered, num_patches=None):
+    """Convert tokens and positions to the layout of this library's models.
+
+    Libraries differ in both. Here all are converted to a class token with a position,
+    then registers without. The position of a register is added to the token, and a
+    class token without a position gets zeros.
+
+    Args:
+        arrays: dict from V-MoE's name to `LazyArray`; optionally with `"cls"`,
+            `"distillation_token"`, `"registers"` and `"positions"`, each `(1, S, D)`.
+        covered: tuple of the possible numbers of these tokens, in this order, that have
+            positions. The number of patches decides between several.
+        num_patches: int or `None`, the number of patches. If it does not fit, patches
+            form a square.
+
+    Returns:
+        dict, the arrays with `"cls"`, `"registers"` and V-MoE's name of the positions.
+
+    Raises:
+        CheckpointError: if the number of positions fits no such model.
+    """
+    arrays = dict(arrays)
+    extra = [arrays.pop(DISTILLATION_TOKEN, None), arrays.pop(REGISTERS, None)]
+    extra = [tokens for tokens in extra if tokens is not None]
+    count = sum(tokens.shape[1] for tokens in extra)
+    has_class_token = CLASS_TOKEN in arrays
+    positions = arrays.pop(POSITIONS, None)
+    covers = 0
+    if positions is not None:
+        total, width = positions.shape[1:]
+        covers = _covered(total, covered, num_patches)
+        patches = total - covers
+
+        def place():
+            table = positions.read()
+            parts = [table[:, covers:]]
+            if has_class_token:
+                of_class = table[:, :1] if covers else np.zeros_like(table[:, :1])
+                parts.insert(0, of_class)
+            return np.concatenate(parts, axis=1)
+
+        shape = (1, patches + has_class_token, width)
+        arrays[_OUR_POSITIONS] = LazyArray(shape, positions.dtype, place)
+    if extra:
+
+        def join():
+            tokens = np.concatenate([tokens.read() for tokens in extra], axis=1)
+            first = int(has_class_token)
+            if covers > first:
+                tokens = np.array(tokens, dtype="float32")
+                of_tokens = positions.read()[:, first:covers]
+                tokens[:, : covers - first] += of_tokens
+            return tokens
+
+        arrays[REGISTERS] = LazyArray(
+            (1, count, extra[0].shape[2]), np.dtype("float32"), join
+        )
+    return arrays
+
+
+def count_patches(image_shape, patch_size):
+    """Return the number of whole patches in an image.
+
+    Args:
+        image_shape: `(height, width, channels)`.
+        patch_size: `(height, width)`.
+    """
+    return (image_shape[0] // patch_size[0]) * (image_shape[1] // patch_size[1])
+
+
+def _covered(total, covered, num_patches):
+    possible = {number: total - number for number in sorted(set(covered))}
+    possible = {number: patches for number, patches in possible.items() if patches > 0}
+    for number, patches in possible.items():
+        if patches == num_patches:
+            return number
+    for number, patches in possible.items():
+        if math.isqrt(patches) ** 2 == patches or len(set(covered)) == 1:
+            return number
+    raise CheckpointError(
+        f"Of {total} positions {' or '.join(map(str, covered))} may belong to tokens "
+        "before the patches, and the rest is no square. Received: a checkpoint of "
+        "another model, or one for images that are not square: pass "
+        "`image_shape=(height, width, channels)`."
+    )

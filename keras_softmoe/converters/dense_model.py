@@ -1,0 +1,400 @@
+"""Dense Vision Transformers of this library from models and files of others.
+
+Files and models of other libraries are first read as a `Checkpoint` under V-MoE's names
+(`checkpoints/`, `keras_hub_params.py`). These functions find the kind of a source and
+make the model.
+"""
+
+import difflib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import keras
+import keras_hub
+import numpy as np
+from keras import ops
+
+from keras_softmoe import catalogue
+from keras_softmoe.checkpoints import (
+    CONFIG_FILE,
+    ONE_FILE_SUFFIXES,
+    PREPROCESSOR_FILE,
+    Checkpoint,
+    CheckpointError,
+    fits_positions,
+    is_one_file,
+    read_parameters,
+    read_text_beside,
+)
+from keras_softmoe.checks import check_names
+from keras_softmoe.converters.keras_hub_params import SUPPORTED, read_keras_hub
+from keras_softmoe.models.conversion import model_for
+from keras_softmoe.models.image_classifier import ViTMoEImageClassifier
+from keras_softmoe.models.image_preprocessor import (
+    ViTMoEImageClassifierPreprocessor,
+    ViTMoEImageConverter,
+)
+from keras_softmoe.models.vit import ViTMoEBackbone
+from keras_softmoe.models.vmoe_params import load_vmoe_params
+
+# Sources of a dense Vision Transformer, see `dense_model`.
+Source: TypeAlias = str | os.PathLike | Checkpoint | keras.Model
+
+_WEIGHTS = "model.safetensors"
+_HUGGING_FACE = "hf://"
+# Settings of our converter that another one determines.
+_CONVERTER = (
+    *("scale", "offset", "interpolation", "antialias"),
+    *("crop_to_aspect_ratio", "pad_to_aspect_ratio"),
+)
+_SETTINGS = ("activation", "layer_norm_epsilon", "position_resampling")
+_CHOICES = ("pooling", "position_embedding")
+
+
+def dense_model(
+    source: Source,
+    image_shape: Sequence[int] | None = None,
+    head: bool = True,
+    **changes,
+) -> keras.Model:
+    """Return a dense model of this library with the weights of a source.
+
+    A source is one of these, or a preset name, a directory or a handle (`hf://...`,
+    `kaggle://...`) of it:
+
+    - a model of this library, which is returned as it is;
+    - KerasHub's `ViTBackbone`, `ViTImageClassifier`, `DeiTBackbone`,
+      `DeiTImageClassifier`, `DINOV2Backbone` and `SigLIPVisionEncoder` (or the
+      `SigLIPBackbone` around it);
+    - an `.npz` file of an original Vision Transformer, AugReg or big_vision;
+    - a `.safetensors` file of `timm` or `transformers` (ViT, DeiT, DINOv2, SigLIP).
+
+    The outputs are those of the source: activation, epsilon, layer scale and tokens in
+    front of the patches are the same. It takes the images of the source, which are not
+    in `[-1, 1]` for all of them: `image_preprocessor` converts pixels to these.
+    Dropout is off.
+
+    Args:
+        source: a model, str or path, or the result of `read_checkpoint`, under V-MoE's
+            names.
+        image_shape: `(height, width, channels)`. With another one than the source's its
+            positions are resampled as the source's own code does it, and the tokens in
+            front of the patches stay as they are. Files of models for images that are
+            no squares need it, as theirs.
+        head: bool, whether to keep the head for classes, if there is one.
+        **changes: settings that neither a file nor a `config.json` beside it tells:
+            `num_heads`, `activation`, `layer_norm_epsilon`, `position_resampling`,
+            `pooling`, `position_embedding`, see `ViTMoEBackbone`.
+
+    Returns:
+        `ViTMoEImageClassifier` if there is a head, otherwise `ViTMoEBackbone`.
+
+    Raises:
+        CheckpointError: (a `ValueError`) if a file is missing, damaged or none of a
+            plain Vision Transformer; the message lists the names that do not fit.
+        ValueError: if the source is unknown, cannot be fetched, or is a model that
+            needs parts that ours do not have (DINOv3, CLIP, MLPs with gates).
+
+    Examples:
+        >>> vit = ksm.converters.dense_model("vit_tiny_patch4_32_glyphs")
+        >>> vit.save_to_preset("my_vit")
+    """
+    check_names("`dense_model`", changes, ("num_heads", *_SETTINGS, *_CHOICES))
+    model = own_model(source)
+    if model is None:
+        model = _converted(source, image_shape, head, changes)
+    elif changes:
+        raise ValueError(
+            "A keras_softmoe model takes no conversion arguments. Received: "
+            f"{', '.join(changes)} for source={source!r}. Leave these arguments out."
+        )
+    if not head:
+        model = getattr(model, "backbone", model)
+    backbone = getattr(model, "backbone", model)
+    if image_shape is not None and tuple(image_shape) != tuple(backbone.image_shape):
+        return _at_resolution(model, tuple(image_shape))
+    return model
+
+
+def image_preprocessor(
+    source: Source, image_size: Sequence[int] | None = None
+) -> keras.layers.Layer:
+    """Return the preprocessor from pixels (0 to 255) to the images of a source.
+
+    Args:
+        source: as in `dense_model`.
+        image_size: `(height, width)` to resize to, or `None`. A `ViTMoEImageClassifier`
+            sets it to the size of its backbone if it is given.
+
+    Returns:
+        `ViTMoEImageClassifierPreprocessor`: that of the source (a classifier or preset
+        of KerasHub, or of a `preprocessor_config.json` beside a file), or one
+        that maps pixels to `[-1, 1]`.
+
+    Raises:
+        ValueError: as `dense_model`.
+
+    Examples:
+        >>> preprocessor = ksm.converters.image_preprocessor("dinov2_small", (224, 224))
+    """
+    converter = ViTMoEImageConverter(image_size, **converter_settings(source))
+    return ViTMoEImageClassifierPreprocessor(converter)
+
+
+def _converted(source, image_shape, head, changes):
+    """Make a model of this library from a source of another one."""
+    changes, activation = dict(changes), None
+    if isinstance(source, Checkpoint):
+        checkpoint = source
+    elif (path := find_file(source)) is not None:
+        num_heads = changes.pop("num_heads", None)
+        checkpoint = read_parameters(path, num_heads, image_shape, head)
+    else:
+        model = from_keras_hub(source)
+        if own_model(model) is not None:
+            return model
+        checkpoint = read_keras_hub(model)
+        if isinstance(model, keras_hub.models.ImageClassifier):
+            activation = model.activation
+    if not head:
+        checkpoint = checkpoint.without("head/")
+    for name in _SETTINGS:
+        if name in changes:
+            checkpoint.settings[name] = changes.pop(name)
+    preprocessor = None
+    if any(name.startswith("head/") for name in checkpoint):
+        # The classifier sets the size.
+        preprocessor = image_preprocessor(source, (1, 1))
+    model, _ = model_for(
+        checkpoint,
+        image_shape=_native_shape(checkpoint, image_shape),
+        preprocessor=preprocessor,
+        activation=activation,
+        **changes,
+    )
+    load_vmoe_params(model, checkpoint)
+    return model
+
+
+def _native_shape(checkpoint, image_shape):
+    """Return the given shape of images if the parameters are for it."""
+    if image_shape is None:
+        return None
+    return image_shape if fits_positions(checkpoint.shapes, image_shape) else None
+
+
+def _at_resolution(model, image_shape):
+    """Make the same model for images of another shape."""
+    backbone = getattr(model, "backbone", model)
+    new = new_backbone = type(backbone).from_config(
+        {**backbone.get_config(), "image_shape": image_shape}
+    )
+    if backbone is not model:
+        new = type(model).from_config({**model.get_config(), "backbone": new})
+    for variable, old in zip(new.weights, model.weights, strict=True):
+        # A copy, because on JAX two models that share memory delete it for each other.
+        value = np.array(ops.convert_to_numpy(old))
+        if value.shape != tuple(variable.shape):
+            layer = new_backbone.get_layer("position_embedding")
+            value = layer.resample(value, backbone.patch_grid)
+        variable.assign(value)
+    return new
+
+
+# === Kinds of sources ===
+
+
+def own_model(source):
+    """Return the model of this library that a source is or names, or `None`.
+
+    Raises:
+        ValueError: if it is a preset without an image model.
+    """
+    if isinstance(source, ViTMoEBackbone | ViTMoEImageClassifier):
+        return source
+    if not _is_own_preset(source):
+        return None
+    name = str(source)
+    kind, _ = catalogue.read_config(name)
+    if kind != "keras_softmoe>ViTMoEBackbone":
+        raise ValueError(
+            "`source` must be a Vision Transformer. Received: "
+            f"source={name!r}, a preset of {kind!r}."
+        )
+    cls = ViTMoEImageClassifier if catalogue.has_task(name) else ViTMoEBackbone
+    return cls.from_preset(name)
+
+
+def find_file(source):
+    """Return the path of the file of weights of a source, or `None`.
+
+    Args:
+        source: str or path, or a model, which has none.
+
+    Raises:
+        ValueError: if it is a file or a directory of another kind.
+    """
+    if not _is_path(source):
+        return None
+    source = _downloaded(os.fspath(source))
+    path = Path(source)
+    if is_one_file(source) or Path(f"{source}.index").is_file():
+        return source
+    if path.is_file():
+        raise ValueError(
+            f"Unsupported file format: '{source}'. Accepted: "
+            f"{' and '.join(ONE_FILE_SUFFIXES)}. Pickled files (.bin, .pt, .pth) can "
+            "execute code: save them as safetensors first."
+        )
+    if not path.is_dir() or _registered_name(source):
+        return None
+    if (path / _WEIGHTS).is_file():
+        return str(path / _WEIGHTS)
+    raise ValueError(
+        f"The directory '{source}' has no weights in a supported format: neither a "
+        f"preset nor a file {_WEIGHTS} (in one piece)."
+    )
+
+
+def from_keras_hub(source):
+    """Return a model of KerasHub.
+
+    Args:
+        source: such a model, or the name, directory or handle of a preset.
+
+    Raises:
+        ValueError: if there is no such preset, or it cannot be loaded.
+    """
+    if isinstance(source, keras.layers.Layer):
+        return source
+    if not _is_path(source):
+        raise ValueError(
+            "A source is a model, a name or a path. Received: source="
+            f"{type(source).__name__}."
+        )
+    name = os.fspath(source)
+    if not (catalogue.is_handle(name) or Path(name).is_dir()):
+        _check_preset_name(name)
+    try:
+        try:
+            return keras_hub.models.ImageClassifier.from_preset(name)
+        except (TypeError, ValueError):
+            # It has no head, or there are no classifiers on such a backbone.
+            return keras_hub.models.Backbone.from_preset(name)
+    except Exception as error:
+        raise ValueError(
+            f"KerasHub could not load {name!r}. Where there is a network, load and "
+            "save it: `keras_hub.models.Backbone.from_preset(...)"
+            '.save_to_preset("FOLDER")`, and give that folder as the source. Reason: '
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def converter_settings(source):
+    """Return the arguments of a `ViTMoEImageConverter` for the images of a source."""
+    if _is_path(source):
+        if _is_own_preset(source):
+            converter = ViTMoEImageConverter.from_preset(str(source))
+        elif (path := find_file(source)) is not None:
+            return _settings_beside(path)
+        else:
+            converter = _converter_of_keras_hub(source)
+    else:
+        preprocessor = getattr(source, "preprocessor", None)
+        converter = getattr(preprocessor, "image_converter", None)
+    if converter is None:
+        return {}
+    config = converter.get_config()
+    return {name: config[name] for name in _CONVERTER if name in config}
+
+
+def _converter_of_keras_hub(preset):
+    """Return the image converter of a preset, or `None`."""
+    try:
+        return keras_hub.layers.ImageConverter.from_preset(os.fspath(preset))
+    except (ValueError, OSError):
+        return None
+
+
+def _settings_beside(path):
+    """Return scale and offset from the JSON files of `transformers` and `timm`."""
+    about = read_text_beside(path, PREPROCESSOR_FILE)
+    mean, std = about.get("image_mean"), about.get("image_std")
+    if mean is None:
+        about = read_text_beside(path, CONFIG_FILE).get("pretrained_cfg")
+        about = about if isinstance(about, dict) else {}
+        mean, std = about.get("mean"), about.get("std")
+    if mean is None:
+        return {}
+    try:
+        pairs = [(float(m), float(s)) for m, s in zip(mean, std, strict=True)]
+        scale = [1.0 / (255.0 * s) for _, s in pairs]
+        return {"scale": scale, "offset": [-m / s for m, s in pairs]}
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(
+            f"The preprocessing config next to '{path}' is invalid. Received: "
+            f"mean={str(mean)[:40]}, std={str(std)[:40]}."
+        ) from error
+
+
+def _is_path(source):
+    return isinstance(source, str | os.PathLike)
+
+
+def _is_own_preset(source):
+    """Return whether a source is the name or directory of our preset."""
+    if not _is_path(source) or catalogue.is_handle(source):
+        return False
+    if _registered_name(str(source)).startswith("keras_softmoe>"):
+        return True
+    return not Path(source).exists() and str(source) in catalogue.names()
+
+
+def _registered_name(directory):
+    """Return the registered name in a preset's `config.json`, or `""`."""
+    about = read_text_beside(str(Path(directory, CONFIG_FILE)), CONFIG_FILE)
+    return str(about.get("registered_name") or "")
+
+
+def _downloaded(source):
+    """Download a Hugging Face repository that is no preset; else return the source."""
+    if not source.startswith(_HUGGING_FACE):
+        return source
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        # The error of KerasHub names the missing package.
+        return source
+    name = source.removeprefix(_HUGGING_FACE)
+    try:
+        folder = snapshot_download(name, allow_patterns=["*.json"])
+        if not _registered_name(folder):
+            folder = snapshot_download(name, allow_patterns=["*.json", _WEIGHTS])
+            return folder
+    except Exception as error:
+        raise ValueError(
+            f"{source!r} could not be fetched. Where there is a network, download "
+            f"{_WEIGHTS} and the .json files of the repository to a folder, and give "
+            f"that folder as the source. Reason: {type(error).__name__}: {error}"
+        ) from error
+    return source
+
+
+def _check_preset_name(name):
+    """Raise unless a name is that of a supported preset of KerasHub."""
+    known = [n for cls in SUPPORTED for n in _presets(cls)]
+    known += _presets("SigLIPBackbone")
+    if name in known:
+        return
+    near = difflib.get_close_matches(name, [*known, *catalogue.names()], n=3)
+    raise ValueError(
+        f"There is no such source. Received: source={name!r}, which is neither a "
+        "preset of this library or of KerasHub, nor a path that exists. "
+        + (f"Did you mean {' or '.join(map(repr, near))}?" if near else "")
+    )
+
+
+def _presets(cls):
+    return list(getattr(keras_hub.models, cls).presets)

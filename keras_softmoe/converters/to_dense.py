@@ -1,0 +1,305 @@
+"""A model with experts becomes a dense one."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_softmoe.checks import check_whole_numbers, quote
+from keras_softmoe.keras_adapter.surgery import renew_parameters, sublayers
+from keras_softmoe.layers import Experts
+from keras_softmoe.models.backbone import MoEBackbone
+from keras_softmoe.models.with_experts.copies import task_with
+from keras_softmoe.models.with_experts.experts_from_mlps import Chain, plain_mlp
+from keras_softmoe.models.with_experts.layers_of_models import describe_layers
+from keras_softmoe.models.with_experts.mlp_sites import find_sites, sites_at
+from keras_softmoe.models.with_experts.model import ModelWithExperts
+from keras_softmoe.ops import DenseRouting, to_dense
+from keras_softmoe.routers import record
+from keras_softmoe.types import Data
+
+
+def to_dense_model(
+    model: keras.Model, data: Data = None, batch_size: int = 32, verbose: int = 1
+) -> keras.Model:
+    """Turn a model with experts into a dense one, to be distilled or fine-tuned.
+
+    Each mixture of experts becomes one MLP. Its weights are the mean of those of the
+    experts, weighted by their load on the data: the tokens that each expert takes. (Of
+    a soft router and of LIMoE's it is the sum of the combine weights.) All else is
+    copied. In models of this library a shared expert is added: the MLP has the hidden
+    units of both. As all MLPs of a model have one width, the others get as many units
+    more, with output weights of zero at first.
+
+    The outputs are those of the model only if its experts are equal and the
+    gates of each token sum to one; otherwise train the result, for example on the
+    outputs of the model. The model that is passed in stays as it is.
+
+    Args:
+        model: a model from `add_experts`, a `ViTMoEBackbone`, `TextMoEBackbone` or
+            `LIMoEBackbone`, or an image classifier or task of KerasHub with one of
+            these.
+        data: inputs of the backbone, an array or a dict of arrays: some hundred. `None`
+            for the plain mean of the experts.
+        batch_size: int, inputs at a time.
+        verbose: 0 or 1, whether to print the difference in features.
+
+    Returns:
+        A dense model: of `add_experts`' models the class that was passed to it, of
+        other models the same class. With data it has the attribute
+        `feature_difference`, a float: the norm of the difference of all outputs of the
+        two backbones, over the norm of those of the given one.
+
+    Raises:
+        ValueError: if the model has no experts, parts of MLPs as experts, LoRA factors
+            or quantized weights, or is one of `add_experts` with shared experts.
+
+    Examples:
+        >>> import keras_hub
+        >>> vit = keras_hub.models.ViTBackbone(
+        ...     image_shape=(32, 32, 3),
+        ...     patch_size=8,
+        ...     num_layers=2,
+        ...     num_heads=2,
+        ...     hidden_dim=16,
+        ...     mlp_dim=32,
+        ... )
+        >>> router = ksm.routers.SoftRouter(num_experts=4)
+        >>> soft = ksm.converters.add_experts(vit, (1,), router, verbose=0)
+        >>> images = np.random.uniform(size=(4, 32, 32, 3))
+        >>> dense = ksm.converters.to_dense_model(soft, images, verbose=0)
+        >>> type(dense).__name__, dense.feature_difference < 0.5
+        ('ViTBackbone', True)
+    """
+    check_whole_numbers(1, batch_size=batch_size)
+    backbone = getattr(model, "backbone", model)
+    mixtures = _mixtures(model, backbone)
+    shares = _shares(backbone, mixtures, data, batch_size)
+    if isinstance(backbone, ModelWithExperts):
+        dense = _dense_of_any(backbone, shares)
+    else:
+        dense = _dense_of_ours(backbone, shares)
+    difference = None
+    if data is not None:
+        difference = _difference(backbone, dense, data, batch_size)
+    if verbose:
+        print(
+            f"{len(mixtures)} mixtures of {backbone.name!r} became MLPs: "
+            + (
+                "plain means of their experts. Pass `data` to weight them, and to see "
+                "the difference."
+                if difference is None
+                else f"features differ by {100 * difference:.3g} % (of their norm)."
+            )
+        )
+    if backbone is not model:
+        dense = task_with(model, dense)
+    renew_parameters(dense)
+    if difference is not None:
+        dense.feature_difference = difference
+    return dense
+
+
+def _mixtures(model, backbone):
+    """Return a dict from blocks to their `layers.MoE`, after checks."""
+    if isinstance(backbone, ModelWithExperts):
+        mixtures = backbone.moe_layers
+    elif isinstance(backbone, MoEBackbone) and hasattr(backbone, "moe_layers"):
+        mixtures = {block: backbone.blocks[block].moe for block in backbone.moe_layers}
+    else:
+        raise ValueError(
+            "Dense models are made of models from `add_experts`, of the backbones "
+            "with blocks of this library, and of tasks with one of these. Received: "
+            f"model={quote(model)}. Of two towers take each by itself."
+        )
+    if not mixtures:
+        raise ValueError(
+            f"The model has no experts, it is dense. Received: model={quote(model)}."
+        )
+    if isinstance(backbone, ModelWithExperts):
+        for block, moe in mixtures.items():
+            if moe.shared_mlp_dim:
+                raise ValueError(
+                    "An MLP with the units of a shared expert and of the mean of the "
+                    "others does not fit into the class of the dense model. Received: "
+                    f"shared_mlp_dim={moe.shared_mlp_dim} in block {block} of a model "
+                    'from `add_experts`. Take `start="copies"` there, or a model of '
+                    "this library (`ksm.converters.upcycle`)."
+                )
+    if getattr(backbone, "expert_mlp_dim", None):
+        raise ValueError(
+            "The mean of experts has their width, which the dense model has not. "
+            f"Received: a model with expert_mlp_dim={backbone.expert_mlp_dim}, whose "
+            "experts are parts of an MLP. Take a model that was made with `split=1`."
+        )
+    changed = [
+        layer.path
+        for _, layer, _ in sublayers(backbone)
+        if getattr(layer, "lora_enabled", False)
+        or getattr(layer, "quantization_mode", None)
+    ]
+    if changed:
+        raise ValueError(
+            "Means are those of weights in floats, without LoRA factors. Received: a "
+            f"model with {len(changed)} changed layers, such as {changed[0]!r}. Merge "
+            "the factors first (`ksm.models.merge_lora`), or take the model as it was "
+            "before `quantize`."
+        )
+    return mixtures
+
+
+# === Load ===
+
+
+def _shares(backbone, mixtures, data, batch_size):
+    """Return a dict from blocks to the share of each expert, `(E,)`, which sum to 1."""
+    totals = {
+        block: np.zeros(moe.router.num_experts) for block, moe in mixtures.items()
+    }
+    blocks = {id(moe.router): block for block, moe in mixtures.items()}
+    for batch in _batches(data, batch_size):
+        with record(key=lambda router: (blocks.get(id(router)), router)) as decisions:
+            backbone(batch, training=False)
+        for (block, router), decision in decisions.items():
+            if block is not None:
+                totals[block] += _load(router, decision)
+    shares = {}
+    for block, total in totals.items():
+        even = np.full(len(total), 1 / len(total))
+        shares[block] = total / total.sum() if total.sum() else even
+    return shares
+
+
+def _load(router, decision):
+    """Return the load of each expert in a decision, `(E,)`."""
+    routing = decision.routing
+    if isinstance(routing, DenseRouting) or router.knows_modalities:
+        if not isinstance(routing, DenseRouting):
+            num_tokens = decision.summary["valid"].shape[1]
+            routing = to_dense(routing, num_tokens)
+        weights = ops.sum(ops.cast(routing.combine, "float32"), axis=(0, 1, 3))
+        return ops.convert_to_numpy(weights).astype("float64")
+    load = ops.convert_to_numpy(decision.summary["load"])
+    return load.sum(axis=0).astype("float64")
+
+
+def _batches(data, batch_size):
+    """Yield batches of an array, or of a dict of them."""
+    if data is None:
+        return
+    size = len(keras.tree.flatten(data)[0])
+    for start in range(0, size, batch_size):
+        yield keras.tree.map_structure(
+            lambda x, start=start: ops.convert_to_tensor(x[start : start + batch_size]),
+            data,
+        )
+
+
+def _difference(backbone, dense, data, batch_size):
+    """Return the norm of the difference in outputs over that of the outputs."""
+    squares = np.zeros(2)
+    for batch in _batches(data, batch_size):
+        outputs = backbone(batch, training=False), dense(batch, training=False)
+        for x, y in zip(*map(keras.tree.flatten, outputs), strict=True):
+            x, y = (ops.convert_to_numpy(ops.cast(z, "float32")) for z in (x, y))
+            squares += np.square(x - y).sum(), np.square(x).sum()
+    return float(np.sqrt(squares[0] / max(squares[1], np.finfo("float32").tiny)))
+
+
+# === Weights ===
+
+
+def _mean(weight, share):
+    """Return the mean of `(E, ...)` weights of experts, an array."""
+    weight = ops.convert_to_numpy(ops.cast(weight, "float32"))
+    return np.tensordot(share, weight.astype("float64"), 1).astype("float32")
+
+
+def _dense_of_any(sparse, shares):
+    """Return the dense model of a `ModelWithExperts`."""
+    # The user's own objects, not those of a file
+    config = sparse.held.dense_config
+    dense = keras.saving.deserialize_keras_object(config, safe_mode=False)
+    kept = sparse.held.dense_weights
+    for variable, source in zip(dense.weights, kept, strict=True):
+        if source is not None:
+            variable.assign(ops.convert_to_numpy(source))
+    places = sparse.held.sites
+    sites = find_sites(dense) if places is None else sites_at(dense, places)
+    for block, moe in sparse.moe_layers.items():
+        mlp = Chain(sites[block].parts)
+        if isinstance(moe.experts, Experts):
+            plain_mlp(mlp, sparse.held.shapes[block]).write(
+                _mean_mlp(moe.experts, shares[block])
+            )
+            continue
+        for variable, stacked in zip(mlp.weights, moe.experts.stacked, strict=True):
+            variable.assign(_mean(stacked, shares[block]))
+    describe_layers(dense)
+    return dense
+
+
+def _dense_of_ours(sparse, shares):
+    """Return the dense twin of a backbone of this library."""
+    config = {**sparse.get_config(), "moe_layers": (), "router": None}
+    config["mlp_dim"] += config.pop("shared_mlp_dim", None) or 0
+    dense = type(sparse).from_config(config)
+    # The layers of both have the same names, apart from MLPs and mixtures.
+    sources = {weight.path: weight for weight in sparse.weights}
+    for weight in dense.weights:
+        if weight.path in sources:
+            _assign_first_units(weight, ops.convert_to_numpy(sources[weight.path]))
+    for block, share in shares.items():
+        mlp, moe = dense.blocks[block].mlp, sparse.blocks[block].moe
+        means = _mean_mlp(moe.experts, share)
+        if moe.shared_mlp is not None:
+            means = _sum_of_mlps(moe.shared_mlp, means)
+        for part, (kernel, bias) in means.items():
+            getattr(mlp, part).kernel.assign(kernel)
+            getattr(mlp, part).bias.assign(bias)
+    return dense
+
+
+def _assign_first_units(weight, value):
+    """Assign a weight; of an MLP with more units, so that it computes the same.
+
+    The others keep their initial weights, but those of the output are zero.
+    """
+    if tuple(weight.shape) != value.shape:
+        whole = np.array(ops.convert_to_numpy(weight))
+        if weight.path.endswith("output_dense/kernel"):
+            whole[:] = 0
+        whole[tuple(map(slice, value.shape))] = value
+        value = whole
+    weight.assign(value)
+
+
+def _sum_of_mlps(shared, means):
+    """Return the weights of the MLP that computes the sum of two.
+
+    Args:
+        shared: `layers.MLP`, whose hidden units come first.
+        means: dict, as from `_mean_mlp`, of the other one.
+
+    Returns:
+        dict like `means`.
+    """
+    found = {}
+    for name, (kernel, bias) in means.items():
+        layer = getattr(shared, name)
+        first = ops.convert_to_numpy(layer.kernel), ops.convert_to_numpy(layer.bias)
+        if name == "output_dense":
+            found[name] = np.concatenate((first[0], kernel), axis=0), first[1] + bias
+        else:
+            found[name] = (
+                np.concatenate((first[0], kernel), axis=-1),
+                np.concatenate((first[1], bias)),
+            )
+    return found
+
+
+def _mean_mlp(experts, share):
+    """Return a dict from the names of banks to their mean kernel and bias, arrays."""
+    return {
+        bank.name: (_mean(bank.kernel, share), _mean(bank.bias, share)[0])
+        for bank in experts.banks
+    }

@@ -1,0 +1,356 @@
+"""Retrieval and zero-shot classification, by embeddings of images and texts."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from keras import ops
+from numpy.typing import ArrayLike
+
+from keras_softmoe.checks import (
+    check_whole_numbers,
+    first_not_finite,
+    is_whole_number,
+)
+from keras_softmoe.types import Tensor
+
+
+class Retrieval(NamedTuple):
+    """Recall in both directions.
+
+    Attributes:
+        image_to_text: dict from `k` to the share of images, from 0 to 1, for which one
+            of their captions is among the `k` captions most similar to them.
+        text_to_image: dict from `k` to the share of captions whose image is among the
+            `k` images most similar to them.
+    """
+
+    image_to_text: dict
+    text_to_image: dict
+
+
+def retrieval(
+    image_embeddings: Tensor,
+    text_embeddings: Tensor,
+    image_of_caption: ArrayLike | None = None,
+    ks: Sequence = (1, 5, 10),
+    chunk_size: int = 2048,
+) -> Retrieval:
+    """Compute recall@k of images among captions and of captions among images.
+
+    Similarities are dot products of the embeddings as they are given: cosines, if the
+    embeddings have length 1, as those of the models here have.
+
+    Ties are broken at random, in expectation: if `b` wrong candidates are more similar
+    than the right one and `t` wrong ones are equally similar, the right one is among
+    the first `k` with probability `(k - b) / (t + 1)`, cut to between 0 and 1, which
+    the query adds to the recall. (Where several captions of an image are tied, the
+    probability is that of at least one of them.) So a model whose embeddings are all
+    equal scores exactly as guessing does, and equal captions, which no model can
+    distinguish, count as guesses. Similarities within the bound on their rounding
+    errors (about `2e-16 * 2 D`) are tied.
+
+    The similarities of all pairs are never held at once. They are computed in float64,
+    in blocks of `c = chunk_size` by `c`, which takes at most about `20 c^2 + 32 c D`
+    bytes (118 MB by default and with `D = 512`), beside a few numbers for each image
+    and caption.
+
+    Args:
+        image_embeddings: `(N, D)` float array or tensor, two images or more.
+        text_embeddings: `(M, D)` float array or tensor.
+        image_of_caption: `(M,)` ints in `[0, N)`, the image of each caption; every
+            image has one or more. `None`: all images have equally many, and those of
+            an image follow each other (with `M = N`, pairs).
+        ks: distinct positive ints. With no more than `k` candidates recall@k is 1.
+        chunk_size: int, rows and columns of a block.
+
+    Returns:
+        `Retrieval`.
+
+    Raises:
+        ValueError: if the embeddings are not two matrices of equal width with finite
+            numbers, there is one image only, captions and images do not match, or an
+            argument is not among the accepted values.
+
+    Source: LIMoE, tables 4 and 7 (recall@1 on COCO, whose images have five captions
+    or more). The paper does not speak of ties.
+
+    Examples:
+        >>> found = ksm.evaluation.retrieval(
+        ...     limoe.encode_image(scenes), limoe.encode_text(captions)
+        ... )
+        >>> found.image_to_text[1], found.text_to_image[1]
+    """
+    images = check_embeddings("image_embeddings", image_embeddings)
+    texts = check_embeddings("text_embeddings", text_embeddings)
+    if images.shape[1] != texts.shape[1]:
+        raise ValueError(
+            "Embeddings of images and captions must have the same width. Received: "
+            f"image_embeddings with shape={images.shape}, text_embeddings with "
+            f"shape={texts.shape}. Take both from one model."
+        )
+    if len(images) < 2:
+        raise ValueError(
+            "Among one image there is nothing to find. Received: image_embeddings "
+            f"with shape={images.shape}. Pass two pairs or more, better hundreds."
+        )
+    owner = _owner(image_of_caption, len(images), len(texts))
+    ks = tuple(ks) if np.iterable(ks) else (ks,)
+    if not ks or not all(map(is_whole_number, ks)) or len(set(ks)) < len(ks):
+        raise ValueError(
+            "`ks` must be distinct positive integers. "
+            f"Received: ks={ks}. Pass, for example, ks=(1, 5, 10)."
+        )
+    check_whole_numbers(1, chunk_size=chunk_size)
+    of_image, of_text = _ranks(images, texts, owner, chunk_size)
+    return Retrieval(
+        {int(k): float(_hit_rate(*of_image, k)) for k in ks},
+        {int(k): float(_hit_rate(*of_text, k)) for k in ks},
+    )
+
+
+# === Ranks ===
+
+
+def _ranks(images, texts, owner, chunk_size):
+    """For each image, then for each caption: better ones, wrong ties, right ties."""
+    better_texts, tied_texts = np.zeros((2, len(images)), "int64")
+    better_images, tied_images = np.zeros((2, len(texts)), "int64")
+    own = np.empty(len(texts))
+    longest = [0.0, 0.0]
+    for part in _chunks(len(texts), chunk_size):
+        image, text = _float64(images[owner[part]]), _float64(texts[part])
+        own[part] = np.einsum("nd,nd->n", image, text)
+        longest = np.maximum(longest, [_longest(image), _longest(text)])
+    # Twice the bound on the rounding error of a dot product
+    tolerance = 2 * images.shape[1] * np.finfo("float64").eps * np.prod(longest)
+    best = np.full(len(images), -np.inf)
+    np.maximum.at(best, owner, own)
+    right_texts = np.bincount(owner[own >= best[owner] - tolerance])
+
+    for rows in _chunks(len(images), chunk_size):
+        image = _float64(images[rows])
+        for columns in _chunks(len(texts), chunk_size):
+            # (images, texts)
+            block = image @ _float64(texts[columns]).T
+            row = owner[columns] - rows.start
+            here = np.flatnonzero((row >= 0) & (row < len(block)))
+            # The wrong candidates are left.
+            block[row[here], here] = -np.inf
+            better, tied = _compare(block, own[columns], tolerance, axis=0)
+            better_images[columns] += better
+            tied_images[columns] += tied
+            better, tied = _compare(block, best[rows, None], tolerance, axis=1)
+            better_texts[rows] += better
+            tied_texts[rows] += tied
+    of_text = better_images, tied_images, np.ones(len(texts), "int64")
+    return (better_texts, tied_texts, right_texts), of_text
+
+
+def _compare(block, target, tolerance, axis):
+    better = np.count_nonzero(block > target + tolerance, axis=axis)
+    return better, np.count_nonzero(block >= target - tolerance, axis=axis) - better
+
+
+def _hit_rate(better, tied, right, k):
+    """Mean probability that a right candidate is among the first `k`."""
+    places = np.clip(k - better, 0, None)
+    # All of them taken by wrong ones, one after the other
+    missed = np.ones(len(better))
+    for place in range(int(np.minimum(places, tied + 1).max(initial=0))):
+        taken = np.clip(tied - place, 0, None) / np.maximum(tied + right - place, 1)
+        missed = np.where(place < places, missed * taken, missed)
+    return (1.0 - missed).mean()
+
+
+def _chunks(total, size):
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _float64(embeddings):
+    return embeddings.astype("float64")
+
+
+def _longest(embeddings):
+    return np.linalg.norm(embeddings, axis=-1).max()
+
+
+# === Checks ===
+
+
+def check_embeddings(name, embeddings):
+    """Embeddings as a NumPy matrix.
+
+    Raises:
+        ValueError: if they are not a matrix of finite numbers with a row or more.
+    """
+    array = np.asarray(ops.convert_to_numpy(embeddings))
+    # bfloat16 is of no kind that NumPy has a letter for.
+    if array.ndim != 2 or not array.size or array.dtype.kind in "OSUcmMb":
+        raise ValueError(
+            f"`{name}` must be numbers of shape (N, D), one row or more. Received: "
+            f"{name} with shape={array.shape}, dtype={array.dtype}. Encode images and "
+            "captions first: `model.encode_image(images)`, `model.encode_text(texts)`."
+        )
+    row = first_not_finite(array)
+    if row is not None:
+        raise ValueError(
+            f"`{name}` must be finite. Received: NaN or infinity, first in row {row}. "
+            "Look at the model."
+        )
+    return array
+
+
+def _owner(image_of_caption, num_images, num_captions):
+    """The image of each caption."""
+    if image_of_caption is None:
+        if num_captions % num_images:
+            raise ValueError(
+                "Without `image_of_caption` every image has the same number of "
+                f"captions. Received: {num_images} images, {num_captions} captions. "
+                "Say with `image_of_caption` which image each caption belongs to."
+            )
+        each = num_captions // num_images
+        return np.repeat(np.arange(num_images), each)
+    owner = np.asarray(ops.convert_to_numpy(image_of_caption))
+    if owner.shape != (num_captions,) or owner.dtype.kind not in "iu":
+        raise ValueError(
+            "`image_of_caption` must hold one integer per caption. Received: "
+            f"image_of_caption with shape={owner.shape}, dtype={owner.dtype} for "
+            f"{num_captions} captions."
+        )
+    owner = owner.astype("int64")
+    strange = np.setdiff1d(owner, np.arange(num_images))
+    without = np.setdiff1d(np.arange(num_images), owner)
+    if len(strange) or len(without):
+        raise ValueError(
+            "`image_of_caption` must name images by their index from 0 to "
+            f"{num_images - 1}, and each image at least once. Received: "
+            f"image_of_caption with {strange[:5].tolist()} outside, and "
+            f"{len(without)} images without a caption, first "
+            f"{without[:5].tolist()}. Leave out images without captions."
+        )
+    return owner
+
+
+# === Zero-shot classification ===
+
+
+class ZeroShot(NamedTuple):
+    """Classes that a model finds in images by the names of the classes.
+
+    Attributes:
+        predictions: `(N,)` int64 array, the class of the highest score; ties go to the
+            first.
+        scores: `(N, C)` float32 array, cosines of images and classes.
+        accuracy: float from 0 to 1, the share of right predictions. `None` without
+            labels.
+        class_accuracy: `(C,)` float64 array, the same for the images of each class;
+            NaN for a class without images. `None` without labels.
+    """
+
+    predictions: np.ndarray
+    scores: np.ndarray
+    accuracy: float | None = None
+    class_accuracy: np.ndarray | None = None
+
+
+def zero_shot(
+    model: Any,
+    images: ArrayLike,
+    class_names: Sequence,
+    templates: Sequence,
+    labels: ArrayLike | None = None,
+    batch_size: int = 64,
+    verbose: int = 0,
+) -> ZeroShot:
+    """Classify images by the names of the classes.
+
+    The name of a class is put into every template ("a photo of a {}."), and the
+    embeddings of these texts, of length 1 each, are averaged and scaled back to length
+    1. The predicted class of an image is that of the closest embedding. To classify
+    several sets of images by the same classes, encode them once:
+    `model.encode_image(images) @ model.class_embeddings(names, templates).T`.
+
+    Args:
+        model: any object with `encode_image(images, batch_size=..., verbose=...)` and
+            `encode_text(texts)`, both returning `(N, D)` embeddings, such as a
+            `LIMoEContrastive`.
+        images: `(N, height, width, channels)` array, as `model.encode_image` takes it.
+        class_names: strings, all different.
+        templates: strings, each with `{}` where the name goes. `("{}",)` for the names
+            alone.
+        labels: `(N,)` ints in `[0, C)`, indices of the right names; `None` to predict
+            only.
+        batch_size: int, images per forward pass.
+        verbose: 0 or 1, whether to show the progress of encoding the images.
+
+    Returns:
+        `ZeroShot`.
+
+    Raises:
+        ValueError: if names, templates or labels cannot be used, before anything is
+            encoded, or the model does not return embeddings.
+
+    Source: LIMoE, appendix D.2, which follows Radford et al. 2021 (CLIP), section
+    3.1.4.
+
+    Examples:
+        >>> found = ksm.evaluation.zero_shot(
+        ...     limoe, scenes, ["red circle", "blue star"], ["a {}", "a small {}"]
+        ... )
+        >>> found.predictions.shape
+        (8,)
+    """
+    check_whole_numbers(1, batch_size=batch_size)
+    # On first use, since `models` imports KerasHub.
+    from keras_softmoe.models import class_embeddings as named
+
+    names = named.check_names(class_names)
+    if labels is not None:
+        labels = _check_labels(labels, len(images), len(names))
+    classes = named.class_embeddings(model.encode_text, names, templates)
+    embeddings = model.encode_image(images, batch_size=batch_size, verbose=verbose)
+    return _classify(embeddings, classes, labels, named.unit)
+
+
+def _classify(image_embeddings, class_embeddings, labels, unit):
+    """Return the `ZeroShot` of embeddings; `unit` scales rows to length 1."""
+    images = check_embeddings("image_embeddings", image_embeddings)
+    classes = check_embeddings("class_embeddings", class_embeddings)
+    if images.shape[1] != classes.shape[1]:
+        raise ValueError(
+            "Embeddings of images and classes must have the same width. Received: "
+            f"image_embeddings with shape={images.shape}, class_embeddings with "
+            f"shape={classes.shape}. Take both from one model."
+        )
+    num_classes = len(classes)
+    scores = (unit(images) @ unit(classes).T).astype("float32")
+    predictions = scores.argmax(axis=1)
+    if labels is None:
+        return ZeroShot(predictions, scores)
+    hits = predictions == labels
+    counts = np.bincount(labels, minlength=num_classes)
+    right = np.bincount(labels, weights=hits, minlength=num_classes)
+    of_class = np.full(num_classes, np.nan)
+    np.divide(right, counts, out=of_class, where=counts > 0)
+    return ZeroShot(predictions, scores, float(hits.mean()), of_class)
+
+
+def _check_labels(labels, num_images, num_classes):
+    labels = np.asarray(labels)
+    if labels.shape != (num_images,) or labels.dtype.kind not in "iu":
+        raise ValueError(
+            "`labels` must hold one integer per image. Received: labels with "
+            f"shape={labels.shape}, dtype={labels.dtype} for {num_images} images. Turn "
+            "names into integers with `class_names.index(name)`, one-hot labels with "
+            "`labels.argmax(-1)`."
+        )
+    outside = labels[(labels < 0) | (labels >= num_classes)]
+    if len(outside):
+        raise ValueError(
+            f"`labels` must be indices of the {num_classes} classes, from 0 to "
+            f"{num_classes - 1}. Received: labels with {outside[:5].tolist()}. Add the "
+            "names of these classes, or leave out their images."
+        )
+    return labels.astype("int64")

@@ -1,0 +1,99 @@
+"""Reading while other processes write, and waiting for them."""
+
+import contextlib
+import errno
+import glob
+import os
+import time
+from pathlib import Path
+
+from keras_softmoe.files.placing import identity
+from keras_softmoe.files.replacing import restore_interrupted
+from keras_softmoe.files.temporary import ASIDE
+
+# Seconds between two attempts of a waiting process, and attempts of a reader.
+_PATIENCE = 0.2
+_LOOKS = 25
+# Errors of file systems without locks.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}
+
+
+def read_whole(directory, read):
+    """Read one version of a directory that other processes may be replacing.
+
+    Args:
+        directory: str or path.
+        read: callable without arguments that reads it. It is called again if the
+            directory was replaced meanwhile.
+
+    Returns:
+        The result of `read`.
+    """
+    for _ in range(9):
+        before = _version(directory)
+        try:
+            found = read()
+        except Exception:
+            # It may have read parts of two versions.
+            if _version(directory) == before:
+                raise
+            continue
+        if _version(directory) == before:
+            return found
+    return read()
+
+
+@contextlib.contextmanager
+def one_process(path, waiting=None):
+    """Context manager that one process holds at a time; the others wait.
+
+    The lock ends with the process. (No process waits on Windows, or where a file system
+    has no locks.)
+
+    Args:
+        path: str or path of the lock file, which exists while the lock is held.
+        waiting: str or `None`, message to print when the process has to wait.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        with path.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if waiting:
+                    print(waiting)
+                    waiting = None
+                time.sleep(_PATIENCE)
+                continue
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+            if identity(path) != identity(file.fileno()):
+                # The previous holder has removed it.
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _version(directory):
+    """Return a value that differs between versions, `None` without a directory."""
+    if identity(directory) is None:
+        return None
+    for _ in range(_LOOKS):
+        # Files are being replaced one by one.
+        if not any(Path(directory).glob(f"..{glob.escape(ASIDE)}-*/ready")):
+            break
+        time.sleep(_PATIENCE)
+        restore_interrupted(directory)
+    with contextlib.suppress(OSError):
+        return identity(directory), os.stat(directory).st_mtime_ns
+    return None

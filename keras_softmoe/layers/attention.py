@@ -1,0 +1,160 @@
+"""Multi-head attention with the query and key normalization of ViTs."""
+
+import math
+from collections.abc import Sequence
+
+import keras
+
+from keras_softmoe.checks import check_num_heads, check_numbers, check_whole_numbers
+from keras_softmoe.keras_adapter.layers import Layer
+from keras_softmoe.layer_cost import LayerCost, dense_cost, normalization_cost
+from keras_softmoe.ops.kernels import affine, attend, reshape
+from keras_softmoe.ops.padding import zero_padding
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class Attention(Layer):
+    """Multi-head attention of queries over tokens.
+
+    Unlike `keras.layers.MultiHeadAttention` it can normalize queries and keys.
+
+    Args:
+        num_heads: int, number of heads. Must divide the width.
+        use_qk_norm: bool, whether queries and keys go through a layer normalization
+            (scale only, shared by the heads) before their product.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Call arguments:
+        - `queries`: `(B, Q, D)` float tensor.
+        - `tokens`: `(B, S, D)` float tensor.
+        - `tokens_mask`: optional `(B, S)` bool tensor, `False` for tokens that get no
+          attention.
+
+    Returns:
+        `(B, Q, D)` tensor.
+
+    Raises:
+        ValueError: if `num_heads` is not a positive integer that divides the width.
+
+    Source: Dosovitskiy et al. 2021, appendix A; the normalization: Dehghani et al.
+    2023 (ViT-22B), section 2.
+    """
+
+    def __init__(self, num_heads: int, use_qk_norm: bool = False, **kwargs):
+        check_whole_numbers(1, num_heads=num_heads)
+        super().__init__(**kwargs)
+        self.num_heads = num_heads
+        self.use_qk_norm = use_qk_norm
+        self.supports_masking = True
+
+    def build(self, queries_shape, tokens_shape):
+        width = queries_shape[-1]
+        check_num_heads(self.num_heads, width)
+        head_dim = width // self.num_heads
+        # The fans of Glorot are those of the (D, D) matrices before reshaping.
+        project = {
+            name: keras.layers.EinsumDense(
+                "bsd,dhk->bshk",
+                output_shape=(None, self.num_heads, head_dim),
+                bias_axes="hk",
+                kernel_initializer=_glorot([0], [1, 2]),
+                dtype=self.dtype_policy,
+                name=name,
+            )
+            for name in ("query", "key", "value")
+        }
+        self.query, self.key, self.value = project.values()
+        self.query.build(queries_shape)
+        self.key.build(tokens_shape)
+        self.value.build(tokens_shape)
+        self.attention_output = keras.layers.EinsumDense(
+            "bshk,hkd->bsd",
+            output_shape=(None, width),
+            bias_axes="d",
+            kernel_initializer=_glorot([0, 1], [2]),
+            dtype=self.dtype_policy,
+            name="attention_output",
+        )
+        heads_shape = (None, None, self.num_heads, head_dim)
+        self.attention_output.build(heads_shape)
+        if self.use_qk_norm:
+            self.query_norm = layer_norm(self.dtype_policy, "query_norm", center=False)
+            self.query_norm.build(heads_shape)
+            self.key_norm = layer_norm(self.dtype_policy, "key_norm", center=False)
+            self.key_norm.build(heads_shape)
+
+    def call(self, queries, tokens, tokens_mask=None):
+        tokens = zero_padding(tokens, tokens_mask)
+        width = queries.shape[-1]
+        heads = (self.num_heads, width // self.num_heads)
+        # (B, Q, heads, head_dim) and twice (B, S, heads, head_dim)
+        query = _project(self.query, queries, *heads)
+        key = _project(self.key, tokens, *heads)
+        value = _project(self.value, tokens, *heads)
+        if self.use_qk_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        means = attend(query, key, value, tokens_mask)
+        return _project(self.attention_output, means, width)
+
+    def compute_output_shape(self, queries_shape, tokens_shape):
+        return queries_shape
+
+    def cost(
+        self,
+        queries_shape: Sequence[int],
+        tokens_shape: Sequence[int],
+        training: bool = False,
+    ) -> LayerCost:
+        batch, num_queries, width = queries_shape
+        num_queries *= batch
+        pairs, num_tokens = num_queries * tokens_shape[1], batch * tokens_shape[1]
+        total = dense_cost(width, width, num_queries, is_sharded=True) * 2
+        total += dense_cost(width, width, num_tokens, is_sharded=True) * 2
+        total += LayerCost(
+            products=2 * pairs * width,
+            # Query, key, value and context, each also with transposed axes; weights,
+            # and in float32 logits and exponentials
+            kept=8 * num_queries * width + pairs * self.num_heads,
+            kept_float32=2 * pairs * self.num_heads,
+        )
+        if self.use_qk_norm:
+            head_dim = width // self.num_heads
+            shape = (num_queries * self.num_heads, head_dim)
+            norm = normalization_cost(shape, center=False)
+            # Their results are transposed.
+            total += (norm + LayerCost(kept=2 * num_queries * width)) * 2
+        return total
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_heads": self.num_heads,
+            "use_qk_norm": self.use_qk_norm,
+        }
+
+
+def _project(dense, x, *outputs):
+    """Return the output of an `EinsumDense`, `(B, S, *outputs)`, as a plain product."""
+    if dense.quantization_mode:
+        return dense(x)
+    num_tokens, width = x.shape[1], math.prod(outputs)
+    projected = affine(
+        reshape(x, (-1, num_tokens, width)),
+        reshape(dense.kernel, (width, width)),
+        reshape(dense.bias, (width,)),
+    )
+    return reshape(projected, (-1, num_tokens, *outputs))
+
+
+def layer_norm(dtype, name, center=True, epsilon=1e-6):
+    """Return a layer normalization, by default with the epsilon of the papers' code."""
+    check_numbers(over=0, layer_norm_epsilon=epsilon)
+    return keras.layers.LayerNormalization(
+        epsilon=epsilon, center=center, dtype=dtype, name=name
+    )
+
+
+def _glorot(input_axes, output_axes):
+    return keras.initializers.VarianceScaling(
+        1.0, "fan_avg", "uniform", input_axes=input_axes, output_axes=output_axes
+    )

@@ -1,0 +1,280 @@
+"""Transformer encoder block, dense or with experts, and its layer scale."""
+
+import inspect
+import math
+from collections.abc import Sequence
+
+import keras
+from keras import ops
+
+from keras_softmoe.checks import check_bools, check_numbers
+from keras_softmoe.keras_adapter.layers import Layer
+from keras_softmoe.layer_cost import LayerCost, cost_of, normalization_cost
+from keras_softmoe.layers.attention import Attention, layer_norm
+from keras_softmoe.layers.experts import MLP
+from keras_softmoe.layers.moe import MoE
+from keras_softmoe.layers.tokens import (
+    add,
+    check_masks,
+    check_tokens_shape,
+    each,
+    masks_like,
+    shapes_of,
+    sum_costs,
+)
+from keras_softmoe.ops.padding import zero_padding
+from keras_softmoe.types import Tensor
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class EncoderBlock(Layer):
+    """Pre-norm Transformer block: attention, then an MLP or a mixture of experts.
+
+    Args:
+        num_heads: int, number of attention heads.
+        mlp: the layer after attention: `MLP`, `MoE` or any other that maps `(B, S, D)`
+            to `(B, S, D)`. It becomes a sublayer of the block and keeps its own dtype.
+            (For `cost` it needs a method `cost`, see `layers.cost_of`.)
+        use_qk_norm: bool, whether queries and keys are normalized.
+        dropout_rate: float, dropout after attention and after the MLP or experts.
+        layer_norm_epsilon: float, epsilon of the normalizations.
+        layer_scale: float or `None`. Initial value of a learned factor per channel that
+            multiplies the outputs of attention and of the MLP or experts, see
+            `LayerScale`. `None` for no such factor.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Call arguments:
+        - `inputs`: `(B, S, D)` float tensor; or a dict from modalities (`"image"`,
+          `"text"`) to such tensors. Attention and an MLP are applied to each of them
+          separately, a `MoE` to all of them together.
+        - `mask`: optional `(B, S)` bool tensor, or a dict of them; `False` for tokens
+          that get no attention and that experts leave out, see `MoE`.
+
+    Returns:
+        `(B, S, D)` tensor, or a dict like the input.
+
+    Raises:
+        ValueError: if `mlp` is not a layer, `num_heads` does not divide the width, a
+            number is out of range, or the input does not have rank 3.
+
+    Source: V-MoE, section 2.1 and figure 1; several modalities: LIMoE, section 2.
+
+    Examples:
+        >>> router = ksm.routers.SoftRouter(num_experts=16)
+        >>> moe = ksm.layers.MoE(router, mlp_dim=128)
+        >>> block = ksm.layers.EncoderBlock(num_heads=4, mlp=moe)
+        >>> block(np.random.normal(size=(2, 16, 32))).shape
+        (2, 16, 32)
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        mlp: keras.layers.Layer,
+        use_qk_norm: bool = False,
+        dropout_rate: float = 0.0,
+        layer_norm_epsilon: float = 1e-6,
+        layer_scale: float | None = None,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        if not isinstance(mlp, keras.layers.Layer):
+            raise ValueError(
+                "`mlp` must be a layer, for example `layers.MLP(mlp_dim=128)` or "
+                "`layers.MoE(router, mlp_dim=128)`. "
+                f"Received: mlp={mlp!r}."
+            )
+        check_numbers(least=0, under=1, dropout_rate=dropout_rate)
+        check_bools(use_qk_norm=use_qk_norm)
+        self.num_heads = num_heads
+        self.use_qk_norm = use_qk_norm
+        self.dropout_rate = dropout_rate
+        self.layer_norm_epsilon = layer_norm_epsilon
+        self.layer_scale = layer_scale
+        dtype, epsilon = self.dtype_policy, layer_norm_epsilon
+        self.attention_norm = layer_norm(dtype, "attention_norm", epsilon=epsilon)
+        self.attention = Attention(
+            num_heads, use_qk_norm=use_qk_norm, dtype=dtype, name="attention"
+        )
+        self.mlp_norm = layer_norm(dtype, "mlp_norm", epsilon=epsilon)
+        # In files of weights mixtures of experts have a separate name.
+        self.mlp = self.moe = None
+        if isinstance(mlp, MoE):
+            self.moe = mlp
+        else:
+            self.mlp = mlp
+        if dropout_rate:
+            self.dropout = keras.layers.Dropout(
+                dropout_rate, dtype=dtype, name="dropout"
+            )
+        if layer_scale is not None:
+            check_numbers(over=0, layer_scale=layer_scale)
+            self.attention_scale = LayerScale(
+                layer_scale, dtype=dtype, name="attention_scale"
+            )
+            self.mlp_scale = LayerScale(layer_scale, dtype=dtype, name="mlp_scale")
+        self.supports_masking = True
+        # An MLP needs no mask, as it is applied to each token independently.
+        self._masks_mlp = "mask" in inspect.signature(mlp.call).parameters
+
+    def build(self, inputs_shape):
+        check_tokens_shape(inputs_shape)
+        # Modalities differ in the number of tokens, which matters to the experts only.
+        is_dict = isinstance(inputs_shape, dict)
+        shape = next(iter(inputs_shape.values())) if is_dict else inputs_shape
+        self.attention_norm.build(shape)
+        self.attention.build(shape, shape)
+        self.mlp_norm.build(shape)
+        if self.moe is not None:
+            self.moe.build(inputs_shape)
+        else:
+            self.mlp.build(shape)
+        if self.dropout_rate:
+            self.dropout.build(shape)
+        if self.layer_scale is not None:
+            self.attention_scale.build(shape)
+            self.mlp_scale.build(shape)
+
+    def call(self, inputs, mask=None, training=None):
+        x, tokens = self.before_mlp(inputs, mask, training)
+        if self.moe is not None:
+            outputs = self.moe(tokens, mask=mask, training=training)
+        elif self._masks_mlp:
+            outputs = each(lambda x, m: self.mlp(x, mask=m), tokens, mask)
+        else:
+            outputs = each(self.mlp, tokens)
+        if self.layer_scale is not None:
+            outputs = each(self.mlp_scale, outputs)
+        return add(x, each(lambda x: self._drop(x, training), outputs))
+
+    def before_mlp(
+        self, inputs: Tensor, mask: Tensor | None = None, training: bool | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum after attention, and the normalized input of the MLP."""
+        check_tokens_shape(shapes_of(inputs))
+        check_masks(mask, inputs)
+        # Masked values would enter the gradients of all weights.
+        inputs = each(zero_padding, inputs, mask)
+        x = add(inputs, each(lambda x, m: self._attend(x, m, training), inputs, mask))
+        return x, each(self.mlp_norm, x)
+
+    def _attend(self, x, mask, training):
+        tokens = self.attention_norm(x)
+        means = self.attention(tokens, tokens, tokens_mask=mask)
+        if self.layer_scale is not None:
+            means = self.attention_scale(means)
+        return self._drop(means, training)
+
+    def _drop(self, x, training):
+        return self.dropout(x, training=training) if self.dropout_rate else x
+
+    def compute_mask(self, inputs, previous_mask=None):
+        return masks_like(inputs, previous_mask)
+
+    def compute_output_shape(self, inputs_shape):
+        return inputs_shape
+
+    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
+        def cost_of_modality(shape):
+            part = normalization_cost(shape) * 2 + self.attention.cost(shape, shape)
+            if self.moe is None:
+                part += cost_of(self.mlp, shape, training)
+            if self.dropout_rate:
+                part += LayerCost(kept_bytes=2 * math.prod(shape))
+            if self.layer_scale is not None:
+                part += self.attention_scale.cost(shape) + self.mlp_scale.cost(shape)
+            return part
+
+        total = sum_costs(cost_of_modality, inputs_shape)
+        if self.moe is not None:
+            total += self.moe.cost(inputs_shape, training)
+        mixtures = (m._replace(name=f"{self.name}/{m.name}") for m in total.mixtures)
+        return total._replace(mixtures=tuple(mixtures))
+
+    def get_config(self):
+        mlp = keras.saving.serialize_keras_object(self.moe or self.mlp)
+        # It is built with the block.
+        mlp.pop("build_config", None)
+        return {
+            **super().get_config(),
+            "num_heads": self.num_heads,
+            "mlp": mlp,
+            "use_qk_norm": self.use_qk_norm,
+            "dropout_rate": self.dropout_rate,
+            "layer_norm_epsilon": self.layer_norm_epsilon,
+            "layer_scale": self.layer_scale,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        if "mlp" not in config:
+            return cls(**_as_saved_now(config))
+        mlp = keras.saving.deserialize_keras_object(config["mlp"])
+        return cls(**{**config, "mlp": mlp})
+
+
+# Arguments of `MoE` in the blocks of older files
+_OF_MIXTURES = (
+    "group_images",
+    "dispatcher",
+    "equal_experts",
+    "expert_dropout_rate",
+    "remat_experts",
+    "dispatch_dtype",
+)
+
+
+def _as_saved_now(config):
+    """Return the arguments of a block from a file without the argument `mlp`."""
+    config = dict(config)
+    settings = {name: config.pop(name) for name in _OF_MIXTURES if name in config}
+    mlp_dim, router = config.pop("mlp_dim"), config.pop("router")
+    dtype = config.get("dtype")
+    if router is None:
+        mlp = MLP(mlp_dim, dtype=dtype, name="mlp")
+    else:
+        router = keras.saving.deserialize_keras_object(router)
+        mlp = MoE(router, mlp_dim, dtype=dtype, name="moe", **settings)
+    return {**config, "mlp": mlp}
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class LayerScale(Layer):
+    """Multiply each channel by a learned factor.
+
+    Args:
+        initial_value: float over 0, initial value of the factors.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Maps `(..., D)` to `(..., D)`.
+
+    Raises:
+        ValueError: if `initial_value` is not a positive number.
+
+    Source: Touvron et al. 2021 (CaiT), section 2.1.
+    """
+
+    def __init__(self, initial_value: float = 1e-5, **kwargs):
+        check_numbers(over=0, initial_value=initial_value)
+        super().__init__(**kwargs)
+        self.initial_value = initial_value
+        self.supports_masking = True
+
+    def build(self, inputs_shape):
+        self.gamma = self.add_weight(
+            shape=(inputs_shape[-1],),
+            initializer=keras.initializers.Constant(self.initial_value),
+            name="gamma",
+        )
+
+    def call(self, inputs):
+        return inputs * ops.cast(self.gamma, inputs.dtype)
+
+    def compute_output_shape(self, inputs_shape):
+        return inputs_shape
+
+    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
+        return LayerCost(weights=inputs_shape[-1], kept=math.prod(inputs_shape))
+
+    def get_config(self):
+        return {**super().get_config(), "initial_value": self.initial_value}

@@ -1,0 +1,440 @@
+"""MLPs of two or three dense layers: a single one, and one per expert."""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import keras
+from keras import ops
+
+from keras_softmoe.checks import (
+    check_bools,
+    check_numbers,
+    check_whole_numbers,
+    quote,
+)
+from keras_softmoe.keras_adapter.layers import Layer
+from keras_softmoe.layer_cost import LayerCost, dense_cost
+from keras_softmoe.layers.expert_bank import ExpertBank, per_expert
+from keras_softmoe.layers.slots import by_expert
+from keras_softmoe.ops.grouped import grouped_affine, knows_counts, map_experts
+from keras_softmoe.ops.kernels import affine, chunked_map, remat, reshape
+from keras_softmoe.sharding.constraints import (
+    check_divides_experts,
+    check_layer,
+    is_distributed,
+)
+from keras_softmoe.types import Tensor
+
+
+def _exact_gelu(x):
+    if keras.backend.backend() == "tensorflow":
+        # TensorFlow's has the complementary error function, which runtimes of exported
+        # files do not support.
+        return 0.5 * x * (1.0 + ops.erf(math.sqrt(0.5) * x))
+    return ops.gelu(x, approximate=False)
+
+
+# The papers' code has the tanh approximation everywhere; models from PyTorch have the
+# exact one.
+_ACTIVATIONS = {
+    "gelu_tanh": functools.partial(ops.gelu, approximate=True),
+    "gelu": _exact_gelu,
+}
+ACTIVATIONS = tuple(_ACTIVATIONS)
+
+
+def _activation(name):
+    """Return the function of an activation that has passed `check_activation`."""
+    # Not cached: `torch.compile` refuses cached functions.
+    return _ACTIVATIONS.get(name) or keras.activations.get(name)
+
+
+def check_activation(activation):
+    """Raise unless an activation is known.
+
+    Raises:
+        ValueError: if it is not the name of an activation.
+    """
+    known = isinstance(activation, str) and bool(activation)
+    try:
+        known = known and callable(_activation(activation))
+    except ValueError:
+        known = False
+    if not known:
+        raise ValueError(
+            f"Unknown `activation`. Accepted: {', '.join(map(repr, ACTIVATIONS))}, and "
+            "the other names of `keras.activations`, such as 'silu'. Received: "
+            f"activation={quote(activation)}. Pass one of these names."
+        )
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class MLP(Layer):
+    """Feed-forward network of a dense encoder block.
+
+    Args:
+        mlp_dim: int, hidden width.
+        activation: `"gelu_tanh"` (GELU in the tanh approximation), `"gelu"` (exact), or
+            another name of `keras.activations`.
+        gated: bool, whether a third layer, `gate_dense`, multiplies the hidden units:
+            `activation(gate_dense(x)) * intermediate_dense(x)`, a gated linear unit;
+            SwiGLU with `activation="silu"`.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Maps `(..., D)` to `(..., D)`.
+
+    Raises:
+        ValueError: if `mlp_dim` is not a positive integer, or the activation is
+            unknown.
+
+    Source: V-MoE, section 2.1; gated: Shazeer 2020 (GLU variants), section 2.
+
+    Examples:
+        >>> ksm.layers.MLP(64)(np.zeros((2, 16, 32))).shape
+        (2, 16, 32)
+    """
+
+    def __init__(
+        self,
+        mlp_dim: int,
+        activation: str = "gelu_tanh",
+        gated: bool = False,
+        **kwargs,
+    ):
+        check_whole_numbers(1, mlp_dim=mlp_dim)
+        check_activation(activation)
+        check_bools(gated=gated)
+        super().__init__(**kwargs)
+        self.mlp_dim = int(mlp_dim)
+        self.activation = activation
+        self.gated = gated
+        self.supports_masking = True
+
+    def build(self, inputs_shape):
+        self.intermediate_dense = keras.layers.Dense(
+            self.mlp_dim,
+            bias_initializer=_small_bias(),
+            dtype=self.dtype_policy,
+            name="intermediate_dense",
+        )
+        self.intermediate_dense.build(inputs_shape)
+        if self.gated:
+            self.gate_dense = keras.layers.Dense(
+                self.mlp_dim,
+                bias_initializer=_small_bias(),
+                dtype=self.dtype_policy,
+                name="gate_dense",
+            )
+            self.gate_dense.build(inputs_shape)
+        self.output_dense = keras.layers.Dense(
+            inputs_shape[-1],
+            bias_initializer=_small_bias(),
+            dtype=self.dtype_policy,
+            name="output_dense",
+        )
+        self.output_dense.build((*inputs_shape[:-1], self.mlp_dim))
+
+    def call(self, inputs):
+        return _multiply(self.output_dense, self.hidden(inputs))
+
+    def hidden(self, inputs: Tensor) -> Tensor:
+        """Return the input of the last layer, `(..., H)`."""
+        hidden = _multiply(self.intermediate_dense, inputs)
+        if self.gated:
+            gate = _multiply(self.gate_dense, inputs)
+            return _activation(self.activation)(gate) * hidden
+        return _activation(self.activation)(hidden)
+
+    def compute_output_shape(self, inputs_shape):
+        return inputs_shape
+
+    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
+        *rows, width = inputs_shape
+        rows = math.prod(rows)
+        total = dense_cost(width, self.mlp_dim, rows, is_sharded=True)
+        total += dense_cost(self.mlp_dim, width, rows, is_sharded=True)
+        if self.gated:
+            total += dense_cost(width, self.mlp_dim, rows, is_sharded=True)
+        return total + LayerCost(kept=_kept(self.gated) * rows * self.mlp_dim)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "mlp_dim": self.mlp_dim,
+            "activation": self.activation,
+            "gated": self.gated,
+        }
+
+
+def _kept(gated):
+    """Return how many numbers per hidden unit are kept for the backward pass."""
+    # Before GELU, its tanh or error function, after; the other factor, the product
+    return 3 + 2 * gated
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class Experts(Layer):
+    """A bank of MLPs, one per expert, each applied to its own slots.
+
+    The layers are a `keras.layers.EinsumDense` whose `quantize` and `enable_lora` treat
+    each expert separately.
+
+    Args:
+        num_experts: int, number `E` of experts.
+        mlp_dim: int, hidden width `H` of an expert.
+        equal_experts: bool, whether all experts start with the same weights, as in the
+            released V-MoE models, and diverge only by their tokens.
+        dropout_rate: float, dropout between the two layers ("expert dropout").
+        remat: bool, whether hidden activations are recomputed in the backward pass
+            instead of kept (`keras.remat`). Per slot they are several times `mlp_dim`
+            numbers, while a slot has `D`. With dropout, its outputs are kept. (XLA on a
+            CPU eliminates the recomputation and keeps them.)
+        activation: as in `MLP`.
+        gated: bool, as in `MLP`: a third bank, `gate_dense`.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Maps slots `(G, E, C, D)` to outputs `(G, E, C, D)`; or rows `(N, D)`, sorted by
+    expert, to outputs `(N, D)`, with the number of rows of each expert as a second
+    argument, an `(E,)` int32 tensor whose sum is `N`. Under a distribution with layouts
+    for `slots_of_groups` and `slots_of_experts` below the path of this layer, slots are
+    sent to the devices of the experts and back, see
+    `keras_softmoe.distribution.expert_parallel`.
+
+    Raises:
+        ValueError: if an argument is not among the accepted values, the input is not of
+            rank 4 with `num_experts` as second axis, or the devices over which experts
+            are sharded do not divide their number.
+
+    Source: V-MoE, section 2.2; for expert dropout, its fine-tuning settings (table 7)
+    and Fedus et al. 2021 (Switch Transformer), section 2.4.
+
+    Examples:
+        >>> experts = ksm.layers.Experts(num_experts=4, mlp_dim=64)
+        >>> experts(np.zeros((2, 4, 3, 16))).shape
+        (2, 4, 3, 16)
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        mlp_dim: int,
+        equal_experts: bool = False,
+        dropout_rate: float = 0.0,
+        remat: bool = False,
+        activation: str = "gelu_tanh",
+        gated: bool = False,
+        **kwargs,
+    ):
+        check_whole_numbers(1, num_experts=num_experts, mlp_dim=mlp_dim)
+        check_numbers(least=0, under=1, dropout_rate=dropout_rate)
+        check_activation(activation)
+        check_bools(gated=gated)
+        check_divides_experts(num_experts)
+        super().__init__(**kwargs)
+        self.num_experts = num_experts
+        self.mlp_dim = mlp_dim
+        self.equal_experts = equal_experts
+        self.dropout_rate = dropout_rate
+        self.remat = remat
+        self.activation = activation
+        self.gated = gated
+        # Here, as PyTorch does not compile a call of a function with a cache.
+        self._stages = _stages_of_slots(activation, remat, gated)
+        self.dropout = keras.layers.Dropout(
+            dropout_rate, dtype=self.dtype_policy, name="dropout"
+        )
+
+    def build(self, slots_shape):
+        if len(slots_shape) != 4 or slots_shape[1] != self.num_experts:
+            raise ValueError(
+                "Experts expect slots of shape (groups, experts, slots, width) with "
+                f"{self.num_experts} experts. Received: slots_shape={slots_shape}."
+            )
+        num_experts, width = slots_shape[1], slots_shape[-1]
+        # n counts the slots of an expert in all groups, G * C.
+        self.intermediate_dense = self._bank(
+            "end,edh->enh", (None, self.mlp_dim), "eh", "intermediate_dense"
+        )
+        self.intermediate_dense.build((num_experts, None, width))
+        if self.gated:
+            self.gate_dense = self._bank(
+                "end,edh->enh", (None, self.mlp_dim), "eh", "gate_dense"
+            )
+            self.gate_dense.build((num_experts, None, width))
+        self.output_dense = self._bank(
+            "enh,ehd->end", (None, width), "ed", "output_dense"
+        )
+        self.output_dense.build((num_experts, None, self.mlp_dim))
+        self.dropout.build((num_experts, None, self.mlp_dim))
+        check_layer(self)
+
+    def _bank(self, equation, output_shape, bias_axes, name):
+        kernel_initializer = per_expert("glorot_uniform")
+        if self.equal_experts:
+            kernel_initializer = EqualExperts(kernel_initializer)
+        return ExpertBank(
+            equation,
+            output_shape=output_shape,
+            bias_axes=bias_axes,
+            kernel_initializer=kernel_initializer,
+            bias_initializer=_small_bias(),
+            dtype=self.dtype_policy,
+            name=name,
+        )
+
+    @property
+    def banks(self) -> tuple:
+        """Tuple of the dense layers of all experts, in the order of their use."""
+        gate = (self.gate_dense,) if self.gated else ()
+        return (self.intermediate_dense, *gate, self.output_dense)
+
+    def takes_rows(self) -> bool:
+        """Return whether rows sorted by expert are supported, besides slots."""
+        return not self._computes_in_8_bits() and knows_counts()
+
+    def call(self, slots, count=None, training=None):
+        if count is not None:
+            return self._mlps(slots, training, count)
+        mlps = functools.partial(self._mlps, training=training)
+        return by_expert(mlps, slots, self.path)
+
+    def _computes_in_8_bits(self):
+        # In int4 a bank has a kernel of floats, as without quantization.
+        modes = {bank.quantization_mode for bank in self.banks}
+        return bool(modes & {"int8", "float8"})
+
+    def _mlps(self, x, training, count=None):
+        """Return the experts' outputs for slots `(E, G * C, D)`, or rows `(N, D)`."""
+        *first, last = self.banks
+        if self._computes_in_8_bits():
+            hidden = _activated([bank(x) for bank in first], self.activation)
+            return last(self.dropout(hidden, training=training))
+        banks = [weight for bank in self.banks for weight in (bank.kernel, bank.bias)]
+        # Views, because TensorFlow's `remat` counts gradients of variables twice.
+        weights = tuple(reshape(weight, weight.shape) for weight in banks)
+        sharded = is_distributed()
+        multiply = functools.partial(affine, sharded=sharded)
+        if count is not None:
+            multiply = functools.partial(grouped_affine, count=count)
+        # Bound beforehand, as `remat` would convert arguments to tensors.
+        known = {"activation": self.activation, "multiply": multiply}
+        hidden, mlp = (functools.partial(f, **known) for f in (_hidden, _mlp))
+        if self.remat:
+            hidden, mlp = remat(hidden), remat(mlp)
+        if training and self.dropout_rate:
+            # Dropout outside `remat`, which would draw another mask
+            x = self.dropout(hidden(x, *weights[:-2]), training=True)
+            return multiply(x, *weights[-2:])
+        if count is not None:
+            banks = (weights,) if self.remat else (weights[:-2], weights[-2:])
+            return map_experts(mlp, self._stages, x, banks, count)
+        return chunked_map(mlp, [x, *weights], sharded)
+
+    def compute_output_shape(self, slots_shape):
+        return slots_shape
+
+    def cost(self, slots_shape: Sequence[int], training: bool = False) -> LayerCost:
+        *slots, width = slots_shape
+        num_experts, slots = self.num_experts, math.prod(slots)
+        expert = dense_cost(width, self.mlp_dim) * (1 + self.gated)
+        expert += dense_cost(self.mlp_dim, width)
+        # Inputs and outputs besides
+        hidden = 0 if self.remat else _kept(self.gated) * self.mlp_dim
+        kept, kept_bytes = 2 * width + hidden, 0
+        if self.dropout_rate:
+            # Masks; the activations after dropout are kept in any case.
+            kept, kept_bytes = kept + bool(self.remat) * self.mlp_dim, self.mlp_dim
+        return LayerCost(
+            weights=num_experts * expert.weights,
+            products=slots * expert.products,
+            kept=slots * kept,
+            kept_bytes=slots * kept_bytes,
+        )
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_experts": self.num_experts,
+            "mlp_dim": self.mlp_dim,
+            "equal_experts": self.equal_experts,
+            "dropout_rate": self.dropout_rate,
+            "remat": self.remat,
+            "activation": self.activation,
+            "gated": self.gated,
+        }
+
+
+def _activated(products, activation):
+    """Return hidden units from their products, and that of the gate if there is one."""
+    units, *gate = products
+    if gate:
+        return _activation(activation)(gate[0]) * units
+    return _activation(activation)(units)
+
+
+def _hidden(x, *weights, activation, multiply):
+    pairs = zip(weights[::2], weights[1::2], strict=True)
+    products = [multiply(x, kernel, bias) for kernel, bias in pairs]
+    return _activated(products, activation)
+
+
+def _mlp(x, *weights, activation, multiply):
+    hidden = _hidden(x, *weights[:-2], activation=activation, multiply=multiply)
+    return multiply(hidden, *weights[-2:])
+
+
+def _two_products(x, kernel, bias, gate_kernel, gate_bias):
+    pairs = (kernel, bias), (gate_kernel, gate_bias)
+    return ops.concatenate([affine(x, *pair) for pair in pairs], axis=-1)
+
+
+def _after_first(x, kernel, bias, activation, is_gated):
+    products = ops.split(x, 2, axis=-1) if is_gated else [x]
+    return affine(_activated(products, activation), kernel, bias)
+
+
+@functools.cache
+def _stages_of_slots(activation, is_one, is_gated):
+    """Return the same functions for all layers, see `map_experts`."""
+    if is_one:
+        return (functools.partial(_mlp, activation=activation, multiply=affine),)
+    known = {"activation": activation, "is_gated": is_gated}
+    first = _two_products if is_gated else affine
+    return first, functools.partial(_after_first, **known)
+
+
+def _multiply(dense, x):
+    """Return the output of a `keras.layers.Dense`, computed by `affine`."""
+    if dense.quantization_mode:
+        return dense(x)
+    return affine(x, dense.kernel, dense.bias)
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class EqualExperts(keras.initializers.Initializer):
+    """Initializer that draws the weights of one expert for all of them.
+
+    Args:
+        initializer: `keras.initializers.Initializer` for a `(1, ...)` bank.
+    """
+
+    def __init__(self, initializer):
+        self.initializer = keras.initializers.get(initializer)
+
+    def __call__(self, shape, dtype=None):
+        one = self.initializer((1, *shape[1:]), dtype=dtype)
+        # Not `repeat`: on PyTorch its result shares memory, which no optimizer can
+        # update in place.
+        return ops.zeros(shape, dtype=dtype) + one
+
+    def get_config(self):
+        return {"initializer": keras.saving.serialize_keras_object(self.initializer)}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(keras.saving.deserialize_keras_object(config["initializer"]))
+
+
+def _small_bias():
+    return keras.initializers.RandomNormal(stddev=1e-6)

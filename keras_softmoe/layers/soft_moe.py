@@ -1,0 +1,97 @@
+"""The soft mixture of experts as one layer."""
+
+from collections.abc import Sequence
+
+import keras
+
+from keras_softmoe.keras_adapter.layers import Layer
+from keras_softmoe.layer_cost import LayerCost
+from keras_softmoe.layers.moe import MoE
+from keras_softmoe.routers import SoftRouter
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class SoftMoE(Layer):
+    """Soft mixture of expert MLPs, in place of a Transformer's MLP.
+
+    Short for `MoE(SoftRouter(num_experts, slots_per_expert), mlp_dim)`. With as many
+    slots (`num_experts * slots_per_expert`) as tokens it costs as much as the dense
+    MLP; one slot per expert is usually best (section 3.5). For training runs of less
+    than about ten thousand steps set `initial_scale="unit_variance"`, see `SoftRouter`.
+
+    Args:
+        num_experts: int, number of experts.
+        mlp_dim: int, hidden width of an expert.
+        slots_per_expert: int, slots of each expert.
+        equal_experts: bool, whether all experts start with the same weights.
+        remat_experts: bool, see `MoE`.
+        initial_scale: float, or `"unit_variance"`, see `SoftRouter`.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Call arguments:
+        - `inputs`: `(B, S, D)` float tensor, or `(B, ..., D)`, see `MoE`.
+        - `mask`: optional bool tensor of that shape without `D`, see `MoE`.
+
+    Returns:
+        tensor like the input.
+
+    Raises:
+        ValueError: if an argument is not positive, or the input has no axis of tokens.
+
+    Source: Soft MoE, section 2 (algorithm 1).
+
+    Examples:
+        >>> layer = ksm.layers.SoftMoE(num_experts=16, mlp_dim=128)
+        >>> layer(np.random.normal(size=(2, 16, 32))).shape
+        (2, 16, 32)
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        mlp_dim: int,
+        slots_per_expert: int = 1,
+        equal_experts: bool = False,
+        remat_experts: bool = False,
+        initial_scale: float | str = 1.0,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.num_experts = num_experts
+        self.mlp_dim = mlp_dim
+        self.slots_per_expert = slots_per_expert
+        self.equal_experts = equal_experts
+        self.remat_experts = remat_experts
+        self.initial_scale = initial_scale
+        self.moe = MoE(
+            SoftRouter(num_experts, slots_per_expert, initial_scale=initial_scale),
+            mlp_dim,
+            equal_experts=equal_experts,
+            remat_experts=remat_experts,
+            dtype=self.dtype_policy,
+            name="moe",
+        )
+        self.supports_masking = True
+
+    def build(self, inputs_shape):
+        self.moe.build(inputs_shape)
+
+    def call(self, inputs, mask=None, training=None):
+        return self.moe(inputs, mask=mask, training=training)
+
+    def compute_output_shape(self, inputs_shape):
+        return inputs_shape
+
+    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
+        return self.moe.cost(inputs_shape, training)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_experts": self.num_experts,
+            "mlp_dim": self.mlp_dim,
+            "slots_per_expert": self.slots_per_expert,
+            "equal_experts": self.equal_experts,
+            "remat_experts": self.remat_experts,
+            "initial_scale": self.initial_scale,
+        }

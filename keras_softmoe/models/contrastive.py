@@ -1,0 +1,354 @@
+"""Contrastive tasks on pairs of image and caption."""
+
+from types import SimpleNamespace
+
+import keras
+import keras_hub
+import numpy as np
+from keras import ops
+
+from keras_softmoe.checks import check_choice, check_whole_numbers
+from keras_softmoe.models import fitting
+from keras_softmoe.models.adaptation import quantize
+from keras_softmoe.models.arguments import (
+    check_images,
+    check_kind,
+    check_pairs,
+    check_vocabulary,
+    offer_names,
+)
+from keras_softmoe.models.balance import RoutingLoss
+from keras_softmoe.models.configuration import (
+    compile_from_config,
+    set_trainable_argument,
+    trainable_argument,
+    with_compilation,
+    with_optimizer,
+)
+from keras_softmoe.models.contrastive_preprocessor import (
+    LIMoEPreprocessor,
+    TwoTowerPreprocessor,
+    fit_preprocessor,
+    no_weights,
+)
+from keras_softmoe.models.data import as_arrays, prepare, repeat_grey
+from keras_softmoe.models.limoe import LIMoEBackbone
+from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_change
+from keras_softmoe.models.pair_encoding import PairEncoding
+from keras_softmoe.models.two_towers import TwoTowerBackbone
+from keras_softmoe.ops.contrastive import (
+    sigmoid_contrastive_loss,
+    softmax_contrastive_loss,
+)
+from keras_softmoe.sharding.constraints import check_model
+
+LOSSES = {"softmax": softmax_contrastive_loss, "sigmoid": sigmoid_contrastive_loss}
+
+
+@recompile_on_change
+@offer_names
+class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
+    """Base class of contrastive learning on pairs of image and caption.
+
+    `models` attaches `from_preset`, `save_to_preset` and `export`.
+
+    Args:
+        backbone: a model from `"images"` and `"token_ids"` to `"image_embedding"`,
+            `"text_embedding"`, `"logit_scale"` and perhaps `"logit_bias"`.
+        preprocessor: `None` or a `ContrastivePreprocessor`. Its image converter
+            resizes to the size that the backbone takes.
+        compile: bool, whether to compile at once with the defaults of `compile`.
+        name: str or `None`, name of the model.
+        trainable: bool, whether the weights are trained.
+    """
+
+    fit, evaluate, predict = fitting.fit, fitting.evaluate, fitting.predict
+    compile_from_config = compile_from_config
+    quantize = quantize
+
+    def __init__(
+        self, backbone, preprocessor=None, compile=True, name=None, trainable=True
+    ):
+        check_kind("backbone", backbone, self.backbone_cls)
+        # === Layers ===
+        self.backbone = backbone
+        self.preprocessor = preprocessor
+        fit_preprocessor(preprocessor, backbone)
+
+        # === Functional Model ===
+        outputs = backbone(backbone.input)
+        names = ("image_embedding", "text_embedding", "logit_scale", "logit_bias")
+        super().__init__(
+            inputs=backbone.input,
+            outputs={name: outputs[name] for name in names if name in outputs},
+            compile=compile,
+            name=name,
+        )
+        set_trainable_argument(self, trainable)
+        check_model(self)
+
+    # === Training ===
+
+    def compile(self, optimizer="auto", loss="auto", metrics="auto", **kwargs):
+        """Configure training.
+
+        Args:
+            optimizer: `"auto"` (`AdamW` at 3e-4), a name or a
+                `keras.optimizers.Optimizer`.
+            loss: `"softmax"` (as CLIP and LIMoE), `"sigmoid"` (as SigLIP) or
+                `"auto"`: the sigmoid loss if the backbone has a `logit_bias`, else the
+                softmax loss.
+            metrics: `"auto"`: `image_to_text_accuracy` and `text_to_image_accuracy`,
+                how often the pair is the most similar of its batch. `None` for none.
+            **kwargs: as in `keras.Model.compile`.
+
+        Raises:
+            ValueError: if loss or metrics are not among these.
+        """
+        if optimizer == "auto":
+            optimizer = keras.optimizers.AdamW(3e-4)
+        if loss in ("auto", None):
+            has_bias = "logit_bias" in self.backbone.output
+            loss = "sigmoid" if has_bias else "softmax"
+        check_choice("loss", loss, tuple(LOSSES))
+        check_choice("metrics", metrics, ("auto", None))
+        super().compile(optimizer=optimizer, **kwargs)
+        self._loss_name = loss
+        names = ("image_to_text_accuracy", "text_to_image_accuracy")
+        accuracies = [keras.metrics.Mean(name=name) for name in names]
+        # In an object that Keras does not track, or those of earlier calls would stay.
+        self._own_metrics = SimpleNamespace(
+            accuracies=accuracies if metrics == "auto" else [],
+            routing_loss=RoutingLoss(self),
+        )
+
+    def get_config(self):
+        config = {**super().get_config(), "trainable": trainable_argument(self)}
+        return with_compilation(self, config)
+
+    def get_compile_config(self):
+        config = super().get_compile_config()
+        if not config:
+            return config
+        metrics = "auto" if self._own_metrics.accuracies else None
+        # `keras.models.clone_model` makes a plain model, which does not take `"auto"`.
+        config = {**config, "loss": self._loss_name, "metrics": None}
+        return with_optimizer(self, config, metrics=metrics)
+
+    @property
+    def metrics(self):
+        own = getattr(self, "_own_metrics", None)
+        own = [*own.accuracies, *own.routing_loss.metrics] if own else []
+        return [*super().metrics, *own]
+
+    def get_metrics_result(self):
+        return self._own_metrics.routing_loss.without(super().get_metrics_result())
+
+    def logits(self, outputs):
+        """Return scaled (and shifted) similarities of all pairs of a batch.
+
+        Args:
+            outputs: dict, outputs of the model for `B` pairs.
+
+        Returns:
+            `(B, B)` tensor, images in rows, captions in columns.
+        """
+        similarity = ops.matmul(
+            outputs["image_embedding"], ops.transpose(outputs["text_embedding"])
+        )
+        logits = ops.expand_dims(outputs["logit_scale"], -1) * similarity
+        if "logit_bias" in outputs:
+            logits = logits + ops.expand_dims(outputs["logit_bias"], -1)
+        return logits
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        """Return the mean contrastive loss, in training with the routers' losses."""
+        loss = ops.mean(LOSSES[self._loss_name](self.logits(y_pred)))
+        losses = self.losses if training else []
+        self._own_metrics.routing_loss.count(losses)
+        extras = [ops.cast(ops.sum(x), loss.dtype) for x in losses]
+        return sum(extras, start=loss)
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        accuracies = self._own_metrics.accuracies
+        if accuracies:
+            logits = self.logits(y_pred)
+            pair = ops.arange(ops.shape(logits)[0], dtype="int32")
+            for metric, axis in zip(accuracies, (1, 0), strict=True):
+                found = ops.cast(ops.argmax(logits, axis=axis), pair.dtype)
+                metric.update_state(ops.cast(ops.equal(found, pair), "float32"))
+        return self.get_metrics_result()
+
+    # === Data ===
+
+    def batches(
+        self,
+        x,
+        y=None,
+        sample_weight=None,
+        *,
+        batch_size=None,
+        shuffle=False,
+        class_weight=None,
+    ):
+        """Return batches for `fit` and `evaluate`; those of arrays are all full."""
+        if sample_weight is not None:
+            raise no_weights("sample_weight", sample_weight)
+        if isinstance(x, dict):
+            x, y = x["images"], x.get("captions", x.get("token_ids"))
+        elif y is None:
+            return prepare(self, x, batch_size=batch_size, shuffle=shuffle)
+        images, token_ids = as_arrays(x), self._token_ids(y)
+        if len(images) != len(token_ids) or len(images) < 2:
+            raise ValueError(
+                "There must be two or more pairs, and as many images as captions. "
+                f"Received: {len(images)} images, {len(token_ids)} captions."
+            )
+        if batch_size is not None:
+            check_whole_numbers(1, batch_size=batch_size)
+        batch_size = min(batch_size or 32, len(images))
+        if batch_size < 2:
+            raise ValueError(
+                "A pair is compared with the others of its batch, two or more in all. "
+                f"Received: batch_size={batch_size}."
+            )
+        return prepare(
+            self,
+            images,
+            token_ids,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            drop_remainder=True,
+        )
+
+    def checked_class_weight(self, class_weight):
+        """Raise if there are weights of classes, which pairs do not have."""
+        if class_weight is not None:
+            raise no_weights("class_weight", class_weight)
+
+    def check_input(self, x):
+        """Raise unless images have a shape that can be preprocessed for the model.
+
+        Args:
+            x: array, or `tf.TensorSpec` of a batch; or a dict with such `"images"` and
+                perhaps `"token_ids"`.
+        """
+        images = x
+        if isinstance(x, dict):
+            images = x.get("images")
+            if isinstance(x.get("token_ids"), np.ndarray):
+                check_vocabulary(x["token_ids"], self.backbone)
+        check_images(
+            images,
+            self.backbone.image_shape,
+            any_size=getattr(self.preprocessor, "image_size", None) is not None,
+            grey=True,
+        )
+
+    def check_labels(self, y):
+        """Raise unless token ids are of the vocabulary. Captions are checked later.
+
+        Args:
+            y: array of captions or token ids.
+        """
+        check_vocabulary(y, self.backbone)
+
+    def preprocess_samples(self, x, y=None, sample_weight=None):
+        # Not `super()`: in a `tf.data` pipeline AutoGraph may resolve it to the class
+        # of another caller.
+        if self.preprocessor is not None:
+            x = keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
+        elif y is not None:
+            x = {"images": x, "token_ids": y}
+        elif not isinstance(x, dict):
+            raise ValueError(
+                "A model without preprocessor takes pairs of images and token ids, or "
+                f"dicts of 'images' and 'token_ids'. Received: {type(x).__name__}."
+            )
+        if sample_weight is not None:
+            raise no_weights("sample_weight", sample_weight)
+        x = {**x, "images": repeat_grey(x["images"], self.backbone.image_shape[-1])}
+        check_pairs(self.backbone, x["images"], x["token_ids"])
+        return (x,)
+
+    @property
+    def routers(self):
+        """Dict from each MoE block to its router."""
+        return self.backbone.routers
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class LIMoEContrastive(ContrastiveTask):
+    """Contrastive learning with one sparse tower for images and captions.
+
+    Pixels from 0 to 255 (channels last, whatever `keras.config.image_data_format()`
+    says) and captions go in, embeddings come out. Images and captions pass through the
+    tower in one call in `fit` and `evaluate`; `encode_image` and `encode_text` take one
+    modality.
+
+    Args:
+        backbone: `LIMoEBackbone`.
+        preprocessor: `None` or a `LIMoEPreprocessor`. Its image converter resizes to
+            the size that the backbone takes.
+        compile: bool, whether to compile at once with the defaults of `compile`.
+        name: str or `None`, name of the model.
+        trainable: bool, whether the weights are trained.
+
+    Returns, when called on a dict of `"images"` in `[-1, 1]` and `"token_ids"`: dict of
+        `"image_embedding"` and `"text_embedding"` `(B, width)`, rows of length one, and
+        `"logit_scale"` `(B,)` and, if there is one, `"logit_bias"` `(B,)`.
+
+    Raises:
+        ValueError: if texts of the preprocessor and the backbone differ in length.
+
+    Source: LIMoE, section 2.
+
+    Examples:
+        >>> model = ksm.models.LIMoEContrastive(limoe.backbone, limoe.preprocessor)
+        >>> model.fit(scenes, captions, batch_size=8, epochs=1)
+        >>> model.zero_shot(scenes, ["red circle", "blue star"], ["a {}"]).shape
+        (8, 2)
+    """
+
+    backbone_cls = LIMoEBackbone
+    preprocessor_cls = LIMoEPreprocessor
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class TwoTowerContrastive(ContrastiveTask):
+    """Contrastive learning with a tower for images and one for captions.
+
+    Inputs and methods are those of `LIMoEContrastive`.
+
+    Args:
+        backbone: `TwoTowerBackbone`.
+        preprocessor: `None` or a `TwoTowerPreprocessor`, as in `LIMoEContrastive`.
+        compile: bool, whether to compile at once with the defaults of `compile`.
+        name: str or `None`, name of the model.
+        trainable: bool, whether the weights are trained.
+
+    Returns:
+        as `LIMoEContrastive`.
+
+    Raises:
+        ValueError: if texts of the preprocessor and the backbone differ in length.
+
+    Source: Soft MoE, section 4.
+
+    Examples:
+        >>> towers = ksm.models.TwoTowerBackbone(
+        ...     ksm.models.ViTMoEBackbone((32, 32, 3), 8, 1, 2, 32, 64),
+        ...     ksm.models.TextMoEBackbone(400, 16, 1, 2, 32, 64),
+        ... )
+        >>> preprocessor = ksm.models.TwoTowerPreprocessor(
+        ...     limoe.preprocessor.tokenizer, ksm.models.ViTMoEImageConverter((32, 32))
+        ... )
+        >>> model = ksm.models.TwoTowerContrastive(towers, preprocessor)
+        >>> model.encode_text(captions).shape
+        (8, 32)
+    """
+
+    backbone_cls = TwoTowerBackbone
+    preprocessor_cls = TwoTowerPreprocessor

@@ -1,0 +1,128 @@
+"""Preprocessing of images: converter, and preprocessor of the classifier."""
+
+from collections.abc import Sequence
+
+import keras
+import keras_hub
+
+from keras_softmoe.checks import (
+    LARGEST,
+    check_bools,
+    check_choice,
+    check_numbers,
+    is_whole_number,
+    quote,
+)
+from keras_softmoe.models.arguments import check_preprocessor
+from keras_softmoe.models.data import without_pil
+from keras_softmoe.models.vit import ViTMoEBackbone
+
+_INTERPOLATIONS = ("bilinear", "nearest", "bicubic", "lanczos3", "lanczos5")
+_FLAGS = ("crop_to_aspect_ratio", "pad_to_aspect_ratio", "antialias")
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
+    """Resizes images and maps pixels from `[0, 255]` to `[-1, 1]`.
+
+    Takes arrays, PIL images and lists of them, for all models of this library. The
+    arguments are those of `keras_hub.layers.ImageConverter`, with defaults of `scale`
+    and `offset` for these models. Images have their channels last, independent of
+    `keras.config.image_data_format()`. A model that gets it in its preprocessor sets
+    `image_size` to the size that it takes.
+
+    Raises:
+        ValueError: if an argument is not among the accepted values, such as
+            `data_format="channels_first"`.
+
+    Source: V-MoE's released code (value range).
+
+    Examples:
+        >>> converter = ksm.models.ViTMoEImageConverter(image_size=(32, 32))
+        >>> converter(np.full((2, 48, 48, 3), 255, "float32")).shape
+        (2, 32, 32, 3)
+    """
+
+    backbone_cls = ViTMoEBackbone
+
+    def __init__(
+        self,
+        image_size: Sequence[int] | None = None,
+        scale: float = 1.0 / 127.5,
+        offset: float = -1.0,
+        data_format: str | None = "channels_last",
+        **kwargs,
+    ):
+        _check_resizing(image_size, scale, offset, **kwargs)
+        check_choice("data_format", data_format, (None, "channels_last"))
+        super().__init__(
+            image_size=image_size,
+            scale=scale,
+            offset=offset,
+            # `None` would follow `keras.config.image_data_format()`.
+            data_format="channels_last",
+            **kwargs,
+        )
+        # It has no weights, but `quantize` refuses a model with an unbuilt layer.
+        self.resizing.built = True
+
+    def call(self, inputs):
+        return super().call(without_pil(inputs))
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreprocessor):
+    """Prepares images (and passes labels through) for `ViTMoEImageClassifier`.
+
+    Args:
+        image_converter: `ViTMoEImageConverter` or `None`.
+        **kwargs: as in `keras_hub.models.ImageClassifierPreprocessor`.
+
+    Examples:
+        >>> converter = ksm.models.ViTMoEImageConverter(image_size=(32, 32))
+        >>> preprocessor = ksm.models.ViTMoEImageClassifierPreprocessor(converter)
+        >>> preprocessor(np.full((2, 48, 48, 3), 255, "float32")).shape
+        (2, 32, 32, 3)
+    """
+
+    backbone_cls = ViTMoEBackbone
+    image_converter_cls = ViTMoEImageConverter
+
+
+def fit_image_size(preprocessor, image_size):
+    """Let an image converter resize to the size that a backbone takes.
+
+    A preset that is loaded at another resolution brings the old size along.
+
+    Raises:
+        ValueError: if preprocessor or converter cannot be called.
+    """
+    check_preprocessor(preprocessor)
+    converter = getattr(preprocessor, "image_converter", None)
+    if hasattr(converter, "image_size"):
+        converter.image_size = image_size
+
+
+def _check_resizing(image_size, scale, offset, **others):
+    """Raise unless arguments of an image converter are valid.
+
+    Keras checks most of them when it converts the first image.
+    """
+    if image_size is not None:
+        is_pair = isinstance(image_size, (list, tuple)) and len(image_size) == 2
+        if not is_pair or not all(
+            is_whole_number(size, name="image_shape") for size in image_size
+        ):
+            raise ValueError(
+                "`image_size` must be `None`, or a height and a width, at most "
+                f"{LARGEST['image_shape']:,}. Received: image_size={quote(image_size)}."
+                " Pass two such ints."
+            )
+    for name, value in {"scale": scale, "offset": offset}.items():
+        if value is not None:
+            is_one = not isinstance(value, (list, tuple))
+            for number in [value] if is_one else value[:16]:
+                check_numbers(**{name: number})
+    check_bools(**{name: others[name] for name in _FLAGS if name in others})
+    interpolation = others.get("interpolation", "bilinear")
+    check_choice("interpolation", interpolation, _INTERPOLATIONS)

@@ -1,0 +1,129 @@
+"""Text towers, dense or with mixtures of experts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from keras_softmoe.architecture import TextTower
+from keras_softmoe.models.arguments import check_token_ids, offer_names
+from keras_softmoe.models.backbone import MoEBackbone, check_size
+from keras_softmoe.routers import Router
+from keras_softmoe.types import DType
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+@offer_names
+class TextMoEBackbone(MoEBackbone):
+    """Transformer encoder for short texts, the text tower of a two-tower model.
+
+    Every token attends to every other, padding included unless it is masked.
+
+    Args:
+        vocabulary_size: int, number of different tokens.
+        sequence_length: int `S`, tokens of a text, padding included.
+        num_layers: int, number of encoder blocks.
+        num_heads: int, number of attention heads. Must divide `hidden_dim`.
+        hidden_dim: int, width `D` of a token.
+        mlp_dim: int, hidden width of MLPs and experts.
+        moe_layers: tuple of int, the blocks (counted from 0) whose MLP is a mixture of
+            experts.
+        router: the router of those blocks, a template, or a list of routers, one for
+            each of those blocks. Required exactly if there are any.
+        pooling: how tokens become `pooled_output`: `"last"` (the last token),
+            `"first"`, `"gap"` (the mean of all tokens), `"gmp"` (their maximum) or
+            `"map"` (multi-head attention pooling).
+        mask_padding: bool, whether padding (id 0) gets no attention and no slot, and
+            counts neither in the losses of routers nor in the pooling; a text is then
+            encoded as if the sequence ended with it. The released models do
+            not mask it.
+        use_qk_norm: bool, whether attention normalizes queries and keys.
+        dropout_rate: float, dropout in the encoder blocks.
+        group_images: int or `None`, texts whose tokens are routed together, see
+            `layers.MoE` for this and the following ones.
+        dispatcher: `"auto"`, `"gather"` or `"einsum"`.
+        equal_experts: bool, whether all experts of a block start with the same weights.
+        expert_dropout_rate: float, dropout inside the experts.
+        remat_experts: bool, whether the backward pass computes the hidden activations
+            of the experts again.
+        dispatch_dtype: `None` or `"bfloat16"`, the dtype to which tokens are rounded
+            on the way to the experts and back.
+        shared_mlp_dim: int or `None`, hidden width of an MLP that computes every token
+            besides its experts, see `layers.MoE`.
+        expert_mlp_dim: int or `None`, hidden width of an expert; `None` for `mlp_dim`.
+        dtype: dtype or policy of all layers but the routers, which stay in float32.
+        name: str or `None`, name of the model.
+        trainable: bool, whether the weights are trained.
+
+    Returns, when called on `(B, S)` int token ids: dict of `"sequence_output"`
+        `(B, S, D)`, the normalized tokens, and `"pooled_output"` `(B, D)`.
+
+    Raises:
+        ValueError: if the heads do not divide the width, `moe_layers` and `router` do
+            not fit, or another argument is not among the accepted values.
+
+    Source: Soft MoE, section 4 (text tower of the contrastive models).
+
+    Examples:
+        >>> text_backbone = ksm.models.TextMoEBackbone(
+        ...     vocabulary_size=500,
+        ...     sequence_length=16,
+        ...     num_layers=2,
+        ...     num_heads=2,
+        ...     hidden_dim=32,
+        ...     mlp_dim=64,
+        ... )
+        >>> text_backbone(np.ones((2, 16), "int32"))["pooled_output"].shape
+        (2, 32)
+    """
+
+    def __init__(
+        self,
+        vocabulary_size: int,
+        sequence_length: int,
+        num_layers: int,
+        num_heads: int,
+        hidden_dim: int,
+        mlp_dim: int,
+        moe_layers: tuple = (),
+        router: Router | Sequence[Router] | None = None,
+        pooling: str = "last",
+        mask_padding: bool = False,
+        use_qk_norm: bool = False,
+        dropout_rate: float = 0.0,
+        group_images: int | None = 1,
+        dispatcher: str = "auto",
+        equal_experts: bool = False,
+        expert_dropout_rate: float = 0.0,
+        remat_experts: bool = False,
+        dispatch_dtype: str | None = None,
+        shared_mlp_dim: int | None = None,
+        expert_mlp_dim: int | None = None,
+        dtype: DType = None,
+        name: str | None = None,
+        trainable: bool = True,
+    ):
+        architecture = TextTower.of_arguments(locals())
+
+        # === Layers ===
+        layers = architecture.layers()
+        check_size(layers, name)
+
+        # === Functional Model ===
+        token_ids = keras.Input(
+            shape=(sequence_length,), dtype="int32", name="token_ids"
+        )
+        tokens, mask = layers.encode(token_ids)
+        super().__init__(
+            architecture,
+            inputs=token_ids,
+            outputs={
+                "sequence_output": tokens,
+                "pooled_output": layers.pool(tokens, mask),
+            },
+            name=name,
+            trainable=trainable,
+        )
+
+    def check_inputs(self, x: Any) -> None:
+        check_token_ids(x, self.sequence_length)

@@ -1,0 +1,195 @@
+"""Two towers, one for images and one for text, with embeddings in one space."""
+
+import keras
+
+from keras_softmoe.architecture import Settings, TwoTowers
+from keras_softmoe.models.arguments import check_kind, offer_names
+from keras_softmoe.models.backbone import MoEBackbone, SingleModality, normalized
+from keras_softmoe.models.configuration import base_config, with_quantization
+from keras_softmoe.models.text import TextMoEBackbone
+from keras_softmoe.models.vit import ViTMoEBackbone
+from keras_softmoe.types import DType
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+@offer_names
+class TwoTowerBackbone(MoEBackbone, SingleModality):
+    """An image tower and a text tower whose outputs are compared.
+
+    Either may have mixtures of experts; they share nothing. Images are as for
+    `ViTMoEBackbone`.
+
+    Args:
+        image_backbone: `ViTMoEBackbone`.
+        text_backbone: `TextMoEBackbone`.
+        image_projection_dim: int, width of a dense layer on top of the image tower;
+            `None` for no such layer.
+        text_projection_dim: the same for the text tower.
+        freeze_image: bool, whether the image tower stays as it is, in inference mode,
+            so that only the text tower learns ("locked image tuning").
+        logit_scale: float, initial value of the learned scale of similarities.
+        logit_bias: float or `None`, initial value of a learned bias of similarities;
+            `None` for none.
+        dtype: dtype or policy of the projections.
+        name: str or `None`, name of the model.
+        trainable: bool, whether the weights are trained.
+
+    Returns, when called on a dict of `"images"` `(B, height, width, channels)` and
+        `"token_ids"` `(B, S)` int32: dict of `"image_embedding"` and
+        `"text_embedding"` `(B, width)` float32 of length one, `"logit_scale"` `(B,)`
+        and, if there is one, `"logit_bias"` `(B,)`, the same number in each row.
+
+    Raises:
+        ValueError: if an argument is of another kind, or the embeddings of the towers
+            differ in width.
+
+    Source: Soft MoE, section 4. Unlike in its released code, balancing losses of
+    experts in the towers are trained: `fit` adds them to the contrastive loss.
+
+    Examples:
+        >>> backbone = ksm.models.TwoTowerBackbone(
+        ...     ksm.models.ViTMoEBackbone.from_preset(name),
+        ...     ksm.models.TextMoEBackbone(
+        ...         vocabulary_size=500,
+        ...         sequence_length=16,
+        ...         num_layers=2,
+        ...         num_heads=2,
+        ...         hidden_dim=32,
+        ...         mlp_dim=64,
+        ...     ),
+        ...     text_projection_dim=96,
+        ...     freeze_image=True,
+        ... )
+    """
+
+    def __init__(
+        self,
+        image_backbone: keras.Model,
+        text_backbone: keras.Model,
+        image_projection_dim: int | None = None,
+        text_projection_dim: int | None = None,
+        freeze_image: bool = False,
+        logit_scale: float = 10.0,
+        logit_bias: float | None = None,
+        dtype: DType = None,
+        name: str | None = None,
+        trainable: bool = True,
+    ):
+        check_kind("image_backbone", image_backbone, ViTMoEBackbone)
+        check_kind("text_backbone", text_backbone, TextMoEBackbone)
+        towers = {"image_backbone": image_backbone, "text_backbone": text_backbone}
+        architecture = TwoTowers.of_arguments(
+            {**locals(), **{name: x.architecture for name, x in towers.items()}}
+        )
+
+        # === Layers ===
+        if freeze_image:
+            image_backbone.trainable = False
+        encoders = {
+            "image": _ImageTower(image_backbone, freeze_image, name="image_tower"),
+            "text": text_backbone,
+        }
+        projections = architecture.projections()
+        scale = architecture.scale()
+
+        # === Functional Model ===
+        def encode(inputs):
+            outputs = {}
+            for modality, x in inputs.items():
+                x = encoders[modality](x)["pooled_output"]
+                if modality in projections:
+                    x = projections[modality](x)
+                outputs[f"{modality}_embedding"] = normalized(x)
+            return outputs
+
+        images = keras.Input(shape=image_backbone.image_shape, name="images")
+        token_ids = keras.Input(
+            shape=(text_backbone.sequence_length,), dtype="int32", name="token_ids"
+        )
+        outputs = encode({"image": images, "text": token_ids})
+        outputs |= scale(outputs["image_embedding"])
+        super().__init__(
+            architecture,
+            inputs={"images": images, "token_ids": token_ids},
+            outputs=outputs,
+            name=name,
+            trainable=trainable,
+        )
+        self._encode = encode
+        self.image_backbone = image_backbone
+        self.text_backbone = text_backbone
+        self.image_shape = image_backbone.image_shape
+        self.sequence_length = text_backbone.sequence_length
+
+    @property
+    def architecture(self) -> Settings:
+        towers = {"image_backbone": self.image_backbone}
+        towers["text_backbone"] = self.text_backbone
+        return self._architecture.replace(
+            **{name: tower.architecture for name, tower in towers.items()}
+        )
+
+    @property
+    def routers(self) -> dict:
+        """Dict from `"image"` or `"text"` and the index of a MoE block to its router.
+
+        Its keys are strings like `"image/3"`.
+        """
+        towers = {"image": self.image_backbone, "text": self.text_backbone}
+        return {
+            f"{modality}/{index}": router
+            for modality, tower in towers.items()
+            for index, router in tower.routers.items()
+        }
+
+    def get_config(self):
+        towers = {
+            "image_backbone": keras.saving.serialize_keras_object(self.image_backbone),
+            "text_backbone": keras.saving.serialize_keras_object(self.text_backbone),
+        }
+        if self.freeze_image:
+            # `freeze_image` freezes it again, or is another one when it is loaded.
+            towers["image_backbone"]["config"]["trainable"] = True
+        base = base_config(self, [self.image_backbone, self.text_backbone])
+        return {**self._architecture.flat(), **base, **towers}
+
+    @classmethod
+    def from_config(cls, config):
+        towers = {
+            name: keras.saving.deserialize_keras_object(config[name])
+            for name in ("image_backbone", "text_backbone")
+        }
+        return cls(**{**with_quantization(config), **towers})
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class _ImageTower(keras.layers.Layer):
+    """Calls a model; a frozen one without noise, dropout and losses.
+
+    Freezing alone leaves them on, and a functional model overrules `training=False` in
+    the call of its layer.
+    """
+
+    def __init__(self, model, frozen, **kwargs):
+        super().__init__(autocast=False, **kwargs)
+        self.model = model
+        self.frozen = frozen
+        self.built = True
+
+    def call(self, images, training=None):
+        return self.model(images, training=False if self.frozen else training)
+
+    def compute_output_spec(self, images, training=None):
+        return self.model.compute_output_spec(images)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "model": keras.saving.serialize_keras_object(self.model),
+            "frozen": self.frozen,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        model = keras.saving.deserialize_keras_object(config["model"])
+        return cls(**{**config, "model": model})

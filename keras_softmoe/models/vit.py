@@ -1,0 +1,175 @@
+"""Vision Transformers with mixtures of experts: V-MoE, Soft MoE and dense twins."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_softmoe.architecture import ViT
+from keras_softmoe.models.arguments import check_images, offer_names
+from keras_softmoe.models.backbone import MoEBackbone, check_size
+from keras_softmoe.routers import Router
+from keras_softmoe.types import DType, Tensor
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+@offer_names
+class ViTMoEBackbone(MoEBackbone):
+    """Vision Transformer in which some blocks are mixtures of experts.
+
+    With `moe_layers=()` it is a dense ViT. Images have values in `[-1, 1]`, as
+    `ViTMoEImageConverter` returns for pixels from 0 to 255. Their channels are last,
+    for any `keras.config.image_data_format()`.
+
+    Args:
+        image_shape: `(height, width, channels)` of the images, in pixels.
+        patch_size: int or `(height, width)` of a patch. Must divide the image.
+        num_layers: int, number of encoder blocks.
+        num_heads: int, number of attention heads. Must divide `hidden_dim`.
+        hidden_dim: int, width `D` of a token.
+        mlp_dim: int, hidden width of MLPs and experts.
+        moe_layers: tuple of int, the blocks (counted from 0) whose MLP is a mixture of
+            experts.
+        router: a router, of which each of those blocks makes a copy, or a list with one
+            for each. Required if `moe_layers` is not empty, and not accepted otherwise.
+        pooling: how tokens become `pooled_output`: `"token"` (a class token), `"first"`
+            (the first patch), `"gap"` (the mean of all tokens but registers) or
+            `"map"` (multi-head attention pooling).
+        position_embedding: `"learned"`, `"sincos2d"` or `"none"`.
+        position_resampling: how learned positions are resized to another resolution:
+            `"bilinear"`, `"bicubic"` or `"bicubic_antialias"`, see
+            `layers.PositionEmbedding`.
+        num_registers: int, learned tokens between class token and patches (registers,
+            DeiT's distillation token).
+        use_qk_norm: bool, whether attention normalizes queries and keys.
+        representation_dim: int or `None`. If given, `pooled_output` goes through one
+            more dense layer of that width with a tanh (the "pre-logits").
+        dropout_rate: float, dropout in the encoder blocks.
+        activation: of MLPs and experts: `"gelu_tanh"` (GELU in the tanh approximation,
+            as in the papers' code) or `"gelu"` (exact).
+        layer_norm_epsilon: float, added to the variance in layer normalizations.
+        layer_scale: float or `None`. If given, learned factors with this initial value
+            multiply the outputs of attention and MLPs.
+        group_images: int or `None`, images whose tokens are routed together, see
+            `layers.MoE` for this argument and the next five.
+        dispatcher: `"auto"`, `"gather"` or `"einsum"`.
+        equal_experts: bool, whether all experts of a block start with the same weights.
+        expert_dropout_rate: float, dropout inside the experts.
+        remat_experts: bool, whether the experts' hidden activations are recomputed in
+            the backward pass instead of kept.
+        dispatch_dtype: `None` or `"bfloat16"`, the dtype to which tokens are rounded
+            on the way to the experts and back.
+        shared_mlp_dim: int or `None`, hidden width of an MLP that computes every token
+            besides its experts, see `layers.MoE`.
+        expert_mlp_dim: int or `None`, hidden width of an expert; `None` for `mlp_dim`.
+        dtype: dtype or policy of all layers but the routers, which stay in float32.
+        name: str or `None`, name of the model.
+        trainable: bool, whether the weights are trained.
+
+    Returns, when called on `(B, height, width, channels)` images: dict of
+        `"sequence_output"` `(B, S, D)`, the normalized tokens (class token first, then
+        registers), and `"pooled_output"` `(B, D)` (or `(B, representation_dim)`).
+
+    Raises:
+        ValueError: if the patch does not divide the image, the heads do not divide the
+            width, `moe_layers` and `router` do not fit, or another argument is not
+            among the accepted values.
+
+    Source: V-MoE, section 2; Soft MoE, section 2.
+
+    Examples:
+        >>> backbone = ksm.models.ViTMoEBackbone(
+        ...     image_shape=(32, 32, 3),
+        ...     patch_size=8,
+        ...     num_layers=2,
+        ...     num_heads=2,
+        ...     hidden_dim=32,
+        ...     mlp_dim=64,
+        ...     moe_layers=(1,),
+        ...     router=ksm.routers.SoftRouter(num_experts=4, slots_per_expert=4),
+        ...     pooling="gap",
+        ... )
+        >>> backbone(np.zeros((2, 32, 32, 3)))["pooled_output"].shape
+        (2, 32)
+    """
+
+    def __init__(
+        self,
+        image_shape: Sequence[int],
+        patch_size: int | Sequence[int],
+        num_layers: int,
+        num_heads: int,
+        hidden_dim: int,
+        mlp_dim: int,
+        moe_layers: tuple = (),
+        router: Router | Sequence[Router] | None = None,
+        pooling: str = "token",
+        position_embedding: str = "learned",
+        use_qk_norm: bool = False,
+        representation_dim: int | None = None,
+        dropout_rate: float = 0.0,
+        position_resampling: str = "bilinear",
+        num_registers: int = 0,
+        activation: str = "gelu_tanh",
+        layer_norm_epsilon: float = 1e-6,
+        layer_scale: float | None = None,
+        group_images: int | None = 1,
+        dispatcher: str = "auto",
+        equal_experts: bool = False,
+        expert_dropout_rate: float = 0.0,
+        remat_experts: bool = False,
+        dispatch_dtype: str | None = None,
+        shared_mlp_dim: int | None = None,
+        expert_mlp_dim: int | None = None,
+        dtype: DType = None,
+        name: str | None = None,
+        trainable: bool = True,
+    ):
+        # Each setting of the record is an argument of this constructor.
+        architecture = ViT.of_arguments(locals())
+
+        # === Layers ===
+        layers = architecture.layers()
+        check_size(layers, name)
+
+        # === Functional Model ===
+        images = keras.Input(shape=architecture.image_shape, name="images")
+        tokens = layers.encode(images)
+        super().__init__(
+            architecture,
+            inputs=images,
+            outputs={
+                "sequence_output": tokens,
+                "pooled_output": layers.pool(tokens),
+            },
+            name=name,
+            trainable=trainable,
+        )
+        self.patch_grid = architecture.patch_grid
+
+    def route(self, images: Tensor) -> dict:
+        """Return the decisions of the routers for a batch of images.
+
+        Args:
+            images: `(B, height, width, channels)` float array or tensor in `[-1, 1]`.
+
+        Returns:
+            dict from the index of each MoE block to its `routers.Decision`.
+
+        Raises:
+            ValueError: if the images have another shape than the model's.
+
+        Examples:
+            >>> decisions = backbone.route(np.zeros((2, 32, 32, 3)))
+            >>> decisions[
+            ...     1
+            ... ].routing.dispatch.shape  # (B, S, E, C) in a soft router's block
+            (2, 16, 4, 4)
+        """
+        check_images(images, self.image_shape)
+        images = ops.convert_to_tensor(images, self.input.dtype)
+        return self.decisions_of(lambda: self(images, training=False))
+
+    def check_inputs(self, x: Any) -> None:
+        check_images(x, self.image_shape)

@@ -1,0 +1,156 @@
+"""Mixtures of experts in the places of MLPs of a model, and its graph with them."""
+
+import contextlib
+from types import SimpleNamespace
+
+import keras
+import keras_hub
+
+from keras_softmoe.keras_adapter.surgery import (
+    attributes_of,
+    is_functional,
+    replace_sublayer,
+    sublayers,
+)
+from keras_softmoe.models.with_experts.copies import configuration_of
+from keras_softmoe.models.with_experts.experts_from_mlps import make_moe
+from keras_softmoe.models.with_experts.mlp_sites import check_causal, places_of
+from keras_softmoe.models.with_experts.token_shapes import ends
+
+
+def put_experts(model, sites, routers, held):
+    """Put mixtures of experts in the places of MLPs.
+
+    Args:
+        model: built model, which is changed.
+        sites: dict from blocks to their `Site`.
+        routers: dict from blocks to routers.
+        held: namespace with `shapes`, `start` and `moe_settings`.
+
+    Returns:
+        dict from blocks to `layers.MoE`; dict from the `id` of a layer in the graph of
+        a functional model to the one that is to be in its place.
+    """
+    layers, in_graph = {}, {}
+    images = held.moe_settings.get("by_image")
+    images = images if isinstance(images, list) else [images] * len(sites)
+    sizes = [x.shape[1:] for x in keras.tree.flatten(ends(model)[0])]
+    is_fixed = all(None not in size for size in sizes)
+    for (block, site), by_image in zip(sites.items(), images, strict=True):
+        is_in_graph = is_functional(site.parents[0])
+        # The names in a graph are unique.
+        name = f"{site.parts[0].name}_moe" if is_in_graph else "moe"
+        with contextlib.ExitStack() as scopes:
+            for part in (site.parents[0].path or "").split("/"):
+                if part and not is_in_graph:
+                    scopes.enter_context(keras.name_scope(part))
+            settings = {**held.moe_settings, "by_image": by_image, "name": name}
+            if isinstance(model.dtype_policy, keras.dtype_policies.DTypePolicyMap):
+                # From a file of a quantized model: by the paths of its layers
+                settings["dtype"] = model.dtype_policy
+            shape = held.shapes[block]
+            moe = make_moe(routers[block], site.parts, shape, settings, held.start)
+        check_causal(routers[block], site, moe.by_image)
+        if is_fixed:
+            moe.token_shape = shape[1:]
+        layers[block] = moe
+        for index, (part, parent) in enumerate(
+            zip(site.parts, site.parents, strict=True)
+        ):
+            new = moe
+            if index:
+                new = keras.layers.Identity(dtype=part.compute_dtype, name=part.name)
+            if is_functional(parent):
+                in_graph[id(part)] = new
+            else:
+                replace_sublayer(parent, part, new)
+    return layers, in_graph
+
+
+def graph_with(model, new):
+    """Return the ends of a model and its attributes, after layers were replaced.
+
+    Args:
+        model: built model.
+        new: dict from the `id` of a layer in the graph to the one in its place.
+
+    Returns:
+        Keras tensors of inputs and outputs; dict of attributes.
+    """
+    is_backbone = isinstance(model, keras_hub.models.Backbone)
+    attributes = {
+        name: value
+        for name, value in attributes_of(model).items()
+        if is_backbone or not name.startswith("_")
+    }
+    if not new:
+        return *ends(model), attributes
+    # Tensors in attributes, such as the maps of a pyramid, are outputs of the graph.
+    tensors = {
+        id(x): x
+        for x in keras.tree.flatten(attributes)
+        if isinstance(x, keras.KerasTensor)
+    }
+    inputs, outputs = ends(model)
+    whole = keras.Model(inputs, [outputs, list(tensors.values())])
+    whole = _with_layers(whole, new)
+    outputs, made = whole.output
+    by_id = {**dict(zip(tensors, made, strict=True)), **new}
+
+    def renewed(value):
+        return by_id.get(id(value), value)
+
+    return whole.input, outputs, keras.tree.map_structure(renewed, attributes)
+
+
+def _with_layers(model, new):
+    """Return a functional model with other layers in its graph.
+
+    Args:
+        model: functional model.
+        new: dict from the `id` of a layer to the one in its place.
+    """
+
+    def clone(layer):
+        if id(layer) in new:
+            return new[id(layer)]
+        inside = sublayers(layer) if is_functional(layer) else ()
+        if any(id(part) in new for _, part, _ in inside):
+            return _with_layers(layer, new)
+        return layer
+
+    return keras.models.clone_model(model, clone_function=clone)
+
+
+def inner_backbones(model, sites, held):
+    """Return the backbones inside a model, or in its attributes, that have sites.
+
+    A task's backbone may be made of others, as that of SegFormer of an image encoder.
+
+    Args:
+        model: built model, not changed yet.
+        sites: list of all sites of it.
+        held: namespace of the model.
+
+    Returns:
+        List of `(backbone, namespace)`, where `blocks` is a dict from the blocks of the
+        model to those of the backbone.
+    """
+    found = []
+    layers = [*attributes_of(model).values(), *(x for _, x, _ in sublayers(model))]
+    for layer in {id(x): x for x in layers}.values():
+        if not isinstance(layer, keras_hub.models.Backbone) or layer is model:
+            continue
+        inside = {id(part) for _, part, _ in sublayers(layer)}
+        known = [i for i, s in enumerate(sites) if {*map(id, s.parts)} <= inside]
+        own = [sites[i] for i in known]
+        state = SimpleNamespace(
+            **{**vars(held), "dense_config": configuration_of(layer)},
+            blocks={block: index for index, block in enumerate(known)},
+        )
+        state.sites = places_of(layer, own)
+        state.dense_weights = [
+            w for w in layer.weights if any(w is kept for kept in held.dense_weights)
+        ]
+        found.append((layer, state))
+    return found

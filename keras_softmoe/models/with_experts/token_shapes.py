@@ -1,0 +1,144 @@
+"""Inputs and shapes of models of somebody else."""
+
+import keras
+from keras import ops
+
+from keras_softmoe.keras_adapter.surgery import call_symbolically, is_functional
+from keras_softmoe.models.with_experts.mlp_sites import GATED
+
+# Tokens of a text whose length a model leaves open, where a number is needed.
+_TOKENS = 128
+
+
+def ends(model):
+    """Return the inputs and outputs of a model as (structures of) Keras tensors."""
+    if isinstance(model, keras.Sequential):
+        return model.inputs[0], model.outputs[0]
+    if is_functional(model):
+        return model.input, model.output
+    inputs = keras.Input(model.get_build_config()["input_shape"][1:])
+    return inputs, model(inputs)
+
+
+def check_sites(model, sites):
+    """Raise unless the sites that a user has named compute like MLPs in a call.
+
+    The names alone allow other layers, a wrong order, and activations or gates between
+    the parts, which would be applied to the outputs of the experts.
+
+    Args:
+        model: built model.
+        sites: list of `Site`.
+    """
+    calls = {id(part): [] for site in sites for part in site.parts}
+
+    def noting(calls):
+        def around(call, *args, **kwargs):
+            outputs = call(*args, **kwargs)
+            calls.append((args, kwargs, outputs))
+            return outputs
+
+        return around
+
+    around = {key: noting(calls[key]) for key in calls}
+    call_symbolically(model, example_inputs(model), around)
+    for site in sites:
+        flows = [calls[id(part)] for part in site.parts]
+        for flow in zip(*flows, strict=False) if all(flows) else [None]:
+            _check_flow(site, flow)
+
+
+def _check_flow(site, flow):
+    """Raise unless the calls of the parts of a site make up an MLP.
+
+    Args:
+        site: `Site`.
+        flow: for each part a tuple of arguments, keyword arguments and outputs; `None`
+            if one is not called.
+    """
+
+    def refuse(problem, remedy):
+        parts = ", ".join(
+            f"{path!r} (`{type(part).__name__}`)"
+            for path, part in zip(site.paths, site.parts, strict=True)
+        )
+        raise ValueError(
+            "A site is an MLP, from tokens to tokens of the same shape: a layer, or "
+            f"all layers from its first to its last one in their order. {problem} "
+            f"Received: sites with {parts}. {remedy}"
+        )
+
+    if flow is None:
+        refuse("But one of these is not called.", "Name the dense layers of the MLP.")
+    first = [args[0] for args, _, _ in flow if args]
+    is_half = len(flow) == 1 and "gat" in site.paths[0].rpartition("/")[2]
+    if len({id(x) for x in first}) < len(first) or (
+        is_half and getattr(flow[0][2], "shape", None) != first[0].shape
+    ):
+        raise ValueError(f"{GATED} Received: sites with {site.paths}.")
+    tokens = before = first[0] if first else None
+    for path, (args, kwargs, outputs) in zip(site.paths, flow, strict=True):
+        further = [x for x in kwargs if x not in ("mask", "training")]
+        if len(args) != 1 or further or not ops.is_tensor(args[0]):
+            refuse(
+                f"But {path!r} is called with more than one tensor.",
+                "Name the dense layers of the MLP.",
+            )
+        if path != site.paths[0] and args[0] is not before:
+            refuse(
+                f"But {path!r} does not get the outputs of the part before it.",
+                "Name the layers between them, too; an activation in the code of a "
+                "block has no name, so take a layer around it.",
+            )
+        before = outputs
+    shapes = [
+        tuple(x.shape) if ops.is_tensor(x) else f"a {type(x).__name__}"
+        for x in (tokens, before)
+    ]
+    is_float = "float" in keras.backend.standardize_dtype(tokens.dtype)
+    if len(shapes[0]) < 3 or shapes[0] != shapes[1] or not is_float:
+        refuse(
+            f"But these map inputs of shape {shapes[0]} to {shapes[1]}.",
+            "Name the MLP that maps `(batch, ..., width)` to the same shape.",
+        )
+
+
+def token_shapes(model, sites):
+    """Return the shapes of the inputs of some MLPs, `(None, ..., D)`.
+
+    Args:
+        model: built model.
+        sites: dict from blocks to their `Site`.
+
+    Returns:
+        dict from the same blocks.
+    """
+    shapes = {}
+
+    def noting(block):
+        def around(call, inputs, *args, **kwargs):
+            shapes[block] = (None, *inputs.shape[1:])
+            return call(inputs, *args, **kwargs)
+
+        return around
+
+    around = {id(site.parts[0]): noting(block) for block, site in sites.items()}
+    call_symbolically(model, example_inputs(model), around)
+    never = [block for block in sites if block not in shapes]
+    if never:
+        raise ValueError(
+            "The model does not call these MLPs for its outputs, so their experts "
+            f"would compute nothing. Received: blocks={never}."
+        )
+    return shapes
+
+
+def example_inputs(model, batch_size=1):
+    """Return the inputs of a model as Keras tensors of known sizes."""
+    tokens = getattr(model, "max_sequence_length", None) or _TOKENS
+
+    def known(x):
+        sizes = (tokens if size is None else size for size in x.shape[1:])
+        return keras.KerasTensor((batch_size, *sizes), dtype=x.dtype)
+
+    return keras.tree.map_structure(known, ends(model)[0])

@@ -1,0 +1,250 @@
+"""LIMoE's router and the sets of losses of its paper."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Unpack
+
+import keras
+
+from keras_softmoe import ops
+from keras_softmoe.checks import check_numbers
+from keras_softmoe.ops.assignment import PRIORITIES, check_num_selected_experts
+from keras_softmoe.routers.losses import MODALITIES, RoutingLoss
+from keras_softmoe.routers.modalities import Modalities
+from keras_softmoe.routers.policies import TokenChoice
+from keras_softmoe.routers.router import check_num_experts
+from keras_softmoe.routers.scores import Softmax
+from keras_softmoe.routers.sparse import SparseRouter, SparseSettings
+
+# The thresholds of the ablations, 9 text and 20 image experts of 32, for any number.
+_TEXT_SHARE, _IMAGE_SHARE = 9 / 32, 20 / 32
+
+
+def classic_losses(by_modality: bool = False) -> tuple:
+    """Return the importance, load and z-loss.
+
+    The load loss needs noise: a router with `noise_std=0` refuses it.
+
+    Args:
+        by_modality: bool, whether each is computed separately for images and text (six
+            losses) or once for all tokens, as in the paper (three).
+
+    Returns:
+        tuple of `RoutingLoss`.
+
+    Source: LIMoE, section 4.1 ("classic") and appendix B.1.
+
+    Examples:
+        >>> losses = ksm.routers.classic_losses(by_modality=True)
+        >>> router = ksm.routers.LIMoERouter(num_experts=8, losses=losses)
+    """
+    functions = (ops.importance_loss, ops.load_loss, ops.z_loss)
+    modalities = MODALITIES if by_modality else (None,)
+    return tuple(RoutingLoss(f, modality) for f in functions for modality in modalities)
+
+
+def entropy_losses(
+    num_experts: int,
+    text_experts: float | None = None,
+    image_experts: float | None = None,
+    num_selected_experts: int = 1,
+) -> tuple:
+    """Return the local entropy of text, and the global entropies of text and images.
+
+    If a token chooses several experts, the merged entropy replaces the local one, which
+    would leave it a single expert.
+
+    Args:
+        num_experts: int, number of experts of the router.
+        text_experts: float, soft minimum of experts for text, see `RoutingLoss`.
+            By default 9 of 32, as in most ablations; the paper's models with 4 to 64
+            experts (figure 12) have `0.6 * num_experts`.
+        image_experts: float, soft minimum of experts for images. By default 20 of 32;
+            in figure 12 `0.2 * num_experts`, which is under one for 4 experts.
+        num_selected_experts: int, the number `K` of experts that a token chooses.
+
+    Returns:
+        tuple of `RoutingLoss`.
+
+    Raises:
+        ValueError: if a soft minimum is not positive, or `num_selected_experts` is not
+            in `[1, num_experts]`.
+
+    Source: LIMoE, section 4.1 ("entropy"), appendices A.2 (thresholds), E.1 (K > 1) and
+    E.2 (thresholds grow with the number of experts), table 5.
+
+    Examples:
+        >>> losses = ksm.routers.entropy_losses(num_experts=32, text_experts=4)
+        >>> router = ksm.routers.LIMoERouter(num_experts=32, losses=losses)
+    """
+    check_num_selected_experts(num_selected_experts, num_experts)
+    if text_experts is None:
+        text_experts = max(1.0, _TEXT_SHARE * num_experts)
+    if image_experts is None:
+        image_experts = max(1.0, _IMAGE_SHARE * num_experts)
+    merges = num_selected_experts > 1
+    local = ops.merged_entropy_loss if merges else ops.local_entropy_loss
+    return (
+        RoutingLoss(local, "text"),
+        RoutingLoss(ops.global_entropy_loss, "text", soft_minimum=text_experts),
+        RoutingLoss(ops.global_entropy_loss, "image", soft_minimum=image_experts),
+    )
+
+
+@dataclass(frozen=True)
+class ModalityTokenChoice(TokenChoice):
+    """Token choice with the priorities `"image_first"` and `"text_first"`."""
+
+    # Not settings of LIMoE's router
+    keep_fraction: ClassVar[float] = 1.0
+    normalize_gates: ClassVar[bool] = False
+    priorities: ClassVar[tuple] = (*PRIORITIES, "image_first", "text_first")
+
+    def rank(self, selection, masks):
+        modality, _, is_first = self.priority.rpartition("_")
+        if is_first != "first":
+            return self.priority
+        if modality not in masks:
+            return "position"
+        mask = keras.ops.cast(masks[modality], "float32")
+        return keras.ops.zeros_like(selection[..., 0]) + mask
+
+
+class LIMoESettings(SparseSettings, total=False):
+    """Keyword arguments of all sparse routers, and the capacity factor."""
+
+    capacity_factor: float | None
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class LIMoERouter(SparseRouter):
+    """LIMoE's router: tokens of images and text choose among the same experts.
+
+    A token chooses its most probable experts, as in V-MoE. The losses are new: they
+    distinguish modalities. Without them, the text tokens in the paper collapsed to one
+    expert or none.
+
+    Args:
+        num_experts: int, number of experts.
+        num_selected_experts: int, the number `K` of experts that a token chooses.
+        priority: order in which tokens are assigned: `"sum"`, `"max"`, `"position"`,
+            `"pair"` or `"random"`, see `ops.token_choice`; `"image_first"` or
+            `"text_first"`, one modality before the other, each by position.
+        loss_weight: float, weight of the average of the losses.
+        per_modality: bool, whether images and text have separate kernels over the
+            shared experts.
+        image_experts: int, number of experts open to images, from the first on. All if
+            `None`.
+        text_experts: int, number of experts open to text, up to the last. All if
+            `None`. Experts are disjoint if the two add up to `num_experts`.
+        single_modality_capacity_factor: float, slots per choice if a call has only
+            images or only text, which do not use all experts.
+        noise_std: float. In training, normal noise of standard deviation
+            `noise_std / num_experts` is added to the logits that choose and weigh. With
+            0, pass `losses` without the load loss, which needs noise.
+        kept_experts: `None`, or for a pruned router the kept experts: a sequence of
+            `num_experts` ascending ints under `num_predicted_experts`. The softmax is
+            over all experts of the unpruned model, so gates are as large as in its
+            training ("router-pred", appendix E.4); tokens choose among the kept ones.
+            Pass `losses=()`, as a pruned router is not trained.
+        num_predicted_experts: int, number of experts before pruning. `None` for
+            `num_experts`.
+        **settings: `capacity_factor`, by default 1.05 slots per choice if a call has
+            images and text; the others as in `SoftmaxTokenChoiceRouter`. By default
+            `losses` are `classic_losses() + entropy_losses(num_experts)`.
+
+    Weights: `kernel` `(D, E)`, or `image_kernel` and `text_kernel` if `per_modality`.
+
+    Call arguments:
+        - `tokens`: `(G, S, D)` float tensor.
+        - `valid`: optional `(G, S)` bool tensor, `False` for padding.
+        - `modalities`: pairs of a modality and its number of tokens, in their order in
+          a group, in which they repeat. `layers.MoE` passes them if called on a dict.
+
+    Returns:
+        `Decision` with a `SlotRouting`. In training, the mean of `auxiliary_loss` over
+        the groups is added to the losses: the weighted average of those of `losses`
+        whose modality is present. Entropies and importance are without noise.
+
+    Raises:
+        ValueError: if a threshold is over `log(num_experts)`, an expert is closed to
+            both modalities, a modality has fewer experts than a token chooses, the
+            modalities of a call are missing, or an argument has no accepted value.
+
+    Source: LIMoE, section 2 and appendices B (losses), C (priorities), D.1 (capacity
+    for one modality) and E.1 to E.4 (`K > 1`, number of experts, kinds of routers,
+    pruning).
+
+    Examples:
+        >>> router = ksm.routers.LIMoERouter(num_experts=8)
+        >>> tokens = np.random.normal(size=(2, 24, 32))
+        >>> decision = router(tokens, modalities=(("image", 16), ("text", 8)))
+        >>> decision.routing.token.shape
+        (2, 8, 3)
+    """
+
+    knows_modalities = True
+
+    def __init__(
+        self,
+        num_experts: int,
+        num_selected_experts: int = 1,
+        *,
+        priority: str = "sum",
+        loss_weight: float = 0.04,
+        per_modality: bool = False,
+        image_experts: int | None = None,
+        text_experts: int | None = None,
+        single_modality_capacity_factor: float = 16.0,
+        noise_std: float = 1.0,
+        kept_experts: Sequence[int] | None = None,
+        num_predicted_experts: int | None = None,
+        **settings: Unpack[LIMoESettings],
+    ):
+        check_num_experts(num_experts)
+        check_numbers(loss_weight=loss_weight)
+        assignment = ModalityTokenChoice(num_selected_experts, priority)
+        modalities = Modalities(
+            per_modality=per_modality,
+            image_experts=image_experts,
+            text_experts=text_experts,
+            single_modality_capacity_factor=single_modality_capacity_factor,
+            kept_experts=kept_experts,
+            num_predicted_experts=num_predicted_experts,
+        )
+        if settings.get("losses") is None:
+            # With the load loss, which raises an error without noise.
+            settings["losses"] = classic_losses() + entropy_losses(
+                num_predicted_experts or num_experts,
+                num_selected_experts=num_selected_experts,
+            )
+        super().__init__(
+            num_experts,
+            Softmax(noise_std),
+            assignment,
+            modalities,
+            loss_weight=loss_weight,
+            **settings,
+        )
+
+
+class PrunedLIMoERouter:
+    """Class name in old files of a `LIMoERouter` with `kept_experts`."""
+
+    def __new__(
+        cls, num_experts, kept_experts, num_predicted_experts, losses=(), **kwargs
+    ):
+        return LIMoERouter(
+            num_experts,
+            kept_experts=kept_experts,
+            num_predicted_experts=num_predicted_experts,
+            losses=losses,
+            **kwargs,
+        )
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**config)
+
+
+keras.saving.get_custom_objects()["keras_softmoe>PrunedLIMoERouter"] = PrunedLIMoERouter

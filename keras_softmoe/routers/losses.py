@@ -1,0 +1,401 @@
+"""Losses of routers: a function of `ops`, the tokens it applies to, and a weight."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+
+from keras_softmoe import ops
+from keras_softmoe.checks import check_numbers, quote
+from keras_softmoe.ops.kernels import softmax
+from keras_softmoe.sharding.constraints import is_distributed
+from keras_softmoe.types import Tensor
+
+MODALITIES = ("image", "text")
+
+
+class Routed:
+    """The tensors from which losses are computed.
+
+    Args:
+        logits: `(G, S, E)` tensor, without noise.
+        noisy_logits: `(G, S, E)` tensor; the same object without noise.
+        valid: dict from each present modality to the `(G or 1, S)` bool mask of its
+            tokens, and from `None` to that of all tokens (`None` without padding).
+        num_selected_experts: int, the number `K` of experts that a token chooses.
+        noise_std: float, standard deviation of the noise on the logits.
+        probabilities_of: callable from logits to probabilities.
+
+    Attributes:
+        probabilities: `(G, S, E)` tensor, without noise.
+        noisy_probabilities: `(G, S, E)` tensor, with noise.
+        chosen: what the router chose: `(G, S, K)` int tensor of experts where tokens
+            choose, `(G, S, E)` bool tensor of pairs in a race, otherwise `None`.
+    """
+
+    chosen = None
+
+    def __init__(
+        self,
+        logits,
+        noisy_logits,
+        valid,
+        num_selected_experts,
+        noise_std,
+        probabilities_of=softmax,
+    ):
+        self.logits = logits
+        self.noisy_logits = noisy_logits
+        self.valid = valid
+        self.num_selected_experts = num_selected_experts
+        self.noise_std = noise_std
+        # Not a `functools.cached_property`, which `torch.compile` cannot trace
+        self.probabilities = self.noisy_probabilities = probabilities_of(logits)
+        if noisy_logits is not logits:
+            self.noisy_probabilities = probabilities_of(noisy_logits)
+
+
+# === The table ===
+
+
+class Term(NamedTuple):
+    """A loss function of `ops`, and its arguments.
+
+    Attributes:
+        function: callable.
+        name: str, its class name in files.
+        takes: tuple of str, its arguments before the mask: attributes of `Routed`, and
+            the threshold of the loss.
+        sorts: bool, whether it sorts experts and takes the argument `sharded`.
+        needs_softmax: bool, whether it is defined by probabilities that add up to 1.
+        counts_choices: bool, whether it takes the largest scores for the choices.
+        compares_modalities: bool, whether it takes lists: one item per modality.
+    """
+
+    function: Callable
+    name: str
+    takes: tuple
+    sorts: bool = False
+    compares_modalities: bool = False
+    needs_softmax: bool = True
+    counts_choices: bool = False
+
+    def from_config(self, config):
+        # Called by Keras when it reads a file.
+        return RoutingLoss(self.function, **config)
+
+
+_K = "num_selected_experts"
+_LOAD = ("logits", "noisy_logits", _K, "noise_std")
+_TERMS = {
+    term.function: term
+    for term in (
+        Term(
+            ops.importance_loss,
+            "ImportanceLoss",
+            ("probabilities",),
+            needs_softmax=False,
+        ),
+        Term(
+            ops.load_loss,
+            "LoadLoss",
+            _LOAD,
+            sorts=True,
+            needs_softmax=False,
+            counts_choices=True,
+        ),
+        Term(
+            ops.gshard_loss,
+            "GShardLoss",
+            ("noisy_probabilities",),
+            counts_choices=True,
+        ),
+        Term(ops.z_loss, "ZLoss", ("logits",)),
+        Term(ops.local_entropy_loss, "LocalEntropyLoss", ("probabilities",)),
+        Term(ops.target_entropy_loss, "TargetEntropyLoss", ("probabilities", _K)),
+        Term(
+            ops.merged_entropy_loss,
+            "MergedEntropyLoss",
+            ("probabilities", _K),
+            sorts=True,
+        ),
+        Term(
+            ops.global_entropy_loss,
+            "GlobalEntropyLoss",
+            ("probabilities", "threshold"),
+        ),
+        Term(
+            ops.mutual_information_loss,
+            "MutualInformationLoss",
+            ("probabilities",),
+            compares_modalities=True,
+        ),
+        Term(
+            ops.router_similarity_loss,
+            "RouterSimilarityLoss",
+            ("noisy_probabilities", "chosen"),
+        ),
+    )
+}
+for _term in _TERMS.values():
+    keras.saving.get_custom_objects()[f"keras_softmoe>{_term.name}"] = _term
+
+# === A loss of a router ===
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+@dataclasses.dataclass(frozen=True, repr=False)
+class RoutingLoss:
+    """A loss of a router: a function, the tokens it applies to, and a weight.
+
+    Any sparse router takes `ops.importance_loss`, `ops.load_loss` (only with noise),
+    `ops.gshard_loss` and `ops.z_loss`; fewer with sigmoid scores or a bias. An
+    `ExpertRaceRouter` takes `ops.router_similarity_loss`, too. The losses of LIMoE are
+    mostly for one modality: `ops.local_entropy_loss`, `ops.target_entropy_loss`,
+    `ops.merged_entropy_loss`, `ops.global_entropy_loss` and
+    `ops.mutual_information_loss` (of both modalities; skipped if a call has only one).
+
+    Args:
+        function: one of these, or your own function `(routed, valid) -> (G,)`:
+            `routed` has the `(G, S, E)` tensors `logits`, `noisy_logits`,
+            `probabilities` and `noisy_probabilities`, and `valid` is a `(G, S)` bool
+            mask, or `None` for all tokens. Register it with
+            `keras.saving.register_keras_serializable` to save it.
+        modality: `"image"`, `"text"` or `None` for all tokens. Only a `LIMoERouter`
+            distinguishes modalities.
+        weight: float, factor of the loss in the router's sum.
+        threshold: float in nats, only for `ops.global_entropy_loss`. May be negative.
+        soft_minimum: positive float, `exp(threshold)`, an alternative to `threshold`:
+            the number of experts at which the loss is zero, if they are used evenly.
+            Under one the loss is always zero, and only counts in the average of a
+            `LIMoERouter`.
+
+    Raises:
+        ValueError: if an argument is not among the accepted values, or a threshold is
+            missing, given twice or given for another loss.
+
+    Source: V-MoE, appendix A; GShard, section 2.2; ST-MoE, section 3; LIMoE, section
+    2.2.2 and appendices B.1, B.2 (`S = exp(threshold)`) and E.1.
+
+    Examples:
+        >>> losses = [
+        ...     ksm.routers.RoutingLoss(ksm.ops.importance_loss, weight=0.005),
+        ...     ksm.routers.RoutingLoss(ksm.ops.z_loss, weight=1e-4),
+        ... ]
+        >>> router = ksm.routers.SoftmaxTokenChoiceRouter(8, losses=losses)
+        >>> loss = ksm.routers.RoutingLoss(
+        ...     ksm.ops.global_entropy_loss, "text", soft_minimum=9
+        ... )
+        >>> loss.threshold
+        2.197...
+
+        A loss of your own:
+
+        >>> @keras.saving.register_keras_serializable(package="mine")
+        ... def squared_logits(routed, valid):
+        ...     return keras.ops.mean(routed.logits**2, axis=(1, 2))
+        >>> loss = ksm.routers.RoutingLoss(squared_logits, weight=0.01)
+        >>> router = ksm.routers.SoftmaxExpertChoiceRouter(8, losses=[loss])
+    """
+
+    function: Callable
+    modality: str | None = None
+    weight: float = 1.0
+    threshold: float | None = dataclasses.field(default=None, kw_only=True)
+    soft_minimum: dataclasses.InitVar[float | None] = dataclasses.field(
+        default=None, kw_only=True
+    )
+
+    def __post_init__(self, soft_minimum: float | None) -> None:
+        if not callable(self.function) or isinstance(self.function, type):
+            raise ValueError(
+                "`function` is a loss of `keras_softmoe.ops`, such as `ops.z_loss`, or "
+                "a function `(routed, valid)` of your own. Received: "
+                f"function={quote(self.function)}."
+            )
+        if self.modality not in (None, *MODALITIES):
+            raise ValueError(
+                "Unknown modality. Accepted: 'image', 'text', or `None` for the tokens "
+                f"of both. Received: modality={quote(self.modality)}."
+            )
+        if self.term.compares_modalities and self.modality is not None:
+            raise ValueError(
+                "The loss compares both modalities: leave `modality` out. Received: "
+                f"modality={self.modality!r} for {self._name}."
+            )
+        check_numbers(weight=self.weight)
+        if self._takes_threshold:
+            threshold = _checked_threshold(self.threshold, soft_minimum)
+            object.__setattr__(self, "threshold", threshold)
+        elif (self.threshold, soft_minimum) != (None, None):
+            raise ValueError(
+                "Only `ops.global_entropy_loss` has a threshold. Received: "
+                f"threshold={self.threshold}, soft_minimum={soft_minimum} for "
+                f"{self._name}."
+            )
+
+    @property
+    def term(self) -> Term:
+        """The function's row of the table; without a name for a user's function."""
+        return _TERMS.get(self.function) or Term(self.function, "", ())
+
+    @property
+    def _takes_threshold(self) -> bool:
+        return "threshold" in self.term.takes
+
+    @property
+    def needs_noise(self) -> bool:
+        """Bool, whether the loss is defined through the noise on the logits."""
+        return "noise_std" in self.term.takes
+
+    @property
+    def needs_race(self) -> bool:
+        """Bool, whether the loss is defined by the pairs that win a race."""
+        return "chosen" in self.term.takes
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def __call__(self, routed: Routed) -> Tensor:
+        """Return the loss of each group, `(G,)`, without its weight."""
+        term = self.term
+        if not term.name:
+            return self.function(routed, routed.valid[self.modality])
+        if term.compares_modalities:
+            masks = [routed.valid[name] for name in MODALITIES]
+            return self.function([routed.probabilities] * len(masks), masks)
+        arguments = [
+            self.threshold if name == "threshold" else getattr(routed, name)
+            for name in term.takes
+        ]
+        if term.sorts:
+            arguments += [routed.valid[self.modality], is_distributed()]
+        else:
+            arguments += [routed.valid[self.modality]]
+        return self.function(*arguments)
+
+    def check(self, num_experts: int, scores: Any, assignment: Any) -> None:
+        """Raise `ValueError` if a router with these policies cannot have the loss."""
+        noise_std = scores.noise_std
+        if self.term.name and self.term.needs_softmax and not scores.adds_up:
+            raise ValueError(
+                "The loss is defined by probabilities that add up to 1, which sigmoids "
+                f"do not. Received: losses with {self!r}, score='sigmoid'. Accepted: "
+                "`ops.importance_loss`, `ops.load_loss` and functions of your own."
+            )
+        if self.term.counts_choices and scores.is_biased:
+            raise ValueError(
+                "The loss takes the largest scores for the choices, but tokens choose "
+                f"by score plus bias. Received: losses with {self!r}, "
+                f"bias_update_rate={scores.bias_update_rate}. The bias alone balances "
+                "the experts: leave the loss out."
+            )
+        if self.needs_race and not assignment.is_race:
+            raise ValueError(
+                "Only in an `ExpertRaceRouter` do pairs of token and expert win. "
+                f"Received: losses with {self!r}. Leave the loss out."
+            )
+        if self.needs_noise and not noise_std > 0:
+            raise ValueError(
+                "The load loss needs noise on the logits. Received: "
+                f"losses with {self!r}, noise_std={noise_std}. Raise `noise_std` or "
+                "leave the loss out."
+            )
+        if self._takes_threshold and self.threshold > math.log(num_experts) + 1e-6:
+            raise ValueError(
+                f"With {num_experts} experts the entropy of routing is at most "
+                f"log({num_experts}) = {math.log(num_experts):.4f}. Received: "
+                f"num_experts={num_experts} and a threshold of {self.threshold:.4f} "
+                f"for {self.modality or 'all'} tokens, a soft minimum of "
+                f"{math.exp(self.threshold):.4g} experts. Lower it or add experts."
+            )
+
+    def applies(self, routed: Routed) -> bool:
+        """Return whether a call has the tokens and the noise that the loss needs."""
+        if self.needs_noise and routed.noisy_logits is routed.logits:
+            return False
+        needed = MODALITIES if self.term.compares_modalities else (self.modality,)
+        return all(name in routed.valid for name in needed)
+
+    def settings(self) -> dict:
+        """Return the settings besides the function."""
+        # Without defaults, as in files that are older than these settings
+        weight = {} if self.weight == 1.0 else {"weight": self.weight}
+        threshold = {} if self.threshold is None else {"threshold": self.threshold}
+        return {"modality": self.modality, **weight, **threshold}
+
+    def get_config(self) -> dict:
+        if self.term.name:
+            return {"function": self._name, **self.settings()}
+        function = keras.saving.serialize_keras_object(self.function)
+        return {"function": function, **self.settings()}
+
+    @classmethod
+    def from_config(cls, config: dict) -> "RoutingLoss":
+        function = config["function"]
+        if isinstance(function, str):
+            named = {term.function.__name__: term.function for term in _TERMS.values()}
+            function = named.get(function, function)
+        elif isinstance(function, dict):
+            function = keras.saving.deserialize_keras_object(function)
+        return cls(**{**config, "function": function})
+
+    def __repr__(self):
+        settings = "".join(f", {k}={v!r}" for k, v in self.settings().items())
+        return f"RoutingLoss({self._name}{settings})"
+
+
+def _checked_threshold(threshold, soft_minimum):
+    if (soft_minimum is None) == (threshold is None):
+        raise ValueError(
+            "Give either `soft_minimum`, the number of experts, or `threshold`, "
+            f"its logarithm. Received: soft_minimum={soft_minimum}, "
+            f"threshold={threshold}."
+        )
+    if threshold is None:
+        if not 0 < soft_minimum < math.inf:
+            raise ValueError(
+                "`soft_minimum` is a number of experts: it must be positive and "
+                f"finite. Received: soft_minimum={soft_minimum}. For no minimum leave "
+                "the loss out."
+            )
+        threshold = math.log(soft_minimum)
+    if not math.isfinite(threshold):
+        raise ValueError(
+            "`threshold` must be a finite number. Received: "
+            f"threshold={threshold}. For no minimum leave the loss out."
+        )
+    return float(threshold)
+
+
+def checked_losses(losses, num_experts, scores, assignment):
+    """Return the losses of a router as a tuple, deserialized if necessary.
+
+    Args:
+        losses: sequence of `RoutingLoss`es, or of their configurations.
+        num_experts: int, number of experts in the probabilities.
+        scores: policy of scores.
+        assignment: policy of assignment.
+
+    Raises:
+        ValueError: if one is no loss, is given twice or does not fit the router.
+    """
+    losses = [
+        keras.saving.deserialize_keras_object(loss) if isinstance(loss, dict) else loss
+        for loss in losses
+    ]
+    wrong = [loss for loss in losses if not isinstance(loss, RoutingLoss)]
+    if wrong:
+        raise ValueError(
+            "`losses` are objects like `RoutingLoss(ops.importance_loss, weight=0.005)`"
+            " from `keras_softmoe.routers`, or the sets that `classic_losses` and "
+            f"`entropy_losses` return. Received: losses with {wrong}."
+        )
+    if len(set(losses)) < len(losses):
+        raise ValueError(f"Each loss is given once. Received: losses={losses}.")
+    for loss in losses:
+        loss.check(num_experts, scores, assignment)
+    return tuple(losses)

@@ -1,0 +1,411 @@
+"""The sparse routers of V-MoE and of the router study."""
+
+from typing import Unpack
+
+import keras
+
+from keras_softmoe import ops
+from keras_softmoe.checks import quote
+from keras_softmoe.routers.losses import RoutingLoss
+from keras_softmoe.routers.policies import ExpertChoice, TokenChoice
+from keras_softmoe.routers.scores import (
+    Sinkhorn,
+    Softmax,
+    SparseTransport,
+    TokenScores,
+)
+from keras_softmoe.routers.sparse import SparseRouter, SparseSettings
+
+# === Tokens choose experts ===
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class SoftmaxTokenChoiceRouter(SparseRouter):
+    """V-MoE's router: every token chooses its `K` most probable experts.
+
+    The gates are the softmax probabilities of the choices, by default not normalized
+    after the choice. A token whose experts are all full gets nothing from the layer.
+
+    Args:
+        num_experts: int, number of experts.
+        num_selected_experts: int, the number `K` of experts that a token chooses.
+        capacity_factor: float, slots per choice: under 1 some choices are dropped
+            even if they spread evenly. `None` for dropless routing: each expert
+            processes all tokens that choose it, however many, and the routing is an
+            `ops.ChoiceRouting`.
+        priority: order in which tokens are assigned: `"position"`, `"max"` (batch
+            prioritized routing: the largest probability first), `"sum"`, `"pair"` or
+            `"random"`, see `ops.token_choice`.
+        keep_fraction: float in `(0, 1]`. Under 1, tokens of low priority are skipped
+            (V-MoE, algorithm 3), see `ops.token_choice`.
+        normalize_gates: bool, whether the gates of a token's choices are divided by
+            their sum. This equals a softmax over the chosen logits only,
+            "softmax(TOP-K)" in V-MoE's table 3. With one choice the router then gets
+            no gradient.
+        noise_std: float. In training, normal noise of standard deviation
+            `noise_std / num_experts` is added to the logits, for the choice and the
+            gates. With 0 there is no load loss, which needs noise. `None` for 1, or 0
+            with `bias_update_rate`.
+        score: `"softmax"` or `"sigmoid"` of the logits: the scores that choose and the
+            gates. Sigmoids of a token do not add up to 1, so of the losses of this
+            library only the importance and load loss are accepted with them.
+        bias_update_rate: float or `None`. If given, experts are balanced by a bias: a
+            token chooses by score plus `bias`, and the bias changes nothing else.
+            Gates, priorities and the order of a token's choices are by the score alone.
+            After each call in training, the bias of every expert rises or falls by this
+            number: it rises if fewer valid tokens of the batch chose the expert than
+            the mean expert, before the capacity drops any. The paper has 0.001. There
+            are no `losses` by default then, and those that count choices are refused.
+            With 0 the bias stays as it is, as in a frozen router. Random logits are
+            routed without it. May change later, but not to or from `None`.
+        bias_update_every: int, calls in training for each move of the bias, which
+            counts the choices of all of them: the `gradient_accumulation_steps` of the
+            optimizer. `fit` of this library's models raises an error if they differ.
+        **settings: settings of all sparse routers:
+
+            - `losses`: sequence of `RoutingLoss`es, whose weighted sum is added to the
+              loss in training. By default the importance loss and, with noise, the load
+              loss, with weights of 0.005 as in the paper.
+            - `eval_capacity_factor`: float, the capacity factor outside of training.
+              `None` for `capacity_factor`.
+            - `rounding`, `multiple_of`: see `ops.expert_capacity`.
+            - `random_logits`: bool, whether logits are replaced by normal noise; or
+              `"permuted"`, whether each token's logits are shuffled: probabilities and
+              gates keep their values, at other experts. Shows the effect of random
+              routing on a trained model (V-MoE, appendix E.1).
+            - `name`, `trainable`: as in `keras.layers.Layer`.
+
+    Weights: `kernel` `(D, E)`; with `bias_update_rate` also `bias` `(E,)`, which has no
+    gradient, and if it moves after several calls, `load` `(E,)` and `calls` `()`.
+
+    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`. In
+    training, the mean of `auxiliary_loss` over the groups is added to the losses. In
+    the summary `probabilities` are the scores, and `selection` is score plus bias.
+
+    Raises:
+        ValueError: if `num_selected_experts` is over `num_experts`, or another argument
+            is not among the accepted values.
+
+    Source: V-MoE, section 2 and appendix A; router study, section 2 ("Softmax Token
+    Choice"). Noise and loss weights are those of the V-MoE paper. Bias: Wang et al.
+    2024 (Auxiliary-Loss-Free Load Balancing), section 3 and algorithm 1.
+
+    Examples:
+        >>> router = ksm.routers.SoftmaxTokenChoiceRouter(8, num_selected_experts=2)
+        >>> decision = router(np.random.normal(size=(4, 16, 32)))
+        >>> decision.routing.token.shape
+        (4, 8, 4)
+        >>> router = ksm.routers.SoftmaxTokenChoiceRouter(
+        ...     8, capacity_factor=1.5, eval_capacity_factor=4.0, rounding="ceil"
+        ... )
+        >>> router.capacity(64, training=True), router.capacity(64)
+        (12, 32)
+
+        Balanced by a bias, without a loss:
+
+        >>> router = ksm.routers.SoftmaxTokenChoiceRouter(
+        ...     4, score="sigmoid", bias_update_rate=0.001
+        ... )
+        >>> decision = router(np.ones((1, 8, 16)), training=True)
+        >>> len(router.losses)  # All tokens chose the same expert:
+        0
+        >>> np.sort(keras.ops.convert_to_numpy(router.bias))
+        array([-0.001,  0.001,  0.001,  0.001], dtype=float32)
+    """
+
+    default_losses = (
+        RoutingLoss(ops.importance_loss, weight=0.005),
+        RoutingLoss(ops.load_loss, weight=0.005),
+    )
+
+    def __init__(
+        self,
+        num_experts: int,
+        num_selected_experts: int = 1,
+        capacity_factor: float | None = 1.05,
+        priority: str = "position",
+        *,
+        keep_fraction: float = 1.0,
+        normalize_gates: bool = False,
+        noise_std: float | None = None,
+        score: str = "softmax",
+        bias_update_rate: float | None = None,
+        bias_update_every: int = 1,
+        **settings: Unpack[SparseSettings],
+    ):
+        if noise_std is None:
+            noise_std = 1.0 if bias_update_rate is None else 0.0
+        if bias_update_rate is not None and settings.get("losses") is None:
+            settings["losses"] = ()
+        super().__init__(
+            num_experts,
+            TokenScores(noise_std, score, bias_update_rate, bias_update_every),
+            TokenChoice(num_selected_experts, priority, keep_fraction, normalize_gates),
+            capacity_factor=capacity_factor,
+            **settings,
+        )
+
+    def _choose(self, scores, valid, training):
+        if not self.scores.is_biased or self.random_logits:
+            return super()._choose(scores, valid, training)
+        selection = scores + self.bias
+        chosen = self.assignment.choose(selection)
+        if training and self.trainable:
+            self._move_bias(chosen, valid)
+        return selection, self.assignment.ordered(chosen, scores)
+
+    def _move_bias(self, chosen, valid):
+        """Move the bias by the choices of a batch, `(G, S, K)`."""
+        experts = keras.ops.arange(self.num_experts, dtype="int32")
+        # (G, S, K, E)
+        counted = keras.ops.equal(keras.ops.expand_dims(chosen, -1), experts)
+        if valid is not None:
+            counted = keras.ops.logical_and(counted, valid[..., None, None])
+        load = keras.ops.sum(keras.ops.cast(counted, "float32"), axis=(0, 1, 2))
+        every = self.scores.bias_update_every
+        if every > 1:
+            load, calls = self.load + load, self.calls + 1.0
+            is_due = calls >= every
+            self.load.assign(keras.ops.where(is_due, 0.0, load))
+            self.calls.assign(keras.ops.where(is_due, 0.0, calls))
+            load = keras.ops.where(is_due, load, 0.0)
+        # The sign of mean minus load, without a division, which would round
+        under = keras.ops.sign(keras.ops.sum(load) - self.num_experts * load)
+        self.bias.assign(self.bias + self.scores.bias_update_rate * under)
+
+    def with_settings(self, **settings) -> "SoftmaxTokenChoiceRouter":
+        rate = settings.get("bias_update_rate", self.bias_update_rate)
+        if (rate is None) == self.scores.is_biased:
+            raise ValueError(
+                "The weight `bias` is made with the router: `bias_update_rate` may "
+                "change to another number, but not to or from `None`. Received: "
+                f"bias_update_rate={quote(rate)} for a router with bias_update_rate="
+                f"{self.bias_update_rate}. 0 lets the bias stay as it is; for a bias "
+                "make a new router."
+            )
+        return super().with_settings(**settings)
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class SinkhornTokenChoiceRouter(SparseRouter):
+    """Every token chooses the experts with the most weight in a balanced plan.
+
+    The plan is `ops.sinkhorn_plan` of the logits. In it each expert receives the same
+    total weight, hence no balancing loss by default. Still, more tokens may choose an
+    expert than it has slots. Noise is added for the plan only. Probabilities, by
+    default the gates, have none, as in the released code.
+
+    Args:
+        num_experts: int, number of experts.
+        num_selected_experts: int, the number `K` of experts that a token chooses.
+        capacity_factor, keep_fraction, normalize_gates: as in
+            `SoftmaxTokenChoiceRouter`.
+        priority: as in `SoftmaxTokenChoiceRouter`, by the entries of the plan.
+        num_iterations: int, number of Sinkhorn iterations.
+        combine: `"softmax"` (gates are probabilities, the plan has no gradient) or
+            `"plan"` (gates are entries of the plan, which then has a gradient).
+        noise_std: float. In training, normal noise of standard deviation
+            `noise_std / num_experts` is added to the logits.
+        **settings: as in `SoftmaxTokenChoiceRouter`. No `losses` by default.
+
+    Weights: `kernel` `(D, E)`.
+
+    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`;
+    `selection` in the summary is the plan.
+
+    Raises:
+        ValueError: if an argument is not among the accepted values.
+
+    Source: router study, section 2 ("Sinkhorn Token Choice").
+
+    Examples:
+        >>> router = ksm.routers.SinkhornTokenChoiceRouter(8, capacity_factor=1.0)
+        >>> decision = router(np.random.normal(size=(4, 16, 32)))
+        >>> plan = keras.ops.convert_to_numpy(decision.summary["selection"])
+        >>> plan.sum(axis=1).shape  # of each expert, near 16 / 8 = 2
+        (4, 8)
+    """
+
+    noisy_gates = False
+
+    def __init__(
+        self,
+        num_experts: int,
+        num_selected_experts: int = 1,
+        capacity_factor: float | None = 1.05,
+        priority: str = "position",
+        *,
+        keep_fraction: float = 1.0,
+        normalize_gates: bool = False,
+        num_iterations: int = 20,
+        combine: str = "softmax",
+        noise_std: float = 1.0,
+        **settings: Unpack[SparseSettings],
+    ):
+        super().__init__(
+            num_experts,
+            Sinkhorn(num_iterations, combine, noise_std),
+            TokenChoice(num_selected_experts, priority, keep_fraction, normalize_gates),
+            capacity_factor=capacity_factor,
+            **settings,
+        )
+
+
+# === Experts choose tokens ===
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class SoftmaxExpertChoiceRouter(SparseRouter):
+    """Every expert chooses the tokens with the highest probability for it.
+
+    The probabilities are a softmax over experts, and the gates are the probabilities
+    of the chosen pairs. All slots are filled, so no balancing loss is needed; a token
+    may be chosen by several experts or by none.
+
+    Args:
+        num_experts: int, number of experts.
+        capacity_factor: float, slots per token: the average number of experts that
+            process a token. An expert has at most as many slots as a group has tokens.
+        noise_std: float. In training, normal noise of standard deviation
+            `noise_std / num_experts` is added to the logits.
+        **settings: as in `SoftmaxTokenChoiceRouter`. No `losses` by default;
+            `[RoutingLoss(ops.z_loss, weight=1e-4)]` keeps logits small.
+
+    Weights: `kernel` `(D, E)`.
+
+    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`.
+
+    Raises:
+        ValueError: if an argument is not among the accepted values.
+
+    Source: router study, section 2 ("Softmax Expert Choice"); Soft MoE, section 3.
+
+    Examples:
+        >>> router = ksm.routers.SoftmaxExpertChoiceRouter(num_experts=4)
+        >>> decision = router(np.random.normal(size=(1, 16, 32)))
+        >>> keras.ops.convert_to_numpy(decision.summary["load"])  # 16 / 4 per expert
+        array([[4., 4., 4., 4.]], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        capacity_factor: float = 1.0,
+        *,
+        noise_std: float = 0.0,
+        **settings: Unpack[SparseSettings],
+    ):
+        super().__init__(
+            num_experts,
+            Softmax(noise_std),
+            ExpertChoice(),
+            capacity_factor=capacity_factor,
+            **settings,
+        )
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class SinkhornExpertChoiceRouter(SparseRouter):
+    """Every expert chooses the tokens with the most weight in a balanced plan.
+
+    The plan is `ops.sinkhorn_plan` of the logits. Every token has the same total weight
+    in it, so fewer tokens get no expert than with `SoftmaxExpertChoiceRouter`.
+
+    Args:
+        num_experts: int, number of experts.
+        capacity_factor: float, slots per token.
+        num_iterations: int, number of Sinkhorn iterations.
+        combine: `"softmax"` (gates are probabilities, the plan has no gradient) or
+            `"plan"` (gates are entries of the plan, which then has a gradient).
+        noise_std: float. In training, normal noise of standard deviation
+            `noise_std / num_experts` is added to the logits: of the plan and the gates.
+        **settings: as in `SoftmaxTokenChoiceRouter`. No `losses` by default.
+
+    Weights: `kernel` `(D, E)`.
+
+    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`;
+    `selection` in the summary is the plan.
+
+    Raises:
+        ValueError: if an argument is not among the accepted values.
+
+    Source: router study, section 2 ("Sinkhorn Expert Choice").
+
+    Examples:
+        >>> router = ksm.routers.SinkhornExpertChoiceRouter(num_experts=8)
+        >>> decision = router(np.random.normal(size=(4, 16, 32)))
+        >>> plan = keras.ops.convert_to_numpy(decision.summary["selection"])
+        >>> bool(abs(plan.sum(axis=2) - 1).max() < 1e-5)  # weights of a token
+        True
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        capacity_factor: float = 1.0,
+        *,
+        num_iterations: int = 20,
+        combine: str = "softmax",
+        noise_std: float = 0.0,
+        **settings: Unpack[SparseSettings],
+    ):
+        super().__init__(
+            num_experts,
+            Sinkhorn(num_iterations, combine, noise_std),
+            ExpertChoice(),
+            capacity_factor=capacity_factor,
+            **settings,
+        )
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class SparseTransportExpertChoiceRouter(SparseRouter):
+    """Experts choose by a balanced plan that respects their capacity.
+
+    The plan is `ops.sparse_transport_plan` of the softmax probabilities. Unlike the
+    Sinkhorn plan, it respects the capacity of an expert. No noise is added and no
+    gradient flows through the plan.
+
+    Args:
+        num_experts: int, number of experts.
+        capacity_factor: float, slots per token.
+        num_iterations: int, number of steps of the solver.
+        learning_rate: float, step size of the solver.
+        combine: `"softmax"` (gates are probabilities) or `"plan"` (gates are entries of
+            the plan: then the router does not learn).
+        **settings: as in `SoftmaxTokenChoiceRouter`. No `losses` by default.
+
+    Weights: `kernel` `(D, E)`.
+
+    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`;
+    `selection` in the summary is the plan.
+
+    Raises:
+        ValueError: if an argument is not among the accepted values.
+
+    Source: router study, section 2 ("Sparsity-constrained Expert Choice").
+
+    Examples:
+        >>> router = ksm.routers.SparseTransportExpertChoiceRouter(num_experts=8)
+        >>> decision = router(np.random.normal(size=(4, 16, 32)))
+        >>> decision.routing.filled.shape
+        (4, 8, 2)
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        capacity_factor: float = 1.0,
+        *,
+        num_iterations: int = 20,
+        learning_rate: float = 0.01,
+        combine: str = "softmax",
+        **settings: Unpack[SparseSettings],
+    ):
+        super().__init__(
+            num_experts,
+            SparseTransport(num_iterations, learning_rate, combine),
+            ExpertChoice(),
+            capacity_factor=capacity_factor,
+            **settings,
+        )

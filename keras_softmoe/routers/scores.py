@@ -1,0 +1,222 @@
+"""Policies of capacity and scores, see `policies.py`."""
+
+import functools
+from dataclasses import dataclass, field, fields
+from typing import ClassVar
+
+from keras import ops
+
+from keras_softmoe.checks import (
+    check_choice,
+    check_numbers,
+    check_whole_numbers,
+)
+from keras_softmoe.ops import expert_capacity, sinkhorn_plan, sparse_transport_plan
+from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING, ROUNDINGS
+from keras_softmoe.ops.kernels import softmax
+from keras_softmoe.sharding.constraints import is_distributed
+
+live = functools.partial(field, metadata={"live": True})
+
+
+def settings_of(policies):
+    """Return a dict from the settings of policies to their values."""
+    return {f.name: getattr(p, f.name) for p in policies for f in fields(p)}
+
+
+def mutable_settings(policies):
+    """Return the names of the settings that may change, of policies or classes."""
+    return tuple(f.name for p in policies for f in fields(p) if "live" in f.metadata)
+
+
+# === Capacity ===
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The number of slots of an expert."""
+
+    capacity_factor: float | None = live(default=1.05)
+    eval_capacity_factor: float | None = live(default=None)
+    rounding: str = ROUNDING
+    multiple_of: int | None = MULTIPLE_OF
+
+    def __post_init__(self):
+        if self.capacity_factor is not None:
+            check_numbers(over=0, capacity_factor=self.capacity_factor)
+        if self.eval_capacity_factor is not None:
+            check_numbers(over=0, eval_capacity_factor=self.eval_capacity_factor)
+        if self.multiple_of is not None:
+            check_whole_numbers(0, multiple_of=self.multiple_of)
+        check_choice("rounding", self.rounding, ROUNDINGS)
+
+    def factor(self, training):
+        """Return the slots per choice; `None` if nothing is dropped."""
+        if not training and self.eval_capacity_factor is not None:
+            return self.eval_capacity_factor
+        return self.capacity_factor
+
+    def slots(self, factor, num_tokens, choices, num_experts):
+        """Return the slots of an expert: at most one for each token of a group.
+
+        Args:
+            factor: float or `None`, slots per choice.
+            num_tokens: int, number of tokens in a group.
+            choices: int, number of choices of a token.
+            num_experts: int, number of experts.
+        """
+        if factor is None:
+            return num_tokens
+        capacity = expert_capacity(
+            num_tokens * choices, num_experts, factor, self.rounding, self.multiple_of
+        )
+        # A token takes at most one slot of an expert.
+        return min(capacity, num_tokens)
+
+
+# === Scores ===
+
+
+class Scores:
+    """Base class of scores."""
+
+    # Gates are looked up in the probabilities, or in the scores that choose ("plan").
+    combine = "softmax"
+    # Whether a bias takes part in the choice
+    is_biased = False
+    # Whether the probabilities of a token add up to 1
+    adds_up = True
+    # Whether the scores of a token depend on the other tokens of its group
+    compares_tokens = False
+
+    def probabilities(self, logits):
+        """Return the `(G, S, E)` probabilities of `(G, S, E)` logits."""
+        return softmax(logits, axis=-1)
+
+    def state(self, num_experts):
+        """Return a dict from names of weights without gradient to their shapes."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Softmax(Scores):
+    """Selection by the probabilities."""
+
+    noise_std: float = 0.0
+
+    def __post_init__(self):
+        check_numbers(least=0, noise_std=self.noise_std)
+
+    def selection(self, logits, probabilities, slots, valid, limit):
+        """Return the `(G, S, E)` scores that choose.
+
+        Args:
+            logits: `(G, S, E)` tensor, with noise in training.
+            probabilities: `(G, S, E)` tensor, `Scores.probabilities` of them.
+            slots: int, number of slots of an expert.
+            valid: `(G, S)` bool tensor or `None`.
+            limit: `(G,)` int tensor, number of slots in each group, or `None` if all
+                groups have `slots`.
+        """
+        return probabilities
+
+
+@dataclass(frozen=True)
+class TokenScores(Softmax):
+    """Selection by a softmax or sigmoid, and by a bias that balances the experts."""
+
+    score: str = "softmax"
+    bias_update_rate: float | None = live(default=None)
+    bias_update_every: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_choice("score", self.score, ("softmax", "sigmoid"))
+        if self.is_biased:
+            check_numbers(least=0, bias_update_rate=self.bias_update_rate)
+        check_whole_numbers(1, bias_update_every=self.bias_update_every)
+        if self.bias_update_every > 1 and not self.is_biased:
+            raise ValueError(
+                "Only a bias is moved after several calls. Received: "
+                f"bias_update_every={self.bias_update_every}, bias_update_rate=None. "
+                "Leave it out, or pass `bias_update_rate=0.001`."
+            )
+
+    @property
+    def is_biased(self):
+        return self.bias_update_rate is not None
+
+    @property
+    def adds_up(self):
+        return self.score == "softmax"
+
+    def probabilities(self, logits):
+        if self.score == "sigmoid":
+            return ops.sigmoid(logits)
+        return super().probabilities(logits)
+
+    def state(self, num_experts):
+        if not self.is_biased:
+            return {}
+        if self.bias_update_every == 1:
+            return {"bias": (num_experts,)}
+        # Choices of each expert and calls since the last move
+        return {"bias": (num_experts,), "load": (num_experts,), "calls": ()}
+
+
+@dataclass(frozen=True)
+class Logits(Softmax):
+    """Selection by the logits, which are the gates, too."""
+
+    combine = "plan"
+
+    def selection(self, logits, probabilities, slots, valid, limit):
+        return logits
+
+
+@dataclass(frozen=True)
+class Sinkhorn(Scores):
+    """Selection by a balanced plan of the logits, see `ops.sinkhorn_plan`."""
+
+    compares_tokens = True
+    num_iterations: int = 20
+    combine: str = "softmax"
+    noise_std: float = 0.0
+
+    def __post_init__(self):
+        check_choice("combine", self.combine, ("softmax", "plan"))
+        check_whole_numbers(1, num_iterations=self.num_iterations)
+        check_numbers(least=0, noise_std=self.noise_std)
+
+    def selection(self, logits, probabilities, slots, valid, limit):
+        # The plan has a gradient only if gates are its entries.
+        if self.combine == "softmax":
+            logits = ops.stop_gradient(logits)
+        return sinkhorn_plan(logits, self.num_iterations, valid)
+
+
+@dataclass(frozen=True)
+class SparseTransport(Scores):
+    """Selection by a plan within the capacity, see `ops.sparse_transport_plan`."""
+
+    compares_tokens = True
+    num_iterations: int = 20
+    learning_rate: float = 0.01
+    combine: str = "softmax"
+    noise_std: ClassVar[float] = 0.0
+
+    def __post_init__(self):
+        check_choice("combine", self.combine, ("softmax", "plan"))
+        check_whole_numbers(1, num_iterations=self.num_iterations)
+        check_numbers(over=0, learning_rate=self.learning_rate)
+
+    def selection(self, logits, probabilities, slots, valid, limit):
+        return sparse_transport_plan(
+            probabilities,
+            slots,
+            num_iterations=self.num_iterations,
+            learning_rate=self.learning_rate,
+            valid=valid,
+            sharded=is_distributed(),
+            limit=limit,
+        )

@@ -1,0 +1,271 @@
+"""The soft router, whose slots are mixtures of all tokens."""
+
+import math
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+from keras import ops
+from numpy.typing import ArrayLike
+
+from keras_softmoe.checks import (
+    check_bools,
+    check_choice,
+    check_numbers,
+    check_whole_numbers,
+    is_number,
+    quote,
+)
+from keras_softmoe.layer_cost import LayerCost
+from keras_softmoe.ops import DenseRouting
+from keras_softmoe.ops.kernels import reshape, softmax
+from keras_softmoe.ops.noise import normal_like
+from keras_softmoe.ops.numbers import lowest
+from keras_softmoe.ops.padding import zero_padding
+from keras_softmoe.routers.router import Decision, Router
+from keras_softmoe.sharding.constraints import check_layer, replicate
+
+# Added to squared norms, as in the released code. The paper's listing adds the same
+# number to the norm itself, which has no gradient at an all-zero token (padding).
+_EPSILON = 1e-6
+_UNIT_VARIANCE = "unit_variance"
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class SoftRouter(Router):
+    """Soft MoE's router: each slot takes a weighted average of all tokens.
+
+    With logits `A = scale * l2norm(X) l2norm(mu)`, one for each pair of token and
+    slot, the dispatch weights are the softmax of `A` over the tokens and the combine
+    weights its softmax over all slots of all experts. The tokens that are averaged
+    are the original ones, not the normalized ones. Nothing is dropped, no loss is
+    needed, and an image's result does not depend on its batch.
+
+    Either softmax can be replaced by a uniform average, which gives the ablations of
+    Soft MoE table 3: `dispatch="uniform"` is "Uniform / Soft", `combine="uniform"` is
+    "Soft / Uniform", both are "Uniform".
+
+    Args:
+        num_experts: int, number of experts.
+        slots_per_expert: int, slots of each expert.
+        dispatch: `"soft"` or `"uniform"`.
+        combine: `"soft"` or `"uniform"`.
+        normalize: bool, whether the logits are a scaled cosine (the default, needed
+            at large widths: appendix E) or the plain product `X mu` of equation 1,
+            which has no scale.
+        initial_scale: positive float, initial value of the learned `scale` (1 in the
+            papers), or `"unit_variance"` for `sqrt(D)`, with which the logits of
+            random directions have variance 1, as in equation 1. An optimizer like Adam
+            changes it by at most the sum of the learning rates: 90 in the papers'
+            300,000 steps, but only a few units in thousands of steps, in which slots
+            with an initial 1 stay near the mean of all patches.
+        noise_std: float, standard deviation of normal noise on the logits in
+            training. Unlike in the sparse routers, not divided by `num_experts`.
+        **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
+
+    Weights: `mu` `(D, E, C)` and, if `normalize`, `scale` `()`. None if both dispatch
+    and combine are uniform.
+
+    Returns, when called on `(G, S, D)` tokens: `Decision` with a `DenseRouting` and
+    the summary `logits` `(G, S, E, C)` (unless uniform) and `auxiliary_loss` `(G,)`,
+    which is zero.
+
+    Raises:
+        ValueError: if an argument is not among the accepted values.
+
+    How this differs: the norm is `sqrt(sum(x ** 2) + 1e-6)`, as in the released code,
+    where the paper's listing has `sqrt(sum(x ** 2)) + 1e-6`. The two differ only for
+    vectors shorter than about 0.01, and the latter has no gradient at zero.
+
+    Source: Soft MoE, sections 2.1, 2.3 (algorithm 1), 3.6, appendices A and E.
+
+    Examples:
+        >>> router = ksm.routers.SoftRouter(num_experts=8, slots_per_expert=2)
+        >>> decision = router(np.random.normal(size=(4, 16, 32)))
+        >>> decision.routing.dispatch.shape
+        (4, 16, 8, 2)
+    """
+
+    mixes_tokens = True
+
+    def __init__(
+        self,
+        num_experts: int,
+        slots_per_expert: int = 1,
+        dispatch: str = "soft",
+        combine: str = "soft",
+        normalize: bool = True,
+        noise_std: float = 0.0,
+        initial_scale: float | str = 1.0,
+        **kwargs,
+    ):
+        for argument, value in (("dispatch", dispatch), ("combine", combine)):
+            check_choice(argument, value, ("soft", "uniform"))
+        check_whole_numbers(1, slots_per_expert=slots_per_expert)
+        check_bools(normalize=normalize)
+        check_numbers(least=0, noise_std=noise_std)
+        _check_scale(initial_scale, normalize)
+        super().__init__(num_experts, **kwargs)
+        self.slots_per_expert = slots_per_expert
+        self.dispatch = dispatch
+        self.combine = combine
+        self.normalize = normalize
+        self.noise_std = noise_std
+        self.initial_scale = initial_scale
+        if noise_std:
+            self.seed_generator = keras.random.SeedGenerator()
+
+    @property
+    def _learns(self):
+        return "soft" in (self.dispatch, self.combine)
+
+    @property
+    def differs_in_training(self) -> bool:
+        """Whether a call in training may differ from one outside of it."""
+        return self._learns and self.noise_std > 0
+
+    def capacity(self, num_tokens: int, training: bool = False) -> int:
+        return self.slots_per_expert
+
+    def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
+        num_groups, num_tokens, width = tokens_shape
+        slots = self.num_experts * self.slots_per_expert
+        # Logits, dispatch and combine weights
+        kept = LayerCost(kept_float32=3 * num_groups * num_tokens * slots)
+        if not self._learns:
+            return kept
+        return kept + LayerCost(
+            float32_weights=width * slots + self.normalize,
+            slot_weights=width * slots,
+            products=num_groups * num_tokens * width * slots,
+        )
+
+    def build(self, tokens_shape):
+        if not self._learns:
+            return
+        self.mu = self.add_weight(
+            shape=(tokens_shape[-1], self.num_experts, self.slots_per_expert),
+            # Counts D * E inputs, as the released code does. Only the direction of
+            # mu matters in the forward pass; its length sets the size of a step.
+            initializer="lecun_normal",
+            name="mu",
+        )
+        if self.normalize:
+            scale = self.initial_scale
+            if scale == _UNIT_VARIANCE:
+                scale = math.sqrt(tokens_shape[-1])
+            self.scale = self.add_weight(
+                shape=(),
+                initializer=keras.initializers.Constant(scale),
+                name="scale",
+            )
+        check_layer(self)
+
+    @property
+    def num_directions(self) -> int:
+        return self._learns * self.num_experts * self.slots_per_expert
+
+    @property
+    def normalizes_tokens(self) -> bool:
+        return self.normalize
+
+    def set_directions(self, directions: ArrayLike) -> None:
+        if not self._learns:
+            super().set_directions(directions)
+        # (D, E * C)
+        mu = np.transpose(directions)
+        if self.normalize:
+            length = np.linalg.norm(mu, axis=0).mean()
+            self.scale.assign(length)
+            # The length of `mu` only sets the size of a training step: that of `build`.
+            mu = mu / (length * math.sqrt(self.num_experts))
+        self.mu.assign(np.reshape(mu, self.mu.shape))
+
+    def call(self, tokens, valid=None, training=False):
+        summary = {}
+        num_tokens = tokens.shape[1]
+        slots = (self.num_experts, self.slots_per_expert)
+        logits = None
+        if self._learns:
+            # (G, S, E * C)
+            logits = self._logits(tokens, training)
+            summary["logits"] = reshape(logits, (-1, num_tokens, *slots))
+        dispatch = self._dispatch_weights(tokens, logits, valid)
+        combine = self._combine_weights(tokens, logits)
+        # Padding gets no output of the slots either.
+        combine = zero_padding(combine, valid)
+        routing = DenseRouting(
+            reshape(dispatch, (-1, num_tokens, *slots)),
+            reshape(combine, (-1, num_tokens, *slots)),
+        )
+        return Decision(routing, summary)
+
+    def _logits(self, tokens, training):
+        # (D, E * C)
+        mu = replicate(
+            ops.convert_to_tensor(self.mu), 1, f"{self.path}/mu_of_all_experts"
+        )
+        mu = reshape(mu, (self.mu.shape[0], -1))
+        if self.normalize:
+            mu = mu * (self.scale * _inverse_norm(mu, axis=0))
+        logits = ops.matmul(tokens, mu)
+        if self.normalize:
+            # Dividing the products is cheaper than dividing the tokens.
+            logits = logits * _inverse_norm(tokens, axis=-1)
+        if training and self.noise_std:
+            noise = normal_like(logits, self.seed_generator)
+            logits = logits + self.noise_std * noise
+        return logits
+
+    def _dispatch_weights(self, tokens, logits, valid):
+        """`(G, S, E * C)`, sums to one over the tokens."""
+        if self.dispatch == "uniform":
+            logits = self._uniform_logits(tokens)
+        if valid is not None:
+            logits = ops.where(ops.expand_dims(valid, -1), logits, lowest(logits))
+        # If all tokens are padding, they would have equal weights.
+        return zero_padding(softmax(logits, axis=1), valid)
+
+    def _combine_weights(self, tokens, logits):
+        """`(G, S, E * C)`, sums to one over the slots."""
+        if self.combine == "uniform":
+            logits = self._uniform_logits(tokens)
+        return softmax(logits, axis=-1)
+
+    def _uniform_logits(self, tokens):
+        num_slots = self.num_experts * self.slots_per_expert
+        return ops.repeat(ops.zeros_like(tokens[..., :1]), num_slots, axis=-1)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "slots_per_expert": self.slots_per_expert,
+            "dispatch": self.dispatch,
+            "combine": self.combine,
+            "normalize": self.normalize,
+            "noise_std": self.noise_std,
+            "initial_scale": self.initial_scale,
+        }
+
+
+def _check_scale(initial_scale, normalize):
+    if isinstance(initial_scale, str):
+        is_accepted = initial_scale == _UNIT_VARIANCE
+    else:
+        is_accepted = is_number(initial_scale) and initial_scale > 0
+    if not is_accepted:
+        raise ValueError(
+            f"Pass a positive number as `initial_scale`, or '{_UNIT_VARIANCE}' for the "
+            "square root of the tokens' width. Received: initial_scale="
+            f"{quote(initial_scale)}."
+        )
+    if not normalize and initial_scale != 1:
+        raise ValueError(
+            "Logits that are not normalized have no scale. Leave `initial_scale` out, "
+            f"or set `normalize=True`. Received: initial_scale={initial_scale!r}, "
+            "normalize=False."
+        )
+
+
+def _inverse_norm(x, axis):
+    return ops.rsqrt(ops.sum(ops.square(x), axis=axis, keepdims=True) + _EPSILON)

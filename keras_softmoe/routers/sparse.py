@@ -1,0 +1,460 @@
+"""The sparse router: one algorithm, made of policies."""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Sequence
+from typing import TypedDict
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_softmoe.checks import check_choice, check_names, keyword_names, quote
+from keras_softmoe.keras_adapter.distillation import before_compiling_distillers
+from keras_softmoe.keras_adapter.layers import flatten_layers
+from keras_softmoe.layer_cost import LayerCost
+from keras_softmoe.ops import SlotRouting
+from keras_softmoe.ops.assignment import gates_of_slots
+from keras_softmoe.ops.noise import normal_like
+from keras_softmoe.ops.routing import choice_routing
+from keras_softmoe.ops.selection import take_along
+from keras_softmoe.routers.lengths import (
+    first_slots,
+    mean_of_groups,
+    slots_by_length,
+)
+from keras_softmoe.routers.loss_files import (
+    FORMER_WEIGHTS,
+    serialize_loss,
+    with_losses,
+)
+from keras_softmoe.routers.losses import Routed, RoutingLoss, checked_losses
+from keras_softmoe.routers.modalities import Modalities, OneKind
+from keras_softmoe.routers.policies import Race, TokenChoice
+from keras_softmoe.routers.router import Decision, Router
+from keras_softmoe.routers.scores import (
+    Capacity,
+    Sinkhorn,
+    SparseTransport,
+    TokenScores,
+    mutable_settings,
+    settings_of,
+)
+
+# Attributes of a router that hold its policies.
+_POLICIES = ("capacity_policy", "scores", "assignment", "modalities")
+
+
+class SparseSettings(TypedDict, total=False):
+    """Keyword arguments of all sparse routers, see `SoftmaxTokenChoiceRouter`."""
+
+    losses: Sequence[RoutingLoss] | None
+    eval_capacity_factor: float | None
+    rounding: str
+    multiple_of: int | None
+    random_logits: bool | str
+    name: str | None
+    trainable: bool
+
+
+class SparseRouter(Router):
+    """A router that learns a score for each token and expert.
+
+    `call` has all steps: logits, noise in training, probabilities, selection scores,
+    slot assignment, gates, losses. Policies implement the steps that differ between
+    routers. A subclass only makes the policies from the arguments of its constructor;
+    `get_config` reads the arguments back from the policies.
+
+    Args:
+        num_experts: int, number of experts.
+        scores: `Softmax`, `TokenScores`, `Logits`, `Sinkhorn` or `SparseTransport`.
+        assignment: `TokenChoice`, `ExpertChoice` or `Race`.
+        modalities: `Modalities`; `None` if images and text are not distinguished.
+        losses: sequence of `RoutingLoss`es. `None` for `default_losses`, without the
+            load loss if there is no noise.
+        loss_weight: float or `None`. If given, the total is this weight times the mean
+            of the weighted losses; if `None`, their sum.
+        random_logits: see `SoftmaxTokenChoiceRouter`.
+        **settings: fields of `Capacity`; `name` and `trainable`, as in
+            `keras.layers.Layer`.
+
+    Raises:
+        TypeError: if there is no such setting.
+
+    Weights: `kernel` `(D, E)`, or those that `modalities` names; and those without
+    gradient in the `state` of scores and assignment, which start at zero.
+    """
+
+    knows_num_tokens = True
+
+    # Whether the noise changes the gates, or only the slot assignment.
+    noisy_gates = True
+
+    # Default of the argument `losses`
+    default_losses = ()
+
+    # Names in files of older versions, which `from_config` accepts
+    former_settings = ("dtype", *FORMER_WEIGHTS)
+
+    def __init__(
+        self,
+        num_experts,
+        scores,
+        assignment,
+        modalities=None,
+        *,
+        losses=None,
+        loss_weight=None,
+        random_logits=False,
+        **settings,
+    ):
+        of_capacity = [field.name for field in dataclasses.fields(Capacity)]
+        accepted = [
+            *keyword_names(type(self).__init__),
+            *SparseSettings.__annotations__,
+            *of_capacity,
+            "dtype",
+        ]
+        check_names(f"`{type(self).__name__}`", settings, accepted)
+        slots = {name: settings.pop(name) for name in of_capacity if name in settings}
+        super().__init__(num_experts, **settings)
+        self.capacity_policy = Capacity(**slots)
+        self.scores = scores
+        self.assignment = assignment
+        self.modalities = modalities = modalities or OneKind()
+        assignment.check(num_experts, self.capacity_policy)
+        modalities.check(num_experts, assignment.choices)
+        check_choice("random_logits", random_logits, (False, True, "permuted"))
+        self.random_logits = random_logits
+        if losses is None:
+            losses = [
+                loss
+                for loss in self.default_losses
+                if scores.noise_std or not loss.needs_noise
+            ]
+        self.routing_losses = checked_losses(
+            losses, self.num_predicted_experts, scores, assignment
+        )
+        self.loss_weight = loss_weight
+        # Always made: `set_routing` may ask for random numbers later.
+        self.seed_generator = keras.random.SeedGenerator()
+
+    def build(self, tokens_shape):
+        # Not for LIMoE: its number of slots depends on the modalities of a call.
+        if tokens_shape[1] is not None and not self.knows_modalities:
+            self.check_group(tokens_shape[1])
+        for name in self.modalities.kernels:
+            kernel = self.add_weight(
+                shape=(tokens_shape[-1], self.num_predicted_experts),
+                initializer="lecun_normal",
+                name=name,
+            )
+            setattr(self, name, kernel)
+        for name, shape in self._state.items():
+            weight = self.add_weight(
+                shape=shape,
+                initializer="zeros",
+                trainable=False,
+                # Of replicas on TensorFlow, which see their own part of a batch
+                aggregation="mean",
+                name=name,
+            )
+            setattr(self, name, weight)
+
+    def call(self, tokens, valid=None, training=False, num_tokens=None, modalities=()):
+        group_tokens = tokens.shape[1]
+        masks = self.modalities.masks(group_tokens, modalities)
+        # (G, S, E)
+        logits = self._randomized(self._logits(tokens, masks))
+        logits = noisy_logits = self.modalities.allowed(logits, masks)
+        if training and self.scores.noise_std:
+            noise = normal_like(logits, self.seed_generator)
+            noisy_logits = logits + self._logits_std * noise
+        routed = self._routed(logits, noisy_logits, valid, masks)
+        probabilities = self.modalities.left(routed.noisy_probabilities)
+
+        factor = self._capacity_factor(training, len(masks))
+        slots = self._slots(group_tokens, factor)
+        limit = self._limit(num_tokens, group_tokens, factor)
+        scores = self.scores.selection(noisy_logits, probabilities, slots, valid, limit)
+        selection, routed.chosen = self._choose(scores, valid, training)
+        chosen = routed.chosen
+        if self.scores.combine == "plan":
+            gates = scores
+        else:
+            gates = probabilities if self.noisy_gates else routed.probabilities
+        gates = self.assignment.gates(gates, chosen)
+        if factor is None and self.assignment.has_rows:
+            kept = self.assignment.kept(scores, chosen, valid, self.seed_generator)
+            routing = choice_routing(gates, chosen, kept)
+        else:
+            token, filled = self.assignment.assign(
+                scores, chosen, slots, valid, masks, self.seed_generator
+            )
+            if limit is not None:
+                token, filled = first_slots(token, filled, limit)
+            routing = SlotRouting(token, filled, gates_of_slots(gates, token, filled))
+        summary = {
+            "logits": logits,
+            "probabilities": probabilities,
+            "selection": selection,
+        }
+        if training:
+            self._add_losses(summary, routed, num_tokens)
+        return Decision(routing, summary)
+
+    def _choose(self, scores, valid, training):
+        """Return the `(G, S, E)` scores that choose, and the choices.
+
+        A subclass with weights that follow the choices moves them here.
+        """
+        return scores, self.assignment.choose(scores)
+
+    @property
+    def differs_in_training(self) -> bool:
+        """Whether a call in training may differ from one outside of it."""
+        learns = self.trainable and bool(self.routing_losses or self._state)
+        factor = self.capacity_policy.factor
+        return learns or bool(self.scores.noise_std) or factor(True) != factor(False)
+
+    @property
+    def _state(self):
+        """Dict from names of weights without gradient to their shapes."""
+        policies = (self.scores, self.assignment)
+        return {k: s for p in policies for k, s in p.state(self.num_experts).items()}
+
+    # === Logits ===
+
+    def _logits(self, tokens, masks):
+        kernels = [getattr(self, name) for name in self.modalities.kernels]
+        return self.modalities.logits(tokens, kernels, masks)
+
+    def _randomized(self, logits):
+        if not self.random_logits:
+            return logits
+        noise = normal_like(logits, self.seed_generator)
+        if self.random_logits == "permuted":
+            return take_along(logits, ops.argsort(noise, axis=-1), axis=-1)
+        return noise
+
+    @property
+    def _logits_std(self):
+        return self.scores.noise_std / self.num_experts
+
+    @property
+    def num_predicted_experts(self):
+        """Int, number of experts in the softmax: also those that were pruned."""
+        return self.modalities.num_predicted_experts or self.num_experts
+
+    @property
+    def num_directions(self):
+        is_one = len(self.modalities.kernels) == 1 and not self.modalities.is_pruned
+        return is_one * self.num_experts
+
+    def set_directions(self, directions):
+        if not self.num_directions:
+            super().set_directions(directions)
+        self.kernel.assign(np.transpose(directions))
+
+    # === Capacity and cost ===
+
+    @property
+    def choices_per_token(self):
+        """Int, experts that a token chooses; 1 if experts choose.
+
+        The capacity factor counts slots per choice.
+        """
+        return self.assignment.choices
+
+    def capacity(self, num_tokens, training=False, single_modality=False):
+        factor = self._capacity_factor(training, 1 if single_modality else 0)
+        return self._slots(num_tokens, factor)
+
+    def num_rows(self, num_tokens, training=False):
+        if self._capacity_factor(training) is not None or not self.assignment.has_rows:
+            return None
+        return num_tokens * self.choices_per_token
+
+    def check_group(self, num_tokens):
+        # Raises if there is no slot
+        self.capacity(num_tokens)
+
+    def _capacity_factor(self, training, num_modalities=0):
+        """Return the capacity factor of a call; `None` if nothing is dropped.
+
+        `num_modalities` is 0 where modalities are not distinguished.
+        """
+        if num_modalities == 1 and self.capacity_policy.capacity_factor is not None:
+            return self.modalities.single_modality_capacity_factor
+        return self.capacity_policy.factor(training)
+
+    def _slots(self, num_tokens, factor):
+        return self.capacity_policy.slots(
+            factor, num_tokens, self.choices_per_token, self.num_experts
+        )
+
+    def _limit(self, num_tokens, largest, factor):
+        """Return the slots of an expert in each group, `(G,)` int, or `None`."""
+        if num_tokens is None or factor is None:
+            return None
+        table = slots_by_length(
+            self.capacity_policy,
+            factor,
+            largest,
+            self.choices_per_token,
+            self.num_experts,
+        )
+        return ops.take(ops.convert_to_tensor(table), num_tokens, axis=0)
+
+    def cost(self, tokens_shape, training=False):
+        num_groups, num_tokens, width = tokens_shape
+        num_tokens *= num_groups
+        # With two kernels, both are applied to all tokens.
+        num_logits = self.num_predicted_experts * len(self.modalities.kernels)
+        return LayerCost(
+            float32_weights=width * num_logits
+            + sum(map(math.prod, self._state.values())),
+            products=num_tokens * width * num_logits,
+            # Logits, probabilities and scores
+            kept_float32=3 * num_tokens * self.num_experts,
+        )
+
+    # === Losses ===
+
+    def _routed(self, logits, noisy_logits, valid, masks):
+        valid_of = {name: _and(mask, valid) for name, mask in masks.items()}
+        return Routed(
+            logits,
+            noisy_logits,
+            {None: valid, **valid_of},
+            self.choices_per_token,
+            self._logits_std,
+            self.scores.probabilities,
+        )
+
+    def _add_losses(self, summary, routed, num_tokens):
+        auxiliary_loss = self._auxiliary_loss(routed)
+        if auxiliary_loss is None:
+            return
+        summary["auxiliary_loss"] = auxiliary_loss
+        # With a frozen router the loss would only train the layers before it.
+        if self.trainable:
+            loss = mean_of_groups(auxiliary_loss, num_tokens)
+            # Keras adds losses in `floatx`.
+            self.add_loss(ops.cast(loss, keras.config.floatx()))
+
+    def _auxiliary_loss(self, routed):
+        """Return the total loss, `(G,)`, or `None` if no loss applies."""
+        losses = [
+            loss(routed) if loss.weight == 1.0 else loss.weight * loss(routed)
+            for loss in self.routing_losses
+            if loss.applies(routed)
+        ]
+        if not losses:
+            return None
+        total = sum(losses[1:], start=losses[0])
+        if self.loss_weight is None:
+            return total
+        return self.loss_weight * (total / len(losses))
+
+    def complete(self, decision, tokens, valid, **kwargs):
+        summary = decision.summary
+        # In training `call` has added it already, if any loss applies.
+        if "auxiliary_loss" not in summary and not kwargs.get("training"):
+            modalities = kwargs.get("modalities", ())
+            masks = self.modalities.masks(tokens.shape[1], modalities)
+            logits = summary["logits"]
+            routed = self._routed(logits, logits, valid, masks)
+            if any(loss.needs_race for loss in self.routing_losses):
+                _, routed.chosen = self._choose(summary["selection"], valid, False)
+            loss = self._auxiliary_loss(routed)
+            if loss is not None:
+                summary = {**summary, "auxiliary_loss": loss}
+                decision = decision._replace(summary=summary)
+        return super().complete(decision, tokens, valid, **kwargs)
+
+    # === Settings ===
+
+    @property
+    def _policies(self):
+        return [getattr(self, name) for name in _POLICIES]
+
+    @property
+    def mutable_settings(self):
+        return (*mutable_settings(self._policies), "random_logits")
+
+    @classmethod
+    def from_config(cls, config):
+        return super().from_config(with_losses(config, cls.default_losses))
+
+    def get_config(self):
+        averaged = self.loss_weight is not None
+        return {
+            **super().get_config(),
+            **settings_of(self._policies),
+            "losses": [serialize_loss(loss) for loss in self.routing_losses],
+            **({"loss_weight": self.loss_weight} if averaged else {}),
+            "random_logits": self.random_logits,
+        }
+
+    def _arguments(self):
+        return {**self.get_config(), "losses": self.routing_losses}
+
+
+def _setting(name):
+    """Return a property such as `router.priority`: a field of a policy."""
+
+    def policy_of(router):
+        having = (p for p in _POLICIES if hasattr(getattr(router, p), name))
+        # If none has it, the error of the first one names it.
+        return next(having, _POLICIES[0])
+
+    def read(router):
+        return getattr(getattr(router, policy_of(router)), name)
+
+    def change(router, value):
+        policy = policy_of(router)
+        changed = dataclasses.replace(getattr(router, policy), **{name: value})
+        setattr(router, policy, changed)
+
+    return property(read, change)
+
+
+# Each field of a policy is a property of the router, as `router.priority`.
+for _record in (
+    Capacity,
+    TokenScores,
+    Sinkhorn,
+    SparseTransport,
+    TokenChoice,
+    Race,
+    Modalities,
+):
+    for _field in dataclasses.fields(_record):
+        if not hasattr(SparseRouter, _field.name):
+            setattr(SparseRouter, _field.name, _setting(_field.name))
+
+
+def _and(mask, valid):
+    return mask if valid is None else ops.logical_and(mask, valid)
+
+
+def _warn_of_losses_left_out(distiller):
+    """Warn if the student of a `keras.distillation.Distiller` has balancing losses."""
+    routers = [
+        layer.path
+        for layer in flatten_layers(distiller.student)
+        if isinstance(layer, SparseRouter) and layer.trainable and layer.routing_losses
+    ]
+    if routers:
+        warnings.warn(
+            "`keras.distillation.Distiller` leaves out the balancing losses of "
+            "routers, so that experts may soon be unused. Take "
+            "`keras_softmoe.training.Distiller`, which adds them. Received: a student "
+            f"with the routers {quote(routers)}.",
+            stacklevel=3,
+        )
+
+
+before_compiling_distillers(_warn_of_losses_left_out)

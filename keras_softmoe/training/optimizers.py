@@ -1,0 +1,350 @@
+"""Adam, SGD and Adafactor as in the papers' released training code.
+
+`global_clipnorm`, `clipvalue`, `clipnorm`, `gradient_accumulation_steps` and
+`weight_decay` (one rate for all variables, times the learning rate) are those of Keras
+and give the same numbers. Keras lacks the features of `ByVariable`, the papers' order
+of operations, and an Adafactor with momentum.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_softmoe.checks import check_choice, check_numbers
+from keras_softmoe.keras_adapter.optimizers import index_of
+from keras_softmoe.ops.numbers import smallest
+from keras_softmoe.training.one_pass import adam_in_one_pass
+from keras_softmoe.training.optimizer_base import ByVariable, weight_of_all
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class Adam(ByVariable, keras.optimizers.Optimizer):
+    """Adam, with weight decay and gradient scale by variable.
+
+    Differs from `keras.optimizers.Adam` in two more points. `epsilon` is added to the
+    root of the bias-corrected second moment, as in the Adam paper (algorithm 1): that
+    of Keras is `1 / sqrt(1 - beta_2 ** step)` times as large, 32 times at the first
+    step. And the average of `use_ema=True` is not biased to the first step.
+
+    Args:
+        learning_rate: float or schedule.
+        beta_1: float, decay of the first moment.
+        beta_2: float, decay of the second moment.
+        epsilon: float, see above. Float16 has none that small: of weights of that
+            dtype it is at least 6e-5.
+        weight_decay_rules: optional list of `(pattern, rate)`. A step subtracts
+            `learning_rate * rate * variable` with the rate of the first pattern that
+            `re.search` finds in the variable's path; without a match the variable does
+            not decay. Paths: `[v.path for v in model.trainable_variables]`.
+        gradient_scale_rules: optional list of `(pattern, factor)`, matched in the same
+            way: the gradient is multiplied with the factor before it is clipped.
+        momentum_dtype: `"bfloat16"`, which halves the memory of the first moment, or
+            `None` for the dtype of the variables. The second moment always has that:
+            bfloat16 would round its small steps away.
+        **kwargs: arguments of `keras.optimizers.Optimizer`, such as `weight_decay` (one
+            rate for all variables, in place of the rules), `clipnorm`, `clipvalue`,
+            `global_clipnorm`, `use_ema`, `ema_momentum` (1 is the mean of all steps)
+            and `gradient_accumulation_steps`.
+
+    Raises:
+        ValueError: if a rule is not a pair of a valid pattern and a number of at least
+            0, both `weight_decay` and `weight_decay_rules` are given, or
+            `momentum_dtype` is another.
+
+    Source: V-MoE, table 6 and appendices B.3 (decay 0.03 for kernels, 3 for the head;
+    first moments in half precision) and B.4 (debiased Polyak averaging).
+
+    Examples:
+        >>> optimizer = ksm.training.Adam(
+        ...     ksm.training.WarmupSchedule(8e-4, 300_000, 10_000),
+        ...     weight_decay_rules=[("predictions/kernel", 3.0), ("kernel$", 0.03)],
+        ...     global_clipnorm=1.0,
+        ... )
+        >>> classifier.compile(optimizer)
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-8,
+        weight_decay_rules: Sequence | None = None,
+        gradient_scale_rules: Sequence | None = None,
+        momentum_dtype: str | None = None,
+        **kwargs,
+    ):
+        check_choice("momentum_dtype", momentum_dtype, (None, "bfloat16"))
+        super().__init__(
+            weight_decay_rules=weight_decay_rules,
+            gradient_scale_rules=gradient_scale_rules,
+            learning_rate=learning_rate,
+            **kwargs,
+        )
+        self.beta_1 = beta_1
+        self.beta_2 = beta_2
+        self.epsilon = epsilon
+        self.momentum_dtype = momentum_dtype
+
+    def build(self, variables):
+        if self.built:
+            return
+        super().build(variables)
+        if self.momentum_dtype is None:
+            self.momentums, self.velocities = self.add_optimizer_variables(
+                variables, ["momentum", "velocity"]
+            )
+            return
+        self.velocities = self.add_optimizer_variables(variables, "velocity")
+        self.momentums = [
+            self.add_like(variable, "momentum", dtype=self.momentum_dtype)
+            for variable in variables
+        ]
+
+    def update_step(self, gradient, variable, learning_rate):
+        index, dtype = index_of(self, variable), variable.dtype
+        momentum, velocity = self.momentums[index], self.velocities[index]
+        # In float16 an epsilon of 1e-8 would be zero.
+        epsilon = max(self.epsilon, smallest(dtype))
+        gradient = ops.cast(gradient, dtype)
+        known = {
+            "steps": self.iterations,
+            "rate": learning_rate,
+            "betas": (self.beta_1, self.beta_2),
+            "epsilon": epsilon,
+            "decay": self.decay_rate(variable),
+        }
+        if adam_in_one_pass(variable, gradient, momentum, velocity, **known):
+            return
+        self.decay_variable(variable, learning_rate)
+        mean = ops.cast(momentum, dtype)
+        mean = mean + (gradient - mean) * (1.0 - self.beta_1)
+        self.assign(momentum, ops.cast(mean, momentum.dtype))
+        self.assign_add(
+            velocity, (ops.square(gradient) - velocity) * (1.0 - self.beta_2)
+        )
+        # In float32 whatever the variables are: bfloat16 takes 0.999 for 1.
+        steps = ops.cast(self.iterations, "float32") + 1.0
+        rate = learning_rate / weight_of_all(steps, self.beta_1)
+        root = ops.sqrt(velocity / ops.cast(weight_of_all(steps, self.beta_2), dtype))
+        step = ops.cast(rate, dtype) * mean / (root + epsilon)
+        self.assign_sub(variable, step)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "beta_1": self.beta_1,
+            "beta_2": self.beta_2,
+            "epsilon": self.epsilon,
+            "momentum_dtype": self.momentum_dtype,
+        }
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class SGD(ByVariable, keras.optimizers.SGD):
+    """SGD with momentum, with weight decay and gradient scale by variable.
+
+    Differs from `keras.optimizers.SGD` in two more points. The learning rate scales the
+    step, not the gradient that enters the momentum: `m = momentum * m + gradient;
+    variable -= learning_rate * m`. The two are equal at a constant rate; when it
+    changes, Keras still takes steps at past rates. And the average of `use_ema=True` is
+    not biased to the first step.
+
+    Args:
+        learning_rate: float or schedule.
+        momentum: float from 0 to 1.
+        nesterov: bool, whether to apply Nesterov momentum.
+        weight_decay_rules: see `Adam`.
+        gradient_scale_rules: see `Adam`.
+        **kwargs: see `Adam`.
+
+    Raises:
+        ValueError: if a rule is not a pair of a valid pattern and a number of at least
+            0, or both `weight_decay` and `weight_decay_rules` are given.
+
+    Source: V-MoE, section 3.5 and appendix B.4, which follow the Vision Transformer's
+    fine-tuning; order of operations from its released code.
+
+    Examples:
+        >>> schedule = keras.optimizers.schedules.CosineDecay(0.003, 10_000)
+        >>> optimizer = ksm.training.SGD(schedule, momentum=0.9, global_clipnorm=10.0)
+        >>> classifier.compile(optimizer)
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.01,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay_rules: Sequence | None = None,
+        gradient_scale_rules: Sequence | None = None,
+        **kwargs,
+    ):
+        super().__init__(
+            weight_decay_rules=weight_decay_rules,
+            gradient_scale_rules=gradient_scale_rules,
+            learning_rate=learning_rate,
+            momentum=momentum,
+            nesterov=nesterov,
+            **kwargs,
+        )
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.decay_variable(variable, learning_rate)
+        step = ops.cast(gradient, variable.dtype)
+        if self.momentum:
+            momentum = self.momentums[index_of(self, variable)]
+            self.assign(momentum, momentum * self.momentum + step)
+            step = step + self.momentum * momentum if self.nesterov else momentum
+        self.assign_sub(variable, step * ops.cast(learning_rate, variable.dtype))
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class Adafactor(ByVariable, keras.optimizers.Optimizer):
+    """Adafactor with momentum, the optimizer of LIMoE and V-MoE-15B.
+
+    A gradient is divided by the root of an average of its squares, and a step is an
+    average of such quotients. A matrix keeps only the means of the squares in its rows
+    and columns, so the state takes little more than 2 bytes for each weight; Adam's
+    takes 8.
+
+    `keras.optimizers.Adafactor` is that of Shazeer and Stern 2018. LIMoE and V-MoE-15B
+    train with that of ViT-G, which differs:
+
+    - It has a momentum in bfloat16, which starts from zeros and is not debiased.
+    - The learning rate alone scales a step. Keras multiplies it with the root mean
+      square of the variable (at least 0.001), limits the rate to `1 / sqrt(step)`, and
+      clips a step to a root mean square of 1.
+    - The decay of the squares is `1 - step ** -0.8`, at most 0.999.
+    - The two largest axes of a variable are factored, if both are 32 or longer. Keras
+      always factors the last two, and keeps a full-size average beside their means.
+
+    The papers name their source ("the same modifications used for ViT-G"); the numbers
+    and the rule of the two largest axes are from the released code. All is computed in
+    float32, whatever the dtype of the variables.
+
+    Args:
+        learning_rate: float or schedule.
+        beta_1: float, decay of the momentum; 0 for none.
+        beta_2_decay: float below 0, the exponent in `1 - step ** beta_2_decay`.
+        max_beta_2: float, the largest decay of the squares.
+        epsilon: float, added to the squares.
+        min_dim_size_to_factor: int, variables whose second largest axis is shorter keep
+            all their squares.
+        momentum_dtype: `"bfloat16"` or `"float32"`, dtype of the momentum.
+        weight_decay_rules: see `Adam`.
+        gradient_scale_rules: see `Adam`.
+        **kwargs: see `Adam`.
+
+    Raises:
+        ValueError: if a number is out of range, `momentum_dtype` is another, a rule is
+            not a pair of a valid pattern and a number of at least 0, or both
+            `weight_decay` and `weight_decay_rules` are given.
+
+    Source: LIMoE, appendix A; V-MoE, table 6 and appendix B.3. Both follow Zhai et al.
+    2022 (Scaling Vision Transformers), section 3.4.
+
+    Examples:
+        >>> optimizer = ksm.training.Adafactor(
+        ...     ksm.training.WarmupSchedule(8e-4, 300_000, 10_000, decay="rsqrt")
+        ... )
+        >>> classifier.compile(optimizer)
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.001,
+        beta_1: float = 0.9,
+        beta_2_decay: float = -0.8,
+        max_beta_2: float = 0.999,
+        epsilon: float = 1e-30,
+        min_dim_size_to_factor: int = 32,
+        momentum_dtype: str = "bfloat16",
+        weight_decay_rules: Sequence | None = None,
+        gradient_scale_rules: Sequence | None = None,
+        **kwargs,
+    ):
+        check_numbers(least=0, under=1, beta_1=beta_1, max_beta_2=max_beta_2)
+        check_numbers(under=0, beta_2_decay=beta_2_decay)
+        check_choice("momentum_dtype", momentum_dtype, ("bfloat16", "float32"))
+        super().__init__(
+            weight_decay_rules=weight_decay_rules,
+            gradient_scale_rules=gradient_scale_rules,
+            learning_rate=learning_rate,
+            **kwargs,
+        )
+        self.beta_1 = beta_1
+        self.beta_2_decay = beta_2_decay
+        self.max_beta_2 = max_beta_2
+        self.epsilon = epsilon
+        self.min_dim_size_to_factor = min_dim_size_to_factor
+        self.momentum_dtype = momentum_dtype
+
+    def build(self, variables):
+        if self.built:
+            return
+        super().build(variables)
+        self._axes, self.momentums, self.second_moments = [], [], []
+        for variable in variables:
+            axes = _axes_to_factor(variable.shape, self.min_dim_size_to_factor)
+            self._axes.append(axes)
+            self.second_moments.append(
+                [
+                    self.add_like(variable, f"mean_of_axis_{a}", a, "float32")
+                    for a in axes
+                ]
+                or [self.add_like(variable, "velocity", dtype="float32")]
+            )
+            if self.beta_1:
+                dtype = self.momentum_dtype
+                self.momentums.append(self.add_like(variable, "momentum", dtype=dtype))
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.decay_variable(variable, learning_rate)
+        index = index_of(self, variable)
+        gradient = ops.cast(gradient, "float32")
+        step = gradient * self._inverse_root(gradient, index)
+        if self.beta_1:
+            momentum = self.momentums[index]
+            before = ops.cast(momentum, "float32")
+            step = self.beta_1 * before + (1.0 - self.beta_1) * step
+            self.assign(momentum, ops.cast(step, momentum.dtype))
+        step = ops.cast(learning_rate, "float32") * step
+        self.assign_sub(variable, ops.cast(step, variable.dtype))
+
+    def _inverse_root(self, gradient, index):
+        """Return one over the root of the average of squares, after an update."""
+        steps = ops.cast(self.iterations, "float32") + 1.0
+        beta_2 = ops.minimum(1.0 - ops.power(steps, self.beta_2_decay), self.max_beta_2)
+        squares = ops.square(gradient) + self.epsilon
+        axes, moments = self._axes[index], self.second_moments[index]
+        means = [ops.mean(squares, axis=a, keepdims=True) for a in axes] or [squares]
+        roots = []
+        for moment, mean in zip(moments, means, strict=True):
+            mean = beta_2 * moment + (1.0 - beta_2) * mean
+            self.assign(moment, mean)
+            roots.append(ops.rsqrt(mean))
+        if not axes:
+            return roots[0]
+        # `mean` has the means of the second axis: along the first one, of all.
+        mean_of_all = ops.mean(mean, axis=axes[0], keepdims=True)
+        return roots[0] * roots[1] * ops.sqrt(mean_of_all)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "beta_1": self.beta_1,
+            "beta_2_decay": self.beta_2_decay,
+            "max_beta_2": self.max_beta_2,
+            "epsilon": self.epsilon,
+            "min_dim_size_to_factor": self.min_dim_size_to_factor,
+            "momentum_dtype": self.momentum_dtype,
+        }
+
+
+def _axes_to_factor(shape, min_size):
+    """Return the two largest axes, of equal ones the last, or `()` if too short."""
+    axes = sorted(range(len(shape)), key=lambda axis: shape[axis])[-2:]
+    return tuple(axes) if len(axes) == 2 and shape[axes[0]] >= min_size else ()

@@ -1,0 +1,223 @@
+"""The audit, of models on one device, under distributions that need none.
+
+Rules and layouts are those of `distribution/layouts.py`.
+"""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_softmoe import distribution, layers, models, routers
+from keras_softmoe.distribution import PlacementError, audit, layout_map
+from tests.support import tiny
+
+KERNEL = r".*/experts/(intermediate|output)_dense/kernel"
+
+
+def mesh(*shape):
+    """A mesh of devices that are names only."""
+    count = int(np.prod(shape))
+    names = [f"cpu:{index}" for index in range(count)]
+    return keras.distribution.DeviceMesh(
+        shape, ["batch", "expert"][: len(shape)], names
+    )
+
+
+def rules(layouts, shape=(8,)):
+    """Keras' own distribution with a layout map written by hand."""
+    result = keras.distribution.LayoutMap(mesh(*shape))
+    for path, axes in layouts.items():
+        result[path] = axes
+    return keras.distribution.ModelParallel(layout_map=result)
+
+
+def backbone(num_experts=8, **changes):
+    router = routers.SoftRouter(num_experts)
+    return tiny.backbone(**{"router": router, **changes})
+
+
+def problems(model, placed):
+    with pytest.raises(PlacementError) as caught:
+        audit(model, placed)
+    assert all(problem in str(caught.value) for problem in caught.value.audit.problems)
+    return caught.value.audit.problems
+
+
+def naming(found, *words):
+    """The problems that have all of some words."""
+    return [problem for problem in found if all(word in problem for word in words)]
+
+
+def test_every_replicated_expert_variable_is_named():
+    model = backbone()
+    found = problems(model, rules(dict(layout_map(mesh(8)).items())))
+    paths = [v.path for v in model.variables if "experts/" in v.path or "/mu" in v.path]
+    assert len(paths) == 5
+    for path in paths:
+        assert len(naming(found, repr(path), "replicated on every device")) == 1
+    assert len(found) == 5
+
+
+def test_replicated_moments_are_named():
+    model = tiny.classifier(router=routers.SoftRouter(8))
+    model.compile(keras.optimizers.Adam())
+    model.optimizer.build(model.trainable_variables)
+    found = problems(model, rules(dict(layout_map(mesh(8)).items())))
+    path = f"{model.optimizer.name}/block_1_moe_experts_output_dense_kernel_velocity"
+    assert len(naming(found, path, "replicated on every device")) == 1
+    # Five variables, and two moments of each
+    assert len(found) == 15
+
+
+def test_a_misspelt_rule_is_named():
+    wrong = r".*/expert/output_dense/kernel"
+    found = problems(backbone(), rules({wrong: ("batch", None, None)}))
+    assert len(naming(found, repr(wrong), "Nothing has a path")) == 1
+    assert len(naming(found, "output_dense/kernel'", "no rule matches")) == 1
+
+
+def test_an_old_partial_rule_is_named():
+    # It was found anywhere in a path up to Keras 3.13.
+    partial = "experts/output_dense/kernel"
+    found = problems(backbone(), rules({partial: ("batch", None, None)}))
+    assert len(naming(found, repr(partial), "Nothing has a path")) == 1
+
+
+def test_two_rules_for_one_variable_are_named():
+    second = r".*output_dense/kernel"
+    axes = ("batch", None, None)
+    found = problems(backbone(), rules({KERNEL: axes, second: axes}))
+    path = "block_1/moe/experts/output_dense/kernel"
+    assert naming(found, "Several rules", path, repr(KERNEL), repr(second))
+
+
+def test_a_rule_that_leaves_the_experts_replicated_is_named():
+    found = problems(backbone(), rules({KERNEL: (None, "batch", None)}))
+    path = "block_1/moe/experts/output_dense/kernel"
+    assert naming(found, path, "does not shard that axis")
+
+
+def test_a_rule_for_another_rank_is_named():
+    found = problems(backbone(), rules({r".*/mlp/output_dense/kernel": ("batch",)}))
+    assert naming(found, "block_0/mlp/output_dense/kernel", "1 axes")
+
+
+def test_an_indivisible_number_of_experts_is_named():
+    dense = {r".*/mlp/output_dense/kernel": ("batch", None)}
+    found = problems(backbone(num_experts=6), rules(dense))
+    # (12, 8) into 8
+    assert naming(found, "block_0/mlp/output_dense/kernel", "cannot be sharded")
+
+
+def test_layers_whose_slots_no_rule_lays_out_are_named():
+    found = problems(backbone(), rules({KERNEL: ("batch", None, None)}))
+    for name in ("slots_of_groups", "slots_of_experts"):
+        assert naming(found, f"block_1/moe/experts/{name}", "No rule lays out")
+
+
+def test_replicas_are_no_problem_where_they_are_meant():
+    model = backbone()
+    placed = keras.distribution.DataParallel(device_mesh=mesh(8))
+    rows = audit(model, placed).rows
+    assert [row.path for row in rows] == [v.path for v in model.variables]
+    assert sum(row.is_expert for row in rows) == 5
+
+
+def test_a_dense_model_has_nothing_to_spread():
+    placed = rules(dict(layout_map(mesh(8)).items()))
+    found = audit(tiny.backbone(**tiny.DENSE), placed)
+    assert not any(row.is_expert for row in found.rows)
+    assert found.total_bytes == found.bytes_per_device
+
+
+def test_without_a_distribution_there_is_nothing_to_compare_with():
+    with pytest.raises(ValueError, match="no distribution.*Received"):
+        audit(backbone())
+
+
+@pytest.mark.parametrize("what", ["model", layers.SoftMoE(8, mlp_dim=12)])
+def test_only_what_is_built_can_be_looked_at(what):
+    placed = keras.distribution.DataParallel(device_mesh=mesh(8))
+    with pytest.raises(ValueError, match="built.*Received: model="):
+        audit(what, placed)
+
+
+@pytest.mark.parametrize(
+    "layouts", [[1], {"(": ("batch",)}, {KERNEL: "batch"}, {KERNEL: None}]
+)
+def test_rules_of_another_kind_are_refused(layouts):
+    with pytest.raises(ValueError, match="Received: "):
+        layout_map(mesh(8), layouts=layouts)
+
+
+def test_the_table_adds_up():
+    placed = keras.distribution.DataParallel(device_mesh=mesh(8))
+    model = tiny.backbone(**tiny.DENSE)
+    lines = str(audit(model, placed)).splitlines()
+    # Heading, a line, variables, a line, sum
+    assert len(lines) == len(model.variables) + 4
+    numbers = sum(int(np.prod(v.shape)) for v in model.variables)
+    assert lines[-1].split() == ["sum", f"{4 * numbers:,}", f"{4 * numbers:,}"]
+
+
+LIMOE = {
+    "image_shape": (8, 8, 3),
+    "patch_size": 4,
+    "vocabulary_size": 11,
+    "sequence_length": 3,
+    "num_layers": 2,
+    "num_heads": 2,
+    "hidden_dim": 8,
+    "mlp_dim": 12,
+    "image_pooling": "map",
+    "moe_layers": (1,),
+}
+
+
+def in_own_model():
+    return keras.Sequential(
+        [keras.Input((4, 8)), layers.SoftMoE(8, mlp_dim=12), layers.SoftMoE(8, 12)]
+    )
+
+
+MODELS = {
+    "soft": backbone,
+    "map": lambda: backbone(pooling="map", use_qk_norm=True, representation_dim=5),
+    "limoe": lambda: models.LIMoEBackbone(**LIMOE, router=routers.LIMoERouter(8)),
+    "own": in_own_model,
+}
+NUM_EXPERT_VARIABLES = {"soft": 5, "map": 5, "limoe": 4, "own": 10}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_each_expert_variable_has_one_rule_that_cuts_its_experts(kind):
+    model = MODELS[kind]()
+    layouts = layout_map(mesh(2, 4), shard_dense=True)
+    placed = keras.distribution.DataParallel(device_mesh=mesh(8))
+    expert = {row.path: row for row in audit(model, placed).rows if row.is_expert}
+    assert len(expert) == NUM_EXPERT_VARIABLES[kind]
+    for variable in model.variables:
+        # Raises if two of them match.
+        layout = layouts[variable.path]
+        if variable.path in expert:
+            axis = list(variable.shape).index(8) if "/mu" not in variable.path else 1
+            assert layout.axes[axis] == "expert"
+            assert variable.shape[axis] == 8
+        elif "kernel" in variable.path and "moe" not in variable.path:
+            is_head = "pre_logits" in variable.path or "_projection" in variable.path
+            assert (layout is None) == is_head, variable.path
+        else:
+            assert layout is None or "embedding" in variable.path
+
+
+def test_layouts_of_our_own_add_to_the_rules_or_replace_them():
+    name = next(iter(distribution.layouts.EXPERT_RULES))
+    layouts = layout_map(
+        mesh(2, 4),
+        layouts={name: ("batch", None, None), ".*/mine": (("batch", "expert"),)},
+    )
+    path = "block_1/moe/experts/output_dense/kernel"
+    assert layouts[path].axes == ("batch", None, None)
+    assert layouts["layer/mine"].axes == (("batch", "expert"),)
+    with pytest.raises(ValueError, match="Invalid axis names"):
+        layout_map(mesh(8), layouts={".*/mine": (("batch", "expert"),)})
