@@ -1,8 +1,6 @@
 """Layers: experts, mixtures of experts, and the parts of a Vision Transformer."""
 
 from keras_softmoe import moved
-from keras_softmoe.layer_cost import LayerCost as LayerCost
-from keras_softmoe.layer_cost import cost_of as cost_of
 from keras_softmoe.layers.embedding import ClassToken as ClassToken
 from keras_softmoe.layers.embedding import PatchEmbedding as PatchEmbedding
 from keras_softmoe.layers.embedding import PositionEmbedding as PositionEmbedding

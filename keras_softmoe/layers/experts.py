@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Sequence
 
 import keras
 from keras import ops
@@ -14,7 +13,6 @@ from keras_softmoe.checks import (
     quote,
 )
 from keras_softmoe.keras_adapter.layers import Layer
-from keras_softmoe.layer_cost import LayerCost, dense_cost
 from keras_softmoe.layers.expert_bank import ExpertBank, per_expert
 from keras_softmoe.layers.slots import by_expert
 from keras_softmoe.ops.grouped import grouped_affine, knows_counts, map_experts
@@ -149,15 +147,6 @@ class MLP(Layer):
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
 
-    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
-        *rows, width = inputs_shape
-        rows = math.prod(rows)
-        total = dense_cost(width, self.mlp_dim, rows, is_sharded=True)
-        total += dense_cost(self.mlp_dim, width, rows, is_sharded=True)
-        if self.gated:
-            total += dense_cost(width, self.mlp_dim, rows, is_sharded=True)
-        return total + LayerCost(kept=_kept(self.gated) * rows * self.mlp_dim)
-
     def get_config(self):
         return {
             **super().get_config(),
@@ -165,12 +154,6 @@ class MLP(Layer):
             "activation": self.activation,
             "gated": self.gated,
         }
-
-
-def _kept(gated):
-    """Return how many numbers per hidden unit are kept for the backward pass."""
-    # Before GELU, its tanh or error function, after; the other factor, the product
-    return 3 + 2 * gated
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -333,24 +316,6 @@ class Experts(Layer):
 
     def compute_output_shape(self, slots_shape):
         return slots_shape
-
-    def cost(self, slots_shape: Sequence[int], training: bool = False) -> LayerCost:
-        *slots, width = slots_shape
-        num_experts, slots = self.num_experts, math.prod(slots)
-        expert = dense_cost(width, self.mlp_dim) * (1 + self.gated)
-        expert += dense_cost(self.mlp_dim, width)
-        # Inputs and outputs besides
-        hidden = 0 if self.remat else _kept(self.gated) * self.mlp_dim
-        kept, kept_bytes = 2 * width + hidden, 0
-        if self.dropout_rate:
-            # Masks; the activations after dropout are kept in any case.
-            kept, kept_bytes = kept + bool(self.remat) * self.mlp_dim, self.mlp_dim
-        return LayerCost(
-            weights=num_experts * expert.weights,
-            products=slots * expert.products,
-            kept=slots * kept,
-            kept_bytes=slots * kept_bytes,
-        )
 
     def get_config(self):
         return {

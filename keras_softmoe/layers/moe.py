@@ -1,13 +1,11 @@
 """The mixture-of-experts layer: router, dispatch, experts, combine."""
 
 import math
-from collections.abc import Sequence
 
 import keras
 from keras import ops
 
 from keras_softmoe.keras_adapter.layers import Layer
-from keras_softmoe.layer_cost import LayerCost, MixtureCost
 from keras_softmoe.layers.experts import MLP, Experts
 from keras_softmoe.layers.moe_arguments import (
     check_experts,
@@ -357,54 +355,6 @@ class MoE(Layer):
 
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
-
-    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
-        batch, num_tokens, width = joined_shape(sequence_shapes(inputs_shape))
-        group_images = self.group_images or batch
-        shared = LayerCost()
-        if self.shared_mlp is not None:
-            shared = self.shared_mlp.cost((batch * num_tokens, width))
-        # Numbers in a slot
-        slot_width, slot_shape = width, (width,)
-        if self.by_image:
-            slot_width, slot_shape = num_tokens * width, map_shape(inputs_shape)
-            num_tokens = 1
-        num_groups, group_tokens = -(-batch // group_images), group_images * num_tokens
-        num_experts = self.router.num_experts
-        capacity = self.router.capacity(group_tokens, training)
-        slots, all_tokens = num_experts * capacity, num_groups * group_tokens
-        rows = self.router.num_rows(group_tokens, training)
-        if self.dispatcher == "einsum":
-            rows = None
-        slots = slots if rows is None else rows
-        router = self.router.cost((num_groups, group_tokens, width), training)
-        experts = self.experts.cost((num_groups * slots, *slot_shape))
-        multiplies = rows is None and self._multiplies(group_tokens)
-        mixing = self.router.mixes_tokens or multiplies
-        # A soft router keeps its float32 weights and counts them. One-hot weights, and
-        # copies in half precision, are made here.
-        is_half = self.compute_dtype != "float32"
-        copies = mixing and (is_half or not self.router.mixes_tokens)
-        mixture = MixtureCost(
-            name=self.name,
-            num_experts=num_experts,
-            expert_weights=experts.weights,
-            slot_weights=router.slot_weights,
-            slots=num_groups * slots,
-            slot_width=slot_width,
-        )
-        return (
-            router
-            + experts
-            + shared
-            + LayerCost(
-                products=mixing * all_tokens * slot_width * 2 * slots,
-                kept=copies * 2 * all_tokens * slots,
-                # The router's float32 copy of tokens in half precision
-                kept_float32=is_half * all_tokens * width,
-                mixtures=(mixture,),
-            )
-        )
 
     def get_config(self):
         router = keras.saving.serialize_keras_object(self.router)

@@ -195,18 +195,6 @@ def _known(sizes):
     return {size for size in sizes if isinstance(size, int)}
 
 
-def sum_costs(cost_of_shape, shapes):
-    """Return the cost of a layer applied to each modality, with its weights once.
-
-    Args:
-        cost_of_shape: callable from a shape to a `layers.LayerCost`.
-        shapes: dict of shapes, or one of them.
-    """
-    parts = shapes.values() if isinstance(shapes, dict) else [shapes]
-    first, *others = map(cost_of_shape, parts)
-    return sum((cost.without_weights() for cost in others), start=first)
-
-
 def _shape(tokens):
     return getattr(tokens, "shape", tokens)
 
