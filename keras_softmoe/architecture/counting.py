@@ -110,34 +110,13 @@ def count_products(call, layers, inputs, times=None) -> int:
     """
     with without_values(), counted_products() as products:
 
-        def counted(numbers):
-            # All these layers return a tensor of the shape of their input.
-            def around(call, x, *args, **kwargs):
-                products.total += numbers(x, *args)
-                return x
-
-            return around
-
-        def of_attention(queries, tokens, *_):
-            batch, num_queries, width = queries.shape
-            num_tokens = tokens.shape[1]
-            dense = 2 * (num_queries + num_tokens) * width
-            return batch * width * (dense + 2 * num_queries * num_tokens)
-
-        def of_mlps(layer):
-            dense = (2 + layer.gated) * layer.mlp_dim
-            return lambda x, *_: math.prod(x.shape) * dense
-
-        def of_template(experts):
-            def around(call, slots, *args, **kwargs):
-                # All slots are counted as those of one expert.
+        def instead(layer):
+            def around(call, x, tokens=None, *args, **kwargs):
                 with products.paused():
-                    template, shape = Templates(experts.expert).build(slots.shape[3:])
-                    rows = math.prod(slots.shape) // math.prod(shape)
-                    x = keras.KerasTensor((rows, *shape), slots.dtype)
-                    found = count_products(template, [template], x)
+                    found = _own_products(layer, x, tokens)
                 products.total += found
-                return slots
+                # Each of these layers returns a tensor of the shape of its input.
+                return x
 
             return around
 
@@ -152,15 +131,27 @@ def count_products(call, layers, inputs, times=None) -> int:
 
         around = {key: repeated(count) for key, count in (times or {}).items()}
         parts = [part for layer in layers for part in flatten_layers(layer)]
-        for part in parts:
-            if isinstance(part, Attention):
-                around[id(part)] = counted(of_attention)
-            elif isinstance(part, MLP | Experts):
-                around[id(part)] = counted(of_mlps(part))
-            elif isinstance(part, TemplateExperts):
-                around[id(part)] = of_template(part)
+        kinds = Attention | MLP | Experts | TemplateExperts
+        around |= {id(part): instead(part) for part in parts if isinstance(part, kinds)}
         call_symbolically(call, inputs, around, products.restart, parts)
         return products.total
+
+
+def _own_products(layer, x, tokens):
+    """Return the multiply-adds of a layer that uses functions of the backend."""
+    if isinstance(layer, Attention):
+        batch, num_queries, width = x.shape
+        num_tokens = tokens.shape[1]
+        # Queries and outputs, keys and values; logits and means
+        dense = 2 * (num_queries + num_tokens) * width
+        return batch * width * (dense + 2 * num_queries * num_tokens)
+    if isinstance(layer, TemplateExperts):
+        # All slots are counted as those of one expert.
+        template, shape = Templates(layer.expert).build(x.shape[3:])
+        rows = math.prod(x.shape) // math.prod(shape)
+        slots = keras.KerasTensor((rows, *shape), x.dtype)
+        return count_products(template, [template], slots)
+    return math.prod(x.shape) * (2 + layer.gated) * layer.mlp_dim
 
 
 def itemsize(dtype) -> int:

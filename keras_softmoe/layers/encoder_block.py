@@ -30,7 +30,6 @@ class EncoderBlock(Layer):
         num_heads: int, number of attention heads.
         mlp: the layer after attention: `MLP`, `MoE` or any other that maps `(B, S, D)`
             to `(B, S, D)`. It becomes a sublayer of the block and keeps its own dtype.
-            (For `cost` it needs a method `cost`, see `layers.cost_of`.)
         use_qk_norm: bool, whether queries and keys are normalized.
         dropout_rate: float, dropout after attention and after the MLP or experts.
         layer_norm_epsilon: float, epsilon of the normalizations.

@@ -1,4 +1,4 @@
-"""The template of experts: checks, copies, names and cost of any layer."""
+"""The template of experts: checks, copies and names of any layer."""
 
 import inspect
 

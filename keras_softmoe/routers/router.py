@@ -56,8 +56,8 @@ class Router(Layer):
     a `DenseRouting` to zero. Weights are created in `build(tokens_shape)` and get their
     gradient through the gates and `"auxiliary_loss"`. `get_config` returns the
     arguments of the constructor, from which each layer clones its router. For
-    `evaluation.cost` and `distribution.plan` implement `capacity`, and `cost` if there
-    are weights; set `mixes_tokens = True` if the routing is a `DenseRouting`.
+    `distribution.plan` implement `capacity`, and set `mixes_tokens = True` if the
+    routing is a `DenseRouting`.
 
     Routers compute in float32 under any dtype policy: a rounding error can change the
     choice of an expert, and so the output.

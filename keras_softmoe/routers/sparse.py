@@ -255,7 +255,7 @@ class SparseRouter(Router):
             super().set_directions(directions)
         self.kernel.assign(np.transpose(directions))
 
-    # === Capacity and cost ===
+    # === Capacity ===
 
     @property
     def choices_per_token(self):
