@@ -1,6 +1,7 @@
 """Layers that records make: their names, settings, and counts.
 
-Of `architecture/counting.py`, `architecture/encoder.py`, `architecture/towers.py` and `architecture/pairs.py`.
+Of `architecture/counting.py`, `architecture/encoder.py`, `architecture/towers.py` and
+`architecture/pairs.py`.
 """
 
 import math
