@@ -308,7 +308,8 @@ def chunked_map(fn, operands, sharded=False):
     operands = [ops.convert_to_tensor(operand) for operand in operands]
     count, rows, width = operands[0].shape
     size = _CHUNK_OF_MANY_ROWS
-    many_rows = count > size and isinstance(rows, int) and not _are_few(rows)
+    # The number of rows is unknown in an exported model.
+    many_rows = count > size and isinstance(rows, int) and rows >= _FEW_ROWS
     if keras.backend.backend() == "torch":
         import torch
 
@@ -362,63 +363,6 @@ def _but_for_gradients(quick, fn):
         return jax.jvp(of_others, without_zeros(values), without_zeros(tangents))
 
     return either
-
-
-def remat(fn):
-    """`keras.remat` of a function from tensors to a tensor.
-
-    Unlike Keras', it can be differentiated twice and in forward mode on TensorFlow.
-    Nothing is recomputed in forward mode there, and by `torch.func` on PyTorch.
-
-    Args:
-        fn: callable of tensors. Tensors that it closes over get no gradient.
-    """
-    if keras.backend.backend() == "torch":
-        recomputed = keras.remat(fn)
-        return lambda *tensors: (recomputed if _may_remat() else fn)(*tensors)
-    if keras.backend.backend() == "tensorflow":
-        return _remat_on_tensorflow(fn)
-    return keras.remat(fn)
-
-
-def _may_remat():
-    import torch
-
-    if torch.compiler.is_compiling():
-        return True
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-            return True
-    except RuntimeError:
-        return False
-
-
-def _remat_on_tensorflow(fn):
-    import tensorflow as tf
-    from tensorflow.python.eager import forwardprop_util
-
-    @tf.custom_gradient
-    def recomputed(*tensors):
-        def gradients(upstream):
-            again = [tf.identity(x) for x in tensors]
-            if not tf.executing_eagerly():
-                # Recompute after the gradient arrives, as in `tf.recompute_grad`:
-                # otherwise the first results may be kept.
-                given = tf.cast(tf.reduce_max(tf.reshape(upstream, [-1])[:1]), "bool")
-                zero = tf.where(given == given, 0.0, float("nan"))
-                again = [x + tf.cast(zero, x.dtype) for x in tensors]
-            with tf.GradientTape() as tape:
-                tape.watch(again)
-                results = fn(*again)
-            return tape.gradient(results, again, upstream, tf.UnconnectedGradients.ZERO)
-
-        return fn(*map(tf.stop_gradient, tensors)), gradients
-
-    def call(*tensors):
-        in_forward_mode = forwardprop_util.pack_tangents(tensors).tangents
-        return (fn if in_forward_mode else recomputed)(*tensors)
-
-    return call
 
 
 def add_rows(rows, index, num_rows):

@@ -36,8 +36,6 @@ LAYERS = {
     "dropless": lambda: layers.MoE(token_choice(None), 12, group_images=2),
     # Widths that the grouped product of PyTorch does not take
     "dropless, odd width": lambda: layers.MoE(token_choice(None), 5),
-    "remat": lambda: layers.SoftMoE(4, 12, remat_experts=True),
-    "dropless, remat": lambda: layers.MoE(token_choice(None), 12, remat_experts=True),
     "dense": lambda: layers.MLP(12),
 }
 
