@@ -20,7 +20,7 @@ _SYNTHETIC = "`experiments.synthetic` of the repository"
 
 # Room (or "" for the package) -> removed name -> replacement, as it follows "Use ".
 REPLACEMENTS: dict[str, dict[str, str]] = {
-    "": {"costs": "`layers.LayerCost` and `layers.cost_of`"},
+    "": {"costs": "`evaluation.cost`"},
     "analysis": {
         "InformationReducer": "`analyze(model, data, labels).blocks[3].information`",
         "LoadReducer": "`analyze(model, data).blocks`",

@@ -41,7 +41,6 @@ INTERNAL = {
     "drawing",
     "files",
     "keras_adapter",
-    "layer_cost",
     "moved",
     "sharding",
     "types",

@@ -1,8 +1,8 @@
-"""The one description of a model: its settings, its layers, and their cost.
+"""The one description of a model: its settings, its layers, and their counts.
 
 A record (`ViT`, `TextTower`, `LIMoE`, `TwoTowers`) has a field for each argument of the
 backbone of its kind. Backbones, checks, counting, presets and readers of checkpoints
-share it. `layers()` makes the layers, not built; `cost()` counts them.
+share it. `layers()` makes the layers, not built; `counting.count` counts them.
 """
 
 from keras_softmoe.architecture.encoder import (

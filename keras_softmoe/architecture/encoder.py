@@ -1,6 +1,6 @@
 """The Transformer encoder: blocks, some of them mixtures of experts."""
 
-import random
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -15,7 +15,6 @@ from keras_softmoe.checks import (
     quote,
 )
 from keras_softmoe.keras_adapter.layers import flatten_layers
-from keras_softmoe.layer_cost import LayerCost, cost_of, sum_costs
 from keras_softmoe.layers import MLP, EncoderBlock, MoE
 from keras_softmoe.layers.pooling import AttentionPooling
 from keras_softmoe.routers import Router
@@ -91,27 +90,22 @@ class Encoder(Mixture):
         """Images (or pairs) of a group, one where it is the whole batch."""
         return self.group_images or 1
 
-    def cost(self, batch_size: int | None = None, training: bool = False) -> LayerCost:
-        """Return the cost of all layers for a batch, of one group by default."""
-        # One block of each kind: there may be a hundred.
-        kinds = {}
-        for index in range(self.num_layers):
-            kinds.setdefault(id(self.routers.get(index)), []).append(index)
-        firsts = [indices[0] for indices in kinds.values()]
-        routed = [i for i, index in enumerate(firsts) if index in self.routers]
-        settings = self.replace(
-            num_layers=len(firsts),
-            moe_layers=routed,
-            router=[self.routers[firsts[i]] for i in routed] or None,
-        )
-        # Layers that are never used draw no seeds from those of the program.
-        state = random.getstate()
-        try:
-            layers = settings.layers()
-        finally:
-            random.setstate(state)
-        layers.encoder.counts = [len(indices) for indices in kinds.values()]
-        return layers.cost(batch_size or self.group_size, training)
+    @property
+    def least_weights(self) -> int:
+        """Int, a lower bound of the number of weights: that of the largest matrices."""
+        routers = self.routers.values()
+        # Columns of kernels with the width of a token, or rows
+        columns = 4 * self.num_layers * self.hidden_dim
+        columns += 2 * (self.num_layers - len(routers)) * self.mlp_dim
+        columns += 2 * len(routers) * (self.shared_mlp_dim or 0)
+        for router in routers:
+            mlp_dim = self.expert_mlp_dim or self.mlp_dim
+            columns += 2 * router.num_experts * mlp_dim + router.num_directions
+        if "patch_size" in self.names():
+            columns += math.prod(self.patch_size) * self.image_shape[-1]
+        if "vocabulary_size" in self.names():
+            columns += self.vocabulary_size
+        return self.hidden_dim * columns
 
     def attention_pooling(self, name: str) -> AttentionPooling:
         """Make a layer that pools tokens with the settings of the blocks."""
@@ -162,8 +156,6 @@ class EncoderLayers:
             )
             for index in range(settings.num_layers)
         ]
-        # Of a model that is only counted, how often it has each block
-        self.counts = [1] * settings.num_layers
         self.norm = keras.layers.LayerNormalization(
             epsilon=settings.layer_norm_epsilon,
             dtype=settings.dtype,
@@ -181,26 +173,10 @@ class EncoderLayers:
             return {name: self.norm(x) for name, x in tokens.items()}
         return self.norm(tokens)
 
-    def cost(self, tokens_shape, training=False) -> LayerCost:
-        """Return the cost for tokens of a shape, or a dict of shapes."""
-        total = sum_costs(lambda shape: cost_of(self.norm, shape), tokens_shape)
-        for block, count in zip(self.blocks, self.counts, strict=True):
-            total += block.cost(tokens_shape, training) * count
-        return total
-
 
 def moe_layers_of(model: keras.Model) -> list[MoE]:
     """Return all `layers.MoE` in a model."""
     return [layer for layer in flatten_layers(model) if isinstance(layer, MoE)]
-
-
-def chain_cost(layers, shape):
-    """Return the cost of layers in sequence, and the shape of their output."""
-    total = LayerCost()
-    for layer in layers:
-        total += layer.cost(shape)
-        shape = layer.compute_output_shape(shape)
-    return total, shape
 
 
 def _block_indices(moe_layers, num_layers):

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_softmoe.architecture.encoder import Encoder, EncoderLayers, chain_cost
+from keras_softmoe.architecture.encoder import Encoder, EncoderLayers
 from keras_softmoe.architecture.settings import Settings, record
 from keras_softmoe.architecture.towers import (
     Image,
@@ -13,7 +13,6 @@ from keras_softmoe.architecture.towers import (
     token_embedding,
 )
 from keras_softmoe.checks import check_choice, check_whole_numbers
-from keras_softmoe.layer_cost import LayerCost, cost_of
 from keras_softmoe.layers import PositionEmbedding
 from keras_softmoe.layers.limoe_block import LIMoEBlock
 from keras_softmoe.layers.pooling import TEXT_POOLINGS, ContrastiveScale, pool
@@ -45,6 +44,13 @@ class LIMoE(Encoder, Text, Image):
     def poolings(self) -> dict[str, str]:
         """Dict from modalities to their poolings."""
         return {"image": self.image_pooling, "text": self.text_pooling}
+
+    def inputs(self, batch_size: int | None) -> dict:
+        """Return the shapes and dtypes of a batch of pairs."""
+        return {
+            "image": keras.KerasTensor((batch_size, *self.image_shape)),
+            "text": keras.KerasTensor((batch_size, self.sequence_length), "int32"),
+        }
 
     def layers(self) -> "PairLayers":
         """Make the layers, not built."""
@@ -113,24 +119,11 @@ class PairLayers:
         attention_pooling = self.attention_pooling.get(modality)
         return self.projection[modality](pool(tokens, pooling, attention_pooling, mask))
 
-    def cost(self, batch_size, training=False) -> LayerCost:
-        """Return the cost of a batch of pairs."""
-        shapes = {
-            "image": (batch_size, *self.limoe.image_shape),
-            "text": (batch_size, self.limoe.sequence_length),
-        }
-        total, tokens = LayerCost(), {}
-        for modality in MODALITIES:
-            layers = self.embedding[modality]
-            part, tokens[modality] = chain_cost(layers, shapes[modality])
-            total += part
-        total += self.encoder.cost(tokens, training)
-        for modality, shape in tokens.items():
-            if modality in self.attention_pooling:
-                total += self.attention_pooling[modality].cost(shape)
-            vectors = (shape[0], shape[2])
-            total += cost_of(self.projection[modality], vectors)
-        return total + self.scale.cost(vectors)
+    def __call__(self, inputs):
+        """Map pairs to embeddings, not normalized, and the scale of similarities."""
+        tokens, masks = self.encode(inputs)
+        vectors = {m: self.embed(m, x, masks.get(m)) for m, x in tokens.items()}
+        return vectors, self.scale(vectors["image"])
 
 
 @record
@@ -190,13 +183,6 @@ class TwoTowers(Settings):
     def scale(self) -> ContrastiveScale:
         """Make the layer with the learned scale of similarities."""
         return _scale(self)
-
-    def head_cost(self) -> LayerCost:
-        """Return the cost of projections and scale for one pair."""
-        total = self.scale().cost((1, 1))
-        for modality, layer in self.projections().items():
-            total += cost_of(layer, (1, self.towers[modality].output_dim))
-        return total
 
 
 def _scale(settings):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import keras
 
-from keras_softmoe.architecture.encoder import Encoder, EncoderLayers, chain_cost
+from keras_softmoe.architecture.encoder import Encoder, EncoderLayers
 from keras_softmoe.architecture.settings import Settings, record
 from keras_softmoe.checks import (
     check_choice,
@@ -13,7 +13,6 @@ from keras_softmoe.checks import (
     pair,
     patch_grid,
 )
-from keras_softmoe.layer_cost import LayerCost, cost_of
 from keras_softmoe.layers import (
     ClassToken,
     PatchEmbedding,
@@ -87,6 +86,10 @@ class ViT(Encoder, Image):
         """Width of the pooled output."""
         return self.representation_dim or self.hidden_dim
 
+    def inputs(self, batch_size: int | None) -> keras.KerasTensor:
+        """Return the shape and dtype of a batch."""
+        return keras.KerasTensor((batch_size, *self.image_shape))
+
     def layers(self) -> "ImageLayers":
         """Make the layers, not built."""
         return ImageLayers(self)
@@ -152,15 +155,10 @@ class ImageLayers:
         )
         return vector if self.pre_logits is None else self.pre_logits(vector)
 
-    def cost(self, batch_size, training=False) -> LayerCost:
-        """Return the cost of a batch of images."""
-        total, shape = chain_cost(self.embedding, (batch_size, *self.vit.image_shape))
-        total += self.encoder.cost(shape, training)
-        if self.attention_pooling is not None:
-            total += self.attention_pooling.cost(shape)
-        if self.pre_logits is not None:
-            total += cost_of(self.pre_logits, (shape[0], shape[2]))
-        return total
+    def __call__(self, images):
+        """Map images to the tokens and the pooled output, a dict."""
+        tokens = self.encode(images)
+        return {"sequence_output": tokens, "pooled_output": self.pool(tokens)}
 
 
 @record
@@ -179,6 +177,10 @@ class TextTower(Encoder, Text):
     def output_dim(self) -> int:
         """Width of the pooled output."""
         return self.hidden_dim
+
+    def inputs(self, batch_size: int | None) -> keras.KerasTensor:
+        """Return the shape and dtype of a batch."""
+        return keras.KerasTensor((batch_size, self.sequence_length), "int32")
 
     def layers(self) -> "TextLayers":
         """Make the layers, not built."""
@@ -209,14 +211,10 @@ class TextLayers:
         """Map `(B, S, D)` tokens to the pooled output."""
         return pool(tokens, self.text.pooling, self.attention_pooling, mask)
 
-    def cost(self, batch_size, training=False) -> LayerCost:
-        """Return the cost of a batch of texts."""
-        shape = (batch_size, self.text.sequence_length)
-        total, shape = chain_cost([self.embedding], shape)
-        total += self.encoder.cost(shape, training)
-        if self.attention_pooling is not None:
-            total += self.attention_pooling.cost(shape)
-        return total
+    def __call__(self, token_ids):
+        """Map token ids to the tokens and the pooled output, a dict."""
+        tokens, mask = self.encode(token_ids)
+        return {"sequence_output": tokens, "pooled_output": self.pool(tokens, mask)}
 
 
 def patch_embedding(settings):

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 
 from keras_softmoe.architecture import Settings, ViT
+from keras_softmoe.architecture.counting import count
 from keras_softmoe.checks import is_whole_number
 
 IMAGE_SIZE = 224
@@ -70,8 +71,8 @@ class Row:
     def counts(self) -> tuple[int, float]:
         """Parameters of the backbone, and GFLOP of one image or pair."""
         found = self.architecture()
-        cost = found.cost()
-        return cost.parameters, 2e-9 * cost.products / found.group_size
+        counts = count(found)
+        return counts.parameters, 2e-9 * counts.products / found.group_size
 
 
 def preset_name(family, sizes, model, *marks, image_size=IMAGE_SIZE):

@@ -1,15 +1,19 @@
 """Sizes of a model in bytes, before it is built."""
 
+import math
+import re
 from typing import NamedTuple
 
 import keras
 
-from keras_softmoe.architecture import LIMoE, TwoTowers
+from keras_softmoe.architecture import LIMoE, TextTower, TwoTowers, ViT
+from keras_softmoe.architecture.counting import count, itemsize
+from keras_softmoe.distribution.layouts import DENSE_RULES
 from keras_softmoe.evaluation import cost
 from keras_softmoe.evaluation.architectures import described
-from keras_softmoe.layer_cost import ITEMSIZE
+from keras_softmoe.routers import IdentityRouter
 
-_FLOAT32 = ITEMSIZE["float32"]
+_FLOAT32 = 4
 
 
 class MoELayer(NamedTuple):
@@ -66,11 +70,6 @@ class ModelSize(NamedTuple):
 def model_size(model, num_classes=None, **changes):
     """Return the sizes of a model, without building it.
 
-    The activations are those that XLA keeps from the forward to the backward pass,
-    without rematerialization (JAX 0.10 on a CPU, from its buffer assignments), by the
-    `cost` of each layer. Left out are temporary tensors of one operation, embeddings of
-    whole images and all tensors without a token axis.
-
     Args:
         model: preset, backbone, task or dict of arguments, as in `evaluation.cost`.
         num_classes: as in `evaluation.cost`.
@@ -97,50 +96,138 @@ def model_size(model, num_classes=None, **changes):
             " routed together."
         )
     policy = keras.dtype_policies.get(found.dtype or keras.config.dtype_policy())
-    variable = ITEMSIZE[policy.variable_dtype]
-    compute = ITEMSIZE[policy.compute_dtype]
-    layers = found.cost(training=True)
-    activations = (
-        compute * layers.kept
-        + _FLOAT32 * layers.kept_float32
-        + layers.kept_bytes
-        # Logits of classes, their exponentials and gradients
-        + group_images * 3 * _FLOAT32 * (num_classes or 0)
+    compute = itemsize(policy.compute_dtype)
+    weights = count(found).weights
+
+    def of(pattern, quantity="bytes"):
+        """Sum a quantity of the weights whose whole path matches."""
+        paths = (w for w in weights if re.fullmatch(pattern, w.path))
+        return sum(getattr(weight, quantity) for weight in paths)
+
+    slots = _slots_of_blocks(found)
+    moe_layers = tuple(
+        MoELayer(
+            path=f"block_{index}/moe",
+            num_experts=router.num_experts,
+            expert_bytes=of(rf"block_{index}/moe/experts/.*"),
+            slot_parameter_bytes=of(rf"block_{index}/moe/router/mu"),
+            slot_bytes=compute * slots[index] * found.hidden_dim,
+        )
+        for index, router in found.routers.items()
     )
-    expert_parameters = sum(m.expert_weights for m in layers.mixtures)
     shared_bytes = embedding_bytes = 0
     if isinstance(found, LIMoE):
-        shared_bytes = variable * (_encoder_weights(found) - expert_parameters)
+        shared_bytes = of(r"encoder_norm/.*|block_\d+/(?!moe/(experts|router)/).*")
         # In float32 under any policy
         embedding_bytes = _FLOAT32 * found.embedding_dim
+    # Logits of classes, their exponentials and gradients
+    logits = group_images * 3 * _FLOAT32 * (num_classes or 0)
     return ModelSize(
         name=name,
         parameters=total.parameters,
-        expert_parameters=expert_parameters,
+        expert_parameters=of(r"block_\d+/moe/experts/.*", "numbers"),
         weight_bytes=total.weight_bytes,
-        dense_kernel_bytes=variable * layers.sharded_kernels,
+        dense_kernel_bytes=of("|".join(DENSE_RULES)),
         hidden_dim=found.hidden_dim,
-        moe_layers=tuple(
-            MoELayer(
-                path=mixture.name,
-                num_experts=mixture.num_experts,
-                expert_bytes=variable * mixture.expert_weights,
-                slot_parameter_bytes=_FLOAT32 * mixture.slot_weights,
-                slot_bytes=compute * mixture.slots * mixture.slot_width,
-            )
-            for mixture in layers.mixtures
-        ),
+        moe_layers=moe_layers,
         group_images=group_images,
-        activation_bytes=activations,
+        activation_bytes=_activation_bytes(found, slots, compute) + logits,
         shared_bytes=shared_bytes,
         embedding_bytes=embedding_bytes,
     )
 
 
-def _encoder_weights(limoe):
-    """Return the number of weights of the encoder, which both modalities share."""
-    tokens = (1, 1, limoe.hidden_dim)
-    return limoe.layers().encoder.cost({"image": tokens, "text": tokens}).weights
+def _tokens_of_modalities(found):
+    """Return the tokens of one image or text in the blocks, a list."""
+    if isinstance(found, TextTower):
+        return [found.sequence_length]
+    num_tokens = math.prod(found.patch_grid)
+    if isinstance(found, LIMoE):
+        return [num_tokens, found.sequence_length]
+    return [num_tokens + (found.pooling == "token") + found.num_registers]
+
+
+def _slots_of_blocks(found):
+    """Return the slots (or rows) of all experts for a group, a dict from blocks."""
+    num_tokens = found.group_images * sum(_tokens_of_modalities(found))
+    slots = {}
+    for index, router in found.routers.items():
+        rows = router.num_rows(num_tokens, training=True)
+        if rows is None or found.dispatcher == "einsum":
+            rows = router.num_experts * router.capacity(num_tokens, training=True)
+        slots[index] = rows
+    return slots
+
+
+def _activation_bytes(found, slots, compute):
+    """Return the bytes that a group keeps from the forward to the backward pass.
+
+    Those that XLA keeps without rematerialization (JAX 0.10 on a CPU, from its buffer
+    assignments). Left out are temporary tensors of one operation, embeddings of whole
+    images and all tensors without a token axis.
+
+    Args:
+        found: `ViT`, `TextTower` or `LIMoE`.
+        slots: dict from blocks to their slots.
+        compute: int, bytes of a number in the dtype of computation.
+    """
+    group, width, heads = found.group_images, found.hidden_dim, found.num_heads
+    # Bytes of a number that is normalized: input and output, and centred in float32
+    normalized = 2 * compute + _FLOAT32
+    total = all_tokens = 0
+    for num_tokens in _tokens_of_modalities(found):
+        tokens, pairs = group * num_tokens, group * heads * num_tokens**2
+        all_tokens += tokens
+        # Of a block: two normalizations; queries, keys, values and context, each also
+        # with transposed axes; weights, and in float32 logits and exponentials
+        block = tokens * width * (2 * normalized + 8 * compute)
+        block += pairs * (compute + 2 * _FLOAT32)
+        if found.use_qk_norm:
+            # The results of two more are transposed, too.
+            block += 2 * tokens * width * (normalized + 2 * compute)
+        if found.dropout_rate:
+            # Two masks, of one byte for each number
+            block += 2 * tokens * width
+        if found.layer_scale is not None:
+            block += 2 * tokens * width * compute
+        # Before an MLP's activation, its tanh or error function, and after
+        dense = 3 * compute * tokens * found.mlp_dim
+        shared = 3 * compute * tokens * (found.shared_mlp_dim or 0)
+        total += found.num_layers * block + tokens * width * normalized
+        total += (found.num_layers - len(slots)) * dense + len(slots) * shared
+    for index, router in found.routers.items():
+        total += _bytes_of_experts(found, router, all_tokens, slots[index], compute)
+    poolings = getattr(found, "poolings", {"": getattr(found, "pooling", "")})
+    counts = zip(poolings.values(), _tokens_of_modalities(found), strict=True)
+    # Keys and values of attention pooling, each also with transposed axes
+    pooled = sum(num_tokens for pooling, num_tokens in counts if pooling == "map")
+    total += 4 * compute * group * pooled * width
+    if isinstance(found, ViT | LIMoE):
+        total += compute * group * math.prod(found.image_shape)
+    return total
+
+
+def _bytes_of_experts(found, router, tokens, slots, compute):
+    """Return the bytes that the experts of a block keep, and their router."""
+    mlp_dim = found.expert_mlp_dim or found.mlp_dim
+    mixes, is_half = router.mixes_tokens, compute != _FLOAT32
+    # The logits, scores and probabilities of a sparse router; logits and weights of a
+    # soft one
+    logits = tokens * (slots if mixes else router.num_experts)
+    total = 3 * _FLOAT32 * logits * (not isinstance(router, IdentityRouter))
+    # Inputs and outputs of the experts; recomputed: only what follows dropout
+    hidden = bool(found.expert_dropout_rate) if found.remat_experts else 3
+    total += slots * compute * (2 * found.hidden_dim + hidden * mlp_dim)
+    total += slots * mlp_dim * bool(found.expert_dropout_rate)
+    has_slots = router.num_rows(tokens, training=True) is None
+    by_product = found.dispatcher == "einsum" or (
+        found.dispatcher == "auto" and has_slots and tokens < 64
+    )
+    # One-hot weights, and copies of a soft router's in half precision
+    if is_half if mixes else by_product:
+        total += 2 * compute * tokens * slots
+    # The router's float32 copy of tokens in half precision
+    return total + is_half * _FLOAT32 * tokens * found.hidden_dim
 
 
 # === Optimizers ===

@@ -1,15 +1,20 @@
-"""The cost of a model from its architecture: nothing is built or loaded."""
+"""The cost of a model: no weight gets a value."""
 
+import math
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 
-from keras_softmoe.architecture import Settings, TwoTowers, ViT
+from keras_softmoe.architecture import Settings, TwoTowers, ViT, moe_layers_of
+from keras_softmoe.architecture.counting import (
+    Weight,
+    count,
+    count_products,
+    itemsize,
+)
 from keras_softmoe.checks import check_names, check_whole_numbers
 from keras_softmoe.evaluation.architectures import described
-from keras_softmoe.evaluation.traced_cost import traced_products, weight_bytes
-from keras_softmoe.layer_cost import ITEMSIZE, LayerCost, dense_cost
 
 
 class Cost(NamedTuple):
@@ -33,45 +38,29 @@ def cost(
     num_classes: int | None = None,
     **changes,
 ) -> Cost:
-    """Count the parameters, operations and bytes of a model without building it.
+    """Count the parameters, operations and bytes of a model without its weights.
 
-    All counts follow from the configuration, so the largest preset takes as little time
-    and memory as the smallest.
+    Layers are called on shapes only, one block of each kind, so the largest preset
+    takes as little time and memory as the smallest.
 
-    The operations are those of the matrix products of one prediction: the patch
-    embedding; queries, keys and values, their two products and the output of
-    attention; MLPs; experts, over all their slots whether filled or not; the logits of
-    routers; the dispatch and combine products of soft routers; attention pooling,
-    pre-logits and head, or projections to embeddings. Left out are sums and elementwise
-    functions: biases, normalizations, softmax, GELU, transport plans and the assignment
-    of slots; and, of LIMoE, looking tokens up in the vocabulary and comparing
-    embeddings with each other. A sparse router's `"gather"` dispatch moves rows and so
-    costs nothing, its `"einsum"` dispatch is two products with one-hot matrices, which
-    count. Groups of images are full ones; a group without a size
-    (`group_images=None`) is counted as one image.
+    The operations are those of the matrix products of a prediction, slots and groups
+    full: embeddings of patches, attention, MLPs, experts, logits of routers, products
+    that dispatch and combine, pooling and heads. Elementwise functions, sorting, and
+    dispatch that moves rows (`"gather"`) count nothing. A group without a size counts
+    as one image. A LIMoE's are those of a pair whose image and caption are encoded
+    together.
 
-    For a LIMoE the operations are those of one pair, image and caption encoded
-    together, as in training and as its paper compares costs; `group_images` counts
-    pairs. Encoded apart, they meet another capacity.
-
-    Any other built `keras.Model` is traced once on shapes: a model of `add_experts`,
-    one of KerasHub or of your own. Its layers from this library count as above. In the
-    others each product counts that goes through Keras (`keras.ops.matmul`, `einsum`,
-    `dot`, `tensordot`, `dot_product_attention` and convolutions), for one input;
-    products that a layer computes with functions of a backend do not. A text whose
-    length the model leaves open is counted with its `max_sequence_length`, or 128
-    tokens. Parameters and bytes are those of its weights as they are.
+    In layers of other libraries, and in your own, products count that go through Keras
+    (`keras.ops.matmul`, `einsum`, `dot`, `tensordot`, `dot_product_attention` and
+    convolutions). A text of any length counts with the model's `max_sequence_length`,
+    or 128 tokens.
 
     Args:
-        model: the name or directory of a preset (its backbone is counted), a backbone
-            of this library, a `ViTMoEImageClassifier` (with its head), a
-            `LIMoEContrastive`, a `TwoTowerContrastive`, or a dict of arguments of one
-            of the backbones; or any built `keras.Model`. For a live model of this
-            library only the architecture counts: LoRA
-            matrices, for example, are ignored.
-        num_classes: int or `None`, classes of the head that is counted with the
-            backbone. Defaults to those of a classifier, otherwise to no head. Only a
-            `ViTMoEBackbone` can have one.
+        model: the name or directory of a preset (its backbone is counted), a model of
+            this library (by its architecture; factors of LoRA do not count), a dict of
+            arguments of a backbone, or any built `keras.Model`.
+        num_classes: int or `None`, classes of a head of a `ViTMoEBackbone`. Defaults to
+            those of a classifier, otherwise to no head.
         **changes: arguments of the backbone to change and settings of its routers, as
             in `from_preset`.
 
@@ -79,8 +68,8 @@ def cost(
         `Cost`.
 
     Raises:
-        ValueError: if the preset is unknown or damaged, or the model, its router, its
-            dtype or an argument is of a kind that cannot be counted.
+        ValueError: if the preset is unknown or damaged, or the model, its dtype or an
+            argument is of a kind that cannot be counted.
 
     Source: Soft MoE, section 2.3. Parameters of its table 9 are met within 0.15 % or
     the table's rounding, operations within 0.6 %; parameters of V-MoE, table 8, within
@@ -93,91 +82,90 @@ def cost(
         >>> ksm.evaluation.cost(name, capacity_factor=0.5).gflop_per_image
         35.1...
     """
-    if _is_of_somebody_else(model):
+    if _is_of_another_library(model):
         check_names("`cost` of a model of another library", changes, ())
         if num_classes is not None:
             raise ValueError(
                 "A head is counted where it is. Received: num_classes="
-                f"{num_classes!r} for a `{type(model).__name__}`. Leave it out, or "
-                "count the task."
+                f"{num_classes!r} for a `{type(model).__name__}`."
             )
-        operations = 2e-9 * traced_products(model)
-        return Cost(model.count_params(), operations, weight_bytes(model))
+        numbers, operations = model.count_params(), gflop_per_image(model)
+        return Cost(numbers, operations, sum(map(_bytes, model.weights)))
     model = described(model, num_classes, **changes)
-    parts = _parts(model)
+    weights, products = _counts(model)
     return Cost(
-        parameters=sum(part.cost.parameters for part in parts),
-        gflop_per_image=_gflop_per_image(parts),
-        weight_bytes=sum(
-            _bytes(part.dtype) * part.cost.weights
-            + ITEMSIZE["float32"] * part.cost.float32_weights
-            for part in parts
-            if part.cost.parameters
-        ),
+        parameters=sum(weight.numbers for weight in weights),
+        gflop_per_image=2e-9 * products,
+        weight_bytes=sum(weight.bytes for weight in weights),
     )
 
 
 def gflop_per_image(model):
-    """As in `Cost`, also of a model that was quantized, whose operations are as many.
+    """Return the figure of `Cost`, also for a quantized model, whose is the same.
 
     Args:
         model: as in `cost`.
     """
-    if _is_of_somebody_else(model):
-        return 2e-9 * traced_products(model)
-    return _gflop_per_image(_parts(described(model)))
+    if not _is_of_another_library(model):
+        return 2e-9 * _counts(described(model), dtype="float32")[1]
+    # On first use, since `models` imports KerasHub.
+    from keras_softmoe.models.with_experts.token_shapes import example_inputs
+
+    batch = max([moe.group_images or 1 for moe in moe_layers_of(model)], default=1)
+    inputs = example_inputs(model, batch)
+    return 2e-9 * count_products(model, [model], inputs) / batch
 
 
-def _is_of_somebody_else(model):
-    """Whether a model can only be counted by a symbolic call."""
+def _is_of_another_library(model):
     backbone = getattr(model, "backbone", model)
     has_record = isinstance(getattr(backbone, "architecture", None), Settings)
     return isinstance(model, keras.Model) and model.built and not has_record
 
 
-class _Part(NamedTuple):
-    """A part of a model with one dtype.
+def _counts(model, dtype=None):
+    """Return the weights of a `Described` model, and the products of one image.
 
-    Attributes:
-        cost: `layers.LayerCost` for some images.
-        images: int, how many.
-        dtype: dtype or policy of its weights.
+    With `dtype`, that of all weights in place of the model's own.
     """
-
-    cost: LayerCost
-    images: int
-    dtype: Any
-
-
-def _parts(model):
-    """The parts of a `Described` model."""
     found = model.architecture
-    encoders, head = [found], LayerCost()
-    if isinstance(found, TwoTowers):
-        encoders, head = found.towers.values(), found.head_cost()
+    is_pair = isinstance(found, TwoTowers)
+    weights, products = [], 0
+    for tower in found.towers.values() if is_pair else [found]:
+        variable = dtype or _variable_dtype(tower.dtype)
+        counts = count(tower.replace(dtype=variable))
+        weights += counts.weights
+        products += counts.products / tower.group_size
+    # Heads: a classifier's, or projections
+    heads = []
+    if is_pair:
+        dims = found.projection_dims.items()
+        heads = [(found.towers[m].output_dim, dim) for m, dim in dims if dim]
+        numbers = 1 + (found.logit_bias is not None)
+        weights.append(Weight("contrastive_scale", numbers, "float32"))
     if model.num_classes is not None:
         _check_num_classes(model)
-        head = dense_cost(found.output_dim, model.num_classes)
-    return [
-        *(_Part(each.cost(), each.group_size, each.dtype) for each in encoders),
-        _Part(head, 1, model.head_dtype),
-    ]
+        heads = [(found.output_dim, model.num_classes)]
+    for width, units in heads:
+        variable = dtype or _variable_dtype(model.head_dtype)
+        weights.append(Weight("head", (width + 1) * units, variable))
+        products += width * units
+    return weights, products
 
 
-def _gflop_per_image(parts):
-    return 2e-9 * sum(part.cost.products / part.images for part in parts)
+def _bytes(weight):
+    return math.prod(weight.shape) * itemsize(weight.dtype)
 
 
-def _bytes(dtype):
-    """Bytes of a number in a weight under a dtype or policy, `None` for the global."""
+def _variable_dtype(dtype):
+    """Return the dtype of weights under a dtype or policy, `None` for the global."""
     policy = keras.dtype_policies.get(dtype or keras.config.dtype_policy())
     is_map = isinstance(policy, keras.dtype_policies.DTypePolicyMap)
-    if is_map or policy.quantization_mode or policy.variable_dtype not in ITEMSIZE:
+    if is_map or policy.quantization_mode or "float" not in policy.variable_dtype:
         raise ValueError(
             "`cost` counts models in one float dtype, before they are quantized. "
             f"Received: dtype={dtype!r}. Sum the sizes of `model.weights` instead."
         )
-    return ITEMSIZE[policy.variable_dtype]
+    return policy.variable_dtype
 
 
 def _check_num_classes(model):
@@ -185,7 +173,6 @@ def _check_num_classes(model):
     if not isinstance(model.architecture, ViT):
         raise ValueError(
             f"A `{model.architecture.backbone}` has no head for classes, only a "
-            f"`ViTMoEBackbone` can have one. Received: num_classes={num_classes!r}. "
-            "Leave it out."
+            f"`ViTMoEBackbone` has. Received: num_classes={num_classes!r}."
         )
     check_whole_numbers(1, num_classes=num_classes)

@@ -205,6 +205,24 @@ def zero_initialization(enabled=True):
         _STARTS_AS_ZEROS.reset(token)
 
 
+@contextlib.contextmanager
+def without_values():
+    """Build layers whose weights have shapes, but no values.
+
+    Only shapes can be computed with them, inside of the scope.
+    Would be replaced by: a `keras.StatelessScope(initialize_variables=False)` whose
+    variables no later scope initializes.
+    """
+    from keras.src.backend.common import global_state
+
+    waiting = list(global_state.get_global_attribute("uninitialized_variables", []))
+    try:
+        with keras.StatelessScope(initialize_variables=False):
+            yield
+    finally:
+        global_state.set_global_attribute("uninitialized_variables", waiting)
+
+
 @functools.cache
 def _let_variables_start_as_zeros():
     """Replace the initialization of variables, once, for the scope above."""

@@ -134,36 +134,40 @@ def renew_parameters(model):
                 layer._track_variables()
 
 
-def call_symbolically(model, inputs, around=None, start=None):
+def call_symbolically(model, inputs, around=None, start=None, parts=None):
     """Call a model on shapes: it computes no numbers, but calls all its layers.
 
     Would be replaced by: a public `keras.compute_output_spec`.
 
     Args:
-        model: built `keras.Layer`.
+        model: built `keras.Layer`; or a callable, with `parts`.
         inputs: `keras.KerasTensor` of known sizes, or a structure of them.
         around: dict from ids of layers in the model to callables
             `(call, inputs, *args, **kwargs)`, each of which is called in the place of
             its layer's `call`.
         start: callable for the start of the call, of each if there are several:
             PyTorch computes with numbers where it cannot without.
+        parts: the layers that a callable calls. Defaults to those of the layer.
     """
     around = around or {}
+    known, function = {}, model
+    if isinstance(model, keras.Layer):
+        known = {"training": False} if model._call_has_training_arg else {}
+        function, parts = model.call, flatten_layers(model)
 
     def hook(layer):
         call, function = layer.call, around[id(layer)]
         layer.call = lambda *args, **kwargs: function(call, *args, **kwargs)
 
     with contextlib.ExitStack() as stack:
-        for layer in flatten_layers(model):
+        for layer in parts:
             if id(layer) in around:
                 hook(layer)
                 stack.callback(vars(layer).pop, "call", None)
-        training = {"training": False} if model._call_has_training_arg else {}
 
         def call(inputs):
             if start:
                 start()
-            return model.call(inputs, **training)
+            return function(inputs, **known)
 
         return compute_output_spec(call, inputs)

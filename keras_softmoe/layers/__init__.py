@@ -1,7 +1,6 @@
 """Layers: experts, mixtures of experts, and the parts of a Vision Transformer."""
 
 from keras_softmoe import moved
-from keras_softmoe.layer_cost import LayerCost as LayerCost, cost_of as cost_of
 from keras_softmoe.layers.embedding import (
     ClassToken as ClassToken,
     PatchEmbedding as PatchEmbedding,

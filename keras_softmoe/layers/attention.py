@@ -1,13 +1,11 @@
 """Multi-head attention with the query and key normalization of ViTs."""
 
 import math
-from collections.abc import Sequence
 
 import keras
 
 from keras_softmoe.checks import check_num_heads, check_numbers, check_whole_numbers
 from keras_softmoe.keras_adapter.layers import Layer
-from keras_softmoe.layer_cost import LayerCost, dense_cost, normalization_cost
 from keras_softmoe.ops.kernels import affine, attend, reshape
 from keras_softmoe.ops.padding import zero_padding
 
@@ -98,32 +96,6 @@ class Attention(Layer):
 
     def compute_output_shape(self, queries_shape, tokens_shape):
         return queries_shape
-
-    def cost(
-        self,
-        queries_shape: Sequence[int],
-        tokens_shape: Sequence[int],
-        training: bool = False,
-    ) -> LayerCost:
-        batch, num_queries, width = queries_shape
-        num_queries *= batch
-        pairs, num_tokens = num_queries * tokens_shape[1], batch * tokens_shape[1]
-        total = dense_cost(width, width, num_queries, is_sharded=True) * 2
-        total += dense_cost(width, width, num_tokens, is_sharded=True) * 2
-        total += LayerCost(
-            products=2 * pairs * width,
-            # Query, key, value and context, each also with transposed axes; weights,
-            # and in float32 logits and exponentials
-            kept=8 * num_queries * width + pairs * self.num_heads,
-            kept_float32=2 * pairs * self.num_heads,
-        )
-        if self.use_qk_norm:
-            head_dim = width // self.num_heads
-            shape = (num_queries * self.num_heads, head_dim)
-            norm = normalization_cost(shape, center=False)
-            # Their results are transposed.
-            total += (norm + LayerCost(kept=2 * num_queries * width)) * 2
-        return total
 
     def get_config(self):
         return {

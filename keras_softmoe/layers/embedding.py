@@ -9,7 +9,6 @@ from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_choice, check_whole_numbers, pair
 from keras_softmoe.keras_adapter.layers import Layer
-from keras_softmoe.layer_cost import LayerCost, dense_cost
 from keras_softmoe.ops.kernels import reshape
 from keras_softmoe.ops.position import (
     RESAMPLINGS,
@@ -72,15 +71,6 @@ class PatchEmbedding(Layer):
     def compute_output_shape(self, images_shape):
         batch, rows, columns, width = self.projection.compute_output_shape(images_shape)
         return (batch, rows * columns, width)
-
-    def cost(self, images_shape: Sequence[int], training: bool = False) -> LayerCost:
-        height, width, channels = images_shape[1:]
-        patch_height, patch_width = self.patch_size
-        num_patches = (height // patch_height) * (width // patch_width)
-        num_patches *= images_shape[0]
-        numbers = patch_height * patch_width * channels
-        total = dense_cost(numbers, self.hidden_dim, num_patches, is_sharded=True)
-        return total + LayerCost(kept=num_patches * numbers)
 
     def get_config(self):
         return {
@@ -173,11 +163,6 @@ class PositionEmbedding(Layer):
 
     def compute_output_shape(self, tokens_shape):
         return tokens_shape
-
-    def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
-        _, num_tokens, width = tokens_shape
-        is_learned = self.kind == "learned"
-        return LayerCost(weights=is_learned * num_tokens * width)
 
     def save_own_variables(self, store):
         super().save_own_variables(store)
@@ -310,12 +295,6 @@ class TokenEmbedding(Layer):
     def compute_output_shape(self, token_ids_shape):
         return (*token_ids_shape, self.output_dim)
 
-    def cost(self, token_ids_shape: Sequence[int], training: bool = False) -> LayerCost:
-        # Looked up, not multiplied
-        vocabulary = self.vocabulary_size * self.output_dim
-        positions = self.sequence_length * self.output_dim
-        return LayerCost(weights=vocabulary + positions, sharded_kernels=vocabulary)
-
     def get_config(self):
         return {
             **super().get_config(),
@@ -361,9 +340,6 @@ class ClassToken(Layer):
     def compute_output_shape(self, tokens_shape):
         batch, num_tokens, width = tokens_shape
         return (batch, num_tokens + 1, width)
-
-    def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
-        return LayerCost(weights=tokens_shape[-1])
 
     def get_config(self):
         # Keras would find its own, but not with a dtype policy among the arguments.
@@ -416,9 +392,6 @@ class Registers(Layer):
     def compute_output_shape(self, tokens_shape):
         batch, num_tokens, width = tokens_shape
         return (batch, num_tokens + self.num_registers, width)
-
-    def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
-        return LayerCost(weights=self.num_registers * tokens_shape[-1])
 
     def get_config(self):
         return {

@@ -1,20 +1,12 @@
 """Transformer encoder block, dense or with experts, and its layer scale."""
 
 import inspect
-import math
-from collections.abc import Sequence
 
 import keras
 from keras import ops
 
 from keras_softmoe.checks import check_bools, check_numbers
 from keras_softmoe.keras_adapter.layers import Layer
-from keras_softmoe.layer_cost import (
-    LayerCost,
-    cost_of,
-    normalization_cost,
-    sum_costs,
-)
 from keras_softmoe.layers.attention import Attention, layer_norm
 from keras_softmoe.layers.groups import check_mask, check_tokens_shape
 from keras_softmoe.layers.moe import MoE
@@ -30,7 +22,6 @@ class EncoderBlock(Layer):
         num_heads: int, number of attention heads.
         mlp: the layer after attention: `MLP`, `MoE` or any other that maps `(B, S, D)`
             to `(B, S, D)`. It becomes a sublayer of the block and keeps its own dtype.
-            (For `cost` it needs a method `cost`, see `layers.cost_of`.)
         use_qk_norm: bool, whether queries and keys are normalized.
         dropout_rate: float, dropout after attention and after the MLP or experts.
         layer_norm_epsilon: float, epsilon of the normalizations.
@@ -170,23 +161,6 @@ class EncoderBlock(Layer):
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
 
-    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
-        def cost_of_modality(shape):
-            part = normalization_cost(shape) * 2 + self.attention.cost(shape, shape)
-            if self.moe is None:
-                part += cost_of(self.mlp, shape, training)
-            if self.dropout_rate:
-                part += LayerCost(kept_bytes=2 * math.prod(shape))
-            if self.layer_scale is not None:
-                part += self.attention_scale.cost(shape) + self.mlp_scale.cost(shape)
-            return part
-
-        total = sum_costs(cost_of_modality, inputs_shape)
-        if self.moe is not None:
-            total += self.moe.cost(inputs_shape, training)
-        mixtures = (m._replace(name=f"{self.name}/{m.name}") for m in total.mixtures)
-        return total._replace(mixtures=tuple(mixtures))
-
     def get_config(self):
         mlp = keras.saving.serialize_keras_object(self.moe or self.mlp)
         # It is built with the block.
@@ -241,9 +215,6 @@ class LayerScale(Layer):
 
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
-
-    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
-        return LayerCost(weights=inputs_shape[-1], kept=math.prod(inputs_shape))
 
     def get_config(self):
         return {**super().get_config(), "initial_value": self.initial_value}

@@ -1,8 +1,6 @@
 """The experts of a mixture: one MLP per expert, each applied to its own slots."""
 
 import functools
-import math
-from collections.abc import Sequence
 
 import keras
 from keras import ops
@@ -13,13 +11,11 @@ from keras_softmoe.checks import (
     check_whole_numbers,
 )
 from keras_softmoe.keras_adapter.layers import Layer
-from keras_softmoe.layer_cost import LayerCost, dense_cost
 from keras_softmoe.layers.expert_bank import ExpertBank, per_expert
 from keras_softmoe.layers.groups import by_expert
 from keras_softmoe.layers.mlp import (
     activation_of,
     check_activation,
-    kept_of_mlp,
     small_bias,
 )
 from keras_softmoe.ops.grouped import grouped_affine, knows_counts, map_experts
@@ -193,24 +189,6 @@ class Experts(Layer):
 
     def compute_output_shape(self, slots_shape):
         return slots_shape
-
-    def cost(self, slots_shape: Sequence[int], training: bool = False) -> LayerCost:
-        *slots, width = slots_shape
-        num_experts, slots = self.num_experts, math.prod(slots)
-        expert = dense_cost(width, self.mlp_dim) * (1 + self.gated)
-        expert += dense_cost(self.mlp_dim, width)
-        # Inputs and outputs besides
-        hidden = 0 if self.remat else kept_of_mlp(self.gated) * self.mlp_dim
-        kept, kept_bytes = 2 * width + hidden, 0
-        if self.dropout_rate:
-            # Masks; the activations after dropout are kept in any case.
-            kept, kept_bytes = kept + bool(self.remat) * self.mlp_dim, self.mlp_dim
-        return LayerCost(
-            weights=num_experts * expert.weights,
-            products=slots * expert.products,
-            kept=slots * kept,
-            kept_bytes=slots * kept_bytes,
-        )
 
     def get_config(self):
         return {

@@ -2,14 +2,12 @@
 
 import functools
 import math
-from collections.abc import Sequence
 
 import keras
 from keras import ops
 
 from keras_softmoe.checks import check_bools, check_whole_numbers, quote
 from keras_softmoe.keras_adapter.layers import Layer
-from keras_softmoe.layer_cost import LayerCost, dense_cost
 from keras_softmoe.ops.kernels import affine
 from keras_softmoe.types import Tensor
 
@@ -136,15 +134,6 @@ class MLP(Layer):
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
 
-    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
-        *rows, width = inputs_shape
-        rows = math.prod(rows)
-        total = dense_cost(width, self.mlp_dim, rows, is_sharded=True)
-        total += dense_cost(self.mlp_dim, width, rows, is_sharded=True)
-        if self.gated:
-            total += dense_cost(width, self.mlp_dim, rows, is_sharded=True)
-        return total + LayerCost(kept=kept_of_mlp(self.gated) * rows * self.mlp_dim)
-
     def get_config(self):
         return {
             **super().get_config(),
@@ -152,12 +141,6 @@ class MLP(Layer):
             "activation": self.activation,
             "gated": self.gated,
         }
-
-
-def kept_of_mlp(gated):
-    """Return how many numbers per hidden unit are kept for the backward pass."""
-    # Before GELU, its tanh or error function, after; the other factor, the product
-    return 3 + 2 * gated
 
 
 def _multiply(dense, x):

@@ -1,13 +1,11 @@
 """The mixture-of-experts layer: router, dispatch, experts, combine."""
 
 import math
-from collections.abc import Sequence
 
 import keras
 from keras import ops
 
 from keras_softmoe.keras_adapter.layers import Layer
-from keras_softmoe.layer_cost import LayerCost, MixtureCost, joined_shape
 from keras_softmoe.layers import groups
 from keras_softmoe.layers.experts import Experts
 from keras_softmoe.layers.mlp import MLP
@@ -308,57 +306,6 @@ class MoE(Layer):
 
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
-
-    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
-        batch, num_tokens, width = joined_shape(inputs_shape)
-        group_images = self.group_images or batch
-        shared = LayerCost()
-        if self.shared_mlp is not None:
-            shared = self.shared_mlp.cost((batch * num_tokens, width))
-        # Numbers in a slot
-        slot_width, slot_shape = width, (width,)
-        if self.routes_images:
-            slot_width, slot_shape = num_tokens * width, tuple(inputs_shape[1:])
-            num_tokens = 1
-        num_groups, group_tokens = -(-batch // group_images), group_images * num_tokens
-        num_experts = self.router.num_experts
-        capacity = self.router.capacity(group_tokens, training)
-        slots, all_tokens = num_experts * capacity, num_groups * group_tokens
-        rows = self.router.num_rows(group_tokens, training)
-        if self.dispatcher == "einsum":
-            rows = None
-        slots = slots if rows is None else rows
-        router = self.router.cost((num_groups, group_tokens, width), training)
-        experts = self.experts.cost((num_groups * slots, *slot_shape))
-        is_einsum = self.dispatcher == "einsum" or (
-            self.dispatcher == "auto" and group_tokens < 64
-        )
-        multiplies = rows is None and is_einsum
-        mixing = self.router.mixes_tokens or multiplies
-        # A soft router keeps its float32 weights and counts them. One-hot weights, and
-        # copies in half precision, are made here.
-        is_half = self.compute_dtype != "float32"
-        copies = mixing and (is_half or not self.router.mixes_tokens)
-        mixture = MixtureCost(
-            name=self.name,
-            num_experts=num_experts,
-            expert_weights=experts.weights,
-            slot_weights=router.slot_weights,
-            slots=num_groups * slots,
-            slot_width=slot_width,
-        )
-        return (
-            router
-            + experts
-            + shared
-            + LayerCost(
-                products=mixing * all_tokens * slot_width * 2 * slots,
-                kept=copies * 2 * all_tokens * slots,
-                # The router's float32 copy of tokens in half precision
-                kept_float32=is_half * all_tokens * width,
-                mixtures=(mixture,),
-            )
-        )
 
     def get_config(self):
         router = keras.saving.serialize_keras_object(self.router)

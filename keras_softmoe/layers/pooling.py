@@ -1,14 +1,12 @@
 """Pooling of tokens to one vector per image or text, and the scale of similarities."""
 
 import math
-from collections.abc import Sequence
 
 import keras
 from keras import ops
 
 from keras_softmoe.checks import check_numbers
 from keras_softmoe.keras_adapter.layers import Layer
-from keras_softmoe.layer_cost import LayerCost, normalization_cost
 from keras_softmoe.layers.attention import Attention, layer_norm
 from keras_softmoe.layers.mlp import MLP
 
@@ -143,16 +141,6 @@ class AttentionPooling(Layer):
     def compute_output_shape(self, tokens_shape):
         return (tokens_shape[0], tokens_shape[2])
 
-    def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
-        batch, num_tokens, width = tokens_shape
-        queries_shape = (batch, 1, width)
-        total = LayerCost(weights=width)
-        total += self.attention.cost(queries_shape, tokens_shape)
-        total += normalization_cost(queries_shape) + self.mlp.cost(queries_shape)
-        # Tensors with a token axis: keys and values, each also with transposed axes
-        kept = 4 * batch * num_tokens * width
-        return total._replace(kept=kept, kept_float32=0)
-
     def get_config(self):
         return {
             **super().get_config(),
@@ -216,11 +204,6 @@ class ContrastiveScale(Layer):
     def compute_output_shape(self, embeddings_shape):
         names = ("logit_scale", "logit_bias")[: 1 + (self.bias is not None)]
         return {name: (embeddings_shape[0],) for name in names}
-
-    def cost(
-        self, embeddings_shape: Sequence[int], training: bool = False
-    ) -> LayerCost:
-        return LayerCost(float32_weights=1 + (self.bias is not None))
 
     def get_config(self):
         config = super().get_config()

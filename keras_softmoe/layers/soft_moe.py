@@ -1,11 +1,8 @@
 """The soft mixture of experts as one layer."""
 
-from collections.abc import Sequence
-
 import keras
 
 from keras_softmoe.keras_adapter.layers import Layer
-from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.layers.moe import MoE
 from keras_softmoe.routers import SoftRouter
 
@@ -81,9 +78,6 @@ class SoftMoE(Layer):
 
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
-
-    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
-        return self.moe.cost(inputs_shape, training)
 
     def get_config(self):
         return {

@@ -1,14 +1,12 @@
-"""The template of experts: checks, copies, names and cost of any layer."""
+"""The template of experts: checks, copies and names of any layer."""
 
 import inspect
-import math
 
 import keras
 from keras import ops
 
 from keras_softmoe.keras_adapter.layers import flatten_layers, states_of_draws
 from keras_softmoe.keras_adapter.names import named_weights
-from keras_softmoe.layer_cost import LayerCost, cost_of
 
 
 class Templates:
@@ -191,28 +189,6 @@ class _Probe(keras.layers.Layer):
                 f"{', '.join(changed)}. Take a layer without it, for example "
                 "`keras.layers.LayerNormalization`."
             )
-
-
-def cost_of_one(expert, shape, training):
-    """Return the cost of a template for `(N, ..., D)` slots.
-
-    A layer without a method `cost` is counted if it is built, and its weights are those
-    of dense layers and normalizations, which are applied to each slot once.
-    """
-    parts = [part for part in flatten_layers(expert) if part.weights]
-    leaves = [part for part in parts if len(flatten_layers(part)) == 1]
-    kinds = keras.layers.Dense | keras.layers.LayerNormalization
-    has_cost = hasattr(expert, "cost") or isinstance(expert, keras.Sequential)
-    is_counted = leaves and all(isinstance(leaf, kinds) for leaf in leaves)
-    if has_cost or not is_counted:
-        return cost_of(expert, shape, training)
-    total = LayerCost()
-    for leaf in leaves:
-        width = leaf.weights[0].shape[0]
-        total += cost_of(leaf, (*shape[:-1], width), training)
-    weights = sum(math.prod(weight.shape) for weight in expert.weights)
-    # Not those of a leaf, if other weights belong to the layer itself.
-    return total._replace(weights=weights)
 
 
 def names_of_weights(template):

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -16,12 +15,10 @@ from keras_softmoe.keras_adapter.layers import (
     release_values,
     states_of_draws,
 )
-from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.layers.groups import by_expert
 from keras_softmoe.layers.template import (
     Templates,
     check_template,
-    cost_of_one,
     names_of_weights,
     new_copy,
     serialized_template,
@@ -237,14 +234,6 @@ class TemplateExperts(Layer):
 
     def compute_output_shape(self, slots_shape):
         return slots_shape
-
-    def cost(self, slots_shape: Sequence[int], training: bool = False) -> LayerCost:
-        one = cost_of_one(self.expert, tuple(slots_shape), training)
-        return one._replace(
-            weights=self.num_experts * one.weights,
-            float32_weights=self.num_experts * one.float32_weights,
-            sharded_kernels=0,
-        )
 
     # === Refusals ===
 

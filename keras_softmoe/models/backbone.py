@@ -17,7 +17,6 @@ from keras_softmoe.keras_adapter.layers import (
     flatten_layers,
     zero_initialization,
 )
-from keras_softmoe.layer_cost import ITEMSIZE
 from keras_softmoe.layers import EncoderBlock, Experts
 from keras_softmoe.models.adaptation import (
     check_lora_file,
@@ -215,11 +214,11 @@ def weights_follow(file_bytes=math.inf):
         _FILE_BYTES.reset(token)
 
 
-def check_size(layers, name):
+def check_size(architecture, name):
     """Raise if a model is too large to be built.
 
     Args:
-        layers: layers of the model, from its `architecture`.
+        architecture: the record of the model.
         name: str or `None`, name of the model.
 
     Raises:
@@ -227,24 +226,21 @@ def check_size(layers, name):
             memory of this machine (unless they lie on accelerators, or are sharded over
             several machines).
     """
-    try:
-        found = layers.cost(1)
-    except ValueError:
-        # A custom router may not implement `capacity`. Other errors surface in `build`.
-        return
-    weights = found.parameters
+    weights = architecture.least_weights
     file_bytes = _FILE_BYTES.get()
     if file_bytes is not None and weights > _WEIGHTS_PER_BYTE * file_bytes + _RESAMPLED:
         raise ValueError(
-            f"The configuration of {name!r} describes a model with {weights:,} "
+            f"The configuration of {name!r} describes a model with over {weights:,} "
             f"weights, for which its files with {file_bytes:,} bytes have no place: a "
             "file is damaged, or belongs to another model. Restore it, or pass "
             "`load_weights=False`."
         )
-    size, memory = ITEMSIZE["float16"] * weights, _memory()
+    # In half precision
+    size, memory = 2 * weights, _memory()
     if memory is not None and size > memory:
         raise ValueError(
-            f"The model {name!r} has {weights:,} weights, which even in half precision "
+            f"The model {name!r} has over {weights:,} weights, which even in half "
+            "precision "
             f"take {size / 1e9:,.0f} GB. Received: a machine with "
             f"{memory / 1e9:,.0f} GB of memory. Make the model smaller, or build it "
             "under `distribution.expert_parallel` on several devices; "

@@ -106,21 +106,17 @@ class TextMoEBackbone(MoEBackbone):
         architecture = TextTower.of_arguments(locals())
 
         # === Layers ===
+        check_size(architecture, name)
         layers = architecture.layers()
-        check_size(layers, name)
 
         # === Functional Model ===
         token_ids = keras.Input(
             shape=(sequence_length,), dtype="int32", name="token_ids"
         )
-        tokens, mask = layers.encode(token_ids)
         super().__init__(
             architecture,
             inputs=token_ids,
-            outputs={
-                "sequence_output": tokens,
-                "pooled_output": layers.pool(tokens, mask),
-            },
+            outputs=layers(token_ids),
             name=name,
             trainable=trainable,
         )

@@ -130,19 +130,15 @@ class ViTMoEBackbone(MoEBackbone):
         architecture = ViT.of_arguments(locals())
 
         # === Layers ===
+        check_size(architecture, name)
         layers = architecture.layers()
-        check_size(layers, name)
 
         # === Functional Model ===
         images = keras.Input(shape=architecture.image_shape, name="images")
-        tokens = layers.encode(images)
         super().__init__(
             architecture,
             inputs=images,
-            outputs={
-                "sequence_output": tokens,
-                "pooled_output": layers.pool(tokens),
-            },
+            outputs=layers(images),
             name=name,
             trainable=trainable,
         )

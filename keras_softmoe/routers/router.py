@@ -2,7 +2,6 @@
 
 import functools
 import warnings
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -11,7 +10,6 @@ from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_whole_numbers, quote
 from keras_softmoe.keras_adapter.layers import Layer, is_in_training_mode
-from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting, combine
 from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.routers.recording import is_recording, note
@@ -58,8 +56,8 @@ class Router(Layer):
     a `DenseRouting` to zero. Weights are created in `build(tokens_shape)` and get their
     gradient through the gates and `"auxiliary_loss"`. `get_config` returns the
     arguments of the constructor, from which each layer clones its router. For
-    `evaluation.cost` and `distribution.plan` implement `capacity`, and `cost` if there
-    are weights; set `mixes_tokens = True` if the routing is a `DenseRouting`.
+    `distribution.plan` implement `capacity`, and set `mixes_tokens = True` if the
+    routing is a `DenseRouting`.
 
     Routers compute in float32 under any dtype policy: a rounding error can change the
     choice of an expert, and so the output.
@@ -212,15 +210,6 @@ class Router(Layer):
 
         Called when a layer is built and when its groups change. Accepts all by default.
         """
-
-    def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
-        """Return the `layers.LayerCost` of the router. Zero by default.
-
-        Args:
-            tokens_shape: `(G, S, D)` ints.
-            training: bool, whether the settings of training apply.
-        """
-        return LayerCost()
 
     def complete(
         self, decision: Decision, tokens: Tensor, valid: Tensor, **kwargs

@@ -1,7 +1,6 @@
 """The soft router, whose slots are mixtures of all tokens."""
 
 import math
-from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -16,7 +15,6 @@ from keras_softmoe.checks import (
     is_number,
     quote,
 )
-from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.ops import DenseRouting
 from keras_softmoe.ops.kernels import reshape, softmax
 from keras_softmoe.ops.noise import normal_like
@@ -128,19 +126,6 @@ class SoftRouter(Router):
 
     def capacity(self, num_tokens: int, training: bool = False) -> int:
         return self.slots_per_expert
-
-    def cost(self, tokens_shape: Sequence[int], training: bool = False) -> LayerCost:
-        num_groups, num_tokens, width = tokens_shape
-        slots = self.num_experts * self.slots_per_expert
-        # Logits, dispatch and combine weights
-        kept = LayerCost(kept_float32=3 * num_groups * num_tokens * slots)
-        if not self._learns:
-            return kept
-        return kept + LayerCost(
-            float32_weights=width * slots + self.normalize,
-            slot_weights=width * slots,
-            products=num_groups * num_tokens * width * slots,
-        )
 
     def build(self, tokens_shape):
         if not self._learns:

@@ -1,7 +1,6 @@
 """The sparse router: one algorithm, made of policies."""
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Sequence
 from typing import TypedDict
@@ -13,7 +12,6 @@ from keras import ops
 from keras_softmoe.checks import check_choice, check_names, keyword_names, quote
 from keras_softmoe.keras_adapter.distillation import before_compiling_distillers
 from keras_softmoe.keras_adapter.layers import flatten_layers
-from keras_softmoe.layer_cost import LayerCost
 from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import gates_of_slots
 from keras_softmoe.ops.noise import normal_like
@@ -288,7 +286,7 @@ class SparseRouter(Router, PolicySettings):
             super().set_directions(directions)
         self.kernel.assign(np.transpose(directions))
 
-    # === Capacity and cost ===
+    # === Capacity ===
 
     @property
     def choices_per_token(self):
@@ -332,19 +330,6 @@ class SparseRouter(Router, PolicySettings):
             self.num_experts,
         )
         return ops.take(ops.convert_to_tensor(table), num_tokens, axis=0)
-
-    def cost(self, tokens_shape, training=False):
-        num_groups, num_tokens, width = tokens_shape
-        num_tokens *= num_groups
-        # With two kernels, both are applied to all tokens.
-        num_logits = self.num_predicted_experts * len(self._kernel_names)
-        return LayerCost(
-            float32_weights=width * num_logits
-            + sum(map(math.prod, self._state.values())),
-            products=num_tokens * width * num_logits,
-            # Logits, probabilities and scores
-            kept_float32=3 * num_tokens * self.num_experts,
-        )
 
     # === Losses ===
 

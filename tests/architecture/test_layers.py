@@ -1,14 +1,17 @@
-"""Layers that records make: their names, settings, and cost.
+"""Layers that records make: their names, settings, and counts.
 
-Of `architecture/encoder.py`, `architecture/towers.py` and `architecture/pairs.py`.
+Of `architecture/counting.py`, `architecture/encoder.py`, `architecture/towers.py` and
+`architecture/pairs.py`.
 """
 
+import math
 import random
 
 import keras
 import pytest
 
 from keras_softmoe import architecture, routers
+from keras_softmoe.architecture.counting import count
 from keras_softmoe.layers import MLP, MoE
 from tests.architecture.test_settings import ROUTER, TEXT, VIT
 from tests.models.test_two_towers import text_tower
@@ -55,9 +58,15 @@ def test_layers_of_poolings():
 
 
 @pytest.mark.parametrize("make", [tiny.backbone, text_tower, tiny_limoe.backbone])
-def test_cost_is_that_of_the_weights(make):
+def test_counts_are_those_of_the_model(make):
     model = make()
-    assert model.architecture.cost().parameters == model.count_params()
+    found = count(model.architecture).weights
+    assert {(w.path, w.numbers, w.dtype) for w in found} == {
+        (w.path, math.prod(w.shape), w.dtype) for w in model.weights
+    }
+    assert len(found) == len(model.weights)
+    size = model.count_params()
+    assert 0.5 * size < model.architecture.least_weights <= size
     assert architecture.moe_layers_of(model) == [
         block.moe for block in model.blocks if block.moe
     ]
@@ -68,7 +77,7 @@ def test_counting_draws_no_random_numbers():
     keras.utils.set_random_seed(0)
     expected = random.random()
     keras.utils.set_random_seed(0)
-    found.cost()
+    count(found)
     assert random.random() == expected
 
 
@@ -77,5 +86,5 @@ def test_a_batch_of_several_groups():
         {**VIT, "moe_layers": (1,), "router": ROUTER, "group_images": 4}
     )
     assert found.group_size == 4
-    assert found.cost(8).products == 2 * found.cost().products
+    assert count(found, 8).products == 2 * count(found).products
     assert found.replace(group_images=None).group_size == 1

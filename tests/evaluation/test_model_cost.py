@@ -9,9 +9,8 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import distribution, models, presets, routers
+from keras_softmoe import distribution, models, ops, presets, routers
 from keras_softmoe.evaluation import cost
-from keras_softmoe.layer_cost import LayerCost
 from tests.support import tiny
 from tests.support.products import count, multiply_adds
 
@@ -259,7 +258,6 @@ class Strange(routers.Router):
         ({"router": None, "moe_layers": (), "capacity_factor": 1.0}, "capacity_factor"),
         ({"keep_fraction": 0.5}, "no such setting"),
         ({"router": {"class_name": "Nothing", "config": {}}}, "cannot be made"),
-        ({"router": Strange(4)}, "`Strange` has no method.*Implement `capacity"),
         ({"dtype": "int8_from_float32"}, "before they are quantized.*int8_from"),
     ],
 )
@@ -277,6 +275,11 @@ def test_configurations_that_cannot_be_counted(changes, message):
     assert cost(config).parameters > 0
     with pytest.raises(ValueError, match=message):
         cost(config, **changes)
+
+
+def test_router_without_a_call():
+    with pytest.raises(TypeError, match="`Strange` is abstract.*implement `call`"):
+        cost(tiny.backbone().get_config(), router=Strange(4))
 
 
 @pytest.mark.parametrize("num_classes", [0, -1, 2.5, "10"])
@@ -308,14 +311,15 @@ class EveryOther(routers.Router):
     def capacity(self, num_tokens, training=False):
         return 2
 
-    def cost(self, tokens_shape, training=False):
-        return LayerCost(float32_weights=tokens_shape[-1])
-
     def call(self, tokens, valid=None, training=False):
-        raise AssertionError("counting calls nothing")
+        token = keras.ops.reshape(keras.ops.arange(8), (1, 4, 2))
+        token = token + keras.ops.zeros_like(tokens[:, :1, :1], dtype="int32")
+        filled = keras.ops.ones_like(token, dtype="bool")
+        gate = keras.ops.cast(filled, "float32") * keras.ops.sigmoid(self.bias[0])
+        return routers.Decision(ops.SlotRouting(token, filled, gate), {})
 
 
-def test_a_router_that_says_its_slots_is_counted():
+def test_a_router_of_a_user_is_counted():
     arguments = {
         "image_shape": (8, 8, 3),
         "patch_size": 4,

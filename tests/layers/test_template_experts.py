@@ -13,6 +13,7 @@ from keras_softmoe.layers.template_experts import TemplateExperts
 from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients
 from tests.support.layer_checks import check_layer, normal, randomize, revive
+from tests.support.products import counted
 from tests.support.references import to_numpy
 
 NUM_EXPERTS, WIDTH = 3, 8
@@ -185,19 +186,14 @@ def test_configuration():
 
 def test_cost():
     def numbers(expert):
-        layer = layers.MoE(ROUTER, expert=expert)
-        cost = layers.cost_of(layer, (4, 6, WIDTH))
-        return cost.weights, cost.float32_weights, cost.products
+        return counted(layers.MoE(ROUTER, expert=expert), (4, 6, WIDTH))
 
-    bank = layers.cost_of(layers.MoE(ROUTER, 5), (4, 6, WIDTH))
-    expected = bank.weights, bank.float32_weights, bank.products
+    expected = counted(layers.MoE(ROUTER, 5), (4, 6, WIDTH))
     assert numbers(layers.MLP(5)) == numbers(sequential()) == expected
     parts = keras.layers.Dense(5), keras.layers.Dense(WIDTH)
     parts[0].build((None, WIDTH))
     parts[1].build((None, 5))
     assert numbers(Wrapped(*parts)) == expected
-    with pytest.raises(ValueError, match="method `cost"):
-        numbers(keras.layers.Conv1D(WIDTH, 1))
 
 
 # === Bad input ===

@@ -8,6 +8,8 @@ import math
 
 import keras
 
+from keras_softmoe.architecture.counting import count_products
+
 
 def count(model):
     """Parameters and bytes of the weights that are there."""
@@ -17,6 +19,13 @@ def count(model):
         sum(size for size, _ in sizes),
         sum(size * itemsize[dtype] for size, dtype in sizes),
     )
+
+
+def counted(layer, shape):
+    """Numbers in the weights of a layer, and multiply-adds that `cost` finds."""
+    layer.build(shape)
+    numbers = sum(math.prod(weight.shape) for weight in layer.weights)
+    return numbers, count_products(layer, [layer], keras.KerasTensor(shape))
 
 
 def multiply_adds(model, inputs):

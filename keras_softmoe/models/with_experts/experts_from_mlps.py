@@ -7,9 +7,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_softmoe.keras_adapter.products import counted_products
-from keras_softmoe.keras_adapter.surgery import call_symbolically, sublayers
-from keras_softmoe.layer_cost import LayerCost
+from keras_softmoe.keras_adapter.surgery import sublayers
 from keras_softmoe.layers import MLP, ImageMoE, MoE
 from keras_softmoe.ops.kernels import reshape
 
@@ -47,13 +45,6 @@ class Chain(keras.layers.Layer):
             # MiT's MLP loses the number of tokens on TensorFlow.
             outputs = reshape(outputs, (-1, *sizes))
         return outputs
-
-    def cost(self, inputs_shape, training=False):
-        inputs = keras.KerasTensor(inputs_shape, self.compute_dtype)
-        with counted_products() as products:
-            call_symbolically(self, inputs, start=products.restart)
-        weights = sum(math.prod(weight.shape) for weight in self.weights)
-        return LayerCost(weights=weights, products=products.total)
 
     def get_config(self):
         parts = [keras.saving.serialize_keras_object(part) for part in self.parts]
