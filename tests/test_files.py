@@ -1,7 +1,6 @@
 """Files and directories that appear whole or not at all.
 
-Covers `files/placing.py`, `files/reading.py`, `files/refusals.py`,
-`files/replacing.py` and `files/temporary.py`.
+Covers `files/errors.py`, `files/reading.py` and `files/writing.py`.
 """
 
 import errno
@@ -20,9 +19,9 @@ from keras_softmoe.files import (
     WriteError,
     atomic_directory,
     atomic_file,
-    placing,
     read_whole,
     restore_interrupted,
+    writing,
 )
 from tests.skips import REASONS
 from tests.support.processes import Program
@@ -62,7 +61,8 @@ def test_directory(tmp_path):
     for content in ("first", "second"):
         with atomic_directory(target, MARKS) as aside:
             (aside / "config.json").write_text(content)
-            assert content not in texts(target).values()
+            found = target / "config.json"
+            assert not found.exists() or found.read_text() == "first"
         assert texts(target)["config.json"] == content
         (target / "assets").mkdir(exist_ok=True)
         (target / "assets" / "card").write_text("kept")
@@ -137,20 +137,38 @@ def killed(target, where):
     assert code == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("where", ["write", "exchange"])
-def test_a_process_that_is_killed(where, tmp_path):
-    """What was there is there, and the next one to write clears up."""
+@pytest.mark.parametrize("where", ["write", "replace"])
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_process_that_is_killed(where, is_read, tmp_path):
+    """The next process finds one version, and removes what is left."""
+    target = tmp_path / "preset"
+    names = ("assets.json", "config.json")
+    with atomic_directory(target, MARKS) as aside:
+        for name in (*names, "other.json"):
+            (aside / name).write_text("first")
+    killed(target, where)
+    contents = [(target / name).read_text() for name in names]
+    assert contents == ["first" if where == "write" else "second", "first"]
+    assert len(os.listdir(target)) == 4
+    if is_read:
+        restore_interrupted(target)
+        content = "first" if where == "write" else "second"
+        found = read_whole(target, lambda: texts(target))
+        assert found == {**dict.fromkeys(names, content), "other.json": "first"}
+    with atomic_directory(target, MARKS) as aside:
+        (aside / "config.json").write_text("third")
+    assert texts(target)["config.json"] == "third"
+    assert sorted(os.listdir(target)) == [*names, "other.json"]
+    assert os.listdir(tmp_path) == ["preset"]
+
+
+def test_a_killed_process_is_completed_by_readers(tmp_path):
     target = tmp_path / "preset"
     with atomic_directory(target, MARKS) as aside:
         (aside / "config.json").write_text("first")
-    killed(target, where)
-    assert len(list(tmp_path.iterdir())) == (2 if where == "write" else 1)
-    restore_interrupted(target)
-    assert texts(target) == {"config.json": "first"}
-    with atomic_directory(target, MARKS) as aside:
-        (aside / "config.json").write_text("third")
-    assert texts(tmp_path) == {"preset/config.json": "third"}
-    assert [path.name for path in tmp_path.iterdir()] == ["preset"]
+    killed(target, "replace")
+    names = ("assets.json", "config.json")
+    assert read_whole(target, lambda: texts(target)) == dict.fromkeys(names, "second")
 
 
 def test_what_a_living_process_writes_stays(tmp_path):
@@ -419,14 +437,14 @@ def test_all_files_are_put_back(tmp_path, monkeypatch):
     for name in ("a.json", "b.json", "old.json"):
         (target / name).write_text("first")
     (target / "link").symlink_to("nowhere")
-    move = placing.move
+    move = writing.move
 
     def fails_once(file, path):
         if path.name == "b.json" and file.parent.name == "ready":
             raise PermissionError(errno.EPERM, "Operation not permitted")
         move(file, path)
 
-    monkeypatch.setattr(placing, "move", fails_once)
+    monkeypatch.setattr(writing, "move", fails_once)
     with pytest.raises(WriteError, match="unchanged"):
         with atomic_directory(target, MARKS, keep=lambda path: False) as aside:
             for name in ("a.json", "a_new.json", "b.json"):
@@ -434,21 +452,6 @@ def test_all_files_are_put_back(tmp_path, monkeypatch):
     names = ("a.json", "b.json", "old.json")
     assert texts(target) == dict.fromkeys(names, "first")
     assert sorted(os.listdir(target)) == sorted([*names, "link"])
-
-
-def test_a_killed_process_is_finished(tmp_path):
-    """Between two files: the next reader finds all of the new version."""
-    target = tmp_path / "preset"
-    with atomic_directory(target, MARKS) as aside:
-        for name in ("assets.json", "config.json", "gone.json"):
-            (aside / name).write_text("first")
-    killed(target, "replace")
-    contents = [(target / name).read_text() for name in ("assets.json", "config.json")]
-    assert contents == ["second", "first"]
-    found = read_whole(target, lambda: texts(target))
-    names = ("assets.json", "config.json")
-    assert found == {**dict.fromkeys(names, "second"), "gone.json": "first"}
-    assert texts(tmp_path / "preset") == found
 
 
 @pytest.fixture

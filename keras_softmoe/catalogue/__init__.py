@@ -1,19 +1,16 @@
 """Catalogue of presets: architectures as data, and directories with weights.
 
-`_papers` has the tables of the papers, `_unreleased` converts them to rows, `_released`
-has released checkpoints, `_preset_files` writes a row as a directory, `_front_matter`
-the head of its card, `_lookup` finds a name.
+`papers` has the tables of the papers, `unreleased` converts them to rows, `released`
+has released checkpoints, `preset_files` writes a row as a directory, `cards` its model
+card, `lookup` finds a name.
 """
 
-from keras_softmoe.catalogue.front_matter import front_matter as front_matter
-from keras_softmoe.catalogue.front_matter import (
-    without_front_matter as without_front_matter,
-)
+from keras_softmoe.catalogue.cards import front_matter as front_matter
+from keras_softmoe.catalogue.cards import without_front_matter as without_front_matter
 from keras_softmoe.catalogue.lookup import CONFIG_FILE as CONFIG_FILE
 from keras_softmoe.catalogue.lookup import METADATA_FILE as METADATA_FILE
 from keras_softmoe.catalogue.lookup import PRESET_MARKS as PRESET_MARKS
 from keras_softmoe.catalogue.lookup import Preset as Preset
-from keras_softmoe.catalogue.lookup import check_task as check_task
 from keras_softmoe.catalogue.lookup import describe as describe
 from keras_softmoe.catalogue.lookup import explain_errors as explain_errors
 from keras_softmoe.catalogue.lookup import find_directory as find_directory

@@ -111,7 +111,7 @@ def test_an_image_converter_without_a_size_gets_that_of_the_model(tmp_path):
 
 
 def test_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(lookup, "_root", lambda: tmp_path)
+    monkeypatch.setattr(lookup, "ROOT", tmp_path)
     model = tiny.classifier()
     save(model, tmp_path, "tiny_preset")
     revived = models.ViTMoEImageClassifier.from_preset("tiny_preset")

@@ -1,13 +1,11 @@
 """Errors of writing: those of the operating system, and checks made beforehand."""
 
 import contextlib
-import ctypes
 import errno
 import os
 import re
 import shutil
 import stat
-import sys
 import tempfile
 
 # Error numbers of a system that refuses to write.
@@ -59,8 +57,6 @@ def wrap_os_errors(path):
 def check_kind(path, kind):
     """Raise if a path exists and is not of the expected kind.
 
-    For example, a directory never replaces a device or a file.
-
     Args:
         path: `pathlib.Path`, resolved.
         kind: `stat.S_IFREG` for a file, or `stat.S_IFDIR`.
@@ -76,36 +72,25 @@ def check_kind(path, kind):
         raise WriteError(
             f"'{path}' cannot be written as {_KINDS[kind]}: it is "
             f"{_KINDS.get(found, 'something else')}, and stays as it was. Choose "
-            "another path, or a directory that does not exist yet; or remove it first."
+            "another path, or remove it first."
         )
     return True
 
 
 def check_room(directory, size):
-    """Raise an `OSError` if a directory has no room for that many bytes."""
-    if not size:
-        return
-    with tempfile.TemporaryFile(dir=directory) as file:
-        if not _allocate(file.fileno(), size):
-            if shutil.disk_usage(directory).free < size:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    """Raise an `OSError` if a directory has no room for a file of a size in bytes.
 
-
-def _allocate(file, size):
-    """Allocate an empty file without writing; return `False` where unsupported.
-
-    Unlike the free space of the disk, this respects quotas and limits.
+    HDF5 crashes the process when a write fails.
     """
-    if sys.platform != "linux":
-        return False
-    try:
-        allocate = ctypes.CDLL(None, use_errno=True).fallocate
-    except (OSError, AttributeError):
-        return False
-    allocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    if not allocate(file, 0, 0, size):
-        return True
-    number = ctypes.get_errno()
-    if number in _REFUSALS:
-        raise OSError(number, os.strerror(number))
-    return False
+    if not hasattr(os, "posix_fallocate"):
+        if shutil.disk_usage(directory).free < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    elif size:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            try:
+                # Unlike the free space of the disk, this respects quotas and limits.
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                # Some file systems cannot allocate.
+                if error.errno in _REFUSALS:
+                    raise
