@@ -13,11 +13,8 @@ model card). In ours, `metadata.json` also has the `kind`:
 Only trained presets are directories in the package; `write` makes those of others.
 """
 
-from keras_softmoe import moved
 from keras_softmoe.catalogue import Preset as Preset
 from keras_softmoe.catalogue import describe as describe
 from keras_softmoe.catalogue import names as names
 from keras_softmoe.catalogue import write as write
 from keras_softmoe.models.conversion import convert as convert
-
-__getattr__ = moved.attribute(__name__)

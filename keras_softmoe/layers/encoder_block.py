@@ -11,7 +11,6 @@ from keras_softmoe.checks import check_bools, check_numbers
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layer_cost import LayerCost, cost_of, normalization_cost
 from keras_softmoe.layers.attention import Attention, layer_norm
-from keras_softmoe.layers.experts import MLP
 from keras_softmoe.layers.moe import MoE
 from keras_softmoe.layers.tokens import (
     add,
@@ -207,35 +206,8 @@ class EncoderBlock(Layer):
 
     @classmethod
     def from_config(cls, config):
-        if "mlp" not in config:
-            return cls(**_as_saved_now(config))
         mlp = keras.saving.deserialize_keras_object(config["mlp"])
         return cls(**{**config, "mlp": mlp})
-
-
-# Arguments of `MoE` in the blocks of older files
-_OF_MIXTURES = (
-    "group_images",
-    "dispatcher",
-    "equal_experts",
-    "expert_dropout_rate",
-    "remat_experts",
-    "dispatch_dtype",
-)
-
-
-def _as_saved_now(config):
-    """Return the arguments of a block from a file without the argument `mlp`."""
-    config = dict(config)
-    settings = {name: config.pop(name) for name in _OF_MIXTURES if name in config}
-    mlp_dim, router = config.pop("mlp_dim"), config.pop("router")
-    dtype = config.get("dtype")
-    if router is None:
-        mlp = MLP(mlp_dim, dtype=dtype, name="mlp")
-    else:
-        router = keras.saving.deserialize_keras_object(router)
-        mlp = MoE(router, mlp_dim, dtype=dtype, name="moe", **settings)
-    return {**config, "mlp": mlp}
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")

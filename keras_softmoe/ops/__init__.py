@@ -1,6 +1,5 @@
 """Pure functions on tensors: routing, assignment, capacity, transport, losses."""
 
-from keras_softmoe import moved
 from keras_softmoe.ops.assignment import expert_choice as expert_choice
 from keras_softmoe.ops.assignment import token_choice as token_choice
 from keras_softmoe.ops.capacity import expert_capacity as expert_capacity
@@ -28,5 +27,3 @@ from keras_softmoe.ops.transport import sinkhorn_plan as sinkhorn_plan
 from keras_softmoe.ops.transport import (
     sparse_transport_plan as sparse_transport_plan,
 )
-
-__getattr__ = moved.attribute(__name__)

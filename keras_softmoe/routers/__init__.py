@@ -1,6 +1,5 @@
 """Routers: tokens -> `Decision`, one class per algorithm, always in float32."""
 
-from keras_softmoe import moved
 from keras_softmoe.routers.identity import IdentityRouter as IdentityRouter
 from keras_softmoe.routers.limoe import LIMoERouter as LIMoERouter
 from keras_softmoe.routers.limoe import classic_losses as classic_losses
@@ -26,5 +25,3 @@ from keras_softmoe.routers.recording import record as record
 from keras_softmoe.routers.router import Decision as Decision
 from keras_softmoe.routers.router import Router as Router
 from keras_softmoe.routers.soft import SoftRouter as SoftRouter
-
-__getattr__ = moved.attribute(__name__)

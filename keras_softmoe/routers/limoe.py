@@ -226,25 +226,3 @@ class LIMoERouter(SparseRouter):
             loss_weight=loss_weight,
             **settings,
         )
-
-
-class PrunedLIMoERouter:
-    """Class name in old files of a `LIMoERouter` with `kept_experts`."""
-
-    def __new__(
-        cls, num_experts, kept_experts, num_predicted_experts, losses=(), **kwargs
-    ):
-        return LIMoERouter(
-            num_experts,
-            kept_experts=kept_experts,
-            num_predicted_experts=num_predicted_experts,
-            losses=losses,
-            **kwargs,
-        )
-
-    @classmethod
-    def from_config(cls, config):
-        return cls(**config)
-
-
-keras.saving.get_custom_objects()["keras_softmoe>PrunedLIMoERouter"] = PrunedLIMoERouter

@@ -1,6 +1,5 @@
 """LIMoE's routers as the tests use them: one group shape, every form."""
 
-import keras
 import numpy as np
 
 from keras_softmoe import ops, routers
@@ -8,8 +7,11 @@ from tests.support import cases, limoe_router_twin
 from tests.support.references import to_numpy
 from tests.support.sparse_routers import PLAIN, WIDTH, as_numpy
 
-# As files name a pruned router
-Pruned = keras.saving.get_registered_object("keras_softmoe>PrunedLIMoERouter")
+
+def Pruned(num_experts, losses=(), **settings):
+    """A router whose losses are only those that a test gives."""
+    return routers.LIMoERouter(num_experts, losses=losses, **settings)
+
 
 EVERY_LOSS = (
     routers.RoutingLoss(ops.importance_loss),
