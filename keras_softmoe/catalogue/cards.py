@@ -47,16 +47,6 @@ _WEIGHTS_OF_RELEASED = (
     "nor its accuracy after conversion has been measured here."
 )
 
-# Results of trained models in the papers.
-_RESULTS = {
-    "imagenet_zero_shot": ("ImageNet in the paper, zero-shot", "{} %"),
-    "imagenet_10_shot": ("ImageNet in the paper, 10 shots", "{} %"),
-    "coco_text_to_image": ("COCO in the paper, text to image, recall@1", "{} %"),
-    "coco_image_to_text": ("COCO in the paper, image to text, recall@1", "{} %"),
-    "text_experts": ("experts for text, soft minimum in training", "{}"),
-    "image_experts": ("experts for images, soft minimum in training", "{}"),
-}
-
 
 def card(row, about):
     """Return the model card of a preset without weights, Markdown with its head.
@@ -66,38 +56,21 @@ def card(row, about):
         about: dict, its metadata.
     """
     kind, release = row.kind.backbone, row.release
-    published = about.get("published", {})
-    rows = [
-        ("parameters of the backbone", f"{about['parameter_count']:,}"),
-        (f"GFLOP per {_UNITS[kind]}", f"{row.counts[1]:,.1f}"),
-        ("weights in float32", f"{4 * about['parameter_count'] / 1e9:,.2f} GB"),
-    ]
-    if release:
-        rows += [
-            ("parameters with the head", f"{about['parameter_count_with_head']:,}"),
-            ("classes", f"{release.num_classes:,}"),
-            ("checkpoint", f"`{release.checkpoint}`"),
-        ]
-        rows += [(on, f"{100 * x:.1f} %") for on, x in release.accuracy.items()]
-    if "parameters" in published:
-        rows.append(
-            (
-                f"parameters with a head for {published['head_classes']:,} classes",
-                f"{about['parameter_count_with_head']:,} "
-                f"(paper: {published['parameters']})",
-            )
-        )
-    if "gflop_per_image" in published:
-        rows.append(("GFLOP per image in the paper", published["gflop_per_image"]))
-    if "row" in published:
-        rows.append(("row", published["row"]))
-    rows += [
-        (title, wording.format(published[key]))
-        for key, (title, wording) in _RESULTS.items()
-        if key in published
-    ]
-    if row.twin:
-        rows.append(("dense twin", f"`{row.twin}`"))
+    with_head = about.get("parameter_count_with_head")
+    facts = {
+        "parameters of the backbone": f"{about['parameter_count']:,}",
+        f"GFLOP per {_UNITS[kind]}": f"{row.counts[1]:,.1f}",
+        "weights in float32": f"{4 * about['parameter_count'] / 1e9:,.2f} GB",
+        "parameters with the head": with_head and f"{with_head:,}",
+        "classes": release and f"{release.num_classes:,}",
+        "checkpoint": release and f"`{release.checkpoint}`",
+        **{on: f"{100 * x:.1f} %" for on, x in about.get("accuracy", {}).items()},
+        **{
+            f"paper: {key.replace('_', ' ')}": value
+            for key, value in about.get("published", {}).items()
+        },
+        "dense twin": row.twin and f"`{row.twin}`",
+    }
     parts = [
         f"# {row.name}",
         about["description"],
@@ -108,7 +81,7 @@ import keras_softmoe as ksm
 name = "{row.name}"
 {_CODE_OF_RELEASED if release else _CODE[kind]}
 ```""",
-        _table(("", ""), rows),
+        _table(("", ""), [(key, value) for key, value in facts.items() if value]),
     ]
     if row.settings:
         keys = list(row.settings[0])

@@ -5,11 +5,11 @@ when all are complete. If writing fails, the old content is unchanged. What kill
 processes leave is completed or removed by the next process that reads or writes there.
 """
 
-from keras_softmoe.files.errors import WriteError as WriteError
-from keras_softmoe.files.errors import wrap_os_errors as wrap_os_errors
 from keras_softmoe.files.reading import one_process as one_process
 from keras_softmoe.files.reading import read_whole as read_whole
+from keras_softmoe.files.writing import WriteError as WriteError
 from keras_softmoe.files.writing import atomic_directory as atomic_directory
 from keras_softmoe.files.writing import atomic_file as atomic_file
 from keras_softmoe.files.writing import check_file as check_file
 from keras_softmoe.files.writing import restore_interrupted as restore_interrupted
+from keras_softmoe.files.writing import wrap_os_errors as wrap_os_errors

@@ -6,18 +6,23 @@ import glob
 import json
 import os
 import platform
+import re
 import shutil
 import stat
 import tempfile
 from pathlib import Path
 
-from keras_softmoe.files.errors import (
-    WriteError,
-    check_kind,
-    check_room,
-    wrap_os_errors,
-)
-
+# Error numbers of a system that refuses to write.
+_REFUSALS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO),
+    *(errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EBUSY, errno.ETXTBSY),
+}
+# By the first character of their modes. Links that lead anywhere are followed.
+_KINDS = {
+    **{"-": "a file", "d": "a directory", "p": "a named pipe", "s": "a socket"},
+    **{"c": "a device", "b": "a device", "l": "a link in a circle"},
+}
 # Part of the names of temporary directories: `.NAME.aside-MACHINE-PROCESS-RANDOM`
 # beside a path of that name, `..aside-MACHINE-PROCESS-RANDOM` inside a directory.
 ASIDE = f"aside-{platform.node()}"
@@ -46,15 +51,15 @@ def atomic_file(path, room=0):
     """
     with wrap_os_errors(path):
         target = _resolved(path)
-        is_there = check_kind(target, stat.S_IFREG)
+        is_there = _exists(target, "a file")
         with _aside(target.parent, target.name) as temporary:
-            check_room(temporary, room)
+            _check_room(temporary, room)
             new = temporary / Path(path).name
             yield new
             names = sorted({file.name for file in temporary.iterdir()} - {new.name})
             for name in names:
                 other = _resolved(Path(path).with_name(name))
-                if check_kind(other, stat.S_IFREG) and not is_there:
+                if _exists(other, "a file") and not is_there:
                     raise WriteError(
                         f"'{path}' cannot be written: it consists of several files, "
                         f"and '{other}' is another one, which stays as it was. Choose "
@@ -74,7 +79,7 @@ def check_file(path):
     """
     with wrap_os_errors(path):
         target = _resolved(path)
-        check_kind(target, stat.S_IFREG)
+        _exists(target, "a file")
         with _aside(target.parent, target.name):
             pass
 
@@ -110,10 +115,10 @@ def atomic_directory(directory, marks, keep=lambda path: True, room=0):
     with contextlib.ExitStack() as stack:
         stack.enter_context(wrap_os_errors(directory))
         target = _resolved(directory)
-        is_there = check_kind(target, stat.S_IFDIR)
+        is_there = _exists(target, "a directory")
         place = (target,) if is_there else (target.parent, target.name)
         temporary = stack.enter_context(_aside(*place))
-        check_room(temporary, room)
+        _check_room(temporary, room)
         new = temporary / "new"
         new.mkdir()
         yield new
@@ -156,6 +161,70 @@ def restore_interrupted(directory):
             continue
 
 
+# === Errors ===
+
+
+class WriteError(OSError, ValueError):
+    """Error of writing a file or directory, whose old content is unchanged."""
+
+
+@contextlib.contextmanager
+def wrap_os_errors(path):
+    """Raise `WriteError` in place of an `OSError` of writing a path.
+
+    Args:
+        path: str or path.
+    """
+    try:
+        yield
+    except WriteError:
+        raise
+    except (OSError, RuntimeError) as error:
+        # On closing a file HDF5 gives the error number only in its message.
+        number = re.search(r"errno = (\d+)", str(error))
+        number = getattr(error, "errno", None) or (number and int(number[1]))
+        if number not in _REFUSALS:
+            raise
+        raise WriteError(
+            f"'{path}' cannot be written ({os.strerror(number)}); its old content is "
+            "unchanged. Make room, or choose a directory that this program may write "
+            f"to. Reason: {error}"
+        ) from error
+
+
+def _exists(path, kind):
+    """Return whether a resolved path exists; raise if it is of another kind."""
+    try:
+        found = _KINDS.get(stat.filemode(path.lstat().st_mode)[0], "something else")
+    except FileNotFoundError:
+        return False
+    if found != kind:
+        raise WriteError(
+            f"'{path}' cannot be written as {kind}: it is {found}, and stays as it "
+            "was. Choose another path, or remove it first."
+        )
+    return True
+
+
+def _check_room(directory, size):
+    """Raise an `OSError` if a directory has no room for a file of a size in bytes.
+
+    HDF5 crashes the process when a write fails.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        if shutil.disk_usage(directory).free < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    elif size:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            try:
+                # Unlike the free space of the disk, this respects quotas and limits.
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                # Some file systems cannot allocate.
+                if error.errno in _REFUSALS:
+                    raise
+
+
 # === Temporary directories ===
 
 
@@ -180,8 +249,8 @@ def _check_replaced(new, target, marks):
     is_known = any(Path(name).match(mark) for name in names for mark in marks)
     for path in _files_below(new):
         for parent in list(path.parents)[:-1]:
-            check_kind(_resolved(target / parent), stat.S_IFDIR)
-        if check_kind(_resolved(target / path), stat.S_IFREG) and not is_known:
+            _exists(_resolved(target / parent), "a directory")
+        if _exists(_resolved(target / path), "a file") and not is_known:
             raise WriteError(
                 f"'{target}' cannot be written: '{path}' in it is another file, "
                 "which stays as it was. Files are replaced only where one of "

@@ -54,25 +54,21 @@ def convert_vmoe_checkpoint(
     """Convert a checkpoint of a V-MoE or a Vision Transformer to a preset directory.
 
     Names and shapes of the parameters determine nearly all of the model; the arguments
-    determine the rest, and default to the settings of the released V-MoE models. The
-    arrays are read one at a time.
+    determine the rest, and default to the settings of the released V-MoE models.
 
     Args:
         prefix: str or path: the common part of a sharded checkpoint's files
-            (`PREFIX.index`, `PREFIX.data-00000-of-00001`, ...), or a file of a Vision
-            Transformer: `.npz` (original, AugReg, big_vision) or `.safetensors`
-            (`timm`, `transformers`). Or a URL of these (`gs://bucket/name`). Or the
-            result of `read_checkpoint`, under V-MoE's names.
-        preset_dir: str or path of the directory to write. It must not exist yet, or be
-            empty.
-        image_shape: `(height, width, channels)` in pixels. By default a square, from
-            the number of learned positions.
-        router: a router from `keras_softmoe.routers`, a template. By default
+            (`PREFIX.index`, ...), or a file of a Vision Transformer: `.npz` (original,
+            AugReg, big_vision) or `.safetensors` (`timm`, `transformers`). Or a URL
+            (`gs://bucket/name`), or the result of `read_checkpoint`.
+        preset_dir: str or path of a directory to write, new or empty.
+        image_shape: `(height, width, channels)`. By default a square, from the number
+            of learned positions.
+        router: a router from `keras_softmoe.routers`. By default
             `SoftmaxTokenChoiceRouter(num_experts, num_selected_experts=2,
             capacity_factor=1.05, rounding="ceil", multiple_of=4)`, or the `SoftRouter`
             that the parameters belong to.
-        group_images: int, images whose tokens are routed together. By default 8, and 1
-            for a `SoftRouter`.
+        group_images: int, images routed together. By default 8; 1 for a `SoftRouter`.
         dispatch_dtype: `"bfloat16"` (as the released code) or `None`, see `layers.MoE`.
         pooling: `"gap"` (default) or `"first"`, for a checkpoint that has neither a
             class token nor attention pooling.
@@ -83,8 +79,7 @@ def convert_vmoe_checkpoint(
         verbose: 0 or 1, whether to show a progress bar.
 
     Returns:
-        str, `preset_dir`: with a classifier if the checkpoint has a head, otherwise
-        with a backbone.
+        str, `preset_dir`: a classifier if the checkpoint has a head, else a backbone.
 
     Raises:
         CheckpointError: (a `ValueError`) if the checkpoint is damaged, or that of
@@ -117,7 +112,7 @@ def convert_vmoe_checkpoint(
         position_embedding=position_embedding,
         preprocessor=preprocessor,
     )
-    return write_converted(
+    return _write(
         model, checkpoint, target, prefix, preprocessor=preprocessor, verbose=verbose
     )
 
@@ -135,10 +130,10 @@ def model_for(
 
     Args:
         checkpoint: `Checkpoint` under V-MoE's names.
-        router: as in `convert_vmoe_checkpoint`.
-        group_images: as `router`.
-        dispatch_dtype: as `router`.
-        preprocessor: as `router`.
+        router: see `convert_vmoe_checkpoint`.
+        group_images: see `convert_vmoe_checkpoint`.
+        dispatch_dtype: see `convert_vmoe_checkpoint`.
+        preprocessor: see `convert_vmoe_checkpoint`.
         activation: of the head of a classifier, `None` for logits.
         **given: settings that parameters do not determine, as in `read_vit_settings`.
 
@@ -191,19 +186,11 @@ def model_for(
     return classifier, None
 
 
-def write_converted(model, checkpoint, directory, origin, preprocessor=None, verbose=1):
+def _write(model, checkpoint, directory, origin, preprocessor=None, verbose=1):
     """Load a checkpoint into a model and save it as a preset that names its origin.
 
-    Args:
-        model: backbone or task of this library.
-        checkpoint: `Checkpoint` with its parameters, under V-MoE's names.
-        directory: str or path to write, which appears when all is written.
-        origin: str or path of the checkpoint.
-        preprocessor: the preprocessor to save, if the model has none.
-        verbose: 0 or 1, whether to show a progress bar.
-
-    Returns:
-        str, `directory`.
+    `checkpoint` has V-MoE's names, `origin` is its str or path, and `preprocessor` is
+    saved beside a backbone. Returns `directory` as str.
     """
     load_vmoe_params(model, checkpoint, verbose=verbose)
     room = room_for(model.variables)
@@ -236,8 +223,8 @@ def convert(
     Without a network, fetch the files elsewhere and call this with the `prefix` of the
     copies; `from_preset` then finds the preset.
 
-    Presets are kept in `keras_softmoe/` below the directory of Keras: the variable
-    `KERAS_HOME`, or `~/.keras`. Delete a directory there to convert it again.
+    Presets are kept in `keras_softmoe/` below `KERAS_HOME` (default `~/.keras`).
+    Delete a directory there to convert it again.
 
     Args:
         name: str, the name of a convertible preset.
@@ -249,15 +236,13 @@ def convert(
         str, the preset's directory in the cache. An existing one is returned unchanged.
 
     Raises:
-        ValueError: if the preset is not a convertible one, the checkpoint cannot be
-            fetched (the message gives the steps by hand), or it is damaged or another
-            model's.
+        ValueError: if the preset is not convertible, the checkpoint cannot be fetched
+            (the message gives the steps by hand), or it is damaged or another model's.
 
     Examples:
         >>> name = "vmoe_small_patch32_last2_8e_384_imagenet_light"
         >>> prefix = "downloads/vmoe_s32_last2_ilsvrc2012_randaug_light1_ft_ilsvrc2012"
         >>> ksm.presets.convert(name, prefix)
-        >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name)
     """
     preset = catalogue.describe(name)
     if preset.kind != "convertible":
@@ -342,9 +327,7 @@ def _convert(preset, prefix, target, verbose):
                 preprocessor=ViTMoEImageClassifierPreprocessor(converter),
                 name=f"{preset.name}_classifier",
             )
-        return write_converted(
-            model, checkpoint, target, preset.checkpoint, verbose=verbose
-        )
+        return _write(model, checkpoint, target, preset.checkpoint, verbose=verbose)
     except ValueError as error:
         error.add_note(f"The checkpoint of {preset.name!r} is {preset.checkpoint}.")
         raise

@@ -27,7 +27,7 @@ _PARTS = (
     (r"block_(\d+)/mlp/", _BLOCK + "Mlp/"),
     (r"block_(\d+)/moe/experts/", _BLOCK + "Moe/Mlp/"),
     (r"block_(\d+)/moe/router/(?=kernel)", _BLOCK + "Moe/Router/dense/"),
-    (r"block_(\d+)/moe/router/", _BLOCK + "Moe/Router/"),
+    (r"block_(\d+)/moe/router/(?=mu|scale)", _BLOCK + "Moe/Router/"),
     (r"encoder_norm/", "Encoder/encoder_norm/"),
     (r"attention_pooling/probe", "MapHead/probe"),
     (r"attention_pooling/attention/", "MapHead/MultiHeadDotProductAttention/"),
