@@ -99,7 +99,7 @@ def convert_vmoe_checkpoint(
     if is_taken:
         raise ValueError(
             f"`preset_dir` must be a new or an empty directory, and '{target}' is not "
-            f"empty. Received: preset_dir={str(preset_dir)!r}."
+            f"empty. Received: preset_dir={str(preset_dir)!r}. Choose another one."
         )
     checkpoint = read_parameters(prefix, image_shape=image_shape)
     model, preprocessor = model_for(

@@ -115,7 +115,8 @@ def attach(cls, load=None):
             if load_weights:
                 _check_finite(model, preset)
             _check_dtypes(getattr(model, "preprocessor", None), preset)
-        model.set_routing(**settings)
+        if settings:
+            model.set_routing(**settings)
         return model
 
     @functools.wraps(save)
@@ -231,8 +232,7 @@ def load_contrastive(read, cls, directory, load_weights, arguments):
 def _with_backbone(cls, directory, load_weights, arguments):
     """Replace arguments of the backbone by a backbone that has them.
 
-    KerasHub hands on two of them, `dtype` and `image_shape`: with those alone, nothing
-    is changed.
+    With `dtype` and `image_shape` alone, which KerasHub hands on, nothing is changed.
     """
     handed_on = ("dtype", "image_shape")
     own = {*arguments_of(cls), *handed_on}
@@ -286,19 +286,16 @@ def open_preset(preset, load_weights=True):
     """Find the files of a preset, and name it in errors while they are read.
 
     Args:
-        preset: str or path: a name of the catalogue, a directory, or a handle that
-            KerasHub resolves (`hf://...`, `kaggle://...`).
-        load_weights: bool, whether weights are wanted.
+        preset: str or path: a name of the catalogue, a directory, or a handle.
+        load_weights: bool, whether weights are needed.
 
     Yields:
-        str, a directory, or the handle. For a convertible preset with weights that is
-        a directory of the cache, where it is put first if it is not there yet. For an
-        architecture it is a temporary one.
+        str, a directory, or the handle. It is a directory of the cache for a
+        convertible preset with weights, and a temporary one for an architecture.
 
     Raises:
         ValueError: if the name is unknown, the directory is not a preset of this
-            library, a file in it has an unknown key, or weights are wanted that do not
-            exist or cannot be fetched.
+            library, a file in it has an unknown key, or there are no weights.
     """
     if not isinstance(preset, str | os.PathLike):
         raise ValueError(
@@ -326,11 +323,7 @@ def open_preset(preset, load_weights=True):
 
 
 def _converted(preset, path):
-    """Return the directory of a converted preset (`pathlib.Path`).
-
-    Raises:
-        ValueError: if the preset is not a convertible one.
-    """
+    """Return the directory of a converted preset; raise if it is not convertible."""
     kind, name = catalogue.read_metadata(preset).get("kind"), Path(preset).name
     if kind == "convertible":
         return Path(convert(name))
@@ -367,12 +360,6 @@ def check_keys(directory):
 
     Keras ignores names beside the arguments of an object, and KerasHub ignores whole
     files: a task is read from `task.json` alone.
-
-    Args:
-        directory: `pathlib.Path` or str.
-
-    Raises:
-        ValueError: with the name, the nearest one that is accepted, and all of them.
     """
     for name in _FILES:
         try:
