@@ -100,7 +100,7 @@ test-all:
 # Routing, losses, experts and models against their twins, and the recorded numbers.
 HEART := tests/ops tests/routers tests/layers/test_moe.py tests/layers/test_masks.py \
     tests/layers/test_experts.py tests/layers/test_every_layer.py \
-    tests/models/test_vit.py tests/guards tests/test_imports.py tests/test_moved.py \
+    tests/models/test_vit.py tests/guards tests/test_imports.py \
     tests/reference/test_reference_ops.py tests/reference/test_reference_routers.py
 
 check: lint

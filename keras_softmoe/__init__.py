@@ -16,7 +16,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
-from keras_softmoe import layers as layers, moved, ops as ops, routers as routers
+from keras_softmoe import layers as layers, ops as ops, routers as routers
 
 if TYPE_CHECKING:
     from keras_softmoe import (
@@ -51,7 +51,7 @@ __all__ = ["__version__", "layers", "ops", "routers", *_LAZY_ROOMS]
 def __getattr__(name):
     if name in _LAZY_ROOMS:
         return importlib.import_module(f"{__name__}.{name}")
-    return moved.attribute(__name__)(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__():

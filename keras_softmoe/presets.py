@@ -13,7 +13,6 @@ model card). In ours, `metadata.json` also has the `kind`:
 Only trained presets are directories in the package; `write` makes those of others.
 """
 
-from keras_softmoe import moved
 from keras_softmoe.catalogue import (
     Preset as Preset,
     describe as describe,
@@ -21,5 +20,3 @@ from keras_softmoe.catalogue import (
     write as write,
 )
 from keras_softmoe.models.conversion import convert as convert
-
-__getattr__ = moved.attribute(__name__)

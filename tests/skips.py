@@ -117,7 +117,6 @@ RUNS_ON = {
     "test_files.py": ("torch",),
     "test_imports.py": ("torch",),
     "test_language.py": ("torch",),
-    "test_moved.py": ("torch",),
     "test_package.py": ("torch",),
     "test_pages.py": ("torch",),
     "test_security.py": ("torch",),

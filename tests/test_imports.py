@@ -15,7 +15,6 @@ FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*
 
 # Subpackages and modules, each of which imports itself and those listed before it.
 PARTS = (
-    "moved",
     "types",
     "checks",
     "files",

@@ -1,11 +1,11 @@
 """Catalogue of presets: architectures as data, and directories with weights.
 
-`_papers` has the tables of the papers, `_unreleased` converts them to rows, `_released`
-has released checkpoints, `_preset_files` writes a row as a directory, `_front_matter`
-the head of its card, `_lookup` finds a name.
+`papers` has the tables of the papers, `unreleased` converts them to rows, `released`
+has released checkpoints, `preset_files` writes a row as a directory, `cards` its model
+card, `lookup` finds a name.
 """
 
-from keras_softmoe.catalogue.front_matter import (
+from keras_softmoe.catalogue.cards import (
     front_matter as front_matter,
     without_front_matter as without_front_matter,
 )
@@ -14,7 +14,6 @@ from keras_softmoe.catalogue.lookup import (
     METADATA_FILE as METADATA_FILE,
     PRESET_MARKS as PRESET_MARKS,
     Preset as Preset,
-    check_task as check_task,
     describe as describe,
     explain_errors as explain_errors,
     find_directory as find_directory,

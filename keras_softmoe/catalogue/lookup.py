@@ -1,7 +1,7 @@
 """Entries of the catalogue: names, descriptions and directories.
 
 An entry is either a directory in KerasHub's format, with weights, or a `Row` of
-`_unreleased` or `_released`.
+`unreleased` or `released`.
 """
 
 import contextlib
@@ -17,22 +17,22 @@ from keras_softmoe.catalogue.released import released
 from keras_softmoe.catalogue.unreleased import unreleased
 from keras_softmoe.checks import check_choice, check_whole_numbers, quote
 from keras_softmoe.files import atomic_directory, restore_interrupted
-from keras_softmoe.keras_adapter.exports import has_preset_file
 
 CONFIG_FILE = "config.json"
 METADATA_FILE = "metadata.json"
 _TASK_FILE = "task.json"
-_TASK_WEIGHTS_FILE = "task.weights.h5"
 # Files that identify the directory of a preset; other directories may have a
 # `config.json`, too.
 PRESET_MARKS = (
-    METADATA_FILE,
-    _TASK_FILE,
-    "preprocessor.json",
-    "image_converter.json",
-    "tokenizer.json",
-    "model*.weights.*",
+    *(METADATA_FILE, _TASK_FILE, "preprocessor.json", "image_converter.json"),
+    *("tokenizer.json", "model*.weights.*"),
 )
+
+# Directory of the trained presets: inside the package in a wheel, beside it in a
+# checkout.
+ROOT = Path(__file__).parent.parent / "_presets"
+if not ROOT.is_dir():
+    ROOT = ROOT.parent.parent / "presets"
 
 # Size limit for JSON files, which are read into memory; the largest here have 20 kB.
 _MAX_TEXT_BYTES = 1 << 22
@@ -56,11 +56,9 @@ class Preset(NamedTuple):
         path: `pathlib.Path` of the directory of a trained preset. `None` for others,
             for which `presets.write` creates one.
         checkpoint: str or `None`, source of a convertible preset's weights.
-        accuracy: dict from data set to accuracy, from 0 to 1: the published one, or the
-            measured one of a preset trained here. May be empty; the card describes the
-            measurement. `"glyphs, center"` is of glyphs that fill the image, `"glyphs,
-            anywhere"` of those anywhere in it, `"glyphs, both layouts"` their mean.
-        image_size: `(height, width)` of the images. Those of another size are resized.
+        accuracy: dict from data set to accuracy, from 0 to 1, published or measured
+            here; see the card.
+        image_size: `(height, width)` of the images. Others are resized.
 
     Examples:
         >>> preset = ksm.presets.describe("soft_moe_tiny_patch4_16e_32_glyphs")
@@ -104,16 +102,15 @@ def names(
     """
     if not isinstance(containing, str):
         raise ValueError(
-            "`containing` must be a part of a name. Received: "
-            f"containing={quote(containing)}. Pass a str, such as 'soft_moe'."
+            "`containing` must be a str, a part of a name. Received: "
+            f"containing={quote(containing)}."
         )
     check_choice("weights", weights, (None, True, False))
     if image_size is not None:
         check_whole_numbers(1, image_size=image_size)
-    found = sorted(_directory_names() | rows().keys())
     return [
         name
-        for name in found
+        for name in sorted(_trained() | rows().keys())
         if containing in name
         and weights in (None, name not in rows() or rows()[name].release is not None)
         and (image_size is None or _image_size(name) == (image_size, image_size))
@@ -142,10 +139,7 @@ def describe(name: str) -> Preset:
     with explain_errors(path or name):
         return Preset(
             name=name,
-            kind=about["kind"],
-            description=about["description"],
-            source=about["source"],
-            licence=about["licence"],
+            **{key: about[key] for key in ("kind", "description", "source", "licence")},
             parameters=about["parameter_count"],
             path=path,
             checkpoint=about.get("checkpoint"),
@@ -172,7 +166,7 @@ def write(name: str, directory: str | os.PathLike) -> str:
     Raises:
         ValueError: if the name is unknown, the preset has a directory already, or the
             directory cannot be written (also an `OSError`): the path is a file or a
-            device, or other files than those of a preset would be replaced.
+            device, or files of something other than a preset would be replaced.
 
     Examples:
         >>> ksm.presets.write("vit_base_patch16_224", "my_vit")
@@ -183,8 +177,7 @@ def write(name: str, directory: str | os.PathLike) -> str:
     path = _directory(name)
     if path is not None:
         raise ValueError(
-            f"The preset {name!r} is a directory already: copy '{path}'. Received: "
-            f"name={name!r}."
+            f"The preset is a directory already: copy '{path}'. Received: name={name!r}"
         )
     with atomic_directory(directory, PRESET_MARKS) as new:
         for file, text in preset_files.preset_files(rows()[name]).items():
@@ -197,11 +190,16 @@ def write(name: str, directory: str | os.PathLike) -> str:
 
 @functools.cache
 def rows():
-    """Return a dict from name to `Row` of presets without a directory.
-
-    Source: V-MoE, Soft MoE, LIMoE and the router study; see `_papers`.
-    """
+    """Return a dict from name to `Row` of presets without a directory."""
     return {each.name: each for each in (*unreleased(), *released())}
+
+
+def names_of_kind(kind):
+    """Return the names of the presets of a kind, sorted."""
+    if kind == "trained":
+        return sorted(_trained())
+    is_released = kind == "convertible"
+    return sorted(n for n, row in rows().items() if bool(row.release) == is_released)
 
 
 def is_handle(preset):
@@ -273,40 +271,6 @@ def has_task(preset):
     return (path / _TASK_FILE).is_file()
 
 
-def check_task(directory, load_weights=True):
-    """Raise unless a preset contains a whole task: a backbone and its head.
-
-    Args:
-        directory: str or path of a preset's directory, or a handle.
-        load_weights: bool, whether weights are required.
-
-    Raises:
-        ValueError: if the preset contains only a backbone, or no weights for the head.
-    """
-    name = str(directory) if is_handle(directory) else Path(directory).name
-    if not has_preset_file(directory, _TASK_FILE):
-        raise ValueError(
-            f"The preset {name!r} is a backbone without a head: it has no "
-            f"{_TASK_FILE}. Give the new head its classes: "
-            "`from_preset(..., num_classes=10)`."
-        )
-    if load_weights and not has_preset_file(directory, _TASK_WEIGHTS_FILE):
-        # KerasHub would continue with a new head.
-        raise ValueError(
-            f"The preset {name!r} has no weights for its head: "
-            f"{_TASK_WEIGHTS_FILE} is missing. Copy the file there, save the preset "
-            "again, or start from a new head: `from_preset(..., num_classes=10)`."
-        )
-
-
-def names_of_kind(kind):
-    """Return the names of the presets of a kind, sorted."""
-    if kind == "trained":
-        return sorted(_directory_names())
-    is_released = kind == "convertible"
-    return sorted(n for n, row in rows().items() if bool(row.release) == is_released)
-
-
 @contextlib.contextmanager
 def explain_errors(preset):
     """Add the name of the preset to errors while its files are read.
@@ -317,61 +281,37 @@ def explain_errors(preset):
     where = f"in '{preset}'" if isinstance(preset, Path) else repr(preset)
     try:
         yield
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise _unreadable(where, error) from error
-    except ValueError as error:
-        error.args = (_shortened(error),)
-        error.add_note(
-            f"This happened while the preset {where} was read. If nothing was changed "
-            "on purpose, restore it or save it again."
-        )
-        raise
+    # Libraries that fetch, unpack or read files raise many kinds of errors.
     except Exception as error:
-        # Libraries that fetch, unpack or read files raise many kinds of errors.
-        raise _unreadable(where, error) from error
+        # Without its middle, as the reason may be at the end.
+        message, half = str(error), _MAX_MESSAGE // 2
+        if len(message) > _MAX_MESSAGE:
+            message = f"{message[:half]} [...] {message[-half:]}"
+        is_damage = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
+        if isinstance(error, ValueError) and not is_damage:
+            error.args = (message,)
+            error.add_note(
+                f"This happened while the preset {where} was read. If nothing was "
+                "changed on purpose, restore it or save it again."
+            )
+            raise
+        raise ValueError(
+            f"The preset {where} cannot be read: a file is damaged, truncated, could "
+            "not be fetched, or belongs to another model. Restore it, save it or fetch "
+            f"it again. Reason: {type(error).__name__}: {message}"
+        ) from error
 
 
-def _unreadable(where, error):
-    return ValueError(
-        f"The preset {where} cannot be read: a file is damaged, truncated, could not "
-        "be fetched, or belongs to another model. Restore it, save it or fetch it "
-        "again. "
-        f"Reason: {type(error).__name__}: {_shortened(error)}"
-    )
-
-
-def _shortened(error):
-    """Return a message without its middle, as the reason may be at the end."""
-    message, middle = str(error), _MAX_MESSAGE // 2
-    if len(message) <= _MAX_MESSAGE:
-        return message
-    return f"{message[:middle]} [...] {message[-middle:]}"
-
-
-def _root():
-    package = Path(__file__).parent.parent
-    # In a wheel the presets are inside the package, in a checkout beside it.
-    inside = package / "_presets"
-    return inside if inside.is_dir() else package.parent / "presets"
-
-
-def _directory_names():
-    return {path.parent.name for path in _root().glob(f"*/{CONFIG_FILE}")}
-
-
-def _image_size(name):
-    """Return `(height, width)` of the images of a preset, `None` if unknown."""
-    path = _directory(name)
-    config = _read_config_file(path)["config"] if path else rows()[name].arguments
-    shape = config.get("image_shape")
-    return tuple(shape[:2]) if shape else None
+def _trained():
+    """Return the set of names of trained presets."""
+    return {path.parent.name for path in ROOT.glob(f"*/{CONFIG_FILE}")}
 
 
 def _directory(name):
     """Return the directory of a name of the catalogue, `None` for a row."""
     # A name is one path component, without access outside the catalogue.
-    if name in _directory_names():
-        return _root() / name
+    if name in _trained():
+        return ROOT / name
     if name in rows():
         return None
     near = difflib.get_close_matches(name[:200], names(), n=3, cutoff=0.3)
@@ -383,26 +323,20 @@ def _directory(name):
     )
 
 
+def _image_size(name):
+    """Return `(height, width)` of the images of a preset, `None` if unknown."""
+    path = _directory(name)
+    config = _read_config_file(path)["config"] if path else rows()[name].arguments
+    shape = config.get("image_shape")
+    return tuple(shape[:2]) if shape else None
+
+
 def _metadata(path, name):
     if path is None:
         return preset_files.metadata(rows()[name])
     file = path / METADATA_FILE
     with explain_errors(path):
-        return _with_names_of_today(_read_json(file)) if file.is_file() else {}
-
-
-def _with_names_of_today(about):
-    """Return metadata in which `accuracy["glyphs"]` of older files says of which."""
-    accuracy = about.get("accuracy") if isinstance(about, dict) else None
-    if not isinstance(accuracy, dict) or "glyphs" not in accuracy:
-        return about
-    # It was the mean of two layouts, and before that of the only one.
-    name = "both layouts" if "glyphs, center" in accuracy else "center"
-    renamed = {
-        f"glyphs, {name}" if key == "glyphs" else key: value
-        for key, value in accuracy.items()
-    }
-    return {**about, "accuracy": renamed}
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def _read_config_file(path):
@@ -415,7 +349,7 @@ def _read_config_file(path):
         )
     _check_files(path)
     with explain_errors(path):
-        saved = _read_json(file)
+        saved = json.loads(file.read_text(encoding="utf-8"))
     name = saved.get("registered_name") if isinstance(saved, dict) else None
     if not str(name).startswith("keras_softmoe>"):
         raise ValueError(
@@ -427,21 +361,20 @@ def _read_config_file(path):
 
 def _check_files(path):
     """Raise if an entry of a preset is not a file, or a JSON file is too large."""
-    for file in path.rglob("*"):
-        is_folder = file.is_dir() and file.suffix not in (".json", ".h5")
-        if not (file.is_file() or is_folder):
-            # Reading a pipe would block forever.
-            raise ValueError(
-                f"The preset in '{path}' is damaged: '{file.name}' is no file, or a "
-                "link to nothing. Restore it or save the preset again."
-            )
-        if file.suffix == ".json" and file.stat().st_size > _MAX_TEXT_BYTES:
-            raise ValueError(
-                f"The preset in '{path}' is damaged: '{file.name}' has "
-                f"{file.stat().st_size:,} bytes, and no configuration has more than "
-                f"{_MAX_TEXT_BYTES:,}. Restore it or save the preset again."
-            )
-
-
-def _read_json(file):
-    return json.loads(file.read_text(encoding="utf-8"))
+    for folder, folders, files in os.walk(path):
+        # Other processes write aside, below such names.
+        folders[:] = [name for name in folders if not name.startswith("..")]
+        wrong = [name for name in folders if name.endswith((".json", ".h5"))]
+        for file in (Path(folder, name) for name in (*wrong, *files)):
+            # Reading a pipe would block forever. (A file may be gone by now.)
+            if not file.is_file() and os.path.lexists(file):
+                raise ValueError(
+                    f"The preset in '{path}' is damaged: '{file.name}' is no file, or "
+                    "a link to nothing. Restore it or save the preset again."
+                )
+            if file.suffix == ".json" and file.stat().st_size > _MAX_TEXT_BYTES:
+                raise ValueError(
+                    f"The preset in '{path}' is damaged: '{file.name}' has "
+                    f"{file.stat().st_size:,} bytes, and no configuration has more "
+                    f"than {_MAX_TEXT_BYTES:,}. Restore it or save the preset again."
+                )

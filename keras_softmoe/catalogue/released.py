@@ -1,5 +1,7 @@
 """Models of checkpoints that others released, converted when they are first loaded."""
 
+import functools
+
 from keras_softmoe import routers
 from keras_softmoe.catalogue.papers import SIZES, VMOE_SIZES
 from keras_softmoe.catalogue.row import (
@@ -89,9 +91,9 @@ def _augreg():
 
 
 def _vmoe():
-    yield _vmoe_model(
-        "B/16",
-        "every2",
+    b16 = functools.partial(_vmoe_model, "B/16", "every2")
+    s32 = functools.partial(_vmoe_model, "S/32", "last2")
+    yield b16(
         "imagenet21k",
         "b16_imagenet21k_randaug_strong",
         "trained from scratch on ImageNet-21k for 300 epochs with strong RandAugment",
@@ -104,9 +106,7 @@ def _vmoe():
             "`vmoe_base_patch16_every2_8e_384_imagenet`.",
         ],
     )
-    yield _vmoe_model(
-        "B/16",
-        "every2",
+    yield b16(
         "imagenet",
         "b16_imagenet21k_randaug_strong_ft_ilsvrc2012",
         "trained on ImageNet-21k for 300 epochs with strong RandAugment and fine-tuned "
@@ -115,9 +115,7 @@ def _vmoe():
         image_size=384,
         accuracy=(0.856, 0.892, 0.841, 0.761),
     )
-    yield _vmoe_model(
-        "S/32",
-        "last2",
+    yield s32(
         "imagenet_light",
         "s32_last2_ilsvrc2012_randaug_light1",
         "trained from scratch on ImageNet (ILSVRC2012) for 300 epochs with light "
@@ -126,9 +124,7 @@ def _vmoe():
         representation_dim=512,
         accuracy=(0.731, 0.768, 0.744, 0.592),
     )
-    yield _vmoe_model(
-        "S/32",
-        "last2",
+    yield s32(
         "imagenet_medium",
         "s32_last2_ilsvrc2012_randaug_medium",
         "trained from scratch on ImageNet (ILSVRC2012) for 1,000 epochs with medium "
@@ -140,9 +136,7 @@ def _vmoe():
             "those of the one that was trained for 300 epochs."
         ],
     )
-    yield _vmoe_model(
-        "S/32",
-        "last2",
+    yield s32(
         "imagenet_light",
         "s32_last2_ilsvrc2012_randaug_light1_ft_ilsvrc2012",
         "trained on ImageNet (ILSVRC2012) for 300 epochs with light RandAugment and "
@@ -171,11 +165,8 @@ def _vmoe_model(
     is_fine_tuned = image_size == 384
     notes = [_NO_CROP_NOTE if is_fine_tuned else _CROP_NOTE, *notes]
     if accuracy:
-        notes = [
-            _RUNS_NOTE,
-            f"Settings: vmoe/configs/vmoe_paper/vmoe_{address}.py.",
-            *notes,
-        ]
+        settings = f"Settings: vmoe/configs/vmoe_paper/vmoe_{address}.py."
+        notes = [_RUNS_NOTE, settings, *notes]
     name = preset_name(
         "vmoe", VMOE_SIZES, model, placement, "8e", image_size=image_size
     )

@@ -93,14 +93,12 @@ def preset_name(family, sizes, model, *marks, image_size=IMAGE_SIZE):
 def vit(sizes, model, image_size=IMAGE_SIZE):
     """Return the arguments of a Vision Transformer, see `preset_name`."""
     letter, patch = model.split("/")
-    _, hidden_dim, num_layers, num_heads, mlp_dim = sizes[letter]
+    _, *size = sizes[letter]
+    names = ("hidden_dim", "num_layers", "num_heads", "mlp_dim")
     return {
         "image_shape": (image_size, image_size, 3),
         "patch_size": int(patch),
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "hidden_dim": hidden_dim,
-        "mlp_dim": mlp_dim,
+        **dict(zip(names, size, strict=True)),
     }
 
 
@@ -130,8 +128,6 @@ def moe_blocks(num_layers: int, every: int = 1, last: int | None = None) -> tupl
     | V-MoE | "Last-2": the last 2 of every second block | `moe_blocks(24, 2, last=2)` |
     | Soft MoE | the second half of the blocks | `moe_blocks(12, last=6)` |
 
-    V-MoE's "Last-n" does not mean the last `n` blocks in a row.
-
     Args:
         num_layers: int, number of encoder blocks.
         every: int, distance between mixtures of experts, from 1 (all blocks) to
@@ -149,14 +145,10 @@ def moe_blocks(num_layers: int, every: int = 1, last: int | None = None) -> tupl
     sections 2.1 and 3.4. Numbered as in V-MoE's released code.
 
     Examples:
-        >>> ksm.models.moe_blocks(12, every=2)
-        (1, 3, 5, 7, 9, 11)
         >>> ksm.models.moe_blocks(24, every=2, last=2)
         (21, 23)
-        >>> ksm.models.moe_blocks(12, last=6)
-        (6, 7, 8, 9, 10, 11)
     """
-    _check(num_layers, "num_layers", num_layers, None)
+    _check(num_layers, "num_layers", num_layers)
     _check(num_layers, "every", every, num_layers)
     blocks = tuple(range(every - 1, num_layers, every))
     if last is None:
@@ -165,7 +157,7 @@ def moe_blocks(num_layers: int, every: int = 1, last: int | None = None) -> tupl
     return blocks[-last:]
 
 
-def _check(num_layers, argument, value, largest):
+def _check(num_layers, argument, value, largest=None):
     if not is_whole_number(value) or (largest is not None and value > largest):
         upto = "" if largest is None else f" and at most {largest}"
         layers = "" if argument == "num_layers" else f", num_layers={num_layers}"
@@ -181,9 +173,6 @@ def placed(num_layers, placement):
     Args:
         num_layers: int, number of blocks.
         placement: str: `"every2"`, or `"last2"` for the last two of these blocks.
-
-    Returns:
-        tuple of ints, and str.
     """
     if placement == "every2":
         return moe_blocks(num_layers, every=2), "every second block"

@@ -1,9 +1,9 @@
 """Models of the papers whose weights were never released, and their dense twins.
 
-Models that differ only in settings of a loaded model (experts per token,
-capacity, images per group) are one entry with a list of settings, of which the first
-is the entry's own. V-MoE's table names its models by the experts per token: there,
-each row is an entry.
+Models that differ only in settings of a loaded model (experts per token, capacity,
+images per group) are one entry with a list of settings, of which the first is the
+entry's own. V-MoE's table names its models by the experts per token: there, each row is
+an entry.
 
 Routers have the default's number of slots, the nearest whole one: it reproduces the
 training FLOPs of V-MoE table 8 and Soft MoE table 10. Models of the released code
@@ -14,20 +14,7 @@ import functools
 
 from keras_softmoe import ops, routers
 from keras_softmoe.architecture import LIMoE
-from keras_softmoe.catalogue.papers import (
-    EXPERT_CHOICE,
-    LIMOE,
-    LIMOE_H14_BLOCKS,
-    SIZES,
-    SOFT,
-    SOFT_CLASSES,
-    STUDY,
-    TOKEN_CHOICE,
-    VMOE,
-    VMOE_CLASSES,
-    VMOE_RELEASED,
-    VMOE_SIZES,
-)
+from keras_softmoe.catalogue import papers
 from keras_softmoe.catalogue.row import (
     IMAGE_SIZE,
     Row,
@@ -39,27 +26,6 @@ from keras_softmoe.catalogue.row import (
     vit,
 )
 from keras_softmoe.ops.capacity import RELEASED
-
-_VMOE_15B_NOTE = (
-    "Pooled by attention, as appendix B.3 says. The table's count is met to its last "
-    "digit by a class token, no pre-logits and a head for JFT-3B's 29,593 classes; "
-    "this model with 18,291 classes is 0.07 % above it."
-)
-_RELEASED_NOTE = (
-    "With 8 experts, as the released checkpoints have. Those are presets of "
-    "their own (`imagenet` in the name)."
-)
-
-# Router study, section 3.1: 32 experts in every second block, K or capacity 1 and 2.
-_STUDY_TOKEN_CHOICE = {
-    "token_choice": routers.SoftmaxTokenChoiceRouter,
-    "sinkhorn_token_choice": routers.SinkhornTokenChoiceRouter,
-}
-_STUDY_EXPERT_CHOICE = {
-    "expert_choice": routers.SoftmaxExpertChoiceRouter,
-    "sinkhorn_expert_choice": routers.SinkhornExpertChoiceRouter,
-    "sparse_transport_expert_choice": routers.SparseTransportExpertChoiceRouter,
-}
 
 
 def unreleased():
@@ -75,29 +41,38 @@ def unreleased():
 
 # === V-MoE ===
 
+_VMOE_15B_NOTE = (
+    "Pooled by attention, as appendix B.3 says. The table's count is met to its last "
+    "digit by a class token, no pre-logits and a head for JFT-3B's 29,593 classes; "
+    "this model with 18,291 classes is 0.07 % above it."
+)
+_RELEASED_NOTE = (
+    "With 8 experts, as the released checkpoints have. Those are presets of "
+    "their own (`imagenet` in the name)."
+)
+
 
 def _vmoe():
-    for row, model, placement, k, parameters in VMOE:
+    for row, model, placement, k, parameters in papers.VMOE:
         published = {
             "row": f"table 8, {row}" + (f", K = {k}" if placement else ""),
             "parameters": parameters,
-            "head_classes": VMOE_CLASSES,
+            "head_classes": papers.VMOE_CLASSES,
         }
         yield _vmoe_model(model, placement, 32, k, published)
-    yield _vmoe_model("15B/14", None, None, None, None)
-    for model in VMOE_RELEASED:
-        yield _vmoe_model(model, "every2", 8, 2, None)
+    yield _vmoe_model("15B/14")
+    for model in papers.VMOE_RELEASED:
+        yield _vmoe_model(model, "every2", 8, 2)
 
 
-def _vmoe_model(model, placement, num_experts, k, published):
+def _vmoe_model(model, placement=None, num_experts=None, k=None, published=None):
     twin, arguments = _vmoe_dense(model)
     is_15b, is_released = model == "15B/14", num_experts == 8
-    note = _VMOE_15B_NOTE if is_15b else _RELEASED_NOTE if is_released else None
     rest = {
         "source": "V-MoE, "
         + ("released code" if is_released else "section 3.1 and table 8"),
         "published": published,
-        "note": note,
+        "note": _VMOE_15B_NOTE if is_15b else _RELEASED_NOTE if is_released else None,
     }
     if placement is None:
         title = "Dense twin of V-MoE-15B" if is_15b else f"ViT-{model} of V-MoE"
@@ -105,7 +80,7 @@ def _vmoe_model(model, placement, num_experts, k, published):
     layers, where = placed(arguments["num_layers"], placement)
     marks = (placement, f"{num_experts}e", "" if k == 2 else f"k{k}")
     return Row(
-        preset_name("vmoe", VMOE_SIZES, model, *marks),
+        preset_name("vmoe", papers.VMOE_SIZES, model, *marks),
         "V-MoE-15B" if is_15b else f"V-MoE-{model}",
         f"{num_experts} experts in {where}, K = {k}",
         # In the released code all experts of a block start equal.
@@ -123,40 +98,40 @@ def _vmoe_model(model, placement, num_experts, k, published):
 
 def _vmoe_dense(model):
     """Return name and arguments of a dense model in V-MoE's set-up."""
-    arguments = vit(VMOE_SIZES, model)
+    arguments = vit(papers.VMOE_SIZES, model)
     if model == "15B/14":
         arguments["pooling"] = "map"
     else:
         arguments["representation_dim"] = arguments["hidden_dim"]
-    return preset_name("vmoe_dense", VMOE_SIZES, model), arguments
+    return preset_name("vmoe_dense", papers.VMOE_SIZES, model), arguments
 
 
 # === Soft MoE and its baselines ===
 
 
 def _soft_moe():
-    for model, rows in SOFT.items():
+    for model, rows in papers.SOFT.items():
         twin, dense = _soft_dense(model)
         for num_experts, parameters, gflop, row in rows:
-            in_table_10 = [f"table 10, row {row}"] if row else []
-            published = {"row": "; ".join(in_table_10)} if row else {}
+            tables = (parameters and "table 9", row and f"table 10, row {row}")
+            tables = "; ".join(filter(None, tables))
+            published = {"row": tables} if tables else None
             if parameters:
-                published = {
-                    "row": "; ".join(["table 9", *in_table_10]),
+                published |= {
                     "parameters": parameters,
-                    "head_classes": SOFT_CLASSES,
+                    "head_classes": papers.SOFT_CLASSES,
                     "gflop_per_image": gflop,
                 }
             rest = {
                 "source": "Soft MoE, sections 3.3 and 3.4, tables 9 and 10",
-                "published": published or None,
+                "published": published,
             }
             if not num_experts:
                 title = f"ViT-{model} of Soft MoE"
                 yield Row(twin, title, "", arguments=dense, **rest)
                 continue
             yield Row(
-                preset_name("soft_moe", SIZES, model, f"{num_experts}e"),
+                preset_name("soft_moe", papers.SIZES, model, f"{num_experts}e"),
                 f"Soft MoE {model}",
                 f"{num_experts} experts with one slot in the second half",
                 arguments=dense | experts(_second_half(dense)),
@@ -167,18 +142,14 @@ def _soft_moe():
 
 
 def _soft_moe_baselines():
-    for (model, num_experts), rows in EXPERT_CHOICE.items():
+    for (model, num_experts), rows in papers.EXPERT_CHOICE.items():
         settings = [
             {"row": row, "group_images": images, "capacity_factor": factor}
             for row, (images, factor) in rows.items()
         ]
-        router = template(
-            routers.SoftmaxExpertChoiceRouter,
-            num_experts,
-            capacity_factor=settings[0]["capacity_factor"],
-        )
+        router = functools.partial(template, routers.SoftmaxExpertChoiceRouter)
         yield _baseline("expert_choice", model, num_experts, router, settings)
-    for (model, num_experts), rows in TOKEN_CHOICE.items():
+    for (model, num_experts), rows in papers.TOKEN_CHOICE.items():
         settings = [
             {
                 "row": row,
@@ -188,89 +159,81 @@ def _soft_moe_baselines():
             }
             for row, (k, factor) in rows.items()
         ]
-        router = template(
-            routers.SoftmaxTokenChoiceRouter,
-            num_experts,
-            capacity_factor=settings[0]["capacity_factor"],
-            priority="max",
+        router = functools.partial(
+            template, routers.SoftmaxTokenChoiceRouter, priority="max"
         )
         yield _baseline("token_choice", model, num_experts, router, settings)
 
 
-def _second_half(dense):
-    return moe_blocks(dense["num_layers"], last=dense["num_layers"] // 2)
-
-
 def _baseline(family, model, num_experts, router, settings):
     twin, dense = _soft_dense(model)
-    layers = _second_half(dense)
+    first = settings[0]
     rows = ", ".join(str(row) for row in sorted(s["row"] for s in settings))
     return Row(
-        preset_name(family, SIZES, model, f"{num_experts}e"),
+        preset_name(family, papers.SIZES, model, f"{num_experts}e"),
         f"{family.replace('_', ' ').capitalize()} {model} of Soft MoE",
         f"{num_experts} experts in the second half",
         "Soft MoE, section 3.3 and table 10",
-        dense | experts(layers, settings[0]["group_images"]),
-        router,
+        dense | experts(_second_half(dense), first["group_images"]),
+        router(num_experts, capacity_factor=first["capacity_factor"]),
         twin,
         {"row": f"table 10, row{'s' * (len(settings) > 1)} {rows}"},
         settings,
     )
 
 
+def _second_half(dense):
+    return moe_blocks(dense["num_layers"], last=dense["num_layers"] // 2)
+
+
 def _soft_dense(model):
     """Return name and arguments of a dense model in Soft MoE's set-up."""
-    return preset_name("vit", SIZES, model), vit(SIZES, model) | {
+    return preset_name("vit", papers.SIZES, model), vit(papers.SIZES, model) | {
         "pooling": "gap",
         "position_embedding": "sincos2d",
         "use_qk_norm": True,
     }
 
 
-# === Router study ===
+# === Router study, section 3.1: 32 experts, K or capacity 1 and 2 ===
+
+_STUDY_TOKEN_CHOICE = {
+    "token_choice": routers.SoftmaxTokenChoiceRouter,
+    "sinkhorn_token_choice": routers.SinkhornTokenChoiceRouter,
+}
+_STUDY_EXPERT_CHOICE = {
+    "expert_choice": routers.SoftmaxExpertChoiceRouter,
+    "sinkhorn_expert_choice": routers.SinkhornExpertChoiceRouter,
+    "sparse_transport_expert_choice": routers.SparseTransportExpertChoiceRouter,
+}
 
 
 def _router_study():
     """Yield the models of the six routers, in V-MoE's set-up."""
-    for model in STUDY:
-        for family, router in _STUDY_TOKEN_CHOICE.items():
-            settings = [{"num_selected_experts": k} for k in (1, 2)]
-            yield _study_sparse(family, model, router, settings)
-        for family, router in _STUDY_EXPERT_CHOICE.items():
-            settings = [{"capacity_factor": float(c)} for c in (1, 2)]
-            yield _study_sparse(family, model, router, settings)
+    choices = [{"num_selected_experts": k} for k in (1, 2)]
+    capacities = [{"capacity_factor": float(c)} for c in (1, 2)]
+    sparse = [(*item, choices) for item in _STUDY_TOKEN_CHOICE.items()]
+    sparse += [(*item, capacities) for item in _STUDY_EXPERT_CHOICE.items()]
+    for model in papers.STUDY:
+        for family, router, settings in sparse:
+            router = template(router, 32, capacity_factor=1.0)
+            yield _study(family, model, router, settings=settings, group_images=8)
         num_tokens = (IMAGE_SIZE // int(model.split("/")[1])) ** 2 + 1
         for factor in (1.0, 2.0):
             slots = ops.expert_capacity(num_tokens, 32, factor)
-            yield _study(
-                "soft_moe",
-                model,
-                template(routers.SoftRouter, 32, slots_per_expert=slots),
-                experts_in=f"32 experts with {slots} slots",
-                mark=f"{slots}s",
-            )
+            router = template(routers.SoftRouter, 32, slots_per_expert=slots)
+            yield _study("soft_moe", model, router, slots)
 
 
-def _study_sparse(family, model, router, settings):
-    router = template(router, 32, capacity_factor=1.0)
-    return _study(family, model, router, settings=settings, group_images=8)
-
-
-def _study(
-    family,
-    model,
-    router,
-    experts_in="32 experts",
-    mark="",
-    settings=None,
-    group_images=1,
-):
+def _study(family, model, router, slots=None, settings=None, group_images=1):
     twin, dense = _vmoe_dense(model)
     layers = moe_blocks(dense["num_layers"], every=2)
+    marks = ("every2", "32e", f"{slots}s" if slots else "")
+    with_slots = f" with {slots} slots" if slots else ""
     return Row(
-        preset_name(family, VMOE_SIZES, model, "every2", "32e", mark),
+        preset_name(family, papers.VMOE_SIZES, model, *marks),
         f"{family.replace('_', ' ').capitalize()} {model} of the router study",
-        f"{experts_in} in every second block",
+        f"32 experts{with_slots} in every second block",
         "Router study, section 3.1",
         # The experts of a block start equal, as in V-MoE.
         dense | experts(layers, group_images) | {"equal_experts": True},
@@ -309,11 +272,12 @@ _H14_NOTE = (
 
 def _limoe():
     """Yield the dense twin and the LIMoE of each size."""
-    for model, (of_dense, of_limoe, soft_minimum) in LIMOE.items():
+    for model, (of_dense, of_limoe, soft_minimum) in papers.LIMOE.items():
         is_h14 = model == "H/14"
         image_size = _H14_IMAGE_SIZE if is_h14 else IMAGE_SIZE
+        name = functools.partial(preset_name, image_size=image_size)
         dense = {
-            **vit(VMOE_SIZES, model, image_size),
+            **vit(papers.VMOE_SIZES, model, image_size),
             **_TEXT,
             "embedding_dim": _H14_EMBEDDING_DIM if is_h14 else _EMBEDDING_DIM,
         }
@@ -322,24 +286,23 @@ def _limoe():
             "note": f"{_LIMOE_NOTE} {_H14_NOTE}" if is_h14 else _LIMOE_NOTE,
             "kind": LIMoE,
         }
-        twin = preset_name("limoe_dense", VMOE_SIZES, model, image_size=image_size)
+        twin = name("limoe_dense", papers.VMOE_SIZES, model)
         title = f"Dense one-tower model {model} of LIMoE"
         yield Row(
             twin,
             title if of_dense else f"Dense twin of LIMoE-{model}",
             "",
             arguments=dense,
-            published=_limoe_results(f"Dense {model}", of_dense),
+            published=of_dense and _limoe_results(f"Dense {model}", of_dense),
             **rest,
         )
         layers, where = placed(dense["num_layers"], "every2")
         if is_h14:
-            layers = tuple(block - 1 for block in LIMOE_H14_BLOCKS)
+            layers = tuple(block - 1 for block in papers.LIMOE_H14_BLOCKS)
             where = f"{len(layers)} blocks"
         text_experts, image_experts = soft_minimum
-        mark = f"{_LIMOE_EXPERTS}e"
         yield Row(
-            preset_name("limoe", VMOE_SIZES, model, mark, image_size=image_size),
+            name("limoe", papers.VMOE_SIZES, model, f"{_LIMOE_EXPERTS}e"),
             f"LIMoE-{model}",
             f"{_LIMOE_EXPERTS} experts in {where}",
             arguments=dense | experts(layers, _GROUP_PAIRS),
@@ -359,13 +322,6 @@ def _limoe_router(text_experts, image_experts):
 
 
 def _limoe_results(row, results):
-    if results is None:
-        return None
-    zero_shot, ten_shot, image_of_caption, caption_of_image = results
-    return {
-        "row": f"table 4, {row}",
-        "imagenet_zero_shot": zero_shot,
-        "imagenet_10_shot": ten_shot,
-        "coco_text_to_image": image_of_caption,
-        "coco_image_to_text": caption_of_image,
-    }
+    names = ("imagenet_zero_shot", "imagenet_10_shot")
+    names += ("coco_text_to_image", "coco_image_to_text")
+    return {"row": f"table 4, {row}", **dict(zip(names, results, strict=True))}

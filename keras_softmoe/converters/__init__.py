@@ -6,7 +6,6 @@ The examples of this module start with:
     >>> classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)
 """
 
-from keras_softmoe import moved
 from keras_softmoe.checkpoints import (
     CheckpointError as CheckpointError,
     read_checkpoint as read_checkpoint,
@@ -25,5 +24,3 @@ from keras_softmoe.models.vmoe_params import (
     load_vmoe_params as load_vmoe_params,
     to_vmoe_params as to_vmoe_params,
 )
-
-__getattr__ = moved.attribute(__name__)

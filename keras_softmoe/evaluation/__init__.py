@@ -12,7 +12,6 @@ Names that the examples of this module use:
     >>> scenes, _, _, captions = ksm.datasets.sample("shapes", 8)
 """
 
-from keras_softmoe import moved
 from keras_softmoe.evaluation.embeddings import (
     retrieval as retrieval,
     zero_shot as zero_shot,
@@ -24,5 +23,3 @@ from keras_softmoe.evaluation.sweeps import (
     pruning_curve as pruning_curve,
     routing_sweep as routing_sweep,
 )
-
-__getattr__ = moved.attribute(__name__)

@@ -7,9 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from keras_softmoe.files.placing import identity
-from keras_softmoe.files.replacing import restore_interrupted
-from keras_softmoe.files.temporary import ASIDE
+from keras_softmoe.files.writing import ASIDE, restore_interrupted
 
 # Seconds between two attempts of a waiting process, and attempts of a reader.
 _PATIENCE = 0.2
@@ -19,12 +17,12 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}
 
 
 def read_whole(directory, read):
-    """Read one version of a directory that other processes may be replacing.
+    """Read one version of a directory whose files other processes may be replacing.
 
     Args:
         directory: str or path.
-        read: callable without arguments that reads it. It is called again if the
-            directory was replaced meanwhile.
+        read: callable without arguments that reads it. It is called again if files were
+            replaced meanwhile.
 
     Returns:
         The result of `read`.
@@ -43,9 +41,27 @@ def read_whole(directory, read):
     return read()
 
 
+def _version(directory):
+    """Return a value that differs between versions, `None` without a directory."""
+    for _ in range(_LOOKS):
+        # Files are being replaced one by one.
+        if not any(Path(directory).glob(f"..{glob.escape(ASIDE)}-*/ready")):
+            break
+        time.sleep(_PATIENCE)
+        restore_interrupted(directory)
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        # Renaming changes the inode of a file, and the time of its folder.
+        return {
+            (entry.name, entry.inode(), entry.stat().st_mtime_ns)
+            for entry in entries
+            if not entry.name.startswith(f"..{ASIDE}-")
+        }
+    return None
+
+
 @contextlib.contextmanager
 def one_process(path, waiting=None):
-    """Context manager that one process holds at a time; the others wait.
+    """Hold a lock that one process has at a time; the others wait.
 
     The lock ends with the process. (No process waits on Windows, or where a file system
     has no locks.)
@@ -74,7 +90,11 @@ def one_process(path, waiting=None):
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
-            if identity(path) != identity(file.fileno()):
+            try:
+                is_current = os.path.samestat(path.stat(), os.fstat(file.fileno()))
+            except FileNotFoundError:
+                is_current = False
+            if not is_current:
                 # The previous holder has removed it.
                 continue
             try:
@@ -82,18 +102,3 @@ def one_process(path, waiting=None):
             finally:
                 path.unlink(missing_ok=True)
             return
-
-
-def _version(directory):
-    """Return a value that differs between versions, `None` without a directory."""
-    if identity(directory) is None:
-        return None
-    for _ in range(_LOOKS):
-        # Files are being replaced one by one.
-        if not any(Path(directory).glob(f"..{glob.escape(ASIDE)}-*/ready")):
-            break
-        time.sleep(_PATIENCE)
-        restore_interrupted(directory)
-    with contextlib.suppress(OSError):
-        return identity(directory), os.stat(directory).st_mtime_ns
-    return None

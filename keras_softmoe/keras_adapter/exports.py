@@ -18,7 +18,7 @@ def has_preset_file(preset, file):
 
 
 def sizes_may_be_one():
-    """Scope in which `torch.export` does not assume that open sizes exceed one.
+    """Make `torch.export` not assume that open sizes exceed one, in a `with` block.
 
     A batch may consist of one image, and of one group.
     Would be replaced by: `torch.export.Dim` for sizes that follow from others.

@@ -304,14 +304,6 @@ class TokenEmbedding(Layer):
             "mask_padding": self.mask_padding,
         }
 
-    @classmethod
-    def from_config(cls, config):
-        if "hidden_dim" in config:
-            # The name in older files
-            config = {**config, "output_dim": config["hidden_dim"]}
-            del config["hidden_dim"]
-        return cls(**config)
-
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class ClassToken(Layer):

@@ -10,7 +10,7 @@ The examples of this module start with:
     ... )
 """
 
-from keras_softmoe import exporting, moved
+from keras_softmoe import exporting
 from keras_softmoe.catalogue import moe_blocks as moe_blocks
 
 # Files of models from `converters.add_experts` name its classes.
@@ -54,5 +54,3 @@ for _cls in (
     loading.attach_without_weights(_cls)
 for _cls in (MoEBackbone, ModalityEncoder, ViTMoEImageClassifier, ContrastiveTask):
     _cls.export = exporting.export_model
-
-__getattr__ = moved.attribute(__name__)

@@ -2,7 +2,6 @@
 
 import warnings
 
-import h5py
 import keras
 import keras_hub
 
@@ -131,33 +130,3 @@ def quantize(self, mode=None, config=None, filters=None, **kwargs):
         return keras.Model.quantize(
             self, mode, config=config, filters=filters, **kwargs
         )
-
-
-def check_lora_file(model, filepath):
-    """Raise if experts share their second LoRA factor in a file.
-
-    Args:
-        model: `keras_hub.models.Backbone`.
-        filepath: str or path, as `save_lora_weights` writes it.
-
-    Raises:
-        ValueError: if the file is of an early version, which had one factor for all
-            experts.
-    """
-    # KerasHub counts them like this.
-    layers = [x for x in flatten_layers(model) if x is not model and x.weights]
-    with h5py.File(filepath, "r") as file:
-        for index, layer in enumerate(layers):
-            factor = file.get(f"lora/{index}/vars/lora_kernel_b")
-            if (
-                isinstance(layer, ExpertBank)
-                and len(getattr(factor, "shape", "EDH")) < 3
-            ):
-                raise ValueError(
-                    "The file is of an early version, in which all experts share "
-                    "the second LoRA factor. Received: shape="
-                    f"{tuple(factor.shape)} for {layer.path!r} in '{filepath}', not "
-                    "(experts, rank, units). Train the factors again; or, with the "
-                    "version that wrote the file, save the model with its merged "
-                    "weights (`save_to_preset`), and load that."
-                )

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import copy
 import functools
 import math
 import os
@@ -19,13 +20,13 @@ from keras_softmoe.keras_adapter.layers import (
 )
 from keras_softmoe.layers import EncoderBlock, Experts
 from keras_softmoe.models.adaptation import (
-    check_lora_file,
     enable_lora,
     quantize,
 )
 from keras_softmoe.models.arguments import check_pairs
 from keras_softmoe.models.configuration import (
     base_config,
+    dtype_config,
     serialized_routers,
     set_trainable_argument,
     with_quantization,
@@ -82,13 +83,14 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     @property
     def architecture(self) -> Settings:
         """The current `architecture.Settings` of the model."""
-        changed = {"dtype": base_config(self)["dtype"]}
+        # Keras reads all properties when it saves or loads weights, so this one does
+        # not check again what layers have checked.
+        found = copy.copy(self._architecture)
+        vars(found)["dtype"] = dtype_config(self)
         if self.moe_layers:
-            changed |= {
-                "router": list(self.routers.values()),
-                "group_images": self.group_images,
-            }
-        return self._architecture.replace(**changed)
+            routing = {"router": list(self.routers.values())}
+            vars(found).update(routing, group_images=self.group_images)
+        return found
 
     enable_lora, quantize = enable_lora, quantize
 
@@ -146,10 +148,6 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
             "gate_dense",
             "output_dense",
         ]
-
-    def load_lora_weights(self, filepath):
-        check_lora_file(self, filepath)
-        super().load_lora_weights(filepath)
 
     def get_config(self):
         return {

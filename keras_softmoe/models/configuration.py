@@ -87,6 +87,18 @@ def base_config(model, models_inside=()):
         model: `keras_hub.models.Backbone`.
         models_inside: models with configurations of their own.
     """
+    dtype = dtype_config(model, models_inside)
+    config = {"name": model.name, "trainable": trainable_argument(model)}
+    is_quantized = dtype["class_name"] == "DTypePolicyMap"
+    return {
+        **config,
+        "dtype": dtype,
+        **({"quantization": dtype} if is_quantized else {}),
+    }
+
+
+def dtype_config(model, models_inside=()):
+    """Return the serialized dtype of a backbone, see `base_config`."""
     inside = {id(layer) for part in models_inside for layer in flatten_layers(part)}
     policies = {
         layer.path: own_policy(layer)
@@ -94,11 +106,9 @@ def base_config(model, models_inside=()):
         if layer.quantization_mode and id(layer) not in inside
     }
     dtype = getattr(model.dtype_policy, "default_policy", model.dtype_policy)
-    config = {"name": model.name, "trainable": trainable_argument(model)}
     if policies:
         dtype = keras.dtype_policies.DTypePolicyMap(dtype.name, policies)
-    dtype = keras.dtype_policies.serialize(dtype)
-    return {**config, "dtype": dtype, **({"quantization": dtype} if policies else {})}
+    return keras.dtype_policies.serialize(dtype)
 
 
 def with_quantization(config):
@@ -132,20 +142,21 @@ def own_policy(layer):
 
 # === Compilation ===
 
-_IN_PRESET = contextvars.ContextVar("configuration_is_for_a_preset", default=False)
+# Whether a preset is being saved.
+IN_PRESET = contextvars.ContextVar("configuration_is_for_a_preset", default=False)
 
 
 @contextlib.contextmanager
 def preset_is_saved():
-    """Scope in which configurations are those of presets, without an optimizer's state.
+    """Make configurations those of presets, without the state of an optimizer.
 
     A model with LoRA is compiled when loaded from a preset, not from other files.
     """
-    token = _IN_PRESET.set(True)
+    token = IN_PRESET.set(True)
     try:
         yield
     finally:
-        _IN_PRESET.reset(token)
+        IN_PRESET.reset(token)
 
 
 def with_compilation(model, config):
@@ -154,7 +165,7 @@ def with_compilation(model, config):
     So it is of a task that was never compiled, and with LoRA: the file has the kernels
     with the factors added, and no state for these.
     """
-    if model.compiled and (_IN_PRESET.get() or not has_factors(model)):
+    if model.compiled and (IN_PRESET.get() or not has_factors(model)):
         return config
     return {**config, "compile": False}
 

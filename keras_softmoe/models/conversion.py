@@ -10,8 +10,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import keras_hub
-
 from keras_softmoe import catalogue
 from keras_softmoe.checkpoints import (
     CheckpointError,
@@ -28,6 +26,7 @@ from keras_softmoe.files import (
     wrap_os_errors,
 )
 from keras_softmoe.keras_adapter.layers import zero_initialization
+from keras_softmoe.models.configuration import preset_is_saved
 from keras_softmoe.models.image_classifier import ViTMoEImageClassifier
 from keras_softmoe.models.image_preprocessor import (
     ViTMoEImageClassifierPreprocessor,
@@ -54,32 +53,23 @@ def convert_vmoe_checkpoint(
 ) -> str:
     """Convert a checkpoint of a V-MoE or a Vision Transformer to a preset directory.
 
-    Names and shapes of the parameters determine nearly all of the model: sizes, blocks
-    with experts and their number, class token or pooling, pre-logits and head. The
-    arguments determine the rest. They default to the settings of the released V-MoE
-    models, and can be overridden when the preset is loaded.
-
-    The model is built once in memory, and the arrays are read one at a time. The
-    directory appears when all of it is written, or not at all.
+    Names and shapes of the parameters determine nearly all of the model; the arguments
+    determine the rest, and default to the settings of the released V-MoE models.
 
     Args:
         prefix: str or path: the common part of a sharded checkpoint's files
-            (`PREFIX.index`, `PREFIX.data-00000-of-00001`, ...), or a file of a Vision
-            Transformer: `.npz` (original, AugReg, big_vision) or `.safetensors`
-            (`timm`, `transformers`). Or a URL of these (`gs://bucket/name`). Or the
-            result of `read_checkpoint`, under V-MoE's names.
-        preset_dir: str or path of the directory to write. It must not exist yet, or be
-            empty.
-        image_shape: `(height, width, channels)` in pixels. By default a square, from
-            the number of learned positions.
-        router: a router from `keras_softmoe.routers`, a template. By default
+            (`PREFIX.index`, ...), or a file of a Vision Transformer: `.npz` (original,
+            AugReg, big_vision) or `.safetensors` (`timm`, `transformers`). Or a URL
+            (`gs://bucket/name`), or the result of `read_checkpoint`.
+        preset_dir: str or path of a directory to write, new or empty.
+        image_shape: `(height, width, channels)`. By default a square, from the number
+            of learned positions.
+        router: a router from `keras_softmoe.routers`. By default
             `SoftmaxTokenChoiceRouter(num_experts, num_selected_experts=2,
             capacity_factor=1.05, rounding="ceil", multiple_of=4)`, or the `SoftRouter`
             that the parameters belong to.
-        group_images: int, images whose tokens are routed together. By default 8, and 1
-            for a `SoftRouter`.
-        dispatch_dtype: `"bfloat16"` or `None`, see `layers.MoE`. The released code
-            rounds to bfloat16.
+        group_images: int, images routed together. By default 8; 1 for a `SoftRouter`.
+        dispatch_dtype: `"bfloat16"` (as the released code) or `None`, see `layers.MoE`.
         pooling: `"gap"` (default) or `"first"`, for a checkpoint that has neither a
             class token nor attention pooling.
         position_embedding: `"sincos2d"` (default) or `"none"`, for a checkpoint
@@ -89,8 +79,7 @@ def convert_vmoe_checkpoint(
         verbose: 0 or 1, whether to show a progress bar.
 
     Returns:
-        str, `preset_dir`: with a classifier if the checkpoint has a head, otherwise
-        with a backbone.
+        str, `preset_dir`: a classifier if the checkpoint has a head, else a backbone.
 
     Raises:
         CheckpointError: (a `ValueError`) if the checkpoint is damaged, or that of
@@ -109,8 +98,8 @@ def convert_vmoe_checkpoint(
         is_taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if is_taken:
         raise ValueError(
-            f"The directory '{target}' is not empty. Received: "
-            f"preset_dir={str(preset_dir)!r}. Choose another one, or remove it."
+            f"`preset_dir` must be a new or an empty directory, and '{target}' is not "
+            f"empty. Received: preset_dir={str(preset_dir)!r}. Choose another one."
         )
     checkpoint = read_parameters(prefix, image_shape=image_shape)
     model, preprocessor = model_for(
@@ -123,7 +112,7 @@ def convert_vmoe_checkpoint(
         position_embedding=position_embedding,
         preprocessor=preprocessor,
     )
-    return write_converted(
+    return _write(
         model, checkpoint, target, prefix, preprocessor=preprocessor, verbose=verbose
     )
 
@@ -141,11 +130,10 @@ def model_for(
 
     Args:
         checkpoint: `Checkpoint` under V-MoE's names.
-        router: as in `convert_vmoe_checkpoint`, as `group_images`, `dispatch_dtype`
-            and `preprocessor`.
-        group_images: int.
-        dispatch_dtype: `"bfloat16"` or `None`.
-        preprocessor: a preprocessor.
+        router: see `convert_vmoe_checkpoint`.
+        group_images: see `convert_vmoe_checkpoint`.
+        dispatch_dtype: see `convert_vmoe_checkpoint`.
+        preprocessor: see `convert_vmoe_checkpoint`.
         activation: of the head of a classifier, `None` for logits.
         **given: settings that parameters do not determine, as in `read_vit_settings`.
 
@@ -161,10 +149,25 @@ def model_for(
     found = read_vit_settings(checkpoint.shapes, **{**checkpoint.settings, **given})
     settings = {**found.settings, "dtype": "float32"}
     if found.num_experts is not None:
+        is_soft = found.slots_per_expert is not None
+        if router is None and is_soft:
+            router = SoftRouter(found.num_experts, found.slots_per_expert)
+        elif router is None:
+            router = SoftmaxTokenChoiceRouter(
+                found.num_experts,
+                num_selected_experts=2,
+                capacity_factor=1.05,
+                **RELEASED,
+            )
+        elif router.num_experts != found.num_experts:
+            raise ValueError(
+                f"The checkpoint has {found.num_experts} experts. Received: a "
+                f"router with num_experts={router.num_experts}."
+            )
         if group_images is None:
-            group_images = 8 if found.slots_per_expert is None else 1
+            group_images = 1 if is_soft else 8
         settings |= {
-            "router": _router(found, router),
+            "router": router,
             "group_images": group_images,
             "dispatch_dtype": dispatch_dtype,
         }
@@ -183,27 +186,29 @@ def model_for(
     return classifier, None
 
 
-def _router(found, given):
-    """Return the router: `given`, or that of the released models.
+def _write(model, checkpoint, directory, origin, preprocessor=None, verbose=1):
+    """Load a checkpoint into a model and save it as a preset that names its origin.
 
-    Raises:
-        ValueError: if `given` is for another number of experts.
+    `checkpoint` has V-MoE's names, `origin` is its str or path, and `preprocessor` is
+    saved beside a backbone. Returns `directory` as str.
     """
-    if given is None:
-        if found.slots_per_expert is not None:
-            return SoftRouter(found.num_experts, found.slots_per_expert)
-        return SoftmaxTokenChoiceRouter(
-            found.num_experts,
-            num_selected_experts=2,
-            capacity_factor=1.05,
-            **RELEASED,
-        )
-    if given.num_experts != found.num_experts:
-        raise ValueError(
-            f"The checkpoint has {found.num_experts} experts. Received: a "
-            f"router with num_experts={given.num_experts}."
-        )
-    return given
+    load_vmoe_params(model, checkpoint, verbose=verbose)
+    room = room_for(model.variables)
+    with (
+        atomic_directory(directory, catalogue.PRESET_MARKS, room=room) as new,
+        preset_is_saved(),
+    ):
+        model.save_to_preset(str(new))
+        if preprocessor is not None:
+            preprocessor.save_to_preset(str(new))
+        _note_origin(new / catalogue.METADATA_FILE, origin)
+    return str(directory)
+
+
+def _note_origin(file, origin):
+    metadata = json.loads(file.read_text(encoding="utf-8"))
+    metadata |= {"kind": "converted", "checkpoint": str(origin)}
+    file.write_text(json.dumps(metadata, indent=4), encoding="utf-8")
 
 
 # === Presets of released checkpoints ===
@@ -218,8 +223,8 @@ def convert(
     Without a network, fetch the files elsewhere and call this with the `prefix` of the
     copies; `from_preset` then finds the preset.
 
-    Presets are kept in `keras_softmoe/` below the directory of Keras: the variable
-    `KERAS_HOME`, or `~/.keras`. Delete a directory there to convert it again.
+    Presets are kept in `keras_softmoe/` below `KERAS_HOME` (default `~/.keras`).
+    Delete a directory there to convert it again.
 
     Args:
         name: str, the name of a convertible preset.
@@ -228,18 +233,16 @@ def convert(
         verbose: 0 or 1, whether to show progress.
 
     Returns:
-        str, the preset's directory in the cache. An existing one is returned as it is.
+        str, the preset's directory in the cache. An existing one is returned unchanged.
 
     Raises:
-        ValueError: if the preset is not a convertible one, the checkpoint cannot be
-            fetched (the message gives the steps by hand), or it is damaged or another
-            model's.
+        ValueError: if the preset is not convertible, the checkpoint cannot be fetched
+            (the message gives the steps by hand), or it is damaged or another model's.
 
     Examples:
         >>> name = "vmoe_small_patch32_last2_8e_384_imagenet_light"
         >>> prefix = "downloads/vmoe_s32_last2_ilsvrc2012_randaug_light1_ft_ilsvrc2012"
         >>> ksm.presets.convert(name, prefix)
-        >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name)
     """
     preset = catalogue.describe(name)
     if preset.kind != "convertible":
@@ -248,7 +251,8 @@ def convert(
             f"{preset.kind!r}. Convertible are: "
             f"{', '.join(catalogue.names_of_kind('convertible'))}."
         )
-    target = _cache() / name
+    home = os.environ.get("KERAS_HOME") or Path("~", ".keras").expanduser()
+    target = Path(home, "keras_softmoe", name)
     lock = target.with_name(f".{name}.lock")
     waiting = f"Another process converts {name!r}: waiting for it ..."
     try:
@@ -272,40 +276,35 @@ def convert(
 
 
 def _fetch_and_convert(preset, target, verbose):
-    name = preset.name
+    name, url = preset.name, preset.checkpoint
     prefix = f".{name}.download."
     # Left by a killed process; no other one is here.
     for left in target.parent.glob(f"{prefix}*"):
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as folder:
         try:
-            copy = download_checkpoint(preset.checkpoint, folder, verbose)
+            copy = download_checkpoint(url, folder, verbose)
         except WriteError:
             raise
         except (OSError, CheckpointError) as error:
+            if is_one_file(url):
+                by_hand = (
+                    f"this file to FOLDER: {web_address(url) or url} (`gcloud storage "
+                    f'cp "{url}" FOLDER`, for example).'
+                )
+            else:
+                by_hand = (
+                    f"these files: {url}.index and all of {url}.data-00000-of-... (the "
+                    "last number is their count), for example with `gcloud storage cp "
+                    f'"{url}.index" "{url}.data-*" FOLDER`.'
+                )
             raise ValueError(
                 f"The weights of the preset {name!r} come from a released checkpoint, "
-                "which could not be fetched. Where there is a network, fetch "
-                f"{_by_hand(preset.checkpoint)} Then convert, once: "
-                f'`keras_softmoe.presets.convert("{name}", '
-                f'prefix="FOLDER/{preset.checkpoint.rpartition("/")[2]}")`. '
-                f"Reason: {error}"
+                f"which could not be fetched. Where there is a network, fetch {by_hand}"
+                f' Then convert, once: `keras_softmoe.presets.convert("{name}", '
+                f'prefix="FOLDER/{url.rpartition("/")[2]}")`. Reason: {error}'
             ) from error
         return _convert(preset, copy, target, verbose)
-
-
-def _by_hand(url):
-    """Return the instructions for fetching the files of a checkpoint."""
-    if is_one_file(url):
-        return (
-            f"this file to FOLDER: {web_address(url) or url} (`gcloud storage cp "
-            f'"{url}" FOLDER`, for example).'
-        )
-    return (
-        f"these files: {url}.index and all of {url}.data-00000-of-... (the last number "
-        f'is how many there are), for example with `gcloud storage cp "{url}.index" '
-        f'"{url}.data-*" FOLDER`.'
-    )
 
 
 def _convert(preset, prefix, target, verbose):
@@ -328,9 +327,7 @@ def _convert(preset, prefix, target, verbose):
                 preprocessor=ViTMoEImageClassifierPreprocessor(converter),
                 name=f"{preset.name}_classifier",
             )
-        return write_converted(
-            model, checkpoint, target, preset.checkpoint, verbose=verbose
-        )
+        return _write(model, checkpoint, target, preset.checkpoint, verbose=verbose)
     except ValueError as error:
         error.add_note(f"The checkpoint of {preset.name!r} is {preset.checkpoint}.")
         raise
@@ -338,63 +335,17 @@ def _convert(preset, prefix, target, verbose):
 
 def _check_same_model(found, row):
     """Raise unless a checkpoint's sizes are those of a convertible preset."""
-    settings = row.architecture().flat()
-    expected = {
-        **settings,
-        "num_experts": settings["router"] and settings["router"].num_experts,
-        "num_classes": row.release.num_classes,
-    }
-    found = {
-        **found.settings,
-        "num_experts": found.num_experts,
-        "num_classes": found.num_classes,
-    }
+    expected = row.architecture().flat()
+    router = expected["router"]
+    expected["num_experts"] = router and router.num_experts
+    expected["num_classes"] = row.release.num_classes
+    counts = {name: getattr(found, name) for name in ("num_experts", "num_classes")}
     differing = [
         f"{name} is {value}, not {expected[name]}"
-        for name, value in found.items()
+        for name, value in {**found.settings, **counts}.items()
         if name != "representation_dim" and value != expected[name]
     ]
     if differing:
         raise ValueError(
             f"The checkpoint is that of another model: {'; '.join(differing)}."
         )
-
-
-def write_converted(model, checkpoint, directory, origin, preprocessor=None, verbose=1):
-    """Load a checkpoint into a model and save it as a preset that names its origin.
-
-    Args:
-        model: backbone or task of this library.
-        checkpoint: `Checkpoint` with its parameters, under V-MoE's names.
-        directory: str or path to write, which appears when all is written.
-        origin: str or path of the checkpoint.
-        preprocessor: the preprocessor to save, if the model has none.
-        verbose: 0 or 1, whether to show a progress bar.
-
-    Returns:
-        str, `directory`.
-    """
-    load_vmoe_params(model, checkpoint, verbose=verbose)
-    with atomic_directory(
-        directory, catalogue.PRESET_MARKS, room=room_for(model.variables)
-    ) as new:
-        # KerasHub's own methods: the directory is already written aside.
-        is_task = isinstance(model, keras_hub.models.Task)
-        base = keras_hub.models.Task if is_task else keras_hub.models.Backbone
-        base.save_to_preset(model, str(new))
-        if preprocessor is not None:
-            preprocessor.save_to_preset(str(new))
-        _note_origin(new, origin)
-    return str(directory)
-
-
-def _note_origin(directory, origin):
-    file = directory / catalogue.METADATA_FILE
-    metadata = json.loads(file.read_text(encoding="utf-8"))
-    metadata |= {"kind": "converted", "checkpoint": str(origin)}
-    file.write_text(json.dumps(metadata, indent=4), encoding="utf-8")
-
-
-def _cache():
-    home = os.environ.get("KERAS_HOME") or Path("~", ".keras").expanduser()
-    return Path(home, "keras_softmoe")

@@ -10,6 +10,8 @@ The classes know nothing of files: `models/__init__.py` attaches these methods t
 
 import contextlib
 import functools
+import json
+import math
 import os
 import re
 import tempfile
@@ -20,20 +22,16 @@ import keras_hub
 import numpy as np
 
 from keras_softmoe import catalogue
-from keras_softmoe.checks import check_names, quote
+from keras_softmoe.checks import check_names, did_you_mean, quote
 from keras_softmoe.files import atomic_directory, read_whole
+from keras_softmoe.keras_adapter.exports import has_preset_file
 from keras_softmoe.models.arguments import arguments_of
 from keras_softmoe.models.backbone import weights_follow
-from keras_softmoe.models.configuration import preset_is_saved
+from keras_softmoe.models.configuration import IN_PRESET, preset_is_saved
 from keras_softmoe.models.contrastive_preprocessor import fit_preprocessor
 from keras_softmoe.models.conversion import convert
-from keras_softmoe.models.preset_keys import check_keys
 from keras_softmoe.routers.scores import MUTABLE_SETTINGS
-from keras_softmoe.sharding.variables import (
-    is_sharded,
-    room_for,
-    save_in_one_process,
-)
+from keras_softmoe.sharding import variables as sharding
 
 WEIGHTS_FILES = ("model.weights.h5", "model.weights.json")
 # These, and the parts that the second one lists.
@@ -65,24 +63,21 @@ Examples:
 
 _SAVE_TO_PRESET = """Save as a preset directory. If that fails, an existing one is kept.
 
-A preset in that directory is replaced, and whatever else is there stays. A directory
-that holds files only is replaced in one step. In others (a mount point such as a
-volume of a container, one with links or directories of yours, one in a directory that
-cannot be written to) the files are replaced one after the other: if the program is
-killed between two of them, the next `from_preset` replaces the rest, but programs that
-do not use this library find files of two versions until then.
+A new directory appears when all of it is written. In an existing one, the files of a
+preset are replaced one after the other, and all others stay. If the program is killed
+meanwhile, the next `from_preset` replaces the rest.
 
 Where several processes share the model, all of them have to call this, and the first
 one writes.
 
 Args:
-    preset_dir: str, the directory. Of a symbolic link the target is written.
+    preset_dir: str, the directory. Symbolic links are followed.
     max_shard_size: int or float, the size in GB over which weights are split into
         several files, or `None`.
 
 Raises:
     OSError: (also a `ValueError`) if the directory cannot be written, the path is that
-        of a file or a device, or files of something that is no preset would be
+        of a file or a device, or files of something other than a preset would be
         replaced. Nothing is changed then.
 """
 
@@ -109,29 +104,36 @@ def attach(cls, load=None):
             accepted += arguments_of(cls.backbone_cls)
         check_names(f"`{cls.__name__}.from_preset`", kwargs, accepted)
         settings = {n: kwargs.pop(n) for n in MUTABLE_SETTINGS if n in kwargs}
-        with (
-            open_preset(preset, load_weights) as directory,
-            _weights_of(directory) if load_weights else contextlib.nullcontext(),
-        ):
-            model = read_whole(
-                directory, lambda: load(read, cls, directory, load_weights, kwargs)
-            )
+        with open_preset(preset, load_weights) as directory:
+            files = Path(directory).glob("model*.weights.h5")
+            size = sum(file.stat().st_size for file in files if file.is_file())
+            size = size if Path(directory).is_dir() else math.inf
+            with weights_follow(size if load_weights else None):
+                model = read_whole(
+                    directory, lambda: load(read, cls, directory, load_weights, kwargs)
+                )
             if load_weights:
                 _check_finite(model, preset)
             _check_dtypes(getattr(model, "preprocessor", None), preset)
-        model.set_routing(**settings)
+        if settings:
+            model.set_routing(**settings)
         return model
 
     @functools.wraps(save)
     def save_to_preset(self, preset_dir, max_shard_size=10):
+        if IN_PRESET.get():
+            # The backbone of a task, whose directory is already written aside.
+            save(self, preset_dir, max_shard_size=max_shard_size)
+            return
         with preset_is_saved():
-            save_in_one_process(
+            sharding.save_in_one_process(
                 lambda new: save(self, str(new), max_shard_size=max_shard_size),
                 lambda: atomic_directory(
                     preset_dir,
                     catalogue.PRESET_MARKS,
-                    keep=_is_no_weights_file,
-                    room=room_for(self.variables),
+                    # One file or several: those of the other form have old weights.
+                    keep=lambda path: not _WEIGHTS.fullmatch(path.as_posix()),
+                    room=sharding.room_for(self.variables),
                 ),
             )
 
@@ -158,115 +160,79 @@ def attach_without_weights(cls):
 
     @functools.wraps(save)
     def save_to_preset(self, preset_dir, *args, **kwargs):
-        with atomic_directory(preset_dir, catalogue.PRESET_MARKS) as new:
+        if IN_PRESET.get():
+            save(self, preset_dir, *args, **kwargs)
+            return
+        with (
+            preset_is_saved(),
+            atomic_directory(preset_dir, catalogue.PRESET_MARKS) as new,
+        ):
             save(self, str(new), *args, **kwargs)
 
     cls.from_preset = classmethod(from_preset)
     cls.save_to_preset = save_to_preset
 
 
-def _weights_of(directory):
-    """Scope in which models are made for the weights of a directory or a handle."""
-    if not Path(directory).is_dir():
-        return weights_follow()
-    files = Path(directory).glob("model*.weights.h5")
-    return weights_follow(sum(f.stat().st_size for f in files if f.is_file()))
+def _load(read, cls, directory, load_weights, arguments):
+    return read(cls, directory, load_weights=load_weights, **arguments)
 
 
 def load_classifier(read, cls, directory, load_weights, arguments):
     """Load a classifier, see `attach`."""
+    folder = Path(directory)
+    name = folder.name if folder.is_dir() else directory
     if "num_classes" not in arguments:
-        catalogue.check_task(directory, load_weights)
-    elif "preprocessor" not in arguments and Path(directory).is_dir():
-        _check_image_converter(Path(directory))
+        if not has_preset_file(directory, "task.json"):
+            raise ValueError(
+                f"The preset {name!r} is a backbone without a head: it has no "
+                "task.json. Give the new head its classes: "
+                "`from_preset(..., num_classes=10)`."
+            )
+        if load_weights and not has_preset_file(directory, "task.weights.h5"):
+            # KerasHub would continue with a new head.
+            raise ValueError(
+                f"The preset {name!r} has no weights for its head: task.weights.h5 is "
+                "missing. Restore the file, or start from a new head: "
+                "`from_preset(..., num_classes=10)`."
+            )
+    elif "preprocessor" not in arguments and folder.is_dir():
+        if not (folder / "image_converter.json").is_file():
+            raise ValueError(
+                f"The preset {name!r} holds a backbone only, without preprocessing of "
+                "images. Pass `preprocessor=ViTMoEImageClassifierPreprocessor("
+                "ViTMoEImageConverter())` for pixels from 0 to 255, or "
+                "`preprocessor=None` for images as the backbone expects them."
+            )
     arguments = _with_backbone(cls, directory, load_weights, arguments)
-    return _load(read, cls, directory, load_weights, arguments)
-
-
-def _check_image_converter(folder):
-    """Raise unless the directory (`pathlib.Path`) of a preset has a converter."""
-    if not (folder / "image_converter.json").is_file():
-        raise ValueError(
-            f"The preset {folder.name!r} holds a backbone only, and nothing of the "
-            "preprocessing of its images. Pass one, `preprocessor="
-            "ViTMoEImageClassifierPreprocessor(ViTMoEImageConverter())` for pixels "
-            "from 0 to 255, or `preprocessor=None` for images as the backbone takes "
-            "them."
-        )
+    return read(cls, directory, load_weights=load_weights, **arguments)
 
 
 def load_contrastive(read, cls, directory, load_weights, arguments):
     """Load a contrastive task, see `attach`."""
     folder = Path(directory)
     if "preprocessor" not in arguments and folder.is_dir():
-        _check_tokenizer(folder)
+        if not (folder / "tokenizer.json").is_file():
+            raise ValueError(
+                f"The preset {folder.name!r} has no tokenizer. Pass one, "
+                "`preprocessor=LIMoEPreprocessor(LIMoETokenizer('spiece.model'), ...)`,"
+                " or `preprocessor=None` to give the model token ids."
+            )
     # KerasHub would read the preset's vocabulary into the tokenizer of another one.
     preprocessor = arguments.get("preprocessor")
     if preprocessor is not None:
         arguments = {**arguments, "preprocessor": None}
     arguments = _with_backbone(cls, directory, load_weights, arguments)
-    model = _load(read, cls, directory, load_weights, arguments)
+    model = read(cls, directory, load_weights=load_weights, **arguments)
     if preprocessor is not None:
         fit_preprocessor(preprocessor, model.backbone)
         model.preprocessor = preprocessor
     return model
 
 
-def _check_tokenizer(folder):
-    """Raise unless the directory (`pathlib.Path`) of a preset has a tokenizer."""
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(
-            f"The preset {folder.name!r} has no tokenizer. Pass one, "
-            "`preprocessor=LIMoEPreprocessor(LIMoETokenizer('spiece.model'), ...)`, or "
-            "`preprocessor=None` to give the model token ids."
-        )
-
-
-def _load(read, cls, directory, load_weights, arguments):
-    return read(cls, directory, load_weights=load_weights, **arguments)
-
-
-def _check_finite(model, preset):
-    """Raise if a weight is NaN or infinity: so would be every output."""
-    for variable in model.variables:
-        is_float = keras.backend.is_float_dtype(variable.dtype)
-        if not is_float or is_sharded(variable):
-            continue
-        if not np.isfinite(keras.ops.convert_to_numpy(variable.value)).all():
-            raise ValueError(
-                f"The weights of the preset {str(preset)!r} are not all finite: its "
-                "file is damaged, or its training had failed. Received: NaN or "
-                f"infinity in {variable.path!r}. Restore the file, or start anew with "
-                "`load_weights=False`."
-            )
-
-
-def _check_dtypes(preprocessing, preset):
-    """Raise if a dtype policy is invalid, which Keras notices in the first call."""
-    for name in ("", "image_converter", "tokenizer"):
-        layer = getattr(preprocessing, name, None) if name else preprocessing
-        policy = getattr(layer, "dtype_policy", None)
-        if isinstance(layer, keras.Layer) and not _is_policy(policy):
-            raise ValueError(
-                f"The preset {str(preset)!r} is damaged: the {name or 'preprocessor'} "
-                f"has an invalid dtype policy. Received: dtype={quote(policy)}. "
-                "Restore its files."
-            )
-
-
-def _is_policy(policy):
-    try:
-        keras.backend.standardize_dtype(policy.compute_dtype)
-    except (AttributeError, ValueError):
-        return False
-    return True
-
-
 def _with_backbone(cls, directory, load_weights, arguments):
     """Replace arguments of the backbone by a backbone that has them.
 
-    KerasHub hands on two of them, `dtype` and `image_shape`: with those alone, nothing
-    is changed.
+    With `dtype` and `image_shape` alone, which KerasHub hands on, nothing is changed.
     """
     handed_on = ("dtype", "image_shape")
     own = {*arguments_of(cls), *handed_on}
@@ -281,9 +247,38 @@ def _with_backbone(cls, directory, load_weights, arguments):
     return {**arguments, "backbone": backbone}
 
 
-def _is_no_weights_file(path):
-    # One file or several: a file of the other form has old weights.
-    return not _WEIGHTS.fullmatch(path.as_posix())
+def _check_finite(model, preset):
+    """Raise if a weight is NaN or infinity: so would be every output."""
+    for variable in model.variables:
+        is_float = keras.backend.is_float_dtype(variable.dtype)
+        if not is_float or sharding.is_sharded(variable):
+            continue
+        if not np.isfinite(keras.ops.convert_to_numpy(variable.value)).all():
+            raise ValueError(
+                f"The weights of the preset {str(preset)!r} are not all finite: its "
+                "file is damaged, or its training had failed. Received: NaN or "
+                f"infinity in {variable.path!r}. Restore the file, or start anew with "
+                "`load_weights=False`."
+            )
+
+
+def _check_dtypes(preprocessing, preset):
+    """Raise if a dtype policy is invalid, which Keras notices in the first call."""
+    for name in ("", "image_converter", "tokenizer"):
+        layer = getattr(preprocessing, name, None) if name else preprocessing
+        if not isinstance(layer, keras.Layer):
+            continue
+        policy = getattr(layer, "dtype_policy", None)
+        try:
+            keras.backend.standardize_dtype(policy.compute_dtype)
+        except (AttributeError, ValueError) as error:
+            raise ValueError(
+                f"The preset {str(preset)!r} is damaged: the {name or 'preprocessor'} "
+                f"has an invalid dtype policy. Received: dtype={quote(policy)}."
+            ) from error
+
+
+# === Finding the files ===
 
 
 @contextlib.contextmanager
@@ -291,19 +286,16 @@ def open_preset(preset, load_weights=True):
     """Find the files of a preset, and name it in errors while they are read.
 
     Args:
-        preset: str or path: a name of the catalogue, a directory, or a handle that
-            KerasHub resolves (`hf://...`, `kaggle://...`).
-        load_weights: bool, whether weights are wanted.
+        preset: str or path: a name of the catalogue, a directory, or a handle.
+        load_weights: bool, whether weights are needed.
 
     Yields:
-        str, a directory, or the handle. For a convertible preset with weights that is
-        a directory of the cache, where it is put first if it is not there yet. For an
-        architecture it is a temporary one.
+        str, a directory, or the handle. It is a directory of the cache for a
+        convertible preset with weights, and a temporary one for an architecture.
 
     Raises:
         ValueError: if the name is unknown, the directory is not a preset of this
-            library, a file in it has a key that is not known, or weights are wanted
-            that do not exist or cannot be fetched.
+            library, a file in it has an unknown key, or there are no weights.
     """
     if not isinstance(preset, str | os.PathLike):
         raise ValueError(
@@ -316,7 +308,8 @@ def open_preset(preset, load_weights=True):
         else:
             path = catalogue.find_directory(preset)
             place = path or str(preset)
-            if load_weights and not (path and _has_weights(path)):
+            has_weights = path and any((path / f).is_file() for f in WEIGHTS_FILES)
+            if load_weights and not has_weights:
                 place = directory = _converted(preset, path)
             elif path:
                 directory = path
@@ -329,17 +322,8 @@ def open_preset(preset, load_weights=True):
             yield str(directory)
 
 
-def _has_weights(path):
-    """Return whether a preset directory (`pathlib.Path`) has weights."""
-    return any((path / file).is_file() for file in WEIGHTS_FILES)
-
-
 def _converted(preset, path):
-    """Return the directory of a converted preset (`pathlib.Path`).
-
-    Raises:
-        ValueError: if the preset is not a convertible one.
-    """
+    """Return the directory of a converted preset; raise if it is not convertible."""
     kind, name = catalogue.read_metadata(preset).get("kind"), Path(preset).name
     if kind == "convertible":
         return Path(convert(name))
@@ -352,6 +336,70 @@ def _converted(preset, path):
         )
     raise ValueError(
         f"The preset directory '{path}' has no weights: expected one of "
-        f"{', '.join(WEIGHTS_FILES)}. Copy the missing file there, save the "
-        "preset again, or pass `load_weights=False`."
+        f"{', '.join(WEIGHTS_FILES)}. Restore the file, or pass `load_weights=False`."
     )
+
+
+# === Names in the files ===
+
+# KerasHub's files. Others in a directory belong to the user.
+_FILES = (
+    *("config.json", "task.json", "preprocessor.json", "image_converter.json"),
+    "tokenizer.json",
+)
+# Names that Keras adds to the arguments of an object, and all of a serialized one.
+_NOT_ARGUMENTS = ("build_config", "compile_config")
+_OF_AN_OBJECT = (
+    *("module", "class_name", "config", "registered_name", "shared_object_id"),
+    *_NOT_ARGUMENTS,
+)
+
+
+def check_keys(directory):
+    """Raise if a file of a preset has an unknown, misspelt or misplaced name.
+
+    Keras ignores names beside the arguments of an object, and KerasHub ignores whole
+    files: a task is read from `task.json` alone.
+    """
+    for name in _FILES:
+        try:
+            content = json.loads(Path(directory, name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            # The reader of this file raises, if there is one.
+            continue
+        # Parts to visit; a file may be nested deeper than Python can recurse.
+        parts = [content]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, dict):
+                if "class_name" in part and "config" in part:
+                    _check_object(name, part)
+                parts += [x for key, x in part.items() if key not in _NOT_ARGUMENTS]
+            elif isinstance(part, list):
+                parts += part
+
+
+def _check_object(file, part):
+    """Raise unless the names of a serialized object are known, see `check_keys`."""
+    checked = [(part, _OF_AN_OBJECT)]
+    # Classes of others and of users check their own arguments.
+    registered = str(part.get("registered_name"))
+    is_own = registered.startswith("keras_softmoe>")
+    cls = keras.saving.get_registered_object(registered) if is_own else None
+    if isinstance(cls, type) and issubclass(cls, keras.Layer):
+        accepted = [*arguments_of(cls), *getattr(cls, "further_keys", ())]
+        if not issubclass(cls, keras.Model):
+            # Preprocessors and tokenizers remember the file that they are in.
+            accepted.append("config_file")
+        if isinstance(part["config"], dict):
+            checked.append((part["config"], accepted))
+    for given, accepted in checked:
+        unknown = [name for name in given if name not in accepted]
+        if unknown:
+            raise ValueError(
+                f"'{file}' has a key that {str(part['class_name'])[:80]} does not know."
+                f"{did_you_mean(unknown, accepted)} Accepted: "
+                f"{', '.join(dict.fromkeys(accepted))}. Received: "
+                f"{', '.join(map(quote, unknown[:12]))}. Correct the file or leave the "
+                "key out."
+            )

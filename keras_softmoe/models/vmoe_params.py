@@ -1,8 +1,7 @@
 """Parameters under the names of V-MoE's and Soft MoE's released code.
 
 The names are flat and joined by slashes, `Encoder/encoderblock_0/LayerNorm_0/scale`.
-One table of rules, read in either direction, says which of our variables each is and
-how its shape differs.
+Values never change, and shapes only for the biases of expert banks.
 """
 
 import re
@@ -14,82 +13,46 @@ from keras import ops
 
 from keras_softmoe.checkpoints import Checkpoint
 
-# Our variable (a pattern over the end of its path) -> their name. A word in braces is
-# translated. Values never change, and shapes only for the biases of expert banks.
-_RULES = (
-    (r"patch_embedding/projection/(kernel|bias)", r"embedding/\1"),
-    (r"class_token/class_token", r"cls"),
-    (r"position_embedding/embedding", r"Encoder/posembed_input/pos_embedding"),
-    (r"block_(\d+)/attention_norm/(gamma|beta)", r"{block}\1/LayerNorm_0/{\2}"),
-    (r"block_(\d+)/mlp_norm/(gamma|beta)", r"{block}\1/LayerNorm_1/{\2}"),
-    (
-        r"block_(\d+)/attention/(query|key|value)/(kernel|bias)",
-        r"{block}\1/SelfAttention/\2/\3",
-    ),
-    (
-        r"block_(\d+)/attention/attention_output/(kernel|bias)",
-        r"{block}\1/SelfAttention/out/\2",
-    ),
-    (
-        r"block_(\d+)/attention/(query|key)_norm/(gamma)",
-        r"{block}\1/SelfAttention/\2_ln/{\3}",
-    ),
-    (
-        r"block_(\d+)/mlp/(intermediate|output)_dense/(kernel|bias)",
-        r"{block}\1/Mlp/{\2}/\3",
-    ),
-    (
-        r"block_(\d+)/moe/experts/(intermediate|output)_dense/(kernel|bias)",
-        r"{block}\1/Moe/Mlp/{\2}/\3",
-    ),
-    # Neither code has a shared expert.
-    (
-        r"block_(\d+)/moe/shared_mlp/(intermediate|output)_dense/(kernel|bias)",
-        r"{block}\1/Moe/Shared/{\2}/\3",
-    ),
-    (r"block_(\d+)/moe/router/(mu|scale)", r"{block}\1/Moe/Router/\2"),
-    (r"block_(\d+)/moe/router/kernel", r"{block}\1/Moe/Router/dense/kernel"),
-    (r"encoder_norm/(gamma|beta)", r"Encoder/encoder_norm/{\1}"),
-    # V-MoE's models have neither of these.
-    (r"block_(\d+)/(attention|mlp)_scale/gamma", r"{block}\1/LayerScale_{\2}/scale"),
-    (r"registers/registers", r"registers"),
-    (r"attention_pooling/probe", r"MapHead/probe"),
-    (
-        r"attention_pooling/attention/(query|key|value)/(kernel|bias)",
-        r"MapHead/MultiHeadDotProductAttention/\1/\2",
-    ),
-    (
-        r"attention_pooling/attention/attention_output/(kernel|bias)",
-        r"MapHead/MultiHeadDotProductAttention/out/\1",
-    ),
-    (
-        r"attention_pooling/attention/(query|key)_norm/(gamma)",
-        r"MapHead/MultiHeadDotProductAttention/\1_ln/{\2}",
-    ),
-    (r"attention_pooling/mlp_norm/(gamma|beta)", r"MapHead/LayerNorm/{\1}"),
-    (
-        r"attention_pooling/mlp/(intermediate|output)_dense/(kernel|bias)",
-        r"MapHead/Mlp/{\1}/\2",
-    ),
-    (r"pre_logits/(kernel|bias)", r"pre_logits/\1"),
-    (r"predictions/(kernel|bias)", r"head/\1"),
+_BLOCK = r"Encoder/encoderblock_\1/"
+_POSITIONS = "Encoder/posembed_input/pos_embedding"
+# Part of the path of our variable (a pattern) -> theirs. The rest of the path is
+# translated word by word.
+_PARTS = (
+    (r"patch_embedding/projection/", "embedding/"),
+    (r"class_token/class_token", "cls"),
+    (r"position_embedding/embedding$", _POSITIONS),
+    (r"block_(\d+)/attention_norm/", _BLOCK + "LayerNorm_0/"),
+    (r"block_(\d+)/attention/", _BLOCK + "SelfAttention/"),
+    (r"block_(\d+)/mlp_norm/", _BLOCK + "LayerNorm_1/"),
+    (r"block_(\d+)/mlp/", _BLOCK + "Mlp/"),
+    (r"block_(\d+)/moe/experts/", _BLOCK + "Moe/Mlp/"),
+    (r"block_(\d+)/moe/router/(?=kernel)", _BLOCK + "Moe/Router/dense/"),
+    (r"block_(\d+)/moe/router/(?=mu|scale)", _BLOCK + "Moe/Router/"),
+    (r"encoder_norm/", "Encoder/encoder_norm/"),
+    (r"attention_pooling/probe", "MapHead/probe"),
+    (r"attention_pooling/attention/", "MapHead/MultiHeadDotProductAttention/"),
+    (r"attention_pooling/mlp_norm/", "MapHead/LayerNorm/"),
+    (r"attention_pooling/mlp/", "MapHead/Mlp/"),
+    (r"pre_logits/", "pre_logits/"),
+    (r"predictions/", "head/"),
+    # V-MoE's models have none of these.
+    (r"block_(\d+)/moe/shared_mlp/", _BLOCK + "Moe/Shared/"),
+    (r"block_(\d+)/attention_scale/", _BLOCK + "LayerScale_0/"),
+    (r"block_(\d+)/mlp_scale/", _BLOCK + "LayerScale_1/"),
+    (r"registers/registers", "registers"),
     # A text tower, which two towers have below `txt/`, and the parts around both.
-    (r"token_embedding/token_embedding/embeddings", r"Embed_0/embedding"),
-    (r"token_embedding/position_embedding", r"Encoder/posembed_input/pos_embedding"),
-    (r"image_projection/(kernel|bias)", r"img/head/\1"),
-    (r"text_projection/(kernel|bias)", r"txt/head/\1"),
-    (r"contrastive_scale/log_scale", r"s"),
-    (r"contrastive_scale/logit_bias", r"b"),
+    (r"token_embedding/token_embedding/embeddings", "Embed_0/embedding"),
+    (r"token_embedding/position_embedding$", _POSITIONS),
+    (r"image_projection/", "img/head/"),
+    (r"text_projection/", "txt/head/"),
+    (r"contrastive_scale/log_scale", "s"),
+    (r"contrastive_scale/logit_bias", "b"),
 )
-
 _WORDS = {
-    "block": "Encoder/encoderblock_",
-    "gamma": "scale",
-    "beta": "bias",
-    "intermediate": "Dense_0",
-    "output": "Dense_1",
-    "attention": "0",
-    "mlp": "1",
+    **{word: word for word in ("kernel", "bias", "query", "key", "value", "mu")},
+    **{"scale": "scale", "gamma": "scale", "beta": "bias"},
+    **{"intermediate_dense": "Dense_0", "output_dense": "Dense_1"},
+    **{"attention_output": "out", "query_norm": "query_ln", "key_norm": "key_ln"},
 }
 
 
@@ -113,63 +76,50 @@ def load_vmoe_params(model: keras.Model, params: Mapping, verbose: int = 0) -> N
         >>> ksm.converters.load_vmoe_params(classifier, dict(np.load("params.npz")))
     """
     keys = {key.removeprefix("params/"): key for key in params}
-    if isinstance(params, Checkpoint):
-        shapes = {name: params.shapes[key] for name, key in keys.items()}
-    else:
-        shapes = {name: np.shape(params[key]) for name, key in keys.items()}
-    _check_dtypes(params, keys)
+    is_checkpoint = isinstance(params, Checkpoint)
+    shapes, wrong = {}, []
+    for name, key in keys.items():
+        array = None if is_checkpoint else np.asarray(params[key])
+        shapes[name] = params.shapes[key] if is_checkpoint else array.shape
+        dtype = params.dtypes[key] if is_checkpoint else array.dtype
+        if dtype.kind not in "fiu" and dtype.name != "bfloat16":
+            wrong.append(f"{name} ({dtype})")
+    if wrong:
+        raise ValueError(
+            "Parameters must be real numbers. Received: "
+            f"{', '.join(sorted(wrong)[:5])}. (Of complex numbers the imaginary part "
+            "would be lost.)"
+        )
     named = named_variables(model)
     _check_fit(named, shapes)
     progress = keras.utils.Progbar(len(named), verbose=verbose, unit_name="array")
     for name, variable in named.items():
         array = np.asarray(params[keys[name]])
         if array.dtype.name == "bfloat16":
-            # Not every backend takes NumPy arrays of it.
+            # Not every backend accepts NumPy arrays of it.
             array = array.astype("float32")
         if not np.isfinite(array).all():
             raise ValueError(
                 "Parameters must be finite numbers: the file is damaged, or the "
                 f"training had failed. Received: NaN or infinity in {name!r}. Fetch "
-                "the file again, or take an earlier one."
+                "the file again."
             )
         variable.assign(np.reshape(array, variable.shape))
         progress.add(1)
 
 
-def _check_dtypes(params, keys):
-    """Raise unless all arrays hold real numbers."""
-    dtypes = getattr(params, "dtypes", {})
-    wrong = []
-    for name, key in keys.items():
-        dtype = dtypes[key] if key in dtypes else np.asarray(params[key]).dtype
-        if dtype.kind not in "fiu" and dtype.name != "bfloat16":
-            wrong.append(f"{name} ({dtype})")
-    if wrong:
-        raise ValueError(
-            "Parameters must be real numbers. Received: "
-            f"{', '.join(sorted(wrong)[:5])}. Of complex numbers the imaginary part "
-            "would be lost: these are the parameters of something else."
-        )
-
-
 def _check_fit(named, shapes):
     """Raise unless the variables and the arrays of these shapes match."""
-    problems = [
-        f"missing: {name} (for {variable.path}, shape {tuple(variable.shape)})"
-        for name, variable in named.items()
-        if name not in shapes
-    ]
-    problems += [
-        f"unused: {name}, shape {shape}"
-        for name, shape in shapes.items()
-        if name not in named
-    ]
-    problems += [
-        f"shape: {name} is {shapes[name]}, {variable.path} takes "
-        f"{_array_shape(variable)}"
-        for name, variable in named.items()
-        if name in shapes and shapes[name] != _array_shape(variable)
-    ]
+    problems = [f"unused: {n}, shape {shapes[n]}" for n in shapes.keys() - named.keys()]
+    for name, variable in named.items():
+        expected = _array_shape(variable)
+        if name not in shapes:
+            shape = tuple(variable.shape)
+            problems.append(f"missing: {name} (for {variable.path}, shape {shape})")
+        elif shapes[name] != expected:
+            problems.append(
+                f"shape: {name} is {shapes[name]}, {variable.path} takes {expected}"
+            )
     if problems:
         raise ValueError(
             "These parameters do not fit the model. Build the model with the settings "
@@ -235,11 +185,13 @@ def named_variables(model, with_routers=True):
 
 
 def _translate(path):
-    for pattern, replacement in _RULES:
-        match = re.search(rf"(?:^|/){pattern}$", path)
+    """Return V-MoE's name of a variable, `None` if there is none."""
+    for pattern, replacement in _PARTS:
+        match = re.search(rf"(?:^|/){pattern}", path)
         if match:
-            # "{\1}" becomes "{gamma}", which the words then translate.
-            return match.expand(replacement).format(**_WORDS)
+            words = list(filter(None, path[match.end() :].split("/")))
+            if all(word in _WORDS for word in words):
+                return match.expand(replacement) + "/".join(map(_WORDS.get, words))
     return None
 
 

@@ -1,6 +1,5 @@
 """Pure functions on tensors: routing, assignment, capacity, transport, losses."""
 
-from keras_softmoe import moved
 from keras_softmoe.ops.assignment import (
     expert_choice as expert_choice,
     token_choice as token_choice,
@@ -30,5 +29,3 @@ from keras_softmoe.ops.transport import (
     sinkhorn_plan as sinkhorn_plan,
     sparse_transport_plan as sparse_transport_plan,
 )
-
-__getattr__ = moved.attribute(__name__)

@@ -1,6 +1,5 @@
 """Routers: tokens -> `Decision`, one class per algorithm, always in float32."""
 
-from keras_softmoe import moved
 from keras_softmoe.routers.expert_choice import (
     SinkhornExpertChoiceRouter as SinkhornExpertChoiceRouter,
     SoftmaxExpertChoiceRouter as SoftmaxExpertChoiceRouter,
@@ -21,5 +20,3 @@ from keras_softmoe.routers.token_choice import (
     SinkhornTokenChoiceRouter as SinkhornTokenChoiceRouter,
     SoftmaxTokenChoiceRouter as SoftmaxTokenChoiceRouter,
 )
-
-__getattr__ = moved.attribute(__name__)

@@ -305,8 +305,7 @@ class RoutingLoss:
         return all(name in routed.valid for name in needed)
 
     def settings(self) -> dict:
-        """Return the settings besides the function."""
-        # Without defaults, as in files that are older than these settings
+        """Return the settings besides the function, without defaults."""
         weight = {} if self.weight == 1.0 else {"weight": self.weight}
         threshold = {} if self.threshold is None else {"threshold": self.threshold}
         return {"modality": self.modality, **weight, **threshold}

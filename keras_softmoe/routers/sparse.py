@@ -23,9 +23,7 @@ from keras_softmoe.routers.lengths import (
     slots_by_length,
 )
 from keras_softmoe.routers.loss_files import (
-    FORMER_WEIGHTS,
     serialize_loss,
-    with_losses,
 )
 from keras_softmoe.routers.losses import Routed, RoutingLoss, checked_losses
 from keras_softmoe.routers.router import Decision, Router
@@ -85,9 +83,6 @@ class SparseRouter(Router, PolicySettings):
 
     # Default of the argument `losses`
     default_losses = ()
-
-    # Names in files of older versions, which `from_config` accepts
-    former_settings = ("dtype", *FORMER_WEIGHTS)
 
     def __init__(
         self,
@@ -402,10 +397,6 @@ class SparseRouter(Router, PolicySettings):
     @property
     def mutable_settings(self):
         return (*mutable_settings(self.policies), "random_logits")
-
-    @classmethod
-    def from_config(cls, config):
-        return super().from_config(with_losses(config, cls.default_losses))
 
     def get_config(self):
         averaged = self.loss_weight is not None

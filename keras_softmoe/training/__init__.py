@@ -19,7 +19,6 @@ The examples of this module start from:
     >>> images, labels = (x[:8] for x in ksm.datasets.digits(image_size=32))
 """
 
-from keras_softmoe import moved
 from keras_softmoe.training.distiller import Distiller as Distiller
 from keras_softmoe.training.muon import Muon as Muon
 from keras_softmoe.training.optimizers import (
@@ -36,5 +35,3 @@ from keras_softmoe.training.pretraining_metric import PrecisionAt1 as PrecisionA
 from keras_softmoe.training.recipe_settings import Recipe as Recipe
 from keras_softmoe.training.schedules import WarmupSchedule as WarmupSchedule
 from keras_softmoe.training.soups import greedy_soup as greedy_soup
-
-__getattr__ = moved.attribute(__name__)

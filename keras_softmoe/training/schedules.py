@@ -151,26 +151,3 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
             "timescale": self.timescale,
             "cooldown_steps": self.cooldown_steps,
         }
-
-
-# === Files of earlier releases ===
-
-
-class WarmupPolynomialDecay:
-    """The name of a linear `WarmupSchedule` in files of version 0.1."""
-
-    @classmethod
-    def from_config(cls, config: dict) -> WarmupSchedule:
-        return WarmupSchedule(**config, decay="linear")
-
-
-class WarmupRsqrtDecay:
-    """The name of a `WarmupSchedule` with `decay="rsqrt"` in files of version 0.1."""
-
-    @classmethod
-    def from_config(cls, config: dict) -> WarmupSchedule:
-        return WarmupSchedule(**config, decay="rsqrt")
-
-
-for _cls in (WarmupPolynomialDecay, WarmupRsqrtDecay):
-    keras.saving.get_custom_objects()[f"keras_softmoe>{_cls.__name__}"] = _cls

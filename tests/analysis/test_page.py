@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 
 from keras_softmoe.analysis import page as pages
 from keras_softmoe.analysis.page import Page
-from keras_softmoe.files import placing
+from keras_softmoe.files import writing
 from tests.support.reading import Reading
 
 
@@ -60,7 +60,7 @@ def test_what_was_there_is_replaced_when_the_page_is_complete(monkeypatch, tmp_p
         raise OSError("no space left")
 
     with monkeypatch.context() as patched:
-        patched.setattr(placing.os, "replace", broken)
+        patched.setattr(writing.os, "replace", broken)
         with pytest.raises(OSError, match="no space"):
             make_page().write(path)
     assert path.read_text() == "before"

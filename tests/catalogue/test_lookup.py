@@ -41,7 +41,7 @@ def catalogue(tmp_path, monkeypatch):
     # No presets: a script, a directory with something else
     (root / "train.py").write_text("")
     (root / "figures").mkdir()
-    monkeypatch.setattr(lookup, "_root", lambda: root)
+    monkeypatch.setattr(lookup, "ROOT", root)
     return root
 
 
@@ -109,21 +109,6 @@ def test_accuracy(catalogue):
     write(catalogue / "silent")
     assert presets.describe("measured").accuracy == found
     assert presets.describe("silent").accuracy == {}
-
-
-@pytest.mark.parametrize(
-    ("older", "today"),
-    [
-        ({"glyphs": 0.7}, {"glyphs, center": 0.7}),
-        (
-            {"glyphs": 0.6, "glyphs, center": 0.8},
-            {"glyphs, both layouts": 0.6, "glyphs, center": 0.8},
-        ),
-    ],
-)
-def test_accuracy_in_older_files(catalogue, older, today):
-    write(catalogue / "older", accuracy=older)
-    assert presets.describe("older").accuracy == today
 
 
 def test_real_catalogue():

@@ -118,13 +118,6 @@ def test_token_embedding():
     np.testing.assert_allclose(to_numpy(layer(ids)), table[ids] + positions, rtol=1e-6)
 
 
-def test_token_embedding_of_an_older_file():
-    config = TokenEmbedding(5, 3, 4, name="tokens").get_config()
-    older = {**config, "hidden_dim": config["output_dim"]}
-    del older["output_dim"]
-    assert TokenEmbedding.from_config(older).get_config() == config
-
-
 def test_token_embedding_errors():
     for name in ("vocabulary_size", "sequence_length", "output_dim"):
         arguments = {"vocabulary_size": 5, "sequence_length": 3, "output_dim": 4}

@@ -1,6 +1,5 @@
 """LoRA and quantization of whole models: they reach the expert banks."""
 
-import h5py
 import keras
 import keras_hub
 import numpy as np
@@ -158,24 +157,6 @@ def test_lora_in_files(tmp_path):
             if "lora_kernel" in weight.path:
                 np.testing.assert_array_equal(to_numpy(weight), to_numpy(value))
     assert other.blocks[1].moe.experts.output_dense.lora_enabled
-
-
-def test_factors_that_experts_shared_are_refused(tmp_path):
-    file = str(tmp_path / "old.lora.h5")
-    backbone = tiny.backbone()
-    backbone.enable_lora(2)
-    backbone.save_lora_weights(file)
-    with h5py.File(file, "r+") as store:
-        for group in store["lora"].values():
-            values = group["vars"] if "vars" in group else group
-            if len(values.get("lora_kernel_b", np.zeros(1)).shape) == 3:
-                shared = values["lora_kernel_b"][0]
-                del values["lora_kernel_b"]
-                values["lora_kernel_b"] = shared
-    other = tiny.backbone()
-    with pytest.raises(ValueError, match=r"share the second.*shape=\(2, .*old\.lora"):
-        other.load_lora_weights(file)
-    assert not any("lora" in w.path for w in other.weights)
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])

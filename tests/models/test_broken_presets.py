@@ -1,7 +1,4 @@
-"""Errors of presets that cannot be loaded; a failed save leaves the old one alone.
-
-Covers `models/preset_keys.py`.
-"""
+"""Errors of presets that cannot be loaded; a failed save leaves the old one alone."""
 
 import json
 import os
@@ -13,7 +10,7 @@ import pytest
 
 from keras_softmoe import models, routers
 from keras_softmoe.catalogue import lookup
-from keras_softmoe.models.preset_keys import check_keys
+from keras_softmoe.models.loading import check_keys
 from tests.support import tiny
 
 pytestmark = tiny.LOADING_WRONG_WEIGHTS
@@ -326,7 +323,7 @@ def test_what_is_no_name(preset):
 
 @BOTH
 def test_unknown_name(load, monkeypatch, good):
-    monkeypatch.setattr(lookup, "_root", lambda: good.parent)
+    monkeypatch.setattr(lookup, "ROOT", good.parent)
     with pytest.raises(ValueError, match="Unknown preset 'goof'.*'good'.*names"):
         load("goof")
     # A name does not lead out of the catalogue.
@@ -336,7 +333,7 @@ def test_unknown_name(load, monkeypatch, good):
 
 @BOTH
 def test_architecture_without_weights(load, preset, monkeypatch):
-    monkeypatch.setattr(lookup, "_root", lambda: preset.parent)
+    monkeypatch.setattr(lookup, "ROOT", preset.parent)
     (preset / "model.weights.h5").unlink()
     (preset / "metadata.json").write_text('{"kind": "architecture"}')
     with pytest.raises(ValueError, match="never released.*load_weights=False"):

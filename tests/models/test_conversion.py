@@ -3,6 +3,7 @@
 import json
 import os
 
+import keras
 import numpy as np
 import pytest
 
@@ -50,6 +51,7 @@ SHAPE_KEYS = (
 
 def write(prefix, model):
     """Write a model as a checkpoint in the released format."""
+    prefix.parent.mkdir(exist_ok=True)
     params = converters.to_vmoe_params(model)
     cuts = {
         name: (range(1, len(array)),) + ((),) * (array.ndim - 1)
@@ -119,10 +121,7 @@ def test_settings_of_the_released_models(tmp_path):
     assert (router.capacity_factor, router.priority) == (1.05, "position")
     assert (router.rounding, router.multiple_of) == ("ceil", 4)
     assert (loaded.group_images, loaded.dispatch_dtype) == (8, "bfloat16")
-
-
-def test_settings_of_a_soft_router(tmp_path):
-    target = convert(tiny.backbone(), tmp_path, dispatch_dtype=None)
+    target = convert(tiny.backbone(), tmp_path / "soft", dispatch_dtype=None)
     loaded = models.ViTMoEBackbone.from_preset(str(target))
     assert isinstance(loaded.router, routers.SoftRouter)
     assert (loaded.group_images, loaded.dispatch_dtype) == (1, None)
@@ -151,8 +150,6 @@ def test_other_settings(tmp_path):
 
 
 def test_weights_are_stored_in_float32(tmp_path):
-    import keras
-
     keras.config.set_dtype_policy("bfloat16")
     target = convert(tiny.backbone(dtype="float32"), tmp_path)
     loaded = models.ViTMoEBackbone.from_preset(str(target), dtype="float32")
@@ -266,9 +263,8 @@ def test_arguments_that_contradict_the_checkpoint(tmp_path, params, argument):
     assert_refused(tmp_path, message, ValueError, **{argument: value})
 
 
-@pytest.mark.parametrize("case", ["rectangle", "no positions"])
-def test_size_of_images_that_is_not_given(tmp_path, case):
-    write(tmp_path / "ckpt", tiny.backbone(**GIVEN[case][0]))
+def test_size_of_images_that_is_not_given(tmp_path):
+    write(tmp_path / "ckpt", tiny.backbone(**GIVEN["rectangle"][0]))
     assert_refused(tmp_path, r"Pass `image_shape=\(height, width", ValueError)
 
 
@@ -293,7 +289,7 @@ def test_directory_that_is_not_empty(tmp_path, params):
     writer.write_checkpoint(tmp_path / "ckpt", params)
     (tmp_path / "preset").mkdir()
     (tmp_path / "preset" / "mine.txt").write_text("precious")
-    assert_refused(tmp_path, "is not empty.*Choose another one", ValueError)
+    assert_refused(tmp_path, "a new or an empty directory.*preset_dir=", ValueError)
     (tmp_path / "preset" / "mine.txt").unlink()
     converters.convert_vmoe_checkpoint(
         tmp_path / "ckpt", tmp_path / "preset", verbose=0

@@ -13,6 +13,7 @@ import pytest
 
 from keras_softmoe import models, routers
 from keras_softmoe.catalogue import lookup
+from keras_softmoe.files import writing
 from keras_softmoe.ops.position import resample_position_grid
 from tests.support import tiny
 from tests.support.close import assert_near
@@ -111,7 +112,7 @@ def test_an_image_converter_without_a_size_gets_that_of_the_model(tmp_path):
 
 
 def test_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(lookup, "_root", lambda: tmp_path)
+    monkeypatch.setattr(lookup, "ROOT", tmp_path)
     model = tiny.classifier()
     save(model, tmp_path, "tiny_preset")
     revived = models.ViTMoEImageClassifier.from_preset("tiny_preset")
@@ -266,6 +267,15 @@ def test_fine_tuning_and_saving_over(tmp_path):
     # What others put there stays, and nothing is left of the writing.
     assert (tmp_path / "preset" / "README.md").read_text() == "the card"
     assert [entry.name for entry in tmp_path.iterdir()] == ["preset"]
+
+
+def test_all_files_are_written_at_once(tmp_path, monkeypatch):
+    """KerasHub saves the parts of a task by their own methods."""
+    found, aside = [], writing._aside
+    monkeypatch.setattr(writing, "_aside", lambda *x: found.append(x) or aside(*x))
+    for _ in range(2):
+        save(tiny.classifier(), tmp_path)
+    assert len(found) == 2
 
 
 def test_several_files_of_weights(tmp_path):

@@ -1,6 +1,6 @@
 """Losses of routers (`routers/losses.py`): weights, sets, errors.
 
-Files of all versions are read by `routers/loss_files.py`.
+Their configurations in files are made by `routers/loss_files.py`.
 """
 
 import json
@@ -49,24 +49,6 @@ def test_losses_by_default():
     assert routers.SoftmaxTokenChoiceRouter(4, losses=()).routing_losses == ()
     assert routers.SinkhornTokenChoiceRouter(4).routing_losses == ()
     assert routers.SoftmaxExpertChoiceRouter(4).routing_losses == ()
-
-
-def test_losses_of_older_files():
-    names = {f"{name}_weight": weight for name, weight in WEIGHTS.items()}
-    config = {"num_experts": 4, **names}
-    router = routers.SoftmaxTokenChoiceRouter.from_config(config)
-    assert router.routing_losses == tuple(losses(**WEIGHTS))
-    # Those that a file does not name have the weights of the paper, if any.
-    config = {"num_experts": 4, "load_loss_weight": 0.1, "z_loss_weight": 0.0}
-    router = routers.SoftmaxTokenChoiceRouter.from_config(config)
-    expected = losses(importance_loss=0.005, load_loss=0.1)
-    assert router.routing_losses == tuple(expected)
-    # Without noise the weight of the load loss did nothing.
-    config = {**config, "noise_std": 0.0}
-    router = routers.SinkhornTokenChoiceRouter.from_config(config)
-    assert router.routing_losses == ()
-    with pytest.raises(ValueError, match="Received: losses and load_loss_weight"):
-        routers.SoftmaxTokenChoiceRouter.from_config({**config, "losses": []})
 
 
 def test_losses_of_files_are_classes():
