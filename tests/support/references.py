@@ -1,4 +1,4 @@
-"""Reference numbers: one `.npz` file of the reference code's inputs and outputs."""
+"""Reference numbers: inputs and outputs of the reference code, by case."""
 
 import functools
 import json
@@ -25,24 +25,38 @@ def to_numpy(x):
 
 
 @functools.cache
+def names():
+    """Dict from the name of each case to the file that holds its arrays."""
+    found = {}
+    for path in sorted(NUMBERS.glob("*.npz")):
+        with np.load(path) as file:
+            found |= dict.fromkeys((key.split("/")[0] for key in file.files), path)
+    return found
+
+
+@functools.cache
 def _read(name):
-    """Arrays of a file, which nobody may change, and its configuration."""
-    with np.load(NUMBERS / f"{name}.npz") as file:
-        arrays = {k: file[k] for k in file.files if k != "config"}
-        for array in arrays.values():
-            array.flags.writeable = False
-        return arrays, str(file["config"])
+    """Read-only arrays of a case, and its configuration."""
+    with np.load(names()[name]) as file:
+        arrays = {
+            key.removeprefix(f"{name}/"): file[key]
+            for key in file.files
+            if key.startswith(f"{name}/")
+        }
+    for array in arrays.values():
+        array.flags.writeable = False
+    return arrays, str(arrays.pop("config"))
 
 
 class Reference:
-    """Arrays of one file, remembering which of them a test has looked at.
+    """Arrays of one case, remembering which of them a test has looked at.
 
     `given` reads an input, `check` compares an output, `leave` sets outputs aside
     that the public API cannot express, and `finish` fails on any array that was none
     of the three, so that no number is passed over in silence.
 
     Attributes:
-        name: Name of the file, without its ending.
+        name: Name of the case, such as `a_soft_base`.
         config: Dict, the configuration that the numbers were computed with.
     """
 
@@ -81,8 +95,8 @@ class Reference:
         """Sets aside the arrays that a table of exceptions names.
 
         Args:
-            inexpressible: Dict from a pair of patterns, of the whole file name and of
-                the whole array name, to the reason.
+            inexpressible: Dict from a pair of patterns, of the whole name of the case
+                and of the whole array name, to the reason.
         """
         for file_pattern, key_pattern in inexpressible:
             if re.fullmatch(file_pattern, self.name):
