@@ -22,7 +22,7 @@ from keras_softmoe.layers.tokens import (
     shapes_of,
     sum_costs,
 )
-from keras_softmoe.ops.padding import zero_padding
+from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.types import Tensor
 
 

@@ -5,9 +5,12 @@ depends on the backend for its speed.
 """
 
 import functools
+import itertools
 
 import keras
 from keras import ops
+
+from keras_softmoe.keras_adapter.runs import is_in_forward_mode
 
 # Products of fewer rows per expert are small, see `affine` and `chunked_map`.
 _FEW_ROWS = 128
@@ -75,12 +78,9 @@ def affine(x, kernel, bias, sharded=False):
 
 @compiled_on_jax()
 def _product_of_few_rows(x, kernel):
-    """`matmul` of stacks with few rows for each matrix, for JAX on CPUs.
+    """Return `matmul` of stacks with few rows for each matrix, for JAX on CPUs.
 
-    For the gradient of the rows, XLA transposes all kernels. Here the few gradients are
-    transposed instead, which takes a third of the time. The barrier keeps XLA from
-    reverting it. The gradient of the kernels is computed in their own layout, which JAX
-    would compute transposed.
+    For the gradient of the rows, XLA would transpose all kernels.
     """
     import jax
     from jax import numpy as jnp
@@ -91,77 +91,16 @@ def _product_of_few_rows(x, kernel):
 
     @product.defjvp
     def derivative(values, tangents):
-        x, kernel = values
-
-        def forward(tangents):
-            of_x, of_kernel = tangents
-            return jnp.matmul(of_x, kernel) + jnp.matmul(x, of_kernel)
-
-        def backward(upstream):
-            of_x = jnp.einsum("edh,enh->edn", kernel, upstream)
-            of_x = jax.lax.optimization_barrier(of_x).swapaxes(1, 2)
-            return of_x, jnp.einsum("end,enh->edh", x, upstream)
-
-        return product(x, kernel), linear_on_jax(forward, backward, tangents)
+        (x, kernel), (of_x, of_kernel) = values, tangents
+        # (E, D, N): JAX transposes this to a gradient of that layout, for which XLA
+        # transposes the few rows. The barrier keeps XLA from undoing it.
+        columns = jax.lax.optimization_barrier(of_x.swapaxes(1, 2))
+        # (E, H, N)
+        change = jnp.einsum("edh,edn->ehn", kernel, columns)
+        change = change.swapaxes(1, 2) + jnp.matmul(x, of_kernel)
+        return product(x, kernel), change
 
     return product(x, kernel)
-
-
-def linear_on_jax(fn, transposed, x, plain=None):
-    """`fn(x)` of a linear function with a custom gradient.
-
-    Unlike `jax.custom_vjp`, it has derivatives of any order and mode, and batches: `fn`
-    is the solution `y` of the linear system `x = b`, `y - fn(x) = 0`, for whose
-    derivatives JAX solves another such system.
-
-    Args:
-        fn: callable of `x`. Values that it closes over may be differentiated, too.
-        transposed: callable from the gradient of `fn(x)` to that of `x`.
-        x: tensor, or a structure of tensors, none a scalar.
-        plain: optional callable equal to `fn`, which JAX can differentiate and
-            transpose. If `None`, JAX uses `fn`.
-
-    Returns:
-        `fn(x)`.
-    """
-    import jax
-    from jax import numpy as jnp
-
-    def add(a, b):
-        return jax.tree.map(jnp.add, a, b)
-
-    def equations(unknown):
-        x, y = _tied(unknown)
-        return _tied((x, jax.tree.map(jnp.subtract, y, (plain or fn)(x))))
-
-    def solve(_, given):
-        return given[0], add(given[1], fn(given[0]))
-
-    def solve_transposed(_, given):
-        return add(given[0], transposed(given[1])), given[1]
-
-    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(fn, x))
-    solution = jax.lax.custom_linear_solve(
-        equations, _tied((x, zeros)), solve, solve_transposed
-    )
-    return _tied(solution)[1]
-
-
-def _tied(tensors):
-    """Return equal tensors that depend on each other, but on none of their entries.
-
-    JAX solves no systems in which only some values have a derivative.
-    """
-    import jax
-    from jax import numpy as jnp
-
-    nothing = sum(x[:0].sum() for x in jax.tree.leaves(tensors))
-
-    def tie(x):
-        no_rows = jnp.broadcast_to(nothing, (0, *x.shape[1:])).astype(x.dtype)
-        return jnp.concatenate([x, no_rows])
-
-    return jax.tree.map(tie, tensors)
 
 
 def attend(query, key, value, mask=None):
@@ -349,17 +288,18 @@ def _but_for_gradients(quick, fn):
 
     @functools.partial(either.defjvp, symbolic_zeros=True)
     def derivative(values, tangents):
-        is_zero = [isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents]
+        # Only operands with a tangent: frozen kernels cost no products.
+        moves = [
+            not isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents
+        ]
 
-        def of_others(*others):
-            others = iter(others)
-            pairs = zip(values, is_zero, strict=True)
-            return fn(*(value if zero else next(others) for value, zero in pairs))
+        def of_moving(*some):
+            some = iter(some)
+            pairs = zip(values, moves, strict=True)
+            return fn(*(next(some) if moving else x for x, moving in pairs))
 
-        def without_zeros(items):
-            return [x for x, zero in zip(items, is_zero, strict=True) if not zero]
-
-        return jax.jvp(of_others, without_zeros(values), without_zeros(tangents))
+        chosen = (itertools.compress(xs, moves) for xs in (values, tangents))
+        return jax.jvp(of_moving, *map(list, chosen))
 
     return either
 
@@ -395,7 +335,6 @@ def _may_remat():
 
 def _remat_on_tensorflow(fn):
     import tensorflow as tf
-    from tensorflow.python.eager import forwardprop_util
 
     @tf.custom_gradient
     def recomputed(*tensors):
@@ -415,8 +354,7 @@ def _remat_on_tensorflow(fn):
         return fn(*map(tf.stop_gradient, tensors)), gradients
 
     def call(*tensors):
-        in_forward_mode = forwardprop_util.pack_tangents(tensors).tangents
-        return (fn if in_forward_mode else recomputed)(*tensors)
+        return (fn if is_in_forward_mode(tensors) else recomputed)(*tensors)
 
     return call
 

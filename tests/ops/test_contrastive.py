@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe.ops import contrastive
-from tests.support import limoe_twins
+from tests.support import limoe_router_twin
 from tests.support.close import assert_near
 from tests.support.gradients import value_and_gradients
 from tests.support.references import Reference, to_numpy
@@ -21,14 +21,14 @@ def logits(scale=1.0):
 @pytest.mark.parametrize("scale", [0.0, 1.0, 10.0])
 def test_twins(name, scale):
     actual = to_numpy(getattr(contrastive, name)(logits(scale)))
-    expected = getattr(limoe_twins, name)(logits(scale))
+    expected = getattr(limoe_router_twin, name)(logits(scale))
     assert actual.shape == (5,)
     assert_near(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients(name):
-    ours, twin = getattr(contrastive, name), getattr(limoe_twins, name)
+    ours, twin = getattr(contrastive, name), getattr(limoe_router_twin, name)
     _, (gradient,) = value_and_gradients(lambda x: keras.ops.sum(ours(x)), [logits()])
     for direction in np.random.default_rng(1).normal(size=(3, 5, 5)):
         step = 1e-6 * direction

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from keras_softmoe import ops
-from tests.support import cases, limoe_twins, twins
+from tests.support import cases, limoe_router_twin, twins
 from tests.support.close import assert_near
 from tests.support.gradients import value_and_gradients
 from tests.support.references import to_numpy
@@ -189,7 +189,7 @@ def test_entropy_losses(logits, num_selected_experts, share, seed):
         ("global_entropy_loss", (threshold,)),
     ):
         actual = getattr(ops, name)(probs, *arguments, valid=valid)
-        assert_close(actual, getattr(limoe_twins, name)(probs, *arguments, valid))
+        assert_close(actual, getattr(limoe_router_twin, name)(probs, *arguments, valid))
 
 
 @given(flavour=st.sampled_from(["normal", "equal", "huge"]), seed=cases.seeds)
@@ -201,7 +201,7 @@ def test_mutual_information(flavour, seed):
     ]
     valid = [cases.padding(p.shape[:2], seed) for p in probs]
     actual = ops.mutual_information_loss(probs, valid)
-    assert_close(actual, limoe_twins.mutual_information_loss(probs, valid))
+    assert_close(actual, limoe_router_twin.mutual_information_loss(probs, valid))
     assert np.all(to_numpy(actual) <= 1e-6)
     assert np.all(to_numpy(actual) >= -np.log(2) - 1e-6)
 
@@ -229,22 +229,22 @@ def test_values_by_hand():
 
 
 LOSSES = {
-    "local": (ops.local_entropy_loss, limoe_twins.local_entropy_loss),
+    "local": (ops.local_entropy_loss, limoe_router_twin.local_entropy_loss),
     "target": (
         lambda p: ops.target_entropy_loss(p, 2),
-        lambda p: limoe_twins.target_entropy_loss(p, 2),
+        lambda p: limoe_router_twin.target_entropy_loss(p, 2),
     ),
     "merged": (
         lambda p: ops.merged_entropy_loss(p, 2),
-        lambda p: limoe_twins.merged_entropy_loss(p, 2),
+        lambda p: limoe_router_twin.merged_entropy_loss(p, 2),
     ),
     "global": (
         lambda p: ops.global_entropy_loss(p, 1.38),
-        lambda p: limoe_twins.global_entropy_loss(p, 1.38),
+        lambda p: limoe_router_twin.global_entropy_loss(p, 1.38),
     ),
     "mutual information": (
         lambda p: ops.mutual_information_loss([p[:, :5], p[:, 5:]]),
-        lambda p: limoe_twins.mutual_information_loss(
+        lambda p: limoe_router_twin.mutual_information_loss(
             [p[:, :5], p[:, 5:]], [None, None]
         ),
     ),

@@ -1,6 +1,6 @@
 """The values of padding reach no result and no gradient.
 
-Tests `ops/padding.py` and `ops/numbers.py`.
+Tests `ops/selection.py`.
 """
 
 import keras

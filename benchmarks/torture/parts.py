@@ -2,11 +2,9 @@
 
 import keras
 
-from tests.torture import (
+from benchmarks.torture import (
     arguments,
     checkpoints,
-    command_lines,
-    downloads,
     faults,
     foreign,
     long_runs,
@@ -43,11 +41,6 @@ PARTS = {
         arguments.bad_calls,
         _each(1200, 300),
         200,
-    ),
-    "command lines": (
-        command_lines.bad_command_lines,
-        {"torch": 120},
-        4,
     ),
     "damaged presets": (
         presets.damaged_presets,
@@ -97,14 +90,7 @@ PARTS = {
         _each(9, 3),
         0,
     ),
-    "bad downloads": (
-        downloads.bad_downloads,
-        {"torch": 96},
-        8,
-    ),
     "graphs over models": (foreign.graphs, _each(176, 44), 8),
-    "attributes of families": (foreign.attributes, _each(17), 3),
-    "pictures of four sizes": (foreign.pictures, _each(44), 6),
     "modules of PyTorch": (foreign.torch_modules, {"torch": 44}, 6),
     "killed trainings": (
         lambda tally, cases, seed: long_runs.killed_training(

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-from keras_softmoe.ops.noise import normal_like
+from keras_softmoe.ops.numbers import normal_like
 from tests.skips import only_on
 from tests.support.references import to_numpy
 

@@ -17,6 +17,7 @@ import h5py
 import keras
 import numpy as np
 
+from benchmarks.torture import victims
 from keras_softmoe import catalogue, converters, models, presets
 from keras_softmoe.distribution import Backup
 from keras_softmoe.distribution.backup_file import open_backup
@@ -24,15 +25,14 @@ from keras_softmoe.files import WriteError, atomic_file
 from tests.support import checkpoint_writer as writer
 from tests.support.processes import Program
 from tests.support.references import to_numpy
-from tests.torture import victims
 
-KINDS = ("save", "convert", "backup", "study")
+KINDS = ("save", "convert", "backup")
 KILLED = (-signal.SIGKILL, -signal.SIGALRM)
 
 
-def kills(tally, num_kills, seed, kinds=KINDS):
-    """Kill programs that save, convert, back up or finish a run; a kill is a case."""
-    rng, kinds = np.random.default_rng(seed), kinds[:num_kills]
+def kills(tally, num_kills, seed):
+    """Kill programs that save, convert or back up; a kill is a case."""
+    rng, kinds = np.random.default_rng(seed), KINDS[:num_kills]
     with tempfile.TemporaryDirectory() as folder:
         wholes = {kind: _Whole(kind, pathlib.Path(folder, kind)) for kind in kinds}
         for number in range(num_kills):
@@ -70,7 +70,7 @@ class _Whole:
 
     def _run(self, *when):
         code, output = Program(
-            "tests.torture.victims", self.kind, self.directory, *when
+            "benchmarks.torture.victims", self.kind, self.directory, *when
         ).wait()
         assert code in (0, *KILLED), output[-2000:]
         return code
@@ -116,9 +116,6 @@ class _Whole:
                 found = {name: file[name].tolist() for name in file}
             (self.folder / "trained.npz").unlink()
             return found
-        if self.kind == "study":
-            (file,) = (self.directory / "cells").glob("[!.]*")
-            return json.loads(file.read_text())["results"]
         return _weights_in(self.directory / "keras_softmoe" / victims.NAME)
 
 
@@ -294,7 +291,7 @@ def three_at_once(tally, rounds):
             victims.version(1).save_to_preset(str(shared / "preset"))
             with tally.case(f"two saving, one reading, round {number}", seconds=300):
                 programs = [
-                    Program("tests.torture.victims", "save", shared, "time", 600)
+                    Program("benchmarks.torture.victims", "save", shared, "time", 600)
                     for _ in range(2)
                 ]
                 for _ in range(6):
@@ -308,7 +305,8 @@ def three_at_once(tally, rounds):
 
 def _run_together(directory, *runs):
     programs = [
-        Program("tests.torture.victims", run, directory, "time", 600) for run in runs
+        Program("benchmarks.torture.victims", run, directory, "time", 600)
+        for run in runs
     ]
     for program in programs:
         code, output = program.wait()

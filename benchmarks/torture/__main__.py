@@ -1,8 +1,8 @@
 """Run the campaign on the backend of this process, or gather what it found.
 
-python -m tests.torture            all parts; writes build/torture/BACKEND.json
-python -m tests.torture PART ...   some of them, beside what is there of others
-python -m tests.torture --tables   tests/torture/RESULTS.md, from all backends
+python -m benchmarks.torture            all parts; writes build/torture/BACKEND.json
+python -m benchmarks.torture PART ...   some of them, beside what is there of others
+python -m benchmarks.torture --tables   benchmarks/torture/RESULTS.md, from all backends
 
 With `--fraction F` there are as many cases as a fraction of those of the long form, at
 least one of each part, and all is written to build/torture/reduced.
@@ -18,9 +18,9 @@ import time
 
 import keras
 
+from benchmarks.torture.campaign import Tally
+from benchmarks.torture.parts import BACKENDS, PARTS, SEED, cases_of
 from keras_softmoe.files import atomic_file
-from tests.torture.campaign import Tally
-from tests.torture.parts import BACKENDS, PARTS, SEED, cases_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 DIRECTORY = ROOT / "build" / "torture"
@@ -66,7 +66,7 @@ def write_tables(fraction=1.0):
     lines = [
         "# What the hostile campaign found",
         "",
-        "Written by `python -m tests.torture`, which `make torture` runs on each "
+        "Written by `python -m benchmarks.torture`, which `make torture` runs on each "
         f"backend (seed {SEED}). A case ends well, or in a refusal "
         "that names file or argument, value and remedy; anything else is a failure. "
         "Errors of `.keras` files are Keras' own, `SystemExit` is that of `argparse` "
@@ -110,7 +110,7 @@ def _directory(fraction):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m tests.torture")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.torture")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--tables", action="store_true")
     parser.add_argument("--fraction", type=float, default=1.0)

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
+from benchmarks.torture import __main__ as program
+from benchmarks.torture import arguments, campaign, long_runs, parts
+from benchmarks.torture.campaign import Tally
 from tests.support import tiny
-from tests.torture import __main__ as program
-from tests.torture import arguments, campaign, long_runs, parts
-from tests.torture.campaign import Tally
 
 pytestmark = [tiny.LOADING, tiny.LOADING_WRONG_WEIGHTS]
 SHORT = [part for part in parts.PARTS if parts.cases_of(part, is_short=True)]

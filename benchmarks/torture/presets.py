@@ -14,11 +14,7 @@ import zipfile
 import keras
 import numpy as np
 
-from keras_softmoe import models, ops, routers
-from keras_softmoe.checks import quote
-from tests.support import tiny, tiny_limoe
-from tests.support.references import to_numpy
-from tests.torture.damage import (
+from benchmarks.torture.damage import (
     HOSTILE,
     Canary,
     damage,
@@ -29,6 +25,10 @@ from tests.torture.damage import (
     places,
     truncate,
 )
+from keras_softmoe import models, ops, routers
+from keras_softmoe.checks import quote
+from tests.support import tiny, tiny_limoe
+from tests.support.references import to_numpy
 
 
 def damaged_presets(tally, num_presets, seed):

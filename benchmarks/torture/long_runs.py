@@ -13,13 +13,13 @@ import threading
 import keras
 import numpy as np
 
+from benchmarks.torture.campaign import resident_megabytes
 from keras_softmoe import models, routers
 from keras_softmoe.distribution import Backup
 from tests.support import tiny
 from tests.support.close import assert_near, difference
 from tests.support.processes import Program
 from tests.support.references import to_numpy
-from tests.torture.campaign import resident_megabytes
 
 STEPS_PER_EPOCH = 50
 
@@ -54,7 +54,7 @@ def killed_training(tally, steps, every):
 
 
 def _train(steps, kill_at, directory, result):
-    program = Program("tests.torture.long_runs", steps, kill_at, directory, result)
+    program = Program("benchmarks.torture.long_runs", steps, kill_at, directory, result)
     code, output = program.wait()
     assert code in (0, -signal.SIGKILL), output[-2000:]
     return code

@@ -1,21 +1,18 @@
-"""Models of others with experts, and ours, as their users build on them.
+"""Graphs over models of KerasHub with experts, and over ours, saved and loaded.
 
-Every graph over every model is saved and loaded; what a class of KerasHub shows is
-compared with and without experts; presets take pictures of any size; on PyTorch the
-state of a model goes into a second one.
+On PyTorch the state of a model is loaded into a second one.
 """
 
 import contextlib
 import pathlib
 import random
 import tempfile
-import warnings
 
 import keras
 import keras_hub
 import numpy as np
 
-from keras_softmoe import catalogue, converters, models, routers
+from keras_softmoe import converters, routers
 from tests.support import tiny
 from tests.support.families import FAMILIES, TEXT, inputs_of
 
@@ -170,92 +167,6 @@ def _check_equal(found, expected):
     for y, right in zip(found, expected, strict=True):
         off = np.abs(y - right).max() / np.abs(right).max()
         assert off < 1e-4, f"other outputs, by {off:.1e}"
-
-
-# === What a class shows ===
-
-# A model with experts has other weights, and its own configuration.
-_OF_THE_MODEL = {"presets", "output_names", "operations"}
-
-
-def attributes(tally, cases, seed):
-    """Compare public attributes and properties with and without experts."""
-    names = list(DENSE)
-    random.Random(seed).shuffle(names)
-    for name in names[:cases]:
-        with tally.case(name, seconds=120):
-            dense = DENSE[name]()
-            sparse = _with_experts(lambda d=dense: d)
-            wrong = [
-                attribute
-                for attribute in _public(dense)
-                if not _is_alike(dense, sparse, attribute)
-            ]
-            assert not wrong, f"differ: {', '.join(wrong)}"
-
-
-def _public(model):
-    """Names of what the class and the constructor of a model add to `keras.Model`."""
-    inputs = keras.Input((1,))
-    plain = keras.Model(inputs, keras.layers.Identity()(inputs))
-    of_keras = {*dir(plain), *vars(plain), *_OF_THE_MODEL}
-    names = {*dir(type(model)), *vars(model)}
-    return sorted(x for x in names - of_keras if not x.startswith("_"))
-
-
-def _is_alike(dense, sparse, name):
-    """Whether an attribute is of the same kind and value, on the model's own graph."""
-    missing = object()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pair = [getattr(model, name, missing) for model in (dense, sparse)]
-    if callable(pair[0]) and not isinstance(pair[0], keras.Layer):
-        return callable(pair[1])
-    flat = [keras.tree.flatten(x) for x in pair]
-    if len(flat[0]) != len(flat[1]):
-        return False
-    inside = {id(x) for x in sparse._flatten_layers()}
-    for old, new in zip(*flat, strict=True):
-        # A layer that is described by its model has a subclass of the same name.
-        if type(old).__name__ != type(new).__name__:
-            return False
-        if isinstance(old, keras.Layer) and id(new) not in inside:
-            return False
-        if isinstance(old, keras.KerasTensor):
-            # Of the graph from this model's inputs
-            keras.Model(sparse.input, new)
-        plain = isinstance(old, bool | int | float | str | None)
-        if plain and old != new:
-            return False
-    return True
-
-
-# === Pictures of any size ===
-
-SIZES = ((17, 23), (32, 32), (48, 40), (96, 128))
-
-
-def pictures(tally, cases, seed):
-    """Give every preset with weights pictures of four sizes."""
-    names = catalogue.names_of_kind("trained")
-    pairs = [(name, size) for name in names for size in SIZES]
-    random.Random(seed).shuffle(pairs)
-    loaded = {}
-    for name, size in pairs[:cases]:
-        with tally.case(f"{name}, {size}", seconds=120):
-            if name not in loaded:
-                is_pair = name.startswith("limoe")
-                cls = "LIMoEContrastive" if is_pair else "ViTMoEImageClassifier"
-                loaded[name] = getattr(models, cls).from_preset(name)
-            model = loaded[name]
-            shape = (2, *size, model.backbone.image_shape[-1])
-            x = np.random.default_rng(0).integers(0, 256, shape).astype("float32")
-            encode = getattr(model, "encode_image", model.predict)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                with _must_work("refused"):
-                    y = keras.ops.convert_to_numpy(encode(x, verbose=0))
-            assert len(y) == 2 and np.isfinite(y).all(), f"{y.shape}"
 
 
 # === PyTorch's ways ===

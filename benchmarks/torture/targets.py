@@ -17,11 +17,11 @@ import tempfile
 import keras
 import numpy as np
 
+from benchmarks.torture import victims
 from keras_softmoe import analysis, checkpoints, converters, models, presets, routers
 from keras_softmoe.distribution import Backup
 from tests.support import checkpoint_writer as writer
 from tests.support import tiny
-from tests.torture import victims
 
 WORK = "three years of work"
 

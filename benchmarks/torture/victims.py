@@ -90,14 +90,6 @@ def backup(directory):
     return run
 
 
-def study(directory):
-    """Train and measure one model of a study."""
-    from experiments.lib.runs import finish
-    from tests.experiments.test_runs import make_run
-
-    return lambda: finish(make_run(), directory)
-
-
 def version(number):
     """A classifier all of whose weights are one number, which its name tells too."""
     model = tiny.classifier({"name": f"version_{number}"})
@@ -152,7 +144,6 @@ RUNS = {
     "save": save,
     "convert": convert,
     "backup": backup,
-    "study": study,
     "save over": save_over,
     "load": load,
 }
