@@ -181,3 +181,23 @@ def normalization_cost(shape: Sequence[int], center: bool = True) -> LayerCost:
     return LayerCost(
         weights=(1 + center) * shape[-1], kept=2 * numbers, kept_float32=numbers
     )
+
+
+def joined_shape(shapes):
+    """Return `(B, S, D)` of tokens of any rank, or of a dict of modalities."""
+    if isinstance(shapes, dict):
+        batch, _, width = next(iter(shapes.values()))
+        return batch, sum(shape[1] for shape in shapes.values()), width
+    return shapes[0], math.prod(shapes[1:-1]), shapes[-1]
+
+
+def sum_costs(cost_of_shape, shapes):
+    """Return the cost of a layer applied to each modality, with its weights once.
+
+    Args:
+        cost_of_shape: callable from a shape to a `LayerCost`.
+        shapes: dict of shapes, or one of them.
+    """
+    parts = shapes.values() if isinstance(shapes, dict) else [shapes]
+    first, *others = map(cost_of_shape, parts)
+    return sum((cost.without_weights() for cost in others), start=first)

@@ -15,10 +15,9 @@ from keras_softmoe.checks import (
     quote,
 )
 from keras_softmoe.keras_adapter.layers import flatten_layers
-from keras_softmoe.layer_cost import LayerCost, cost_of
+from keras_softmoe.layer_cost import LayerCost, cost_of, sum_costs
 from keras_softmoe.layers import MLP, EncoderBlock, MoE
 from keras_softmoe.layers.pooling import AttentionPooling
-from keras_softmoe.layers.tokens import each, sum_costs
 from keras_softmoe.routers import Router
 from keras_softmoe.types import DType
 
@@ -132,9 +131,10 @@ class EncoderLayers:
 
     Args:
         settings: `Encoder`.
+        block: the class of the blocks: `EncoderBlock` or a subclass.
     """
 
-    def __init__(self, settings):
+    def __init__(self, settings, block=EncoderBlock):
         routers = settings.routers
 
         def mlp(index):
@@ -150,7 +150,7 @@ class EncoderLayers:
             )
 
         self.blocks = [
-            EncoderBlock(
+            block(
                 settings.num_heads,
                 mlp(index),
                 use_qk_norm=settings.use_qk_norm,
@@ -177,7 +177,9 @@ class EncoderLayers:
         known = {name: value for name, value in known.items() if value is not None}
         for block in self.blocks:
             tokens = block(tokens, **known)
-        return each(self.norm, tokens)
+        if isinstance(tokens, dict):
+            return {name: self.norm(x) for name, x in tokens.items()}
+        return self.norm(tokens)
 
     def cost(self, tokens_shape, training=False) -> LayerCost:
         """Return the cost for tokens of a shape, or a dict of shapes."""

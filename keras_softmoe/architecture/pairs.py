@@ -15,6 +15,7 @@ from keras_softmoe.architecture.towers import (
 from keras_softmoe.checks import check_choice, check_whole_numbers
 from keras_softmoe.layer_cost import LayerCost, cost_of
 from keras_softmoe.layers import PositionEmbedding
+from keras_softmoe.layers.limoe_block import LIMoEBlock
 from keras_softmoe.layers.pooling import TEXT_POOLINGS, ContrastiveScale, pool
 from keras_softmoe.types import DType
 
@@ -69,7 +70,7 @@ class PairLayers:
             ],
             "text": [token_embedding(limoe)],
         }
-        self.encoder = EncoderLayers(limoe)
+        self.encoder = EncoderLayers(limoe, LIMoEBlock)
         self.attention_pooling = {
             modality: limoe.attention_pooling(f"{modality}_attention_pooling")
             for modality, pooling in limoe.poolings.items()

@@ -8,7 +8,7 @@ import keras
 
 from keras_softmoe import catalogue
 from keras_softmoe.architecture import BY_NAME, Settings, TwoTowers, kind_of, read
-from keras_softmoe.routers.policies import MUTABLE_SETTINGS
+from keras_softmoe.routers.scores import MUTABLE_SETTINGS
 
 _PAIR_TASKS = ("keras_softmoe>LIMoEContrastive", "keras_softmoe>TwoTowerContrastive")
 

@@ -10,7 +10,6 @@ from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.keras_adapter.products import counted_products
 from keras_softmoe.keras_adapter.surgery import call_symbolically
 from keras_softmoe.layer_cost import cost_of
-from keras_softmoe.layers.tokens import shapes_of
 
 
 def traced_products(model):
@@ -37,7 +36,10 @@ def traced_products(model):
         def counting(layer):
             def around(call, inputs, *args, **kwargs):
                 if not products.is_paused:
-                    products.total += cost_of(layer, shapes_of(inputs)).products
+                    products.total += cost_of(
+                        layer,
+                        keras.tree.map_structure(lambda x: tuple(x.shape), inputs),
+                    ).products
                 with products.paused():
                     return call(inputs, *args, **kwargs)
 

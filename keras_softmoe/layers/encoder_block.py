@@ -9,19 +9,15 @@ from keras import ops
 
 from keras_softmoe.checks import check_bools, check_numbers
 from keras_softmoe.keras_adapter.layers import Layer
-from keras_softmoe.layer_cost import LayerCost, cost_of, normalization_cost
-from keras_softmoe.layers.attention import Attention, layer_norm
-from keras_softmoe.layers.experts import MLP
-from keras_softmoe.layers.moe import MoE
-from keras_softmoe.layers.tokens import (
-    add,
-    check_masks,
-    check_tokens_shape,
-    each,
-    masks_like,
-    shapes_of,
+from keras_softmoe.layer_cost import (
+    LayerCost,
+    cost_of,
+    normalization_cost,
     sum_costs,
 )
+from keras_softmoe.layers.attention import Attention, layer_norm
+from keras_softmoe.layers.groups import check_mask, check_tokens_shape
+from keras_softmoe.layers.moe import MoE
 from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.types import Tensor
 
@@ -44,20 +40,18 @@ class EncoderBlock(Layer):
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
-        - `inputs`: `(B, S, D)` float tensor; or a dict from modalities (`"image"`,
-          `"text"`) to such tensors. Attention and an MLP are applied to each of them
-          separately, a `MoE` to all of them together.
-        - `mask`: optional `(B, S)` bool tensor, or a dict of them; `False` for tokens
-          that get no attention and that experts leave out, see `MoE`.
+        - `inputs`: `(B, S, D)` float tensor.
+        - `mask`: optional `(B, S)` bool tensor; `False` for padding, which gets no
+          attention and no expert, see `MoE`.
 
     Returns:
-        `(B, S, D)` tensor, or a dict like the input.
+        `(B, S, D)` tensor.
 
     Raises:
         ValueError: if `mlp` is not a layer, `num_heads` does not divide the width, a
             number is out of range, or the input does not have rank 3.
 
-    Source: V-MoE, section 2.1 and figure 1; several modalities: LIMoE, section 2.
+    Source: V-MoE, section 2.1 and figure 1.
 
     Examples:
         >>> router = ksm.routers.SoftRouter(num_experts=16)
@@ -119,57 +113,59 @@ class EncoderBlock(Layer):
 
     def build(self, inputs_shape):
         check_tokens_shape(inputs_shape)
-        # Modalities differ in the number of tokens, which matters to the experts only.
-        is_dict = isinstance(inputs_shape, dict)
-        shape = next(iter(inputs_shape.values())) if is_dict else inputs_shape
-        self.attention_norm.build(shape)
-        self.attention.build(shape, shape)
-        self.mlp_norm.build(shape)
-        if self.moe is not None:
-            self.moe.build(inputs_shape)
-        else:
-            self.mlp.build(shape)
+        self.attention_norm.build(inputs_shape)
+        self.attention.build(inputs_shape, inputs_shape)
+        self.mlp_norm.build(inputs_shape)
+        (self.moe or self.mlp).build(inputs_shape)
         if self.dropout_rate:
-            self.dropout.build(shape)
+            self.dropout.build(inputs_shape)
         if self.layer_scale is not None:
-            self.attention_scale.build(shape)
-            self.mlp_scale.build(shape)
+            self.attention_scale.build(inputs_shape)
+            self.mlp_scale.build(inputs_shape)
 
     def call(self, inputs, mask=None, training=None):
         x, tokens = self.before_mlp(inputs, mask, training)
         if self.moe is not None:
             outputs = self.moe(tokens, mask=mask, training=training)
-        elif self._masks_mlp:
-            outputs = each(lambda x, m: self.mlp(x, mask=m), tokens, mask)
         else:
-            outputs = each(self.mlp, tokens)
-        if self.layer_scale is not None:
-            outputs = each(self.mlp_scale, outputs)
-        return add(x, each(lambda x: self._drop(x, training), outputs))
+            outputs = self._mlp_outputs(tokens, mask)
+        return self._sum(x, outputs, training)
 
     def before_mlp(
         self, inputs: Tensor, mask: Tensor | None = None, training: bool | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the sum after attention, and the normalized input of the MLP."""
-        check_tokens_shape(shapes_of(inputs))
-        check_masks(mask, inputs)
-        # Masked values would enter the gradients of all weights.
-        inputs = each(zero_padding, inputs, mask)
-        x = add(inputs, each(lambda x, m: self._attend(x, m, training), inputs, mask))
-        return x, each(self.mlp_norm, x)
-
-    def _attend(self, x, mask, training):
-        tokens = self.attention_norm(x)
+        shape = tuple(getattr(inputs, "shape", ()))
+        if len(shape) != 3 or None in shape[1:]:
+            check_tokens_shape(shape)
+        if mask is not None:
+            check_mask(mask, shape)
+            # Masked values would enter the gradients of all weights.
+            inputs = zero_padding(inputs, mask)
+        tokens = self.attention_norm(inputs)
         means = self.attention(tokens, tokens, tokens_mask=mask)
         if self.layer_scale is not None:
             means = self.attention_scale(means)
-        return self._drop(means, training)
+        if self.dropout_rate:
+            means = self.dropout(means, training=training)
+        x = inputs + means
+        return x, self.mlp_norm(x)
 
-    def _drop(self, x, training):
-        return self.dropout(x, training=training) if self.dropout_rate else x
+    def _mlp_outputs(self, tokens, mask):
+        if self._masks_mlp:
+            return self.mlp(tokens, mask=mask)
+        return self.mlp(tokens)
+
+    def _sum(self, x, outputs, training):
+        """Return the residual sum of a block."""
+        if self.layer_scale is not None:
+            outputs = self.mlp_scale(outputs)
+        if self.dropout_rate:
+            outputs = self.dropout(outputs, training=training)
+        return x + outputs
 
     def compute_mask(self, inputs, previous_mask=None):
-        return masks_like(inputs, previous_mask)
+        return previous_mask
 
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
@@ -207,35 +203,8 @@ class EncoderBlock(Layer):
 
     @classmethod
     def from_config(cls, config):
-        if "mlp" not in config:
-            return cls(**_as_saved_now(config))
         mlp = keras.saving.deserialize_keras_object(config["mlp"])
         return cls(**{**config, "mlp": mlp})
-
-
-# Arguments of `MoE` in the blocks of older files
-_OF_MIXTURES = (
-    "group_images",
-    "dispatcher",
-    "equal_experts",
-    "expert_dropout_rate",
-    "remat_experts",
-    "dispatch_dtype",
-)
-
-
-def _as_saved_now(config):
-    """Return the arguments of a block from a file without the argument `mlp`."""
-    config = dict(config)
-    settings = {name: config.pop(name) for name in _OF_MIXTURES if name in config}
-    mlp_dim, router = config.pop("mlp_dim"), config.pop("router")
-    dtype = config.get("dtype")
-    if router is None:
-        mlp = MLP(mlp_dim, dtype=dtype, name="mlp")
-    else:
-        router = keras.saving.deserialize_keras_object(router)
-        mlp = MoE(router, mlp_dim, dtype=dtype, name="moe", **settings)
-    return {**config, "mlp": mlp}
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")

@@ -1,4 +1,4 @@
-"""MLPs of two or three dense layers: a single one, and one per expert."""
+"""The experts of a mixture: one MLP per expert, each applied to its own slots."""
 
 import functools
 import math
@@ -11,166 +11,24 @@ from keras_softmoe.checks import (
     check_bools,
     check_numbers,
     check_whole_numbers,
-    quote,
 )
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layer_cost import LayerCost, dense_cost
 from keras_softmoe.layers.expert_bank import ExpertBank, per_expert
-from keras_softmoe.layers.slots import by_expert
+from keras_softmoe.layers.groups import by_expert
+from keras_softmoe.layers.mlp import (
+    activation_of,
+    check_activation,
+    kept_of_mlp,
+    small_bias,
+)
 from keras_softmoe.ops.grouped import grouped_affine, knows_counts, map_experts
-from keras_softmoe.ops.kernels import affine, chunked_map, remat, reshape
+from keras_softmoe.ops.kernels import affine, chunked_map, reshape
 from keras_softmoe.sharding.constraints import (
     check_divides_experts,
     check_layer,
     is_distributed,
 )
-from keras_softmoe.types import Tensor
-
-
-def _exact_gelu(x):
-    if keras.backend.backend() == "tensorflow":
-        # TensorFlow's has the complementary error function, which runtimes of exported
-        # files do not support.
-        return 0.5 * x * (1.0 + ops.erf(math.sqrt(0.5) * x))
-    return ops.gelu(x, approximate=False)
-
-
-# The papers' code has the tanh approximation everywhere; models from PyTorch have the
-# exact one.
-_ACTIVATIONS = {
-    "gelu_tanh": functools.partial(ops.gelu, approximate=True),
-    "gelu": _exact_gelu,
-}
-ACTIVATIONS = tuple(_ACTIVATIONS)
-
-
-def _activation(name):
-    """Return the function of an activation that has passed `check_activation`."""
-    # Not cached: `torch.compile` refuses cached functions.
-    return _ACTIVATIONS.get(name) or keras.activations.get(name)
-
-
-def check_activation(activation):
-    """Raise unless an activation is known.
-
-    Raises:
-        ValueError: if it is not the name of an activation.
-    """
-    known = isinstance(activation, str) and bool(activation)
-    try:
-        known = known and callable(_activation(activation))
-    except ValueError:
-        known = False
-    if not known:
-        raise ValueError(
-            f"Unknown `activation`. Accepted: {', '.join(map(repr, ACTIVATIONS))}, and "
-            "the other names of `keras.activations`, such as 'silu'. Received: "
-            f"activation={quote(activation)}. Pass one of these names."
-        )
-
-
-@keras.saving.register_keras_serializable(package="keras_softmoe")
-class MLP(Layer):
-    """Feed-forward network of a dense encoder block.
-
-    Args:
-        mlp_dim: int, hidden width.
-        activation: `"gelu_tanh"` (GELU in the tanh approximation), `"gelu"` (exact), or
-            another name of `keras.activations`.
-        gated: bool, whether a third layer, `gate_dense`, multiplies the hidden units:
-            `activation(gate_dense(x)) * intermediate_dense(x)`, a gated linear unit;
-            SwiGLU with `activation="silu"`.
-        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
-
-    Maps `(..., D)` to `(..., D)`.
-
-    Raises:
-        ValueError: if `mlp_dim` is not a positive integer, or the activation is
-            unknown.
-
-    Source: V-MoE, section 2.1; gated: Shazeer 2020 (GLU variants), section 2.
-
-    Examples:
-        >>> ksm.layers.MLP(64)(np.zeros((2, 16, 32))).shape
-        (2, 16, 32)
-    """
-
-    def __init__(
-        self,
-        mlp_dim: int,
-        activation: str = "gelu_tanh",
-        gated: bool = False,
-        **kwargs,
-    ):
-        check_whole_numbers(1, mlp_dim=mlp_dim)
-        check_activation(activation)
-        check_bools(gated=gated)
-        super().__init__(**kwargs)
-        self.mlp_dim = int(mlp_dim)
-        self.activation = activation
-        self.gated = gated
-        self.supports_masking = True
-
-    def build(self, inputs_shape):
-        self.intermediate_dense = keras.layers.Dense(
-            self.mlp_dim,
-            bias_initializer=_small_bias(),
-            dtype=self.dtype_policy,
-            name="intermediate_dense",
-        )
-        self.intermediate_dense.build(inputs_shape)
-        if self.gated:
-            self.gate_dense = keras.layers.Dense(
-                self.mlp_dim,
-                bias_initializer=_small_bias(),
-                dtype=self.dtype_policy,
-                name="gate_dense",
-            )
-            self.gate_dense.build(inputs_shape)
-        self.output_dense = keras.layers.Dense(
-            inputs_shape[-1],
-            bias_initializer=_small_bias(),
-            dtype=self.dtype_policy,
-            name="output_dense",
-        )
-        self.output_dense.build((*inputs_shape[:-1], self.mlp_dim))
-
-    def call(self, inputs):
-        return _multiply(self.output_dense, self.hidden(inputs))
-
-    def hidden(self, inputs: Tensor) -> Tensor:
-        """Return the input of the last layer, `(..., H)`."""
-        hidden = _multiply(self.intermediate_dense, inputs)
-        if self.gated:
-            gate = _multiply(self.gate_dense, inputs)
-            return _activation(self.activation)(gate) * hidden
-        return _activation(self.activation)(hidden)
-
-    def compute_output_shape(self, inputs_shape):
-        return inputs_shape
-
-    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
-        *rows, width = inputs_shape
-        rows = math.prod(rows)
-        total = dense_cost(width, self.mlp_dim, rows, is_sharded=True)
-        total += dense_cost(self.mlp_dim, width, rows, is_sharded=True)
-        if self.gated:
-            total += dense_cost(width, self.mlp_dim, rows, is_sharded=True)
-        return total + LayerCost(kept=_kept(self.gated) * rows * self.mlp_dim)
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "mlp_dim": self.mlp_dim,
-            "activation": self.activation,
-            "gated": self.gated,
-        }
-
-
-def _kept(gated):
-    """Return how many numbers per hidden unit are kept for the backward pass."""
-    # Before GELU, its tanh or error function, after; the other factor, the product
-    return 3 + 2 * gated
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -240,6 +98,7 @@ class Experts(Layer):
         self.activation = activation
         self.gated = gated
         # Here, as PyTorch does not compile a call of a function with a cache.
+        self._activate = activation_of(activation)
         self._stages = _stages_of_slots(activation, remat, gated)
         self.dropout = keras.layers.Dropout(
             dropout_rate, dtype=self.dtype_policy, name="dropout"
@@ -278,7 +137,7 @@ class Experts(Layer):
             output_shape=output_shape,
             bias_axes=bias_axes,
             kernel_initializer=kernel_initializer,
-            bias_initializer=_small_bias(),
+            bias_initializer=small_bias(),
             dtype=self.dtype_policy,
             name=name,
         )
@@ -301,34 +160,35 @@ class Experts(Layer):
 
     def _computes_in_8_bits(self):
         # In int4 a bank has a kernel of floats, as without quantization.
-        modes = {bank.quantization_mode for bank in self.banks}
-        return bool(modes & {"int8", "float8"})
+        return any(bank.quantization_mode in ("int8", "float8") for bank in self.banks)
 
     def _mlps(self, x, training, count=None):
         """Return the experts' outputs for slots `(E, G * C, D)`, or rows `(N, D)`."""
-        *first, last = self.banks
+        banks = self.banks
         if self._computes_in_8_bits():
-            hidden = _activated([bank(x) for bank in first], self.activation)
-            return last(self.dropout(hidden, training=training))
-        banks = [weight for bank in self.banks for weight in (bank.kernel, bank.bias)]
-        # Views, because TensorFlow's `remat` counts gradients of variables twice.
-        weights = tuple(reshape(weight, weight.shape) for weight in banks)
+            # The banks multiply integers themselves.
+            hidden = _activated([bank(x) for bank in banks[:-1]], self._activate)
+            return banks[-1](self.dropout(hidden, training=training))
+        weights = [weight for bank in banks for weight in (bank.kernel, bank.bias)]
         sharded = is_distributed()
         multiply = functools.partial(affine, sharded=sharded)
         if count is not None:
             multiply = functools.partial(grouped_affine, count=count)
         # Bound beforehand, as `remat` would convert arguments to tensors.
-        known = {"activation": self.activation, "multiply": multiply}
+        known = {"activate": self._activate, "multiply": multiply}
         hidden, mlp = (functools.partial(f, **known) for f in (_hidden, _mlp))
         if self.remat:
-            hidden, mlp = remat(hidden), remat(mlp)
+            # Views, because TensorFlow's `remat` counts gradients of variables twice
+            weights = [reshape(weight, weight.shape) for weight in weights]
+            hidden, mlp = keras.remat(hidden), keras.remat(mlp)
         if training and self.dropout_rate:
             # Dropout outside `remat`, which would draw another mask
             x = self.dropout(hidden(x, *weights[:-2]), training=True)
             return multiply(x, *weights[-2:])
         if count is not None:
-            banks = (weights,) if self.remat else (weights[:-2], weights[-2:])
-            return map_experts(mlp, self._stages, x, banks, count)
+            weights = tuple(reshape(weight, weight.shape) for weight in weights)
+            stages = (weights,) if self.remat else (weights[:-2], weights[-2:])
+            return map_experts(mlp, self._stages, x, stages, count)
         return chunked_map(mlp, [x, *weights], sharded)
 
     def compute_output_shape(self, slots_shape):
@@ -340,7 +200,7 @@ class Experts(Layer):
         expert = dense_cost(width, self.mlp_dim) * (1 + self.gated)
         expert += dense_cost(self.mlp_dim, width)
         # Inputs and outputs besides
-        hidden = 0 if self.remat else _kept(self.gated) * self.mlp_dim
+        hidden = 0 if self.remat else kept_of_mlp(self.gated) * self.mlp_dim
         kept, kept_bytes = 2 * width + hidden, 0
         if self.dropout_rate:
             # Masks; the activations after dropout are kept in any case.
@@ -365,22 +225,22 @@ class Experts(Layer):
         }
 
 
-def _activated(products, activation):
+def _activated(products, activate):
     """Return hidden units from their products, and that of the gate if there is one."""
     units, *gate = products
-    if gate:
-        return _activation(activation)(gate[0]) * units
-    return _activation(activation)(units)
+    return activate(gate[0]) * units if gate else activate(units)
 
 
-def _hidden(x, *weights, activation, multiply):
-    pairs = zip(weights[::2], weights[1::2], strict=True)
-    products = [multiply(x, kernel, bias) for kernel, bias in pairs]
-    return _activated(products, activation)
+def _hidden(x, *weights, activate, multiply):
+    # Kernel and bias of the first layer, and of the gate
+    units = multiply(x, weights[0], weights[1])
+    if len(weights) == 2:
+        return activate(units)
+    return activate(multiply(x, weights[2], weights[3])) * units
 
 
-def _mlp(x, *weights, activation, multiply):
-    hidden = _hidden(x, *weights[:-2], activation=activation, multiply=multiply)
+def _mlp(x, *weights, activate, multiply):
+    hidden = _hidden(x, *weights[:-2], activate=activate, multiply=multiply)
     return multiply(hidden, *weights[-2:])
 
 
@@ -389,26 +249,20 @@ def _two_products(x, kernel, bias, gate_kernel, gate_bias):
     return ops.concatenate([affine(x, *pair) for pair in pairs], axis=-1)
 
 
-def _after_first(x, kernel, bias, activation, is_gated):
+def _after_first(x, kernel, bias, activate, is_gated):
     products = ops.split(x, 2, axis=-1) if is_gated else [x]
-    return affine(_activated(products, activation), kernel, bias)
+    return affine(_activated(products, activate), kernel, bias)
 
 
 @functools.cache
 def _stages_of_slots(activation, is_one, is_gated):
     """Return the same functions for all layers, see `map_experts`."""
+    activate = activation_of(activation)
     if is_one:
-        return (functools.partial(_mlp, activation=activation, multiply=affine),)
-    known = {"activation": activation, "is_gated": is_gated}
+        return (functools.partial(_mlp, activate=activate, multiply=affine),)
+    known = {"activate": activate, "is_gated": is_gated}
     first = _two_products if is_gated else affine
     return first, functools.partial(_after_first, **known)
-
-
-def _multiply(dense, x):
-    """Return the output of a `keras.layers.Dense`, computed by `affine`."""
-    if dense.quantization_mode:
-        return dense(x)
-    return affine(x, dense.kernel, dense.bias)
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -434,7 +288,3 @@ class EqualExperts(keras.initializers.Initializer):
     @classmethod
     def from_config(cls, config):
         return cls(keras.saving.deserialize_keras_object(config["initializer"]))
-
-
-def _small_bias():
-    return keras.initializers.RandomNormal(stddev=1e-6)

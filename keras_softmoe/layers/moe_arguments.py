@@ -15,20 +15,12 @@ from keras_softmoe.routers import Router
 DISPATCHERS = ("auto", "gather", "einsum")
 
 
-def check_router(router, by_image):
-    """Raise unless a router is one, for whole images if `by_image`."""
-    check_bools(by_image=by_image)
+def check_router(router):
+    """Raise unless a router is one."""
     if not isinstance(router, Router):
         raise ValueError(
             "`router` must be a router from `keras_softmoe.routers`, for example "
-            f"`SoftRouter(num_experts=8)`: make one. Received: "
-            f"router={quote(router)}."
-        )
-    if by_image and router.knows_modalities:
-        raise ValueError(
-            "A router that tells the tokens of images from those of text cannot route "
-            f"whole inputs. Received: router={quote(router)}, by_image=True. Take "
-            "`SoftmaxTokenChoiceRouter`, for example, or `by_image=False`."
+            f"`SoftRouter(num_experts=8)`. Received: router={quote(router)}."
         )
 
 

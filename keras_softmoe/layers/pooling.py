@@ -10,7 +10,7 @@ from keras_softmoe.checks import check_numbers
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layer_cost import LayerCost, normalization_cost
 from keras_softmoe.layers.attention import Attention, layer_norm
-from keras_softmoe.layers.experts import MLP
+from keras_softmoe.layers.mlp import MLP
 
 POOLINGS = ("token", "first", "gap", "map")
 # For texts, which have no class token

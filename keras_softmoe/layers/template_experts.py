@@ -17,7 +17,7 @@ from keras_softmoe.keras_adapter.layers import (
     states_of_draws,
 )
 from keras_softmoe.layer_cost import LayerCost
-from keras_softmoe.layers.slots import by_expert
+from keras_softmoe.layers.groups import by_expert
 from keras_softmoe.layers.template import (
     Templates,
     check_template,

@@ -28,7 +28,7 @@ from keras_softmoe.models.configuration import preset_is_saved
 from keras_softmoe.models.contrastive_preprocessor import fit_preprocessor
 from keras_softmoe.models.conversion import convert
 from keras_softmoe.models.preset_keys import check_keys
-from keras_softmoe.routers.policies import MUTABLE_SETTINGS
+from keras_softmoe.routers.scores import MUTABLE_SETTINGS
 from keras_softmoe.sharding.variables import (
     is_sharded,
     room_for,

@@ -75,6 +75,10 @@ def token_choice(
     """
     scores = ops.convert_to_tensor(scores)
     check_num_selected_experts(num_selected_experts, scores.shape[-1])
+    if isinstance(priority, str):
+        check_priority(priority)
+    check_keep_fraction(keep_fraction)
+    _check_capacity(capacity)
     # Not every backend can sort NaN.
     scores = zero_padding(scores, valid)
     if not isinstance(priority, str) and valid is not None:
@@ -102,10 +106,6 @@ def assign_choices(
     """
     _, num_tokens, num_experts = scores.shape
     num_selected_experts = chosen.shape[-1]
-    if isinstance(priority, str):
-        check_priority(priority)
-    check_keep_fraction(keep_fraction)
-    _check_capacity(capacity)
     num_choices = num_selected_experts * num_tokens
 
     # The order of the queue, (G, K * S) places in that of `_by_choice`; `None` if it is

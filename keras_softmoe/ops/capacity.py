@@ -55,6 +55,13 @@ def expert_capacity(
             f"positive or `None`. Received: num_tokens={num_tokens}, "
             f"num_experts={num_experts}, multiple_of={multiple_of}."
         )
+    return rounded_capacity(
+        num_tokens, num_experts, capacity_factor, rounding, multiple_of
+    )
+
+
+def rounded_capacity(num_tokens, num_experts, capacity_factor, rounding, multiple_of):
+    """Return `expert_capacity` of arguments that were checked before."""
     # The order of operations matters where the ratio is close to a half or a whole
     # number.
     capacity = _ROUNDINGS[rounding](num_tokens * capacity_factor / num_experts)

@@ -247,7 +247,8 @@ def chunked_map(fn, operands, sharded=False):
     operands = [ops.convert_to_tensor(operand) for operand in operands]
     count, rows, width = operands[0].shape
     size = _CHUNK_OF_MANY_ROWS
-    many_rows = count > size and isinstance(rows, int) and not _are_few(rows)
+    # The number of rows is unknown in an exported model.
+    many_rows = count > size and isinstance(rows, int) and rows >= _FEW_ROWS
     if keras.backend.backend() == "torch":
         import torch
 

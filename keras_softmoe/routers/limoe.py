@@ -1,19 +1,22 @@
 """LIMoE's router and the sets of losses of its paper."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Unpack
 
 import keras
 
 from keras_softmoe import ops
 from keras_softmoe.checks import check_numbers
-from keras_softmoe.ops.assignment import PRIORITIES, check_num_selected_experts
+from keras_softmoe.ops.assignment import (
+    PRIORITIES,
+    assign_choices,
+    check_num_selected_experts,
+)
 from keras_softmoe.routers.losses import MODALITIES, RoutingLoss
 from keras_softmoe.routers.modalities import Modalities
 from keras_softmoe.routers.policies import TokenChoice
 from keras_softmoe.routers.router import check_num_experts
-from keras_softmoe.routers.scores import Softmax
+from keras_softmoe.routers.scores import Softmax, policy
 from keras_softmoe.routers.sparse import SparseRouter, SparseSettings
 
 # The thresholds of the ablations, 9 text and 20 image experts of 32, for any number.
@@ -91,7 +94,7 @@ def entropy_losses(
     )
 
 
-@dataclass(frozen=True)
+@policy
 class ModalityTokenChoice(TokenChoice):
     """Token choice with the priorities `"image_first"` and `"text_first"`."""
 
@@ -100,14 +103,18 @@ class ModalityTokenChoice(TokenChoice):
     normalize_gates: ClassVar[bool] = False
     priorities: ClassVar[tuple] = (*PRIORITIES, "image_first", "text_first")
 
-    def rank(self, selection, masks):
-        modality, _, is_first = self.priority.rpartition("_")
-        if is_first != "first":
-            return self.priority
-        if modality not in masks:
-            return "position"
-        mask = keras.ops.cast(masks[modality], "float32")
-        return keras.ops.zeros_like(selection[..., 0]) + mask
+    def assign(self, selection, chosen, slots, valid, masks, seed, sharded):
+        priority = self.priority
+        modality, _, is_first = priority.rpartition("_")
+        if is_first == "first":
+            priority = "position"
+            if modality in masks:
+                # 1 for tokens of the modality, 0 for others: ties go by position.
+                mask = keras.ops.cast(masks[modality], "float32")
+                priority = keras.ops.zeros_like(selection[..., 0]) + mask
+        return assign_choices(
+            selection, chosen, slots, priority, valid, seed=seed, sharded=sharded
+        )
 
 
 class LIMoESettings(SparseSettings, total=False):
@@ -159,7 +166,7 @@ class LIMoERouter(SparseRouter):
         - `tokens`: `(G, S, D)` float tensor.
         - `valid`: optional `(G, S)` bool tensor, `False` for padding.
         - `modalities`: pairs of a modality and its number of tokens, in their order in
-          a group, in which they repeat. `layers.MoE` passes them if called on a dict.
+          a group, in which they repeat.
 
     Returns:
         `Decision` with a `SlotRouting`. In training, the mean of `auxiliary_loss` over
@@ -227,24 +234,6 @@ class LIMoERouter(SparseRouter):
             **settings,
         )
 
-
-class PrunedLIMoERouter:
-    """Class name in old files of a `LIMoERouter` with `kept_experts`."""
-
-    def __new__(
-        cls, num_experts, kept_experts, num_predicted_experts, losses=(), **kwargs
-    ):
-        return LIMoERouter(
-            num_experts,
-            kept_experts=kept_experts,
-            num_predicted_experts=num_predicted_experts,
-            losses=losses,
-            **kwargs,
-        )
-
-    @classmethod
-    def from_config(cls, config):
-        return cls(**config)
-
-
-keras.saving.get_custom_objects()["keras_softmoe>PrunedLIMoERouter"] = PrunedLIMoERouter
+    def call(self, tokens, valid=None, training=False, num_tokens=None, modalities=()):
+        masks = self.modalities.masks(tokens.shape[1], modalities)
+        return self._decide(tokens, valid, training, num_tokens, masks)

@@ -9,52 +9,36 @@ import keras
 
 from keras_softmoe import ops
 from keras_softmoe.checks import check_numbers, quote
-from keras_softmoe.ops.kernels import softmax
 from keras_softmoe.sharding.constraints import is_distributed
 from keras_softmoe.types import Tensor
 
 MODALITIES = ("image", "text")
 
 
-class Routed:
+class Routed(NamedTuple):
     """The tensors from which losses are computed.
 
-    Args:
+    Attributes:
         logits: `(G, S, E)` tensor, without noise.
         noisy_logits: `(G, S, E)` tensor; the same object without noise.
-        valid: dict from each present modality to the `(G or 1, S)` bool mask of its
-            tokens, and from `None` to that of all tokens (`None` without padding).
-        num_selected_experts: int, the number `K` of experts that a token chooses.
-        noise_std: float, standard deviation of the noise on the logits.
-        probabilities_of: callable from logits to probabilities.
-
-    Attributes:
         probabilities: `(G, S, E)` tensor, without noise.
         noisy_probabilities: `(G, S, E)` tensor, with noise.
         chosen: what the router chose: `(G, S, K)` int tensor of experts where tokens
             choose, `(G, S, E)` bool tensor of pairs in a race, otherwise `None`.
+        valid: dict from each present modality to the `(G or 1, S)` bool mask of its
+            tokens, and from `None` to that of all tokens (`None` without padding).
+        num_selected_experts: int, the number `K` of experts that a token chooses.
+        noise_std: float, standard deviation of the noise on the logits.
     """
 
-    chosen = None
-
-    def __init__(
-        self,
-        logits,
-        noisy_logits,
-        valid,
-        num_selected_experts,
-        noise_std,
-        probabilities_of=softmax,
-    ):
-        self.logits = logits
-        self.noisy_logits = noisy_logits
-        self.valid = valid
-        self.num_selected_experts = num_selected_experts
-        self.noise_std = noise_std
-        # Not a `functools.cached_property`, which `torch.compile` cannot trace
-        self.probabilities = self.noisy_probabilities = probabilities_of(logits)
-        if noisy_logits is not logits:
-            self.noisy_probabilities = probabilities_of(noisy_logits)
+    logits: Tensor
+    noisy_logits: Tensor
+    probabilities: Tensor
+    noisy_probabilities: Tensor
+    chosen: Any
+    valid: dict
+    num_selected_experts: int
+    noise_std: float
 
 
 # === The table ===

@@ -1,52 +1,16 @@
 """Policies of modalities: the differences between images and text."""
 
-from dataclasses import dataclass
-
 import numpy as np
 from keras import ops
 
 from keras_softmoe.checks import check_bools, check_numbers, check_whole_numbers
 from keras_softmoe.ops.numbers import lowest
 from keras_softmoe.routers.losses import MODALITIES
-from keras_softmoe.routers.scores import live
+from keras_softmoe.routers.scores import live, policy
 
 
-@dataclass(frozen=True)
-class OneKind:
-    """One kernel, and all experts for all tokens."""
-
-    # Names of the weights that map tokens to logits
-    kernels = ("kernel",)
-    is_pruned = False
-    num_predicted_experts = None
-
-    def check(self, num_experts, choices):
-        """Raise unless the policies of a router fit together."""
-
-    def masks(self, group_tokens, modalities):
-        """Return a dict from modalities to the `(1, S)` bool masks of their tokens."""
-        if modalities:
-            raise ValueError(
-                "Only a `LIMoERouter` distinguishes the tokens of images and text. "
-                f"Received: modalities={modalities}. Leave them out."
-            )
-        return {}
-
-    def logits(self, tokens, kernels, masks):
-        """Return the `(G, S, E)` products of tokens and kernels."""
-        return ops.matmul(tokens, kernels[0])
-
-    def allowed(self, logits, masks):
-        """Return the logits, the lowest for experts closed to a modality."""
-        return logits
-
-    def left(self, probabilities):
-        """Return the probabilities of the experts that are kept."""
-        return probabilities
-
-
-@dataclass(frozen=True)
-class Modalities(OneKind):
+@policy
+class Modalities:
     """Images and text, which may differ in kernels, experts and capacity."""
 
     per_modality: bool = False
@@ -69,6 +33,7 @@ class Modalities(OneKind):
 
     @property
     def kernels(self):
+        """Names of the weights that map tokens to logits."""
         if not self.per_modality:
             return ("kernel",)
         return tuple(f"{name}_kernel" for name in MODALITIES)
@@ -78,6 +43,7 @@ class Modalities(OneKind):
         return self.kept_experts is not None
 
     def check(self, num_experts, choices):
+        """Raise unless the policies of a router fit together."""
         self._check_kept_experts(num_experts)
         counts = {"image": self.image_experts, "text": self.text_experts}
         total = self.num_predicted_experts or num_experts
@@ -120,11 +86,11 @@ class Modalities(OneKind):
             )
 
     def masks(self, group_tokens, modalities):
+        """Return a dict from modalities to the `(1, S)` bool masks of their tokens."""
         names = [name for name, count in modalities for _ in range(count)]
         if not names or set(names) - set(MODALITIES) or group_tokens % len(names):
             raise ValueError(
-                "This router needs the modality of each token: call "
-                "`layers.MoE` on a dict with `'image'`, `'text'` or both, or pass "
+                "This router needs the modality of each token: pass "
                 "`modalities=(('image', 64), ('text', 16))`. Received: "
                 f"modalities={modalities} for {group_tokens} tokens in a group."
             )
@@ -134,6 +100,7 @@ class Modalities(OneKind):
         }
 
     def logits(self, tokens, kernels, masks):
+        """Return the `(G, S, E)` products of tokens and kernels."""
         if not self.per_modality:
             return ops.matmul(tokens, kernels[0])
         kernels = dict(zip(MODALITIES, kernels, strict=True))
@@ -144,6 +111,7 @@ class Modalities(OneKind):
         return ops.where(ops.expand_dims(masks["image"], -1), image, text)
 
     def allowed(self, logits, masks):
+        """Return the logits, the lowest for experts closed to a modality."""
         for name, mask in masks.items():
             barred = self._barred(name, logits.shape[-1])
             if barred.any():
@@ -160,7 +128,8 @@ class Modalities(OneKind):
             return index >= (self.image_experts or num_experts)
         return index < num_experts - (self.text_experts or num_experts)
 
-    def left(self, probabilities):
+    def kept(self, probabilities):
+        """Return the probabilities of the experts that were not pruned."""
         if not self.is_pruned:
             return probabilities
         return ops.take(probabilities, np.array(self.kept_experts), axis=-1)

@@ -145,14 +145,14 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
             **settings,
         )
 
-    def _choose(self, scores, valid, training):
-        if not self.scores.is_biased or self.random_logits:
-            return super()._choose(scores, valid, training)
+    def _choose(self, scores, valid, training, sharded):
+        if self.scores.bias_update_rate is None or self.random_logits:
+            return scores, self.assignment.choose(scores, sharded)
         selection = scores + self.bias
-        chosen = self.assignment.choose(selection)
+        chosen = self.assignment.choose(selection, sharded)
         if training and self.trainable:
             self._move_bias(chosen, valid)
-        return selection, self.assignment.ordered(chosen, scores)
+        return selection, self.assignment.ordered(chosen, scores, sharded)
 
     def _move_bias(self, chosen, valid):
         """Move the bias by the choices of a batch, `(G, S, K)`."""

@@ -1,20 +1,5 @@
-"""Policies: the parts of a sparse router.
+"""Policies of assignment: who chooses whom, and the gates. See `scores.py`."""
 
-A sparse router has one policy of each kind:
-
-- capacity: how many slots an expert has (`Capacity`)
-- scores: the numbers that choose (`Softmax`, `TokenScores`, `Logits`, `Sinkhorn`,
-  `SparseTransport`), in `scores.py`
-- assignment: who chooses whom, and the gates (`TokenChoice`, `ExpertChoice`, `Race`),
-  in this file
-- modalities: the differences between images and text (`OneKind`, `Modalities`), in
-  `modalities.py`
-
-Each is a frozen record. Its fields are settings of the router and of its configuration,
-under the same names. A field marked `live` may change after the router was made.
-"""
-
-from dataclasses import dataclass
 from typing import ClassVar
 
 from keras import ops
@@ -42,12 +27,10 @@ from keras_softmoe.ops.selection import (
     top_values,
     with_real_first,
 )
-from keras_softmoe.routers.modalities import Modalities
-from keras_softmoe.routers.scores import Capacity, TokenScores, live, mutable_settings
-from keras_softmoe.sharding.constraints import is_distributed
+from keras_softmoe.routers.scores import live, policy
 
 
-@dataclass(frozen=True)
+@policy
 class ExpertChoice:
     """Assignment in which every expert chooses its best tokens."""
 
@@ -71,11 +54,11 @@ class ExpertChoice:
         """Return a dict from names of weights without gradient to their shapes."""
         return {}
 
-    def choose(self, selection):
+    def choose(self, selection, sharded):
         """Return the `(G, S, K)` experts that tokens choose, best first, or `None`."""
         return None
 
-    def assign(self, selection, chosen, slots, valid, masks, seed):
+    def assign(self, selection, chosen, slots, valid, masks, seed, sharded):
         """Return `token` and `filled` of a `SlotRouting`, `(G, E, C)` each.
 
         Args:
@@ -83,17 +66,18 @@ class ExpertChoice:
             chosen: the result of `choose`.
             slots: int, number of slots of an expert.
             valid: `(G, S)` bool tensor or `None`.
-            masks: the result of `OneKind.masks`.
+            masks: dict from modalities to the `(1, S)` masks of their tokens.
             seed: `keras.random.SeedGenerator`.
+            sharded: bool, see `ops.token_choice`.
         """
-        return expert_choice(selection, slots, valid, sharded=is_distributed())
+        return expert_choice(selection, slots, valid, sharded)
 
     def gates(self, scores, chosen):
         """Return the `(G, S, E)` weights from which gates are taken."""
         return scores
 
 
-@dataclass(frozen=True)
+@policy
 class TokenChoice:
     """Assignment in which every token chooses its best experts."""
 
@@ -101,6 +85,7 @@ class TokenChoice:
     priority: str = live(default="position")
     keep_fraction: float = live(default=1.0)
     normalize_gates: bool = live(default=False)
+    choices: ClassVar[int]
     priorities: ClassVar[tuple] = PRIORITIES
     has_rows: ClassVar[bool] = True
     is_race: ClassVar[bool] = False
@@ -111,10 +96,7 @@ class TokenChoice:
         check_numbers(keep_fraction=self.keep_fraction)
         check_keep_fraction(self.keep_fraction)
         check_bools(normalize_gates=self.normalize_gates)
-
-    @property
-    def choices(self):
-        return self.num_selected_experts
+        object.__setattr__(self, "choices", self.num_selected_experts)
 
     def check(self, num_experts, capacity):
         check_num_selected_experts(self.num_selected_experts, num_experts)
@@ -122,36 +104,28 @@ class TokenChoice:
     def state(self, num_experts):
         return {}
 
-    def choose(self, selection):
-        return top_indices(
-            selection, self.num_selected_experts, sharded=is_distributed()
-        )
+    def choose(self, selection, sharded):
+        return top_indices(selection, self.num_selected_experts, sharded)
 
-    def ordered(self, chosen, scores):
+    def ordered(self, chosen, scores, sharded):
         """Return the same experts of each token, in the order of other scores."""
         if self.num_selected_experts == 1:
             return chosen
         by_score = take_along(scores, chosen, axis=-1)
-        order = top_indices(
-            by_score, self.num_selected_experts, sharded=is_distributed()
-        )
+        order = top_indices(by_score, self.num_selected_experts, sharded)
         return take_along(chosen, order, axis=-1)
 
-    def assign(self, selection, chosen, slots, valid, masks, seed):
+    def assign(self, selection, chosen, slots, valid, masks, seed, sharded):
         return assign_choices(
             selection,
             chosen,
             slots,
-            priority=self.rank(selection, masks),
+            priority=self.priority,
             keep_fraction=self.keep_fraction,
             valid=valid,
             seed=seed,
-            sharded=is_distributed(),
+            sharded=sharded,
         )
-
-    def rank(self, selection, masks):
-        """Return the `priority` argument of `ops.token_choice`."""
-        return self.priority
 
     def kept(self, selection, chosen, valid, seed):
         """Return a `(G, S)` bool mask of the tokens that choose (dropless routing)."""
@@ -174,7 +148,7 @@ class TokenChoice:
         return scores * (inverse / total)
 
 
-@dataclass(frozen=True)
+@policy
 class Race(ExpertChoice):
     """Assignment by the best pairs of token and expert of a group.
 
@@ -188,10 +162,7 @@ class Race(ExpertChoice):
     def __post_init__(self):
         check_whole_numbers(1, num_selected_experts=self.num_selected_experts)
         check_numbers(least=0, under=1, threshold_momentum=self.threshold_momentum)
-
-    @property
-    def choices(self):
-        return self.num_selected_experts
+        object.__setattr__(self, "choices", self.num_selected_experts)
 
     def check(self, num_experts, capacity):
         check_num_selected_experts(self.num_selected_experts, num_experts)
@@ -199,7 +170,7 @@ class Race(ExpertChoice):
     def state(self, num_experts):
         return {"threshold": (), "num_thresholds": ()}
 
-    def lowest_winner(self, scores, valid):
+    def lowest_winner(self, scores, valid, sharded):
         """Return the score of the last pair that wins in each group, `(G, 1, 1)`.
 
         As many pairs win as the tokens of a group would choose, padding aside. In a
@@ -210,7 +181,7 @@ class Race(ExpertChoice):
         if valid is None:
             pairs = reshape(scores, (-1, num_tokens * num_experts))
             count = num_tokens * self.num_selected_experts
-            found = smallest_entry(top_values(pairs, count, is_distributed()))
+            found = smallest_entry(top_values(pairs, count, sharded))
             return ops.expand_dims(found, -1)
         scores = with_real_first(scores, ops.expand_dims(valid, -1))
         pairs = reshape(scores, (-1, num_tokens * num_experts))
@@ -224,18 +195,9 @@ class Race(ExpertChoice):
         won = scores >= threshold
         return won if valid is None else ops.logical_and(won, valid[..., None])
 
-    def assign(self, selection, chosen, slots, valid, masks, seed):
-        sharded = is_distributed()
-        token, filled = expert_choice(selection, slots, valid, sharded=sharded)
+    def assign(self, selection, chosen, slots, valid, masks, seed, sharded):
+        token, filled = expert_choice(selection, slots, valid, sharded)
         # (G, E, S)
         won = ops.transpose(chosen, (0, 2, 1))
         filled = ops.logical_and(filled, take_along(won, token, axis=-1))
         return ops.where(filled, token, 0), filled
-
-
-# The mutable settings of all routers.
-MUTABLE_SETTINGS = (
-    *mutable_settings([Capacity]),
-    "random_logits",
-    *mutable_settings([TokenChoice, TokenScores, Modalities]),
-)

@@ -82,10 +82,10 @@ class ExpertRaceRouter(SparseRouter):
             **settings,
         )
 
-    def _choose(self, scores, valid, training):
+    def _choose(self, scores, valid, training, sharded):
         threshold = self.threshold
         if training or self.random_logits is True:
-            threshold = self.assignment.lowest_winner(scores, valid)
+            threshold = self.assignment.lowest_winner(scores, valid, sharded)
         if training and self.trainable and not self.random_logits:
             self._move_threshold(threshold, valid)
         return scores, self.assignment.winners(scores, threshold, valid)

@@ -1,7 +1,19 @@
-"""Policies of capacity and scores, see `policies.py`."""
+"""Policies of capacity and scores, and what all policies share.
 
+A sparse router has one policy of each kind:
+
+- capacity: how many slots an expert has (`Capacity`), in this file
+- scores: the numbers that choose (`Softmax`, `TokenScores`, `Logits`, `Sinkhorn`,
+  `SparseTransport`), in this file
+- assignment: who chooses whom, and the gates (`TokenChoice`, `ExpertChoice`, `Race`),
+  in `policies.py`
+- modalities: the differences between images and text (`Modalities`), in
+  `modalities.py`; LIMoE's router alone has one
+"""
+
+import dataclasses
 import functools
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import ClassVar
 
 from keras import ops
@@ -11,12 +23,69 @@ from keras_softmoe.checks import (
     check_numbers,
     check_whole_numbers,
 )
-from keras_softmoe.ops import expert_capacity, sinkhorn_plan, sparse_transport_plan
-from keras_softmoe.ops.capacity import MULTIPLE_OF, ROUNDING, ROUNDINGS
+from keras_softmoe.ops import sinkhorn_plan, sparse_transport_plan
+from keras_softmoe.ops.capacity import (
+    MULTIPLE_OF,
+    ROUNDING,
+    ROUNDINGS,
+    rounded_capacity,
+)
 from keras_softmoe.ops.kernels import softmax
 from keras_softmoe.sharding.constraints import is_distributed
 
 live = functools.partial(field, metadata={"live": True})
+
+# The settings of all policies that may change after the router was made
+MUTABLE_SETTINGS = ["random_logits"]
+
+
+class PolicySettings:
+    """The fields of a router's policies as its properties, such as `router.priority`.
+
+    `policy` adds them.
+    """
+
+    # Attributes of a router that hold its policies; `None` for no such policy
+    policy_names = ("capacity_policy", "scores", "assignment", "modalities")
+
+    @property
+    def policies(self) -> list:
+        """List of the policies of a router."""
+        policies = [getattr(self, name) for name in self.policy_names]
+        return [policy for policy in policies if policy is not None]
+
+
+def policy(cls):
+    """Make a class a policy: a frozen record, whose fields are settings of a router.
+
+    They are arguments of its constructor and its configuration, under the same names,
+    and its properties. A field made by `live` may change after the router was made.
+    """
+    cls = dataclasses.dataclass(frozen=True)(cls)
+    for one in fields(cls):
+        if not hasattr(PolicySettings, one.name):
+            setattr(PolicySettings, one.name, _setting(one.name))
+        if "live" in one.metadata and one.name not in MUTABLE_SETTINGS:
+            MUTABLE_SETTINGS.append(one.name)
+    return cls
+
+
+def _setting(name):
+    def holder(router):
+        for attribute in router.policy_names:
+            if hasattr(getattr(router, attribute), name):
+                return attribute
+        raise AttributeError(f"`{type(router).__name__}` has no setting `{name}`.")
+
+    def read(router):
+        return getattr(getattr(router, holder(router)), name)
+
+    def change(router, value):
+        attribute = holder(router)
+        changed = dataclasses.replace(getattr(router, attribute), **{name: value})
+        setattr(router, attribute, changed)
+
+    return property(read, change)
 
 
 def settings_of(policies):
@@ -32,7 +101,7 @@ def mutable_settings(policies):
 # === Capacity ===
 
 
-@dataclass(frozen=True)
+@policy
 class Capacity:
     """The number of slots of an expert."""
 
@@ -67,7 +136,8 @@ class Capacity:
         """
         if factor is None:
             return num_tokens
-        capacity = expert_capacity(
+        # The settings were checked when the policy was made.
+        capacity = rounded_capacity(
             num_tokens * choices, num_experts, factor, self.rounding, self.multiple_of
         )
         # A token takes at most one slot of an expert.
@@ -98,7 +168,7 @@ class Scores:
         return {}
 
 
-@dataclass(frozen=True)
+@policy
 class Softmax(Scores):
     """Selection by the probabilities."""
 
@@ -121,7 +191,7 @@ class Softmax(Scores):
         return probabilities
 
 
-@dataclass(frozen=True)
+@policy
 class TokenScores(Softmax):
     """Selection by a softmax or sigmoid, and by a bias that balances the experts."""
 
@@ -151,9 +221,7 @@ class TokenScores(Softmax):
         return self.score == "softmax"
 
     def probabilities(self, logits):
-        if self.score == "sigmoid":
-            return ops.sigmoid(logits)
-        return super().probabilities(logits)
+        return ops.sigmoid(logits) if self.score == "sigmoid" else softmax(logits)
 
     def state(self, num_experts):
         if not self.is_biased:
@@ -164,7 +232,7 @@ class TokenScores(Softmax):
         return {"bias": (num_experts,), "load": (num_experts,), "calls": ()}
 
 
-@dataclass(frozen=True)
+@policy
 class Logits(Softmax):
     """Selection by the logits, which are the gates, too."""
 
@@ -174,7 +242,7 @@ class Logits(Softmax):
         return logits
 
 
-@dataclass(frozen=True)
+@policy
 class Sinkhorn(Scores):
     """Selection by a balanced plan of the logits, see `ops.sinkhorn_plan`."""
 
@@ -195,7 +263,7 @@ class Sinkhorn(Scores):
         return sinkhorn_plan(logits, self.num_iterations, valid)
 
 
-@dataclass(frozen=True)
+@policy
 class SparseTransport(Scores):
     """Selection by a plan within the capacity, see `ops.sparse_transport_plan`."""
 

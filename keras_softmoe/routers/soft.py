@@ -22,7 +22,11 @@ from keras_softmoe.ops.kernels import reshape, softmax
 from keras_softmoe.ops.numbers import lowest, normal_like
 from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.routers.router import Decision, Router
-from keras_softmoe.sharding.constraints import check_layer, replicate
+from keras_softmoe.sharding.constraints import (
+    check_layer,
+    is_distributed,
+    replicate,
+)
 
 # Added to squared norms, as in the released code. The paper's listing adds the same
 # number to the norm itself, which has no gradient at an all-zero token (padding).
@@ -111,12 +115,10 @@ class SoftRouter(Router):
         self.normalize = normalize
         self.noise_std = noise_std
         self.initial_scale = initial_scale
+        # Without a softmax of logits there are no weights.
+        self._learns = "soft" in (dispatch, combine)
         if noise_std:
             self.seed_generator = keras.random.SeedGenerator()
-
-    @property
-    def _learns(self):
-        return "soft" in (self.dispatch, self.combine)
 
     @property
     def differs_in_training(self) -> bool:
@@ -181,18 +183,29 @@ class SoftRouter(Router):
         self.mu.assign(np.reshape(mu, self.mu.shape))
 
     def call(self, tokens, valid=None, training=False):
-        summary = {}
-        num_tokens = tokens.shape[1]
+        summary, num_tokens = {}, tokens.shape[1]
         slots = (self.num_experts, self.slots_per_expert)
         logits = None
         if self._learns:
-            # (G, S, E * C)
+            # 1. Logits: the affinity of each token to each slot, (G, S, E * C)
             logits = self._logits(tokens, training)
             summary["logits"] = reshape(logits, (-1, num_tokens, *slots))
-        dispatch = self._dispatch_weights(tokens, logits, valid)
-        combine = self._combine_weights(tokens, logits)
-        # Padding gets no output of the slots either.
-        combine = zero_padding(combine, valid)
+        if logits is None or "uniform" in (self.dispatch, self.combine):
+            # Equal weights, as in the ablations of table 3
+            zeros = ops.zeros_like(tokens[..., :1])
+            uniform = ops.repeat(zeros, slots[0] * slots[1], axis=-1)
+        # 2. Dispatch weights: each slot averages the tokens of its group.
+        dispatch = uniform if self.dispatch == "uniform" else logits
+        if valid is not None:
+            dispatch = ops.where(ops.expand_dims(valid, -1), dispatch, lowest(dispatch))
+        dispatch = softmax(dispatch, axis=1)
+        # 3. Combine weights: each token averages the outputs of all slots.
+        combine = softmax(uniform if self.combine == "uniform" else logits, axis=-1)
+        if valid is not None:
+            # If all tokens are padding, they would have equal weights; and padding
+            # gets no output of the slots either.
+            dispatch, combine = (zero_padding(x, valid) for x in (dispatch, combine))
+        # (G, S, E, C) each
         routing = DenseRouting(
             reshape(dispatch, (-1, num_tokens, *slots)),
             reshape(combine, (-1, num_tokens, *slots)),
@@ -200,11 +213,13 @@ class SoftRouter(Router):
         return Decision(routing, summary)
 
     def _logits(self, tokens, training):
+        mu = self.mu
+        if is_distributed():
+            # Slots are sharded with their experts; a softmax needs all of them.
+            path = f"{self.path}/mu_of_all_experts"
+            mu = replicate(ops.convert_to_tensor(mu), 1, path)
         # (D, E * C)
-        mu = replicate(
-            ops.convert_to_tensor(self.mu), 1, f"{self.path}/mu_of_all_experts"
-        )
-        mu = reshape(mu, (self.mu.shape[0], -1))
+        mu = reshape(mu, (mu.shape[0], -1))
         if self.normalize:
             mu = mu * (self.scale * _inverse_norm(mu, axis=0))
         logits = ops.matmul(tokens, mu)
@@ -215,25 +230,6 @@ class SoftRouter(Router):
             noise = normal_like(logits, self.seed_generator)
             logits = logits + self.noise_std * noise
         return logits
-
-    def _dispatch_weights(self, tokens, logits, valid):
-        """`(G, S, E * C)`, sums to one over the tokens."""
-        if self.dispatch == "uniform":
-            logits = self._uniform_logits(tokens)
-        if valid is not None:
-            logits = ops.where(ops.expand_dims(valid, -1), logits, lowest(logits))
-        # If all tokens are padding, they would have equal weights.
-        return zero_padding(softmax(logits, axis=1), valid)
-
-    def _combine_weights(self, tokens, logits):
-        """`(G, S, E * C)`, sums to one over the slots."""
-        if self.combine == "uniform":
-            logits = self._uniform_logits(tokens)
-        return softmax(logits, axis=-1)
-
-    def _uniform_logits(self, tokens):
-        num_slots = self.num_experts * self.slots_per_expert
-        return ops.repeat(ops.zeros_like(tokens[..., :1]), num_slots, axis=-1)
 
     def get_config(self):
         return {

@@ -30,20 +30,14 @@ from keras_softmoe.routers.loss_files import (
     with_losses,
 )
 from keras_softmoe.routers.losses import Routed, RoutingLoss, checked_losses
-from keras_softmoe.routers.modalities import Modalities, OneKind
-from keras_softmoe.routers.policies import Race, TokenChoice
 from keras_softmoe.routers.router import Decision, Router
 from keras_softmoe.routers.scores import (
     Capacity,
-    Sinkhorn,
-    SparseTransport,
-    TokenScores,
+    PolicySettings,
     mutable_settings,
     settings_of,
 )
-
-# Attributes of a router that hold its policies.
-_POLICIES = ("capacity_policy", "scores", "assignment", "modalities")
+from keras_softmoe.sharding.constraints import is_distributed
 
 
 class SparseSettings(TypedDict, total=False):
@@ -58,7 +52,7 @@ class SparseSettings(TypedDict, total=False):
     trainable: bool
 
 
-class SparseRouter(Router):
+class SparseRouter(Router, PolicySettings):
     """A router that learns a score for each token and expert.
 
     `call` has all steps: logits, noise in training, probabilities, selection scores,
@@ -122,9 +116,10 @@ class SparseRouter(Router):
         self.capacity_policy = Capacity(**slots)
         self.scores = scores
         self.assignment = assignment
-        self.modalities = modalities = modalities or OneKind()
+        self.modalities = modalities
         assignment.check(num_experts, self.capacity_policy)
-        modalities.check(num_experts, assignment.choices)
+        if modalities is not None:
+            modalities.check(num_experts, assignment.choices)
         check_choice("random_logits", random_logits, (False, True, "permuted"))
         self.random_logits = random_logits
         if losses is None:
@@ -144,7 +139,7 @@ class SparseRouter(Router):
         # Not for LIMoE: its number of slots depends on the modalities of a call.
         if tokens_shape[1] is not None and not self.knows_modalities:
             self.check_group(tokens_shape[1])
-        for name in self.modalities.kernels:
+        for name in self._kernel_names:
             kernel = self.add_weight(
                 shape=(tokens_shape[-1], self.num_predicted_experts),
                 initializer="lecun_normal",
@@ -162,35 +157,58 @@ class SparseRouter(Router):
             )
             setattr(self, name, weight)
 
-    def call(self, tokens, valid=None, training=False, num_tokens=None, modalities=()):
-        group_tokens = tokens.shape[1]
-        masks = self.modalities.masks(group_tokens, modalities)
-        # (G, S, E)
-        logits = self._randomized(self._logits(tokens, masks))
-        logits = noisy_logits = self.modalities.allowed(logits, masks)
+    def call(self, tokens, valid=None, training=False, num_tokens=None):
+        return self._decide(tokens, valid, training, num_tokens, {})
+
+    def _decide(self, tokens, valid, training, num_tokens, masks):
+        """Return the `Decision` for `(G, S, D)` tokens.
+
+        Args:
+            tokens: `(G, S, D)` tensor.
+            valid: `(G, S)` bool tensor or `None`.
+            training: bool.
+            num_tokens: `(G,)` int tensor or `None`, see `Router.knows_num_tokens`.
+            masks: dict from the modalities of a LIMoE to the `(1, S)` masks of their
+                tokens.
+        """
+        group_tokens, sharded = tokens.shape[1], is_distributed()
+        # 1. Logits: the score of each expert for each token, (G, S, E)
+        logits = noisy_logits = self._logits(tokens, masks)
+        # 2. Noise, in training only: tokens also try experts that are not their best.
         if training and self.scores.noise_std:
             noise = normal_like(logits, self.seed_generator)
             noisy_logits = logits + self._logits_std * noise
-        routed = self._routed(logits, noisy_logits, valid, masks)
-        probabilities = self.modalities.left(routed.noisy_probabilities)
-
+        # 3. Probabilities: over the experts, from the logits with noise, (G, S, E)
+        unpruned = probabilities = self.scores.probabilities(noisy_logits)
+        if self.modalities is not None:
+            probabilities = self.modalities.kept(unpruned)
+        # 4. Slots of each expert, C; fewer in groups with few real tokens, (G,)
         factor = self._capacity_factor(training, len(masks))
-        slots = self._slots(group_tokens, factor)
-        limit = self._limit(num_tokens, group_tokens, factor)
+        slots = self.capacity_policy.slots(
+            factor, group_tokens, self.assignment.choices, self.num_experts
+        )
+        limit = None
+        if num_tokens is not None and factor is not None:
+            limit = self._limit(num_tokens, group_tokens, factor)
+        # 5. Choice: by scores that may be the probabilities or a balanced plan of them
         scores = self.scores.selection(noisy_logits, probabilities, slots, valid, limit)
-        selection, routed.chosen = self._choose(scores, valid, training)
-        chosen = routed.chosen
+        selection, chosen = self._choose(scores, valid, training, sharded)
+        # 6. Gates: the weight of each expert in the output of a token, (G, S, E)
+        gates = probabilities
         if self.scores.combine == "plan":
             gates = scores
-        else:
-            gates = probabilities if self.noisy_gates else routed.probabilities
+        elif not self.noisy_gates and noisy_logits is not logits:
+            gates = self.scores.probabilities(logits)
         gates = self.assignment.gates(gates, chosen)
+        # 7. Assignment: tokens to slots, or rows for all choices if nothing is dropped
+        seed = self.seed_generator
         if factor is None and self.assignment.has_rows:
-            kept = self.assignment.kept(scores, chosen, valid, self.seed_generator)
+            kept = self.assignment.kept(scores, chosen, valid, seed)
             routing = choice_routing(gates, chosen, kept)
         else:
+            # (G, E, C) each
             token, filled = self.assignment.assign(
-                scores, chosen, slots, valid, masks, self.seed_generator
+                scores, chosen, slots, valid, masks, seed, sharded
             )
             if limit is not None:
                 token, filled = first_slots(token, filled, limit)
@@ -200,16 +218,18 @@ class SparseRouter(Router):
             "probabilities": probabilities,
             "selection": selection,
         }
+        # 8. Losses that balance the experts, in training only
         if training:
+            routed = self._routed(logits, noisy_logits, unpruned, chosen, valid, masks)
             self._add_losses(summary, routed, num_tokens)
         return Decision(routing, summary)
 
-    def _choose(self, scores, valid, training):
+    def _choose(self, scores, valid, training, sharded):
         """Return the `(G, S, E)` scores that choose, and the choices.
 
         A subclass with weights that follow the choices moves them here.
         """
-        return scores, self.assignment.choose(scores)
+        return scores, self.assignment.choose(scores, sharded)
 
     @property
     def differs_in_training(self) -> bool:
@@ -226,17 +246,25 @@ class SparseRouter(Router):
 
     # === Logits ===
 
-    def _logits(self, tokens, masks):
-        kernels = [getattr(self, name) for name in self.modalities.kernels]
-        return self.modalities.logits(tokens, kernels, masks)
+    @property
+    def _kernel_names(self):
+        return ("kernel",) if self.modalities is None else self.modalities.kernels
 
-    def _randomized(self, logits):
-        if not self.random_logits:
-            return logits
-        noise = normal_like(logits, self.seed_generator)
-        if self.random_logits == "permuted":
-            return take_along(logits, ops.argsort(noise, axis=-1), axis=-1)
-        return noise
+    def _logits(self, tokens, masks):
+        if self.modalities is None:
+            logits = ops.matmul(tokens, self.kernel)
+        else:
+            kernels = [getattr(self, name) for name in self._kernel_names]
+            logits = self.modalities.logits(tokens, kernels, masks)
+        if self.random_logits:
+            # To see what routing is worth in a trained model
+            noise = normal_like(logits, self.seed_generator)
+            if self.random_logits == "permuted":
+                noise = take_along(logits, ops.argsort(noise, axis=-1), axis=-1)
+            logits = noise
+        if self.modalities is not None:
+            logits = self.modalities.allowed(logits, masks)
+        return logits
 
     @property
     def _logits_std(self):
@@ -245,12 +273,15 @@ class SparseRouter(Router):
     @property
     def num_predicted_experts(self):
         """Int, number of experts in the softmax: also those that were pruned."""
-        return self.modalities.num_predicted_experts or self.num_experts
+        known = self.modalities and self.modalities.num_predicted_experts
+        return known or self.num_experts
 
     @property
     def num_directions(self):
-        is_one = len(self.modalities.kernels) == 1 and not self.modalities.is_pruned
-        return is_one * self.num_experts
+        of_modalities = self.modalities is not None and (
+            self.modalities.per_modality or self.modalities.is_pruned
+        )
+        return 0 if of_modalities else self.num_experts
 
     def set_directions(self, directions):
         if not self.num_directions:
@@ -269,7 +300,9 @@ class SparseRouter(Router):
 
     def capacity(self, num_tokens, training=False, single_modality=False):
         factor = self._capacity_factor(training, 1 if single_modality else 0)
-        return self._slots(num_tokens, factor)
+        return self.capacity_policy.slots(
+            factor, num_tokens, self.choices_per_token, self.num_experts
+        )
 
     def num_rows(self, num_tokens, training=False):
         if self._capacity_factor(training) is not None or not self.assignment.has_rows:
@@ -289,15 +322,8 @@ class SparseRouter(Router):
             return self.modalities.single_modality_capacity_factor
         return self.capacity_policy.factor(training)
 
-    def _slots(self, num_tokens, factor):
-        return self.capacity_policy.slots(
-            factor, num_tokens, self.choices_per_token, self.num_experts
-        )
-
     def _limit(self, num_tokens, largest, factor):
-        """Return the slots of an expert in each group, `(G,)` int, or `None`."""
-        if num_tokens is None or factor is None:
-            return None
+        """Return the slots of an expert in each group, `(G,)` int."""
         table = slots_by_length(
             self.capacity_policy,
             factor,
@@ -311,7 +337,7 @@ class SparseRouter(Router):
         num_groups, num_tokens, width = tokens_shape
         num_tokens *= num_groups
         # With two kernels, both are applied to all tokens.
-        num_logits = self.num_predicted_experts * len(self.modalities.kernels)
+        num_logits = self.num_predicted_experts * len(self._kernel_names)
         return LayerCost(
             float32_weights=width * num_logits
             + sum(map(math.prod, self._state.values())),
@@ -322,15 +348,23 @@ class SparseRouter(Router):
 
     # === Losses ===
 
-    def _routed(self, logits, noisy_logits, valid, masks):
-        valid_of = {name: _and(mask, valid) for name, mask in masks.items()}
+    def _routed(self, logits, noisy_logits, noisy_probabilities, chosen, valid, masks):
+        probabilities = noisy_probabilities
+        if noisy_logits is not logits:
+            probabilities = self.scores.probabilities(logits)
+        of_modalities = {
+            name: mask if valid is None else ops.logical_and(mask, valid)
+            for name, mask in masks.items()
+        }
         return Routed(
-            logits,
-            noisy_logits,
-            {None: valid, **valid_of},
-            self.choices_per_token,
-            self._logits_std,
-            self.scores.probabilities,
+            logits=logits,
+            noisy_logits=noisy_logits,
+            probabilities=probabilities,
+            noisy_probabilities=noisy_probabilities,
+            chosen=chosen,
+            valid={None: valid, **of_modalities},
+            num_selected_experts=self.choices_per_token,
+            noise_std=self._logits_std,
         )
 
     def _add_losses(self, summary, routed, num_tokens):
@@ -362,12 +396,16 @@ class SparseRouter(Router):
         summary = decision.summary
         # In training `call` has added it already, if any loss applies.
         if "auxiliary_loss" not in summary and not kwargs.get("training"):
-            modalities = kwargs.get("modalities", ())
-            masks = self.modalities.masks(tokens.shape[1], modalities)
-            logits = summary["logits"]
-            routed = self._routed(logits, logits, valid, masks)
+            masks = {}
+            if self.modalities is not None:
+                modalities = kwargs.get("modalities", ())
+                masks = self.modalities.masks(tokens.shape[1], modalities)
+            logits, chosen = summary["logits"], None
             if any(loss.needs_race for loss in self.routing_losses):
-                _, routed.chosen = self._choose(summary["selection"], valid, False)
+                selection, sharded = summary["selection"], is_distributed()
+                _, chosen = self._choose(selection, valid, False, sharded)
+            probabilities = self.scores.probabilities(logits)
+            routed = self._routed(logits, logits, probabilities, chosen, valid, masks)
             loss = self._auxiliary_loss(routed)
             if loss is not None:
                 summary = {**summary, "auxiliary_loss": loss}
@@ -377,12 +415,8 @@ class SparseRouter(Router):
     # === Settings ===
 
     @property
-    def _policies(self):
-        return [getattr(self, name) for name in _POLICIES]
-
-    @property
     def mutable_settings(self):
-        return (*mutable_settings(self._policies), "random_logits")
+        return (*mutable_settings(self.policies), "random_logits")
 
     @classmethod
     def from_config(cls, config):
@@ -392,7 +426,7 @@ class SparseRouter(Router):
         averaged = self.loss_weight is not None
         return {
             **super().get_config(),
-            **settings_of(self._policies),
+            **settings_of(self.policies),
             "losses": [serialize_loss(loss) for loss in self.routing_losses],
             **({"loss_weight": self.loss_weight} if averaged else {}),
             "random_logits": self.random_logits,
@@ -400,44 +434,6 @@ class SparseRouter(Router):
 
     def _arguments(self):
         return {**self.get_config(), "losses": self.routing_losses}
-
-
-def _setting(name):
-    """Return a property such as `router.priority`: a field of a policy."""
-
-    def policy_of(router):
-        having = (p for p in _POLICIES if hasattr(getattr(router, p), name))
-        # If none has it, the error of the first one names it.
-        return next(having, _POLICIES[0])
-
-    def read(router):
-        return getattr(getattr(router, policy_of(router)), name)
-
-    def change(router, value):
-        policy = policy_of(router)
-        changed = dataclasses.replace(getattr(router, policy), **{name: value})
-        setattr(router, policy, changed)
-
-    return property(read, change)
-
-
-# Each field of a policy is a property of the router, as `router.priority`.
-for _record in (
-    Capacity,
-    TokenScores,
-    Sinkhorn,
-    SparseTransport,
-    TokenChoice,
-    Race,
-    Modalities,
-):
-    for _field in dataclasses.fields(_record):
-        if not hasattr(SparseRouter, _field.name):
-            setattr(SparseRouter, _field.name, _setting(_field.name))
-
-
-def _and(mask, valid):
-    return mask if valid is None else ops.logical_and(mask, valid)
 
 
 def _warn_of_losses_left_out(distiller):

@@ -1,0 +1,147 @@
+"""The mixture of experts that routes whole images instead of tokens."""
+
+import math
+from collections.abc import Sequence
+
+import keras
+from keras import ops
+
+from keras_softmoe.checks import quote
+from keras_softmoe.layers.groups import as_sequence, group, ungroup
+from keras_softmoe.layers.moe import MoE
+from keras_softmoe.ops import combine, dispatch
+from keras_softmoe.ops.kernels import reshape
+from keras_softmoe.ops.selection import zero_padding
+from keras_softmoe.sharding.constraints import is_distributed
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class ImageMoE(MoE):
+    """Mixture of experts whose router decides for whole images.
+
+    The router gets the mean of each image's tokens, `(G, group_images, D)`, and an
+    expert computes all tokens of an image.
+
+    Args:
+        *args, **kwargs: as in `MoE`. A template `expert` gets the map, in the shape of
+            the input: `(N, H, W, D)` for `(B, H, W, D)`, so an expert may be a
+            convolution.
+
+    Call arguments:
+        - `inputs`: `(B, ..., D)` float tensor.
+        - `mask`: optional bool tensor of that shape without `D`; `False` for padding.
+          Images whose tokens are all masked take no slot.
+
+    Returns:
+        tensor like the input. `routers.record` collects decisions about groups of
+        `group_images` images, each in the place of a token.
+
+    Raises:
+        ValueError: as in `MoE`; or if the router distinguishes modalities.
+
+    Source: Daxberger et al. 2023 (Mobile V-MoE, arXiv 2309.04354), section 2.
+
+    Examples:
+        >>> router = ksm.routers.SoftmaxTokenChoiceRouter(num_experts=8)
+        >>> convolution = keras.layers.Conv2D(32, 3, padding="same")
+        >>> layer = ksm.layers.ImageMoE(router, expert=convolution, group_images=8)
+        >>> layer(np.random.normal(size=(8, 4, 4, 32))).shape
+        (8, 4, 4, 32)
+    """
+
+    routes_images = True
+
+    def __init__(self, router, *args, **kwargs):
+        super().__init__(router, *args, **kwargs)
+        if self.router.knows_modalities:
+            raise ValueError(
+                "A router that tells the tokens of images from those of text cannot "
+                f"route whole images. Received: router={quote(router)}. Use "
+                "`SoftmaxTokenChoiceRouter`, for example, or `layers.MoE`."
+            )
+
+    def build(self, inputs_shape):
+        self._map_shape = tuple(inputs_shape[1:])
+        super().build(inputs_shape)
+
+    def _routed_tokens(self, inputs_shape):
+        return 1
+
+    def _slot_shape(self, inputs_shape):
+        return tuple(inputs_shape[1:])
+
+    def call(self, inputs, mask=None, training=None):
+        x, mask = as_sequence(inputs, mask)
+        # (B, 1, D) means for the router, and (B, 1, S * D) images for the experts
+        means, images, valid = images_as_tokens(x, mask)
+        num_experts = self.router.num_experts
+        tokens, valid, counts = group(means, valid, self.group_images, num_experts)
+        routing, rows = self._route(tokens, valid, counts, training)
+        slots, _, _ = group(images, None, self.group_images, num_experts)
+        if self.dispatch_dtype:
+            slots = self._rounded(slots)
+        # (G, E, C, S * D)
+        sharded = is_distributed()
+        slots = dispatch(slots, routing, sharded)
+        slots = slots_of_images(
+            self.experts, slots, self._map_shape, training=training, **rows
+        )
+        if self.dispatch_dtype:
+            slots = self._rounded(slots)
+        outputs = combine(slots, routing, tokens.shape[1], sharded)
+        outputs = ungroup(outputs, images, self.group_images)
+        # An expert computes masked tokens of its images, too.
+        outputs = zero_padding(reshape(outputs, ops.shape(x)), mask)
+        if self.shared_mlp is not None:
+            outputs = outputs + zero_padding(self.shared_mlp(x), mask)
+        return reshape(outputs, (-1, *inputs.shape[1:]))
+
+
+def images_as_tokens(tokens, mask):
+    """Return images as groups of one token, for a router that decides for images.
+
+    Args:
+        tokens: `(B, S, D)` tensor, zero where masked.
+        mask: `(B, S)` bool tensor or `None`.
+
+    Returns:
+        The means of the images' tokens, `(B, 1, D)` in float32; all their tokens in one
+        vector, `(B, 1, S * D)`; and the `(B, 1)` mask of images with any token, or
+        `None`.
+    """
+    _, num_tokens, width = tokens.shape
+    vectors = reshape(tokens, (-1, 1, num_tokens * width))
+    # Sums in half precision may overflow.
+    tokens = ops.cast(tokens, "float32")
+    if mask is None:
+        return ops.mean(tokens, axis=1, keepdims=True), vectors, None
+    # (B, 1, 1)
+    count = ops.sum(ops.cast(mask, "float32"), axis=1, keepdims=True)
+    count = ops.expand_dims(ops.maximum(count, 1), -1)
+    means = ops.sum(tokens, axis=1, keepdims=True) / count
+    return means, vectors, ops.any(mask, axis=1, keepdims=True)
+
+
+def slots_of_images(experts, slots, axes: Sequence[int], **known):
+    """Apply experts to slots that hold whole images.
+
+    Args:
+        experts: `Experts`, which get the tokens as slots of their own, or
+            `TemplateExperts`, which get a map of them.
+        slots: `(G, E, C, S * D)` tensor, or sorted rows `(N, S * D)`.
+        axes: tuple of int: the axes of tokens, and `D`.
+        **known: other arguments of the call.
+
+    Returns:
+        Tensor of the shape of `slots`.
+    """
+    *before, last = slots.shape
+    num_tokens = math.prod(axes[:-1])
+    if hasattr(experts, "expert"):
+        x = reshape(slots, (-1, *before[1:], *axes))
+    elif len(before) == 1:
+        x = reshape(slots, (-1, axes[-1]))
+        known["count"] = known["count"] * num_tokens
+    else:
+        x = reshape(slots, (-1, before[1], before[2] * num_tokens, axes[-1]))
+    return reshape(experts(x, **known), (-1, *before[1:], last))

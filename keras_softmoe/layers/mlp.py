@@ -1,0 +1,175 @@
+"""The MLP of a dense encoder block, and the activations of MLPs and experts."""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import keras
+from keras import ops
+
+from keras_softmoe.checks import check_bools, check_whole_numbers, quote
+from keras_softmoe.keras_adapter.layers import Layer
+from keras_softmoe.layer_cost import LayerCost, dense_cost
+from keras_softmoe.ops.kernels import affine
+from keras_softmoe.types import Tensor
+
+
+def _exact_gelu(x):
+    if keras.backend.backend() == "tensorflow":
+        # TensorFlow's has the complementary error function, which runtimes of exported
+        # files do not support.
+        return 0.5 * x * (1.0 + ops.erf(math.sqrt(0.5) * x))
+    return ops.gelu(x, approximate=False)
+
+
+# The papers' code has the tanh approximation everywhere; models from PyTorch have the
+# exact one.
+_ACTIVATIONS = {
+    "gelu_tanh": functools.partial(ops.gelu, approximate=True),
+    "gelu": _exact_gelu,
+}
+ACTIVATIONS = tuple(_ACTIVATIONS)
+
+
+def activation_of(name):
+    """Return the function of an activation that has passed `check_activation`."""
+    return _ACTIVATIONS.get(name) or keras.activations.get(name)
+
+
+def check_activation(activation):
+    """Raise unless an activation is known.
+
+    Raises:
+        ValueError: if it is not the name of an activation.
+    """
+    known = isinstance(activation, str) and bool(activation)
+    try:
+        known = known and callable(activation_of(activation))
+    except ValueError:
+        known = False
+    if not known:
+        raise ValueError(
+            f"Unknown `activation`. Accepted: {', '.join(map(repr, ACTIVATIONS))}, and "
+            "the other names of `keras.activations`, such as 'silu'. Received: "
+            f"activation={quote(activation)}. Pass one of these names."
+        )
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class MLP(Layer):
+    """Feed-forward network of a dense encoder block.
+
+    Args:
+        mlp_dim: int, hidden width.
+        activation: `"gelu_tanh"` (GELU in the tanh approximation), `"gelu"` (exact), or
+            another name of `keras.activations`.
+        gated: bool, whether a third layer, `gate_dense`, multiplies the hidden units:
+            `activation(gate_dense(x)) * intermediate_dense(x)`, a gated linear unit;
+            SwiGLU with `activation="silu"`.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Maps `(..., D)` to `(..., D)`.
+
+    Raises:
+        ValueError: if `mlp_dim` is not a positive integer, or the activation is
+            unknown.
+
+    Source: V-MoE, section 2.1; gated: Shazeer 2020 (GLU variants), section 2.
+
+    Examples:
+        >>> ksm.layers.MLP(64)(np.zeros((2, 16, 32))).shape
+        (2, 16, 32)
+    """
+
+    def __init__(
+        self,
+        mlp_dim: int,
+        activation: str = "gelu_tanh",
+        gated: bool = False,
+        **kwargs,
+    ):
+        check_whole_numbers(1, mlp_dim=mlp_dim)
+        check_activation(activation)
+        check_bools(gated=gated)
+        super().__init__(**kwargs)
+        self.mlp_dim = int(mlp_dim)
+        self.activation = activation
+        self.gated = gated
+        self._activate = activation_of(activation)
+        self.supports_masking = True
+
+    def build(self, inputs_shape):
+        self.intermediate_dense = keras.layers.Dense(
+            self.mlp_dim,
+            bias_initializer=small_bias(),
+            dtype=self.dtype_policy,
+            name="intermediate_dense",
+        )
+        self.intermediate_dense.build(inputs_shape)
+        if self.gated:
+            self.gate_dense = keras.layers.Dense(
+                self.mlp_dim,
+                bias_initializer=small_bias(),
+                dtype=self.dtype_policy,
+                name="gate_dense",
+            )
+            self.gate_dense.build(inputs_shape)
+        self.output_dense = keras.layers.Dense(
+            inputs_shape[-1],
+            bias_initializer=small_bias(),
+            dtype=self.dtype_policy,
+            name="output_dense",
+        )
+        self.output_dense.build((*inputs_shape[:-1], self.mlp_dim))
+
+    def call(self, inputs):
+        return _multiply(self.output_dense, self.hidden(inputs))
+
+    def hidden(self, inputs: Tensor) -> Tensor:
+        """Return the input of the last layer, `(..., H)`."""
+        hidden = _multiply(self.intermediate_dense, inputs)
+        if self.gated:
+            gate = _multiply(self.gate_dense, inputs)
+            return self._activate(gate) * hidden
+        return self._activate(hidden)
+
+    def compute_output_shape(self, inputs_shape):
+        return inputs_shape
+
+    def cost(self, inputs_shape: Sequence[int], training: bool = False) -> LayerCost:
+        *rows, width = inputs_shape
+        rows = math.prod(rows)
+        total = dense_cost(width, self.mlp_dim, rows, is_sharded=True)
+        total += dense_cost(self.mlp_dim, width, rows, is_sharded=True)
+        if self.gated:
+            total += dense_cost(width, self.mlp_dim, rows, is_sharded=True)
+        return total + LayerCost(kept=kept_of_mlp(self.gated) * rows * self.mlp_dim)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "mlp_dim": self.mlp_dim,
+            "activation": self.activation,
+            "gated": self.gated,
+        }
+
+
+def kept_of_mlp(gated):
+    """Return how many numbers per hidden unit are kept for the backward pass."""
+    # Before GELU, its tanh or error function, after; the other factor, the product
+    return 3 + 2 * gated
+
+
+def _multiply(dense, x):
+    """Return the output of a `keras.layers.Dense`, computed by `affine`.
+
+    All images are one matrix there, which is faster than the layer's own product.
+    """
+    if dense.quantization_mode:
+        return dense(x)
+    return affine(x, dense.kernel, dense.bias)
+
+
+def small_bias():
+    """Return the initializer of biases in the papers' code."""
+    return keras.initializers.RandomNormal(stddev=1e-6)
