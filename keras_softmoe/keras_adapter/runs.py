@@ -307,13 +307,3 @@ def is_traced_for_xla():
 
     graph = tf.compat.v1.get_default_graph()
     return control_flow_util.GraphOrParentsInXlaContext(graph)
-
-
-def is_in_forward_mode(tensors):
-    """Return whether an accumulator of TensorFlow follows one of these tensors.
-
-    Would be replaced by: a public function of `tf.autodiff`.
-    """
-    from tensorflow.python.eager import forwardprop_util
-
-    return bool(forwardprop_util.pack_tangents(tensors).tangents)

@@ -10,8 +10,6 @@ import itertools
 import keras
 from keras import ops
 
-from keras_softmoe.keras_adapter.runs import is_in_forward_mode
-
 # Products of fewer rows per expert are small, see `affine` and `chunked_map`.
 _FEW_ROWS = 128
 # Experts in a chunk: with few rows on JAX, and with many
@@ -303,61 +301,6 @@ def _but_for_gradients(quick, fn):
         return jax.jvp(of_moving, *map(list, chosen))
 
     return either
-
-
-def remat(fn):
-    """`keras.remat` of a function from tensors to a tensor.
-
-    Unlike Keras', it can be differentiated twice and in forward mode on TensorFlow.
-    Nothing is recomputed in forward mode there, and by `torch.func` on PyTorch.
-
-    Args:
-        fn: callable of tensors. Tensors that it closes over get no gradient.
-    """
-    if keras.backend.backend() == "torch":
-        recomputed = keras.remat(fn)
-        return lambda *tensors: (recomputed if _may_remat() else fn)(*tensors)
-    if keras.backend.backend() == "tensorflow":
-        return _remat_on_tensorflow(fn)
-    return keras.remat(fn)
-
-
-def _may_remat():
-    import torch
-
-    if torch.compiler.is_compiling():
-        return True
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-            return True
-    except RuntimeError:
-        return False
-
-
-def _remat_on_tensorflow(fn):
-    import tensorflow as tf
-
-    @tf.custom_gradient
-    def recomputed(*tensors):
-        def gradients(upstream):
-            again = [tf.identity(x) for x in tensors]
-            if not tf.executing_eagerly():
-                # Recompute after the gradient arrives, as in `tf.recompute_grad`:
-                # otherwise the first results may be kept.
-                given = tf.cast(tf.reduce_max(tf.reshape(upstream, [-1])[:1]), "bool")
-                zero = tf.where(given == given, 0.0, float("nan"))
-                again = [x + tf.cast(zero, x.dtype) for x in tensors]
-            with tf.GradientTape() as tape:
-                tape.watch(again)
-                results = fn(*again)
-            return tape.gradient(results, again, upstream, tf.UnconnectedGradients.ZERO)
-
-        return fn(*map(tf.stop_gradient, tensors)), gradients
-
-    def call(*tensors):
-        return (fn if is_in_forward_mode(tensors) else recomputed)(*tensors)
-
-    return call
 
 
 def add_rows(rows, index, num_rows):

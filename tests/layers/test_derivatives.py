@@ -36,13 +36,9 @@ LAYERS = {
     "sinkhorn ec": lambda: layers.MoE(routers.SinkhornExpertChoiceRouter(4), 12),
     "transport": lambda: layers.MoE(routers.SparseTransportExpertChoiceRouter(4), 12),
     "expert choice": lambda: layers.MoE(routers.SoftmaxExpertChoiceRouter(4), 12),
-    "remat": lambda: layers.SoftMoE(4, 12, remat_experts=True),
     "dense": lambda: layers.MLP(12),
 }
-DROPLESS = {
-    "dropless": lambda: layers.MoE(token_choice(None), 12, group_images=2),
-    "dropless, remat": lambda: layers.MoE(token_choice(None), 12, remat_experts=True),
-}
+DROPLESS = {"dropless": lambda: layers.MoE(token_choice(None), 12, group_images=2)}
 
 
 def problem(kind):
