@@ -37,7 +37,7 @@ def test_a_killed_training_ends_like_another():
 
 def test_memory_stays():
     tally = Tally("memory")
-    long_runs.flat_memory(tally, 5)
+    long_runs.flat_memory(tally, 5, 0)
     assert not tally.failures
 
 

@@ -181,6 +181,10 @@ def damaged_checkpoints(tally, contents, num_checkpoints, seed):
     return read
 
 
+def damaged_own_checkpoints(tally, cases, seed):
+    damaged_checkpoints(tally, own_checkpoint(), cases, seed)
+
+
 def own_checkpoint():
     """Contents of the files of a small checkpoint with arrays of many kinds."""
     arrays = {**ARRAYS, "a/b/c": np.arange(150, dtype="f8"), "mask": np.ones(9, bool)}

@@ -160,7 +160,7 @@ def _largest_file(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def full_disks(tally, num_disks, seed):
+def full_disks(tally, cases, seed):
     """Save, convert and back up with room for 0.2 to 5 times the largest file."""
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
@@ -171,7 +171,7 @@ def full_disks(tally, num_disks, seed):
         trained = victims.trained_model()
         victims.fit(trained, Backup(folder / "whole", delete=False))
         backup_size = (folder / "whole" / "training.h5").stat().st_size
-        for number, factor in enumerate(np.geomspace(0.2, 5, num_disks)):
+        for number, factor in enumerate(np.geomspace(0.2, 5, -(-cases // 3))):
             for kind in ("save", "convert", "backup"):
                 name = f"{kind} with room for {factor:.2f} times the largest file"
                 home = folder / f"home_{number}"
@@ -223,7 +223,7 @@ def _catalogue(folder, home):
             os.environ["KERAS_HOME"] = before
 
 
-def unwritable_places(tally):
+def unwritable_places(tally, cases, seed):
     """A cache, a preset or a backup where nothing can be written.
 
     (Not by its mode, which does not stop a superuser: a file stands where a directory
@@ -260,7 +260,7 @@ def unwritable_places(tally):
 # === Several processes ===
 
 
-def three_at_once(tally, rounds):
+def three_at_once(tally, cases, seed):
     """Three processes convert a preset, or two save while one reads, or each its own.
 
     The last: one converts, one saves where that goes, and one loads, five times.
@@ -268,7 +268,7 @@ def three_at_once(tally, rounds):
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         release(folder)
-        for number in range(rounds):
+        for number in range(-(-cases // 3)):
             home = folder / f"home_{number}"
             home.mkdir()
             with tally.case(f"three converting, round {number}", seconds=300):

@@ -24,6 +24,10 @@ from tests.support.references import to_numpy
 STEPS_PER_EPOCH = 50
 
 
+def killed_trainings(tally, cases, seed):
+    killed_training(tally, 250 * cases, min(350, 130 * cases))
+
+
 def killed_training(tally, steps, every):
     """Train with dropout, expert dropout and noise, killed every so many steps.
 
@@ -124,7 +128,7 @@ def main(steps, kill_at, directory, result):
 # === Memory ===
 
 
-def flat_memory(tally, repetitions, megabytes=40):
+def flat_memory(tally, repetitions, seed, megabytes=40):
     """Memory of the last third of many calls is that of the third before.
 
     Until then it may grow: what TensorFlow's heap takes for 1,000 loads levels off.
@@ -171,7 +175,7 @@ def _resident():
 FACTORS = (0.5, 2.0)
 
 
-def two_threads(tally, rounds):
+def two_threads(tally, cases, seed):
     """Two models in two threads, each with settings of its own; then one in both."""
     pair = [tiny.classifier(router=tiny.SPARSE) for _ in FACTORS]
     for model in pair[1:]:
@@ -199,7 +203,7 @@ def two_threads(tally, rounds):
             # The other thread may have changed it.
             assert len(followed(pair[0])) == 1
 
-    for number in range(rounds):
+    for number in range(-(-cases // 2)):
         with tally.case(f"two models in two threads, round {number}", seconds=600):
             _in_two_threads(own)
         with tally.case(f"one model in two threads, round {number}", seconds=600):

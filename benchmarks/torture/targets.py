@@ -26,7 +26,7 @@ from tests.support import tiny
 WORK = "three years of work"
 
 
-def odd_targets(tally):
+def odd_targets(tally, cases, seed):
     """Write with every function to every kind of target; each pair is a case."""
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)

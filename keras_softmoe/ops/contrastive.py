@@ -5,7 +5,7 @@ from keras import ops
 
 
 def softmax_contrastive_loss(logits):
-    """Cross-entropy of finding the caption of an image and the image of a caption.
+    """Return the cross-entropy of matching images to captions and captions to images.
 
     Args:
         logits: `(B, B)` float tensor, scaled similarities of images (rows) and captions
@@ -28,7 +28,7 @@ def softmax_contrastive_loss(logits):
 
 
 def sigmoid_contrastive_loss(logits):
-    """Binary cross-entropy of "image and caption belong together".
+    """Return the binary cross-entropy of "image and caption belong together".
 
     Args:
         logits: `(B, B)` float tensor, scaled (and shifted) similarities of images

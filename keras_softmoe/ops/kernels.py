@@ -102,7 +102,7 @@ def _product_of_few_rows(x, kernel):
 
 
 def attend(query, key, value, mask=None):
-    """`keras.ops.dot_product_attention`, with the softmax in float32 at least.
+    """Compute `keras.ops.dot_product_attention`, with a softmax in float32 or more.
 
     JAX has a fused kernel on accelerators; on CPUs plain products are faster. PyTorch
     has one for both, for which Keras would copy the operands.
@@ -111,8 +111,8 @@ def attend(query, key, value, mask=None):
         query: `(B, Q, heads, head_dim)` tensor.
         key: `(B, S, heads, head_dim)` tensor.
         value: `(B, S, heads, head_dim)` tensor.
-        mask: optional `(B, S)` bool tensor, `False` for tokens without attention. It is
-            ignored for images where it has no `True`.
+        mask: optional `(B, S)` bool tensor, `False` for tokens without attention;
+            ignored for images without a `True`.
 
     Returns:
         `(B, Q, heads, head_dim)` tensor.
@@ -144,20 +144,17 @@ def attend(query, key, value, mask=None):
 
 
 def on_own_groups(function, *tensors):
-    """Apply a function of groups to those of this process, if they are sharded.
+    """Apply a function to tensors, to the groups of this process if they are sharded.
 
-    PyTorch has no rules for shards of some operations, and spends seconds on the search
-    for one of others. On other backends, and without shards, it is applied as it is.
-
-    Args:
-        function: callable from the tensors to one with the same first axis.
-        *tensors: tensors with the same first axis (groups, or images).
+    PyTorch has no rules for shards of some operations, and searches for others for
+    seconds. The first axis of all tensors and of the result is that of groups.
     """
     sharded = [x for x in tensors if hasattr(x, "placements")]
     if not sharded:
         return function(*tensors)
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    # Groups stay where they are if the devices divide them; else each has all of them.
     mesh, size = sharded[0].device_mesh, sharded[0].shape[0]
     placements = [Replicate()] * mesh.ndim
     if size % mesh.size() == 0:
@@ -180,18 +177,9 @@ def float32_at_least(x):
 
 
 def repeat(step, count, state):
-    """`keras.ops.fori_loop(0, count, step, state)` with a gradient under XLA.
+    """Compute `keras.ops.fori_loop(0, count, step, state)`, with a gradient under XLA.
 
-    On TensorFlow this requires the largest number of iterations.
-
-    Args:
-        step: callable from the number of an iteration (an int or scalar tensor) and a
-            state to the next state.
-        count: int, the number of iterations.
-        state: tensor or nested structure of tensors.
-
-    Returns:
-        The last state.
+    For that TensorFlow must know the largest number of iterations.
     """
     if keras.backend.backend() != "tensorflow":
         return ops.fori_loop(0, count, step, state)
@@ -264,7 +252,7 @@ def chunked_map(fn, operands, sharded=False):
     if count >= 256 and count % _CHUNK == 0:
         return _in_chunks(fn, _CHUNK)(*operands)
     if many_rows and count % size == 0:
-        return _but_for_gradients(_in_chunks(fn, size), fn)(*operands)
+        return _with_gradients_of(_in_chunks(fn, size), fn)(*operands)
     return fn(*operands)
 
 
@@ -279,7 +267,7 @@ def _in_chunks(fn, size):
     return compute
 
 
-def _but_for_gradients(quick, fn):
+def _with_gradients_of(quick, fn):
     """Return `quick`, which JAX replaces by the equal `fn` for derivatives."""
     import jax
 
@@ -304,7 +292,7 @@ def _but_for_gradients(quick, fn):
 
 
 def add_rows(rows, index, num_rows):
-    """`keras.ops.segment_sum`, which on PyTorch checks indices and has a slow gradient.
+    """Compute `keras.ops.segment_sum`, without PyTorch's check and slow gradient.
 
     Args:
         rows: `(N, D)` tensor.

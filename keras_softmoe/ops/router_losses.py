@@ -19,7 +19,7 @@ from keras_softmoe.types import Tensor
 
 
 def importance_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Squared coefficient of variation of the experts' importance.
+    """Return the squared coefficient of variation of the experts' importance.
 
     An expert's importance is the sum of its probabilities over the tokens.
 
@@ -48,7 +48,7 @@ def load_loss(
     valid: Tensor | None = None,
     sharded: bool = False,
 ) -> Tensor:
-    """Squared coefficient of variation of the experts' expected load.
+    """Return the squared coefficient of variation of the experts' expected load.
 
     An expert's load is the mean probability, over the tokens, that it would be
     among the token's choices if its noise were drawn again.
@@ -93,7 +93,7 @@ def load_loss(
 
 
 def gshard_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Product of the experts' share of first choices and their mean probability.
+    """Return the product of the experts' shares of choices and their probabilities.
 
     The share of first choices has no gradient; the mean probability has.
 
@@ -123,7 +123,7 @@ def gshard_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def z_loss(logits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Mean squared log-partition of the router, which keeps logits small.
+    """Return the mean squared log-partition of the router, which keeps logits small.
 
     Args:
         logits: `(G, S, E)` float tensor.
@@ -147,7 +147,7 @@ def z_loss(logits: Tensor, valid: Tensor | None = None) -> Tensor:
 def router_similarity_loss(
     probs: Tensor, chosen: Tensor, valid: Tensor | None = None
 ) -> Tensor:
-    """Loss that balances how often experts, and pairs of experts, are chosen.
+    """Return a loss that balances how often experts, and pairs of them, are chosen.
 
     The more often two experts are chosen for the same token, the larger the weight of
     the product of their probabilities. Weights have no gradient.
@@ -197,7 +197,7 @@ def router_similarity_loss(
 
 
 def local_entropy_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Mean entropy of the tokens' probabilities, which concentrates them.
+    """Return the mean entropy of the tokens' probabilities, which concentrates them.
 
     Args:
         probs: `(G, S, E)` float tensor, probabilities over experts.
@@ -221,7 +221,7 @@ def local_entropy_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
 def target_entropy_loss(
     probs: Tensor, num_selected_experts: int, valid: Tensor | None = None
 ) -> Tensor:
-    """Squared distance of the mean local entropy from that of `K` equal choices.
+    """Return the squared distance of the local entropy from that of `K` equal choices.
 
     Args:
         probs: `(G, S, E)` float tensor, probabilities over experts.
@@ -252,7 +252,7 @@ def merged_entropy_loss(
     valid: Tensor | None = None,
     sharded: bool = False,
 ) -> Tensor:
-    """Mean entropy of "among the `K` most probable experts or not".
+    """Return the mean entropy of "among the `K` most probable experts or not".
 
     It moves all weight to `K` experts, whatever their shares.
 
@@ -289,7 +289,7 @@ def merged_entropy_loss(
 def global_entropy_loss(
     probs: Tensor, threshold: float, valid: Tensor | None = None
 ) -> Tensor:
-    """Distance of the entropy of the mean probabilities below a threshold.
+    """Return how far the entropy of the mean probabilities is below a threshold.
 
     It spreads a modality over at least `exp(threshold)` experts.
 
@@ -328,7 +328,7 @@ def global_entropy_loss(
 def mutual_information_loss(
     probs_by_modality: Sequence, valid_by_modality: Sequence | None = None
 ) -> Tensor:
-    """Minus the mutual information of experts and modalities.
+    """Return minus the mutual information of experts and modalities.
 
     It is `-log(M)` if `M` modalities share no expert, and 0 if all have the same.
 

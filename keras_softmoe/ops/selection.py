@@ -7,18 +7,10 @@ from keras_softmoe.ops.numbers import least
 
 
 def take_along(x, indices, axis):
-    """`keras.ops.take_along_axis` for tensors that differ in the size of one axis only.
+    """Compute `keras.ops.take_along_axis` of tensors that differ in one axis only.
 
     On PyTorch, Keras broadcasts the other axes, which makes the batch size a constant
-    in an exported model.
-
-    Args:
-        x: tensor.
-        indices: int tensor of the same rank, none negative.
-        axis: int.
-
-    Returns:
-        Tensor of the shape of `indices`.
+    in an exported model. Indices must not be negative.
     """
     if keras.backend.backend() == "torch":
         x, indices = ops.convert_to_tensor(x), ops.convert_to_tensor(indices)
@@ -27,12 +19,12 @@ def take_along(x, indices, axis):
 
 
 def largest_entry(x):
-    """`keras.ops.max` of the last axis, kept. Keras refuses an empty batch."""
+    """Return `keras.ops.max` of the last axis, kept. Keras refuses an empty batch."""
     return x[..., :1] if x.shape[0] == 0 else ops.amax(x, axis=-1, keepdims=True)
 
 
 def smallest_entry(x):
-    """`keras.ops.min` of the last axis, kept. Keras refuses an empty batch."""
+    """Return `keras.ops.min` of the last axis, kept. Keras refuses an empty batch."""
     return x[..., :1] if x.shape[0] == 0 else ops.amin(x, axis=-1, keepdims=True)
 
 

@@ -21,7 +21,7 @@ _SCALINGS = 4
 def sinkhorn_plan(
     logits: Tensor, num_iterations: int = 20, valid: Tensor | None = None
 ) -> Tensor:
-    """Entropy-regularized transport plan, by Sinkhorn's iterations.
+    """Return the entropy-regularized transport plan, by Sinkhorn's iterations.
 
     The plan `P` maximizes `<P, logits> + entropy(P)` over all plans. Each iteration
     scales the columns (experts) to their marginals and then the rows (tokens), so
@@ -105,7 +105,7 @@ def sparse_transport_plan(
     sharded: bool = False,
     limit: Tensor | None = None,
 ) -> Tensor:
-    """Transport plan in which an expert receives at most `capacity` tokens.
+    """Return a transport plan in which an expert receives at most `capacity` tokens.
 
     The plan `P` minimizes `-<P, scores> + |P|^2 / 2` over all plans with at most
     `capacity` non-zeros in each column (expert). Its semi-dual, in one variable per

@@ -7,9 +7,8 @@ import pytest
 from keras_softmoe import layers, ops, routers
 from tests.support import twins
 from tests.support.close import assert_near
-from tests.support.gradients import layer_gradients, outputs
+from tests.support.gradients import layer_gradients, outputs, recorded
 from tests.support.layer_checks import normal, randomize
-from tests.support.recorded import recorded
 from tests.support.references import to_numpy
 
 NUM_EXPERTS, NUM_TOKENS = 4, 6

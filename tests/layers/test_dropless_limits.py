@@ -8,8 +8,8 @@ from keras_softmoe import layers, routers
 from keras_softmoe.ops.grouped import grouped_affine
 from tests.layers.test_dropless import NUM_EXPERTS, SHAPE, build
 from tests.support.close import assert_near
+from tests.support.gradients import recorded
 from tests.support.layer_checks import normal
-from tests.support.recorded import recorded
 from tests.support.references import to_numpy
 
 

@@ -4,8 +4,7 @@ import keras
 import pytest
 
 from keras_softmoe import layers, ops, routers
-from tests.support.gradients import layer_gradients, outputs
-from tests.support.recorded import recorded
+from tests.support.gradients import layer_gradients, outputs, recorded
 from tests.support.references import (
     Reference,
     check_auxiliary_loss,

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 
+from keras_softmoe import routers
 from tests.support.references import to_numpy
 
 
@@ -123,6 +124,24 @@ def _torch_gradients(value, sources):
         torch.zeros_like(s).detach() if g is None else g
         for s, g in zip(sources, gradients, strict=True)
     ]
+
+
+def recorded(layer, inputs, **kwargs):
+    """Outputs of a call and the `Decision` of the one router in the layer.
+
+    On JAX they are arrays of one program, which compiles faster than each operation of
+    it, and the layer keeps no losses and draws the same random numbers again.
+    """
+
+    def call(inputs):
+        with routers.record() as decisions:
+            found = layer(inputs, **kwargs)
+        (decision,) = decisions.values()
+        return found, decision
+
+    if keras.backend.backend() == "jax":
+        return outputs(call, inputs)
+    return call(inputs)
 
 
 # === Derivatives in forward mode and of second order ===
