@@ -6,19 +6,19 @@ import time
 import pytest
 
 from benchmarks.torture import __main__ as program
-from benchmarks.torture import arguments, campaign, long_runs, parts
+from benchmarks.torture import arguments, campaign, long_runs
 from benchmarks.torture.campaign import Tally
 from tests.support import tiny
 
 pytestmark = [tiny.LOADING, tiny.LOADING_WRONG_WEIGHTS]
-SHORT = [part for part in parts.PARTS if parts.cases_of(part, is_short=True)]
+SHORT = [part for part in program.PARTS if program.cases_of(part, is_short=True)]
 
 
 @pytest.mark.parametrize("part", SHORT)
 def test_short_form(part):
     tally = Tally(part)
-    cases = parts.cases_of(part, is_short=True)
-    parts.PARTS[part][0](tally, cases, parts.SEED)
+    cases = program.cases_of(part, is_short=True)
+    program.PARTS[part][0](tally, cases, program.SEED)
     assert not tally.failures, "\n".join(tally.failures)
     assert tally.cases >= cases
 
@@ -84,7 +84,7 @@ def test_tables(tmp_path, monkeypatch):
                     raise ValueError("Pass another.")
                 raise KeyError(number)
 
-    monkeypatch.setitem(parts.PARTS, "two threads", (part, {"torch": 3}, 0))
+    monkeypatch.setitem(program.PARTS, "two threads", (part, {"torch": 3}, 0))
     assert program.run(["two threads"]) == 1
     found = json.loads((tmp_path / "torch.json").read_text())["two threads"]
     assert found["cases"] == 3 and found["refusals"] == {"ValueError": 2}
@@ -103,9 +103,9 @@ def test_tables(tmp_path, monkeypatch):
 
 def test_numbers_of_cases():
     """The campaign is as large as it is said to be."""
-    cases = {name: sum(long.values()) for name, (_, long, _) in parts.PARTS.items()}
+    cases = {name: sum(long.values()) for name, (_, long, _) in program.PARTS.items()}
     assert cases["routings"] >= 10_000 and cases["kills"] >= 200
     assert cases["calls with a bad argument"] >= 500
     assert cases["damaged presets"] + cases["damaged checkpoints"] >= 1000
-    long = parts.PARTS["routings"][1]
-    assert all(long[backend] >= 3000 for backend in parts.BACKENDS)
+    long = program.PARTS["routings"][1]
+    assert all(long[backend] >= 3000 for backend in program.BACKENDS)

@@ -252,7 +252,7 @@ def _by_stages_on_jax(rows):
 
 @compiled_on_jax("stages")
 def _in_pieces(rows, weights, count, stages):
-    """Compute `map_experts` on CPUs, where `ragged_dot` multiplies all by all kernels."""
+    """Compute `map_experts` on CPUs, where `ragged_dot` multiplies too much."""
     import jax
     from jax import numpy as jnp
 
@@ -436,7 +436,7 @@ def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):
 
 @compiled_on_jax("stages")
 def _in_tiles(rows, weights, count, stages):
-    """Compute `map_experts` on GPUs of NVIDIA, where `ragged_dot` multiplies too much.
+    """Compute `map_experts` on GPUs of NVIDIA, where `ragged_dot` does, too.
 
     XLA expands `ragged_dot` to products of all rows by all kernels there: always up to
     jaxlib 0.10.2 (marin-community/marin#7012), and for the gradients of kernels and in
