@@ -23,7 +23,7 @@ class ImageMoE(MoE):
     expert computes all tokens of an image.
 
     Args:
-        *args, **kwargs: as in `MoE`. A template `expert` gets the map, in the shape of
+        router, mlp_dim, ...: all as in `MoE`. A template `expert` gets the map, in the shape of
             the input: `(N, H, W, D)` for `(B, H, W, D)`, so an expert may be a
             convolution.
 
@@ -51,16 +51,13 @@ class ImageMoE(MoE):
 
     routes_images = True
 
-    def __init__(self, router, *args, **kwargs):
-        super().__init__(router, *args, **kwargs)
+    def build(self, inputs_shape):
         if self.router.knows_modalities:
             raise ValueError(
                 "A router that tells the tokens of images from those of text cannot "
-                f"route whole images. Received: router={quote(router)}. Use "
+                f"route whole images. Received: router={quote(self.router)}. Use "
                 "`SoftmaxTokenChoiceRouter`, for example, or `layers.MoE`."
             )
-
-    def build(self, inputs_shape):
         self._map_shape = tuple(inputs_shape[1:])
         super().build(inputs_shape)
 

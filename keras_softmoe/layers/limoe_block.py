@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.layers.encoder_block import EncoderBlock
+from keras_softmoe.layers.groups import check_tokens_shape
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -14,7 +15,7 @@ class LIMoEBlock(EncoderBlock):
     tokens of all modalities together, in alphabetical order.
 
     Args:
-        *args, **kwargs: as in `EncoderBlock`.
+        num_heads, mlp, ...: all as in `EncoderBlock`.
 
     Call arguments:
         - `inputs`: dict from modalities (`"image"`, `"text"`) to `(B, S, D)` tensors of
@@ -37,6 +38,8 @@ class LIMoEBlock(EncoderBlock):
                 "Tokens are a dict from one or more names of modalities to tensors. "
                 f"Received: shapes={shapes}."
             )
+        for shape in shapes.values():
+            check_tokens_shape(shape)
         if len({shape[-1] for shape in shapes.values()}) > 1:
             raise ValueError(
                 "The modalities that are routed together must have one width. "
@@ -48,12 +51,12 @@ class LIMoEBlock(EncoderBlock):
         super().build((batch, num_tokens, width))
 
     def call(self, inputs, mask=None, training=None):
-        masks = mask or {}
-        unknown = set(masks) - set(inputs)
-        if unknown:
+        masks = {} if mask is None else mask
+        if not isinstance(masks, dict) or set(masks) - set(inputs):
             raise ValueError(
                 "`mask` is a dict with names among those of the tokens. Received: a "
-                f"mask for {sorted(unknown)} and tokens of {sorted(inputs)}."
+                f"mask of {list(masks) if isinstance(masks, dict) else masks.shape} "
+                f"for tokens of {sorted(inputs)}."
             )
         # 1. Attention within each modality
         sums, tokens = {}, {}
@@ -84,6 +87,10 @@ class LIMoEBlock(EncoderBlock):
         if previous_mask is None:
             return None
         return {name: previous_mask.get(name) for name in inputs}
+
+
+# Keras names the parts of files by classes: those of LIMoE have `encoder_block`.
+LIMoEBlock.__name__ = "EncoderBlock"
 
 
 def join(parts):

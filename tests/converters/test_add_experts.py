@@ -49,7 +49,7 @@ def measured(family, folder):
     before, expected = state(dense), outputs(dense, x)
     sparse = converters.add_experts(dense, (1,), ROUTER, verbose=0)
     # Its MLP is a convolution between dense layers.
-    assert sparse.moe_layers[1].by_image == (family == "MiT")
+    assert sparse.moe_layers[1].routes_images == (family == "MiT")
     from_dense = difference(expected, outputs(sparse, x))
     for layer in sparse.layers:
         # KerasHub saves the trained positions of DINOv2 only if their sum is larger.
@@ -511,7 +511,7 @@ def test_a_layer_that_depends_on_places_gets_whole_images():
     model = keras.Model(inputs, positions(inputs))
     sparse = converters.add_experts(model, (0,), ROUTER, ["positions"], verbose=0)
     x = np.random.default_rng(0).normal(size=(2, 5, 4)).astype("float32")
-    assert sparse.moe_layers[0].by_image
+    assert sparse.moe_layers[0].routes_images
     np.testing.assert_allclose(*(outputs(m, x)[0] for m in (model, sparse)), rtol=1e-5)
 
 

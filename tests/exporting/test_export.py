@@ -285,7 +285,7 @@ def test_experts_of_any_layer(tmp_path):
     router = routers.SoftmaxTokenChoiceRouter(4, 2, noise_std=0.0)
     x = layers.MoE(router, expert=expert, shared_mlp_dim=8, gated=True)(inputs)
     router = routers.SoftmaxExpertChoiceRouter(2)
-    x += layers.MoE(router, 12, gated=True, group_images=2, by_image=True)(x)
+    x += layers.ImageMoE(router, 12, gated=True, group_images=2)(x)
     model = keras.Model(inputs, x)
     format = {"tensorflow": "onnx", "torch": "torch"}[BACKEND]
     file = tmp_path / f"model{FORMATS[format].suffix}"

@@ -64,9 +64,9 @@ FAULTS = (
     # === Weights that follow choices ===
     Fault(
         "the bias is part of the gate",
-        "        return selection, self.assignment.ordered(chosen, scores)",
+        "        return selection, self.assignment.ordered(chosen, scores, sharded)",
         "        scores += self.bias\n"
-        "        return selection, self.assignment.ordered(chosen, scores)",
+        "        return selection, self.assignment.ordered(chosen, scores, sharded)",
         "routers/test_balanced.py",
     ),
     Fault(
@@ -90,14 +90,16 @@ FAULTS = (
     # === Experts of other kinds ===
     Fault(
         "the gate has no activation",
-        "return _activation(activation)(gate[0]) * units",
-        "return gate[0] * _activation(activation)(units)",
+        "return activate(multiply(x, weights[2], weights[3])) * units",
+        "return multiply(x, weights[2], weights[3]) * activate(units)",
         ANY,
     ),
     Fault(
         "padding gets the outputs of the shared expert",
-        "outputs = outputs + zero_padding(self.shared_mlp(x), mask)",
-        "outputs = outputs + self.shared_mlp(x)",
+        "            outputs = outputs + zero_padding(self.shared_mlp(x), mask)\n"
+        "        return reshape(outputs, (-1, *inputs.shape[1:]))\n\n    def _route",
+        "            outputs = outputs + self.shared_mlp(x)\n"
+        "        return reshape(outputs, (-1, *inputs.shape[1:]))\n\n    def _route",
         ANY,
     ),
     Fault(
@@ -289,8 +291,8 @@ FAULTS = (
     ),
     Fault(
         "dispatch weights sum to one over slots",
-        "return zero_padding(softmax(logits, axis=1), valid)",
-        "return zero_padding(softmax(logits, axis=-1), valid)",
+        "dispatch = softmax(dispatch, axis=1)",
+        "dispatch = softmax(dispatch, axis=-1)",
         SOFT,
     ),
     Fault(
@@ -314,8 +316,8 @@ FAULTS = (
     # === Layers ===
     Fault(
         "numbers in padding reach the experts",
-        "            x = zero_padding(x, mask)\n        keys, vectors",
-        "        keys, vectors",
+        "    return zero_padding(inputs, mask), mask",
+        "    return inputs, mask",
         MOE,
     ),
     Fault(

@@ -179,27 +179,6 @@ def test_what_is_no_layer_is_refused(mlp):
         layers.EncoderBlock(2, mlp)
 
 
-@pytest.mark.parametrize("router", [None, routers.IdentityRouter(5)])
-def test_block_from_an_older_file(router):
-    # Its arguments were those of the MLP or of the experts.
-    config = {
-        "name": "block",
-        "num_heads": 2,
-        "mlp_dim": 6,
-        "router": router and keras.saving.serialize_keras_object(router),
-        "use_qk_norm": True,
-        "dropout_rate": 0.1,
-        "group_images": 2,
-        "equal_experts": True,
-    }
-    layer = layers.EncoderBlock.from_config(config)
-    assert layer.use_qk_norm and layer.dropout_rate == 0.1
-    if router is None:
-        assert layer.mlp.mlp_dim == 6
-    else:
-        assert layer.moe.group_images == 2 and layer.moe.router.num_experts == 5
-
-
 def test_a_subclass_of_the_moe_layer_keeps_its_settings():
     class Mine(layers.MoE):
         def __init__(self, *args, **kwargs):

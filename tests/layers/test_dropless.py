@@ -147,13 +147,11 @@ def test_what_observers_see():
 )
 def test_other_routers(router):
     # Saved and loaded, in a compiled training step of two modalities
-    inputs = {
-        "image": keras.Input((4, 8), name="image"),
-        "text": keras.Input((2, 8), name="text"),
-    }
-    model = keras.Model(inputs, layers.MoE(router, 12, group_images=2)(inputs))
+    inputs = keras.Input((6, 8))
+    layer = layers.MoE(router, 12, group_images=2)
+    model = keras.Model(inputs, layer(inputs, modalities=(("image", 4), ("text", 2))))
     model = keras.Model.from_config(model.get_config())
-    x = {"image": normal((3, 4, 8)), "text": normal((3, 2, 8))}
+    x = normal((3, 6, 8))
     model.compile("sgd", "mse", jit_compile=keras.backend.backend() == "jax")
     before = [to_numpy(w) for w in model.trainable_weights]
     loss = model.fit(x, x, verbose=0).history["loss"]

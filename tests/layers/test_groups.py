@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_softmoe.layers.tokens import group, ungroup
+from keras_softmoe.layers.groups import group, ungroup
 from tests.support.layer_checks import normal
 from tests.support.references import to_numpy
 

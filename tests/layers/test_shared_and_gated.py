@@ -142,13 +142,12 @@ def test_layers():
     check_layer(mlp, TOKENS, TOKENS, num_weights=6)
 
     def moe(**kwargs):
-        return layers.MoE(
+        return layers.ImageMoE(
             routers.SoftRouter(3),
             MLP_DIM,
             activation="silu",
             gated=True,
             shared_mlp_dim=4,
-            by_image=True,
             group_images=2,
             **kwargs,
         )
@@ -159,7 +158,7 @@ def test_layers():
 @pytest.mark.parametrize("name", ROUTERS)
 def test_whole_images_are_routed(name):
     expert = keras.layers.Conv2D(WIDTH, 3, padding="same")
-    layer = layers.MoE(ROUTERS[name], expert=expert, group_images=3, by_image=True)
+    layer = layers.ImageMoE(ROUTERS[name], expert=expert, group_images=3)
     inputs = normal((5, 2, 3, WIDTH))
     mask = np.random.default_rng(1).uniform(size=(5, 2, 3)) < 0.7
     mask[3] = False
@@ -198,7 +197,7 @@ def test_whole_images_are_routed(name):
 
 def test_means_of_images_in_half_precision():
     """Sums of tokens are over the largest number of float16."""
-    layer = layers.MoE(ROUTERS["dropless"], 3, by_image=True, dtype="mixed_float16")
+    layer = layers.ImageMoE(ROUTERS["dropless"], 3, dtype="mixed_float16")
     inputs = normal((2, 600, WIDTH)) + 200
     mask = np.ones((2, 600), "bool")
     outputs = to_numpy(layer(inputs, mask=mask))
@@ -208,8 +207,8 @@ def test_means_of_images_in_half_precision():
 
 
 def test_modalities_are_no_matter_of_whole_images():
-    with pytest.raises(ValueError, match="(?s)router=<LIMoERouter.*by_image=True"):
-        layers.MoE(routers.LIMoERouter(3), 3, by_image=True)
+    with pytest.raises(ValueError, match="whole images.*router=<LIMoERouter"):
+        layers.ImageMoE(routers.LIMoERouter(3), 3).build((None, 4, 8))
 
 
 def test_mlps_by_image_are_those_of_tokens():
@@ -225,7 +224,7 @@ def test_mlps_by_image_are_those_of_tokens():
                 )
             )
         )
-        layer = layers.MoE(router, MLP_DIM, group_images=2, by_image=True)
+        layer = layers.ImageMoE(router, MLP_DIM, group_images=2)
         layer.build((None, *TOKENS))
         randomize(layer)
         found.append(to_numpy(layer(normal((4, *TOKENS)))))
@@ -236,14 +235,14 @@ def test_costs():
     tokens = (4, *TOKENS)
     plain, shared, gate, by_image = (
         layers.cost_of(
-            layers.MoE(routers.SoftmaxExpertChoiceRouter(2), MLP_DIM, **arguments),
+            cls(routers.SoftmaxExpertChoiceRouter(2), MLP_DIM, **arguments),
             tokens,
         )
-        for arguments in (
-            {},
-            {"shared_mlp_dim": 7},
-            {"gated": True},
-            {"by_image": True, "group_images": 2},
+        for cls, arguments in (
+            (layers.MoE, {}),
+            (layers.MoE, {"shared_mlp_dim": 7}),
+            (layers.MoE, {"gated": True}),
+            (layers.ImageMoE, {"group_images": 2}),
         )
     )
     of_shared = layers.cost_of(layers.MLP(7), tokens)
@@ -266,7 +265,6 @@ def test_costs():
         ({"mlp_dim": 3, "shared_mlp_dim": -1}, "shared_mlp_dim=-1"),
         ({"mlp_dim": 3, "activation": "nope"}, "'silu'.*activation='nope'"),
         ({"mlp_dim": 3, "gated": 2}, "gated=2"),
-        ({"mlp_dim": 3, "by_image": 1.5}, "by_image=1.5"),
         ({"expert": keras.layers.Dense(8), "gated": True}, "gated=True with an expert"),
     ],
 )

@@ -78,5 +78,5 @@ def test_layers_of_a_user(layer, by_image):
     dense = keras.Sequential([keras.Input((3, 3, 4)), layer])
     x = np.random.default_rng(0).normal(size=(2, 3, 3, 4)).astype("float32")
     sparse = converters.add_experts(dense, (0,), ROUTER, ["mlp"], verbose=0)
-    assert sparse.moe_layers[0].by_image is by_image
+    assert sparse.moe_layers[0].routes_images is by_image
     assert difference(dense, sparse, x) < 1e-5

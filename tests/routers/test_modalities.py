@@ -54,7 +54,7 @@ def test_router_is_revived(cls):
     revived = keras.saving.deserialize_keras_object(serialized)
     assert type(revived) is type(router) is routers.LIMoERouter
     assert revived.routing_losses == EVERY_LOSS
-    for other in (revived, cls.from_config(config), router.clone(name="mine")):
+    for other in (revived, type(router).from_config(config), router.clone(name="mine")):
         assert other.get_config() == config
         assert not other.built
     assert cls is routers.LIMoERouter or revived.kept_experts == (1, 2)

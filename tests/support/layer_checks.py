@@ -31,13 +31,14 @@ def encoder_block(
     dropout_rate=0.0,
     dtype=None,
     trainable=True,
+    cls=layers.EncoderBlock,
     **moe_settings,
 ):
     """An `EncoderBlock`, with a mixture of experts if there is a router."""
     mlp = layers.MLP(mlp_dim, dtype=dtype, name="mlp")
     if router is not None:
         mlp = layers.MoE(router, mlp_dim, dtype=dtype, name="moe", **moe_settings)
-    return layers.EncoderBlock(
+    return cls(
         num_heads,
         mlp,
         use_qk_norm=use_qk_norm,

@@ -1,6 +1,7 @@
 """LIMoE's routers as the tests use them: one group shape, every form."""
 
-import keras
+import functools
+
 import numpy as np
 
 from keras_softmoe import ops, routers
@@ -8,8 +9,8 @@ from tests.support import cases, limoe_router_twin
 from tests.support.references import to_numpy
 from tests.support.sparse_routers import PLAIN, WIDTH, as_numpy
 
-# As files name a pruned router
-Pruned = keras.saving.get_registered_object("keras_softmoe>PrunedLIMoERouter")
+# A pruned router, which is not trained
+Pruned = functools.partial(routers.LIMoERouter, losses=())
 
 EVERY_LOSS = (
     routers.RoutingLoss(ops.importance_loss),

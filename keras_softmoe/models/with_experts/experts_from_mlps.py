@@ -10,7 +10,7 @@ from keras import ops
 from keras_softmoe.keras_adapter.products import counted_products
 from keras_softmoe.keras_adapter.surgery import call_symbolically, sublayers
 from keras_softmoe.layer_cost import LayerCost
-from keras_softmoe.layers import MLP, MoE
+from keras_softmoe.layers import MLP, ImageMoE, MoE
 from keras_softmoe.ops.kernels import reshape
 
 # Activations that layers use in their own code
@@ -65,9 +65,8 @@ class Chain(keras.layers.Layer):
         return cls(**{**config, "parts": list(parts)})
 
 
-@keras.saving.register_keras_serializable(package="keras_softmoe")
-class MoEInModel(MoE):
-    """A mixture of experts in a model whose tokens it knows beforehand.
+class _InModel:
+    """Mixin of mixtures of experts in a model whose tokens are known beforehand.
 
     On TensorFlow, layers of other libraries may lose the number of tokens in a batch of
     any size.
@@ -80,6 +79,16 @@ class MoEInModel(MoE):
         if self.token_shape and None in tuple(inputs.shape[1:]):
             inputs = reshape(inputs, (-1, *self.token_shape))
         return super().call(inputs, mask=mask, training=training)
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class MoEInModel(_InModel, MoE):
+    """`layers.MoE` in a model."""
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class ImageMoEInModel(_InModel, ImageMoE):
+    """`layers.ImageMoE` in a model."""
 
 
 def make_moe(router, parts, shape, settings, start="copies"):
@@ -95,7 +104,8 @@ def make_moe(router, parts, shape, settings, start="copies"):
         parts: built layers, applied one after the other: the MLP, from tokens to tokens
             of the same width.
         shape: shape of the tokens, `(None, ..., D)`.
-        settings: dict of further arguments of `layers.MoE`; `by_image` may be `None`.
+        settings: dict of further arguments of `layers.MoE`; and `by_image`: bool or
+            `None`, whether whole images are routed (`layers.ImageMoE`).
         start: as in `add_experts`.
     """
     mlp = Chain(parts, name="mlp")
@@ -117,13 +127,15 @@ def make_moe(router, parts, shape, settings, start="copies"):
                 f"{parts[0].path!r}. Leave it out, or take `by_image=True`."
             )
         by_image = mixes if by_image is None else by_image
-        moe = MoEInModel(router, expert=mlp, by_image=by_image, **known)
+        cls = ImageMoEInModel if by_image else MoEInModel
+        moe = cls(router, expert=mlp, **known)
         moe.build(shape)
         return moe
     known |= {"activation": plain.activation, "gated": plain.gated}
     if start == "shared":
         known["shared_mlp_dim"] = plain.mlp_dim
-    moe = MoEInModel(router, plain.mlp_dim, by_image=bool(by_image), **known)
+    cls = ImageMoEInModel if by_image else MoEInModel
+    moe = cls(router, plain.mlp_dim, **known)
     moe.build(shape)
     values = plain.read()
     for name, (kernel, bias) in values.items():

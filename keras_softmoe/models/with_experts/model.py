@@ -177,7 +177,7 @@ class ModelWithExperts(
             "moe_settings": {
                 **self.held.moe_settings,
                 "group_images": self.group_images,
-                "by_image": [moe.by_image for moe in self.held.layers.values()],
+                "by_image": [moe.routes_images for moe in self.held.layers.values()],
             },
         }
         # Keras takes parts out of a configuration while it makes an object of it.
