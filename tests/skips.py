@@ -67,7 +67,6 @@ RUNS_ON = {
     # Each use of Keras is tested on all where the library makes it.
     "test_keras_adapter.py": ("torch",),
     "sharding/*": ("torch",),
-    "layers/test_dropless_limits.py": ("torch",),
     "layers/test_one_graph.py": ("torch",),
     "layers/test_wrappers.py": ("torch",),
     "ops/test_selection.py": ("tensorflow", "torch"),

@@ -1,6 +1,6 @@
-"""The values of padding reach no result and no gradient.
+"""Padding reaches no result and no gradient; noise is that of Keras.
 
-Tests `ops/selection.py`.
+Tests `ops/selection.py` and `ops/numbers.py`.
 """
 
 import keras
@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe import ops
+from keras_softmoe.ops.numbers import normal_like
+from tests.skips import only_on
 from tests.support import twins
 from tests.support.close import assert_near
 from tests.support.gradients import value_and_gradients
@@ -119,3 +121,34 @@ def test_order_of_many_tokens(priority):
     found = ops.token_choice(x, 1, 30, priority, valid)
     for actual, wanted in zip(found, expected, strict=True):
         np.testing.assert_array_equal(to_numpy(actual), wanted)
+
+
+# === Noise ===
+
+
+def expected(shape, calls):
+    seed = keras.random.SeedGenerator(3)
+    return [to_numpy(keras.random.normal(shape, seed=seed)) for _ in range(calls)]
+
+
+def test_the_numbers_of_keras():
+    x, seed = keras.ops.zeros((2, 3)), keras.random.SeedGenerator(3)
+    for values in expected((2, 3), 2):
+        np.testing.assert_array_equal(to_numpy(normal_like(x, seed)), values)
+
+
+@only_on("torch", because="own loop")
+def test_one_graph():
+    import torch
+
+    torch._dynamo.reset()
+    x, seed = torch.zeros((2, 3)), keras.random.SeedGenerator(3)
+    state = seed.state.value
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def draw(x):
+        return normal_like(x, seed)
+
+    for values in expected((2, 3), 3):
+        np.testing.assert_array_equal(to_numpy(draw(x)), values)
+    assert int(state[1]) == 3
