@@ -8,7 +8,6 @@ import functools
 import keras
 from keras import ops
 
-from keras_softmoe.keras_adapter.runs import is_traced_for_xla
 from keras_softmoe.ops.kernels import (
     affine,
     compiled_on_jax,
@@ -22,15 +21,6 @@ from keras_softmoe.ops.kernels import (
 _PIECES = (0.25, 0.5, 0.75, 0.8125, 0.875, 0.9375, 1.0, 1.0625, 1.125, 1.25, 1.5)
 # The fewest rows in a tile, those of the GPU's own products of matrices
 _FEWEST = 16
-
-
-def knows_counts():
-    """Return whether shapes may depend on the number of rows of an expert.
-
-    They may not if XLA compiles for TensorFlow (`jit_compile=True`, the default of
-    `fit` on accelerators).
-    """
-    return not is_traced_for_xla()
 
 
 def grouped_affine(rows, kernel, bias, count):
