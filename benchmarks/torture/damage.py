@@ -243,8 +243,8 @@ def edit_shards(file, rng, canary):
     file.write_text(json.dumps(saved))
 
 
-OF_ALL = (flip_bits, truncate, overwrite, remove, replace_by_folder, swap)
-OF_ANY = (*OF_ALL, replace_by_pipe, replace_by_nothing)
+OF_PARTS = (flip_bits, truncate, overwrite, remove)
+OF_ANY = (*OF_PARTS, replace_by_folder, swap, replace_by_pipe, replace_by_nothing)
 OF_JSON = (*OF_ANY, *(edit_json,) * 12, nest)
 OF_WEIGHTS = (*OF_ANY, *(edit_weights,) * 8)
 
@@ -259,21 +259,29 @@ def damage(folder, rng, canary):
         file = files[rng.integers(len(files))]
         if not file.is_file() or not file.stat().st_size:
             continue
+        changes = {".json": OF_JSON, ".h5": OF_WEIGHTS}.get(file.suffix, OF_ANY)
         if file.name == "model.weights.json":
-            change = edit_shards if rng.random() < 0.6 else edit_json
-        elif file.suffix == ".json":
-            change = OF_JSON[rng.integers(len(OF_JSON))]
-        elif file.suffix == ".h5":
-            change = OF_WEIGHTS[rng.integers(len(OF_WEIGHTS))]
-        else:
-            change = OF_ANY[rng.integers(len(OF_ANY))]
-        try:
-            change(file, rng, canary)
-            done.append(f"{change.__name__} {file.name}")
-        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-            # Already too damaged for this.
-            done.append(f"no {change.__name__} {file.name} ({type(error).__name__})")
+            changes = (*(edit_shards,) * 3, *(edit_json,) * 2)
+        done.append(_change(file, changes, rng, canary))
     return ", ".join(done)
+
+
+def damage_parts(parts, rng, canary):
+    """Damage one file of an archive."""
+    files = sorted(p for p in parts.rglob("*") if p.is_file())
+    file = files[rng.integers(len(files))]
+    more = {".json": (edit_json,) * 8, ".h5": (edit_weights,) * 8}
+    return _change(file, OF_PARTS + more.get(file.suffix, ()), rng, canary)
+
+
+def _change(file, changes, rng, canary):
+    change = changes[rng.integers(len(changes))]
+    try:
+        change(file, rng, canary)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        # Already too damaged for this.
+        return f"no {change.__name__} {file.name} ({type(error).__name__})"
+    return f"{change.__name__} {file.name}"
 
 
 def _change_together(folder, rng, canary):
@@ -290,18 +298,3 @@ def _change_together(folder, rng, canary):
             backbone["config"][name] = value
             (folder / file).write_text(json.dumps(saved))
     return f"{name} of both files"
-
-
-def damage_parts(parts, rng, canary):
-    files = sorted(p for p in parts.rglob("*") if p.is_file())
-    file = files[rng.integers(len(files))]
-    changes = [flip_bits, truncate, overwrite, remove]
-    changes += {".json": [edit_json] * 8, ".h5": [edit_weights] * 8}.get(
-        file.suffix, []
-    )
-    change = changes[rng.integers(len(changes))]
-    try:
-        change(file, rng, canary)
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError):
-        return f"no {change.__name__} {file.name}"
-    return f"{change.__name__} {file.name}"
