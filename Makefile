@@ -111,7 +111,7 @@ lint: install
 	$(VENV)/ruff format --check .
 	$(VENV)/ruff check .
 	@mkdir -p build
-	KERAS_BACKEND=torch $(VENV)/python -m tests.support.typed_examples build/examples.py
+	KERAS_BACKEND=torch $(VENV)/python -m tests.support.docstrings build/examples.py
 	$(VENV)/mypy
 
 # Pages, figures and search lie in one directory, which needs no server and no network.
@@ -170,7 +170,7 @@ torture: export TORTURE ?=
 torture: install
 	@status=0; \
 	$(MAKE) --no-print-directory --keep-going $(TORTURES) || status=$$?; \
-	KERAS_BACKEND=torch $(VENV)/python -m tests.torture --tables $(TORTURE) \
+	KERAS_BACKEND=torch $(VENV)/python -m benchmarks.torture --tables $(TORTURE) \
 	    || status=$$?; \
 	exit $$status
 
@@ -178,7 +178,7 @@ $(TORTURES): torture-%: install
 	@rm -rf build/keras-torture-$*
 	@mkdir -p build/keras-torture-$*
 	@KERAS_BACKEND=$* KERAS_HOME=$(CURDIR)/build/keras-torture-$* MPLBACKEND=agg \
-	    $(VENV)/python -m tests.torture $(TORTURE) 2> build/torture-$*.log
+	    $(VENV)/python -m benchmarks.torture $(TORTURE) 2> build/torture-$*.log
 
 # One environment for each Python, brought up to date each time. What the logs say is
 # kept for the table of docs/versions.md.

@@ -11,12 +11,12 @@ reason fails (`conftest.py`). Nothing is skipped for want of a file of this repo
 """
 
 import importlib
+import itertools
 
 import keras
 import pytest
 
 from keras_softmoe.keras_adapter.distributions import backend_distributes
-from tests.support.covering import covering
 
 BACKEND = keras.backend.backend()
 
@@ -67,10 +67,9 @@ RUNS_ON = {
     # Each use of Keras is tested on all where the library makes it.
     "test_keras_adapter.py": ("torch",),
     "sharding/*": ("torch",),
-    "layers/test_dropless_limits.py": ("torch",),
     "layers/test_one_graph.py": ("torch",),
     "layers/test_wrappers.py": ("torch",),
-    "ops/test_padding.py": ("tensorflow", "torch"),
+    "ops/test_selection.py": ("tensorflow", "torch"),
     "ops/test_tiles.py": ("jax",),
     # What it does in a layer is tested on all: `layers/test_lora.py`,
     # `layers/test_quantized_experts.py`.
@@ -122,9 +121,9 @@ RUNS_ON = {
     "test_security.py": ("torch",),
     "test_tolerances.py": ("torch",),
     "test_walks.py": ("torch",),
-    "test_trained_*.py": ("torch",),
     # A hundredth of what `make torture` does on each backend.
-    "torture/*": ("torch",),
+    "test_torture.py": ("torch",),
+    "test_trained_*.py": ("torch",),
     # On all in `reference/test_reference_training.py`
     "training/test_adafactor.py": ("torch",),
     "training/test_contrastive_recipes.py": ("torch",),
@@ -184,6 +183,7 @@ ON_ALL = {
     "layers/test_derivatives.py": (
         "test_forward_mode_and_second_order[token choice]",
         "test_gradients_of_each_image[token choice]",
+        "test_without_capacity",
     ),
     "layers/test_dropless.py": (
         "test_the_twin[nearly all tokens to one expert]",
@@ -418,7 +418,7 @@ LONG = {
         "test_presets_know_letters",
         "test_soft_features_beat_raw_pixels",
     ),
-    "torture/test_torture.py": (
+    "test_torture.py": (
         "test_a_killed_training_ends_like_another",
         "test_memory_stays",
         "test_short_form",
@@ -447,6 +447,35 @@ def selected(items, folder):
         return set(items)
     kept = {item for item in covering(items) if is_in(ON_ALL, item, True)}
     return kept | {item for item in items if is_whole(item.path)}
+
+
+def parameters(item):
+    """Set of pairs of a collected test: names of its parameters and their values."""
+    callspec = getattr(item, "callspec", None)
+    return {(k, repr(v)) for k, v in callspec.params.items()} if callspec else set()
+
+
+def covering(items):
+    """Tests that together have each value of each parameter of their function.
+
+    Args:
+        items: list of collected tests, those of one function next to each other.
+
+    Returns:
+        Set of the items that are kept. Greedy: of the tests of one function the next is
+        the one with the most values that no test before it had.
+    """
+    kept = set()
+    for _, tests in itertools.groupby(items, key=lambda i: (i.path, i.originalname)):
+        tests = list(tests)
+        open_values = set().union(*map(parameters, tests))
+        if not open_values:
+            kept.update(tests)
+        while open_values:
+            best = max(tests, key=lambda test: len(parameters(test) & open_values))
+            open_values -= parameters(best)
+            kept.add(best)
+    return kept
 
 
 def is_whole(path):

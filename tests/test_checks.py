@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from benchmarks.torture.arguments import BACKBONE, BACKBONES, NO_SIZES, TEXT, targets
 from keras_softmoe import (
     architecture,
     checks,
@@ -17,7 +18,6 @@ from keras_softmoe import (
     routers,
 )
 from tests.support import tiny, tiny_limoe
-from tests.torture.arguments import BACKBONE, BACKBONES, NO_SIZES, TEXT, targets
 
 
 def assert_refused(make, name, value, error=ValueError):

@@ -7,10 +7,10 @@ import h5py
 import numpy as np
 import pytest
 
+from benchmarks.torture.campaign import Tally
+from benchmarks.torture.damage import Canary
 from keras_softmoe import models
 from tests.support import tiny, tiny_limoe
-from tests.torture.campaign import Tally
-from tests.torture.damage import Canary
 
 pytestmark = tiny.LOADING_WRONG_WEIGHTS
 

@@ -293,3 +293,17 @@ class _ReplacedStep:
             return self._train(*arguments)
         # On JAX a step takes and returns the state of the model.
         return (logs, arguments[0]) if len(arguments) > 1 else logs
+
+
+def is_traced_for_xla():
+    """Return whether TensorFlow traces a function that XLA will compile.
+
+    Would be replaced by: a public property of a graph.
+    """
+    if keras.backend.backend() != "tensorflow":
+        return False
+    import tensorflow as tf
+    from tensorflow.python.ops import control_flow_util
+
+    graph = tf.compat.v1.get_default_graph()
+    return control_flow_util.GraphOrParentsInXlaContext(graph)

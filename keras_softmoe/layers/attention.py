@@ -7,7 +7,7 @@ import keras
 from keras_softmoe.checks import check_num_heads, check_numbers, check_whole_numbers
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.ops.kernels import affine, attend, reshape
-from keras_softmoe.ops.padding import zero_padding
+from keras_softmoe.ops.selection import zero_padding
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")

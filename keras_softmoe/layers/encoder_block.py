@@ -10,7 +10,7 @@ from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layers.attention import Attention, layer_norm
 from keras_softmoe.layers.groups import check_mask, check_tokens_shape
 from keras_softmoe.layers.moe import MoE
-from keras_softmoe.ops.padding import zero_padding
+from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.types import Tensor
 
 

@@ -11,6 +11,7 @@ from keras_softmoe.checks import (
     check_whole_numbers,
 )
 from keras_softmoe.keras_adapter.layers import Layer
+from keras_softmoe.keras_adapter.runs import is_traced_for_xla
 from keras_softmoe.layers.expert_bank import ExpertBank, per_expert
 from keras_softmoe.layers.groups import by_expert
 from keras_softmoe.layers.mlp import (
@@ -18,7 +19,7 @@ from keras_softmoe.layers.mlp import (
     check_activation,
     small_bias,
 )
-from keras_softmoe.ops.grouped import grouped_affine, knows_counts, map_experts
+from keras_softmoe.ops.grouped import grouped_affine, map_experts
 from keras_softmoe.ops.kernels import affine, chunked_map, reshape
 from keras_softmoe.sharding.constraints import (
     check_divides_experts,
@@ -146,7 +147,8 @@ class Experts(Layer):
 
     def takes_rows(self) -> bool:
         """Return whether rows sorted by expert are supported, besides slots."""
-        return not self._computes_in_8_bits() and knows_counts()
+        # XLA must know the number of rows of an expert when it compiles.
+        return not self._computes_in_8_bits() and not is_traced_for_xla()
 
     def call(self, slots, count=None, training=None):
         if count is not None:

@@ -8,7 +8,7 @@ from keras import ops
 
 from keras_softmoe.keras_adapter.layers import only_finds_shapes
 from keras_softmoe.ops.kernels import reshape
-from keras_softmoe.ops.padding import zero_padding
+from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.sharding.constraints import (
     constrain,
     is_distributed,

@@ -11,7 +11,7 @@ from keras_softmoe.layers.groups import as_sequence, group, ungroup
 from keras_softmoe.layers.moe import MoE
 from keras_softmoe.ops import combine, dispatch
 from keras_softmoe.ops.kernels import reshape
-from keras_softmoe.ops.padding import zero_padding
+from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.sharding.constraints import is_distributed
 
 

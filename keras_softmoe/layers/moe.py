@@ -25,8 +25,8 @@ from keras_softmoe.ops import (
     to_dense,
 )
 from keras_softmoe.ops.kernels import reshape
-from keras_softmoe.ops.padding import zero_padding
 from keras_softmoe.ops.routing import to_slots
+from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.routers import Router
 from keras_softmoe.sharding.constraints import is_distributed
 from keras_softmoe.types import DType

@@ -12,8 +12,12 @@ from keras import ops
 
 from keras_softmoe.checks import check_choice
 from keras_softmoe.ops.kernels import float32_at_least, reshape
-from keras_softmoe.ops.padding import with_real_first, zero_padding
-from keras_softmoe.ops.selection import take_along, top_indices
+from keras_softmoe.ops.selection import (
+    take_along,
+    top_indices,
+    with_real_first,
+    zero_padding,
+)
 from keras_softmoe.types import Tensor
 
 PRIORITIES = ("position", "max", "sum", "pair", "random")
@@ -29,11 +33,10 @@ def token_choice(
     seed: Any = None,
     sharded: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Assign to every token its best experts, as long as they have free slots.
+    """Assign to each token its best experts, as long as they have free slots.
 
-    All first choices are assigned before all second choices, and so on; among equal
-    choices tokens come in the order of their priority. A choice is dropped if its
-    expert is full.
+    All first choices come before all second choices, and so on; among equal choices
+    tokens come in the order of their priority. A choice of a full expert is dropped.
 
     Args:
         scores: `(G, S, E)` float tensor of scores of tokens and experts.
@@ -41,19 +44,17 @@ def token_choice(
         capacity: int, the number `C` of slots of an expert. May exceed `S`.
         priority: order of tokens.
 
-            - `"position"`: tokens in their order (the vanilla algorithm).
-            - `"max"`: tokens by their largest score, descending (batch prioritized
-              routing).
-            - `"sum"`: tokens by the sum of their `K` largest scores, descending.
-            - `"pair"`: pairs of token and chosen expert by their score, descending.
-              Here a second choice may come before another token's first.
-            - `"random"`: tokens in a random order.
-            - a `(G, S)` tensor: tokens by these numbers, descending.
-        valid: optional `(G, S)` bool tensor. Tokens with `False` are padding and
-            take no slot.
-        keep_fraction: float in `(0, 1]`. Under 1, only this fraction of a group's
-            tokens (rounded, at least one) chooses experts, those with the highest
-            priority; the rest is skipped. `"pair"` ranks tokens like `"max"`.
+            - `"position"`: their own order (the vanilla algorithm).
+            - `"max"`: their largest score, descending (batch prioritized routing).
+            - `"sum"`: the sum of their `K` largest scores, descending.
+            - `"pair"`: pairs of token and chosen expert by score, descending. A second
+              choice may come before another token's first.
+            - `"random"`: a random order.
+            - a `(G, S)` tensor: these numbers, descending.
+        valid: optional `(G, S)` bool tensor, `False` for padding, which gets no slot.
+        keep_fraction: float in `(0, 1]`, the fraction of a group's tokens (rounded, at
+            least one) that choose experts: those with the highest priority. `"pair"`
+            ranks tokens like `"max"`.
         seed: int or `keras.random.SeedGenerator`, for the priority `"random"`.
         sharded: bool, whether groups may be sharded over devices. The result is the
             same, computed without data of other devices.
@@ -62,11 +63,9 @@ def token_choice(
         `token` `(G, E, C)` int32 and `filled` `(G, E, C)` bool.
 
     Raises:
-        ValueError: if `num_selected_experts` is not in `[1, E]`, `capacity` is
-            under one, `priority` is unknown, or `keep_fraction` is not in `(0, 1]`.
+        ValueError: if an argument is out of its range.
 
-    Source: V-MoE, section 4.1 and appendix C.1 (algorithms 1 to 3; "sum" and "pair"
-    are described below algorithm 2).
+    Source: V-MoE, section 4.1 and appendix C.1.
 
     Examples:
         >>> scores = np.array([[[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]], "float32")
@@ -108,6 +107,9 @@ def assign_choices(
     _, num_tokens, num_experts = scores.shape
     num_selected_experts = chosen.shape[-1]
     num_choices = num_selected_experts * num_tokens
+
+    # The order of the queue, (G, K * S) places in that of `_by_choice`; `None` if it is
+    # that order.
     rank = order = None
     if not isinstance(priority, str):
         rank = ops.convert_to_tensor(priority)
@@ -119,6 +121,7 @@ def assign_choices(
             order = top_indices(_by_choice(chosen_scores), num_choices, sharded)
         else:
             order = _queue_order(rank, num_selected_experts, sharded)
+    # Skipped tokens are treated as padding.
     if keep_fraction < 1.0:
         valid = _best_tokens(chosen, rank, keep_fraction, valid, sharded)
     if valid is not None:
@@ -133,6 +136,8 @@ def assign_choices(
     # of assignment. Keys are unique, so the backend's rule for ties does not matter.
     keys = chosen * num_choices + ops.arange(num_choices, dtype="int32")
     queue = ops.argsort(keys, axis=-1)
+
+    # Each expert takes the first C choices of its stretch of the sorted queue.
     experts = ops.arange(num_experts, dtype="int32")
     # (G, E)
     count = ops.sum(
@@ -168,21 +173,17 @@ def kept_tokens(scores, chosen, priority, keep_fraction, valid=None, seed=None):
 def expert_choice(
     scores: Tensor, capacity: int, valid: Tensor | None = None, sharded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Assign to every expert its best tokens.
-
-    A token may be chosen by several experts or by none. Slots are empty only if there
-    is padding.
+    """Assign to each expert its best tokens: several experts may choose one, or none.
 
     Args:
         scores: `(G, S, E)` float tensor of scores of tokens and experts.
-        capacity: int in `[1, S]`, the number `C` of tokens that an expert takes.
-        valid: optional `(G, S)` bool tensor. Tokens with `False` are padding and
-            take no slot.
+        capacity: int in `[1, S]`, the number `C` of slots of an expert.
+        valid: optional `(G, S)` bool tensor, `False` for padding, which gets no slot.
         sharded: bool, see `token_choice`.
 
     Returns:
-        `token` `(G, E, C)` int32, in the order of descending score, and `filled`
-        `(G, E, C)` bool.
+        `token` `(G, E, C)` int32, by descending score, and `filled` `(G, E, C)` bool,
+        `False` only where there is padding.
 
     Raises:
         ValueError: if `capacity` is under one or over `S`.
@@ -200,10 +201,8 @@ def expert_choice(
     _check_capacity(capacity)
     if capacity > num_tokens:
         raise ValueError(
-            "An expert cannot choose more tokens than there are. `capacity` must be "
-            f"at most the number of tokens in a group, {num_tokens}. "
-            f"Received: capacity={capacity}. Use "
-            f"`min(capacity, {num_tokens})` or larger groups."
+            "`capacity` must be at most the number of tokens in a group, "
+            f"{num_tokens}. Received: capacity={capacity}. Use larger groups."
         )
     # (G, E, S)
     scores = ops.transpose(scores, (0, 2, 1))
@@ -220,16 +219,7 @@ def expert_choice(
 
 
 def gates_of_slots(scores, token, filled):
-    """Return the gates of a `SlotRouting`.
-
-    Args:
-        scores: `(G, S, E)` float tensor, the weight of each expert for each token.
-        token: `(G, E, C)` int32 tensor.
-        filled: `(G, E, C)` bool tensor.
-
-    Returns:
-        `(G, E, C)` tensor, 0 where the slot is empty.
-    """
+    """Return the `(G, E, C)` gates of slots from `(G, S, E)` scores, 0 if empty."""
     # (G, E, S)
     by_expert = ops.transpose(scores, (0, 2, 1))
     return ops.where(filled, take_along(by_expert, token, axis=-1), 0.0)
@@ -238,16 +228,8 @@ def gates_of_slots(scores, token, filled):
 def identity(num_groups, num_tokens, num_experts):
     """Assign token `s` to slot `s // E` of expert `s % E`.
 
-    Args:
-        num_groups: int (or scalar int tensor), the number `G` of groups.
-        num_tokens: int, the number `S` of tokens in a group, a multiple of `E`.
-        num_experts: int, the number `E` of experts.
-
     Returns:
         `token` `(G, E, S / E)` int32 and `filled` `(G, E, S / E)` bool.
-
-    Raises:
-        ValueError: if `num_tokens` is not a multiple of `num_experts`.
 
     Source: Soft MoE, section 3.6 and appendix A ("Identity").
     """
@@ -263,10 +245,9 @@ def check_num_tokens(num_tokens, num_experts):
     """Raise unless `num_experts` divides `num_tokens`, as in identity routing."""
     if num_tokens % num_experts:
         raise ValueError(
-            "Identity routing has as many slots as tokens, so the number of tokens "
-            "must be a multiple of the number of experts. Received: "
-            f"num_tokens={num_tokens}, num_experts={num_experts}. Change "
-            "`num_experts`, or choose the image and patch size so that it divides."
+            "In identity routing `num_experts` must divide the number of tokens. "
+            f"Received: num_tokens={num_tokens}, num_experts={num_experts}. Change "
+            "`num_experts`, or the image or patch size."
         )
 
 
@@ -274,10 +255,9 @@ def check_num_selected_experts(num_selected_experts, num_experts):
     """Raise unless `1 <= num_selected_experts <= num_experts`."""
     if not 1 <= num_selected_experts <= num_experts:
         raise ValueError(
-            "A token can choose at least one expert and at most all of them: "
-            f"`num_selected_experts` must be between 1 and {num_experts}. "
-            f"Received: num_selected_experts={num_selected_experts}. Choose fewer "
-            "experts per token or raise `num_experts`."
+            "`num_selected_experts` must be between 1 and the number of experts, "
+            f"{num_experts}. Received: num_selected_experts={num_selected_experts}. "
+            "Choose fewer, or raise `num_experts`."
         )
 
 
@@ -289,9 +269,8 @@ def check_priority(priority):
 def _check_capacity(capacity):
     if capacity < 1:
         raise ValueError(
-            "An expert needs at least one slot. `capacity` must be a positive "
-            f"integer. Received: capacity={capacity}. See "
-            "`keras_softmoe.ops.expert_capacity`."
+            "`capacity` must be a positive integer. Received: "
+            f"capacity={capacity}. See `keras_softmoe.ops.expert_capacity`."
         )
 
 
@@ -299,8 +278,8 @@ def check_keep_fraction(keep_fraction):
     """Raise unless `0 < keep_fraction <= 1`."""
     if not 0.0 < keep_fraction <= 1.0:
         raise ValueError(
-            "`keep_fraction` is the fraction of tokens that choose: over 0 and at "
-            f"most 1. Received: keep_fraction={keep_fraction}. 1 keeps all tokens."
+            "`keep_fraction` must be over 0 and at most 1. Received: "
+            f"keep_fraction={keep_fraction}. 1 keeps all tokens."
         )
 
 

@@ -22,32 +22,24 @@ def expert_capacity(
 ) -> int:
     """Return the number of slots per expert.
 
-    `num_tokens * capacity_factor / num_experts`, rounded. With a capacity factor of
-    1 there are as many slots as choices, up to that rounding.
-
-    Experts compute all their slots, filled or not. The released V-MoE code rounds up,
-    and then up to a multiple of four: `rounding="ceil", multiple_of=4`. This matters if
-    experts have few slots: with 196 tokens, 128 experts and a factor of 1 there are 2
-    slots per expert, and 4 with the released code's rounding, which is twice the
-    compute, but drops fewer choices. With the default, a small excess is rounded away
-    in a small group: 16 choices, 4 experts and a factor of 1.05 give 4 slots.
+    It is `num_tokens * capacity_factor / num_experts`, rounded. The released V-MoE code
+    rounds up, then up to a multiple of four: `rounding="ceil", multiple_of=4`. Experts
+    compute all their slots, filled or not.
 
     Args:
         num_tokens: int, the number of choices that need slots in a group: tokens times
             experts per token for token choice, tokens for expert choice.
         num_experts: int, number of experts.
         capacity_factor: float, slots per choice.
-        rounding: `"round"` (to the nearest integer, halves to the even one, as Python
-            does) or `"ceil"`.
-        multiple_of: int or `None`. The result is rounded up to a multiple of it,
-            which some accelerators prefer; `None`, 0 and 1 leave it as it is.
+        rounding: `"round"` (to the nearest integer, halves to the even one) or
+            `"ceil"`.
+        multiple_of: int or `None`. The result is rounded up to a multiple of it.
 
     Returns:
         int, the number `C` of slots per expert.
 
     Raises:
-        ValueError: if the rounded ratio is under one slot, or an argument is not
-            among the accepted values.
+        ValueError: if the rounded ratio is under one slot, or an argument is invalid.
 
     Source: V-MoE, section 2.4 (buffer capacity); Soft MoE, section 3.
 
@@ -59,8 +51,8 @@ def expert_capacity(
     check_numbers(over=0, capacity_factor=capacity_factor)
     if num_tokens < 1 or num_experts < 1 or (multiple_of or 0) < 0:
         raise ValueError(
-            "Tokens and experts are counted from 1, and `multiple_of` is a positive "
-            f"integer or `None`. Received: num_tokens={num_tokens}, "
+            "`num_tokens` and `num_experts` must be positive, and `multiple_of` "
+            f"positive or `None`. Received: num_tokens={num_tokens}, "
             f"num_experts={num_experts}, multiple_of={multiple_of}."
         )
     return rounded_capacity(
@@ -75,11 +67,10 @@ def rounded_capacity(num_tokens, num_experts, capacity_factor, rounding, multipl
     capacity = _ROUNDINGS[rounding](num_tokens * capacity_factor / num_experts)
     if capacity < 1:
         raise ValueError(
-            "An expert would get less than one slot. Raise `capacity_factor`, lower "
-            "`num_experts`, route larger groups of tokens, or round up with "
-            "`rounding='ceil'`. Received: "
+            "An expert would get less than one slot. Received: "
             f"num_tokens={num_tokens}, num_experts={num_experts}, "
-            f"capacity_factor={capacity_factor}, rounding={rounding!r}."
+            f"capacity_factor={capacity_factor}, rounding={rounding!r}. Raise "
+            "`capacity_factor`, route larger groups, or round up with 'ceil'."
         )
     if multiple_of:
         capacity += -capacity % multiple_of

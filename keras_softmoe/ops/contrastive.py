@@ -5,7 +5,7 @@ from keras import ops
 
 
 def softmax_contrastive_loss(logits):
-    """Cross-entropy of finding the caption of an image and the image of a caption.
+    """Return the cross-entropy of matching images to captions and captions to images.
 
     Args:
         logits: `(B, B)` float tensor, scaled similarities of images (rows) and captions
@@ -16,8 +16,7 @@ def softmax_contrastive_loss(logits):
         column `i`. The training loss is its mean.
 
     Raises:
-        ValueError: if there are not as many images as captions, or a single pair, which
-            has no negatives.
+        ValueError: if the matrix is not square, or there is a single pair.
 
     Source: LIMoE, section 2.1; Radford et al. 2021 (CLIP), section 2.3.
     """
@@ -29,7 +28,7 @@ def softmax_contrastive_loss(logits):
 
 
 def sigmoid_contrastive_loss(logits):
-    """Binary cross-entropy of "image and caption belong together".
+    """Return the binary cross-entropy of "image and caption belong together".
 
     Args:
         logits: `(B, B)` float tensor, scaled (and shifted) similarities of images
@@ -58,7 +57,7 @@ def _checked(logits):
     # TensorFlow may know the number of pairs only when the graph runs.
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] == 1:
         raise ValueError(
-            "A contrastive loss compares B images with their B captions, two pairs or "
-            f"more: logits of shape (B, B). Received: logits of shape {shape}."
+            "A contrastive loss requires logits of shape (B, B) for at least two "
+            f"pairs. Received: logits of shape {shape}."
         )
     return logits

@@ -13,29 +13,14 @@ from keras_softmoe.ops.kernels import (
     compiled_on_jax,
     is_jax_on,
     is_jax_on_nvidia,
-    linear_on_jax,
 )
-from keras_softmoe.ops.tiles import chain, in_tiles
 
 # Sizes of the pieces in which JAX computes an expert's rows on a CPU, as fractions of
 # the mean number of rows. They are dense near 1, where most experts are; an expert with
 # more rows takes several pieces.
 _PIECES = (0.25, 0.5, 0.75, 0.8125, 0.875, 0.9375, 1.0, 1.0625, 1.125, 1.25, 1.5)
-
-
-def knows_counts():
-    """Return whether shapes may depend on the number of rows of an expert.
-
-    They may not if XLA compiles for TensorFlow (`jit_compile=True`, the default of
-    `fit` on accelerators).
-    """
-    if keras.backend.backend() != "tensorflow":
-        return True
-    import tensorflow as tf
-    from tensorflow.python.ops import control_flow_util
-
-    graph = tf.compat.v1.get_default_graph()
-    return not control_flow_util.GraphOrParentsInXlaContext(graph)
+# The fewest rows in a tile, those of the GPU's own products of matrices
+_FEWEST = 16
 
 
 def grouped_affine(rows, kernel, bias, count):
@@ -78,18 +63,24 @@ def map_experts(all_at_once, stages, rows, weights, count):
         import torch
 
         is_eager = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-        sizes = None
         if is_eager and rows.device.type == "cpu":
-            sizes = _known_counts(count)
-        if sizes is not None:
             results = []
-            for e, x in enumerate(rows.split(sizes)):
+            for e, x in enumerate(rows.split(count.tolist())):
                 own = [[w[e : e + 1] for w in of_stage] for of_stage in weights]
-                results.append(chain(stages, x[None], own)[-1][0])
+                results.append(_chain(stages, x[None], own)[-1][0])
             return torch.cat(results)
     if compute := _by_stages_on_jax(rows):
         return compute(rows, weights, count, stages)
     return all_at_once(rows, *(w for of_stage in weights for w in of_stage))
+
+
+def _chain(stages, x, weights):
+    """Return the list of results of consecutive stages."""
+    results = []
+    for stage, of_stage in zip(stages, weights, strict=True):
+        x = stage(x, *of_stage)
+        results.append(x)
+    return results
 
 
 # === PyTorch ===
@@ -155,43 +146,14 @@ def _eagerly_on_torch(rows, kernel, bias, count):
     fits = rows.element_size() <= 4 and not any(n % 16 for n in bytes_of_rows)
     if fits and hasattr(torch.nn.functional, "grouped_mm"):
         ends = torch.cumsum(count, 0, dtype=torch.int32)
-        try:
-            products = torch.nn.functional.grouped_mm(rows, kernel, offs=ends)
-        except NotImplementedError:
-            # It has no derivative in forward mode.
-            pass
-        else:
-            if products.requires_grad and not torch.compiler.is_compiling():
-                # Its gradient rejects expanded tensors, such as the gradient of a sum.
-                products.register_hook(lambda upstream: upstream.contiguous())
-            expert = torch.repeat_interleave(count, output_size=rows.shape[0])
-            return products + bias[:, 0].index_select(0, expert)
-    sizes = _known_counts(count)
-    if sizes is None:
-        return _by_all_experts_on_torch(rows, kernel, bias, count)
-    pieces = zip(rows.split(sizes), kernel, bias, strict=True)
+        products = torch.nn.functional.grouped_mm(rows, kernel, offs=ends)
+        if products.requires_grad and not torch.compiler.is_compiling():
+            # Its gradient rejects expanded tensors, such as the gradient of a sum.
+            products.register_hook(lambda upstream: upstream.contiguous())
+        expert = torch.repeat_interleave(count, output_size=rows.shape[0])
+        return products + bias[:, 0].index_select(0, expert)
+    pieces = zip(rows.split(count.tolist()), kernel, bias, strict=True)
     return torch.cat([torch.addmm(b, piece, k) for piece, k, b in pieces])
-
-
-def _known_counts(count):
-    """Return the counts as ints; `None` under `torch.func.vmap`."""
-    try:
-        return count.tolist()
-    except RuntimeError:
-        return None
-
-
-def _by_all_experts_on_torch(rows, kernel, bias, count):
-    import torch
-
-    ends = torch.cumsum(count, 0)
-    row = torch.arange(rows.shape[0], device=rows.device)[:, None]
-    results = torch.zeros_like(rows[:, :1])
-    for e, end in enumerate(ends):
-        is_own = (row < end) & (row >= end - count[e])
-        product = torch.addmm(bias[e], rows, kernel[e])
-        results = results + torch.where(is_own, product, 0)
-    return results
 
 
 # === TensorFlow ===
@@ -254,7 +216,7 @@ def _on_tensorflow(rows, kernel, bias, count):
     return product(rows, kernel, bias)
 
 
-# === JAX ===
+# === JAX on CPUs, and its choice ===
 
 
 def _on_jax(rows, kernel, bias, count):
@@ -275,12 +237,12 @@ def _by_stages_on_jax(rows):
         return None
     if is_jax_on("cpu"):
         return _in_pieces
-    return in_tiles if is_jax_on_nvidia() else None
+    return _in_tiles if is_jax_on_nvidia() else None
 
 
 @compiled_on_jax("stages")
 def _in_pieces(rows, weights, count, stages):
-    """`map_experts` on CPUs, where `ragged_dot` multiplies all rows by all kernels."""
+    """Compute `map_experts` on CPUs, where `ragged_dot` multiplies too much."""
     import jax
     from jax import numpy as jnp
 
@@ -292,101 +254,61 @@ def _in_pieces(rows, weights, count, stages):
         # A piece may extend beyond the last row.
         return jnp.pad(x, ((0, sizes[-1]), (0, 0)))
 
-    def all_stages(xs, weights):
-        return chain(stages, xs[0], weights), []
+    def forward_of(fn, rows, weights, count, widths):
+        return _for_all_experts(fn, [padded(rows)], weights, count, sizes, widths)[0]
 
     def last_stage(xs, weights):
-        return chain(stages, xs[0], weights)[-1:], []
+        return _chain(stages, xs[0], weights)[-1:], []
+
+    def all_stages(xs, weights):
+        return _chain(stages, xs[0], weights), []
 
     one = rows[None, :1], jax.tree.map(lambda weight: weight[:1], weights)
     widths = [
-        x.shape[-1] for x in jax.eval_shape(functools.partial(chain, stages), *one)
+        x.shape[-1] for x in jax.eval_shape(functools.partial(_chain, stages), *one)
     ]
 
-    @jax.custom_jvp
-    def last(rows, weights, count):
-        known = [padded(rows)], weights, count, sizes
-        (results,), _ = _for_all_experts(last_stage, *known, widths[-1:])
+    @jax.custom_vjp
+    def compute(rows, weights, count):
+        (results,) = forward_of(last_stage, rows, weights, count, widths[-1:])
         return results[:num_rows]
 
+    def forward(rows, weights, count):
+        # Results between stages are kept, each padded by the largest piece.
+        *between, results = forward_of(all_stages, rows, weights, count, widths)
+        return results[:num_rows], (rows, weights, count, between)
+
+    def pull_back(xs, weights):
+        # From the last stage to the first; what is inside of one is computed again.
+        *xs, given = xs
+        of_weights = []
+        for stage, x, own in reversed([*zip(stages, xs, weights, strict=True)]):
+            (*found,) = jax.vjp(stage, x, *own)[1](given)
+            given, of_weights = found[0], [*found[1:], *of_weights]
+        return [given], of_weights
+
     @jax.custom_jvp
-    def each(rows, weights, count):
-        """Return the results of all stages, with the derivative of the last one."""
-        *between, results = _for_all_experts(
-            all_stages, [padded(rows)], weights, count, sizes, widths
-        )[0]
-        return [*between, results[:num_rows]]
+    def gradients(known, upstream):
+        rows, weights, count, between = known
+        xs = [padded(rows), *between, padded(upstream)]
+        (of_rows,), of_weights = _for_all_experts(
+            pull_back, xs, weights, count, sizes, [rows.shape[-1]], of_weights=True
+        )
+        of_weights = jax.tree.unflatten(jax.tree.structure(weights), of_weights)
+        return of_rows[:num_rows], of_weights
 
-    def derivative(values, tangents):
-        rows, weights, count = values
-        *between, results = each(*values)
-        xs = [padded(rows), *between]
+    @gradients.defjvp
+    def second_derivative(values, tangents):
+        raise NotImplementedError(
+            "Dropless experts have no second derivative on JAX on a CPU. Set a "
+            "`capacity_factor`."
+        )
 
-        def all_forward(xs, weights):
-            *xs, given = xs
-            for stage, x, own, of_own in zip(stages, xs, *weights, strict=True):
-                _, given = jax.jvp(stage, (x, *own), (given, *of_own))
-            return [given], []
+    def backward(known, upstream):
+        return *gradients(known, upstream), None
 
-        def forward(tangents):
-            of_rows, of_weights = tangents
-            known = [*xs, padded(of_rows)], (weights, of_weights), count, sizes
-            (results,), _ = _for_all_experts(all_forward, *known, widths[-1:])
-            return results[:num_rows]
-
-        def all_backward(xs, weights):
-            *xs, given = xs
-            of_weights = []
-            for stage, x, own in reversed([*zip(stages, xs, weights, strict=True)]):
-                _, pull_back = jax.vjp(stage, x, *own)
-                given, *found = pull_back(given)
-                of_weights = [*found, *of_weights]
-            return [given], of_weights
-
-        def backward(upstream):
-            known = [*xs, padded(upstream)], weights, count, sizes
-            (of_rows,), of_weights = _for_all_experts(
-                all_backward, *known, [rows.shape[-1]], of_weights=True
-            )
-            of_weights = jax.tree.unflatten(jax.tree.structure(weights), of_weights)
-            return of_rows[:num_rows], of_weights
-
-        def plain(tangents):
-            by_all = functools.partial(_each_row_by_all_experts, stages, count=count)
-            return jax.jvp(by_all, (rows, weights), tangents)[1]
-
-        return between, results, linear_on_jax(forward, backward, tangents[:2], plain)
-
-    @last.defjvp
-    def derivative_of_last(values, tangents):
-        return derivative(values, tangents)[1:]
-
-    @each.defjvp
-    def derivative_of_each(values, tangents):
-        between, results, tangent = derivative(values, tangents)
-        return [*between, results], [*map(jnp.zeros_like, between), tangent]
-
-    return last(rows, weights, count)
-
-
-def _each_row_by_all_experts(stages, rows, weights, count):
-    """`map_experts` in a slow form that JAX can differentiate any number of times."""
-    import jax
-    from jax import numpy as jnp
-
-    ends = jnp.cumsum(count)
-    expert = jnp.searchsorted(ends, jnp.arange(len(rows)), side="right")
-
-    @jax.checkpoint
-    def add(total, of_expert):
-        number, own = of_expert
-        own = jax.tree.map(lambda weight: weight[None], own)
-        results = chain(stages, rows[None], own)[-1][0]
-        return total + jnp.where(expert[:, None] == number, results, 0), None
-
-    shape = len(rows), weights[-1][-1].shape[-1]
-    of_experts = jnp.arange(len(count)), weights
-    return jax.lax.scan(add, jnp.zeros(shape, rows.dtype), of_experts)[0]
+    compute.defvjp(forward, backward)
+    return compute(rows, weights, count)
 
 
 def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):
@@ -422,11 +344,15 @@ def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):
         return jnp.stack([lax.dynamic_index_in_dim(x, e, 0, False) for e in experts])
 
     def piece(size, first, left, weights):
-        """Return `fn` of `size` rows of some experts, padded to the largest size."""
+        """Return `fn` of `size` rows of some experts, padded to the largest size.
+
+        Branches of a switch have one shape.
+        """
 
         def cut(x):
             return jnp.stack([lax.dynamic_slice_in_dim(x, n, size) for n in first])
 
+        # (experts, size, D). A piece also cuts rows of the next expert.
         *before, last = map(cut, xs)
         is_own = (jnp.arange(size) < left[:, None])[..., None]
         of_rows, of_weights = fn([*before, jnp.where(is_own, last, 0)], weights)
@@ -434,7 +360,10 @@ def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):
         return [jnp.pad(x, missing) for x in of_rows], of_weights
 
     def write(results, found, first, left):
-        """Return the results with the own rows of a piece written into them."""
+        """Return the results with the own rows of a piece written into them.
+
+        Rows of the next expert keep what is there.
+        """
         for number in range(len(first)):
             is_own = (jnp.arange(largest) < left[number])[:, None]
             for place, new in enumerate(found):
@@ -450,6 +379,7 @@ def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):
     def first_pieces(turn, state):
         """Compute one piece of each of some experts."""
         results, sums = state
+        # Neighbours in the order of counts waste fewest rows in a common size.
         experts = [order[turn * together + number] for number in range(together)]
         first, left = own(starts, experts), own(count, experts)
         index = jnp.minimum(
@@ -458,6 +388,7 @@ def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):
         branches = [functools.partial(piece, size) for size in sizes]
         some = jax.tree.map(lambda weight: own(weight, experts), weights)
         found, new = lax.switch(index, branches, first, left, some)
+        # Gradients of kernels: this is the first piece of each expert.
         for number, e in enumerate(experts):
             pairs = zip(sums, new, strict=True)
             sums = [
@@ -481,11 +412,59 @@ def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):
         state = (starts[expert] + largest, *state)
         return lax.while_loop(lambda state: state[0] < end, another, state)[1:]
 
+    # One piece for each expert, then more for those that need them.
     num_rows, dtype = xs[0].shape[0], xs[0].dtype
     results = [jnp.zeros((num_rows, width), dtype) for width in widths]
     sums = [jnp.zeros_like(x) for x in jax.tree.leaves(weights) if of_weights]
     state = lax.fori_loop(0, num_experts // together, first_pieces, (results, sums))
     return lax.fori_loop(0, num_experts, more_pieces, state)
+
+
+# === JAX on GPUs of NVIDIA ===
+
+
+@compiled_on_jax("stages")
+def _in_tiles(rows, weights, count, stages):
+    """Compute `map_experts` on GPUs of NVIDIA, where `ragged_dot` does, too.
+
+    XLA expands `ragged_dot` to products of all rows by all kernels there: always up to
+    jaxlib 0.10.2 (marin-community/marin#7012), and for the gradients of kernels and in
+    float32 after it (openxla/xla#40189). Here each expert's rows are padded to whole
+    tiles, and each tile is multiplied by a copy of its expert's kernel. With at least
+    16 rows per expert these are at most twice the products, whatever the counts, and
+    three copies of the kernels.
+    """
+    import jax
+    from jax import numpy as jnp
+
+    num_rows, num_experts = rows.shape[0], count.shape[0]
+    if num_rows == 0:
+        first = jax.tree.map(lambda weight: weight[:1], weights)
+        return _chain(stages, rows[None], first)[-1][0]
+    size = max(_FEWEST, 1 << (num_rows // num_experts).bit_length() >> 1)
+    num_tiles = num_rows // size + num_experts
+
+    ends = jnp.cumsum(count)
+    tiles = (count + size - 1) // size
+    end_tiles = jnp.cumsum(tiles)
+    # A row of an expert is its place in the tiles plus this.
+    shift = ends - count - (end_tiles - tiles) * size
+
+    def expert_of(ends, number):
+        found = jnp.searchsorted(ends, jnp.arange(number), side="right")
+        return jnp.minimum(found, num_experts - 1)
+
+    expert = expert_of(end_tiles, num_tiles)
+    # (tiles, size)
+    row = jnp.arange(num_tiles * size).reshape(num_tiles, size) + shift[expert, None]
+    row = jnp.where(row < ends[expert, None], row, num_rows)
+    x = rows.at[row].get(mode="fill", fill_value=0)
+    own = jax.tree.map(
+        lambda weight: weight.at[expert].get(indices_are_sorted=True), weights
+    )
+    results = _chain(stages, x, own)[-1]
+    place = jnp.arange(num_rows) - shift[expert_of(ends, num_rows)]
+    return results.reshape(num_tiles * size, -1)[place]
 
 
 _GROUPED_AFFINE = {

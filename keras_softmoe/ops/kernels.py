@@ -5,6 +5,7 @@ depends on the backend for its speed.
 """
 
 import functools
+import itertools
 
 import keras
 from keras import ops
@@ -75,12 +76,9 @@ def affine(x, kernel, bias, sharded=False):
 
 @compiled_on_jax()
 def _product_of_few_rows(x, kernel):
-    """`matmul` of stacks with few rows for each matrix, for JAX on CPUs.
+    """Return `matmul` of stacks with few rows for each matrix, for JAX on CPUs.
 
-    For the gradient of the rows, XLA transposes all kernels. Here the few gradients are
-    transposed instead, which takes a third of the time. The barrier keeps XLA from
-    reverting it. The gradient of the kernels is computed in their own layout, which JAX
-    would compute transposed.
+    For the gradient of the rows, XLA would transpose all kernels.
     """
     import jax
     from jax import numpy as jnp
@@ -91,81 +89,20 @@ def _product_of_few_rows(x, kernel):
 
     @product.defjvp
     def derivative(values, tangents):
-        x, kernel = values
-
-        def forward(tangents):
-            of_x, of_kernel = tangents
-            return jnp.matmul(of_x, kernel) + jnp.matmul(x, of_kernel)
-
-        def backward(upstream):
-            of_x = jnp.einsum("edh,enh->edn", kernel, upstream)
-            of_x = jax.lax.optimization_barrier(of_x).swapaxes(1, 2)
-            return of_x, jnp.einsum("end,enh->edh", x, upstream)
-
-        return product(x, kernel), linear_on_jax(forward, backward, tangents)
+        (x, kernel), (of_x, of_kernel) = values, tangents
+        # (E, D, N): JAX transposes this to a gradient of that layout, for which XLA
+        # transposes the few rows. The barrier keeps XLA from undoing it.
+        columns = jax.lax.optimization_barrier(of_x.swapaxes(1, 2))
+        # (E, H, N)
+        change = jnp.einsum("edh,edn->ehn", kernel, columns)
+        change = change.swapaxes(1, 2) + jnp.matmul(x, of_kernel)
+        return product(x, kernel), change
 
     return product(x, kernel)
 
 
-def linear_on_jax(fn, transposed, x, plain=None):
-    """`fn(x)` of a linear function with a custom gradient.
-
-    Unlike `jax.custom_vjp`, it has derivatives of any order and mode, and batches: `fn`
-    is the solution `y` of the linear system `x = b`, `y - fn(x) = 0`, for whose
-    derivatives JAX solves another such system.
-
-    Args:
-        fn: callable of `x`. Values that it closes over may be differentiated, too.
-        transposed: callable from the gradient of `fn(x)` to that of `x`.
-        x: tensor, or a structure of tensors, none a scalar.
-        plain: optional callable equal to `fn`, which JAX can differentiate and
-            transpose. If `None`, JAX uses `fn`.
-
-    Returns:
-        `fn(x)`.
-    """
-    import jax
-    from jax import numpy as jnp
-
-    def add(a, b):
-        return jax.tree.map(jnp.add, a, b)
-
-    def equations(unknown):
-        x, y = _tied(unknown)
-        return _tied((x, jax.tree.map(jnp.subtract, y, (plain or fn)(x))))
-
-    def solve(_, given):
-        return given[0], add(given[1], fn(given[0]))
-
-    def solve_transposed(_, given):
-        return add(given[0], transposed(given[1])), given[1]
-
-    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(fn, x))
-    solution = jax.lax.custom_linear_solve(
-        equations, _tied((x, zeros)), solve, solve_transposed
-    )
-    return _tied(solution)[1]
-
-
-def _tied(tensors):
-    """Return equal tensors that depend on each other, but on none of their entries.
-
-    JAX solves no systems in which only some values have a derivative.
-    """
-    import jax
-    from jax import numpy as jnp
-
-    nothing = sum(x[:0].sum() for x in jax.tree.leaves(tensors))
-
-    def tie(x):
-        no_rows = jnp.broadcast_to(nothing, (0, *x.shape[1:])).astype(x.dtype)
-        return jnp.concatenate([x, no_rows])
-
-    return jax.tree.map(tie, tensors)
-
-
 def attend(query, key, value, mask=None):
-    """`keras.ops.dot_product_attention`, with the softmax in float32 at least.
+    """Compute `keras.ops.dot_product_attention`, with a softmax in float32 or more.
 
     JAX has a fused kernel on accelerators; on CPUs plain products are faster. PyTorch
     has one for both, for which Keras would copy the operands.
@@ -174,8 +111,8 @@ def attend(query, key, value, mask=None):
         query: `(B, Q, heads, head_dim)` tensor.
         key: `(B, S, heads, head_dim)` tensor.
         value: `(B, S, heads, head_dim)` tensor.
-        mask: optional `(B, S)` bool tensor, `False` for tokens without attention. It is
-            ignored for images where it has no `True`.
+        mask: optional `(B, S)` bool tensor, `False` for tokens without attention;
+            ignored for images without a `True`.
 
     Returns:
         `(B, Q, heads, head_dim)` tensor.
@@ -207,20 +144,17 @@ def attend(query, key, value, mask=None):
 
 
 def on_own_groups(function, *tensors):
-    """Apply a function of groups to those of this process, if they are sharded.
+    """Apply a function to tensors, to the groups of this process if they are sharded.
 
-    PyTorch has no rules for shards of some operations, and spends seconds on the search
-    for one of others. On other backends, and without shards, it is applied as it is.
-
-    Args:
-        function: callable from the tensors to one with the same first axis.
-        *tensors: tensors with the same first axis (groups, or images).
+    PyTorch has no rules for shards of some operations, and searches for others for
+    seconds. The first axis of all tensors and of the result is that of groups.
     """
     sharded = [x for x in tensors if hasattr(x, "placements")]
     if not sharded:
         return function(*tensors)
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    # Groups stay where they are if the devices divide them; else each has all of them.
     mesh, size = sharded[0].device_mesh, sharded[0].shape[0]
     placements = [Replicate()] * mesh.ndim
     if size % mesh.size() == 0:
@@ -243,18 +177,9 @@ def float32_at_least(x):
 
 
 def repeat(step, count, state):
-    """`keras.ops.fori_loop(0, count, step, state)` with a gradient under XLA.
+    """Compute `keras.ops.fori_loop(0, count, step, state)`, with a gradient under XLA.
 
-    On TensorFlow this requires the largest number of iterations.
-
-    Args:
-        step: callable from the number of an iteration (an int or scalar tensor) and a
-            state to the next state.
-        count: int, the number of iterations.
-        state: tensor or nested structure of tensors.
-
-    Returns:
-        The last state.
+    For that TensorFlow must know the largest number of iterations.
     """
     if keras.backend.backend() != "tensorflow":
         return ops.fori_loop(0, count, step, state)
@@ -327,7 +252,7 @@ def chunked_map(fn, operands, sharded=False):
     if count >= 256 and count % _CHUNK == 0:
         return _in_chunks(fn, _CHUNK)(*operands)
     if many_rows and count % size == 0:
-        return _but_for_gradients(_in_chunks(fn, size), fn)(*operands)
+        return _with_gradients_of(_in_chunks(fn, size), fn)(*operands)
     return fn(*operands)
 
 
@@ -342,7 +267,7 @@ def _in_chunks(fn, size):
     return compute
 
 
-def _but_for_gradients(quick, fn):
+def _with_gradients_of(quick, fn):
     """Return `quick`, which JAX replaces by the equal `fn` for derivatives."""
     import jax
 
@@ -350,23 +275,24 @@ def _but_for_gradients(quick, fn):
 
     @functools.partial(either.defjvp, symbolic_zeros=True)
     def derivative(values, tangents):
-        is_zero = [isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents]
+        # Only operands with a tangent: frozen kernels cost no products.
+        moves = [
+            not isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents
+        ]
 
-        def of_others(*others):
-            others = iter(others)
-            pairs = zip(values, is_zero, strict=True)
-            return fn(*(value if zero else next(others) for value, zero in pairs))
+        def of_moving(*some):
+            some = iter(some)
+            pairs = zip(values, moves, strict=True)
+            return fn(*(next(some) if moving else x for x, moving in pairs))
 
-        def without_zeros(items):
-            return [x for x, zero in zip(items, is_zero, strict=True) if not zero]
-
-        return jax.jvp(of_others, without_zeros(values), without_zeros(tangents))
+        chosen = (itertools.compress(xs, moves) for xs in (values, tangents))
+        return jax.jvp(of_moving, *map(list, chosen))
 
     return either
 
 
 def add_rows(rows, index, num_rows):
-    """`keras.ops.segment_sum`, which on PyTorch checks indices and has a slow gradient.
+    """Compute `keras.ops.segment_sum`, without PyTorch's check and slow gradient.
 
     Args:
         rows: `(N, D)` tensor.

@@ -15,23 +15,21 @@ def sincos_2d_table(rows, columns, width, temperature=10000.0):
         rows: int, rows of patches.
         columns: int, columns of patches.
         width: int, width of the embedding: a multiple of 4, at least 8.
-        temperature: float, the largest wavelength is about `2 pi temperature`
-            patches.
+        temperature: float, the largest wavelength in patches divided by 2 pi.
 
     Returns:
         `(rows * columns, width)` float32 NumPy array, row by row.
 
     Raises:
-        ValueError: if the width does not fit four equal parts.
+        ValueError: if the width is invalid.
 
     Source: the fixed embeddings of Soft MoE's released code; Beyer et al. 2022
     (Better plain ViT baselines for ImageNet-1k).
     """
     if width % 4 or width < 8:
         raise ValueError(
-            "Two-dimensional sine-cosine embeddings consist of four equal parts of at "
-            "least two entries. `hidden_dim` must be a multiple of 4 and at least 8. "
-            f"Received: hidden_dim={width}. Use another `hidden_dim` or "
+            "`hidden_dim` must be a multiple of 4 and at least 8 for sine-cosine "
+            f"position embeddings. Received: hidden_dim={width}. Use another, or "
             "`position_embedding='learned'`."
         )
     y, x = np.mgrid[:rows, :columns].reshape(2, -1, 1)

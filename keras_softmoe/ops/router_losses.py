@@ -1,8 +1,7 @@
 """Balancing and entropy losses of routers. Each returns one value per group, `(G,)`.
 
-`valid` is an optional `(G, S)` bool mask of the tokens that count: `False` for padding
-and for tokens of other modalities. The loss of a group without tokens is that of zeros.
-Losses are computed and returned in float32 at least.
+`valid` is `False` for padding and for tokens of other modalities. The loss of a group
+without tokens is that of zeros. Losses are computed and returned in float32 or more.
 """
 
 import math
@@ -13,22 +12,20 @@ from keras import ops
 from keras_softmoe.ops.assignment import check_num_selected_experts
 from keras_softmoe.ops.kernels import float32_at_least
 from keras_softmoe.ops.numbers import tiny
-from keras_softmoe.ops.padding import zero_padding
-from keras_softmoe.ops.selection import smallest_entry, top_values
+from keras_softmoe.ops.selection import smallest_entry, top_values, zero_padding
 from keras_softmoe.types import Tensor
 
 # === Balancing losses of V-MoE and others ===
 
 
 def importance_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Squared coefficient of variation of the experts' importance.
+    """Return the squared coefficient of variation of the experts' importance.
 
     An expert's importance is the sum of its probabilities over the tokens.
 
     Args:
-        probs: `(G, S, E)` float tensor, each token's probabilities over experts,
-            without noise.
-        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+        probs: `(G, S, E)` float tensor, probabilities over experts, without noise.
+        valid: optional `(G, S)` bool mask of the tokens that count.
 
     Returns:
         `(G,)` tensor, 0 where all experts are equally important.
@@ -51,18 +48,18 @@ def load_loss(
     valid: Tensor | None = None,
     sharded: bool = False,
 ) -> Tensor:
-    """Squared coefficient of variation of the experts' expected load.
+    """Return the squared coefficient of variation of the experts' expected load.
 
     An expert's load is the mean probability, over the tokens, that it would be
     among the token's choices if its noise were drawn again.
 
     Args:
         logits: `(G, S, E)` float tensor, without noise.
-        noisy_logits: `(G, S, E)` float tensor, the same with the noise that was
-            used to choose experts.
+        noisy_logits: `(G, S, E)` float tensor, with the noise that experts were chosen
+            with.
         num_selected_experts: int, the number `K` of experts that a token chooses.
         noise_std: float, standard deviation of the noise on the logits.
-        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+        valid: optional `(G, S)` bool mask of the tokens that count.
         sharded: bool, see `token_choice`.
 
     Returns:
@@ -81,27 +78,28 @@ def load_loss(
     """
     if not noise_std > 0:
         raise ValueError(
-            "The load loss is defined through the noise on the logits. `noise_std` "
-            f"must be positive. Received: noise_std={noise_std}. Without noise, "
-            "leave the loss out."
+            "`noise_std` must be positive for the load loss. Received: "
+            f"noise_std={noise_std}. Without noise, leave the loss out."
         )
     logits, noisy_logits = (_counted(x, valid) for x in (logits, noisy_logits))
     # (G, S, 1), the smallest logit of a chosen expert
     chosen = top_values(noisy_logits, num_selected_experts, sharded)
     # Not `chosen[..., -1:]`: XLA would replace `top_k` and the slice by a full sort.
     threshold = smallest_entry(chosen)
-    chance = _normal_cdf((logits - threshold) / noise_std)
+    # (G, S, E), the chance that new noise lifts the clean logit over the threshold
+    normal = (logits - threshold) / noise_std
+    chance = 0.5 * (1.0 + ops.erf(normal / 2**0.5))
     return _squared_variation(ops.sum(zero_padding(chance, valid), axis=1))
 
 
 def gshard_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Product of the experts' share of first choices and their mean probability.
+    """Return the product of the experts' shares of choices and their probabilities.
 
     The share of first choices has no gradient; the mean probability has.
 
     Args:
-        probs: `(G, S, E)` float tensor, each token's probabilities over experts.
-        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+        probs: `(G, S, E)` float tensor, probabilities over experts.
+        valid: optional `(G, S)` bool mask of the tokens that count.
 
     Returns:
         `(G,)` tensor, 1 where both are uniform.
@@ -125,11 +123,11 @@ def gshard_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def z_loss(logits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Mean squared log-partition of the router, which keeps logits small.
+    """Return the mean squared log-partition of the router, which keeps logits small.
 
     Args:
         logits: `(G, S, E)` float tensor.
-        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+        valid: optional `(G, S)` bool mask of the tokens that count.
 
     Returns:
         `(G,)` tensor, the mean over tokens of `logsumexp(logits) ** 2`. It overflows
@@ -149,17 +147,15 @@ def z_loss(logits: Tensor, valid: Tensor | None = None) -> Tensor:
 def router_similarity_loss(
     probs: Tensor, chosen: Tensor, valid: Tensor | None = None
 ) -> Tensor:
-    """Loss that balances how often experts, and pairs of experts, are chosen.
+    """Return a loss that balances how often experts, and pairs of them, are chosen.
 
-    The products of the probabilities of two experts are summed. The more often both are
-    chosen for the same token, the larger the weight of their product. Weights have no
-    gradient, probabilities have.
+    The more often two experts are chosen for the same token, the larger the weight of
+    the product of their probabilities. Weights have no gradient.
 
     Args:
-        probs: `(G, S, E)` float tensor, each token's probabilities over experts.
-        chosen: `(G, S, E)` bool tensor, `True` for the pairs of token and expert that
-            are chosen.
-        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+        probs: `(G, S, E)` float tensor, probabilities over experts.
+        chosen: `(G, S, E)` bool tensor, `True` for chosen pairs of token and expert.
+        valid: optional `(G, S)` bool mask of the tokens that count.
 
     Returns:
         `(G,)` tensor, the mean over tokens of the sum over `i` and `j` of
@@ -169,8 +165,6 @@ def router_similarity_loss(
         - `W[i, i]` is `E * N[i, i]`, divided by the sum of all `N[k, k]`.
         - `W[i, j]` is `E * (E - 1) * N[i, j]`, divided by the sum of `N` off the
           diagonal.
-
-        It is 1 if all probabilities are equal and any token has several experts.
 
     Source: Yuan et al. 2025 (Expert Race), section 5 ("router similarity loss").
 
@@ -185,6 +179,7 @@ def router_similarity_loss(
     chosen = zero_padding(ops.cast(chosen, probs.dtype), valid)
     # (G, E, E), tokens for which both experts are chosen
     together = ops.stop_gradient(ops.einsum("gsi,gsj->gij", chosen, chosen))
+    # (G, E, E), the weights: single experts and pairs are normalized separately.
     same = ops.eye(num_experts, dtype=probs.dtype)
     weight = 0.0
     for part, number in (
@@ -202,11 +197,11 @@ def router_similarity_loss(
 
 
 def local_entropy_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Mean entropy of the tokens' probabilities, which concentrates them.
+    """Return the mean entropy of the tokens' probabilities, which concentrates them.
 
     Args:
-        probs: `(G, S, E)` float tensor, each token's probabilities over experts.
-        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+        probs: `(G, S, E)` float tensor, probabilities over experts.
+        valid: optional `(G, S)` bool mask of the tokens that count.
 
     Returns:
         `(G,)` tensor in nats, 0 if each token has one expert with probability 1,
@@ -226,12 +221,12 @@ def local_entropy_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
 def target_entropy_loss(
     probs: Tensor, num_selected_experts: int, valid: Tensor | None = None
 ) -> Tensor:
-    """Squared distance of the mean local entropy from that of `K` equal choices.
+    """Return the squared distance of the local entropy from that of `K` equal choices.
 
     Args:
-        probs: `(G, S, E)` float tensor, each token's probabilities over experts.
+        probs: `(G, S, E)` float tensor, probabilities over experts.
         num_selected_experts: int, the number `K` of experts that a token chooses.
-        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+        valid: optional `(G, S)` bool mask of the tokens that count.
 
     Returns:
         `(G,)` tensor: `(log(K) - local_entropy_loss(probs)) ** 2`.
@@ -257,14 +252,14 @@ def merged_entropy_loss(
     valid: Tensor | None = None,
     sharded: bool = False,
 ) -> Tensor:
-    """Mean entropy of "among the `K` most probable experts or not".
+    """Return the mean entropy of "among the `K` most probable experts or not".
 
     It moves all weight to `K` experts, whatever their shares.
 
     Args:
-        probs: `(G, S, E)` float tensor, each token's probabilities over experts.
+        probs: `(G, S, E)` float tensor, probabilities over experts.
         num_selected_experts: int, the number `K` of experts that a token chooses.
-        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+        valid: optional `(G, S)` bool mask of the tokens that count.
         sharded: bool, see `token_choice`.
 
     Returns:
@@ -294,16 +289,15 @@ def merged_entropy_loss(
 def global_entropy_loss(
     probs: Tensor, threshold: float, valid: Tensor | None = None
 ) -> Tensor:
-    """Distance of the entropy of the mean probabilities below a threshold.
+    """Return how far the entropy of the mean probabilities is below a threshold.
 
-    It spreads a modality over experts: it is zero if at least `exp(threshold)` of them
-    are used evenly, or more unevenly.
+    It spreads a modality over at least `exp(threshold)` experts.
 
     Args:
-        probs: `(G, S, E)` float tensor, each token's probabilities over experts.
+        probs: `(G, S, E)` float tensor, probabilities over experts.
         threshold: float in nats, at most `log(E)`: the logarithm of the soft minimum
-            of experts. With a negative one the loss is always zero.
-        valid: optional `(G, S)` bool tensor, `True` for the tokens that count.
+            of experts.
+        valid: optional `(G, S)` bool mask of the tokens that count.
 
     Returns:
         `(G,)` tensor: `max(0, threshold - entropy)`.
@@ -311,8 +305,7 @@ def global_entropy_loss(
     Raises:
         ValueError: if the threshold is over `log(E)` or not finite.
 
-    Source: LIMoE, section 2.2.2 ("global entropy") and appendix B.2; table 5 (runs of
-    figure 12) has `log(0.8)`.
+    Source: LIMoE, section 2.2.2 ("global entropy") and appendix B.2.
 
     Examples:
         >>> probs = np.full((1, 16, 4), 0.25, "float32")
@@ -324,10 +317,9 @@ def global_entropy_loss(
     # Tolerance for a `log` in single precision
     if not -math.inf < threshold <= largest + 1e-6:
         raise ValueError(
-            "The entropy of a choice among experts is at most their logarithm: "
             f"`threshold` must be finite and at most log({num_experts}) = "
-            f"{largest:.4f}. Received: threshold={threshold}. For a soft minimum of S "
-            "experts pass log(S)."
+            f"{largest:.4f}, the largest entropy. Received: threshold={threshold}. For "
+            "a soft minimum of S experts pass log(S)."
         )
     entropy = _entropy(_mean_over_tokens(float32_at_least(probs), valid))
     return ops.relu(threshold - entropy)
@@ -336,16 +328,14 @@ def global_entropy_loss(
 def mutual_information_loss(
     probs_by_modality: Sequence, valid_by_modality: Sequence | None = None
 ) -> Tensor:
-    """Minus the mutual information of experts and modalities.
+    """Return minus the mutual information of experts and modalities.
 
-    The minimum is `-log(M)`, if `M` modalities share no expert; 0 if all have the same
-    experts.
+    It is `-log(M)` if `M` modalities share no expert, and 0 if all have the same.
 
     Args:
-        probs_by_modality: list of `(G, S_m, E)` float tensors, the probabilities over
-            experts of the `S_m` tokens of each modality.
-        valid_by_modality: optional list of `(G, S_m)` bool tensors or `None`, `True`
-            for the tokens that count.
+        probs_by_modality: list of `(G, S_m, E)` float tensors, probabilities over
+            experts, one tensor for each modality.
+        valid_by_modality: optional list of `(G, S_m)` bool masks or `None`.
 
     Returns:
         `(G,)` tensor in nats.
@@ -364,8 +354,8 @@ def mutual_information_loss(
     valid_by_modality = valid_by_modality or [None] * len(probs_by_modality)
     if not probs_by_modality or len(valid_by_modality) != len(probs_by_modality):
         raise ValueError(
-            "Mutual information takes the probabilities of each modality, and one mask "
-            f"for each or none. Received: {len(probs_by_modality)} modalities, "
+            "Mutual information requires at least one modality, and one mask for each "
+            f"or none. Received: {len(probs_by_modality)} modalities, "
             f"{len(valid_by_modality)} masks."
         )
     # (M, G, E)
@@ -375,6 +365,7 @@ def mutual_information_loss(
             for probs, valid in zip(probs_by_modality, valid_by_modality, strict=True)
         ]
     )
+    # The entropy of experts given the modality, less that of experts
     return ops.mean(_entropy(marginals), axis=0) - _entropy(ops.mean(marginals, axis=0))
 
 
@@ -402,10 +393,6 @@ def _squared_variation(values):
     variance = ops.mean(ops.square(values - mean), axis=-1)
     squared = ops.square(mean[..., 0])
     return variance / ops.maximum(squared, tiny(squared))
-
-
-def _normal_cdf(x):
-    return 0.5 * (1.0 + ops.erf(x / 2**0.5))
 
 
 def _entropy(probs, keepdims=False):

@@ -1,22 +1,16 @@
-"""Selection of entries by index or size, with one rule for ties."""
+"""Selection of entries by index, size (with one rule for ties) or mask of padding."""
 
 import keras
 from keras import ops
 
+from keras_softmoe.ops.numbers import least
+
 
 def take_along(x, indices, axis):
-    """`keras.ops.take_along_axis` for tensors that differ in the size of one axis only.
+    """Compute `keras.ops.take_along_axis` of tensors that differ in one axis only.
 
     On PyTorch, Keras broadcasts the other axes, which makes the batch size a constant
-    in an exported model.
-
-    Args:
-        x: tensor.
-        indices: int tensor of the same rank, none negative.
-        axis: int.
-
-    Returns:
-        Tensor of the shape of `indices`.
+    in an exported model. Indices must not be negative.
     """
     if keras.backend.backend() == "torch":
         x, indices = ops.convert_to_tensor(x), ops.convert_to_tensor(indices)
@@ -25,12 +19,12 @@ def take_along(x, indices, axis):
 
 
 def largest_entry(x):
-    """`keras.ops.max` of the last axis, kept. Keras refuses an empty batch."""
+    """Return `keras.ops.max` of the last axis, kept. Keras refuses an empty batch."""
     return x[..., :1] if x.shape[0] == 0 else ops.amax(x, axis=-1, keepdims=True)
 
 
 def smallest_entry(x):
-    """`keras.ops.min` of the last axis, kept. Keras refuses an empty batch."""
+    """Return `keras.ops.min` of the last axis, kept. Keras refuses an empty batch."""
     return x[..., :1] if x.shape[0] == 0 else ops.amin(x, axis=-1, keepdims=True)
 
 
@@ -63,3 +57,35 @@ def top_indices(scores, k, sharded=False):
             scores = ops.where(scores == 0, ops.zeros_like(scores), scores)
         _, indices = ops.top_k(scores, k)
     return ops.cast(indices, "int32")
+
+
+# === Padding: tokens that a mask excludes ===
+
+
+def zero_padding(values, valid):
+    """Replace padding by zeros.
+
+    Call it before a sum over tokens or a product with a matrix: NaN and infinity would
+    survive a later multiplication by a mask, and a later selection in gradients.
+
+    Args:
+        values: `(G, S, N)` float tensor.
+        valid: `(G, S)` or `(1, S)` bool tensor, `False` for padding; `None` for none.
+    """
+    if valid is None:
+        return values
+    return ops.where(ops.expand_dims(valid, -1), values, 0.0)
+
+
+def with_real_first(scores, valid):
+    """Return scores that rank every token before padding.
+
+    -inf and NaN become the lowest number, and padding -inf.
+
+    Args:
+        scores: float tensor.
+        valid: bool tensor that broadcasts to it, `False` for padding.
+    """
+    lowest = least(scores)
+    scores = ops.where(scores > lowest, scores, lowest)
+    return ops.where(valid, scores, -float("inf"))

@@ -21,12 +21,11 @@ _SCALINGS = 4
 def sinkhorn_plan(
     logits: Tensor, num_iterations: int = 20, valid: Tensor | None = None
 ) -> Tensor:
-    """Entropy-regularized transport plan, by Sinkhorn's iterations.
+    """Return the entropy-regularized transport plan, by Sinkhorn's iterations.
 
     The plan `P` maximizes `<P, logits> + entropy(P)` over all plans. Each iteration
     scales the columns (experts) to their marginals and then the rows (tokens), so
-    the token marginals hold exactly and the expert marginals in the limit. Every four
-    iterations the logarithm of the plan is updated, so logits of any size are safe.
+    the token marginals hold exactly and the expert marginals in the limit.
 
     Args:
         logits: `(G, S, E)` float tensor, clipped to a quarter of the largest number.
@@ -70,6 +69,7 @@ def _sinkhorn_plan(logits, num_iterations, valid):
     def iterate(log_plan, count=_SCALINGS):
         plan = ops.exp(log_plan)
         rows = 1.0
+        # (G, 1, E) and (G, S, 1), factors of the columns and of the rows
         for _ in range(count):
             columns = mass / ops.sum(plan * rows, axis=1, keepdims=True)
             sums = ops.sum(plan * columns, axis=2, keepdims=True)
@@ -83,6 +83,7 @@ def _sinkhorn_plan(logits, num_iterations, valid):
     if valid is not None:
         # Rows of padding have no weight.
         log_plan = ops.where(is_token, log_plan, never)
+    # The rest: an update of the logarithm for every four scalings
     left = num_iterations - 1
     if left % _SCALINGS:
         log_plan = iterate(log_plan, left % _SCALINGS)
@@ -104,24 +105,22 @@ def sparse_transport_plan(
     sharded: bool = False,
     limit: Tensor | None = None,
 ) -> Tensor:
-    """Transport plan in which an expert receives at most `capacity` tokens.
+    """Return a transport plan in which an expert receives at most `capacity` tokens.
 
     The plan `P` minimizes `-<P, scores> + |P|^2 / 2` over all plans with at most
-    `capacity` non-zeros in each column (expert). The semi-dual in one variable per
-    token is minimized by Adam steps from zero. Given the dual variables, each
-    column is a projection on the simplex, so the expert marginals hold exactly and
-    the token marginals approximately.
+    `capacity` non-zeros in each column (expert). Its semi-dual, in one variable per
+    token, is minimized by Adam from zero. The expert marginals hold exactly, the token
+    marginals approximately.
 
     Args:
         scores: `(G, S, E)` float tensor, usually the softmax probabilities, clipped to
             the largest number divided by `4 E`.
-        capacity: int, the largest number of non-zeros in a column. `S` (or more)
-            leaves the plan unconstrained.
+        capacity: int, the largest number of non-zeros in a column; at least `S` for no
+            constraint.
         num_iterations: int, the largest number of Adam steps.
         learning_rate: float, Adam's step size.
-        tolerance: float. A group takes no further steps once the Euclidean norm of its
-            gradient (the error of its token marginals) is at most this, and none at all
-            if this holds at zero.
+        tolerance: float. A group ends its steps once the norm of the error of its token
+            marginals is at most this.
         valid: optional `(G, S)` bool tensor, `False` for padding.
         sharded: bool, see `token_choice`.
         limit: optional `(G,)` int tensor, the largest number of non-zeros of each
@@ -144,8 +143,7 @@ def sparse_transport_plan(
     _check_num_iterations(num_iterations)
     if capacity < 1:
         raise ValueError(
-            "A column needs at least one non-zero. `capacity` must be a positive "
-            f"integer. Received: capacity={capacity}."
+            f"`capacity` must be a positive integer. Received: capacity={capacity}."
         )
     scores = float32_at_least(scores)
     capacity = min(capacity, scores.shape[1])
@@ -175,6 +173,7 @@ def _sparse_transport_plan(
         limit = ops.minimum(reshape(limit, (-1, 1, 1)), capacity)
 
     def plan_of(dual):
+        # (G, E, S), given a number for each token, (G, 1, S)
         points = ops.divide(dual + scores, column)
         return column * _project(points, capacity, sharded, limit)
 
@@ -186,6 +185,7 @@ def _sparse_transport_plan(
         return ops.cast(norm > tolerance, gradient.dtype)
 
     def adam_step(step, state):
+        # `running` is 0 for groups that have ended, (G, 1, 1).
         dual, first, second, running = state
         gradient = gradient_at(dual)
         first = 0.9 * first + 0.1 * gradient
@@ -213,7 +213,7 @@ def _project(points, k, sharded, limit=None):
     """Return the nearest points on the simplex with at most `k` non-zeros.
 
     The simplex is that of the last axis. Ties for the last non-zero go to the lower
-    index. `limit` is an optional int tensor with numbers up to `k`, used in its place.
+    index. `limit` is an optional int tensor used in place of `k`, at most `k`.
     """
     # (..., k), descending
     chosen = top_values(points, k, sharded)
@@ -231,6 +231,7 @@ def _project(points, k, sharded, limit=None):
     threshold = largest_entry(candidates)
     # Not `chosen[..., -1:]`: XLA would replace `top_k` and the slice by a full sort.
     last = smallest_entry(chosen)
+    # All above the last one are kept, and of those equal to it the first ones.
     above = points > last
     tied = ops.cast(ops.equal(points, last), "int32")
     room = k - ops.sum(ops.cast(above, "int32"), axis=-1, keepdims=True)
@@ -252,6 +253,6 @@ def _num_tokens(scores, valid):
 def _check_num_iterations(num_iterations):
     if num_iterations < 1:
         raise ValueError(
-            "A plan needs at least one iteration. `num_iterations` must be a positive "
-            f"integer. Received: num_iterations={num_iterations}."
+            "`num_iterations` must be a positive integer. Received: "
+            f"num_iterations={num_iterations}."
         )

@@ -20,12 +20,12 @@ from keras_softmoe.ops.assignment import (
 )
 from keras_softmoe.ops.kernels import reshape
 from keras_softmoe.ops.numbers import tiny
-from keras_softmoe.ops.padding import with_real_first
 from keras_softmoe.ops.selection import (
     smallest_entry,
     take_along,
     top_indices,
     top_values,
+    with_real_first,
 )
 from keras_softmoe.routers.scores import live, policy
 

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from keras_softmoe.checks import check_whole_numbers, quote
 from keras_softmoe.keras_adapter.layers import Layer, is_in_training_mode
 from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting, combine
-from keras_softmoe.ops.padding import zero_padding
+from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.routers.recording import is_recording, note
 from keras_softmoe.sharding.constraints import check_divides_experts, is_distributed
 from keras_softmoe.types import Tensor

@@ -17,9 +17,8 @@ from keras_softmoe.checks import (
 )
 from keras_softmoe.ops import DenseRouting
 from keras_softmoe.ops.kernels import reshape, softmax
-from keras_softmoe.ops.noise import normal_like
-from keras_softmoe.ops.numbers import lowest
-from keras_softmoe.ops.padding import zero_padding
+from keras_softmoe.ops.numbers import lowest, normal_like
+from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.routers.router import Decision, Router
 from keras_softmoe.sharding.constraints import (
     check_layer,

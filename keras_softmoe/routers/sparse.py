@@ -14,7 +14,7 @@ from keras_softmoe.keras_adapter.distillation import before_compiling_distillers
 from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import gates_of_slots
-from keras_softmoe.ops.noise import normal_like
+from keras_softmoe.ops.numbers import normal_like
 from keras_softmoe.ops.routing import choice_routing
 from keras_softmoe.ops.selection import take_along
 from keras_softmoe.routers.lengths import (

@@ -8,7 +8,7 @@ from sklearn.metrics import mutual_info_score
 from keras_softmoe import analysis, layers, ops, routers
 from tests.support import tiny
 from tests.support.close import assert_near
-from tests.support.recorded import recorded
+from tests.support.gradients import recorded
 from tests.support.references import to_numpy
 
 # === Load, in any model ===

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.support.references import NUMBERS
-from tests.torture.campaign import Tally
-from tests.torture.checkpoints import damaged_checkpoints, own_checkpoint
+from benchmarks.torture.campaign import Tally
+from benchmarks.torture.checkpoints import damaged_checkpoints, own_checkpoint
+from tests.support.references import unpack_checkpoints
 
 ROUNDS = 800
 REFERENCE_ROUNDS = {"misc_ckpt_1234": 200, "sub_ckpt": 200, "ckpt": 12}
@@ -26,11 +26,11 @@ def test_own_checkpoint():
 
 
 @pytest.mark.parametrize("name", REFERENCE_ROUNDS)
-def test_reference_checkpoints(name):
-    folder = NUMBERS / "checkpoint_vmoe_tiny"
+def test_reference_checkpoints(name, tmp_path):
+    unpack_checkpoints(tmp_path)
     contents = {
         path.name.removeprefix(name): path.read_bytes()
-        for path in folder.glob(f"{name}.*")
+        for path in tmp_path.glob(f"{name}.*")
     }
     rounds = REFERENCE_ROUNDS[name]
     _, refused = fuzz(contents, rounds)

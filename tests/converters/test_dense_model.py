@@ -13,7 +13,7 @@ import pytest
 from keras_softmoe import converters, evaluation, models, routers
 from keras_softmoe.converters import dense_model as dense_sources
 from tests.skips import needs
-from tests.support import bicubic_twin, hub, safetensors_file, tiny, torch_twin
+from tests.support import hub, safetensors_file, tiny, torch_twin, twins
 from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
@@ -80,7 +80,7 @@ def test_another_resolution(name):
         elif "position_ids" not in weight.path:
             table = to_numpy(source).reshape(-1, 8)
             grid = table[first:].reshape(3, 3, 8)
-            patches = bicubic_twin.resample(grid, 5, 5, antialias=False)
+            patches = twins.bicubic(grid, 5, 5, antialias=False)
             table = np.concatenate([table[:first], patches.reshape(-1, 8)])
             weight.assign(table.reshape(weight.shape))
     ours = converters.dense_model(small, image_shape=LARGER)

@@ -1,14 +1,12 @@
 """Every public name has an example, and every example runs: each on one backend."""
 
-import shutil
-
 import keras
 import numpy as np
 import pytest
 
 import keras_softmoe as ksm
 from tests.support import docstrings, safetensors_file
-from tests.support.references import NUMBERS
+from tests.support.references import unpack_checkpoints
 
 # What Keras warns of in ordinary use, among others.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -39,7 +37,7 @@ HERE = [
 def folder(tmp_path_factory):
     """Directory with the files that examples read."""
     folder = tmp_path_factory.mktemp("examples")
-    shutil.copytree(NUMBERS / "checkpoint_vmoe_tiny", folder / "vmoe_tiny")
+    unpack_checkpoints(folder / "vmoe_tiny")
     bias = np.zeros(7, "float32")
     safetensors_file.save(folder / "model.safetensors", {"head.bias": bias})
     return folder

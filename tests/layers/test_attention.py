@@ -8,6 +8,7 @@ from keras_softmoe import layers, routers
 from keras_softmoe.layers.attention import Attention
 from tests.support import twins
 from tests.support.close import assert_near
+from tests.support.gradients import recorded
 from tests.support.layer_checks import (
     check_configuration,
     dtype_of,
@@ -15,7 +16,6 @@ from tests.support.layer_checks import (
     normal,
     randomize,
 )
-from tests.support.recorded import recorded
 from tests.support.references import to_numpy
 
 

@@ -1,4 +1,7 @@
-"""Layers with experts have derivatives of second order, and in forward mode."""
+"""Layers with experts have derivatives of second order, and in forward mode.
+
+Those without capacity have them on some backends, and refuse them on the others.
+"""
 
 import keras
 import numpy as np
@@ -7,13 +10,13 @@ import pytest
 from keras_softmoe import layers, routers
 from tests.skips import only_on
 from tests.support.close import assert_near
-from tests.support.derivatives import (
+from tests.support.gradients import (
     changes_of_gradients,
     difference,
     gradients_of_each,
     slope,
+    value_and_gradients,
 )
-from tests.support.gradients import value_and_gradients
 from tests.support.layer_checks import normal, randomize
 from tests.support.references import to_numpy
 
@@ -33,17 +36,17 @@ LAYERS = {
     "sinkhorn ec": lambda: layers.MoE(routers.SinkhornExpertChoiceRouter(4), 12),
     "transport": lambda: layers.MoE(routers.SparseTransportExpertChoiceRouter(4), 12),
     "expert choice": lambda: layers.MoE(routers.SoftmaxExpertChoiceRouter(4), 12),
-    "dropless": lambda: layers.MoE(token_choice(None), 12, group_images=2),
-    # Widths that the grouped product of PyTorch does not take
-    "dropless, odd width": lambda: layers.MoE(token_choice(None), 5),
     "dense": lambda: layers.MLP(12),
 }
+DROPLESS = {"dropless": lambda: layers.MoE(token_choice(None), 12, group_images=2)}
+# `torch.func.vmap` cannot count rows.
+WITH_VMAP = DROPLESS if keras.backend.backend() == "jax" else {}
 
 
 def problem(kind):
     """A loss of inputs and weights, those, and a direction for each."""
     keras.utils.set_random_seed(0)
-    layer = LAYERS[kind]()
+    layer = (LAYERS | DROPLESS)[kind]()
     layer.build((None, *SHAPE[1:]))
     randomize(layer)
     variables = layer.trainable_variables
@@ -76,8 +79,23 @@ def test_forward_mode_and_second_order(kind):
             np.testing.assert_allclose(one, other, **TOLERANCE)
 
 
+@pytest.mark.parametrize("kind", DROPLESS)
+@only_on("jax", "torch", because="own loop")
+def test_without_capacity(kind):
+    loss, arrays, directions = problem(kind)
+    if keras.backend.backend() == "jax":
+        forward = pytest.raises(TypeError, match="forward-mode.*custom_vjp")
+        second = pytest.raises(NotImplementedError, match="no second derivative on JAX")
+    else:
+        forward = second = pytest.raises(NotImplementedError, match="forward AD")
+    with forward:
+        slope(loss, arrays, directions)
+    with second:
+        changes_of_gradients(loss, arrays, directions)
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", LAYERS | WITH_VMAP)
 @only_on("jax", "torch", because="own loop")
 def test_gradients_of_each_image(kind):
     loss, (x, *weights), _ = problem(kind)

@@ -10,9 +10,8 @@ from keras_softmoe.layers.limoe_block import LIMoEBlock
 from tests.layers.test_moe import expert_weights
 from tests.support import limoe_router_twin as twin, twins
 from tests.support.close import assert_near
-from tests.support.gradients import layer_gradients
+from tests.support.gradients import layer_gradients, recorded
 from tests.support.layer_checks import BATCH, encoder_block, normal, randomize, revive
-from tests.support.recorded import recorded
 from tests.support.references import to_numpy
 
 WIDTH, NUM_EXPERTS, MLP_DIM = 8, 4, 6

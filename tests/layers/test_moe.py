@@ -7,8 +7,8 @@ import pytest
 from keras_softmoe import layers, ops, routers
 from tests.support import twins
 from tests.support.close import assert_near
+from tests.support.gradients import recorded
 from tests.support.layer_checks import encoder_block, normal, randomize
-from tests.support.recorded import recorded
 from tests.support.references import to_numpy
 
 NUM_TOKENS, WIDTH, NUM_EXPERTS, MLP_DIM = 4, 8, 4, 6

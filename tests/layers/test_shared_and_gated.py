@@ -10,10 +10,9 @@ import pytest
 from keras_softmoe import layers, routers
 from tests.support import twins
 from tests.support.close import assert_near, difference
-from tests.support.gradients import layer_gradients
+from tests.support.gradients import layer_gradients, recorded
 from tests.support.layer_checks import check_layer, normal, randomize
 from tests.support.products import counted
-from tests.support.recorded import recorded
 from tests.support.references import to_numpy
 
 NUM_EXPERTS, NUM_TOKENS, WIDTH, MLP_DIM = 3, 6, 8, 5

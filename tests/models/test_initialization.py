@@ -1,12 +1,10 @@
 """Fresh weights have the statistics that the released code's have."""
 
-import json
-
 import numpy as np
 import pytest
 
 from keras_softmoe import converters, models, routers
-from tests.support.references import NUMBERS
+from tests.support.references import Reference
 
 HIDDEN_DIM, NUM_EXPERTS = 192, 4
 MODELS = {
@@ -28,10 +26,9 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_statistics(name):
-    text = (NUMBERS / "m_init_stats.json").read_text()
     expected = {
         key.removeprefix(f"{name}:"): value
-        for key, value in json.loads(text)["stats"].items()
+        for key, value in Reference("m_init_stats").config["stats"].items()
         if key.startswith(f"{name}:")
     }
     backbone = models.ViTMoEBackbone(

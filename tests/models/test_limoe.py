@@ -8,8 +8,8 @@ from keras_softmoe import models, routers
 from keras_softmoe.layers.pooling import TEXT_POOLINGS
 from tests.support import tiny, tiny_limoe
 from tests.support.close import assert_near
+from tests.support.gradients import recorded
 from tests.support.layer_checks import dtype_of
-from tests.support.recorded import recorded
 from tests.support.references import to_numpy
 from tests.support.tiny_limoe import AMPLE, BATCH, LENGTH, NUM_PATCHES, as_numpy, pairs
 

@@ -11,8 +11,8 @@ import pytest
 from keras_softmoe import architecture, layers, models, ops, routers
 from tests.support import tiny
 from tests.support.close import assert_near, difference
+from tests.support.gradients import recorded
 from tests.support.layer_checks import dtype_of
-from tests.support.recorded import recorded
 from tests.support.references import to_numpy
 
 NUM_PATCHES, WIDTH = 4, 8

@@ -71,9 +71,7 @@ def test_routers_have_the_papers_slots_by_default(make):
 def test_less_than_half_a_slot(make):
     # 7 / 16 = 0.44
     router = make(16, **ONE_EACH[make])
-    with pytest.raises(
-        ValueError, match="less than one slot.*rounding='ceil'.*tokens=7"
-    ):
+    with pytest.raises(ValueError, match="less than one slot.*tokens=7.*'ceil'"):
         router.capacity(7)
     assert make(16, rounding="ceil", **ONE_EACH[make]).capacity(7) == 1
 

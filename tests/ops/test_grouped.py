@@ -8,7 +8,6 @@ from keras import ops
 from keras_softmoe.ops.grouped import grouped_affine
 from tests.skips import only_on
 from tests.support.close import assert_near
-from tests.support.derivatives import changes_of_gradients, slope
 from tests.support.gradients import value_and_gradients
 
 # Rows of each expert: of an odd number of experts, none, and far more than the mean,
@@ -35,15 +34,7 @@ def test_grouped_affine(name):
         found = grouped_affine(rows, kernel, bias, ops.convert_to_tensor(count))
         return ops.sum(ops.multiply(ops.tanh(found), weight))
 
-    known = arrays, [rng.standard_normal(x.shape).astype("float32") for x in arrays]
-    expected, found = (
-        [
-            value_and_gradients(fn, arrays),
-            slope(fn, *known),
-            changes_of_gradients(fn, *known),
-        ]
-        for fn in (each, grouped)
-    )
+    expected, found = (value_and_gradients(fn, arrays) for fn in (each, grouped))
     for one, two in zip(
         keras.tree.flatten(expected), keras.tree.flatten(found), strict=True
     ):

@@ -16,8 +16,7 @@ from keras_softmoe.ops.kernels import (
 )
 from tests.skips import only_on
 from tests.support.close import assert_near, difference
-from tests.support.derivatives import changes_of_gradients, slope
-from tests.support.gradients import value_and_gradients
+from tests.support.gradients import changes_of_gradients, slope, value_and_gradients
 from tests.support.references import to_numpy
 
 

@@ -1,4 +1,7 @@
-"""Balancing and entropy losses: one value per group, against the twins."""
+"""Losses of routers and of image and text pairs equal their twins.
+
+Tests `ops/contrastive.py`, too.
+"""
 
 import hypothesis.strategies as st
 import keras
@@ -7,10 +10,11 @@ import pytest
 from hypothesis import given
 
 from keras_softmoe import ops
-from tests.support import cases, limoe_twins, twins
+from keras_softmoe.ops import contrastive
+from tests.support import cases, limoe_router_twin, twins
 from tests.support.close import assert_near
 from tests.support.gradients import value_and_gradients
-from tests.support.references import to_numpy
+from tests.support.references import Reference, to_numpy
 
 
 def assert_close(actual, expected, tolerance=2e-5):
@@ -189,7 +193,7 @@ def test_entropy_losses(logits, num_selected_experts, share, seed):
         ("global_entropy_loss", (threshold,)),
     ):
         actual = getattr(ops, name)(probs, *arguments, valid=valid)
-        assert_close(actual, getattr(limoe_twins, name)(probs, *arguments, valid))
+        assert_close(actual, getattr(limoe_router_twin, name)(probs, *arguments, valid))
 
 
 @given(flavour=st.sampled_from(["normal", "equal", "huge"]), seed=cases.seeds)
@@ -201,7 +205,7 @@ def test_mutual_information(flavour, seed):
     ]
     valid = [cases.padding(p.shape[:2], seed) for p in probs]
     actual = ops.mutual_information_loss(probs, valid)
-    assert_close(actual, limoe_twins.mutual_information_loss(probs, valid))
+    assert_close(actual, limoe_router_twin.mutual_information_loss(probs, valid))
     assert np.all(to_numpy(actual) <= 1e-6)
     assert np.all(to_numpy(actual) >= -np.log(2) - 1e-6)
 
@@ -229,22 +233,22 @@ def test_values_by_hand():
 
 
 LOSSES = {
-    "local": (ops.local_entropy_loss, limoe_twins.local_entropy_loss),
+    "local": (ops.local_entropy_loss, limoe_router_twin.local_entropy_loss),
     "target": (
         lambda p: ops.target_entropy_loss(p, 2),
-        lambda p: limoe_twins.target_entropy_loss(p, 2),
+        lambda p: limoe_router_twin.target_entropy_loss(p, 2),
     ),
     "merged": (
         lambda p: ops.merged_entropy_loss(p, 2),
-        lambda p: limoe_twins.merged_entropy_loss(p, 2),
+        lambda p: limoe_router_twin.merged_entropy_loss(p, 2),
     ),
     "global": (
         lambda p: ops.global_entropy_loss(p, 1.38),
-        lambda p: limoe_twins.global_entropy_loss(p, 1.38),
+        lambda p: limoe_router_twin.global_entropy_loss(p, 1.38),
     ),
     "mutual information": (
         lambda p: ops.mutual_information_loss([p[:, :5], p[:, 5:]]),
-        lambda p: limoe_twins.mutual_information_loss(
+        lambda p: limoe_router_twin.mutual_information_loss(
             [p[:, :5], p[:, 5:]], [None, None]
         ),
     ),
@@ -300,3 +304,58 @@ def test_gradients_are_finite_where_a_probability_is_zero(name):
 def test_bad_arguments_are_named(call, received):
     with pytest.raises(ValueError, match=f"Received: .*{received}"):
         call(np.full((1, 8, 4), 0.25, "float32"))
+
+
+# === Contrastive losses ===
+
+
+CONTRASTIVE_LOSSES = ["softmax_contrastive_loss", "sigmoid_contrastive_loss"]
+
+
+def logits(scale=1.0):
+    return (scale * np.random.default_rng(0).normal(size=(5, 5))).astype("float32")
+
+
+@pytest.mark.parametrize("name", CONTRASTIVE_LOSSES)
+@pytest.mark.parametrize("scale", [0.0, 1.0, 10.0])
+def test_contrastive_losses(name, scale):
+    actual = to_numpy(getattr(contrastive, name)(logits(scale)))
+    expected = getattr(limoe_router_twin, name)(logits(scale))
+    assert actual.shape == (5,)
+    assert_near(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", CONTRASTIVE_LOSSES)
+def test_gradients_of_contrastive_losses(name):
+    ours, twin = getattr(contrastive, name), getattr(limoe_router_twin, name)
+    _, (gradient,) = value_and_gradients(lambda x: keras.ops.sum(ours(x)), [logits()])
+    for direction in np.random.default_rng(1).normal(size=(3, 5, 5)):
+        step = 1e-6 * direction
+        up, down = (twin(np.float64(logits()) + s).sum() for s in (step, -step))
+        np.testing.assert_allclose(
+            (gradient * direction).sum(), (up - down) / 2e-6, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("name", CONTRASTIVE_LOSSES)
+def test_large_similarities_are_safe(name):
+    value = to_numpy(getattr(contrastive, name)(1e4 * np.eye(3, dtype="float32") - 5e3))
+    assert_near(value, 0.0, atol=1e-6)
+    value = to_numpy(getattr(contrastive, name)(np.full((3, 3), -1e4, "float32")))
+    assert np.all(np.isfinite(value))
+
+
+def test_sigmoid_loss_of_the_released_code():
+    # Two towers, with the saved logits.
+    for case in ("dense", "moe", "pool_first", "pool_gap", "pool_gmp", "tiny_norm"):
+        saved = Reference(f"f_two_tower_{case}")
+        saved.check(
+            "sigmoid_loss", contrastive.sigmoid_contrastive_loss(saved.given("logits"))
+        )
+
+
+@pytest.mark.parametrize("name", CONTRASTIVE_LOSSES)
+@pytest.mark.parametrize("shape", [(4, 3), (1, 1), (4,), (2, 3, 3)])
+def test_bad_shapes_are_named(name, shape):
+    with pytest.raises(ValueError, match="Received: logits of shape"):
+        getattr(contrastive, name)(np.zeros(shape, "float32"))

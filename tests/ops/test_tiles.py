@@ -8,8 +8,8 @@ import pytest
 from jax import numpy as jnp
 
 from keras_softmoe.ops import grouped
+from keras_softmoe.ops.grouped import _in_tiles
 from keras_softmoe.ops.kernels import affine
-from keras_softmoe.ops.tiles import in_tiles
 from tests.support.close import assert_near
 
 # Rows of each expert: none, whole tiles of 16 and parts of them, one with most.
@@ -59,7 +59,7 @@ def test_outputs_and_derivatives(name):
         # With the change of the gradients along the values themselves
         return jax.jit(lambda *known: jax.jvp(gradients, known, known))(*known)
 
-    expected, found = judged(expert_by_expert, *known), judged(in_tiles, *known)
+    expected, found = judged(expert_by_expert, *known), judged(_in_tiles, *known)
     for one, two in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         assert_near(two, one, rtol=1e-4, atol=2e-4)
 
@@ -67,7 +67,7 @@ def test_outputs_and_derivatives(name):
 def test_at_most_twice_the_products_of_the_rows():
     count = np.array([400, 10, 30, 0, 200, 60, 50, 50], "int32")
     known = made_up(count, (32, 64))
-    fn = functools.partial(in_tiles, count=count, stages=(affine,))
+    fn = functools.partial(_in_tiles, count=count, stages=(affine,))
 
     def gradients(*known):
         return jax.grad(lambda *known: jnp.square(fn(*known)).sum(), (0, 1))(*known)
@@ -82,7 +82,7 @@ def test_at_most_twice_the_products_of_the_rows():
     "platform, plugins, expected",
     [
         ("cpu", (), grouped._in_pieces),
-        ("gpu", ("cuda",), in_tiles),
+        ("gpu", ("cuda",), _in_tiles),
         ("gpu", ("rocm",), None),
         ("tpu", (), None),
     ],

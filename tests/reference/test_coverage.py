@@ -14,7 +14,7 @@ from tests.reference import (
     test_reference_transport as transport,
     test_reference_two_towers as two_towers,
 )
-from tests.support.references import NUMBERS, Reference
+from tests.support.references import Reference, names
 
 # File -> cases, where its arrays belong to cases. The tests of the other files compare
 # all arrays at once.
@@ -62,9 +62,8 @@ def excused(name, key):
 
 
 def test_every_file_is_named():
-    files = {p.stem for p in NUMBERS.glob("*.npz")}
     letters = "a b c d bc e f h i j l".split()
-    ours = {name for name in files if name.split("_")[0] in letters}
+    ours = {name for name in names() if name.split("_")[0] in letters}
     assert ours == {*CASES, *WHOLE_FILES}
 
 

@@ -7,8 +7,12 @@ import pytest
 from keras_softmoe import converters, models, routers
 from tests.support import twins
 from tests.support.close import assert_near
-from tests.support.reference_checks import losses_of
-from tests.support.references import NUMBERS, Reference, to_numpy
+from tests.support.references import (
+    Reference,
+    losses_of,
+    to_numpy,
+    unpack_checkpoints,
+)
 
 TOLERANCE = 1e-4
 
@@ -21,12 +25,16 @@ CHECKPOINTS = {
 MODEL = "k_checkpoint_vmoe_tiny"
 
 
-def prefix_of(name):
-    return NUMBERS / "checkpoint_vmoe_tiny" / CHECKPOINTS[name][0]
+@pytest.fixture(scope="module")
+def prefix_of(tmp_path_factory):
+    """Callable from a name to the prefix of the checkpoint's files."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    unpack_checkpoints(folder)
+    return lambda name: folder / CHECKPOINTS[name][0]
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_arrays_are_equal_bit_for_bit(name):
+def test_arrays_are_equal_bit_for_bit(name, prefix_of):
     reference = Reference(name)
     checkpoint = converters.read_checkpoint(prefix_of(name))
     _, names_below = CHECKPOINTS[name]
@@ -65,7 +73,7 @@ def router_of(moe):
 
 
 @pytest.fixture(scope="module")
-def preset(tmp_path_factory):
+def preset(tmp_path_factory, prefix_of):
     """Callable: the checkpoint, converted once, with the settings it was run with."""
     target = tmp_path_factory.mktemp("converted") / "vmoe_tiny"
 

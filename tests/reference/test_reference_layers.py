@@ -4,15 +4,15 @@ import keras
 import pytest
 
 from keras_softmoe import layers, ops, routers
-from tests.support.gradients import layer_gradients, outputs
-from tests.support.recorded import recorded
-from tests.support.reference_checks import (
+from tests.support.gradients import layer_gradients, outputs, recorded
+from tests.support.references import (
+    Reference,
     check_auxiliary_loss,
     check_statistics,
     finish,
     losses_of,
+    to_numpy,
 )
-from tests.support.references import Reference, to_numpy
 
 SOFT_FILES = [
     f"a_soft_{case}"

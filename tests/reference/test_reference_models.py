@@ -9,13 +9,14 @@ from keras_softmoe.ops.position import sincos_2d_table
 from tests.reference.test_reference_layers import check_weight_means
 from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients, outputs
-from tests.support.reference_checks import (
+from tests.support.references import (
+    Reference,
     check_auxiliary_loss,
     check_statistics,
     finish,
     losses_of,
+    to_numpy,
 )
-from tests.support.references import Reference, to_numpy
 
 MODELS = [
     "e_dense_gap_sincos_qknorm_rect",

@@ -8,12 +8,13 @@ import pytest
 from keras_softmoe import ops
 from keras_softmoe.ops.position import resample_position_grid
 from tests.support.close import assert_near
-from tests.support.reference_checks import (
+from tests.support.references import (
+    Reference,
     check_statistics,
     finish,
     slot_routing,
+    to_numpy,
 )
-from tests.support.references import Reference, to_numpy
 
 TIES = [
     *(f"k{k}_bpr{b}_C{c}" for k in (1, 2, 4) for b in (0, 1) for c in (1, 3, 5)),

@@ -9,7 +9,8 @@ import pytest
 from keras_softmoe import ops, routers
 from tests.reference.test_reference_ops import check_indices
 from tests.support.gradients import outputs
-from tests.support.reference_checks import (
+from tests.support.references import (
+    Reference,
     affine_output,
     build,
     check_auxiliary_loss,
@@ -19,7 +20,6 @@ from tests.support.reference_checks import (
     losses_of,
     slot_routing,
 )
-from tests.support.references import Reference
 
 TOKEN_CHOICE_FILES = [f"b_tokens_choice_{s}" for s in ("even", "odd", "skewed")]
 EXPERT_CHOICE_FILES = [f"c_expert_choice_{s}" for s in ("even", "odd")]

@@ -10,8 +10,7 @@ import pytest
 from keras_softmoe import training
 from tests.reference.test_reference_models import make_router
 from tests.support.close import assert_near
-from tests.support.reference_checks import finish
-from tests.support.references import Reference, to_numpy
+from tests.support.references import Reference, finish, to_numpy
 
 
 def warmup_exponential_decay(

@@ -5,8 +5,9 @@ import pytest
 
 from keras_softmoe import ops, routers
 from tests.support.gradients import layer_gradients
-from tests.support.reference_checks import (
+from tests.support.references import (
     AffineProbe,
+    Reference,
     affine_output,
     build,
     check_auxiliary_loss,
@@ -15,8 +16,8 @@ from tests.support.reference_checks import (
     finish,
     losses_of,
     slot_routing,
+    to_numpy,
 )
-from tests.support.references import Reference, to_numpy
 
 pytestmark = pytest.mark.usefixtures("quick_loops")
 

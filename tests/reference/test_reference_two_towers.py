@@ -8,8 +8,7 @@ from keras_softmoe import routers
 from keras_softmoe.ops.contrastive import sigmoid_contrastive_loss
 from tests.reference.test_reference_models import make_router
 from tests.support.gradients import outputs
-from tests.support.reference_checks import check_auxiliary_loss, finish
-from tests.support.references import Reference, to_numpy
+from tests.support.references import Reference, check_auxiliary_loss, finish, to_numpy
 
 TOWERS = [
     "f_two_tower_dense",

@@ -8,8 +8,7 @@ from keras_softmoe import layers, ops, routers
 from tests.support import cases, tiny, twins
 from tests.support.close import assert_near
 from tests.support.references import to_numpy
-from tests.support.sparse_routers import WIDTH
-from tests.support.states import call_in_training
+from tests.support.sparse_routers import WIDTH, call_in_training
 
 RATE = 0.1
 EXPERTS = 4

@@ -8,8 +8,7 @@ from keras_softmoe import layers, ops, routers
 from tests.skips import only_on
 from tests.support import cases, twins
 from tests.support.close import assert_near
-from tests.support.gradients import layer_gradients
-from tests.support.recorded import recorded
+from tests.support.gradients import layer_gradients, recorded
 from tests.support.references import to_numpy
 from tests.support.sparse_routers import PLANS, SPARSE
 

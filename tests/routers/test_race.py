@@ -8,8 +8,7 @@ from keras_softmoe import ops, routers
 from tests.support import cases, twins
 from tests.support.close import assert_near
 from tests.support.references import to_numpy
-from tests.support.sparse_routers import WIDTH, build, call
-from tests.support.states import call_in_training
+from tests.support.sparse_routers import WIDTH, build, call, call_in_training
 
 
 def test_training_and_threshold_are_their_twins():

@@ -5,7 +5,6 @@ can spoil it, and `write_objects` writes it down; `write_checkpoint` does both.
 """
 
 import itertools
-import math
 
 import msgpack
 import numpy as np
@@ -106,12 +105,3 @@ def index_entry(shape, dtype, boxes, places):
         list(places),
     ]
     return msgpack.ExtType(INDEX_ENTRY, msgpack.packb(content))
-
-
-def random_arrays(shapes, seed=0):
-    """Arrays of these shapes, normally distributed around zero, in float32."""
-    rng = np.random.default_rng(seed)
-    return {
-        name: (rng.normal(size=shape) / math.sqrt(max(shape, default=1))).astype("f4")
-        for name, shape in shapes.items()
-    }

@@ -2,11 +2,17 @@
 
 An example goes on from those above it on its page: that of a method from its class's,
 that of a class or function from what the docstring of its module sets up.
+
+python -m tests.support.docstrings build/examples.py   all of them as one module, for
+                                                       a type checker
 """
 
 import doctest
 import inspect
+import pathlib
 import re
+import sys
+import textwrap
 
 import keras
 import numpy as np
@@ -89,3 +95,31 @@ def execute(name, text, namespace):
     result = runner.run(example, out=report.append, clear_globs=False)
     assert not result.failed, "".join(report)
     return result.attempted
+
+
+HEAD = """\"\"\"Examples of the public names: written by docstrings.py.\"\"\"
+
+import keras
+import numpy as np
+
+import keras_softmoe as ksm
+
+"""
+
+
+def source():
+    """A function for each public name, in which its module's set-up comes first."""
+    parse = doctest.DocTestParser().get_examples
+    set_ups = {module: parse(getattr(ksm, module).__doc__) for module in MODULES}
+    functions = []
+    for name, texts in examples().items():
+        code = set_ups[name.split(".")[0]] + [
+            example for text in texts.values() for example in parse(text)
+        ]
+        body = textwrap.indent("".join(example.source for example in code), "    ")
+        functions.append(f"def {name.replace('.', '_')}():\n{body}")
+    return HEAD + "\n\n".join(functions)
+
+
+if __name__ == "__main__":
+    pathlib.Path(sys.argv[1]).write_text(source(), encoding="utf-8")

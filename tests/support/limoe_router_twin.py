@@ -1,6 +1,6 @@
-"""Plain NumPy twin of LIMoE's router, in float64 and written from the paper.
+"""Plain NumPy twins of LIMoE's router and losses, in float64, from the paper.
 
-Like `twins.py`, whose legend and padding hold here, it imports nothing of the
+Like `twins.py`, whose legend and padding hold here, they import nothing of the
 library. Tokens have a name each, "image" or "text".
 """
 
@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.support import limoe_twins, twins
+from tests.support import twins
+from tests.support.twins import kept_tokens, per_group, softmax
 
 
 class Routed(NamedTuple):
@@ -73,6 +74,63 @@ def token_choice(probabilities, num_choices, capacity, priority, names, valid=No
     return np.where(filled, np.array(order)[token], 0), filled
 
 
+# === Losses of one modality, or of pairs ===
+
+
+def entropy(p):
+    """In nats, over the last axis; 0 log 0 is 0."""
+    return -np.where(p > 0, p * np.log(np.where(p > 0, p, 1.0)), 0.0).sum(-1)
+
+
+def local_entropy_loss(probs, valid=None):
+    return per_group(lambda p: entropy(p).mean(), valid, probs)
+
+
+def target_entropy_loss(probs, num_selected_experts, valid=None):
+    return (math.log(num_selected_experts) - local_entropy_loss(probs, valid)) ** 2
+
+
+def merged_entropy_loss(probs, num_selected_experts, valid=None):
+    def loss_of_group(p):
+        ranked = -np.sort(-p, -1)
+        top = ranked[:, :num_selected_experts].sum(-1)
+        rest = ranked[:, num_selected_experts:].sum(-1)
+        return entropy(np.stack([top, rest], -1)).mean()
+
+    return per_group(loss_of_group, valid, probs)
+
+
+def global_entropy_loss(probs, threshold, valid=None):
+    return per_group(lambda p: max(0.0, threshold - entropy(p.mean(0))), valid, probs)
+
+
+def mutual_information_loss(probs_by_modality, valid_by_modality):
+    """Mean entropy of the modalities' marginals, less that of their mean."""
+    values = []
+    for g in range(len(probs_by_modality[0])):
+        marginals = [
+            np.float64(probs[g])[kept_tokens(probs, valid, g)].mean(0)
+            for probs, valid in zip(probs_by_modality, valid_by_modality, strict=True)
+        ]
+        values.append(
+            np.mean([entropy(p) for p in marginals]) - entropy(np.mean(marginals, 0))
+        )
+    return np.array(values)
+
+
+def softmax_contrastive_loss(logits):
+    logits = np.asarray(logits, "float64")
+    rows = [-np.log(softmax(logits[i])[i]) for i in range(len(logits))]
+    columns = [-np.log(softmax(logits[:, i])[i]) for i in range(len(logits))]
+    return (np.array(rows) + np.array(columns)) / 2
+
+
+def sigmoid_contrastive_loss(logits):
+    logits = np.asarray(logits, "float64")
+    sign = 2 * np.eye(len(logits)) - 1
+    return np.log1p(np.exp(-sign * logits)).sum(1)
+
+
 # === Losses: name -> (G,), as the appendix writes them ===
 
 
@@ -95,13 +153,11 @@ def z(routed, modality):
 
 
 def local(routed, modality):
-    return limoe_twins.local_entropy_loss(
-        twins.softmax(routed.logits), routed.members[modality]
-    )
+    return local_entropy_loss(twins.softmax(routed.logits), routed.members[modality])
 
 
 def target(routed, modality):
-    return limoe_twins.target_entropy_loss(
+    return target_entropy_loss(
         twins.softmax(routed.logits),
         routed.num_selected_experts,
         routed.members[modality],
@@ -109,7 +165,7 @@ def target(routed, modality):
 
 
 def merged(routed, modality):
-    return limoe_twins.merged_entropy_loss(
+    return merged_entropy_loss(
         twins.softmax(routed.logits),
         routed.num_selected_experts,
         routed.members[modality],
@@ -120,7 +176,7 @@ def at_least(soft_minimum):
     """The global entropy loss for `soft_minimum` experts."""
 
     def loss(routed, modality):
-        return limoe_twins.global_entropy_loss(
+        return global_entropy_loss(
             twins.softmax(routed.logits),
             math.log(soft_minimum),
             routed.members[modality],
@@ -131,7 +187,7 @@ def at_least(soft_minimum):
 
 def mutual_information(routed, modality=None):
     probabilities = twins.softmax(routed.logits)
-    return limoe_twins.mutual_information_loss(
+    return mutual_information_loss(
         [probabilities] * 2, [routed.members["image"], routed.members["text"]]
     )
 

@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keras_softmoe import models, ops, routers
-from tests.support import tiny
-from tests.support.layer_checks import randomize
+from keras_softmoe import ops, routers
+from tests.support import tiny, tiny_limoe
 from tests.support.references import to_numpy
 
 BLOCKS = (0, 1)
@@ -21,24 +20,9 @@ SCARCE = routers.LIMoERouter(4, capacity_factor=0.75)
 
 def limoe(router=SCARCE, **overrides):
     """Two blocks, both mixtures of four experts, by default so that tokens drop."""
-    arguments = {
-        "image_shape": tiny.IMAGE_SHAPE,
-        "patch_size": 4,
-        "vocabulary_size": VOCABULARY_SIZE,
-        "sequence_length": SEQUENCE_LENGTH,
-        "num_layers": 2,
-        "num_heads": 2,
-        "hidden_dim": 8,
-        "mlp_dim": 12,
-        "moe_layers": BLOCKS,
-        "router": router,
-        "embedding_dim": 6,
-        "group_images": GROUP_PAIRS,
-        **overrides,
-    }
-    model = models.LIMoEBackbone(**arguments)
-    randomize(model)
-    return model
+    sizes = {"vocabulary_size": VOCABULARY_SIZE, "sequence_length": SEQUENCE_LENGTH}
+    sizes |= {"group_images": GROUP_PAIRS, "moe_layers": BLOCKS}
+    return tiny_limoe.backbone(router=router, **{**sizes, **overrides})
 
 
 def images():

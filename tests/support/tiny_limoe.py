@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from keras_softmoe import models, ops, routers
-from tests.support import limoe_router_twin as twin, limoe_twins, tiny
+from tests.support import limoe_router_twin as twin, tiny
 from tests.support.layer_checks import randomize
 from tests.support.references import to_numpy
 
@@ -133,11 +133,11 @@ def logits(outputs):
 
 
 def softmax_loss(outputs):
-    return limoe_twins.softmax_contrastive_loss(logits(outputs)).mean()
+    return twin.softmax_contrastive_loss(logits(outputs)).mean()
 
 
 def sigmoid_loss(outputs):
-    return limoe_twins.sigmoid_contrastive_loss(logits(outputs)).mean()
+    return twin.sigmoid_contrastive_loss(logits(outputs)).mean()
 
 
 def auxiliary_loss(model, inputs, losses=LOSS_TWINS, weight=0.5, noise=None):
