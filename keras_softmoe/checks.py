@@ -9,7 +9,7 @@ import typing
 import numpy as np
 
 # Maximum values of arguments by name, far larger than in any model of the papers.
-# Larger ones are typing errors or come from damaged files, and would exhaust the memory.
+# Larger ones are typing errors or come from damaged files; they would fill the memory.
 _SIZES = (
     "hidden_dim num_experts num_predicted_experts slots_per_expert multiple_of "
     "group_images image_shape patch_size grid num_patches sequence_length "
