@@ -320,7 +320,7 @@ def test_every_preset_has_a_plan():
     [
         ((0, 1e9), {}, "`devices` must be a positive integer.*devices=0"),
         ((8.0, 1e9), {}, "`devices` must be a positive integer.*devices=8.0"),
-        ((8, 0), {}, "bytes of each device.*memory=0.*80e9"),
+        ((8, 0), {}, "`memory` must be a finite number over 0.*memory=0"),
         ((8, "80GB"), {}, "memory='80GB'"),
         ((8, 1e9), {"batch_size": 24}, "multiple of 16: 8 devices times 2.*size=24"),
         ((8, 1e9), {"batch_size": -16}, "`batch_size` must be a positive integer"),

@@ -118,32 +118,6 @@ def test_steps_are_float32_whatever_the_default():
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "equal"),
-    [
-        (
-            "WarmupPolynomialDecay",
-            {"end_learning_rate": 0.2, "power": 1.0},
-            "linear",
-        ),
-        ("WarmupRsqrtDecay", {"timescale": 3, "cooldown_steps": 3}, "cooldown"),
-    ],
-)
-def test_names_of_the_first_release(name, config, equal):
-    """A schedule as in files of version 0.1."""
-    first = {"peak_learning_rate": 0.8, "warmup_steps": 4, "total_steps": 10}
-    schedule = keras.optimizers.schedules.deserialize(
-        {
-            "module": "keras_softmoe.training.schedules",
-            "class_name": name,
-            "config": {**first, **config},
-            "registered_name": f"keras_softmoe>{name}",
-        }
-    )
-    assert type(schedule) is training.WarmupSchedule
-    assert schedule.get_config() == SCHEDULES[equal].get_config()
-
-
 def test_a_long_training():
     schedule = training.WarmupSchedule(
         1e-3, 10_000_000, 10_000, "rsqrt", timescale=1e4, cooldown_steps=500_000
