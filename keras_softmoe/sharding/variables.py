@@ -256,7 +256,7 @@ def weight_files(filepath):
 
 
 class _Reader(keras.StatelessScope):
-    """Context in which `read(variable)` gives values, or `None` for a variable's own."""
+    """Context in which `read(variable)` gives the values, or `None` for its own."""
 
     def __init__(self, read):
         super().__init__()
