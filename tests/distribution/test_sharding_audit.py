@@ -131,7 +131,7 @@ def test_a_dense_model_has_nothing_to_spread():
 
 
 def test_without_a_distribution_there_is_nothing_to_compare_with():
-    with pytest.raises(ValueError, match="no distribution.*Received"):
+    with pytest.raises(ValueError, match="`distribution` must be given.*Received"):
         audit(backbone())
 
 
