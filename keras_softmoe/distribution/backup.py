@@ -31,10 +31,9 @@ class Backup(keras.callbacks.Callback):
     Start the same program again, with the same arguments of `fit`: it finds the backup,
     skips the completed batches of the data without computing, and resumes with the same
     losses as without an interruption. All variables of the model, its optimizer and its
-    metrics are saved, and for a single process the global random generators of Python,
-    NumPy and the backend. The state of other callbacks is not saved. Variables may be
-    sharded, also over other devices when training resumes. Several processes must share
-    the directory: the first one writes and all read.
+    metrics are saved, and for a single process the global random generators, but not
+    the state of other callbacks. Variables may be sharded, also over other devices when
+    training resumes. Several processes must share the directory.
 
     The data must have the same order after a restart: shuffle with a seed, with
     `reshuffle_each_iteration=False`, since each epoch begins the data again. If all

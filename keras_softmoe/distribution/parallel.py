@@ -53,15 +53,13 @@ def expert_parallel(
     experts, and all other weights. The slots are sent to the experts and back; expert
     weights are never sent. Optimizer moments are sharded like their variables.
 
-    Build, compile and use a model under the distribution. Layers are checked when they
-    are built, tasks of this library before each run; for other models call `audit`.
-    With `n` devices a batch needs at least `n * group_images` images, or all tokens are
-    gathered, with a warning. The last batch may have any size.
+    Build, compile and use a model under the distribution. Tasks of this library are
+    checked before each run; for other models call `audit`. With `n` devices a batch
+    needs at least `n * group_images` images, or all tokens are gathered.
 
-    Several processes of a model call the same methods with the same data in the same
-    order, and draw the same initial weights (`keras.utils.set_random_seed`). Save with
-    `save_to_preset`. On PyTorch, from Keras 3.16 on, each process has one device, after
-    `keras.distribution.initialize`, and the mesh has one axis.
+    Several processes call the same methods with the same data in the same order, and
+    draw the same initial weights. On PyTorch, from Keras 3.16 on, each process has one
+    device, after `keras.distribution.initialize`, and the mesh has one axis.
 
     Args:
         mesh_shape: `None`, or `(batch, experts)`: a mesh in which the experts are
@@ -81,16 +79,14 @@ def expert_parallel(
         experts that the devices do not divide.
 
     Raises:
-        ValueError: if `mesh_shape` or `devices` are not possible, or a rule has another
-            form. On PyTorch also if processes have not found each other.
+        ValueError: if `mesh_shape`, `devices` or a rule are not possible. On PyTorch
+            also if processes have not found each other.
         NotImplementedError: if the installed Keras does not support it on this backend.
 
     Source: V-MoE, section 2 and appendix B ("expert parallelism"); Soft MoE, appendix
     on distributed training; GShard (Lepikhin et al. 2020), section 3.
 
     Examples:
-        >>> # On a machine without accelerators:
-        >>> # XLA_FLAGS=--xla_force_host_platform_device_count=8 KERAS_BACKEND=jax
         >>> distribution = ksm.distribution.expert_parallel()
         >>> with distribution.scope():
         ...     model = ksm.models.ViTMoEBackbone.from_preset(
@@ -124,9 +120,9 @@ def data_parallel(
 ) -> keras.distribution.DataParallel:
     """Train replicas of a model, one on each device, with a share of each batch.
 
-    As `keras.distribution.DataParallel`, but the last batch may have any size and
-    several processes share each batch evenly. Routing is local to each device: no
-    tokens are exchanged, provided that the devices divide the number of groups.
+    Unlike in `keras.distribution.DataParallel` the last batch may have any size, and
+    several processes share each batch evenly. No tokens are exchanged, provided that
+    the devices divide the number of groups.
 
     Args:
         devices: sequence of str. Defaults to `keras.distribution.list_devices()`.

@@ -72,8 +72,7 @@ def export_model(
 
             - `"tf_saved_model"`: a directory; `tf.saved_model.load(filepath).serve(x)`.
             - `"onnx"`: `.onnx`, for ONNX Runtime and others.
-            - `"litert"`: `.tflite`, for the LiteRT interpreter and its
-              `resize_tensor_input`.
+            - `"litert"`: `.tflite`, for the LiteRT interpreter.
             - `"openvino"`: `.xml`, and a `.bin` beside it with the weights.
             - `"torch"`: `.pt2`; `torch.export.load(filepath).module()(x)`.
         verbose: bool or `None`, whether to print a message; `None` for yes.

@@ -12,9 +12,7 @@ class Distiller(keras.distillation.Distiller):
     would soon be unused. Here they are added as in `fit` of the student, whatever
     `student_loss_weight` is. In the history they are part of `loss`, not `total_loss`.
 
-    Models are called without their preprocessors: pass preprocessed images. With
-    `FeatureDistillation` Keras calls the student twice per step, so a router with a
-    `bias_update_rate` moves its bias twice.
+    Models are called without their preprocessors: pass preprocessed images.
 
     Args:
         teacher: built `keras.Model`, which is frozen.

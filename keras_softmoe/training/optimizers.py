@@ -34,16 +34,15 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         weight_decay_rules: optional list of `(pattern, rate)`. A step subtracts
             `learning_rate * rate * variable` with the rate of the first pattern that
             `re.search` finds in `variable.path`; without a match there is no decay.
-        momentum_dtype: `"bfloat16"`, which halves the memory of the first moment, or
-            `None` for the dtype of the variables, which the second moment always has.
+        momentum_dtype: `"bfloat16"` for the first moment, or `None` for the dtype of
+            the variables, which the second moment always has.
         **kwargs: arguments of `keras.optimizers.Optimizer`, such as `weight_decay` (one
             rate for all variables, in place of the rules), `clipnorm`, `clipvalue`,
             `global_clipnorm`, `use_ema`, `ema_momentum` (1 is the mean of all steps)
             and `gradient_accumulation_steps`.
 
     Raises:
-        ValueError: if a rule is not a pair of a pattern and a number of at least 0,
-            both kinds of weight decay are given, or `momentum_dtype` is another.
+        ValueError: if a rule is not a pair, or both kinds of weight decay are given.
 
     Source: V-MoE, table 6 and appendices B.3 (decay 0.03 for kernels, 3 for the head;
     first moments in half precision) and B.4 (debiased Polyak averaging).
@@ -186,8 +185,7 @@ class SGD(ByVariable, keras.optimizers.SGD):
         **kwargs: see `Adam`.
 
     Raises:
-        ValueError: if a rule is not a pair of a pattern and a number of at least 0, or
-            both `weight_decay` and `weight_decay_rules` are given.
+        ValueError: as for `Adam`.
 
     Source: V-MoE, section 3.5 and appendix B.4, which follow the Vision Transformer's
     fine-tuning; order of operations from its released code.
@@ -230,12 +228,10 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
 
     A gradient is divided by the root of an average of its squares, and a step is an
     average of such quotients. A matrix keeps only the means of the squares in its rows
-    and columns, so the state needs about 2 bytes per weight; Adam's needs 8.
-
-    `keras.optimizers.Adafactor` is that of Shazeer and Stern 2018. This one is ViT-G's:
-    it has a momentum, the learning rate alone scales a step, the decay of the squares
-    is `1 - step ** -0.8`, at most 0.999, and the two largest axes of a variable are
-    factored. It is computed in float32, whatever the dtype of the variables.
+    and columns, so the state needs about 2 bytes per weight; Adam's needs 8. Unlike
+    `keras.optimizers.Adafactor` (Shazeer and Stern 2018) it has a momentum, scales a
+    step by the learning rate alone, and factors the two largest axes of a variable. It
+    is computed in float32.
 
     Args:
         learning_rate: float or schedule.

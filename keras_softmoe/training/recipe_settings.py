@@ -51,8 +51,7 @@ class Recipe:
         batch_size: int, images or pairs per step.
         image_size: int, side of the square images in pixels.
         num_classes: int, number of classes, or `None` for pairs.
-        augmentation: `Augmentation` of the training images, or its name in
-            `AUGMENTATIONS`. MixUp is not possible with pairs.
+        augmentation: `Augmentation` of training images, or its name in `AUGMENTATIONS`.
         central_crop: float, share of the shorter side of the image that is cut out for
             evaluation; 1 squeezes the whole image into the square.
         loss: of labels `"sigmoid"` (`SigmoidCrossentropy`, `PrecisionAt1`) or
@@ -67,26 +66,22 @@ class Recipe:
         decoupled_weight_decay: bool, whether the decay of a step is the rate times
             `learning_rate / peak_learning_rate`, rather than times the learning rate.
         clip_norm: float or `None`, largest norm of the gradient of all parameters.
-        average_momentum: float or `None`. If given, the model ends with the debiased
-            average of its parameters over all steps (Polyak averaging).
+        average_momentum: float or `None`, of a debiased average of the parameters over
+            all steps, with which the model ends (Polyak averaging).
         momentum_dtype: see `Adam` and `Adafactor`, their default if `None`.
-        steps_per_epoch: int, steps after which `fit` reports and validates. All steps
-            if `None`.
+        steps_per_epoch: int, steps between reports of `fit`, `None` for all steps.
         source: str, papers, sections and tables of the numbers.
 
     Raises:
         ValueError: if a setting is out of range or unknown, or two contradict.
 
     Examples:
-        >>> import dataclasses
         >>> recipe = ksm.training.recipe(
-        ...     "finetuning", num_classes=10, steps=2, image_size=32
+        ...     "finetuning", num_classes=10, steps=2, image_size=32, batch_size=4
         ... )
-        >>> recipe = dataclasses.replace(recipe, augmentation="medium1", batch_size=4)
         >>> recipe.compile(classifier)
-        >>> classifier.fit(
-        ...     recipe.training_data((images, labels)), **recipe.fit_arguments
-        ... )
+        >>> data = recipe.training_data((images, labels))
+        >>> classifier.fit(data, **recipe.fit_arguments)
     """
 
     steps: int
@@ -193,9 +188,6 @@ class Recipe:
                 `models.LIMoEContrastive` or `models.TwoTowerContrastive`.
             **kwargs: arguments of its `compile`, which replace those of the recipe:
                 `optimizer=keras.optimizers.Lion(recipe.schedule())`.
-
-        Raises:
-            ValueError: if the model has another number of outputs, or is not for pairs.
         """
         if self._has_captions:
             # Not at the top: it loads KerasHub and TensorFlow.

@@ -9,7 +9,7 @@ import math
 import keras
 from keras import ops
 
-from keras_softmoe.checks import check_choice, check_numbers, received
+from keras_softmoe.checks import check_choice, check_numbers, keyword_names, received
 from keras_softmoe.types import Tensor
 
 
@@ -20,15 +20,13 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
     `"linear"` (V-MoE's pretraining) and `"cosine"` (fine-tuning, LIMoE) reach
     `end_learning_rate` at `total_steps` and stay there.
 
-    `"rsqrt"` (Soft MoE, V-MoE-15B) is a reciprocal square root: `t` steps after the
-    warmup the learning rate is `peak / sqrt(1 + t / timescale)`, whatever the length of
-    the training, so a run can be extended or cooled down from any of its checkpoints.
+    `"rsqrt"` (Soft MoE, V-MoE-15B) is `peak / sqrt(1 + t / timescale)`, `t` steps after
+    the warmup, so a run can be extended or cooled down from any of its checkpoints.
     Over the last `cooldown_steps` it falls linearly to zero and stays zero.
 
     Args:
         peak_learning_rate: float, the learning rate at the end of the warmup.
-        total_steps: int, the step at which the decay or the cooldown ends, counted from
-            the start of training, warmup included.
+        total_steps: int, the step at which the decay or the cooldown ends.
         warmup_steps: int, steps over which the learning rate rises from 0.
         decay: `"linear"`, `"cosine"` or `"rsqrt"`.
         end_learning_rate: float, the learning rate at the end, if linear or cosine.
@@ -43,8 +41,8 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         float32 tensor of the shape of `step`.
 
     Raises:
-        ValueError: if a number is out of range, no steps are left after the warmup,
-            warmup and cooldown overlap, or an argument belongs to another decay.
+        ValueError: if a number is out of range, warmup and cooldown overlap, or an
+            argument belongs to another decay.
 
     Source: V-MoE, table 6 and appendix B.3; Soft MoE, sections 3.3 and 3.4, appendix E;
     LIMoE, appendix A. Formulas from their released code.
@@ -68,21 +66,18 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         timescale: float = 10_000,
         cooldown_steps: int = 0,
     ):
-        self._config = {
-            "peak_learning_rate": peak_learning_rate,
-            "total_steps": total_steps,
-            "warmup_steps": warmup_steps,
-            "decay": decay,
-            "end_learning_rate": end_learning_rate,
-            "power": power,
-            "timescale": timescale,
-            "cooldown_steps": cooldown_steps,
-        }
         check_choice("decay", decay, ("linear", "cosine", "rsqrt"))
-        above_0 = "peak_learning_rate", "timescale"
-        numbers = {k: v for k, v in self._config.items() if k != "decay"}
-        check_numbers(over=0, **{name: numbers.pop(name) for name in above_0})
-        check_numbers(least=0, **numbers)
+        check_numbers(
+            over=0, peak_learning_rate=peak_learning_rate, timescale=timescale
+        )
+        check_numbers(
+            least=0,
+            total_steps=total_steps,
+            warmup_steps=warmup_steps,
+            end_learning_rate=end_learning_rate,
+            power=power,
+            cooldown_steps=cooldown_steps,
+        )
         if end_learning_rate if decay == "rsqrt" else cooldown_steps:
             raise ValueError(
                 "`cooldown_steps` belongs to `decay='rsqrt'`, `end_learning_rate` to "
@@ -141,4 +136,6 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         return self.end_learning_rate + span * left
 
     def get_config(self):
-        return dict(self._config)
+        return {
+            name: getattr(self, name) for name in keyword_names(type(self).__init__)
+        }

@@ -33,10 +33,8 @@ def greedy_soup(
     """Average checkpoints of a model, chosen greedily.
 
     In each round every checkpoint, also one that was chosen before, is tried as one
-    more part of the average. The one with the highest score is added, until none raises
-    it. Of equal scores the earlier checkpoint wins. At the end the model holds the soup
-    of all its weights; its optimizer does not change. After an error the model has its
-    old weights. Memory holds two copies of the weights for any number of files.
+    more part of the average. The first with the highest score is added, until none
+    raises it. At the end the model holds the soup; after an error its old weights.
 
     Args:
         model: a built `keras.Model`.

@@ -264,26 +264,10 @@ def test_table():
     assert setting.startswith(
         "64 devices of 80 GB, batches of 1024, Lion with 1 moment;"
     )
-    assert re.split("  +", header) == [
-        "mesh",
-        "weights",
-        "moments",
-        "gradients",
-        "activations",
-        "total",
-        "moved in a step",
-        "fits",
-        "largest batch",
-    ]
-    assert [row.split("  ")[0] for row in rows] == [
-        "64, data parallel",
-        "32 x 2",
-        "16 x 4",
-        "8 x 8",
-        "4 x 16",
-        "2 x 32",
-        "64, one axis",
-    ]
+    columns = "mesh,weights,moments,gradients,activations,total,moved in a step,fits"
+    assert re.split("  +", header) == [*columns.split(","), "largest batch"]
+    labels = "64, data parallel|32 x 2|16 x 4|8 x 8|4 x 16|2 x 32|64, one axis"
+    assert [row.split("  ")[0] for row in rows] == labels.split("|")
     repeated, one_axis = (re.split("  +", rows[i]) for i in (0, -1))
     assert repeated[1] == f"{cost(found.name).weight_bytes / 1e9:.2f}" == "216.56"
     assert repeated[-2:] == ["no", "0"]
@@ -341,3 +325,12 @@ def test_what_cannot_be_planned(arguments, changes, message):
 def test_unknown_preset():
     with pytest.raises(ValueError, match="Unknown preset 'soft_moe_hgue'"):
         plan("soft_moe_hgue", 8, 1e9)
+
+
+def test_any_number_of_devices():
+    config = tiny.backbone(**TOKEN_CHOICE).get_config()
+    with pytest.raises(ValueError, match="`devices`.*at most 1,048,576"):
+        plan(config, 10**9, 80e9)
+    # Only numbers that divide the experts are tried.
+    found = plan(config, 2**20, 80e9)
+    assert [mesh.shape[1] for mesh in found.meshes] == [1, 2, 4, 8]
