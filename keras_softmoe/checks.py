@@ -168,7 +168,7 @@ def check_names(owner, given, accepted):
 
 
 def keyword_names(method):
-    """Return a method's argument names, with those of `**x: Unpack[a TypedDict]`."""
+    """Return a method's argument names, and the keys of `**x: Unpack[a TypedDict]`."""
     _, *parameters = inspect.signature(method).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     names = [p.name for p in parameters if p.kind in kinds]

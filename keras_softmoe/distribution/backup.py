@@ -85,7 +85,7 @@ class Backup(keras.callbacks.Callback):
         self._start()
 
     def _start(self, epoch=0, batches=0):
-        # Completed batches of this epoch, and those of them that are not saved
+        # Completed batches of this epoch, and how many of them are not saved
         self._epoch, self._batches, self._unsaved = epoch, batches, 0
         # Batches of earlier epochs to draw, and whether the first epoch of this `fit`
         # was interrupted

@@ -43,7 +43,7 @@ class Transfer(NamedTuple):
 
 
 class MeshPlan(NamedTuple):
-    """Memory and communication on a mesh. All bytes are those of one device.
+    """Memory and communication on a mesh, in bytes on one device.
 
     Attributes:
         shape: `(batch, experts)`, the `mesh_shape` of `expert_parallel`. The batch is
@@ -54,7 +54,7 @@ class MeshPlan(NamedTuple):
         moments: int, bytes of the optimizer's moments.
         gradients: int, bytes of the gradients.
         activations: int, bytes kept from the forward to the backward pass.
-        transfers: tuple of `Transfer`, those of a training step.
+        transfers: tuple of `Transfer`, all of a training step.
         max_batch_size: int, the largest global batch that fits, 0 if none does.
     """
 
@@ -236,7 +236,7 @@ def _mesh_plan(model, shape, copies, groups, memory, shard_dense):
     weights = model.weight_bytes - of_experts - of_dense
     weights += of_experts // experts + of_dense // _dense_shards(shape)
     kept = (2 + copies) * weights
-    # The images of a device have as many slots as its experts.
+    # A device has one share of the images, and its experts the same number of slots.
     fitting = max(0, int((memory - kept) // model.activation_bytes))
     return MeshPlan(
         shape,

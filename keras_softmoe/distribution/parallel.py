@@ -71,7 +71,7 @@ def expert_parallel(
             are sharded as well, along the width of a token by the batch axis.
         layouts: optional dict of rules, see `layout_map`.
         auto_shard_dataset: bool, whether several processes share each batch of their
-            data. `False` if each process has its own rows, equally many.
+            data. `False` if each process has its own rows, the same number in each.
 
     Returns:
         `keras.distribution.ModelParallel`, for `keras.distribution.set_distribution` or
@@ -157,8 +157,8 @@ class EachBatch:
     but gives the same result, and nothing is dropped or padded.
 
     Several processes share the batches of a `tf.data.Dataset`: each uses its rows of
-    every batch. With `auto_shard_dataset=False` each process has its own rows, equally
-    many in each step.
+    every batch. With `auto_shard_dataset=False` each process has its own rows, the same
+    number in each step.
     """
 
     # The axes of the mesh that shard a batch.
@@ -234,7 +234,7 @@ class SharedDataset:
         self._distribution._replicated_rows = None
 
     def __getattr__(self, name):
-        # Cardinality and element specification are those of the whole dataset.
+        # Cardinality and element specification of the whole dataset.
         return getattr(self._dataset, name)
 
 
@@ -429,7 +429,7 @@ def _check_devices(devices):
     known = keras.distribution.list_devices()
     if keras.backend.backend() == "torch" and sorted(devices) != sorted(known):
         raise ValueError(
-            "On PyTorch `devices` must be those of all processes. Accepted: "
+            "On PyTorch `devices` must name the devices of all processes. Accepted: "
             f"{known}. {received(devices=devices)}"
         )
     return devices

@@ -102,7 +102,7 @@ def audit(
     """Check the sharding of a model's variables, and raise for violated rules.
 
     The table lists the bytes on each device. All variables may be replicated on every
-    device except those of experts: their kernels and biases, the slot parameters of
+    device except the experts': their kernels and biases, the slot parameters of
     soft routers, and the moments of these in an optimizer. (The small means of rows and
     columns in Adafactor have other shapes and are not checked.)
 

@@ -17,7 +17,7 @@ from keras_softmoe.keras_adapter.exports import (
 
 
 def write(model, filepath, format, input_signature, preprocessing, options):
-    """Write a model with the backend in use, which must be that of the format.
+    """Write a model with the backend in use, which must be the format's.
 
     Args:
         model: `keras.Model`.

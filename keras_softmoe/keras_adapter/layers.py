@@ -146,7 +146,7 @@ def release_values(layer):
     for weight in layer.weights:
         weight._value = None
     if keras.backend.backend() == "torch":
-        # Modules hold them, too: those of layers, and that in a `keras.Sequential`.
+        # The modules of layers and of a `keras.Sequential` hold them, too.
         for part in [*layer._flatten_layers(), *layer.modules()]:
             held = getattr(part, "_torch_params", None)
             if held is not None and not isinstance(held, torch_modules.Weights):

@@ -10,7 +10,7 @@ def named_weights(layer):
     """Yield `(path, weight)` of a layer, each weight once, in the order of `weights`.
 
     Automatic names such as `dense_7` have a counter of the process, which starts anew
-    here, so that the names are those of other instances, too.
+    here, so that all instances have the same names.
     Would be replaced by: names of Keras that are unique in a model.
     """
     seen, taken = set(), set()

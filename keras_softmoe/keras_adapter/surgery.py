@@ -20,9 +20,9 @@ def is_functional(model):
 def sublayers(model):
     """Yield `(path, layer, parent)` of all layers in a model, parents first, in order.
 
-    The order is that in which a layer got its parts; of a functional model that of its
-    graph. A layer that is used in several places comes once. Paths are names below the
-    model with `/` between them.
+    Parts of a layer come in the order in which it got them, layers of a functional
+    model in the order of its graph, and a layer that is used in several places once.
+    Paths are names below the model with `/` between them.
     Would be replaced by: a public `keras.Layer.flatten_layers()` in that order.
     """
     seen = {id(model)}

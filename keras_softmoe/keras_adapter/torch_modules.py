@@ -95,9 +95,9 @@ class Weights(torch.nn.Module):
 def register(cls):
     """Let layers of a class, and those around them, list their weights as `Weights`.
 
-    Keras lists those of each layer once, by paths: of two weights of equal paths one is
-    lost, LoRA factors are missing in the lists of the layers around, and a weight is
-    in the lists of all of them.
+    Keras lists the weights of each layer once, by paths: of two weights of equal paths
+    one is lost, LoRA factors are missing in the lists of the layers around, and each
+    weight is in the lists of all of them.
     Would be replaced by: as for `Weights`.
     """
     track = TorchLayer._track_variables

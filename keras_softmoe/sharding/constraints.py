@@ -23,8 +23,8 @@ def is_distributed():
 def constrain(tensor, path):
     """Return a tensor of a known shape, sharded by the active distribution.
 
-    Its layout is that of `path`: the path of the layer, a slash and a name. An axis
-    that is not divisible by its devices is replicated.
+    `path` finds its layout: the path of the layer, a slash and a name. An axis that is
+    not divisible by its devices is replicated.
     """
     layout = layout_of(path)
     if layout is None or not all(isinstance(n, int) for n in tensor.shape):
@@ -79,7 +79,7 @@ def num_shards(device_mesh, axis):
     return math.prod(1 if name is None else sizes[name] for name in names)
 
 
-# Checks by the distributions of this library. Those of Keras have no such methods.
+# Checks by the distributions of this library, without effect under those of Keras.
 
 
 def check_divides_experts(num_experts):

@@ -84,7 +84,7 @@ def gather(value):
 def gather_rows(rows):
     """Return the rows of a step of `predict` of all processes; all must call this.
 
-    `rows` is a tensor with those of this process, on JAX a part of a global one.
+    `rows` is a tensor with the rows of this process, on JAX with all of them.
     """
     if keras.backend.backend() != "torch":
         return gather(rows)

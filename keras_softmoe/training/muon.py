@@ -18,8 +18,8 @@ class Muon(MuonByShape, keras.optimizers.Muon):
 
     Args:
         learning_rate: float or schedule.
-        expert_layers: str, regular expression for the paths of variables whose first
-            axis is that of experts.
+        expert_layers: str, regular expression for the paths of variables with a first
+            axis of experts.
         **kwargs: as in `keras.optimizers.Muon`. Name the layers to be left to AdamW,
             such as the last one: `exclude_layers=["predictions"]`.
 
@@ -50,7 +50,7 @@ class Muon(MuonByShape, keras.optimizers.Muon):
     def lr_adjust(self, x):
         if self.rms_rate is None:
             return x
-        # Of the last two axes; Keras takes the first two.
+        # Of the last two axes; Keras uses the first two.
         return x * max(x.shape[-2:]) ** 0.5 * self.rms_rate
 
     def get_config(self):

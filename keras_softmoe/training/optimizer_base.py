@@ -126,8 +126,8 @@ def check_rules(name, rules):
         except (TypeError, ValueError, re.error) as error:
             raise ValueError(
                 f"`{name}` must be pairs of a regular expression and a number, for "
-                f"example [('kernel$', 0.03)]. Received: {name}={rules!r}, where "
-                f"{rule!r} is no such pair: {error}."
+                f"example [('kernel$', 0.03)]. Received: {name}={rules!r}, with "
+                f"{rule!r}: {error}."
             ) from error
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(

@@ -1,9 +1,9 @@
 """Adam, SGD and Adafactor as in the papers' released training code.
 
 `global_clipnorm`, `clipvalue`, `clipnorm`, `gradient_accumulation_steps` and
-`weight_decay` (one rate for all variables, times the learning rate) are those of Keras
-and give the same numbers. Keras lacks the features of `ByVariable`, the papers' order
-of operations, and an Adafactor with momentum.
+`weight_decay` (one rate for all variables, times the learning rate) work as in Keras,
+which lacks the features of `ByVariable`, the papers' order of operations, and an
+Adafactor with momentum.
 """
 
 from collections.abc import Sequence

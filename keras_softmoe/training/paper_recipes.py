@@ -9,8 +9,8 @@ import dataclasses
 from keras_softmoe.checks import check_names, did_you_mean, received
 from keras_softmoe.training.recipe_settings import Recipe
 
-# Paths of variables, for the rules of weight decay. The kernels are those of attention,
-# MLPs, experts, sparse routers, patches, projections and head.
+# Paths of variables, for the rules of weight decay. Attention, MLPs, experts, sparse
+# routers, patches, projections and head have kernels.
 _KERNELS = "kernel$"
 _HEAD_AND_KERNELS = (
     ("predictions/kernel$", 3.0),
@@ -52,8 +52,8 @@ _SOFT_MOE = Recipe(
     source="Soft MoE, sections 3.3 and 3.4, appendices E and J",
 )
 
-# Chosen here: the other numbers are those of Soft MoE's recipe, which has the same kind
-# of schedule and weight decay.
+# Chosen here: all other numbers are Soft MoE's, whose recipe has the same kind of
+# schedule and weight decay.
 _VMOE_15B = dataclasses.replace(
     _SOFT_MOE,
     steps=2_900_000,
@@ -64,7 +64,7 @@ _VMOE_15B = dataclasses.replace(
     source="V-MoE, section 3.6, table 6 and appendix B.3",
 )
 
-# No paper trains so: all numbers are those of the released code.
+# In no paper: all numbers come from the released code.
 _IMAGENET = Recipe(
     steps=46_448,
     batch_size=8192,
@@ -178,8 +178,8 @@ def recipe(name: str, **changes) -> Recipe:
         `Recipe`.
 
     Raises:
-        ValueError: if there is no such recipe, or a setting is out of range.
-        TypeError: if there is no such setting.
+        ValueError: if the recipe is unknown, or a setting is out of range.
+        TypeError: if a setting is unknown.
 
     Examples:
         >>> recipe = ksm.training.recipe("finetuning", num_classes=10, steps=2_500)
@@ -187,7 +187,7 @@ def recipe(name: str, **changes) -> Recipe:
     """
     if name not in _RECIPES:
         raise ValueError(
-            f"There is no such recipe.{did_you_mean([name], list(_RECIPES))} "
+            f"`name` must be a recipe.{did_you_mean([name], list(_RECIPES))} "
             f"Accepted: {', '.join(map(repr, _RECIPES))}. {received(name=name)}"
         )
     fields = [field.name for field in dataclasses.fields(Recipe)]

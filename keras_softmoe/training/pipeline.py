@@ -169,9 +169,8 @@ def _resize(image, size):
 def _rand_augment(augmentation):
     """Return a function of image and seed, RandAugment with Keras' operations.
 
-    `keras.layers.RandAugment` computes all operations to keep one, which takes 72 ms
-    for an image of 224 pixels. Here each image has its own choice, and only that one is
-    computed: 3 ms.
+    `keras.layers.RandAugment` computes all operations to keep one (72 ms for an image
+    of 224 pixels). Here only the one chosen for an image is computed (3 ms).
     """
     if not augmentation.num_operations:
         return lambda image, seed: image

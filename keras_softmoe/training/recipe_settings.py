@@ -43,7 +43,7 @@ _PAIR_LOSSES = {
 class Recipe:
     """The settings of a training, of a classifier or on pairs of image and caption.
 
-    `recipe` makes those of the papers. `dataclasses.replace` makes a copy with other
+    `recipe` makes the papers' recipes. `dataclasses.replace` makes a copy with other
     values; its schedule ends with its `steps`.
 
     Attributes:
