@@ -257,5 +257,10 @@ def unmatched_rules(layout_map, used_keys, paths=()):
         if not (is_known(key) or key in used_keys)
         and not any(matching_keys({key: None}, path) for path in paths)
     ]
-    names = ", ".join(map(repr, unmatched))
-    return f"Nothing has a path that these rules match: {names}." if names else None
+    if not unmatched:
+        return None
+    return (
+        "Nothing has a path that these rules match: "
+        f"{', '.join(map(repr, unmatched))}. A rule that matches nothing leaves its "
+        "variable replicated on every device."
+    )
