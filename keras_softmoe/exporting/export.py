@@ -190,8 +190,9 @@ def _check_router(router):
     priority = getattr(router, "priority", None)
     if random_logits or priority == "random":
         raise ValueError(
-            "An exported model must be deterministic. Received: "
-            f"{router.path} with {random_logits=}, {priority=}. Change them with "
+            "Random routing cannot be exported: an exported model must be "
+            f"deterministic. Received: {router.path} with {random_logits=}, "
+            f"{priority=}. Change them with "
             "`set_routing(random_logits=False, priority='max')`."
         )
     if router.num_rows(1) is not None:
